@@ -1,0 +1,35 @@
+# Two lines are all a new machine needs: `make demo` trains a small model, `make test` runs the tests.
+PYTHON ?= python3
+# On a Linux machine with a GPU this is the CUDA build; any torch from 2.11 on works.
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test test-all check install clean
+.DEFAULT_GOAL := demo
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	touch $@
+
+demo: install
+	$(BIN)/scrimp train
+
+check: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: check
+	$(BIN)/pytest -m "not slow" -n 2
+
+test-all: check
+	$(BIN)/pytest -n 2
+
+clean:
+	rm -rf $(VENV)

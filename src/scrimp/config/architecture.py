@@ -1,0 +1,139 @@
+"""The shape of a decoder: the numbers that decide its parameters, FLOPs and bytes.
+
+One frozen dataclass for the whole Llama family. What differs between Llama 3, Qwen 2.5,
+Qwen 3 and Mistral is five switches (RoPE scaling, QKV bias, QK norm, tied embeddings,
+sliding window); everything else is sizes. It is pure data: `scrimp.model` builds modules
+from it, `scrimp.plan` counts FLOPs and bytes from it, and neither needs the other.
+
+Notation used everywhere: L layers, D width, H query heads, N KV heads, K head size,
+F ffn width, V vocabulary, A = H * K attention width.
+
+Parameters (biases and QK norms only where switched on)::
+
+    block = D*(A + 2*N*K) + A*D + 3*D*F + 2*D  [+ (A + 2*N*K)] [+ 2*K]
+    total = V*D + L*block + D  [+ V*D if the head is not tied]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from scrimp.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Llama 3's frequency-dependent stretch of RoPE (transformers' rope_type "llama3")."""
+
+    factor: float
+    """How much the low frequencies are slowed down."""
+    low_freq_factor: float
+    """Wavelengths longer than original_context / low_freq_factor are stretched fully."""
+    high_freq_factor: float
+    """Wavelengths shorter than original_context / high_freq_factor are left alone."""
+    original_context: int
+    """Context length in tokens before the stretch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """Sizes and switches of one decoder."""
+
+    family: str
+    """llama, qwen2, qwen3 or mistral: the transformers `model_type` it is exchanged as."""
+    vocab_size: int
+    """Rows of the embedding."""
+    num_layers: int
+    """Decoder blocks."""
+    width: int
+    """Width of the residual stream."""
+    num_heads: int
+    """Query heads."""
+    num_kv_heads: int
+    """Key and value heads; fewer than num_heads is grouped-query attention."""
+    head_size: int
+    """Width of one head; num_heads * head_size need not equal width (Qwen 3)."""
+    ffn_width: int
+    """Inner width of SwiGLU."""
+    context: int
+    """Longest sequence in tokens that positions are defined for."""
+    rope_theta: float = 10_000.0
+    """RoPE base."""
+    rope_scaling: RopeScaling | None = None
+    """Llama 3 RoPE scaling, or None."""
+    norm_eps: float = 1e-5
+    """Epsilon of every RMSNorm."""
+    qkv_bias: bool = False
+    """Bias on the query, key and value projections (Qwen 2.5)."""
+    qk_norm: bool = False
+    """RMSNorm over each query and key head before RoPE (Qwen 3)."""
+    tied_embeddings: bool = False
+    """The head uses the embedding's weight."""
+    sliding_window: int | None = None
+    """Tokens each position may look back on, itself included; None is unlimited."""
+
+    def __post_init__(self) -> None:
+        sizes = ("vocab_size", "num_layers", "width", "num_heads", "num_kv_heads", "head_size")
+        for name in (*sizes, "ffn_width", "context"):
+            if getattr(self, name) < 1:
+                raise ConfigError(
+                    f"model.{name} is not positive", got=getattr(self, name), expected="1 or more"
+                )
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                "model.num_kv_heads does not divide model.num_heads",
+                got=f"{self.num_heads} query heads over {self.num_kv_heads} KV heads",
+                expected=f"a divisor of {self.num_heads}",
+                do="choose num_kv_heads so that every KV head serves the same number of query heads",
+            )
+        if self.head_size % 2:
+            raise ConfigError(
+                "head size is odd",
+                got=self.head_size,
+                expected="an even number, since RoPE rotates pairs",
+                do="change model.width or model.num_heads",
+            )
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise ConfigError(
+                "model.sliding_window is not positive", got=self.sliding_window, expected="1 or more"
+            )
+
+    @property
+    def attention_width(self) -> int:
+        """A: all query heads side by side."""
+        return self.num_heads * self.head_size
+
+    @property
+    def kv_width(self) -> int:
+        """All key (or value) heads side by side."""
+        return self.num_kv_heads * self.head_size
+
+    @property
+    def qkv_width(self) -> int:
+        """Output width of the fused query-key-value projection."""
+        return self.attention_width + 2 * self.kv_width
+
+    @property
+    def block_matmul_parameters(self) -> int:
+        """Elements of the weight matrices of one block."""
+        return (
+            self.width * self.qkv_width + self.attention_width * self.width + 3 * self.width * self.ffn_width
+        )
+
+    @property
+    def block_parameters(self) -> int:
+        """All parameters of one block."""
+        bias = self.qkv_width if self.qkv_bias else 0
+        qk_norm = 2 * self.head_size if self.qk_norm else 0
+        return self.block_matmul_parameters + 2 * self.width + bias + qk_norm
+
+    @property
+    def head_parameters(self) -> int:
+        """Elements of the LM head's matrix, tied or not."""
+        return self.vocab_size * self.width
+
+    @property
+    def num_parameters(self) -> int:
+        """All trained parameters; a tied head is counted once."""
+        matrices = self.head_parameters * (1 if self.tied_embeddings else 2)
+        return matrices + self.num_layers * self.block_parameters + self.width

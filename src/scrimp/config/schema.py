@@ -1,0 +1,167 @@
+"""Every setting of a run: frozen, typed dataclasses, one docstring under each field.
+
+The same fields make the TOML file, the command line (`--train.batch-tokens`) and the saved
+`config.toml`. ``None`` means "Scrimp decides": `scrimp.config.resolve` replaces every None
+by a value and keeps the reason, so that the saved configuration has no open choice left.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, TypeVar
+
+Precision = Literal["auto", "fp32", "bf16"]
+Schedule = Literal["cosine", "linear", "wsd", "constant"]
+Switch = Literal["auto", "on", "off"]
+ParameterType = Literal["auto", "fp32", "bf16"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Where a run lives, and the seed that decides it."""
+
+    dir: Path | None = None
+    """Run folder. Unset: the next free runs/<preset>-<number>."""
+    seed: int = 0
+    """Decides initialisation, data order and sampling."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Text in, token sequences out."""
+
+    source: str = "stdlib"
+    """stdlib; a text, JSONL or Parquet file (also .gz, .zst); a folder of them; a folder of
+    token shards; a saved datasets folder; or hf:OWNER/NAME for the Hugging Face hub."""
+    text_column: str = "text"
+    """Column (JSONL key) that holds the text."""
+    tokenizer: str = "auto"
+    """bytes; bpe (trained on the corpus); or a folder with a tokenizer.json. auto: the one
+    of the shards or of model.weights if there is one, else bpe."""
+    vocab_size: int | None = None
+    """Entries of a bpe tokenizer trained here. Unset: the model's vocabulary, at most 32,768."""
+    held_out: float = 0.02
+    """Share of the documents kept for evaluation, chosen by a hash of their text."""
+    mask_documents: bool = True
+    """Attention never crosses a document boundary inside a packed sequence."""
+    cache: Path | None = None
+    """Folder for prepared token shards. Unset: scrimp/ in the user's cache folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Which decoder: a preset, or the weights to start from, and changes to its sizes."""
+
+    preset: str = "llama-3m"
+    """Named architecture, such as llama-60m or qwen2.5-0.5b; an unknown name lists them all."""
+    weights: Path | None = None
+    """Start from these weights: a Hugging Face folder or a Scrimp run. Replaces the preset."""
+    vocab_size: int | None = None
+    """Rows of the embedding. Unset: the preset's, or for Scrimp's own presets as many as the
+    tokenizer needs."""
+    context: int | None = None
+    """Longest sequence in tokens. Unset: the preset's."""
+    num_layers: int | None = None
+    """Decoder blocks. Unset: the preset's."""
+    width: int | None = None
+    """Width of the residual stream. Unset: the preset's."""
+    num_heads: int | None = None
+    """Query heads. Unset: the preset's."""
+    num_kv_heads: int | None = None
+    """Key and value heads. Unset: the preset's."""
+    ffn_width: int | None = None
+    """Inner width of SwiGLU. Unset: the preset's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The training loop."""
+
+    steps: int = 300
+    """Optimizer steps."""
+    sequence: int | None = None
+    """Tokens per sequence. Unset: by the size of the model, at most its context."""
+    batch_tokens: int | None = None
+    """Tokens per optimizer step, a multiple of the sequence. Unset: by the size of the model."""
+    micro_batch: int | None = None
+    """Sequences per forward pass, a divisor of the batch's sequences. Unset: as many as keep
+    a forward pass efficient without holding more activations than needed."""
+    lr: float | None = None
+    """Peak learning rate. Unset: min(3e-3, 0.8 / width), a tenth of that from model.weights."""
+    schedule: Schedule = "cosine"
+    """Shape of the learning rate after warm-up; wsd is constant, then linear over the last fifth."""
+    warmup_steps: int | None = None
+    """Steps of linear warm-up. Unset: a twentieth of the run, at most 2,000."""
+    final_lr_ratio: float = 0.1
+    """Last learning rate as a share of the peak (not used by constant)."""
+    weight_decay: float = 0.1
+    """Decoupled decay, on matrices only."""
+    beta1: float = 0.9
+    """AdamW: decay of the first moment."""
+    beta2: float = 0.95
+    """AdamW: decay of the second moment."""
+    adam_eps: float = 1e-8
+    """AdamW: added to the root of the second moment."""
+    clip: float = 1.0
+    """Largest global gradient norm; 0 switches clipping off."""
+    z_loss: float = 0.0
+    """Weight of the squared log-partition penalty; 0 switches it off."""
+    parameters: ParameterType = "auto"
+    """Format of the trained parameters. auto: the precision's own."""
+    master_weights: bool | None = None
+    """true or false: keep an fp32 copy of bf16 parameters in the optimizer. Unset: true for
+    bf16 parameters."""
+    loss_chunk: int | None = None
+    """Tokens whose logits exist at once; 0 computes all at once. Unset: 0 if they fit into 64 MiB
+    (512 MiB on CUDA), else the power of two that does."""
+    compile: Switch = "auto"
+    """torch.compile per block. auto: on for CUDA, off on CPU."""
+    eval_every: int | None = None
+    """Steps between evaluations on the held-out split, besides the one at the end; 0 for only
+    that one. Unset: a tenth of the run."""
+    eval_tokens: int = 65_536
+    """Most held-out tokens per evaluation."""
+    checkpoint_every: int | None = None
+    """Steps between checkpoints, besides the one at the end; 0 for only that one. Unset: a
+    tenth of the run, at least 50, and a divisor of keep_every."""
+    keep_last: int = 2
+    """Newest checkpoints kept."""
+    keep_every: int = 0
+    """Checkpoints at multiples of this step are kept for good; 0 for none. A multiple of
+    checkpoint_every."""
+    nonfinite_patience: int = 5
+    """Skipped steps in a row (non-finite loss or gradients) after which the run stops."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetConfig:
+    """What the plan may spend. Exceeding it is refused before the run starts."""
+
+    device_memory: str | None = None
+    """Most device memory, as 16GB or 15.5GiB. Unset: what the device has free."""
+    host_memory: str | None = None
+    """Most host memory, as 64GB. Unset: what the host has free."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """One training run."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    budget: BudgetConfig = field(default_factory=BudgetConfig)
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N. auto: CUDA where there is one."""
+    precision: Precision = "auto"
+    """Number format of the GEMMs. auto: bf16 on CUDA, fp32 on CPU."""
+
+
+def decided(value: T | None) -> T:
+    """A setting of a resolved configuration: `resolve` has left no None."""
+    assert value is not None, "the configuration has not been resolved"
+    return value

@@ -1,0 +1,93 @@
+"""The device a run computes on, by the name that the user gave.
+
+`auto` takes the CUDA device with the most free memory, else the CPU, and says why. Everything
+else is taken literally and refused when it is not there: a run that was asked to use a GPU
+never continues on a CPU.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+
+import torch
+
+from scrimp.errors import DeviceError
+from scrimp.measure.memory import host_memory_available
+
+
+@dataclass(frozen=True)
+class Device:
+    """One compute device."""
+
+    torch_device: torch.device
+    name: str
+    """The vendor's name, as in 'NVIDIA H100 80GB HBM3'."""
+    available_bytes: int
+    """Device memory that was free when it was resolved."""
+    reason: str
+    """Why this device."""
+
+    @property
+    def is_host(self) -> bool:
+        """Whether the device computes in host memory."""
+        return self.torch_device.type == "cpu"
+
+    @property
+    def spelling(self) -> str:
+        """The name that gives this device again, for the saved configuration."""
+        return str(self.torch_device)
+
+
+def resolve_device(name: str) -> Device:
+    """The device called `name`: auto, cpu, cuda or cuda:N.
+
+    Raises:
+        DeviceError: an unknown name, or a CUDA device that is not there.
+    """
+    if name == "auto":
+        if torch.cuda.is_available():
+            free = [torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count())]
+            return _cuda(free.index(max(free)), "auto: the CUDA device with the most free memory")
+        return _cpu("auto: this machine has no CUDA device that torch can use")
+    if name == "cpu":
+        return _cpu("set by the user")
+    kind, _, number = name.partition(":")
+    if kind != "cuda" or (number and not number.isdecimal()) or name.endswith(":"):
+        raise DeviceError("device is not known", got=name, expected="auto, cpu, cuda or cuda:N")
+    if not torch.cuda.is_available():
+        raise DeviceError(
+            "no CUDA device can be used",
+            got=name,
+            expected="cpu on this machine"
+            + ("" if torch.version.cuda else ": this torch is a build without CUDA"),
+            do="use --device cpu, or install the CUDA build of torch and the driver",
+        )
+    index = int(number or 0)
+    if index >= torch.cuda.device_count():
+        raise DeviceError(
+            "device is not there", got=name, expected=f"cuda:0 to cuda:{torch.cuda.device_count() - 1}"
+        )
+    return _cuda(index, "set by the user")
+
+
+def _cuda(index: int, reason: str) -> Device:
+    free, _ = torch.cuda.mem_get_info(index)
+    return Device(torch.device("cuda", index), torch.cuda.get_device_name(index), free, reason)
+
+
+def _cpu(reason: str) -> Device:
+    return Device(torch.device("cpu"), _cpu_name(), host_memory_available(), reason)
+
+
+def _cpu_name() -> str:
+    model = platform.processor() or platform.machine()
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            model = next(
+                (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), model
+            )
+    except OSError:
+        pass  # not Linux: the platform module's name serves
+    return f"{model}, {len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} cores"

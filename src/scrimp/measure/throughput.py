@@ -1,0 +1,53 @@
+"""Tokens per second that earlier runs reached on this machine, for `scrimp plan`.
+
+A dry run starts nothing, so it can only tell a speed that was measured before. Each run leaves
+its median rate in a small JSON file in the user's cache folder, keyed by everything that decides
+the rate: model, device, torch, precision, sequence, micro-batch, compile. The file is a
+convenience: when it cannot be written or read, the rate is simply not known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+
+from scrimp.config import Config
+from scrimp.plan import Plan
+
+
+def _file() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(root) / "scrimp" / "throughput.json"
+
+
+def _key(plan: Plan, config: Config) -> str:
+    mark, train = plan.fingerprint, config.train
+    parts = [mark.model, mark.device, mark.torch, config.precision, train.parameters, train.compile]
+    return " | ".join([*parts, f"sequence {train.sequence}", f"micro-batch {train.micro_batch}"])
+
+
+def recall_throughput(plan: Plan, config: Config) -> float | None:
+    """Median tokens/s of the last run like this one on this machine, or None."""
+    try:
+        rates = json.loads(_file().read_text(encoding="utf-8"))
+        rate = rates.get(_key(plan, config))
+    except (OSError, ValueError, AttributeError):
+        return None
+    return float(rate) if isinstance(rate, int | float) else None
+
+
+def remember_throughput(plan: Plan, config: Config, tokens_per_s: float) -> None:
+    """Keep a measured rate for `recall_throughput`."""
+    path = _file()
+    with contextlib.suppress(OSError):
+        rates: dict[str, float] = {}
+        with contextlib.suppress(OSError, ValueError):
+            read = json.loads(path.read_text(encoding="utf-8"))
+            rates = read if isinstance(read, dict) else {}
+        rates[_key(plan, config)] = round(tokens_per_s, 1)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_name(f".{path.name}.{os.getpid()}")
+        beside.write_text(json.dumps(rates, indent=1, sort_keys=True), encoding="utf-8")
+        beside.replace(path)

@@ -1,0 +1,27 @@
+"""The plan and its cost models: pure functions of shapes, no devices and no torch.distributed.
+
+`flops` counts work and defines MFU and the speed of light, `memory` counts bytes, `schema` is
+the file, `build` makes the plan of a run from its configuration.
+"""
+
+from scrimp.plan.build import build_plan, gemm_formats, model_fingerprint
+from scrimp.plan.flops import Flops, Peaks, count_flops, ideal_seconds_per_token, mfu
+from scrimp.plan.memory import MemoryAccount, account_memory
+from scrimp.plan.schema import Figures, Fingerprint, GemmChoice, Plan
+
+__all__ = [
+    "Figures",
+    "Fingerprint",
+    "Flops",
+    "GemmChoice",
+    "MemoryAccount",
+    "Peaks",
+    "Plan",
+    "account_memory",
+    "build_plan",
+    "count_flops",
+    "gemm_formats",
+    "ideal_seconds_per_token",
+    "mfu",
+    "model_fingerprint",
+]

@@ -1,0 +1,127 @@
+"""Makes the plan of a run from its resolved configuration.
+
+This version decides what one device needs: every GEMM in the run's precision, every
+activation kept, every state on the device. It is the "everything resident" candidate that
+richer planners start from; its account is compared with the budget here, and a run that
+cannot fit is refused before it starts, with the change that would help most.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+
+from scrimp.config import Architecture, Config, decided, parse_bytes
+from scrimp.errors import PlanError
+from scrimp.plan.flops import GEMM_NAMES
+from scrimp.plan.memory import MemoryAccount, account_memory
+from scrimp.plan.schema import BlockChoice, Figures, Fingerprint, GemmChoice, Layout, Plan, StateChoice
+
+
+def model_fingerprint(architecture: Architecture) -> str:
+    """Twelve hex digits that name an architecture."""
+    text = json.dumps(dataclasses.asdict(architecture), sort_keys=True)
+    return f"{architecture.family}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def gemm_formats(plan: Plan) -> dict[str, dict[str, str]]:
+    """Layer to format per GEMM, as `ideal_seconds_per_token` takes it."""
+    return {
+        layer: {"fprop": choice.fprop, "dgrad": choice.dgrad, "wgrad": choice.wgrad}
+        for layer, choice in plan.gemms.items()
+    }
+
+
+def account_of(config: Config, architecture: Architecture) -> MemoryAccount:
+    """The memory account of a resolved configuration."""
+    train = config.train
+    return account_memory(
+        architecture,
+        precision=config.precision,
+        parameters=train.parameters,
+        master_weights=bool(train.master_weights),
+        micro_batch=decided(train.micro_batch),
+        sequence=decided(train.sequence),
+        loss_chunk=decided(train.loss_chunk),
+    )
+
+
+def build_plan(
+    config: Config,
+    architecture: Architecture,
+    *,
+    device_name: str,
+    device_is_host: bool,
+    available_bytes: int,
+    torch_version: str,
+    reasons: Mapping[str, str],
+) -> Plan:
+    """The plan of one run on one device.
+
+    Args:
+        config: resolved: no field of `train` is None, no precision is "auto".
+        device_is_host: the device computes in host memory (a CPU).
+        available_bytes: free device memory now.
+        reasons: why settings were decided, from `scrimp.config.resolve`.
+
+    Raises:
+        PlanError: the predicted peak exceeds the budget or the free memory.
+    """
+    account = account_of(config, architecture)
+    budget = _budget(config, device_is_host)
+    _refuse_what_does_not_fit(account, budget, available_bytes, config)
+    precision = config.precision
+    why = reasons.get("precision", "set by the user")
+    gemm = GemmChoice(fprop=precision, dgrad=precision, wgrad=precision, saved=precision, reason=why)
+    layers = [f"blocks.{i}.{name}" for i in range(architecture.num_layers) for name in GEMM_NAMES]
+    fits = f"predicted peak {account.peak:,} bytes fits in {available_bytes:,}"
+    place = StateChoice(weights="device", gradients="device", optimizer="device", reason=fits)
+    numbers = [str(i) for i in range(architecture.num_layers)]
+    return Plan(
+        fingerprint=Fingerprint(
+            model=model_fingerprint(architecture), device=device_name, torch=torch_version, world_size=1
+        ),
+        budget=budget,
+        gemms=dict.fromkeys([*layers, "head"], gemm),
+        blocks={number: BlockChoice(activations="keep", reason=fits) for number in numbers},
+        states=dict.fromkeys([*numbers, "embedding", "head"], place),
+        layout=Layout(stages=[[0, architecture.num_layers - 1]]),
+        predicted=Figures(
+            peak_device_bytes=account.peak, peak_host_bytes=account.peak if device_is_host else None
+        ),
+    )
+
+
+def _budget(config: Config, device_is_host: bool) -> dict[str, float | int]:
+    given = {"device_memory": config.budget.device_memory, "host_memory": config.budget.host_memory}
+    budget: dict[str, float | int] = {
+        name: parse_bytes(text, key=f"budget.{name}") for name, text in given.items() if text is not None
+    }
+    if device_is_host and "host_memory" in budget:
+        host = budget["host_memory"]
+        budget["device_memory"] = min(budget.get("device_memory", host), host)
+    return budget
+
+
+def _refuse_what_does_not_fit(
+    account: MemoryAccount, budget: Mapping[str, float | int], available_bytes: int, config: Config
+) -> None:
+    limit = int(min(available_bytes, budget.get("device_memory", available_bytes)))
+    if account.peak <= limit:
+        return
+    over_states = account.states > limit
+    advice = (
+        f"weights, gradients and optimizer states alone take {account.states:,} bytes: choose a smaller model"
+        + ("" if config.train.parameters == "bf16" else " or --train.parameters bf16 with --precision bf16")
+        if over_states
+        else f"lower --train.micro-batch (now {config.train.micro_batch}) or --train.sequence "
+        f"(now {config.train.sequence}): activations take {account.activations:,} bytes"
+    )
+    raise PlanError(
+        "the run does not fit in memory",
+        got=f"a predicted peak of {account.peak:,} bytes",
+        expected=f"at most {limit:,} bytes",
+        do=advice,
+    )

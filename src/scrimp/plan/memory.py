@@ -1,0 +1,119 @@
+"""Bytes of one training step, by category: the account that `scrimp plan` prints before step 0.
+
+Problem  Out of memory at step 1, or at the first long document, is the commonest way to lose
+         an afternoon. Every large tensor of a step has a known shape; add them up first.
+Method   State per parameter (bytes), nothing sharded or offloaded::
+
+             fp32 parameters                weight 4 + gradient 4 + m, v 8            = 16
+             bf16 parameters                weight 2 + gradient 2 + m, v 4            =  8
+             bf16 with fp32 master weights  weight 2 + gradient 4 + m, v 8 + master 4 = 18
+
+         Saved for backward per token and block, in elements of the compute format (D width,
+         A attention width, N*K all key heads, F ffn width)::
+
+             4 D + 2 A + 2 N K + 3 F     two block-internal residuals and two normed inputs;
+                                         rotated q, k, v and the attention output; gate, up, product
+
+         plus fp32 statistics: two norms and H softmax sums. The head's logits exist `chunk`
+         tokens at a time. The peak is the largest of the moments at which the sum of live tensors can
+         culminate: head and loss, the backward pass of one block, and the optimizer step.
+Limits   The allocator's rounding, cached blocks and library workspaces come on top: a run reports
+         its measured peak beside this prediction. Activations of fp32 parameters under bf16
+         autocast include bf16 copies of one block's weights.
+Sources  ../shapes as in LLMQ's and Megatron's accounts; the formula follows `scrimp.model`'s autograd functions.
+Checked  tests/plan/test_memory.py: saved bytes against tensors counted by autograd hooks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from scrimp.config import Architecture
+
+BYTES = {"fp32": 4, "bf16": 2}
+
+
+@dataclass(frozen=True)
+class MemoryAccount:
+    """Predicted bytes by category; `peak` is not their sum but the largest moment."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    """Saved by all blocks between forward and backward."""
+    head: int
+    """Logits of one chunk, their gradient, and the gradient of the hidden states."""
+    block_backward: int
+    """Temporary gradients inside one block."""
+
+    @property
+    def states(self) -> int:
+        """What stays from step to step."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def peak(self) -> int:
+        """Largest moment of a step."""
+        return self.states + self.activations + max(self.head, self.block_backward)
+
+    def rows(self) -> list[tuple[str, int]]:
+        """Category and bytes, for a table."""
+        return [
+            ("weights", self.weights),
+            ("gradients", self.gradients),
+            ("optimizer states", self.optimizer),
+            ("activations", self.activations),
+            ("head and loss", self.head),
+            ("block backward", self.block_backward),
+        ]
+
+
+def saved_bytes_per_token(architecture: Architecture, precision: str) -> int:
+    """Bytes that one block keeps for its backward pass, per token."""
+    a = architecture
+    elements = 4 * a.width + 2 * a.attention_width + 2 * a.kv_width + 3 * a.ffn_width
+    statistics = 4 * (2 + a.num_heads)
+    if a.qk_norm:  # the projections before the norm are kept as well, with their statistics
+        elements += a.attention_width + a.kv_width
+        statistics += 4 * (a.num_heads + a.num_kv_heads)
+    return elements * BYTES[precision] + statistics
+
+
+def account_memory(
+    architecture: Architecture,
+    *,
+    precision: str,
+    parameters: str,
+    master_weights: bool,
+    micro_batch: int,
+    sequence: int,
+    loss_chunk: int,
+) -> MemoryAccount:
+    """The account of one device that holds the whole model.
+
+    Args:
+        precision: format of the GEMMs and activations (fp32, bf16).
+        parameters: format of the trained parameters.
+        master_weights: fp32 copies, moments and gradient sums beside bf16 parameters.
+        micro_batch: sequences per forward pass.
+        sequence: tokens per sequence.
+        loss_chunk: tokens whose logits exist at once; 0 for all.
+    """
+    count = architecture.num_parameters
+    parameter_bytes, compute_bytes = BYTES[parameters], BYTES[precision]
+    state_bytes = 4 if master_weights else parameter_bytes
+    tokens = micro_batch * sequence
+    chunk = min(loss_chunk or tokens, tokens)
+    a = architecture
+    logits = chunk * a.vocab_size * (4 + compute_bytes)
+    # Backward of SwiGLU holds the gradients of product, gate and up beside one residual gradient.
+    block_backward = tokens * compute_bytes * (3 * a.ffn_width + 2 * a.width)
+    return MemoryAccount(
+        weights=count * parameter_bytes,
+        gradients=count * state_bytes,
+        optimizer=count * (2 * state_bytes + (4 if master_weights else 0)),
+        activations=a.num_layers * tokens * saved_bytes_per_token(a, precision),
+        head=logits + tokens * a.width * compute_bytes,
+        block_backward=block_backward,
+    )

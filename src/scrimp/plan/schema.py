@@ -1,0 +1,231 @@
+"""The plan: a small JSON file that says how a run uses its bits, bytes and devices.
+
+``plan.json`` is complete (the same file gives the same run on the same machine), readable and
+diffable: fixed key order, one line per layer. Every choice carries its reason; predictions
+stand in ``predicted``, and after the first steps what was measured stands beside them in
+``measured``. The schema::
+
+    scrimp_plan   version of this format, an integer
+    fingerprint   model, device, torch, world_size: what the plan was made for
+    budget        what it was allowed to spend (bytes; shares)
+    gemms         layer -> fprop, dgrad, wgrad (formats), saved (what backward keeps), reason
+    blocks        block number -> activations (keep, recompute, ...), reason
+    states        block number, "embedding", "head" -> weights, gradients, optimizer (device, host), reason
+    layout        degrees of each parallel axis, and the stages
+    predicted     peak bytes, seconds per step, divergences; null where nothing predicts it yet
+    measured      the same keys after the first steps, or null
+
+Reading refuses an unknown version, an unknown or missing key, and a value of a wrong type,
+each by its path in the file. This module is pure: it touches no device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scrimp.errors import PlanError
+
+VERSION = 1
+FORMATS = ("fp32", "bf16")
+"""Formats that this version of Scrimp can run."""
+
+
+@dataclass(frozen=True)
+class GemmChoice:
+    """Formats of the three GEMMs of one linear layer."""
+
+    fprop: str
+    dgrad: str
+    wgrad: str
+    saved: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class BlockChoice:
+    """What happens to the activations of one block."""
+
+    activations: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class StateChoice:
+    """Where the tensor classes of one block live."""
+
+    weights: str
+    gradients: str
+    optimizer: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What a plan was made for."""
+
+    model: str
+    device: str
+    torch: str
+    world_size: int
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Predicted or measured figures; None where there is none."""
+
+    peak_device_bytes: int | None = None
+    peak_host_bytes: int | None = None
+    step_seconds: float | None = None
+    loss_divergence: float | None = None
+    weight_divergence: float | None = None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Degrees of the parallel axes; stages as [first, last] block."""
+
+    stages: list[list[int]]
+    dp: int = 1
+    fsdp: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything the planner decided for one run."""
+
+    fingerprint: Fingerprint
+    budget: dict[str, float | int]
+    gemms: dict[str, GemmChoice]
+    blocks: dict[str, BlockChoice]
+    states: dict[str, StateChoice]
+    layout: Layout
+    predicted: Figures
+    measured: Figures | None = None
+
+    def to_json(self) -> str:
+        """The plan as text: two-space indent, one line per layer, block and state."""
+        fields = {"scrimp_plan": VERSION, **dataclasses.asdict(self)}
+        parts = []
+        for key, value in fields.items():
+            if key in ("gemms", "blocks", "states"):
+                rows = ",\n".join(f"    {json.dumps(name)}: {json.dumps(row)}" for name, row in value.items())
+                parts.append(f"  {json.dumps(key)}: {{\n{rows}\n  }}")
+            else:
+                parts.append(f"  {json.dumps(key)}: {json.dumps(value)}")
+        return "{\n" + ",\n".join(parts) + "\n}\n"
+
+    @classmethod
+    def from_json(cls, text: str, *, origin: str = "plan.json") -> Plan:
+        """Read a plan; `origin` names the file in errors.
+
+        Raises:
+            PlanError: not JSON, another version, or a key or value that does not fit.
+        """
+        try:
+            raw = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PlanError(
+                f"{origin} is not JSON",
+                got=str(error),
+                do="plan again, or restore the file from the run's plans/",
+            ) from None
+        if not isinstance(raw, dict) or raw.get("scrimp_plan") != VERSION:
+            version = raw.get("scrimp_plan") if isinstance(raw, dict) else type(raw).__name__
+            raise PlanError(
+                f"{origin} has another version",
+                got=repr(version),
+                expected=f'"scrimp_plan": {VERSION}',
+                do="plan again",
+            )
+        raw = {key: value for key, value in raw.items() if key != "scrimp_plan"}
+        sections: dict[str, Any] = dict(_checked(cls, raw, origin))
+        sections["fingerprint"] = Fingerprint(
+            **_checked(Fingerprint, raw["fingerprint"], f"{origin}: fingerprint")
+        )
+        sections["layout"] = Layout(**_checked(Layout, raw["layout"], f"{origin}: layout"))
+        for key, row in (("gemms", GemmChoice), ("blocks", BlockChoice), ("states", StateChoice)):
+            where = f"{origin}: {key}"
+            rows = _mapping(raw[key], where)
+            sections[key] = {
+                name: row(**_checked(row, value, f"{where}.{name}")) for name, value in rows.items()
+            }
+        for key in ("predicted", "measured"):
+            if raw.get(key) is not None:
+                sections[key] = Figures(**_checked(Figures, raw[key], f"{origin}: {key}"))
+        plan = cls(**sections)
+        plan.check_formats(origin)
+        return plan
+
+    def check_formats(self, origin: str) -> None:
+        """Refuse formats that this version cannot run, by layer and GEMM."""
+        for layer, choice in self.gemms.items():
+            for gemm in ("fprop", "dgrad", "wgrad"):
+                fmt = getattr(choice, gemm)
+                if fmt not in FORMATS:
+                    raise PlanError(
+                        f"{origin}: {layer}.{gemm} cannot run in {fmt}",
+                        got=fmt,
+                        expected=" or ".join(FORMATS),
+                        do="plan again with --precision bf16",
+                    )
+
+    @classmethod
+    def read(cls, path: Path) -> Plan:
+        """Read `path`; errors as for `from_json`, and PlanError when it cannot be opened."""
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlanError(
+                f"{path} cannot be read", got=str(error), do="give a plan.json written by Scrimp"
+            ) from None
+        return cls.from_json(text, origin=str(path))
+
+
+def _mapping(value: object, where: str) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise PlanError(f"{where} is not an object", got=type(value).__name__, expected="a JSON object")
+    return value
+
+
+def _checked(kind: type, value: object, where: str) -> Mapping[str, Any]:
+    """`value` as keyword arguments of the dataclass `kind`, every key and simple type checked."""
+    rows = _mapping(value, where)
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    unknown = sorted(set(rows) - set(fields))
+    required = {name for name, field in fields.items() if field.default is dataclasses.MISSING}
+    missing = sorted(required - set(rows))
+    if unknown or missing:
+        raise PlanError(
+            f"{where} has the wrong keys",
+            got="; ".join(
+                part
+                for part in (
+                    f"unknown {', '.join(unknown)}" if unknown else "",
+                    f"missing {', '.join(missing)}" if missing else "",
+                )
+                if part
+            ),
+            expected=", ".join(fields),
+            do="plan again, or correct the file",
+        )
+    scalars: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,)}
+    scalars |= {"int | None": (int, type(None)), "float | None": (float, int, type(None))}
+    for name, item in rows.items():
+        allowed = scalars.get(str(fields[name].type))
+        if allowed and (not isinstance(item, allowed) or isinstance(item, bool)):
+            raise PlanError(
+                f"{where}.{name} has the wrong type",
+                got=f"{item!r}",
+                expected=str(fields[name].type),
+                do="plan again",
+            )
+    return rows

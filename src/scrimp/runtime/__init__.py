@@ -1,0 +1,6 @@
+"""Carries a plan out on a model, and proves that it took effect."""
+
+from scrimp.runtime.execute import Executable, compile_blocks, realise
+from scrimp.runtime.proof import prove
+
+__all__ = ["Executable", "compile_blocks", "prove", "realise"]

@@ -1,0 +1,83 @@
+"""FLOP counts against published figures and against torch's own counter."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from scrimp.config import Architecture, preset
+from scrimp.errors import PlanError
+from scrimp.model import Decoder, initialise
+from scrimp.plan import Peaks, count_flops, ideal_seconds_per_token, mfu
+from scrimp.plan.flops import GEMM_NAMES
+
+SMALL = Architecture(
+    family="llama",
+    vocab_size=96,
+    num_layers=2,
+    width=32,
+    num_heads=4,
+    num_kv_heads=2,
+    head_size=8,
+    ffn_width=64,
+    context=64,
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "sequence", "gigaflops"),
+    [
+        ("qwen2.5-0.5b", 1024, 3.10),
+        ("qwen2.5-1.5b", 1024, 9.53),
+        ("qwen2.5-3b", 1024, 18.97),
+        ("qwen2.5-7b", 1024, 43.04),
+        ("llama-3.2-1b", 2048, 7.82),
+        ("llama-3.2-1b", 8192, 9.03),
+        ("llama-3-8b", 4096, 48.2),
+    ],
+)
+def test_causal_flops_equal_the_published_figures(name: str, sequence: int, gigaflops: float) -> None:
+    assert count_flops(preset(name), sequence).causal / 1e9 == pytest.approx(gigaflops, rel=2e-3)
+
+
+def test_matrix_flops_equal_torchs_counter() -> None:
+    model = Decoder(SMALL)
+    initialise(model, 0)
+    tokens = torch.arange(32).view(1, 32)
+    with FlopCounterMode(display=False) as counter:
+        model.logits(model(tokens)).sum().backward()
+    products = sum(
+        n for op, n in counter.get_flop_counts()["Global"].items() if str(op) in ("aten.mm", "aten.addmm")
+    )
+    flops = count_flops(SMALL, 32)
+    assert products == 32 * (flops.blocks + flops.head)
+
+
+def test_a_window_costs_what_a_count_of_the_pairs_says() -> None:
+    windowed = Architecture(**{**SMALL.__dict__, "sliding_window": 16})
+    pairs = sum(min(query + 1, 16) for query in range(64))
+    counted = 12 * SMALL.num_layers * SMALL.attention_width * pairs / 64
+    # The convention counts half of the diagonal, as the causal form of the whole sequence does.
+    assert count_flops(windowed, 64).attention_causal == pytest.approx(counted, rel=0.05)
+    assert count_flops(windowed, 8).attention_causal == count_flops(SMALL, 8).attention_causal
+
+
+def test_speed_of_light_weighs_every_gemm_by_its_format() -> None:
+    layers = [f"blocks.{i}.{name}" for i in range(2) for name in GEMM_NAMES] + ["head"]
+    peaks = Peaks({"fp32": 1e9, "bf16": 2e9}, "test")
+    slow = {layer: {"fprop": "fp32", "dgrad": "fp32", "wgrad": "fp32"} for layer in layers}
+    fast = {layer: {"fprop": "bf16", "dgrad": "bf16", "wgrad": "bf16"} for layer in layers}
+    flops = count_flops(SMALL, 32)
+    assert ideal_seconds_per_token(SMALL, 32, slow, peaks) == pytest.approx(flops.causal / 1e9)
+    assert ideal_seconds_per_token(SMALL, 32, fast, peaks) == pytest.approx(flops.causal / 2e9)
+    mixed = fast | {"blocks.1.mlp.down": {"fprop": "bf16", "dgrad": "bf16", "wgrad": "fp32"}}
+    extra = 2 * SMALL.width * SMALL.ffn_width / 2e9
+    assert ideal_seconds_per_token(SMALL, 32, mixed, peaks) == pytest.approx(flops.causal / 2e9 + extra)
+
+
+def test_mfu_is_a_share_of_the_bf16_peak() -> None:
+    assert mfu(43.04e9, 13_850, Peaks({"bf16": 989.4e12}, "H100")) == pytest.approx(0.6025, abs=1e-3)
+
+
+def test_an_unknown_format_has_no_peak() -> None:
+    with pytest.raises(PlanError, match="fp4"):
+        Peaks({"bf16": 1.0}, "test")["fp4"]

@@ -1,0 +1,72 @@
+"""The plan file: what is written is read back, and what does not fit is named."""
+
+import json
+
+import pytest
+
+from scrimp.config import Config, base_architecture, resolve
+from scrimp.errors import PlanError
+from scrimp.plan import Plan, build_plan
+
+
+def make_plan(available_bytes: int = 2**40, **budget: str) -> Plan:
+    from scrimp.config import BudgetConfig
+
+    config = Config(budget=BudgetConfig(**budget))
+    resolution = resolve(config, base_architecture(config, None), device_type="cpu")
+    return build_plan(
+        resolution.config,
+        resolution.architecture,
+        device_name="test CPU",
+        device_is_host=True,
+        available_bytes=available_bytes,
+        torch_version="2.13.0",
+        reasons=resolution.reasons,
+    )
+
+
+def test_a_plan_reads_back_as_it_was_written() -> None:
+    plan = make_plan(device_memory="16GB")
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_every_gemm_and_every_block_has_a_line_of_its_own() -> None:
+    lines = make_plan().to_json().splitlines()
+    assert sum('"fprop"' in line for line in lines) == sum('"wgrad"' in line for line in lines)
+    assert any(line.strip().startswith('"blocks.0.mlp.down"') for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"scrimp_plan": 2}, "version"),
+        ({"extra": 1}, "unknown extra"),
+        ({"gemms": None}, "gemms"),
+        ({"layout": {"stages": [[0, 1]], "tp": "two"}}, "layout.tp"),
+        ({"fingerprint": {"model": "m", "device": "d", "torch": "t"}}, "missing world_size"),
+        ({"predicted": {"peak_device_bytes": "much"}}, "predicted.peak_device_bytes"),
+    ],
+)
+def test_a_plan_that_does_not_fit_the_schema_is_refused_by_its_place(change: dict, named: str) -> None:
+    raw = json.loads(make_plan().to_json()) | change
+    with pytest.raises(PlanError, match=named):
+        Plan.from_json(json.dumps(raw))
+
+
+def test_a_format_that_cannot_run_is_refused_by_layer_and_gemm() -> None:
+    raw = json.loads(make_plan().to_json())
+    raw["gemms"]["blocks.1.mlp.down"]["wgrad"] = "fp4"
+    with pytest.raises(PlanError, match=r"blocks\.1\.mlp\.down\.wgrad"):
+        Plan.from_json(json.dumps(raw))
+
+
+def test_text_that_is_not_json_is_refused() -> None:
+    with pytest.raises(PlanError, match="not JSON"):
+        Plan.from_json("{")
+
+
+def test_a_run_that_cannot_fit_is_refused_before_it_starts() -> None:
+    with pytest.raises(PlanError, match="does not fit"):
+        make_plan(device_memory="10MB")
+    with pytest.raises(PlanError, match="micro-batch"):
+        make_plan(available_bytes=make_plan().predicted.peak_device_bytes - 1)
