@@ -8,20 +8,20 @@ Method   State per parameter (bytes), nothing sharded or offloaded::
              bf16 parameters                weight 2 + gradient 2 + m, v 4            =  8
              bf16 with fp32 master weights  weight 2 + gradient 4 + m, v 8 + master 4 = 18
 
-         Saved for backward per token and block, in elements of the compute format (D width,
-         A attention width, N*K all key heads, F ffn width)::
+         Saved for backward per token and block, in elements (D width, A attention width, N*K all
+         key heads, F ffn width)::
 
-             4 D + 2 A + 2 N K + 3 F     two block-internal residuals and two normed inputs;
-                                         rotated q, k, v and the attention output; gate, up, product
+             2 D                      inputs of the two norms, in the residual stream's format
+             2 D + 2 A + 2 N K + 3 F  normed inputs; rotated q, k, v and the attention output;
+                                      gate, up and their product, in the compute format
 
-         plus fp32 statistics: two norms and H softmax sums. The head's logits exist `chunk`
+         plus fp32 statistics: two norms and H softmax sums. QK norms add the projections before
+         them; bf16 autocast over fp32 parameters a bf16 copy of the block's weights. The head's logits exist `chunk`
          tokens at a time. The peak is the largest of the moments at which the sum of live tensors can
          culminate: head and loss, the backward pass of one block, and the optimizer step.
 Limits   The allocator's rounding, cached blocks and library workspaces come on top: a run reports
-         its measured peak beside this prediction. Activations of fp32 parameters under bf16
-         autocast include bf16 copies of one block's weights.
-Sources  ../shapes as in LLMQ's and Megatron's accounts; the formula follows `scrimp.model`'s autograd functions.
-Checked  tests/plan/test_memory.py: saved bytes against tensors counted by autograd hooks.
+         its measured peak beside this prediction.
+Checked  tests/plan/test_memory.py: within 3 % of the storages that autograd really saves.
 """
 
 from __future__ import annotations
@@ -69,15 +69,22 @@ class MemoryAccount:
         ]
 
 
-def saved_bytes_per_token(architecture: Architecture, precision: str) -> int:
+def saved_bytes_per_token(architecture: Architecture, *, precision: str, parameters: str) -> int:
     """Bytes that one block keeps for its backward pass, per token."""
     a = architecture
-    elements = 4 * a.width + 2 * a.attention_width + 2 * a.kv_width + 3 * a.ffn_width
+    # Two inputs of norms lie in the residual stream, which has the format of the parameters.
+    residual = 2 * a.width * BYTES[parameters]
+    elements = 2 * a.width + 2 * a.attention_width + 2 * a.kv_width + 3 * a.ffn_width
     statistics = 4 * (2 + a.num_heads)
-    if a.qk_norm:  # the projections before the norm are kept as well, with their statistics
-        elements += a.attention_width + a.kv_width
+    if a.qk_norm:  # the fused projections before the norms stay beside the rotated heads
+        elements += a.qkv_width
         statistics += 4 * (a.num_heads + a.num_kv_heads)
-    return elements * BYTES[precision] + statistics
+    return residual + elements * BYTES[precision] + statistics
+
+
+def saved_weight_copies(architecture: Architecture, *, precision: str, parameters: str) -> int:
+    """Bytes of one block's weights that autocast keeps in the compute format until backward."""
+    return 0 if precision == parameters else architecture.block_matmul_parameters * BYTES[precision]
 
 
 def account_memory(
@@ -107,13 +114,15 @@ def account_memory(
     chunk = min(loss_chunk or tokens, tokens)
     a = architecture
     logits = chunk * a.vocab_size * (4 + compute_bytes)
+    saved = tokens * saved_bytes_per_token(a, precision=precision, parameters=parameters)
+    saved += saved_weight_copies(a, precision=precision, parameters=parameters)
     # Backward of SwiGLU holds the gradients of product, gate and up beside one residual gradient.
     block_backward = tokens * compute_bytes * (3 * a.ffn_width + 2 * a.width)
     return MemoryAccount(
         weights=count * parameter_bytes,
         gradients=count * state_bytes,
         optimizer=count * (2 * state_bytes + (4 if master_weights else 0)),
-        activations=a.num_layers * tokens * saved_bytes_per_token(a, precision),
+        activations=a.num_layers * saved,
         head=logits + tokens * a.width * compute_bytes,
         block_backward=block_backward,
     )

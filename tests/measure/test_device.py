@@ -1,0 +1,91 @@
+"""Devices by name, peaks and remembered rates on the machine at hand."""
+
+import json
+
+import pytest
+import torch
+
+from scrimp.config import Config, base_architecture, resolve
+from scrimp.errors import DeviceError
+from scrimp.measure import (
+    device_peaks,
+    host_memory_available,
+    peak_host_bytes,
+    recall_throughput,
+    remember_throughput,
+    resolve_device,
+)
+from scrimp.plan import Plan, build_plan
+
+
+def make_plan() -> tuple[Plan, Config]:
+    resolution = resolve(Config(), base_architecture(Config(), None), device_type="cpu")
+    plan = build_plan(
+        resolution.config,
+        resolution.architecture,
+        device_name="test CPU",
+        device_is_host=True,
+        available_bytes=2**40,
+        torch_version="2.13.0",
+        reasons={},
+    )
+    return plan, resolution.config
+
+
+def test_the_cpu_is_named_and_has_memory() -> None:
+    device = resolve_device("cpu")
+    assert device.is_host
+    assert device.name
+    assert 0 < device.available_bytes <= 2**50
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda:", "cuda:x", "cpu:0", "", "CUDA"])
+def test_a_device_that_is_not_known_is_refused(name: str) -> None:
+    with pytest.raises(DeviceError, match="not known"):
+        resolve_device(name)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_a_gpu_that_is_not_there_is_never_replaced_by_the_cpu() -> None:
+    with pytest.raises(DeviceError, match="no CUDA device"):
+        resolve_device("cuda")
+    assert resolve_device("auto").is_host
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_auto_takes_the_gpu_where_there_is_one() -> None:
+    assert resolve_device("auto").torch_device.type == "cuda"
+    with pytest.raises(DeviceError, match="not there"):
+        resolve_device("cuda:99")
+
+
+def test_spec_sheets_are_used_for_known_names_and_measurements_otherwise() -> None:
+    known = device_peaks(torch.device("cpu"), "NVIDIA H100 80GB HBM3")
+    assert known["bf16"] == 989.4e12
+    assert "spec sheet" in known.origin
+    measured = device_peaks(torch.device("cpu"), "some CPU")
+    assert 1e8 < measured["fp32"] < 1e14
+    assert "measured" in measured.origin
+
+
+def test_the_high_water_mark_sees_an_allocation() -> None:
+    before = peak_host_bytes()
+    block = torch.ones(before // 4 + 2**26)  # larger than the peak so far
+    assert peak_host_bytes() >= before
+    assert peak_host_bytes() >= block.nbytes
+    assert host_memory_available() > 0
+
+
+def test_a_measured_rate_is_remembered_for_equal_runs_only(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    plan, config = make_plan()
+    assert recall_throughput(plan, config) is None
+    remember_throughput(plan, config, 1234.5)
+    assert recall_throughput(plan, config) == 1234.5
+    other = Config(precision="bf16", train=config.train)
+    assert recall_throughput(plan, other) is None
+    (tmp_path / "scrimp" / "throughput.json").write_text("{broken", encoding="utf-8")
+    assert recall_throughput(plan, config) is None
+    remember_throughput(plan, config, 2.0)
+    assert json.loads((tmp_path / "scrimp" / "throughput.json").read_text(encoding="utf-8"))
