@@ -80,7 +80,7 @@ class ModelConfig:
 class TrainConfig:
     """The training loop."""
 
-    steps: int = 300
+    steps: int = 200
     """Optimizer steps."""
     sequence: int | None = None
     """Tokens per sequence. Unset: by the size of the model, at most its context."""
@@ -122,8 +122,8 @@ class TrainConfig:
     eval_every: int | None = None
     """Steps between evaluations on the held-out split, besides the one at the end; 0 for only
     that one. Unset: a tenth of the run."""
-    eval_tokens: int = 65_536
-    """Most held-out tokens per evaluation."""
+    eval_tokens: int | None = None
+    """Most held-out tokens per evaluation. Unset: as many as four steps train on."""
     checkpoint_every: int | None = None
     """Steps between checkpoints, besides the one at the end; 0 for only that one. Unset: a
     tenth of the run, at least 50, and a divisor of keep_every."""

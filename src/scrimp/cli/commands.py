@@ -1,0 +1,302 @@
+"""The commands: what each takes, and the one call that it makes into the other rooms.
+
+A command is a frozen dataclass: its fields are its arguments, their docstrings its help. `execute`
+imports what it calls, so that `scrimp --help` and a mistyped option never wait for torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Protocol
+
+from tyro.conf import FlagCreatePairsOff, Positional, arg
+
+from scrimp.cli.parse import expand_paths, flags_of, given_keys, option, parse
+from scrimp.config import (
+    RANGES,
+    Config,
+    Range,
+    check_device,
+    check_range,
+    check_values,
+    flatten,
+    leaves,
+    nearest_key,
+    read_config,
+    replace_values,
+)
+from scrimp.errors import ConfigError
+
+_COUNT = Range(1, 2**31 - 1)
+
+
+class Command(Protocol):
+    """One command with its arguments."""
+
+    def execute(self, given: frozenset[str]) -> int:
+        """Do it; returns the exit code. `given` holds the dotted keys that the user set."""
+        ...
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train a model as the configuration says: defaults, then FILE, then the options given here."""
+
+    file: Positional[Path | None] = None
+    """TOML file with the same settings as the options below. Without one: the defaults."""
+    resume: FlagCreatePairsOff[bool] = False
+    """Go on from the newest complete checkpoint in run.dir."""
+    config: Annotated[Config, arg(name="")] = field(default_factory=Config)
+
+    def execute(self, given: frozenset[str]) -> int:
+        from scrimp.train import train
+
+        return train(self.config, resume=self.resume, given=given).exit_code
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Show what a run would take, and start nothing: parameters, FLOPs, bytes, tokens/s if measured."""
+
+    file: Positional[Path | None] = None
+    """TOML file with the same settings as the options below. Without one: the defaults."""
+    config: Annotated[Config, arg(name="")] = field(default_factory=Config)
+
+    def execute(self, given: frozenset[str]) -> int:
+        from scrimp.train import dry_run
+
+        dry_run(self.config)
+        return 0
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """Turn text into token shards. Interrupted, it continues where it was."""
+
+    src: Positional[str]
+    """stdlib; a text, JSONL or Parquet file (also .gz, .zst); a folder of them; a saved datasets
+    folder; or hf:OWNER/NAME."""
+    out: Positional[Path]
+    """Folder for the shards."""
+    text_column: str = "text"
+    """Column (JSONL key) that holds the text."""
+    tokenizer: str = "bpe"
+    """bytes; bpe (trained on the corpus); or a folder with a tokenizer.json."""
+    bpe_vocab_size: int = 4096
+    """Vocabulary of a BPE trained on the corpus."""
+    held_out: float = 0.02
+    """Share of the documents kept for evaluation, chosen by a hash of their text."""
+    workers: int | None = None
+    """Processes. Unset: one per core."""
+
+    def execute(self, given: frozenset[str]) -> int:
+        check_range("--bpe-vocab-size", self.bpe_vocab_size, RANGES["data.vocab_size"])
+        check_range("--held-out", self.held_out, RANGES["data.held_out"])
+        if self.workers is not None:
+            check_range("--workers", self.workers, Range(1, 1024))
+        from scrimp.data import CorpusSpec, prepare
+
+        spec = CorpusSpec(
+            source=self.src,
+            text_column=self.text_column,
+            tokenizer=self.tokenizer,
+            bpe_vocab_size=self.bpe_vocab_size,
+            held_out=self.held_out,
+        )
+        print(f"token shards: {prepare(spec, self.out, workers=self.workers)}")
+        return 0
+
+
+@dataclass(frozen=True)
+class Verify:
+    """Check every token shard of a folder against its checksum."""
+
+    folder: Positional[Path]
+    """Folder that `scrimp prepare` wrote."""
+
+    def execute(self, given: frozenset[str]) -> int:
+        from scrimp.data import verify
+
+        report = verify(self.folder)
+        print(report)
+        return 0 if report.ok else 2
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """Measure a model on text it has not seen: loss, perplexity, bits per byte."""
+
+    target: Positional[Path]
+    """A run folder, or a Hugging Face model folder."""
+    data: str
+    """Text to measure on: a file, or any source that `scrimp prepare` takes."""
+    text_column: str = "text"
+    """Column (JSONL key) that holds the text."""
+    sequence: int | None = None
+    """Tokens per sequence. Unset: as trained, at most the model's context."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
+
+    def execute(self, given: frozenset[str]) -> int:
+        check_device(self.device, "--device")
+        if self.sequence is not None:
+            check_range("--sequence", self.sequence, RANGES["train.sequence"])
+        from scrimp.train import evaluate_target
+
+        evaluate_target(
+            self.target,
+            self.data,
+            device=self.device,
+            sequence=self.sequence,
+            text_column=self.text_column,
+        )
+        return 0
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Continue a prompt."""
+
+    target: Positional[Path]
+    """A run folder, or a Hugging Face model folder."""
+    prompt: str
+    """Text to continue."""
+    tokens: int = 128
+    """Most new tokens."""
+    temperature: float = 0.8
+    """0 always takes the most likely token (greedy); higher is more random."""
+    top_k: int = 0
+    """Draw from this many most likely tokens only; 0 from all."""
+    top_p: float = 1.0
+    """Draw from the most likely tokens that together have this probability; 1 from all."""
+    seed: int = 0
+    """Decides the draws."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
+
+    def execute(self, given: frozenset[str]) -> int:
+        check_range("--tokens", self.tokens, _COUNT)
+        check_range("--temperature", self.temperature, Range(0, 100))
+        check_range("--top-k", self.top_k, Range(0, 2**31 - 1))
+        check_range("--top-p", self.top_p, Range(0, 1, above=True))
+        check_range("--seed", self.seed, RANGES["run.seed"])
+        check_device(self.device, "--device")
+        from scrimp.train import generate_text
+
+        generate_text(
+            self.target,
+            self.prompt,
+            tokens=self.tokens,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            seed=self.seed,
+            device=self.device,
+        )
+        return 0
+
+
+@dataclass(frozen=True)
+class Export:
+    """Write a run's newest checkpoint as a Hugging Face folder: safetensors, config.json, tokenizer."""
+
+    run: Positional[Path]
+    """Run folder."""
+    out: Positional[Path]
+    """New folder for the model."""
+
+    def execute(self, given: frozenset[str]) -> int:
+        from scrimp.train import export_run
+
+        export_run(self.run, self.out)
+        return 0
+
+
+@dataclass(frozen=True)
+class Report:
+    """Write a run's report.html: one page with curves, memory, configuration and samples."""
+
+    run: Positional[Path]
+    """Run folder."""
+
+    def execute(self, given: frozenset[str]) -> int:
+        from scrimp.report import write_report
+
+        print(write_report(self.run))
+        return 0
+
+
+COMMANDS: dict[str, type[Command]] = {
+    "train": Train,
+    "plan": Plan,
+    "prepare": Prepare,
+    "data verify": Verify,
+    "eval": Evaluate,
+    "generate": Generate,
+    "export": Export,
+    "report": Report,
+}
+"""By the words that call them, in the order of the help."""
+
+
+def build(name: str, words: Sequence[str]) -> tuple[Command, frozenset[str]]:
+    """The command that the words after its name describe, and the dotted keys that the user set.
+
+    Raises:
+        ConfigError: an option, the file, or a value is wrong.
+        SystemExit: `--help` was asked for and printed.
+    """
+    kind, prog = COMMANDS[name], f"scrimp {name}"
+    if kind is Train or kind is Plan:
+        return _build_configured(kind, words, prog)
+    return parse(kind, words, prog=prog), given_keys(words, flags_of(kind))
+
+
+def _build_configured(
+    kind: type[Train] | type[Plan], words: Sequence[str], prog: str
+) -> tuple[Command, frozenset[str]]:
+    """Parse twice: once to learn which FILE, then with its values as the options' defaults."""
+    quiet = [word for word in words if word not in ("-h", "--help")]
+    try:
+        file = parse(kind, quiet, prog=prog).file
+    except ConfigError:
+        if len(quiet) == len(words):
+            raise
+        file = None  # a mistake beside --help: the help answers it
+    if file is not None:
+        _check_is_file(str(file), words, prog)
+    from_file, in_file = read_config(file)
+    command = parse(kind, words, prog=prog, default=kind(config=from_file))
+    given = given_keys(words, leaves(Config))
+    values = flatten(command.config)
+    expanded = expand_paths({key: values[key] for key in given})
+    config = replace_values(command.config, expanded)
+    check_values(config)
+    return dataclasses.replace(command, config=config), in_file | given
+
+
+def _check_is_file(file: str, words: Sequence[str], prog: str) -> None:
+    """Catch words that became FILE by mistake: `steps=5`, or a value after an on/off option."""
+    if Path(file).exists():
+        return
+    for word, after in itertools.pairwise((*words, "")):
+        if word.startswith("--") and (word.endswith(f"={file}") or after == file):
+            switch = word.partition("=")[0]
+            raise ConfigError(
+                f"{switch} takes no value",
+                got=repr(file),
+                expected=f"{switch} alone; its opposite begins with no-, as --data.no-mask-documents",
+                do=f"remove {file!r}; if it was meant as the configuration file: it does not exist",
+            )
+    key, equals, value = file.partition("=")
+    near = nearest_key(key, leaves(Config)) if equals else None
+    if near is not None:
+        raise ConfigError(
+            f"{prog}: unexpected argument {file!r}",
+            expected=f"an option; the nearest is {option(near)}",
+            do=f"write {option(near)} {value}",
+        )

@@ -1,0 +1,57 @@
+"""Settings of a run: typed, loaded strictly, checked, and resolved with reasons.
+
+The way of a configuration: `read_config` (file), the command line's overrides, `check_values`,
+`base_architecture`, `resolve`, and `to_toml` into the run folder. Nothing here imports torch.
+"""
+
+from scrimp.config.architecture import Architecture, RopeScaling
+from scrimp.config.build import base_architecture
+from scrimp.config.fields import flatten, leaves, nearest_key, replace_values
+from scrimp.config.load import load_config, parse_config, read_config
+from scrimp.config.presets import OWN_PRESETS, PRESETS, preset
+from scrimp.config.resolve import MAY_CHANGE_ON_RESUME, Resolution, differences, resolve
+from scrimp.config.save import to_toml
+from scrimp.config.schema import (
+    BudgetConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    RunConfig,
+    TrainConfig,
+    decided,
+)
+from scrimp.config.values import RANGES, Range, check_device, check_range, check_values, parse_bytes
+
+__all__ = [
+    "MAY_CHANGE_ON_RESUME",
+    "OWN_PRESETS",
+    "PRESETS",
+    "RANGES",
+    "Architecture",
+    "BudgetConfig",
+    "Config",
+    "DataConfig",
+    "ModelConfig",
+    "Range",
+    "Resolution",
+    "RopeScaling",
+    "RunConfig",
+    "TrainConfig",
+    "base_architecture",
+    "check_device",
+    "check_range",
+    "check_values",
+    "decided",
+    "differences",
+    "flatten",
+    "leaves",
+    "load_config",
+    "nearest_key",
+    "parse_bytes",
+    "parse_config",
+    "preset",
+    "read_config",
+    "replace_values",
+    "resolve",
+    "to_toml",
+]

@@ -1,0 +1,55 @@
+"""From `[model]` to an `Architecture`: a preset or given weights, with the sizes that were overridden."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from scrimp.config.architecture import Architecture
+from scrimp.config.presets import preset
+from scrimp.config.schema import Config, ModelConfig
+from scrimp.errors import ConfigError
+
+_SIZES = ("vocab_size", "context", "num_layers", "width", "num_heads", "num_kv_heads", "ffn_width")
+
+
+def base_architecture(config: Config, weights: Architecture | None) -> Architecture:
+    """The decoder that `[model]` describes.
+
+    Args:
+        weights: architecture of `model.weights`, read by the caller; None trains from scratch.
+
+    Raises:
+        ConfigError: an unknown preset, heads that do not divide the width, or another size than that of
+            the weights (a smaller context is allowed: positions are computed, not stored).
+    """
+    given = {name: getattr(config.model, name) for name in _SIZES}
+    sizes = {name: size for name, size in given.items() if size is not None}
+    if weights is not None:
+        _check_against_weights(sizes, weights, config.model)
+        return replace(weights, **sizes)
+    base = preset(config.model.preset)
+    if "width" in sizes or "num_heads" in sizes:
+        width, num_heads = sizes.get("width", base.width), sizes.get("num_heads", base.num_heads)
+        if width % num_heads:
+            raise ConfigError(
+                "model.num_heads does not divide model.width",
+                got=f"{num_heads:,} heads over a width of {width:,}",
+                expected=f"a divisor of {width:,}",
+                do=f"change model.num_heads or model.width (preset {config.model.preset}: "
+                f"{base.num_heads:,} heads, width {base.width:,})",
+            )
+        sizes["head_size"] = width // num_heads
+    return replace(base, **sizes)
+
+
+def _check_against_weights(sizes: dict[str, int], weights: Architecture, model: ModelConfig) -> None:
+    for name, size in sizes.items():
+        theirs = getattr(weights, name)
+        if size == theirs or (name == "context" and size < theirs):
+            continue
+        raise ConfigError(
+            f"model.{name} differs from that of the weights",
+            got=f"{size:,}",
+            expected=f"{'at most ' if name == 'context' else ''}{theirs:,}, as in {model.weights}",
+            do=f"leave model.{name} out, or leave model.weights out to train from scratch",
+        )

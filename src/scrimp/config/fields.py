@@ -1,0 +1,120 @@
+"""The configuration as a flat list of dotted keys.
+
+Everything that treats all settings alike (loading, saving, comparing, the command line) walks the
+dataclasses once here, so that a new field in `scrimp.config.schema` needs no second entry anywhere.
+A *leaf* is a field that is no dataclass itself; its key joins the field names with dots:
+`train.batch_tokens`. Top-level leaves (`device`) have keys without a dot.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union
+
+T = TypeVar("T")
+
+_NAMES: dict[object, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    Path: "a path",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One setting: its dotted key, its type without None, and whether it may be unset."""
+
+    key: str
+    kind: Any
+    """bool, int, float, str, Path, or a Literal."""
+    optional: bool
+    default: Any
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The allowed values of a Literal; empty for every other type."""
+        return typing.get_args(self.kind) if typing.get_origin(self.kind) is Literal else ()
+
+    @property
+    def expected(self) -> str:
+        """The type in words, for messages."""
+        return ", ".join(self.choices) if self.choices else _NAMES[self.kind]
+
+
+def leaves(section: type[Any], prefix: str = "") -> dict[str, Leaf]:
+    """All leaves below a dataclass, by dotted key, in the order of their definition."""
+    found: dict[str, Leaf] = {}
+    hints = typing.get_type_hints(section)
+    for field in dataclasses.fields(section):
+        key, hint = prefix + field.name, hints[field.name]
+        if dataclasses.is_dataclass(hint):
+            found |= leaves(typing.cast(type[Any], hint), key + ".")
+            continue
+        optional = typing.get_origin(hint) in (Union, types.UnionType)
+        kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)] if optional else [hint]
+        assert len(kinds) == 1, f"{key}: a setting has one type, or one type and None"
+        found[key] = Leaf(key=key, kind=kinds[0], optional=optional, default=field.default)
+    return found
+
+
+def sections(section: type[Any]) -> dict[str, type[Any]]:
+    """The dataclass-valued fields of a dataclass: the tables of the file."""
+    hints = typing.get_type_hints(section)
+    names = [field.name for field in dataclasses.fields(section)]
+    return {name: hints[name] for name in names if dataclasses.is_dataclass(hints[name])}
+
+
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Values of all leaves of a dataclass instance, by dotted key."""
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(value):
+        item, key = getattr(value, field.name), prefix + field.name
+        if dataclasses.is_dataclass(item):
+            found |= flatten(item, key + ".")
+        else:
+            found[key] = item
+    return found
+
+
+def replace_values(config: T, values: Mapping[str, Any]) -> T:
+    """A copy of a dataclass instance with some leaves changed, given by dotted key."""
+    here: dict[str, Any] = {}
+    below: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        head, _, rest = key.partition(".")
+        if rest:
+            below.setdefault(head, {})[rest] = value
+        else:
+            here[head] = value
+    for head, inner in below.items():
+        here[head] = replace_values(getattr(config, head), inner)
+    return dataclasses.replace(config, **here)  # type: ignore[type-var]
+
+
+def nearest_key(key: str, known: Iterable[str]) -> str | None:
+    """The known dotted key that a mistyped one most likely meant; None if nothing is near.
+
+    The right name in the wrong section comes first (`steps` or `run.steps` for `train.steps`), then
+    the most similar full key, then the most similar last part (`stpes` for `train.steps`).
+    """
+    wanted = key.lower().replace("-", "_")
+    keys = list(known)
+    if wanted in keys:
+        return wanted
+    name = wanted.rpartition(".")[2]
+    same_name = [candidate for candidate in keys if candidate.rpartition(".")[2] == name]
+    if same_name:
+        return max(same_name, key=lambda candidate: difflib.SequenceMatcher(None, wanted, candidate).ratio())
+    close = difflib.get_close_matches(wanted, keys, n=1, cutoff=0.75)
+    if close:
+        return close[0]
+    by_name = {candidate.rpartition(".")[2]: candidate for candidate in reversed(keys)}
+    close = difflib.get_close_matches(name, list(by_name), n=1, cutoff=0.6)
+    return by_name[close[0]] if close else None

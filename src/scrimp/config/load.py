@@ -1,0 +1,211 @@
+"""TOML file to `Config`, strictly.
+
+A key that no field has, a value of another type, or a word outside a Literal is refused, with the
+file, the key, what was given, what is allowed and the nearest known key. Nothing is converted
+silently but two things: a whole number where a number with a fraction is allowed (`lr = 1`), and `~`
+at the start of a path, which no shell expands inside a file.
+
+TOML has no null. A setting that may be unset is unset by leaving its key out, which is the same as
+its default: every field that allows None has None as its default (checked in
+tests/config/test_load_config.py).
+"""
+
+from __future__ import annotations
+
+import tomllib
+import typing
+from pathlib import Path
+from typing import Any
+
+from scrimp.config.fields import Leaf, leaves, nearest_key, replace_values, sections
+from scrimp.config.schema import Config
+from scrimp.errors import ConfigError
+
+MAX_FILE_BYTES = 2**20
+"""A configuration is a few KiB. Beyond this the file is something else, a corpus for example."""
+
+_TOML_NAMES = {dict: "a table", list: "a list", str: "text", bool: "true or false", int: "a whole number"}
+
+
+def load_config(file: Path | None) -> Config:
+    """The configuration in a TOML file; the defaults for None."""
+    return read_config(file)[0]
+
+
+def read_config(file: Path | None) -> tuple[Config, frozenset[str]]:
+    """The configuration in a TOML file, and the dotted keys that the file sets."""
+    if file is None:
+        return Config(), frozenset()
+    values = parse_config(_read_text(file), where=str(file))
+    return replace_values(Config(), values), frozenset(values)
+
+
+def parse_config(text: str, *, where: str = "configuration") -> dict[str, Any]:
+    """Checked and converted values by dotted key, from TOML text.
+
+    Args:
+        where: name of the text in messages, usually the file.
+    """
+    try:
+        table = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        # tomllib raises plain ValueErrors too (an integer of 5,000 digits), and recurses into nested lists.
+        raise ConfigError(
+            f"{where} is not valid TOML",
+            got=str(error) or type(error).__name__,
+            expected='lines such as `steps = 500` under [train], with text in quotes: source = "corpus.txt"',
+            do="correct that line; to train on a text file write `scrimp train --data.source FILE`",
+        ) from None
+    return _read_table(table, Config, "", where)
+
+
+def convert(leaf: Leaf, value: object, where: str = "configuration") -> Any:
+    """The value as the field's type; ConfigError if it is of another one."""
+    if leaf.choices:
+        if value in leaf.choices and isinstance(value, str):
+            return value
+        near = nearest_key(str(value), leaf.choices)
+        raise ConfigError(
+            f"{leaf.key} in {where} is not one of its choices",
+            got=_shown(value),
+            expected=f"one of {leaf.expected}",
+            do=f"did you mean {near!r}?" if near else None,
+        )
+    # bool is a subclass of int: `steps = true` must not become one step.
+    fits = isinstance(value, bool) if leaf.kind is bool else not isinstance(value, bool)
+    if leaf.kind is float and fits and isinstance(value, int):
+        try:
+            return float(value)
+        except OverflowError:
+            fits = False
+    kind = str if leaf.kind is Path else leaf.kind
+    if not (fits and isinstance(value, kind)):
+        raise ConfigError(
+            f"{leaf.key} in {where} has the wrong type",
+            got=_shown(value),
+            expected=leaf.expected,
+            do=_type_advice(leaf, value),
+        )
+    if leaf.kind is not Path:
+        return value
+    # Asked of the text: a Path forgets the ./ of ./~, by which a folder called ~ is meant.
+    path = Path(typing.cast(str, value))
+    return expand_home(leaf.key, path) if typing.cast(str, value).startswith("~") else path
+
+
+def expand_home(key: str, path: Path) -> Path:
+    """`~` and `~user` at the start of a path replaced by the home folder."""
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        raise ConfigError(
+            f"{key} names a home folder that is not known",
+            got=path,
+            do=f"write the full path, or ./{path} for a folder of that name",
+        ) from None
+
+
+def unknown_key(key: str, where: str) -> ConfigError:
+    """The error for a key of the file that no field has."""
+    known = leaves(Config)
+    near = nearest_key(key, known)
+    if near is None:
+        return ConfigError(
+            f"unknown key {key} in {where}", expected=f"one of {', '.join(known)}", do=f"remove {key}"
+        )
+    section, _, name = near.rpartition(".")
+    place = f"under [{section}]" if section else "at the top, before the first [section]"
+    return ConfigError(
+        f"unknown key {key} in {where}",
+        expected=f"a known key; the nearest is {near}",
+        do=f"write `{name} = ...` {place}, or remove {key}",
+    )
+
+
+def _read_text(file: Path) -> str:
+    try:
+        if file.is_file() and file.stat().st_size > MAX_FILE_BYTES:
+            raise ConfigError(
+                f"{file} is too large for a configuration",
+                got=f"{file.stat().st_size:,} bytes",
+                expected=f"at most {MAX_FILE_BYTES:,}",
+                do=f"to train on a text file write `scrimp train --data.source {file}`",
+            )
+        # utf-8-sig: some editors put a byte order mark first, which TOML 1.0 has no place for.
+        return file.read_bytes().decode("utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError(
+            f"configuration file {file} does not exist",
+            expected="a TOML file",
+            do="check the path, or leave the file out to train with the defaults",
+        ) from None
+    except IsADirectoryError:
+        raise ConfigError(
+            f"configuration file {file} is a folder",
+            expected="a TOML file",
+            do=f"name the file in it, such as {file / 'config.toml'}",
+        ) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"configuration file {file} is not UTF-8 text",
+            got=f"byte 0x{error.object[error.start]:02x} at offset {error.start}",
+            expected="a TOML file in UTF-8",
+            do=f"to train on a file write `scrimp train --data.source {file}`",
+        ) from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"configuration file {file} cannot be read", got=reason) from None
+
+
+def _read_table(table: dict[str, Any], section: type[Any], prefix: str, where: str) -> dict[str, Any]:
+    inner = sections(section)
+    own = {key: leaf for key, leaf in leaves(section, prefix).items() if "." not in key[len(prefix) :]}
+    values: dict[str, Any] = {}
+    for name, value in table.items():
+        key = prefix + name
+        if name in inner:
+            if not isinstance(value, dict):
+                raise ConfigError(
+                    f"{key} in {where} is a section, not a value",
+                    got=_shown(value),
+                    expected=f"a table: [{key}], with {', '.join(leaves(inner[name]))} below",
+                )
+            values |= _read_table(value, inner[name], key + ".", where)
+        elif key in own:
+            values[key] = convert(own[key], value, where)
+        elif isinstance(value, dict):
+            raise _unknown_table(key, value, where)
+        else:
+            raise unknown_key(key, where)
+    return values
+
+
+def _unknown_table(key: str, table: dict[str, Any], where: str) -> ConfigError:
+    near = nearest_key(key, sections(Config))
+    if near is None and table:
+        # `[optimizer] lr = 1e-3`: no section is near, but the key in it is known elsewhere.
+        return unknown_key(f"{key}.{next(iter(table))}", where)
+    return ConfigError(
+        f"unknown section [{key}] in {where}",
+        expected=f"one of {', '.join(f'[{name}]' for name in sections(Config))}",
+        do=f"write [{near}] instead" if near else "remove it",
+    )
+
+
+def _shown(value: object) -> str:
+    """A value and, where it is not obvious, its type, shortened for a message."""
+    text = {True: "true", False: "false"}[value] if isinstance(value, bool) else repr(value)
+    text = text if len(text) <= 80 else text[:77] + "..."
+    return f"{text} ({_TOML_NAMES[type(value)]})" if isinstance(value, (str, dict, list)) else text
+
+
+def _type_advice(leaf: Leaf, value: object) -> str | None:
+    if leaf.optional and isinstance(value, str) and value.lower() in ("auto", "none", "null", "unset", ""):
+        return f"leave {leaf.key} out: unset, Scrimp decides"
+    if leaf.kind is int and isinstance(value, float) and value.is_integer():
+        return f"write {int(value)}"
+    if leaf.kind in (int, float, bool) and isinstance(value, str):
+        return "write it without quotes"
+    if leaf.kind in (str, Path) and not isinstance(value, (dict, list)):
+        return "put it in quotes"
+    return None

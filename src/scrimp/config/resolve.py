@@ -1,0 +1,342 @@
+"""Replace every open choice of a configuration by a value, and keep the reason.
+
+A setting left at None (or "auto") is decided from the model, the device and the settings that the user
+did give; given settings are never changed. The result has no open choice left, and resolving
+it again changes nothing, so the saved configuration reproduces the run.
+
+The decisions, and why (P is the number of parameters):
+
+===================  ==============================================================================
+precision            bf16 on CUDA, whose matrix units run it many times faster; fp32 elsewhere.
+parameters           the precision's own: fp32 for fp32, bf16 for bf16 (half the bytes of weights and
+                     gradients), then with fp32 master weights, since a bf16 weight loses updates
+                     smaller than 1/256 of itself.
+sequence             256 below 8M, 512 below 50M, 1024 below 200M, else 2048, at most the context:
+                     small models gain nothing from context that they cannot use, and run faster without.
+batch_tokens         4Ki below 8M, 16Ki below 50M, 64Ki below 200M, 256Ki below 1B, else 512Ki: the
+                     batch up to which a step gains from more tokens grows with the model.
+micro_batch          the largest divisor of the batch's sequences with at most 4Ki tokens on a CPU (where
+                     caches are small), 16Ki on CUDA: large enough for full GEMMs, and no more activations.
+lr                   min(3e-3, 0.8 / width): Adam's stable rate falls as one over the width. A
+                     tenth of it when starting from trained weights, so that they are not unlearned.
+warmup_steps         a twentieth of the run, at most 2,000, at least 1.
+eval_every           a tenth of the run.
+eval_tokens          as many as four steps train on, so that ten evaluations cost about as much as
+                     fifteen steps (a forward pass is a third of a step).
+checkpoint_every     a tenth of the run, at least 50; with keep_every, the largest divisor of it.
+loss_chunk           0 (all tokens at once) where the fp32 logits of a micro-batch fit into 64 MiB on a CPU
+                     or 512 MiB on CUDA; else the largest power of two tokens that fits. A chunk of t
+                     tokens does 6*t*D*V FLOPs, and moves about 12*D*V bytes (the bf16 head twice, its
+                     fp32 gradient in and out): t/2 FLOPs per byte. An H100 balances at 295, so at
+                     600 tokens, which at 128k words need 300 MiB; a CPU balances at far fewer.
+compile              on for CUDA; off on a CPU, where compiling costs more than a short run gains.
+===================  ==============================================================================
+
+Checked in tests/config/test_resolve.py: for any given settings the result is consistent, or the
+contradiction is named.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from scrimp.config.architecture import Architecture
+from scrimp.config.fields import flatten, replace_values
+from scrimp.config.schema import Config, TrainConfig, decided
+from scrimp.errors import ConfigError
+
+_SEQUENCE_BY_PARAMETERS = ((8e6, 256), (50e6, 512), (200e6, 1024), (float("inf"), 2048))
+_BATCH_BY_PARAMETERS = (
+    (8e6, 4096),
+    (50e6, 16_384),
+    (200e6, 65_536),
+    (1e9, 262_144),
+    (float("inf"), 524_288),
+)
+_MICRO_BATCH_TOKENS = {"cpu": 4096, "cuda": 16_384}
+_LOGIT_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
+_FP32_BYTES = 4
+_MOST_MICRO_BATCH_TOKENS = 2**31 - 1  # document starts inside a micro-batch are 32-bit
+
+_Decision = tuple[Any, str]
+"""A value and the reason for it."""
+
+MAY_CHANGE_ON_RESUME: frozenset[str] = frozenset(
+    {
+        # Where things lie and how often they are written: the numbers of the run stay.
+        "run.dir",
+        "data.cache",
+        "budget.device_memory",
+        "budget.host_memory",
+        "train.eval_every",
+        "train.eval_tokens",
+        "train.checkpoint_every",
+        "train.keep_last",
+        "train.keep_every",
+        "train.nonfinite_patience",
+        # How the same step is carried out: the same run but for rounding.
+        "device",
+        "train.micro_batch",
+        "train.loss_chunk",
+        "train.compile",
+    }
+)
+"""Keys that may differ from the saved configuration when a run goes on."""
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """A configuration without open choices, and why each was decided as it was."""
+
+    config: Config
+    architecture: Architecture
+    reasons: dict[str, str]
+    """By dotted key (`train.lr`), only for what Scrimp decided."""
+
+
+def resolve(config: Config, architecture: Architecture, *, device_type: str) -> Resolution:
+    """Decide what the configuration leaves open. `config.device` is left to the caller.
+
+    Args:
+        architecture: of the model to train, its vocabulary and context final.
+        device_type: cpu or cuda.
+
+    Raises:
+        ConfigError: the given settings contradict each other or the model.
+    """
+    reasons: dict[str, str] = {}
+
+    def decide(current: Config, key: str, decision: Callable[[], _Decision]) -> Config:
+        if flatten(current)[key] not in (None, "auto"):
+            return current
+        value, reasons[key] = decision()
+        return replace_values(current, {key: value})
+
+    # In this order: each decision reads the ones before it.
+    config = decide(config, "precision", lambda: _precision(device_type))
+    config = decide(config, "train.parameters", lambda: _parameters(config.precision))
+    config = decide(config, "train.master_weights", lambda: _master_weights(config.train.parameters))
+    _check_formats(config)
+    config = decide(config, "train.sequence", lambda: _sequence(config.train, architecture))
+    config = decide(config, "train.batch_tokens", lambda: _batch_tokens(config.train, architecture))
+    _check_batch(config.train, architecture)
+    config = decide(config, "train.micro_batch", lambda: _micro_batch(config.train, device_type))
+    config = decide(config, "train.lr", lambda: _lr(config, architecture))
+    config = decide(config, "train.warmup_steps", lambda: _warmup_steps(config.train.steps))
+    config = decide(config, "train.eval_every", lambda: _eval_every(config.train.steps))
+    config = decide(config, "train.eval_tokens", lambda: _eval_tokens(config.train))
+    config = decide(config, "train.checkpoint_every", lambda: _checkpoint_every(config.train))
+    config = decide(config, "train.loss_chunk", lambda: _loss_chunk(config.train, architecture, device_type))
+    config = decide(config, "train.compile", lambda: _compile(device_type))
+    _check_schedule(config.train)
+    return Resolution(config=config, architecture=architecture, reasons=reasons)
+
+
+def differences(saved: Config, now: Config) -> dict[str, tuple[object, object]]:
+    """Settings that differ, by dotted key: (saved value, value now)."""
+    before, after = flatten(saved), flatten(now)
+    return {key: (before[key], after[key]) for key in before if before[key] != after[key]}
+
+
+def _precision(device_type: str) -> _Decision:
+    if device_type == "cuda":
+        return "bf16", "CUDA's matrix units run bf16 many times faster than fp32"
+    return "fp32", f"few machines run bf16 faster than fp32 on {device_type}"
+
+
+def _parameters(precision: str) -> _Decision:
+    return precision, f"the format of the GEMMs, {precision}"
+
+
+def _master_weights(parameters: str) -> _Decision:
+    if parameters == "bf16":
+        return True, "bf16 parameters lose updates smaller than 1/256 of their value"
+    return False, "the parameters are fp32 themselves"
+
+
+def _sequence(train: TrainConfig, architecture: Architecture) -> _Decision:
+    size = _by_parameters(_SEQUENCE_BY_PARAMETERS, architecture)
+    wanted = min(architecture.context, size)
+    reason = f"{size:,} for {_millions(architecture)}"
+    if wanted < size:
+        reason = f"the model's context, below {size:,}"
+    if train.batch_tokens is None:
+        return wanted, reason
+    per_row = train.batch_tokens // (train.micro_batch or 1)
+    if train.micro_batch is not None and train.batch_tokens % train.micro_batch:
+        raise ConfigError(
+            "train.batch_tokens cannot be cut into train.micro_batch sequences",
+            got=f"{train.batch_tokens:,} tokens, {train.micro_batch:,} sequences",
+            expected=f"a multiple of {train.micro_batch:,}",
+            do=f"set train.batch_tokens to {_near_multiples(train.batch_tokens, train.micro_batch)}",
+        )
+    sequence = _largest_divisor(per_row, wanted)
+    # A batch of, say, 4,099 tokens (a prime) has only a sequence of one token: nobody means that.
+    if sequence < wanted // 4 and sequence < per_row:
+        unit = wanted * (train.micro_batch or 1)
+        raise ConfigError(
+            "train.batch_tokens cannot be cut into sequences",
+            got=f"{train.batch_tokens:,} tokens",
+            expected=f"a multiple of {unit:,}, or train.sequence given too",
+            do=f"set train.batch_tokens to {_near_multiples(train.batch_tokens, unit)}",
+        )
+    if sequence == wanted:
+        return sequence, reason
+    return sequence, f"the largest divisor of the batch up to {wanted:,}"
+
+
+def _batch_tokens(train: TrainConfig, architecture: Architecture) -> _Decision:
+    size = _by_parameters(_BATCH_BY_PARAMETERS, architecture)
+    unit = decided(train.sequence) * (train.micro_batch or 1)
+    batch = max(1, (size + unit // 2) // unit) * unit
+    reason = f"{size:,} for {_millions(architecture)}"
+    if batch != size:
+        what = "micro-batch" if train.micro_batch else "sequence"
+        reason += f", as a multiple of the {what}'s {unit:,}"
+    return batch, reason
+
+
+def _micro_batch(train: TrainConfig, device_type: str) -> _Decision:
+    most = _MICRO_BATCH_TOKENS.get(device_type, _MICRO_BATCH_TOKENS["cpu"])
+    sequence = decided(train.sequence)
+    sequences = decided(train.batch_tokens) // sequence
+    size = _largest_divisor(sequences, max(1, most // sequence))
+    return size, f"the largest divisor of {sequences:,} sequences within {most:,} tokens, or one"
+
+
+def _lr(config: Config, architecture: Architecture) -> _Decision:
+    lr = min(3e-3, 0.8 / architecture.width)
+    reason = f"min(3e-3, 0.8 / width {architecture.width:,})"
+    if config.model.weights is not None:
+        lr, reason = lr / 10, f"a tenth of {reason}, from trained weights"
+    return float(f"{lr:.3g}"), reason
+
+
+def _warmup_steps(steps: int) -> _Decision:
+    return min(2000, max(1, steps // 20)), f"a twentieth of {steps:,} steps, 1 to 2,000"
+
+
+def _eval_every(steps: int) -> _Decision:
+    return max(1, steps // 10), f"a tenth of {steps:,} steps"
+
+
+def _eval_tokens(train: TrainConfig) -> _Decision:
+    return 4 * decided(train.batch_tokens), "as many as four steps train on"
+
+
+def _checkpoint_every(train: TrainConfig) -> _Decision:
+    every = max(50, train.steps // 10)
+    reason = f"a tenth of {train.steps:,} steps, at least 50"
+    if train.keep_every and train.keep_every % every:
+        every = _largest_divisor(train.keep_every, every)
+        reason = f"the largest divisor of train.keep_every {train.keep_every:,} up to {reason}"
+    return every, reason
+
+
+def _loss_chunk(train: TrainConfig, architecture: Architecture, device_type: str) -> _Decision:
+    most = _LOGIT_BYTES.get(device_type, _LOGIT_BYTES["cpu"])
+    per_token = architecture.vocab_size * _FP32_BYTES
+    tokens = decided(train.sequence) * decided(train.micro_batch)
+    if tokens * per_token <= most:
+        return 0, f"the logits of {tokens:,} tokens take {tokens * per_token / 2**20:.0f} MiB"
+    chunk = 1 << max(0, (most // per_token).bit_length() - 1)
+    return chunk, f"{tokens * per_token / 2**20:,.0f} MiB of logits in chunks of at most {most // 2**20} MiB"
+
+
+def _compile(device_type: str) -> _Decision:
+    if device_type == "cuda":
+        return "on", "fuses the pointwise work of a block on CUDA"
+    return "off", f"compiling costs more than it gains on {device_type}"
+
+
+def _check_formats(config: Config) -> None:
+    train = config.train
+    if config.precision == "fp32" and train.parameters == "bf16":
+        raise ConfigError(
+            "train.parameters contradicts precision",
+            got="bf16 parameters for fp32 GEMMs",
+            expected="fp32 parameters, or precision bf16",
+            do="set precision = bf16, or leave train.parameters at auto",
+        )
+    if train.parameters == "fp32" and train.master_weights:
+        raise ConfigError(
+            "train.master_weights contradicts train.parameters",
+            got="an fp32 copy of parameters that are fp32 themselves",
+            expected="train.parameters bf16, or no master weights",
+            do="leave train.master_weights out, or set train.parameters = bf16 and precision = bf16",
+        )
+
+
+def _check_batch(train: TrainConfig, architecture: Architecture) -> None:
+    sequence, batch_tokens = decided(train.sequence), decided(train.batch_tokens)
+    if sequence > architecture.context:
+        raise ConfigError(
+            "train.sequence is longer than the model's context",
+            got=f"{sequence:,} tokens",
+            expected=f"at most model.context, {architecture.context:,}",
+            do=f"set train.sequence to {architecture.context:,} or less, or raise model.context",
+        )
+    if batch_tokens % sequence:
+        raise ConfigError(
+            "train.batch_tokens is not a multiple of train.sequence",
+            got=f"{batch_tokens:,} tokens in sequences of {sequence:,}",
+            expected=f"a multiple of {sequence:,}",
+            do=f"set train.batch_tokens to {_near_multiples(batch_tokens, sequence)}",
+        )
+    sequences = batch_tokens // sequence
+    if train.micro_batch is not None and sequences % train.micro_batch:
+        near = _largest_divisor(sequences, train.micro_batch)
+        raise ConfigError(
+            "train.micro_batch does not divide the batch",
+            got=f"{train.micro_batch:,} of {sequences:,} sequences",
+            expected=f"a divisor of {sequences:,} (train.batch_tokens / train.sequence)",
+            do=f"set train.micro_batch to {near:,}, or leave it out",
+        )
+    if (train.micro_batch or 1) * sequence > _MOST_MICRO_BATCH_TOKENS:
+        raise ConfigError(
+            "train.micro_batch holds too many tokens",
+            got=f"{train.micro_batch or 1:,} sequences of {sequence:,} tokens",
+            expected=f"at most {_MOST_MICRO_BATCH_TOKENS:,} tokens",
+            do="lower train.micro_batch or train.sequence",
+        )
+
+
+def _check_schedule(train: TrainConfig) -> None:
+    if (train.warmup_steps or 0) > train.steps:
+        raise ConfigError(
+            "train.warmup_steps is longer than the run",
+            got=f"{train.warmup_steps:,} of train.steps {train.steps:,}",
+            expected=f"at most {train.steps:,}",
+            do="lower train.warmup_steps, or leave it out",
+        )
+    every = train.checkpoint_every or 0
+    if train.keep_every and (every == 0 or train.keep_every % every):
+        raise ConfigError(
+            "train.keep_every is not a multiple of train.checkpoint_every",
+            got=f"to keep every {train.keep_every:,} of checkpoints written every {every:,} steps",
+            expected=f"a multiple of {every:,}" if every else "train.checkpoint_every above 0",
+            do="change train.keep_every, or leave train.checkpoint_every out",
+        )
+
+
+def _by_parameters(table: tuple[tuple[float, int], ...], architecture: Architecture) -> int:
+    return next(size for limit, size in table if architecture.num_parameters < limit)
+
+
+def _millions(architecture: Architecture) -> str:
+    return f"{architecture.num_parameters / 1e6:,.1f}M parameters"
+
+
+def _largest_divisor(number: int, most: int) -> int:
+    """The largest divisor of a number that is not above `most`."""
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return max(divisor for one in small for divisor in (one, number // one) if divisor <= most)
+
+
+def _near_multiples(number: int, unit: int) -> str:
+    """The multiples of a unit below and above a number, in words."""
+    below = number // unit * unit
+    return f"{below:,} or {below + unit:,}" if below else f"{unit:,}"

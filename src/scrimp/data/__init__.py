@@ -1,0 +1,29 @@
+"""Text in, batches out: sources, tokenizers, token shards, the sample index and the loader.
+
+source -> documents -> tokens -> shards      `prepare`, once, streaming and resumable
+shards -> windows -> batches                 `open_corpus` and `Loader`, in a global shuffled order
+"""
+
+from scrimp.data.corpus import Corpus, TokenStream, open_corpus
+from scrimp.data.index import SampleIndex
+from scrimp.data.loader import Batch, Loader, evaluation_batches, evaluation_text_bytes
+from scrimp.data.prepare import CorpusSpec, prepare
+from scrimp.data.tokenizer import Tokenizer, load_tokenizer
+from scrimp.data.verify import VerifyReport, verify
+
+__all__ = [
+    "Batch",
+    "Corpus",
+    "CorpusSpec",
+    "Loader",
+    "SampleIndex",
+    "TokenStream",
+    "Tokenizer",
+    "VerifyReport",
+    "evaluation_batches",
+    "evaluation_text_bytes",
+    "load_tokenizer",
+    "open_corpus",
+    "prepare",
+    "verify",
+]

@@ -1,0 +1,226 @@
+"""A prepared corpus, opened for training: its tokenizer and two streams of tokens.
+
+`open_corpus` takes a folder of shards as it is, and prepares any other source once into the
+cache, under a key of its text and settings. What is checked on opening: the manifest, every
+shard's header and size; of a corpus up to 256 MiB also every byte. In a larger one every
+64 KiB block is checked when it is first read (see shards), so that an altered shard is
+never trained on at any size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from bisect import bisect_right
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from scrimp.data.files import make_folder
+from scrimp.data.manifest import (
+    HELD_OUT,
+    SPLITS,
+    TOKENIZER,
+    TRAIN,
+    Manifest,
+    ShardEntry,
+    is_corpus,
+    read_manifest,
+)
+from scrimp.data.prepare import CorpusSpec, corpus_settings, open_text_source, prepare
+from scrimp.data.progress import note
+from scrimp.data.shards import Int64Array, Shard, damaged, read_header
+from scrimp.data.sources import HUB
+from scrimp.data.tokenizer import Tokenizer, load_tokenizer
+from scrimp.errors import DataError
+
+CHECKED_ON_OPEN = 256 << 20
+
+
+class TokenStream:
+    """The tokens of one split, one document after the other across all its shards.
+
+    Args:
+        folder: where the shards are.
+        entries: the shards, in order.
+        closing_id: id that ends a document and has no meaningful target, or None.
+    """
+
+    def __init__(self, folder: Path, entries: list[ShardEntry], *, closing_id: int | None = None) -> None:
+        self._folder, self._entries = folder, entries
+        self._shards: dict[int, Shard] = {}
+        self._ends = np.cumsum([entry.num_tokens for entry in entries]).tolist() if entries else []
+        self.closing_id = closing_id
+        self.num_tokens: int = sum(entry.num_tokens for entry in entries)
+        self.num_documents: int = sum(entry.num_documents for entry in entries)
+        self.text_bytes: int = sum(entry.text_bytes for entry in entries)
+        """UTF-8 bytes of the documents, for bits per byte."""
+
+    def _shard(self, number: int) -> Shard:
+        shard = self._shards.get(number)
+        if shard is None:
+            shard = self._shards[number] = Shard(self._folder / self._entries[number].name)
+        return shard
+
+    def _parts(self, start: int, stop: int) -> list[tuple[Shard, int, int, int]]:
+        """(shard, its first token in the stream, start and stop within it) that make up [start, stop)."""
+        if not 0 <= start <= stop <= self.num_tokens:
+            raise IndexError(f"tokens {start} to {stop} of a stream of {self.num_tokens}")
+        parts, number = [], bisect_right(self._ends, start)
+        while start < stop:
+            first = self._ends[number] - self._entries[number].num_tokens
+            end = min(stop, self._ends[number])
+            parts.append((self._shard(number), first, start - first, end - first))
+            start, number = end, number + 1
+        return parts
+
+    def read(self, start: int, stop: int) -> npt.NDArray[Any]:
+        """The tokens [start, stop), in the shards' own integer type."""
+        parts = [shard.tokens(begin, end) for shard, _, begin, end in self._parts(start, stop)]
+        if len(parts) == 1:
+            return parts[0]
+        return np.concatenate(parts) if parts else np.empty(0, dtype=np.uint16)
+
+    def document_starts(self, start: int, stop: int) -> Int64Array:
+        """Positions within [start, stop) at which documents begin, counted in the stream."""
+        parts = [
+            shard.document_starts(begin, end) + first for shard, first, begin, end in self._parts(start, stop)
+        ]
+        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+
+    def text_bytes_between(self, start: int, stop: int) -> float:
+        """UTF-8 bytes of the tokens [start, stop); a document that is cut counts by its share of tokens."""
+        parts = self._parts(start, stop)
+        return sum(
+            shard.text_bytes_before(end) - shard.text_bytes_before(begin) for shard, _, begin, end in parts
+        )
+
+
+class Corpus:
+    """A complete folder of token shards, checked."""
+
+    def __init__(self, folder: Path) -> None:
+        manifest = read_manifest(folder)
+        if not manifest.complete:
+            raise DataError(
+                f"the corpus {folder} is not complete",
+                got="a preparation that was interrupted",
+                do=f"continue it: scrimp prepare {manifest.settings.get('source', 'SOURCE')} {folder}",
+            )
+        self.folder, self.manifest = folder, manifest
+        self.checked = check_shards(folder, manifest)
+        """What was checked when the corpus was opened, in words."""
+        self.tokenizer: Tokenizer = _open_tokenizer(folder, manifest)
+        closing = manifest.document_form.get("closing_id")
+        self.train, self.held_out = (
+            TokenStream(folder, manifest.splits.get(name, []), closing_id=closing)
+            for name in (TRAIN, HELD_OUT)
+        )
+        self.digest: str = corpus_digest(manifest)
+
+
+def corpus_digest(manifest: Manifest) -> str:
+    """Identifies the tokens of a corpus: its shards' checksums and its tokenizer."""
+    shards = [[name, entry.sha256] for name in SPLITS for entry in manifest.splits.get(name, [])]
+    return hashlib.sha256(json.dumps([manifest.tokenizer_digest, shards]).encode()).hexdigest()
+
+
+def check_entry(folder: Path, entry: ShardEntry, *, whole: bool) -> None:
+    """Check that a shard is the one of the manifest and, if `whole`, every byte of it."""
+    path = folder / entry.name
+    header = read_header(path)
+    if header.sha256.hex() != entry.sha256 or header.file_bytes != entry.file_bytes:
+        raise damaged(path, "a shard of another corpus", expected="the one that corpus.json names")
+    if whole:
+        Shard(path).check_all()
+
+
+def check_shards(folder: Path, manifest: Manifest) -> str:
+    """Check the shards as far as opening does, and say how far that is."""
+    entries = [entry for name in SPLITS for entry in manifest.splits.get(name, [])]
+    size = sum(entry.file_bytes for entry in entries)
+    whole = size <= CHECKED_ON_OPEN
+    for entry in entries:
+        check_entry(folder, entry, whole=whole)
+    what = f"{len(entries)} shard{'s' if len(entries) != 1 else ''}, {size / 1e6:,.1f} MB"
+    if whole:
+        return f"{what}: every checksum matches"
+    return f"{what}: headers and sizes match; content is checked as it is first read (`scrimp data verify` checks all)"
+
+
+def _open_tokenizer(folder: Path, manifest: Manifest) -> Tokenizer:
+    tokenizer = load_tokenizer(folder / TOKENIZER)
+    if tokenizer.digest != manifest.tokenizer_digest:
+        raise DataError(
+            f"the tokenizer in {folder / TOKENIZER} is not the one that the shards were made with",
+            got=f"digest {tokenizer.digest[:12]}",
+            expected=f"{str(manifest.tokenizer_digest)[:12]}",
+            do="run `scrimp prepare` again with the same source and folder: it puts the tokenizer back",
+        )
+    return tokenizer
+
+
+def open_corpus(spec: CorpusSpec, *, cache: Path | None, progress: bool = True) -> Corpus:
+    """The corpus of a spec: ready shards as they are, any other source prepared once into the cache.
+
+    Args:
+        spec: source and settings; of ready shards the held-out share is theirs.
+        cache: folder for prepared shards; None for scrimp/ in the user's cache folder.
+        progress: show what is being done on standard error.
+    """
+    path = Path(spec.source).expanduser()
+    if spec.source != "stdlib" and not spec.source.startswith(HUB) and path.is_dir() and is_corpus(path):
+        corpus = Corpus(path)
+        _check_wanted_tokenizer(spec, corpus)
+        return corpus
+    spec = replace(spec, tokenizer="bpe" if spec.tokenizer == "auto" else spec.tokenizer)
+    source, given = open_text_source(spec)
+    settings = corpus_settings(spec, source, given)
+    folder = (cache or default_cache()) / f"{_slug(source.name)}-{cache_key(settings)}"
+    if is_corpus(folder):
+        try:
+            return Corpus(folder)
+        except DataError as error:  # interrupted or damaged: prepare puts it right
+            note(f"preparing again: {error.what}", enabled=progress)
+    make_folder(folder.parent)
+    return Corpus(prepare(spec, folder, progress=progress))
+
+
+def cache_key(settings: dict[str, Any]) -> str:
+    """Key of a prepared corpus: its text and settings, not the path of the source."""
+    decisive = {key: value for key, value in settings.items() if key != "source"}
+    return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def default_cache() -> Path:
+    """scrimp/ in the user's cache folder."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path("~/.cache").expanduser()) / "scrimp"
+
+
+def _slug(name: str) -> str:
+    stem = Path(name.removeprefix(HUB)).name.split(".")[0]
+    return "".join(letter if letter.isalnum() else "-" for letter in stem)[:32] or "corpus"
+
+
+def _check_wanted_tokenizer(spec: CorpusSpec, corpus: Corpus) -> None:
+    """Ready shards keep their tokenizer; a different one that was asked for is an error."""
+    there = corpus.manifest.settings.get("tokenizer")
+    match spec.tokenizer:
+        case "auto":
+            return
+        case "bpe":
+            fits, wanted = there == "bpe", "a BPE trained on the corpus"
+        case name:
+            fits, wanted = load_tokenizer(name).digest == corpus.manifest.tokenizer_digest, name
+    if not fits:
+        raise DataError(
+            f"the shards in {corpus.folder} were made with another tokenizer",
+            got=f"data.tokenizer = {spec.tokenizer}",
+            expected=f"the tokenizer in {corpus.folder / TOKENIZER}, not {wanted}",
+            do="leave data.tokenizer at auto, or prepare the corpus again with the tokenizer you want",
+        )

@@ -1,0 +1,128 @@
+"""Texts out of Hugging Face data sets, saved on this machine or streamed from the hub.
+
+`datasets` is imported only here, and only when such a source is asked for. It is told to run
+no code of the data set, which its versions since 4.0 cannot do anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from scrimp.data.columns import checked_text, missing_column
+from scrimp.data.sources import HUB, Source, fingerprint_files, walk_files
+from scrimp.data.streams import Meter
+from scrimp.errors import DataError, ScrimpError
+
+_ROWS = 256
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+class SavedDataset(Source):
+    """A folder written by `datasets`' save_to_disk."""
+
+    def __init__(self, path: Path, column: str) -> None:
+        super().__init__(str(path))
+        self.path, self.column = path, column
+        self._files = walk_files(path)
+        self.num_bytes = sum(file.size for file in self._files)
+
+    def texts(self, meter: Meter) -> Iterator[str]:
+        self.skipped = {}
+        table = self._load()
+        if self.column not in table.column_names:
+            raise missing_column(self.name, self.column, table.column_names)
+        rows, start = max(table.num_rows, 1), meter.bytes
+        done = 0
+        for batch in table.select_columns([self.column]).iter(batch_size=_ROWS):
+            for value in batch[self.column]:
+                text = checked_text(value, self.column, self.name, self.skipped)
+                if text is not None:
+                    yield text
+            done += len(batch[self.column])
+            meter.bytes = start + (self.num_bytes or 0) * done // rows
+
+    def _load(self) -> Any:
+        import datasets
+
+        try:
+            loaded = datasets.load_from_disk(str(self.path))
+        except Exception as error:  # whatever a damaged folder makes of it
+            raise DataError(
+                f"{self.path} cannot be loaded as a saved data set",
+                got=_first_line(error),
+                expected="a folder written by save_to_disk",
+                do="save the data set again",
+            ) from error
+        if not isinstance(loaded, datasets.DatasetDict):
+            return loaded
+        if "train" in loaded:
+            return loaded["train"]
+        if len(loaded) == 1:
+            return next(iter(loaded.values()))
+        raise DataError(
+            f"{self.path} has no train split",
+            got=f"the splits {', '.join(loaded)}",
+            do="give the folder of one split",
+        )
+
+    def fingerprint(self) -> str:
+        return fingerprint_files(self._files)
+
+
+class Hub(Source):
+    """The train split of a data set on the hub, streamed."""
+
+    def __init__(self, name: str, column: str) -> None:
+        super().__init__(name)
+        self.column = column
+        self.repository, _, config = name.removeprefix(HUB).partition(":")
+        self.config = config or None
+        parts = self.repository.split("/")
+        if len(parts) > 2 or not all(parts):
+            raise DataError(
+                f"{name} is not the name of a data set", expected=f"{HUB}OWNER/NAME or {HUB}OWNER/NAME:CONFIG"
+            )
+
+    def texts(self, meter: Meter) -> Iterator[str]:
+        self.skipped = {}
+        stream = self._open()
+        while True:
+            try:
+                row = next(stream, None)
+            except ScrimpError:
+                raise
+            except Exception as error:  # the network, or a data set that does not parse
+                raise self._unreachable(error) from error
+            if row is None:
+                return
+            if self.column not in row:
+                raise missing_column(self.name, self.column, row)
+            text = checked_text(row[self.column], self.column, self.name, self.skipped)
+            if text is not None:
+                meter.bytes += len(text)
+                yield text
+
+    def _open(self) -> Iterator[dict[str, Any]]:
+        import datasets
+
+        try:
+            loaded = datasets.load_dataset(self.repository, self.config, split="train", streaming=True)
+        except Exception as error:  # the network, a name that is not there, a split that is not there
+            raise self._unreachable(error) from error
+        return iter(loaded)
+
+    def _unreachable(self, error: Exception) -> DataError:
+        return DataError(
+            f"{self.name} cannot be read from the Hugging Face hub",
+            got=f"{type(error).__name__}: {_first_line(error)}",
+            expected="a data set with a train split, and a way to the hub",
+            do="check the name and the network, or save the data set to a folder and give that",
+        )
+
+    def fingerprint(self) -> str:
+        return f"{self.repository}:{self.config or ''}"

@@ -1,0 +1,336 @@
+"""Windows of the token stream as batches, ready before they are asked for.
+
+Samples    Sample i is the window of T + 1 tokens from token i * T: T inputs, and the same
+           shifted by one as targets. Windows share only their border token, so one epoch
+           uses every token of the stream as input once; a tail shorter than T + 1 is left
+           out. Documents are packed without padding and may span windows.
+Order      Position p of the run is sample `SampleIndex(num_samples, seed)[p]`. The position is
+           the whole state: step s of any run takes the positions s * S to s * S + S - 1, cut
+           into equal parts by rank. The union over ranks is the same for every world size.
+Documents  `document_starts` are the borders attention must not cross, over the flattened
+           B * T tokens: every row begins a document, whatever it continues. The last token of
+           a document has the next document's delimiter as target; where the tokenizer ends
+           documents with its own EOS, the EOS has no target (IGNORED).
+Thread     A daemon thread keeps `prefetch` steps ready, and in pinned memory if asked. An error
+           in it surfaces in the main thread at the step that it belongs to.
+Checked    tests/data/test_loader.py, against a brute-force loader.
+
+Shapes     B sequences of a micro-batch, T tokens of a sequence.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from scrimp.data.corpus import TokenStream
+from scrimp.data.index import SampleIndex
+from scrimp.errors import DataError
+
+IGNORED = -100
+"""Target that does not count, as in PyTorch's cross-entropy."""
+_POLL_SECONDS = 0.1
+
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch."""
+
+    tokens_BT: Tensor  # noqa: N815
+    """int64 inputs."""
+    targets_BT: Tensor  # noqa: N815
+    """int64 targets; IGNORED does not count."""
+    document_starts: Tensor | None
+    """int32 on the CPU: 0, every further document start over the flattened B * T tokens, and
+    B * T; None where documents are not kept apart."""
+    num_targets: int
+    """Targets that count."""
+
+    def pin(self) -> Batch:
+        """The same batch in pinned host memory."""
+        return Batch(
+            self.tokens_BT.pin_memory(), self.targets_BT.pin_memory(), self.document_starts, self.num_targets
+        )
+
+
+def num_samples(stream: TokenStream, sequence: int, name: str = "training") -> int:
+    """Whole windows of T + 1 tokens in a stream; refuses a stream without one."""
+    count = (stream.num_tokens - 1) // sequence
+    if count < 1:
+        raise DataError(
+            f"the {name} split is too small",
+            got=f"{stream.num_tokens:,} token{'s' if stream.num_tokens != 1 else ''}",
+            expected=f"at least {sequence + 1:,} for one sequence of {sequence:,} and its targets",
+            do="give more text or a shorter train.sequence",
+        )
+    return count
+
+
+def _window(
+    stream: TokenStream, start: int, stop: int, mask_documents: bool
+) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """Inputs [start, stop), their targets, and the document starts within the inputs, from 0.
+
+    Past the end of the stream targets are IGNORED.
+    """
+    end = min(stop + 1, stream.num_tokens)
+    tokens = stream.read(start, end).astype(np.int64)
+    targets = np.full(stop - start, IGNORED, dtype=np.int64)
+    targets[: len(tokens) - 1] = tokens[1:]
+    starts = np.empty(0, dtype=np.int64)
+    if mask_documents or stream.closing_id is not None:
+        starts = stream.document_starts(start, end) - start
+        if stream.closing_id is not None:
+            targets[starts[starts > 0] - 1] = IGNORED
+        starts = starts[(starts > 0) & (starts < stop - start)]
+    return tokens[: stop - start], targets, starts
+
+
+def _batch(
+    rows: list[tuple[Int64Array, Int64Array, Int64Array]], sequence: int, mask_documents: bool
+) -> Batch:
+    """Stack windows of `sequence` tokens to a micro-batch."""
+    tokens_BT = torch.from_numpy(np.stack([tokens for tokens, _, _ in rows]))
+    targets = np.stack([targets for _, targets, _ in rows])
+    document_starts = None
+    if mask_documents:
+        borders: list[Int64Array] = []
+        for row, (_, _, starts) in enumerate(rows):
+            borders += [np.array([row * sequence]), starts + row * sequence]
+        borders.append(np.array([len(rows) * sequence]))
+        document_starts = torch.from_numpy(np.concatenate(borders).astype(np.int32))
+    return Batch(tokens_BT, torch.from_numpy(targets), document_starts, int((targets != IGNORED).sum()))
+
+
+class _Producer:
+    """Makes the micro-batches of one step; knows nothing of threads."""
+
+    def __init__(
+        self,
+        stream: TokenStream,
+        *,
+        sequence: int,
+        sequences_per_step: int,
+        micro_batch: int,
+        seed: int,
+        rank: int,
+        world_size: int,
+        mask_documents: bool,
+        pin: bool,
+    ) -> None:
+        self.stream, self.sequence, self.micro_batch = stream, sequence, micro_batch
+        self.mask_documents, self.pin = mask_documents, pin
+        self.index = SampleIndex(num_samples(stream, sequence), seed)
+        own = sequences_per_step // world_size
+        self.own = range(rank * own, (rank + 1) * own)
+
+    def step(self, position: int) -> list[Batch]:
+        """This rank's micro-batches of the step whose first sample is at `position`."""
+        batches = []
+        for first in range(self.own.start, self.own.stop, self.micro_batch):
+            rows = []
+            for offset in range(first, min(first + self.micro_batch, self.own.stop)):
+                start = self.index[position + offset] * self.sequence
+                rows.append(_window(self.stream, start, start + self.sequence, self.mask_documents))
+            batch = _batch(rows, self.sequence, self.mask_documents)
+            batches.append(batch.pin() if self.pin else batch)
+        return batches
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """Carries an error from the thread to the caller."""
+
+    error: BaseException
+
+
+class Loader:
+    """An endless iterator over optimizer steps; each is a list of micro-batches.
+
+    Args:
+        stream: the training split.
+        sequence: T, tokens per sequence.
+        sequences_per_step: sequences of one optimizer step over all ranks.
+        micro_batch: sequences per forward pass on one rank.
+        seed: decides the order, with the epoch.
+        first_sample: position to go on from: `position` of an earlier loader.
+        rank: this rank.
+        world_size: ranks that share every step; divides sequences_per_step.
+        mask_documents: give document starts with the batches.
+        pin: put batches in pinned memory (where there is CUDA).
+        prefetch: steps kept ready.
+    """
+
+    def __init__(
+        self,
+        stream: TokenStream,
+        *,
+        sequence: int,
+        sequences_per_step: int,
+        micro_batch: int,
+        seed: int,
+        first_sample: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        mask_documents: bool = True,
+        pin: bool = False,
+        prefetch: int = 2,
+    ) -> None:
+        for name, value in (
+            ("sequence", sequence),
+            ("sequences per step", sequences_per_step),
+            ("micro-batch", micro_batch),
+        ):
+            if value < 1:
+                raise DataError(f"the {name} is not possible", got=value, expected="1 or more")
+        if sequences_per_step % world_size or not 0 <= rank < world_size:
+            raise DataError(
+                "the sequences of a step cannot be shared by the ranks",
+                got=f"{sequences_per_step} sequences over {world_size} ranks (rank {rank})",
+                expected="a number of ranks that divides the sequences of a step",
+                do="change train.batch_tokens or the number of ranks",
+            )
+        producer = _Producer(
+            stream,
+            sequence=sequence,
+            sequences_per_step=sequences_per_step,
+            micro_batch=micro_batch,
+            seed=seed,
+            rank=rank,
+            world_size=world_size,
+            mask_documents=mask_documents,
+            pin=pin and torch.cuda.is_available(),
+        )
+        self.num_samples: int = producer.index.num_samples
+        """Samples in one epoch."""
+        self.position: int = first_sample
+        """Samples consumed by all ranks together: the whole state."""
+        self.wait_seconds: float = 0.0
+        """Time the last `next` waited for its batches."""
+        self._per_step = sequences_per_step
+        self._ready: queue.Queue[list[Batch] | _Failure] = queue.Queue(maxsize=max(prefetch, 1))
+        self._stop = threading.Event()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(
+            target=_produce,
+            args=(producer, first_sample, sequences_per_step, self._ready, self._stop),
+            name="scrimp-loader",
+            daemon=True,
+        )
+        self._thread.start()
+
+    def __iter__(self) -> Loader:
+        return self
+
+    def __next__(self) -> list[Batch]:
+        if self._failure is not None:
+            raise self._failure
+        if self._stop.is_set():
+            raise StopIteration
+        began = time.perf_counter()
+        item = self._ready.get()
+        self.wait_seconds = time.perf_counter() - began
+        if isinstance(item, _Failure):
+            self._failure = item.error
+            raise item.error
+        self.position += self._per_step
+        return item
+
+    def close(self) -> None:
+        """Stop the thread; `next` then ends the iteration."""
+        self._stop.set()
+        while not self._ready.empty():
+            self._ready.get_nowait()
+        self._thread.join(timeout=5.0)
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        stop = getattr(self, "_stop", None)
+        if stop is not None:
+            stop.set()
+
+
+def _produce(
+    producer: _Producer,
+    position: int,
+    per_step: int,
+    ready: queue.Queue[list[Batch] | _Failure],
+    stop: threading.Event,
+) -> None:
+    """The thread: fills the queue until it is told to stop. Holds no reference to the Loader."""
+    while not stop.is_set():
+        item: list[Batch] | _Failure
+        try:
+            item = producer.step(position)
+        except BaseException as error:  # surfaces in the main thread
+            item = _Failure(error)
+        position += per_step
+        while not stop.is_set():
+            try:
+                ready.put(item, timeout=_POLL_SECONDS)
+                break
+            except queue.Full:
+                continue
+        if isinstance(item, _Failure):
+            return
+
+
+def evaluation_batches(
+    stream: TokenStream, *, sequence: int, micro_batch: int, max_tokens: int, mask_documents: bool
+) -> Iterator[Batch]:
+    """The first `max_tokens` targets of a stream in order, every one exactly once.
+
+    The last sequence is filled up with ignored targets, and so is the last micro-batch where
+    there is more than one, so that all micro-batches have one shape (torch.compile).
+    """
+    if stream.num_tokens < 2:
+        raise DataError(
+            "the held-out split is too small",
+            got=f"{stream.num_tokens} token{'s' if stream.num_tokens != 1 else ''}",
+            expected="at least 2",
+            do="give more text or a larger data.held_out",
+        )
+    total = min(stream.num_tokens - 1, max(max_tokens, 1))
+    starts = list(range(0, total, sequence))
+    rows_per_batch = min(micro_batch, len(starts))
+    for first in range(0, len(starts), rows_per_batch):
+        spans = [(start, min(start + sequence, total)) for start in starts[first : first + rows_per_batch]]
+        rows = [_padded(_window(stream, start, stop, mask_documents), sequence) for start, stop in spans]
+        nothing = np.zeros(sequence, dtype=np.int64)
+        while len(rows) < rows_per_batch:
+            rows.append((nothing, np.full(sequence, IGNORED, dtype=np.int64), np.empty(0, dtype=np.int64)))
+        yield _batch(rows, sequence, mask_documents)
+
+
+def evaluation_text_bytes(stream: TokenStream, max_tokens: int) -> float:
+    """UTF-8 bytes of the text that `evaluation_batches` covers: the denominator of bits per byte."""
+    return stream.text_bytes_between(0, min(stream.num_tokens, max(max_tokens, 1) + 1))
+
+
+def _padded(
+    window: tuple[Int64Array, Int64Array, Int64Array], sequence: int
+) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """A window filled up to `sequence` tokens with token 0 and ignored targets."""
+    tokens, targets, starts = window
+    missing = sequence - len(tokens)
+    if not missing:
+        return window
+    return np.pad(tokens, (0, missing)), np.pad(targets, (0, missing), constant_values=IGNORED), starts

@@ -1,0 +1,225 @@
+"""Where text comes from: one `Source` per kind, each a stream of texts in a fixed order.
+
+    stdlib              the Python files of the running Python's own standard library
+    FILE                text, JSONL (.jsonl, .ndjson, .json) or Parquet; text and JSONL also .gz, .zst
+    FOLDER              such files, in the order of their paths (a .json file in a folder is text);
+                        names that begin with a dot are left out
+    SAVED DATASET       a folder written by `datasets`' save_to_disk: its train split, if it has splits
+    hf:OWNER/NAME[:CONFIG]   the train split of a data set on the Hugging Face hub, streamed
+
+A source says what it is by its `fingerprint`, so that prepared shards are never continued
+from, or taken for, another text. Up to 256 MiB the fingerprint is a hash of the files'
+content; above that of their names, sizes and modification times, and `prepare` also compares
+a digest of the documents themselves when it continues.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import stat
+import sysconfig
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from scrimp.data.columns import jsonl_texts, parquet_texts
+from scrimp.data.documents import LONGEST_DOCUMENT, cut, text_target
+from scrimp.data.files import storage
+from scrimp.data.streams import COMPRESSED, Meter, content_suffix, open_bytes, text_blocks
+from scrimp.errors import DataError
+
+HUB = "hf:"
+_HASHED_CONTENT = 256 << 20
+_JSONL = frozenset({".jsonl", ".ndjson"})
+_STDLIB_LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"})
+
+
+class Source(ABC):
+    """A stream of texts in a fixed order."""
+
+    name: str
+    """What errors and the progress line call it."""
+    num_bytes: int | None = None
+    """Size of the files, where it is known; for the progress line."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.skipped: dict[str, int] = {}
+        """Reason -> how many were left out in the last pass."""
+
+    @abstractmethod
+    def texts(self, meter: Meter) -> Iterator[str]:
+        """The texts, from the first to the last; may be called again for another pass."""
+
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """Says which text this is: another fingerprint is another text."""
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file of a source and the name it goes by inside it."""
+
+    name: str
+    path: Path
+    size: int
+    modified: int
+
+
+class Files(Source):
+    """Text, JSONL and Parquet files, one after the other."""
+
+    def __init__(self, name: str, files: list[SourceFile], column: str, *, alone: bool) -> None:
+        super().__init__(name)
+        self.files, self.column, self.alone = files, column, alone
+        self.num_bytes = sum(file.size for file in files)
+
+    def texts(self, meter: Meter) -> Iterator[str]:
+        self.skipped = {}
+        for file in self.files:
+            match content_suffix(file.path):
+                case ".parquet":
+                    yield from parquet_texts(file.path, self.column, meter, self.skipped)
+                case suffix if suffix in _JSONL or (suffix == ".json" and self.alone):
+                    yield from jsonl_texts(file.path, self.column, meter, self.skipped)
+                case _:
+                    target = text_target(_text_bytes(file)) if self.alone else LONGEST_DOCUMENT
+                    yield from cut(text_blocks(file.path, meter), target)
+
+    def fingerprint(self) -> str:
+        return fingerprint_files(self.files)
+
+
+class StandardLibrary(Files):
+    """The standard library of this Python: a real corpus on every machine."""
+
+    def __init__(self) -> None:
+        root = Path(sysconfig.get_path("stdlib"))
+        files = [file for file in walk_files(root, suffix=".py", left_out=_STDLIB_LEFT_OUT) if file.size]
+        if not files:
+            raise DataError(
+                "this Python has no source files of its standard library",
+                got=f"no .py file in {root}",
+                do="give a text with data.source",
+            )
+        super().__init__("stdlib", files, "", alone=False)
+
+    def texts(self, meter: Meter) -> Iterator[str]:
+        self.skipped = {}
+        for file in self.files:
+            try:
+                pieces = list(cut(text_blocks(file.path, meter), LONGEST_DOCUMENT))
+            except DataError:  # a few files declare an older encoding
+                self.skipped["files that are not UTF-8"] = self.skipped.get("files that are not UTF-8", 0) + 1
+                continue
+            yield from pieces
+
+    def fingerprint(self) -> str:
+        return f"{platform.python_version()}-{super().fingerprint()}"
+
+
+def fingerprint_files(files: list[SourceFile]) -> str:
+    """A hash of the files' names and content, or of names, sizes and times where they are large."""
+    digest = hashlib.sha256()
+    by_content = sum(file.size for file in files) <= _HASHED_CONTENT
+    for file in files:
+        digest.update(f"{file.name}\0{file.size}\0".encode("utf-8", "surrogateescape"))
+        if by_content:
+            with storage(file.path, "read"), open(file.path, "rb") as stream:
+                digest.update(hashlib.file_digest(stream, "sha256").digest())
+        else:
+            digest.update(f"{file.modified}\0".encode())
+    return digest.hexdigest()
+
+
+def _text_bytes(file: SourceFile) -> int:
+    """Bytes of text in a file; for an archive counted, as far as the cutting rule needs it."""
+    if file.path.suffix.lower() not in COMPRESSED:
+        return file.size
+    enough, count = 256 * 64 * 1024, 0
+    with open_bytes(file.path, Meter()) as stream:
+        while count < enough and (block := stream.read(1 << 16)):
+            count += len(block)
+    return min(count, enough)
+
+
+def walk_files(root: Path, *, suffix: str = "", left_out: Iterable[str] = ()) -> list[SourceFile]:
+    """The regular files under `root` in the order of their relative paths."""
+    left_out, found = frozenset(left_out), []
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    with storage(root, "read the folder"):
+        for folder, folders, names in os.walk(root, onerror=refuse):
+            folders[:] = [name for name in folders if not name.startswith(".") and name not in left_out]
+            for name in names:
+                if name.startswith(".") or not name.endswith(suffix):
+                    continue
+                path = Path(folder, name)
+                if (file := source_file(path, path.relative_to(root).as_posix())) is not None:
+                    found.append(file)
+    return sorted(found, key=lambda file: file.name)
+
+
+def source_file(path: Path, name: str) -> SourceFile | None:
+    """The file with its size and time; None for sockets, pipes and devices."""
+    with storage(path, "read"):
+        status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        return None
+    return SourceFile(name, path, status.st_size, status.st_mtime_ns)
+
+
+def open_source(source: str, column: str) -> Source:
+    """The source that a name or path means."""
+    if source == "stdlib":
+        return StandardLibrary()
+    if source.startswith(HUB):
+        from scrimp.data.hub import Hub
+
+        return Hub(source, column)
+    path = Path(source).expanduser()
+    with storage(path, "read"):
+        exists, is_folder = path.exists(), path.is_dir()
+    if not exists:
+        raise DataError(
+            f"there is no file or folder {source}",
+            expected="stdlib, a text, JSONL or Parquet file, a folder, or hf:OWNER/NAME for the Hugging Face hub",
+            do=_hub_hint(source),
+        )
+    if is_folder:
+        return _open_folder(path, column)
+    file = source_file(path, path.name)
+    if file is None:
+        raise DataError(
+            f"{path} is not a file", expected="a regular file", do="save its content to a file first"
+        )
+    if file.size == 0:
+        raise DataError(f"{path} is empty", got="0 bytes", expected="text", do="give a file with text")
+    return Files(str(path), [file], column, alone=True)
+
+
+def _hub_hint(source: str) -> str:
+    looks_like_hub = source.count("/") == 1 and not source.startswith((".", "/", "~"))
+    return f"for the hub write {HUB}{source}" if looks_like_hub else "check the spelling of data.source"
+
+
+def _open_folder(path: Path, column: str) -> Source:
+    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+        from scrimp.data.hub import SavedDataset
+
+        return SavedDataset(path, column)
+    files = walk_files(path)
+    if not files:
+        raise DataError(
+            f"the folder {path} holds no files", expected="text, JSONL or Parquet files", do="check the path"
+        )
+    if not any(file.size for file in files):
+        raise DataError(
+            f"all files in {path} are empty", got=f"{len(files)} files with 0 bytes", expected="text"
+        )
+    return Files(str(path), [file for file in files if file.size], column, alone=False)

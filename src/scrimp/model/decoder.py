@@ -1,0 +1,212 @@
+"""The decoder: one readable transformer for Llama 3, Qwen 2.5, Qwen 3 and Mistral.
+
+Each block adds two things to the residual stream x, attention and a gated MLP::
+
+    x = x + out(attention(qkv(norm(x))))
+    x = x + down(silu(gate(norm(x))) * up(norm(x)))
+
+The families differ by switches of `Architecture` alone: RoPE scaling (Llama 3), QKV bias and
+tied embeddings (Qwen 2.5), a norm over each query and key head and a free head size (Qwen 3),
+a sliding window (Mistral), fewer KV heads than query heads (most).
+
+Parameters  `qkv.weight` holds the rows of all query heads, then the key heads, then the value
+            heads; `gate_up.weight` the rows of gate, then up: one GEMM each instead of three
+            and two. A new decoder's parameters are uninitialised memory: call
+            `initialise` or `load_weights`.
+Precision   The residual stream keeps the embedding's type: float32 under autocast, bfloat16
+            with bfloat16 parameters. Norms compute in float32 and hand the GEMMs their type.
+Documents   Rows may hold several documents; see attention.py.
+Checked     tests/model/test_decoder.py: logits and gradients against a float64 reference.
+
+Shapes: B rows, T tokens, D width, H query heads, N KV heads, K head size, F ffn width,
+V vocabulary, C = (H + 2N) K.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from scrimp.config.architecture import Architecture
+from scrimp.model.attention import AttentionLayout, attend
+from scrimp.model.functions import compute_dtype, rms_norm, swiglu
+from scrimp.model.loss import LossSums, cross_entropy_sums
+
+
+class Linear(nn.Linear):
+    """A linear layer that leaves its memory uninitialised: every weight is set later by name."""
+
+    def reset_parameters(self) -> None:
+        """Nothing: drawing billions of numbers that are overwritten costs minutes."""
+
+
+class Embedding(nn.Embedding):
+    """An embedding that leaves its memory uninitialised, as `Linear` does."""
+
+    def reset_parameters(self) -> None:
+        """Nothing, see `Linear`."""
+
+
+class RMSNorm(nn.Module):
+    """x / root mean square of x, times a weight."""
+
+    def __init__(
+        self, size: int, eps: float, *, device: torch.device | str | None, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension."""
+        return rms_norm(x, self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions."""
+
+    def __init__(
+        self, architecture: Architecture, *, device: torch.device | str | None, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        a = architecture
+        self.num_heads, self.num_kv_heads, self.head_size = a.num_heads, a.num_kv_heads, a.head_size
+        self.qkv = Linear(a.width, a.qkv_width, bias=a.qkv_bias, device=device, dtype=dtype)
+        self.out = Linear(a.attention_width, a.width, bias=False, device=device, dtype=dtype)
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        if a.qk_norm:
+            self.q_norm = RMSNorm(a.head_size, a.norm_eps, device=device, dtype=dtype)
+            self.k_norm = RMSNorm(a.head_size, a.norm_eps, device=device, dtype=dtype)
+
+    def heads(self, x_BTD: Tensor) -> Tensor:
+        """qkv_BTGK: query, key and value heads side by side, normed where the family does, not yet turned."""
+        qkv_BTGK: Tensor = self.qkv(x_BTD).unflatten(-1, (-1, self.head_size))
+        if self.q_norm is None or self.k_norm is None:
+            return qkv_BTGK
+        q, k, v = qkv_BTGK.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=2)
+        return torch.cat([self.q_norm(q), self.k_norm(k), v], dim=2)
+
+    def forward(self, x_BTD: Tensor, layout: AttentionLayout) -> Tensor:
+        """Attend within the documents of each row."""
+        return cast(Tensor, self.out(attend(self.heads(x_BTD), layout).flatten(2)))
+
+
+class Mlp(nn.Module):
+    """SwiGLU: silu(gate) * up, then down."""
+
+    def __init__(
+        self, architecture: Architecture, *, device: torch.device | str | None, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        a = architecture
+        self.gate_up = Linear(a.width, 2 * a.ffn_width, bias=False, device=device, dtype=dtype)
+        self.down = Linear(a.ffn_width, a.width, bias=False, device=device, dtype=dtype)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Token by token."""
+        return cast(Tensor, self.down(swiglu(self.gate_up(x_BTD))))
+
+
+class Block(nn.Module):
+    """One layer: attention, then the MLP, each added to the residual stream."""
+
+    def __init__(
+        self, architecture: Architecture, *, device: torch.device | str | None, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        a = architecture
+        self.is_compiled = False
+        self.attention_norm = RMSNorm(a.width, a.norm_eps, device=device, dtype=dtype)
+        self.attention = Attention(a, device=device, dtype=dtype)
+        self.mlp_norm = RMSNorm(a.width, a.norm_eps, device=device, dtype=dtype)
+        self.mlp = Mlp(a, device=device, dtype=dtype)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """torch.compile in place, and remember it: the layout must then be one that compiles once."""
+        super().compile(*args, **kwargs)
+        self.is_compiled = True
+
+    def forward(self, x_BTD: Tensor, layout: AttentionLayout) -> Tensor:
+        """The residual stream after this block."""
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), layout)
+        return x_BTD + cast(Tensor, self.mlp(self.mlp_norm(x_BTD)))
+
+
+class Decoder(nn.Module):
+    """Tokens in, hidden states, logits or the loss out.
+
+    Args:
+        architecture: sizes and switches.
+        device: where the parameters live; `meta` gives shapes without memory.
+        dtype: type of the parameters.
+    """
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        a = self.architecture = architecture
+        self.embedding = Embedding(a.vocab_size, a.width, device=device, dtype=dtype)
+        self.blocks = nn.ModuleList(Block(a, device=device, dtype=dtype) for _ in range(a.num_layers))
+        self.final_norm = RMSNorm(a.width, a.norm_eps, device=device, dtype=dtype)
+        self.head: Linear | None = None
+        if not a.tied_embeddings:
+            self.head = Linear(a.width, a.vocab_size, bias=False, device=device, dtype=dtype)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The head's matrix, shape (V, D): the embedding's own where the two are tied."""
+        return self.embedding.weight if self.head is None else self.head.weight
+
+    def forward(self, tokens_BT: Tensor, document_starts: Tensor | None = None) -> Tensor:
+        """hidden_BTD after the final norm.
+
+        Args:
+            tokens_BT: token ids; T at most the architecture's context.
+            document_starts: int32 on the CPU, the documents' first positions in the flattened
+                B*T, rising from 0, ending with B*T, every row's start among them. None: each
+                row is one document.
+        """
+        x_BTD = self.embedding(tokens_BT)
+        compiled = torch.compiler.is_compiling() or any(block.is_compiled for block in self.blocks)
+        layout = AttentionLayout.prepare(
+            self.architecture, tokens_BT, document_starts, dtype=compute_dtype(x_BTD), compiled=compiled
+        )
+        for block in self.blocks:
+            x_BTD = block(x_BTD, layout)
+        return cast(Tensor, self.final_norm(x_BTD))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Scores of every vocabulary entry for hidden states of any leading shape."""
+        return F.linear(hidden, self.head_weight)
+
+    def loss(
+        self,
+        tokens_BT: Tensor,
+        targets_BT: Tensor,
+        document_starts: Tensor | None = None,
+        *,
+        chunk: int = 0,
+        z_loss: float = 0.0,
+    ) -> LossSums:
+        """Sums over the real targets; divide by their number in the whole batch.
+
+        Args:
+            tokens_BT: as in `forward`.
+            targets_BT: the next token of each position, -100 where there is none.
+            document_starts: as in `forward`.
+            chunk: tokens whose logits exist at once; 0 for all.
+            z_loss: weight of the squared log-partition.
+        """
+        hidden_BTD = self(tokens_BT, document_starts)
+        return cross_entropy_sums(
+            hidden_BTD.flatten(0, 1), self.head_weight, targets_BT.flatten(), chunk=chunk, z_loss=z_loss
+        )

@@ -1,0 +1,19 @@
+"""Hugging Face folders: config.json, tensor names, safetensors in and out."""
+
+from scrimp.model.huggingface.architecture import (
+    architecture_from_config,
+    config_from_architecture,
+    read_architecture,
+)
+from scrimp.model.huggingface.export import export_folder, export_model, write_weights
+from scrimp.model.huggingface.load import load_weights
+
+__all__ = [
+    "architecture_from_config",
+    "config_from_architecture",
+    "export_folder",
+    "export_model",
+    "load_weights",
+    "read_architecture",
+    "write_weights",
+]

@@ -1,0 +1,361 @@
+"""Checkpoints of a run: written beside, sealed, renamed; a kill at any moment loses no old one.
+
+Problem  A run can be killed (kill -9, power, preemption) in the middle of a write, the disk can
+         fill up, and what was written can be damaged later. Training should not wait for disks.
+Method   `save` copies the state to the host and returns; one background thread then
+
+             writes      checkpoints/.step-00000400.partial/   tensors, state.json, given files
+             seals       hash and flush every file, manifest.json last
+             renames     to checkpoints/step-00000400, and flushes the folder
+             prunes      renames to .step-00000200.removed, then deletes
+
+         so that a folder named step-* was complete when it got its name. Where that name is
+         taken (the run went back behind a damaged checkpoint and came here again), the old
+         folder steps aside to .step-00000400.replaced, still found by a reader, and goes when
+         the new one has the name. The first save of a process clears what a killed one left.
+         `latest` trusts no name: it verifies the checksums, from the newest downwards.
+Limits   One writing process per run folder (the run's lock sees to it). An error of the thread
+         is raised by the next `save`, `poll` or `wait`; the training itself can go on.
+Checked  tests/train/test_checkpoint.py, test_checkpoint_faults.py (faults made for real),
+         test_checkpoint_kill.py (kill -9 at random moments and at every file operation)
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+from torch import Tensor
+
+from scrimp.errors import CheckpointError, ScrimpError, StorageError
+from scrimp.report.units import format_bytes
+from scrimp.train import manifest as manifests
+from scrimp.train import tensor_files
+from scrimp.train.snapshot import HostCopies
+
+FOLDER: Final = "checkpoints"
+STATE: Final = "state.json"
+
+_COMPLETE: Final = re.compile(r"step-(\d{8,})")
+_REPLACED: Final = re.compile(r"\.step-(\d{8,})\.replaced")
+_LEFTOVER: Final = re.compile(r"\.step-\d{8,}\.(partial|removed)")
+_HEADER_BYTES: Final = 512
+"""Generous size of one tensor's entry in a file's header and in the index."""
+_SPECIAL: Final = "$float"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One folder with the whole state of a run after `step` steps."""
+
+    step: int
+    folder: Path
+
+    @cached_property
+    def state(self) -> dict[str, Any]:
+        """What `save` was given as `state`, floats exactly as they were."""
+        text = self.read_file(STATE)
+        try:
+            state = _decoded(json.loads(text))
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{self.folder / STATE} is damaged", got=error) from error
+        if not isinstance(state, dict):
+            raise CheckpointError(f"{self.folder / STATE} is damaged", expected="a JSON object")
+        return state
+
+    def verify(self) -> None:
+        """Compare every file with the manifest. Raises CheckpointError naming the first bad one."""
+        manifest = manifests.verify(self.folder)
+        if manifest.step != self.step:
+            raise CheckpointError(
+                f"{self.folder} is not what its name says", got=f"step {manifest.step}", expected=self.step
+            )
+
+    def load(self, into: Mapping[str, Tensor]) -> None:
+        """Fill `into` in place; nothing is touched unless names, shapes and types all fit."""
+        _verify_sizes(self.folder)
+        tensor_files.read_tensors(self.folder, into)
+
+    def tensors(self, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+        """Stored tensors whose name starts with `prefix`, one at a time, by their full names."""
+        return tensor_files.stream_tensors(self.folder, prefix)
+
+    def read_file(self, name: str) -> str:
+        """The text of a file that was saved along, such as ``config.toml``."""
+        try:
+            return (self.folder / name).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{self.folder / name} cannot be read", got=error) from error
+
+
+class CheckpointStore:
+    """The checkpoints of one run. Making a store touches nothing; reading never writes.
+
+    Args:
+        keep_last: newest checkpoints that stay.
+        keep_every: checkpoints at multiples of this step stay for good; 0 for none.
+    """
+
+    def __init__(self, run_dir: Path, *, keep_last: int, keep_every: int) -> None:
+        if keep_last < 1 or keep_every < 0:
+            raise ValueError(f"keep_last {keep_last} must be at least 1, keep_every {keep_every} at least 0")
+        self.folder = run_dir / FOLDER
+        self._keep_last, self._keep_every = keep_last, keep_every
+        self._copies = HostCopies()
+        self._is_prepared = False
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._finished: list[int] = []
+
+    # -- writing -------------------------------------------------------------------------------
+
+    def save(
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        state: Mapping[str, Any],
+        files: Mapping[str, str],
+        *,
+        wait: bool = False,
+    ) -> None:
+        """Write a checkpoint of `step`. When this returns, the caller may change its tensors.
+
+        Waits for a write that is still going on. If that one failed, its error is raised and
+        nothing is saved now: record it, and save again.
+
+        Args:
+            state: JSON values only; comes back exactly, non-finite floats too.
+            files: name to text, saved along.
+            wait: return when the checkpoint is complete.
+
+        Raises:
+            StorageError: no space, no permission, or the previous write failed.
+        """
+        self.wait()
+        tensor_files.check_types(tensors)
+        texts = {STATE: json.dumps(_encoded(state), indent=1, allow_nan=False) + "\n", **_checked(files)}
+        try:
+            self.prepare()
+            num_bytes = sum(tensor.nbytes + _HEADER_BYTES for tensor in tensors.values())
+            num_bytes += sum(len(text.encode()) for text in texts.values())
+            _refuse_full_disk(self.folder, num_bytes)
+        except OSError as error:
+            raise _storage_error(error, f"checkpoints cannot be written in {self.folder}") from error
+        extra = min(num_bytes, tensor_files.MAX_FILE_BYTES)
+        copies = None if wait else self._copies.take(tensors, extra_bytes=extra)
+        if copies is None:  # nothing changes the tensors while the caller waits here
+            live = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+            self._write(step, live, texts)
+            self._raise_error()
+            return
+        # Not a daemon: a process that ends normally ends after the write.
+        self._thread = threading.Thread(
+            target=self._write, args=(step, copies, texts), name=f"checkpoint-{step}"
+        )
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Return when no write is going on. Raises its error."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self._raise_error()
+
+    def poll(self) -> list[int]:
+        """Steps whose checkpoints became complete since the last call. Raises a write's error."""
+        self._raise_error()
+        finished, self._finished = self._finished, []
+        return finished
+
+    def prepare(self) -> None:
+        """Make the folder, and clear what a killed process left in it. Called by the first save."""
+        if self._is_prepared:
+            return
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for entry in sorted(os.listdir(self.folder)):
+                replaced = _REPLACED.fullmatch(entry)
+                if replaced and not (self.folder / _name(int(replaced[1]))).exists():
+                    os.rename(self.folder / entry, self.folder / _name(int(replaced[1])))
+                elif replaced or _LEFTOVER.fullmatch(entry):
+                    shutil.rmtree(self.folder / entry)
+            manifests.sync_folder(self.folder)
+        except OSError as error:
+            raise _storage_error(error, f"checkpoints cannot be written in {self.folder}") from error
+        self._is_prepared = True
+
+    # -- reading -------------------------------------------------------------------------------
+
+    def complete(self) -> list[Checkpoint]:
+        """Every checkpoint that has a manifest, newest last; their contents are not checked."""
+        return [c for c in self._candidates() if (c.folder / manifests.MANIFEST).is_file()]
+
+    def latest(self) -> tuple[Checkpoint | None, list[CheckpointError]]:
+        """The newest checkpoint that verifies, and what is wrong with the newer ones."""
+        errors: list[CheckpointError] = []
+        for checkpoint in reversed(self._candidates()):
+            try:
+                checkpoint.verify()
+            except CheckpointError as error:
+                if checkpoint.folder.is_dir():  # else it was pruned meanwhile by the run that goes on
+                    errors.append(error)
+            else:
+                return checkpoint, errors
+        return None, errors
+
+    def _candidates(self) -> list[Checkpoint]:
+        try:
+            entries = os.listdir(self.folder)
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise CheckpointError(f"{self.folder} cannot be read", got=error.strerror or error) from error
+        found: dict[int, Path] = {}
+        for entry in sorted(entries):  # ".step-*.replaced" sorts before "step-*", which wins
+            match = _REPLACED.fullmatch(entry) or _COMPLETE.fullmatch(entry)
+            if match:
+                found[int(match[1])] = self.folder / entry
+        return [Checkpoint(step, folder) for step, folder in sorted(found.items())]
+
+    # -- the background ------------------------------------------------------------------------
+
+    def _write(self, step: int, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> None:
+        partial = self.folder / f".{_name(step)}.partial"
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+            tensor_files.write_tensors(partial, tensors)
+            for name, text in texts.items():
+                (partial / name).write_text(text, encoding="utf-8", newline="\n")
+            manifests.seal(partial, step)
+            self._publish(partial, step)
+        except BaseException as error:  # of a thread: kept, and raised by the caller's next call
+            shutil.rmtree(partial, ignore_errors=True)
+            what = f"the checkpoint of step {step} was not written to {self.folder}"
+            self._error = _storage_error(error, what) if isinstance(error, OSError) else error
+            return
+        self._finished.append(step)
+        try:
+            shutil.rmtree(self._aside(step))
+        except FileNotFoundError:
+            pass  # the usual case: no older checkpoint of this step
+        except OSError as error:
+            self._error = _storage_error(error, "the replaced checkpoint was not removed")
+        try:
+            self._prune(step)
+        except OSError as error:
+            self._error = _storage_error(error, "an old checkpoint was not removed")
+
+    def _aside(self, step: int) -> Path:
+        return self.folder / f".{_name(step)}.replaced"
+
+    def _publish(self, partial: Path, step: int) -> None:
+        final, aside = self.folder / _name(step), self._aside(step)
+        if final.exists():
+            os.rename(final, aside)
+        try:
+            os.rename(partial, final)
+        except OSError:
+            if aside.exists():
+                os.rename(aside, final)
+            raise
+        manifests.sync_folder(self.folder)
+
+    def _prune(self, newest: int) -> None:
+        """Remove what is older than the last N good ones; a damaged one does not count as one.
+
+        Steps beyond the newest are of a future that this run, gone back, has not reached: they
+        stay. A folder whose manifest cannot be read stays too: nobody knows what it is.
+        """
+        older = [c for c in self.complete() if c.step < newest and _passes(c, manifests.read_manifest)]
+        good = [*(c.step for c in older if _passes(c, _verify_sizes)), newest]
+        if len(good) < self._keep_last:
+            return
+        for checkpoint in older:
+            is_milestone = self._keep_every > 0 and checkpoint.step % self._keep_every == 0
+            if is_milestone or checkpoint.step >= good[-self._keep_last]:
+                continue
+            removed = self.folder / f".{_name(checkpoint.step)}.removed"
+            # Renamed first: a kill in the middle of deleting must not leave half a checkpoint.
+            os.rename(checkpoint.folder, removed)
+            shutil.rmtree(removed)
+
+    def _raise_error(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+
+def _name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def _verify_sizes(folder: Path) -> None:
+    manifests.verify_sizes(folder, manifests.read_manifest(folder))
+
+
+def _passes(checkpoint: Checkpoint, check: Callable[[Path], object]) -> bool:
+    try:
+        check(checkpoint.folder)
+    except ScrimpError:
+        return False
+    return True
+
+
+def _checked(files: Mapping[str, str]) -> Mapping[str, str]:
+    reserved = {STATE, manifests.MANIFEST, tensor_files.INDEX}
+    for name in files:
+        if Path(name).name != name or name in reserved or name.endswith(manifests.TENSOR_SUFFIX):
+            raise ValueError(f"{name!r} cannot be the name of a file in a checkpoint")
+    return files
+
+
+def _refuse_full_disk(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise StorageError(
+            f"no space for a checkpoint in {folder}",
+            got=f"{format_bytes(free)} free",
+            expected=f"{format_bytes(needed)}, {format_bytes(needed - free)} more",
+            do="free space, or lower --train.keep-last",
+        )
+
+
+def _storage_error(error: OSError, what: str) -> StorageError:
+    got = error.strerror or str(error)
+    where = f" ({error.filename})" if error.filename else ""
+    result = StorageError(what, got=f"{got}{where}", do="free space or mend the permissions")
+    result.__cause__ = error
+    return result
+
+
+def _encoded(value: Any) -> Any:
+    """`value` as strict JSON: floats that JSON lacks become ``{"$float": "nan"}``."""
+    if isinstance(value, Mapping):
+        if not all(isinstance(key, str) for key in value) or _SPECIAL in value:
+            raise TypeError(f"keys of a checkpoint's state must be strings, not {list(value)}")
+        return {key: _encoded(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_encoded(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return {_SPECIAL: repr(float(value))}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(f"{type(value).__name__} is no JSON value: {value!r}")
+
+
+def _decoded(value: Any) -> Any:
+    if isinstance(value, dict):
+        if value.keys() == {_SPECIAL}:
+            return float(value[_SPECIAL])
+        return {key: _decoded(item) for key, item in value.items()}
+    return [_decoded(item) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,69 @@
+"""Loss, perplexity and bits per byte of a model on a token stream.
+
+    loss           mean cross-entropy per target token, in nats
+    perplexity     exp(loss); comparable only between equal tokenizers
+    bits per byte  total nats / (ln 2 * bytes of UTF-8 text); comparable between all tokenizers
+
+When only the first tokens of a stream are evaluated, bits per byte uses the mean number of
+bytes per token of the whole stream. Evaluation draws no random numbers and changes no state.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from scrimp.data import TokenStream, evaluation_batches
+from scrimp.errors import DataError
+from scrimp.runtime import Executable
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Figures of one evaluation, all measured."""
+
+    loss: float
+    bits_per_byte: float
+    num_targets: int
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss), infinite where that overflows."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+
+def evaluate(
+    executable: Executable,
+    stream: TokenStream,
+    *,
+    sequence: int,
+    micro_batch: int,
+    max_tokens: int | None,
+    mask_documents: bool,
+) -> Evaluation:
+    """Evaluate on the first `max_tokens` tokens of `stream` (None: on all of them)."""
+    total = torch.zeros((), dtype=torch.float64)
+    num_targets = 0
+    was_training = executable.model.training
+    executable.model.eval()
+    limit = stream.num_tokens if max_tokens is None else max_tokens
+    with torch.no_grad():
+        for batch in evaluation_batches(
+            stream,
+            sequence=sequence,
+            micro_batch=micro_batch,
+            max_tokens=limit,
+            mask_documents=mask_documents,
+        ):
+            sums = executable.loss(batch.tokens_BT, batch.targets_BT, batch.document_starts)
+            total += sums.cross_entropy.double().cpu()
+            num_targets += batch.num_targets
+    executable.model.train(was_training)
+    if num_targets == 0:
+        raise DataError("nothing to evaluate", got="no target token", do="give a longer text")
+    loss = float(total) / num_targets
+    bytes_per_token = stream.text_bytes / stream.num_tokens
+    bits_per_byte = loss / math.log(2) / bytes_per_token if bytes_per_token else math.nan
+    return Evaluation(loss=loss, bits_per_byte=bits_per_byte, num_targets=num_targets)

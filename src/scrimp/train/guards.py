@@ -1,0 +1,115 @@
+"""Guards of a run: non-finite steps, outliers, and signals.
+
+Non-finite  A step whose loss or gradient norm is not finite is skipped: the optimizer does not
+            move, the step is recorded, the data go on. After `patience` in a row the run stops,
+            because the weights themselves are then the likely cause.
+Outliers    The z-score of loss and gradient norm over a window of past steps::
+
+                z = (x - mean) / max(deviation, 1e-3 |mean|)     over the last 64 finite values
+
+            Above 6 it is recorded, not acted upon. Outliers enter the window too, so that a lasting
+            change of level is reported once and then becomes the new normal. The window is not
+            part of the checkpoint: it decides nothing.
+Signals     The first SIGINT or SIGTERM asks the loop to finish its step and write a checkpoint;
+            the second ends the process at once, as if there had been no handler.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import statistics
+from collections import deque
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from scrimp.errors import TrainingError
+
+WINDOW = 64
+MIN_VALUES = 16
+Z_LIMIT = 6.0
+
+
+class OutlierWatch:
+    """z-score of one series against its recent past."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._recent: deque[float] = deque(maxlen=WINDOW)
+
+    def check(self, value: float) -> str | None:
+        """Take one finite value; a sentence if it is an outlier."""
+        sentence = None
+        if len(self._recent) >= MIN_VALUES:
+            mean = statistics.fmean(self._recent)
+            deviation = max(statistics.pstdev(self._recent), 1e-3 * abs(mean), 1e-12)
+            score = (value - mean) / deviation
+            if score > Z_LIMIT:
+                sentence = (
+                    f"{self.name} {value:.4g} is {score:.1f} deviations above its recent mean {mean:.4g}"
+                )
+        self._recent.append(value)
+        return sentence
+
+
+class NonFiniteGuard:
+    """Counts skipped steps in a row."""
+
+    def __init__(self, patience: int) -> None:
+        self.patience = patience
+        self.in_a_row = 0
+
+    def check(self, step: int, loss: float, grad_norm: float) -> str | None:
+        """Reason to skip this step, or None.
+
+        Raises:
+            TrainingError: `patience` steps in a row were not finite.
+        """
+        if math.isfinite(loss) and math.isfinite(grad_norm):
+            self.in_a_row = 0
+            return None
+        self.in_a_row += 1
+        reason = f"loss {loss}, gradient norm {grad_norm}"
+        if self.in_a_row >= self.patience:
+            raise TrainingError(
+                f"{self.in_a_row} steps in a row up to step {step} were not finite",
+                got=reason,
+                expected="finite loss and gradients",
+                do="resume from the last checkpoint with a lower --train.lr in a new run (--model.weights), or look "
+                "at the data of these steps; events.jsonl lists every skipped step",
+            )
+        return reason
+
+
+class StopSignals:
+    """Turns the first SIGINT or SIGTERM into a request, and lets the second one through."""
+
+    def __init__(self, notify: Callable[[str], None]) -> None:
+        self.received: signal.Signals | None = None
+        self._notify = notify
+        self._previous: dict[signal.Signals, Any] = {}
+
+    @property
+    def exit_code(self) -> int:
+        """130 after SIGINT, 143 after SIGTERM, 0 without a signal."""
+        return 0 if self.received is None else 128 + self.received.value
+
+    def __enter__(self) -> StopSignals:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        received = signal.Signals(number)
+        if self.received is not None:
+            os._exit(128 + number)  # not sys.exit: it would wait for the thread that writes a checkpoint
+        self.received = received
+        self._notify(
+            f"{received.name}: finishing this step and writing a checkpoint; once more stops at once"
+        )

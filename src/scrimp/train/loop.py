@@ -1,0 +1,256 @@
+"""The training loop: one optimizer step after another, and everything that happens between them.
+
+One step, over micro-batches i of a batch with N real targets in all::
+
+    loss = sum_i cross_entropy_i / N        so that cutting the batch otherwise changes nothing
+    backward of (cross_entropy_i + z_i) / N for each i, gradients add up
+    skip if loss or gradient norm is not finite; clip; update; next
+
+The state of a run is small: parameters, optimizer, random state, and three integers (step,
+samples, updates). Everything else (data order, learning rate, initialisation) is a function of
+the configuration and of these, which is why a resumed run repeats the same losses bit for bit.
+
+Shapes: B rows, T tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scrimp.config import decided
+from scrimp.data import Batch, Corpus, Loader
+from scrimp.errors import StorageError
+from scrimp.measure import peak_device_bytes, peak_host_bytes
+from scrimp.plan import count_flops, gemm_formats, ideal_seconds_per_token, mfu
+from scrimp.plan.flops import Peaks
+from scrimp.runtime import Executable
+from scrimp.train.checkpoint import Checkpoint, CheckpointStore
+from scrimp.train.evaluation import Evaluation, evaluate
+from scrimp.train.guards import NonFiniteGuard, OutlierWatch, StopSignals
+from scrimp.train.metrics import MetricsLog
+from scrimp.train.optimizer import AdamW
+from scrimp.train.progress import StepLine
+from scrimp.train.schedule import learning_rate
+from scrimp.train.setup import Decisions
+
+RANDOM_STATE = "random.torch"
+
+
+@dataclasses.dataclass
+class Position:
+    """How far a run is; with the tensors, its whole state."""
+
+    step: int = 0
+    samples: int = 0
+    tokens: int = 0
+    updates: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class StepResult:
+    """What one step measured."""
+
+    loss: float
+    grad_norm: float
+    lr: float
+    skipped: bool
+    seconds: float
+    data_wait_seconds: float
+
+
+class Trainer:
+    """Runs steps, evaluates, and writes checkpoints and metrics."""
+
+    def __init__(
+        self,
+        decisions: Decisions,
+        corpus: Corpus,
+        executable: Executable,
+        peaks: Peaks,
+        *,
+        store: CheckpointStore,
+        log: MetricsLog,
+        line: StepLine,
+        files: dict[str, str],
+    ) -> None:
+        self.decisions, self.corpus, self.executable = decisions, corpus, executable
+        self.config, self.train = decisions.config, decisions.config.train
+        self.store, self.log, self.line, self.files = store, log, line, files
+        self.optimizer = AdamW(dict(executable.model.named_parameters()), self.train)
+        self.position = Position()
+        self.rates: list[float] = []
+        self._last_evaluation: tuple[int, Evaluation] | None = None
+        self._peaks = peaks
+        self._non_finite = NonFiniteGuard(self.train.nonfinite_patience)
+        self._outliers = (OutlierWatch("loss"), OutlierWatch("gradient norm"))
+        sequence = decided(self.train.sequence)
+        self._sequences_per_step = decided(self.train.batch_tokens) // sequence
+        self._flops_per_token = count_flops(decisions.architecture, sequence).causal
+        formats = gemm_formats(decisions.plan)
+        self._ideal_seconds = ideal_seconds_per_token(decisions.architecture, sequence, formats, peaks)
+
+    # -- state ---------------------------------------------------------------------------------
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor of the run's state, by the name it has in a checkpoint."""
+        state = {f"model.{name}": p.detach() for name, p in self.executable.model.named_parameters()}
+        state |= {f"optimizer.{name}": tensor for name, tensor in self.optimizer.tensors()}
+        state[RANDOM_STATE] = torch.get_rng_state()
+        return state
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Continue from a checkpoint: tensors are loaded in place."""
+        tensors = self.tensors()
+        checkpoint.load(tensors)
+        torch.set_rng_state(tensors[RANDOM_STATE])
+        self.position = Position(**checkpoint.state["position"])
+        self.optimizer.restore_updates(self.position.updates)
+
+    def save(self, *, wait: bool = False) -> None:
+        """Write a checkpoint of this step; in the background unless `wait`."""
+        state: dict[str, Any] = {
+            "position": dataclasses.asdict(self.position),
+            "architecture": dataclasses.asdict(self.decisions.architecture),
+            "data_digest": self.corpus.digest,
+            "sequence": self.train.sequence,
+        }
+        self.store.save(self.position.step, self.tensors(), state, self.files, wait=wait)
+
+    def report_checkpoints(self) -> None:
+        """Record checkpoints that became complete; a failed one is recorded and the run goes on."""
+        try:
+            for step in self.store.poll():
+                self.log.event("checkpoint", step, "complete")
+        except StorageError as error:
+            self.checkpoint_failed(error)
+
+    def checkpoint_failed(self, error: StorageError) -> None:
+        """Record that a checkpoint could not be written; older ones are untouched."""
+        self.log.event("checkpoint-failed", self.position.step, str(error))
+        self.line.message(
+            f"checkpoint not written: {error}; older checkpoints are untouched, training goes on"
+        )
+
+    # -- the loop ------------------------------------------------------------------------------
+
+    def run(self, signals: StopSignals) -> None:
+        """Step until the last one or a signal.
+
+        Raises:
+            TrainingError: too many non-finite steps in a row.
+        """
+        with self._loader() as loader:
+            while self.position.step < self.train.steps and signals.received is None:
+                result = self._step(loader)
+                record = self._record(result)
+                if self._is_due(self.train.eval_every):
+                    evaluation = self.evaluate()
+                    record |= {"eval_loss": evaluation.loss, "eval_bits_per_byte": evaluation.bits_per_byte}
+                self.log.step(record)
+                self.line.update(record)
+                self._watch(result)
+                self.report_checkpoints()
+                if self._is_due(self.train.checkpoint_every) and self.position.step < self.train.steps:
+                    try:
+                        self.save()
+                    except StorageError as error:
+                        self.checkpoint_failed(error)
+
+    def evaluate(self) -> Evaluation:
+        """Evaluate on the held-out split, record and show it; once per step at most."""
+        if self._last_evaluation and self._last_evaluation[0] == self.position.step:
+            return self._last_evaluation[1]
+        self.line.phase("evaluating")
+        result = evaluate(
+            self.executable,
+            self.corpus.held_out,
+            sequence=decided(self.train.sequence),
+            micro_batch=decided(self.train.micro_batch),
+            max_tokens=decided(self.train.eval_tokens),
+            mask_documents=self.config.data.mask_documents,
+        )
+        sentence = f"held-out loss {result.loss:.4f}, {result.bits_per_byte:.4f} bits per byte"
+        self.log.event(
+            "evaluation", self.position.step, sentence, loss=result.loss, bits_per_byte=result.bits_per_byte
+        )
+        self.line.message(f"step {self.position.step}: {sentence}")
+        self._last_evaluation = (self.position.step, result)
+        return result
+
+    def _is_due(self, every: int | None) -> bool:
+        return bool(every) and self.position.step % every == 0  # type: ignore[operator]
+
+    def _loader(self) -> Loader:
+        train = self.train
+        return Loader(
+            self.corpus.train,
+            sequence=decided(train.sequence),
+            sequences_per_step=self._sequences_per_step,
+            micro_batch=decided(train.micro_batch),
+            seed=self.config.run.seed,
+            first_sample=self.position.samples,
+            mask_documents=self.config.data.mask_documents,
+            pin=self.executable.device.type == "cuda",
+        )
+
+    def _step(self, loader: Iterator[list[Batch]]) -> StepResult:
+        start = time.perf_counter()
+        batches = next(loader)
+        num_targets = sum(batch.num_targets for batch in batches)
+        # Sums stay on the device: reading one per micro-batch would make the host wait each time.
+        total = torch.zeros((), device=self.executable.device)
+        for batch in batches:
+            sums = self.executable.loss(batch.tokens_BT, batch.targets_BT, batch.document_starts)
+            (sums.total / max(1, num_targets)).backward()
+            total += sums.cross_entropy.detach()
+        norm = self.optimizer.gradient_norm()
+        loss = float(total) / max(1, num_targets)
+        lr = learning_rate(self.position.step, self.train)
+        reason = self._non_finite.check(self.position.step + 1, loss, norm)
+        if reason is None:
+            self.optimizer.clip(norm, self.train.clip)
+            self.optimizer.step(lr)
+        else:
+            self.log.event("skipped", self.position.step + 1, reason)
+            self.line.message(f"step {self.position.step + 1} skipped: {reason}")
+        self.optimizer.zero_grad()
+        self.position.step += 1
+        self.position.samples += self._sequences_per_step
+        self.position.tokens += decided(self.train.batch_tokens)
+        self.position.updates = self.optimizer.num_updates
+        waited = loader.wait_seconds  # type: ignore[attr-defined]
+        return StepResult(loss, norm, lr, reason is not None, time.perf_counter() - start, waited)
+
+    def _record(self, result: StepResult) -> dict[str, Any]:
+        rate = decided(self.train.batch_tokens) / result.seconds
+        self.rates.append(rate)
+        return {
+            "step": self.position.step,
+            "tokens": self.position.tokens,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": result.lr,
+            "tokens_per_s": rate,
+            "mfu_bf16": mfu(self._flops_per_token, rate, self._peaks),
+            "sol": self._ideal_seconds * rate,
+            "peak_device_bytes": peak_device_bytes(self.executable.device),
+            "peak_host_bytes": peak_host_bytes(),
+            "data_wait_s": result.data_wait_seconds,
+            "step_s": result.seconds,
+            "skipped": result.skipped,
+        }
+
+    def _watch(self, result: StepResult) -> None:
+        if result.skipped:
+            return
+        for watch, value in zip(self._outliers, (result.loss, result.grad_norm), strict=True):
+            sentence = watch.check(value)
+            if sentence:
+                self.log.event("outlier", self.position.step, sentence)
+                self.line.message(f"step {self.position.step}: {sentence}")

@@ -1,0 +1,143 @@
+"""The folder of a run: created once, locked while in use, continued only on request.
+
+A run never writes into a folder that holds anything it did not put there, and never starts over
+in one that holds a checkpoint. Two processes cannot train in one folder: the lock is an
+advisory file lock, which the system releases however the process ends.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Collection
+from pathlib import Path
+from typing import IO
+
+from scrimp.config import MAY_CHANGE_ON_RESUME, Config, differences, load_config, replace_values
+from scrimp.errors import CheckpointError, StorageError
+
+CONFIG = "config.toml"
+PLAN = "plan.json"
+TOKENIZER = "tokenizer"
+CHECKPOINTS = "checkpoints"
+LOCK = ".lock"
+
+
+def choose_run_dir(config: Config, root: Path = Path("runs")) -> Path:
+    """The user's folder, or the next free ``runs/<preset>-<number>``."""
+    if config.run.dir is not None:
+        return config.run.dir
+    number = 1
+    while (root / f"{config.model.preset}-{number:03d}").exists():
+        number += 1
+    return root / f"{config.model.preset}-{number:03d}"
+
+
+def refuse_used_folder(run_dir: Path) -> None:
+    """Refuse a folder that exists and is not empty.
+
+    Raises:
+        CheckpointError: it holds a run. StorageError: it holds something else, or is a file.
+    """
+    if run_dir.is_dir() and (run_dir / CONFIG).exists():
+        has_checkpoint = any((run_dir / CHECKPOINTS).glob("step-*"))
+        raise CheckpointError(
+            f"{run_dir} holds a run already",
+            got="one with checkpoints" if has_checkpoint else "one without a complete checkpoint",
+            do=f"continue it with `scrimp train --run.dir {run_dir} --resume`, or choose another --run.dir",
+        )
+    if run_dir.is_dir():
+        strangers = sorted(entry.name for entry in run_dir.iterdir() if entry.name != LOCK)
+        if strangers:
+            raise StorageError(
+                f"{run_dir} is not empty and holds no run",
+                got=", ".join(strangers[:3]) + (" ..." if len(strangers) > 3 else ""),
+                expected="a new or empty folder",
+                do="choose another --run.dir",
+            )
+    elif run_dir.exists() or run_dir.is_symlink():
+        raise StorageError(
+            f"{run_dir} is not a folder", expected="a new folder", do="choose another --run.dir"
+        )
+
+
+class RunLock:
+    """Holds the lock of a run folder, creating the folder where needed."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._file: IO[bytes] | None = None
+
+    def __enter__(self) -> RunLock:
+        try:
+            self._run_dir.mkdir(parents=True, exist_ok=True)
+            self._file = open(self._run_dir / LOCK, "ab")
+        except OSError as error:
+            raise StorageError(
+                f"run folder {self._run_dir} cannot be written",
+                got=error.strerror or str(error),
+                do="choose another --run.dir, or free space and mend the permissions",
+            ) from None
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._file.close()
+            raise StorageError(
+                f"{self._run_dir} is in use", got="another process trains in it", do="wait for it or stop it"
+            ) from None
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def saved_config(run_dir: Path) -> Config:
+    """The resolved configuration that a run was started with."""
+    path = run_dir / CONFIG
+    if not path.is_file():
+        raise CheckpointError(
+            f"{run_dir} holds no run", expected=f"a folder with {CONFIG}", do="start one without --resume"
+        )
+    return load_config(path)
+
+
+def config_to_resume(saved: Config, now: Config, given: Collection[str]) -> Config:
+    """The saved configuration with the changes that a resumed run may make.
+
+    Args:
+        now: what the command line and file say.
+        given: dotted keys that the user wrote; all others follow the saved run.
+
+    Raises:
+        CheckpointError: a given key differs from the saved run and decides its numbers.
+    """
+    changed = {key: pair for key, pair in differences(saved, now).items() if key in given}
+    refused = {key: pair for key, pair in changed.items() if key not in MAY_CHANGE_ON_RESUME}
+    if refused:
+        raise CheckpointError(
+            "the configuration is not the one of the run",
+            got="; ".join(
+                f"{key} = {new} (the run has {old})" for key, (old, new) in sorted(refused.items())
+            ),
+            expected="the saved values, so that the run continues as it began",
+            do="leave them out, or start a new run from these weights with --model.weights",
+        )
+    return replace_values(saved, {key: new for key, (_, new) in changed.items()})
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write beside, sync and rename, so that a reader sees the old file or the new one."""
+    beside = path.with_name(f".{path.name}.partial")
+    try:
+        with open(beside, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except OSError as error:
+        raise StorageError(
+            f"{path} cannot be written",
+            got=error.strerror or str(error),
+            do="free space or mend the permissions",
+        ) from None

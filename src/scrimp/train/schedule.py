@@ -1,0 +1,38 @@
+"""Learning rate as a pure function of the step, so that resuming needs no scheduler state.
+
+With w warm-up steps, n steps, peak p and final ratio r, at step s = 0 .. n-1::
+
+    warm-up   p (s + 1) / w                                   s < w
+    cosine    p [r + (1 - r) (1 + cos(pi t)) / 2]             t = (s - w) / (n - 1 - w)
+    linear    p [1 - (1 - r) t]
+    wsd       p until the last fifth of the run, then linear to r p
+    constant  p
+
+so the first step already learns (rate p / w, not 0), and the last step runs at r p exactly.
+"""
+
+from __future__ import annotations
+
+import math
+
+from scrimp.config import TrainConfig, decided
+
+WSD_DECAY_SHARE = 0.2
+"""Last share of the run over which `wsd` decays (MiniCPM, arXiv 2404.06395, uses about a tenth to a fifth)."""
+
+
+def learning_rate(step: int, train: TrainConfig) -> float:
+    """Learning rate of 0-based `step` for a resolved configuration."""
+    peak, warmup = decided(train.lr), decided(train.warmup_steps)
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    if train.schedule == "constant":
+        return peak
+    start = warmup
+    if train.schedule == "wsd":
+        start = max(start, train.steps - math.ceil(WSD_DECAY_SHARE * train.steps) - 1)
+    progress = min(1.0, max(0.0, (step - start) / max(1, train.steps - 1 - start)))
+    ratio = train.final_lr_ratio
+    if train.schedule == "cosine":
+        return peak * (ratio + (1 - ratio) * 0.5 * (1 + math.cos(math.pi * progress)))
+    return peak * (1 - (1 - ratio) * progress)

@@ -1,0 +1,187 @@
+"""Everything that happens before the first step: decide, check, and refuse.
+
+The order is from cheap to expensive, so that bad input is refused before anything is prepared:
+values, device, architecture, decisions and contradictions, plan and memory, data, and only
+then a run folder.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from scrimp.config import (
+    OWN_PRESETS,
+    Architecture,
+    Config,
+    base_architecture,
+    check_values,
+    decided,
+    resolve,
+)
+from scrimp.data import Corpus, CorpusSpec, open_corpus
+from scrimp.errors import ConfigError, DataError
+from scrimp.measure import Device, resolve_device
+from scrimp.plan import Plan, build_plan
+from scrimp.train.weights import architecture_of_weights, tokenizer_of_weights
+
+BPE_LIMIT = 32_768
+VOCAB_MULTIPLE = 64
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """A run that has been decided but not begun."""
+
+    config: Config
+    """No open choice is left in it."""
+    architecture: Architecture
+    device: Device
+    plan: Plan
+    reasons: dict[str, str]
+    """Dotted key to the reason of an automatic choice."""
+
+
+def decide(config: Config, *, architecture: Architecture | None = None) -> Decisions:
+    """Resolve a configuration on this machine; starts nothing and reads no corpus.
+
+    Args:
+        architecture: of a run that is resumed; None derives it from the configuration.
+    """
+    check_values(config)
+    device = resolve_device(config.device)
+    if architecture is None:
+        weights = architecture_of_weights(config.model.weights) if config.model.weights else None
+        architecture = base_architecture(config, weights)
+    resolution = resolve(config, architecture, device_type=device.torch_device.type)
+    reasons = dict(resolution.reasons)
+    resolved = dataclasses.replace(resolution.config, device=device.spelling)
+    if config.device == "auto":
+        reasons["device"] = device.reason
+    resolved = _decide_tokenizer(resolved, resolution.architecture, reasons)
+    return _plan_for(device, resolved, resolution.architecture, reasons)
+
+
+def _plan_for(
+    device: Device, config: Config, architecture: Architecture, reasons: dict[str, str]
+) -> Decisions:
+    plan = build_plan(
+        config,
+        architecture,
+        device_name=device.name,
+        device_is_host=device.is_host,
+        available_bytes=device.available_bytes,
+        torch_version=torch.__version__,
+        reasons=reasons,
+    )
+    return Decisions(config, architecture, device, plan, reasons)
+
+
+def _decide_tokenizer(config: Config, architecture: Architecture, reasons: dict[str, str]) -> Config:
+    data = config.data
+    if data.tokenizer == "auto":
+        folder = tokenizer_of_weights(config.model.weights) if config.model.weights else None
+        choice = str(folder) if folder else "auto"
+        if folder:
+            reasons["data.tokenizer"] = "the tokenizer of model.weights"
+        data = dataclasses.replace(data, tokenizer=choice)
+    if data.tokenizer not in ("auto", "bpe"):
+        if data.vocab_size is not None:
+            raise ConfigError(
+                "data.vocab_size has no effect on a ready tokenizer",
+                got=f"{data.vocab_size} beside the tokenizer {data.tokenizer}",
+                do="leave it out, or set --data.tokenizer bpe to train one",
+            )
+    elif data.vocab_size is None:
+        size = min(architecture.vocab_size, BPE_LIMIT)
+        data = dataclasses.replace(data, vocab_size=size)
+        reasons["data.vocab_size"] = f"the model's vocabulary, at most {BPE_LIMIT:,}"
+    elif data.vocab_size > architecture.vocab_size and not _vocabulary_follows(config):
+        raise ConfigError(
+            "data.vocab_size exceeds the model's vocabulary",
+            got=data.vocab_size,
+            expected=f"at most {architecture.vocab_size}",
+            do="lower it, or set --model.vocab-size",
+        )
+    return dataclasses.replace(config, data=data)
+
+
+def _vocabulary_follows(config: Config) -> bool:
+    """Whether the embedding takes its size from the tokenizer."""
+    model = config.model
+    return model.vocab_size is None and model.weights is None and model.preset in OWN_PRESETS
+
+
+def corpus_spec(config: Config) -> CorpusSpec:
+    """What `scrimp.data` needs to know of a configuration."""
+    data = config.data
+    return CorpusSpec(
+        source=data.source,
+        text_column=data.text_column,
+        tokenizer=data.tokenizer,
+        bpe_vocab_size=data.vocab_size or BPE_LIMIT,
+        held_out=data.held_out,
+    )
+
+
+def open_run_corpus(decisions: Decisions, *, progress: bool = True) -> Corpus:
+    """Open or prepare the corpus of a run and check that it suits the model."""
+    config = decisions.config
+    corpus = open_corpus(corpus_spec(config), cache=config.data.cache, progress=progress)
+    sequence = decided(config.train.sequence)
+    if corpus.train.num_tokens < sequence + 1:
+        raise DataError(
+            f"the training split of {config.data.source} is shorter than one sequence",
+            got=f"{corpus.train.num_tokens:,} tokens",
+            expected=f"at least {sequence + 1:,} (train.sequence + 1)",
+            do="give more text, or lower --train.sequence",
+        )
+    return corpus
+
+
+def name_tokenizer(decisions: Decisions, corpus: Corpus) -> Decisions:
+    """Say which tokenizer `auto` came to be."""
+    data = decisions.config.data
+    if data.tokenizer != "auto":
+        return decisions
+    if corpus.folder == Path(data.source):
+        return dataclasses.replace(
+            decisions,
+            reasons=decisions.reasons | {"data.tokenizer": "the one that the shards were made with"},
+        )
+    config = dataclasses.replace(decisions.config, data=dataclasses.replace(data, tokenizer="bpe"))
+    return dataclasses.replace(
+        decisions, config=config, reasons=decisions.reasons | {"data.tokenizer": "trained on the corpus"}
+    )
+
+
+def fit_vocabulary(decisions: Decisions, corpus: Corpus) -> Decisions:
+    """Give the model as many embedding rows as the tokenizer needs, or refuse a tokenizer that
+    has more entries than the model has rows."""
+    config, architecture = decisions.config, decisions.architecture
+    needed = corpus.tokenizer.vocab_size
+    if _vocabulary_follows(config):
+        rows = -(-needed // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+        reasons = dict(decisions.reasons)
+        reasons["model.vocab_size"] = (
+            f"the tokenizer's {needed:,} entries, rounded up to a multiple of {VOCAB_MULTIPLE}"
+        )
+        changed = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=rows))
+        grown = dataclasses.replace(architecture, vocab_size=rows)
+        return _plan_for(decisions.device, changed, grown, reasons)
+    if needed > architecture.vocab_size:
+        raise ConfigError(
+            "the tokenizer has more entries than the model has embedding rows",
+            got=f"{needed:,} entries",
+            expected=f"at most {architecture.vocab_size:,}",
+            do="use the tokenizer that belongs to the model (--data.tokenizer FOLDER), or set --model.vocab-size",
+        )
+    return decisions
+
+
+def absolute(path: Path | None) -> Path | None:
+    """`path` from the root, so that a saved configuration works from another folder."""
+    return None if path is None else path.expanduser().absolute()

@@ -1,0 +1,166 @@
+"""Whatever happens inside a command becomes the right exit code, and nothing escapes `main`."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from scrimp.cli import main
+from scrimp.cli.show import error_text, show_error
+from scrimp.errors import ConfigError, DataError, TrainingError
+
+# A command body that takes long, and says whether it was unwound. The train command imports it.
+SLOW = """
+import sys, time, types
+module = types.ModuleType("scrimp.train")
+def train(*args, **kwargs):
+    try:
+        print("started", flush=True)
+        time.sleep(60)
+    finally:
+        print("cleaned up", flush=True)
+module.train = train
+sys.modules["scrimp.train"] = module
+from scrimp.cli import main
+sys.exit(main(["train"]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("raised", "code"),
+    [
+        (DataError("file is empty", got="0 bytes", expected="text", do="choose another"), 2),
+        (TrainingError("the loss is not finite"), 1),
+        (KeyboardInterrupt(), 130),
+        (SystemExit(143), 143),
+        (SystemExit(None), 0),
+        (OSError(errno.ENOSPC, "No space left on device", "runs/a"), 2),
+        (PermissionError(errno.EACCES, "Permission denied", "runs/a"), 2),
+    ],
+    ids=repr,
+)
+def test_expected_ends_show_no_traceback(calls, capsys, raised, code) -> None:
+    calls.answers["train"] = raised
+    assert main(["train"]) == code
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "raised", [ValueError("surprise"), OSError(errno.EIO, "Input/output error"), MemoryError()]
+)
+def test_a_bug_shows_its_traceback_and_is_1(calls, capsys, raised) -> None:
+    calls.answers["train"] = raised
+    assert main(["train"]) == 1
+    shown = capsys.readouterr().err
+    assert "Traceback" in shown
+    assert "bug in Scrimp" in shown
+
+
+def test_storage_errors_name_the_path(calls, capsys) -> None:
+    calls.answers["train"] = OSError(errno.ENOSPC, "No space left on device", "runs/a")
+    main(["train"])
+    assert "runs/a" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_unwinds_the_command(number, code) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "started\n"
+    process.send_signal(number)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out) == (code, "cleaned up\n")
+    assert "Traceback" not in err
+
+
+def test_a_forked_worker_ends_quietly_on_sigterm(calls) -> None:
+    def fork_and_terminate(*_: object, **__: object):
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+        time.sleep(0.1)
+        os.kill(child, signal.SIGTERM)
+        _, status = os.waitpid(child, 0)
+        raise SystemExit(os.waitstatus_to_exitcode(status))
+
+    sys.modules["scrimp.train"].train = fork_and_terminate
+    assert main(["train"]) == 143
+
+
+def test_the_signal_handler_is_put_back(calls) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    main(["train"])
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["--version"]])
+def test_a_closed_pipe_is_no_traceback(words) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    process = subprocess.run(
+        [sys.executable, "-m", "scrimp", *words],
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        timeout=60,
+        check=False,
+    )
+    os.close(writing)
+    assert process.returncode == 1
+    assert process.stderr == b""
+
+
+def test_a_closed_pipe_inside_a_command_is_1(calls, capfd) -> None:
+    calls.answers["train"] = BrokenPipeError()
+    saved = os.dup(1)
+    try:
+        assert main(["train"]) == 1
+    finally:
+        os.dup2(saved, 1)
+        os.close(saved)
+
+
+ERROR = ConfigError("train.lr is wrong", got="a\x1b[31m\nb", expected=3, do="lower it")
+
+
+def test_an_error_is_a_block_of_lines_without_control_characters() -> None:
+    assert error_text(ERROR, color=False).split("\n") == [
+        "error: train.lr is wrong",
+        "  got      a\\x1b[31m\\nb",
+        "  expected 3",
+        "  do       lower it",
+    ]
+    assert error_text(ConfigError("short"), color=False) == "error: short"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_color_only_on_a_terminal_that_wants_it(monkeypatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    terminal, file = Terminal(), io.StringIO()
+    show_error(ERROR, terminal)
+    show_error(ERROR, file)
+    assert "\x1b[1;31merror:" in terminal.getvalue()
+    assert "\x1b" not in file.getvalue()
+    monkeypatch.setenv("NO_COLOR", "1")
+    plain = Terminal()
+    show_error(ERROR, plain)
+    assert plain.getvalue() == file.getvalue()
+
+
+def test_a_message_that_the_terminal_cannot_write_is_shown_escaped() -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    show_error(ConfigError("café \udce9"), stream)
+    assert stream.buffer.getvalue() == b"error: caf\\xe9 \\udce9\n"

@@ -1,0 +1,69 @@
+"""The public names of every command. A change here breaks users' scripts and files: it needs a reason."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from scrimp.cli import main
+from scrimp.cli.commands import COMMANDS
+from scrimp.cli.parse import flags_of, option, positionals_of
+from scrimp.config import Config, leaves
+
+CONFIG = """
+--device --precision
+--run.dir --run.seed
+--data.source --data.text-column --data.tokenizer --data.vocab-size --data.held-out --data.mask-documents
+--data.no-mask-documents --data.cache
+--model.preset --model.weights --model.vocab-size --model.context --model.num-layers --model.width
+--model.num-heads --model.num-kv-heads --model.ffn-width
+--train.steps --train.sequence --train.batch-tokens --train.micro-batch --train.lr --train.schedule
+--train.warmup-steps --train.final-lr-ratio --train.weight-decay --train.beta1 --train.beta2 --train.adam-eps
+--train.clip --train.z-loss --train.parameters --train.master-weights --train.loss-chunk --train.compile
+--train.eval-every --train.eval-tokens --train.checkpoint-every --train.keep-last --train.keep-every
+--train.nonfinite-patience
+--budget.device-memory --budget.host-memory
+"""
+
+PUBLIC = {
+    "train": f"[FILE] --resume {CONFIG}",
+    "plan": f"[FILE] {CONFIG}",
+    "prepare": "SRC OUT --text-column --tokenizer --bpe-vocab-size --held-out --workers",
+    "data verify": "FOLDER",
+    "eval": "TARGET --data --text-column --sequence --device",
+    "generate": "TARGET --prompt --tokens --temperature --top-k --top-p --seed --device",
+    "export": "RUN OUT",
+    "report": "RUN",
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_names_of_options_and_arguments_are_frozen(name: str, capsys) -> None:
+    assert main([*name.split(), "--help"]) == 0
+    shown = capsys.readouterr().out
+    lines = [line.strip("|│ ") for line in shown.split("\n")]
+    # What begins a line of a box is an option with its other spellings; the rest explains it.
+    options = {
+        word
+        for line in lines
+        if re.match("--[a-z]", line)
+        for word in re.findall(r"--[a-z][a-z0-9.-]+", line.split("   ")[0])
+    }
+    words = PUBLIC[name].split()
+    positionals = " ".join(word for word in words if not word.startswith("--"))
+    assert options == {word for word in words if word.startswith("--")}
+    usage = lines[0].removeprefix(f"usage: scrimp {name} [-h] ").replace("[OPTIONS] ", "")
+    assert usage.startswith(positionals)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_what_explains_mistakes_knows_the_same_names(name: str) -> None:
+    known = flags_of(COMMANDS[name])
+    options = {option(key) for key in known if key not in positionals_of(COMMANDS[name])}
+    expected = {word for word in PUBLIC[name].split() if word.startswith("--") and ".no-" not in word}
+    assert options == expected
+
+
+def test_the_command_line_has_every_setting() -> None:
+    assert {option(key) for key in leaves(Config)} == set(CONFIG.split()) - {"--data.no-mask-documents"}

@@ -1,0 +1,66 @@
+"""Any configuration, written as TOML and read again, is the same configuration."""
+
+from __future__ import annotations
+
+import string
+import tomllib
+from pathlib import Path
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scrimp.config import Config, flatten, leaves, parse_config, replace_values, to_toml
+from scrimp.config.fields import Leaf
+
+# Every character that a file name or a name can hold; lone surrogates are refused by check_values.
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+PATHS = (TEXT.filter(lambda text: "\0" not in text) | st.sampled_from(["~", "~/a", "~user/x", "."])).map(Path)
+VALUES = {
+    bool: st.booleans(),
+    int: st.integers(),
+    float: st.floats(allow_nan=False),
+    str: TEXT,
+    Path: PATHS,
+}
+
+
+def values_of(leaf: Leaf) -> st.SearchStrategy[object]:
+    values = st.sampled_from(leaf.choices) if leaf.choices else VALUES[leaf.kind]
+    return st.none() | values if leaf.optional else values
+
+
+CONFIGS = st.fixed_dictionaries({key: values_of(leaf) for key, leaf in leaves(Config).items()}).map(
+    lambda values: replace_values(Config(), values)
+)
+REASONS = st.dictionaries(st.sampled_from(list(leaves(Config))), st.text(max_size=20))
+
+
+@settings(max_examples=150, deadline=None)
+@given(CONFIGS, REASONS)
+def test_reading_what_was_written_gives_the_same_configuration(
+    config: Config, reasons: dict[str, str]
+) -> None:
+    text = to_toml(config, reasons)
+    again = replace_values(Config(), parse_config(text))
+    assert again == config
+    assert {key: type(value) for key, value in flatten(again).items()} == {
+        key: type(value) for key, value in flatten(config).items()
+    }
+
+
+def test_reasons_stand_behind_their_values_on_one_line() -> None:
+    text = to_toml(Config(), {"train.steps": "two\nlines", "precision": "because"})
+    assert "steps = 300  # two lines\n" in text
+    assert 'precision = "auto"  # because\n' in text
+
+
+def test_unset_values_are_left_out_and_sections_come_in_order() -> None:
+    table = tomllib.loads(to_toml(Config()))
+    assert "dir" not in table["run"]
+    assert list(table) == ["device", "precision", "run", "data", "model", "train"]
+
+
+def test_text_is_escaped() -> None:
+    nasty = '"""' + string.printable + "\x7f\x00é\u2028\U0001f600\\"
+    config = replace_values(Config(), {"data.source": nasty})
+    assert tomllib.loads(to_toml(config))["data"]["source"] == nasty

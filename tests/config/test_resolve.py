@@ -1,0 +1,268 @@
+"""Resolving leaves no choice open, changes nothing that was given, and never yields a contradiction."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from scrimp.config import (
+    MAY_CHANGE_ON_RESUME,
+    Architecture,
+    Config,
+    check_values,
+    differences,
+    flatten,
+    leaves,
+    load_config,
+    replace_values,
+    resolve,
+    to_toml,
+)
+from scrimp.errors import ConfigError
+
+
+def architecture(*, width: int = 64, layers: int = 2, vocab: int = 512, context: int = 1024) -> Architecture:
+    return Architecture(
+        family="llama",
+        vocab_size=vocab,
+        num_layers=layers,
+        width=width,
+        num_heads=4,
+        num_kv_heads=2,
+        head_size=width // 4,
+        ffn_width=2 * width,
+        context=context,
+        tied_embeddings=True,
+    )
+
+
+SMALL = architecture()
+# Sizes between the steps of the tables: 3M, 20M, 100M, 500M and 8B parameters.
+BY_SIZE = [
+    architecture(width=192, layers=8, vocab=4096),
+    architecture(width=384, layers=10, vocab=8192, context=2048),
+    architecture(width=768, layers=11, vocab=16_384, context=4096),
+    architecture(width=1024, layers=36, vocab=32_000, context=4096),
+    architecture(width=4096, layers=40, vocab=128_256, context=8192),
+]
+
+
+def decided(given: dict[str, object], model: Architecture = SMALL, device_type: str = "cpu") -> Config:
+    return resolve(replace_values(Config(), given), model, device_type=device_type).config
+
+
+def refusal(given: dict[str, object], model: Architecture = SMALL) -> str:
+    with pytest.raises(ConfigError) as caught:
+        decided(given, model)
+    return str(caught.value)
+
+
+def optional(values: st.SearchStrategy[int]) -> st.SearchStrategy[int | None]:
+    return st.none() | values
+
+
+GIVEN = st.fixed_dictionaries(
+    {
+        "train.sequence": optional(st.sampled_from([1, 64, 100, 256, 1000, 2048])),
+        "train.batch_tokens": optional(st.integers(1, 3000) | st.sampled_from([4096, 65_536, 102_400])),
+        "train.micro_batch": optional(st.integers(1, 20)),
+        "train.steps": st.integers(1, 100_000),
+        "train.keep_every": st.sampled_from([0, 1, 7, 500, 1000]),
+        "train.lr": optional(st.just(0.01)),
+        "train.warmup_steps": optional(st.integers(0, 50)),
+        "train.loss_chunk": optional(st.integers(0, 100)),
+        "train.checkpoint_every": optional(st.integers(0, 100)),
+        "train.parameters": st.sampled_from(["auto", "fp32", "bf16"]),
+        "train.master_weights": st.sampled_from([None, True, False]),
+        "precision": st.sampled_from(["auto", "fp32", "bf16"]),
+    }
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(GIVEN, st.sampled_from([SMALL, *BY_SIZE]), st.sampled_from(["cpu", "cuda"]))
+def test_the_result_is_complete_and_consistent_or_refused(
+    given_values: dict[str, object], model: Architecture, device_type: str
+) -> None:
+    config = replace_values(Config(), given_values)
+    try:
+        result = resolve(config, model, device_type=device_type)
+    except ConfigError:
+        event("refused")
+        return  # which contradictions are refused: test_contradictions_are_named
+    values = flatten(result.config)
+    open_keys = [key for key in values if key.startswith("train.") and values[key] in (None, "auto")]
+    assert open_keys == []
+    assert result.config.precision != "auto"
+    # What was given stays, and what was decided has a reason.
+    for key, (before, _) in differences(config, result.config).items():
+        assert before in (None, "auto")
+        assert result.reasons[key]
+    assert set(result.reasons) == set(differences(config, result.config))
+    train = result.config.train
+    assert 1 <= train.sequence <= model.context
+    assert train.batch_tokens % train.sequence == 0
+    assert (train.batch_tokens // train.sequence) % train.micro_batch == 0
+    assert train.warmup_steps <= train.steps
+    assert not (train.parameters == "fp32" and train.master_weights)
+    assert not (train.parameters == "bf16" and result.config.precision == "fp32")
+    assert not train.keep_every or train.keep_every % train.checkpoint_every == 0
+    check_values(result.config)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from([SMALL, *BY_SIZE]), st.sampled_from(["cpu", "cuda"]), st.integers(1, 10_000))
+def test_a_saved_resolution_resolves_to_itself(
+    tmp_path_factory: pytest.TempPathFactory, model: Architecture, device_type: str, steps: int
+) -> None:
+    once = resolve(replace_values(Config(), {"train.steps": steps}), model, device_type=device_type)
+    file = tmp_path_factory.mktemp("run") / "config.toml"
+    file.write_text(to_toml(once.config, once.reasons))
+    again = resolve(load_config(file), model, device_type=device_type)
+    assert again.config == once.config
+    assert again.reasons == {}
+
+
+@pytest.mark.parametrize(
+    ("model", "sequence", "batch_tokens"),
+    zip(BY_SIZE, [256, 512, 1024, 2048, 2048], [4096, 16_384, 65_536, 262_144, 524_288], strict=True),
+)
+def test_sequence_and_batch_follow_the_size_of_the_model(model, sequence, batch_tokens) -> None:
+    train = decided({}, model).train
+    assert (train.sequence, train.batch_tokens) == (sequence, batch_tokens)
+
+
+def test_sequence_stays_within_the_context() -> None:
+    assert decided({}, architecture(context=100)).train.sequence == 100
+    assert decided({}, architecture(context=100)).train.batch_tokens % 100 == 0
+
+
+@pytest.mark.parametrize(
+    ("given_values", "sequence", "batch_tokens", "micro_batch"),
+    [
+        ({"train.batch_tokens": 1000}, 250, 1000, 4),
+        ({"train.batch_tokens": 64}, 64, 64, 1),
+        ({"train.sequence": 1000}, 1000, 4000, 4),
+        ({"train.sequence": 300, "train.micro_batch": 4}, 300, 3600, 4),
+        ({"train.micro_batch": 3}, 256, 3840, 3),
+        ({"train.micro_batch": 3, "train.batch_tokens": 600}, 200, 600, 3),
+        ({"train.micro_batch": 64}, 256, 16_384, 64),
+        ({"train.sequence": 1, "train.batch_tokens": 4099}, 1, 4099, 1),
+        ({"train.sequence": 1024, "train.batch_tokens": 8192}, 1024, 8192, 4),
+        ({"train.sequence": 256, "train.batch_tokens": 17 * 256}, 256, 17 * 256, 1),
+    ],
+)
+def test_some_sizes_given_the_others_fit(given_values, sequence, batch_tokens, micro_batch) -> None:
+    train = decided(given_values).train
+    assert (train.sequence, train.batch_tokens, train.micro_batch) == (sequence, batch_tokens, micro_batch)
+
+
+def test_micro_batch_is_larger_on_cuda() -> None:
+    model = BY_SIZE[2]
+    assert decided({}, model, "cpu").train.micro_batch * 1024 == 4096
+    assert decided({}, model, "cuda").train.micro_batch * 1024 == 16_384
+
+
+def test_learning_rate_falls_with_the_width_and_is_a_tenth_from_weights() -> None:
+    assert decided({}, SMALL).train.lr == 3e-3
+    assert decided({}, BY_SIZE[3]).train.lr == pytest.approx(0.8 / 1024, rel=1e-2)
+    fine = decided({"model.weights": Path("folder")}, BY_SIZE[3]).train.lr
+    assert fine == pytest.approx(0.08 / 1024, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("steps", "warmup", "evaluate", "checkpoint"),
+    [(1, 1, 1, 50), (300, 15, 30, 50), (10_000, 500, 1000, 1000), (10**6, 2000, 10**5, 10**5)],
+)
+def test_intervals_follow_the_length_of_the_run(steps, warmup, evaluate, checkpoint) -> None:
+    train = decided({"train.steps": steps}).train
+    assert (train.warmup_steps, train.eval_every, train.checkpoint_every) == (warmup, evaluate, checkpoint)
+
+
+def test_checkpoints_fall_on_the_steps_that_are_kept_for_good() -> None:
+    assert decided({"train.keep_every": 70}).train.checkpoint_every == 35
+    assert decided({"train.keep_every": 100}).train.checkpoint_every == 50
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+@pytest.mark.parametrize("model", BY_SIZE)
+def test_logits_of_a_chunk_stay_within_the_limit(model: Architecture, device_type: str) -> None:
+    limit = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}[device_type]
+    train = decided({}, model, device_type).train
+    tokens = train.loss_chunk or train.micro_batch * train.sequence
+    assert tokens * model.vocab_size * 4 <= limit
+    if train.loss_chunk:
+        assert train.loss_chunk.bit_count() == 1
+        assert 2 * train.loss_chunk * model.vocab_size * 4 > limit
+
+
+def test_formats_follow_the_device() -> None:
+    on_cpu, on_cuda = decided({}), decided({}, device_type="cuda")
+    assert (on_cpu.precision, on_cpu.train.parameters, on_cpu.train.master_weights) == ("fp32", "fp32", False)
+    assert (on_cuda.precision, on_cuda.train.parameters, on_cuda.train.master_weights) == (
+        "bf16",
+        "bf16",
+        True,
+    )
+    assert (on_cpu.train.compile, on_cuda.train.compile) == ("off", "on")
+    mixed = decided({"train.parameters": "fp32"}, device_type="cuda")
+    assert (mixed.precision, mixed.train.master_weights) == ("bf16", False)
+
+
+@pytest.mark.parametrize(
+    ("given_values", "parts"),
+    [
+        ({"train.sequence": 2048}, ["train.sequence", "context", "1,024", "2,048"]),
+        ({"train.sequence": 256, "train.batch_tokens": 1000}, ["train.batch_tokens", "768 or 1,024"]),
+        ({"train.sequence": 256, "train.batch_tokens": 100}, ["train.batch_tokens", "to 256"]),
+        (
+            {"train.sequence": 256, "train.batch_tokens": 1024, "train.micro_batch": 3},
+            ["train.micro_batch", "a divisor of 4", "to 2,"],
+        ),
+        ({"train.batch_tokens": 1000, "train.micro_batch": 3}, ["train.batch_tokens", "999 or 1,002"]),
+        ({"train.batch_tokens": 4099}, ["train.batch_tokens", "4,096 or 4,352"]),
+        # 16 times a prime: only a sequence of 16 tokens divides it, which nobody means.
+        ({"train.batch_tokens": 16 * 1009}, ["train.batch_tokens", "multiple of 256"]),
+        ({"train.steps": 10, "train.warmup_steps": 11}, ["train.warmup_steps", "at most 10"]),
+        ({"precision": "fp32", "train.parameters": "bf16"}, ["train.parameters", "precision"]),
+        ({"train.parameters": "fp32", "train.master_weights": True}, ["train.master_weights"]),
+        ({"train.master_weights": True}, ["train.master_weights", "fp32"]),
+        ({"train.keep_every": 70, "train.checkpoint_every": 50}, ["train.keep_every", "multiple of 50"]),
+        ({"train.keep_every": 70, "train.checkpoint_every": 0}, ["train.keep_every", "above 0"]),
+    ],
+)
+def test_contradictions_are_named(given_values, parts) -> None:
+    message = refusal(given_values)
+    for part in parts:
+        assert part in message
+
+
+def test_a_micro_batch_beyond_32_bit_positions_is_refused() -> None:
+    model = architecture(context=2**24)
+    given_values = {"train.sequence": 2**24, "train.micro_batch": 2**12}
+    assert "train.micro_batch holds too many tokens" in refusal(given_values, model)
+
+
+def test_differences_name_what_changed() -> None:
+    now = replace_values(Config(), {"train.steps": 5, "device": "cpu", "run.dir": Path("a")})
+    assert differences(Config(), now) == {
+        "train.steps": (300, 5),
+        "device": ("auto", "cpu"),
+        "run.dir": (None, Path("a")),
+    }
+    assert differences(now, now) == {}
+
+
+def test_keys_that_may_change_on_resume_exist_and_leave_the_experiment_alone() -> None:
+    assert set(leaves(Config)) > MAY_CHANGE_ON_RESUME
+    decisive = {"run.seed", "data.source", "train.lr", "train.batch_tokens", "train.sequence", "precision"}
+    assert not decisive & MAY_CHANGE_ON_RESUME
+
+
+def test_resolution_keeps_the_architecture() -> None:
+    model = replace(SMALL, vocab_size=1000)
+    assert resolve(Config(), model, device_type="cpu").architecture is model

@@ -1,0 +1,85 @@
+"""Cutting loses nothing and does not depend on blocks; the split is decided by text alone."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scrimp.data.documents import KIB, LONGEST_DOCUMENT, Split, choose_threshold, cut, documents, text_target
+from scrimp.errors import DataError
+
+TEXTS = st.text(alphabet="ab \n\t\ré", max_size=400)
+
+
+def in_blocks(text: str, size: int) -> list[str]:
+    return [text[start : start + size] for start in range(0, len(text), size)]
+
+
+@given(text=TEXTS, target=st.integers(1, 40), size=st.integers(1, 100))
+def test_pieces_joined_are_the_text_whatever_the_blocks(text: str, target: int, size: int) -> None:
+    whole = list(cut([text], target))
+    assert "".join(whole) == text
+    assert list(cut(in_blocks(text, size), target)) == whole
+    assert all(len(piece) <= 4 * target for piece in whole)
+    assert all(len(piece) >= target for piece in whole[:-1])
+
+
+def test_a_piece_ends_at_a_blank_line_if_there_is_one() -> None:
+    text = "one\ntwo\n\nthree\nfour\n \nfive\n"
+    assert list(cut([text], 8)) == ["one\ntwo\n\n", "three\nfour\n \n", "five\n"] or list(cut([text], 7)) == [
+        "one\ntwo\n\n",
+        "three\nfour\n \n",
+        "five\n",
+    ]
+    assert list(cut(["aaaa\nbbbb\ncccc\n"], 4)) == ["aaaa\n", "bbbb\n", "cccc\n"]
+
+
+def test_a_piece_of_a_text_file_is_between_1_and_64_kib() -> None:
+    assert text_target(100) == KIB
+    assert text_target(256 * 2000) == 2000
+    assert text_target(1 << 40) == 64 * KIB
+
+
+def test_long_documents_are_cut_and_blank_ones_left_out() -> None:
+    long = "x" * (3 * LONGEST_DOCUMENT)
+    found = list(documents(["", " \n ", "a", long]))
+    assert [len(document.text) for document in found][:1] == [1]
+    assert "".join(document.text for document in found[1:]) == long
+    assert all(len(document.text) <= 4 * LONGEST_DOCUMENT for document in found)
+    assert found[0].num_bytes == 1
+    assert list(documents(["é"]))[0].num_bytes == 2
+
+
+def test_a_lone_surrogate_is_a_data_error() -> None:
+    with pytest.raises(DataError, match="lone surrogate"):
+        list(documents(["ok \ud800"]))
+
+
+@given(texts=st.lists(st.text(min_size=1, max_size=5), min_size=2), share=st.sampled_from([1e-9, 0.02, 0.5, 0.98]))
+def test_both_sides_of_the_split_have_documents_and_share_none(texts: list[str], share: float) -> None:
+    corpus = list(documents(texts))
+    if len({document.text for document in corpus}) < 2:
+        if corpus:
+            with pytest.raises(DataError, match="too small"):
+                choose_threshold(corpus, share)
+        return
+    split = choose_threshold(iter(corpus), share)
+    held_out = {document.text for document in corpus if split.is_held_out(document)}
+    trained = {document.text for document in corpus if not split.is_held_out(document)}
+    assert held_out
+    assert trained
+    assert not held_out & trained
+
+
+def test_the_share_held_out_is_the_one_asked_for() -> None:
+    corpus = list(documents(f"document {number}" for number in range(20_000)))
+    split = choose_threshold(corpus, 0.1)
+    assert abs(sum(map(split.is_held_out, corpus)) / len(corpus) - 0.1) < 0.01
+
+
+def test_nothing_is_held_out_when_nothing_is_asked_for() -> None:
+    assert choose_threshold([], 0.0) == Split(0)
+    for share in (-0.1, 1.0):
+        with pytest.raises(DataError, match="held-out share"):
+            choose_threshold([], share)
