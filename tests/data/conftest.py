@@ -39,7 +39,10 @@ def prepared(tmp_path: Path, text_file: Path) -> Path:
     """The text file as bytes in several shards."""
     out = tmp_path / "shards"
     return prepare(
-        CorpusSpec(source=str(text_file), tokenizer="bytes", held_out=0.1), out, shard_tokens=10_000, progress=False
+        CorpusSpec(source=str(text_file), tokenizer="bytes", held_out=0.1),
+        out,
+        shard_tokens=10_000,
+        progress=False,
     )
 
 

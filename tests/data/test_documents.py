@@ -27,11 +27,7 @@ def test_pieces_joined_are_the_text_whatever_the_blocks(text: str, target: int, 
 
 def test_a_piece_ends_at_a_blank_line_if_there_is_one() -> None:
     text = "one\ntwo\n\nthree\nfour\n \nfive\n"
-    assert list(cut([text], 8)) == ["one\ntwo\n\n", "three\nfour\n \n", "five\n"] or list(cut([text], 7)) == [
-        "one\ntwo\n\n",
-        "three\nfour\n \n",
-        "five\n",
-    ]
+    assert list(cut([text], 7)) == ["one\ntwo\n\n", "three\nfour\n \n", "five\n"]
     assert list(cut(["aaaa\nbbbb\ncccc\n"], 4)) == ["aaaa\n", "bbbb\n", "cccc\n"]
 
 
@@ -48,7 +44,7 @@ def test_long_documents_are_cut_and_blank_ones_left_out() -> None:
     assert "".join(document.text for document in found[1:]) == long
     assert all(len(document.text) <= 4 * LONGEST_DOCUMENT for document in found)
     assert found[0].num_bytes == 1
-    assert list(documents(["é"]))[0].num_bytes == 2
+    assert next(iter(documents(["é"]))).num_bytes == 2
 
 
 def test_a_lone_surrogate_is_a_data_error() -> None:
@@ -56,7 +52,10 @@ def test_a_lone_surrogate_is_a_data_error() -> None:
         list(documents(["ok \ud800"]))
 
 
-@given(texts=st.lists(st.text(min_size=1, max_size=5), min_size=2), share=st.sampled_from([1e-9, 0.02, 0.5, 0.98]))
+@given(
+    texts=st.lists(st.text(min_size=1, max_size=5), min_size=2),
+    share=st.sampled_from([1e-9, 0.02, 0.5, 0.98]),
+)
 def test_both_sides_of_the_split_have_documents_and_share_none(texts: list[str], share: float) -> None:
     corpus = list(documents(texts))
     if len({document.text for document in corpus}) < 2:

@@ -29,7 +29,11 @@ def test_large_numbers_stay_in_range(num_samples: int, position: int) -> None:
 
 
 def test_orders_differ_by_seed_and_epoch_and_repeat_exactly() -> None:
-    orders = [tuple(SampleIndex(1000, seed)[epoch * 1000 + i] for i in range(1000)) for seed in (0, 1) for epoch in (0, 1)]
+    orders = [
+        tuple(SampleIndex(1000, seed)[epoch * 1000 + i] for i in range(1000))
+        for seed in (0, 1)
+        for epoch in (0, 1)
+    ]
     assert len(set(orders)) == 4
     assert orders[0] == tuple(SampleIndex(1000, 0)[i] for i in range(1000))
 

@@ -37,7 +37,9 @@ def touch_everything(path: Path) -> None:
     dtype=st.sampled_from(["<u2", "<u4"]),
     data=st.data(),
 )
-def test_tokens_and_documents_read_back(tmp_path: Path, lengths: list[int], dtype: str, data: st.DataObject) -> None:
+def test_tokens_and_documents_read_back(
+    tmp_path: Path, lengths: list[int], dtype: str, data: st.DataObject
+) -> None:
     documents = [np.arange(length) + 7 * number for number, length in enumerate(lengths)]
     shard = Shard(write(tmp_path / "a.tokens", documents, dtype))
     everything, starts = np.concatenate(documents), np.cumsum([0, *lengths[:-1]])
@@ -108,7 +110,9 @@ def test_an_unfinished_shard_has_no_name_and_can_be_dropped(tmp_path: Path) -> N
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=20), per_shard=st.integers(1, 6), data=st.data())
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=20), per_shard=st.integers(1, 6), data=st.data()
+)
 def test_a_stream_reads_across_shards(
     make_stream: Callable[..., TokenStream], lengths: list[int], per_shard: int, data: st.DataObject
 ) -> None:

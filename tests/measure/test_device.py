@@ -8,9 +8,9 @@ import torch
 from scrimp.config import Config, base_architecture, resolve
 from scrimp.errors import DeviceError
 from scrimp.measure import (
+    MemoryMeter,
     device_peaks,
     host_memory_available,
-    peak_host_bytes,
     recall_throughput,
     remember_throughput,
     resolve_device,
@@ -69,11 +69,15 @@ def test_spec_sheets_are_used_for_known_names_and_measurements_otherwise() -> No
     assert "measured" in measured.origin
 
 
-def test_the_high_water_mark_sees_an_allocation() -> None:
-    before = peak_host_bytes()
-    block = torch.ones(before // 4 + 2**26)  # larger than the peak so far
-    assert peak_host_bytes() >= before
-    assert peak_host_bytes() >= block.nbytes
+def test_the_meter_sees_an_allocation_that_is_gone_and_nothing_from_before() -> None:
+    before = torch.ones(2**26)  # 256 MiB that do not count
+    meter = MemoryMeter(torch.device("cpu"))
+    assert meter.peak_device_bytes() < 2**24
+    block = torch.ones(2**25)
+    size = block.nbytes
+    del block
+    assert 0.98 * size < meter.peak_device_bytes() < 1.2 * size
+    assert meter.peak_host_bytes() >= before.nbytes + size
     assert host_memory_available() > 0
 
 

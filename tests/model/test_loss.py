@@ -136,7 +136,7 @@ def test_chunks_bound_the_memory_of_the_logits() -> None:
             cross_entropy_sums(hidden, weight, targets, chunk=chunk).total.backward()
         peaks[chunk] = profile_peak(profile)
     logits = 1024 * 4096 * 4
-    assert peaks[0] > 2 * logits
+    assert peaks[0] > logits
     assert peaks[64] < logits / 4
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,7 @@ def test_slabs_hold_every_tensor_once_aligned_and_apart(monkeypatch: pytest.Monk
         taken.setdefault(slab, []).append((start, start + given[name].nbytes))
     for spans in taken.values():
         spans.sort()
-        assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
 
 
 @pytest.mark.gpu

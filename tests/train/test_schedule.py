@@ -1,5 +1,7 @@
 """The learning rate of every schedule: bounds, ends, and shape."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,7 +26,7 @@ def test_the_rate_is_positive_at_first_and_never_above_the_peak(
     assert max(rates) <= 1.0 + 1e-12
     assert min(rates) >= 0.0
     decay = rates[train.warmup_steps :]
-    assert all(after <= before + 1e-12 for before, after in zip(decay, decay[1:], strict=False))
+    assert all(after <= before + 1e-12 for before, after in itertools.pairwise(decay))
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])

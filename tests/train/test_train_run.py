@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_run import flags, losses, records, scrimp, write_corpus
 
 from scrimp.cli import main
@@ -199,15 +200,30 @@ def test_a_signal_finishes_the_step_writes_a_checkpoint_and_says_how_to_continue
 
 
 def test_non_finite_steps_are_skipped_recorded_and_stop_the_run(
-    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+    finished: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    run_dir = tmp_path / "diverged"
-    # A learning rate this large overflows the weights within a few updates.
-    more = ("--train.steps=40", "--train.lr=1e30", "--train.clip=0", "--train.nonfinite-patience=3")
-    assert main(flags(corpus, run_dir, *more, "--train.warmup-steps=1", "--train.weight-decay=0")) == 1
+    broken, run_dir = tmp_path / "broken", tmp_path / "diverged"
+    assert main(["export", str(finished), str(broken)]) == 0
+    weights = load_file(broken / "model.safetensors")
+    weights["model.embed_tokens.weight"] *= 1e38  # finite, but the first product overflows
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    words = [
+        "train",
+        "--device=cpu",
+        f"--model.weights={broken}",
+        f"--data.source={corpus}",
+        f"--data.cache={tmp_path}/c",
+        f"--run.dir={run_dir}",
+        "--train.steps=20",
+        "--train.sequence=64",
+        "--train.batch-tokens=256",
+        "--train.nonfinite-patience=3",
+    ]
+    assert main(words) == 1
     assert "3 steps in a row" in capsys.readouterr().err
     skipped = [event for event in records(run_dir, "events.jsonl") if event["kind"] == "skipped"]
-    assert len(skipped) >= 2
+    assert [event["step"] for event in skipped] == [1, 2]
+    assert records(run_dir, "events.jsonl")[-1]["kind"] == "finish"
     assert (run_dir / "report.html").exists()
 
 

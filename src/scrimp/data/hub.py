@@ -7,6 +7,7 @@ no code of the data set, which its versions since 4.0 cannot do anyway.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from scrimp.data.streams import Meter
 from scrimp.errors import DataError, ScrimpError
 
 _ROWS = 256
+_HUB_SECONDS = 15.0
 
 
 def _first_line(error: BaseException) -> str:
@@ -75,7 +77,11 @@ class SavedDataset(Source):
 
 
 class Hub(Source):
-    """The train split of a data set on the hub, streamed."""
+    """The train split of a data set on the hub, streamed, at the revision it has now.
+
+    The revision is asked for first: it pins the text, it is the fingerprint, and a hub that
+    cannot be reached is noticed at once (`datasets` tries again for half a minute).
+    """
 
     def __init__(self, name: str, column: str) -> None:
         super().__init__(name)
@@ -111,10 +117,23 @@ class Hub(Source):
         import datasets
 
         try:
-            loaded = datasets.load_dataset(self.repository, self.config, split="train", streaming=True)
+            loaded = datasets.load_dataset(
+                self.repository, self.config, split="train", streaming=True, revision=self.revision
+            )
         except Exception as error:  # the network, a name that is not there, a split that is not there
             raise self._unreachable(error) from error
         return iter(loaded)
+
+    @cached_property
+    def revision(self) -> str:
+        """The commit of the data set that is read."""
+        import huggingface_hub
+
+        try:
+            info = huggingface_hub.HfApi().dataset_info(self.repository, timeout=_HUB_SECONDS)
+        except Exception as error:  # the network, or a name that is not there
+            raise self._unreachable(error) from error
+        return str(info.sha)
 
     def _unreachable(self, error: Exception) -> DataError:
         return DataError(
@@ -125,4 +144,4 @@ class Hub(Source):
         )
 
     def fingerprint(self) -> str:
-        return f"{self.repository}:{self.config or ''}"
+        return f"{self.repository}:{self.config or ''}@{self.revision}"

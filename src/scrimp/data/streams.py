@@ -14,10 +14,13 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import TYPE_CHECKING, BinaryIO, cast
 
 from scrimp.data.files import storage
 from scrimp.errors import DataError
+
+if TYPE_CHECKING:
+    import zstandard
 
 BLOCK = 1 << 20
 COMPRESSED = (".gz", ".zst")
@@ -64,7 +67,7 @@ class _ZstdFile(io.RawIOBase):
 
     def __init__(self, file: BinaryIO, path: Path) -> None:
         self._file, self._path = file, path
-        self._frame: object | None = None
+        self._frame: zstandard.ZstdDecompressionObj | None = None
         self._ready = memoryview(b"")
 
     def readable(self) -> bool:
@@ -89,7 +92,6 @@ class _ZstdFile(io.RawIOBase):
         parts: list[bytes] = []
         while block:
             frame = self._frame or zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
-            frame = cast(zstandard.ZstdDecompressionObj, frame)
             try:
                 parts.append(frame.decompress(block))
             except zstandard.ZstdError as error:

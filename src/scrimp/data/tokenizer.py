@@ -14,7 +14,10 @@ Document form  What a document is in the token stream: [delimiter] + text. The d
 Plain text     Text of a corpus that happens to contain the characters of a special token
                ("<|endoftext|>") is encoded as those characters, never as the special token.
                A prompt is encoded as `transformers` does it, special tokens included.
-Limits         SentencePiece models without a tokenizer.json have to be converted first.
+Limits         SentencePiece models without a tokenizer.json have to be converted first. Beside
+               a config.json of model type qwen2, transformers 5 makes AutoTokenizer use Qwen's
+               own rules whatever the folder says; PreTrainedTokenizerFast.from_pretrained
+               loads a bytes or bpe tokenizer there as it is.
 Checked        tests/data/test_tokenizer.py, against transformers.AutoTokenizer.
 """
 

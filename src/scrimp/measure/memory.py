@@ -2,11 +2,12 @@
 
 The host's limit is the smaller of the free memory and the control group's (a container that
 exceeds its group is killed without a message, so the group counts). Peaks are high-water
-marks of the process: on the host the resident set, on CUDA the allocator's `max_memory_allocated`.
+marks: on the host of the resident set, on CUDA of the allocator (`max_memory_allocated`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import sys
@@ -33,17 +34,43 @@ def host_memory_available() -> int:
     return available
 
 
-def peak_host_bytes() -> int:
-    """Largest resident set of this process so far."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+class MemoryMeter:
+    """Peaks of this process from the moment that the meter is made.
+
+    On a CPU the device's share is what the resident set has grown by since then, so that the
+    interpreter and its libraries, which no plan predicts, are not counted as the model's.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        with contextlib.suppress(OSError):  # without it the mark includes what came before
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # reset the high-water mark
+        self._baseline = _status_bytes("VmRSS") or 0
+
+    def peak_host_bytes(self) -> int:
+        """Largest resident set."""
+        peak = _status_bytes("VmHWM")
+        if peak is not None:
+            return peak
+        usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return usage if sys.platform == "darwin" else usage * 1024
+
+    def peak_device_bytes(self) -> int:
+        """Largest sum of device allocations; on a CPU the growth of the resident set."""
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        return max(0, self.peak_host_bytes() - self._baseline)
 
 
-def peak_device_bytes(device: torch.device) -> int:
-    """Largest sum of device allocations so far; on a CPU the process's resident set."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return peak_host_bytes()
+def _status_bytes(key: str) -> int | None:
+    """A size in /proc/self/status, or None where there is no such file."""
+    with contextlib.suppress(OSError), open("/proc/self/status", encoding="ascii", errors="replace") as lines:
+        for line in lines:
+            if line.startswith(f"{key}:"):
+                return int(line.split()[1]) * 1024
+    return None
 
 
 def _meminfo_available() -> int:

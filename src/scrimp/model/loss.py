@@ -19,14 +19,16 @@ Sums     The result is a sum over the real targets, not a mean: the caller divid
 Types    GEMMs run in the compute type (autocast's, else that of h), softmax and sums in
          float32, and the weight's gradient is summed over chunks in float32. Float64 stays
          float64.
-Memory   At most three tensors of chunk x V in float32 at a time (logits, log-probabilities,
-         and a copy in the compute type where that is smaller); measured in
-         benchmarks/loss_memory.py.
+Memory   One chunk x V in the compute type: the logits become their own gradient in place, a
+         block of rows at a time. Blocks are a matter of speed: on the CPU their float32
+         copies stay in the cache (2048 tokens, V = 16,384: see benchmarks/results), on CUDA
+         they are so large that launching kernels costs nothing. More tokens per chunk mean
+         fewer additions to the weight's gradient. Measured by benchmarks/loss_memory.py.
 Limits   One backward pass per forward pass, through both sums with equal weight; anything
          else is refused. No second derivatives.
 Checked  tests/model/test_loss.py
 
-Shapes: S tokens (B*T), D width, V vocabulary; a chunk has Q of the S tokens.
+Shapes: S tokens (B*T), D width, V vocabulary; a chunk has Q of the S tokens, a block R of the Q.
 """
 
 from __future__ import annotations
@@ -42,6 +44,8 @@ from scrimp.model.functions import at_least_float32, compute_dtype, float32_or_w
 
 IGNORED = -100
 """Target of a position that has none."""
+BLOCK_ELEMENTS = {"cpu": 2**21, "cuda": 2**26}
+"""Logits whose softmax is computed at once, by device type."""
 
 
 @dataclass(frozen=True)
@@ -101,15 +105,14 @@ class _ChunkedLoss(torch.autograd.Function):
                 part = slice(start, start + chunk)
                 hidden, targets = hidden_SD[part].to(compute), targets_S[part]
                 real_Q1 = (targets != IGNORED)[:, None]
-                chunk_sums, grad_QV = _chunk(
-                    hidden, weight, targets, real_Q1, z_loss, needs_hidden or needs_weight
-                )
-                sums += chunk_sums
-                # Ignored rows are zeroed on the small side of each GEMM, not in the Q x V gradient.
+                logits_QV = hidden @ weight.T
+                sums += _losses(logits_QV, targets, real_Q1, z_loss, needs_hidden or needs_weight)
+                # From here on logits_QV holds the gradient. Ignored rows are zeroed on the small
+                # side of each GEMM.
                 if grad_hidden is not None:
-                    grad_hidden[part] = (grad_QV @ weight).mul_(real_Q1)
+                    grad_hidden[part] = (logits_QV @ weight).mul_(real_Q1)
                 if needs_weight:
-                    grad_weight = _accumulate(grad_weight, grad_QV.T, hidden * real_Q1)
+                    grad_weight = _accumulate(grad_weight, logits_QV.T, hidden * real_Q1)
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight_VD.dtype)
         ctx.gradients, ctx.z_loss = (grad_hidden, grad_weight), z_loss
@@ -131,25 +134,29 @@ class _ChunkedLoss(torch.autograd.Function):
         return hidden, weight, None, None, None, None, None
 
 
-def _chunk(
-    hidden_QD: Tensor, weight_VD: Tensor, targets_Q: Tensor, real_Q1: Tensor, z_loss: float, training: bool
-) -> tuple[Tensor, Tensor]:
-    """Both sums of one chunk, and the gradient of its logits (of ignored rows too), grad_QV."""
-    logits_QV = at_least_float32(hidden_QD @ weight_VD.T)
+def _losses(logits_QV: Tensor, targets_Q: Tensor, real_Q1: Tensor, z_loss: float, training: bool) -> Tensor:
+    """Both sums of one chunk, shape (2,); when training, logits_QV becomes its own gradient."""
+    rows = max(1, BLOCK_ELEMENTS.get(logits_QV.device.type, 2**26) // logits_QV.shape[1])
     index_Q1 = targets_Q[:, None].clamp_min(0)
-    target_logit_Q1 = logits_QV.gather(1, index_Q1)
-    log_p_QV = torch.log_softmax(logits_QV, dim=-1)
-    del logits_QV
-    nll_Q1 = -log_p_QV.gather(1, index_Q1)
-    lse_Q1 = target_logit_Q1 + nll_Q1
-    sums = torch.stack([nll_Q1, z_loss * lse_Q1.square()]).masked_fill_(~real_Q1, 0.0).sum(dim=(1, 2))
-    if not training:
-        return sums, log_p_QV
-    grad_QV = log_p_QV.exp_()
-    if z_loss:
-        grad_QV.mul_(1 + 2 * z_loss * lse_Q1)
-    grad_QV.scatter_add_(1, index_Q1, grad_QV.new_full((), -1.0).expand_as(index_Q1))
-    return sums, grad_QV.to(hidden_QD.dtype)
+    blocks = zip(logits_QV.split(rows), index_Q1.split(rows), real_Q1.split(rows), strict=True)
+    return torch.stack([_block(*block, z_loss, training) for block in blocks]).sum(0)
+
+
+def _block(logits_RV: Tensor, index_R1: Tensor, real_R1: Tensor, z_loss: float, training: bool) -> Tensor:
+    wide_RV = at_least_float32(logits_RV)
+    target_logit_R1 = wide_RV.gather(1, index_R1)
+    log_p_RV = torch.log_softmax(wide_RV, dim=-1)
+    nll_R1 = -log_p_RV.gather(1, index_R1)
+    lse_R1 = target_logit_R1 + nll_R1
+    if training:
+        # wide_RV is logits_RV itself, or its float32 copy.
+        grad_RV = torch.exp(log_p_RV, out=wide_RV)
+        if z_loss:
+            grad_RV.mul_(1 + 2 * z_loss * lse_R1)
+        grad_RV.scatter_add_(1, index_R1, grad_RV.new_full((), -1.0).expand_as(index_R1))
+        if grad_RV is not logits_RV:
+            logits_RV.copy_(grad_RV)
+    return torch.stack([nll_R1, z_loss * lse_R1.square()]).masked_fill_(~real_R1, 0.0).sum(dim=(1, 2))
 
 
 def _accumulate(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:

@@ -88,8 +88,10 @@ def build_plan(
         blocks={number: BlockChoice(activations="keep", reason=fits) for number in numbers},
         states=dict.fromkeys([*numbers, "embedding", "head"], place),
         layout=Layout(stages=[[0, architecture.num_layers - 1]]),
+        # On a CPU the host's copies are the device's: one figure for both.
         predicted=Figures(
-            peak_device_bytes=account.peak, peak_host_bytes=account.peak if device_is_host else None
+            peak_device_bytes=account.peak + (account.checkpoint_copy if device_is_host else 0),
+            peak_host_bytes=account.checkpoint_copy + (account.peak if device_is_host else 0),
         ),
     )
 

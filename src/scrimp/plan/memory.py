@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from scrimp.config import Architecture
 
 BYTES = {"fp32": 4, "bf16": 2}
+CHECKPOINT_FILE_BYTES = 512 * 2**20
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,13 @@ class MemoryAccount:
     def states(self) -> int:
         """What stays from step to step."""
         return self.weights + self.gradients + self.optimizer
+
+    @property
+    def checkpoint_copy(self) -> int:
+        """Host copy of the state while a checkpoint is written beside the training, and the one
+        file of it that is being assembled."""
+        state = self.weights + self.optimizer
+        return state + min(state, CHECKPOINT_FILE_BYTES)
 
     @property
     def peak(self) -> int:

@@ -26,7 +26,7 @@ from torch import Tensor
 from scrimp.config import decided
 from scrimp.data import Batch, Corpus, Loader
 from scrimp.errors import StorageError
-from scrimp.measure import peak_device_bytes, peak_host_bytes
+from scrimp.measure import MemoryMeter
 from scrimp.plan import count_flops, gemm_formats, ideal_seconds_per_token, mfu
 from scrimp.plan.flops import Peaks
 from scrimp.runtime import Executable
@@ -73,6 +73,7 @@ class Trainer:
         corpus: Corpus,
         executable: Executable,
         peaks: Peaks,
+        meter: MemoryMeter,
         *,
         store: CheckpointStore,
         log: MetricsLog,
@@ -81,12 +82,14 @@ class Trainer:
     ) -> None:
         self.decisions, self.corpus, self.executable = decisions, corpus, executable
         self.config, self.train = decisions.config, decisions.config.train
-        self.store, self.log, self.line, self.files = store, log, line, files
+        self.store, self.log, self.line, self.files, self.meter = store, log, line, files, meter
         self.optimizer = AdamW(dict(executable.model.named_parameters()), self.train)
         self.position = Position()
         self.rates: list[float] = []
+        self._last_saved: int | None = None
+        self._log_trouble = False
         self._last_evaluation: tuple[int, Evaluation] | None = None
-        self._peaks = peaks
+        self.peaks = peaks
         self._non_finite = NonFiniteGuard(self.train.nonfinite_patience)
         self._outliers = (OutlierWatch("loss"), OutlierWatch("gradient norm"))
         sequence = decided(self.train.sequence)
@@ -113,7 +116,11 @@ class Trainer:
         self.optimizer.restore_updates(self.position.updates)
 
     def save(self, *, wait: bool = False) -> None:
-        """Write a checkpoint of this step; in the background unless `wait`."""
+        """Write a checkpoint of this step, unless it has one; in the background unless `wait`."""
+        if self._last_saved == self.position.step:
+            if wait:
+                self.store.wait()
+            return
         state: dict[str, Any] = {
             "position": dataclasses.asdict(self.position),
             "architecture": dataclasses.asdict(self.decisions.architecture),
@@ -121,6 +128,7 @@ class Trainer:
             "sequence": self.train.sequence,
         }
         self.store.save(self.position.step, self.tensors(), state, self.files, wait=wait)
+        self._last_saved = self.position.step
 
     def report_checkpoints(self) -> None:
         """Record checkpoints that became complete; a failed one is recorded and the run goes on."""
@@ -129,9 +137,13 @@ class Trainer:
                 self.log.event("checkpoint", step, "complete")
         except StorageError as error:
             self.checkpoint_failed(error)
+        if self.log.trouble and not self._log_trouble:
+            self.line.message(f"metrics are waiting in memory: {self.log.trouble}")
+        self._log_trouble = self.log.trouble is not None
 
     def checkpoint_failed(self, error: StorageError) -> None:
         """Record that a checkpoint could not be written; older ones are untouched."""
+        self._last_saved = None
         self.log.event("checkpoint-failed", self.position.step, str(error))
         self.line.message(
             f"checkpoint not written: {error}; older checkpoints are untouched, training goes on"
@@ -150,8 +162,7 @@ class Trainer:
                 result = self._step(loader)
                 record = self._record(result)
                 if self._is_due(self.train.eval_every):
-                    evaluation = self.evaluate()
-                    record |= {"eval_loss": evaluation.loss, "eval_bits_per_byte": evaluation.bits_per_byte}
+                    record |= self._evaluation_record()
                 self.log.step(record)
                 self.line.update(record)
                 self._watch(result)
@@ -162,8 +173,19 @@ class Trainer:
                     except StorageError as error:
                         self.checkpoint_failed(error)
 
-    def evaluate(self) -> Evaluation:
-        """Evaluate on the held-out split, record and show it; once per step at most."""
+    def _evaluation_record(self) -> dict[str, float]:
+        evaluation = self.evaluate()
+        if evaluation is None:
+            return {}
+        return {"eval_loss": evaluation.loss, "eval_bits_per_byte": evaluation.bits_per_byte}
+
+    def evaluate(self) -> Evaluation | None:
+        """Evaluate on the held-out split, record and show it; once per step at most.
+
+        None where no document is held out.
+        """
+        if not self.corpus.held_out.num_tokens:
+            return None
         if self._last_evaluation and self._last_evaluation[0] == self.position.step:
             return self._last_evaluation[1]
         self.line.phase("evaluating")
@@ -237,10 +259,10 @@ class Trainer:
             "grad_norm": result.grad_norm,
             "lr": result.lr,
             "tokens_per_s": rate,
-            "mfu_bf16": mfu(self._flops_per_token, rate, self._peaks),
+            "mfu_bf16": mfu(self._flops_per_token, rate, self.peaks),
             "sol": self._ideal_seconds * rate,
-            "peak_device_bytes": peak_device_bytes(self.executable.device),
-            "peak_host_bytes": peak_host_bytes(),
+            "peak_device_bytes": self.meter.peak_device_bytes(),
+            "peak_host_bytes": self.meter.peak_host_bytes(),
             "data_wait_s": result.data_wait_seconds,
             "step_s": result.seconds,
             "skipped": result.skipped,

@@ -119,8 +119,8 @@ def verify(folder: Path) -> Manifest:
         try:
             found = _hash_file(folder / name)
         except OSError as error:
-            return f"cannot be read ({error.strerror or error})"
-        return None if found == manifest.files[name] else "its checksum differs from the manifest's"
+            return f"an error of the disk: {error.strerror or error}"
+        return None if found == manifest.files[name] else "a checksum that is not the manifest's"
 
     names = sorted(manifest.files)
     for name, problem in zip(names, _in_parallel(check, names), strict=True):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import platform
 import statistics
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -17,12 +18,13 @@ from pathlib import Path
 
 import torch
 
+from scrimp import __version__
 from scrimp.config import Config, decided, to_toml
 from scrimp.data import Corpus
 from scrimp.errors import CheckpointError, TrainingError
-from scrimp.measure import device_peaks, peak_device_bytes, peak_host_bytes, remember_throughput
+from scrimp.measure import MemoryMeter, device_peaks, remember_throughput
 from scrimp.model import Decoder, generate, initialise
-from scrimp.plan import Figures, Plan
+from scrimp.plan import Figures, Plan, count_flops
 from scrimp.report import write_report
 from scrimp.report.units import format_bytes, format_count, format_rate
 from scrimp.runtime import compile_blocks, prove, realise
@@ -90,7 +92,8 @@ def train(config: Config, *, resume: bool = False, given: Collection[str] = froz
         run_dir = choose_run_dir(config)
         refuse_used_folder(run_dir)
     config = _anchored(config, run_dir)
-    decisions = decide(config, architecture=architecture_of_checkpoint(checkpoint) if checkpoint else None)
+    architecture = architecture_of_checkpoint(checkpoint) if checkpoint else None
+    decisions = decide(config, architecture=architecture)
     corpus = open_run_corpus(decisions)
     decisions = fit_vocabulary(name_tokenizer(decisions, corpus), corpus)
     _refuse_other_data(checkpoint, corpus)
@@ -129,6 +132,7 @@ def _train_in(
     plan, files = _write_decisions(run_dir, decisions, corpus, is_resume=checkpoint is not None)
     decisions = dataclasses.replace(decisions, plan=plan)
     store = CheckpointStore(run_dir, keep_last=config.train.keep_last, keep_every=config.train.keep_every)
+    store.prepare()
     resume_step = checkpoint.step if checkpoint else None
     with contextlib.ExitStack() as stack:
         log = stack.enter_context(contextlib.closing(MetricsLog(run_dir, resume_step=resume_step)))
@@ -196,7 +200,11 @@ def _make_trainer(
         else:
             initialise(model, config.run.seed)
 
+    line.phase("measuring the peak rate of the device")
+    peaks = device_peaks(device, decisions.device.name)
+    line.peak_origin = peaks.origin
     line.phase("building the model")
+    meter = MemoryMeter(device)
     executable = realise(
         decisions.plan,
         decisions.architecture,
@@ -210,9 +218,7 @@ def _make_trainer(
     if config.train.compile == "on":
         line.phase("compiling the blocks during the first step")
         compile_blocks(executable.model)
-    line.phase("measuring the peak rate of the device")
-    peaks = device_peaks(device, decisions.device.name)
-    return Trainer(decisions, corpus, executable, peaks, store=store, log=log, line=line, files=files)
+    return Trainer(decisions, corpus, executable, peaks, meter, store=store, log=log, line=line, files=files)
 
 
 def _announce(trainer: Trainer, run_dir: Path, checkpoint: Checkpoint | None) -> None:
@@ -226,13 +232,23 @@ def _announce(trainer: Trainer, run_dir: Path, checkpoint: Checkpoint | None) ->
     )
     trainer.line.message(sentence)
     kind = "resume" if checkpoint else "start"
+    flops = count_flops(architecture, decided(config.train.sequence))
     trainer.log.event(
         kind,
         trainer.position.step,
         f"from {checkpoint.folder.name}" if checkpoint else "from the beginning",
-        torch=torch.__version__,
-        threads=torch.get_num_threads(),
         device=trainer.decisions.device.name,
+        parameters=architecture.num_parameters,
+        flops_per_token_causal=flops.causal,
+        flops_per_token_full=flops.full,
+        peak_origin=trainer.peaks.origin,
+        environment={
+            "scrimp": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "threads": torch.get_num_threads(),
+            "system": platform.platform(),
+        },
     )
     if checkpoint:
         trainer.line.message(f"continuing from step {checkpoint.step:,}")
@@ -243,7 +259,8 @@ def _finish(run_dir: Path, trainer: Trainer, signals: StopSignals) -> RunSummary
     step = trainer.position.step
     eval_loss: float | None = None
     if signals.received is None:
-        eval_loss = trainer.evaluate().loss
+        evaluation = trainer.evaluate()
+        eval_loss = evaluation.loss if evaluation else None
     trainer.line.phase("writing the checkpoint")
     trainer.save(wait=True)
     trainer.report_checkpoints()
@@ -262,9 +279,10 @@ def _finish(run_dir: Path, trainer: Trainer, signals: StopSignals) -> RunSummary
 
 
 def _sample(trainer: Trainer) -> None:
-    """Continue the beginning of a held-out document, as a reader would judge the model."""
+    """Continue the beginning of a document, held out where there is one, as a reader would judge."""
     trainer.line.phase("generating a sample")
-    tokenizer, stream = trainer.corpus.tokenizer, trainer.corpus.held_out
+    corpus = trainer.corpus
+    tokenizer, stream = corpus.tokenizer, corpus.held_out if corpus.held_out.num_tokens else corpus.train
     context = trainer.decisions.architecture.context
     prompt_ids = [int(i) for i in stream.read(0, min(16, stream.num_tokens, context - 1))]
     model: Decoder = trainer.executable.model
@@ -285,7 +303,7 @@ def _sample(trainer: Trainer) -> None:
     prompt = tokenizer.decode(prompt_ids)
     text = tokenizer.decode(prompt_ids + ids).removeprefix(prompt)
     trainer.log.event(
-        "sample", trainer.position.step, "held-out beginning, temperature 0.8", prompt=prompt, text=text
+        "sample", trainer.position.step, "beginning of a document, temperature 0.8", prompt=prompt, text=text
     )
     trainer.line.message(f"sample (prompt | continuation):\n{prompt} | {text}")
 
@@ -296,10 +314,9 @@ def _write_measured_plan(run_dir: Path, trainer: Trainer) -> None:
     if not rates:
         return
     rate = statistics.median(rates)
-    device = trainer.executable.device
     measured = Figures(
-        peak_device_bytes=peak_device_bytes(device),
-        peak_host_bytes=peak_host_bytes(),
+        peak_device_bytes=trainer.meter.peak_device_bytes(),
+        peak_host_bytes=trainer.meter.peak_host_bytes(),
         step_seconds=decided(trainer.train.batch_tokens) / rate,
     )
     plan = dataclasses.replace(trainer.decisions.plan, measured=measured)

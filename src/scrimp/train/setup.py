@@ -23,7 +23,7 @@ from scrimp.config import (
     resolve,
 )
 from scrimp.data import Corpus, CorpusSpec, open_corpus
-from scrimp.errors import ConfigError, DataError
+from scrimp.errors import CheckpointError, ConfigError, DataError
 from scrimp.measure import Device, resolve_device
 from scrimp.plan import Plan, build_plan
 from scrimp.train.weights import architecture_of_weights, tokenizer_of_weights
@@ -56,6 +56,13 @@ def decide(config: Config, *, architecture: Architecture | None = None) -> Decis
     if architecture is None:
         weights = architecture_of_weights(config.model.weights) if config.model.weights else None
         architecture = base_architecture(config, weights)
+    elif config.model.weights is None and architecture != base_architecture(config, None):
+        raise CheckpointError(
+            "the checkpoint belongs to another model",
+            got=f"{architecture.num_parameters:,} parameters in {architecture.num_layers} blocks",
+            expected=f"the model of the run's configuration, {config.model.preset} with its changes",
+            do="restore the run's own checkpoints, or start a new run",
+        )
     resolution = resolve(config, architecture, device_type=device.torch_device.type)
     reasons = dict(resolution.reasons)
     resolved = dataclasses.replace(resolution.config, device=device.spelling)

@@ -10,7 +10,7 @@ Method   On CPU each tensor is cloned. From CUDA all tensors are copied without 
          caller writes the live tensors while training waits.
 Limits   Host memory for one copy of the state while a checkpoint is being written (with CUDA:
          from the first checkpoint on).
-Checked  tests/train/test_checkpoint.py (CPU), tests/train/test_checkpoint_gpu.py
+Checked  tests/train/test_checkpoint.py (CPU), tests/train/test_checkpoint_gpu.py (CUDA)
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from torch import Tensor
 from scrimp.errors import CheckpointError
 
 INDEX: Final = "model.safetensors.index.json"
-MAX_FILE_BYTES: Final = 1 << 30
+MAX_FILE_BYTES: Final = 512 << 20
 """DCP's writer holds a whole file in memory, so that smaller files cost less of it."""
 
 _TYPES: Final = {

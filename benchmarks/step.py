@@ -1,0 +1,394 @@
+"""Tokens per second and peak memory of one training step, against plain PyTorch over transformers.
+
+Question  How fast is Scrimp's decoder in a training step (forward, backward, clipping, fused
+          AdamW) beside the transformers model of the same shape, and does it learn the same?
+Peer      A plain loop: `AutoModelForCausalLM` with attn_implementation="sdpa" and no cache,
+          `F.cross_entropy` over float32 logits, the same clipping, the same fused AdamW, the
+          same batches; it starts from the same weights (exported by Scrimp, loaded by
+          transformers). bf16 means autocast over float32 parameters on both sides. With
+          --compile both are compiled: the peer as a whole, Scrimp by block as it trains.
+Method    Both sides take every step in one process, in turn, and change places after each,
+          so that whatever else the machine does falls on both. The first steps are dropped;
+          the table gives the median step, the fastest and slowest, and the median of the
+          ratios of neighbouring steps. Tokens are drawn from a Zipf distribution, so that
+          there is something to learn; losses are compared step by step.
+Memory    Peak of one further step, of each side alone: bytes of parameters and optimizer state
+          plus the peak of what the step allocates, from the profiler's allocation events on
+          the CPU and from the allocator's maximum on CUDA.
+Run       python benchmarks/step.py                          # CPU, all sizes, fp32 and bf16
+          python benchmarks/step.py --sizes llama-3m --repeats 3
+          python benchmarks/step.py --device cuda --compile --precision bf16 --sizes llama-300m
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from scrimp.config import load_config, preset, resolve
+from scrimp.config.architecture import Architecture
+from scrimp.model import Decoder, export_model, initialise
+
+QWEN_SMALL = Architecture(
+    family="qwen2",
+    vocab_size=8192,
+    num_layers=8,
+    width=512,
+    num_heads=8,
+    num_kv_heads=2,
+    head_size=64,
+    ffn_width=1408,
+    context=2048,
+    norm_eps=1e-6,
+    qkv_bias=True,
+    tied_embeddings=True,
+)
+"""Grouped-query attention and QKV bias, as in Qwen 2.5, at about 27M parameters."""
+SIZES = ("llama-3m", "llama-20m", "llama-60m", "qwen-small")
+TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2}
+"""Largest relative difference between the two losses of a step that counts as the same."""
+
+Step = Callable[[Tensor], float]
+
+
+@dataclass
+class Side:
+    """One of the two competitors."""
+
+    name: str
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    step: Step
+
+
+@dataclass(frozen=True)
+class Result:
+    """One row of the table."""
+
+    size: str
+    precision: str
+    num_parameters: int
+    sequence: int
+    micro_batch: int
+    loss_chunk: int
+    ours_tokens_per_s: float
+    peer_tokens_per_s: float
+    ratio: float
+    ratio_spread: tuple[float, float]
+    ours_step_s: tuple[float, float, float]
+    peer_step_s: tuple[float, float, float]
+    ours_peak_bytes: int
+    peer_peak_bytes: int
+    ours_losses: list[float]
+    peer_losses: list[float]
+    largest_loss_difference: float
+    same_losses: bool
+
+
+def main() -> None:
+    """Measure every size and precision, write the results, print the table."""
+    options = parse()
+    torch.set_num_threads(options.threads)
+    results = []
+    console = Console()
+    for precision in options.precision:
+        for size in options.sizes:
+            with console.status(f"{size} {precision}"):
+                results.append(measure(size, precision, options))
+            console.print(f"{size} {precision}: {results[-1].ratio:.2f} x")
+    written = write(results, options)
+    console.print(table(results))
+    console.print(f"written: {written}")
+    if not all(result.same_losses for result in results):
+        sys.exit("losses differ")
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--sizes", nargs="+", default=list(SIZES), help="presets, or qwen-small")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--precision", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
+    parser.add_argument("--compile", action="store_true", help="compile both sides")
+    parser.add_argument("--sequence", type=int, default=256)
+    parser.add_argument("--micro-batch", type=int, default=8, help="sequences per step")
+    parser.add_argument("--repeats", type=int, default=9, help="timed steps of each side")
+    parser.add_argument("--warm-up", type=int, default=2, help="steps before them, dropped")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--date", default=date.today().isoformat(), help="prefix of the result files")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    return parser.parse_args()
+
+
+def measure(size: str, precision: str, options: argparse.Namespace) -> Result:
+    """One row: both sides through the same steps."""
+    architecture = QWEN_SMALL if size == "qwen-small" else preset(size)
+    chunk = loss_chunk(architecture, precision, options)
+    ours, peer = sides(architecture, precision, chunk, options)
+    batches = token_batches(architecture.vocab_size, options)
+    seconds: dict[str, list[float]] = {"ours": [], "peer": []}
+    losses: dict[str, list[float]] = {"ours": [], "peer": []}
+    for number, tokens in enumerate(batches):
+        for side in (ours, peer) if number % 2 == 0 else (peer, ours):
+            start = time.perf_counter()
+            losses[side.name].append(side.step(tokens))
+            seconds[side.name].append(time.perf_counter() - start)
+    timed = {name: values[options.warm_up :] for name, values in seconds.items()}
+    ratios = [peer_s / ours_s for ours_s, peer_s in zip(timed["ours"], timed["peer"], strict=True)]
+    pairs = zip(losses["ours"], losses["peer"], strict=True)
+    difference = max(abs(mine - theirs) / abs(theirs) for mine, theirs in pairs)
+    num_tokens = options.sequence * options.micro_batch
+    return Result(
+        size=size,
+        precision=precision,
+        num_parameters=architecture.num_parameters,
+        sequence=options.sequence,
+        micro_batch=options.micro_batch,
+        loss_chunk=chunk,
+        ours_tokens_per_s=num_tokens / statistics.median(timed["ours"]),
+        peer_tokens_per_s=num_tokens / statistics.median(timed["peer"]),
+        ratio=statistics.median(ratios),
+        ratio_spread=(min(ratios), max(ratios)),
+        ours_step_s=spread(timed["ours"]),
+        peer_step_s=spread(timed["peer"]),
+        ours_peak_bytes=peak_bytes(ours, batches[0]),
+        peer_peak_bytes=peak_bytes(peer, batches[0]),
+        ours_losses=losses["ours"],
+        peer_losses=losses["peer"],
+        largest_loss_difference=difference,
+        same_losses=difference <= TOLERANCE[precision],
+    )
+
+
+def loss_chunk(architecture: Architecture, precision: str, options: argparse.Namespace) -> int:
+    """What `scrimp train` would choose for these sizes."""
+    from dataclasses import replace
+
+    config = load_config(None)
+    tokens = options.sequence * options.micro_batch
+    train = replace(
+        config.train, sequence=options.sequence, batch_tokens=tokens, micro_batch=options.micro_batch
+    )
+    config = replace(config, train=train, precision=precision)
+    chunk = resolve(config, architecture, device_type=options.device).config.train.loss_chunk
+    assert chunk is not None
+    return chunk
+
+
+def token_batches(vocab_size: int, options: argparse.Namespace) -> list[Tensor]:
+    """Rows of sequence + 1 tokens for every step, Zipf distributed."""
+    generator = torch.Generator().manual_seed(0)
+    weights = 1.0 / torch.arange(1, vocab_size + 1)
+    shape = (options.warm_up + options.repeats, options.micro_batch, options.sequence + 1)
+    tokens = torch.multinomial(
+        weights,
+        shape.numel() if isinstance(shape, torch.Size) else shape[0] * shape[1] * shape[2],
+        replacement=True,
+        generator=generator,
+    )
+    return list(tokens.view(shape).to(options.device))
+
+
+def sides(
+    architecture: Architecture, precision: str, chunk: int, options: argparse.Namespace
+) -> tuple[Side, Side]:
+    """Both models with the same weights, and their steps."""
+    model = Decoder(architecture)
+    initialise(model, 0)
+    peer = transformers_model(model, architecture).to(options.device)
+    model.to(options.device)
+    compiled_peer: Any = peer
+    if options.compile:
+        compiled_peer = torch.compile(peer)
+        for block in model.blocks:
+            block.compile()
+
+    def autocast() -> AbstractContextManager[object]:
+        return torch.autocast(options.device, torch.bfloat16) if precision == "bf16" else nullcontext()
+
+    def our_loss(tokens: Tensor) -> Tensor:
+        with autocast():
+            sums = model.loss(tokens[:, :-1], tokens[:, 1:], chunk=chunk)
+        return sums.total / tokens[:, 1:].numel()
+
+    def peer_loss(tokens: Tensor) -> Tensor:
+        with autocast():
+            logits = compiled_peer(input_ids=tokens[:, :-1], use_cache=False).logits
+        return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+
+    return side("ours", model, our_loss), side("peer", peer, peer_loss)
+
+
+def transformers_model(model: Decoder, architecture: Architecture) -> nn.Module:
+    """The transformers model with our weights, through an exported folder."""
+    from transformers import AutoModelForCausalLM
+
+    with tempfile.TemporaryDirectory() as folder:
+        export_model(model, architecture, Path(folder) / "model")
+        peer: nn.Module = AutoModelForCausalLM.from_pretrained(
+            Path(folder) / "model", attn_implementation="sdpa", dtype=torch.float32
+        )
+    return peer.train()
+
+
+def side(name: str, model: nn.Module, loss_of: Callable[[Tensor], Tensor]) -> Side:
+    """A competitor with its optimizer: everything but the loss is the same for both."""
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
+
+    def step(tokens: Tensor) -> float:
+        loss = loss_of(tokens)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.item()
+
+    return Side(name, model, optimizer, step)
+
+
+def spread(seconds: list[float]) -> tuple[float, float, float]:
+    """Fastest, median and slowest."""
+    return min(seconds), statistics.median(seconds), max(seconds)
+
+
+def peak_bytes(side: Side, tokens: Tensor) -> int:
+    """Most bytes alive during one step of this side, its parameters and optimizer state included."""
+    held = [*side.model.parameters()]
+    held += [t for state in side.optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
+    resident = sum(t.numel() * t.element_size() for t in held)
+    if tokens.is_cuda:
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        side.step(tokens)
+        return resident + torch.cuda.max_memory_allocated() - before
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
+        side.step(tokens)
+    return resident + allocator_peak(profile)
+
+
+def allocator_peak(profile: torch.profiler.profile) -> int:
+    """Largest sum of live bytes over the profiler's allocation events."""
+    assert profile.profiler is not None
+    live = peak = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            peak = max(peak, live)
+    return peak
+
+
+def write(results: list[Result], options: argparse.Namespace) -> Path:
+    """The results as JSON, and as a page."""
+    suffix = f"{options.device}-compiled" if options.compile else options.device
+    path: Path = options.out / f"{options.date}-step-{suffix}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    record = {"environment": environment(options), "results": [asdict(result) for result in results]}
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    path.with_suffix(".md").write_text(page(results, environment(options)))
+    return path
+
+
+def environment(options: argparse.Namespace) -> dict[str, Any]:
+    """What a reader needs to repeat or to doubt the figures."""
+    import transformers
+
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    return {
+        "command": " ".join(["python", "benchmarks/step.py", *sys.argv[1:]]),
+        "commit": commit.stdout.strip() if commit.returncode == 0 else "not committed",
+        "date": options.date,
+        "device": torch.cuda.get_device_name() if options.device == "cuda" else cpu_name(),
+        "threads": options.threads,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "compiled": options.compile,
+        "optimizer": "AdamW fused, lr 1e-3, betas 0.9/0.95, decay 0.1; clip 1.0; float32 parameters and state",
+        "steps": f"{options.warm_up} dropped, {options.repeats} timed, both sides in turn",
+        "data": "Zipf distributed random tokens, each row one document",
+    }
+
+
+def cpu_name() -> str:
+    """The processor as Linux names it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    flags = next((line for line in lines if line.startswith("flags")), "")
+    features = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in flags.split()]
+    return f"{models[0] if models else platform.machine()}, {len(models)} cores ({', '.join(features)})"
+
+
+COLUMNS = ("size", "precision", "parameters", "tokens/step", "ours tok/s", "peer tok/s", "ratio (spread)", "peak ours / peer", "largest loss difference")  # fmt: skip
+
+
+def cells(result: Result) -> list[str]:
+    """One row as text."""
+    low, high = result.ratio_spread
+    return [
+        result.size,
+        result.precision,
+        f"{result.num_parameters / 1e6:.1f}M",
+        f"{result.micro_batch} x {result.sequence}",
+        f"{result.ours_tokens_per_s:,.0f}",
+        f"{result.peer_tokens_per_s:,.0f}",
+        f"{result.ratio:.2f} ({low:.2f} to {high:.2f})",
+        f"{result.ours_peak_bytes / 2**20:,.0f} / {result.peer_peak_bytes / 2**20:,.0f} MiB",
+        f"{result.largest_loss_difference:.1e}",
+    ]
+
+
+def table(results: list[Result]) -> Table:
+    """For the terminal."""
+    rich = Table(title="one training step: Scrimp (ours) and plain PyTorch over transformers (peer)")
+    for column in COLUMNS:
+        rich.add_column(column)
+    for result in results:
+        rich.add_row(*cells(result))
+    return rich
+
+
+def page(results: list[Result], facts: dict[str, Any]) -> str:
+    """For the repository."""
+    lines = ["# One training step: Scrimp against plain PyTorch over transformers", ""]
+    lines += ["All figures measured; how, and what the peer is: the docstring of `benchmarks/step.py`.", ""]
+    lines += [f"- {name}: {value}" for name, value in facts.items()]
+    lines += ["", "| " + " | ".join(COLUMNS) + " |", "|" + " --- |" * len(COLUMNS)]
+    lines += ["| " + " | ".join(cells(result)) + " |" for result in results]
+    lines += ["", "Losses, first and last step (ours / peer):", ""]
+    for r in results:
+        first, last = (f"{r.ours_losses[i]:.5f} / {r.peer_losses[i]:.5f}" for i in (0, -1))
+        lines.append(
+            f"- {r.size} {r.precision}: {first}, {last}; loss in chunks of {r.loss_chunk or 'all'} tokens"
+        )
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()
