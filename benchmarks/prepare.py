@@ -149,7 +149,7 @@ def table(report: dict) -> str:
             "",
             f"- Command: `{report['command']}`",
             f"- Commit: {report['commit']}",
-            f"- Hardware: {machine['cpu']}, {machine['cores']} cores; load before the start {machine['load_before']:.1f}",
+            f"- Hardware: {machine['cpu']}, {machine['cores']} cores, load {machine['load_before']:.1f} before",
             f"- Versions: {', '.join(f'{name} {version}' for name, version in versions.items())}",
             "",
         ]

@@ -6,10 +6,12 @@ import itertools
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import scrimp.data.corpus
 from scrimp.data import CorpusSpec, Loader, load_tokenizer, open_corpus, prepare, verify
+from scrimp.data.shards import Shard, ShardWriter
 from scrimp.errors import DataError, StorageError
 
 
@@ -81,7 +83,13 @@ def damage(path: Path, kind: str) -> None:
         case "removed":
             path.unlink()
         case "swapped":
-            path.write_bytes((path.parent / "train-00000.tokens").read_bytes())
+            whole = Shard(path)  # a valid shard of other text, and of the same size
+            starts = [*whole.document_starts(0, whole.header.num_tokens), whole.header.num_tokens]
+            writer = ShardWriter(path, np.dtype("<u2"))
+            for start, stop in itertools.pairwise(starts):
+                writer.add(whole.tokens(start, stop)[::-1], text_bytes=int(stop - start) - 1, document_hash=1)
+            writer.finish()
+            assert path.stat().st_size == len(raw)
         case "header":
             raw[20] ^= 1
             path.write_bytes(raw)

@@ -213,19 +213,21 @@ def test_a_changed_source_or_setting_is_not_continued(prepared: Path, text_file:
     refused("the source's text changed")
 
 
+@pytest.mark.parametrize("held_out", [0.0, 0.1])
 def test_a_source_that_changes_unseen_is_found_by_its_documents(
-    tmp_path: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch, held_out: float
 ) -> None:
     from scrimp.data.sources import Files
 
     monkeypatch.setattr(Files, "fingerprint", lambda self: "always the same")
-    out = prepare(spec_of(text_file), tmp_path / "out", shard_tokens=10_000, progress=False)
+    spec = spec_of(text_file, held_out=held_out)
+    out = prepare(spec, tmp_path / "out", shard_tokens=10_000, progress=False)
     max(out.glob("train-*.tokens")).unlink()
     text = text_file.read_text()
     for changed in (text.replace("river", "rover"), text[:5000]):
         text_file.write_text(changed)
         with pytest.raises(DataError, match="the source changed since its shards were begun"):
-            prepare(spec_of(text_file), out, shard_tokens=10_000, progress=False)
+            prepare(spec, out, shard_tokens=10_000, progress=False)
 
 
 def test_settings_may_change_while_no_shard_is_finished(tmp_path: Path, text_file: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -68,8 +68,10 @@ def make_folder(folder: Path) -> None:
 
 
 @contextmanager
-def folder_lock(folder: Path) -> Iterator[None]:
+def folder_lock(folder: Path, waiting: Callable[[], None]) -> Iterator[None]:
     """Hold the folder for this process; a second one waits. A killed process releases it.
+
+    `waiting` is called once if another process holds the folder.
 
     The lock is taken on the folder itself, so that no lock file is left in it. Where the file
     system has no locks (some network mounts) the block runs without one.
@@ -80,7 +82,11 @@ def folder_lock(folder: Path) -> Iterator[None]:
         descriptor = os.open(folder, os.O_RDONLY)
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                waiting()
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
         except OSError as error:
             if error.errno not in (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS, errno.EBADF):
                 raise

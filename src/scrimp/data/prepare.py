@@ -103,7 +103,7 @@ def prepare(
     _check_out(out, settings)
     split = None if is_corpus(out) else _look_through(source, spec.held_out, progress)
     make_folder(out)
-    with folder_lock(out):
+    with folder_lock(out, lambda: note(f"waiting for another process that prepares {out}", enabled=progress)):
         manifest = _begin(out, settings)
         if split is None and manifest.threshold is None:
             split = _look_through(source, spec.held_out, progress)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import tempfile
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 
 from scrimp.config import Config, decided
 from scrimp.data import CorpusSpec, open_corpus
+from scrimp.data.progress import Progress
 from scrimp.errors import ModelError
 from scrimp.measure import device_peaks, recall_throughput, resolve_device
 from scrimp.model import Decoder, export_model, generate
@@ -105,13 +107,22 @@ def evaluate_target(
     trained = target.checkpoint.state["sequence"] if target.checkpoint else 2048
     length = sequence or min(trained, target.architecture.context)
     executable = load_executable(target, device)
-    with tempfile.TemporaryDirectory(prefix="scrimp-eval-") as scratch:
+    with contextlib.ExitStack() as stack:
+        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="scrimp-eval-"))
         spec = CorpusSpec(
             source=data, text_column=text_column, tokenizer=str(target.tokenizer_folder), held_out=0.0
         )
-        corpus = open_corpus(spec, cache=Path(scratch))
+        corpus = open_corpus(spec, cache=Path(scratch), progress=False)
+        bytes_per_token = corpus.train.text_bytes / corpus.train.num_tokens
+        bar = stack.enter_context(Progress("evaluating", corpus.train.text_bytes))
         result = evaluate(
-            executable, corpus.train, sequence=length, micro_batch=8, max_tokens=None, mask_documents=True
+            executable,
+            corpus.train,
+            sequence=length,
+            micro_batch=8,
+            max_tokens=None,
+            mask_documents=True,
+            on_tokens=lambda tokens: bar.update(int(tokens * bytes_per_token)),
         )
         documents = corpus.train.num_documents
     _console().print(

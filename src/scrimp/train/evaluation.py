@@ -4,18 +4,19 @@
     perplexity     exp(loss); comparable only between equal tokenizers
     bits per byte  total nats / (ln 2 * bytes of UTF-8 text); comparable between all tokenizers
 
-When only the first tokens of a stream are evaluated, bits per byte uses the mean number of
-bytes per token of the whole stream. Evaluation draws no random numbers and changes no state.
+A document that the limit of tokens cuts counts by its share of bytes. Evaluation draws no random
+numbers and changes no state.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from scrimp.data import TokenStream, evaluation_batches
+from scrimp.data import TokenStream, evaluation_batches, evaluation_text_bytes
 from scrimp.errors import DataError
 from scrimp.runtime import Executable
 
@@ -42,8 +43,13 @@ def evaluate(
     micro_batch: int,
     max_tokens: int | None,
     mask_documents: bool,
+    on_tokens: Callable[[int], None] = lambda num_targets: None,
 ) -> Evaluation:
-    """Evaluate on the first `max_tokens` tokens of `stream` (None: on all of them)."""
+    """Evaluate on the first `max_tokens` tokens of `stream` (None: on all of them).
+
+    Args:
+        on_tokens: told after each batch how many target tokens have been evaluated.
+    """
     total = torch.zeros((), dtype=torch.float64)
     num_targets = 0
     was_training = executable.model.training
@@ -60,10 +66,11 @@ def evaluate(
             sums = executable.loss(batch.tokens_BT, batch.targets_BT, batch.document_starts)
             total += sums.cross_entropy.double().cpu()
             num_targets += batch.num_targets
+            on_tokens(num_targets)
     executable.model.train(was_training)
     if num_targets == 0:
         raise DataError("nothing to evaluate", got="no target token", do="give a longer text")
     loss = float(total) / num_targets
-    bytes_per_token = stream.text_bytes / stream.num_tokens
-    bits_per_byte = loss / math.log(2) / bytes_per_token if bytes_per_token else math.nan
+    text_bytes = evaluation_text_bytes(stream, limit)
+    bits_per_byte = float(total) / math.log(2) / text_bytes if text_bytes else math.nan
     return Evaluation(loss=loss, bits_per_byte=bits_per_byte, num_targets=num_targets)

@@ -106,13 +106,6 @@ def _decide_tokenizer(config: Config, architecture: Architecture, reasons: dict[
         size = min(architecture.vocab_size, BPE_LIMIT)
         data = dataclasses.replace(data, vocab_size=size)
         reasons["data.vocab_size"] = f"the model's vocabulary, at most {BPE_LIMIT:,}"
-    elif data.vocab_size > architecture.vocab_size and not _vocabulary_follows(config):
-        raise ConfigError(
-            "data.vocab_size exceeds the model's vocabulary",
-            got=data.vocab_size,
-            expected=f"at most {architecture.vocab_size}",
-            do="lower it, or set --model.vocab-size",
-        )
     return dataclasses.replace(config, data=data)
 
 
@@ -155,14 +148,15 @@ def name_tokenizer(decisions: Decisions, corpus: Corpus) -> Decisions:
     if data.tokenizer != "auto":
         return decisions
     if corpus.folder == Path(data.source):
-        return dataclasses.replace(
-            decisions,
-            reasons=decisions.reasons | {"data.tokenizer": "the one that the shards were made with"},
-        )
-    config = dataclasses.replace(decisions.config, data=dataclasses.replace(data, tokenizer="bpe"))
-    return dataclasses.replace(
-        decisions, config=config, reasons=decisions.reasons | {"data.tokenizer": "trained on the corpus"}
-    )
+        # No tokenizer is trained: the size that one would have had is not part of this run.
+        data, reason = dataclasses.replace(data, vocab_size=None), "the one that the shards were made with"
+    else:
+        data, reason = dataclasses.replace(data, tokenizer="bpe"), "trained on the corpus"
+    reasons = decisions.reasons | {"data.tokenizer": reason}
+    if data.vocab_size is None:
+        reasons.pop("data.vocab_size", None)
+    config = dataclasses.replace(decisions.config, data=data)
+    return dataclasses.replace(decisions, config=config, reasons=reasons)
 
 
 def fit_vocabulary(decisions: Decisions, corpus: Corpus) -> Decisions:

@@ -1,0 +1,90 @@
+"""The README tells the truth: its configuration is valid, its commands run, its facts are counted."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from scrimp.cli import main
+from scrimp.config import PRESETS, load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+SMALLER = [
+    "--device=cpu",
+    "--model.num-layers=1",
+    "--model.width=32",
+    "--model.num-heads=2",
+    "--model.num-kv-heads=2",
+    "--model.ffn-width=64",
+    "--data.vocab-size=512",
+    "--train.steps=3",
+    "--train.sequence=32",
+    "--train.batch-tokens=128",
+]
+"""What makes a run of the README small enough for a test."""
+
+
+def block(language: str) -> str:
+    found = re.search(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+    assert found, f"the README has no {language} block"
+    return found[1]
+
+
+def test_the_configuration_of_the_readme_is_valid(tmp_path: Path) -> None:
+    file = tmp_path / "my.toml"
+    file.write_text(block("toml"), encoding="utf-8")
+    config = load_config(file)
+    assert config.run.dir == Path("runs/mine")
+    assert config.train.steps == 200
+
+
+def test_every_command_of_the_readme_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "my.toml").write_text(block("toml"), encoding="utf-8")
+    paragraphs = (f"The {number}th paragraph says {number * number}.\n\n" for number in range(4000))
+    (tmp_path / "corpus.txt").write_text("".join(paragraphs), encoding="utf-8")
+    lines = [line.removeprefix("$ ") for line in block("console").splitlines()]
+    assert len(lines) >= 10
+    for line in lines:
+        program, *words = shlex.split(line)
+        assert program == "scrimp"
+        if words[0] in ("train", "plan") and "--resume" not in words:
+            shards = any("shards" in word for word in words)
+            words += [flag for flag in SMALLER if not (shards and "vocab-size" in flag)]
+        if words[0] == "prepare":
+            words += ["--bpe-vocab-size=512"]
+        assert main(words) == 0, f"{line}\n{capfd.readouterr().err}"
+    assert (tmp_path / "my-model" / "model.safetensors").exists()
+    assert (tmp_path / "runs" / "mine" / "report.html").exists()
+
+
+def test_the_number_of_presets_is_right() -> None:
+    stated = re.search(r"(\d+) presets", README)
+    assert stated
+    assert int(stated[1]) == len(PRESETS)
+
+
+def test_the_two_make_lines_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in ("demo", "test"):
+        assert f"make {target} " in README
+        assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", ["README.md", "CHANGELOG.md", "docs/architecture.md", "docs/lab-log.md"])
+def test_links_and_packages_in_the_documents_exist(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#]+)\)", text):
+        assert (ROOT / name).parent.joinpath(target).exists(), target
+    for package in re.findall(r"`scrimp\.([a-z_.]+)`", text):
+        parts = package.split(".")
+        # A name is a package, a module, or something that a module defines.
+        places = [ROOT / "src" / "scrimp" / "/".join(parts[:size]) for size in (len(parts), len(parts) - 1)]
+        assert any(place.is_dir() or place.with_suffix(".py").exists() for place in places), package
+    for script in re.findall(r"benchmarks/\w+\.py", text):
+        assert (ROOT / script).exists(), script
