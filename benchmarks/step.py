@@ -32,7 +32,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -182,8 +182,6 @@ def measure(size: str, precision: str, options: argparse.Namespace) -> Result:
 
 def loss_chunk(architecture: Architecture, precision: str, options: argparse.Namespace) -> int:
     """What `scrimp train` would choose for these sizes."""
-    from dataclasses import replace
-
     config = load_config(None)
     tokens = options.sequence * options.micro_batch
     train = replace(
@@ -199,14 +197,10 @@ def token_batches(vocab_size: int, options: argparse.Namespace) -> list[Tensor]:
     """Rows of sequence + 1 tokens for every step, Zipf distributed."""
     generator = torch.Generator().manual_seed(0)
     weights = 1.0 / torch.arange(1, vocab_size + 1)
-    shape = (options.warm_up + options.repeats, options.micro_batch, options.sequence + 1)
-    tokens = torch.multinomial(
-        weights,
-        shape.numel() if isinstance(shape, torch.Size) else shape[0] * shape[1] * shape[2],
-        replacement=True,
-        generator=generator,
-    )
-    return list(tokens.view(shape).to(options.device))
+    steps = options.warm_up + options.repeats
+    num_tokens = steps * options.micro_batch * (options.sequence + 1)
+    tokens = torch.multinomial(weights, num_tokens, replacement=True, generator=generator)
+    return list(tokens.view(steps, options.micro_batch, -1).to(options.device))
 
 
 def sides(
@@ -275,7 +269,7 @@ def spread(seconds: list[float]) -> tuple[float, float, float]:
 
 def peak_bytes(side: Side, tokens: Tensor) -> int:
     """Most bytes alive during one step of this side, its parameters and optimizer state included."""
-    held = [*side.model.parameters()]
+    held: list[Tensor] = [*side.model.parameters()]
     held += [t for state in side.optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
     resident = sum(t.numel() * t.element_size() for t in held)
     if tokens.is_cuda:
@@ -345,7 +339,17 @@ def cpu_name() -> str:
     return f"{models[0] if models else platform.machine()}, {len(models)} cores ({', '.join(features)})"
 
 
-COLUMNS = ("size", "precision", "parameters", "tokens/step", "ours tok/s", "peer tok/s", "ratio (spread)", "peak ours / peer", "largest loss difference")  # fmt: skip
+COLUMNS = (
+    "size",
+    "precision",
+    "parameters",
+    "tokens/step",
+    "ours tok/s",
+    "peer tok/s",
+    "ratio (spread)",
+    "peak ours / peer",
+    "largest loss difference",
+)
 
 
 def cells(result: Result) -> list[str]:

@@ -50,3 +50,9 @@ def test_bf16_parameters_are_the_float32_ones_rounded() -> None:
     initialise(model, 5)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, exact[name].bfloat16()), name
+
+
+def test_parameters_of_one_shape_get_different_weights() -> None:
+    model = weights(5)
+    assert not torch.equal(model["blocks.0.mlp.down.weight"], model["blocks.1.mlp.down.weight"])
+    assert not torch.equal(model["embedding.weight"], model["head.weight"])

@@ -155,6 +155,26 @@ class _Failure:
     error: BaseException
 
 
+def _check_counts(
+    sequence: int, sequences_per_step: int, micro_batch: int, rank: int, world_size: int
+) -> None:
+    """Refuse sizes that make no batch, and ranks that cannot share a step equally."""
+    for name, value in (
+        ("sequence", sequence),
+        ("sequences per step", sequences_per_step),
+        ("micro-batch", micro_batch),
+    ):
+        if value < 1:
+            raise DataError(f"the {name} is not possible", got=value, expected="1 or more")
+    if sequences_per_step % world_size or not 0 <= rank < world_size:
+        raise DataError(
+            "the sequences of a step cannot be shared by the ranks",
+            got=f"{sequences_per_step} sequences over {world_size} ranks (rank {rank})",
+            expected="a number of ranks that divides the sequences of a step",
+            do="change train.batch_tokens or the number of ranks",
+        )
+
+
 class Loader:
     """An endless iterator over optimizer steps; each is a list of micro-batches.
 
@@ -187,20 +207,7 @@ class Loader:
         pin: bool = False,
         prefetch: int = 2,
     ) -> None:
-        for name, value in (
-            ("sequence", sequence),
-            ("sequences per step", sequences_per_step),
-            ("micro-batch", micro_batch),
-        ):
-            if value < 1:
-                raise DataError(f"the {name} is not possible", got=value, expected="1 or more")
-        if sequences_per_step % world_size or not 0 <= rank < world_size:
-            raise DataError(
-                "the sequences of a step cannot be shared by the ranks",
-                got=f"{sequences_per_step} sequences over {world_size} ranks (rank {rank})",
-                expected="a number of ranks that divides the sequences of a step",
-                do="change train.batch_tokens or the number of ranks",
-            )
+        _check_counts(sequence, sequences_per_step, micro_batch, rank, world_size)
         producer = _Producer(
             stream,
             sequence=sequence,

@@ -12,17 +12,22 @@ Method   `AttentionLayout.prepare` looks at the documents once per forward pass 
          masked    Everything else: one call with a boolean mask of T x T per row.
 
 Rule     On the CPU segments are chosen when they hold 16 tokens or more on average and no
-         document is longer than the window. Measured (2 threads, forward and backward, 4 rows
-         of 512 tokens, 10 heads of 64, fp32): masked 46 ms whatever the documents; segments 41
-         ms for one document per row, 22 for two, 9 at 64 tokens each, 8 at 16, 14 at 8. In
-         bf16 masked 32; 32, 23, 30, 56 (16 tokens). The CPU kernel computes the upper
-         triangle too, up to blocks of 512 keys: that is why cutting helps and masking does not.
+         document is longer than the window. Measured for one block, forward and backward (4
+         rows of 512 tokens, 10 heads of 64, 2 threads), in ms by tokens per document:
+
+                  masked   segments of 512   256   64   32   16    8
+           fp32       46                41    22    9    7    8   14
+           bf16       32                32    23   30   32   56   23
+
+         The CPU kernel computes the masked triangle too, within blocks of 512 keys: that is
+         why cutting rows into documents saves time and masking them does not.
 CPU      Splitting qkv, rotation, attention and their gradients are one autograd function:
          the gradients are written straight into the gradient of qkv, where plain operations
          would pad, add and concatenate them. It calls the operators that
          `scaled_dot_product_attention` itself dispatches to on the CPU.
-Limits   The CPU function has no second derivatives. Varlen was never run by us (no GPU at
-         hand); it is used only if its signature has the arguments we need.
+Limits   The CPU function has no second derivatives. The varlen route is checked for shapes
+         only where there is no GPU; it is taken only if the kernel's signature has the
+         arguments that it is called with, and the masked route otherwise.
 Checked  tests/model/test_attention.py: every route against a float64 softmax over an explicit
          mask, forward and backward; test_decoder.py: packed documents against each alone.
 

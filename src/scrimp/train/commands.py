@@ -197,4 +197,10 @@ def export_run(run_dir: Path, out: Path) -> None:
         eos_ids=tokenizer.end_ids,
         save_tokenizer=tokenizer.save,
     )
+    own = '"PreTrainedTokenizerFast"' in tokenizer.files().get("tokenizer_config.json", "")
+    if target.architecture.family == "qwen2" and own:
+        _console().print(
+            "note: beside a qwen2 model, AutoTokenizer of transformers 5 follows Qwen's own rules whatever the folder "
+            "says; load this tokenizer with PreTrainedTokenizerFast.from_pretrained"
+        )
     _console().print(f"exported step {target.checkpoint.step:,} to {out}")

@@ -231,6 +231,7 @@ def _announce(trainer: Trainer, run_dir: Path, checkpoint: Checkpoint | None) ->
         f"{format_count(trainer.corpus.held_out.num_tokens)} held out; {run_dir}"
     )
     trainer.line.message(sentence)
+    trainer.line.message(f"data: {trainer.corpus.checked}")
     kind = "resume" if checkpoint else "start"
     flops = count_flops(architecture, decided(config.train.sequence))
     trainer.log.event(
