@@ -34,6 +34,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from datetime import date
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -80,14 +81,24 @@ class Side:
 
 
 @dataclass(frozen=True)
+class Setting:
+    """What one row measures."""
+
+    size: str
+    precision: str
+    sequence: int
+    micro_batch: int
+
+
+@dataclass(frozen=True)
 class Result:
     """One row of the table."""
 
     size: str
     precision: str
-    num_parameters: int
     sequence: int
     micro_batch: int
+    num_parameters: int
     loss_chunk: int
     ours_tokens_per_s: float
     peer_tokens_per_s: float
@@ -109,11 +120,11 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     results = []
     console = Console()
-    for precision in options.precision:
-        for size in options.sizes:
-            with console.status(f"{size} {precision}"):
-                results.append(measure(size, precision, options))
-            console.print(f"{size} {precision}: {results[-1].ratio:.2f} x")
+    for precision, sequence, size in product(options.precision, options.sequence, options.sizes):
+        setting = Setting(size, precision, sequence, options.micro_batch or max(1, 2048 // sequence))
+        with console.status(str(setting)):
+            results.append(measure(setting, options))
+        console.print(f"{size} {precision} {sequence}: {results[-1].ratio:.2f} x")
     written = write(results, options)
     console.print(table(results))
     console.print(f"written: {written}")
@@ -130,8 +141,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--precision", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
     parser.add_argument("--compile", action="store_true", help="compile both sides")
-    parser.add_argument("--sequence", type=int, default=256)
-    parser.add_argument("--micro-batch", type=int, default=8, help="sequences per step")
+    parser.add_argument("--sequence", type=int, nargs="+", default=[256, 512])
+    parser.add_argument("--micro-batch", type=int, help="sequences per step; default: 2,048 tokens")
     parser.add_argument("--repeats", type=int, default=9, help="timed steps of each side")
     parser.add_argument("--warm-up", type=int, default=2, help="steps before them, dropped")
     parser.add_argument("--threads", type=int, default=2)
@@ -140,12 +151,12 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measure(size: str, precision: str, options: argparse.Namespace) -> Result:
+def measure(setting: Setting, options: argparse.Namespace) -> Result:
     """One row: both sides through the same steps."""
-    architecture = QWEN_SMALL if size == "qwen-small" else preset(size)
-    chunk = loss_chunk(architecture, precision, options)
-    ours, peer = sides(architecture, precision, chunk, options)
-    batches = token_batches(architecture.vocab_size, options)
+    architecture = QWEN_SMALL if setting.size == "qwen-small" else preset(setting.size)
+    chunk = loss_chunk(architecture, setting, options.device)
+    ours, peer = sides(architecture, setting.precision, chunk, options)
+    batches = token_batches(architecture.vocab_size, setting, options)
     seconds: dict[str, list[float]] = {"ours": [], "peer": []}
     losses: dict[str, list[float]] = {"ours": [], "peer": []}
     for number, tokens in enumerate(batches):
@@ -157,13 +168,10 @@ def measure(size: str, precision: str, options: argparse.Namespace) -> Result:
     ratios = [peer_s / ours_s for ours_s, peer_s in zip(timed["ours"], timed["peer"], strict=True)]
     pairs = zip(losses["ours"], losses["peer"], strict=True)
     difference = max(abs(mine - theirs) / abs(theirs) for mine, theirs in pairs)
-    num_tokens = options.sequence * options.micro_batch
+    num_tokens = setting.sequence * setting.micro_batch
     return Result(
-        size=size,
-        precision=precision,
+        **asdict(setting),
         num_parameters=architecture.num_parameters,
-        sequence=options.sequence,
-        micro_batch=options.micro_batch,
         loss_chunk=chunk,
         ours_tokens_per_s=num_tokens / statistics.median(timed["ours"]),
         peer_tokens_per_s=num_tokens / statistics.median(timed["peer"]),
@@ -176,31 +184,32 @@ def measure(size: str, precision: str, options: argparse.Namespace) -> Result:
         ours_losses=losses["ours"],
         peer_losses=losses["peer"],
         largest_loss_difference=difference,
-        same_losses=difference <= TOLERANCE[precision],
+        same_losses=difference <= TOLERANCE[setting.precision],
     )
 
 
-def loss_chunk(architecture: Architecture, precision: str, options: argparse.Namespace) -> int:
+def loss_chunk(architecture: Architecture, setting: Setting, device_type: str) -> int:
     """What `scrimp train` would choose for these sizes."""
+    sequence, micro_batch = setting.sequence, setting.micro_batch
     config = load_config(None)
-    tokens = options.sequence * options.micro_batch
     train = replace(
-        config.train, sequence=options.sequence, batch_tokens=tokens, micro_batch=options.micro_batch
+        config.train, sequence=sequence, batch_tokens=sequence * micro_batch, micro_batch=micro_batch
     )
+    precision: Any = setting.precision
     config = replace(config, train=train, precision=precision)
-    chunk = resolve(config, architecture, device_type=options.device).config.train.loss_chunk
+    chunk = resolve(config, architecture, device_type=device_type).config.train.loss_chunk
     assert chunk is not None
     return chunk
 
 
-def token_batches(vocab_size: int, options: argparse.Namespace) -> list[Tensor]:
+def token_batches(vocab_size: int, setting: Setting, options: argparse.Namespace) -> list[Tensor]:
     """Rows of sequence + 1 tokens for every step, Zipf distributed."""
     generator = torch.Generator().manual_seed(0)
     weights = 1.0 / torch.arange(1, vocab_size + 1)
     steps = options.warm_up + options.repeats
-    num_tokens = steps * options.micro_batch * (options.sequence + 1)
+    num_tokens = steps * setting.micro_batch * (setting.sequence + 1)
     tokens = torch.multinomial(weights, num_tokens, replacement=True, generator=generator)
-    return list(tokens.view(steps, options.micro_batch, -1).to(options.device))
+    return list(tokens.view(steps, setting.micro_batch, -1).to(options.device))
 
 
 def sides(
@@ -286,9 +295,9 @@ def peak_bytes(side: Side, tokens: Tensor) -> int:
 
 def allocator_peak(profile: torch.profiler.profile) -> int:
     """Largest sum of live bytes over the profiler's allocation events."""
-    assert profile.profiler is not None
+    recorded: Any = profile.profiler
     live = peak = 0
-    for event in profile.profiler.kineto_results.events():
+    for event in recorded.kineto_results.events():
         if event.name() == "[memory]":
             live += event.nbytes()
             peak = max(peak, live)
@@ -389,7 +398,7 @@ def page(results: list[Result], facts: dict[str, Any]) -> str:
     for r in results:
         first, last = (f"{r.ours_losses[i]:.5f} / {r.peer_losses[i]:.5f}" for i in (0, -1))
         lines.append(
-            f"- {r.size} {r.precision}: {first}, {last}; loss in chunks of {r.loss_chunk or 'all'} tokens"
+            f"- {r.size} {r.precision} {r.sequence}: {first}, {last}; loss in chunks of {r.loss_chunk or 'all'} tokens"
         )
     return "\n".join(lines) + "\n"
 

@@ -174,9 +174,22 @@ def varlen_kernel() -> Callable[..., Tensor] | None:
         return None
     parameters = inspect.signature(varlen_attn).parameters
     positional = ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]
-    if list(parameters)[:7] != positional or not {"window_size", "enable_gqa"} <= set(parameters):
+    if list(parameters)[:7] != positional or "window_size" not in parameters:
         return None
-    return cast("Callable[..., Tensor]", varlen_attn)
+    kernel = cast("Callable[..., Tensor]", varlen_attn)
+    return (
+        partial(kernel, enable_gqa=True) if "enable_gqa" in parameters else partial(_with_own_heads, kernel)
+    )
+
+
+def _with_own_heads(
+    kernel: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any
+) -> Tensor:
+    """Give every query head its own keys and values: torch 2.11's kernel does not share them."""
+    groups = q.shape[1] // k.shape[1]
+    if groups > 1:
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    return kernel(q, k, v, *rest, **options)
 
 
 def attend(qkv_BTGK: Tensor, layout: AttentionLayout) -> Tensor:
@@ -216,7 +229,6 @@ def _varlen(q_BTHK: Tensor, k_BTNK: Tensor, v_BTNK: Tensor, layout: AttentionLay
         length,  # an upper bound of the documents' lengths, equal in every step: nothing recompiles
         length,
         window_size=(left, 0),
-        enable_gqa=layout.num_heads != layout.num_kv_heads,
     )
     return out_SHK.view(q_BTHK.shape)
 
