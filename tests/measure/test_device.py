@@ -25,7 +25,6 @@ def make_plan() -> tuple[Plan, Config]:
         resolution.architecture,
         device_name="test CPU",
         device_is_host=True,
-        available_bytes=2**40,
         torch_version="2.13.0",
         reasons={},
     )
@@ -93,3 +92,24 @@ def test_a_measured_rate_is_remembered_for_equal_runs_only(tmp_path, monkeypatch
     assert recall_throughput(plan, config) is None
     remember_throughput(plan, config, 2.0)
     assert json.loads((tmp_path / "scrimp" / "throughput.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("name", "spec"),
+    [
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+    ],
+)
+def test_a_card_is_known_by_whole_words(name: str, spec: str) -> None:
+    assert device_peaks(torch.device("cpu"), name).origin == f"spec sheet of the {spec}, dense"
+
+
+@pytest.mark.parametrize(
+    "name", ["NVIDIA L40", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"]
+)
+def test_a_card_of_another_kind_is_measured(name: str) -> None:
+    assert "measured" in device_peaks(torch.device("cpu"), name).origin

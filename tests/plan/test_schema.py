@@ -1,29 +1,34 @@
 """The plan file: what is written is read back, and what does not fit is named."""
 
+import dataclasses
 import json
 
 import pytest
 
-from scrimp.config import Config, base_architecture, resolve
+from scrimp.config import BudgetConfig, Config, base_architecture, resolve
 from scrimp.errors import PlanError
-from scrimp.plan import Plan, build_plan
-from scrimp.plan.build import account_of
+from scrimp.plan import Plan, account_of, build_plan, refuse_misfit
 
 
 def make_plan(available_bytes: int = 2**40, **budget: str) -> Plan:
-    from scrimp.config import BudgetConfig
-
     config = Config(budget=BudgetConfig(**budget))
     resolution = resolve(config, base_architecture(config, None), device_type="cpu")
-    return build_plan(
+    plan = build_plan(
         resolution.config,
         resolution.architecture,
         device_name="test CPU",
         device_is_host=True,
-        available_bytes=available_bytes,
         torch_version="2.13.0",
         reasons=resolution.reasons,
     )
+    refuse_misfit(
+        resolution.config,
+        resolution.architecture,
+        plan,
+        available_bytes=available_bytes,
+        device_is_host=True,
+    )
+    return plan
 
 
 RESOLUTION = resolve(Config(), base_architecture(Config(), None), device_type="cpu")
@@ -76,3 +81,24 @@ def test_a_run_that_cannot_fit_is_refused_before_it_starts() -> None:
     with pytest.raises(PlanError, match="micro-batch"):
         make_plan(available_bytes=PEAK - 1)
     assert make_plan(available_bytes=PEAK).predicted.peak_device_bytes >= PEAK
+
+
+def test_a_budget_covers_the_copy_that_a_checkpoint_is_written_from() -> None:
+    predicted = make_plan().predicted.peak_device_bytes
+    assert make_plan(device_memory=f"{predicted}B")
+    with pytest.raises(PlanError, match="copy"):
+        make_plan(device_memory=f"{predicted - 1}B")
+
+
+def test_an_edited_plan_is_refused_where_it_cannot_be_carried_out() -> None:
+    plan = make_plan()
+    plan.check_runnable(plan, "plan.json")
+    block = dataclasses.replace(plan.blocks["1"], activations="recompute")
+    state = dataclasses.replace(plan.states["head"], optimizer="host")
+    gemm = dataclasses.replace(plan.gemms["head"], fprop="bf16")
+    for section, name, row in (("blocks", "1", block), ("states", "head", state), ("gemms", "head", gemm)):
+        edited = dataclasses.replace(plan, **{section: getattr(plan, section) | {name: row}})
+        with pytest.raises(PlanError, match=rf"{section}\.{name} cannot be carried out"):
+            edited.check_runnable(plan, "plan.json")
+    reworded = dataclasses.replace(plan.blocks["1"], reason="because")
+    dataclasses.replace(plan, blocks=plan.blocks | {"1": reworded}).check_runnable(plan, "plan.json")

@@ -34,7 +34,6 @@ def realised(precision: str, parameters: str, architecture: Architecture) -> tup
         architecture,
         device_name="test CPU",
         device_is_host=True,
-        available_bytes=2**40,
         torch_version="2.13.0",
         reasons={},
     )

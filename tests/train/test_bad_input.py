@@ -191,7 +191,7 @@ CASES: dict[str, tuple[Case, str]] = {
     ),
     "no disk space": (no_space, "space"),
     "no permission": (no_permission, "/proc/scrimp-run"),
-    "checkpoint of another model": (other_model, "belongs to another model"),
+    "checkpoint of another model": (other_model, "model.width"),
     "every checkpoint damaged": (all_checkpoints_damaged, "state.json"),
     "truncated shard": (truncated_shard, "truncated"),
     "config typo": (config_typo, "train.steps"),

@@ -37,17 +37,20 @@ def test_the_first_steps_are_never_outliers() -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_non_finite_steps_are_skipped_until_patience_ends(bad: float) -> None:
     guard = NonFiniteGuard(patience=3)
-    assert guard.check(1, bad, 1.0)
-    assert guard.check(2, 1.0, bad)
-    with pytest.raises(TrainingError, match="3 steps in a row"):
-        guard.check(3, bad, bad)
+    for step, (loss, norm) in enumerate([(bad, 1.0), (1.0, bad)], start=1):
+        assert guard.check(loss, norm)
+        guard.stop_if_exhausted(step)
+    assert guard.check(bad, bad)
+    with pytest.raises(TrainingError, match="3 steps in a row up to step 3"):
+        guard.stop_if_exhausted(3)
 
 
 def test_a_finite_step_restores_patience() -> None:
     guard = NonFiniteGuard(patience=2)
     for step in range(10):
-        assert guard.check(2 * step, math.nan, 1.0)
-        assert guard.check(2 * step + 1, 1.0, 1.0) is None
+        assert guard.check(math.nan, 1.0)
+        guard.stop_if_exhausted(2 * step)
+        assert guard.check(1.0, 1.0) is None
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -222,7 +222,7 @@ def test_non_finite_steps_are_skipped_recorded_and_stop_the_run(
     assert main(words) == 1
     assert "3 steps in a row" in capsys.readouterr().err
     skipped = [event for event in records(run_dir, "events.jsonl") if event["kind"] == "skipped"]
-    assert [event["step"] for event in skipped] == [1, 2]
+    assert [event["step"] for event in skipped] == [1, 2, 3]
     assert records(run_dir, "events.jsonl")[-1]["kind"] == "finish"
     assert (run_dir / "report.html").exists()
 

@@ -10,7 +10,7 @@ from scrimp.config.fields import flatten, leaves, nearest_key, replace_values
 from scrimp.config.load import load_config, parse_config, read_config
 from scrimp.config.presets import OWN_PRESETS, PRESETS, preset
 from scrimp.config.resolve import MAY_CHANGE_ON_RESUME, Resolution, differences, resolve
-from scrimp.config.save import to_toml
+from scrimp.config.save import reasons_in, to_toml
 from scrimp.config.schema import (
     BudgetConfig,
     Config,
@@ -51,6 +51,7 @@ __all__ = [
     "parse_config",
     "preset",
     "read_config",
+    "reasons_in",
     "replace_values",
     "resolve",
     "to_toml",

@@ -39,6 +39,22 @@ def to_toml(config: Config, reasons: Mapping[str, str] | None = None) -> str:
     return "\n".join(lines) + "\n"
 
 
+def reasons_in(text: str, config: Config) -> dict[str, str]:
+    """The reasons that `to_toml` wrote into `text`, for the values that `config` still has."""
+    reasons: dict[str, str] = {}
+    section = ""
+    values = flatten(config)
+    for line in text.splitlines():
+        if line.startswith("["):
+            section = line.strip("[]") + "."
+            continue
+        key = section + line.partition(" = ")[0]
+        before = f"{key.rpartition('.')[2]} = {_toml(values.get(key))}  # "
+        if line.startswith(before):
+            reasons[key] = line.removeprefix(before)
+    return reasons
+
+
 def _toml(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"

@@ -7,7 +7,9 @@ shards -> windows -> batches                 `open_corpus` and `Loader`, in a gl
 from scrimp.data.corpus import Corpus, TokenStream, open_corpus
 from scrimp.data.index import SampleIndex
 from scrimp.data.loader import Batch, Loader, evaluation_batches, evaluation_text_bytes
+from scrimp.data.manifest import is_corpus
 from scrimp.data.prepare import CorpusSpec, prepare
+from scrimp.data.progress import Progress
 from scrimp.data.tokenizer import Tokenizer, load_tokenizer
 from scrimp.data.verify import VerifyReport, verify
 
@@ -16,12 +18,14 @@ __all__ = [
     "Corpus",
     "CorpusSpec",
     "Loader",
+    "Progress",
     "SampleIndex",
     "TokenStream",
     "Tokenizer",
     "VerifyReport",
     "evaluation_batches",
     "evaluation_text_bytes",
+    "is_corpus",
     "load_tokenizer",
     "open_corpus",
     "prepare",

@@ -15,22 +15,21 @@ from pathlib import Path
 
 import torch
 
-_CGROUP_LIMITS = (
-    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
-    (
-        Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-        Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ),
+_CGROUP_FILES = (
+    ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
+"""Folder, limit, usage, and the part of the usage (memory.stat) that is cache and given back on demand."""
 
 
 def host_memory_available() -> int:
     """Bytes of host memory that this process may still take."""
     available = _meminfo_available()
-    for limit_file, usage_file in _CGROUP_LIMITS:
-        limit, usage = _read_int(limit_file), _read_int(usage_file)
+    for folder, limit_name, usage_name, cache_key in _CGROUP_FILES:
+        limit, usage = _read_int(Path(folder, limit_name)), _read_int(Path(folder, usage_name))
         if limit is not None and usage is not None:
-            available = min(available, max(0, limit - usage))
+            cache = _stat_value(Path(folder, "memory.stat"), cache_key)
+            available = min(available, max(0, limit - usage + cache))
     return available
 
 
@@ -82,6 +81,15 @@ def _meminfo_available() -> int:
     except OSError:
         pass  # not Linux: all physical memory is the best that is known
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _stat_value(path: Path, key: str) -> int:
+    with contextlib.suppress(OSError), open(path, encoding="ascii") as lines:
+        for line in lines:
+            name, _, value = line.partition(" ")
+            if name == key:
+                return int(value)
+    return 0
 
 
 def _read_int(path: Path) -> int | None:

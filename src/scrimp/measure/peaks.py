@@ -34,11 +34,25 @@ _SECONDS = 0.1
 
 def device_peaks(device: torch.device, name: str) -> Peaks:
     """Peak rates of a device in fp32 and bf16; measuring takes about half a second."""
+    # A slice of a card or a laptop's version has other rates than the card of that name: measured too.
+    words = name.split()
+    is_whole_card = not {"MIG", "Laptop", "Max-Q"} & set(words)
     for spec, bf16, fp32 in _SPEC_TFLOPS:
-        if spec in name:
+        if is_whole_card and _contains(words, spec.split()):
             return Peaks({"bf16": bf16 * 1e12, "fp32": fp32 * 1e12}, f"spec sheet of the {spec}, dense")
     rates = {"fp32": _gemm_rate(device, torch.float32), "bf16": _gemm_rate(device, torch.bfloat16)}
     return Peaks(rates, f"measured here: best {_SIZE}x{_SIZE}x{_SIZE} products")
+
+
+def _contains(words: list[str], part: list[str]) -> bool:
+    """Whether the words of `part` stand in `words` one after the other ("L4" is not in "L40")."""
+    # Vendors join the memory to the name with a dash, as in "A100-SXM4-80GB".
+    plain = [word.split("-")[0] for word in words]
+    return any(
+        sequence[start : start + len(part)] == part
+        for sequence in (words, plain)
+        for start in range(len(words))
+    )
 
 
 def _gemm_rate(device: torch.device, dtype: torch.dtype) -> float:

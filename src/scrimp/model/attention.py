@@ -124,7 +124,7 @@ class AttentionLayout:
             and rows * length >= SEGMENT_TOKENS * len(lengths)
         ):
             return make("segments", lengths=lengths)
-        if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and varlen_kernel() is not None:
+        if varlen_runs(device, dtype, architecture.head_size):
             starts = _cumulative(lengths).to(device, non_blocking=True)
             return make("varlen", starts=starts, window=window)
         mask = allowed(rows, length, None if len(lengths) == rows else lengths, window, device)
@@ -164,6 +164,13 @@ def allowed(
     numbers = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     document_BT = numbers.view(rows, length).to(device, non_blocking=True)
     return (mask & (document_BT[:, :, None] == document_BT[:, None, :]))[:, None]
+
+
+def varlen_runs(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
+    """Whether flash attention, which the variable-length kernel calls unchecked, takes this model here."""
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or varlen_kernel() is None:
+        return False
+    return head_size % 8 == 0 and head_size <= 256 and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def varlen_kernel() -> Callable[..., Tensor] | None:

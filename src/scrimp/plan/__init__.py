@@ -4,7 +4,7 @@
 the file, `build` makes the plan of a run from its configuration.
 """
 
-from scrimp.plan.build import build_plan, gemm_formats, model_fingerprint
+from scrimp.plan.build import account_of, build_plan, gemm_formats, model_fingerprint, refuse_misfit
 from scrimp.plan.flops import Flops, Peaks, count_flops, ideal_seconds_per_token, mfu
 from scrimp.plan.memory import MemoryAccount, account_memory
 from scrimp.plan.schema import Figures, Fingerprint, GemmChoice, Plan
@@ -18,10 +18,12 @@ __all__ = [
     "Peaks",
     "Plan",
     "account_memory",
+    "account_of",
     "build_plan",
     "count_flops",
     "gemm_formats",
     "ideal_seconds_per_token",
     "mfu",
     "model_fingerprint",
+    "refuse_misfit",
 ]

@@ -2,8 +2,8 @@
 
 This version decides what one device needs: every GEMM in the run's precision, every
 activation kept, every state on the device. It is the "everything resident" candidate that
-richer planners start from; its account is compared with the budget here, and a run that
-cannot fit is refused before it starts, with the change that would help most.
+richer planners start from. A run that cannot fit is refused before it starts, with the change
+that would help most.
 """
 
 from __future__ import annotations
@@ -54,36 +54,29 @@ def build_plan(
     *,
     device_name: str,
     device_is_host: bool,
-    available_bytes: int,
     torch_version: str,
     reasons: Mapping[str, str],
 ) -> Plan:
-    """The plan of one run on one device.
+    """The plan of one run on one device; `refuse_misfit` says whether it fits.
 
     Args:
         config: resolved: no field of `train` is None, no precision is "auto".
         device_is_host: the device computes in host memory (a CPU).
-        available_bytes: free device memory now.
         reasons: why settings were decided, from `scrimp.config.resolve`.
-
-    Raises:
-        PlanError: the predicted peak exceeds the budget or the free memory.
     """
     account = account_of(config, architecture)
-    budget = _budget(config, device_is_host)
-    _refuse_what_does_not_fit(account, budget, available_bytes, config)
     precision = config.precision
     why = reasons.get("precision", "set by the user")
     gemm = GemmChoice(fprop=precision, dgrad=precision, wgrad=precision, saved=precision, reason=why)
     layers = [f"blocks.{i}.{name}" for i in range(architecture.num_layers) for name in GEMM_NAMES]
-    fits = f"predicted peak {account.peak:,} bytes fits in {available_bytes:,}"
+    fits = f"everything resident takes {account.peak:,} bytes at its peak"
     place = StateChoice(weights="device", gradients="device", optimizer="device", reason=fits)
     numbers = [str(i) for i in range(architecture.num_layers)]
     return Plan(
         fingerprint=Fingerprint(
             model=model_fingerprint(architecture), device=device_name, torch=torch_version, world_size=1
         ),
-        budget=budget,
+        budget=_budget(config, device_is_host),
         gemms=dict.fromkeys([*layers, "head"], gemm),
         blocks={number: BlockChoice(activations="keep", reason=fits) for number in numbers},
         states=dict.fromkeys([*numbers, "embedding", "head"], place),
@@ -96,6 +89,53 @@ def build_plan(
     )
 
 
+def refuse_misfit(
+    config: Config, architecture: Architecture, plan: Plan, *, available_bytes: int, device_is_host: bool
+) -> None:
+    """Refuse a run whose predicted peak exceeds its budget or the memory that is free now.
+
+    A budget covers all that a run takes. Memory that is merely scarce makes a checkpoint wait for its
+    copy; it does not refuse the run.
+
+    Args:
+        available_bytes: free device memory.
+
+    Raises:
+        PlanError: with the change that would help most.
+    """
+    account = account_of(config, architecture)
+    copy = account.checkpoint_copy
+    host_budget = plan.budget.get("host_memory")
+    if host_budget is not None and not device_is_host and copy > host_budget:
+        raise PlanError(
+            "the host copy that a checkpoint is written from does not fit in budget.host_memory",
+            got=f"{copy:,} bytes",
+            expected=f"at most {int(host_budget):,} bytes",
+            do="raise the budget or choose a smaller model",
+        )
+    limit = available_bytes
+    if "device_memory" in plan.budget:
+        limit = min(limit, int(plan.budget["device_memory"]) - (copy if device_is_host else 0))
+    if account.peak > limit:
+        raise PlanError(
+            "the run does not fit in memory",
+            got=f"a predicted peak of {account.peak:,} bytes",
+            expected=f"at most {max(0, limit):,} bytes"
+            + (f" beside the {copy:,} of a checkpoint's copy" if device_is_host else ""),
+            do=_advice(account, limit, config),
+        )
+
+
+def _advice(account: MemoryAccount, limit: int, config: Config) -> str:
+    if account.states > limit:
+        smaller = f"weights, gradients and optimizer states alone take {account.states:,} bytes: choose a smaller model"
+        return smaller + ("" if config.precision == "bf16" else " or --precision bf16")
+    return (
+        f"lower --train.micro-batch (now {config.train.micro_batch}) or --train.sequence "
+        f"(now {config.train.sequence}): activations take {account.activations:,} bytes"
+    )
+
+
 def _budget(config: Config, device_is_host: bool) -> dict[str, float | int]:
     given = {"device_memory": config.budget.device_memory, "host_memory": config.budget.host_memory}
     budget: dict[str, float | int] = {
@@ -105,25 +145,3 @@ def _budget(config: Config, device_is_host: bool) -> dict[str, float | int]:
         host = budget["host_memory"]
         budget["device_memory"] = min(budget.get("device_memory", host), host)
     return budget
-
-
-def _refuse_what_does_not_fit(
-    account: MemoryAccount, budget: Mapping[str, float | int], available_bytes: int, config: Config
-) -> None:
-    limit = int(min(available_bytes, budget.get("device_memory", available_bytes)))
-    if account.peak <= limit:
-        return
-    over_states = account.states > limit
-    advice = (
-        f"weights, gradients and optimizer states alone take {account.states:,} bytes: choose a smaller model"
-        + ("" if config.train.parameters == "bf16" else " or --train.parameters bf16 with --precision bf16")
-        if over_states
-        else f"lower --train.micro-batch (now {config.train.micro_batch}) or --train.sequence "
-        f"(now {config.train.sequence}): activations take {account.activations:,} bytes"
-    )
-    raise PlanError(
-        "the run does not fit in memory",
-        got=f"a predicted peak of {account.peak:,} bytes",
-        expected=f"at most {limit:,} bytes",
-        do=advice,
-    )

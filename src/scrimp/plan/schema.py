@@ -178,6 +178,30 @@ class Plan:
                         do="plan again with --precision bf16",
                     )
 
+    def check_runnable(self, decided: Plan, origin: str) -> None:
+        """Refuse what differs from `decided` and cannot be carried out yet, rather than ignore it.
+
+        Args:
+            decided: the plan that this version makes for the same run.
+        """
+        for section in ("gemms", "blocks", "states"):
+            mine, theirs = getattr(self, section), getattr(decided, section)
+            if set(mine) != set(theirs):
+                odd = sorted(set(mine) ^ set(theirs))[0]
+                raise PlanError(f"{origin}: {section} are not those of the model", got=odd, do="plan again")
+            for name, row in mine.items():
+                if dataclasses.replace(row, reason="") != dataclasses.replace(theirs[name], reason=""):
+                    raise PlanError(
+                        f"{origin}: {section}.{name} cannot be carried out",
+                        got=json.dumps(dataclasses.asdict(row)),
+                        expected=json.dumps(dataclasses.asdict(theirs[name])),
+                        do="restore the plan: this version runs one precision, everything on the device",
+                    )
+        if self.layout != decided.layout:
+            raise PlanError(
+                f"{origin}: layout cannot be carried out", expected="one device", do="restore the plan"
+            )
+
     @classmethod
     def read(cls, path: Path) -> Plan:
         """Read `path`; errors as for `from_json`, and PlanError when it cannot be opened."""

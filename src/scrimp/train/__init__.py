@@ -1,6 +1,7 @@
 """Training and what is done with its results: the loop, checkpoints, guards, metrics."""
 
 from scrimp.train.commands import dry_run, evaluate_target, export_run, generate_text
-from scrimp.train.session import RunSummary, train
+from scrimp.train.finish import RunSummary
+from scrimp.train.session import train
 
 __all__ = ["RunSummary", "dry_run", "evaluate_target", "export_run", "generate_text", "train"]

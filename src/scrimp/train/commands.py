@@ -11,18 +11,17 @@ from typing import Any
 import torch
 
 from scrimp.config import Config, decided
-from scrimp.data import CorpusSpec, open_corpus
-from scrimp.data.progress import Progress
+from scrimp.data import CorpusSpec, Progress, open_corpus
 from scrimp.errors import ModelError
 from scrimp.measure import device_peaks, recall_throughput, resolve_device
 from scrimp.model import Decoder, export_model, generate
-from scrimp.plan import count_flops, gemm_formats, ideal_seconds_per_token
-from scrimp.plan.build import account_of
+from scrimp.plan import account_of, count_flops, gemm_formats, ideal_seconds_per_token
 from scrimp.report.tables import account_table, key_value_table
 from scrimp.report.units import format_bytes, format_count, format_flops, format_rate
 from scrimp.runtime import Executable
 from scrimp.train.evaluation import Evaluation, evaluate
-from scrimp.train.setup import decide
+from scrimp.train.setup import decide, expected_vocabulary, fit_vocabulary
+from scrimp.train.start import anchored
 from scrimp.train.weights import MODEL_PREFIX, Target, open_target
 
 
@@ -34,7 +33,8 @@ def _console() -> Any:
 
 def dry_run(config: Config) -> None:
     """Print what a run would need and how fast it would be; prepare and start nothing."""
-    decisions = decide(config)
+    decisions = decide(anchored(config))
+    decisions = fit_vocabulary(decisions, expected_vocabulary(decisions))
     config, architecture, plan = decisions.config, decisions.architecture, decisions.plan
     sequence = decided(config.train.sequence)
     flops = count_flops(architecture, sequence)
@@ -73,6 +73,7 @@ def dry_run(config: Config) -> None:
             (key, f"{_value(config, key)}  ({reason})") for key, reason in sorted(decisions.reasons.items())
         ]
         console.print(key_value_table(rows, title="decided by Scrimp"))
+    decisions.refuse_misfit()
 
 
 def _value(config: Config, key: str) -> object:
@@ -83,14 +84,18 @@ def _value(config: Config, key: str) -> object:
 
 
 def load_executable(target: Target, device_name: str) -> Executable:
-    """The target's model in its own format on a device, ready for inference."""
+    """The target's model on a device, ready for inference: a run in the format of its parameters,
+    a Hugging Face folder in bf16 on CUDA and fp32 on a CPU."""
     device = resolve_device(device_name)
-    on_cuda = device.torch_device.type == "cuda"
-    dtype = torch.bfloat16 if on_cuda else torch.float32
+    dtype = torch.bfloat16 if device.torch_device.type == "cuda" else torch.float32
+    if target.checkpoint is not None:
+        dtype = next(target.checkpoint.tensors(MODEL_PREFIX))[1].dtype
     model = Decoder(target.architecture, device=device.torch_device, dtype=dtype)
     target.fill(model)
     model.eval()
-    return Executable(model, device.torch_device, "bf16" if on_cuda else "fp32", loss_chunk=1024)
+    return Executable(
+        model, device.torch_device, "fp32" if dtype == torch.float32 else "bf16", loss_chunk=1024
+    )
 
 
 def evaluate_target(
@@ -133,6 +138,7 @@ def evaluate_target(
                 ("bits per byte", f"{result.bits_per_byte:.4f}"),
                 ("tokens", f"{result.num_targets:,} in {documents:,} documents"),
                 ("sequence", f"{length:,}"),
+                ("format", executable.precision),
             ],
             title=f"{folder} on {data}, measured",
         )

@@ -61,26 +61,27 @@ class NonFiniteGuard:
         self.patience = patience
         self.in_a_row = 0
 
-    def check(self, step: int, loss: float, grad_norm: float) -> str | None:
-        """Reason to skip this step, or None.
-
-        Raises:
-            TrainingError: `patience` steps in a row were not finite.
-        """
+    def check(self, loss: float, grad_norm: float) -> str | None:
+        """Reason to skip this step, or None."""
         if math.isfinite(loss) and math.isfinite(grad_norm):
             self.in_a_row = 0
             return None
         self.in_a_row += 1
-        reason = f"loss {loss}, gradient norm {grad_norm}"
+        return f"loss {loss}, gradient norm {grad_norm}"
+
+    def stop_if_exhausted(self, step: int) -> None:
+        """End the run after too many skipped steps.
+
+        Raises:
+            TrainingError: the last `patience` steps were not finite.
+        """
         if self.in_a_row >= self.patience:
             raise TrainingError(
                 f"{self.in_a_row} steps in a row up to step {step} were not finite",
-                got=reason,
                 expected="finite loss and gradients",
                 do="resume from the last checkpoint with a lower --train.lr in a new run (--model.weights), or look "
                 "at the data of these steps; events.jsonl lists every skipped step",
             )
-        return reason
 
 
 class StopSignals:

@@ -141,6 +141,14 @@ class Trainer:
             self.line.message(f"metrics are waiting in memory: {self.log.trouble}")
         self._log_trouble = self.log.trouble is not None
 
+    def wait_for_checkpoint(self) -> None:
+        """Wait for a checkpoint that is being written; record it, or that it failed."""
+        try:
+            self.store.wait()
+        except StorageError as error:
+            self.checkpoint_failed(error)
+        self.report_checkpoints()
+
     def checkpoint_failed(self, error: StorageError) -> None:
         """Record that a checkpoint could not be written; older ones are untouched."""
         self._last_saved = None
@@ -167,6 +175,7 @@ class Trainer:
                 self.line.update(record)
                 self._watch(result)
                 self.report_checkpoints()
+                self._non_finite.stop_if_exhausted(self.position.step)
                 if self._is_due(self.train.checkpoint_every) and self.position.step < self.train.steps:
                     try:
                         self.save()
@@ -234,7 +243,7 @@ class Trainer:
         norm = self.optimizer.gradient_norm()
         loss = float(total) / max(1, num_targets)
         lr = learning_rate(self.position.step, self.train)
-        reason = self._non_finite.check(self.position.step + 1, loss, norm)
+        reason = self._non_finite.check(loss, norm)
         if reason is None:
             self.optimizer.clip(norm, self.train.clip)
             self.optimizer.step(lr)

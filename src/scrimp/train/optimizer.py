@@ -69,7 +69,8 @@ class AdamW:
 
     def gradient_norm(self) -> float:
         """Global 2-norm of the gradients; waits for the device."""
-        return float(torch.nn.utils.get_total_norm(self._gradients()))
+        norms = torch._foreach_norm(self._gradients(), 2, dtype=torch.float32)
+        return float(torch.linalg.vector_norm(torch.stack(norms)))
 
     def clip(self, norm: float, limit: float) -> None:
         """Scale the gradients so that their norm, `norm` now, is at most `limit` (0: no limit)."""

@@ -7,9 +7,10 @@ advisory file lock, which the system releases however the process ends.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -47,7 +48,7 @@ def refuse_used_folder(run_dir: Path) -> None:
             do=f"continue it with `scrimp train --run.dir {run_dir} --resume`, or choose another --run.dir",
         )
     if run_dir.is_dir():
-        strangers = sorted(entry.name for entry in run_dir.iterdir() if entry.name != LOCK)
+        strangers = sorted(entry.name for entry in run_dir.iterdir() if not _is_leftover(entry))
         if strangers:
             raise StorageError(
                 f"{run_dir} is not empty and holds no run",
@@ -59,6 +60,35 @@ def refuse_used_folder(run_dir: Path) -> None:
         raise StorageError(
             f"{run_dir} is not a folder", expected="a new folder", do="choose another --run.dir"
         )
+
+
+def _is_leftover(entry: Path) -> bool:
+    """What a run leaves that was killed before its configuration, the last of its first files, was there."""
+    if entry.name == CHECKPOINTS:
+        return not any(entry.iterdir())
+    return entry.name in (LOCK, TOKENIZER, PLAN) or (entry.name[0] == "." and entry.name.endswith(".partial"))
+
+
+@contextlib.contextmanager
+def claim_new_folder(config: Config) -> Iterator[Path]:
+    """Hold the folder of a new run, locked. Where the user named none, the next free one is taken, also when
+    several runs start at once.
+
+    Raises:
+        CheckpointError, StorageError: the folder that the user named came into use meanwhile.
+    """
+    while True:
+        run_dir = choose_run_dir(config)
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(RunLock(run_dir))
+                refuse_used_folder(run_dir)
+            except (CheckpointError, StorageError):
+                if config.run.dir is not None or not (run_dir / LOCK).exists():
+                    raise
+                continue
+            yield run_dir
+            return
 
 
 class RunLock:
@@ -80,10 +110,17 @@ class RunLock:
             ) from None
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             self._file.close()
             raise StorageError(
                 f"{self._run_dir} is in use", got="another process trains in it", do="wait for it or stop it"
+            ) from None
+        except OSError as error:
+            self._file.close()
+            raise StorageError(
+                f"{self._run_dir} cannot be locked",
+                got=error.strerror or str(error),
+                do="choose a --run.dir on a file system with locks",
             ) from None
         return self
 
@@ -112,7 +149,13 @@ def config_to_resume(saved: Config, now: Config, given: Collection[str]) -> Conf
     Raises:
         CheckpointError: a given key differs from the saved run and decides its numbers.
     """
-    changed = {key: pair for key, pair in differences(saved, now).items() if key in given}
+    # A choice that the user left to Scrimp has been made, and is kept.
+    open_choices = (None, "auto")
+    changed = {
+        key: (old, new)
+        for key, (old, new) in differences(saved, now).items()
+        if key in given and new not in open_choices
+    }
     refused = {key: pair for key, pair in changed.items() if key not in MAY_CHANGE_ON_RESUME}
     if refused:
         raise CheckpointError(

@@ -22,10 +22,11 @@ from scrimp.config import (
     decided,
     resolve,
 )
-from scrimp.data import Corpus, CorpusSpec, open_corpus
-from scrimp.errors import CheckpointError, ConfigError, DataError
+from scrimp.data import Corpus, CorpusSpec, is_corpus, load_tokenizer, open_corpus
+from scrimp.errors import CheckpointError, ConfigError, DataError, ModelError
 from scrimp.measure import Device, resolve_device
-from scrimp.plan import Plan, build_plan
+from scrimp.plan import Plan, build_plan, refuse_misfit
+from scrimp.train.run_folder import TOKENIZER
 from scrimp.train.weights import architecture_of_weights, tokenizer_of_weights
 
 BPE_LIMIT = 32_768
@@ -43,6 +44,16 @@ class Decisions:
     plan: Plan
     reasons: dict[str, str]
     """Dotted key to the reason of an automatic choice."""
+
+    def refuse_misfit(self) -> None:
+        """Raise PlanError if the run exceeds its budget or the memory that is free."""
+        refuse_misfit(
+            self.config,
+            self.architecture,
+            self.plan,
+            available_bytes=self.device.available_bytes,
+            device_is_host=self.device.is_host,
+        )
 
 
 def decide(config: Config, *, architecture: Architecture | None = None) -> Decisions:
@@ -80,7 +91,6 @@ def _plan_for(
         architecture,
         device_name=device.name,
         device_is_host=device.is_host,
-        available_bytes=device.available_bytes,
         torch_version=torch.__version__,
         reasons=reasons,
     )
@@ -91,6 +101,12 @@ def _decide_tokenizer(config: Config, architecture: Architecture, reasons: dict[
     data = config.data
     if data.tokenizer == "auto":
         folder = tokenizer_of_weights(config.model.weights) if config.model.weights else None
+        if config.model.weights and folder is None and not is_corpus(Path(data.source)):
+            raise ModelError(
+                f"{config.model.weights} has no tokenizer that can be read",
+                expected="a tokenizer.json: the weights mean nothing to another tokenizer's ids",
+                do="save the model's tokenizer there with transformers, or name one with --data.tokenizer",
+            )
         choice = str(folder) if folder else "auto"
         if folder:
             reasons["data.tokenizer"] = "the tokenizer of model.weights"
@@ -159,11 +175,21 @@ def name_tokenizer(decisions: Decisions, corpus: Corpus) -> Decisions:
     return dataclasses.replace(decisions, config=config, reasons=reasons)
 
 
-def fit_vocabulary(decisions: Decisions, corpus: Corpus) -> Decisions:
-    """Give the model as many embedding rows as the tokenizer needs, or refuse a tokenizer that
-    has more entries than the model has rows."""
+def expected_vocabulary(decisions: Decisions) -> int:
+    """Entries of the tokenizer that a run will have, before its corpus is prepared: of one that
+    is still to be trained, as many as it may get."""
+    data = decisions.config.data
+    if data.source != "stdlib" and is_corpus(Path(data.source)):
+        return load_tokenizer(Path(data.source) / TOKENIZER).vocab_size
+    if data.tokenizer in ("auto", "bpe"):
+        return decided(data.vocab_size)
+    return load_tokenizer(data.tokenizer).vocab_size
+
+
+def fit_vocabulary(decisions: Decisions, needed: int) -> Decisions:
+    """Give the model as many embedding rows as the tokenizer's `needed` entries, or refuse a tokenizer
+    that has more of them than the model has rows."""
     config, architecture = decisions.config, decisions.architecture
-    needed = corpus.tokenizer.vocab_size
     if _vocabulary_follows(config):
         rows = -(-needed // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
         reasons = dict(decisions.reasons)
@@ -181,8 +207,3 @@ def fit_vocabulary(decisions: Decisions, corpus: Corpus) -> Decisions:
             do="use the tokenizer that belongs to the model (--data.tokenizer FOLDER), or set --model.vocab-size",
         )
     return decisions
-
-
-def absolute(path: Path | None) -> Path | None:
-    """`path` from the root, so that a saved configuration works from another folder."""
-    return None if path is None else path.expanduser().absolute()

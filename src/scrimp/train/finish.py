@@ -1,0 +1,141 @@
+"""The end of a run: last evaluation and checkpoint, a sample, measured figures, the report.
+
+A checkpoint that cannot be written does not cost the rest: the sample and the report follow, and the
+error is raised last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+
+from scrimp.config import decided
+from scrimp.errors import ScrimpError, StorageError, TrainingError
+from scrimp.measure import remember_throughput
+from scrimp.model import Decoder, generate
+from scrimp.plan import Figures
+from scrimp.report import write_report
+from scrimp.report.units import format_bytes, format_rate
+from scrimp.train.guards import StopSignals
+from scrimp.train.loop import Trainer
+from scrimp.train.run_folder import PLAN, write_text
+
+SAMPLE_TOKENS = 96
+WARM_UP_STEPS = 5
+"""First steps, which are left out of the measured rate."""
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """How a run ended."""
+
+    run_dir: Path
+    exit_code: int
+    """0 done, 130 after SIGINT, 143 after SIGTERM."""
+    step: int
+    eval_loss: float | None
+    report: Path
+
+
+def finish(run_dir: Path, trainer: Trainer, signals: StopSignals) -> RunSummary:
+    """Leave a complete run folder, and say how to go on.
+
+    Raises:
+        StorageError: the last checkpoint could not be written.
+    """
+    step, line = trainer.position.step, trainer.line
+    is_done = step >= trainer.train.steps
+    evaluation = trainer.evaluate() if is_done else None
+    failure = save_last(trainer)
+    if is_done:
+        _sample(trainer)
+        trainer.log.event("finish", step, "all steps done")
+    elif signals.received is not None:
+        trainer.log.event("signal", step, f"{signals.received.name}: the run can be resumed")
+    _write_measured_plan(run_dir, trainer)
+    report = write_report(run_dir)
+    if signals.received is not None and not is_done:
+        line.message(f"stopped after step {step:,}; go on with: scrimp train --run.dir {run_dir} --resume")
+    line.message(f"report: {report}")
+    if failure is not None:
+        raise failure
+    code = 0 if is_done else signals.exit_code
+    return RunSummary(run_dir, code, step, evaluation.loss if evaluation else None, report)
+
+
+def save_last(trainer: Trainer) -> StorageError | None:
+    """Write a checkpoint of this step and wait for it; the error if that fails."""
+    trainer.line.phase("writing the checkpoint")
+    trainer.wait_for_checkpoint()  # an earlier one that failed must not keep this one from being tried
+    try:
+        trainer.save(wait=True)
+    except StorageError as error:
+        trainer.checkpoint_failed(error)
+        return error
+    trainer.report_checkpoints()
+    return None
+
+
+def finish_failed(run_dir: Path, trainer: Trainer, error: TrainingError) -> None:
+    """Record why a run stopped, keep what it learned, and write its report.
+
+    Skipped steps have not moved the weights: they are the last ones that came from finite gradients, worth a
+    checkpoint where the run has none. Older checkpoints are never pushed out by it.
+    """
+    trainer.wait_for_checkpoint()
+    if not trainer.store.complete():
+        save_last(trainer)
+    trainer.log.event("finish", trainer.position.step, str(error))
+    with contextlib.suppress(ScrimpError):  # the run's own error is the one to show
+        trainer.line.message(f"report: {write_report(run_dir)}")
+
+
+def _sample(trainer: Trainer) -> None:
+    """Continue the beginning of a document, held out where there is one, as a reader would judge."""
+    trainer.line.phase("generating a sample")
+    corpus = trainer.corpus
+    tokenizer, stream = corpus.tokenizer, corpus.held_out if corpus.held_out.num_tokens else corpus.train
+    context = trainer.decisions.architecture.context
+    prompt_ids = [int(i) for i in stream.read(0, min(16, stream.num_tokens, max(1, context - 1)))]
+    model: Decoder = trainer.executable.model
+    model.eval()
+    with trainer.executable.autocast():
+        ids = list(
+            generate(
+                model,
+                prompt_ids,
+                max_tokens=min(SAMPLE_TOKENS, context - len(prompt_ids)),
+                temperature=0.8,
+                top_p=0.95,
+                seed=trainer.config.run.seed,
+                end_ids=tokenizer.end_ids,
+            )
+        )
+    model.train()
+    prompt = tokenizer.decode(prompt_ids)
+    text = tokenizer.decode(prompt_ids + ids).removeprefix(prompt)
+    reason = "beginning of a document, temperature 0.8"
+    trainer.log.event("sample", trainer.position.step, reason, prompt=prompt, text=text)
+    trainer.line.message(f"sample (prompt | continuation):\n{prompt} | {text}")
+
+
+def _write_measured_plan(run_dir: Path, trainer: Trainer) -> None:
+    """Put what was measured beside the plan's predictions, and remember the rate."""
+    rates = trainer.rates[WARM_UP_STEPS:]
+    if not rates:
+        return
+    rate = statistics.median(rates)
+    measured = Figures(
+        peak_device_bytes=trainer.meter.peak_device_bytes(),
+        peak_host_bytes=trainer.meter.peak_host_bytes(),
+        step_seconds=decided(trainer.train.batch_tokens) / rate,
+    )
+    plan = dataclasses.replace(trainer.decisions.plan, measured=measured)
+    write_text(run_dir / PLAN, plan.to_json())
+    remember_throughput(plan, trainer.config, rate)
+    trainer.line.message(
+        f"{format_rate(rate)} (median, measured); peak memory {format_bytes(measured.peak_device_bytes)} (measured)"
+    )

@@ -1,0 +1,131 @@
+"""What a run starts from: a configuration alone, or a run folder with its newest good checkpoint.
+
+Everything that can be refused is refused here, before a step is taken. For a new run nothing has been
+written by then, so bad input leaves no folder behind; the folder is claimed afterwards. A run
+that is resumed is locked first: which checkpoint is the newest must not change while it is chosen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from scrimp.config import MAY_CHANGE_ON_RESUME, Config, differences, load_config
+from scrimp.data import Corpus
+from scrimp.errors import CheckpointError, DataError
+from scrimp.train.checkpoint import Checkpoint, CheckpointStore
+from scrimp.train.run_folder import CONFIG, TOKENIZER, config_to_resume, saved_config
+from scrimp.train.setup import Decisions, decide, fit_vocabulary, name_tokenizer, open_run_corpus
+from scrimp.train.weights import architecture_of_checkpoint
+
+KEYWORDS = frozenset({"auto", "stdlib", "bytes", "bpe"})
+"""Sources and tokenizers that are names, never paths: ./stdlib is the folder."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """A run that is about to take its next step."""
+
+    decisions: Decisions
+    corpus: Corpus
+    checkpoint: Checkpoint | None = None
+    """None begins at step 0."""
+    notes: list[str] = field(default_factory=list)
+    """Damaged checkpoints that were passed over."""
+
+
+def fresh_start(config: Config) -> Start:
+    """Decide a new run and open its data."""
+    decisions = decide(anchored(config))
+    decisions.refuse_misfit()  # before a corpus is prepared in vain
+    corpus = open_run_corpus(decisions)
+    return Start(_fitted(decisions, corpus), corpus)
+
+
+def resumed_start(run_dir: Path, config: Config, given: Collection[str]) -> Start:
+    """Go on with a run from its newest good checkpoint, or from step 0 where it has none yet.
+
+    Raises:
+        CheckpointError: no checkpoint can be used, or it belongs to another model, configuration or
+            corpus than the folder says.
+    """
+    saved = saved_config(run_dir)
+    config = config_to_resume(saved, anchored(config), given)
+    checkpoint, errors = CheckpointStore(run_dir, keep_last=1, keep_every=0).latest()
+    if checkpoint is None and errors:
+        raise CheckpointError(
+            f"no checkpoint of {run_dir} can be used",
+            got="; ".join(str(error) for error in errors),
+            do="restore one from a copy, or start a new run; nothing was changed",
+        )
+    if checkpoint is not None:
+        _refuse_other_configuration(checkpoint, saved, run_dir)
+    config = anchored(dataclasses.replace(config, run=dataclasses.replace(config.run, dir=run_dir)))
+    config = _with_own_tokenizer(config, run_dir)
+    decisions = decide(config, architecture=architecture_of_checkpoint(checkpoint) if checkpoint else None)
+    corpus = open_run_corpus(decisions)
+    if checkpoint is not None and checkpoint.state["data_digest"] != corpus.digest:
+        raise CheckpointError(
+            "the data are not those that the run was trained on",
+            got=f"shards with digest {corpus.digest[:12]}",
+            expected=str(checkpoint.state["data_digest"])[:12],
+            do="restore the source and the tokenizer, or start a new run with --model.weights",
+        )
+    return Start(
+        _fitted(decisions, corpus), corpus, checkpoint, [f"passed over: {error}" for error in errors]
+    )
+
+
+def _fitted(decisions: Decisions, corpus: Corpus) -> Decisions:
+    decisions = fit_vocabulary(name_tokenizer(decisions, corpus), corpus.tokenizer.vocab_size)
+    decisions.refuse_misfit()
+    return decisions
+
+
+def anchored(config: Config) -> Config:
+    """Paths from the root, so that the saved configuration works from any folder."""
+    data, model = config.data, config.model
+    data = dataclasses.replace(
+        data,
+        source=_anchored_name(data.source),
+        tokenizer=_anchored_name(data.tokenizer),
+        cache=None if data.cache is None else data.cache.expanduser().absolute(),
+    )
+    weights = None if model.weights is None else model.weights.expanduser().absolute()
+    return dataclasses.replace(config, data=data, model=dataclasses.replace(model, weights=weights))
+
+
+def _anchored_name(name: str) -> str:
+    if name in KEYWORDS or name.startswith("hf:"):
+        return name
+    try:
+        path = Path(name).expanduser()
+        return str(path.absolute()) if path.exists() else name
+    except (RuntimeError, OSError) as error:  # ~ of a user who does not exist; a name that is too long
+        raise DataError(f"{name[:80]} cannot be a path", got=error, do="write the path out") from None
+
+
+def _refuse_other_configuration(checkpoint: Checkpoint, saved: Config, run_dir: Path) -> None:
+    """The folder's config.toml must be the one that the checkpoint was made with."""
+    then = load_config(checkpoint.folder / CONFIG)
+    changed = {key: pair for key, pair in differences(then, saved).items() if key not in MAY_CHANGE_ON_RESUME}
+    if changed:
+        raise CheckpointError(
+            f"{run_dir / CONFIG} is not the configuration of {checkpoint.folder.name}",
+            got="; ".join(
+                f"{key} = {new} (the checkpoint has {old})" for key, (old, new) in sorted(changed.items())
+            ),
+            do=f"put {checkpoint.folder / CONFIG} back, or start a new run with --model.weights {run_dir}",
+        )
+
+
+def _with_own_tokenizer(config: Config, run_dir: Path) -> Config:
+    """Use the run's copy of its tokenizer where the folder that it came from is gone."""
+    name = config.data.tokenizer
+    if name in KEYWORDS or Path(name).exists():
+        return config
+    return dataclasses.replace(
+        config, data=dataclasses.replace(config.data, tokenizer=str(run_dir / TOKENIZER))
+    )
