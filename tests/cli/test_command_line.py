@@ -62,7 +62,7 @@ def test_order_and_spelling_do_not_matter(calls, tmp_path, words) -> None:
 
 
 def test_an_option_with_its_default_value_counts_as_given(calls) -> None:
-    main(["train", "--train.steps", "300", "--data.mask-documents"])
+    main(["train", "--train.steps", "200", "--data.mask-documents"])
     config, keywords = trained(calls)
     assert config == Config()
     assert keywords["given"] == {"train.steps", "data.mask_documents"}

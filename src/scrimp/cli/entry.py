@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import signal
 import sys
@@ -47,11 +48,13 @@ Scrimp trains language models with the bits, bytes and devices you have.
 scrimp COMMAND --help explains a command's options; scrimp --version prints the version."""
 
 _STORAGE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+_PATH_ERRNOS = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code and lets no exception out."""
     words = list(sys.argv[1:] if argv is None else argv)
+    _prepare_process()
     try:
         with _sigterm_unwinds():
             code = _dispatch(words)
@@ -70,13 +73,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         _silence_stdout()
         return 1
     except OSError as error:
-        if error.errno not in _STORAGE_ERRNOS:
+        if error.errno not in _STORAGE_ERRNOS + _PATH_ERRNOS:
             return _bug()
-        path = f": {error.filename}" if error.filename else ""
-        show_error(StorageError(f"{error.strerror}{path}", do="free space or choose another folder"))
+        path = f": {str(error.filename)[:200]}" if error.filename else ""
+        do = "free space or choose another folder" if error.errno in _STORAGE_ERRNOS else "give another path"
+        show_error(StorageError(f"{error.strerror}{path}", do=do))
         return StorageError.exit_code
     except Exception:
         return _bug()
+
+
+def _prepare_process() -> None:
+    """Settings of this process that must stand before torch is imported or text is printed."""
+    # GNU OpenMP's threads spin for milliseconds at the end of every operation. On cores that other programs
+    # use too, they spin away the very time that the slower thread needs: a step took up to seven times as
+    # long. After 10,000 turns (some 20 us) they sleep; measured in docs/lab-log.md.
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    for stream in (sys.stdout, sys.stderr):
+        # Text of a corpus has any character; a terminal that cannot show one must not end the command.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _dispatch(words: Sequence[str]) -> int:

@@ -86,12 +86,8 @@ def _train_in(run_dir: Path, start: Start) -> RunSummary:
         trainer = _make_trainer(start, store, log, line, files)
         _announce(trainer, run_dir, start)
         try:
-            with _deterministic(trainer.executable.device):
+            with _named_failures(trainer), _deterministic(trainer.executable.device):
                 trainer.run(signals)
-        except torch.OutOfMemoryError as error:
-            failure = _out_of_memory(trainer, error)
-            finish_failed(run_dir, trainer, failure)
-            raise failure from None
         except TrainingError as failure:
             finish_failed(run_dir, trainer, failure)
             raise
@@ -181,6 +177,20 @@ def _deterministic(device: torch.device) -> Iterator[None]:
         torch.backends.cuda.enable_mem_efficient_sdp(True)
 
 
+@contextlib.contextmanager
+def _named_failures(trainer: Trainer) -> Iterator[None]:
+    """Turn what a machine cannot do into errors that say what to do."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise _out_of_memory(trainer, error) from None
+    except RuntimeError as error:
+        # By module: importing the compiler's exceptions would import the compiler.
+        if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+            raise _not_compiled(error) from None
+        raise
+
+
 def _out_of_memory(trainer: Trainer, error: torch.OutOfMemoryError) -> TrainingError:
     train = trainer.train
     return TrainingError(
@@ -188,6 +198,15 @@ def _out_of_memory(trainer: Trainer, error: torch.OutOfMemoryError) -> TrainingE
         got=str(error).split(". ")[0],
         do=f"lower --train.micro-batch (now {train.micro_batch}), or --train.loss-chunk (now {train.loss_chunk}), "
         "and go on with --resume",
+    )
+
+
+def _not_compiled(error: Exception) -> TrainingError:
+    return TrainingError(
+        "the blocks cannot be compiled on this machine",
+        got=str(error).strip().splitlines()[0],
+        expected="a working C++ compiler, and Triton on CUDA",
+        do="install one, or go on with --resume --train.compile off",
     )
 
 
