@@ -250,7 +250,7 @@ def test_a_micro_batch_beyond_32_bit_positions_is_refused() -> None:
 def test_differences_name_what_changed() -> None:
     now = replace_values(Config(), {"train.steps": 5, "device": "cpu", "run.dir": Path("a")})
     assert differences(Config(), now) == {
-        "train.steps": (300, 5),
+        "train.steps": (200, 5),
         "device": ("auto", "cpu"),
         "run.dir": (None, Path("a")),
     }

@@ -84,7 +84,25 @@ def test_links_and_packages_in_the_documents_exist(name: str) -> None:
     for package in re.findall(r"`scrimp\.([a-z_.]+)`", text):
         parts = package.split(".")
         # A name is a package, a module, or something that a module defines.
-        places = [ROOT / "src" / "scrimp" / "/".join(parts[:size]) for size in (len(parts), len(parts) - 1)]
+        places = [
+            ROOT / "src" / "scrimp" / "/".join(parts[:size]) for size in (len(parts), len(parts) - 1) if size
+        ]
         assert any(place.is_dir() or place.with_suffix(".py").exists() for place in places), package
     for script in re.findall(r"benchmarks/\w+\.py", text):
         assert (ROOT / script).exists(), script
+
+
+def test_no_document_waits_for_its_figures() -> None:
+    for path in (ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")):
+        assert "@@" not in path.read_text(encoding="utf-8"), path
+
+
+def test_every_test_that_a_docstring_names_exists() -> None:
+    missing = []
+    for path in (ROOT / "src").rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        named = re.findall(r"tests/[\w/]+\.py", text)
+        for first, more in re.findall(r"(tests/[\w/]+/)\w+\.py((?:[,;] (?:and )?\w+\.py)+)", text):
+            named += [first + name for name in re.findall(r"\w+\.py", more)]
+        missing += [f"{path.name}: {name}" for name in named if not (ROOT / name).exists()]
+    assert not missing

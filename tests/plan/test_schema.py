@@ -42,7 +42,9 @@ def test_a_plan_reads_back_as_it_was_written() -> None:
 
 def test_every_gemm_and_every_block_has_a_line_of_its_own() -> None:
     lines = make_plan().to_json().splitlines()
-    assert sum('"fprop"' in line for line in lines) == sum('"wgrad"' in line for line in lines)
+    num_layers = RESOLUTION.architecture.num_layers
+    assert sum('"fprop"' in line for line in lines) == 4 * num_layers + 1
+    assert sum('"activations"' in line for line in lines) == num_layers
     assert any(line.strip().startswith('"blocks.0.mlp.down"') for line in lines)
 
 

@@ -209,6 +209,15 @@ def test_a_plan_that_does_not_fit_is_shown_before_it_is_refused(capsys: pytest.C
     assert "does not fit" in out.err
 
 
+def test_several_ranks_are_refused_by_name(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(flags(corpus, tmp_path / "run", "--train.steps=1")) == 2
+    assert "WORLD_SIZE=2" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 def test_waiting_for_the_lock_is_not_waiting_forever(tmp_path: Path) -> None:
     began = time.monotonic()
     with RunLock(tmp_path), pytest.raises(StorageError), RunLock(tmp_path):

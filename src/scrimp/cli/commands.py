@@ -91,7 +91,7 @@ class Prepare:
     held_out: float = 0.02
     """Share of the documents kept for evaluation, chosen by a hash of their text."""
     workers: int | None = None
-    """Documents encoded at the same time. Unset: one per core."""
+    """Documents encoded at a time. Unset, or not fewer than there are cores: all cores."""
 
     def execute(self, given: frozenset[str]) -> int:
         check_range("--bpe-vocab-size", self.bpe_vocab_size, RANGES["data.vocab_size"])

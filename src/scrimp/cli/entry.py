@@ -2,7 +2,7 @@
 
 =====  ========================================================================================
 0      done
-2      the input cannot be used: a `ScrimpError`, or storage that is full or forbidden
+2      the input cannot be used: any `ScrimpError` but TrainingError, or storage that is full
 1      anything else; a traceback is shown only for what must be a bug in Scrimp
 130    interrupted by SIGINT
 143    ended by SIGTERM

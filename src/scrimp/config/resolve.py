@@ -7,7 +7,8 @@ it again changes nothing, so the saved configuration reproduces the run.
 The decisions, and why (P is the number of parameters):
 
 ===================  ==============================================================================
-precision            bf16 on CUDA, whose matrix units run it many times faster; fp32 elsewhere.
+precision            bf16 on CUDA, whose matrix units run it many times faster; fp32 on a CPU: only
+                     some (AMX) run bf16 faster, and on the others it is many times slower.
 parameters           the precision's own: fp32 for fp32, bf16 for bf16 (half the bytes of weights and
                      gradients), then with fp32 master weights, since a bf16 weight loses updates
                      smaller than 1/256 of itself.
@@ -22,7 +23,7 @@ lr                   min(3e-3, 0.8 / width): Adam's stable rate falls as one ove
 warmup_steps         a twentieth of the run, at most 2,000, at least 1.
 eval_every           a tenth of the run.
 eval_tokens          as many as four steps train on, so that ten evaluations cost about as much as
-                     fifteen steps (a forward pass is a third of a step).
+                     thirteen steps (a forward pass is a third of a step).
 checkpoint_every     a tenth of the run, at least 50; with keep_every, the largest divisor of it.
 loss_chunk           0 (all tokens at once) where the fp32 logits of a micro-batch fit into 64 MiB on a CPU
                      or 512 MiB on CUDA; else the largest power of two tokens that fits. A chunk of t
@@ -144,7 +145,7 @@ def differences(saved: Config, now: Config) -> dict[str, tuple[object, object]]:
 def _precision(device_type: str) -> _Decision:
     if device_type == "cuda":
         return "bf16", "CUDA's matrix units run bf16 many times faster than fp32"
-    return "fp32", f"few machines run bf16 faster than fp32 on {device_type}"
+    return "fp32", "fast on every CPU; on one with AMX units --precision bf16 is faster still"
 
 
 def _parameters(precision: str) -> _Decision:

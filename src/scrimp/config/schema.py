@@ -1,8 +1,9 @@
 """Every setting of a run: frozen, typed dataclasses, one docstring under each field.
 
 The same fields make the TOML file, the command line (`--train.batch-tokens`) and the saved
-`config.toml`. ``None`` means "Scrimp decides": `scrimp.config.resolve` replaces every None
-by a value and keeps the reason, so that the saved configuration has no open choice left.
+`config.toml`. ``None`` and "auto" mean "Scrimp decides": `scrimp.config.resolve` and the start of a run put a value in
+their place and keep the reason. What stays None in a saved configuration means none: no budget,
+no change to the preset's sizes, the user's own cache folder.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ Checked    tests/data/test_prepare.py: kills at random moments, worker counts, f
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -90,7 +90,7 @@ def prepare(
     Args:
         spec: the source and what decides its tokens.
         out: a folder that is new, empty, or was begun with the same source and settings.
-        workers: documents encoded at a time; None for as many as there are cores.
+        workers: documents encoded at a time; None, or not fewer than there are cores: all cores.
         shard_tokens: a shard ends with the document that brings it to this many tokens.
         progress: show what is being done on standard error.
 
@@ -258,12 +258,7 @@ def _look_through(source: Source, held_out: float, progress: bool) -> Split:
             got="only blank text" if not source.skipped else _in_words(source.skipped),
             expected="at least one document",
         )
-    return choose_threshold(_with_first(first, stream), held_out)
-
-
-def _with_first(first: Document, rest: Iterable[Document]) -> Iterator[Document]:
-    yield first
-    yield from rest
+    return choose_threshold(itertools.chain([first], stream), held_out)
 
 
 def _in_words(skipped: dict[str, int]) -> str:

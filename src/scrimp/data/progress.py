@@ -77,10 +77,10 @@ class Progress:
                 DownloadColumn(),
                 TransferSpeedColumn(),
                 TimeRemainingColumn(),
-                TextColumn("{task.fields[detail]}"),
+                TextColumn("{task.fields[detail]}", markup=False),
             )
             self._bar = Bar(
-                TextColumn("{task.description}"),
+                TextColumn("{task.description}", markup=False),
                 BarColumn(),
                 *columns,
                 console=Console(stderr=True),

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -300,9 +299,3 @@ def _minimal_config(tokenizer: Tokenizer) -> str:
         "clean_up_tokenization_spaces": False,
     }
     return json.dumps(config, indent=2) + "\n"
-
-
-def remove_folder(folder: Path) -> None:
-    """Remove a folder that this room wrote."""
-    with storage(folder, "remove"):
-        shutil.rmtree(folder)

@@ -1,8 +1,8 @@
 """Tokens per second that earlier runs reached on this machine, for `scrimp plan`.
 
 A dry run starts nothing, so it can only tell a speed that was measured before. Each run leaves
-its median rate in a small JSON file in the user's cache folder, keyed by everything that decides
-the rate: model, device, torch, precision, sequence, micro-batch, compile. The file is a
+its median rate in a small JSON file in the user's cache folder, keyed by what decides the rate most:
+model, device, torch, precision, sequence, micro-batch, compile. The file is a
 convenience: when it cannot be written or read, the rate is simply not known.
 """
 

@@ -17,8 +17,8 @@ Method   State per parameter (bytes), nothing sharded or offloaded::
 
          plus fp32 statistics: two norms and H softmax sums. QK norms add the projections before
          them; bf16 autocast over fp32 parameters a bf16 copy of the block's weights. The head's logits exist `chunk`
-         tokens at a time. The peak is the largest of the moments at which the sum of live tensors can
-         culminate: head and loss, the backward pass of one block, and the optimizer step.
+         tokens at a time. The peak is the larger of two moments: head and loss, and the backward pass of the
+         last block. The fused optimizer step needs no memory of its own.
 Limits   The allocator's rounding, cached blocks and library workspaces come on top: a run reports
          its measured peak beside this prediction.
 Checked  tests/plan/test_memory.py: within 3 % of the storages that autograd really saves.

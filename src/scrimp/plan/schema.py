@@ -1,7 +1,7 @@
 """The plan: a small JSON file that says how a run uses its bits, bytes and devices.
 
-``plan.json`` is complete (the same file gives the same run on the same machine), readable and
-diffable: fixed key order, one line per layer. Every choice carries its reason; predictions
+``plan.json`` is readable and diffable: fixed key order, one line per layer. With ``config.toml``, the
+data and the same machine it gives the same run. Every choice carries its reason; predictions
 stand in ``predicted``, and after the first steps what was measured stands beside them in
 ``measured``. The schema::
 
@@ -31,6 +31,7 @@ from typing import Any
 from scrimp.errors import PlanError
 
 VERSION = 1
+RESTORE = "copy plan.json from the newest checkpoint of the run"
 FORMATS = ("fp32", "bf16")
 """Formats that this version of Scrimp can run."""
 
@@ -136,7 +137,7 @@ class Plan:
             raise PlanError(
                 f"{origin} is not JSON",
                 got=str(error),
-                do="plan again, or restore the file from the run's plans/",
+                do=RESTORE,
             ) from None
         if not isinstance(raw, dict) or raw.get("scrimp_plan") != VERSION:
             version = raw.get("scrimp_plan") if isinstance(raw, dict) else type(raw).__name__
@@ -144,7 +145,7 @@ class Plan:
                 f"{origin} has another version",
                 got=repr(version),
                 expected=f'"scrimp_plan": {VERSION}',
-                do="plan again",
+                do=RESTORE,
             )
         raw = {key: value for key, value in raw.items() if key != "scrimp_plan"}
         sections: dict[str, Any] = dict(_checked(cls, raw, origin))
@@ -175,7 +176,7 @@ class Plan:
                         f"{origin}: {layer}.{gemm} cannot run in {fmt}",
                         got=fmt,
                         expected=" or ".join(FORMATS),
-                        do="plan again with --precision bf16",
+                        do=RESTORE,
                     )
 
     def check_runnable(self, decided: Plan, origin: str) -> None:
@@ -188,19 +189,17 @@ class Plan:
             mine, theirs = getattr(self, section), getattr(decided, section)
             if set(mine) != set(theirs):
                 odd = sorted(set(mine) ^ set(theirs))[0]
-                raise PlanError(f"{origin}: {section} are not those of the model", got=odd, do="plan again")
+                raise PlanError(f"{origin}: {section} are not those of the model", got=odd, do=RESTORE)
             for name, row in mine.items():
                 if dataclasses.replace(row, reason="") != dataclasses.replace(theirs[name], reason=""):
                     raise PlanError(
                         f"{origin}: {section}.{name} cannot be carried out",
                         got=json.dumps(dataclasses.asdict(row)),
                         expected=json.dumps(dataclasses.asdict(theirs[name])),
-                        do="restore the plan: this version runs one precision, everything on the device",
+                        do=f"{RESTORE}: this version runs one precision, everything on the device",
                     )
         if self.layout != decided.layout:
-            raise PlanError(
-                f"{origin}: layout cannot be carried out", expected="one device", do="restore the plan"
-            )
+            raise PlanError(f"{origin}: layout cannot be carried out", expected="one device", do=RESTORE)
 
     @classmethod
     def read(cls, path: Path) -> Plan:
@@ -239,7 +238,7 @@ def _checked(kind: type, value: object, where: str) -> Mapping[str, Any]:
                 if part
             ),
             expected=", ".join(fields),
-            do="plan again, or correct the file",
+            do=RESTORE,
         )
     scalars: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,)}
     scalars |= {"int | None": (int, type(None)), "float | None": (float, int, type(None))}
@@ -250,6 +249,6 @@ def _checked(kind: type, value: object, where: str) -> Mapping[str, Any]:
                 f"{where}.{name} has the wrong type",
                 got=f"{item!r}",
                 expected=str(fields[name].type),
-                do="plan again",
+                do=RESTORE,
             )
     return rows

@@ -5,7 +5,7 @@ A run ended in one of four ways, read from its events since it was last started:
 or failure event before its last step), or it is *open* (no word: it runs, or was killed).
 Rates are medians over the steps, so that compilation and evaluation pauses do not count; the
 final loss is given as it was at the last step, and as the mean of the last few, which is less
-noisy. Checked in tests/report/test_summary.py.
+noisy. Checked in tests/report/test_run_folder.py.
 """
 
 from __future__ import annotations

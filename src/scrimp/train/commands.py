@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from scrimp.config import Config, decided
+from scrimp.config import Config, decided, flatten
 from scrimp.data import CorpusSpec, Progress, open_corpus
 from scrimp.errors import ModelError
 from scrimp.measure import device_peaks, recall_throughput, resolve_device
@@ -28,7 +28,7 @@ from scrimp.train.weights import MODEL_PREFIX, Target, open_target
 def _console() -> Any:
     from rich.console import Console
 
-    return Console()
+    return Console(markup=False, highlight=False)
 
 
 def dry_run(config: Config) -> None:
@@ -70,17 +70,10 @@ def dry_run(config: Config) -> None:
     console.print(account_table(account.rows(), title=f"predicted bytes, peak {format_bytes(account.peak)}"))
     if decisions.reasons:
         rows = [
-            (key, f"{_value(config, key)}  ({reason})") for key, reason in sorted(decisions.reasons.items())
+            (key, f"{flatten(config)[key]}  ({reason})") for key, reason in sorted(decisions.reasons.items())
         ]
         console.print(key_value_table(rows, title="decided by Scrimp"))
     decisions.refuse_misfit()
-
-
-def _value(config: Config, key: str) -> object:
-    value: object = config
-    for part in key.split("."):
-        value = getattr(value, part)
-    return value
 
 
 def load_executable(target: Target, device_name: str) -> Executable:

@@ -6,8 +6,8 @@ One step, over micro-batches i of a batch with N real targets in all::
     backward of (cross_entropy_i + z_i) / N for each i, gradients add up
     skip if loss or gradient norm is not finite; clip; update; next
 
-The state of a run is small: parameters, optimizer, random state, and three integers (step,
-samples, updates). Everything else (data order, learning rate, initialisation) is a function of
+The state of a run is small: parameters, optimizer, random state, and two integers (step and
+updates). Everything else (data order, learning rate, initialisation) is a function of
 the configuration and of these, which is why a resumed run repeats the same losses bit for bit.
 
 Shapes: B rows, T tokens.
@@ -17,14 +17,13 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from scrimp.config import decided
-from scrimp.data import Batch, Corpus, Loader
+from scrimp.data import Corpus, Loader
 from scrimp.errors import StorageError
 from scrimp.measure import MemoryMeter
 from scrimp.plan import count_flops, gemm_formats, ideal_seconds_per_token, mfu
@@ -44,12 +43,11 @@ RANDOM_STATE = "random.torch"
 
 @dataclasses.dataclass
 class Position:
-    """How far a run is; with the tensors, its whole state."""
+    """How far a run is; with the tensors, its whole state. Samples and tokens follow from the step."""
 
     step: int = 0
-    samples: int = 0
-    tokens: int = 0
     updates: int = 0
+    """Steps that moved the weights: those that were not skipped."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,7 +213,7 @@ class Trainer:
         return result
 
     def _is_due(self, every: int | None) -> bool:
-        return bool(every) and self.position.step % every == 0  # type: ignore[operator]
+        return decided(every) > 0 and self.position.step % decided(every) == 0
 
     def _loader(self) -> Loader:
         train = self.train
@@ -225,12 +223,12 @@ class Trainer:
             sequences_per_step=self._sequences_per_step,
             micro_batch=decided(train.micro_batch),
             seed=self.config.run.seed,
-            first_sample=self.position.samples,
+            first_sample=self.position.step * self._sequences_per_step,
             mask_documents=self.config.data.mask_documents,
             pin=self.executable.device.type == "cuda",
         )
 
-    def _step(self, loader: Iterator[list[Batch]]) -> StepResult:
+    def _step(self, loader: Loader) -> StepResult:
         start = time.perf_counter()
         batches = next(loader)
         num_targets = sum(batch.num_targets for batch in batches)
@@ -252,10 +250,8 @@ class Trainer:
             self.line.message(f"step {self.position.step + 1} skipped: {reason}")
         self.optimizer.zero_grad()
         self.position.step += 1
-        self.position.samples += self._sequences_per_step
-        self.position.tokens += decided(self.train.batch_tokens)
         self.position.updates = self.optimizer.num_updates
-        waited = loader.wait_seconds  # type: ignore[attr-defined]
+        waited = loader.wait_seconds
         return StepResult(loss, norm, lr, reason is not None, time.perf_counter() - start, waited)
 
     def _record(self, result: StepResult) -> dict[str, Any]:
@@ -263,7 +259,7 @@ class Trainer:
         self.rates.append(rate)
         return {
             "step": self.position.step,
-            "tokens": self.position.tokens,
+            "tokens": self.position.step * decided(self.train.batch_tokens),
             "loss": result.loss,
             "grad_norm": result.grad_norm,
             "lr": result.lr,

@@ -1,4 +1,4 @@
-"""Everything that happens before the first step: decide, check, and refuse.
+"""Decides a run: every open choice gets a value with a reason, or the run is refused.
 
 The order is from cheap to expensive, so that bad input is refused before anything is prepared:
 values, device, architecture, decisions and contradictions, plan and memory, data, and only
@@ -8,6 +8,7 @@ then a run folder.
 from __future__ import annotations
 
 import dataclasses
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from scrimp.config import (
     resolve,
 )
 from scrimp.data import Corpus, CorpusSpec, is_corpus, load_tokenizer, open_corpus
-from scrimp.errors import CheckpointError, ConfigError, DataError, ModelError
+from scrimp.errors import CheckpointError, ConfigError, DataError, DeviceError, ModelError
 from scrimp.measure import Device, resolve_device
 from scrimp.plan import Plan, build_plan, refuse_misfit
 from scrimp.train.run_folder import TOKENIZER
@@ -63,6 +64,7 @@ def decide(config: Config, *, architecture: Architecture | None = None) -> Decis
         architecture: of a run that is resumed; None derives it from the configuration.
     """
     check_values(config)
+    _refuse_ranks()
     device = resolve_device(config.device)
     if architecture is None:
         weights = architecture_of_weights(config.model.weights) if config.model.weights else None
@@ -81,6 +83,18 @@ def decide(config: Config, *, architecture: Architecture | None = None) -> Decis
         reasons["device"] = device.reason
     resolved = _decide_tokenizer(resolved, resolution.architecture, reasons)
     return _plan_for(device, resolved, resolution.architecture, reasons)
+
+
+def _refuse_ranks() -> None:
+    """Refuse a launcher's several ranks: each would train a copy of its own."""
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    if ranks != "1":
+        raise DeviceError(
+            "this version trains on one device",
+            got=f"WORLD_SIZE={ranks} in the environment, set by torchrun or Slurm",
+            expected="one process",
+            do="start `scrimp train` itself, without a launcher",
+        )
 
 
 def _plan_for(

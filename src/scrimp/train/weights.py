@@ -1,12 +1,13 @@
 """Trained weights from either kind of folder: a Scrimp run, or a Hugging Face model.
 
 A run folder is known by its ``config.toml``, a Hugging Face folder by its ``config.json``. From a
-run the newest checkpoint that verifies is taken; damaged newer ones are named in the error or
-passed over with a note, never read.
+run the newest checkpoint that verifies is taken; damaged newer ones are never read: a line on
+standard error names them, or the error where no good one is left.
 """
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +41,8 @@ def newest_checkpoint(run_dir: Path) -> Checkpoint:
     """
     checkpoint, errors = CheckpointStore(run_dir, keep_last=1, keep_every=0).latest()
     if checkpoint is not None:
+        for error in errors:
+            print(f"using {checkpoint.folder.name}, an older checkpoint: {error}", file=sys.stderr)
         return checkpoint
     raise CheckpointError(
         f"{run_dir} has no usable checkpoint",
@@ -50,9 +53,16 @@ def newest_checkpoint(run_dir: Path) -> Checkpoint:
 
 def architecture_of_checkpoint(checkpoint: Checkpoint) -> Architecture:
     """The architecture that a checkpoint's weights belong to."""
-    fields = dict(checkpoint.state["architecture"])
-    scaling = fields.pop("rope_scaling")
-    return Architecture(rope_scaling=RopeScaling(**scaling) if scaling else None, **fields)
+    try:
+        fields = dict(checkpoint.state["architecture"])
+        scaling = fields.pop("rope_scaling")
+        return Architecture(rope_scaling=RopeScaling(**scaling) if scaling else None, **fields)
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{checkpoint.folder} describes its model in a way that this version does not know",
+            got=error,
+            do="use the version of Scrimp that wrote it",
+        ) from None
 
 
 def architecture_of_weights(folder: Path) -> Architecture:
