@@ -19,7 +19,8 @@ from safetensors.torch import load_file
 
 from scrimp.config import Architecture
 from scrimp.errors import ConfigError, ModelError, StorageError
-from scrimp.model import Decoder, export_folder, export_model, initialise, load_weights
+from scrimp.files import whole_folder
+from scrimp.model import Decoder, export_model, initialise, load_weights
 from scrimp.model.huggingface import architecture_from_config
 from scrimp.model.huggingface.shards import ShardWriter
 
@@ -204,7 +205,9 @@ def test_a_full_disk_is_a_storage_error_and_leaves_nothing(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(ShardWriter, "write", full)
-    with pytest.raises(StorageError, match=r"cannot write .*out - got No space left on device - free space"):
+    with pytest.raises(
+        StorageError, match=r"cannot write .*out - got No space left on device - free some space"
+    ):
         export_model(model, model.architecture, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
@@ -239,7 +242,7 @@ def test_no_permission_is_a_storage_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ConfigError("from inside")])
 def test_errors_of_the_block_pass_and_the_partial_folder_goes(error: BaseException, tmp_path: Path) -> None:
     def fail_inside() -> None:
-        with export_folder(tmp_path / "out") as folder:
+        with whole_folder(tmp_path / "out") as folder:
             (folder / "file").write_text("half")
             raise error
 

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from scrimp.data.files import storage
 from scrimp.data.streams import Meter, lines
 from scrimp.errors import DataError
+from scrimp.files import storage
 
 _ROWS = 256
 

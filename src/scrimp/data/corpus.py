@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from bisect import bisect_right
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from scrimp.data.files import make_folder
 from scrimp.data.manifest import (
     HELD_OUT,
     SPLITS,
@@ -37,6 +35,7 @@ from scrimp.data.shards import Int64Array, Shard, damaged, read_header
 from scrimp.data.sources import HUB
 from scrimp.data.tokenizer import Tokenizer, load_tokenizer
 from scrimp.errors import DataError
+from scrimp.files import make_folder, user_cache
 
 CHECKED_ON_OPEN = 256 << 20
 
@@ -180,7 +179,7 @@ def open_corpus(spec: CorpusSpec, *, cache: Path | None, progress: bool = True) 
     spec = replace(spec, tokenizer="bpe" if spec.tokenizer == "auto" else spec.tokenizer)
     source, given = open_text_source(spec)
     settings = corpus_settings(spec, source, given)
-    folder = (cache or default_cache()) / f"{_slug(source.name)}-{cache_key(settings)}"
+    folder = (cache or user_cache()) / f"{_slug(source.name)}-{cache_key(settings)}"
     if is_corpus(folder):
         try:
             return Corpus(folder)
@@ -194,12 +193,6 @@ def cache_key(settings: dict[str, Any]) -> str:
     """Key of a prepared corpus: its text and settings, not the path of the source."""
     decisive = {key: value for key, value in settings.items() if key != "source"}
     return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def default_cache() -> Path:
-    """scrimp/ in the user's cache folder."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path("~/.cache").expanduser()) / "scrimp"
 
 
 def _slug(name: str) -> str:

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from scrimp.data.files import storage, write_whole
 from scrimp.data.shards import ShardHeader
 from scrimp.errors import DataError
+from scrimp.files import storage, write_whole
 
 MANIFEST = "corpus.json"
 FORMAT = 1
@@ -86,7 +86,7 @@ class Manifest:
             "skipped": self.skipped,
             "splits": {name: [vars(entry) for entry in entries] for name, entries in self.splits.items()},
         }
-        write_whole(folder / MANIFEST, (json.dumps(content, indent=2) + "\n").encode())
+        write_whole(folder / MANIFEST, json.dumps(content, indent=2) + "\n")
 
 
 def is_corpus(folder: Path) -> bool:

@@ -22,6 +22,7 @@ Checked    tests/data/test_prepare.py: kills at random moments, worker counts, f
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -31,7 +32,6 @@ from typing import Any
 from scrimp.data.bpe import sample, train_bpe
 from scrimp.data.documents import Document, Split, choose_threshold, documents
 from scrimp.data.encoding import encode_documents, num_cores
-from scrimp.data.files import folder_lock, make_folder, storage
 from scrimp.data.manifest import (
     HELD_OUT,
     MANIFEST,
@@ -55,6 +55,7 @@ from scrimp.data.tokenizer import (
 )
 from scrimp.data.writing import SplitWriter
 from scrimp.errors import DataError, StorageError
+from scrimp.files import folder_lock, make_folder, storage
 
 SHARD_TOKENS = 1 << 26
 RULES = 1

@@ -33,8 +33,8 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from scrimp.data.files import storage, sync_folder
 from scrimp.errors import DataError
+from scrimp.files import publish, storage
 
 MAGIC = b"SCRIMPTK"
 VERSION = 1
@@ -201,11 +201,7 @@ class ShardWriter:
             self._file.write(blocks)
             self._file.seek(0)
             self._file.write(header.pack())
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
-            os.replace(self._beside, self.path)
-            sync_folder(self.path.parent)
+            publish(self._file, self.path)
         return header
 
     def abandon(self) -> None:

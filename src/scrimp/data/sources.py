@@ -27,9 +27,9 @@ from pathlib import Path
 
 from scrimp.data.columns import jsonl_texts, parquet_texts
 from scrimp.data.documents import LONGEST_DOCUMENT, cut, text_target
-from scrimp.data.files import storage
 from scrimp.data.streams import COMPRESSED, Meter, content_suffix, open_bytes, text_blocks
 from scrimp.errors import DataError
+from scrimp.files import storage
 
 HUB = "hf:"
 _HASHED_CONTENT = 256 << 20

@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, cast
 
-from scrimp.data.files import storage
 from scrimp.errors import DataError
+from scrimp.files import storage
 
 if TYPE_CHECKING:
     import zstandard

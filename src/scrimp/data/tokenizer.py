@@ -33,8 +33,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from scrimp.data.files import make_folder, storage, write_whole
 from scrimp.errors import DataError
+from scrimp.files import make_folder, storage, write_whole
 
 if TYPE_CHECKING:
     import tokenizers

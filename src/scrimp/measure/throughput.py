@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from pathlib import Path
 
 from scrimp.config import Config
+from scrimp.files import replaced_file, user_cache
 from scrimp.plan import Plan
 
 
 def _file() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(root) / "scrimp" / "throughput.json"
+    return user_cache() / "throughput.json"
 
 
 def _key(plan: Plan, config: Config) -> str:
@@ -48,6 +47,5 @@ def remember_throughput(plan: Plan, config: Config, tokens_per_s: float) -> None
             rates = read if isinstance(read, dict) else {}
         rates[_key(plan, config)] = round(tokens_per_s, 1)
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
-        beside.write_text(json.dumps(rates, indent=1, sort_keys=True), encoding="utf-8")
-        beside.replace(path)
+        with replaced_file(path, shared=True) as file:
+            file.write(json.dumps(rates, indent=1, sort_keys=True).encode())

@@ -3,7 +3,7 @@
 from scrimp.model.attention import AttentionLayout
 from scrimp.model.decoder import Block, Decoder
 from scrimp.model.generation import generate
-from scrimp.model.huggingface import export_folder, export_model, load_weights, read_architecture
+from scrimp.model.huggingface import export_model, load_weights, read_architecture
 from scrimp.model.initialise import initialise
 from scrimp.model.loss import LossSums
 
@@ -12,7 +12,6 @@ __all__ = [
     "Block",
     "Decoder",
     "LossSums",
-    "export_folder",
     "export_model",
     "generate",
     "initialise",

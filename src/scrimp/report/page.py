@@ -15,15 +15,13 @@ Checked  tests/report/test_page.py; in headless Chromium by tests/report/test_br
 from __future__ import annotations
 
 import base64
-import contextlib
 import hashlib
-import os
 from importlib import resources
 from pathlib import Path
 from string import Template
 from typing import Final
 
-from scrimp.errors import StorageError
+from scrimp.files import write_whole
 from scrimp.report.figures import loss_figure, small_figures
 from scrimp.report.html import Markup, escape, join, tag
 from scrimp.report.plan_section import plan_section
@@ -49,21 +47,7 @@ def write_report(run_dir: Path) -> Path:
     """
     page = build_page(read_run(run_dir))
     path = run_dir / FILE_NAME
-    beside = run_dir / f".{FILE_NAME}.{os.getpid()}.partial"
-    try:
-        with beside.open("w", encoding="utf-8", newline="\n") as file:
-            file.write(page)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            beside.unlink()
-        raise StorageError(
-            f"cannot write {path}",
-            got=error.strerror or error,
-            do="free some space or change the permissions, then run `scrimp report` again",
-        ) from error
+    write_whole(path, page, shared=True)
     return path
 
 

@@ -19,7 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from scrimp.errors import CheckpointError, StorageError
+from scrimp.errors import CheckpointError
+from scrimp.files import storage_error
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
@@ -60,7 +61,7 @@ def scan_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
     except FileNotFoundError:
         return
     except OSError as error:
-        raise StorageError(f"cannot read {path}", got=error.strerror or error) from error
+        raise storage_error(error, f"cannot read {path}") from error
     yield from ((earlier, None) for earlier in damaged[:-1])
 
 

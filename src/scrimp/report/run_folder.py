@@ -23,7 +23,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from scrimp.errors import CheckpointError, StorageError
+from scrimp.errors import CheckpointError
+from scrimp.files import storage_error
 from scrimp.report.records import scan_jsonl
 from scrimp.report.scales import Array
 from scrimp.report.units import is_number
@@ -157,7 +158,7 @@ def _text(path: Path, notes: list[str]) -> str:
         notes.append(f"{path.name} is not there.")
         return ""
     except OSError as error:
-        raise StorageError(f"cannot read {path}", got=error.strerror or error) from error
+        raise storage_error(error, f"cannot read {path}") from error
 
 
 def _toml(text: str, notes: list[str]) -> Mapping[str, Any]:

@@ -37,6 +37,7 @@ from typing import Any, Final
 from torch import Tensor
 
 from scrimp.errors import CheckpointError, ScrimpError, StorageError
+from scrimp.files import storage_error, sync_folder
 from scrimp.report.units import format_bytes
 from scrimp.train import manifest as manifests
 from scrimp.train import tensor_files
@@ -149,7 +150,7 @@ class CheckpointStore:
             num_bytes += sum(len(text.encode()) for text in texts.values())
             _refuse_full_disk(self.folder, num_bytes)
         except OSError as error:
-            raise _storage_error(error, f"checkpoints cannot be written in {self.folder}") from error
+            raise storage_error(error, f"checkpoints cannot be written in {self.folder}") from error
         extra = min(num_bytes, tensor_files.MAX_FILE_BYTES)
         copies = None if wait else self._copies.take(tensors, extra_bytes=extra)
         if copies is None:  # nothing changes the tensors while the caller waits here
@@ -188,9 +189,9 @@ class CheckpointStore:
                     os.rename(self.folder / entry, self.folder / _name(int(replaced[1])))
                 elif replaced or _LEFTOVER.fullmatch(entry):
                     shutil.rmtree(self.folder / entry)
-            manifests.sync_folder(self.folder)
+            sync_folder(self.folder)
         except OSError as error:
-            raise _storage_error(error, f"checkpoints cannot be written in {self.folder}") from error
+            raise storage_error(error, f"checkpoints cannot be written in {self.folder}") from error
         self._is_prepared = True
 
     # -- reading -------------------------------------------------------------------------------
@@ -241,7 +242,7 @@ class CheckpointStore:
         except BaseException as error:  # of a thread: kept, and raised by the caller's next call
             shutil.rmtree(partial, ignore_errors=True)
             what = f"the checkpoint of step {step} was not written to {self.folder}"
-            self._error = _storage_error(error, what) if isinstance(error, OSError) else error
+            self._error = storage_error(error, what) if isinstance(error, OSError) else error
             return
         self._finished.append(step)
         try:
@@ -249,11 +250,11 @@ class CheckpointStore:
         except FileNotFoundError:
             pass  # the usual case: no older checkpoint of this step
         except OSError as error:
-            self._error = _storage_error(error, "the replaced checkpoint was not removed")
+            self._error = storage_error(error, "the replaced checkpoint was not removed")
         try:
             self._prune(step)
         except OSError as error:
-            self._error = _storage_error(error, "an old checkpoint was not removed")
+            self._error = storage_error(error, "an old checkpoint was not removed")
 
     def _aside(self, step: int) -> Path:
         return self.folder / f".{_name(step)}.replaced"
@@ -268,7 +269,7 @@ class CheckpointStore:
             if aside.exists():
                 os.rename(aside, final)
             raise
-        manifests.sync_folder(self.folder)
+        sync_folder(self.folder)
 
     def _prune(self, newest: int) -> None:
         """Remove what is older than the last N good ones; a damaged one does not count as one.
@@ -328,14 +329,6 @@ def _refuse_full_disk(folder: Path, needed: int) -> None:
             expected=f"{format_bytes(needed)}, {format_bytes(needed - free)} more",
             do="free space, or lower --train.keep-last",
         )
-
-
-def _storage_error(error: OSError, what: str) -> StorageError:
-    got = error.strerror or str(error)
-    where = f" ({error.filename})" if error.filename else ""
-    result = StorageError(what, got=f"{got}{where}", do="free space or mend the permissions")
-    result.__cause__ = error
-    return result
 
 
 def _encoded(value: Any) -> Any:

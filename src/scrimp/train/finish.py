@@ -14,6 +14,7 @@ from pathlib import Path
 
 from scrimp.config import decided
 from scrimp.errors import ScrimpError, StorageError, TrainingError
+from scrimp.files import write_whole
 from scrimp.measure import remember_throughput
 from scrimp.model import Decoder, generate
 from scrimp.plan import Figures
@@ -21,7 +22,7 @@ from scrimp.report import write_report
 from scrimp.report.units import format_bytes, format_rate
 from scrimp.train.guards import StopSignals
 from scrimp.train.loop import Trainer
-from scrimp.train.run_folder import PLAN, write_text
+from scrimp.train.run_folder import PLAN
 
 SAMPLE_TOKENS = 96
 WARM_UP_STEPS = 5
@@ -134,7 +135,7 @@ def _write_measured_plan(run_dir: Path, trainer: Trainer) -> None:
         step_seconds=decided(trainer.train.batch_tokens) / rate,
     )
     plan = dataclasses.replace(trainer.decisions.plan, measured=measured)
-    write_text(run_dir / PLAN, plan.to_json())
+    write_whole(run_dir / PLAN, plan.to_json())
     remember_throughput(plan, trainer.config, rate)
     trainer.line.message(
         f"{format_rate(rate)} (median, measured); peak memory {format_bytes(measured.peak_device_bytes)} (measured)"

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from scrimp.errors import CheckpointError
+from scrimp.files import replaced_file
 
 MANIFEST: Final = "manifest.json"
 VERSION: Final = 1
@@ -64,7 +65,8 @@ def seal(folder: Path, step: int) -> Manifest:
         "step": step,
         "files": {name: vars(record) for name, record in manifest.files.items()},
     }
-    write_durably(folder / MANIFEST, json.dumps(body, indent=1) + "\n")
+    with replaced_file(folder / MANIFEST) as file:
+        file.write((json.dumps(body, indent=1) + "\n").encode())
     return manifest
 
 
@@ -152,29 +154,6 @@ def verify_sizes(folder: Path, manifest: Manifest) -> None:
                 expected=f"only the files of {MANIFEST}",
                 do="move it out of the folder",
             )
-
-
-def write_durably(path: Path, text: str) -> None:
-    """Write `text` beside `path`, flush it to the disk, rename it. Raises OSError."""
-    beside = path.with_name(f".{path.name}.partial")
-    with open(beside, "w", encoding="utf-8", newline="\n") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Flush the entries of `folder` (names made, renamed, removed) to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot
-            raise
-    finally:
-        os.close(descriptor)
 
 
 def _hash_file(path: Path, *, flush: bool = False) -> FileRecord:

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from scrimp.errors import StorageError
+from scrimp.files import replaced_file, storage_error
 from scrimp.report.records import read_jsonl, scan_jsonl
 from scrimp.train.event_file import EventFile
-from scrimp.train.manifest import sync_folder
 
 METRICS: Final = "metrics.jsonl"
 EVENTS: Final = "events.jsonl"
@@ -70,7 +70,7 @@ class MetricsLog:
                     run_dir / TENSORBOARD, resume_step=None if is_first else resume_step or 0
                 )
             except OSError as error:
-                raise _storage_error(error, run_dir) from error
+                raise _log_error(error, run_dir) from error
             self._open_files = stack.pop_all()
 
     def step(self, record: Mapping[str, float | int | None]) -> None:
@@ -101,7 +101,7 @@ class MetricsLog:
             self._metrics.write(b"")
             self._events.write(b"")
         except OSError as error:
-            raise _storage_error(error, self._metrics.path.parent) from error
+            raise _log_error(error, self._metrics.path.parent) from error
         finally:
             self._open_files.close()
 
@@ -109,7 +109,7 @@ class MetricsLog:
         try:
             lines.write(_line(record))
         except OSError as error:
-            self.trouble = _storage_error(error, lines.path)
+            self.trouble = _log_error(error, lines.path)
         else:
             self.trouble = None
 
@@ -145,17 +145,12 @@ def _drop_lines(path: Path, after: int) -> None:
     """Remove lines of steps after `after` and a torn last line; all others stay as they are."""
     if not path.exists():
         return
-    beside = path.with_name(f".{path.name}.partial")
-    with open(beside, "wb") as file:
+    with replaced_file(path) as file:
         for _, record in scan_jsonl(path):
             if record is None:
                 read_jsonl(path)  # raises, naming the damaged line
             elif not _is_after(record, after):
                 file.write(_line(record))
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
-    sync_folder(path.parent)
 
 
 def _is_after(record: Mapping[str, Any], step: int) -> bool:
@@ -185,9 +180,5 @@ def _is_non_finite(value: Any) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
 
 
-def _storage_error(error: OSError, path: Path) -> StorageError:
-    return StorageError(
-        f"the log of the run cannot be written to {path}",
-        got=error.strerror or error,
-        do="free space or mend the permissions",
-    )
+def _log_error(error: OSError, path: Path) -> StorageError:
+    return storage_error(error, f"the log of the run cannot be written to {path}")

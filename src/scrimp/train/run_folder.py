@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import IO
 
 from scrimp.config import MAY_CHANGE_ON_RESUME, Config, differences, load_config, replace_values
 from scrimp.errors import CheckpointError, StorageError
+from scrimp.files import make_folder, storage
 
 CONFIG = "config.toml"
 PLAN = "plan.json"
@@ -99,15 +99,9 @@ class RunLock:
         self._file: IO[bytes] | None = None
 
     def __enter__(self) -> RunLock:
-        try:
-            self._run_dir.mkdir(parents=True, exist_ok=True)
+        make_folder(self._run_dir)
+        with storage(self._run_dir, "write to"):
             self._file = open(self._run_dir / LOCK, "ab")
-        except OSError as error:
-            raise StorageError(
-                f"run folder {self._run_dir} cannot be written",
-                got=error.strerror or str(error),
-                do="choose another --run.dir, or free space and mend the permissions",
-            ) from None
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -167,20 +161,3 @@ def config_to_resume(saved: Config, now: Config, given: Collection[str]) -> Conf
             do="leave them out, or start a new run from these weights with --model.weights",
         )
     return replace_values(saved, {key: new for key, (_, new) in changed.items()})
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write beside, sync and rename, so that a reader sees the old file or the new one."""
-    beside = path.with_name(f".{path.name}.partial")
-    try:
-        with open(beside, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-    except OSError as error:
-        raise StorageError(
-            f"{path} cannot be written",
-            got=error.strerror or str(error),
-            do="free space or mend the permissions",
-        ) from None

@@ -19,6 +19,7 @@ import torch
 from scrimp import __version__
 from scrimp.config import Config, decided, reasons_in, to_toml
 from scrimp.errors import CheckpointError, TrainingError
+from scrimp.files import write_whole
 from scrimp.measure import MemoryMeter, device_peaks
 from scrimp.model import Decoder, initialise
 from scrimp.plan import Plan, count_flops
@@ -38,7 +39,6 @@ from scrimp.train.run_folder import (
     claim_new_folder,
     refuse_used_folder,
     saved_config,
-    write_text,
 )
 from scrimp.train.start import Start, fresh_start, resumed_start
 from scrimp.train.weights import fill_from_weights
@@ -108,8 +108,8 @@ def _write_decisions(run_dir: Path, config: Config, start: Start) -> tuple[Plan,
         start.corpus.tokenizer.save(run_dir / TOKENIZER)
     text = to_toml(config, reasons)
     # The configuration comes last: a folder with one can be resumed.
-    write_text(plan_path, plan.to_json())
-    write_text(config_path, text)
+    write_whole(plan_path, plan.to_json())
+    write_whole(config_path, text)
     return plan, {CONFIG: text, PLAN: plan.to_json()}
 
 

@@ -5,13 +5,12 @@ from scrimp.model.huggingface.architecture import (
     config_from_architecture,
     read_architecture,
 )
-from scrimp.model.huggingface.export import export_folder, export_model, write_weights
+from scrimp.model.huggingface.export import export_model, write_weights
 from scrimp.model.huggingface.load import load_weights
 
 __all__ = [
     "architecture_from_config",
     "config_from_architecture",
-    "export_folder",
     "export_model",
     "load_weights",
     "read_architecture",

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from scrimp.config.architecture import Architecture, RopeScaling
-from scrimp.errors import ConfigError, ModelError, StorageError
+from scrimp.errors import ConfigError, ModelError
+from scrimp.files import storage_error
 
 JSON: TypeAlias = dict[str, Any]
 
@@ -363,7 +364,7 @@ def read_json(file: Path) -> JSON:
             f"{file} is missing", do="give the folder of a Hugging Face model (config.json and *.safetensors)"
         ) from None
     except OSError as error:
-        raise StorageError(f"{file} cannot be read", got=error.strerror) from None
+        raise storage_error(error, f"{file} cannot be read") from error
     except UnicodeDecodeError:
         raise ModelError(f"{file} is not text", expected="JSON") from None
     try:

@@ -2,10 +2,10 @@
 
 Problem  A folder that is half there (killed, disk full) looks like a model. A model may be
          larger than the memory beside it.
-Method   `export_folder` gives a folder beside the destination; when its block ends well,
-         every file is flushed to disk and the folder renamed to the destination at once, and
-         when it does not, the folder is removed. Inside, tensors are taken one by one, split
-         into their Hugging Face pieces and written to their place.
+Method   The folder is written beside the destination (files.whole_folder): when all went well,
+         every file is flushed to the disk and the folder renamed to the destination at once,
+         and when not, it is removed. Inside, tensors are taken one by one, split into their
+         Hugging Face pieces and written to their place.
 Memory   One parameter of the stream and one piece of it in the format written.
 Checked  tests/model/test_huggingface_export.py, tests/model/test_huggingface_parity.py
          (transformers loads every family without missing or unexpected keys).
@@ -14,17 +14,15 @@ Checked  tests/model/test_huggingface_export.py, tests/model/test_huggingface_pa
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from scrimp.config.architecture import Architecture
-from scrimp.errors import ModelError, StorageError
+from scrimp.errors import ModelError
+from scrimp.files import whole_folder
 from scrimp.model.huggingface.architecture import config_from_architecture
 from scrimp.model.huggingface.names import Fused, fused_parameters, split_parameter
 from scrimp.model.huggingface.shards import FORMATS, ShardWriter
@@ -57,7 +55,7 @@ def export_model(
     The folder `out` must not exist or be empty. It appears complete or not at all.
     """
     eos = sorted(set(eos_ids))
-    with export_folder(out) as folder:
+    with whole_folder(out) as folder:
         write_weights(
             weights,
             architecture,
@@ -69,34 +67,6 @@ def export_model(
         )
         if save_tokenizer is not None:
             save_tokenizer(folder)
-
-
-@contextmanager
-def export_folder(out: Path) -> Iterator[Path]:
-    """A folder to write into that becomes `out` when the block ends without an error."""
-    out = Path(out).absolute()
-    partial = out.with_name(f".{out.name}.partial")
-    with _storage_errors(out):
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise StorageError(
-                f"{out} exists already",
-                got="a folder with files in it" if out.is_dir() else "a file",
-                expected="a new or empty folder",
-                do="choose another folder, or remove this one",
-            )
-        out.parent.mkdir(parents=True, exist_ok=True)
-        if partial.exists():  # left by an export that was killed
-            shutil.rmtree(partial)
-        partial.mkdir()
-        try:
-            yield partial
-            for file in [*partial.rglob("*"), partial]:
-                _flush(file)
-            partial.rename(out)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
-        _flush(out.parent)
 
 
 def write_weights(
@@ -156,25 +126,3 @@ def _stream(weights: Weights) -> Iterator[tuple[str, Tensor]]:
     if isinstance(weights, Mapping):
         return iter(weights.items())
     return iter(weights)
-
-
-@contextmanager
-def _storage_errors(out: Path) -> Iterator[None]:
-    """OSError in the block (no space, no permission) as a StorageError that names the path."""
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(
-            f"cannot write {out}",
-            got=f"{error.strerror or error}" + (f" ({error.filename})" if error.filename else ""),
-            do="free space, or choose a folder that you may write to; nothing was left behind",
-        ) from error
-
-
-def _flush(path: Path) -> None:
-    """Make a file or folder durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

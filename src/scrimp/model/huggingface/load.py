@@ -26,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from scrimp.errors import ModelError, StorageError
+from scrimp.files import storage_error
 from scrimp.model.huggingface.architecture import read_json
 from scrimp.model.huggingface.names import EMBEDDING, HEAD, fused_parameters
 
@@ -151,7 +152,7 @@ def _with_file(file: Path, use: Callable[[Path, Any], None]) -> None:
             do = "it is a Git LFS pointer, not the weights: run `git lfs pull` in the folder"
         raise ModelError(f"{file} is truncated or no safetensors file", got=str(error), do=do) from None
     except OSError as error:
-        raise StorageError(f"{file} cannot be read", got=error.strerror or str(error)) from None
+        raise storage_error(error, f"{file} cannot be read") from error
 
 
 def _listed(names: Iterable[str]) -> str:
