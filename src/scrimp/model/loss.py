@@ -21,10 +21,9 @@ Types    GEMMs run in the compute type (autocast's, else that of h), softmax and
          float64.
 Memory   One chunk x V in the compute type: the logits become their own gradient in place, a
          block of rows at a time. Blocks are a matter of speed: on the CPU their float32
-         copies stay in the cache (bf16, 1,024 tokens, V = 16,384: 163 ms against 223), on CUDA
-         they are so large that launching kernels costs nothing. More tokens per chunk mean
-         fewer additions to the weight's gradient, which in bf16 cost more than the GEMM below
-         about 1,024 tokens. Measured by benchmarks/loss_memory.py.
+         copies stay in the cache (measured in docs/lab-log.md), on CUDA they are so large that
+         launching kernels should cost nothing (not measured). More tokens per chunk mean fewer
+         additions to the weight's gradient, which cost bf16 time (benchmarks/loss_memory.py).
 Limits   One backward pass per forward pass, through both sums with equal weight; anything
          else is refused. No second derivatives.
 Checked  tests/model/test_loss.py
