@@ -137,7 +137,7 @@ class AttentionLayout:
 def _document_lengths(rows: int, length: int, document_starts: Tensor | None) -> tuple[int, ...]:
     if document_starts is None:
         return (length,) * rows
-    # On the CPU by contract, so that reading it waits for nothing.
+    # On the CPU, as Decoder.forward asks, so that reading it waits for nothing.
     starts = document_starts.tolist()
     lengths = tuple(stop - start for start, stop in pairwise(starts))
     assert (starts[0], starts[-1]) == (0, rows * length), "document starts do not cover the rows"
