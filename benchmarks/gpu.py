@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -25,11 +26,10 @@ from datetime import date
 from pathlib import Path
 
 import torch
+from environment import RESULTS, ROOT, facts, write_pair
 from rich.console import Console
 from rich.table import Table
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
 SIZES = ("llama-60m", "llama-300m", "qwen2.5-0.5b")
 Outcome = tuple[str, bool, str]
 """What was checked, whether it held, and the figure that shows it."""
@@ -71,11 +71,17 @@ RUN = (
 
 
 def check_gpu_tests(scratch: Path) -> Outcome:
-    """The tests that skip themselves elsewhere."""
-    done = command(sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "tests")
-    summary = done.stdout.strip().splitlines()[-1]
-    # All of them skipped would be no proof.
-    return "tests marked gpu", done.returncode == 0 and " passed" in summary, summary
+    """The tests that skip themselves elsewhere: all of them skipped would be no proof."""
+    # No -q here: pyproject.toml has one, and with a second pytest prints no summary.
+    done = command(sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "tests")
+    summary = (done.stdout.strip().splitlines() or ["no output"])[-1]
+    return "tests marked gpu", done.returncode == 0 and some_passed(summary), summary
+
+
+def some_passed(summary: str) -> bool:
+    """Whether pytest's last line counts a passed test and no failed one."""
+    counts = {word: int(number) for number, word in re.findall(r"(\d+) ([a-z]+)", summary)}
+    return counts.get("passed", 0) > 0 and not counts.keys() & {"failed", "error", "errors"}
 
 
 def check_determinism(scratch: Path) -> Outcome:
@@ -166,13 +172,18 @@ def run_checks() -> list[Outcome]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--checks", action="store_true", help="only the checks")
+    parser.add_argument("--date", default=date.today().isoformat(), help="prefix of the result files")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("NOT RUN: torch sees no CUDA device here")
         return 1
+    record = facts("torch", "triton", "transformers", "tokenizers", "numpy")
+    record |= {"date": arguments.date, "device": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
     outcomes = run_checks()
     if not arguments.checks:
         words = ("--device", "cuda", "--compile", "--precision", "bf16", "--sizes", *SIZES)
+        words += ("--date", arguments.date, "--out", str(arguments.out.resolve()))
         print(command(sys.executable, "benchmarks/step.py", *words).stdout)
     table = Table(title=f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     for column in ("check", "held", "figure"):
@@ -180,17 +191,7 @@ def main() -> int:
     for name, held, figure in outcomes:
         table.add_row(name, "yes" if held else "NO", figure)
     Console().print(table)
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    path = RESULTS / f"{date.today()}-gpu-checks.json"
-    commit = command("git", "describe", "--always", "--dirty", "--abbrev=40").stdout.strip()
-    record = {
-        "command": "python benchmarks/gpu.py",
-        "commit": commit,
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "checks": outcomes,
-    }
-    path.write_text(json.dumps(record, indent=1), encoding="utf-8")
+    write_pair(arguments.out, f"{arguments.date}-gpu-checks", record | {"checks": outcomes})
     return 0 if all(held for _, held, _ in outcomes) else 1
 
 

@@ -12,20 +12,19 @@ Run       python benchmarks/loss_memory.py
 from __future__ import annotations
 
 import argparse
-import platform
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from environment import RESULTS, cpu, facts, markdown_table, write_pair
 from rich.console import Console
 from rich.table import Table
-from step import allocator_peak, cpu_name
+from step import allocator_peak
 from torch import Tensor
 
 from scrimp.model.loss import cross_entropy_sums
@@ -45,21 +44,23 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--date", default=date.today().isoformat())
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    asked = ("date", "tokens", "width", "vocabulary", "threads", "repeats")
+    before = facts("torch") | {"device": cpu()} | {name: getattr(options, name) for name in asked}
     rows = [row for precision in ("fp32", "bf16") for row in measure(precision, options)]
     rich = Table(title="memory of the loss, forward and backward")
     for column in COLUMNS:
         rich.add_column(column)
     for row in rows:
-        rich.add_row(*row)
-    path = options.out / f"{options.date}-loss-memory.md"
-    path.write_text(page(rows, options))
+        rich.add_row(*cells(row))
+    record = {"environment": before, "results": rows}
+    path = write_pair(options.out, f"{options.date}-loss-memory", record, page(rows, before))
     Console().print(rich, f"written: {path}")
 
 
-def measure(precision: str, options: argparse.Namespace) -> list[list[str]]:
+def measure(precision: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """One row per variant."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(options.tokens, options.width, generator=generator).requires_grad_()
@@ -86,39 +87,42 @@ def measure(precision: str, options: argparse.Namespace) -> list[list[str]]:
         for name, loss_of in variants.items():
             start = time.perf_counter()
             run(loss_of)
-            seconds[name].append(1e3 * (time.perf_counter() - start))
-    gradients = (hidden.numel() + weight.numel()) * 4 / 2**20
+            seconds[name].append(time.perf_counter() - start)
+    shared = {"precision": precision, "gradient_bytes": (hidden.numel() + weight.numel()) * 4}
     rows = []
     for name, loss_of in variants.items():
         hidden.grad = weight.grad = None
         with torch.profiler.profile(profile_memory=True) as profile:
             run(loss_of)
-        ms = seconds[name]
-        times = f"{statistics.median(ms):,.0f} ({min(ms):,.0f}, {max(ms):,.0f})"
-        rows.append([name, precision, f"{allocator_peak(profile) / 2**20:,.0f}", f"{gradients:,.0f}", times])
+        rows.append({"loss": name, **shared, "peak_bytes": allocator_peak(profile), "seconds": seconds[name]})
     return rows
 
 
-def page(rows: list[list[str]], options: argparse.Namespace) -> str:
+def cells(row: dict[str, Any]) -> list[str]:
+    """One row as text."""
+    peak, gradients = (f"{row[name] / 2**20:,.0f}" for name in ("peak_bytes", "gradient_bytes"))
+    ms = [1e3 * value for value in row["seconds"]]
+    times = f"{statistics.median(ms):,.0f} ({min(ms):,.0f}, {max(ms):,.0f})"
+    return [row["loss"], row["precision"], peak, gradients, times]
+
+
+def page(rows: list[dict[str, Any]], before: dict[str, Any]) -> str:
     """The result as Markdown."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    logits = options.tokens * options.vocabulary * 4 / 2**20
+    tokens, vocabulary = before["tokens"], before["vocabulary"]
     lines = [
         "# Memory of the loss: full logits against chunks",
         "",
-        f"{options.tokens} tokens, width {options.width}, vocabulary {options.vocabulary}: "
-        f"the logits alone are {logits:,.0f} MiB in float32. Measured (allocator peak by torch's profiler); "
-        "how: the docstring of `benchmarks/loss_memory.py`.",
+        f"{tokens} tokens, width {before['width']}, vocabulary {vocabulary}: "
+        f"the logits alone are {tokens * vocabulary * 4 / 2**20:,.0f} MiB in float32. "
+        "Measured (allocator peak by torch's profiler); how: the docstring of `benchmarks/loss_memory.py`.",
         "",
-        f"- command: {' '.join(['python', 'benchmarks/loss_memory.py', *sys.argv[1:]])}",
-        f"- commit: {commit.stdout.strip() if commit.returncode == 0 else 'not committed'}",
-        f"- device: {cpu_name()}, {options.threads} threads",
-        f"- torch {torch.__version__}, Python {platform.python_version()}",
-        f"- times: {options.repeats} repeats in turn",
+        f"- command: {before['command']}",
+        f"- commit: {before['commit']}",
+        f"- device: {before['device']}, {before['threads']} threads",
+        f"- torch {before['versions']['torch']}, Python {before['versions']['python']}",
+        f"- times: {before['repeats']} repeats in turn",
         "",
-        "| " + " | ".join(COLUMNS) + " |",
-        "|" + " --- |" * len(COLUMNS),
-        *("| " + " | ".join(row) + " |" for row in rows),
+        *markdown_table(COLUMNS, map(cells, rows)),
     ]
     return "\n".join(lines) + "\n"
 

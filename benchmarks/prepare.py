@@ -17,12 +17,10 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import os
 import platform
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,14 +29,14 @@ from pathlib import Path
 
 import numpy as np
 import tokenizers
+from environment import RESULTS, cpu_name, facts, markdown_table, num_cores, write_pair
 
 from scrimp.data import CorpusSpec, open_corpus, prepare
 from scrimp.data.documents import Document, documents
-from scrimp.data.encoding import num_cores
 from scrimp.data.sources import open_source
 from scrimp.data.streams import Meter
 
-RESULTS = Path(__file__).parent / "results"
+COLUMNS = ("source", "MB", "tokens", "prepare, tokens/s", "plain loop, tokens/s", "ratio")
 
 
 def plain_loop(texts: list[str], tokenizer: tokenizers.Tokenizer, delimiter: int, dtype: str) -> np.ndarray:
@@ -99,35 +97,14 @@ def spread(values: list[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
-def commit() -> str:
-    """The commit that runs, and whether files differ from it."""
-
-    def git(*arguments: str) -> str:
-        done = subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=Path(__file__).parent)
-        return done.stdout.strip() if done.returncode == 0 else ""
-
-    head = git("rev-parse", "HEAD") or "no commit"
-    return f"{head} (with changes)" if git("status", "--porcelain", "--", "../src") else head
-
-
 def hardware() -> dict[str, object]:
     """What the figures depend on."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
-    return {
-        "cpu": model or platform.processor() or platform.machine(),
-        "cores": num_cores(),
-        "load_before": os.getloadavg()[0],
-    }
+    return {"cpu": cpu_name(), "cores": num_cores(), "load_before": os.getloadavg()[0]}
 
 
 def table(report: dict) -> str:
     """The report in Markdown."""
-    rows = [
-        "| source | MB | tokens | prepare, tokens/s | plain loop, tokens/s | ratio |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
+    rows = []
     for result in report["results"]:
         cells = [result["source"], f"{result['text_bytes'] / 1e6:.1f}", f"{result['tokens']:,}"]
         for side in ("prepare", "plain loop"):
@@ -135,7 +112,7 @@ def table(report: dict) -> str:
             cells.append(f"{value['median']:,.0f} ({value['min']:,.0f} to {value['max']:,.0f})")
         ratio = result["ratio"]
         cells.append(f"{ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f})")
-        rows.append(f"| {' | '.join(cells)} |")
+        rows.append(cells)
     machine, versions = report["hardware"], report["versions"]
     return "\n".join(
         [
@@ -145,7 +122,7 @@ def table(report: dict) -> str:
             "tokenizer in a plain loop over texts in memory. Measured, in turn in one process;",
             f"median (least to most) of {report['repeats']} repeats; BPE with {report['vocab_size']:,} tokens.",
             "",
-            *rows,
+            *markdown_table(COLUMNS, rows),
             "",
             f"- Command: `{report['command']}`",
             f"- Commit: {report['commit']}",
@@ -165,19 +142,14 @@ def main() -> None:
     parser.add_argument("--vocab-size", type=int, default=4096)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
     arguments = parser.parse_args()
-    words = ["python benchmarks/prepare.py", *(f"--text {path.name}" for path in arguments.text)]
+    found = facts("tokenizers", "numpy")
     report = {
         "benchmark": "prepare",
         "date": datetime.date.today().isoformat(),
-        "command": " ".join([*words, f"--repeats {arguments.repeats} --vocab-size {arguments.vocab_size}"]),
-        "commit": commit(),
+        "command": found["command"],
+        "commit": found["commit"],
         "hardware": hardware(),
-        "versions": {
-            "python": platform.python_version(),
-            "tokenizers": tokenizers.__version__,
-            "numpy": np.__version__,
-            "system": f"{platform.system()} {platform.release().split('-')[0]}",
-        },
+        "versions": found["versions"] | {"system": f"{platform.system()} {platform.release().split('-')[0]}"},
         "repeats": arguments.repeats,
         "vocab_size": arguments.vocab_size,
         "results": [],
@@ -186,10 +158,7 @@ def main() -> None:
         for source in ["stdlib", *map(str, arguments.text)]:
             print(f"measuring {source}", file=sys.stderr)
             report["results"].append(measure(source, arguments.vocab_size, arguments.repeats, Path(scratch)))
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    base = arguments.out / f"{report['date']}-prepare"
-    base.with_suffix(".json").write_text(json.dumps(report, indent=2) + "\n")
-    base.with_suffix(".md").write_text(table(report))
+    write_pair(arguments.out, f"{report['date']}-prepare", report, table(report))
     print(table(report))
 
 

@@ -23,10 +23,7 @@ Run       python benchmarks/step.py                          # CPU, all sizes, f
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -40,6 +37,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from environment import RESULTS, cpu, facts, markdown_table, write_pair
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -118,6 +116,7 @@ def main() -> None:
     """Measure every size and precision, write the results, print the table."""
     options = parse()
     torch.set_num_threads(options.threads)
+    before = environment(options)
     results = []
     console = Console()
     for precision, sequence, size in product(options.precision, options.sequence, options.sizes):
@@ -125,7 +124,7 @@ def main() -> None:
         with console.status(str(setting)):
             results.append(measure(setting, options))
         console.print(f"{size} {precision} {sequence}: {results[-1].ratio:.2f} x")
-    written = write(results, options)
+    written = write(results, before, options)
     console.print(table(results))
     console.print(f"written: {written}")
     if not all(result.same_losses for result in results):
@@ -147,7 +146,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warm-up", type=int, default=2, help="steps before them, dropped")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--date", default=date.today().isoformat(), help="prefix of the result files")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     return parser.parse_args()
 
 
@@ -304,48 +303,28 @@ def allocator_peak(profile: torch.profiler.profile) -> int:
     return peak
 
 
-def write(results: list[Result], options: argparse.Namespace) -> Path:
+def write(results: list[Result], before: dict[str, Any], options: argparse.Namespace) -> Path:
     """The results as JSON, and as a page."""
     suffix = f"{options.device}-compiled" if options.compile else options.device
-    path: Path = options.out / f"{options.date}-step-{suffix}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    record = {"environment": environment(options), "results": [asdict(result) for result in results]}
-    path.write_text(json.dumps(record, indent=1) + "\n")
-    path.with_suffix(".md").write_text(page(results, environment(options)))
-    return path
+    record = {"environment": before, "results": [asdict(result) for result in results]}
+    return write_pair(options.out, f"{options.date}-step-{suffix}", record, page(results, before))
 
 
 def environment(options: argparse.Namespace) -> dict[str, Any]:
     """What a reader needs to repeat or to doubt the figures."""
-    import transformers
-
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    found = facts("torch", "transformers")
     return {
-        "command": " ".join(["python", "benchmarks/step.py", *sys.argv[1:]]),
-        "commit": commit.stdout.strip() if commit.returncode == 0 else "not committed",
+        "command": found["command"],
+        "commit": found["commit"],
         "date": options.date,
-        "device": torch.cuda.get_device_name() if options.device == "cuda" else cpu_name(),
+        "device": torch.cuda.get_device_name() if options.device == "cuda" else cpu(),
         "threads": options.threads,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
+        **{name: found["versions"][name] for name in ("torch", "transformers", "python")},
         "compiled": options.compile,
         "optimizer": "AdamW fused, lr 1e-3, betas 0.9/0.95, decay 0.1; clip 1.0; float32 parameters and state",
         "steps": f"{options.warm_up} dropped, {options.repeats} timed, both sides in turn",
         "data": "Zipf distributed random tokens, each row one document",
     }
-
-
-def cpu_name() -> str:
-    """The processor as Linux names it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    flags = next((line for line in lines if line.startswith("flags")), "")
-    features = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in flags.split()]
-    return f"{models[0] if models else platform.machine()}, {len(models)} cores ({', '.join(features)})"
 
 
 COLUMNS = (
@@ -392,8 +371,7 @@ def page(results: list[Result], facts: dict[str, Any]) -> str:
     lines = ["# One training step: Scrimp against plain PyTorch over transformers", ""]
     lines += ["All figures measured; how, and what the peer is: the docstring of `benchmarks/step.py`.", ""]
     lines += [f"- {name}: {value}" for name, value in facts.items()]
-    lines += ["", "| " + " | ".join(COLUMNS) + " |", "|" + " --- |" * len(COLUMNS)]
-    lines += ["| " + " | ".join(cells(result)) + " |" for result in results]
+    lines += ["", *markdown_table(COLUMNS, map(cells, results))]
     lines += ["", "Losses, first and last step (ours / peer):", ""]
     for r in results:
         first, last = (f"{r.ours_losses[i]:.5f} / {r.peer_losses[i]:.5f}" for i in (0, -1))

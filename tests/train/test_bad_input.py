@@ -181,6 +181,13 @@ CASES: dict[str, tuple[Case, str]] = {
     ),
     "other tokenizer on resume": (other_tokenizer_on_resume, "data.tokenizer"),
     "shards of another tokenizer": (shards_of_another_tokenizer, "tokenizer"),
+    "other tokenizer than the weights'": (
+        lambda s, c, r, e: [
+            *["train", "--device=cpu", f"--model.weights={e}", f"--data.source={c}", "--data.tokenizer=bpe"],
+            *[f"--data.cache={s / 'c'}", f"--run.dir={s / 'new'}", "--train.sequence=64"],
+        ],
+        "mean nothing",
+    ),
     "tokenizer of another model": (tokenizer_of_another_model, "tokenizer"),
     "vocabulary mismatch": (too_large_vocabulary, "embedding rows"),
     "run folder that exists": (lambda s, c, r, e: flags(c, r, "--train.steps=4"), "--resume"),

@@ -75,7 +75,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Prepare:
-    """Turn text into token shards. Interrupted, it continues where it was."""
+    """Turn text into token shards. Interrupted, it continues after the last finished shard."""
 
     src: Positional[str]
     """stdlib; a text, JSONL or Parquet file (also .gz, .zst); a folder of them; a saved datasets

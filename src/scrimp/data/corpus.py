@@ -108,7 +108,7 @@ class Corpus:
             raise DataError(
                 f"the corpus {folder} is not complete",
                 got="a preparation that was interrupted",
-                do=f"continue it: scrimp prepare {manifest.settings.get('source', 'SOURCE')} {folder}",
+                do="run the `scrimp prepare` command that began it again, with the same options",
             )
         self.folder, self.manifest = folder, manifest
         self.checked = check_shards(folder, manifest)

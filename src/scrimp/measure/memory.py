@@ -46,7 +46,7 @@ class MemoryMeter:
             torch.cuda.reset_peak_memory_stats(device)
         with contextlib.suppress(OSError):  # without it the mark includes what came before
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # reset the high-water mark
-        self._baseline = _status_bytes("VmRSS") or 0
+        self._baseline = _status_bytes("VmRSS") or self.peak_host_bytes()
 
     def peak_host_bytes(self) -> int:
         """Largest resident set."""

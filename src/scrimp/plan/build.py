@@ -81,10 +81,11 @@ def build_plan(
         blocks={number: BlockChoice(activations="keep", reason=fits) for number in numbers},
         states=dict.fromkeys([*numbers, "embedding", "head"], place),
         layout=Layout(stages=[[0, architecture.num_layers - 1]]),
-        # On a CPU the host's copies are the device's: one figure for both.
+        # On a CPU the copy that a checkpoint is written from lies in the device's memory; the whole process,
+        # the interpreter and its libraries included, is predicted by nothing.
         predicted=Figures(
             peak_device_bytes=account.peak + (account.checkpoint_copy if device_is_host else 0),
-            peak_host_bytes=account.checkpoint_copy + (account.peak if device_is_host else 0),
+            peak_host_bytes=None if device_is_host else account.checkpoint_copy,
         ),
     )
 
@@ -128,8 +129,7 @@ def refuse_misfit(
 
 def _advice(account: MemoryAccount, limit: int, config: Config) -> str:
     if account.states > limit:
-        smaller = f"weights, gradients and optimizer states alone take {account.states:,} bytes: choose a smaller model"
-        return smaller + ("" if config.precision == "bf16" else " or --precision bf16")
+        return f"weights, gradients and optimizer states alone take {account.states:,} bytes: choose a smaller model"
     return (
         f"lower --train.micro-batch (now {config.train.micro_batch}) or --train.sequence "
         f"(now {config.train.sequence}): activations take {account.activations:,} bytes"

@@ -67,12 +67,14 @@ def dry_run(config: Config) -> None:
         )
     )
     account = account_of(config, architecture)
-    console.print(account_table(account.rows(), title=f"predicted bytes, peak {format_bytes(account.peak)}"))
+    rows = [*account.rows(), ("copy for a checkpoint, on the host", account.checkpoint_copy)]
+    peak = format_bytes(plan.predicted.peak_device_bytes)
+    console.print(account_table(rows, title=f"predicted bytes, peak on the device {peak}"))
     if decisions.reasons:
-        rows = [
+        choices = [
             (key, f"{flatten(config)[key]}  ({reason})") for key, reason in sorted(decisions.reasons.items())
         ]
-        console.print(key_value_table(rows, title="decided by Scrimp"))
+        console.print(key_value_table(choices, title="decided by Scrimp"))
     decisions.refuse_misfit()
 
 

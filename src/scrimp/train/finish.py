@@ -49,14 +49,15 @@ def finish(run_dir: Path, trainer: Trainer, signals: StopSignals) -> RunSummary:
     """
     step, line = trainer.position.step, trainer.line
     is_done = step >= trainer.train.steps
+    failure = save_last(trainer)  # first: nothing that follows may cost the weights
     evaluation = trainer.evaluate() if is_done else None
-    failure = save_last(trainer)
     if is_done:
         _sample(trainer)
         trainer.log.event("finish", step, "all steps done")
     elif signals.received is not None:
         trainer.log.event("signal", step, f"{signals.received.name}: the run can be resumed")
-    _write_measured_plan(run_dir, trainer)
+    if failure is None:
+        _write_measured_plan(run_dir, trainer)
     report = write_report(run_dir)
     if signals.received is not None and not is_done:
         line.message(f"stopped after step {step:,}; go on with: scrimp train --run.dir {run_dir} --resume")

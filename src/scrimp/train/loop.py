@@ -112,6 +112,7 @@ class Trainer:
         torch.set_rng_state(tensors[RANDOM_STATE])
         self.position = Position(**checkpoint.state["position"])
         self.optimizer.restore_updates(self.position.updates)
+        self._last_saved = checkpoint.step
 
     def save(self, *, wait: bool = False) -> None:
         """Write a checkpoint of this step, unless it has one; in the background unless `wait`."""
@@ -175,6 +176,7 @@ class Trainer:
                 self.report_checkpoints()
                 self._non_finite.stop_if_exhausted(self.position.step)
                 if self._is_due(self.train.checkpoint_every) and self.position.step < self.train.steps:
+                    self.wait_for_checkpoint()  # one that failed must not keep this one from being tried
                     try:
                         self.save()
                     except StorageError as error:

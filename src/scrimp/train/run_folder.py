@@ -65,8 +65,12 @@ def refuse_used_folder(run_dir: Path) -> None:
 def _is_leftover(entry: Path) -> bool:
     """What a run leaves that was killed before its configuration, the last of its first files, was there."""
     if entry.name == CHECKPOINTS:
-        return not any(entry.iterdir())
+        return entry.is_dir() and not any(entry.iterdir())
     return entry.name in (LOCK, TOKENIZER, PLAN) or (entry.name[0] == "." and entry.name.endswith(".partial"))
+
+
+class FolderInUseError(StorageError):
+    """Another process holds the lock of a run folder."""
 
 
 @contextlib.contextmanager
@@ -83,10 +87,10 @@ def claim_new_folder(config: Config) -> Iterator[Path]:
             try:
                 stack.enter_context(RunLock(run_dir))
                 refuse_used_folder(run_dir)
-            except (CheckpointError, StorageError):
-                if config.run.dir is not None or not (run_dir / LOCK).exists():
+            except (CheckpointError, FolderInUseError):
+                if config.run.dir is not None:
                     raise
-                continue
+                continue  # another run has taken it meanwhile: the next number is free
             yield run_dir
             return
 
@@ -106,7 +110,7 @@ class RunLock:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._file.close()
-            raise StorageError(
+            raise FolderInUseError(
                 f"{self._run_dir} is in use", got="another process trains in it", do="wait for it or stop it"
             ) from None
         except OSError as error:

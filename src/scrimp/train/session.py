@@ -75,6 +75,8 @@ def _train_in(run_dir: Path, start: Start) -> RunSummary:
     start = dataclasses.replace(start, decisions=decisions)
     store = CheckpointStore(run_dir, keep_last=config.train.keep_last, keep_every=config.train.keep_every)
     store.prepare()
+    # Determinism needs it, and torch looks once: at the first product on the device.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     resume_step = start.checkpoint.step if start.checkpoint else None
     with contextlib.ExitStack() as stack:
         log = stack.enter_context(contextlib.closing(MetricsLog(run_dir, resume_step=resume_step)))
@@ -91,7 +93,8 @@ def _train_in(run_dir: Path, start: Start) -> RunSummary:
         except TrainingError as failure:
             finish_failed(run_dir, trainer, failure)
             raise
-        return finish(run_dir, trainer, signals)
+        with _named_failures(trainer):
+            return finish(run_dir, trainer, signals)
 
 
 def _write_decisions(run_dir: Path, config: Config, start: Start) -> tuple[Plan, dict[str, str]]:
@@ -102,8 +105,10 @@ def _write_decisions(run_dir: Path, config: Config, start: Start) -> tuple[Plan,
         reasons = reasons_in(config_path.read_text(encoding="utf-8"), config)
         if plan_path.exists():
             saved = Plan.read(plan_path)
-            plan = saved if saved.fingerprint == plan.fingerprint else plan
-            plan.check_runnable(start.decisions.plan, str(plan_path))
+            if saved.fingerprint == plan.fingerprint:
+                saved.check_runnable(plan, str(plan_path))
+                # What may change on resume changes the account: the choices are kept, not the figures.
+                plan = dataclasses.replace(saved, budget=plan.budget, predicted=plan.predicted)
     else:
         start.corpus.tokenizer.save(run_dir / TOKENIZER)
     text = to_toml(config, reasons)
@@ -165,7 +170,6 @@ def _deterministic(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
     torch.use_deterministic_algorithms(True)
     # Filling would write every new tensor twice.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -239,4 +243,6 @@ def _announce(trainer: Trainer, run_dir: Path, start: Start) -> None:
         },
     )
     if start.checkpoint:
-        trainer.line.message(f"continuing from step {start.checkpoint.step:,}")
+        done = start.checkpoint.step >= config.train.steps
+        say = "all steps are done already" if done else f"continuing from step {start.checkpoint.step:,}"
+        trainer.line.message(say)

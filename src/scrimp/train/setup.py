@@ -114,8 +114,9 @@ def _plan_for(
 def _decide_tokenizer(config: Config, architecture: Architecture, reasons: dict[str, str]) -> Config:
     data = config.data
     if data.tokenizer == "auto":
-        folder = tokenizer_of_weights(config.model.weights) if config.model.weights else None
-        if config.model.weights and folder is None and not is_corpus(Path(data.source)):
+        has_own = is_corpus(Path(data.source))  # shards bring their tokenizer along
+        folder = tokenizer_of_weights(config.model.weights) if config.model.weights and not has_own else None
+        if config.model.weights and not has_own and folder is None:
             raise ModelError(
                 f"{config.model.weights} has no tokenizer that can be read",
                 expected="a tokenizer.json: the weights mean nothing to another tokenizer's ids",
@@ -172,6 +173,24 @@ def open_run_corpus(decisions: Decisions, *, progress: bool = True) -> Corpus:
     return corpus
 
 
+def refuse_other_tokenizer(decisions: Decisions, corpus: Corpus) -> None:
+    """Refuse to train weights on the ids of a tokenizer that is not theirs.
+
+    Raises:
+        ModelError: the corpus has another tokenizer than model.weights.
+    """
+    weights = decisions.config.model.weights
+    folder = tokenizer_of_weights(weights) if weights and weights.is_dir() else None
+    if folder is None or load_tokenizer(folder).digest == corpus.tokenizer.digest:
+        return
+    raise ModelError(
+        f"the tokenizer of {decisions.config.data.source} is not the one of {weights}",
+        got=f"{corpus.tokenizer.name}, {corpus.tokenizer.vocab_size:,} entries",
+        expected=f"the tokenizer in {folder}: to another one's ids the weights mean nothing",
+        do=f"leave --data.tokenizer out; shards are made with `scrimp prepare ... --tokenizer {folder}`",
+    )
+
+
 def name_tokenizer(decisions: Decisions, corpus: Corpus) -> Decisions:
     """Say which tokenizer `auto` came to be."""
     data = decisions.config.data
@@ -196,7 +215,8 @@ def expected_vocabulary(decisions: Decisions) -> int:
     if data.source != "stdlib" and is_corpus(Path(data.source)):
         return load_tokenizer(Path(data.source) / TOKENIZER).vocab_size
     if data.tokenizer in ("auto", "bpe"):
-        return decided(data.vocab_size)
+        # At most that many, and at most what a model of fixed size has rows for.
+        return min(decided(data.vocab_size), decisions.architecture.vocab_size)
     return load_tokenizer(data.tokenizer).vocab_size
 
 

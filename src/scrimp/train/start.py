@@ -17,7 +17,14 @@ from scrimp.data import Corpus
 from scrimp.errors import CheckpointError, DataError
 from scrimp.train.checkpoint import Checkpoint, CheckpointStore
 from scrimp.train.run_folder import CONFIG, TOKENIZER, config_to_resume, saved_config
-from scrimp.train.setup import Decisions, decide, fit_vocabulary, name_tokenizer, open_run_corpus
+from scrimp.train.setup import (
+    Decisions,
+    decide,
+    fit_vocabulary,
+    name_tokenizer,
+    open_run_corpus,
+    refuse_other_tokenizer,
+)
 from scrimp.train.weights import architecture_of_checkpoint
 
 KEYWORDS = frozenset({"auto", "stdlib", "bytes", "bpe"})
@@ -79,6 +86,7 @@ def resumed_start(run_dir: Path, config: Config, given: Collection[str]) -> Star
 
 
 def _fitted(decisions: Decisions, corpus: Corpus) -> Decisions:
+    refuse_other_tokenizer(decisions, corpus)
     decisions = fit_vocabulary(name_tokenizer(decisions, corpus), corpus.tokenizer.vocab_size)
     decisions.refuse_misfit()
     return decisions
@@ -110,7 +118,9 @@ def _anchored_name(name: str) -> str:
 def _refuse_other_configuration(checkpoint: Checkpoint, saved: Config, run_dir: Path) -> None:
     """The folder's config.toml must be the one that the checkpoint was made with."""
     then = load_config(checkpoint.folder / CONFIG)
-    changed = {key: pair for key, pair in differences(then, saved).items() if key not in MAY_CHANGE_ON_RESUME}
+    # A tokenizer may lie elsewhere by now; that it is the same one, the digest of the data says.
+    free = MAY_CHANGE_ON_RESUME | {"data.tokenizer"}
+    changed = {key: pair for key, pair in differences(then, saved).items() if key not in free}
     if changed:
         raise CheckpointError(
             f"{run_dir / CONFIG} is not the configuration of {checkpoint.folder.name}",
