@@ -12,6 +12,7 @@ from tiny_run import TINY, flags, losses, records, scrimp, write_corpus
 from scrimp.cli import main
 from scrimp.config import Config, RunConfig
 from scrimp.errors import CheckpointError, StorageError
+from scrimp.plan import Plan
 from scrimp.train.checkpoint import CheckpointStore
 from scrimp.train.run_folder import RunLock, claim_new_folder
 
@@ -223,3 +224,44 @@ def test_waiting_for_the_lock_is_not_waiting_forever(tmp_path: Path) -> None:
     with RunLock(tmp_path), pytest.raises(StorageError), RunLock(tmp_path):
         pass
     assert time.monotonic() - began < 5
+
+
+def test_a_run_goes_on_when_the_folder_of_its_tokenizer_is_gone(
+    finished: Path, corpus: Path, tmp_path: Path
+) -> None:
+    more = ("--train.steps=6", "--train.checkpoint-every=2")
+    words = [word for word in flags(corpus, run_dir, *more) if word != TINY[1]]
+    shutil.copytree(finished / "tokenizer", tokenizer)
+    words = [
+        word
+        for word in flags(corpus, run_dir, "--train.steps=6", "--train.checkpoint-every=2")
+        if word != TINY[1]
+    ]
+    assert main([*words, f"--data.tokenizer={tokenizer}", "--train.keep-last=3"]) == 0
+    shutil.rmtree(tokenizer)
+    for step in (6, 4):  # the second time config.toml names the run's own copy, the checkpoint the folder
+        shutil.rmtree(run_dir / "checkpoints" / f"step-{step:08d}")
+        assert main(["train", f"--run.dir={run_dir}", "--resume"]) == 0
+    assert losses(run_dir) == losses(finished)
+
+
+def test_a_finished_run_is_not_written_again(finished: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "done"
+    shutil.copytree(finished, run_dir)
+    manifest = run_dir / "checkpoints" / "step-00000006" / "manifest.json"
+    written = manifest.stat().st_mtime_ns
+    assert main(["train", f"--run.dir={run_dir}", "--resume"]) == 0
+    assert manifest.stat().st_mtime_ns == written
+
+
+def test_a_budget_that_changes_on_resume_stands_in_the_plan(finished: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "budget"
+    shutil.copytree(finished, run_dir)
+    assert main(["train", f"--run.dir={run_dir}", "--resume", "--budget.device-memory=10GB"]) == 0
+    assert Plan.read(run_dir / "plan.json").budget == {"device_memory": 10_000_000_000}
+
+
+def test_the_plan_of_a_finished_run_can_be_shown(corpus: Path, tmp_path: Path) -> None:
+    words = [word for word in flags(corpus, tmp_path / "run", "--train.steps=1") if word != TINY[1]]
+    assert main(words) == 0  # a BPE of 4,096 that ends early: the model has fewer rows
+    assert main(["plan", str(tmp_path / "run" / "config.toml")]) == 0
