@@ -229,14 +229,10 @@ def test_waiting_for_the_lock_is_not_waiting_forever(tmp_path: Path) -> None:
 def test_a_run_goes_on_when_the_folder_of_its_tokenizer_is_gone(
     finished: Path, corpus: Path, tmp_path: Path
 ) -> None:
+    tokenizer, run_dir = tmp_path / "tokenizer", tmp_path / "run"
+    shutil.copytree(finished / "tokenizer", tokenizer)
     more = ("--train.steps=6", "--train.checkpoint-every=2")
     words = [word for word in flags(corpus, run_dir, *more) if word != TINY[1]]
-    shutil.copytree(finished / "tokenizer", tokenizer)
-    words = [
-        word
-        for word in flags(corpus, run_dir, "--train.steps=6", "--train.checkpoint-every=2")
-        if word != TINY[1]
-    ]
     assert main([*words, f"--data.tokenizer={tokenizer}", "--train.keep-last=3"]) == 0
     shutil.rmtree(tokenizer)
     for step in (6, 4):  # the second time config.toml names the run's own copy, the checkpoint the folder
