@@ -8,10 +8,11 @@ The decisions, and why (P is the number of parameters):
 
 ===================  ==============================================================================
 precision            bf16 on CUDA, whose matrix units run it many times faster; fp32 on a CPU: only
-                     some (AMX) run bf16 faster, and on the others it is many times slower.
-parameters           the precision's own: fp32 for fp32, bf16 for bf16 (half the bytes of weights and
-                     gradients), then with fp32 master weights, since a bf16 weight loses updates
-                     smaller than 1/256 of itself.
+                     some (AMX) run bf16 faster, and on the others it is many times slower. Rules
+                     without a base are given this one.
+parameters           the compute format: fp32 where the precision's base is fp32, else bf16 (half the bytes
+                     of weights and gradients), then with fp32 master weights, since a bf16 weight loses
+                     updates smaller than 1/256 of itself.
 sequence             256 below 8M, 512 below 50M, 1024 below 200M, else 2048, at most the context:
                      small models gain nothing from context that they cannot use, and run faster without.
 batch_tokens         4Ki below 8M, 16Ki below 50M, 64Ki below 200M, 256Ki below 1B, else 512Ki: the
@@ -48,6 +49,7 @@ from scrimp.config.architecture import Architecture
 from scrimp.config.fields import flatten, replace_values
 from scrimp.config.schema import Config, TrainConfig, decided
 from scrimp.errors import ConfigError
+from scrimp.precision import parse_rules
 
 _SEQUENCE_BY_PARAMETERS = ((8e6, 256), (50e6, 512), (200e6, 1024), (float("inf"), 2048))
 _BATCH_BY_PARAMETERS = (
@@ -117,8 +119,10 @@ def resolve(config: Config, architecture: Architecture, *, device_type: str) -> 
         return replace_values(current, {key: value})
 
     # In this order: each decision reads the ones before it.
-    config = decide(config, "precision", lambda: _precision(device_type))
-    config = decide(config, "train.parameters", lambda: _parameters(config.precision))
+    if parse_rules(config.precision).base is None:
+        value, reasons["precision"] = _precision(config.precision, device_type)
+        config = replace_values(config, {"precision": value})
+    config = decide(config, "train.parameters", lambda: _parameters(config))
     config = decide(config, "train.master_weights", lambda: _master_weights(config.train.parameters))
     _check_formats(config)
     config = decide(config, "train.sequence", lambda: _sequence(config.train, architecture))
@@ -137,19 +141,32 @@ def resolve(config: Config, architecture: Architecture, *, device_type: str) -> 
 
 
 def differences(saved: Config, now: Config) -> dict[str, tuple[object, object]]:
-    """Settings that differ, by dotted key: (saved value, value now)."""
+    """Settings that differ, by dotted key: (saved value, value now).
+
+    Precisions are compared by what they mean, and one whose base is open now agrees with any base.
+    """
     before, after = flatten(saved), flatten(now)
-    return {key: (before[key], after[key]) for key in before if before[key] != after[key]}
+    changed = {key: (before[key], after[key]) for key in before if before[key] != after[key]}
+    if "precision" in changed:
+        old, new = saved.precision_rules, now.precision_rules
+        if old.rules == new.rules and new.base in (None, old.base):
+            del changed["precision"]
+    return changed
 
 
-def _precision(device_type: str) -> _Decision:
+def _precision(given: str, device_type: str) -> _Decision:
+    base, reason = "fp32", "fast on every CPU; on one with AMX units --precision bf16 is faster still"
     if device_type == "cuda":
-        return "bf16", "CUDA's matrix units run bf16 many times faster than fp32"
-    return "fp32", "fast on every CPU; on one with AMX units --precision bf16 is faster still"
+        base, reason = "bf16", "CUDA's matrix units run bf16 many times faster than fp32"
+    rules = parse_rules(given)
+    return str(rules.with_base(base)), f"{base} as base: {reason}" if rules.rules else reason
 
 
-def _parameters(precision: str) -> _Decision:
-    return precision, f"the format of the GEMMs, {precision}"
+def _parameters(config: Config) -> _Decision:
+    rules = config.precision_rules
+    if rules.base == rules.compute:
+        return rules.compute, f"the format of the GEMMs, {rules.compute}"
+    return rules.compute, f"the working format beside {rules.base}, {rules.compute}"
 
 
 def _master_weights(parameters: str) -> _Decision:
@@ -255,11 +272,11 @@ def _compile(device_type: str) -> _Decision:
 
 def _check_formats(config: Config) -> None:
     train = config.train
-    if config.precision == "fp32" and train.parameters == "bf16":
+    if config.precision_rules.compute == "fp32" and train.parameters == "bf16":
         raise ConfigError(
             "train.parameters contradicts precision",
-            got="bf16 parameters for fp32 GEMMs",
-            expected="fp32 parameters, or precision bf16",
+            got="bf16 parameters for activations in fp32",
+            expected="fp32 parameters, or another base of precision than fp32",
             do="set precision = bf16, or leave train.parameters at auto",
         )
     if train.parameters == "fp32" and train.master_weights:

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeVar
 
-Precision = Literal["auto", "fp32", "bf16"]
+from scrimp.precision import PrecisionRules, parse_rules
+
 Schedule = Literal["cosine", "linear", "wsd", "constant"]
 Switch = Literal["auto", "on", "off"]
 ParameterType = Literal["auto", "fp32", "bf16"]
@@ -158,8 +159,17 @@ class Config:
     budget: BudgetConfig = field(default_factory=BudgetConfig)
     device: str = "auto"
     """auto, cpu, cuda or cuda:N. auto: CUDA where there is one."""
-    precision: Precision = "auto"
-    """Number format of the GEMMs. auto: bf16 on CUDA, fp32 on CPU."""
+    precision: str = "auto"
+    """Number formats of the linear layers' GEMMs: auto (bf16 on CUDA, fp32 on CPU), a recipe, or rules.
+    Recipes: fp32, bf16, fp8, fp8_tensor, fp8_row, mxfp8, fp4, nvfp4, mxfp4, or three of them as
+    fprop/dgrad/wgrad. Rules follow after commas, the last one wins: blocks.0.*=bf16 (layers by
+    pattern), *.wgrad=bf16 (one GEMM), head=fp8 (else it is not quantized), *.mlp.down.saved=bf16
+    (what backward keeps of the input: a recipe or recompute). Example: fp8,*.wgrad=bf16,blocks.0.*=bf16"""
+
+    @property
+    def precision_rules(self) -> PrecisionRules:
+        """`precision`, read."""
+        return parse_rules(self.precision)
 
 
 def decided(value: T | None) -> T:

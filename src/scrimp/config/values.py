@@ -17,6 +17,7 @@ from scrimp.config.fields import flatten, leaves
 from scrimp.config.presets import preset
 from scrimp.config.schema import Config
 from scrimp.errors import ConfigError
+from scrimp.precision import parse_rules
 
 _MANY = 2**31 - 1
 """Largest count. Positions and token ids are 32-bit in places; beyond it a value is a typo."""
@@ -114,6 +115,7 @@ def check_values(config: Config) -> None:
         if values[key] is not None:
             parse_bytes(values[key], key=key)
     check_device(config.device)
+    parse_rules(config.precision)
     preset(config.model.preset)  # with model.weights too: a misspelt name is a mistake, even unused
 
 

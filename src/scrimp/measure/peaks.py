@@ -1,7 +1,8 @@
 """Peak FLOP rates of a device: the denominators of MFU and the speed of light.
 
 Known accelerators have their dense spec-sheet rates (no sparsity; tensor cores with fp32
-accumulation). Any other device, a CPU above all, is measured: the fastest of several square
+accumulation), fp8 and fp4 included where the card has units for them; what it lacks is emulated,
+see `scrimp.plan.flops`. Any other device, a CPU above all, is measured: the fastest of several square
 products per format, in this process, with the threads that training uses. A measured peak is
 a lower bound of the hardware's, so MFU against it is an upper bound; the origin says which it is.
 """
@@ -9,37 +10,51 @@ a lower bound of the hardware's, so MFU against it is an upper bound; the origin
 from __future__ import annotations
 
 import time
+from typing import NamedTuple
 
 import torch
 
 from scrimp.plan import Peaks
 
-# Vendor data sheets, dense TFLOP/s: (bf16, fp32). The first name contained in the device's name wins.
-_SPEC_TFLOPS: tuple[tuple[str, float, float], ...] = (
-    ("H100 PCIe", 756.0, 51.0),
-    ("H100 NVL", 835.0, 60.0),
-    ("H100", 989.4, 67.0),
-    ("H200", 989.4, 67.0),
-    ("GH200", 989.4, 67.0),
-    ("A100", 312.0, 19.5),
-    ("L40S", 362.0, 91.6),
-    ("L4", 121.0, 30.3),
-    ("RTX 5090", 209.5, 104.8),
-    ("RTX 4090", 165.2, 82.6),
-    ("RTX 3090", 71.0, 35.6),
-)
+
+class _Rates(NamedTuple):
+    """Dense TFLOP/s of a vendor's data sheet; None where the card has no units of that width."""
+
+    bf16: float
+    fp32: float
+    fp8: float | None = None
+    fp4: float | None = None
+
+
+# The first name contained in the device's name wins. Sheets that give rates "with sparsity" are halved. GeForce
+# cards run fp8 at twice these rates with fp16 sums, which training does not use.
+_SPEC_TFLOPS: dict[str, _Rates] = {
+    "H100 PCIe": _Rates(756.0, 51.0, fp8=1513.0),
+    "H100 NVL": _Rates(835.0, 60.0, fp8=1671.0),
+    "H100": _Rates(989.4, 67.0, fp8=1978.9),
+    "H200": _Rates(989.4, 67.0, fp8=1978.9),
+    "GH200": _Rates(989.4, 67.0, fp8=1978.9),
+    "B200": _Rates(2250.0, 80.0, fp8=4500.0, fp4=9000.0),
+    "A100": _Rates(312.0, 19.5),
+    "L40S": _Rates(362.0, 91.6, fp8=733.0),
+    "L4": _Rates(121.0, 30.3, fp8=242.5),
+    "RTX 5090": _Rates(209.5, 104.8, fp8=419.0, fp4=1676.0),
+    "RTX 4090": _Rates(165.2, 82.6, fp8=330.3),
+    "RTX 3090": _Rates(71.0, 35.6),
+}
 _SIZE = 1024
 _SECONDS = 0.1
 
 
 def device_peaks(device: torch.device, name: str) -> Peaks:
-    """Peak rates of a device in fp32 and bf16; measuring takes about half a second."""
+    """Peak rates of a device by width; an unknown device is measured in fp32 and bf16, in half a second."""
     # A slice of a card or a laptop's version has other rates than the card of that name: measured too.
     words = name.split()
     is_whole_card = not {"MIG", "Laptop", "Max-Q"} & set(words)
-    for spec, bf16, fp32 in _SPEC_TFLOPS:
+    for spec, sheet in _SPEC_TFLOPS.items():
         if is_whole_card and _contains(words, spec.split()):
-            return Peaks({"bf16": bf16 * 1e12, "fp32": fp32 * 1e12}, f"spec sheet of the {spec}, dense")
+            rates = {name: rate * 1e12 for name, rate in sheet._asdict().items() if rate is not None}
+            return Peaks(rates, f"spec sheet of the {spec}, dense")
     rates = {"fp32": _gemm_rate(device, torch.float32), "bf16": _gemm_rate(device, torch.bfloat16)}
     return Peaks(rates, f"measured here: best {_SIZE}x{_SIZE}x{_SIZE} products")
 

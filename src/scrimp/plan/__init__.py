@@ -5,7 +5,16 @@ the file, `build` makes the plan of a run from its configuration.
 """
 
 from scrimp.plan.build import account_of, build_plan, gemm_formats, model_fingerprint, refuse_misfit
-from scrimp.plan.flops import Flops, Peaks, count_flops, ideal_seconds_per_token, mfu
+from scrimp.plan.flops import (
+    Flops,
+    Peaks,
+    count_flops,
+    ideal_seconds_per_token,
+    linear_layers,
+    linear_shapes,
+    mfu,
+    peak_of_recipe,
+)
 from scrimp.plan.memory import MemoryAccount, account_memory
 from scrimp.plan.schema import Figures, Fingerprint, GemmChoice, Plan
 
@@ -23,7 +32,10 @@ __all__ = [
     "count_flops",
     "gemm_formats",
     "ideal_seconds_per_token",
+    "linear_layers",
+    "linear_shapes",
     "mfu",
     "model_fingerprint",
+    "peak_of_recipe",
     "refuse_misfit",
 ]

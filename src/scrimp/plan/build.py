@@ -1,7 +1,7 @@
 """Makes the plan of a run from its resolved configuration.
 
-This version decides what one device needs: every GEMM in the run's precision, every
-activation kept, every state on the device. It is the "everything resident" candidate that
+This version decides what one device needs: every GEMM by the rules of the run's precision, every
+block's activations kept, every state on the device. It is the "everything resident" candidate that
 richer planners start from. A run that cannot fit is refused before it starts, with the change
 that would help most.
 """
@@ -15,9 +15,10 @@ from collections.abc import Mapping
 
 from scrimp.config import Architecture, Config, decided, parse_bytes
 from scrimp.errors import PlanError
-from scrimp.plan.flops import GEMM_NAMES
+from scrimp.plan.flops import linear_layers
 from scrimp.plan.memory import MemoryAccount, account_memory
 from scrimp.plan.schema import BlockChoice, Figures, Fingerprint, GemmChoice, Layout, Plan, StateChoice
+from scrimp.precision import GEMMS, HIGH_PRECISION
 
 
 def model_fingerprint(architecture: Architecture) -> str:
@@ -27,24 +28,23 @@ def model_fingerprint(architecture: Architecture) -> str:
 
 
 def gemm_formats(plan: Plan) -> dict[str, dict[str, str]]:
-    """Layer to format per GEMM, as `ideal_seconds_per_token` takes it."""
-    return {
-        layer: {"fprop": choice.fprop, "dgrad": choice.dgrad, "wgrad": choice.wgrad}
-        for layer, choice in plan.gemms.items()
-    }
+    """Layer to recipe per GEMM, as `ideal_seconds_per_token` takes it."""
+    return {layer: {gemm: getattr(choice, gemm) for gemm in GEMMS} for layer, choice in plan.gemms.items()}
 
 
 def account_of(config: Config, architecture: Architecture) -> MemoryAccount:
     """The memory account of a resolved configuration."""
-    train = config.train
+    train, rules = config.train, config.precision_rules
+    assigned = rules.assign(linear_layers(architecture))
     return account_memory(
         architecture,
-        precision=config.precision,
+        precision=rules.compute,
         parameters=train.parameters,
         master_weights=bool(train.master_weights),
         micro_batch=decided(train.micro_batch),
         sequence=decided(train.sequence),
         loss_chunk=decided(train.loss_chunk),
+        linears={layer: choice for layer, (choice, _) in assigned.items()},
     )
 
 
@@ -60,15 +60,14 @@ def build_plan(
     """The plan of one run on one device; `refuse_misfit` says whether it fits.
 
     Args:
-        config: resolved: no field of `train` is None, no precision is "auto".
+        config: resolved: no field of `train` is None, and the precision has a base.
         device_is_host: the device computes in host memory (a CPU).
         reasons: why settings were decided, from `scrimp.config.resolve`.
+
+    Raises:
+        ConfigError: a rule of the precision that matches no layer, or cannot be carried out there.
     """
     account = account_of(config, architecture)
-    precision = config.precision
-    why = reasons.get("precision", "set by the user")
-    gemm = GemmChoice(fprop=precision, dgrad=precision, wgrad=precision, saved=precision, reason=why)
-    layers = [f"blocks.{i}.{name}" for i in range(architecture.num_layers) for name in GEMM_NAMES]
     fits = f"everything resident takes {account.peak:,} bytes at its peak"
     place = StateChoice(weights="device", gradients="device", optimizer="device", reason=fits)
     numbers = [str(i) for i in range(architecture.num_layers)]
@@ -77,7 +76,7 @@ def build_plan(
             model=model_fingerprint(architecture), device=device_name, torch=torch_version, world_size=1
         ),
         budget=_budget(config, device_is_host),
-        gemms=dict.fromkeys([*layers, "head"], gemm),
+        gemms=_gemms(config, architecture, reasons),
         blocks={number: BlockChoice(activations="keep", reason=fits) for number in numbers},
         states=dict.fromkeys([*numbers, "embedding", "head"], place),
         layout=Layout(stages=[[0, architecture.num_layers - 1]]),
@@ -88,6 +87,17 @@ def build_plan(
             peak_host_bytes=None if device_is_host else account.checkpoint_copy,
         ),
     )
+
+
+def _gemms(config: Config, architecture: Architecture, reasons: Mapping[str, str]) -> dict[str, GemmChoice]:
+    rules = config.precision_rules
+    # Where one high precision is all there is, its own reason says more than its name.
+    is_plain = rules.base in HIGH_PRECISION and not rules.rules
+    only = reasons.get("precision", "set by the user") if is_plain else None
+    return {
+        layer: GemmChoice(**dataclasses.asdict(choice), reason=only or reason)
+        for layer, (choice, reason) in rules.assign(linear_layers(architecture)).items()
+    }
 
 
 def refuse_misfit(

@@ -12,9 +12,13 @@ Method   Matrices cost 2 FLOPs per weight and token forward, 4 backward; the emb
          A sliding window w < s replaces s by w (full) and s/2 by w - w^2 / 2s (causal).
          MFU is causal FLOPs per second over the device's BF16 peak. The speed of light (SOL)
          is ideal time over measured time, where the ideal runs every GEMM at the peak of the
-         format that it has in the plan, and attention at the BF16 peak (fp32 in an fp32 plan)::
+         recipe that it has in the plan, and attention at the peak of the compute format::
 
-             ideal = sum over GEMM groups of FLOP / peak(format)
+             ideal = sum over GEMM groups of FLOP / peak(recipe)
+
+         A recipe runs at the peak of its elements' width where the device has one. Where it has
+         none, 4-bit elements run on 8-bit units (every E2M1 value is exact in E4M3), and whatever
+         has no units of its own is emulated in bf16, at the BF16 peak.
 
 Limits   No credit for recomputation, none for tokens that a document mask hides: both would
          make a slower program look better. Under FP8 or FP4 the BF16 MFU may pass 80 %, and
@@ -25,13 +29,16 @@ Checked  tests/plan/test_flops.py: published GFLOP per token, and torch's own FL
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from scrimp.config import Architecture
 from scrimp.errors import PlanError
+from scrimp.precision import GEMMS, recipe
 
 GEMM_NAMES = ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")
+_RATES_BY_BITS = {32: ("fp32",), 16: ("bf16",), 8: ("fp8", "bf16"), 4: ("fp4", "fp8", "bf16")}
+"""Width of a recipe's elements to the rates that it can run at, the best first."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +70,7 @@ class Peaks:
     """What a device can do at best, in FLOP/s per format, and how that is known."""
 
     flops_per_s: Mapping[str, float]
-    """Format name (fp32, bf16, fp8, ...) to dense FLOP/s."""
+    """Width (fp32, bf16, fp8, fp4) to dense FLOP/s; only those that the device has units for."""
     origin: str
     """'spec sheet of ...' or 'measured here ...'."""
 
@@ -73,6 +80,27 @@ class Peaks:
         except KeyError:
             known = ", ".join(sorted(self.flops_per_s))
             raise PlanError(f"no peak rate is known for {fmt}", got=fmt, expected=known) from None
+
+    @property
+    def description(self) -> str:
+        """The origin, the widths that are native, and the rates that the others count at."""
+        best = {rates[0]: _best_rate(self, rates) for rates in _RATES_BY_BITS.values()}
+        native = "native " + " ".join(name for name, rate in best.items() if rate == name)
+        others = [f"{name} at the {rate} rate" for name, rate in best.items() if rate != name]
+        return f"{self.origin}; {', '.join([native, *others])}"
+
+
+def _best_rate(peaks: Peaks, rates: Sequence[str]) -> str:
+    return next((rate for rate in rates if rate in peaks.flops_per_s), rates[-1])
+
+
+def peak_of_recipe(peaks: Peaks, name: str) -> float:
+    """FLOP/s at best of a GEMM in a recipe: the peak of its width, or of what it is emulated in.
+
+    Raises:
+        PlanError: an unknown recipe, or a device without a rate for fp32 or bf16.
+    """
+    return peaks[_best_rate(peaks, _RATES_BY_BITS[recipe(name).bits])]
 
 
 def count_flops(architecture: Architecture, sequence: int) -> Flops:
@@ -88,16 +116,22 @@ def count_flops(architecture: Architecture, sequence: int) -> Flops:
     )
 
 
-def gemm_parameters(architecture: Architecture) -> dict[str, int]:
-    """Weight elements of each linear layer of one block, by its name in the plan."""
+def linear_layers(architecture: Architecture) -> list[str]:
+    """Full names of all linear layers, as the plan has them: those of each block, then the head."""
+    return [f"blocks.{i}.{name}" for i in range(architecture.num_layers) for name in GEMM_NAMES] + ["head"]
+
+
+def linear_shapes(architecture: Architecture) -> dict[str, tuple[int, int]]:
+    """(outputs, inputs) of each linear layer of one block, and of the head."""
     a = architecture
-    sizes = (
-        a.width * a.qkv_width,
-        a.attention_width * a.width,
-        2 * a.width * a.ffn_width,
-        a.ffn_width * a.width,
+    shapes = (
+        (a.qkv_width, a.width),
+        (a.width, a.attention_width),
+        (2 * a.ffn_width, a.width),
+        (a.width, a.ffn_width),
+        (a.vocab_size, a.width),
     )
-    return dict(zip(GEMM_NAMES, sizes, strict=True))
+    return dict(zip((*GEMM_NAMES, "head"), shapes, strict=True))
 
 
 def ideal_seconds_per_token(
@@ -105,22 +139,25 @@ def ideal_seconds_per_token(
     sequence: int,
     gemm_formats: Mapping[str, Mapping[str, str]],
     peaks: Peaks,
+    compute: str | None = None,
 ) -> float:
     """Seconds per token at the speed of light.
 
     Args:
-        gemm_formats: layer name (``blocks.0.mlp.down``, ``head``) to the format of each of its
+        gemm_formats: layer name (``blocks.0.mlp.down``, ``head``) to the recipe of each of its
             three GEMMs (``fprop``, ``dgrad``, ``wgrad``).
+        compute: working format, which attention runs in: fp32 or bf16. None: fp32 where the head's
+            fprop is, as in every plan whose rules leave the head alone.
     """
     flops = count_flops(architecture, sequence)
-    sizes = gemm_parameters(architecture)
+    shapes = linear_shapes(architecture)
     seconds = 0.0
     for layer, formats in gemm_formats.items():
-        size = architecture.head_parameters if layer == "head" else sizes[layer.split(".", 2)[2]]
-        seconds += sum(2.0 * size / peaks[formats[gemm]] for gemm in ("fprop", "dgrad", "wgrad"))
+        outputs, inputs = shapes[layer if layer == "head" else layer.split(".", 2)[2]]
+        seconds += sum(2.0 * outputs * inputs / peak_of_recipe(peaks, formats[gemm]) for gemm in GEMMS)
     head = gemm_formats.get("head", {"fprop": "bf16"})
-    attention_format = "fp32" if head["fprop"] == "fp32" else "bf16"
-    return seconds + flops.attention_causal / peaks[attention_format]
+    attention = compute or ("fp32" if head["fprop"] == "fp32" else "bf16")
+    return seconds + flops.attention_causal / peaks[attention]
 
 
 def mfu(flops_per_token: float, tokens_per_s: float, peaks: Peaks) -> float:

@@ -8,7 +8,8 @@ stand in ``predicted``, and after the first steps what was measured stands besid
     scrimp_plan   version of this format, an integer
     fingerprint   model, device, torch, world_size: what the plan was made for
     budget        what it was allowed to spend (bytes; shares)
-    gemms         layer -> fprop, dgrad, wgrad (formats), saved (what backward keeps), reason
+    gemms         layer -> fprop, dgrad, wgrad (recipes), saved (what backward keeps of the input:
+                  a recipe, a high precision or recompute), reason
     blocks        block number -> activations (keep, recompute, ...), reason
     states        block number, "embedding", "head" -> weights, gradients, optimizer (device, host), reason
     layout        degrees of each parallel axis, and the stages
@@ -22,23 +23,25 @@ each by its path in the file. This module is pure: it touches no device.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from scrimp.errors import PlanError
+from scrimp.precision import GEMMS, RECIPES, RECOMPUTE, SAVED_CHOICES, is_recomputable
 
 VERSION = 1
 RESTORE = "copy plan.json from the newest checkpoint of the run"
-FORMATS = ("fp32", "bf16")
-"""Formats that this version of Scrimp can run."""
+FORMATS = tuple(RECIPES)
+"""Recipes that a GEMM may have."""
 
 
 @dataclass(frozen=True)
 class GemmChoice:
-    """Formats of the three GEMMs of one linear layer."""
+    """Recipes of the three GEMMs of one linear layer, and what backward keeps of its input."""
 
     fprop: str
     dgrad: str
@@ -167,36 +170,40 @@ class Plan:
         return plan
 
     def check_formats(self, origin: str) -> None:
-        """Refuse formats that this version cannot run, by layer and GEMM."""
+        """Refuse recipes that do not exist, by layer and GEMM, and inputs that cannot be kept that way."""
         for layer, choice in self.gemms.items():
-            for gemm in ("fprop", "dgrad", "wgrad"):
-                fmt = getattr(choice, gemm)
-                if fmt not in FORMATS:
-                    raise PlanError(
-                        f"{origin}: {layer}.{gemm} cannot run in {fmt}",
-                        got=fmt,
-                        expected=" or ".join(FORMATS),
-                        do=RESTORE,
-                    )
+            for gemm in GEMMS:
+                name = getattr(choice, gemm)
+                if name not in FORMATS:
+                    raise _no_such(f"{origin}: {layer}.{gemm} cannot run in {name}", name, FORMATS)
+            if choice.saved not in SAVED_CHOICES:
+                what = f"{origin}: {layer}.saved cannot be {choice.saved}"
+                raise _no_such(what, choice.saved, SAVED_CHOICES)
+            if choice.saved == RECOMPUTE and not is_recomputable(layer):
+                kept = tuple(name for name in SAVED_CHOICES if name != RECOMPUTE)
+                raise _no_such(f"{origin}: the input of {layer} cannot be recomputed", RECOMPUTE, kept)
 
     def check_runnable(self, decided: Plan, origin: str) -> None:
         """Refuse what differs from `decided` and cannot be carried out yet, rather than ignore it.
 
+        Any GEMM may have any recipe that `check_formats` knows: a linear layer casts its operands.
+
         Args:
             decided: the plan that this version makes for the same run.
         """
+        self.check_formats(origin)
         for section in ("gemms", "blocks", "states"):
             mine, theirs = getattr(self, section), getattr(decided, section)
             if set(mine) != set(theirs):
                 odd = sorted(set(mine) ^ set(theirs))[0]
                 raise PlanError(f"{origin}: {section} are not those of the model", got=odd, do=RESTORE)
-            for name, row in mine.items():
+            for name, row in mine.items() if section != "gemms" else ():
                 if dataclasses.replace(row, reason="") != dataclasses.replace(theirs[name], reason=""):
                     raise PlanError(
                         f"{origin}: {section}.{name} cannot be carried out",
                         got=json.dumps(dataclasses.asdict(row)),
                         expected=json.dumps(dataclasses.asdict(theirs[name])),
-                        do=f"{RESTORE}: this version runs one precision, everything on the device",
+                        do=f"{RESTORE}: this version keeps activations, and everything on the device",
                     )
         if self.layout != decided.layout:
             raise PlanError(f"{origin}: layout cannot be carried out", expected="one device", do=RESTORE)
@@ -211,6 +218,12 @@ class Plan:
                 f"{path} cannot be read", got=str(error), do="give a plan.json written by Scrimp"
             ) from None
         return cls.from_json(text, origin=str(path))
+
+
+def _no_such(what: str, name: str, known: Sequence[str]) -> PlanError:
+    near = difflib.get_close_matches(name.lower(), known, 1)
+    hint = f"did you mean {near[0]}? Else " if near else ""
+    return PlanError(what, got=repr(name), expected=" or ".join(known), do=f"{hint}{RESTORE}")
 
 
 def _mapping(value: object, where: str) -> Mapping[str, Any]:

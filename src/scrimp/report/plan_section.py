@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from scrimp.precision import RECIPES, RECOMPUTE
 from scrimp.report.html import Markup, cut, tag
 from scrimp.report.run_folder import RunRecord, mapping
 from scrimp.report.units import (
@@ -27,6 +28,7 @@ from scrimp.report.units import (
 
 GEMMS: Final = ("fprop", "dgrad", "wgrad")
 STATES: Final = ("weights", "gradients", "optimizer")
+_COLOURS: Final = {32: "fp32", 16: "bf16", 8: "fp8", 4: "fp4"}
 _ROW_LIMIT: Final = 400
 _NAME_LIMIT: Final = 60
 _LABELS: Final = {
@@ -172,13 +174,16 @@ def formats(choice: object) -> Markup:
         labels = [_label(names[0], "fprop, dgrad and wgrad")]
     else:
         labels = [_label(name, gemm) for name, gemm in zip(names, GEMMS, strict=True)]
-    if saved is not None and {saved} != set(names):
+    if saved == RECOMPUTE:
+        labels.append(tag("span", "recomputes its input", class_="saved"))
+    elif saved is not None and {saved} != set(names):
         labels.append(tag("span", f"saves {str(saved)[:16]}", class_="saved"))
     return tag("span", *labels, class_="formats")
 
 
 def _label(name: str, title: str) -> Markup:
-    known = name if name in ("fp32", "bf16", "fp16", "fp8", "fp4") else "other"
+    # A recipe has the colour of its width.
+    known = _COLOURS[RECIPES[name].bits] if name in RECIPES else "fp16" if name == "fp16" else "other"
     return tag("span", name, class_=f"fmt {known}", title=title)
 
 

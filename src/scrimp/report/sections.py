@@ -46,7 +46,7 @@ def facts(run: RunRecord, summary: Summary) -> Markup:
         ("model", model),
         ("parameters", f"{format_count(parameters)} (counted)" if is_number(parameters) else None),
         ("device", run.start_field("device") or device),
-        ("precision", run.setting("precision")),
+        ("precision", _rules(run.setting("precision"))),
         ("steps", f"{summary.last_step:,}{planned}" if run.num_steps else "none recorded"),
         ("tokens", format_count(summary.tokens) if summary.tokens is not None else None),
         ("time in steps", f"{format_duration(summary.seconds)} (measured)" if summary.seconds else None),
@@ -57,6 +57,11 @@ def facts(run: RunRecord, summary: Summary) -> Markup:
         if value is not None
     ]
     return tag("dl", *pairs, class_="facts")
+
+
+def _rules(precision: object) -> str | None:
+    """Rules with a space behind each comma, where a line may break."""
+    return None if precision is None else ", ".join(part.strip() for part in str(precision).split(","))
 
 
 def key_figures(summary: Summary) -> Markup:

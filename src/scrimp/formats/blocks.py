@@ -1,0 +1,64 @@
+"""Groups of elements as views: a matrix [R, C] seen as [R/r, r, C/c, c], one scale per r x c group.
+
+Every scaling is a group size (r, c): (1, 128) for a tile along the columns, (128, 1) for one along the
+rows, (R, C) for the whole matrix. So one piece of code serves every scaling and both axes, without a
+transposed copy. Ragged edges are padded with zeros, which never raise a maximum of magnitudes.
+
+Work is cut into pieces of whole groups that stay in a core's cache: a dozen passes over a piece cost
+less than two over memory (CPU; on an accelerator pieces are as large as memory allows).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from scrimp.precision.formats import Scaling
+
+PIECE_ELEMENTS = {"cpu": 2**18, "cuda": 2**26}
+"""Elements of one piece, by device type: 1 MiB of float32 in a core's second-level cache."""
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Rows and columns of one group."""
+
+    rows: int
+    columns: int
+
+    @classmethod
+    def of(cls, scaling: Scaling, axis: int, num_rows: int, num_columns: int) -> Groups:
+        """The groups of a matrix whose `axis` (-1 columns, -2 rows) is the scaled one."""
+        along = num_columns if axis == -1 else num_rows
+        across = num_rows if axis == -1 else num_columns
+        size_along = along if scaling.columns is None else scaling.columns
+        size_across = across if scaling.rows is None else scaling.rows
+        return cls(size_across, size_along) if axis == -1 else cls(size_along, size_across)
+
+    def view(self, matrix: Tensor) -> Tensor:
+        """[R/r, r, C/c, c]: a view where the groups fit, a zero-padded copy where they do not."""
+        num_rows, num_columns = matrix.shape
+        pad_rows, pad_columns = -num_rows % self.rows, -num_columns % self.columns
+        if pad_rows or pad_columns:
+            matrix = F.pad(matrix, (0, pad_columns, 0, pad_rows))
+        view: Tensor = matrix.unflatten(1, (-1, self.columns)).unflatten(0, (-1, self.rows))
+        return view
+
+    def pieces(self, num_rows: int, num_columns: int, device_type: str) -> Iterator[slice]:
+        """Ranges of rows of whole groups, each small enough for the cache."""
+        limit = PIECE_ELEMENTS.get(device_type, PIECE_ELEMENTS["cuda"])
+        step = max(1, limit // max(1, num_columns * self.rows)) * self.rows
+        for start in range(0, num_rows, step):
+            yield slice(start, min(start + step, num_rows))
+
+
+def largest_magnitude(view: Tensor) -> Tensor:
+    """Per group of a float32 view [A, r, B, c], shape [A, 1, B, 1]; NaN where a member is NaN."""
+    # One axis at a time: torch reduces single axes several times faster than pairs.
+    magnitude = view.abs()
+    if view.shape[1] > 1:
+        magnitude = magnitude.amax(1, keepdim=True)
+    return magnitude.amax(3, keepdim=True) if view.shape[3] > 1 else magnitude

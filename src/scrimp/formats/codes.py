@@ -1,0 +1,44 @@
+"""Rounded values to stored codes and back: torch's float8 types, and 4-bit codes two to a byte.
+
+A 4-bit code is sign (bit 3), exponent (bits 2-1), mantissa (bit 0), in the order of its values:
+0 0.5 1 1.5 2 3 4 6. The first of two neighbours along the last axis takes the low half of a byte, as
+`torch.float4_e2m1fn_x2` and torchao have it. E2M1 has no NaN: a NaN becomes code 0, and the
+scale of its group, NaN itself, carries the news.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from scrimp.precision.formats import Element
+
+FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+_E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def encode(values: Tensor, element: Element) -> Tensor:
+    """Codes of values that the element has: float8, or uint8 with two codes a byte along the last axis."""
+    if element.name in FLOAT8:
+        return values.to(FLOAT8[element.name])
+    # A NaN's sign differs between processors: it goes with the NaN.
+    values = values.nan_to_num(0.0)
+    magnitude = values.abs()
+    # Below 2 the code is 2 |v|; from 2 on 2 3 4 6 are 4 5 6 7.
+    code = torch.where(
+        magnitude < 2, 2 * magnitude, torch.where(magnitude < 4, magnitude + 2, magnitude / 2 + 4)
+    )
+    code = code.to(torch.uint8) | (torch.signbit(values).to(torch.uint8) << 3)
+    if code.shape[-1] % 2:
+        code = F.pad(code, (0, 1))
+    return code[..., 0::2] | (code[..., 1::2] << 4)
+
+
+def decode(payload: Tensor, element: Element, length: int) -> Tensor:
+    """float32 values of a payload whose last axis holds `length` elements."""
+    if element.name in FLOAT8:
+        return payload.to(torch.float32)
+    codes = torch.stack([payload & 15, payload >> 4], dim=-1).flatten(-2)[..., :length]
+    values = (*_E2M1_VALUES, *(-value for value in _E2M1_VALUES))
+    return torch.tensor(values, dtype=torch.float32, device=payload.device)[codes.long()]

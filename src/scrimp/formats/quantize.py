@@ -1,0 +1,377 @@
+"""Quantize a tensor: to packed codes and scales, or at once back to float32 ("fake quantization").
+
+Both do the same arithmetic, piece by piece (see blocks.py)::
+
+    amax    largest magnitude of each group (over the whole tensor first, where a scale spans it)
+    scale   scales.py
+    q       round(x / scale) to the element's values, rounding.py
+    x~      q * scale
+
+`quantize` is the door for users, storage and tests; `fake_quantize` is what an emulated GEMM
+reads: no codes are packed, and nothing is copied into another layout.
+
+Sharded tensors: where a scale spans pieces that lie on several ranks (tensor and row scales), `reduce_amax`
+takes the maximum over them, in place, so that sharded and whole tensors quantize alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from scrimp.errors import PlanError
+from scrimp.formats import scales as scale_rules
+from scrimp.formats.blocks import Groups, largest_magnitude
+from scrimp.formats.codes import FLOAT8, decode, encode
+from scrimp.formats.hadamard import SIZE as HADAMARD_SIZE
+from scrimp.formats.hadamard import rotate
+from scrimp.formats.noise import Noise, combine
+from scrimp.formats.rounding import round_
+from scrimp.formats.scales import GroupScales
+from scrimp.precision.formats import Element, Scaling, lookup_element, lookup_scaling, scale_shape
+from scrimp.precision.recipes import Operand, Rounding
+
+PAYLOAD_TYPES = {"e2m1": torch.uint8, **FLOAT8}
+SCALE_TYPES = {"fp32": torch.float32, "e8m0": torch.uint8, "e4m3": torch.float8_e4m3fn}
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+AmaxReducer = Callable[[Tensor], None]
+
+
+@dataclass(frozen=True)
+class FakeQuantized:
+    """What a quantized matrix stands for: values times, where a scale leaves the sum of a GEMM, that scale."""
+
+    values: Tensor
+    """float32 in the matrix's own layout. Exact in bfloat16 for every scaling but tile and block."""
+    outer: Tensor | None
+    """Broadcasts against values: [1, 1] for tensor and NVFP4's second scale, one per row for row scales."""
+
+    def dequantize(self) -> Tensor:
+        """The values with their outer scale."""
+        return self.values if self.outer is None else self.values * self.outer
+
+
+@dataclass(frozen=True)
+class QuantizedTensor:
+    """Codes and scales of a tensor. Their layout has the scaled axis last, as GEMMs read it."""
+
+    payload: Tensor
+    """float8, or uint8 with two 4-bit codes a byte; the tensor's axes, the scaled one moved last."""
+    scales: Tensor
+    """Of the groups, in the payload's axes: float32, float8_e4m3fn, or uint8 biased exponents."""
+    tensor_scale: Tensor | None
+    """NVFP4's fp32 scale of the whole tensor."""
+    operand: Operand
+    axis: int
+    shape: torch.Size
+    """Of the original tensor."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of payload and scales; `scrimp.precision.storage_bytes` predicts them."""
+        tensor_scale = 0 if self.tensor_scale is None else self.tensor_scale.nbytes
+        return self.payload.nbytes + self.scales.nbytes + tensor_scale
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The values, in the original shape."""
+        last = self.axis % len(self.shape)
+        columns = self.shape[last]
+        values = self._values()
+        if values.numel() and lookup_scaling(self.operand.scaling).columns is None:
+            values = values * self.scales
+        if self.tensor_scale is not None:
+            values = values * self.tensor_scale
+        if self.operand.hadamard:
+            values = rotate(values.unsqueeze(0), -1, inverse=True)[0, ..., :columns]
+        return values.movedim(-1, self.axis).to(dtype)
+
+    def with_tensors(
+        self, payload: Tensor, scales: Tensor, tensor_scale: Tensor | None
+    ) -> QuantizedTensor:
+        """The same format with other tensors: those that autograd hands back."""
+        return replace(self, payload=payload, scales=scales, tensor_scale=tensor_scale)
+
+    def without_tensors(self) -> QuantizedTensor:
+        """The format alone, which keeps no memory."""
+        nothing = self.payload.new_empty(0)
+        return replace(self, payload=nothing, scales=nothing, tensor_scale=None)
+
+    def dequantize_matrix(self) -> FakeQuantized:
+        """Of a matrix: the values and the scale that leaves a GEMM's sum; rotated values stay rotated."""
+        is_upright = self.axis % 2 == 1
+        values = self._values()
+        outer = self.tensor_scale
+        if outer is None and lookup_scaling(self.operand.scaling).columns is None:
+            outer = self.scales
+        if outer is not None:
+            outer = outer.reshape(-1, 1) if is_upright else outer.reshape(1, -1)
+        return FakeQuantized(values if is_upright else values.T, outer)
+
+    def _values(self) -> Tensor:
+        """Codes times the scales of groups, the scaled axis last, without outer scales."""
+        element, kind = lookup_element(self.operand.element), lookup_scaling(self.operand.scaling)
+        columns = self.shape[self.axis]
+        padding = -columns % HADAMARD_SIZE if self.operand.hadamard else 0
+        values = decode(self.payload, element, columns + padding)
+        if values.numel() and kind.columns is not None:
+            values = values * _spread(self._scale_values(), kind, values.shape)
+        return values
+
+    def _scale_values(self) -> Tensor:
+        if self.scales.dtype == torch.uint8:
+            return scale_rules.e8m0_value(self.scales)
+        return self.scales.to(torch.float32)
+
+
+def quantize(
+    x: Tensor,
+    element: str = "e2m1",
+    scaling: str = "tile",
+    axis: int = -1,
+    rounding: Rounding = "nearest",
+    *,
+    hadamard: bool = False,
+    four_over_six: bool = False,
+    noise: Noise | None = None,
+    reduce_amax: AmaxReducer | None = None,
+) -> QuantizedTensor:
+    """Quantize `x`.
+
+    Args:
+        x: floating point, one or more axes.
+        element: e2m1, e4m3 or e5m2.
+        scaling: tensor, row, tile, block, mx, nvfp4 or nvfp4_2d.
+        axis: the one that groups lie along: the one that a GEMM sums over. Square groups (block,
+            nvfp4_2d) lie in this axis and the last other one.
+        rounding: nearest (even), or stochastic: unbiased, for gradients.
+        hadamard: rotate groups of 16 along the axis first; `dequantize` rotates back.
+        four_over_six: per NVFP4 block the better of two scales.
+        noise: stream for stochastic rounding; unset: the stream of key 0.
+        reduce_amax: takes maxima over shards, in place.
+
+    Raises:
+        PlanError: unknown names, a combination that no format defines, not a floating tensor.
+    """
+    operand = Operand(element, scaling, rounding, hadamard, four_over_six)
+    kind, elements = lookup_scaling(scaling), lookup_element(element)
+    _check(x, axis, kind)
+    moved = x.detach().movedim(axis, -1)
+    # Rotated groups are stored whole: they mix with their padding.
+    length = moved.shape[-1] + (-moved.shape[-1] % HADAMARD_SIZE if hadamard else 0)
+    num_bytes = math.ceil(length * elements.bits / 8)
+    payload = torch.empty((*moved.shape[:-1], num_bytes), dtype=PAYLOAD_TYPES[element], device=x.device)
+    scales = torch.ones(scale_shape((*moved.shape[:-1], length), kind), device=x.device)
+    scales = scales.to(SCALE_TYPES[kind.scale_type])
+    # An element keeps its address, whichever way its matrix is read.
+    is_transposed = x.dim() > 1 and axis % x.dim() == x.dim() - 2
+    stack, tensor_scale = _prepare(_stack(moved, kind), operand, -1, reduce_amax)
+    for index, matrix in enumerate(stack):
+        stream = (noise or Noise()).derive(index) if len(stack) > 1 else noise or Noise()
+        for piece in _rounded(matrix, operand, -1, stream, tensor_scale, reduce_amax, is_transposed):
+            codes_RB = payload.view(len(stack), -1, num_bytes)[index]
+            codes_RB[piece.rows] = encode(piece.values[:, :length], elements)
+            groups = slice(piece.first_group, piece.first_group + piece.scales.stored.shape[0])
+            scales.view(len(stack), -1, scales.shape[-1])[index, groups] = piece.scales.stored[:, 0, :, 0]
+    return QuantizedTensor(payload, scales, tensor_scale, operand, axis, x.shape)
+
+
+def fake_quantize(
+    x: Tensor,
+    operand: Operand,
+    axis: int,
+    *,
+    noise: Noise | None = None,
+    reduce_amax: AmaxReducer | None = None,
+    keep_rotation: bool = False,
+) -> FakeQuantized:
+    """The values of a quantized matrix, without packing codes or changing the layout.
+
+    Args:
+        x: a matrix.
+        axis: the scaled one.
+        keep_rotation: leave Hadamard-rotated values rotated, padded to a multiple of 16 along the axis,
+            for a product with another rotated operand.
+    """
+    kind = lookup_scaling(operand.scaling)
+    _check(x, axis, kind)
+    if x.dim() != 2:
+        raise PlanError("operands of a GEMM are matrices", got=f"shape {tuple(x.shape)}", expected="2 axes")
+    axis = axis % 2 - 2
+    stack, tensor_scale = _prepare(x.detach()[None], operand, axis, reduce_amax)
+    out = torch.empty(stack.shape[1:], dtype=torch.float32, device=x.device)
+    outer: dict[int, Tensor] = {} if tensor_scale is None else {0: tensor_scale.reshape(1, 1)}
+    for piece in _rounded(stack[0], operand, axis, noise or Noise(), tensor_scale, reduce_amax):
+        if kind.columns is not None:
+            piece.grouped.mul_(piece.scales.decode)
+        else:
+            outer[piece.first_group] = piece.scales.decode[:, 0, :, 0]
+        out[piece.rows] = piece.values[:, : out.shape[1]]
+    scale = torch.cat(list(outer.values())) if outer else None
+    if operand.hadamard and not keep_rotation:
+        rotated = out if scale is None else out * scale
+        return FakeQuantized(rotate(rotated, axis, inverse=True)[: x.shape[0], : x.shape[1]], None)
+    return FakeQuantized(out, scale)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Some rows of a matrix, divided by their scales and rounded."""
+
+    rows: slice
+    first_group: int
+    values: Tensor
+    """float32 [rows, columns or padded columns]: a view of `grouped`."""
+    grouped: Tensor
+    """The same memory by groups, [A, r, B, c]."""
+    scales: GroupScales
+
+
+def _rounded(
+    matrix: Tensor,
+    operand: Operand,
+    axis: int,
+    noise: Noise,
+    tensor_scale: Tensor | None,
+    reduce_amax: AmaxReducer | None,
+    is_transposed: bool = False,
+) -> Iterator[_Piece]:
+    """Pieces of a matrix with their scales and rounded values."""
+    element, kind = lookup_element(operand.element), lookup_scaling(operand.scaling)
+    num_rows, num_columns = matrix.shape
+    groups = Groups.of(kind, axis, num_rows, num_columns)
+    device = matrix.device
+    spans_rows = groups.rows == num_rows and num_rows > 1 and kind.columns is None
+    whole: Tensor | None = None
+    if kind.columns is None and (spans_rows or reduce_amax is not None):
+        whole = _largest_of_whole(matrix, groups)
+        if reduce_amax is not None:
+            reduce_amax(whole)
+    if not matrix.numel():
+        return
+    if spans_rows:
+        groups = Groups(1, groups.columns)
+    hashes = None
+    if operand.rounding == "stochastic":
+        hashes = noise.row_hashes(num_rows, device), noise.column_hashes(num_columns, device)
+        if is_transposed:
+            hashes = noise.column_hashes(num_rows, device), noise.row_hashes(num_columns, device)
+    for rows in groups.pieces(num_rows, num_columns, device.type):
+        # A copy in float32 that the steps below change in place.
+        grouped = groups.view(
+            matrix[rows].to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        )
+        amax = largest_magnitude(grouped) if whole is None else whole if spans_rows else whole[rows]
+        uniform = None
+        if hashes is not None:
+            uniform = groups.view(combine(hashes[0][rows, None], hashes[1]))
+        grouped, scales = _scale_and_round(grouped, amax, operand, element, uniform, tensor_scale)
+        values = grouped.flatten(2).flatten(0, 1)[: rows.stop - rows.start]
+        yield _Piece(rows, rows.start // groups.rows if not spans_rows else 0, values, grouped, scales)
+
+
+def _scale_and_round(
+    grouped: Tensor,
+    amax: Tensor,
+    operand: Operand,
+    element: Element,
+    noise: Tensor | None,
+    tensor_scale: Tensor | None,
+) -> tuple[Tensor, GroupScales]:
+    """Groups divided by their scales and rounded, in place, and the scales."""
+    no_clip = noise is not None
+    if tensor_scale is None:
+        kind = lookup_scaling(operand.scaling)
+        if kind.scale_type == "fp32":
+            scales = scale_rules.fp32_scales(amax, element)
+            return round_(grouped.div_(scales.encode), element, noise), scales
+        scales = scale_rules.e8m0_scales(amax, element, no_clip=no_clip)
+        return round_(grouped.mul_(scales.encode), element, noise), scales
+    six = scale_rules.e4m3_scales(amax, tensor_scale, no_clip=no_clip)
+    if not operand.four_over_six:
+        return round_(grouped.mul_(six.encode), element, noise), six
+    four = scale_rules.e4m3_scales(amax, tensor_scale, no_clip=no_clip, largest=4.0)
+    of_six, of_four = (round_(grouped * scales.encode, element, noise) for scales in (six, four))
+    true = grouped / tensor_scale
+    errors = [
+        (q * scales.decode - true).square_().sum((1, 3), keepdim=True)
+        for q, scales in ((of_six, six), (of_four, four))
+    ]
+    take_four = errors[1] < errors[0]
+    chosen = [
+        torch.where(take_four, ours.view(torch.uint8), theirs.view(torch.uint8)).view(torch.float8_e4m3fn)
+        if ours.dtype == torch.float8_e4m3fn
+        else torch.where(take_four, ours, theirs)
+        for ours, theirs in ((four.stored, six.stored), (four.decode, six.decode), (four.encode, six.encode))
+    ]
+    return grouped.copy_(torch.where(take_four, of_four, of_six)), GroupScales(*chosen)
+
+
+def _prepare(
+    stack: Tensor, operand: Operand, axis: int, reduce_amax: AmaxReducer | None
+) -> tuple[Tensor, Tensor | None]:
+    """What happens to the whole tensor first: the rotation, and NVFP4's tensor scale."""
+    if operand.hadamard:
+        pad = -stack.shape[axis] % HADAMARD_SIZE
+        padded = F.pad(stack.to(torch.float32), (0, pad) if axis == -1 else (0, 0, 0, pad))
+        stack = rotate(padded, axis)
+    if not lookup_scaling(operand.scaling).has_tensor_scale:
+        return stack, None
+    found = [_largest_of_whole(matrix, Groups(*matrix.shape)) for matrix in stack]
+    amax = torch.stack(found or [torch.zeros((), device=stack.device)]).amax()
+    if reduce_amax is not None:
+        reduce_amax(amax)
+    largest = scale_rules.FOUR_OVER_SIX_MAX if operand.four_over_six else scale_rules.E4M3_MAX
+    return stack, scale_rules.nvfp4_tensor_scale(amax, largest_block_scale=largest)
+
+
+def _largest_of_whole(matrix: Tensor, groups: Groups) -> Tensor:
+    """Largest magnitudes, [A, 1, B, 1], of groups that span the rows or the columns of a matrix."""
+    num_rows, num_columns = matrix.shape
+    spans_rows = groups.rows == num_rows
+    if not matrix.numel():
+        # A shard without elements takes part in the reduction: the others would wait for it.
+        num_groups = 1 if groups.columns == num_columns else num_columns
+        return torch.zeros(1 if spans_rows else num_rows, 1, num_groups, 1, device=matrix.device)
+    by_piece = Groups(1, groups.columns) if spans_rows else groups
+    found = [
+        largest_magnitude(by_piece.view(matrix[rows].to(torch.float32)))
+        for rows in by_piece.pieces(num_rows, num_columns, matrix.device.type)
+    ]
+    largest = torch.cat(found)
+    return largest.amax(0, keepdim=True) if spans_rows else largest
+
+
+def _spread(scales: Tensor, kind: Scaling, shape: torch.Size) -> Tensor:
+    """Scales of groups repeated for every element of a group."""
+    if kind.rows not in (1, None):
+        scales = scales.repeat_interleave(kind.rows, -2)[..., : shape[-2], :]
+    return scales.repeat_interleave(kind.columns or 1, -1)[..., : shape[-1]]
+
+
+def _stack(moved: Tensor, kind: Scaling) -> Tensor:
+    """[S, R, C]: square groups stay inside each matrix of a stack; rows are on their own."""
+    columns = moved.shape[-1]
+    if kind.rows in (1, None):
+        return moved.reshape(1, math.prod(moved.shape[:-1]), columns)
+    return moved.reshape(math.prod(moved.shape[:-2]), moved.shape[-2], columns)
+
+
+def _check(x: Tensor, axis: int, kind: Scaling) -> None:
+    if x.dtype not in FLOATS:
+        raise PlanError(
+            "only floating tensors are quantized",
+            got=str(x.dtype),
+            expected="float32, bfloat16, float16 or float64",
+        )
+    needed = 1 if kind.rows in (1, None) else 2
+    if x.dim() < needed or not -x.dim() <= axis < x.dim():
+        raise PlanError(
+            f"{kind.name} scaling does not fit the tensor",
+            got=f"shape {tuple(x.shape)}, axis {axis}",
+            expected=f"at least {needed} axes, and an axis of the tensor",
+        )

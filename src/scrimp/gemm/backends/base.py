@@ -1,0 +1,61 @@
+"""What a back end is: it says what it can run, prepares operands, and multiplies them.
+
+`refusal` answers before anything runs: None, or why not. `prepare` makes a GEMM's operand of a
+tensor; `prepare_pair` makes two of one tensor, for back ends that do both in one pass over memory.
+`store` and `load` turn the operand that wgrad will read into codes that wait for the backward
+pass, and back.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scrimp.formats import QuantizedTensor
+from scrimp.formats import quantize as quantize_tensor
+from scrimp.gemm.problem import Shape, Use
+
+
+class Backend(ABC):
+    """Runs GEMMs of some recipes on some devices."""
+
+    name: str
+
+    @abstractmethod
+    def refusal(self, gemm: str, recipe: str, shape: Shape | None, device: torch.device) -> str | None:
+        """Why this GEMM cannot run here; None where it can. Without a shape: on any shape."""
+
+    @abstractmethod
+    def prepare(self, x: Tensor, use: Use) -> Any:
+        """The operand of one GEMM, in the back end's own form."""
+
+    @abstractmethod
+    def multiply(self, gemm: str, a: Any, b: Any, out: torch.dtype) -> Tensor:
+        """The product of two prepared operands."""
+
+    def prepare_pair(self, x: Tensor, first: Use, second: Use) -> tuple[Any, Any]:
+        """Two operands of one tensor."""
+        return self.prepare(x, first), self.prepare(x, second)
+
+    def store(self, x: Tensor, use: Use) -> QuantizedTensor:
+        """The codes of an operand, to be kept until the backward pass."""
+        assert use.operand is not None
+        o = use.operand
+        return quantize_tensor(
+            x,
+            o.element,
+            o.scaling,
+            use.axis,
+            o.rounding,
+            hadamard=o.hadamard,
+            four_over_six=o.four_over_six,
+            noise=use.noise,
+            reduce_amax=use.reduce_amax,
+        )
+
+    @abstractmethod
+    def load(self, codes: QuantizedTensor) -> Any:
+        """The operand that kept codes stand for."""

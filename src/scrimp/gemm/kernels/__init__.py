@@ -1,0 +1,74 @@
+"""Triton kernels: quantizers that read memory once, and the GEMM over their codes.
+
+The meaning of every number is `scrimp.formats`; these kernels give the same codes and scales, bit for
+bit. They run on CUDA devices from compute capability 8.9 on (FP8 conversions), and anywhere in
+Triton's interpreter (TRITON_INTERPRET=1 before triton is first imported), which is how the tests
+check them without a GPU.
+
+Triton is imported at the first use of a name below, never before: a machine without it can import
+this package, and gets a `DeviceError` when it calls a kernel.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from scrimp.errors import DeviceError
+from scrimp.gemm.kernels.launch import ColumnTiles, RowTiles, WeightBlocks
+from scrimp.gemm.kernels.traffic import bytes_moved
+
+if TYPE_CHECKING:
+    from scrimp.gemm.kernels.blocks import quantize_blocks
+    from scrimp.gemm.kernels.fake_quantize import fake_quantize_groups, tensor_amax
+    from scrimp.gemm.kernels.fused import rms_norm_quantize, swiglu_quantize
+    from scrimp.gemm.kernels.matmul import scaled_matmul
+    from scrimp.gemm.kernels.tiles import quantize_tiles
+
+__all__ = [
+    "ColumnTiles",
+    "RowTiles",
+    "WeightBlocks",
+    "bytes_moved",
+    "fake_quantize_groups",
+    "quantize_blocks",
+    "quantize_tiles",
+    "rms_norm_quantize",
+    "scaled_matmul",
+    "swiglu_quantize",
+    "tensor_amax",
+]
+
+_HOMES = {
+    "fake_quantize_groups": "fake_quantize",
+    "quantize_blocks": "blocks",
+    "quantize_tiles": "tiles",
+    "rms_norm_quantize": "fused",
+    "scaled_matmul": "matmul",
+    "swiglu_quantize": "fused",
+    "tensor_amax": "fake_quantize",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """A launcher, with triton imported now; without triton, a function that refuses."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        importlib.import_module("triton")
+    except ImportError as error:
+        return _without_triton(name, error)
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def _without_triton(name: str, cause: ImportError) -> Callable[..., NoReturn]:
+    def refuse(*_args: object, **_kwargs: object) -> NoReturn:
+        raise DeviceError(
+            f"{name} is a triton kernel, and triton cannot be imported",
+            got=str(cause),
+            expected="triton 3.6 or newer",
+            do="install it with `pip install triton`, or plan the reference back end",
+        ) from cause
+
+    return refuse

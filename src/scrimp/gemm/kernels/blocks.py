@@ -1,0 +1,99 @@
+"""Blocks of 128 x 128: codes, scales and transposed codes of a weight, from one reading of memory.
+
+A square block has one scale whichever axis is summed over, so the transposed copy that dgrad reads has the
+same codes, and forward and backward see the same weights. s = amax / qmax, q = round(x / s) to nearest.
+
+Checked  tests/gemm/test_triton_blocks.py: codes and scales equal to `scrimp.formats.quantize`.
+"""
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from scrimp.gemm.kernels.launch import (
+    CODE_TYPES,
+    TILE,
+    WeightBlocks,
+    check_devices,
+    check_matrix,
+    checked_element,
+    element_constants,
+    run,
+)
+from scrimp.gemm.kernels.rounding import fp32_scale, magnitude_bits, quantize_tile, widen
+
+
+@triton.jit
+def quantize_blocks_kernel(
+    x,
+    codes,
+    scales,
+    transposed_codes,
+    num_rows,
+    num_columns,
+    TRANSPOSED: tl.constexpr,
+    MAX_VALUE: tl.constexpr,
+    MANTISSA_BITS: tl.constexpr,
+    MIN_EXPONENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One block a program."""
+    blocks_wide = tl.cdiv(num_columns, BLOCK)
+    block_row = (tl.program_id(0) // blocks_wide).to(tl.int64)
+    block_column = (tl.program_id(0) % blocks_wide).to(tl.int64)
+    rows = block_row * BLOCK + tl.arange(0, BLOCK)
+    columns = block_column * BLOCK + tl.arange(0, BLOCK)
+    mask = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
+    address = rows[:, None] * num_columns + columns[None, :]
+    block = widen(tl.load(x + address, mask=mask, other=0.0))
+    scale = fp32_scale(tl.max(tl.max(magnitude_bits(block), 1), 0), MAX_VALUE)
+    tl.store(scales + tl.program_id(0), scale)
+    q = quantize_tile(block, scale, 0, 0, False, MAX_VALUE, MANTISSA_BITS, MIN_EXPONENT)
+    q = q.to(codes.dtype.element_ty)
+    tl.store(codes + address, q, mask=mask)
+    if TRANSPOSED:
+        mask = (columns < num_columns)[:, None] & (rows < num_rows)[None, :]
+        address = columns[:, None] * num_rows + rows[None, :]
+        tl.store(transposed_codes + address, tl.trans(q), mask=mask)
+
+
+def quantize_blocks(w: Tensor, element: str, *, transposed: bool) -> WeightBlocks:
+    """Quantize a matrix in blocks of 128 x 128, to nearest.
+
+    Args:
+        w: row-major [R, C], bfloat16 or float32.
+        element: e2m1 (stored as E4M3 codes), e4m3 or e5m2.
+        transposed: also write the codes as [C, R].
+
+    Raises:
+        PlanError: a tensor or an element that the kernel does not take.
+        DeviceError: not on a CUDA device.
+    """
+    check_matrix("w", w)
+    kind = checked_element(element)
+    check_devices(w=w)
+    num_rows, num_columns = w.shape
+    grid = triton.cdiv(num_rows, TILE), triton.cdiv(num_columns, TILE)
+    codes = torch.empty(w.shape, dtype=CODE_TYPES[element], device=w.device)
+    scales = torch.empty(grid, device=w.device)
+    other = torch.empty(num_columns, num_rows, dtype=codes.dtype, device=w.device) if transposed else None
+    if w.numel():
+        run(
+            quantize_blocks_kernel,
+            (grid[0] * grid[1],),
+            w,
+            codes,
+            scales,
+            codes if other is None else other,
+            num_rows,
+            num_columns,
+            TRANSPOSED=transposed,
+            **element_constants(kind),
+            BLOCK=TILE,
+            num_warps=8,
+        )
+    return WeightBlocks(codes, scales, other)

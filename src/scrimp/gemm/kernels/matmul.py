@@ -1,0 +1,208 @@
+"""The GEMM over tiles and blocks: FP8 tensor cores, promotion to float32 at every 128 of K.
+
+Problem  Codes of different tiles have different scales, so a sum may run over codes only within a tile; and
+         Hopper's FP8 accumulator is reported to keep about 14 bits (DeepSeek-V3), too few for a long sum.
+Method   For each 128 of K a fresh product P = A_k B_k^T is made by the tensor cores and added, scaled, to a float32
+         accumulator in registers:
+
+             C += P * (sa[:, None] * sb[None, :])
+
+         so that no sum inside the tensor cores is longer than 128. `promote_every=32` also adds every 32
+         in float32 (one instruction of the tensor cores): for measuring whether 128 loses anything.
+Exact    With E2M1 operands P is a sum of at most 128 multiples of 1/4 below 36: exact in 15 bits.
+Tiles    Programs run in groups of rows of C, so that the operands of neighbours stay in the second-level cache.
+         Shapes of tiles are tried per (M, N, K) at the first call: `scaled_matmul_kernel.configs`.
+Limits   Operands come through pointers (cp.async), not tensor-memory descriptors; rates are not measured yet.
+Checked  tests/gemm/test_triton_matmul.py: against float64 within the bound of float32 sums.
+"""
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
+from __future__ import annotations
+
+from math import ceil
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from scrimp.errors import PlanError
+from scrimp.gemm.kernels.launch import TILE, check_devices, check_row_major
+from scrimp.gemm.kernels.rounding import to_bfloat16
+
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+PROMOTIONS = (32, 128)
+# (M, N, warps, stages). A warp group of 4 warps holds 64 x 128 twice, product and sum, in 128 registers a thread.
+_SHAPES = ((128, 128, 8, 3), (128, 128, 8, 4), (64, 128, 4, 4), (128, 64, 4, 4), (64, 64, 4, 4), (64, 64, 4, 6))
+
+
+def _configs() -> list[triton.Config]:
+    # The interpreter cannot measure time: it gets one configuration, a small one.
+    shapes = _SHAPES[4:5] if triton.knobs.runtime.interpret else _SHAPES
+    return [
+        triton.Config({"BLOCK_M": m, "BLOCK_N": n, "GROUP_M": 8}, num_warps=warps, num_stages=stages)
+        for m, n, warps, stages in shapes
+    ]
+
+
+@triton.autotune(_configs(), key=["M", "N", "K", "BLOCK_SCALED"])
+@triton.jit
+def scaled_matmul_kernel(
+    a,
+    a_scales,
+    b,
+    b_scales,
+    c,
+    M,
+    N,
+    K,
+    a_scales_row,
+    a_scales_group,
+    b_scales_row,
+    b_scales_group,
+    BLOCK_SCALED: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PROMOTE_EVERY: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    """One tile [BLOCK_M, BLOCK_N] of C a program; BLOCK_N divides 128, so that a tile has one scale of a block."""
+    BLOCK_K: tl.constexpr = 128
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    program = tl.program_id(0)
+    first_m = program // (GROUP_M * tiles_n) * GROUP_M
+    group_m = tl.minimum(tiles_m - first_m, GROUP_M)
+    tile_m = first_m + program % (GROUP_M * tiles_n) % group_m
+    tile_n = program % (GROUP_M * tiles_n) // group_m
+
+    rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    # Rows beyond the edge read the first ones again: no mask in the loop, and they are not stored.
+    wrapped_rows = (rows % M).to(tl.int64)
+    wrapped_columns = (columns % N).to(tl.int64)
+    k = tl.arange(0, BLOCK_K)
+    a_address = a + wrapped_rows[:, None] * K + k[None, :]
+    b_address = b + wrapped_columns[None, :] * K + k[:, None]
+    a_scale_address = a_scales + wrapped_rows * a_scales_row
+    if BLOCK_SCALED:
+        b_scale_address = b_scales + (tile_n * BLOCK_N // 128).to(tl.int64) * b_scales_row
+    else:
+        b_scale_address = b_scales + wrapped_columns * b_scales_row
+
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for group in range(0, tl.cdiv(K, BLOCK_K)):
+        if EVEN_K:
+            a_tile = tl.load(a_address)
+            b_tile = tl.load(b_address)
+        else:
+            inside = k < K - group * BLOCK_K
+            a_tile = tl.load(a_address, mask=inside[None, :], other=0.0)
+            b_tile = tl.load(b_address, mask=inside[:, None], other=0.0)
+        a_scale = tl.load(a_scale_address + group * a_scales_group)
+        b_scale = tl.load(b_scale_address + group * b_scales_group)
+        if PROMOTE_EVERY == 128:
+            # A fresh sum of one tile: triton's own promotion within it is off (its default on Hopper).
+            product = tl.dot(a_tile, b_tile)
+        else:
+            product = tl.dot(a_tile, b_tile, max_num_imprecise_acc=PROMOTE_EVERY)
+        if BLOCK_SCALED:
+            total += product * (a_scale * b_scale)[:, None]
+        else:
+            total += product * (a_scale[:, None] * b_scale[None, :])
+        a_address += BLOCK_K
+        b_address += BLOCK_K
+
+    mask = (rows < M)[:, None] & (columns < N)[None, :]
+    address = c + rows.to(tl.int64)[:, None] * N + columns[None, :]
+    if c.dtype.element_ty == tl.bfloat16:
+        tl.store(address, to_bfloat16(total), mask=mask)
+    else:
+        tl.store(address, total, mask=mask)
+
+
+def scaled_matmul(
+    a_codes: Tensor,
+    a_scales: Tensor,
+    b_codes: Tensor,
+    b_scales: Tensor,
+    out_dtype: torch.dtype = torch.bfloat16,
+    *,
+    promote_every: int = 128,
+) -> Tensor:
+    """C [M, N] = A B^T for codes with 128-tiles along K.
+
+    Args:
+        a_codes: float8 [M, K], row-major.
+        a_scales: float32 [M, ceil(K / 128)], any strides.
+        b_codes: float8 [N, K], row-major.
+        b_scales: float32 [N, ceil(K / 128)] of tiles, or [ceil(N / 128), ceil(K / 128)] of blocks, any strides.
+        out_dtype: bfloat16 or float32.
+        promote_every: 128, or 32 to add in float32 within a tile too.
+
+    Raises:
+        PlanError: shapes or types that do not fit together.
+        DeviceError: not on a CUDA device.
+    """
+    is_block = _check(a_codes, a_scales, b_codes, b_scales, out_dtype, promote_every)
+    check_devices(a_codes=a_codes, a_scales=a_scales, b_codes=b_codes, b_scales=b_scales)
+    (m, k), n = a_codes.shape, b_codes.shape[0]
+    if not m * n * k:
+        return torch.zeros(m, n, dtype=out_dtype, device=a_codes.device)
+    c = torch.empty(m, n, dtype=out_dtype, device=a_codes.device)
+
+    def grid(meta: dict[str, int]) -> tuple[int]:
+        return (triton.cdiv(m, meta["BLOCK_M"]) * triton.cdiv(n, meta["BLOCK_N"]),)
+
+    def launch() -> None:
+        scaled_matmul_kernel[grid](
+            a_codes,
+            a_scales,
+            b_codes,
+            b_scales,
+            c,
+            m,
+            n,
+            k,
+            *a_scales.stride(),
+            *b_scales.stride(),
+            BLOCK_SCALED=is_block,
+            EVEN_K=k % TILE == 0,
+            PROMOTE_EVERY=promote_every,
+        )
+
+    if c.device.type == "cuda":
+        with torch.cuda.device(c.device):
+            launch()
+    else:
+        launch()
+    return c
+
+
+def _check(
+    a_codes: Tensor, a_scales: Tensor, b_codes: Tensor, b_scales: Tensor, out_dtype: torch.dtype, promote: int
+) -> bool:
+    """Refuse what does not fit; whether b's scales are those of blocks."""
+    for name, codes in (("a_codes", a_codes), ("b_codes", b_codes)):
+        if codes.dim() != 2 or codes.dtype not in FLOAT8:
+            got = f"{codes.dtype} {tuple(codes.shape)}"
+            raise PlanError(f"{name} must be a float8 matrix", got=got, expected="e4m3fn or e5m2, 2 axes")
+        check_row_major(name, codes)
+    (m, k), (n, other_k) = a_codes.shape, b_codes.shape
+    if k != other_k:
+        raise PlanError("the operands differ in K", got=f"{k} and {other_k}", expected="the same K, last")
+    groups, blocks = ceil(k / TILE), ceil(n / TILE)
+    for name, scales, shapes in (
+        ("a_scales", a_scales, [(m, groups)]),
+        ("b_scales", b_scales, [(n, groups), (blocks, groups)]),
+    ):
+        if scales.dtype != torch.float32 or tuple(scales.shape) not in shapes:
+            got = f"{scales.dtype} {tuple(scales.shape)}"
+            raise PlanError(f"{name} do not fit the codes", got=got, expected=f"float32 {shapes}")
+    if out_dtype not in (torch.bfloat16, torch.float32):
+        raise PlanError("no such result type", got=str(out_dtype), expected="bfloat16 or float32")
+    if promote not in PROMOTIONS:
+        raise PlanError("promote_every is not possible", got=promote, expected="32 or 128")
+    # One row of B is one block and one tile alike.
+    return tuple(b_scales.shape) != (n, groups)

@@ -1,0 +1,166 @@
+"""Device functions: maxima, scales, rounding and noise, the same arithmetic as `scrimp.formats`.
+
+Maxima    are taken over the bits of |x| as int32: for floats without sign that is their order, a NaN is
+          the largest of all and is never lost (a GPU's float maximum drops it), and the result
+          does not depend on the order of the reduction.
+Division  is `div_rn`: triton's `/` of float32 is approximate on a GPU.
+Nearest   M = 1.5 * 2^(23 - m) * 2^e, with e the exponent of t or the smallest one; (t + M) - M rounds t to
+          m bits, to even. M is made from t's exponent field by integer operations. Triton passes no
+          reassociation flag to LLVM, so the two operations stay; a product fused into one of
+          them would be by a power of two, hence exact.
+Cast      Values are rounded before they are cast: whatever a cast does (triton's interpreter rounds
+          subnormals wrongly, torch 2.11's header gives NaN above 464), here it is exact. A
+          zero is always +0.
+bfloat16  is read and rounded to by integers for the same reason: the interpreter's casts truncate, and lose
+          subnormals.
+"""
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+EXPONENT_FIELD = tl.constexpr(0x7F800000)
+MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+MANTISSA_FIELD = tl.constexpr(0x007FFFFF)
+SMALLEST_NORMAL = tl.constexpr(2.0**-126)
+E4M3_MAX = tl.constexpr(448.0)
+NAN_EXPONENT = tl.constexpr(255)
+
+
+@triton.jit
+def magnitude_bits(x):
+    """Bits of |x| as int32, which order like the magnitudes; above those of infinity for a NaN."""
+    return x.to(tl.int32, bitcast=True) & MAGNITUDE
+
+
+@triton.jit
+def fp32_scale(amax_bits, MAX_VALUE: tl.constexpr):
+    """amax / qmax, at least 2^-126; 1 for zeros; NaN where a member is not finite."""
+    scale = tl.div_rn(amax_bits.to(tl.float32, bitcast=True), MAX_VALUE)
+    scale = tl.where(scale < SMALLEST_NORMAL, SMALLEST_NORMAL, scale)
+    scale = tl.where(amax_bits == 0, 1.0, scale)
+    return tl.where(amax_bits < EXPONENT_FIELD, scale, float("nan"))
+
+
+@triton.jit
+def e8m0_scale(amax_bits, MAX_VALUE: tl.constexpr, MAX_EXPONENT: tl.constexpr, NO_CLIP: tl.constexpr):
+    """(decode, encode): a power of two and its reciprocal, by OCP's floor rule or rounded up."""
+    if NO_CLIP:
+        bits = tl.div_rn(amax_bits.to(tl.float32, bitcast=True), MAX_VALUE).to(tl.int32, bitcast=True)
+        biased = (bits >> 23) + ((bits & MANTISSA_FIELD) > 0).to(tl.int32)
+    else:
+        biased = (amax_bits >> 23) - MAX_EXPONENT
+    biased = tl.minimum(tl.maximum(biased, 0), 254)
+    is_finite = amax_bits < EXPONENT_FIELD
+    decode = tl.where(is_finite, power_of_two(biased), float("nan"))
+    return decode, tl.where(is_finite, power_of_two(254 - biased), float("nan"))
+
+
+@triton.jit
+def power_of_two(biased):
+    """2^(biased - 127) for biased exponents from 0, which is subnormal, to 254."""
+    return tl.where(biased == 0, 1 << 22, biased << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def e4m3_scale(amax_bits, tensor_scale, NO_CLIP: tl.constexpr):
+    """(decode, encode) of an NVFP4 group: b = E4M3(amax / 6 / g), and (1 / g) / b."""
+    amax = amax_bits.to(tl.float32, bitcast=True)
+    wanted = tl.div_rn(tl.div_rn(amax, 6.0), tensor_scale)
+    wanted = tl.where(wanted > E4M3_MAX, E4M3_MAX, wanted)
+    wanted = tl.where(amax_bits < EXPONENT_FIELD, wanted, float("nan"))
+    decode = round_nearest(wanted, 448.0, 3, -6)
+    if NO_CLIP:
+        decode = tl.where(decode < wanted, decode + spacing(decode, 3, -6), decode)
+    inverse = tl.div_rn(tl.div_rn(1.0, tensor_scale), decode)
+    return decode, tl.where(decode == 0, 0.0, inverse)
+
+
+@triton.jit
+def exponent_bits(t, MIN_EXPONENT: tl.constexpr):
+    """Bits of 2^e, e the exponent of t or the smallest normal one; of infinity for a NaN."""
+    return tl.maximum(t.to(tl.int32, bitcast=True) & EXPONENT_FIELD, (MIN_EXPONENT + 127) << 23)
+
+
+@triton.jit
+def spacing(t, MANTISSA_BITS: tl.constexpr, MIN_EXPONENT: tl.constexpr):
+    """Distance of an element's values around t."""
+    return (exponent_bits(t, MIN_EXPONENT) - (MANTISSA_BITS << 23)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def saturate(t, MAX_VALUE: tl.constexpr):
+    """t between the largest values; a NaN stays NaN, for it compares as neither."""
+    t = tl.where(t > MAX_VALUE, MAX_VALUE, t)
+    return tl.where(t < -MAX_VALUE, -MAX_VALUE, t)
+
+
+@triton.jit
+def round_nearest(t, MAX_VALUE: tl.constexpr, MANTISSA_BITS: tl.constexpr, MIN_EXPONENT: tl.constexpr):
+    """t rounded to the nearest value of an element, ties to even."""
+    t = saturate(t, MAX_VALUE)
+    lift = ((23 - MANTISSA_BITS) << 23) + (1 << 22)
+    power = (exponent_bits(t, MIN_EXPONENT) + lift).to(tl.float32, bitcast=True)
+    return (t + power) - power
+
+
+@triton.jit
+def round_stochastic(
+    t, noise, MAX_VALUE: tl.constexpr, MANTISSA_BITS: tl.constexpr, MIN_EXPONENT: tl.constexpr
+):
+    """t rounded down or up with the probability of its distance; noise in [0, 1)."""
+    t = saturate(t, MAX_VALUE)
+    bits = exponent_bits(t, MIN_EXPONENT) - (MANTISSA_BITS << 23)
+    step = bits.to(tl.float32, bitcast=True)
+    inverse = ((254 << 23) - bits).to(tl.float32, bitcast=True)
+    return saturate(tl.floor(t * inverse + noise) * step, MAX_VALUE)
+
+
+@triton.jit
+def uniform(row_hash, column_hash):
+    """`scrimp.formats.noise.combine`: 20-bit numbers in [0, 1) from int32 hashes."""
+    h = row_hash + column_hash
+    h = (h ^ (h >> 15)) * 0x2C1B3C6D
+    h = (h ^ (h >> 12)) * 0x297A2D39
+    return (h >> 12).to(tl.float32) * 2.0**-20 + 0.5
+
+
+@triton.jit
+def widen(x):
+    """float32 of bfloat16 or float32."""
+    if x.dtype == tl.bfloat16:
+        bits = x.to(tl.int16, bitcast=True).to(tl.int32) << 16
+        wide = bits.to(tl.float32, bitcast=True)
+    else:
+        wide = x
+    return wide
+
+
+@triton.jit
+def to_bfloat16(x):
+    """float32 to the nearest bfloat16, ties to even; every NaN becomes the same one."""
+    bits = x.to(tl.int32, bitcast=True)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return tl.where(x == x, rounded, 0x7FC0).to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def quantize_tile(
+    x,
+    scale,
+    row_hash,
+    column_hash,
+    STOCHASTIC: tl.constexpr,
+    MAX_VALUE: tl.constexpr,
+    MANTISSA_BITS: tl.constexpr,
+    MIN_EXPONENT: tl.constexpr,
+):
+    """x / scale rounded to an element's values; all arguments broadcast against x."""
+    t = tl.div_rn(x, scale)
+    if STOCHASTIC:
+        rounded = round_stochastic(t, uniform(row_hash, column_hash), MAX_VALUE, MANTISSA_BITS, MIN_EXPONENT)
+    else:
+        rounded = round_nearest(t, MAX_VALUE, MANTISSA_BITS, MIN_EXPONENT)
+    return rounded

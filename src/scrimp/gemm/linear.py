@@ -1,0 +1,200 @@
+"""PlannedLinear: a linear layer whose three GEMMs each run in their own format.
+
+One autograd function serves every plan: forward runs fprop and keeps what the plan saves (the
+input, its codes, or nothing where it is recomputed), backward runs dgrad and wgrad. A layer
+that a plan leaves in the compute format takes torch's own path, bit for bit.
+
+Compiled   Under torch.compile the GEMMs are one opaque operator per direction, whose recipes are looked up while it
+           runs. So a graph does not know the plan: equal blocks share it, and a new plan compiles
+           nothing. Only a change of what is saved (input, codes, recomputed) makes another graph.
+Types      The result has the compute type: autocast's where it is on, else the input's. The
+           weight is cast for each product; no cast copy outlives it.
+Parameters stay plain: nothing quantized enters a state dict.
+Checked    tests/gemm/test_linear.py, tests/gemm/test_compile.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from scrimp.errors import DeviceError, ModelError
+from scrimp.formats import QuantizedTensor
+from scrimp.gemm import operators
+from scrimp.gemm.layer import PlannedLayer, backward, forward
+from scrimp.gemm.storage import RECOMPUTED
+from scrimp.precision import HIGH_PRECISION, RECOMPUTE
+
+COMPUTE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+_local = threading.local()
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The type in which GEMMs of `x` compute: autocast's if it is on, else that of x."""
+    if torch.is_autocast_enabled(x.device.type):
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype
+
+
+class PlannedLinear(nn.Linear):
+    """A linear layer that runs by a plan. `scrimp.gemm.swap_in` makes one of any linear layer."""
+
+    planned: PlannedLayer
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x W^T + bias, x of any leading shape."""
+        return planned_linear(x, self.weight, self.bias, self.planned)
+
+
+def planned_linear(x: Tensor, weight: Tensor, bias: Tensor | None, layer: PlannedLayer) -> Tensor:
+    """x W^T + bias by a layer's plan.
+
+    Args:
+        x: [..., I], float32 or bfloat16 (under autocast any of the two).
+        weight: [O, I], a parameter.
+        bias: [O] or None.
+
+    Raises:
+        ModelError, DeviceError: shapes, types or devices that do not belong together.
+    """
+    if isinstance(weight, DTensor):
+        from scrimp.gemm.sharded import sharded_linear  # it needs an initialised process group's modules
+
+        return sharded_linear(x, weight, bias, layer)
+    compute = compute_dtype(x)
+    _check(x, weight, bias, layer, compute)
+    is_compiling = torch.compiler.is_compiling()
+    if not is_compiling and layer.is_plain(COMPUTE_NAMES[compute]):
+        return F.linear(x, weight, bias)
+    needs_grad = torch.is_grad_enabled()
+    function = operators.CompiledLinear if is_compiling else _Linear
+    matrix = x.reshape(-1, x.shape[-1])
+    y = cast(Tensor, function.apply(matrix, weight, layer, compute, needs_grad))  # type: ignore[no-untyped-call]
+    if bias is not None:
+        y = y + bias.to(compute)
+    return y.view(*x.shape[:-1], weight.shape[0])
+
+
+def recomputed(linear: nn.Module, producer: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """linear(producer(*inputs)), where the plan may drop the product and make it again in backward.
+
+    Args:
+        linear: planned or not; only `saved: recompute` changes anything.
+        producer: cheap and without randomness, a norm or SwiGLU; its inputs are kept.
+    """
+    planned = getattr(linear, "planned", None)
+    if planned is None or planned.saved_class != RECOMPUTED or not torch.is_grad_enabled():
+        return cast(Tensor, linear(producer(*inputs)))
+
+    def body(*again: Tensor) -> Tensor:
+        return cast(Tensor, linear(producer(*again)))
+
+    if torch.compiler.is_compiling():
+        return cast(Tensor, checkpoint(body, *inputs, use_reentrant=False, preserve_rng_state=False))
+    return cast(
+        Tensor,
+        checkpoint(
+            body,
+            *inputs,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=lambda: (contextlib.nullcontext(), _only_saving()),
+        ),
+    )
+
+
+@contextlib.contextmanager
+def _only_saving() -> Iterator[None]:
+    """Inside, planned layers save their inputs and skip the product, which nobody reads."""
+    _local.only_saving = True
+    try:
+        yield
+    finally:
+        _local.only_saving = False
+
+
+class _Linear(torch.autograd.Function):
+    """The GEMMs of one layer on matrices, by its plan."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, layer: PlannedLayer, compute: torch.dtype, needs_grad: bool
+    ) -> Tensor:
+        saves = needs_grad and ctx.needs_input_grad[1]
+        keeps_codes = saves and layer.precision.saved not in (*HIGH_PRECISION, RECOMPUTE)
+        codes: QuantizedTensor | None = None
+        if getattr(_local, "only_saving", False):
+            y = x.new_empty(len(x), len(weight), dtype=compute)
+        else:
+            with torch.autocast(x.device.type, enabled=False):  # each product has its own type
+                y, codes = forward(x, weight, layer, compute, keep_codes=keeps_codes)
+        ctx.layer, ctx.compute, ctx.now = layer, compute, layer.clock.now
+        ctx.input_dtype = x.dtype
+        ctx.codes_like = None if codes is None else codes.without_tensors()
+        kept: list[Tensor | None] = [weight]
+        if codes is not None:
+            kept += [codes.payload, codes.scales, codes.tensor_scale]
+        elif saves:
+            kept.append(x.to(_saved_dtype(layer, compute)))
+        ctx.save_for_backward(*kept)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        weight, *saved = ctx.saved_tensors
+        x: Tensor | QuantizedTensor | None = saved[0] if saved else None
+        if ctx.codes_like is not None:
+            x = ctx.codes_like.with_tensors(*saved)
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        with torch.autocast(g.device.type, enabled=False):
+            grad_x, grad_weight = backward(
+                g.contiguous(),
+                x,
+                weight,
+                ctx.layer,
+                ctx.compute,
+                ctx.now,
+                needs_x=needs_x,
+                needs_weight=needs_weight,
+            )
+        return None if grad_x is None else grad_x.to(ctx.input_dtype), grad_weight, None, None, None
+
+
+def _saved_dtype(layer: PlannedLayer, compute: torch.dtype) -> torch.dtype:
+    """The high precision in which a plan saves X."""
+    return {"bf16": torch.bfloat16, "fp32": torch.float32}.get(layer.precision.saved, compute)
+
+
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None, layer: PlannedLayer, compute: torch.dtype) -> None:
+    if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
+        raise ModelError(
+            f"{layer.name}: the input does not fit the weight",
+            got=f"{tuple(x.shape)}",
+            expected=f"(..., {weight.shape[1]})",
+        )
+    if compute not in COMPUTE_NAMES or not weight.is_floating_point():
+        raise ModelError(
+            f"{layer.name}: planned layers compute in float32 or bfloat16",
+            got=f"{x.dtype} input, {weight.dtype} weight, computing in {compute}",
+            do="cast the model, or run it under torch.autocast(..., torch.bfloat16)",
+        )
+    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise ModelError(
+            f"{layer.name}: input and weight have different types",
+            got=f"{x.dtype} and {weight.dtype}",
+            expected="one type, or autocast",
+        )
+    if x.device != weight.device or (bias is not None and bias.device != weight.device):
+        raise DeviceError(
+            f"{layer.name}: input and weight are on different devices", got=f"{x.device} and {weight.device}"
+        )

@@ -1,0 +1,65 @@
+"""Codes and scales as one run of bytes, and back: what a compiled graph carries to its backward pass.
+
+A graph must know its tensors' sizes, but not the plan. So the run has the capacity of the largest recipe of its
+class (8-bit or 4-bit codes), a few percent more than most need.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from scrimp.formats import QuantizedTensor
+from scrimp.formats.codes import FLOAT8
+from scrimp.formats.hadamard import SIZE as HADAMARD_SIZE
+from scrimp.formats.quantize import SCALE_TYPES
+from scrimp.gemm.problem import ROWS, operands_of
+from scrimp.precision import HIGH_PRECISION, RECOMPUTE, lookup_element, lookup_scaling, recipe, scale_shape
+
+
+INPUT, RECOMPUTED = "input", "recompute"
+
+
+def saved_class(saved: str) -> str:
+    """What a compiled graph knows of what is saved: input, recompute, 8 bit or 4 bit."""
+    if saved in HIGH_PRECISION:
+        return INPUT
+    return RECOMPUTED if saved == RECOMPUTE else f"{recipe(saved).bits} bit"
+
+
+def capacity(kind: str, tokens: int, features: int) -> int:
+    """Bytes that hold the codes of X [tokens, features] of any recipe of a class; also of symbolic sizes."""
+    whole = (tokens + HADAMARD_SIZE - 1) // HADAMARD_SIZE * HADAMARD_SIZE
+    if kind == "8 bit":
+        return features * (whole + 4 * ((tokens + 127) // 128))
+    return features * (whole // 2 + whole // 16 + 4) + 4
+
+
+def pack(codes: QuantizedTensor) -> Tensor:
+    """The bytes of the scales, then of the codes: scales come first, so that both lie aligned."""
+    parts = [codes.scales, codes.payload]
+    if codes.tensor_scale is not None:
+        parts.insert(0, codes.tensor_scale.reshape(1))
+    used = torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in parts])
+    return F.pad(used, (0, capacity(f"{lookup_element(codes.operand.element).bits} bit", *codes.shape) - len(used)))
+
+
+def unpack(packed: Tensor, recipe_name: str, shape: tuple[int, int]) -> QuantizedTensor:
+    """The codes of an input X [T, I] that `pack` wrote, as a recipe's wgrad reads it."""
+    operand = operands_of("wgrad", recipe_name)[1]
+    assert operand is not None
+    element, kind = lookup_element(operand.element), lookup_scaling(operand.scaling)
+    length = shape[0] + (-shape[0] % HADAMARD_SIZE if operand.hadamard else 0)
+    tensor_scale = None
+    if kind.has_tensor_scale:
+        tensor_scale, packed = packed[:4].view(torch.float32).reshape(()), packed[4:]
+    sizes = scale_shape((shape[1], length), kind)
+    scale_type = SCALE_TYPES[kind.scale_type]
+    num_bytes = math.prod(sizes) * scale_type.itemsize
+    scales = packed[:num_bytes].view(scale_type).view(sizes)
+    num_codes = shape[1] * math.ceil(length * element.bits / 8)
+    payload = packed[num_bytes : num_bytes + num_codes].view(FLOAT8.get(element.name, torch.uint8)).view(shape[1], -1)
+    return QuantizedTensor(payload, scales, tensor_scale, operand, ROWS, torch.Size(shape))

@@ -1,0 +1,127 @@
+"""Make the linear layers of any module run by a plan, and back.
+
+A linear layer becomes a planned one by a change of its class: the object, its parameters, hooks, names and
+state dict stay what they are, so that optimizers, FSDP2, tensor-parallel styles and checkpoints notice
+nothing. All requests are checked before the first layer changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+from torch import nn
+
+from scrimp.errors import ModelError, PlanError
+from scrimp.gemm.clock import Clock
+from scrimp.gemm.layer import BackendChooser, PlannedLayer, check_precision
+from scrimp.gemm.linear import PlannedLinear
+from scrimp.precision import LinearPrecision
+
+_CLASSES: dict[type, type] = {}
+
+
+class PlannedModel:
+    """The planned layers of a model."""
+
+    def __init__(self, model: nn.Module, layers: dict[str, nn.Linear], clock: Clock) -> None:
+        self._model, self._layers, self.clock = model, layers, clock
+        self._hook = model.register_forward_pre_hook(self._tick)
+
+    @property
+    def layers(self) -> dict[str, PlannedLayer]:
+        """Name to planned layer."""
+        return {name: cast(PlannedLayer, layer.planned) for name, layer in self._layers.items()}
+
+    def replan(self, precisions: Mapping[str, LinearPrecision]) -> list[str]:
+        """Change layers between two steps; returns the names of those that changed.
+
+        Raises:
+            PlanError: a layer that is not planned, or a recipe that does not exist; nothing has changed.
+        """
+        unknown = sorted(set(precisions) - set(self._layers))
+        if unknown:
+            raise PlanError("the plan names layers that the model does not have", got=", ".join(unknown[:8]))
+        for name, precision in precisions.items():
+            check_precision(precision, name)
+        changed = [name for name, new in precisions.items() if self.layers[name].precision != new]
+        for name in changed:
+            self.layers[name].replan(precisions[name])
+        return changed
+
+    def swap_out(self) -> None:
+        """Ordinary linear layers again."""
+        for layer in self._layers.values():
+            _to_class(layer, type(layer).__scrimp_original__)  # type: ignore[attr-defined]
+            del layer.planned
+        self._hook.remove()
+        self._layers = {}
+
+    def _tick(self, module: nn.Module, inputs: Any) -> None:
+        if module.training:
+            self.clock.tick()
+
+
+def swap_in(
+    model: nn.Module,
+    precisions: Mapping[str, LinearPrecision] | LinearPrecision | str,
+    *,
+    seed: int = 0,
+    choose: BackendChooser | None = None,
+) -> PlannedModel:
+    """Give linear layers of a model a plan.
+
+    Args:
+        model: any module; a linear layer itself too (its name is then "").
+        precisions: by the layers' names in the model; or one for all linear layers.
+        seed: of the rounding noise.
+        choose: back end per recipe and GEMM; unset: what `scrimp.gemm.backends_for` finds best on the device.
+
+    Raises:
+        PlanError: a name that is no linear layer, a layer that is planned already, an unknown recipe.
+    """
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    if not linears:
+        raise ModelError("the model has no linear layer", got=type(model).__name__)
+    if isinstance(precisions, str):
+        precisions = LinearPrecision(*[precisions] * 3, saved=default_saved(precisions))
+    if isinstance(precisions, LinearPrecision):
+        precisions = dict.fromkeys(linears, precisions)
+    missing = sorted(set(precisions) - set(linears))
+    if missing:
+        raise PlanError(
+            "the plan names what is no linear layer of the model",
+            got=", ".join(missing[:8]),
+            expected=", ".join(list(linears)[:8]) + (", ..." if len(linears) > 8 else ""),
+        )
+    for name, precision in precisions.items():
+        check_precision(precision, name)
+        if hasattr(linears[name], "planned"):
+            raise PlanError(f"{name} is planned already", do="call replan or swap_out of its PlannedModel")
+    if choose is None:
+        from scrimp.gemm.select import backends_for  # late: it probes the device
+
+        choose = backends_for(next(iter(linears.values())).weight.device)
+    clock = Clock(seed)
+    layers = {}
+    for name, precision in precisions.items():
+        layer = layers[name] = linears[name]
+        layer.planned = PlannedLayer(name, precision, clock, choose)  # type: ignore[assignment]
+        _to_class(layer, _planned_class(type(layer)))
+    return PlannedModel(model, layers, clock)
+
+
+def default_saved(recipe_name: str) -> str:
+    """What backward keeps of X for one recipe: its own codes, or the recipe's high precision."""
+    return recipe_name
+
+
+def _planned_class(original: type) -> type:
+    if original not in _CLASSES:
+        members = {"forward": PlannedLinear.forward, "__scrimp_original__": original}
+        _CLASSES[original] = type(f"Planned{original.__name__}", (original,), members)
+    return _CLASSES[original]
+
+
+def _to_class(layer: nn.Module, kind: type) -> None:
+    layer.__class__ = kind

@@ -1,0 +1,61 @@
+"""Precision as data: formats, scalings and recipes by name, and their bytes. Needs no torch."""
+
+from scrimp.precision.formats import (
+    ELEMENTS,
+    SCALINGS,
+    Element,
+    Scaling,
+    lookup_element,
+    lookup_scaling,
+    scale_shape,
+    storage_bytes,
+)
+from scrimp.precision.recipes import (
+    GEMMS,
+    HIGH_PRECISION,
+    OPERANDS,
+    RECIPES,
+    Gemm,
+    GemmRecipe,
+    Operand,
+    Recipe,
+    recipe,
+)
+from scrimp.precision.rules import (
+    RECOMPUTABLE,
+    RECOMPUTE,
+    SAVED_CHOICES,
+    LinearPrecision,
+    PrecisionRules,
+    Rule,
+    is_recomputable,
+    parse_rules,
+)
+
+__all__ = [
+    "ELEMENTS",
+    "GEMMS",
+    "HIGH_PRECISION",
+    "OPERANDS",
+    "RECIPES",
+    "RECOMPUTABLE",
+    "RECOMPUTE",
+    "SAVED_CHOICES",
+    "SCALINGS",
+    "Element",
+    "Gemm",
+    "GemmRecipe",
+    "LinearPrecision",
+    "Operand",
+    "PrecisionRules",
+    "Recipe",
+    "Rule",
+    "Scaling",
+    "is_recomputable",
+    "lookup_element",
+    "lookup_scaling",
+    "parse_rules",
+    "recipe",
+    "scale_shape",
+    "storage_bytes",
+]

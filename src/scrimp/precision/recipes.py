@@ -1,0 +1,181 @@
+"""Recipes: for each of the three GEMMs of a linear layer, how both operands are quantized.
+
+A linear layer with input X [T, I], weight W [O, I] and gradient G = dL/dY [T, O] runs ::
+
+    fprop  Y  = X W^T   operands X and W, summed over I
+    dgrad  dX = G W     operands G and W, summed over O
+    wgrad  dW = G^T X   operands G and X, summed over T
+
+and every operand is scaled along the axis that its GEMM sums over. So each tensor is quantized
+twice (X along I and along T, and so on), except where a scaling is the same both ways: one
+scale per tensor, or square blocks of W.
+
+A recipe names a choice for all three GEMMs; a plan may take each GEMM from another recipe.
+Adding a recipe is one entry of `RECIPES`.
+
+Rounding   Stochastic only on gradients: on weights and activations it hurts (NVFP4 report).
+Saved      What backward keeps of X for wgrad. A recipe whose wgrad quantizes X keeps those codes: the
+           numbers are those of quantizing later, and the bytes are fewer.
+Sources    fp8: DeepSeek-V3 (arXiv 2412.19437). fp8_tensor, fp8_row: torchao's float8 recipes, with E5M2
+           gradients per tensor. mxfp8, mxfp4: OCP MX 1.0; stochastic gradients for mxfp4 (arXiv
+           2502.20586). nvfp4: arXiv 2509.25149 (Hadamard on wgrad, 16x16 weight scales, stochastic
+           gradients). fp4: SNIP (arXiv 2602.01410).
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from scrimp.errors import PlanError
+from scrimp.precision.formats import lookup_element, lookup_scaling
+
+Rounding = Literal["nearest", "stochastic"]
+Gemm = Literal["fprop", "dgrad", "wgrad"]
+GEMMS: tuple[Gemm, ...] = ("fprop", "dgrad", "wgrad")
+OPERANDS: dict[str, tuple[str, str]] = {"fprop": ("x", "w"), "dgrad": ("g", "w"), "wgrad": ("g", "x")}
+"""The two tensors that each GEMM multiplies."""
+
+
+@dataclass(frozen=True)
+class Operand:
+    """How one operand is quantized along the axis that its GEMM sums over."""
+
+    element: str
+    scaling: str
+    rounding: Rounding = "nearest"
+    hadamard: bool = False
+    """Rotated by a 16x16 random Hadamard matrix first, as the other operand is: the product is the same."""
+    four_over_six: bool = False
+    """Per NVFP4 block the better of two scales, that put its largest value at 6 or at 4."""
+
+    def __post_init__(self) -> None:
+        """Refuse what no format defines."""
+        lookup_element(self.element)
+        scaling = lookup_scaling(self.scaling)
+        if self.rounding not in get_args(Rounding):
+            raise PlanError(
+                "there is no such rounding", got=repr(self.rounding), expected=", ".join(get_args(Rounding))
+            )
+        if scaling.has_tensor_scale and self.element != "e2m1":
+            raise PlanError(f"{self.scaling} scales e2m1 elements only", got=self.element, expected="e2m1")
+        if self.four_over_six and not scaling.has_tensor_scale:
+            raise PlanError(
+                "four_over_six chooses between two NVFP4 scales",
+                got=self.scaling,
+                expected="nvfp4 or nvfp4_2d",
+            )
+
+
+@dataclass(frozen=True)
+class GemmRecipe:
+    """Both operands of one GEMM, in the order of `OPERANDS`."""
+
+    a: Operand
+    b: Operand
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The three GEMMs of a linear layer; None runs the GEMM in the named high precision."""
+
+    name: str
+    fprop: GemmRecipe | None
+    dgrad: GemmRecipe | None
+    wgrad: GemmRecipe | None
+    bits: int
+    """Width of the elements."""
+    summary: str
+
+    def gemm(self, name: str) -> GemmRecipe | None:
+        """The entry of fprop, dgrad or wgrad."""
+        choices = {"fprop": self.fprop, "dgrad": self.dgrad, "wgrad": self.wgrad}
+        return choices[name]
+
+    @property
+    def saved(self) -> str:
+        """What backward keeps of X by default: "quantized" (wgrad's own operand) or "input"."""
+        return "input" if self.wgrad is None else "quantized"
+
+
+def _of_operands(name: str, bits: int, x: Operand, w: Operand, g: Operand, summary: str) -> Recipe:
+    fprop, dgrad, wgrad = GemmRecipe(x, w), GemmRecipe(g, w), GemmRecipe(g, x)
+    return Recipe(name, fprop, dgrad, wgrad, bits, summary)
+
+
+def _nvfp4() -> Recipe:
+    x, w = Operand("e2m1", "nvfp4"), Operand("e2m1", "nvfp4_2d")
+    g = Operand("e2m1", "nvfp4", "stochastic")
+    rotated = GemmRecipe(
+        Operand("e2m1", "nvfp4", "stochastic", hadamard=True), Operand("e2m1", "nvfp4", hadamard=True)
+    )
+    summary = "E2M1, 1x16 scales in E4M3 (W 16x16); Hadamard on wgrad, stochastic gradients"
+    return Recipe("nvfp4", GemmRecipe(x, w), GemmRecipe(g, w), rotated, 4, summary)
+
+
+_E4M3_TILE, _E4M3_BLOCK = Operand("e4m3", "tile"), Operand("e4m3", "block")
+_E4M3_TENSOR, _E4M3_ROW, _E4M3_MX = Operand("e4m3", "tensor"), Operand("e4m3", "row"), Operand("e4m3", "mx")
+_E2M1_TILE, _E2M1_BLOCK, _E2M1_MX = (Operand("e2m1", scaling) for scaling in ("tile", "block", "mx"))
+
+RECIPES: dict[str, Recipe] = {
+    recipe.name: recipe
+    for recipe in (
+        Recipe("fp32", None, None, None, 32, "float32"),
+        Recipe("bf16", None, None, None, 16, "bfloat16, sums in fp32"),
+        _of_operands(
+            "fp8",
+            8,
+            _E4M3_TILE,
+            _E4M3_BLOCK,
+            _E4M3_TILE,
+            "E4M3, 1x128 tiles, W in 128x128 blocks (DeepSeek-V3)",
+        ),
+        _of_operands(
+            "fp8_tensor",
+            8,
+            _E4M3_TENSOR,
+            _E4M3_TENSOR,
+            Operand("e5m2", "tensor"),
+            "E4M3, gradients E5M2, one scale per tensor",
+        ),
+        _of_operands("fp8_row", 8, _E4M3_ROW, _E4M3_ROW, _E4M3_ROW, "E4M3, one scale per row"),
+        _of_operands("mxfp8", 8, _E4M3_MX, _E4M3_MX, _E4M3_MX, "E4M3, 1x32 power-of-two scales (OCP MX)"),
+        _of_operands(
+            "fp4",
+            4,
+            _E2M1_TILE,
+            _E2M1_BLOCK,
+            Operand("e2m1", "tile", "stochastic"),
+            "E2M1, 1x128 tiles, W in 128x128 blocks, stochastic gradients (SNIP)",
+        ),
+        _nvfp4(),
+        _of_operands(
+            "mxfp4",
+            4,
+            _E2M1_MX,
+            _E2M1_MX,
+            Operand("e2m1", "mx", "stochastic"),
+            "E2M1, 1x32 power-of-two scales (OCP MX), stochastic gradients",
+        ),
+    )
+}
+HIGH_PRECISION = tuple(name for name, entry in RECIPES.items() if entry.fprop is None)
+"""The recipes that quantize nothing."""
+
+
+def recipe(name: str) -> Recipe:
+    """The recipe of a name.
+
+    Raises:
+        PlanError: unknown; names the nearest.
+    """
+    if name in RECIPES:
+        return RECIPES[name]
+    near = difflib.get_close_matches(name, RECIPES, 1)
+    raise PlanError(
+        "there is no such recipe",
+        got=repr(name),
+        expected=", ".join(RECIPES),
+        do=f"did you mean {near[0]}?" if near else "",
+    )

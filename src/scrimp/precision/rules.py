@@ -1,0 +1,307 @@
+"""Rules: which recipe each GEMM of each linear layer runs in, written as one line of text.
+
+::
+
+    fp8                                  every block in fp8, the head in bf16
+    bf16,*.mlp.*=fp8                     only the MLPs
+    fp8,*.wgrad=bf16,blocks.0.*=bf16     wgrad and the first block in bf16
+    fp8/fp8/bf16                         the same for wgrad: fprop/dgrad/wgrad
+    fp8,head=fp8,*.mlp.down.saved=recompute
+
+Grammar  rules separated by commas; for each GEMM the last rule that names it wins::
+
+             rules    [base | "auto"] {"," rule}
+             base     formats
+             rule     pattern "=" formats
+             formats  recipe | recipe "/" recipe "/" recipe
+
+         A pattern is a glob (``*``, ``?``, ``[0-3]``; case counts) over the layer's full name. It sets all
+         three GEMMs, or one setting where its last part is fprop, dgrad, wgrad or saved: then its
+         formats are one name. Without a base (or with auto) the device decides it.
+Head     The base and patterns such as ``*`` mean the linear layers of the blocks. The head, the layer that
+         quantization hurts most, stays in the compute format unless a pattern that starts with `head` names it.
+Compute  The working format of activations: fp32 if the base is fp32, else bf16.
+Saved    What backward keeps of the input X: a high-precision name; a recipe name (X as that recipe's
+         wgrad reads it); or recompute, where X is made from tensors that are kept anyway. By
+         default the codes that wgrad reads, which changes no number, or the compute format where
+         wgrad quantizes nothing, and for attention.out, whose input attention keeps for itself.
+Checked  tests/precision/test_rules.py, against a second reading of this grammar.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from scrimp.errors import ConfigError
+from scrimp.precision.recipes import GEMMS, HIGH_PRECISION, RECIPES, recipe
+
+AUTO = "auto"
+HEAD = "head"
+RECOMPUTE = "recompute"
+RECOMPUTABLE = ("attention.qkv", "mlp.gate_up", "mlp.down")
+"""Layers whose input is made from tensors that are kept anyway: a norm's input, gate and up."""
+SAVED_CHOICES = (
+    *(name for name, entry in RECIPES.items() if entry.wgrad is not None or name in HIGH_PRECISION),
+    RECOMPUTE,
+)
+"""What backward may keep of a layer's input."""
+
+_SAVED = "saved"
+_ATTENTION_OUT = ".attention.out"
+_PATTERN = re.compile(r"[A-Za-z0-9_.*?!\[\]-]+")
+_EXAMPLE = "fp8,*.wgrad=bf16,blocks.0.*=bf16"
+_NAMES_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class LinearPrecision:
+    """One linear layer: a recipe for each GEMM, and what backward keeps of the input."""
+
+    fprop: str
+    dgrad: str
+    wgrad: str
+    saved: str
+    """bf16, fp32, a recipe (X as its wgrad operand), or recompute."""
+
+    @classmethod
+    def of(cls, name: str) -> LinearPrecision:
+        """The same name everywhere: a layer that runs and saves in one high precision."""
+        return cls(name, name, name, name)
+
+    def gemm(self, name: str) -> str:
+        """The recipe of fprop, dgrad or wgrad."""
+        return {"fprop": self.fprop, "dgrad": self.dgrad, "wgrad": self.wgrad}[name]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rule with a pattern."""
+
+    pattern: str
+    formats: str
+    """A recipe, three with slashes, or what is saved."""
+
+    def __str__(self) -> str:
+        return f"{self.pattern}={self.formats}"
+
+    @property
+    def target(self) -> str | None:
+        """fprop, dgrad, wgrad or saved; None for all three GEMMs."""
+        last = self.pattern.rpartition(".")[2]
+        return last if last in (*GEMMS, _SAVED) else None
+
+    @property
+    def layers(self) -> str:
+        """The part of the pattern that layers are matched with."""
+        return self.pattern if self.target is None else self.pattern.rpartition(".")[0]
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """What it sets: GEMM (or saved) to name."""
+        return (
+            {self.target: self.formats}
+            if self.target
+            else dict(zip(GEMMS, _three(self.formats), strict=True))
+        )
+
+    def matches(self, layer: str) -> bool:
+        """Whether it means this layer; the head is meant only by patterns that start with its name."""
+        if layer == HEAD and not self.pattern.startswith(HEAD):
+            return False
+        return fnmatchcase(layer, self.layers)
+
+
+@dataclass(frozen=True)
+class PrecisionRules:
+    """Rules that have been read; `str` writes them as text that reads back as the same rules."""
+
+    base: str | None
+    """A recipe, or three with slashes; None: the device decides."""
+    rules: tuple[Rule, ...] = ()
+
+    def __str__(self) -> str:
+        return ",".join([self.base or AUTO, *map(str, self.rules)])
+
+    @property
+    def compute(self) -> Literal["fp32", "bf16"]:
+        """Working format of the activations.
+
+        Raises:
+            ConfigError: there is no base yet.
+        """
+        if self.base is None:
+            raise ConfigError(
+                "precision is still open",
+                got=repr(str(self)),
+                expected=f"a base, such as bf16: {_EXAMPLE}",
+                do="resolve the configuration first: auto depends on the device",
+            )
+        return "fp32" if self.base == "fp32" else "bf16"
+
+    def with_base(self, base: str) -> PrecisionRules:
+        """The same rules on another base."""
+        return replace(self, base=base)
+
+    def assign(self, layers: Sequence[str]) -> dict[str, tuple[LinearPrecision, str]]:
+        """What each layer runs in, and why.
+
+        Args:
+            layers: full names, such as ``blocks.3.mlp.down`` and ``head``.
+
+        Raises:
+            ConfigError: no base, a pattern that matches nothing, recompute where nothing can be recomputed.
+        """
+        for rule in self.rules:
+            if not any(rule.matches(layer) for layer in layers):
+                raise _matches_nothing(rule, layers)
+        return {layer: self._choose(layer) for layer in layers}
+
+    def _choose(self, layer: str) -> tuple[LinearPrecision, str]:
+        compute = self.compute
+        base, why = self.base or compute, f"precision {self.base}"
+        if layer == HEAD and base != compute:
+            base, why = compute, f"the head stays in {compute}"
+        chosen: dict[str, str] = dict(zip(GEMMS, _three(base), strict=True))
+        reasons = dict.fromkeys(chosen, why)
+        for rule in self.rules:
+            if rule.matches(layer):
+                chosen |= rule.settings
+                reasons |= dict.fromkeys(rule.settings, f"rule `{rule}`")
+        if _SAVED not in chosen:
+            has_codes = recipe(chosen["wgrad"]).wgrad is not None
+            chosen[_SAVED] = chosen["wgrad"] if has_codes else compute
+            if has_codes and layer.endswith(_ATTENTION_OUT):
+                chosen[_SAVED], reasons[_SAVED] = compute, "attention keeps its output anyway"
+        if chosen[_SAVED] == RECOMPUTE and not is_recomputable(layer):
+            raise ConfigError(
+                f"precision: the input of {layer} cannot be recomputed",
+                got=reasons[_SAVED],
+                expected=f"a pattern for {' or '.join(RECOMPUTABLE)}, whose inputs are made from kept tensors",
+                do=f"write such as *.mlp.down.saved={RECOMPUTE}",
+            )
+        return LinearPrecision(**chosen), "; ".join(dict.fromkeys(reasons.values()))
+
+
+def is_recomputable(layer: str) -> bool:
+    """Whether a layer's input may be recomputed instead of saved."""
+    return any(layer.endswith(f".{name}") for name in RECOMPUTABLE)
+
+
+def parse_rules(text: str) -> PrecisionRules:
+    """Read the text of `precision`.
+
+    Raises:
+        ConfigError: what is wrong with which rule; for an unknown recipe the nearest.
+    """
+    base: str | None = None
+    rules: list[Rule] = []
+    for index, part in enumerate(part.strip() for part in text.split(",")):
+        if not part:
+            raise ConfigError(
+                "precision has an empty rule",
+                got=repr(text),
+                expected=f"rules separated by commas, such as {_EXAMPLE}",
+                do="remove the comma that stands alone" if text.strip(" ,") else None,
+            )
+        if "=" in part:
+            rules.append(_read_rule(part))
+        elif index:
+            raise ConfigError(
+                f"precision: `{part}` has no pattern and is not the first rule",
+                got=repr(text),
+                expected=f"at most one base, before all patterns: {_EXAMPLE}",
+                do=f"put it first, or write which layers it is for: *={part}",
+            )
+        elif part != AUTO:
+            base = _read_formats(part, part, () if "/" in part else (AUTO,))
+    return PrecisionRules(base, tuple(rules))
+
+
+def _read_rule(part: str) -> Rule:
+    pattern, _, formats = (piece.strip() for piece in part.rpartition("="))
+    if not _PATTERN.fullmatch(pattern):
+        raise ConfigError(
+            f"precision: `{part}` has no usable pattern",
+            got=repr(pattern),
+            expected="a layer's name with letters, digits, dots, _ and the wildcards * ? [0-3]",
+            do="write such as blocks.0.*=bf16",
+        )
+    if pattern in (*GEMMS, _SAVED):
+        raise ConfigError(
+            f"precision: `{part}` names no layer",
+            got=repr(pattern),
+            expected="a pattern for layers before it",
+            do=f"write *.{pattern}={formats} for all of them",
+        )
+    target = Rule(pattern, formats).target
+    if target is None:
+        return Rule(pattern, _read_formats(formats, part))
+    if "/" in formats:
+        raise ConfigError(
+            f"precision: `{part}` gives several formats to one setting",
+            got=repr(formats),
+            expected=f"one name for {target}",
+            do=f"leave .{target} out to set all three GEMMs",
+        )
+    return Rule(pattern, _read_name(formats, part, SAVED_CHOICES if target == _SAVED else tuple(RECIPES)))
+
+
+def _read_formats(text: str, part: str, words: tuple[str, ...] = ()) -> str:
+    names = [_read_name(name.strip(), part, (*words, *RECIPES)) for name in text.split("/")]
+    if len(names) not in (1, len(GEMMS)):
+        raise ConfigError(
+            f"precision: `{part}` is neither one format nor three",
+            got=repr(text),
+            expected="one recipe, or three as fprop/dgrad/wgrad",
+            do="write such as fp8, or fp8/fp8/bf16",
+        )
+    return names[0] if len(set(names)) == 1 else "/".join(names)
+
+
+def _read_name(name: str, part: str, choices: Sequence[str]) -> str:
+    if name in choices:
+        return name
+    near = difflib.get_close_matches(name.lower(), choices, 1)
+    raise ConfigError(
+        "precision names an unknown recipe" + (f" in `{part}`" if part != name else ""),
+        got=repr(name),
+        expected=f"one of {', '.join(choices)}",
+        do=f"did you mean {near[0]}?" if near else None,
+    )
+
+
+def _three(formats: str) -> tuple[str, ...]:
+    names = tuple(formats.split("/"))
+    return names * len(GEMMS) if len(names) == 1 else names
+
+
+def _matches_nothing(rule: Rule, layers: Sequence[str]) -> ConfigError:
+    hint = "only patterns that start with `head` mean the head"
+    return ConfigError(
+        f"precision: the pattern of `{rule}` matches no layer",
+        got=repr(rule.layers),
+        expected=f"a pattern for {_shorten(layers)}",
+        do=hint
+        if HEAD in layers and fnmatchcase(HEAD, rule.layers)
+        else "write such as *.mlp.down or blocks.0.*",
+    )
+
+
+def _shorten(layers: Sequence[str]) -> str:
+    """Names of layers, those that differ in their first number only as one: blocks.0-4.mlp.down."""
+    numbers: dict[str, list[int]] = {}
+    for layer in layers:
+        found = re.search(r"\d+", layer)
+        key = layer if found is None else f"{layer[: found.start()]}{{}}{layer[found.end() :]}"
+        numbers.setdefault(key, []).extend([] if found is None else [int(found[0])])
+    names = [
+        key.format(f"{min(seen)}-{max(seen)}" if len(seen) > 1 else seen[0]) if seen else key
+        for key, seen in numbers.items()
+    ]
+    more = f" and {len(names) - _NAMES_SHOWN:,} more" if len(names) > _NAMES_SHOWN else ""
+    return ", ".join(names[:_NAMES_SHOWN]) + more
