@@ -6,10 +6,11 @@ import string
 import tomllib
 from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scrimp.config import Config, flatten, leaves, parse_config, replace_values, to_toml
+from scrimp.config import Config, flatten, leaves, parse_config, reasons_in, replace_values, to_toml
 from scrimp.config.fields import Leaf
 
 # Every character that a file name or a name can hold; lone surrogates are refused by check_values.
@@ -52,6 +53,17 @@ def test_reasons_stand_behind_their_values_on_one_line() -> None:
     text = to_toml(Config(), {"train.steps": "two\nlines", "precision": "because"})
     assert "steps = 200  # two lines\n" in text
     assert 'precision = "auto"  # because\n' in text
+
+
+@pytest.mark.parametrize(
+    "text", ["fp8,*.wgrad=bf16,blocks.0.*=bf16", "fp8/fp4/bf16, head=fp8", "bf16,*[0-3]*=fp8"]
+)
+def test_rules_are_one_string(text: str) -> None:
+    config = replace_values(Config(), {"precision": text})
+    written = to_toml(config, {"precision": "because"})
+    assert f'precision = "{text}"  # because\n' in written
+    assert replace_values(Config(), parse_config(written)) == config
+    assert reasons_in(written, config) == {"precision": "because"}
 
 
 def test_unset_values_are_left_out_and_sections_come_in_order() -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from scrimp.config import RANGES, Config, Range, check_values, leaves, parse_bytes, replace_values
 from scrimp.errors import ConfigError
+from scrimp.precision import parse_rules
 
 NUMERIC = {key: leaf for key, leaf in leaves(Config).items() if leaf.kind in (int, float)}
 
@@ -66,7 +67,10 @@ def test_a_range_says_what_it_allows() -> None:
         ("device", "gpu", "auto, cpu, cuda or cuda:N"),
         ("device", "cuda:-1", "cuda:N"),
         ("device", "cuda:0\n", "cuda:N"),
-        ("precision", "fp8", "one of auto, fp32, bf16"),
+        ("precision", "bf61", "did you mean bf16?"),
+        ("precision", "", "precision is empty"),
+        ("precision", "fp8,bf16", "not the first rule"),
+        ("precision", "fp8,*.wgrad=fp88", "did you mean fp8?"),
         ("train.schedule", "cosin", "train.schedule"),
         ("model.preset", "llama-60", "llama-60m"),
         ("budget.device_memory", "16", "budget.device_memory"),
@@ -75,6 +79,13 @@ def test_a_range_says_what_it_allows() -> None:
 )
 def test_impossible_texts(key: str, value: object, part: str) -> None:
     assert part in refusal(key, value)
+
+
+@pytest.mark.parametrize("text", ["auto", "fp8", "fp8/fp8/bf16", "*.wgrad=bf16", "fp8,*.wgrad=bf16,head=fp8"])
+def test_possible_precisions(text: str) -> None:
+    config = replace_values(Config(), {"precision": text})
+    check_values(config)
+    assert config.precision_rules == parse_rules(text)
 
 
 def test_an_unknown_preset_is_refused_even_where_weights_replace_it() -> None:

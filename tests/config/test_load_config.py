@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 from scrimp.config import Config, leaves, load_config, nearest_key, read_config, replace_values
 from scrimp.config.load import MAX_FILE_BYTES, _read_table
 from scrimp.errors import ConfigError
+from scrimp.precision import GEMMS, RECIPES, RECOMPUTE, parse_rules
 
 
 @pytest.fixture
@@ -114,9 +117,9 @@ def test_unknown_key_is_refused_with_the_nearest_known(write, text, key, nearest
         ("[data]\nmask_documents = 'false'", "data.mask_documents", "without quotes"),
         ("[run]\ndir = 5", "run.dir", "a path"),
         ("[budget]\ndevice_memory = 17179869184", "budget.device_memory", "text"),
-        ("precision = 'fp8'", "precision", "auto, fp32, bf16"),
-        ("precision = 'bf61'", "precision", "'bf16'"),
-        ("precision = 16", "precision", "auto, fp32, bf16"),
+        ("precision = 16", "precision", "in quotes"),
+        ("precision = ['fp8', '*.wgrad=bf16']", "precision", "text"),
+        ("[precision]\nbase = 'fp8'", "precision", "text"),
         ("[train]\nschedule = 'cosin'", "train.schedule", "'cosine'"),
         ("train = 5", "train", "a section"),
     ],
@@ -166,6 +169,17 @@ def test_files_that_are_no_configuration_are_refused(write, tmp_path) -> None:
     assert "offset 8" in refusal(write(b"[train]\n\xff\xfe"))
     assert "too large" in refusal(write("#" * (MAX_FILE_BYTES + 1)))
     assert "cannot be read" in refusal(write("") / "below-a-file.toml")
+
+
+def test_help_on_precision_names_every_recipe_and_every_kind_of_rule() -> None:
+    source = inspect.getsource(Config)
+    text = source.split('precision: str = "auto"\n    """')[1].split('"""')[0]
+    for name in (*RECIPES, RECOMPUTE, "auto", *GEMMS, "saved", "head="):
+        assert re.search(rf"(?<![\w]){name}(?![\w])" if name[-1] != "=" else name, text), name
+    examples = re.findall(r"[\w.*/]+=[\w=.*,]+", text)
+    assert len(examples) >= 5
+    for example in [text.split("Example: ")[1].strip(), *examples]:
+        assert parse_rules(example.strip(",")).with_base("fp8").assign(["blocks.0.mlp.down", "head"])
 
 
 def test_every_unset_setting_is_unset_by_default() -> None:

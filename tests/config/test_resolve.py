@@ -78,7 +78,9 @@ GIVEN = st.fixed_dictionaries(
         "train.checkpoint_every": optional(st.integers(0, 100)),
         "train.parameters": st.sampled_from(["auto", "fp32", "bf16"]),
         "train.master_weights": st.sampled_from([None, True, False]),
-        "precision": st.sampled_from(["auto", "fp32", "bf16"]),
+        "precision": st.sampled_from(
+            ["auto", "fp32", "bf16", "fp8", "*.wgrad=bf16", "auto,head=fp8", "fp32,*=nvfp4", "fp4/fp8/bf16"]
+        ),
     }
 )
 
@@ -97,10 +99,11 @@ def test_the_result_is_complete_and_consistent_or_refused(
     values = flatten(result.config)
     open_keys = [key for key in values if key.startswith("train.") and values[key] in (None, "auto")]
     assert open_keys == []
-    assert result.config.precision != "auto"
+    assert result.config.precision_rules.base is not None
     # What was given stays, and what was decided has a reason.
     for key, (before, _) in differences(config, result.config).items():
-        assert before in (None, "auto")
+        is_open = before in (None, "auto") or (key == "precision" and config.precision_rules.base is None)
+        assert is_open
         assert result.reasons[key]
     assert set(result.reasons) == set(differences(config, result.config))
     train = result.config.train
@@ -109,7 +112,7 @@ def test_the_result_is_complete_and_consistent_or_refused(
     assert (train.batch_tokens // train.sequence) % train.micro_batch == 0
     assert train.warmup_steps <= train.steps
     assert not (train.parameters == "fp32" and train.master_weights)
-    assert not (train.parameters == "bf16" and result.config.precision == "fp32")
+    assert not (train.parameters == "bf16" and result.config.precision.split(",")[0] == "fp32")
     assert not train.keep_every or train.keep_every % train.checkpoint_every == 0
     check_values(result.config)
 
@@ -214,6 +217,33 @@ def test_formats_follow_the_device() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "on_cpu", "on_cuda"),
+    [
+        ("auto", "fp32", "bf16"),
+        ("*.wgrad=bf16", "fp32,*.wgrad=bf16", "bf16,*.wgrad=bf16"),
+        ("auto, *.mlp.* = fp8", "fp32,*.mlp.*=fp8", "bf16,*.mlp.*=fp8"),
+        ("fp8 , *.wgrad=bf16", "fp8 , *.wgrad=bf16", "fp8 , *.wgrad=bf16"),
+    ],
+)
+def test_rules_without_a_base_get_the_one_of_the_device(text: str, on_cpu: str, on_cuda: str) -> None:
+    for device_type, expected in (("cpu", on_cpu), ("cuda", on_cuda)):
+        result = resolve(replace_values(Config(), {"precision": text}), SMALL, device_type=device_type)
+        assert result.config.precision == expected
+        assert ("precision" in result.reasons) == (text != expected)
+        assert resolve(result.config, SMALL, device_type=device_type).config == result.config
+
+
+@pytest.mark.parametrize(
+    ("precision", "parameters"),
+    [("fp32", "fp32"), ("fp32,*=fp8", "fp32"), ("bf16", "bf16"), ("fp8", "bf16"), ("fp32/fp32/fp8", "bf16")],
+)
+def test_parameters_have_the_compute_format(precision: str, parameters: str) -> None:
+    for device_type in ("cpu", "cuda"):
+        train = decided({"precision": precision}, device_type=device_type).train
+        assert (train.parameters, train.master_weights) == (parameters, parameters == "bf16")
+
+
+@pytest.mark.parametrize(
     ("given_values", "parts"),
     [
         ({"train.sequence": 2048}, ["train.sequence", "context", "1,024", "2,048"]),
@@ -229,6 +259,7 @@ def test_formats_follow_the_device() -> None:
         ({"train.batch_tokens": 16 * 1009}, ["train.batch_tokens", "multiple of 256"]),
         ({"train.steps": 10, "train.warmup_steps": 11}, ["train.warmup_steps", "at most 10"]),
         ({"precision": "fp32", "train.parameters": "bf16"}, ["train.parameters", "precision"]),
+        ({"precision": "fp32,*=fp8", "train.parameters": "bf16"}, ["train.parameters", "precision"]),
         ({"train.parameters": "fp32", "train.master_weights": True}, ["train.master_weights"]),
         ({"train.master_weights": True}, ["train.master_weights", "fp32"]),
         ({"train.keep_every": 70, "train.checkpoint_every": 50}, ["train.keep_every", "multiple of 50"]),
@@ -255,6 +286,24 @@ def test_differences_name_what_changed() -> None:
         "run.dir": (None, Path("a")),
     }
     assert differences(now, now) == {}
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "same"),
+    [
+        ("bf16,*.wgrad=fp8", " bf16 , *.wgrad = fp8", True),
+        ("bf16,*.wgrad=fp8", "*.wgrad=fp8", True),
+        ("bf16,*.wgrad=fp8", "auto,*.wgrad=fp8", True),
+        ("fp8", "fp8/fp8/fp8", True),
+        ("bf16,*.wgrad=fp8", "fp32,*.wgrad=fp8", False),
+        ("bf16,*.wgrad=fp8", "bf16", False),
+        ("bf16,*.wgrad=fp8", "auto", False),
+        ("auto", "fp32", False),
+    ],
+)
+def test_precisions_differ_by_what_they_mean(before: str, now: str, same: bool) -> None:
+    saved, given_now = (replace_values(Config(), {"precision": text}) for text in (before, now))
+    assert differences(saved, given_now) == ({} if same else {"precision": (before, now)})
 
 
 def test_keys_that_may_change_on_resume_exist_and_leave_the_experiment_alone() -> None:

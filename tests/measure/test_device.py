@@ -15,7 +15,7 @@ from scrimp.measure import (
     remember_throughput,
     resolve_device,
 )
-from scrimp.plan import Plan, build_plan
+from scrimp.plan import Plan, build_plan, peak_of_recipe
 
 
 def make_plan() -> tuple[Plan, Config]:
@@ -64,6 +64,7 @@ def test_spec_sheets_are_used_for_known_names_and_measurements_otherwise() -> No
     assert known["bf16"] == 989.4e12
     assert "spec sheet" in known.origin
     measured = device_peaks(torch.device("cpu"), "some CPU")
+    assert set(measured.flops_per_s) == {"fp32", "bf16"}
     assert 1e8 < measured["fp32"] < 1e14
     assert "measured" in measured.origin
 
@@ -102,6 +103,8 @@ def test_a_measured_rate_is_remembered_for_equal_runs_only(tmp_path, monkeypatch
         ("NVIDIA H100 PCIe", "H100 PCIe"),
         ("NVIDIA A100-SXM4-80GB", "A100"),
         ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("NVIDIA B200", "B200"),
+        ("NVIDIA GH200 480GB", "GH200"),
     ],
 )
 def test_a_card_is_known_by_whole_words(name: str, spec: str) -> None:
@@ -113,3 +116,38 @@ def test_a_card_is_known_by_whole_words(name: str, spec: str) -> None:
 )
 def test_a_card_of_another_kind_is_measured(name: str) -> None:
     assert "measured" in device_peaks(torch.device("cpu"), name).origin
+
+
+# Architecture of each card, and the narrow widths that its tensor cores have.
+NARROW = {
+    "A100": frozenset(),
+    "RTX 3090": frozenset(),
+    **dict.fromkeys(["L4", "L40S", "RTX 4090"], frozenset({"fp8"})),
+    **dict.fromkeys(["H100", "H100 PCIe", "H100 NVL", "H200", "GH200"], frozenset({"fp8"})),
+    **dict.fromkeys(["B200", "RTX 5090"], frozenset({"fp8", "fp4"})),
+}
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_a_card_has_the_narrow_rates_of_its_tensor_cores(name: str) -> None:
+    peaks = device_peaks(torch.device("cpu"), f"NVIDIA {name}")
+    assert set(peaks.flops_per_s) - {"fp32", "bf16"} == NARROW[name]
+    if "fp8" in NARROW[name]:
+        assert peaks["fp8"] / peaks["bf16"] == pytest.approx(2, rel=0.02)
+    if "fp4" in NARROW[name]:
+        assert 1.9 < peaks["fp4"] / peaks["fp8"] < 4.1
+    assert peaks["bf16"] > peaks["fp32"]
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe", "rate"),
+    [
+        ("NVIDIA H100 80GB HBM3", "fp8", 1978.9e12),
+        ("NVIDIA H100 80GB HBM3", "nvfp4", 1978.9e12),
+        ("NVIDIA A100-SXM4-80GB", "fp8", 312e12),
+        ("NVIDIA B200", "mxfp4", 9000e12),
+        ("NVIDIA GeForce RTX 5090", "nvfp4", 1676e12),
+    ],
+)
+def test_a_recipe_has_a_rate_on_every_card(name: str, recipe: str, rate: float) -> None:
+    assert peak_of_recipe(device_peaks(torch.device("cpu"), name), recipe) == rate

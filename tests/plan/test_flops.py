@@ -7,8 +7,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from scrimp.config import Architecture, preset
 from scrimp.errors import PlanError
 from scrimp.model import Decoder, initialise
-from scrimp.plan import Peaks, count_flops, ideal_seconds_per_token, mfu
+from scrimp.plan import Peaks, count_flops, ideal_seconds_per_token, linear_layers, mfu, peak_of_recipe
 from scrimp.plan.flops import GEMM_NAMES
+from scrimp.precision import GEMMS, RECIPES
 
 SMALL = Architecture(
     family="llama",
@@ -81,3 +82,54 @@ def test_mfu_is_a_share_of_the_bf16_peak() -> None:
 def test_an_unknown_format_has_no_peak() -> None:
     with pytest.raises(PlanError, match="fp4"):
         Peaks({"bf16": 1.0}, "test")["fp4"]
+
+
+A100 = Peaks({"fp32": 1.0, "bf16": 16.0}, "A100")
+H100 = Peaks({"fp32": 1.0, "bf16": 16.0, "fp8": 32.0}, "H100")
+B200 = Peaks({"fp32": 1.0, "bf16": 16.0, "fp8": 32.0, "fp4": 64.0}, "B200")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "a100", "h100", "b200"),
+    [
+        ("fp32", 1, 1, 1),
+        ("bf16", 16, 16, 16),
+        ("fp8", 16, 32, 32),
+        ("fp8_tensor", 16, 32, 32),
+        ("fp8_row", 16, 32, 32),
+        ("mxfp8", 16, 32, 32),
+        ("fp4", 16, 32, 64),
+        ("nvfp4", 16, 32, 64),
+        ("mxfp4", 16, 32, 64),
+    ],
+)
+def test_a_recipe_runs_at_its_width_or_at_what_it_is_emulated_in(recipe, a100, h100, b200) -> None:
+    assert [peak_of_recipe(peaks, recipe) for peaks in (A100, H100, B200)] == [a100, h100, b200]
+
+
+def test_every_recipe_has_a_speed_of_light() -> None:
+    flops = count_flops(SMALL, 32)
+    for name in RECIPES:
+        gemms = {layer: dict.fromkeys(GEMMS, name) for layer in linear_layers(SMALL)}
+        rate = {32: 1, 16: 16, 8: 32, 4: 32}[RECIPES[name].bits]
+        expected = (flops.blocks + flops.head) / rate + flops.attention_causal / (1 if name == "fp32" else 16)
+        assert ideal_seconds_per_token(SMALL, 32, gemms, H100) == pytest.approx(expected)
+
+
+def test_attention_runs_in_the_compute_format_whatever_the_head_does() -> None:
+    gemms = {layer: dict.fromkeys(GEMMS, "fp8") for layer in linear_layers(SMALL)}
+    gap = ideal_seconds_per_token(SMALL, 32, gemms, H100, "fp32") - ideal_seconds_per_token(
+        SMALL, 32, gemms, H100, "bf16"
+    )
+    assert gap == pytest.approx(count_flops(SMALL, 32).attention_causal * (1 - 1 / 16))
+
+
+def test_peaks_say_which_widths_are_native() -> None:
+    assert A100.description == "A100; native fp32 bf16, fp8 at the bf16 rate, fp4 at the bf16 rate"
+    assert H100.description == "H100; native fp32 bf16 fp8, fp4 at the fp8 rate"
+    assert B200.description == "B200; native fp32 bf16 fp8 fp4"
+
+
+def test_an_unknown_recipe_has_no_peak() -> None:
+    with pytest.raises(PlanError, match="did you mean fp8"):
+        peak_of_recipe(B200, "fp88")

@@ -6,12 +6,13 @@ import json
 import pytest
 
 from scrimp.config import BudgetConfig, Config, base_architecture, resolve
-from scrimp.errors import PlanError
-from scrimp.plan import Plan, account_of, build_plan, refuse_misfit
+from scrimp.errors import ConfigError, PlanError
+from scrimp.plan import GemmChoice, Plan, account_of, build_plan, refuse_misfit
+from scrimp.precision import RECIPES
 
 
-def make_plan(available_bytes: int = 2**40, **budget: str) -> Plan:
-    config = Config(budget=BudgetConfig(**budget))
+def make_plan(available_bytes: int = 2**40, precision: str = "auto", **budget: str) -> Plan:
+    config = Config(precision=precision, budget=BudgetConfig(**budget))
     resolution = resolve(config, base_architecture(config, None), device_type="cpu")
     plan = build_plan(
         resolution.config,
@@ -67,9 +68,63 @@ def test_a_plan_that_does_not_fit_the_schema_is_refused_by_its_place(change: dic
 
 def test_a_format_that_cannot_run_is_refused_by_layer_and_gemm() -> None:
     raw = json.loads(make_plan().to_json())
-    raw["gemms"]["blocks.1.mlp.down"]["wgrad"] = "fp4"
-    with pytest.raises(PlanError, match=r"blocks\.1\.mlp\.down\.wgrad"):
+    raw["gemms"]["blocks.1.mlp.down"]["wgrad"] = "nvpf4"
+    with pytest.raises(PlanError, match=r"blocks\.1\.mlp\.down\.wgrad.*'nvpf4'.*mxfp8.*did you mean nvfp4\?"):
         Plan.from_json(json.dumps(raw))
+
+
+@pytest.mark.parametrize(
+    ("layer", "saved", "named"),
+    [
+        ("blocks.1.mlp.down", "fp88", r"blocks\.1\.mlp\.down\.saved cannot be fp88.*did you mean fp8\?"),
+        ("blocks.1.mlp.down", "offload", r"blocks\.1\.mlp\.down\.saved cannot be offload"),
+        ("blocks.1.attention.out", "recompute", r"input of blocks\.1\.attention\.out cannot be recomputed"),
+        ("head", "recompute", "input of head cannot be recomputed"),
+    ],
+)
+def test_an_input_that_cannot_be_kept_that_way_is_refused_by_layer(
+    layer: str, saved: str, named: str
+) -> None:
+    raw = json.loads(make_plan().to_json())
+    raw["gemms"][layer]["saved"] = saved
+    with pytest.raises(PlanError, match=named):
+        Plan.from_json(json.dumps(raw))
+
+
+@pytest.mark.parametrize("precision", [*RECIPES, "fp8/fp4/bf16,*.mlp.down.saved=recompute,head=fp8_row"])
+def test_a_plan_of_every_recipe_reads_back(precision: str) -> None:
+    plan = make_plan(precision=precision)
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_rows_of_gemms_are_those_of_the_rules() -> None:
+    gemms = make_plan(precision="fp8,*.wgrad=bf16,blocks.0.*=bf16").gemms
+    by_rule = "precision fp8; rule `*.wgrad=bf16`"
+    assert gemms["blocks.1.mlp.down"] == GemmChoice("fp8", "fp8", "bf16", "bf16", by_rule)
+    assert gemms["blocks.0.mlp.down"] == GemmChoice("bf16", "bf16", "bf16", "bf16", "rule `blocks.0.*=bf16`")
+    assert gemms["head"] == GemmChoice("bf16", "bf16", "bf16", "bf16", "the head stays in bf16")
+
+
+@pytest.mark.parametrize(
+    ("precision", "name", "reason"),
+    [
+        ("auto", "fp32", "fast on every CPU; on one with AMX units --precision bf16 is faster still"),
+        ("fp32", "fp32", "set by the user"),
+        ("bf16", "bf16", "set by the user"),
+    ],
+)
+def test_plans_of_one_high_precision_are_as_they_always_were(precision: str, name: str, reason: str) -> None:
+    lines = make_plan(precision=precision).to_json().splitlines()
+    row = f'"fprop": "{name}", "dgrad": "{name}", "wgrad": "{name}", "saved": "{name}", "reason": "{reason}"'
+    assert sum(f"{{{row}}}" in line for line in lines) == 4 * RESOLUTION.architecture.num_layers + 1
+    assert sum('"fprop"' in line for line in lines) == 4 * RESOLUTION.architecture.num_layers + 1
+
+
+def test_a_rule_for_layers_that_the_model_lacks_is_refused_with_its_layers() -> None:
+    with pytest.raises(
+        ConfigError, match=r"blocks\.99\.\*.*matches no layer.*blocks\.0-4\.attention\.qkv.*head"
+    ):
+        make_plan(precision="fp8,blocks.99.*=bf16")
 
 
 def test_text_that_is_not_json_is_refused() -> None:
@@ -97,10 +152,21 @@ def test_an_edited_plan_is_refused_where_it_cannot_be_carried_out() -> None:
     plan.check_runnable(plan, "plan.json")
     block = dataclasses.replace(plan.blocks["1"], activations="recompute")
     state = dataclasses.replace(plan.states["head"], optimizer="host")
-    gemm = dataclasses.replace(plan.gemms["head"], fprop="bf16")
-    for section, name, row in (("blocks", "1", block), ("states", "head", state), ("gemms", "head", gemm)):
+    for section, name, row in (("blocks", "1", block), ("states", "head", state)):
         edited = dataclasses.replace(plan, **{section: getattr(plan, section) | {name: row}})
         with pytest.raises(PlanError, match=rf"{section}\.{name} cannot be carried out"):
             edited.check_runnable(plan, "plan.json")
     reworded = dataclasses.replace(plan.blocks["1"], reason="because")
     dataclasses.replace(plan, blocks=plan.blocks | {"1": reworded}).check_runnable(plan, "plan.json")
+
+
+def test_another_known_recipe_can_be_carried_out_in_an_edited_plan() -> None:
+    plan = make_plan()
+    row = dataclasses.replace(plan.gemms["blocks.1.mlp.down"], dgrad="bf16", wgrad="mxfp4", saved="recompute")
+    dataclasses.replace(plan, gemms=plan.gemms | {"blocks.1.mlp.down": row}).check_runnable(plan, "plan.json")
+    unknown = dataclasses.replace(row, dgrad="int4")
+    with pytest.raises(PlanError, match=r"blocks\.1\.mlp\.down\.dgrad cannot run in int4"):
+        dataclasses.replace(plan, gemms=plan.gemms | {"blocks.1.mlp.down": unknown}).check_runnable(plan, "p")
+    for gemms in (plan.gemms | {"blocks.9.mlp.down": row}, dict(list(plan.gemms.items())[1:])):
+        with pytest.raises(PlanError, match="gemms are not those of the model"):
+            dataclasses.replace(plan, gemms=gemms).check_runnable(plan, "plan.json")

@@ -8,6 +8,7 @@ import pytest
 from fake_run import metrics, plan, write_lines, write_run
 
 from scrimp.errors import StorageError
+from scrimp.precision import GEMMS, RECIPES
 from scrimp.report import write_report
 from scrimp.report.plan_section import formats, plan_section
 from scrimp.report.run_folder import RunRecord, read_run
@@ -208,3 +209,34 @@ def test_formats_are_one_label_or_three():
     mixed = {"fprop": "fp4", "dgrad": "fp8", "wgrad": "bf16", "saved": "fp8"}
     assert re.findall(r"fmt (\w+)", str(formats(mixed))) == ["fp4", "fp8", "bf16"]
     assert "saves fp8" in str(formats(mixed))
+
+
+def test_recipes_have_the_colour_of_their_width():
+    shown = {
+        name: re.findall(r"fmt (\w+)", str(formats(dict.fromkeys(GEMMS, name) | {"saved": name})))[0]
+        for name in RECIPES
+    }
+    assert shown == {
+        **{name: name for name in ("fp32", "bf16", "fp8", "fp4")},
+        **dict.fromkeys(("fp8_tensor", "fp8_row", "mxfp8"), "fp8"),
+        **dict.fromkeys(("nvfp4", "mxfp4"), "fp4"),
+    }
+    assert "fmt other" in str(formats(dict.fromkeys(GEMMS, "int4")))
+
+
+def test_a_recomputed_input_is_said_to_be_recomputed():
+    choice = str(formats({"fprop": "fp8_row", "dgrad": "fp8_row", "wgrad": "bf16", "saved": "recompute"}))
+    assert "recomputes its input" in choice
+    assert "saves" not in choice
+
+
+def test_rules_of_precision_can_break_behind_their_commas(tmp_path):
+    folder = write_run(tmp_path / "run", 3)
+    text = (folder / "config.toml").read_text(encoding="utf-8")
+    text = text.replace('precision = "fp32"', 'precision = "fp8,*.wgrad=bf16, blocks.0.*=bf16"')
+    (folder / "config.toml").write_text(text, encoding="utf-8")
+    page = Tags(write_report(folder).read_text(encoding="utf-8"))
+    assert "fp8, *.wgrad=bf16, blocks.0.*=bf16" in page.text
+    assert (
+        "fp8,*.wgrad=bf16, blocks.0.*=bf16" in page.text
+    )  # the configuration itself, as it stands in the file

@@ -54,6 +54,7 @@ class Shard:
     reduce_amax: AmaxReducer
     first_feature: int
     """Index of the first output (or input) feature held here."""
+    num_pieces: int
 
     def reducer(self, tensor: str, gemm: str, use_axis: int, spans: str) -> AmaxReducer | None:
         """How to take a maximum over the pieces of an operand, None where a scale spans none.
@@ -87,7 +88,7 @@ class PlannedLayer:
         self.replan(self.precision)
         number = next(_numbers)
         _layers[number] = self
-        self.handle = torch.tensor(number, dtype=torch.int64)
+        self.handle = torch.tensor(number, dtype=torch.int64, device="cpu")
 
     def replan(self, precision: LinearPrecision) -> None:
         """Run by another plan from now on; between two steps."""
@@ -120,15 +121,22 @@ class PlannedLayer:
 
 
 def forward(
-    x: Tensor, weight: Tensor, layer: PlannedLayer, compute: torch.dtype, *, keep_codes: bool
+    x: Tensor,
+    weight: Tensor,
+    layer: PlannedLayer,
+    compute: torch.dtype,
+    *,
+    keep_codes: bool,
+    now: tuple[int, int] | None = None,
 ) -> tuple[Tensor, QuantizedTensor | None]:
     """Y = X W^T in the compute type, and the codes of X that backward will read.
 
     Args:
         keep_codes: the plan saves X quantized, and a backward pass will follow.
+        now: reading of the layer's clock, if it was taken before.
     """
     recipe, saved = layer.precision.fprop, layer.precision.saved
-    now = layer.clock.now
+    now = now or layer.clock.now
     backend = layer.choose(recipe, "fprop")
     x_use, w_use = layer.use("fprop", 0, now), layer.use("fprop", 1, now)
     dtype = high_precision(recipe, compute)

@@ -24,25 +24,24 @@ from scrimp.gemm.storage import INPUT, RECOMPUTED, capacity, pack, unpack
 
 @torch.library.custom_op("scrimp::planned_forward", mutates_args=())
 def planned_forward(
-    x: Tensor, weight: Tensor, handle: Tensor, compute: torch.dtype, kind: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Y, the packed codes of X (empty without), and the clock's reading."""
+    x: Tensor, weight: Tensor, handle: Tensor, now: Tensor, compute: torch.dtype, kind: str
+) -> tuple[Tensor, Tensor]:
+    """Y, and the packed codes of X (empty without)."""
     layer = layer_of(handle)
+    step, first_row = now.tolist()
+    keep_codes = kind not in (INPUT, RECOMPUTED)
     with torch.autocast(x.device.type, enabled=False):
-        y, codes = forward(x, weight, layer, compute, keep_codes=kind not in (INPUT, RECOMPUTED))
-    now = torch.tensor(layer.clock.now, dtype=torch.int64)
-    packed = x.new_empty(0, dtype=torch.uint8) if codes is None else pack(codes)
-    return y, packed, now
+        y, codes = forward(x, weight, layer, compute, keep_codes=keep_codes, now=(step, first_row))
+    return y, x.new_empty(0, dtype=torch.uint8) if codes is None else pack(codes)
 
 
 @planned_forward.register_fake
 def _(
-    x: Tensor, weight: Tensor, handle: Tensor, compute: torch.dtype, kind: str
-) -> tuple[Tensor, Tensor, Tensor]:
+    x: Tensor, weight: Tensor, handle: Tensor, now: Tensor, compute: torch.dtype, kind: str
+) -> tuple[Tensor, Tensor]:
     num_bytes = 0 if kind in (INPUT, RECOMPUTED) else capacity(kind, x.shape[0], x.shape[1])
     y = x.new_empty(x.shape[0], weight.shape[0], dtype=compute)
-    now = torch.empty(2, dtype=torch.int64, device="cpu")
-    return y, x.new_empty(num_bytes, dtype=torch.uint8), now
+    return y, x.new_empty(num_bytes, dtype=torch.uint8)
 
 
 @torch.library.custom_op("scrimp::planned_backward", mutates_args=())
@@ -102,7 +101,8 @@ class CompiledLinear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, layer: PlannedLayer, compute: torch.dtype, needs_grad: bool
     ) -> Tensor:
         kind = layer.saved_class if needs_grad else INPUT
-        y, packed, now = planned_forward(x, weight, layer.handle, compute, kind)
+        now = layer.clock.reading
+        y, packed = planned_forward(x, weight, layer.handle, now, compute, kind)
         kept = x.to(compute) if kind in (INPUT, RECOMPUTED) else x.new_empty(0)
         ctx.save_for_backward(kept, packed, weight, layer.handle, now)
         ctx.compute, ctx.input_dtype = compute, x.dtype

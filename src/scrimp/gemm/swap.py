@@ -49,6 +49,14 @@ class PlannedModel:
             self.layers[name].replan(precisions[name])
         return changed
 
+    def locate_shards(self) -> None:
+        """Tell tensor-parallel layers which piece is theirs: before compiling; eager layers find out themselves."""
+        from scrimp.gemm.sharded import DTensor, locate  # needs torch.distributed
+
+        for layer in self._layers.values():
+            if isinstance(layer.weight, DTensor):
+                locate(cast(PlannedLayer, layer.planned), layer.weight)
+
     def swap_out(self) -> None:
         """Ordinary linear layers again."""
         for layer in self._layers.values():

@@ -13,7 +13,8 @@ Parameters  `qkv.weight` holds the rows of all query heads, then the key heads, 
             heads; `gate_up.weight` the rows of gate, then up: one GEMM each instead of three
             and two. A new decoder's parameters are uninitialised memory: call
             `initialise` or `load_weights`.
-Precision   The residual stream keeps the embedding's type: float32 under autocast, bfloat16
+Precision   A plan gives every linear layer's GEMMs their formats (`scrimp.gemm`); norms and SwiGLU are handed to the
+            layer that reads them, because a plan may make their results again in backward. The residual stream keeps the embedding's type: float32 under autocast, bfloat16
             with bfloat16 parameters. Norms compute in float32 and hand the GEMMs their type.
 Documents   Rows may hold several documents; see attention.py.
 Checked     tests/model/test_decoder.py: logits and gradients against a float64 reference.
@@ -31,8 +32,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from scrimp.config.architecture import Architecture
+from scrimp.gemm import PlannedLayer, compute_dtype, recomputed
 from scrimp.model.attention import AttentionLayout, attend
-from scrimp.model.functions import compute_dtype, rms_norm, swiglu
+from scrimp.model.functions import rms_norm, swiglu
 from scrimp.model.loss import LossSums, cross_entropy_sums
 
 
@@ -82,17 +84,17 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(a.head_size, a.norm_eps, device=device, dtype=dtype)
             self.k_norm = RMSNorm(a.head_size, a.norm_eps, device=device, dtype=dtype)
 
-    def heads(self, x_BTD: Tensor) -> Tensor:
+    def heads(self, x_BTD: Tensor, norm: RMSNorm) -> Tensor:
         """qkv_BTGK: query, key and value heads side by side, normed where the family does, not yet turned."""
-        qkv_BTGK: Tensor = self.qkv(x_BTD).unflatten(-1, (-1, self.head_size))
+        qkv_BTGK = recomputed(self.qkv, norm, x_BTD).unflatten(-1, (-1, self.head_size))
         if self.q_norm is None or self.k_norm is None:
             return qkv_BTGK
         q, k, v = qkv_BTGK.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=2)
         return torch.cat([self.q_norm(q), self.k_norm(k), v], dim=2)
 
-    def forward(self, x_BTD: Tensor, layout: AttentionLayout) -> Tensor:
-        """Attend within the documents of each row."""
-        return cast(Tensor, self.out(attend(self.heads(x_BTD), layout).flatten(2)))
+    def forward(self, x_BTD: Tensor, norm: RMSNorm, layout: AttentionLayout) -> Tensor:
+        """Attend within the documents of each row, to the normed residual stream."""
+        return cast(Tensor, self.out(attend(self.heads(x_BTD, norm), layout).flatten(2)))
 
 
 class Mlp(nn.Module):
@@ -106,9 +108,9 @@ class Mlp(nn.Module):
         self.gate_up = Linear(a.width, 2 * a.ffn_width, bias=False, device=device, dtype=dtype)
         self.down = Linear(a.ffn_width, a.width, bias=False, device=device, dtype=dtype)
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        """Token by token."""
-        return cast(Tensor, self.down(swiglu(self.gate_up(x_BTD))))
+    def forward(self, x_BTD: Tensor, norm: RMSNorm) -> Tensor:
+        """Token by token, of the normed residual stream."""
+        return recomputed(self.down, swiglu, recomputed(self.gate_up, norm, x_BTD))
 
 
 class Block(nn.Module):
@@ -132,8 +134,8 @@ class Block(nn.Module):
 
     def forward(self, x_BTD: Tensor, layout: AttentionLayout) -> Tensor:
         """The residual stream after this block."""
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), layout)
-        return x_BTD + cast(Tensor, self.mlp(self.mlp_norm(x_BTD)))
+        x_BTD = x_BTD + self.attention(x_BTD, self.attention_norm, layout)
+        return x_BTD + cast(Tensor, self.mlp(x_BTD, self.mlp_norm))
 
 
 class Decoder(nn.Module):
@@ -160,6 +162,8 @@ class Decoder(nn.Module):
         self.head: Linear | None = None
         if not a.tied_embeddings:
             self.head = Linear(a.width, a.vocab_size, bias=False, device=device, dtype=dtype)
+        self.planned_head: PlannedLayer | None = None
+        """Formats of the head's GEMMs in the loss; None: the compute type."""
 
     @property
     def head_weight(self) -> Tensor:
@@ -208,5 +212,10 @@ class Decoder(nn.Module):
         """
         hidden_BTD = self(tokens_BT, document_starts)
         return cross_entropy_sums(
-            hidden_BTD.flatten(0, 1), self.head_weight, targets_BT.flatten(), chunk=chunk, z_loss=z_loss
+            hidden_BTD.flatten(0, 1),
+            self.head_weight,
+            targets_BT.flatten(),
+            chunk=chunk,
+            z_loss=z_loss,
+            planned=self.planned_head,
         )

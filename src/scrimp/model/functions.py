@@ -36,17 +36,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from scrimp.gemm import compute_dtype
+
 
 def uses_cpu_functions(x: Tensor) -> bool:
     """Whether the hand-written CPU functions apply: not where a compiler fuses plain operations."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
-
-
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """The type that GEMMs on x run in: autocast's if it is on, else x's own."""
-    if torch.is_autocast_enabled(x.device.type):
-        return torch.get_autocast_dtype(x.device.type)
-    return x.dtype
 
 
 def float32_or_wider(dtype: torch.dtype) -> torch.dtype:

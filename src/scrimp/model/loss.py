@@ -16,7 +16,7 @@ Method   Per chunk of tokens: logits = h W^T, their log-softmax, the loss, and a
 Sums     The result is a sum over the real targets, not a mean: the caller divides by the
          number of targets of the whole batch, so that the loss does not depend on how the
          batch is cut into micro-batches. Targets of -100 count nothing.
-Types    GEMMs run in the compute type (autocast's, else that of h), softmax and sums in
+Types    GEMMs run in the compute type (autocast's, else that of h) or as a plan says, softmax and sums in
          float32, and the weight's gradient is summed over chunks in float32. Float64 stays
          float64.
 Memory   One chunk x V in the compute type: the logits become their own gradient in place, a
@@ -40,7 +40,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from scrimp.model.functions import at_least_float32, compute_dtype, float32_or_wider
+from scrimp.gemm import PlannedLayer, compute_dtype, head_gemms
+from scrimp.model.functions import at_least_float32, float32_or_wider
 
 IGNORED = -100
 """Target of a position that has none."""
@@ -64,7 +65,13 @@ class LossSums:
 
 
 def cross_entropy_sums(
-    hidden_SD: Tensor, weight_VD: Tensor, targets_S: Tensor, *, chunk: int = 0, z_loss: float = 0.0
+    hidden_SD: Tensor,
+    weight_VD: Tensor,
+    targets_S: Tensor,
+    *,
+    chunk: int = 0,
+    z_loss: float = 0.0,
+    planned: PlannedLayer | None = None,
 ) -> LossSums:
     """The loss of hidden states against targets, with the head's GEMM inside.
 
@@ -74,11 +81,12 @@ def cross_entropy_sums(
         targets_S: token ids, or -100 to ignore.
         chunk: tokens whose logits exist at once; 0 for all.
         z_loss: weight of the squared log-partition.
+        planned: formats of the head's three GEMMs; None: the compute type.
     """
     training = torch.is_grad_enabled()
     chunk = chunk or len(targets_S)
     cross_entropy, z = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
-        hidden_SD, weight_VD, targets_S, chunk, z_loss, compute_dtype(hidden_SD), training
+        hidden_SD, weight_VD, targets_S, chunk, z_loss, compute_dtype(hidden_SD), training, planned
     )
     return LossSums(cross_entropy, z)
 
@@ -94,25 +102,25 @@ class _ChunkedLoss(torch.autograd.Function):
         z_loss: float,
         compute: torch.dtype,
         training: bool,
+        planned: PlannedLayer | None,
     ) -> tuple[Tensor, Tensor]:
         needs_hidden, needs_weight = (training and needed for needed in ctx.needs_input_grad[:2])
         sums = hidden_SD.new_zeros(2, dtype=float32_or_wider(compute))
         grad_hidden = torch.empty_like(hidden_SD) if needs_hidden else None
         grad_weight: Tensor | None = None
         with torch.autocast(hidden_SD.device.type, enabled=False):
-            weight = weight_VD.to(compute)
+            head = head_gemms(weight_VD, planned, compute)
             for start in range(0, len(targets_S), chunk):
                 part = slice(start, start + chunk)
                 hidden, targets = hidden_SD[part].to(compute), targets_S[part]
                 real_Q1 = (targets != IGNORED)[:, None]
-                logits_QV = hidden @ weight.T
+                logits_QV = head.fprop(hidden)
                 sums += _losses(logits_QV, targets, real_Q1, z_loss, needs_hidden or needs_weight)
-                # From here on logits_QV holds the gradient. Ignored rows are zeroed on the small
-                # side of each GEMM.
+                # From here on logits_QV holds the gradient.
                 if grad_hidden is not None:
-                    grad_hidden[part] = (logits_QV @ weight).mul_(real_Q1)
+                    grad_hidden[part] = head.dgrad(logits_QV, real_Q1, start)
                 if needs_weight:
-                    grad_weight = _accumulate(grad_weight, logits_QV.T, hidden * real_Q1)
+                    grad_weight = head.wgrad(grad_weight, logits_QV, hidden, real_Q1, start)
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight_VD.dtype)
         ctx.gradients, ctx.z_loss = (grad_hidden, grad_weight), z_loss
@@ -131,7 +139,7 @@ class _ChunkedLoss(torch.autograd.Function):
         # Taken out of ctx, so that autograd can hand on these tensors without a copy.
         gradients, ctx.gradients = ctx.gradients, None
         hidden, weight = (None if g is None or grad_ce is None else g.mul_(grad_ce) for g in gradients)
-        return hidden, weight, None, None, None, None, None
+        return hidden, weight, *[None] * 6
 
 
 def _losses(logits_QV: Tensor, targets_Q: Tensor, real_Q1: Tensor, z_loss: float, training: bool) -> Tensor:
@@ -157,15 +165,6 @@ def _block(logits_RV: Tensor, index_R1: Tensor, real_R1: Tensor, z_loss: float, 
         if grad_RV is not logits_RV:
             logits_RV.copy_(grad_RV)
     return torch.stack([nll_R1, z_loss * lse_R1.square()]).masked_fill_(~real_R1, 0.0).sum(dim=(1, 2))
-
-
-def _accumulate(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
-    """total + left @ right in float32 or wider, in place from the second time on."""
-    if total is None:
-        return at_least_float32(left @ right)
-    if total.dtype == left.dtype:
-        return total.addmm_(left, right)
-    return total.add_(left @ right)
 
 
 def _same(first: Tensor | None, second: Tensor | None) -> bool:

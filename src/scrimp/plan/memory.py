@@ -26,9 +26,9 @@ Method   State per parameter (bytes), nothing sharded or offloaded::
          attention output stays whatever `out` saves, since attention's own backward reads it: a
          format other than the compute format comes on top.
 
-         Planned layers, those of a run in more than one format, cast weights as they go, so no
-         copies of weights stay. The reference back end holds both operands of a quantized GEMM in
-         fp32 while it runs; the largest pair counts, for the blocks and for the head::
+         A layer with any choice but the compute format casts its weight as it goes: no copy of it
+         stays. The reference back end holds both operands of a quantized GEMM in fp32 while it runs;
+         the largest pair counts, for the blocks and for the head::
 
              4 max(T I + O I, T O + O I, T O + T I)      fprop, dgrad, wgrad; T = chunk in the head
 
@@ -137,9 +137,32 @@ def saved_inputs_of_block(
     return total
 
 
-def saved_weight_copies(architecture: Architecture, *, precision: str, parameters: str) -> int:
+def saved_weight_copies(
+    architecture: Architecture, block: Mapping[str, LinearPrecision], *, precision: str, parameters: str
+) -> int:
     """Bytes of one block's weights that autocast keeps in the compute format until backward."""
-    return 0 if precision == parameters else architecture.block_matmul_parameters * BYTES[precision]
+    if precision == parameters:
+        return 0
+    shapes, plain = linear_shapes(architecture), LinearPrecision.of(precision)
+    return BYTES[precision] * sum(
+        math.prod(shapes[name]) for name, choice in block.items() if choice == plain
+    )
+
+
+def saved_bytes_of_block(
+    architecture: Architecture,
+    block: Mapping[str, LinearPrecision],
+    tokens: int,
+    *,
+    precision: str,
+    parameters: str,
+) -> int:
+    """All that one block keeps between forward and backward; arguments as above."""
+    return (
+        tokens * saved_bytes_per_token(architecture, precision=precision, parameters=parameters)
+        + saved_inputs_of_block(architecture, block, tokens, precision=precision)
+        + saved_weight_copies(architecture, block, precision=precision, parameters=parameters)
+    )
 
 
 def emulated_operand_bytes(choice: LinearPrecision, tokens: int, outputs: int, inputs: int) -> int:
@@ -181,30 +204,25 @@ def account_memory(
     tokens = micro_batch * sequence
     chunk = min(loss_chunk or tokens, tokens)
     a = architecture
-    plain = LinearPrecision.of(precision)
-    linears = linears or {}
+    linears, plain = linears or {}, LinearPrecision.of(precision)
     blocks = [
         {name: linears.get(f"blocks.{i}.{name}", plain) for name in GEMM_NAMES} for i in range(a.num_layers)
     ]
-    saved = sum(saved_inputs_of_block(a, block, tokens, precision=precision) for block in blocks)
-    saved += a.num_layers * tokens * saved_bytes_per_token(a, precision=precision, parameters=parameters)
-    if all(choice == plain for choice in linears.values()):
-        saved += a.num_layers * saved_weight_copies(a, precision=precision, parameters=parameters)
-    logits = chunk * a.vocab_size * (4 + compute_bytes)
     shapes = linear_shapes(a)
-    operands = {
-        (name, choice): emulated_operand_bytes(choice, tokens, *shapes[name])
-        for block in blocks
-        for name, choice in block.items()
-    }
+    choices = {(name, choice) for block in blocks for name, choice in block.items()}
+    operands = max(emulated_operand_bytes(choice, tokens, *shapes[name]) for name, choice in choices)
     head_operands = emulated_operand_bytes(linears.get("head", plain), chunk, *shapes["head"])
+    logits = chunk * a.vocab_size * (4 + compute_bytes)
     # Backward of SwiGLU holds the gradients of product, gate and up beside one residual gradient.
     block_backward = tokens * compute_bytes * (3 * a.ffn_width + 2 * a.width)
     return MemoryAccount(
         weights=count * parameter_bytes,
         gradients=count * state_bytes,
         optimizer=count * (2 * state_bytes + (4 if master_weights else 0)),
-        activations=saved,
+        activations=sum(
+            saved_bytes_of_block(a, block, tokens, precision=precision, parameters=parameters)
+            for block in blocks
+        ),
         head=logits + tokens * a.width * compute_bytes + head_operands,
-        block_backward=block_backward + max(operands.values()),
+        block_backward=block_backward + operands,
     )

@@ -5,7 +5,7 @@ same codes, and forward and backward see the same weights. s = amax / qmax, q = 
 
 Checked  tests/gemm/test_triton_blocks.py: codes and scales equal to `scrimp.formats.quantize`.
 """
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+# mypy: disable-error-code="import-untyped,no-untyped-def,no-untyped-call,untyped-decorator"
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from scrimp.gemm.kernels.launch import (
     CODE_TYPES,
     TILE,
+    WARPS_NEAREST,
     WeightBlocks,
     check_devices,
     check_matrix,
@@ -94,6 +95,6 @@ def quantize_blocks(w: Tensor, element: str, *, transposed: bool) -> WeightBlock
             TRANSPOSED=transposed,
             **element_constants(kind),
             BLOCK=TILE,
-            num_warps=8,
+            num_warps=WARPS_NEAREST,
         )
     return WeightBlocks(codes, scales, other)

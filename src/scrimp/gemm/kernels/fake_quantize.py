@@ -13,7 +13,7 @@ Limits   The rotation's sums of 16 addends round in an order that no one promise
          four_over_six has no kernel. E4M3 under mx with a scale below 2^-124 is not exact in bfloat16.
 Checked  tests/gemm/test_triton_groups.py.
 """
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+# mypy: disable-error-code="import-untyped,no-untyped-def,no-untyped-call,untyped-decorator"
 
 from __future__ import annotations
 
@@ -202,12 +202,14 @@ def fake_quantize_groups(
     # From here on the scaled axis is "columns"; the memory stays where it is.
     across, along = x.shape if axis == -1 else x.shape[::-1]
     padded = along + (-along % HADAMARD_SIZE if operand.hadamard else 0)
-    out = torch.empty((across, padded) if axis == -1 else (padded, across), dtype=torch.bfloat16, device=x.device)
+    out = torch.empty(
+        (across, padded) if axis == -1 else (padded, across), dtype=torch.bfloat16, device=x.device
+    )
     if not out.numel():
         return out, tensor_scale
     is_stochastic = operand.rounding == "stochastic"
     stream = (noise or Noise()) if is_stochastic else None
-    by_row, by_column = hashes(stream, *out.shape, x)
+    by_row, by_column = hashes(stream, out.shape[0], out.shape[1], x)
     run(
         fake_quantize_kernel,
         (triton.cdiv(across, BLOCK_ROWS) * triton.cdiv(padded, BLOCK_COLUMNS),),

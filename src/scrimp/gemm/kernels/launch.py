@@ -22,6 +22,8 @@ TILE = 128
 """Elements of a tile; rows and columns of a block, and of a program's share."""
 CODE_TYPES = {"e2m1": torch.float8_e4m3fn, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 """E2M1 values are stored as the E4M3 codes of the same values: FP4 arithmetic on FP8 tensor cores."""
+WARPS_NEAREST, WARPS_STOCHASTIC = 16, 8
+"""Of a program with a block of 128 x 128: so many that registers suffice (16 warps have 128 each)."""
 INPUT_TYPES = (torch.bfloat16, torch.float32)
 
 
@@ -85,7 +87,9 @@ def check_matrix(name: str, x: Tensor) -> None:
     if x.dim() != 2:
         raise PlanError(f"{name} must be a matrix", got=f"shape {tuple(x.shape)}", expected="2 axes")
     if x.dtype not in INPUT_TYPES:
-        raise PlanError(f"{name} has a type no kernel reads", got=str(x.dtype), expected="bfloat16 or float32")
+        raise PlanError(
+            f"{name} has a type no kernel reads", got=str(x.dtype), expected="bfloat16 or float32"
+        )
     check_row_major(name, x)
 
 
@@ -101,7 +105,7 @@ def check_row_major(name: str, x: Tensor) -> None:
 
 def check_devices(**tensors: Tensor | None) -> None:
     """All tensors on one device, one that runs kernels."""
-    import triton
+    import triton  # type: ignore[import-untyped]
 
     here = {name: x.device for name, x in tensors.items() if x is not None}
     if len(set(here.values())) > 1:

@@ -15,7 +15,7 @@ Tiles    Programs run in groups of rows of C, so that the operands of neighbours
 Limits   Operands come through pointers (cp.async), not tensor-memory descriptors; rates are not measured yet.
 Checked  tests/gemm/test_triton_matmul.py: against float64 within the bound of float32 sums.
 """
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+# mypy: disable-error-code="import-untyped,no-untyped-def,no-untyped-call,untyped-decorator"
 
 from __future__ import annotations
 
@@ -33,7 +33,14 @@ from scrimp.gemm.kernels.rounding import to_bfloat16
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 PROMOTIONS = (32, 128)
 # (M, N, warps, stages). A warp group of 4 warps holds 64 x 128 twice, product and sum, in 128 registers a thread.
-_SHAPES = ((128, 128, 8, 3), (128, 128, 8, 4), (64, 128, 4, 4), (128, 64, 4, 4), (64, 64, 4, 4), (64, 64, 4, 6))
+_SHAPES = (
+    (128, 128, 8, 3),
+    (128, 128, 8, 4),
+    (64, 128, 4, 4),
+    (128, 64, 4, 4),
+    (64, 64, 4, 4),
+    (64, 64, 4, 6),
+)
 
 
 def _configs() -> list[triton.Config]:
@@ -92,7 +99,7 @@ def scaled_matmul_kernel(
         b_scale_address = b_scales + wrapped_columns * b_scales_row
 
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for group in range(0, tl.cdiv(K, BLOCK_K)):
+    for group in range(tl.cdiv(K, BLOCK_K)):
         if EVEN_K:
             a_tile = tl.load(a_address)
             b_tile = tl.load(b_address)
@@ -155,7 +162,7 @@ def scaled_matmul(
     def grid(meta: dict[str, int]) -> tuple[int]:
         return (triton.cdiv(m, meta["BLOCK_M"]) * triton.cdiv(n, meta["BLOCK_N"]),)
 
-    def launch() -> None:
+    def launch(**options: bool) -> None:
         scaled_matmul_kernel[grid](
             a_codes,
             a_scales,
@@ -170,11 +177,13 @@ def scaled_matmul(
             BLOCK_SCALED=is_block,
             EVEN_K=k % TILE == 0,
             PROMOTE_EVERY=promote_every,
+            **options,
         )
 
     if c.device.type == "cuda":
         with torch.cuda.device(c.device):
-            launch()
+            # One fused multiply-add per sum; named, for triton 3.10 changes the default.
+            launch(enable_fp_fusion=True)
     else:
         launch()
     return c

@@ -14,7 +14,7 @@ Cast      Values are rounded before they are cast: whatever a cast does (triton'
 bfloat16  is read and rounded to by integers for the same reason: the interpreter's casts truncate, and lose
           subnormals.
 """
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+# mypy: disable-error-code="import-untyped,no-untyped-def,no-untyped-call,untyped-decorator"
 
 from __future__ import annotations
 
@@ -115,7 +115,11 @@ def round_stochastic(
     bits = exponent_bits(t, MIN_EXPONENT) - (MANTISSA_BITS << 23)
     step = bits.to(tl.float32, bitcast=True)
     inverse = ((254 << 23) - bits).to(tl.float32, bitcast=True)
-    return saturate(tl.floor(t * inverse + noise) * step, MAX_VALUE)
+    lifted = t * inverse + noise
+    # Floor of a small number by rounding; tl.floor is cvt.rmi.ftz, which calls a subnormal below zero zero.
+    nearest = (lifted + 1.5 * 2.0**23) - 1.5 * 2.0**23
+    floor = tl.where(nearest > lifted, nearest - 1.0, nearest)
+    return saturate(floor * step, MAX_VALUE)
 
 
 @triton.jit

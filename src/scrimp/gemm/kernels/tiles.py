@@ -13,7 +13,7 @@ Noise    Stochastic rounding adds the hashes of an element's row and column in t
 Limits   A group with a NaN or an infinity has the scale NaN; the codes beside it mean nothing.
 Checked  tests/gemm/test_triton_tiles.py: codes and scales equal to `scrimp.formats.quantize`.
 """
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+# mypy: disable-error-code="import-untyped,no-untyped-def,no-untyped-call,untyped-decorator"
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ from scrimp.errors import PlanError
 from scrimp.formats.noise import Noise
 from scrimp.gemm.kernels.launch import (
     TILE,
+    WARPS_NEAREST,
+    WARPS_STOCHASTIC,
     ColumnTiles,
     RowTiles,
     check_devices,
@@ -153,6 +155,8 @@ def quantize_tiles_kernel(
             MIN_EXPONENT,
         )
     if BY_COLUMN:
+        tl.debug_barrier()
+        block = widen(tl.load(x + rows[:, None] * num_columns + columns[None, :], mask=mask, other=0.0))
         store_column_tiles(
             block,
             rows,
@@ -218,7 +222,7 @@ def quantize_tiles(
             STOCHASTIC_COLUMN=noise_column is not None,
             **element_constants(kind),
             BLOCK=TILE,
-            num_warps=8,
+            num_warps=WARPS_NEAREST if noise is None and noise_column is None else WARPS_STOCHASTIC,
         )
     return RowTiles(*row) if row else None, ColumnTiles(*column) if column else None
 

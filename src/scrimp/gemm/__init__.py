@@ -1,0 +1,32 @@
+"""Planned GEMMs: linear layers whose fprop, dgrad and wgrad each run in their own number format.
+
+`swap_in` plans the linear layers of any module, `PlannedModel.replan` changes the plan between steps, and
+`swap_out` undoes it. Back ends run the GEMMs: a reference that defines every recipe, torch's own
+low-precision kernels, and Triton's; which one is decided by what works and is fastest on the device.
+"""
+
+from scrimp.gemm.clock import Clock
+from scrimp.gemm.head import head_gemms
+from scrimp.gemm.layer import PlannedLayer, reference_only
+from scrimp.gemm.linear import PlannedLinear, compute_dtype, planned_linear, recomputed
+from scrimp.gemm.observe import Execution, observing
+from scrimp.gemm.select import backends_for
+from scrimp.gemm.swap import PlannedModel, swap_in
+from scrimp.precision import LinearPrecision
+
+__all__ = [
+    "Clock",
+    "Execution",
+    "LinearPrecision",
+    "PlannedLayer",
+    "PlannedLinear",
+    "PlannedModel",
+    "backends_for",
+    "compute_dtype",
+    "head_gemms",
+    "observing",
+    "planned_linear",
+    "recomputed",
+    "reference_only",
+    "swap_in",
+]

@@ -1,0 +1,132 @@
+"""Planned linear layers under tensor parallelism: DTensor weights cut along one axis.
+
+Column-parallel layers hold rows of W (Shard(0)) and make columns of Y; row-parallel ones hold columns of W
+(Shard(1)), read columns of X, and make a partial sum of Y. Each rank runs the layer's GEMMs on its
+pieces; DTensor does the communication around them, as it does for an ordinary layer.
+
+Equal to the unsharded layer, because
+
+    scales  that span the cut (one per tensor, and per row where rows are cut) take the maximum
+            over the ranks; groups must not straddle the cut: a cut that does is refused,
+    noise   is addressed by the feature's place in the whole tensor,
+
+and up to the order in which partial sums are added, which is not this module's.
+
+Sources  DTensor's own sharding of aten.linear; TorchTitan's float8 layers for what must be reduced.
+Checked  tests/gemm/test_sharded.py, on gloo.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+from torch.distributed.tensor import Shard as Split
+
+from scrimp.errors import ModelError, PlanError
+from scrimp.gemm.layer import PlannedLayer, Shard
+from scrimp.gemm.problem import AXES, COLUMNS, operands_of
+from scrimp.precision import GEMMS, HIGH_PRECISION, OPERANDS, RECOMPUTE, lookup_scaling
+
+_CUT_AXES = {"outputs": {"w": -2, "g": -1}, "inputs": {"w": -1, "x": -1}}
+"""Which axis of which tensor is cut."""
+
+
+def sharded_linear(x: Tensor, weight: DTensor, bias: Tensor | None, layer: PlannedLayer) -> Tensor:
+    """x W^T + bias on DTensors.
+
+    Args:
+        x: a DTensor on the weight's mesh, as the styles of `parallelize_module` make it.
+
+    Raises:
+        ModelError: a layout that this layer cannot run.
+        PlanError: groups of a recipe straddle the cut.
+    """
+    from scrimp.gemm.linear import planned_linear  # they need each other
+
+    split = split_of(weight, layer.name)
+    if not isinstance(x, DTensor):
+        raise ModelError(
+            f"{layer.name} has a sharded weight and an ordinary input",
+            got=f"weight {weight.placements} on {weight.device_mesh}",
+            expected="a DTensor input, as ColwiseParallel and RowwiseParallel make it",
+        )
+    mesh, last = weight.device_mesh, x.dim() - 1
+    if split is not None and layer.shard is None:
+        if torch.compiler.is_compiling():
+            raise ModelError(f"{layer.name} does not know its shard yet", do="call locate_shards() of the PlannedModel")
+        locate(layer, weight)
+    if layer.shard is not None:
+        _check_cut(layer, weight)
+    wanted: Placement = Split(last) if split == "inputs" else Replicate()
+    gradient: Placement = {"inputs": Split(last), "outputs": Partial(), None: Replicate()}[split]
+    result: Placement = {"inputs": Partial(), "outputs": Split(last), None: Replicate()}[split]
+    x_here = x.redistribute(mesh, [wanted]).to_local(grad_placements=[gradient])
+    w_here = weight.to_local(grad_placements=weight.placements)
+    y_here = planned_linear(x_here, w_here, None, layer)
+    y: Tensor = DTensor.from_local(y_here, mesh, [result], run_check=False)
+    if bias is None:
+        return y
+    if split == "inputs":
+        y = cast(DTensor, y).redistribute(mesh, [Replicate()])
+    return y + bias.to(y.dtype)
+
+
+def split_of(weight: DTensor, name: str) -> str | None:
+    """ "outputs", "inputs", or None for a whole copy on every rank."""
+    known = {Split(0): "outputs", Split(1): "inputs", Replicate(): None}
+    placement = weight.placements[0]
+    if len(weight.placements) != 1 or placement not in known:
+        raise ModelError(
+            f"{name}: this layout of the weight cannot be planned",
+            got=f"{weight.placements} on {weight.device_mesh}",
+            expected="Shard(0), Shard(1) or Replicate() on a mesh of one axis",
+        )
+    return known[placement]
+
+
+def locate(layer: PlannedLayer, weight: DTensor) -> None:
+    """Tell a layer which piece of its weight lies here."""
+    split = split_of(weight, layer.name)
+    if split is None:
+        return
+    mesh = weight.device_mesh
+    group = mesh.get_group()
+
+    def reduce_amax(amax: Tensor) -> None:
+        dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
+
+    size = weight.shape[0 if split == "outputs" else 1]
+    piece = -(-size // mesh.size())  # DTensor cuts as torch.chunk does
+    layer.shard = Shard(split, reduce_amax, min(size, piece * mesh.get_local_rank()), mesh.size())
+
+
+def _check_cut(layer: PlannedLayer, weight: DTensor) -> None:
+    """Refuse groups that lie on two ranks."""
+    assert layer.shard is not None
+    split = layer.shard.split
+    size = weight.shape[0 if split == "outputs" else 1]
+    piece = -(-size // layer.shard.num_pieces)
+    precision = layer.precision
+    uses = [(gemm, precision.gemm(gemm)) for gemm in GEMMS]
+    if precision.saved not in (*HIGH_PRECISION, RECOMPUTE):
+        uses.append(("wgrad", precision.saved))
+    for gemm, recipe in uses:
+        for tensor, axis, operand in zip(OPERANDS[gemm], AXES[gemm], operands_of(gemm, recipe), strict=True):
+            cut = _CUT_AXES[split].get(tensor)
+            if operand is None or cut is None:
+                continue
+            kind = lookup_scaling(operand.scaling)
+            group = (kind.columns if cut == axis else kind.rows) or 1
+            group = max(group, 16) if operand.hadamard and cut == axis else group
+            if piece % group:
+                along = "columns" if axis == COLUMNS else "rows"
+                raise PlanError(
+                    f"{layer.name}.{gemm} cannot run in {recipe} on {layer.shard.num_pieces} ranks",
+                    got=f"pieces of {piece} of its {size} {split}; groups of {group} along the {along} of {tensor.upper()}",
+                    expected=f"pieces of a multiple of {group}",
+                    do="plan another recipe for this layer (fp8_tensor, fp8_row), or use fewer ranks",
+                )

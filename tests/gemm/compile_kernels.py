@@ -1,0 +1,170 @@
+"""Compiles every kernel for a GPU that need not be there, and prints what it takes, one JSON object a line.
+
+Run by test_triton_compile.py in a process without TRITON_INTERPRET: `python compile_kernels.py 90`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from scrimp.gemm.kernels import blocks, fake_quantize, fused, matmul, tiles
+from scrimp.gemm.kernels.launch import WARPS_NEAREST, WARPS_STOCHASTIC
+
+E4M3 = {"MAX_VALUE": 448.0, "MANTISSA_BITS": 3, "MIN_EXPONENT": -6}
+E5M2 = {"MAX_VALUE": 57344.0, "MANTISSA_BITS": 2, "MIN_EXPONENT": -14}
+E2M1 = {"MAX_VALUE": 6.0, "MANTISSA_BITS": 1, "MIN_EXPONENT": 0}
+TYPES = {
+    **dict.fromkeys(("x", "gate_up", "weight", "values"), "*bf16"),
+    **dict.fromkeys(("codes", "row_codes", "column_codes", "transposed_codes", "a", "b"), "*fp8e4nv"),
+    **dict.fromkeys(("scales", "row_scales", "column_scales", "a_scales", "b_scales"), "*fp32"),
+    **dict.fromkeys(("rstd", "rotation", "tensor_scale"), "*fp32"),
+    **dict.fromkeys(("row_hashes", "column_hashes", "second_row_hashes", "second_column_hashes"), "*i32"),
+    "maxima": "*i32",
+    "eps": "fp32",
+    "c": "*bf16",
+}
+
+
+def tile_cases() -> list[tuple[Any, str, int, int, dict[str, Any], dict[str, str]]]:
+    """(kernel, label, warps, stages, constants, types other than the usual) of the quantizers of tiles and blocks."""
+    cases: list[tuple[Any, str, int, int, dict[str, Any], dict[str, str]]] = []
+    kernel = tiles.quantize_tiles_kernel
+    for label, element, stochastic, types in (
+        ("e4m3", E4M3, False, {}),
+        ("e4m3 fp32", E4M3, False, {"x": "*fp32"}),
+        ("e2m1 stochastic", E2M1, True, {}),
+        ("e5m2", E5M2, False, {"row_codes": "*fp8e5", "column_codes": "*fp8e5"}),
+    ):
+        choice = {
+            "STOCHASTIC": stochastic,
+            "STOCHASTIC_COLUMN": stochastic,
+            "BY_ROW": True,
+            "BY_COLUMN": True,
+        }
+        warps = WARPS_STOCHASTIC if stochastic else WARPS_NEAREST
+        cases.append((kernel, label, warps, 3, {**choice, "BLOCK": 128, **element}, types))
+    both = {"TRANSPOSED": True, "BLOCK": 128, **E4M3}
+    cases.append((blocks.quantize_blocks_kernel, "e4m3", WARPS_NEAREST, 3, both, {}))
+    norm = {"KEEP": False, "BLOCK": 128, **E4M3}
+    rows = {"QUANTIZE": True, "ROWS": fused.NORM_ROWS, **norm}
+    cases.append((fused.rms_norm_rows_kernel, "rows", 4, 3, rows, {}))
+    cases.append((fused.rms_norm_rows_kernel, "rstd", 4, 3, {**rows, "QUANTIZE": False}, {"x": "*fp32"}))
+    cases.append((fused.rms_norm_blocks_kernel, "blocks", WARPS_NEAREST, 3, norm, {}))
+    cases.append(
+        (fused.swiglu_kernel, "both", WARPS_NEAREST, 3, {**norm, "BY_ROW": True, "BY_COLUMN": True}, {})
+    )
+    return cases
+
+
+def group_cases() -> list[tuple[Any, str, int, int, dict[str, Any], dict[str, str]]]:
+    """The same of MX and NVFP4, along the columns and, with strides exchanged, along the rows."""
+    cases: list[tuple[Any, str, int, int, dict[str, Any], dict[str, str]]] = []
+    size = {"ROWS": fake_quantize.BLOCK_ROWS, "COLUMNS": fake_quantize.BLOCK_COLUMNS}
+    along = {"column_stride": 1}, {"row_stride": 1}
+    for axis, strides in zip((-1, -2), along, strict=True):
+        out = {f"out_{name}": value for name, value in strides.items()}
+        for label, group, nvfp4, stochastic, hadamard in (
+            ("mx", (1, 32), False, False, False),
+            ("nvfp4 stochastic rotated", (1, 16), True, True, True),
+            ("nvfp4_2d", (16, 16), True, False, False),
+        ):
+            constants = {"NVFP4": nvfp4, "STOCHASTIC": stochastic, "HADAMARD": hadamard, "MAX_EXPONENT": 2}
+            groups = {"GROUP_ROWS": group[0], "GROUP_COLUMNS": group[1]}
+            constants = {**constants, **groups, **E2M1, **size, **strides, **out}
+            cases.append((fake_quantize.fake_quantize_kernel, f"{label} axis {axis}", 4, 3, constants, {}))
+        constants = {"HADAMARD": True, **size, **strides}
+        cases.append((fake_quantize.tensor_amax_kernel, f"axis {axis}", 4, 3, constants, {}))
+    return cases
+
+
+def matmul_cases() -> list[tuple[Any, str, int, int, dict[str, Any], dict[str, str]]]:
+    """Every configuration that autotuning tries, and other types and promotion once each."""
+    kernel = matmul.scaled_matmul_kernel.fn
+    common = {
+        "a_scales_row": 1,
+        "EVEN_K": True,
+        "PROMOTE_EVERY": 128,
+        "BLOCK_SCALED": True,
+        "b_scales_group": 1,
+    }
+    cases: list[tuple[Any, str, int, int, dict[str, Any], dict[str, str]]] = []
+    for config in matmul.scaled_matmul_kernel.configs:
+        label = f"{config.kwargs['BLOCK_M']}x{config.kwargs['BLOCK_N']} stages {config.num_stages}"
+        cases.append((kernel, label, config.num_warps, config.num_stages, {**common, **config.kwargs}, {}))
+    _, _, warps, stages, first, _ = cases[0]
+    by_tile = {key: value for key, value in first.items() if key != "b_scales_group"}
+    by_tile = {**by_tile, "BLOCK_SCALED": False, "b_scales_row": 1}
+    cases.append((kernel, "tiles", warps, stages, by_tile, {}))
+    cases.append((kernel, "tiles e5m2", warps, stages, by_tile, {"a": "*fp8e5"}))
+    cases.append((kernel, "tiles ragged", warps, stages, {**by_tile, "EVEN_K": False}, {"c": "*fp32"}))
+    cases.append((kernel, "tiles promoted every 32", warps, stages, {**by_tile, "PROMOTE_EVERY": 32}, {}))
+    return cases
+
+
+def compile_one(
+    case: tuple[Any, str, int, int, dict[str, Any], dict[str, str]], capability: int
+) -> dict[str, Any]:
+    """Compile to a binary; registers, stack and shared memory by cuobjdump, instructions by PTX."""
+    kernel, label, warps, stages, constants, types = case
+    signature = {
+        name: "constexpr" if name in constants else types.get(name, TYPES.get(name, "i32"))
+        for name in kernel.arg_names
+    }
+    # Sizes and addresses as in training: multiples of 16.
+    aligned = [["tt.divisibility", 16]]
+    attributes = {
+        (index,): aligned
+        for index, kind in enumerate(signature.values())
+        if kind[0] in "*i" and kind != "constexpr"
+    }
+    source = ASTSource(kernel, signature, constants, attributes)
+    options = {"num_warps": warps, "num_stages": stages}
+    options["enable_fp_fusion"] = kernel is matmul.scaled_matmul_kernel.fn
+    done = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    ptx = done.asm["ptx"]
+    used = resources(done.asm["cubin"])
+    counts = {name: len(re.findall(pattern, ptx)) for name, pattern in INSTRUCTIONS.items()}
+    return {"kernel": kernel.fn.__name__, "case": label, **used, "shared": done.metadata.shared, **counts}
+
+
+INSTRUCTIONS = {
+    "div_rn": r"\bdiv\.rn\.f32",
+    "div_approximate": r"\bdiv\.(full|approx)",
+    "to_e4m3": r"\bcvt\.rn\.satfinite\.e4m3x2",
+    "flush": r"\.ftz",
+    "wgmma": r"\bwgmma\.mma_async",
+    "tf32": r"tf32",
+}
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """Registers and bytes of stack (spilled registers live there) of a binary."""
+    tool = triton.knobs.nvidia.cuobjdump.path
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernel.cubin")
+        path.write_bytes(cubin)
+        text = subprocess.run(
+            [tool, "--dump-resource-usage", str(path)], check=True, capture_output=True, text=True
+        ).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+).*?LOCAL:(\d+)", text)
+    assert found, text
+    return {"registers": int(found[1]), "stack": int(found[2]) + int(found[3])}
+
+
+def main(capability: int) -> None:
+    for case in (*tile_cases(), *group_cases(), *matmul_cases()):
+        print(json.dumps(compile_one(case, capability)), flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,80 @@
+"""Every kernel compiles to a binary for GPUs that are not here, within their registers, by exact instructions."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+SCRIPT = Path(__file__).with_name("compile_kernels.py")
+HOPPER = 90
+
+
+@functools.cache
+def compiled(capability: int) -> tuple[dict[str, Any], ...]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), str(capability)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return tuple(json.loads(line) for line in done.stdout.splitlines())
+
+
+def names(cases: list[dict[str, Any]]) -> list[str]:
+    return [f"{case['kernel']} {case['case']}" for case in cases]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [89, HOPPER, 100])
+def test_every_kernel_compiles(capability: int) -> None:
+    kernels = {case["kernel"] for case in compiled(capability)}
+    assert kernels == {
+        "quantize_tiles_kernel",
+        "quantize_blocks_kernel",
+        "fake_quantize_kernel",
+        "tensor_amax_kernel",
+        "rms_norm_rows_kernel",
+        "rms_norm_blocks_kernel",
+        "swiglu_kernel",
+        "scaled_matmul_kernel",
+    }
+
+
+@pytest.mark.slow
+def test_no_kernel_spills_registers_on_hopper_but_the_promotion_that_only_measures() -> None:
+    assert names([case for case in compiled(HOPPER) if case["stack"]]) == [
+        "scaled_matmul_kernel tiles promoted every 32"
+    ]
+
+
+@pytest.mark.slow
+def test_quantizers_divide_exactly_and_flush_nothing() -> None:
+    quantizers = [case for case in compiled(HOPPER) if "quantize" in case["kernel"]]
+    assert not names([case for case in quantizers if case["div_approximate"] or case["flush"]])
+    tiles = [case for case in quantizers if case["kernel"] == "quantize_tiles_kernel"]
+    assert not names([case for case in tiles if not case["div_rn"]])
+    assert not names([case for case in tiles if not case["to_e4m3"] and case["case"] != "e5m2"])
+
+
+@pytest.mark.slow
+def test_rotations_use_no_tf32() -> None:
+    assert not names([case for case in compiled(HOPPER) if case["tf32"]])
+
+
+@pytest.mark.slow
+def test_the_product_runs_on_hoppers_tensor_cores_in_every_configuration() -> None:
+    products = [case for case in compiled(HOPPER) if case["kernel"] == "scaled_matmul_kernel"]
+    assert len(products) > 6
+    assert not names([case for case in products if not case["wgmma"]])

@@ -1,0 +1,113 @@
+"""scaled_matmul against float64, within the bound of its float32 sums."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from triton_cases import DEVICE
+
+from scrimp.errors import PlanError
+from scrimp.gemm.kernels import quantize_blocks, quantize_tiles, scaled_matmul
+
+
+def operands(
+    m: int, n: int, k: int, element_a: str, element_b: str, is_block: bool, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    a = torch.randn(m, k, generator=generator).to(DEVICE)
+    b = torch.randn(n, k, generator=generator).to(DEVICE)
+    tiles_a, _ = quantize_tiles(a, element_a, by_row=True, by_column=False)
+    tiles_b, _ = quantize_tiles(b, element_b, by_row=True, by_column=False)
+    assert tiles_a is not None and tiles_b is not None
+    right = quantize_blocks(b, element_b, transposed=False) if is_block else tiles_b
+    return tiles_a.codes, tiles_a.scales, right.codes, right.scales
+
+
+def values(codes: Tensor, scales: Tensor) -> Tensor:
+    """float64 values of codes with scales of tiles or of blocks."""
+    if scales.shape[0] != codes.shape[0]:
+        scales = scales.repeat_interleave(128, 0)[: codes.shape[0]]
+    spread = scales.repeat_interleave(128, 1)[:, : codes.shape[1]]
+    return codes.double().cpu() * spread.double().cpu()
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(64, 128, 256), (70, 200, 300), (1, 1, 128), (3, 130, 17)], ids=lambda size: str(size)
+)
+@pytest.mark.parametrize("is_block", [False, True], ids=["tiles", "blocks"])
+@pytest.mark.parametrize("pair", [("e4m3", "e4m3"), ("e5m2", "e4m3")], ids="-".join)
+def test_the_product_lies_within_the_bound_of_float32_sums(
+    m: int, n: int, k: int, is_block: bool, pair: tuple[str, str]
+) -> None:
+    a, sa, b, sb = operands(m, n, k, *pair, is_block)
+    c = scaled_matmul(a, sa, b, sb, torch.float32).cpu()
+    left, right = values(a, sa), values(b, sb)
+    # One rounding per addend and per scale: (128 + groups + 3) half units of the sum of magnitudes.
+    bound = (128 + k // 128 + 3) * 2.0**-24 * (left.abs() @ right.abs().T)
+    assert bool(((c - left @ right.T).abs() <= bound).all())
+    assert torch.equal(scaled_matmul(a, sa, b, sb, torch.bfloat16).cpu(), c.bfloat16())
+
+
+def test_sums_of_e2m1_codes_within_a_tile_are_exact() -> None:
+    a, sa, b, sb = operands(40, 72, 128, "e2m1", "e2m1", False)
+    sa, sb = torch.full_like(sa, 0.25), torch.full_like(sb, 8.0)
+    c = scaled_matmul(a, sa, b, sb, torch.float32).cpu()
+    assert torch.equal(c.double(), values(a, sa) @ values(b, sb).T)
+
+
+@pytest.mark.parametrize("is_block", [False, True], ids=["tiles", "blocks"])
+def test_with_e2m1_codes_only_the_scales_and_the_sum_over_tiles_round(is_block: bool) -> None:
+    m, n, k = 16, 130, 384
+    a, sa, b, sb = operands(m, n, k, "e2m1", "e2m1", is_block)
+    c = scaled_matmul(a, sa, b, sb, torch.float32).cpu()
+    sb_of_row = (sb.repeat_interleave(128, 0)[:n] if is_block else sb).cpu()
+    expected = torch.zeros(m, n)
+    for group in range(k // 128):
+        ours = slice(group * 128, (group + 1) * 128)
+        exact = a[:, ours].double().cpu() @ b[:, ours].double().cpu().T
+        expected += exact.float() * (sa[:, group].cpu()[:, None] * sb_of_row[:, group])
+    # A fused multiply-add may skip a rounding on a GPU; interpreted there is none.
+    bound = 0 if DEVICE == "cpu" else 3 * 2.0**-24 * float(expected.abs().max())
+    assert float((c - expected).abs().max()) <= bound
+
+
+def test_promotion_within_a_tile_changes_no_exact_sum() -> None:
+    a, sa, b, sb = operands(16, 16, 256, "e2m1", "e2m1", False)
+    kept = scaled_matmul(a, sa, b, sb, torch.float32)
+    assert torch.equal(scaled_matmul(a, sa, b, sb, torch.float32, promote_every=32), kept)
+
+
+def test_a_nan_scale_spoils_its_row_and_no_other() -> None:
+    a, sa, b, sb = operands(8, 8, 128, "e4m3", "e4m3", False)
+    sa[3] = torch.nan
+    is_nan = scaled_matmul(a, sa, b, sb, torch.float32).cpu().isnan()
+    assert bool(is_nan[3].all())
+    assert int(is_nan.sum()) == 8
+
+
+def test_an_empty_product_is_zero() -> None:
+    a, b = (torch.zeros(3, 0, dtype=torch.float8_e4m3fn, device=DEVICE) for _ in range(2))
+    scales = torch.zeros(3, 0, device=DEVICE)
+    assert torch.equal(scaled_matmul(a, scales, b, scales).cpu(), torch.zeros(3, 3, dtype=torch.bfloat16))
+
+
+def test_operands_that_do_not_fit_are_refused_by_name() -> None:
+    a, sa, b, sb = operands(8, 300, 256, "e4m3", "e4m3", False)
+    for arguments, reason in (
+        ((a.float(), sa, b, sb), "a_codes must be a float8"),
+        ((a, sa, b[:, ::2], sb), "b_codes must be row-major"),
+        ((a[:, :128].contiguous(), sa, b, sb), "differ in K"),
+        ((a, sa[:, :1], b, sb), "a_scales do not fit"),
+        ((a, sa, b, sb[:2]), "b_scales do not fit"),
+        ((a, sa.double(), b, sb), "float64"),
+    ):
+        with pytest.raises(PlanError, match=reason):
+            scaled_matmul(*arguments)
+    with pytest.raises(PlanError, match="result type"):
+        scaled_matmul(a, sa, b, sb, torch.float16)
+    with pytest.raises(PlanError, match="promote_every"):
+        scaled_matmul(a, sa, b, sb, promote_every=64)

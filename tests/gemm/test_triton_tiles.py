@@ -1,0 +1,129 @@
+"""quantize_tiles and quantize_blocks give the codes and scales of `scrimp.formats`, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from triton_cases import DEVICE, assert_same_codes, matrix, spoilt
+
+from scrimp.errors import PlanError
+from scrimp.formats import Noise, quantize
+from scrimp.gemm.kernels import bytes_moved, quantize_blocks, quantize_tiles
+
+TYPES = (torch.bfloat16, torch.float32)
+ELEMENTS = ("e2m1", "e4m3", "e5m2")
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("element", ELEMENTS)
+def test_one_pass_gives_the_tiles_of_both_axes_with_ragged_edges(element: str, dtype: torch.dtype) -> None:
+    x = matrix(130, 200, dtype)
+    row, column = quantize_tiles(x.to(DEVICE), element, by_row=True, by_column=True)
+    assert row is not None and column is not None
+    assert_same_codes(row.codes, row.scales, quantize(x, element, "tile", -1))
+    assert_same_codes(column.codes, column.scales, quantize(x, element, "tile", -2))
+
+
+@pytest.mark.parametrize("element", ELEMENTS)
+def test_stochastic_tiles_draw_the_noise_of_the_elements_address_whichever_axis_is_scaled(
+    element: str,
+) -> None:
+    x = matrix(200, 130, torch.bfloat16)
+    noise = Noise(11, first_row=1000, first_column=70_000)
+    other = noise.derive(1)
+    row, column = quantize_tiles(
+        x.to(DEVICE), element, by_row=True, by_column=True, noise=noise, noise_column=other
+    )
+    assert row is not None and column is not None
+    nearest = quantize(x, element, "tile", -1)
+    expected = quantize(x, element, "tile", -1, "stochastic", noise=noise)
+    assert not torch.equal(expected.payload.view(torch.uint8), nearest.payload.view(torch.uint8))
+    assert_same_codes(row.codes, row.scales, expected)
+    assert_same_codes(
+        column.codes, column.scales, quantize(x, element, "tile", -2, "stochastic", noise=other)
+    )
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_nonfinite_groups_get_a_nan_scale_and_spoil_no_other_group(dtype: torch.dtype) -> None:
+    x = spoilt(140, 200, dtype)
+    row, column = quantize_tiles(x.to(DEVICE), "e4m3", by_row=True, by_column=True)
+    blocks = quantize_blocks(x.to(DEVICE), "e4m3", transposed=False)
+    assert row is not None and column is not None
+    expected = quantize(x, "e4m3", "tile", -1)
+    assert int(expected.scales.isnan().sum()) == 3
+    assert_same_codes(row.codes, row.scales, expected)
+    assert_same_codes(column.codes, column.scales, quantize(x, "e4m3", "tile", -2))
+    assert_same_codes(blocks.codes, blocks.scales, quantize(x, "e4m3", "block", -1))
+
+
+@pytest.mark.parametrize("by_row", [True, False])
+def test_one_axis_alone_gives_the_same_as_both(by_row: bool) -> None:
+    x = matrix(64, 256, torch.bfloat16)
+    row, column = quantize_tiles(x.to(DEVICE), "e4m3", by_row=by_row, by_column=not by_row)
+    assert (row is None, column is None) == (not by_row, by_row)
+    tiles = row or column
+    assert tiles is not None
+    assert_same_codes(tiles.codes, tiles.scales, quantize(x, "e4m3", "tile", -1 if by_row else -2))
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (128, 128), (3, 0)])
+def test_small_whole_and_empty_matrices(shape: tuple[int, int]) -> None:
+    x = torch.linspace(-3, 9, shape[0] * shape[1]).view(shape)
+    row, column = quantize_tiles(x.to(DEVICE), "e4m3", by_row=True, by_column=True)
+    assert row is not None and column is not None
+    assert_same_codes(row.codes, row.scales, quantize(x, "e4m3", "tile", -1))
+    assert column.codes.shape == (shape[1], shape[0])
+    assert column.scales.shape == (shape[1], 1)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("element", ELEMENTS)
+def test_blocks_and_their_transposed_copy_are_those_of_both_axes(element: str, dtype: torch.dtype) -> None:
+    w = matrix(200, 130, dtype)
+    blocks = quantize_blocks(w.to(DEVICE), element, transposed=True)
+    assert blocks.transposed_codes is not None
+    assert_same_codes(blocks.codes, blocks.scales, quantize(w, element, "block", -1))
+    expected = quantize(w, element, "block", -2)
+    assert_same_codes(blocks.transposed_codes, blocks.scales.T.contiguous(), expected)
+
+
+def test_scales_of_tiles_lie_column_major_as_cublaslt_reads_them() -> None:
+    row, _ = quantize_tiles(torch.ones(130, 256, device=DEVICE), "e4m3", by_row=True, by_column=False)
+    assert row is not None
+    assert row.scales.stride() == (1, 130)
+
+
+def test_the_floor_of_memory_traffic_is_the_size_of_everything_read_and_written() -> None:
+    x = matrix(130, 200, torch.bfloat16).to(DEVICE)
+    row, column = quantize_tiles(x, "e4m3", by_row=True, by_column=True)
+    assert row is not None and column is not None
+    tensors = (x, row.codes, row.scales, column.codes, column.scales)
+    assert bytes_moved("quantize_tiles", 130, 200, 2) == sum(tensor.nbytes for tensor in tensors)
+    blocks = quantize_blocks(x, "e4m3", transposed=True)
+    tensors = (x, blocks.codes, blocks.scales, blocks.codes)
+    assert bytes_moved("quantize_blocks", 130, 200, 2, transposed=True) == sum(t.nbytes for t in tensors)
+    hashes = bytes_moved("quantize_tiles", 130, 200, 2, stochastic=True, stochastic_column=True)
+    assert hashes - bytes_moved("quantize_tiles", 130, 200, 2) == 2 * 4 * (130 + 200)
+    with pytest.raises(PlanError, match="no such kernel"):
+        bytes_moved("quantise", 1, 1, 1)
+
+
+def test_wrong_tensors_and_choices_are_refused_by_name() -> None:
+    x = torch.ones(4, 6, device=DEVICE)
+    for wrong, reason in ((x[0], "matrix"), (x.double(), "float64"), (x.T, "row-major")):
+        with pytest.raises(PlanError, match=reason):
+            quantize_tiles(wrong, "e4m3", by_row=True, by_column=False)
+        with pytest.raises(PlanError, match=reason):
+            quantize_blocks(wrong, "e4m3", transposed=False)
+    with pytest.raises(PlanError, match="no such element"):
+        quantize_tiles(x, "e3m4", by_row=True, by_column=False)
+    with pytest.raises(PlanError, match="nothing to quantize"):
+        quantize_tiles(x, "e4m3", by_row=False, by_column=False)
+    with pytest.raises(PlanError, match="noise_column is for tiles"):
+        quantize_tiles(x, "e4m3", by_row=True, by_column=False, noise_column=Noise())
+    with pytest.raises(PlanError, match="same noise"):
+        quantize_tiles(x, "e4m3", by_row=True, by_column=True, noise=Noise(), noise_column=Noise())

@@ -1,0 +1,61 @@
+"""Matrices and comparisons shared by the tests of the triton kernels."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from scrimp.formats import Noise, Operand, QuantizedTensor, fake_quantize
+from scrimp.formats.codes import decode
+from scrimp.precision import lookup_element
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+"""Where kernels run: without a GPU in triton's interpreter."""
+
+
+def matrix(rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Numbers over 40 binades and both signs, with exact ties, zeros, and a few tiles of nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, columns, generator=generator)
+    x *= torch.exp2(torch.randint(-20, 21, (rows, 1), generator=generator).float())
+    x[::7] = x[::7].sign() * torch.randint(0, 13, x[::7].shape, generator=generator) / 4
+    x[1, :128] = 0
+    x[:, 3] = 0
+    x[2, ::2] = -0.0
+    return x.to(dtype)
+
+
+def spoilt(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """A matrix with a NaN, both infinities, and subnormals."""
+    x = matrix(rows, columns, torch.float32, seed=5)
+    x[0, 0], x[5, 130], x[100, 2] = torch.nan, torch.inf, -torch.inf
+    x[9], x[:, 140] = x[9] * 2.0**-130, x[:, 140] * 2.0**-135
+    return x.to(dtype)
+
+
+def fake_values(
+    x: Tensor, operand: Operand, axis: int, noise: Noise | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """The reference's values, left rotated, and its tensor scale of no axes."""
+    found = fake_quantize(x, operand, axis, noise=noise, keep_rotation=True)
+    return found.values, None if found.outer is None else found.outer.reshape(())
+
+
+def assert_same_codes(codes: Tensor, scales: Tensor, expected: QuantizedTensor) -> None:
+    """Scales equal bit for bit, NaN for NaN; codes equal wherever the scale is a number."""
+    codes, scales = codes.cpu(), scales.cpu()
+    element = lookup_element(expected.operand.element)
+    assert scales.shape == expected.scales.shape
+    is_number = ~expected.scales.isnan()
+    assert torch.equal(scales.isnan(), ~is_number)
+    assert torch.equal(scales[is_number].view(torch.int32), expected.scales[is_number].view(torch.int32))
+    group = codes.shape[0] // scales.shape[0] if scales.shape[0] == codes.shape[0] else 128
+    compared = is_number.repeat_interleave(group, 0)[: codes.shape[0]]
+    compared = compared.repeat_interleave(128, 1)[:, : codes.shape[1]]
+    if element.name == "e2m1":
+        ours, theirs = codes.float(), decode(expected.payload, element, codes.shape[1])
+        ours, theirs = ours.view(torch.int32), theirs.view(torch.int32)
+    else:
+        assert codes.dtype == expected.payload.dtype
+        ours, theirs = codes.view(torch.uint8), expected.payload.view(torch.uint8)
+    assert torch.equal(ours[compared], theirs[compared])
