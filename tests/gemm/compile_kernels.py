@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from scrimp.gemm.kernels import blocks, fake_quantize, fused, matmul, tiles
+from scrimp.gemm.kernels import blocks, fake_quantize, fused, matmul, rms_norm, tiles
 from scrimp.gemm.kernels.launch import WARPS_NEAREST, WARPS_STOCHASTIC
 
 E4M3 = {"MAX_VALUE": 448.0, "MANTISSA_BITS": 3, "MIN_EXPONENT": -6}
@@ -56,12 +56,12 @@ def tile_cases() -> list[tuple[Any, str, int, int, dict[str, Any], dict[str, str
     both = {"TRANSPOSED": True, "BLOCK": 128, **E4M3}
     cases.append((blocks.quantize_blocks_kernel, "e4m3", WARPS_NEAREST, 3, both, {}))
     norm = {"KEEP": False, "BLOCK": 128, **E4M3}
-    rows = {"QUANTIZE": True, "ROWS": fused.NORM_ROWS, **norm}
-    cases.append((fused.rms_norm_rows_kernel, "rows", 4, 3, rows, {}))
-    cases.append((fused.rms_norm_rows_kernel, "rstd", 4, 3, {**rows, "QUANTIZE": False}, {"x": "*fp32"}))
-    cases.append((fused.rms_norm_blocks_kernel, "blocks", WARPS_NEAREST, 3, norm, {}))
+    rows = {"QUANTIZE": True, "ROWS": rms_norm.NORM_ROWS, **norm}
+    cases.append((rms_norm.rms_norm_rows_kernel, "rows", 4, 3, rows, {}))
+    cases.append((rms_norm.rms_norm_rows_kernel, "rstd", 4, 3, {**rows, "QUANTIZE": False}, {"x": "*fp32"}))
+    cases.append((rms_norm.rms_norm_blocks_kernel, "blocks", WARPS_NEAREST, 3, norm, {}))
     cases.append(
-        (fused.swiglu_kernel, "both", WARPS_NEAREST, 3, {**norm, "BY_ROW": True, "BY_COLUMN": True}, {})
+        (fused.swiglu_kernel, "both", fused.SWIGLU_WARPS, 3, {**norm, "BY_ROW": True, "BY_COLUMN": True}, {})
     )
     return cases
 

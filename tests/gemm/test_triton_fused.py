@@ -44,7 +44,9 @@ def test_the_norms_codes_are_those_of_its_bfloat16_values(
     done = rms_norm_quantize(
         x.to(DEVICE), weight.to(DEVICE), 1e-5, "e4m3", by_column=by_column, keep_values=True
     )
-    assert done.row is not None and done.values is not None and done.rstd is not None
+    assert done.row is not None
+    assert done.values is not None
+    assert done.rstd is not None
     values = done.values.cpu()
     eager = F.rms_norm(x.double(), (200,), weight.double(), 1e-5)
     assert bfloat16_distance(values, eager.bfloat16()) <= 1
@@ -63,7 +65,9 @@ def test_swiglus_codes_are_those_of_its_values(dtype: torch.dtype, element: str)
     gate_up = (normal(140, 400) * 3).to(dtype)
     gate_up[3, :4] = torch.tensor([-200.0, 200.0, 0.0, -0.0])
     done = swiglu_quantize(gate_up.to(DEVICE), element, keep_values=True)
-    assert done.row is not None and done.column is not None and done.values is not None
+    assert done.row is not None
+    assert done.column is not None
+    assert done.values is not None
     values, eager = done.values.cpu(), swiglu(gate_up)
     assert values.dtype == eager.dtype
     if dtype == torch.bfloat16:
@@ -97,14 +101,17 @@ def test_values_and_tiles_that_nobody_asked_for_are_not_made() -> None:
 def test_the_floor_of_memory_traffic_counts_the_activation_only_where_it_is_kept() -> None:
     gate_up = normal(130, 400).bfloat16().to(DEVICE)
     done = swiglu_quantize(gate_up, "e4m3", keep_values=True)
-    assert done.row is not None and done.column is not None and done.values is not None
+    assert done.row is not None
+    assert done.column is not None
+    assert done.values is not None
     tiles = (gate_up, done.row.codes, done.row.scales, done.column.codes, done.column.scales)
     floor = sum(tensor.nbytes for tensor in tiles)
     assert bytes_moved("swiglu_quantize", 130, 200, 2) == floor
     assert bytes_moved("swiglu_quantize", 130, 200, 2, keep_values=True) == floor + done.values.nbytes
     x, weight = normal(130, 200).bfloat16().to(DEVICE), torch.ones(200, device=DEVICE)
     normed = rms_norm_quantize(x, weight, 1e-6, "e4m3")
-    assert normed.row is not None and normed.rstd is not None
+    assert normed.row is not None
+    assert normed.rstd is not None
     tensors = (x, weight, normed.row.codes, normed.row.scales, normed.rstd)
     assert bytes_moved("rms_norm_quantize", 130, 200, 2) == sum(tensor.nbytes for tensor in tensors)
 

@@ -22,7 +22,8 @@ def operands(
     b = torch.randn(n, k, generator=generator).to(DEVICE)
     tiles_a, _ = quantize_tiles(a, element_a, by_row=True, by_column=False)
     tiles_b, _ = quantize_tiles(b, element_b, by_row=True, by_column=False)
-    assert tiles_a is not None and tiles_b is not None
+    assert tiles_a is not None
+    assert tiles_b is not None
     right = quantize_blocks(b, element_b, transposed=False) if is_block else tiles_b
     return tiles_a.codes, tiles_a.scales, right.codes, right.scales
 

@@ -22,7 +22,8 @@ ELEMENTS = ("e2m1", "e4m3", "e5m2")
 def test_one_pass_gives_the_tiles_of_both_axes_with_ragged_edges(element: str, dtype: torch.dtype) -> None:
     x = matrix(130, 200, dtype)
     row, column = quantize_tiles(x.to(DEVICE), element, by_row=True, by_column=True)
-    assert row is not None and column is not None
+    assert row is not None
+    assert column is not None
     assert_same_codes(row.codes, row.scales, quantize(x, element, "tile", -1))
     assert_same_codes(column.codes, column.scales, quantize(x, element, "tile", -2))
 
@@ -37,7 +38,8 @@ def test_stochastic_tiles_draw_the_noise_of_the_elements_address_whichever_axis_
     row, column = quantize_tiles(
         x.to(DEVICE), element, by_row=True, by_column=True, noise=noise, noise_column=other
     )
-    assert row is not None and column is not None
+    assert row is not None
+    assert column is not None
     nearest = quantize(x, element, "tile", -1)
     expected = quantize(x, element, "tile", -1, "stochastic", noise=noise)
     assert not torch.equal(expected.payload.view(torch.uint8), nearest.payload.view(torch.uint8))
@@ -52,7 +54,8 @@ def test_nonfinite_groups_get_a_nan_scale_and_spoil_no_other_group(dtype: torch.
     x = spoilt(140, 200, dtype)
     row, column = quantize_tiles(x.to(DEVICE), "e4m3", by_row=True, by_column=True)
     blocks = quantize_blocks(x.to(DEVICE), "e4m3", transposed=False)
-    assert row is not None and column is not None
+    assert row is not None
+    assert column is not None
     expected = quantize(x, "e4m3", "tile", -1)
     assert int(expected.scales.isnan().sum()) == 3
     assert_same_codes(row.codes, row.scales, expected)
@@ -74,7 +77,8 @@ def test_one_axis_alone_gives_the_same_as_both(by_row: bool) -> None:
 def test_small_whole_and_empty_matrices(shape: tuple[int, int]) -> None:
     x = torch.linspace(-3, 9, shape[0] * shape[1]).view(shape)
     row, column = quantize_tiles(x.to(DEVICE), "e4m3", by_row=True, by_column=True)
-    assert row is not None and column is not None
+    assert row is not None
+    assert column is not None
     assert_same_codes(row.codes, row.scales, quantize(x, "e4m3", "tile", -1))
     assert column.codes.shape == (shape[1], shape[0])
     assert column.scales.shape == (shape[1], 1)
@@ -100,7 +104,8 @@ def test_scales_of_tiles_lie_column_major_as_cublaslt_reads_them() -> None:
 def test_the_floor_of_memory_traffic_is_the_size_of_everything_read_and_written() -> None:
     x = matrix(130, 200, torch.bfloat16).to(DEVICE)
     row, column = quantize_tiles(x, "e4m3", by_row=True, by_column=True)
-    assert row is not None and column is not None
+    assert row is not None
+    assert column is not None
     tensors = (x, row.codes, row.scales, column.codes, column.scales)
     assert bytes_moved("quantize_tiles", 130, 200, 2) == sum(tensor.nbytes for tensor in tensors)
     blocks = quantize_blocks(x, "e4m3", transposed=True)

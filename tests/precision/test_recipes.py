@@ -15,10 +15,9 @@ from scrimp.formats import Noise, Operand, QuantizedTensor, fake_quantize, quant
 from scrimp.precision import GEMMS, HIGH_PRECISION, OPERANDS, RECIPES, GemmRecipe, Recipe, recipe
 
 R = TypeVar("R")
-T, I, O = 40, 150, 70
-SHAPES = {"x": (T, I), "w": (O, I), "g": (T, O)}
-SUMMED = {"fprop": ("I", -1, -1), "dgrad": ("O", -1, -2), "wgrad": ("T", -2, -2)}
-"""The axis that each GEMM sums over: its letter, and where it lies in both operands."""
+SHAPES = {"x": (40, 150), "w": (70, 150), "g": (40, 70)}
+SUMMED = {"fprop": (-1, -1), "dgrad": (-1, -2), "wgrad": (-2, -2)}
+"""Where the axis that a GEMM sums over lies in its two operands."""
 QUANTIZED = [name for name in RECIPES if name not in HIGH_PRECISION]
 EACH_RECIPE = pytest.mark.parametrize("name", QUANTIZED)
 
@@ -46,9 +45,8 @@ def product(gemm: str, a: Tensor, b: Tensor) -> Tensor:
 def test_every_operand_quantizes_and_every_gemm_is_near_the_exact_one(name: str) -> None:
     inputs = tensors()
     for gemm, entry in operands_of(name):
-        _, *axes = SUMMED[gemm]
         exact, ours = [], []
-        for tensor, operand, axis in zip(OPERANDS[gemm], (entry.a, entry.b), axes, strict=True):
+        for tensor, operand, axis in zip(OPERANDS[gemm], (entry.a, entry.b), SUMMED[gemm], strict=True):
             x = inputs[tensor]
             exact.append(x)
             ours.append(fake_quantize(x, operand, axis, keep_rotation=True).dequantize())

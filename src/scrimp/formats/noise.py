@@ -6,7 +6,7 @@ Method   Every element has an address (row, column) in the whole tensor; every u
          64-bit key. A full 64-bit mix of (key, row) and one of (key, column) are computed once per row
          and column; per element their sum goes through two multiply-xorshift rounds:
 
-             h = mix64(key ^ row) + mix64(~key ^ column)          (low 32 bits)
+             h = mix64(key ^ golden row) + mix64(~key ^ golden column)      (low 32 bits)
              h ^= h >> 15;  h *= 0x2c1b3c6d;  h ^= h >> 12;  h *= 0x297a2d39
              u = (h >> 12) * 2^-20 + 1/2                          in [0, 1)
 

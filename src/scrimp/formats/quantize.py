@@ -90,9 +90,7 @@ class QuantizedTensor:
             values = rotate(values.unsqueeze(0), -1, inverse=True)[0, ..., :columns]
         return values.movedim(-1, self.axis).to(dtype)
 
-    def with_tensors(
-        self, payload: Tensor, scales: Tensor, tensor_scale: Tensor | None
-    ) -> QuantizedTensor:
+    def with_tensors(self, payload: Tensor, scales: Tensor, tensor_scale: Tensor | None) -> QuantizedTensor:
         """The same format with other tensors: those that autograd hands back."""
         return replace(self, payload=payload, scales=scales, tensor_scale=tensor_scale)
 

@@ -4,7 +4,7 @@ fp32    s = amax / qmax. A group of zeros has s = 1; s is at least 2^-126, the s
         so that subnormal groups round to zero instead of dividing by a number that devices flush.
 e8m0    s = 2^(floor(log2 amax) - emax), the rule of OCP MX: the largest values may saturate. With
         `no_clip` s = 2^ceil(log2(amax / qmax)): nothing saturates, as unbiased stochastic rounding demands.
-        Biased exponents are 0 to 254; 255 is NaN.
+        Biased exponents are 0 to 254; 255 is NaN. Without clipping, a subnormal amax / qmax gives 2^-126.
 e4m3    NVFP4: g = amax_tensor / (6 * 448) for the tensor, b = E4M3(amax / 6 / g) for the group, s = b g.
         b rounds to nearest and may round down, so that x / s reaches up to 6.4 and saturates; with
         `no_clip` it rounds up.

@@ -7,14 +7,15 @@ low-precision kernels, and Triton's; which one is decided by what works and is f
 
 from scrimp.gemm.clock import Clock
 from scrimp.gemm.head import head_gemms
-from scrimp.gemm.layer import PlannedLayer, reference_only
+from scrimp.gemm.layer import BackendChooser, PlannedLayer, reference_only
 from scrimp.gemm.linear import PlannedLinear, compute_dtype, planned_linear, recomputed
-from scrimp.gemm.observe import Execution, observing
+from scrimp.gemm.observe import Execution, is_running, observing
 from scrimp.gemm.select import backends_for
 from scrimp.gemm.swap import PlannedModel, swap_in
 from scrimp.precision import LinearPrecision
 
 __all__ = [
+    "BackendChooser",
     "Clock",
     "Execution",
     "LinearPrecision",
@@ -24,6 +25,7 @@ __all__ = [
     "backends_for",
     "compute_dtype",
     "head_gemms",
+    "is_running",
     "observing",
     "planned_linear",
     "recomputed",

@@ -10,6 +10,7 @@ import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from scrimp.formats import QuantizedTensor
 from scrimp.formats.quantize import AmaxReducer
 from scrimp.gemm.backends import Backend, ReferenceBackend
 from scrimp.gemm.clock import Clock
-from scrimp.gemm.observe import Execution, is_observed, report
+from scrimp.gemm.observe import Execution, is_observed, report, running
 from scrimp.gemm.problem import AXES, Use, high_precision, operands_of
 from scrimp.gemm.storage import saved_class
 from scrimp.precision import GEMMS, HIGH_PRECISION, OPERANDS, RECOMPUTE, LinearPrecision
@@ -103,11 +104,13 @@ class PlannedLayer:
 
     def is_plain(self, compute: str) -> bool:
         """Every GEMM in the compute format: an ordinary linear layer."""
-        p = self.precision
-        return {p.fprop, p.dgrad, p.wgrad} == {compute} and p.saved in (compute, RECOMPUTE)
+        return self.precision == LinearPrecision.of(compute)
 
-    def use(self, gemm: str, operand: int, now: tuple[int, int], recipe: str | None = None) -> Use:
-        """How one operand of a GEMM is quantized, now."""
+    def uses(self, gemm: str, now: tuple[int, int], recipe: str | None = None) -> tuple[Use, Use]:
+        """How both operands of a GEMM are quantized, now; of another recipe than the plan's if one is given."""
+        return self._use(gemm, 0, now, recipe), self._use(gemm, 1, now, recipe)
+
+    def _use(self, gemm: str, operand: int, now: tuple[int, int], recipe: str | None) -> Use:
         choice = operands_of(gemm, recipe or self.precision.gemm(gemm))[operand]
         tensor, axis = OPERANDS[gemm][operand], AXES[gemm][operand]
         first_column, reduce_amax = 0, None
@@ -120,6 +123,7 @@ class PlannedLayer:
         return Use(choice, axis, noise, reduce_amax)
 
 
+@running
 def forward(
     x: Tensor,
     weight: Tensor,
@@ -137,19 +141,24 @@ def forward(
     """
     recipe, saved = layer.precision.fprop, layer.precision.saved
     now = now or layer.clock.now
-    backend = layer.choose(recipe, "fprop")
-    x_use, w_use = layer.use("fprop", 0, now), layer.use("fprop", 1, now)
-    dtype = high_precision(recipe, compute)
-    a = backend.prepare(x.to(dtype), x_use)
-    y = backend.multiply("fprop", a, backend.prepare(weight.to(dtype), w_use), compute)
-    _tell(layer, "fprop", recipe, backend, x, weight, y)
+    backend, dtype = layer.choose(recipe, "fprop"), high_precision(recipe, compute)
+    uses = layer.uses("fprop", now)
     codes = None
-    if keep_codes:
-        # From the compute type, as wgrad would read a saved input.
-        codes = layer.choose(saved, "wgrad").store(x.to(compute), layer.use("wgrad", 1, now, saved))
+    if keep_codes and layer.choose(saved, "wgrad") is backend and dtype == compute:
+        saved_use = layer.uses("wgrad", now, saved)[1]
+        a, codes = backend.prepare_and_store(x.to(compute), uses[0], saved_use)
+    else:
+        a = backend.prepare(x.to(dtype), uses[0])
+        if keep_codes:
+            # From the compute type, as wgrad would read a saved input.
+            saved_use = layer.uses("wgrad", now, saved)[1]
+            codes = layer.choose(saved, "wgrad").store(x.to(compute), saved_use)
+    y = backend.multiply("fprop", a, backend.prepare(weight.to(dtype), uses[1]), compute)
+    _tell(layer, "fprop", backend, (x, weight), uses, y)
     return y, codes
 
 
+@running
 def backward(
     g: Tensor,
     x: Tensor | QuantizedTensor | None,
@@ -167,39 +176,52 @@ def backward(
         x: the saved input, or its codes.
         now: the clock at the forward pass.
     """
+    for_x, for_weight = _gradient_operands(g, layer, compute, now, needs_x, needs_weight)
     grad_x = grad_weight = None
-    precision = layer.precision
-    backends = {gemm: layer.choose(precision.gemm(gemm), gemm) for gemm in ("dgrad", "wgrad")}
-    types = {gemm: high_precision(precision.gemm(gemm), compute) for gemm in ("dgrad", "wgrad")}
-    uses = {gemm: layer.use(gemm, 0, now) for gemm in ("dgrad", "wgrad")}
-    gradients: dict[str, object] = {}
-    if needs_x and needs_weight and backends["dgrad"] is backends["wgrad"] and types["dgrad"] == types["wgrad"]:
-        pair = backends["dgrad"].prepare_pair(g.to(types["dgrad"]), uses["dgrad"], uses["wgrad"])
-        gradients = dict(zip(("dgrad", "wgrad"), pair, strict=True))
-    else:
-        for gemm, is_needed in (("dgrad", needs_x), ("wgrad", needs_weight)):
-            if is_needed:
-                gradients[gemm] = backends[gemm].prepare(g.to(types[gemm]), uses[gemm])
     if needs_x:
-        backend = backends["dgrad"]
-        w = backend.prepare(weight.to(types["dgrad"]), layer.use("dgrad", 1, now))
-        grad_x = backend.multiply("dgrad", gradients.pop("dgrad"), w, compute)
-        _tell(layer, "dgrad", precision.dgrad, backend, g, weight, grad_x)
+        recipe, uses = layer.precision.dgrad, layer.uses("dgrad", now)
+        backend = layer.choose(recipe, "dgrad")
+        operand = for_x()
+        w = backend.prepare(weight.to(high_precision(recipe, compute)), uses[1])
+        grad_x = backend.multiply("dgrad", operand, w, compute)
+        del operand, w  # before wgrad makes its own
+        _tell(layer, "dgrad", backend, (g, weight), uses, grad_x)
     if needs_weight:
         assert x is not None
-        backend = backends["wgrad"]
-        b = _saved_operand(x, backend, layer, types["wgrad"], now)
-        grad_weight = backend.multiply("wgrad", gradients.pop("wgrad"), b, compute)
-        grad_weight = grad_weight.to(weight.dtype)
-        _tell(layer, "wgrad", precision.wgrad, backend, g, x, grad_weight)
+        recipe, uses = layer.precision.wgrad, layer.uses("wgrad", now)
+        backend = layer.choose(recipe, "wgrad")
+        operand = for_weight()
+        b = _saved_operand(x, backend, uses[1], high_precision(recipe, compute))
+        grad_weight = backend.multiply("wgrad", operand, b, compute).to(weight.dtype)
+        _tell(layer, "wgrad", backend, (g, x), uses, grad_weight)
     return grad_x, grad_weight
 
 
-def _saved_operand(
-    x: Tensor | QuantizedTensor, backend: Backend, layer: PlannedLayer, dtype: torch.dtype, now: tuple[int, int]
-) -> object:
+def _gradient_operands(
+    g: Tensor,
+    layer: PlannedLayer,
+    compute: torch.dtype,
+    now: tuple[int, int],
+    needs_x: bool,
+    needs_weight: bool,
+) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """G for dgrad and for wgrad, each made when it is asked for, or both in one pass where a back end can."""
+    precision = layer.precision
+    backends = [layer.choose(precision.gemm(gemm), gemm) for gemm in ("dgrad", "wgrad")]
+    types = [high_precision(precision.gemm(gemm), compute) for gemm in ("dgrad", "wgrad")]
+    uses = [layer.uses(gemm, now)[0] for gemm in ("dgrad", "wgrad")]
+    is_shared = backends[0] is backends[1] and types[0] == types[1] and backends[0].shares_passes
+    if needs_x and needs_weight and is_shared:
+        pair = backends[0].prepare_pair(g.to(types[0]), *uses)
+        return lambda: pair[0], lambda: pair[1]
+    return (
+        lambda: backends[0].prepare(g.to(types[0]), uses[0]),
+        lambda: backends[1].prepare(g.to(types[1]), uses[1]),
+    )
+
+
+def _saved_operand(x: Tensor | QuantizedTensor, backend: Backend, use: Use, dtype: torch.dtype) -> Any:
     """wgrad's X: from its codes where they are the ones that wgrad reads, else quantized now."""
-    use = layer.use("wgrad", 1, now)
     if isinstance(x, QuantizedTensor):
         if x.operand == use.operand:
             return backend.load(x)
@@ -220,11 +242,11 @@ def check_precision(precision: LinearPrecision, name: str) -> None:
 def _tell(
     layer: PlannedLayer,
     gemm: str,
-    recipe: str,
     backend: Backend,
-    a: Tensor,
-    b: Tensor | QuantizedTensor,
+    operands: tuple[Tensor, Tensor | QuantizedTensor],
+    uses: tuple[Use, Use],
     result: Tensor,
 ) -> None:
     if is_observed():
-        report(Execution(layer.name, gemm, recipe, backend.name, a, b, result))
+        recipe = layer.precision.gemm(gemm)
+        report(Execution(layer.name, gemm, recipe, backend.name, *operands, uses, result))

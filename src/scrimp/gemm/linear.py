@@ -68,15 +68,16 @@ def planned_linear(x: Tensor, weight: Tensor, bias: Tensor | None, layer: Planne
     if hasattr(weight, "device_mesh"):  # a DTensor, whose module takes a third of a second to import
         from scrimp.gemm.sharded import sharded_linear
 
-        return sharded_linear(x, weight, bias, layer)
+        return sharded_linear(x, cast(Any, weight), bias, layer)
+    _check_devices(x, weight, bias, layer)
     compute = compute_dtype(x)
-    _check(x, weight, bias, layer, compute)
+    _check(x, weight, layer, compute)
     is_compiling = torch.compiler.is_compiling()
     if not is_compiling and layer.is_plain(COMPUTE_NAMES[compute]):
         return F.linear(x, weight, bias)
     needs_grad = torch.is_grad_enabled()
     function = operators.CompiledLinear if is_compiling else _Linear
-    matrix = x.reshape(-1, x.shape[-1])
+    matrix = x[None] if x.dim() == 1 else x.flatten(0, -2)
     y = cast(Tensor, function.apply(matrix, weight, layer, compute, needs_grad))  # type: ignore[no-untyped-call]
     if bias is not None:
         y = y + bias.to(compute)
@@ -174,14 +175,21 @@ def _saved_dtype(layer: PlannedLayer, compute: torch.dtype) -> torch.dtype:
     return {"bf16": torch.bfloat16, "fp32": torch.float32}.get(layer.precision.saved, compute)
 
 
-def _check(x: Tensor, weight: Tensor, bias: Tensor | None, layer: PlannedLayer, compute: torch.dtype) -> None:
+def _check_devices(x: Tensor, weight: Tensor, bias: Tensor | None, layer: PlannedLayer) -> None:
+    if x.device != weight.device or (bias is not None and bias.device != weight.device):
+        raise DeviceError(
+            f"{layer.name}: input and weight are on different devices", got=f"{x.device} and {weight.device}"
+        )
+
+
+def _check(x: Tensor, weight: Tensor, layer: PlannedLayer, compute: torch.dtype) -> None:
     if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
         raise ModelError(
             f"{layer.name}: the input does not fit the weight",
             got=f"{tuple(x.shape)}",
             expected=f"(..., {weight.shape[1]})",
         )
-    if compute not in COMPUTE_NAMES or not weight.is_floating_point():
+    if compute not in COMPUTE_NAMES or not (x.is_floating_point() and weight.is_floating_point()):
         raise ModelError(
             f"{layer.name}: planned layers compute in float32 or bfloat16",
             got=f"{x.dtype} input, {weight.dtype} weight, computing in {compute}",
@@ -192,8 +200,4 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, layer: PlannedLayer, 
             f"{layer.name}: input and weight have different types",
             got=f"{x.dtype} and {weight.dtype}",
             expected="one type, or autocast",
-        )
-    if x.device != weight.device or (bias is not None and bias.device != weight.device):
-        raise DeviceError(
-            f"{layer.name}: input and weight are on different devices", got=f"{x.device} and {weight.device}"
         )

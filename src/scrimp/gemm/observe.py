@@ -7,12 +7,15 @@ nobody watches this costs one test of a list per GEMM.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
 
 from torch import Tensor
 
 from scrimp.formats import QuantizedTensor
+from scrimp.gemm.problem import Use
 
 
 @dataclass(frozen=True)
@@ -27,11 +30,36 @@ class Execution:
     """First operand as it arrived, a matrix."""
     b: Tensor | QuantizedTensor
     """Second operand as it arrived; codes where wgrad read a saved input."""
+    uses: tuple[Use, Use]
+    """How both were quantized, with the streams of their noise."""
     result: Tensor
 
 
 Observer = Callable[[Execution], None]
 _observers: list[Observer] = []
+_depth = 0
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def running(function: Callable[P, R]) -> Callable[P, R]:
+    """Mark a function that runs planned GEMMs, so that the products inside are not taken for others."""
+
+    @functools.wraps(function)
+    def marked(*args: P.args, **kwargs: P.kwargs) -> R:
+        global _depth
+        _depth += 1
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _depth -= 1
+
+    return marked
+
+
+def is_running() -> bool:
+    """Whether a planned GEMM is being run right now."""
+    return _depth > 0
 
 
 @contextlib.contextmanager

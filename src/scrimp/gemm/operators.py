@@ -11,7 +11,7 @@ Checked  tests/gemm/test_compile.py: no graph breaks, numbers equal to eager, no
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -100,13 +100,18 @@ class CompiledLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, layer: PlannedLayer, compute: torch.dtype, needs_grad: bool
     ) -> Tensor:
-        kind = layer.saved_class if needs_grad else INPUT
+        saves = needs_grad and weight.requires_grad
+        kind = layer.saved_class if saves else INPUT
         now = layer.clock.reading
         y, packed = planned_forward(x, weight, layer.handle, now, compute, kind)
-        kept = x.to(compute) if kind in (INPUT, RECOMPUTED) else x.new_empty(0)
+        kept = x.new_empty(0)
+        if kind in (INPUT, RECOMPUTED):
+            # Bytes of its own: a graph that kept the operator's would run the product again for them.
+            packed = x.new_empty(0, dtype=torch.uint8)
+            kept = x.to(compute) if saves else kept
         ctx.save_for_backward(kept, packed, weight, layer.handle, now)
         ctx.compute, ctx.input_dtype = compute, x.dtype
-        return y
+        return cast(Tensor, y)
 
     @staticmethod
     @once_differentiable

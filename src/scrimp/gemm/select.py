@@ -1,5 +1,185 @@
+"""Which back end runs each GEMM on a device: one that was seen to work there, the fastest of them.
+
+Method   Back ends stand in the order of `scrimp doctor`'s kept report where there is one, else on CUDA torch, triton,
+         reference, on a CPU the reference alone. The first is taken that refuses neither the recipe nor the
+         shapes and whose probe, one small GEMM run here and compared with float64, is right. Nothing is
+         inferred from a capability number. Probes and choices are kept for the process.
+Shapes   Some kernels take multiples of 16 only. Where the shapes are not known (`backends_for(device)`) a
+         back end must take every shape; `BackendSelection.for_layers` chooses for the shapes that
+         a model has. Neither changes its mind while the run goes on.
+Checked  tests/gemm/test_select.py
+"""
+
 from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Mapping
+
 import torch
-from scrimp.gemm.layer import BackendChooser, reference_only
-def backends_for(device: torch.device) -> BackendChooser:
-    return reference_only
+
+from scrimp.errors import PlanError
+from scrimp.gemm.backends import BACKENDS, Backend
+from scrimp.gemm.doctor import SMALL, TINY, is_for_probes_only
+from scrimp.gemm.doctor_report import DoctorReport, load_report, surroundings_of
+from scrimp.gemm.problem import Shape, shape_of
+from scrimp.gemm.trial import exact_result, make_trial, try_out
+from scrimp.precision import GEMMS, RECIPES, LinearPrecision
+from scrimp.precision import recipe as lookup_recipe
+
+_ANY_SHAPE = (Shape(17, 19, 23),)
+"""Whoever takes these primes takes every shape."""
+
+
+class BackendSelection:
+    """Back ends of one device; call it with a recipe and a GEMM."""
+
+    def __init__(self, device: torch.device, only: str | None = None) -> None:
+        if only is not None and only not in BACKENDS:
+            raise PlanError("there is no such back end", got=repr(only), expected=", ".join(BACKENDS))
+        self.device, self.only = device, only
+        self._probed: dict[tuple[str, str, str], str | None] = {}
+        self._chosen: dict[tuple[str, str, tuple[Shape, ...]], Backend] = {}
+
+    def __call__(self, recipe: str, gemm: str) -> Backend:
+        """The back end for a GEMM of any shape."""
+        return self.choose(recipe, gemm, _ANY_SHAPE)
+
+    def choose(self, recipe: str, gemm: str, shapes: tuple[Shape, ...]) -> Backend:
+        """The first back end that runs a GEMM in all shapes.
+
+        Raises:
+            PlanError: none does; only where one back end was demanded.
+        """
+        key = (recipe, gemm, shapes)
+        if key not in self._chosen:
+            reasons = []
+            for backend in self._candidates(recipe, gemm):
+                reason = self.refusal(backend, recipe, gemm, shapes)
+                if reason is None:
+                    self._chosen[key] = backend
+                    break
+                reasons.append(f"{backend.name}: {reason}")
+            else:
+                raise PlanError(f"{gemm} cannot run in {recipe} on {self.device}", got="; ".join(reasons))
+        return self._chosen[key]
+
+    def for_layers(self, layers: Iterable[tuple[int, int]], tokens: int) -> ShapedSelection:
+        """A chooser for layers of these (inputs, outputs) with so many tokens at a time."""
+        return ShapedSelection(self, tuple(sorted(set(layers))), tokens)
+
+    def refusal(self, backend: Backend, recipe: str, gemm: str, shapes: tuple[Shape, ...]) -> str | None:
+        """Why a back end cannot run a GEMM; it is probed if nothing else speaks against it."""
+        for shape in shapes:
+            reason = backend.refusal(gemm, recipe, shape, self.device)
+            if reason is not None:
+                return reason
+        # Triton's interpreter may be demanded, for tests. torch's kernel would stop a CPU for minutes.
+        if backend.name == "torch" and is_for_probes_only(backend, recipe, self.device):
+            return "torch's FP8 kernel for CPUs is thousands of times slower than bf16"
+        return self._probe(backend, recipe, gemm)
+
+    def _candidates(self, recipe: str, gemm: str) -> Iterator[Backend]:
+        if self.only is not None:
+            yield BACKENDS[self.only]
+        elif self.device.type != "cuda":
+            yield BACKENDS["reference"]
+        else:
+            report = _kept_report(self.device)
+            measured = [] if report is None else report.order(recipe, gemm)
+            for name in dict.fromkeys((*measured, *BACKENDS)):
+                yield BACKENDS[name]
+
+    def _probe(self, backend: Backend, recipe: str, gemm: str) -> str | None:
+        if backend.name == "reference":
+            return None  # it is what others are compared with
+        key = (backend.name, recipe, gemm)
+        if key not in self._probed:
+            is_tiny = is_for_probes_only(backend, recipe, self.device)
+            dtype = torch.float32 if recipe == "fp32" else torch.bfloat16
+            out = torch.bfloat16 if recipe == "bf16" else torch.float32
+            trial = make_trial(gemm, recipe, TINY if is_tiny else SMALL[0], self.device, dtype)
+            _, wrong, _ = try_out(backend, trial, exact_result(trial), out)
+            self._probed[key] = None if wrong is None else f"its probe failed ({wrong})"
+        return self._probed[key]
+
+
+class ShapedSelection:
+    """Back ends for the layers of one model."""
+
+    def __init__(self, selection: BackendSelection, layers: tuple[tuple[int, int], ...], tokens: int) -> None:
+        self.selection, self.layers, self.tokens = selection, layers, tokens
+
+    def __call__(self, recipe: str, gemm: str) -> Backend:
+        """The back end that runs a GEMM of all layers."""
+        shapes = tuple(shape_of(gemm, self.tokens, inputs, outputs) for inputs, outputs in self.layers)
+        return self.selection.choose(recipe, gemm, shapes)
+
+
+def backends_for(device: torch.device, only: str | None = None) -> BackendSelection:
+    """The back ends of a device, probed once per process.
+
+    Args:
+        only: torch, triton or reference, and no other; unset: the fastest that works.
+
+    Raises:
+        PlanError: `only` is no back end.
+    """
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return _selection(device, only)
+
+
+def refuse_unrunnable(
+    precisions: Mapping[str, LinearPrecision],
+    shapes: Mapping[str, tuple[int, int]],
+    tokens: int,
+    device: torch.device,
+    only: str | None = None,
+) -> None:
+    """Refuse a plan with a GEMM that no back end runs here, before anything runs.
+
+    Args:
+        precisions: by layer.
+        shapes: inputs and outputs of each layer.
+        tokens: in one forward pass on this device.
+        only: the back end that must run everything; unset: any.
+
+    Raises:
+        PlanError: names the layer, the reason and the nearest recipe that runs.
+    """
+    selection = backends_for(device, only)
+    for layer, precision in precisions.items():
+        for gemm in GEMMS:
+            recipe, shape = precision.gemm(gemm), shape_of(gemm, tokens, *shapes[layer])
+            try:
+                selection.choose(recipe, gemm, (shape,))
+            except PlanError as error:
+                near = _nearest(selection, recipe, gemm, shape)
+                raise PlanError(
+                    f"{layer}: {gemm} cannot run in {recipe} on {device}",
+                    got=error.got,
+                    do=f"plan {near}, the nearest that runs" if near else "let another back end run it",
+                ) from error
+
+
+def _nearest(selection: BackendSelection, recipe: str, gemm: str, shape: Shape) -> str | None:
+    """The recipe nearest in width that runs, wider before narrower."""
+    bits = lookup_recipe(recipe).bits
+    others = (name for name in RECIPES if name != recipe)
+    for name in sorted(others, key=lambda name: (abs(RECIPES[name].bits - bits), -RECIPES[name].bits)):
+        try:
+            selection.choose(name, gemm, (shape,))
+        except PlanError:
+            continue
+        return name
+    return None
+
+
+@functools.cache
+def _selection(device: torch.device, only: str | None) -> BackendSelection:
+    return BackendSelection(device, only)
+
+
+@functools.cache
+def _kept_report(device: torch.device) -> DoctorReport | None:
+    return load_report(surroundings_of(device))

@@ -34,7 +34,7 @@ def capacity(kind: str, tokens: int, features: int) -> int:
     """Bytes that hold the codes of X [tokens, features] of any recipe of a class; also of symbolic sizes."""
     whole = (tokens + HADAMARD_SIZE - 1) // HADAMARD_SIZE * HADAMARD_SIZE
     if kind == "8 bit":
-        return features * (whole + 4 * ((tokens + 127) // 128))
+        return features * (whole + 4 * (tokens // 128 + 1))
     return features * (whole // 2 + whole // 16 + 4) + 4
 
 

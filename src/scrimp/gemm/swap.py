@@ -51,7 +51,9 @@ class PlannedModel:
 
     def locate_shards(self) -> None:
         """Tell tensor-parallel layers which piece is theirs: before compiling; eager layers find out themselves."""
-        from scrimp.gemm.sharded import DTensor, locate  # needs torch.distributed
+        from torch.distributed.tensor import DTensor  # slow to import, and rarely needed
+
+        from scrimp.gemm.sharded import locate
 
         for layer in self._layers.values():
             if isinstance(layer.weight, DTensor):
@@ -92,7 +94,7 @@ def swap_in(
     if not linears:
         raise ModelError("the model has no linear layer", got=type(model).__name__)
     if isinstance(precisions, str):
-        precisions = LinearPrecision(*[precisions] * 3, saved=default_saved(precisions))
+        precisions = LinearPrecision.of(precisions)
     if isinstance(precisions, LinearPrecision):
         precisions = dict.fromkeys(linears, precisions)
     missing = sorted(set(precisions) - set(linears))
@@ -117,11 +119,6 @@ def swap_in(
         layer.planned = PlannedLayer(name, precision, clock, choose)  # type: ignore[assignment]
         _to_class(layer, _planned_class(type(layer)))
     return PlannedModel(model, layers, clock)
-
-
-def default_saved(recipe_name: str) -> str:
-    """What backward keeps of X for one recipe: its own codes, or the recipe's high precision."""
-    return recipe_name
 
 
 def _planned_class(original: type) -> type:

@@ -177,5 +177,5 @@ def recipe(name: str) -> Recipe:
         "there is no such recipe",
         got=repr(name),
         expected=", ".join(RECIPES),
-        do=f"did you mean {near[0]}?" if near else "",
+        do=f"did you mean {near[0]}?" if near else None,
     )

@@ -2,7 +2,8 @@
 
 The model is described on the meta device, allocated once on its device in the format of its
 parameters, then initialised or loaded: no second copy ever exists. GEMMs in bf16 over fp32
-parameters run under autocast; over bf16 parameters they need nothing.
+parameters run under autocast; over bf16 parameters they need nothing. Where the plan gives any GEMM a
+quantized recipe, the linear layers are swapped for planned ones, parameters untouched.
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ import torch
 from torch import Tensor
 
 from scrimp.config import Architecture
+from scrimp.gemm import BackendChooser, PlannedLayer, PlannedModel, backends_for, swap_in
 from scrimp.model import Decoder, LossSums
 from scrimp.plan import Plan
+from scrimp.precision import LinearPrecision
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+HEAD = "head"
 
 
 @dataclass(frozen=True)
@@ -28,11 +32,13 @@ class Executable:
     model: Decoder
     device: torch.device
     precision: str
-    """Format of the GEMMs."""
+    """Working format of the activations, fp32 or bf16: every GEMM that is not quantized runs in it."""
     loss_chunk: int = 0
     """Tokens whose logits exist at once; 0 for all."""
     z_loss: float = 0.0
     """Weight of the squared log-partition penalty."""
+    planned: PlannedModel | None = None
+    """The planned layers of the blocks, where the plan quantizes anything."""
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         """Casts GEMM inputs to bf16 where the parameters are fp32."""
@@ -40,6 +46,12 @@ class Executable:
         if parameter_dtype == DTYPES[self.precision]:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, DTYPES[self.precision])
+
+    def begin(self, step: int, first_row: int) -> None:
+        """The next micro-batch is of this step, its first token this row of the step's batch: the address
+        of its rounding noise."""
+        if self.planned is not None:
+            self.planned.clock.begin(step, first_row)
 
     def loss(self, tokens_BT: Tensor, targets_BT: Tensor, document_starts: Tensor | None) -> LossSums:
         """Summed loss of one micro-batch; the tensors may still be on the host."""
@@ -58,24 +70,56 @@ def realise(
     *,
     device: torch.device,
     parameters: str,
+    compute: str,
+    seed: int = 0,
     loss_chunk: int = 0,
     z_loss: float = 0.0,
+    choose: BackendChooser | None = None,
 ) -> Executable:
     """Allocate the model of a plan and fill its parameters.
 
     Args:
         fill: initialises the parameters, or loads them.
         parameters: their format, fp32 or bf16.
+        compute: working format of the activations.
+        seed: of the rounding noise.
+        choose: back end per recipe and GEMM; unset: what works and is fastest on the device.
     """
     with torch.device("meta"):
         model = Decoder(architecture, dtype=DTYPES[parameters])
     model.to_empty(device=device)
     fill(model)
-    precision = plan.gemms["head"].fprop
-    return Executable(model, device, precision, loss_chunk, z_loss)
+    planned = None
+    if quantizes(plan, compute):
+        planned = plan_layers(model, plan, choose or backends_for(device), seed)
+    return Executable(model, device, compute, loss_chunk, z_loss, planned)
+
+
+def precisions_of(plan: Plan) -> dict[str, LinearPrecision]:
+    """Layer to the recipes of its GEMMs and what it saves."""
+    return {
+        layer: LinearPrecision(choice.fprop, choice.dgrad, choice.wgrad, choice.saved)
+        for layer, choice in plan.gemms.items()
+    }
+
+
+def quantizes(plan: Plan, compute: str) -> bool:
+    """Whether any GEMM differs from the working format, or any input is not simply saved."""
+    return any(choice != LinearPrecision.of(compute) for choice in precisions_of(plan).values())
+
+
+def plan_layers(model: Decoder, plan: Plan, choose: BackendChooser, seed: int) -> PlannedModel:
+    """Swap the blocks' linear layers for planned ones, and plan the head's GEMMs inside the loss."""
+    precisions = precisions_of(plan)
+    head = precisions.pop(HEAD)
+    planned = swap_in(model, precisions, seed=seed, choose=choose)
+    model.planned_head = PlannedLayer(HEAD, head, planned.clock, choose)
+    return planned
 
 
 def compile_blocks(model: Decoder) -> None:
     """torch.compile every block in place: equal blocks share one compiled graph."""
     for block in model.blocks:
         block.compile()
+
+

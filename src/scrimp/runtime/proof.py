@@ -2,14 +2,20 @@
 
 Problem  A precision setting that silently does nothing is the commonest bug of its kind: the
          run is slower or less exact than its log claims, and nobody sees it.
-Method   One forward and backward pass over a few tokens, before training, under a dispatch mode
-         that sees every matrix product after autograd and autocast have had their say. The
-         formats and counts of the products must equal the plan's: three per linear layer
-         (fprop, dgrad, wgrad). The gradients are thrown away; parameters, random state and data order
-         are untouched.
+Method   Before training: one forward and backward pass over a few tokens, twice watched.
+
+         kinds and counts   a dispatch mode sees every matrix product after autograd and autocast have had
+                            their say, and planned GEMMs report themselves. Both must equal the plan: three
+                            per linear layer (fprop, dgrad, wgrad), in their formats.
+         fingerprints       of the first GEMM of each recipe, kind and back end: its result equals, up
+                            to rounding, the float64 product of operands that `scrimp.formats` quantized apart
+                            from it, and differs from the product of the operands as they were.
+
+         Gradients are thrown away; parameters, random state and data order are untouched.
+         In training: the planned GEMMs of the first step are counted again (`StepCount`), compiled or not.
 Limits   Attention's own products live inside one fused kernel and are not counted here. The probe
-         runs eagerly, also where training is compiled.
-Checked  tests/runtime/test_proof.py, with a plan that lies.
+         runs before compilation.
+Checked  tests/runtime/test_proof.py, with plans that lie.
 """
 
 from __future__ import annotations
@@ -19,62 +25,168 @@ from collections import Counter
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scrimp.errors import TrainingError
+from scrimp.formats import QuantizedTensor, quantize
+from scrimp.gemm import Execution, is_running, observing
+from scrimp.gemm.problem import AXES, Use, multiply
 from scrimp.plan import Plan
-from scrimp.runtime.execute import Executable
+from scrimp.precision import GEMMS, LinearPrecision
+from scrimp.runtime.execute import HEAD, Executable, precisions_of
 
 _PRODUCTS = {"mm", "addmm", "addmm_", "_addmm_activation", "linear"}
 _FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 _PROBE_TOKENS = 8
+_PLANNED_PROBE_TOKENS = 32
+_ROUNDING = {"bf16": 2.0**-7, "fp32": 2.0**-14}
+"""Largest relative distance from the float64 product, by working format: its rounding, and that of the sums."""
+_SMALLEST_EFFECT = 2.0**-9
+"""Least relative distance from the unquantized product: eight bits leave 0.02 or more."""
+
+Counts = Counter[tuple[str, str, str]]
+"""(layer or "plain", GEMM or "", format) to number of products."""
 
 
 class _ProductCounter(TorchDispatchMode):
-    """Counts two-dimensional matrix products by the format of their operands."""
+    """Counts two-dimensional matrix products outside planned GEMMs by the format of their operands."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.formats: Counter[str] = Counter()
+        self.counts: Counts = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        if name in _PRODUCTS:
+        if name in _PRODUCTS and not is_running():
             operand = args[1] if "addmm" in name else args[0]
-            self.formats[_FORMATS.get(operand.dtype, str(operand.dtype))] += 1
+            self.counts["plain", "", _FORMATS.get(operand.dtype, str(operand.dtype))] += 1
         return func(*args, **(kwargs or {}))
 
 
-def expected_products(plan: Plan) -> Counter[str]:
-    """Format to number of GEMMs in one step over one chunk of tokens."""
-    return Counter(
-        fmt for choice in plan.gemms.values() for fmt in (choice.fprop, choice.dgrad, choice.wgrad)
-    )
+class StepCount:
+    """Counts the planned GEMMs of training steps by layer, kind and recipe."""
+
+    def __init__(self) -> None:
+        self.counts: Counts = Counter()
+
+    def __call__(self, execution: Execution) -> None:
+        """Observe one."""
+        self.counts[execution.layer, execution.gemm, execution.recipe] += 1
+
+    def check(self, plan: Plan, compute: str, *, micro_batches: int, head_chunks: int) -> None:
+        """Compare one step with the plan.
+
+        Args:
+            compute: the working format; layers that run in it alone may go their own way, uncounted.
+            head_chunks: chunks of tokens that the loss of the whole step was computed in.
+
+        Raises:
+            TrainingError: the GEMMs that ran are not those of the plan.
+        """
+        expected: Counts = Counter()
+        for (layer, gemm, recipe), number in expected_products(plan, compute).items():
+            if layer != "plain":
+                expected[layer, gemm, recipe] = number * (head_chunks if layer == HEAD else micro_batches)
+        plain = {layer for layer, choice in precisions_of(plan).items() if choice == LinearPrecision.of(compute)}
+        ran = Counter({key: number for key, number in self.counts.items() if key[0] not in plain})
+        _compare(ran, expected, "of the first step ")
+
+
+def expected_products(plan: Plan, compute: str) -> Counts:
+    """The GEMMs of one forward and backward pass over one chunk of tokens."""
+    counts: Counts = Counter()
+    for layer, choice in precisions_of(plan).items():
+        is_plain = choice == LinearPrecision.of(compute)
+        for gemm in GEMMS:
+            counts[("plain", "", choice.gemm(gemm)) if is_plain else (layer, gemm, choice.gemm(gemm))] += 1
+    return counts
 
 
 def prove(executable: Executable, plan: Plan) -> None:
     """Run the probe and compare.
 
     Raises:
-        TrainingError: the products that ran are not the plan's.
+        TrainingError: the products that ran are not the plan's, or not in its formats.
     """
     architecture = executable.model.architecture
-    num_tokens = min(_PROBE_TOKENS, architecture.context)
+    num_tokens = _PLANNED_PROBE_TOKENS if executable.planned else _PROBE_TOKENS
+    num_tokens = min(num_tokens, architecture.context)
     tokens_BT = (torch.arange(num_tokens) % architecture.vocab_size).unsqueeze(0)
     # In one chunk, whatever the run's is: every chunk would add three products of the head.
     probed = dataclasses.replace(executable, loss_chunk=0)
-    with _ProductCounter() as counter:
+    planned, fingerprints = StepCount(), _Fingerprints(executable.precision)
+    with observing(planned), observing(fingerprints), _ProductCounter() as counter:
         probed.loss(tokens_BT, tokens_BT, None).total.backward()
     executable.model.zero_grad(set_to_none=True)
-    expected = expected_products(plan)
-    if counter.formats != expected:
-        raise TrainingError(
-            "the matrix products that ran are not those of the plan",
-            got=_spell(counter.formats),
-            expected=_spell(expected),
-            do="this is a defect of Scrimp: report it with plan.json and config.toml",
-        )
+    _compare(counter.counts + planned.counts, expected_products(plan, executable.precision), "")
 
 
-def _spell(counts: Counter[str]) -> str:
-    return ", ".join(f"{number} in {fmt}" for fmt, number in sorted(counts.items())) or "none"
+class _Fingerprints:
+    """Checks the first GEMM of each recipe, kind and back end against float64."""
+
+    def __init__(self, compute: str) -> None:
+        self._tolerance = _ROUNDING[compute]
+        self._seen: set[tuple[str, str, str]] = set()
+
+    def __call__(self, execution: Execution) -> None:
+        kind = (execution.recipe, execution.gemm, execution.backend)
+        if kind in self._seen or execution.recipe in _FORMATS.values():
+            return
+        self._seen.add(kind)
+        axes = AXES[execution.gemm]
+        operands = (execution.a, execution.b)
+        rounded = [_quantized(x, use) for x, use in zip(operands, execution.uses, strict=True)]
+        plain = [x.dequantize() if isinstance(x, QuantizedTensor) else x for x in operands]
+        expected = multiply(rounded[0], axes[0], rounded[1], axes[1])
+        unquantized = multiply(plain[0].double(), axes[0], plain[1].double(), axes[1])
+        norm = float(expected.norm())
+        distance, effect = (float((execution.result.double() - y).norm()) for y in (expected, unquantized))
+        if distance > self._tolerance * norm or (norm > 0 and effect < _SMALLEST_EFFECT * norm):
+            raise TrainingError(
+                f"{execution.layer}.{execution.gemm} did not run in {execution.recipe} on the {execution.backend} back end",
+                got=f"a result {distance / max(norm, 1e-30):.2g} from the recipe's, "
+                f"{effect / max(norm, 1e-30):.2g} from the unquantized one (relative)",
+                expected=f"at most {self._tolerance:.2g}, and at least {_SMALLEST_EFFECT:.2g}",
+                do="run `scrimp doctor --fresh`, and report this with its table",
+            )
+
+
+def _quantized(x: Tensor | QuantizedTensor, use: Use) -> Tensor:
+    """The operand's values in float64, made by the formats alone."""
+    if isinstance(x, QuantizedTensor):
+        return x.dequantize(torch.float64)
+    o = use.operand
+    if o is None:
+        return x.double()
+    codes = quantize(
+        x,
+        o.element,
+        o.scaling,
+        use.axis,
+        o.rounding,
+        hadamard=o.hadamard,
+        four_over_six=o.four_over_six,
+        noise=use.noise,
+        reduce_amax=use.reduce_amax,
+    )
+    return codes.dequantize(torch.float64)
+
+
+def _compare(ran: Counts, expected: Counts, when: str) -> None:
+    if ran == expected:
+        return
+    raise TrainingError(
+        f"the matrix products {when}that ran are not those of the plan",
+        got=_spell(ran - expected) or "fewer",
+        expected=_spell(expected - ran) or "fewer",
+        do="this is a defect of Scrimp: report it with plan.json and config.toml",
+    )
+
+
+def _spell(counts: Counts) -> str:
+    names = [
+        f"{number} {'plain' if layer == 'plain' else f'{layer}.{gemm}'} in {recipe}"
+        for (layer, gemm, recipe), number in sorted(counts.items())
+    ]
+    return ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")

@@ -40,7 +40,8 @@ def dry_run(config: Config) -> None:
     flops = count_flops(architecture, sequence)
     rate = recall_throughput(plan, config)
     peaks = device_peaks(decisions.device.torch_device, decisions.device.name)
-    ideal = 1 / ideal_seconds_per_token(architecture, sequence, gemm_formats(plan), peaks)
+    compute = config.precision_rules.compute
+    ideal = 1 / ideal_seconds_per_token(architecture, sequence, gemm_formats(plan), peaks, compute)
     console = _console()
     name = str(config.model.weights or config.model.preset)
     console.print(
@@ -55,7 +56,7 @@ def dry_run(config: Config) -> None:
                 ("tokens per step", f"{config.train.batch_tokens:,} in sequences of {sequence:,}"),
                 ("tokens in the run", f"{decided(config.train.batch_tokens) * config.train.steps:,}"),
                 ("device", f"{decisions.device.name} ({decisions.device.spelling})"),
-                ("speed of light", f"{format_rate(ideal)} (predicted; {peaks.origin})"),
+                ("speed of light", f"{format_rate(ideal)} (predicted; {peaks.description})"),
                 (
                     "tokens/s",
                     f"{format_rate(rate)} (measured by an earlier run)"

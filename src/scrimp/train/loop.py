@@ -15,8 +15,10 @@ Shapes: B rows, T tokens.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,10 +27,11 @@ from torch import Tensor
 from scrimp.config import decided
 from scrimp.data import Corpus, Loader
 from scrimp.errors import StorageError
+from scrimp.gemm import observing
 from scrimp.measure import MemoryMeter
 from scrimp.plan import count_flops, gemm_formats, ideal_seconds_per_token, mfu
 from scrimp.plan.flops import Peaks
-from scrimp.runtime import Executable
+from scrimp.runtime import Executable, StepCount
 from scrimp.train.checkpoint import Checkpoint, CheckpointStore
 from scrimp.train.evaluation import Evaluation, evaluate
 from scrimp.train.guards import NonFiniteGuard, OutlierWatch, StopSignals
@@ -94,7 +97,11 @@ class Trainer:
         self._sequences_per_step = decided(self.train.batch_tokens) // sequence
         self._flops_per_token = count_flops(decisions.architecture, sequence).causal
         formats = gemm_formats(decisions.plan)
-        self._ideal_seconds = ideal_seconds_per_token(decisions.architecture, sequence, formats, peaks)
+        compute = self.config.precision_rules.compute
+        self._ideal_seconds = ideal_seconds_per_token(
+            decisions.architecture, sequence, formats, peaks, compute
+        )
+        self._first_step = StepCount() if executable.planned else None
 
     # -- state ---------------------------------------------------------------------------------
 
@@ -236,10 +243,14 @@ class Trainer:
         num_targets = sum(batch.num_targets for batch in batches)
         # Sums stay on the device: reading one per micro-batch would make the host wait each time.
         total = torch.zeros((), device=self.executable.device)
-        for batch in batches:
-            sums = self.executable.loss(batch.tokens_BT, batch.targets_BT, batch.document_starts)
-            (sums.total / max(1, num_targets)).backward()
-            total += sums.cross_entropy.detach()
+        with self._counting(len(batches)):
+            first_row = 0
+            for batch in batches:
+                self.executable.begin(self.position.step, first_row)
+                sums = self.executable.loss(batch.tokens_BT, batch.targets_BT, batch.document_starts)
+                (sums.total / max(1, num_targets)).backward()
+                total += sums.cross_entropy.detach()
+                first_row += batch.tokens_BT.numel()
         norm = self.optimizer.gradient_norm()
         loss = float(total) / max(1, num_targets)
         lr = learning_rate(self.position.step, self.train)
@@ -255,6 +266,24 @@ class Trainer:
         self.position.updates = self.optimizer.num_updates
         waited = loader.wait_seconds
         return StepResult(loss, norm, lr, reason is not None, time.perf_counter() - start, waited)
+
+    @contextlib.contextmanager
+    def _counting(self, micro_batches: int) -> Iterator[None]:
+        """Of the first step: the planned GEMMs that run inside must be those of the plan."""
+        if self._first_step is None:
+            yield
+            return
+        with observing(self._first_step):
+            yield
+        tokens = decided(self.train.micro_batch) * decided(self.train.sequence)
+        chunks = -(-tokens // (decided(self.train.loss_chunk) or tokens))
+        self._first_step.check(
+            self.decisions.plan,
+            self.config.precision_rules.compute,
+            micro_batches=micro_batches,
+            head_chunks=micro_batches * chunks,
+        )
+        self._first_step = None
 
     def _record(self, result: StepResult) -> dict[str, Any]:
         rate = decided(self.train.batch_tokens) / result.seconds

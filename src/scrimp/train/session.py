@@ -136,7 +136,7 @@ def _make_trainer(
 
     line.phase("measuring the peak rate of the device")
     peaks = device_peaks(device, decisions.device.name)
-    line.peak_origin = peaks.origin
+    line.peak_origin = peaks.description
     line.phase("building the model")
     meter = MemoryMeter(device)
     executable = realise(
@@ -145,6 +145,8 @@ def _make_trainer(
         fill,
         device=device,
         parameters=config.train.parameters,
+        compute=config.precision_rules.compute,
+        seed=config.run.seed,
         loss_chunk=decided(config.train.loss_chunk),
         z_loss=config.train.z_loss,
     )

@@ -23,6 +23,8 @@ class Backend(ABC):
     """Runs GEMMs of some recipes on some devices."""
 
     name: str
+    shares_passes: bool = False
+    """Two operands of one tensor cost one pass over memory; else they are better made one after the other."""
 
     @abstractmethod
     def refusal(self, gemm: str, recipe: str, shape: Shape | None, device: torch.device) -> str | None:
@@ -55,6 +57,10 @@ class Backend(ABC):
             noise=use.noise,
             reduce_amax=use.reduce_amax,
         )
+
+    def prepare_and_store(self, x: Tensor, use: Use, saved: Use) -> tuple[Any, QuantizedTensor]:
+        """fprop's operand of X and the codes that wgrad will read, in one pass where the back end can."""
+        return self.prepare(x, use), self.store(x, saved)
 
     @abstractmethod
     def load(self, codes: QuantizedTensor) -> Any:

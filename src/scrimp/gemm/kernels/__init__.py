@@ -22,8 +22,9 @@ from scrimp.gemm.kernels.traffic import bytes_moved
 if TYPE_CHECKING:
     from scrimp.gemm.kernels.blocks import quantize_blocks
     from scrimp.gemm.kernels.fake_quantize import fake_quantize_groups, tensor_amax
-    from scrimp.gemm.kernels.fused import rms_norm_quantize, swiglu_quantize
+    from scrimp.gemm.kernels.fused import swiglu_quantize
     from scrimp.gemm.kernels.matmul import scaled_matmul
+    from scrimp.gemm.kernels.rms_norm import rms_norm_quantize
     from scrimp.gemm.kernels.tiles import quantize_tiles
 
 __all__ = [
@@ -44,7 +45,7 @@ _HOMES = {
     "fake_quantize_groups": "fake_quantize",
     "quantize_blocks": "blocks",
     "quantize_tiles": "tiles",
-    "rms_norm_quantize": "fused",
+    "rms_norm_quantize": "rms_norm",
     "scaled_matmul": "matmul",
     "swiglu_quantize": "fused",
     "tensor_amax": "fake_quantize",

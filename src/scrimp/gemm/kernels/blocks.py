@@ -51,7 +51,7 @@ def quantize_blocks_kernel(
     mask = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
     address = rows[:, None] * num_columns + columns[None, :]
     block = widen(tl.load(x + address, mask=mask, other=0.0))
-    scale = fp32_scale(tl.max(tl.max(magnitude_bits(block), 1), 0), MAX_VALUE)
+    scale = fp32_scale(tl.max(magnitude_bits(block)), MAX_VALUE)
     tl.store(scales + tl.program_id(0), scale)
     q = quantize_tile(block, scale, 0, 0, False, MAX_VALUE, MANTISSA_BITS, MIN_EXPONENT)
     q = q.to(codes.dtype.element_ty)

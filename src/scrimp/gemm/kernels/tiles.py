@@ -2,9 +2,10 @@
 
 Problem  X is summed over its columns in fprop and over its rows in wgrad; G likewise in dgrad and wgrad. Two
          quantizers and a transpose read the matrix three times and write it once too often.
-Method   A program loads one block of 128 x 128. Its 128 rows are 128 tiles along the columns, its 128 columns
-         are 128 tiles along the rows: both sets of maxima, scales and codes come from the same
-         registers, and the second set is stored transposed, which is what a GEMM reads.
+Method   A program takes one block of 128 x 128. Its 128 rows are 128 tiles along the columns, its 128 columns
+         are 128 tiles along the rows: both sets of maxima, scales and codes come from one reading of
+         device memory (and a second of the cache, which halves the registers and so doubles the programs
+         at work), and the second set is stored transposed, which is what a GEMM reads.
 
              s = amax / qmax,   q = round(x / s)         (rounding.py)
 
@@ -38,6 +39,13 @@ from scrimp.gemm.kernels.launch import (
     run,
 )
 from scrimp.gemm.kernels.rounding import fp32_scale, magnitude_bits, quantize_tile, widen
+
+
+@triton.jit
+def load_block(x, rows, columns, num_rows, num_columns, row_stride):
+    """A float32 block, zero beyond the edges."""
+    mask = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
+    return widen(tl.load(x + rows[:, None] * row_stride + columns[None, :], mask=mask, other=0.0))
 
 
 @triton.jit
@@ -135,9 +143,8 @@ def quantize_tiles_kernel(
     block_column = (tl.program_id(0) % blocks_wide).to(tl.int64)
     rows = block_row * BLOCK + tl.arange(0, BLOCK)
     columns = block_column * BLOCK + tl.arange(0, BLOCK)
-    mask = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
-    block = widen(tl.load(x + rows[:, None] * num_columns + columns[None, :], mask=mask, other=0.0))
     if BY_ROW:
+        block = load_block(x, rows, columns, num_rows, num_columns, num_columns)
         store_row_tiles(
             block,
             rows,
@@ -155,8 +162,8 @@ def quantize_tiles_kernel(
             MIN_EXPONENT,
         )
     if BY_COLUMN:
-        tl.debug_barrier()
-        block = widen(tl.load(x + rows[:, None] * num_columns + columns[None, :], mask=mask, other=0.0))
+        # Again, from the first-level cache: held in registers through both halves, twice as many are needed.
+        block = load_block(x, rows, columns, num_rows, num_columns, num_columns)
         store_column_tiles(
             block,
             rows,

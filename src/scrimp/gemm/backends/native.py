@@ -1,0 +1,291 @@
+"""torch's own kernels: FP8 products by `torch._scaled_mm` and `torch.nn.functional.scaled_mm`.
+
+Problem  A GPU multiplies FP8 codes twice as fast as bf16 numbers, and Blackwell FP4 codes, if codes and scales lie as
+         cuBLASLt wants them.
+Method   Codes of both operands have the summed axis last ("TN"): A [M, K] row-major, B [N, K] passed as its
+         transpose. Scales:
+
+         ==============  ===========================================================================
+         tensor          one number
+         row             [M, 1] and [1, N]; for fp32 results as a factor on the result, because kernels for
+                         row scales may give 16 bits only
+         tile            [rows, K / 128], stride (1, rows); A padded to a multiple of 4 rows
+         block           [round_up(K / 128, 4), N / 128], stride 1 on the first axis
+         mx, nvfp4       padded to 128 rows x 4 columns, in tiles of 32 x 4 x 4 ("swizzled"); NVFP4's fp32
+                         scales beside them; the 16 x 16 blocks of W repeated for each row
+         ==============  ===========================================================================
+
+         Fast accumulation (fewer bits in the FP8 accumulator) in fprop only, as torchao does: errors of
+         gradients add up over steps.
+Rules    K and N are multiples of 16 (128 along K for tiles, 32 for MX and NVFP4); never E5M2 x E5M2. A CPU's
+         kernel would take more, and is refused the same, so that what passes there passes on a GPU.
+Limits   Which GPU has which kernel is no question of this file: `scrimp.gemm.select` tries them.
+         A CPU's kernel is some thousand times slower than a bf16 product: for probes only.
+         Not run here, written after the documented interface: tile and block on Hopper, MX and NVFP4 on Blackwell
+         (`_tile_product`, `_mx_product`, `_nvfp4_product`).
+Sources  torch's ScaledBlas.cpp for shapes and strides of scales; torchao's to_blocked for the swizzle.
+Checked  tests/gemm/test_native.py
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.functional import ScalingType, SwizzleType
+
+from scrimp.errors import PlanError
+from scrimp.formats import QuantizedTensor
+from scrimp.gemm.backends.base import Backend
+from scrimp.gemm.backends.operands import (
+    TileCodes,
+    check_same_device,
+    checked_matrix,
+    has_triton,
+    is_tile_pair,
+    tile_codes,
+    tile_pair,
+    to_stored,
+)
+from scrimp.gemm.problem import AXES, Shape, Use, multiply, operands_of
+from scrimp.precision import Operand
+
+TILES = ("tile", "block")
+NVFP4 = ("nvfp4", "nvfp4_2d")
+_FAMILIES = {"tensor": "tensor", "row": "row", "tile": "tile", "block": "tile", "mx": "mx"}
+_FAMILIES.update(dict.fromkeys(NVFP4, "nvfp4"))
+_K_MULTIPLE = {"tensor": 16, "row": 16, "tile": 128, "mx": 32, "nvfp4": 32}
+_N_MULTIPLE = 16
+_TILE_ROWS = 4
+
+
+@dataclass(frozen=True)
+class _Plain:
+    """A tensor in high precision, as it is."""
+
+    values: Tensor
+
+
+@dataclass(frozen=True)
+class _Codes:
+    """Codes and scales with the summed axis last."""
+
+    payload: Tensor
+    scales: Tensor
+    tensor_scale: Tensor | None
+    operand: Operand
+    k: int
+
+
+class TorchBackend(Backend):
+    """Native scaled products, and plain ones in bf16 and fp32."""
+
+    name = "torch"
+
+    def refusal(self, gemm: str, recipe: str, shape: Shape | None, device: torch.device) -> str | None:
+        """The rules of CUDA's kernels, on every device; whether this GPU has the kernel shows only when it runs."""
+        a, b = operands_of(gemm, recipe)
+        return None if a is None or b is None else _refusal(a, b, shape, device)
+
+    def prepare(self, x: Tensor, use: Use) -> _Plain | _Codes:
+        """Codes with the summed axis last; tiles and blocks on a GPU by Triton's quantizers."""
+        if use.operand is None:
+            return _Plain(checked_matrix(x))
+        if _has_kernel(x, use.operand):
+            return _of_tiles(tile_codes(x, use), use, x)
+        return self.load(super().store(checked_matrix(x), use))
+
+    def prepare_pair(self, x: Tensor, first: Use, second: Use) -> tuple[_Plain | _Codes, _Plain | _Codes]:
+        """Both copies of a tiled gradient in one pass over memory, where Triton runs."""
+        if first.operand is not None and _has_kernel(x, first.operand) and is_tile_pair(first, second):
+            a, b = tile_pair(x, first, second)
+            return _of_tiles(a, first, x), _of_tiles(b, second, x)
+        return self.prepare(x, first), self.prepare(x, second)
+
+    def store(self, x: Tensor, use: Use) -> QuantizedTensor:
+        """The reference's codes; of tiles by Triton's quantizers where they run."""
+        assert use.operand is not None
+        if _has_kernel(x, use.operand):
+            return to_stored(tile_codes(x, use), use.operand, use.axis, x.shape)
+        return super().store(x, use)
+
+    def load(self, codes: QuantizedTensor) -> _Codes:
+        """Stored codes are what the kernels read."""
+        k = codes.shape[codes.axis]
+        return _Codes(codes.payload, codes.scales, codes.tensor_scale, codes.operand, k)
+
+    def multiply(self, gemm: str, a: _Plain | _Codes, b: _Plain | _Codes, out: torch.dtype) -> Tensor:
+        """A B^T.
+
+        Raises:
+            PlanError: a shape that the kernels do not take; `refusal` says so before.
+        """
+        if isinstance(a, _Plain) or isinstance(b, _Plain):
+            assert isinstance(a, _Plain)
+            assert isinstance(b, _Plain)
+            check_same_device(a.values, b.values)
+            a_axis, b_axis = AXES[gemm]
+            return multiply(a.values, a_axis, b.values, b_axis).to(out)
+        check_same_device(a.payload, b.payload)
+        shape = Shape(len(a.payload), len(b.payload), a.k)
+        reason = _refusal(a.operand, b.operand, shape, a.payload.device)
+        if reason is not None:
+            raise PlanError(f"torch has no kernel for this {gemm}", got=reason, do="plan another back end")
+        if not shape.flops:
+            return torch.zeros(shape.m, shape.n, dtype=out, device=a.payload.device)
+        return _PRODUCTS[_FAMILIES[a.operand.scaling]](gemm, a, b, out)
+
+
+def _has_kernel(x: Tensor, operand: Operand) -> bool:
+    return x.device.type == "cuda" and operand.scaling in TILES and operand.element != "e2m1" and has_triton()
+
+
+def _of_tiles(tiles: TileCodes, use: Use, x: Tensor) -> _Codes:
+    assert use.operand is not None
+    return _Codes(tiles.codes, tiles.scales, None, use.operand, x.shape[use.axis])
+
+
+# -- rules -------------------------------------------------------------------------------------
+
+
+def _refusal(a: Operand, b: Operand, shape: Shape | None, device: torch.device) -> str | None:
+    family = _FAMILIES[a.scaling]
+    reason = _operand_refusal(a, b, family)
+    if reason is None and device.type not in ("cuda", "cpu"):
+        reason = f"torch multiplies scaled codes on cuda and cpu, not on {device.type}"
+    if reason is None and device.type == "cpu" and family not in ("tensor", "row"):
+        reason = "torch's CPU kernel takes one scale per tensor or per row"
+    if reason is not None or shape is None:
+        return reason
+    multiple = _K_MULTIPLE[family]
+    if shape.k % multiple:
+        return f"K must be a multiple of {multiple}, in {shape}"
+    return f"N must be a multiple of {_N_MULTIPLE}, in {shape}" if shape.n % _N_MULTIPLE else None
+
+
+def _operand_refusal(a: Operand, b: Operand, family: str) -> str | None:
+    if family != _FAMILIES[b.scaling] or (a.scaling, b.scaling) == ("block", "block"):
+        return f"no kernel multiplies {a.scaling} by {b.scaling} scales"
+    if family in ("mx", "nvfp4"):
+        same = (a.element == "e2m1") == (b.element == "e2m1")
+        return None if same else f"no kernel multiplies {a.element} by {b.element}"
+    if "e2m1" in (a.element, b.element):
+        return f"no tensor core multiplies E2M1 codes with {a.scaling} scales"
+    return "no kernel multiplies E5M2 by E5M2" if a.element == b.element == "e5m2" else None
+
+
+# -- products ----------------------------------------------------------------------------------
+
+
+def _tensor_product(gemm: str, a: _Codes, b: _Codes, out: torch.dtype) -> Tensor:
+    return _scaled(gemm, a, b, a.scales.reshape(()), b.scales.reshape(()), out)
+
+
+def _row_product(gemm: str, a: _Codes, b: _Codes, out: torch.dtype) -> Tensor:
+    a_scales, b_scales = a.scales.reshape(-1, 1), b.scales.reshape(1, -1)
+    if out == torch.float32:
+        one = torch.ones((), device=a_scales.device)
+        return _scaled(gemm, a, b, one, one, out) * a_scales * b_scales
+    return _scaled(gemm, a, b, a_scales.contiguous(), b_scales.contiguous(), out)
+
+
+def _scaled(gemm: str, a: _Codes, b: _Codes, a_scale: Tensor, b_scale: Tensor, out: torch.dtype) -> Tensor:
+    return torch._scaled_mm(
+        a.payload, b.payload.t(), a_scale, b_scale, out_dtype=out, use_fast_accum=gemm == "fprop"
+    )
+
+
+def _tile_product(gemm: str, a: _Codes, b: _Codes, out: torch.dtype) -> Tensor:
+    """Hopper's 1x128 and 128x128 scales; promoted to fp32 at every tile, so never "fast"."""
+    rows = len(a.payload)
+    pad = -rows % _TILE_ROWS if a.operand.scaling == "tile" else 0
+    payload = a.payload
+    if pad:
+        payload = F.pad(payload.view(torch.uint8), (0, 0, 0, pad)).view(payload.dtype)
+    kinds = {"tile": ScalingType.BlockWise1x128, "block": ScalingType.BlockWise128x128}
+    product = F.scaled_mm(
+        payload,
+        b.payload.t(),
+        _tile_scales(a, pad),
+        kinds[a.operand.scaling],
+        _tile_scales(b, 0),
+        kinds[b.operand.scaling],
+        output_dtype=out,
+    )
+    return product[:rows]
+
+
+def _tile_scales(x: _Codes, pad: int) -> Tensor:
+    if x.operand.scaling == "tile":
+        return F.pad(x.scales, (0, 0, 0, pad)).t().contiguous().t()
+    return F.pad(x.scales, (0, -x.scales.shape[1] % 4)).contiguous().t()
+
+
+def _mx_product(gemm: str, a: _Codes, b: _Codes, out: torch.dtype) -> Tensor:
+    """Blackwell's 1x32 scales, E4M3, E5M2 or E2M1 codes. Not run yet."""
+    # The FP4 kernel gives bf16 only.
+    type_ = torch.bfloat16 if a.operand.element == "e2m1" else out
+    scales = [swizzle(x.scales).view(torch.float8_e8m0fnu) for x in (a, b)]
+    kind, order = ScalingType.BlockWise1x32, SwizzleType.SWIZZLE_32_4_4
+    a_codes, b_codes = _elements(a), _elements(b).t()
+    product = F.scaled_mm(
+        a_codes, b_codes, scales[0], kind, scales[1], kind, order, order, output_dtype=type_
+    )
+    return product.to(out)
+
+
+def _nvfp4_product(gemm: str, a: _Codes, b: _Codes, out: torch.dtype) -> Tensor:
+    """Blackwell's 1x16 scales with one fp32 scale per tensor. Not run yet."""
+    a_scales, b_scales = ([swizzle(_by_row(x)), _whole(x)] for x in (a, b))
+    kinds = [ScalingType.BlockWise1x16, ScalingType.TensorWise]
+    orders = [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE]
+    return F.scaled_mm(
+        _elements(a),
+        _elements(b).t(),
+        a_scales,
+        kinds,
+        b_scales,
+        kinds,
+        orders,
+        orders,
+        output_dtype=out,
+    )
+
+
+def _whole(x: _Codes) -> Tensor:
+    assert x.tensor_scale is not None
+    return x.tensor_scale.reshape(1)
+
+
+def _by_row(x: _Codes) -> Tensor:
+    """NVFP4 scales for every row: those of 16 x 16 blocks repeated."""
+    if x.operand.scaling == "nvfp4":
+        return x.scales
+    repeated = x.scales.view(torch.uint8).repeat_interleave(16, 0)[: len(x.payload)]
+    return repeated.view(x.scales.dtype)
+
+
+def _elements(x: _Codes) -> Tensor:
+    if x.operand.element != "e2m1":
+        return x.payload
+    return x.payload.contiguous().view(torch.float4_e2m1fn_x2)
+
+
+def swizzle(scales: Tensor) -> Tensor:
+    """One-byte scales [R, C] as cuBLASLt reads them: padded to 128 x 4, each such tile as 32 x 4 x 4."""
+    rows, columns = scales.shape
+    padded = F.pad(scales.view(torch.uint8), (0, -columns % 4, 0, -rows % 128))
+    tiles = padded.view(math.ceil(rows / 128), 4, 32, math.ceil(columns / 4), 4)
+    return tiles.permute(0, 3, 2, 1, 4).reshape(-1).view(scales.dtype)
+
+
+_PRODUCTS = {
+    "tensor": _tensor_product,
+    "row": _row_product,
+    "tile": _tile_product,
+    "mx": _mx_product,
+    "nvfp4": _nvfp4_product,
+}

@@ -1,0 +1,155 @@
+"""What the fast back ends share: checks of a tensor, tile codes from Triton's quantizers, and E2M1 as E4M3.
+
+E2M1 in E4M3   Every E2M1 value is an E4M3 value, so FP4 codes can be multiplied by FP8 tensor cores. With c the
+               three magnitude bits of an E2M1 code, the seven of its E4M3 code are
+
+                   0 for c = 0,   0x30 for c = 1,   0x30 + 4 c from c = 2 on
+
+               and the sign moves between bits 3 and 7. Stored codes are packed, two to a byte.
+Checked        tests/gemm/test_native.py: against `scrimp.formats.codes`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from scrimp.errors import DeviceError, PlanError
+from scrimp.formats import Noise, QuantizedTensor
+from scrimp.formats.quantize import FLOATS
+from scrimp.gemm import kernels
+from scrimp.gemm.problem import COLUMNS, ROWS, Use
+from scrimp.precision import Operand
+
+_HALF = 0x30
+"""The E4M3 code of 0.5."""
+
+
+@dataclass(frozen=True)
+class TileCodes:
+    """A matrix in tiles or blocks as a GEMM reads it: the summed axis last."""
+
+    codes: Tensor
+    """float8 [rows, K]; E2M1 as E4M3."""
+    scales: Tensor
+    """float32 [rows, ceil(K / 128)] of tiles, [ceil(rows / 128), ceil(K / 128)] of blocks; any strides."""
+
+
+def checked_matrix(x: Tensor) -> Tensor:
+    """Refuse what no back end takes, in the words of `scrimp.formats`."""
+    if x.dim() != 2:
+        raise PlanError("operands of a GEMM are matrices", got=f"shape {tuple(x.shape)}", expected="2 axes")
+    if x.dtype not in FLOATS:
+        raise PlanError(
+            "only floating tensors are quantized",
+            got=str(x.dtype),
+            expected="float32, bfloat16, float16 or float64",
+        )
+    return x.detach()
+
+
+def check_same_device(a: Tensor, b: Tensor) -> None:
+    """Refuse operands on two devices."""
+    if a.device != b.device:
+        raise DeviceError("operands lie on different devices", got=f"{a.device} and {b.device}")
+
+
+def readable(x: Tensor) -> Tensor:
+    """The same numbers, row-major in a type that kernels read."""
+    x = checked_matrix(x)
+    return (x if x.dtype in (torch.bfloat16, torch.float32) else x.float()).contiguous()
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether triton is installed."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def tile_codes(x: Tensor, use: Use) -> TileCodes:
+    """Quantize a matrix in tiles or blocks by Triton's kernels."""
+    assert use.operand is not None
+    x, element = readable(x), use.operand.element
+    if use.operand.scaling == "block":
+        blocks = kernels.quantize_blocks(x, element, transposed=use.axis == ROWS)
+        if use.axis == COLUMNS:
+            return TileCodes(blocks.codes, blocks.scales)
+        assert blocks.transposed_codes is not None
+        return TileCodes(blocks.transposed_codes, blocks.scales.t())
+    noise = _noise(use)
+    if use.axis == COLUMNS:
+        row, _ = kernels.quantize_tiles(x, element, by_row=True, by_column=False, noise=noise)
+        assert row is not None
+        return TileCodes(row.codes, row.scales)
+    _, column = kernels.quantize_tiles(x, element, by_row=False, by_column=True, noise_column=noise)
+    assert column is not None
+    return TileCodes(column.codes, column.scales)
+
+
+def is_tile_pair(first: Use, second: Use) -> bool:
+    """Whether one kernel makes both operands of a tensor: tiles of one element, one along each axis."""
+    a, b = first.operand, second.operand
+    if a is None or b is None or (a.scaling, b.scaling) != ("tile", "tile") or a.element != b.element:
+        return False
+    shares_noise = _noise(first) is not None and _noise(first) == _noise(second)
+    return (first.axis, second.axis) == (COLUMNS, ROWS) and not shares_noise
+
+
+def tile_pair(x: Tensor, first: Use, second: Use) -> tuple[TileCodes, TileCodes]:
+    """Both operands of a pair that `is_tile_pair` allows, from one reading of memory."""
+    assert first.operand is not None
+    row, column = kernels.quantize_tiles(
+        readable(x),
+        first.operand.element,
+        by_row=True,
+        by_column=True,
+        noise=_noise(first),
+        noise_column=_noise(second),
+    )
+    assert row is not None
+    assert column is not None
+    return TileCodes(row.codes, row.scales), TileCodes(column.codes, column.scales)
+
+
+def to_stored(tiles: TileCodes, operand: Operand, axis: int, shape: torch.Size) -> QuantizedTensor:
+    """The tensor that `scrimp.formats.quantize` gives; where a scale is NaN codes mean nothing, and may differ."""
+    payload = pack_e2m1(tiles.codes) if operand.element == "e2m1" else tiles.codes
+    return QuantizedTensor(payload, tiles.scales.contiguous(), None, operand, axis, shape)
+
+
+def from_stored(codes: QuantizedTensor) -> TileCodes:
+    """The operand that stored tile or block codes stand for."""
+    length = codes.shape[codes.axis]
+    payload = unpack_e2m1(codes.payload, length) if codes.operand.element == "e2m1" else codes.payload
+    return TileCodes(payload, codes.scales)
+
+
+def pack_e2m1(codes: Tensor) -> Tensor:
+    """E4M3 codes of E2M1 values as E2M1 codes, two a byte along the last axis."""
+    bits = codes.view(torch.uint8)
+    magnitude = bits & 0x7F
+    # 0.5 is the only subnormal: its code would come out as 0.
+    code = torch.where(magnitude > _HALF, (magnitude - _HALF) >> 2, (magnitude != 0).to(torch.uint8))
+    # A NaN has no code; its group's scale carries it.
+    code = torch.where(magnitude == 0x7F, 0, code | ((bits >> 4) & 8))
+    if code.shape[-1] % 2:
+        code = F.pad(code, (0, 1))
+    return code[..., 0::2] | (code[..., 1::2] << 4)
+
+
+def unpack_e2m1(payload: Tensor, length: int) -> Tensor:
+    """Packed E2M1 codes as E4M3 codes; `length` elements on the last axis."""
+    code = torch.stack([payload & 15, payload >> 4], dim=-1).flatten(-2)[..., :length]
+    magnitude = code & 7
+    bits = torch.where(magnitude > 1, _HALF + (magnitude << 2), magnitude * _HALF)
+    return (bits | ((code & 8) << 4)).contiguous().view(torch.float8_e4m3fn)
+
+
+def _noise(use: Use) -> Noise | None:
+    assert use.operand is not None
+    return use.noise if use.operand.rounding == "stochastic" else None

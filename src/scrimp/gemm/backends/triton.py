@@ -1,0 +1,151 @@
+"""Triton's kernels: FP8 and FP4 in tiles on FP8 tensor cores, the other formats as exact bf16 products.
+
+fp8, fp4             One kernel quantizes a tensor, both ways where backward needs both; `scaled_matmul` multiplies
+                     codes and applies the scales at every 128 of K. E2M1 values travel as E4M3 codes: the
+                     numbers are FP4's, the speed is FP8's.
+mxfp8, mxfp4, nvfp4  Code times scale is exact in bf16: quantized and dequantized in one pass over memory, then a bf16
+                     product with fp32 sums; NVFP4's scales of whole tensors multiply the result.
+Stored codes         are those of `scrimp.formats.quantize`, bit for bit, E2M1 packed.
+Limits               No tensor or row scales (torch's kernels take those) and no four-over-six. Where a group
+                     has a NaN its scale is NaN, and its stored codes mean nothing.
+Checked              tests/gemm/test_native.py, in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from scrimp.formats import QuantizedTensor
+from scrimp.formats.scales import nvfp4_tensor_scale
+from scrimp.gemm import kernels
+from scrimp.gemm.backends.base import Backend
+from scrimp.gemm.backends.operands import (
+    TileCodes,
+    check_same_device,
+    from_stored,
+    has_triton,
+    is_tile_pair,
+    readable,
+    tile_codes,
+    tile_pair,
+    to_stored,
+)
+from scrimp.gemm.problem import AXES, COLUMNS, Shape, Use, operands_of
+from scrimp.precision import Operand, lookup_scaling
+
+TILES = ("tile", "block")
+GROUPS = ("mx", "nvfp4", "nvfp4_2d")
+
+
+@dataclass(frozen=True)
+class _Values:
+    """bfloat16 values in the tensor's own layout."""
+
+    values: Tensor
+    outer: Tensor | None
+    """fp32 scale of the whole tensor."""
+
+
+class TritonBackend(Backend):
+    """Fused quantizers, and the GEMM over tiles."""
+
+    name = "triton"
+
+    def refusal(self, gemm: str, recipe: str, shape: Shape | None, device: torch.device) -> str | None:
+        """Any shape; formats with tiles, blocks or groups; CUDA, or the interpreter."""
+        operands = operands_of(gemm, recipe)
+        for operand in operands:
+            if (reason := _operand_refusal(operand)) is not None:
+                return reason
+        if (operands[0].scaling in TILES) != (operands[1].scaling in TILES):  # type: ignore[union-attr]
+            return "no kernel multiplies tiles by groups"
+        if not has_triton():
+            return "triton is not installed"
+        return None if device.type == "cuda" or is_interpreted() else "triton kernels need a CUDA device"
+
+    def prepare(self, x: Tensor, use: Use) -> TileCodes | _Values:
+        """Codes of tiles and blocks; bf16 values of groups."""
+        operand = use.operand
+        assert operand is not None
+        if operand.scaling in TILES:
+            return tile_codes(x, use)
+        x = readable(x)
+        scale = None
+        if lookup_scaling(operand.scaling).has_tensor_scale and use.reduce_amax is not None:
+            amax = kernels.tensor_amax(x, operand.hadamard, use.axis)
+            use.reduce_amax(amax)
+            scale = nvfp4_tensor_scale(amax)
+        return _Values(*kernels.fake_quantize_groups(x, operand, use.axis, scale, use.noise))
+
+    def prepare_pair(
+        self, x: Tensor, first: Use, second: Use
+    ) -> tuple[TileCodes | _Values, TileCodes | _Values]:
+        """Both copies of a tiled tensor in one pass over memory."""
+        if is_tile_pair(first, second):
+            return tile_pair(x, first, second)
+        return self.prepare(x, first), self.prepare(x, second)
+
+    def store(self, x: Tensor, use: Use) -> QuantizedTensor:
+        """The reference's codes; of tiles by the fused quantizer."""
+        assert use.operand is not None
+        if use.operand.scaling in TILES:
+            return to_stored(tile_codes(x, use), use.operand, use.axis, x.shape)
+        return super().store(x, use)
+
+    def load(self, codes: QuantizedTensor) -> TileCodes | _Values:
+        """Codes as E4M3, or their bf16 values."""
+        if codes.operand.scaling in TILES:
+            return from_stored(codes)
+        found = codes.dequantize_matrix()
+        return _Values(found.values.to(torch.bfloat16), found.outer)
+
+    def multiply(self, gemm: str, a: TileCodes | _Values, b: TileCodes | _Values, out: torch.dtype) -> Tensor:
+        """A B^T."""
+        if isinstance(a, TileCodes) and isinstance(b, TileCodes):
+            check_same_device(a.codes, b.codes)
+            return kernels.scaled_matmul(a.codes, a.scales, b.codes, b.scales, out)
+        assert isinstance(a, _Values)
+        assert isinstance(b, _Values)
+        check_same_device(a.values, b.values)
+        a_axis, b_axis = AXES[gemm]
+        left = a.values if a_axis == COLUMNS else a.values.T
+        right = b.values.T if b_axis == COLUMNS else b.values
+        if a.outer is None and b.outer is None and out == torch.bfloat16 and left.device.type == "cuda":
+            return left @ right
+        product = _wide(left, right)
+        for outer in (a.outer, b.outer):
+            if outer is not None:
+                product = product * outer.reshape(1, 1)
+        return product.to(out)
+
+
+def is_interpreted() -> bool:
+    """Whether Triton interprets its kernels, on any device and slowly."""
+    if not has_triton():
+        return False
+    return bool(importlib.import_module("triton").knobs.runtime.interpret)
+
+
+def _operand_refusal(operand: Operand | None) -> str | None:
+    if operand is None:
+        return "high precision is multiplied by torch"
+    if operand.scaling not in (*TILES, *GROUPS):
+        return f"no kernel for {operand.scaling} scales: torch's kernels take them"
+    if operand.four_over_six:
+        return "four-over-six has no kernel"
+    if operand.hadamard and operand.scaling in TILES:
+        return "no kernel rotates tiles"
+    if operand.scaling == "block" and operand.rounding == "stochastic":
+        return "no kernel rounds blocks stochastically"
+    return None
+
+
+def _wide(left: Tensor, right: Tensor) -> Tensor:
+    """A product of bf16 matrices in fp32."""
+    if left.device.type == "cuda":
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left.float() @ right.float()

@@ -1,0 +1,186 @@
+"""What `scrimp doctor` found on a device, as typed data, and the file that keeps it.
+
+The file lies in the user's cache, one per device, driver and versions of torch, triton and Scrimp: any
+of them may change which kernel runs, how fast, and whether it is right.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from scrimp.errors import StorageError
+from scrimp.files import make_folder, user_cache, write_whole
+
+WORKS, SLOWER, WRONG, MISSING = "works", "slower than bf16", "wrong", "not available"
+STATUSES = (WORKS, SLOWER, WRONG, MISSING)
+_FORMAT = 1
+"""Raised whenever the meaning of the file changes."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One recipe, GEMM and back end."""
+
+    recipe: str
+    gemm: str
+    backend: str
+    status: str
+    reason: str = ""
+    error: float | None = None
+    """Relative distance from float64; None where it did not run."""
+    seconds: float | None = None
+    """Of one GEMM with its quantization."""
+    bf16_seconds: float | None = None
+    """Of bf16 at the same sizes."""
+    sizes: str = ""
+    """Where it was timed."""
+
+    @property
+    def speedup(self) -> float | None:
+        """Over bf16; None where it was not timed."""
+        return self.bf16_seconds / self.seconds if self.seconds and self.bf16_seconds else None
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """All that a measurement depends on."""
+
+    device: str
+    driver: str
+    torch: str
+    triton: str
+    scrimp: str
+
+
+@dataclass(frozen=True)
+class DoctorReport:
+    """Every recipe, GEMM and back end on one device."""
+
+    surroundings: Surroundings
+    typical: str
+    """Sizes of the layer that was timed."""
+    measurements: tuple[Measurement, ...]
+
+    def fastest(self, recipe: str, gemm: str) -> Measurement | None:
+        """The fastest right one at the typical sizes; its `seconds` are the planner's. None where there is none."""
+        found = [
+            m
+            for m in self.measurements
+            if (m.recipe, m.gemm, m.sizes) == (recipe, gemm, self.typical)
+            and m.status in (WORKS, SLOWER)
+            and m.seconds is not None
+        ]
+        return min(found, key=lambda m: m.seconds or 0.0, default=None)
+
+    def order(self, recipe: str, gemm: str) -> list[str]:
+        """Names of the back ends that were right at the typical sizes, fastest first."""
+        found = [
+            (m.seconds, m.backend)
+            for m in self.measurements
+            if (m.recipe, m.gemm, m.sizes) == (recipe, gemm, self.typical)
+            and m.status in (WORKS, SLOWER)
+            and m.seconds is not None
+        ]
+        return [backend for _, backend in sorted(found)]
+
+    @property
+    def wrong(self) -> list[Measurement]:
+        """Those that ran and gave wrong numbers."""
+        return [m for m in self.measurements if m.status == WRONG]
+
+    def to_json(self) -> str:
+        """As `scrimp doctor --json` prints it."""
+        return json.dumps({"format": _FORMAT, **asdict(self)}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> DoctorReport:
+        """Read `to_json` back.
+
+        Raises:
+            ValueError: not such a text.
+        """
+        try:
+            data: dict[str, Any] = json.loads(text)
+            if data.pop("format") != _FORMAT:
+                raise ValueError("the format of another version")
+            measurements = tuple(Measurement(**entry) for entry in data["measurements"])
+            if not all(m.status in STATUSES for m in measurements):
+                raise ValueError("an unknown status")
+            return cls(Surroundings(**data["surroundings"]), str(data["typical"]), measurements)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+def surroundings_of(device: torch.device) -> Surroundings:
+    """What is here now."""
+    if device.type == "cuda":
+        name, driver = torch.cuda.get_device_name(device), _driver()
+    else:
+        name, driver = f"{_cpu_name()}, {torch.get_num_threads()} threads", ""
+    return Surroundings(name, driver, torch.__version__, _version("triton"), _version("scrimp"))
+
+
+def cache_file(surroundings: Surroundings) -> Path:
+    """Where the report of these surroundings lies."""
+    key = json.dumps(asdict(surroundings), sort_keys=True).encode()
+    return user_cache() / "doctor" / f"{hashlib.sha256(key).hexdigest()[:16]}.json"
+
+
+def load_report(surroundings: Surroundings, tell: Callable[[str], None] | None = None) -> DoctorReport | None:
+    """The kept report; None where there is none, or none that can be read, and then `tell` hears why."""
+    file = cache_file(surroundings)
+    try:
+        report = DoctorReport.from_json(file.read_text(encoding="utf-8"))
+        if report.surroundings != surroundings:
+            raise ValueError("the report of another device")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        if tell is not None:
+            tell(f"{file} cannot be used ({error}): measuring again")
+        return None
+    return report
+
+
+def keep_report(report: DoctorReport, tell: Callable[[str], None]) -> None:
+    """Write the report to the cache; where that is not possible, say so and go on."""
+    file = cache_file(report.surroundings)
+    try:
+        make_folder(file.parent)
+        write_whole(file, report.to_json(), shared=True)
+    except StorageError as error:
+        tell(f"the report is not kept: {error}")
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _driver() -> str:
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
+    except OSError:
+        text = ""
+    found = re.search(r"\d+\.\d+(\.\d+)?", text)
+    return found[0] if found else str(torch._C._cuda_getDriverVersion())
+
+
+def _cpu_name() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        text = ""
+    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return found[1] if found else f"CPU with {torch.backends.cpu.get_cpu_capability()}"
