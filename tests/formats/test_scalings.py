@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slow_oracle import COMBINATIONS, LARGEST, one_group, power_of_two, slowly, tensor_scale_of
+from slow_oracle import COMBINATIONS, LARGEST, all_values, one_group, power_of_two, slowly, tensor_scale_of
 from torch import Tensor
 from torchao.prototype.mx_formats.config import ScaleCalculationMode
 from torchao.prototype.mx_formats.mx_tensor import to_mx
@@ -143,6 +143,25 @@ def test_stochastic_rounding_is_the_slow_oracle_with_the_same_noise(
     assert_same(ours.dequantize(), slowly(x.numpy(), element, scaling, axis, uniform).dequantized)
 
 
+@EVERY_COMBINATION
+def test_numbers_between_two_values_are_divided_by_their_scale_as_documented(
+    element: str, scaling: str
+) -> None:
+    # Here the last bit of x / s decides: x times a rounded reciprocal differs.
+    grid = torch.from_numpy(all_values(element)).float()
+    middles = (grid[1:] + grid[:-1]) / 2
+    for seed in range(40):
+        x = normal(48, 256, seed=seed)
+        slow = slowly(x.numpy(), element, scaling)
+        scale = torch.tensor(slow.scales) * float(slow.tensor_scale)
+        picked = torch.randint(len(middles), x.shape, generator=torch.Generator().manual_seed(seed))
+        largest = x.abs() == x.abs().amax(-1, keepdim=True)
+        x = torch.where(largest, x, middles[picked] * scale[seed % len(scale)])
+        assert_same(
+            quantize(x, element, scaling).dequantize(), slowly(x.numpy(), element, scaling).dequantized
+        )
+
+
 @settings(max_examples=120, deadline=None)
 @given(
     st.sampled_from(COMBINATIONS),
@@ -255,6 +274,14 @@ def test_a_number_that_is_not_finite_poisons_exactly_its_group(
     group[slice(*across), slice(*along)] = True
     assert ours.isnan().equal(group)
     assert ours[~group].equal(clean[~group])
+    # The scale itself is NaN, and e2m1 codes, which have no NaN, are 0.
+    packed = quantize(x, element, scaling, axis, rounding)  # type: ignore[arg-type]
+    scale = packed.scales.float() if packed.tensor_scale is None else packed.tensor_scale
+    num_bad = int(packed.scales.eq(255).sum()) if scaling == "mx" else int(scale.isnan().sum())
+    assert num_bad == 1
+    assert scaling == "mx" or not scale.isinf().any()
+    if element == "e2m1" and scaling in ("tensor", "nvfp4", "nvfp4_2d"):
+        assert packed.payload.eq(0).all()
     fake = fake_quantize(x, Operand(element, scaling, rounding), axis).dequantize()  # type: ignore[arg-type]
     assert fake.isnan().equal(group)
 

@@ -230,6 +230,27 @@ class Report:
         return 0
 
 
+@dataclass(frozen=True)
+class Doctor:
+    """Try every recipe and back end on a device: works, wrong, slower than bf16, or not available, and why.
+
+    The report is kept for this device, driver and versions; training takes the fastest that works.
+    """
+
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
+    json: FlagCreatePairsOff[bool] = False
+    """Print the report as JSON."""
+    fresh: FlagCreatePairsOff[bool] = False
+    """Measure again, even if a report is kept."""
+
+    def execute(self, given: frozenset[str]) -> int:
+        check_device(self.device, "--device")
+        from scrimp.cli.doctor import show_doctor
+
+        return show_doctor(self.device, as_json=self.json, fresh=self.fresh)
+
+
 COMMANDS: dict[str, type[Command]] = {
     "train": Train,
     "plan": Plan,
@@ -239,6 +260,7 @@ COMMANDS: dict[str, type[Command]] = {
     "generate": Generate,
     "export": Export,
     "report": Report,
+    "doctor": Doctor,
 }
 """By the words that call them, in the order of the help."""
 

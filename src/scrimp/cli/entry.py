@@ -44,6 +44,7 @@ Scrimp trains language models with the bits, bytes and devices you have.
   generate TARGET --prompt TEXT continue a text
   export RUN OUT                a run as a Hugging Face folder
   report RUN                    a run's report.html
+  doctor                        which number formats work on this device, and how fast
 
 scrimp COMMAND --help explains a command's options; scrimp --version prints the version."""
 

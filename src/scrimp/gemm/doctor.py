@@ -2,8 +2,8 @@
 
 Method   Per recipe and GEMM every back end that does not refuse is judged at small sizes, one of them ragged, all
          elements against float64 (trial.py), then at typical sizes, some rows of the result. It is timed there with
-         quantization of both operands counted, against a bf16 product of the same sizes; a GPU's time is the
-         median of several runs between two synchronisations, a CPU's the better of two.
+         quantization of both operands counted, against a bf16 product of the same sizes, in turns, so
+         that a disturbance meets both. A GPU's time is the median of the rounds, a CPU's the best.
 CPU      torch's FP8 kernel for CPUs needs 30 s for a GEMM of 2048 x 1024 x 1024, and Triton's interpreter
          more. Both are tried and timed at 64 x 64 x 64 only, and the report says so; they never count as fastest.
 Limits   One set of typical sizes stands for all: `benchmarks/gemm.py` measures many. Times vary by some
@@ -31,7 +31,7 @@ from scrimp.gemm.doctor_report import (
     load_report,
     surroundings_of,
 )
-from scrimp.gemm.trial import Exact, Sizes, Trial, exact_result, make_trial, try_out
+from scrimp.gemm.trial import Exact, Sizes, Trial, exact_result, make_trial, random_matrix, try_out
 from scrimp.precision import GEMMS, HIGH_PRECISION, RECIPES
 
 SMALL = (Sizes(256, 256, 256), Sizes(200, 136, 264))
@@ -40,6 +40,7 @@ TYPICAL = {"cuda": Sizes(4096, 3584, 18944), "cpu": Sizes(512, 1024, 1024)}
 """On a GPU the up-projection of a 7B model (Qwen2.5), on a CPU a layer of a small one."""
 _SAMPLED_ROWS = 32
 _NOISE_OF_TIMES = 1.02
+_TIMING_SECONDS, _MOST_ROUNDS = 0.25, 16
 Tell = Callable[[str], None]
 
 
@@ -68,6 +69,7 @@ def examine(
             progress((index * len(GEMMS) + number) / (len(RECIPES) * len(GEMMS)))
             measurements += _examine_gemm(recipe, gemm, typical, clock)
     progress(1.0)
+    random_matrix.cache_clear()
     report = DoctorReport(surroundings, str(typical), tuple(measurements))
     keep_report(report, tell)
     return report
@@ -79,32 +81,32 @@ def is_for_probes_only(backend: Backend, recipe: str, device: torch.device) -> b
 
 
 class _Stopwatch:
-    """Seconds of GEMMs on one device, those of bf16 remembered."""
+    """Times GEMMs on one device, each beside a bf16 product."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._bf16: dict[tuple[str, Sizes], float] = {}
 
-    def seconds(self, backend: Backend, trial: Trial) -> float:
-        """Of one GEMM with its quantization."""
-        is_cuda = self.device.type == "cuda"
-        times = []
-        for _ in range(7 if is_cuda else 2):
-            self._wait()
-            start = time.perf_counter()
-            trial.run(backend, torch.bfloat16)
-            self._wait()
-            times.append(time.perf_counter() - start)
-        return statistics.median(times) if is_cuda else min(times)
+    def seconds(self, backend: Backend, trial: Trial, sizes: Sizes) -> tuple[float, float]:
+        """Of a GEMM with its quantization, and of the bf16 product alone, measured in turns."""
+        plain = make_trial(trial.gemm, "bf16", sizes, self.device, torch.bfloat16)
+        times: tuple[list[float], list[float]] = [], []
+        self._once(BACKENDS["torch"], plain)
+        end = time.perf_counter() + _TIMING_SECONDS
+        while len(times[0]) < 2 or (len(times[0]) < _MOST_ROUNDS and time.perf_counter() < end):
+            times[0].append(self._once(backend, trial))
+            times[1].append(self._once(BACKENDS["torch"], plain))
+        pick = statistics.median if self.device.type == "cuda" else min
+        return pick(times[0]), pick(times[1])
 
-    def bf16(self, gemm: str, sizes: Sizes) -> float:
-        """Of a bf16 product, without anything around it."""
-        if (gemm, sizes) not in self._bf16:
-            trial = make_trial(gemm, "bf16", sizes, self.device, torch.bfloat16)
-            backend = BACKENDS["torch"]
+    def _once(self, backend: Backend, trial: Trial) -> float:
+        # Some in a row on a GPU, so that it computes while the next are launched, as in training.
+        count = 4 if self.device.type == "cuda" else 1
+        self._wait()
+        start = time.perf_counter()
+        for _ in range(count):
             trial.run(backend, torch.bfloat16)
-            self._bf16[gemm, sizes] = self.seconds(backend, trial)
-        return self._bf16[gemm, sizes]
+        self._wait()
+        return (time.perf_counter() - start) / count
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
@@ -155,10 +157,9 @@ def _examine_backend(
         error = max(error, found)
     if backend.refusal(gemm, recipe, timed.shape(gemm), device) is not None:
         return Measurement(recipe, gemm, backend.name, MISSING, reasons[-1])
-    seconds, bf16_seconds = clock.seconds(backend, case(timed)[0]), clock.bf16(gemm, timed)
+    seconds, bf16_seconds = clock.seconds(backend, case(timed)[0], timed)
     if is_tiny:
-        rate = timed.shape(gemm).flops / seconds
-        reasons.append(f"{rate / 1e9:.2g} GFLOP/s, measured at 64 x 64 x 64: for probes only")
+        reasons.append(f"measured at {TINY.shape(gemm)} only: for probes, too slow for more")
     is_slow = recipe != "bf16" and seconds > bf16_seconds * _NOISE_OF_TIMES
     status = SLOWER if is_slow else WORKS
     return Measurement(

@@ -174,7 +174,10 @@ def _driver() -> str:
     except OSError:
         text = ""
     found = re.search(r"\d+\.\d+(\.\d+)?", text)
-    return found[0] if found else str(torch._C._cuda_getDriverVersion())
+    if found:
+        return found[0]
+    ask = getattr(torch._C, "_cuda_getDriverVersion", None)  # in builds for CUDA only
+    return "" if ask is None else str(ask())
 
 
 def _cpu_name() -> str:

@@ -18,6 +18,7 @@ Checked  tests/gemm/test_doctor.py: results with one wrong tile, scale or row ar
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -95,15 +96,17 @@ def make_trial(gemm: str, recipe: str, sizes: Sizes, device: torch.device, dtype
         "w": (sizes.outputs, sizes.inputs),
         "g": (sizes.tokens, sizes.outputs),
     }
-    operands = []
-    for number, tensor in enumerate(OPERANDS[gemm]):
-        # On the CPU, so that every device gets the same numbers.
-        generator = torch.Generator().manual_seed(number)
-        values = torch.randn(shapes[tensor], generator=generator) * _SCALES[tensor]
-        if tensor == "x":
-            values[:, :: max(1, sizes.inputs // 3)] *= 20
-        operands.append(values.to(device, dtype))
-    return Trial(gemm, recipe, *operands)
+    return Trial(gemm, recipe, *(random_matrix(name, shapes[name], device, dtype) for name in OPERANDS[gemm]))
+
+
+@functools.lru_cache(maxsize=12)
+def random_matrix(name: str, shape: tuple[int, int], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """X, W or G; on a CPU first, so that every device gets the same numbers. Kept: large ones take seconds."""
+    values = torch.randn(shape, generator=torch.Generator().manual_seed("xwg".index(name)))
+    values *= _SCALES[name]
+    if name == "x":
+        values[:, :: max(1, shape[1] // 3)] *= 20
+    return values.to(device, dtype)
 
 
 def exact_result(trial: Trial, max_rows: int | None = None) -> Exact:

@@ -1,0 +1,71 @@
+"""Codes travel through a compiled graph as bytes: nothing is lost, and the bytes suffice."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from planned_cases import QUANTIZED, random
+
+from scrimp.formats import Noise, QuantizedTensor
+from scrimp.gemm.backends import ReferenceBackend
+from scrimp.gemm.problem import AXES, Use, operands_of
+from scrimp.gemm.storage import INPUT, RECOMPUTED, capacity, pack, saved_class, unpack
+
+
+def codes_of(recipe: str, tokens: int, features: int) -> QuantizedTensor:
+    """What a forward pass keeps of an input."""
+    operand = operands_of("wgrad", recipe)[1]
+    x = random(tokens, features, seed=tokens + 1000 * features)
+    return ReferenceBackend().store(x, Use(operand, AXES["wgrad"][1], Noise(2)))
+
+
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Type, shape and every bit."""
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(QUANTIZED), st.integers(0, 300), st.integers(1, 70))
+@example("nvfp4", 1, 1)
+@example("fp8_tensor", 0, 1)
+@example("fp8_row", 0, 3)
+@example("fp8", 129, 1)
+@example("mxfp4", 33, 2)
+@example("fp4", 0, 5)
+def test_packed_codes_come_back_bit_for_bit(recipe: str, tokens: int, features: int) -> None:
+    codes = codes_of(recipe, tokens, features)
+    packed = pack(codes)
+    assert packed.dtype == torch.uint8
+    assert packed.numel() == capacity(saved_class(recipe), tokens, features) >= codes.nbytes
+    found = unpack(packed, recipe, (tokens, features))
+    assert same_bytes(found.payload, codes.payload)
+    assert same_bytes(found.scales, codes.scales)
+    assert (found.tensor_scale is None) == (codes.tensor_scale is None)
+    if found.tensor_scale is not None and codes.tensor_scale is not None:
+        assert same_bytes(found.tensor_scale.reshape(1), codes.tensor_scale.reshape(1))
+    assert (found.operand, found.axis, found.shape) == (codes.operand, codes.axis, codes.shape)
+    assert torch.equal(found.dequantize(), codes.dequantize())
+
+
+@pytest.mark.parametrize("recipe", QUANTIZED)
+def test_the_unused_bytes_are_few(recipe: str) -> None:
+    """At a usual size: under 7 percent of what the codes of any recipe take."""
+    used = codes_of(recipe, 1024, 64).nbytes
+    assert capacity(saved_class(recipe), 1024, 64) < 1.07 * used
+
+
+def test_codes_that_are_not_finite_come_back_as_nan() -> None:
+    operand = operands_of("wgrad", "nvfp4")[1]
+    x = random(40, 8)
+    x[3, 2] = torch.inf
+    codes = ReferenceBackend().store(x, Use(operand, -2, Noise()))
+    assert unpack(pack(codes), "nvfp4", (40, 8)).dequantize().isnan().all()
+
+
+def test_plans_fall_into_four_classes() -> None:
+    found = {name: saved_class(name) for name in (*QUANTIZED, "bf16", "fp32", "recompute")}
+    assert {name for name, kind in found.items() if kind == INPUT} == {"bf16", "fp32"}
+    assert [name for name, kind in found.items() if kind == RECOMPUTED] == ["recompute"]
+    assert set(found.values()) == {INPUT, RECOMPUTED, "8 bit", "4 bit"}
