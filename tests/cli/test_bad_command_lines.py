@@ -33,8 +33,8 @@ OPTIONS = [
     (["train", "--train.steps", "--resume"], ["--train.steps", "no value"]),
     (["train", "--train.lr", "fast"], ["--train.lr", "'fast'", "a number"]),
     (["train", "--train.master-weights", "maybe"], ["--train.master-weights", "true or false"]),
-    (["train", "--precision", "fp8"], ["--precision", "'fp8'", "auto, fp32, bf16"]),
-    (["train", "--precision", "bf61"], ["--precision", "did you mean bf16"]),
+    (["train", "--precision", "bf61"], ["precision names an unknown recipe", "did you mean bf16"]),
+    (["train", "--precision", "bf16,fp8"], ["no pattern and is not the first rule"]),
     (["train", "--train.schedule", "cosin"], ["--train.schedule", "did you mean cosine"]),
     (
         ["train", "--data.mask-documents", "false"],

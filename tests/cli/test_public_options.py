@@ -35,6 +35,7 @@ PUBLIC = {
     "generate": "TARGET --prompt --tokens --temperature --top-k --top-p --seed --device",
     "export": "RUN OUT",
     "report": "RUN",
+    "doctor": "--device --json --fresh",
 }
 
 

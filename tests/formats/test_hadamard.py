@@ -48,6 +48,13 @@ def test_the_inverse_undoes_the_rotation_and_the_input_is_kept(axis: int) -> Non
     assert not rotate(x, axis).equal(x)
 
 
+def test_the_rotation_stays_in_float32_under_autocast() -> None:
+    x = normal(48, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = [rotate(x, axis) for axis in (-1, -2)]
+    assert all(one.equal(rotate(x, axis)) for one, axis in zip(ours, (-1, -2), strict=True))
+
+
 def test_a_product_of_two_rotated_operands_is_the_product() -> None:
     a, b = normal(24, 64), normal(64, 40)
     blocks = torch.block_diag(*[ROTATION] * 4)

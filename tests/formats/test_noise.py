@@ -179,7 +179,7 @@ def test_the_size_of_working_pieces_changes_nothing(
         assert all(one.equal(two) for one, two in zip(other, found[-1], strict=True))
 
 
-@pytest.mark.parametrize(("element", "scaling"), COMBINATIONS)
+@EVERY_COMBINATION
 def test_equal_matrices_of_a_stack_round_differently(element: str, scaling: str) -> None:
     x = torch.randn(32, 48, generator=torch.Generator().manual_seed(0)).expand(2, 32, 48)
     for axis in (-1, -2):

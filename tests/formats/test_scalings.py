@@ -150,7 +150,7 @@ def test_numbers_between_two_values_are_divided_by_their_scale_as_documented(
     # Here the last bit of x / s decides: x times a rounded reciprocal differs.
     grid = torch.from_numpy(all_values(element)).float()
     middles = (grid[1:] + grid[:-1]) / 2
-    for seed in range(40):
+    for seed in range(15):
         x = normal(48, 256, seed=seed)
         slow = slowly(x.numpy(), element, scaling)
         scale = torch.tensor(slow.scales) * float(slow.tensor_scale)

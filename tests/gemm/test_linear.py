@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from scrimp.errors import DeviceError, ModelError
 from scrimp.gemm.linear import recomputed
-from scrimp.precision import LinearPrecision, recipe, storage_bytes
+from scrimp.precision import GEMMS, LinearPrecision, recipe, storage_bytes
 
 NEAREST = ("fp8", "fp8_tensor", "fp8_row", "mxfp8")
 MIXED = LinearPrecision("fp8_row", "nvfp4", "mxfp4", "fp8")
@@ -218,8 +218,8 @@ def test_each_gemm_takes_the_recipe_that_the_plan_names() -> None:
     assert torch.equal(mixed.weight_grad, run(planned(same("mxfp4", "fp32")), x).weight_grad)
     with watching_gemms() as ran:
         run(planned(MIXED), x)
-    names = [(e.gemm, e.recipe, e.backend) for e in ran]
-    assert names == [(g, r, "reference") for g, r in zip(("fprop", "dgrad", "wgrad"), ("fp8_row", "nvfp4", "mxfp4"))]
+    expected = list(zip(GEMMS, ("fp8_row", "nvfp4", "mxfp4"), ["reference"] * 3, strict=True))
+    assert [(e.gemm, e.recipe, e.backend) for e in ran] == expected
 
 
 # ---- what is kept for the backward pass
@@ -255,7 +255,9 @@ def test_the_bytes_kept_are_those_of_the_memory_accounting(saved: str, tokens: i
 def test_codes_kept_give_the_gradients_that_the_input_kept_gives(name: str, dtype: torch.dtype) -> None:
     high = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
     x = random(37, 100, dtype=dtype)
-    codes, whole, dropped = (run(planned(same(name, saved), dtype=dtype), x) for saved in (name, high, "recompute"))
+    codes, whole, dropped = (
+        run(planned(same(name, saved), dtype=dtype), x) for saved in (name, high, "recompute")
+    )
     assert codes.equals(whole)
     assert codes.equals(dropped)
 

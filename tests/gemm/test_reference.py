@@ -127,7 +127,9 @@ def test_bf16_products_add_two_roundings_of_the_result_at_most(
     assert bool(((y - exact).abs() <= bound).all())
 
 
-def products_of(recipe: str, gemm: str, out: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
+def products_of(
+    recipe: str, gemm: str, out: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> list[torch.dtype]:
     """Types of the products that the back end makes."""
     types: list[torch.dtype] = []
     plain = reference.multiply

@@ -11,7 +11,7 @@ from planned_cases import QUANTIZED, random
 from scrimp.formats import Noise, QuantizedTensor
 from scrimp.gemm.backends import ReferenceBackend
 from scrimp.gemm.problem import AXES, Use, operands_of
-from scrimp.gemm.storage import INPUT, RECOMPUTED, capacity, pack, saved_class, unpack
+from scrimp.gemm.storage import CODES, capacity, pack, saved_class, unpack
 
 
 def codes_of(recipe: str, tokens: int, features: int) -> QuantizedTensor:
@@ -64,8 +64,10 @@ def test_codes_that_are_not_finite_come_back_as_nan() -> None:
     assert unpack(pack(codes), "nvfp4", (40, 8)).dequantize().isnan().all()
 
 
-def test_plans_fall_into_four_classes() -> None:
-    found = {name: saved_class(name) for name in (*QUANTIZED, "bf16", "fp32", "recompute")}
-    assert {name for name, kind in found.items() if kind == INPUT} == {"bf16", "fp32"}
-    assert [name for name, kind in found.items() if kind == RECOMPUTED] == ["recompute"]
-    assert set(found.values()) == {INPUT, RECOMPUTED, "8 bit", "4 bit"}
+def test_plans_of_one_width_of_codes_are_one_class() -> None:
+    found = {name: saved_class(name) for name in QUANTIZED}
+    assert set(found.values()) == set(CODES)
+    assert {name for name, kind in found.items() if kind == "4 bit"} == {"fp4", "nvfp4", "mxfp4"}
+    others = {saved_class(name) for name in ("bf16", "fp32", "recompute")}
+    assert len(others) == 3
+    assert not others & set(CODES)

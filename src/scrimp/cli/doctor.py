@@ -58,7 +58,7 @@ def print_report(report: DoctorReport, console: Console) -> None:
 
 
 def _table(report: DoctorReport, notes: dict[str, int]) -> Table:
-    table = Table("recipe", "back end", *GEMMS, "note", box=box.SIMPLE)
+    table = Table("recipe", "back end", *GEMMS, "note", box=box.SIMPLE, padding=(0, 1, 0, 0))
     rows: dict[tuple[str, str], dict[str, Measurement]] = {}
     for measurement in report.measurements:
         rows.setdefault((measurement.recipe, measurement.backend), {})[measurement.gemm] = measurement
@@ -78,5 +78,5 @@ def _cell(measurement: Measurement) -> Text:
     text = measurement.status
     if measurement.speedup is not None and measurement.status in (WORKS, SLOWER):
         name = "works" if measurement.status == WORKS else "slower"
-        text = f"{name} {measurement.speedup:.2g}x"
+        text = f"{name} {measurement.speedup:.2f}x"
     return Text(text, style=_STYLES[measurement.status], no_wrap=True)

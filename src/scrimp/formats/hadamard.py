@@ -40,5 +40,5 @@ def rotate(x: Tensor, axis: int, *, inverse: bool = False) -> Tensor:
     matrix = _matrix(x.device, inverse)
     with torch.autocast(x.device.type, enabled=False):  # which would multiply in bf16
         if axis == -1:
-            return (x.unflatten(-1, (-1, SIZE)) @ matrix).flatten(-2)
-        return (matrix.T @ x.unflatten(-2, (-1, SIZE))).flatten(-3, -2)
+            return torch.matmul(x.unflatten(-1, (-1, SIZE)), matrix).flatten(-2)
+        return torch.matmul(matrix.T, x.unflatten(-2, (-1, SIZE))).flatten(-3, -2)

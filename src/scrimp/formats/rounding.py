@@ -38,8 +38,8 @@ def round_(x: Tensor, element: Element, noise: Tensor | None = None) -> Tensor:
     # 2^e; a NaN becomes infinity, which below makes NaN again.
     power.view(torch.int32).bitwise_and_(_EXPONENT_FIELD)
     if noise is None:
-        power.mul_(1.5 * 2.0 ** (23 - element.mantissa_bits))
-        return x.add_(power).sub_(power)
+        large = 1.5 * 2.0 ** (23 - element.mantissa_bits)  # times a power of two: exact
+        return x.add_(power, alpha=large).sub_(power, alpha=large)
     step = power.mul_(2.0**-element.mantissa_bits)
     x.div_(step).add_(noise).floor_().mul_(step)
     # Noise can lift a value beyond the largest only where its scale let it exceed that.

@@ -62,7 +62,9 @@ class Clock:
         """Row of the step's batch at which the micro-batch begins."""
         return self.now[1]
 
-    def noise(self, layer: str, gemm: str, operand: int, now: tuple[int, int], first_column: int = 0) -> Noise:
+    def noise(
+        self, layer: str, gemm: str, operand: int, now: tuple[int, int], first_column: int = 0
+    ) -> Noise:
         """The stream of one operand (0 or 1) of a GEMM of a layer."""
         step, first_row = now
         stream = Noise(0, first_row, first_column)

@@ -19,7 +19,8 @@ from torch.autograd.function import once_differentiable
 
 from scrimp.formats import QuantizedTensor
 from scrimp.gemm.layer import PlannedLayer, backward, forward, layer_of
-from scrimp.gemm.storage import INPUT, RECOMPUTED, capacity, pack, unpack
+from scrimp.gemm.problem import high_precision
+from scrimp.gemm.storage import CODES, RECOMPUTED, capacity, pack, unpack
 
 
 @torch.library.custom_op("scrimp::planned_forward", mutates_args=())
@@ -29,9 +30,8 @@ def planned_forward(
     """Y, and the packed codes of X (empty without)."""
     layer = layer_of(handle)
     step, first_row = now.tolist()
-    keep_codes = kind not in (INPUT, RECOMPUTED)
     with torch.autocast(x.device.type, enabled=False):
-        y, codes = forward(x, weight, layer, compute, keep_codes=keep_codes, now=(step, first_row))
+        y, codes = forward(x, weight, layer, compute, keep_codes=kind in CODES, now=(step, first_row))
     return y, x.new_empty(0, dtype=torch.uint8) if codes is None else pack(codes)
 
 
@@ -39,7 +39,7 @@ def planned_forward(
 def _(
     x: Tensor, weight: Tensor, handle: Tensor, now: Tensor, compute: torch.dtype, kind: str
 ) -> tuple[Tensor, Tensor]:
-    num_bytes = 0 if kind in (INPUT, RECOMPUTED) else capacity(kind, x.shape[0], x.shape[1])
+    num_bytes = capacity(kind, x.shape[0], x.shape[1]) if kind in CODES else 0
     y = x.new_empty(x.shape[0], weight.shape[0], dtype=compute)
     return y, x.new_empty(num_bytes, dtype=torch.uint8)
 
@@ -101,14 +101,14 @@ class CompiledLinear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, layer: PlannedLayer, compute: torch.dtype, needs_grad: bool
     ) -> Tensor:
         saves = needs_grad and weight.requires_grad
-        kind = layer.saved_class if saves else INPUT
+        kind = layer.saved_class if saves else RECOMPUTED
         now = layer.clock.reading
         y, packed = planned_forward(x, weight, layer.handle, now, compute, kind)
         kept = x.new_empty(0)
-        if kind in (INPUT, RECOMPUTED):
+        if kind not in CODES:
             # Bytes of its own: a graph that kept the operator's would run the product again for them.
             packed = x.new_empty(0, dtype=torch.uint8)
-            kept = x.to(compute) if saves else kept
+            kept = x.to(high_precision(kind, compute)) if saves else kept
         ctx.save_for_backward(kept, packed, weight, layer.handle, now)
         ctx.compute, ctx.input_dtype = compute, x.dtype
         return cast(Tensor, y)

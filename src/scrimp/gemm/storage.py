@@ -19,15 +19,14 @@ from scrimp.formats.quantize import SCALE_TYPES
 from scrimp.gemm.problem import ROWS, operands_of
 from scrimp.precision import HIGH_PRECISION, RECOMPUTE, lookup_element, lookup_scaling, recipe, scale_shape
 
-
-INPUT, RECOMPUTED = "input", "recompute"
+RECOMPUTED = RECOMPUTE
+CODES = ("8 bit", "4 bit")
+"""The classes of plans that save codes."""
 
 
 def saved_class(saved: str) -> str:
-    """What a compiled graph knows of what is saved: input, recompute, 8 bit or 4 bit."""
-    if saved in HIGH_PRECISION:
-        return INPUT
-    return RECOMPUTED if saved == RECOMPUTE else f"{recipe(saved).bits} bit"
+    """What a compiled graph knows of what is saved: a high precision, recompute, 8 bit or 4 bit."""
+    return saved if saved in (*HIGH_PRECISION, RECOMPUTED) else f"{recipe(saved).bits} bit"
 
 
 def capacity(kind: str, tokens: int, features: int) -> int:
@@ -44,7 +43,9 @@ def pack(codes: QuantizedTensor) -> Tensor:
     if codes.tensor_scale is not None:
         parts.insert(0, codes.tensor_scale.reshape(1))
     used = torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in parts])
-    return F.pad(used, (0, capacity(f"{lookup_element(codes.operand.element).bits} bit", *codes.shape) - len(used)))
+    return F.pad(
+        used, (0, capacity(f"{lookup_element(codes.operand.element).bits} bit", *codes.shape) - len(used))
+    )
 
 
 def unpack(packed: Tensor, recipe_name: str, shape: tuple[int, int]) -> QuantizedTensor:
@@ -61,5 +62,9 @@ def unpack(packed: Tensor, recipe_name: str, shape: tuple[int, int]) -> Quantize
     num_bytes = math.prod(sizes) * scale_type.itemsize
     scales = packed[:num_bytes].view(scale_type).view(sizes)
     num_codes = shape[1] * math.ceil(length * element.bits / 8)
-    payload = packed[num_bytes : num_bytes + num_codes].view(FLOAT8.get(element.name, torch.uint8)).view(shape[1], -1)
+    payload = (
+        packed[num_bytes : num_bytes + num_codes]
+        .view(FLOAT8.get(element.name, torch.uint8))
+        .view(shape[1], -1)
+    )
     return QuantizedTensor(payload, scales, tensor_scale, operand, ROWS, torch.Size(shape))

@@ -88,7 +88,8 @@ def swap_in(
         choose: back end per recipe and GEMM; unset: what `scrimp.gemm.backends_for` finds best on the device.
 
     Raises:
-        PlanError: a name that is no linear layer, a layer that is planned already, an unknown recipe.
+        PlanError: a name that is no linear layer, a layer that is planned already or has a forward of its
+            own, an unknown recipe.
     """
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     if not linears:
@@ -106,8 +107,7 @@ def swap_in(
         )
     for name, precision in precisions.items():
         check_precision(precision, name)
-        if hasattr(linears[name], "planned"):
-            raise PlanError(f"{name} is planned already", do="call replan or swap_out of its PlannedModel")
+        _check_layer(linears[name], name)
     if choose is None:
         from scrimp.gemm.select import backends_for  # late: it probes the device
 
@@ -119,6 +119,17 @@ def swap_in(
         layer.planned = PlannedLayer(name, precision, clock, choose)  # type: ignore[assignment]
         _to_class(layer, _planned_class(type(layer)))
     return PlannedModel(model, layers, clock)
+
+
+def _check_layer(layer: nn.Linear, name: str) -> None:
+    if hasattr(layer, "planned"):
+        raise PlanError(f"{name} is planned already", do="call replan or swap_out of its PlannedModel")
+    if type(layer).forward is not nn.Linear.forward:
+        raise PlanError(
+            f"{name} has a forward of its own, which a plan would replace",
+            got=type(layer).__name__,
+            do="leave it out: name the layers of the plan",
+        )
 
 
 def _planned_class(original: type) -> type:

@@ -86,7 +86,7 @@ class Attention(nn.Module):
 
     def heads(self, x_BTD: Tensor, norm: RMSNorm) -> Tensor:
         """qkv_BTGK: query, key and value heads side by side, normed where the family does, not yet turned."""
-        qkv_BTGK: Tensor = recomputed(self.qkv, norm, x_BTD).unflatten(-1, (-1, self.head_size))  # type: ignore[no-untyped-call]
+        qkv_BTGK: Tensor = recomputed(self.qkv, norm, x_BTD).unflatten(-1, (-1, self.head_size))
         if self.q_norm is None or self.k_norm is None:
             return qkv_BTGK
         q, k, v = qkv_BTGK.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=2)

@@ -60,6 +60,11 @@ class Operand:
             )
         if scaling.has_tensor_scale and self.element != "e2m1":
             raise PlanError(f"{self.scaling} scales e2m1 elements only", got=self.element, expected="e2m1")
+        if self.four_over_six and self.rounding == "stochastic":
+            raise PlanError(
+                "four_over_six chooses a scale by its error, and so is biased under stochastic rounding",
+                expected="one of the two",
+            )
         if self.four_over_six and not scaling.has_tensor_scale:
             raise PlanError(
                 "four_over_six chooses between two NVFP4 scales",
@@ -74,6 +79,11 @@ class GemmRecipe:
 
     a: Operand
     b: Operand
+
+    def __post_init__(self) -> None:
+        """Refuse a rotation of one operand alone: the product would be another one."""
+        if self.a.hadamard != self.b.hadamard:
+            raise PlanError("one operand is rotated and the other is not", expected="both, or none")
 
 
 @dataclass(frozen=True)

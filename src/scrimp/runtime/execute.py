@@ -18,8 +18,8 @@ from torch import Tensor
 from scrimp.config import Architecture
 from scrimp.gemm import BackendChooser, PlannedLayer, PlannedModel, backends_for, swap_in
 from scrimp.model import Decoder, LossSums
-from scrimp.plan import Plan
-from scrimp.precision import LinearPrecision
+from scrimp.plan import Plan, linear_shapes
+from scrimp.precision import GEMMS, LinearPrecision
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 HEAD = "head"
@@ -46,6 +46,21 @@ class Executable:
         if parameter_dtype == DTYPES[self.precision]:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, DTYPES[self.precision])
+
+    def backends(self) -> str:
+        """Which back end runs which recipes, for the log; empty where nothing is quantized."""
+        if self.planned is None:
+            return ""
+        chosen: dict[str, set[str]] = {}
+        for layer in self.planned.layers.values():
+            for gemm in GEMMS:
+                recipe = layer.precision.gemm(gemm)
+                chosen.setdefault(recipe, set()).add(layer.choose(recipe, gemm).name)
+        parts = [
+            f"{recipe} by {' and '.join(sorted(names))}" + (" (emulated)" if "reference" in names else "")
+            for recipe, names in chosen.items()
+        ]
+        return ", ".join(parts)
 
     def begin(self, step: int, first_row: int) -> None:
         """The next micro-batch is of this step, its first token this row of the step's batch: the address
@@ -74,6 +89,7 @@ def realise(
     seed: int = 0,
     loss_chunk: int = 0,
     z_loss: float = 0.0,
+    tokens: int = 0,
     choose: BackendChooser | None = None,
 ) -> Executable:
     """Allocate the model of a plan and fill its parameters.
@@ -83,6 +99,7 @@ def realise(
         parameters: their format, fp32 or bf16.
         compute: working format of the activations.
         seed: of the rounding noise.
+        tokens: of one micro-batch, for which back ends are chosen; 0: for any number.
         choose: back end per recipe and GEMM; unset: what works and is fastest on the device.
     """
     with torch.device("meta"):
@@ -91,8 +108,17 @@ def realise(
     fill(model)
     planned = None
     if quantizes(plan, compute):
-        planned = plan_layers(model, plan, choose or backends_for(device), seed)
+        planned = plan_layers(model, plan, choose or choose_backends(architecture, device, tokens), seed)
     return Executable(model, device, compute, loss_chunk, z_loss, planned)
+
+
+def choose_backends(architecture: Architecture, device: torch.device, tokens: int) -> BackendChooser:
+    """The back ends that work on the device, in the shapes of the model, the fastest first."""
+    selection = backends_for(device)
+    if not tokens:
+        return selection
+    shapes = linear_shapes(architecture)
+    return selection.for_layers([(inputs, outputs) for outputs, inputs in shapes.values()], tokens)
 
 
 def precisions_of(plan: Plan) -> dict[str, LinearPrecision]:

@@ -39,7 +39,8 @@ from scrimp.runtime.execute import HEAD, Executable, precisions_of
 _PRODUCTS = {"mm", "addmm", "addmm_", "_addmm_activation", "linear"}
 _FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 _PROBE_TOKENS = 8
-_PLANNED_PROBE_TOKENS = 32
+_PLANNED_PROBE_TOKENS = 128
+"""A multiple of every group and of what kernels ask for."""
 _ROUNDING = {"bf16": 2.0**-7, "fp32": 2.0**-14}
 """Largest relative distance from the float64 product, by working format: its rounding, and that of the sums."""
 _SMALLEST_EFFECT = 2.0**-9

@@ -149,6 +149,7 @@ def _make_trainer(
         seed=config.run.seed,
         loss_chunk=decided(config.train.loss_chunk),
         z_loss=config.train.z_loss,
+        tokens=decided(config.train.micro_batch) * decided(config.train.sequence),
     )
     prove(executable, decisions.plan)
     trainer = Trainer(
@@ -226,6 +227,9 @@ def _announce(trainer: Trainer, run_dir: Path, start: Start) -> None:
         f"{format_count(corpus.held_out.num_tokens)} held out; {run_dir}"
     )
     trainer.line.message(f"data: {corpus.checked}")
+    backends = trainer.executable.backends()
+    if backends:
+        trainer.line.message(f"GEMMs: {backends}")
     flops = count_flops(architecture, decided(config.train.sequence))
     trainer.log.event(
         "resume" if start.checkpoint else "start",
@@ -236,6 +240,7 @@ def _announce(trainer: Trainer, run_dir: Path, start: Start) -> None:
         flops_per_token_causal=flops.causal,
         flops_per_token_full=flops.full,
         peak_origin=trainer.peaks.origin,
+        backends=backends,
         environment={
             "scrimp": __version__,
             "torch": torch.__version__,

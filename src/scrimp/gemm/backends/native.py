@@ -220,8 +220,16 @@ def _tile_product(gemm: str, a: _Codes, b: _Codes, out: torch.dtype) -> Tensor:
 
 def _tile_scales(x: _Codes, pad: int) -> Tensor:
     if x.operand.scaling == "tile":
-        return F.pad(x.scales, (0, 0, 0, pad)).t().contiguous().t()
-    return F.pad(x.scales, (0, -x.scales.shape[1] % 4)).contiguous().t()
+        return _columns_first(F.pad(x.scales, (0, 0, 0, pad)) if pad else x.scales)
+    return _columns_first(F.pad(x.scales, (0, -x.scales.shape[1] % 4)).t())
+
+
+def _columns_first(matrix: Tensor) -> Tensor:
+    """Strides (1, rows) also where an axis has one element, whose stride torch takes for arbitrary, and cuBLAS not."""
+    rows, columns = matrix.shape
+    if matrix.stride() == (1, rows):
+        return matrix
+    return torch.empty(columns, rows, dtype=matrix.dtype, device=matrix.device).t().copy_(matrix)
 
 
 def _mx_product(gemm: str, a: _Codes, b: _Codes, out: torch.dtype) -> Tensor:

@@ -3,7 +3,7 @@
 The meaning of every number is `scrimp.formats`; these kernels give the same codes and scales, bit for
 bit. They run on CUDA devices from compute capability 8.9 on (FP8 conversions), and anywhere in
 Triton's interpreter (TRITON_INTERPRET=1 before triton is first imported), which is how the tests
-check them without a GPU.
+check them without a GPU (triton 3.6's interpreter fails in loops under numpy 2.4; 3.9's does not).
 
 Triton is imported at the first use of a name below, never before: a machine without it can import
 this package, and gets a `DeviceError` when it calls a kernel.

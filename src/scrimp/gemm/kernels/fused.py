@@ -6,6 +6,7 @@ Method   The same arithmetic as `scrimp.model.functions`, then `tiles.py` on the
 
              rms_norm  r = 1 / sqrt(mean(x^2) + eps),  y = bf16((x r) w)          in float32
              swiglu    s = T(silu(gate)),  y = T(s up)                  T: rounding to the input's type
+
 Rounding Sums and exponentials differ from eager code in the last bits of float32, so y may differ by one unit
          of bfloat16; codes and scales are exactly those of y (`keep_values=True` returns it).
 Limits   Nearest rounding only: X is never rounded stochastically.

@@ -106,7 +106,7 @@ def check_row_major(name: str, x: Tensor) -> None:
 
 def check_devices(**tensors: Tensor | None) -> None:
     """All tensors on one device, one that runs kernels."""
-    import triton  # type: ignore[import-untyped]
+    import triton
 
     here = {name: x.device for name, x in tensors.items() if x is not None}
     if len(set(here.values())) > 1:

@@ -1,0 +1,248 @@
+"""What planned GEMMs cost: a step in each recipe against bf16, and a change of plan between steps.
+
+Question  How much slower is an emulated (or faster a native) recipe than bf16 in a whole training
+          step? What does it cost to give half of all layers other recipes while training goes on?
+Method    One model in bf16 and one per recipe on the same batch: forward and backward, gradients dropped,
+          without the optimizer, which is the same for all. All take their steps in turn, in one process; the
+          ratio is the median of the ratios to the bf16 step of the same round. Not counted: back ends' autotuning and the
+          first round.
+Switch    A model in fp8 gives every second layer fp4: seconds for `replan` itself, then the step after it
+          against the steps before. Eager, and with every block compiled, where new graphs are
+          counted; beside it what compiling the blocks took at the start, as a static plan would again.
+Run       python benchmarks/planned_step.py                       # CPU, llama-60m
+          python benchmarks/planned_step.py --device cuda --preset llama-300m --compile
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from environment import RESULTS, cpu, facts, markdown_table, write_pair
+from rich.console import Console
+from torch import Tensor
+
+from scrimp.config import Config, ModelConfig, TrainConfig, preset, resolve
+from scrimp.gemm import LinearPrecision
+from scrimp.model import initialise
+from scrimp.plan import build_plan
+from scrimp.runtime import Executable, compile_blocks, realise
+
+RECIPES = ("bf16", "fp8", "fp8_tensor", "fp8_row", "mxfp8", "nvfp4", "mxfp4", "fp4")
+STEP_COLUMNS = ("recipe", "step, ms (fastest, slowest)", "times bf16", "range of the ratio")
+SWITCH_COLUMNS = (
+    "mode",
+    "first step, s",
+    "steps before, ms",
+    "replan, ms",
+    "step after, ms",
+    "steps later, ms",
+    "new graphs",
+)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One recipe."""
+
+    recipe: str
+    seconds: list[float]
+    ratios: list[float]
+
+
+@dataclass(frozen=True)
+class SwitchResult:
+    """One change of plan."""
+
+    mode: str
+    first_step_s: float
+    before_s: list[float]
+    replan_s: float
+    after_s: float
+    later_s: list[float]
+    new_graphs: int
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--preset", default="llama-60m")
+    parser.add_argument("--recipes", nargs="+", default=list(RECIPES))
+    parser.add_argument("--sequence", type=int, default=512)
+    parser.add_argument("--micro-batch", type=int, default=4)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--compile", action="store_true", help="compile the blocks of every model")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--skip-switch", action="store_true")
+    parser.add_argument("--date", default=date.today().isoformat())
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    device = cpu() if options.device == "cpu" else torch.cuda.get_device_name()
+    before = facts("torch", "triton") | {"device": device, "threads": options.threads}
+    steps = measure_steps(options)
+    switches = [] if options.skip_switch else [measure_switch(options, mode) for mode in ("eager", "compiled")]
+    record = {
+        "environment": before,
+        "settings": {name: getattr(options, name) for name in ("preset", "sequence", "micro_batch", "compile")},
+        "steps": [asdict(result) for result in steps],
+        "switches": [asdict(result) for result in switches],
+    }
+    text = page(steps, switches, record)
+    path = write_pair(options.out, f"{options.date}-planned-step-{options.device}", record, text)
+    Console().print(text, f"written: {path}", markup=False)
+
+
+def make(precision: str, options: argparse.Namespace) -> tuple[Executable, Tensor]:
+    """A model that runs by a precision, and a batch."""
+    config = Config(
+        precision=precision,
+        model=ModelConfig(preset=options.preset),
+        train=TrainConfig(
+            sequence=options.sequence,
+            batch_tokens=options.sequence * options.micro_batch,
+            micro_batch=options.micro_batch,
+        ),
+    )
+    architecture = preset(options.preset)
+    config = resolve(config, architecture, device_type=options.device).config
+    plan = build_plan(
+        config,
+        architecture,
+        device_name=options.device,
+        device_is_host=options.device == "cpu",
+        torch_version=torch.__version__,
+        reasons={},
+    )
+    executable = realise(
+        plan,
+        architecture,
+        lambda model: initialise(model, 0),
+        device=torch.device(options.device),
+        parameters=config.train.parameters,
+        compute=config.precision_rules.compute,
+        loss_chunk=config.train.loss_chunk or 0,
+    )
+    generator = torch.Generator().manual_seed(0)
+    shape = (options.micro_batch, options.sequence)
+    return executable, torch.randint(0, architecture.vocab_size, shape, generator=generator)
+
+
+def step(executable: Executable, tokens_BT: Tensor) -> float:
+    """Seconds of one forward and backward pass."""
+    synchronise(executable.device)
+    start = time.perf_counter()
+    executable.begin(0, 0)
+    executable.loss(tokens_BT, tokens_BT, None).total.backward()
+    synchronise(executable.device)
+    seconds = time.perf_counter() - start
+    executable.model.zero_grad(set_to_none=True)
+    return seconds
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait for the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def measure_steps(options: argparse.Namespace) -> list[StepResult]:
+    """All recipes in turn, several rounds."""
+    models = {recipe: make(recipe, options) for recipe in dict.fromkeys(["bf16", *options.recipes])}
+    if options.compile:
+        for executable, _ in models.values():
+            compile_blocks(executable.model)
+    rounds = []
+    for _ in range(options.repeats + 1):
+        rounds.append({recipe: step(*model) for recipe, model in models.items()})
+    rounds = rounds[1:]
+    return [
+        StepResult(recipe, [r[recipe] for r in rounds], [r[recipe] / r["bf16"] for r in rounds])
+        for recipe in models
+    ]
+
+
+def measure_switch(options: argparse.Namespace, mode: str) -> SwitchResult:
+    """Half of all layers from fp8 to fp4 between two steps."""
+    executable, tokens = make("fp8", options)
+    if mode == "compiled":
+        torch._dynamo.reset()
+        compile_blocks(executable.model)
+    first = step(executable, tokens)
+    before = [step(executable, tokens) for _ in range(options.repeats)]
+    assert executable.planned is not None
+    graphs = num_graphs()
+    start = time.perf_counter()
+    layers = list(executable.planned.layers)[::2]
+    changed = executable.planned.replan(dict.fromkeys(layers, LinearPrecision.of("fp4")))
+    replan = time.perf_counter() - start
+    assert changed == layers
+    after = step(executable, tokens)
+    later = [step(executable, tokens) for _ in range(options.repeats)]
+    return SwitchResult(mode, first, before, replan, after, later, num_graphs() - graphs)
+
+
+def num_graphs() -> int:
+    """Graphs that torch.compile has made so far in this process."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def page(steps: list[StepResult], switches: list[SwitchResult], record: dict[str, Any]) -> str:
+    """The result as Markdown."""
+    environment, settings = record["environment"], record["settings"]
+    rows = [
+        (
+            r.recipe,
+            f"{milliseconds(r.seconds)} ({1e3 * min(r.seconds):,.0f}, {1e3 * max(r.seconds):,.0f})",
+            f"{statistics.median(r.ratios):.2f}",
+            f"{min(r.ratios):.2f} to {max(r.ratios):.2f}",
+        )
+        for r in steps
+    ]
+    changes = [
+        (
+            s.mode,
+            f"{s.first_step_s:.2f}",
+            milliseconds(s.before_s),
+            f"{1e3 * s.replan_s:.2f}",
+            milliseconds([s.after_s]),
+            milliseconds(s.later_s),
+            str(s.new_graphs),
+        )
+        for s in switches
+    ]
+    text = [
+        "# Planned GEMMs: a step in each recipe, and a change of plan",
+        "",
+        f"{settings['preset']}, {settings['micro_batch']} x {settings['sequence']} tokens, "
+        f"{'compiled' if settings['compile'] else 'eager'}, {environment['device']}, {environment['threads']} threads, "
+        f"torch {environment['versions']['torch']}. Measured; how: the docstring of `benchmarks/planned_step.py`.",
+        "",
+        f"- command: {environment['command']}",
+        f"- commit: {environment['commit']}",
+        "",
+        "Forward and backward pass (all blocks in the recipe, the head in bf16):",
+        "",
+        *markdown_table(STEP_COLUMNS, rows),
+    ]
+    if changes:
+        text += ["", "Half of all layers from fp8 to fp4:", "", *markdown_table(SWITCH_COLUMNS, changes)]
+    return "\n".join([*text, ""])
+
+
+def milliseconds(seconds: list[float]) -> str:
+    """The median."""
+    return f"{1e3 * statistics.median(seconds):,.0f}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""Triton's back end gives the reference's codes, and products within the error of their sums."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from triton_cases import DEVICE
+
+from scrimp.formats import Noise, QuantizedTensor, fake_quantize
+from scrimp.gemm.backends import ReferenceBackend, TritonBackend
+from scrimp.gemm.problem import AXES, Shape, Use, operands_of, shape_of
+from scrimp.precision import GEMMS
+
+BACKEND, REFERENCE = TritonBackend(), ReferenceBackend()
+TILED, GROUPED = ("fp8", "fp4"), ("mxfp8", "mxfp4", "nvfp4")
+SIZES = (40, 144, 200)
+"""Tokens, inputs, outputs: none a multiple of 128, and tokens of no 16."""
+WHERE = torch.device(DEVICE)
+
+
+def case(gemm: str, recipe: str) -> list[tuple[Tensor, Use]]:
+    tokens, inputs, outputs = SIZES
+    shapes = {
+        "fprop": ((tokens, inputs), (outputs, inputs)),
+        "dgrad": ((tokens, outputs), (outputs, inputs)),
+        "wgrad": ((tokens, outputs), (tokens, inputs)),
+    }
+    generator = torch.Generator().manual_seed(1)
+    uses = [
+        Use(operand, axis, Noise(number + 1))
+        for number, (operand, axis) in enumerate(zip(operands_of(gemm, recipe), AXES[gemm], strict=True))
+    ]
+    return [
+        (torch.randn(shape, generator=generator).bfloat16().to(DEVICE), use)
+        for shape, use in zip(shapes[gemm], uses, strict=True)
+    ]
+
+
+def exact(cases: list[tuple[Tensor, Use]]) -> tuple[Tensor, Tensor]:
+    """The product of what the operands round to, and that of its magnitudes, in float64."""
+    sides = []
+    for x, use in cases:
+        assert use.operand is not None
+        values = fake_quantize(
+            x.cpu(), use.operand, use.axis, noise=use.noise, keep_rotation=True
+        ).dequantize()
+        sides.append((values if use.axis == -1 else values.T).double())
+    return sides[0] @ sides[1].T, sides[0].abs() @ sides[1].abs().T
+
+
+@pytest.mark.parametrize("gemm", GEMMS)
+@pytest.mark.parametrize("recipe", TILED + GROUPED)
+def test_a_product_is_within_the_error_of_its_sums(gemm: str, recipe: str) -> None:
+    assert BACKEND.refusal(gemm, recipe, shape_of(gemm, *SIZES), WHERE) is None
+    cases = case(gemm, recipe)
+    a, b = (BACKEND.prepare(x, use) for x, use in cases)
+    expected, magnitudes = exact(cases)
+    y = BACKEND.multiply(gemm, a, b, torch.float32).cpu()
+    # A rotation sums in an order that nobody promises: a code may fall to the other side of a tie.
+    unit = 2.0**-8 if recipe == "nvfp4" and gemm == "wgrad" else 220 * 2.0**-24
+    assert bool(((y.double() - expected).abs() <= unit * magnitudes).all())
+    short = BACKEND.multiply(gemm, a, b, torch.bfloat16)
+    assert short.dtype == torch.bfloat16
+    assert bool(((short.cpu().double() - expected).abs() <= (unit + 2.0**-8) * magnitudes).all())
+
+
+def bytes_of(codes: QuantizedTensor) -> list[Tensor]:
+    parts = [codes.payload, codes.scales, codes.tensor_scale]
+    return [part.contiguous().reshape(-1).view(torch.uint8).cpu() for part in parts if part is not None]
+
+
+@pytest.mark.parametrize("recipe", TILED + GROUPED)
+def test_stored_codes_are_the_references(recipe: str) -> None:
+    _, (x, use) = case("wgrad", recipe)
+    ours, theirs = BACKEND.store(x, use), REFERENCE.store(x, use)
+    assert (ours.operand, ours.axis, ours.shape, ours.nbytes) == (
+        theirs.operand,
+        theirs.axis,
+        theirs.shape,
+        theirs.nbytes,
+    )
+    assert ours.payload.shape == theirs.payload.shape
+    for mine, reference in zip(bytes_of(ours), bytes_of(theirs), strict=True):
+        assert torch.equal(mine, reference)
+
+
+@pytest.mark.parametrize("recipe", TILED + GROUPED)
+def test_stored_codes_give_the_product_of_the_tensor(recipe: str) -> None:
+    (g, g_use), (x, use) = case("wgrad", recipe)
+    a = BACKEND.prepare(g, g_use)
+    from_codes = BACKEND.multiply("wgrad", a, BACKEND.load(REFERENCE.store(x, use)), torch.float32)
+    direct = BACKEND.multiply("wgrad", a, BACKEND.prepare(x, use), torch.float32)
+    # Rotated values lie within a unit of the rotation's sum, see fake_quantize.py.
+    tolerance = 1e-2 if recipe == "nvfp4" else 0.0
+    assert torch.allclose(from_codes, direct, rtol=0, atol=tolerance * float(direct.abs().max()))
+
+
+@pytest.mark.parametrize("recipe", TILED + GROUPED)
+def test_a_pair_is_the_two_operands(recipe: str) -> None:
+    (g, first), _ = case("dgrad", recipe)
+    _, second = case("wgrad", recipe)[0]
+    second = Use(second.operand, second.axis, Noise(77))
+    pair = BACKEND.prepare_pair(g, first, second)
+    for ours, use in zip(pair, (first, second), strict=True):
+        alone = BACKEND.prepare(g, use)
+        mine, other = (vars(ours).values(), vars(alone).values())
+        for left, right in zip(mine, other, strict=True):
+            assert (left is None and right is None) or torch.equal(
+                left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8)
+            )
+
+
+def test_a_whole_scale_is_the_maximum_over_shards() -> None:
+    (x, use), _ = case("fprop", "nvfp4")
+
+    def widen(amax: Tensor) -> None:
+        amax.fill_(1000.0)
+
+    found = BACKEND.prepare(x, Use(use.operand, use.axis, use.noise, widen))
+    assert found.outer is not None
+    assert float(found.outer) == pytest.approx(1000 / (6 * 448), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [("fp8_tensor", "tensor scales"), ("fp8_row", "row scales"), ("bf16", "high precision")],
+)
+def test_formats_without_a_kernel_are_refused(recipe: str, words: str) -> None:
+    assert words in (BACKEND.refusal("fprop", recipe, Shape(16, 16, 16), WHERE) or "")
+
+
+def test_without_a_gpu_and_the_interpreter_everything_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton
+
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    assert "CUDA" in (BACKEND.refusal("fprop", "fp8", None, torch.device("cpu")) or "")
+    assert BACKEND.refusal("fprop", "fp8", None, torch.device("cuda")) is None
+
+
+def test_without_triton_everything_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scrimp.gemm.backends.triton.has_triton", lambda: False)
+    assert BACKEND.refusal("fprop", "fp8", None, torch.device("cuda")) == "triton is not installed"
