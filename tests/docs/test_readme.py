@@ -8,6 +8,8 @@ import pytest
 
 from scrimp.cli import main
 from scrimp.config import PRESETS, load_config
+from scrimp.plan.flops import GEMM_NAMES
+from scrimp.precision import RECIPES, parse_rules, storage_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -76,7 +78,7 @@ def test_the_two_make_lines_exist() -> None:
         assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE)
 
 
-@pytest.mark.parametrize("name", ["README.md", "CHANGELOG.md", "docs/architecture.md", "docs/lab-log.md"])
+@pytest.mark.parametrize("name", ["README.md", "CHANGELOG.md", *(f"docs/{name}.md" for name in ("architecture", "precision", "lab-log"))])
 def test_links_and_packages_in_the_documents_exist(name: str) -> None:
     text = (ROOT / name).read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)#]+)\)", text):
@@ -106,3 +108,24 @@ def test_every_test_that_a_docstring_names_exists() -> None:
             named += [first + name for name in re.findall(r"\w+\.py", more)]
         missing += [f"{path.name}: {name}" for name in named if not (ROOT / name).exists()]
     assert not missing
+
+
+def test_the_example_of_the_precision_guide_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    guide = (ROOT / "docs" / "precision.md").read_text(encoding="utf-8")
+    example = re.search(r"```python\n(.*?)```", guide, flags=re.DOTALL)
+    assert example
+    exec(compile(example[1], "docs/precision.md", "exec"), {})
+    size, error = capsys.readouterr().out.split()
+    assert int(size) == storage_bytes((64, 256), "e2m1", "nvfp4")
+    assert 0.08 < float(re.sub(r"[^\d.]", "", error)) < 0.11
+
+
+def test_the_precision_guide_names_every_recipe_and_its_rules_are_valid() -> None:
+    guide = (ROOT / "docs" / "precision.md").read_text(encoding="utf-8")
+    for recipe in RECIPES:
+        assert f"`{recipe}`" in guide
+    rules = re.search(r"```\n(fp8 .*?)```", guide, flags=re.DOTALL)
+    assert rules
+    layers = [f"blocks.0.{name}" for name in GEMM_NAMES] + ["head"]
+    for line in rules[1].splitlines():
+        assert parse_rules(line.split()[0]).assign(layers)

@@ -114,6 +114,34 @@ def test_a_pair_is_the_two_operands(recipe: str) -> None:
             )
 
 
+@pytest.mark.parametrize("recipe", TILED + GROUPED)
+def test_preparing_and_storing_in_one_pass_are_the_two(recipe: str) -> None:
+    (x, use), _ = case("fprop", recipe)
+    saved = case("wgrad", recipe)[1][1]
+    operand, codes = BACKEND.prepare_and_store(x, use, saved)
+    alone = BACKEND.prepare(x, use)
+    for ours, theirs in zip(vars(operand).values(), vars(alone).values(), strict=True):
+        assert (ours is None and theirs is None) or torch.equal(ours.float(), theirs.float())
+    for ours, theirs in zip(bytes_of(codes), bytes_of(REFERENCE.store(x, saved)), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("recipe", TILED)
+def test_tiles_along_both_axes_take_one_launch(monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
+    from scrimp.gemm import kernels
+
+    launches = []
+    real = kernels.quantize_tiles
+    monkeypatch.setattr(
+        kernels, "quantize_tiles", lambda *a, **k: launches.append(1) or real(*a, **k), raising=False
+    )
+    (g, first), second = case("dgrad", recipe)[0], case("wgrad", recipe)[0][1]
+    BACKEND.prepare_pair(g, first, Use(second.operand, second.axis, Noise(9)))
+    (x, use), saved = case("fprop", recipe)[0], case("wgrad", recipe)[1][1]
+    BACKEND.prepare_and_store(x, use, saved)
+    assert len(launches) == 2
+
+
 def test_a_whole_scale_is_the_maximum_over_shards() -> None:
     (x, use), _ = case("fprop", "nvfp4")
 

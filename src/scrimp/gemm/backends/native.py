@@ -84,6 +84,7 @@ class TorchBackend(Backend):
     """Native scaled products, and plain ones in bf16 and fp32."""
 
     name = "torch"
+    shares_passes = True  # of tiles; other pairs are made one after the other
 
     def refusal(self, gemm: str, recipe: str, shape: Shape | None, device: torch.device) -> str | None:
         """The rules of CUDA's kernels, on every device; whether this GPU has the kernel shows only when it runs."""
@@ -100,10 +101,18 @@ class TorchBackend(Backend):
 
     def prepare_pair(self, x: Tensor, first: Use, second: Use) -> tuple[_Plain | _Codes, _Plain | _Codes]:
         """Both copies of a tiled gradient in one pass over memory, where Triton runs."""
-        if first.operand is not None and _has_kernel(x, first.operand) and is_tile_pair(first, second):
-            a, b = tile_pair(x, first, second)
-            return _of_tiles(a, first, x), _of_tiles(b, second, x)
-        return self.prepare(x, first), self.prepare(x, second)
+        if not _is_kernel_pair(x, first, second):
+            return self.prepare(x, first), self.prepare(x, second)
+        a, b = tile_pair(x, first, second)
+        return _of_tiles(a, first, x), _of_tiles(b, second, x)
+
+    def prepare_and_store(self, x: Tensor, use: Use, saved: Use) -> tuple[_Plain | _Codes, QuantizedTensor]:
+        """The same for fprop's tiles and the codes that wgrad will read."""
+        if not _is_kernel_pair(x, use, saved):
+            return self.prepare(x, use), self.store(x, saved)
+        a, codes = tile_pair(x, use, saved)
+        assert saved.operand is not None
+        return _of_tiles(a, use, x), to_stored(codes, saved.operand, saved.axis, x.shape)
 
     def store(self, x: Tensor, use: Use) -> QuantizedTensor:
         """The reference's codes; of tiles by Triton's quantizers where they run."""
@@ -141,6 +150,10 @@ class TorchBackend(Backend):
 
 def _has_kernel(x: Tensor, operand: Operand) -> bool:
     return x.device.type == "cuda" and operand.scaling in TILES and operand.element != "e2m1" and has_triton()
+
+
+def _is_kernel_pair(x: Tensor, first: Use, second: Use) -> bool:
+    return first.operand is not None and _has_kernel(x, first.operand) and is_tile_pair(first, second)
 
 
 def _of_tiles(tiles: TileCodes, use: Use, x: Tensor) -> _Codes:

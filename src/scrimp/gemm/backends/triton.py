@@ -54,6 +54,7 @@ class TritonBackend(Backend):
     """Fused quantizers, and the GEMM over tiles."""
 
     name = "triton"
+    shares_passes = True
 
     def refusal(self, gemm: str, recipe: str, shape: Shape | None, device: torch.device) -> str | None:
         """Any shape; formats with tiles, blocks or groups; CUDA, or the interpreter."""
@@ -95,6 +96,16 @@ class TritonBackend(Backend):
         if use.operand.scaling in TILES:
             return to_stored(tile_codes(x, use), use.operand, use.axis, x.shape)
         return super().store(x, use)
+
+    def prepare_and_store(
+        self, x: Tensor, use: Use, saved: Use
+    ) -> tuple[TileCodes | _Values, QuantizedTensor]:
+        """fprop's tiles and the codes for wgrad in one pass over memory."""
+        if not is_tile_pair(use, saved):
+            return self.prepare(x, use), self.store(x, saved)
+        operand, codes = tile_pair(x, use, saved)
+        assert saved.operand is not None
+        return operand, to_stored(codes, saved.operand, saved.axis, x.shape)
 
     def load(self, codes: QuantizedTensor) -> TileCodes | _Values:
         """Codes as E4M3, or their bf16 values."""
