@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -92,3 +97,20 @@ def test_fresh_measures_again(doctor: Any) -> None:
 def test_an_unknown_device_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--device", "tpu"]) == 2
     assert "tpu" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_cpu_is_examined_within_a_minute_and_then_at_once(tmp_path: Path) -> None:
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-m", "scrimp", "doctor", "--device", "cpu", "--json"]
+    start = time.perf_counter()
+    first = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    middle = time.perf_counter()
+    again = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    assert middle - start < 60
+    assert time.perf_counter() - middle < 15
+    assert again.stdout == first.stdout
+    report = DoctorReport.from_json(first.stdout)
+    assert not report.wrong
+    # Every recipe can be trained with, in the reference at least.
+    assert all(report.fastest(m.recipe, m.gemm) for m in report.measurements)

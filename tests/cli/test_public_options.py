@@ -12,7 +12,7 @@ from scrimp.cli.parse import flags_of, option, positionals_of
 from scrimp.config import Config, leaves
 
 CONFIG = """
---device --precision
+--device --precision --backend
 --run.dir --run.seed
 --data.source --data.text-column --data.tokenizer --data.vocab-size --data.held-out --data.mask-documents
 --data.no-mask-documents --data.cache

@@ -10,6 +10,7 @@ import torch
 from planned_cases import blocks, planned, random, run, same, start
 from torch import Tensor
 
+from scrimp.formats import quantize
 from scrimp.gemm.clock import Clock
 from scrimp.precision import GEMMS
 
@@ -68,6 +69,25 @@ def test_micro_batches_give_the_input_gradients_of_the_whole_batch(cuts: tuple[i
     assert torch.equal(torch.cat(parts), whole)
     repeated = [input_gradient(slice(a, b), 0) for a, b in zip(cuts, ends, strict=True)]
     assert not torch.equal(torch.cat(repeated), whole)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_dgrad_and_wgrad_round_the_gradient_by_streams_of_their_own(is_compiled: bool) -> None:
+    """Of mxfp4, whose products are exact here: equal bit for bit to a product of values rounded by those streams."""
+    layer, x, g = planned("mxfp4", 64, 32, bias=False), random(48, 64), random(48, 32, seed=9)
+    clock = Clock(seed=5)
+    clock.begin(6, first_row=11)
+    layer.planned.clock.begin(6, first_row=11)  # type: ignore[union-attr, operator]
+    call = torch.compile(layer, backend="aot_eager") if is_compiled else layer
+    found = run(call, x, weight=layer)
+
+    def rounded(gemm: str, axis: int) -> Tensor:
+        noise = clock.noise("", gemm, 0, clock.now)
+        return quantize(g, "e2m1", "mx", axis, "stochastic", noise=noise).dequantize()
+
+    w, kept = quantize(layer.weight, "e2m1", "mx", -2), quantize(x, "e2m1", "mx", -2)
+    assert torch.equal(found.x_grad, rounded("dgrad", -1) @ w.dequantize())
+    assert torch.equal(found.weight_grad, rounded("wgrad", -2).T @ kept.dequantize())
 
 
 def test_backward_uses_the_reading_of_its_own_forward_pass() -> None:

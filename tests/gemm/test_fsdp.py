@@ -28,6 +28,7 @@ class Case:
     is_mixed: bool = False
     planned_first: bool = True
     layers_alone: bool = False
+    is_compiled: bool = False
 
 
 CASES = (
@@ -35,6 +36,7 @@ CASES = (
     Case("nvfp4", "nvfp4", planned_first=False),
     Case("fp8_tensor", "fp32", layers_alone=True),
     Case("mxfp4", "mxfp4", layers_alone=True, planned_first=False, is_mixed=True),
+    Case("nvfp4", "nvfp4", is_compiled=True),
 )
 
 
@@ -72,6 +74,9 @@ def train_sharded(rank: int) -> list[tuple[float, dict[str, Tensor], int]]:
         plan = start(model, same(case.recipe, case.saved))
         if case.planned_first:
             shard(model, case)
+        if case.is_compiled:
+            for block in model:
+                block.compile(backend="aot_eager", fullgraph=True)
         plan.clock.begin(STEP, first_row=rank * ROWS)
         with watching_gemms() as ran:
             loss = loss_of(model, batch(rank))

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from scrimp.errors import DeviceError, ModelError
+from scrimp.formats import quantize
 from scrimp.gemm.linear import recomputed
 from scrimp.precision import GEMMS, LinearPrecision, recipe, storage_bytes
 
-NEAREST = ("fp8", "fp8_tensor", "fp8_row", "mxfp8")
 MIXED = LinearPrecision("fp8_row", "nvfp4", "mxfp4", "fp8")
 
 
@@ -94,6 +94,16 @@ def test_an_fp32_plan_for_a_bf16_layer_multiplies_in_fp32_and_rounds_once() -> N
     layer, x = planned("fp32", bias=False, dtype=torch.bfloat16), random(24, 100, dtype=torch.bfloat16)
     expected = F.linear(x.float(), layer.weight.float()).bfloat16()
     assert torch.equal(layer(x), expected)
+
+
+def test_autocast_does_not_reach_into_a_gemm_that_the_plan_runs_in_fp32() -> None:
+    layer, x = planned("fp32"), random(24, 100)
+    expected = F.linear(x, layer.weight).bfloat16() + layer.bias.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+    rounded = F.linear(x.bfloat16().float(), layer.weight.bfloat16().float())
+    assert torch.equal(y, expected)
+    assert not torch.equal(y, rounded.bfloat16() + layer.bias.bfloat16())
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
@@ -262,10 +272,21 @@ def test_codes_kept_give_the_gradients_that_the_input_kept_gives(name: str, dtyp
     assert codes.equals(dropped)
 
 
+@pytest.mark.parametrize("fprop", ["fp32", "bf16"])
+def test_codes_are_made_of_the_input_in_the_compute_type_whatever_fprop_reads(fprop: str) -> None:
+    for is_cast in (True, False):
+        outcomes = []
+        for saved in ("mxfp4", "bf16" if is_cast else "fp32"):
+            layer = planned(LinearPrecision(fprop, "mxfp4", "mxfp4", saved))
+            with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
+                y = layer(random(37, 100))
+            y.backward(random(37, 37, seed=9, dtype=y.dtype))
+            outcomes.append(layer.weight.grad)
+        assert torch.equal(*outcomes)  # type: ignore[arg-type]
+
+
 def test_other_codes_kept_are_read_as_their_values() -> None:
     """wgrad in fp32 from an X that was kept in fp8."""
-    from scrimp.formats import quantize
-
     x = random(37, 100)
     passed = run(planned(LinearPrecision("fp32", "fp32", "fp32", "fp8")), x)
     values = quantize(x, "e4m3", "tile", -2).dequantize()

@@ -232,6 +232,33 @@ def test_codes_and_scales_lie_as_torchs_kernels_demand(
     assert bool(((y - expected).abs() <= unit * (left.abs() @ right.abs().T)).all())
 
 
+@pytest.mark.parametrize("gemm", GEMMS)
+def test_codes_of_tritons_quantizers_serve_torchs_kernels(monkeypatch: pytest.MonkeyPatch, gemm: str) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    monkeypatch.setattr(native.F, "scaled_mm", kernel)
+    monkeypatch.setattr(native, "_has_kernel", lambda x, operand: True)
+    a, b, left, right = prepared(gemm, "fp8", 70, 144, 256)
+    y = native._tile_product(gemm, a, b, torch.float32).double()
+    assert bool(((y - left @ right.T).abs() <= 2.0**-22 * (left.abs() @ right.abs().T)).all())
+
+
+def test_one_pass_gives_both_operands_and_stored_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    x = torch.randn(70, 144)
+    uses = [Use(Operand("e4m3", "tile"), axis, Noise(1)) for axis in (-1, -2)]
+    alone = [BACKEND.prepare(x, use) for use in uses]
+    monkeypatch.setattr(native, "_has_kernel", lambda x, operand: True)
+    first, codes = BACKEND.prepare_and_store(x, *uses)
+    for ours, theirs in zip(
+        (*BACKEND.prepare_pair(x, *uses), first, BACKEND.load(codes)), alone * 2, strict=True
+    ):
+        assert isinstance(ours, native._Codes)
+        assert isinstance(theirs, native._Codes)
+        assert (ours.k, ours.operand) == (theirs.k, theirs.operand)
+        assert torch.equal(ours.payload.view(torch.uint8), theirs.payload.view(torch.uint8))
+        assert torch.equal(ours.scales, theirs.scales)
+
+
 @pytest.mark.parametrize("size", [(1, 1), (128, 4), (130, 5), (300, 9)], ids=str)
 def test_the_swizzle_is_torchaos(size: tuple[int, int]) -> None:
     utils = pytest.importorskip("torchao.prototype.mx_formats.utils", reason="torchao is not installed")

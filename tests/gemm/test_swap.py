@@ -63,6 +63,17 @@ def test_swap_out_gives_ordinary_layers_of_the_same_numbers() -> None:
     assert_all_equal(run_model(model, x), changed)
 
 
+def test_swap_out_refuses_to_undo_what_another_library_made_of_a_layer() -> None:
+    """FSDP2 makes a subclass of the class of every module that it shards."""
+    model = blocks(1)
+    plan = start(model, "fp8")
+    model[0].down.__class__ = type("Sharded", (type(model[0].down),), {})
+    with pytest.raises(ModelError, match=r"0\.down has become another class.*got Sharded"):
+        plan.swap_out()
+    assert hasattr(model[0].up, "planned")
+    assert list(plan.layers) == ["0.up", "0.down"]
+
+
 def test_hooks_of_layers_and_of_the_model_survive() -> None:
     model, seen = blocks(1), []
     model[0].up.register_forward_hook(lambda module, args, y: seen.append("after"))

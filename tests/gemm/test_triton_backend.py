@@ -99,7 +99,13 @@ def test_stored_codes_give_the_product_of_the_tensor(recipe: str) -> None:
     assert torch.allclose(from_codes, direct, rtol=0, atol=tolerance * float(direct.abs().max()))
 
 
-@pytest.mark.parametrize("recipe", TILED + GROUPED)
+@pytest.mark.parametrize("recipe", GROUPED)
+def test_a_pair_that_saves_no_pass_is_declined(recipe: str) -> None:
+    (g, first), _ = case("dgrad", recipe)
+    assert BACKEND.prepare_pair(g, first, case("wgrad", recipe)[0][1]) is None
+
+
+@pytest.mark.parametrize("recipe", TILED)
 def test_a_pair_is_the_two_operands(recipe: str) -> None:
     (g, first), _ = case("dgrad", recipe)
     _, second = case("wgrad", recipe)[0]

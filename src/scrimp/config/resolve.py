@@ -82,6 +82,7 @@ MAY_CHANGE_ON_RESUME: frozenset[str] = frozenset(
         "train.nonfinite_patience",
         # How the same step is carried out: the same run but for rounding.
         "device",
+        "backend",
         "train.micro_batch",
         "train.loss_chunk",
         "train.compile",

@@ -17,6 +17,7 @@ from scrimp.precision import PrecisionRules, parse_rules
 Schedule = Literal["cosine", "linear", "wsd", "constant"]
 Switch = Literal["auto", "on", "off"]
 ParameterType = Literal["auto", "fp32", "bf16"]
+BackendName = Literal["auto", "reference", "torch", "triton"]
 
 T = TypeVar("T")
 
@@ -165,6 +166,10 @@ class Config:
     fprop/dgrad/wgrad. Rules follow after commas, the last one wins: blocks.0.*=bf16 (layers by
     pattern), *.wgrad=bf16 (one GEMM), head=fp8 (else it is not quantized), *.mlp.down.saved=bf16
     (what backward keeps of the input: a recipe or recompute). Example: fp8,*.wgrad=bf16,blocks.0.*=bf16"""
+
+    backend: BackendName = "auto"
+    """What runs quantized GEMMs: reference (emulates every recipe, everywhere), torch or triton (kernels of the
+    device). auto: the fastest that works here. Another one is refused where it cannot run the plan."""
 
     @property
     def precision_rules(self) -> PrecisionRules:

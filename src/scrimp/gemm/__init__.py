@@ -5,16 +5,18 @@
 low-precision kernels, and Triton's; which one is decided by what works and is fastest on the device.
 """
 
+from scrimp.gemm.backends import Backend
 from scrimp.gemm.clock import Clock
 from scrimp.gemm.head import head_gemms
 from scrimp.gemm.layer import BackendChooser, PlannedLayer, reference_only
 from scrimp.gemm.linear import PlannedLinear, compute_dtype, planned_linear, recomputed
 from scrimp.gemm.observe import Execution, is_running, observing
-from scrimp.gemm.select import backends_for
+from scrimp.gemm.select import backends_for, refuse_unrunnable
 from scrimp.gemm.swap import PlannedModel, swap_in
 from scrimp.precision import LinearPrecision
 
 __all__ = [
+    "Backend",
     "BackendChooser",
     "Clock",
     "Execution",
@@ -29,6 +31,7 @@ __all__ = [
     "observing",
     "planned_linear",
     "recomputed",
+    "refuse_unrunnable",
     "reference_only",
     "swap_in",
 ]

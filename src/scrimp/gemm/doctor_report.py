@@ -19,6 +19,7 @@ import torch
 
 from scrimp.errors import StorageError
 from scrimp.files import make_folder, user_cache, write_whole
+from scrimp.gemm.backends.triton import is_interpreted
 
 WORKS, SLOWER, WRONG, MISSING = "works", "slower than bf16", "wrong", "not available"
 STATUSES = (WORKS, SLOWER, WRONG, MISSING)
@@ -126,7 +127,8 @@ def surroundings_of(device: torch.device) -> Surroundings:
         name, driver = torch.cuda.get_device_name(device), _driver()
     else:
         name, driver = f"{_cpu_name()}, {torch.get_num_threads()} threads", ""
-    return Surroundings(name, driver, torch.__version__, _version("triton"), _version("scrimp"))
+    triton = _version("triton") + (" (interpreted)" if is_interpreted() else "")
+    return Surroundings(name, driver, torch.__version__, triton, _version("scrimp"))
 
 
 def cache_file(surroundings: Surroundings) -> Path:

@@ -210,10 +210,12 @@ def _gradient_operands(
     backends = [layer.choose(precision.gemm(gemm), gemm) for gemm in ("dgrad", "wgrad")]
     types = [high_precision(precision.gemm(gemm), compute) for gemm in ("dgrad", "wgrad")]
     uses = [layer.uses(gemm, now)[0] for gemm in ("dgrad", "wgrad")]
-    is_shared = backends[0] is backends[1] and types[0] == types[1] and backends[0].shares_passes
+    is_shared = backends[0] is backends[1] and types[0] == types[1]
     if needs_x and needs_weight and is_shared:
         pair = backends[0].prepare_pair(g.to(types[0]), *uses)
-        return lambda: pair[0], lambda: pair[1]
+        if pair is not None:
+            for_x, for_weight = pair
+            return lambda: for_x, lambda: for_weight
     return (
         lambda: backends[0].prepare(g.to(types[0]), uses[0]),
         lambda: backends[1].prepare(g.to(types[1]), uses[1]),

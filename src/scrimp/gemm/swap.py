@@ -60,7 +60,18 @@ class PlannedModel:
                 locate(cast(PlannedLayer, layer.planned), layer.weight)
 
     def swap_out(self) -> None:
-        """Ordinary linear layers again."""
+        """Ordinary linear layers again.
+
+        Raises:
+            ModelError: another library has changed a layer's class since; nothing has changed.
+        """
+        for name, layer in self._layers.items():
+            if "__scrimp_original__" not in vars(type(layer)):
+                raise ModelError(
+                    f"{name} has become another class since it was planned, which swap_out would undo",
+                    got=type(layer).__name__,
+                    do="plan layers after they are sharded one by one, or replan them to the compute format",
+                )
         for layer in self._layers.values():
             _to_class(layer, type(layer).__scrimp_original__)  # type: ignore[attr-defined]
             del layer.planned

@@ -1,6 +1,22 @@
 """Carries a plan out on a model, and proves that it took effect."""
 
-from scrimp.runtime.execute import Executable, compile_blocks, realise
+from scrimp.runtime.execute import (
+    Executable,
+    choose_backends,
+    compile_blocks,
+    describe_backends,
+    quantizes,
+    realise,
+)
 from scrimp.runtime.proof import StepCount, prove
 
-__all__ = ["Executable", "StepCount", "compile_blocks", "prove", "realise"]
+__all__ = [
+    "Executable",
+    "StepCount",
+    "choose_backends",
+    "compile_blocks",
+    "describe_backends",
+    "prove",
+    "quantizes",
+    "realise",
+]

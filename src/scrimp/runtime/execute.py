@@ -16,10 +16,18 @@ import torch
 from torch import Tensor
 
 from scrimp.config import Architecture
-from scrimp.gemm import BackendChooser, PlannedLayer, PlannedModel, backends_for, swap_in
+from scrimp.gemm import (
+    Backend,
+    BackendChooser,
+    PlannedLayer,
+    PlannedModel,
+    backends_for,
+    refuse_unrunnable,
+    swap_in,
+)
 from scrimp.model import Decoder, LossSums
 from scrimp.plan import Plan, linear_shapes
-from scrimp.precision import GEMMS, LinearPrecision
+from scrimp.precision import GEMMS, HIGH_PRECISION, LinearPrecision
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 HEAD = "head"
@@ -46,21 +54,6 @@ class Executable:
         if parameter_dtype == DTYPES[self.precision]:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, DTYPES[self.precision])
-
-    def backends(self) -> str:
-        """Which back end runs which recipes, for the log; empty where nothing is quantized."""
-        if self.planned is None:
-            return ""
-        chosen: dict[str, set[str]] = {}
-        for layer in self.planned.layers.values():
-            for gemm in GEMMS:
-                recipe = layer.precision.gemm(gemm)
-                chosen.setdefault(recipe, set()).add(layer.choose(recipe, gemm).name)
-        parts = [
-            f"{recipe} by {' and '.join(sorted(names))}" + (" (emulated)" if "reference" in names else "")
-            for recipe, names in chosen.items()
-        ]
-        return ", ".join(parts)
 
     def begin(self, step: int, first_row: int) -> None:
         """The next micro-batch is of this step, its first token this row of the step's batch: the address
@@ -89,7 +82,6 @@ def realise(
     seed: int = 0,
     loss_chunk: int = 0,
     z_loss: float = 0.0,
-    tokens: int = 0,
     choose: BackendChooser | None = None,
 ) -> Executable:
     """Allocate the model of a plan and fill its parameters.
@@ -99,8 +91,7 @@ def realise(
         parameters: their format, fp32 or bf16.
         compute: working format of the activations.
         seed: of the rounding noise.
-        tokens: of one micro-batch, for which back ends are chosen; 0: for any number.
-        choose: back end per recipe and GEMM; unset: what works and is fastest on the device.
+        choose: back end per recipe and GEMM (`choose_backends`); unset: what works for every shape.
     """
     with torch.device("meta"):
         model = Decoder(architecture, dtype=DTYPES[parameters])
@@ -108,17 +99,59 @@ def realise(
     fill(model)
     planned = None
     if quantizes(plan, compute):
-        planned = plan_layers(model, plan, choose or choose_backends(architecture, device, tokens), seed)
+        planned = plan_layers(model, plan, choose or backends_for(device), seed)
     return Executable(model, device, compute, loss_chunk, z_loss, planned)
 
 
-def choose_backends(architecture: Architecture, device: torch.device, tokens: int) -> BackendChooser:
-    """The back ends that work on the device, in the shapes of the model, the fastest first."""
-    selection = backends_for(device)
-    if not tokens:
+def choose_backends(
+    plan: Plan, architecture: Architecture, device: torch.device, *, tokens: int, backend: str = "auto"
+) -> BackendChooser:
+    """The back ends that run a plan in the shapes of its model: seen to work here, the fastest first.
+
+    Args:
+        tokens: of one micro-batch.
+        backend: the one that must run everything that is quantized, or auto.
+
+    Raises:
+        PlanError: no back end, or not the one that is asked for, runs a GEMM; with the nearest recipe that runs.
+    """
+    only = None if backend == "auto" else backend
+    shapes = {name: (inputs, outputs) for name, (outputs, inputs) in linear_shapes(architecture).items()}
+    quantized = {
+        layer: choice for layer, choice in precisions_of(plan).items() if set(recipes_of(choice)) - {*HIGH_PRECISION}
+    }
+    by_layer = {layer: shapes[layer.split(".", 2)[-1]] for layer in quantized}
+    refuse_unrunnable(quantized, by_layer, tokens, device, only)
+    if HEAD not in quantized:
+        del shapes[HEAD]  # its odd sizes must not decide for the blocks
+    selection = backends_for(device).for_layers(shapes.values(), tokens)
+    if only is None:
         return selection
-    shapes = linear_shapes(architecture)
-    return selection.for_layers([(inputs, outputs) for outputs, inputs in shapes.values()], tokens)
+    forced = backends_for(device, only).for_layers(shapes.values(), tokens)
+
+    def choose(recipe: str, gemm: str) -> Backend:
+        return (selection if recipe in HIGH_PRECISION else forced)(recipe, gemm)
+
+    return choose
+
+
+def describe_backends(plan: Plan, choose: BackendChooser) -> str:
+    """Which back end runs which recipe: "fp8 by reference (emulated), bf16 by torch"."""
+    chosen: dict[str, set[str]] = {}
+    for choice in precisions_of(plan).values():
+        for gemm in GEMMS:
+            recipe = choice.gemm(gemm)
+            if recipe not in HIGH_PRECISION:
+                chosen.setdefault(recipe, set()).add(choose(recipe, gemm).name)
+    return ", ".join(
+        f"{recipe} by {' and '.join(sorted(names))}" + (" (emulated)" if names == {"reference"} else "")
+        for recipe, names in chosen.items()
+    )
+
+
+def recipes_of(choice: LinearPrecision) -> tuple[str, str, str]:
+    """The recipes of fprop, dgrad and wgrad."""
+    return choice.fprop, choice.dgrad, choice.wgrad
 
 
 def precisions_of(plan: Plan) -> dict[str, LinearPrecision]:

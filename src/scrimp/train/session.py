@@ -24,7 +24,7 @@ from scrimp.measure import MemoryMeter, device_peaks
 from scrimp.model import Decoder, initialise
 from scrimp.plan import Plan, count_flops
 from scrimp.report.units import format_count
-from scrimp.runtime import compile_blocks, prove, realise
+from scrimp.runtime import compile_blocks, describe_backends, prove, realise
 from scrimp.train.checkpoint import CheckpointStore
 from scrimp.train.finish import RunSummary, finish, finish_failed
 from scrimp.train.guards import StopSignals
@@ -137,6 +137,7 @@ def _make_trainer(
     line.phase("measuring the peak rate of the device")
     peaks = device_peaks(device, decisions.device.name)
     line.peak_origin = peaks.description
+    choose = decisions.backends()
     line.phase("building the model")
     meter = MemoryMeter(device)
     executable = realise(
@@ -149,7 +150,7 @@ def _make_trainer(
         seed=config.run.seed,
         loss_chunk=decided(config.train.loss_chunk),
         z_loss=config.train.z_loss,
-        tokens=decided(config.train.micro_batch) * decided(config.train.sequence),
+        choose=choose,
     )
     prove(executable, decisions.plan)
     trainer = Trainer(
@@ -227,7 +228,7 @@ def _announce(trainer: Trainer, run_dir: Path, start: Start) -> None:
         f"{format_count(corpus.held_out.num_tokens)} held out; {run_dir}"
     )
     trainer.line.message(f"data: {corpus.checked}")
-    backends = trainer.executable.backends()
+    backends = describe_backends(trainer.decisions.plan, trainer.decisions.backends())
     if backends:
         trainer.line.message(f"GEMMs: {backends}")
     flops = count_flops(architecture, decided(config.train.sequence))

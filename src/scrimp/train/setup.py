@@ -25,8 +25,10 @@ from scrimp.config import (
 )
 from scrimp.data import Corpus, CorpusSpec, is_corpus, load_tokenizer, open_corpus
 from scrimp.errors import CheckpointError, ConfigError, DataError, DeviceError, ModelError
+from scrimp.gemm import BackendChooser
 from scrimp.measure import Device, resolve_device
 from scrimp.plan import Plan, build_plan, refuse_misfit
+from scrimp.runtime import choose_backends
 from scrimp.train.run_folder import TOKENIZER
 from scrimp.train.weights import architecture_of_weights, tokenizer_of_weights
 
@@ -45,6 +47,17 @@ class Decisions:
     plan: Plan
     reasons: dict[str, str]
     """Dotted key to the reason of an automatic choice."""
+
+    def backends(self) -> BackendChooser:
+        """What runs each GEMM on the device; PlanError where nothing does, or not what was asked for."""
+        train = self.config.train
+        return choose_backends(
+            self.plan,
+            self.architecture,
+            self.device.torch_device,
+            tokens=decided(train.micro_batch) * decided(train.sequence),
+            backend=self.config.backend,
+        )
 
     def refuse_misfit(self) -> None:
         """Raise PlanError if the run exceeds its budget or the memory that is free."""

@@ -47,6 +47,7 @@ def fresh_start(config: Config) -> Start:
     """Decide a new run and open its data."""
     decisions = decide(anchored(config))
     decisions.refuse_misfit()  # before a corpus is prepared in vain
+    decisions.backends()
     corpus = open_run_corpus(decisions)
     return Start(_fitted(decisions, corpus), corpus)
 

@@ -23,9 +23,6 @@ class Backend(ABC):
     """Runs GEMMs of some recipes on some devices."""
 
     name: str
-    shares_passes: bool = False
-    """Two operands of one tensor cost one pass over memory; else they are better made one after the other."""
-
     @abstractmethod
     def refusal(self, gemm: str, recipe: str, shape: Shape | None, device: torch.device) -> str | None:
         """Why this GEMM cannot run here; None where it can. Without a shape: on any shape."""
@@ -38,9 +35,10 @@ class Backend(ABC):
     def multiply(self, gemm: str, a: Any, b: Any, out: torch.dtype) -> Tensor:
         """The product of two prepared operands."""
 
-    def prepare_pair(self, x: Tensor, first: Use, second: Use) -> tuple[Any, Any]:
-        """Two operands of one tensor."""
-        return self.prepare(x, first), self.prepare(x, second)
+    def prepare_pair(self, x: Tensor, first: Use, second: Use) -> tuple[Any, Any] | None:
+        """Two operands of one tensor in one pass over memory; None where that saves nothing, and they are
+        better made one after the other."""
+        return None
 
     def store(self, x: Tensor, use: Use) -> QuantizedTensor:
         """The codes of an operand, to be kept until the backward pass."""

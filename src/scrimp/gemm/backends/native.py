@@ -84,7 +84,6 @@ class TorchBackend(Backend):
     """Native scaled products, and plain ones in bf16 and fp32."""
 
     name = "torch"
-    shares_passes = True  # of tiles; other pairs are made one after the other
 
     def refusal(self, gemm: str, recipe: str, shape: Shape | None, device: torch.device) -> str | None:
         """The rules of CUDA's kernels, on every device; whether this GPU has the kernel shows only when it runs."""
@@ -99,10 +98,10 @@ class TorchBackend(Backend):
             return _of_tiles(tile_codes(x, use), use, x)
         return self.load(super().store(checked_matrix(x), use))
 
-    def prepare_pair(self, x: Tensor, first: Use, second: Use) -> tuple[_Plain | _Codes, _Plain | _Codes]:
+    def prepare_pair(self, x: Tensor, first: Use, second: Use) -> tuple[_Codes, _Codes] | None:
         """Both copies of a tiled gradient in one pass over memory, where Triton runs."""
         if not _is_kernel_pair(x, first, second):
-            return self.prepare(x, first), self.prepare(x, second)
+            return None
         a, b = tile_pair(x, first, second)
         return _of_tiles(a, first, x), _of_tiles(b, second, x)
 

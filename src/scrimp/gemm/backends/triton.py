@@ -54,7 +54,6 @@ class TritonBackend(Backend):
     """Fused quantizers, and the GEMM over tiles."""
 
     name = "triton"
-    shares_passes = True
 
     def refusal(self, gemm: str, recipe: str, shape: Shape | None, device: torch.device) -> str | None:
         """Any shape; formats with tiles, blocks or groups; CUDA, or the interpreter."""
@@ -84,11 +83,9 @@ class TritonBackend(Backend):
 
     def prepare_pair(
         self, x: Tensor, first: Use, second: Use
-    ) -> tuple[TileCodes | _Values, TileCodes | _Values]:
+    ) -> tuple[TileCodes | _Values, TileCodes | _Values] | None:
         """Both copies of a tiled tensor in one pass over memory."""
-        if is_tile_pair(first, second):
-            return tile_pair(x, first, second)
-        return self.prepare(x, first), self.prepare(x, second)
+        return tile_pair(x, first, second) if is_tile_pair(first, second) else None
 
     def store(self, x: Tensor, use: Use) -> QuantizedTensor:
         """The reference's codes; of tiles by the fused quantizer."""
