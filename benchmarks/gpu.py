@@ -1,18 +1,24 @@
-"""Everything that needs a GPU, in one command: first checks, then measurements, a table last.
+"""Everything that needs a GPU, in parts that each fit a lease of ten minutes: checks, measurements, a table last.
 
-Checks    The tests marked `gpu`. A compiled bf16 run on packed documents: its loss falls; two runs with the same
-          seed and one that is resumed half-way have the same losses bit for bit; its predicted peak memory
-          is compared with the measured one. The exported model gives the same greedy text in
-          transformers.
-Measures  `benchmarks/step.py` with both sides compiled, at sizes from 60M to 0.5B.
-Run       python benchmarks/gpu.py            # results under benchmarks/results/
-          python benchmarks/gpu.py --checks   # only the checks
-It needs the `dev` extra of the package, and starts `scrimp` from this checkout.
+checks    The tests of the GEMMs (Triton's kernels compiled, not interpreted) and those marked `gpu`; `scrimp doctor`. A
+          compiled bf16 run on packed documents: its loss falls; two runs with the same seed and one that
+          is resumed half-way have the same losses bit for bit; its predicted peak memory is compared with the
+          measured one. The exported model gives the same greedy text in transformers.
+formats   What FP8 tensor cores keep of a sum (accumulator.py). Runs in fp8, nvfp4 and fp4: the loss falls
+          and stays near bf16's on the same data. Peak memory of fp8 against bf16.
+gemm      gemm.py: every GEMM and the quantizers.
+linear    gemm.py: whole linear layers, with the peers.
+step      planned_step.py, then step.py with both sides compiled, at sizes from 60M to 0.5B.
+Run       python benchmarks/gpu.py --part checks       # results under benchmarks/results/, after every check
+          python benchmarks/gpu.py                     # all parts, one after the other
+It needs the `dev` extra of the package, and starts `scrimp` from this checkout. What the time of a part
+(--budget-s) does not suffice for counts as not held, and says so.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import re
@@ -21,9 +27,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from datetime import date
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from environment import RESULTS, ROOT, facts, write_pair
@@ -35,8 +45,30 @@ Outcome = tuple[str, bool, str]
 """What was checked, whether it held, and the figure that shows it."""
 
 
-def command(*words: str, timeout: float = 600.0) -> subprocess.CompletedProcess[str]:
-    """Run a command in this checkout with the package on the path."""
+@dataclass
+class Session:
+    """One part: where its files go, and how much of its time is left."""
+
+    scratch: Path
+    out: Path
+    date: str
+    budget_s: float
+    began: float = field(default_factory=time.perf_counter)
+    runs: dict[str, Path] = field(default_factory=dict)
+    """Finished training runs by recipe."""
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the part must have ended."""
+        return self.budget_s - (time.perf_counter() - self.began)
+
+
+def command(*words: str, timeout: float) -> subprocess.CompletedProcess[str]:
+    """Run a command in this checkout with the package on the path.
+
+    Raises:
+        subprocess.TimeoutExpired: it took longer, and was ended.
+    """
     path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
         words,
@@ -44,38 +76,73 @@ def command(*words: str, timeout: float = 600.0) -> subprocess.CompletedProcess[
         env=os.environ | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=timeout,
+        timeout=max(1.0, timeout),
         check=False,
     )
 
 
-def train(run_dir: Path, *more: str) -> dict[int, float]:
-    """Train on the standard library's text, compiled and in bf16; step to loss."""
-    done = command(sys.executable, "-m", "scrimp", "train", f"--run.dir={run_dir}", *more)
+def train(session: Session, run_dir: Path, *more: str) -> dict[int, float]:
+    """Train on the standard library's text; step to loss."""
+    words = ("-m", "scrimp", "train", f"--run.dir={run_dir}", *more)
+    done = command(sys.executable, *words, timeout=session.left_s)
     if done.returncode:
         raise RuntimeError(
             f"scrimp train failed with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
         )
+    return losses(run_dir)
+
+
+def losses(run_dir: Path) -> dict[int, float]:
+    """Step to loss of a run."""
     lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return {record["step"]: record["loss"] for record in map(json.loads, lines)}
 
 
 RUN = (
     "--device=cuda",
-    "--precision=bf16",
     "--model.preset=llama-20m",
     "--train.steps=40",
     "--train.checkpoint-every=20",
     "--train.keep-last=3",
 )
+BF16 = ("--precision=bf16", *RUN)
+NEAR = {"fp8": 0.05, "nvfp4": 0.15, "fp4": 0.3}
+"""Share of bf16's fall in loss by which a recipe may stay behind it: wide, against a broken kernel, not a judgement."""
+LAST_STEPS = 5
+MEMORY_RUN = (
+    "--device=cuda",
+    "--model.preset=llama-60m",
+    "--train.steps=4",
+    "--train.sequence=1024",
+    "--train.micro-batch=32",
+    "--train.batch-tokens=32768",
+)
+"""Large enough that what backward keeps is most of the memory."""
 
 
-def check_gpu_tests(scratch: Path) -> Outcome:
-    """The tests that skip themselves elsewhere: all of them skipped would be no proof."""
+# -- checks ------------------------------------------------------------------------------------
+
+
+def check_gemm_tests(session: Session) -> Outcome:
+    """With a GPU present Triton's kernels run compiled in them."""
+    return tests(session, "tests of the GEMMs, kernels compiled", "-m", "not slow", "tests/gemm")
+
+
+def check_gpu_tests(session: Session) -> Outcome:
+    """The tests that skip themselves elsewhere."""
+    return tests(session, "tests marked gpu", "-m", "gpu", "tests")
+
+
+def tests(session: Session, name: str, *selection: str) -> Outcome:
+    """Tests by their summary: all of them skipped would be no proof."""
+    workers = ("-n", "6") if importlib.util.find_spec("xdist") else ()
     # No -q here: pyproject.toml has one, and with a second pytest prints no summary.
-    done = command(sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "tests")
+    words = ("-m", "pytest", "-p", "no:cacheprovider", *workers, *selection)
+    done = command(sys.executable, *words, timeout=session.left_s)
+    if done.returncode:
+        print(done.stdout[-6000:], done.stderr[-2000:])
     summary = (done.stdout.strip().splitlines() or ["no output"])[-1]
-    return "tests marked gpu", done.returncode == 0 and some_passed(summary), summary
+    return name, done.returncode == 0 and some_passed(summary), summary
 
 
 def some_passed(summary: str) -> bool:
@@ -84,9 +151,29 @@ def some_passed(summary: str) -> bool:
     return counts.get("passed", 0) > 0 and not counts.keys() & {"failed", "error", "errors"}
 
 
-def check_determinism(scratch: Path) -> Outcome:
+def check_doctor(session: Session) -> Outcome:
+    """Every recipe and back end; the report is kept among the results, and for the runs that follow."""
+    words = ("-m", "scrimp", "doctor", "--device=cuda", "--json", "--fresh")
+    done = command(sys.executable, *words, timeout=session.left_s)
+    if not done.stdout.strip():
+        return "scrimp doctor: nothing wrong", False, done.stderr[-500:]
+    report = json.loads(done.stdout)
+    write_pair(session.out, f"{session.date}-doctor-cuda", report)
+    return "scrimp doctor: nothing wrong", done.returncode == 0, doctor_figures(report["measurements"])
+
+
+def doctor_figures(measurements: Iterable[Mapping[str, Any]]) -> str:
+    """How many of each status, and which are wrong."""
+    found = list(measurements)
+    counts = Counter(m["status"] for m in found)
+    text = ", ".join(f"{number} {status}" for status, number in counts.most_common())
+    wrong = [f"{m['recipe']} {m['gemm']} {m['backend']}" for m in found if m["status"] == "wrong"]
+    return f"{text} ({', '.join(wrong)})" if wrong else text
+
+
+def check_determinism(session: Session) -> Outcome:
     """Equal seeds give equal losses, compiled kernels and masked documents included."""
-    first, second = train(scratch / "first", *RUN), train(scratch / "second", *RUN)
+    first, second = (train(session, session.scratch / name, *BF16) for name in ("first", "second"))
     fell = first[40] < first[1] - 1.0
     return (
         "loss falls; two runs equal bit for bit",
@@ -95,21 +182,20 @@ def check_determinism(scratch: Path) -> Outcome:
     )
 
 
-def check_resume(scratch: Path) -> Outcome:
+def check_resume(session: Session) -> Outcome:
     """A run resumed from its middle repeats the same losses."""
-    whole, resumed = scratch / "first", scratch / "resumed"
+    whole, resumed = session.scratch / "first", session.scratch / "resumed"
     shutil.copytree(whole, resumed)
     shutil.rmtree(resumed / "checkpoints" / "step-00000040")
-    again = train(resumed, "--resume")
-    before = [json.loads(line) for line in (whole / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    differing = [record["step"] for record in before if again[record["step"]] != record["loss"]]
+    again = train(session, resumed, "--resume")
+    before = losses(whole)
+    differing = [step for step, loss in before.items() if again[step] != loss]
     return "resumed run equal bit for bit", not differing, f"{len(differing)} of {len(before)} steps differ"
 
 
-def check_memory(scratch: Path) -> Outcome:
+def check_memory(session: Session) -> Outcome:
     """Predicted against measured peak of device memory."""
-    plan = json.loads((scratch / "first" / "plan.json").read_text(encoding="utf-8"))
-    predicted, measured = plan["predicted"]["peak_device_bytes"], plan["measured"]["peak_device_bytes"]
+    predicted, measured = peaks(session.scratch / "first")
     return (
         "predicted peak within 15 % of measured",
         abs(predicted / measured - 1) < 0.15,
@@ -117,23 +203,23 @@ def check_memory(scratch: Path) -> Outcome:
     )
 
 
-def check_export(scratch: Path) -> Outcome:
+def peaks(run_dir: Path) -> tuple[int, int]:
+    """Predicted and measured peak of a run's device memory, in bytes."""
+    plan = json.loads((run_dir / "plan.json").read_text(encoding="utf-8"))
+    return plan["predicted"]["peak_device_bytes"], plan["measured"]["peak_device_bytes"]
+
+
+def check_export(session: Session) -> Outcome:
     """Greedy text from the exported model in transformers equals Scrimp's."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    exported = scratch / "exported"
-    done = command(sys.executable, "-m", "scrimp", "export", str(scratch / "first"), str(exported))
+    run_dir, exported = session.scratch / "first", session.scratch / "exported"
+    scrimp = (sys.executable, "-m", "scrimp")
+    done = command(*scrimp, "export", str(run_dir), str(exported), timeout=session.left_s)
     if done.returncode:
         return "greedy text equals transformers'", False, done.stderr[-200:]
-    words = (
-        "generate",
-        str(scratch / "first"),
-        "--prompt=import ",
-        "--tokens=32",
-        "--temperature=0",
-        "--device=cpu",
-    )
-    ours = command(sys.executable, "-m", "scrimp", *words).stdout.strip()
+    how = ("--prompt=import ", "--tokens=32", "--temperature=0", "--device=cpu")
+    ours = command(*scrimp, "generate", str(run_dir), *how, timeout=session.left_s).stdout.strip()
     model, tokenizer = (
         AutoModelForCausalLM.from_pretrained(exported, dtype="float32"),
         AutoTokenizer.from_pretrained(exported),
@@ -143,56 +229,186 @@ def check_export(scratch: Path) -> Outcome:
     return "greedy text equals transformers'", ours == theirs, repr(ours[:40])
 
 
-CHECKS: tuple[Callable[[Path], Outcome], ...] = (
-    check_gpu_tests,
-    check_determinism,
-    check_resume,
-    check_memory,
-    check_export,
-)
+# -- formats -----------------------------------------------------------------------------------
 
 
-def run_checks() -> list[Outcome]:
-    """Every check; a failed one does not hide the next."""
-    outcomes = []
-    with tempfile.TemporaryDirectory(prefix="scrimp-gpu-") as scratch:
-        for check in CHECKS:
-            began = time.perf_counter()
-            try:
-                outcome = check(Path(scratch))
-            except Exception as error:
-                outcome = (check.__name__, False, str(error)[-500:])
-            outcomes.append(outcome)
-            print(
-                f"{outcome[0]}: {'ok' if outcome[1] else 'FAILED'} ({outcome[2]}), {time.perf_counter() - began:.0f} s"
-            )
+def check_accumulator(session: Session) -> Outcome:
+    """FP4 codes on FP8 units: exact where Triton's kernel adds up every 128 of K."""
+    done = benchmark(session, "accumulator.py", "--device", "cuda")
+    if done.returncode:
+        return "FP4 on FP8 units exact", False, done.stderr[-500:]
+    record = json.loads((session.out / f"{session.date}-accumulator-cuda.json").read_text(encoding="utf-8"))
+    return "FP4 on FP8 units exact", *exact_figures(record)
+
+
+def exact_figures(record: Mapping[str, Any]) -> tuple[bool, str]:
+    """Whether the kernel that is used is exact, and the worst of each way."""
+    shares: dict[str, list[float | None]] = {}
+    for row in record["exact"]:
+        shares.setdefault(row["way"], []).append(row.get("inexact, share"))
+    shown = []
+    for way, found in shares.items():
+        ran = [share for share in found if share is not None]
+        shown.append(f"{way}: " + (f"{max(ran):.1%} inexact" if len(ran) == len(found) else "failed"))
+    used = shares.get("triton, every 128", [])
+    return bool(used) and all(share == 0.0 for share in used), "; ".join(shown)
+
+
+def check_losses(recipe: str, session: Session) -> Outcome:
+    """A recipe's loss against bf16's on the same data."""
+    found = {name: losses(format_run(session, name)) for name in ("bf16", recipe)}
+    first, control = found["bf16"][1], last_loss(found["bf16"])
+    behind = (last_loss(found[recipe]) - control) / (first - control)
+    held = first - control > 1.0 and abs(behind) <= NEAR[recipe]
+    figure = f"{first:.3f} to {last_loss(found[recipe]):.3f}, bf16 to {control:.3f}"
+    return f"{recipe}: loss within {NEAR[recipe]:.0%} of bf16's fall", held, f"{figure} ({behind:+.1%})"
+
+
+def last_loss(of_steps: Mapping[int, float]) -> float:
+    """Mean over the last steps."""
+    values = [of_steps[step] for step in sorted(of_steps)[-LAST_STEPS:]]
+    return sum(values) / len(values)
+
+
+def format_run(session: Session, recipe: str) -> Path:
+    """A finished run in a recipe, trained at the first call."""
+    if recipe not in session.runs:
+        train(session, session.scratch / f"run-{recipe}", f"--precision={recipe}", *RUN)
+        session.runs[recipe] = session.scratch / f"run-{recipe}"
+    return session.runs[recipe]
+
+
+def check_format_memory(session: Session) -> Outcome:
+    """Peak memory of fp8, which keeps inputs in 8 bits, against bf16."""
+    found = {}
+    for recipe in ("bf16", "fp8"):
+        run_dir = session.scratch / f"memory-{recipe}"
+        train(session, run_dir, f"--precision={recipe}", *MEMORY_RUN)
+        found[recipe] = peaks(run_dir)
+    held = found["fp8"][1] < found["bf16"][1]
+    shown = [
+        f"{recipe} {measured / 2**20:,.0f} MiB (predicted {predicted / measured - 1:+.1%})"
+        for recipe, (predicted, measured) in found.items()
+    ]
+    return "fp8 needs less memory than bf16", held, ", ".join(shown)
+
+
+# -- measurements ------------------------------------------------------------------------------
+
+
+def benchmark(session: Session, script: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run a benchmark; what it prints is shown."""
+    where = ("--date", session.date, "--out", str(session.out))
+    done = command(sys.executable, f"benchmarks/{script}", *words, *where, timeout=session.left_s)
+    print(done.stdout[-9000:], done.stderr[-2000:] if done.returncode else "", flush=True)
+    return done
+
+
+def measured(script: str, *words: str, session: Session) -> Outcome:
+    """A benchmark as an outcome: it ran to its end."""
+    if script == "gemm.py":  # ends by itself, with what it has
+        words += ("--budget-s", f"{max(1.0, session.left_s - 90):.0f}")
+    done = benchmark(session, script, *words)
+    lines = (done.stderr if done.returncode else done.stdout).strip().splitlines()
+    return f"{script} {' '.join(words[:4])}", done.returncode == 0, lines[-1][-200:] if lines else ""
+
+
+Check = Callable[[Session], Outcome]
+ON_CUDA = ("--device", "cuda")
+PLANNED = (*ON_CUDA, "--compile", "--preset", "llama-300m", "--sequence", "2048", "--micro-batch", "8")
+STEP = (*ON_CUDA, "--compile", "--precision", "bf16", "--sizes", *SIZES)
+
+
+def of_gemm(suffix: str, *parts: str) -> Check:
+    """gemm.py with some of its parts."""
+
+    def check(session: Session) -> Outcome:
+        return measured("gemm.py", *ON_CUDA, "--suffix", suffix, "--parts", *parts, session=session)
+
+    return check
+
+
+def of_script(script: str, *words: str) -> Check:
+    """Another benchmark."""
+
+    def check(session: Session) -> Outcome:
+        return measured(script, *words, session=session)
+
+    return check
+
+
+PARTS: dict[str, tuple[Check, ...]] = {
+    "checks": (
+        check_gemm_tests,
+        check_doctor,
+        check_gpu_tests,
+        check_determinism,
+        check_resume,
+        check_memory,
+        check_export,
+    ),
+    "formats": (
+        check_accumulator,
+        *(partial(check_losses, recipe) for recipe in NEAR),
+        check_format_memory,
+    ),
+    "gemm": (of_gemm("", "gemms", "quantizers"),),
+    "linear": (of_gemm("-linear", "linear"),),
+    "step": (of_script("planned_step.py", *PLANNED), of_script("step.py", *STEP)),
+}
+
+
+def run_part(name: str, session: Session, record: Mapping[str, Any]) -> list[Outcome]:
+    """Every check of a part, written after each; a failed one does not hide the next."""
+    outcomes: list[Outcome] = []
+    for check in PARTS[name]:
+        began = time.perf_counter()
+        try:
+            outcome = check(session) if session.left_s > 0 else (title(check), False, "the time was up")
+        except Exception as error:
+            outcome = (title(check), False, str(error)[-500:])
+        outcomes.append(outcome)
+        held = "ok" if outcome[1] else "FAILED"
+        print(f"{outcome[0]}: {held} ({outcome[2]}), {time.perf_counter() - began:.0f} s", flush=True)
+        write_pair(session.out, f"{session.date}-gpu-{name}", {**record, "checks": outcomes})
     return outcomes
 
 
+def title(check: Check) -> str:
+    """What a check is called before it has an outcome."""
+    function = check.func if isinstance(check, partial) else check
+    arguments = check.args if isinstance(check, partial) else ()
+    return " ".join([getattr(function, "__name__", "check"), *map(str, arguments)])
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--checks", action="store_true", help="only the checks")
+    """Run the parts; 0 if everything held."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--part", nargs="+", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--budget-s", type=float, default=570.0, help="seconds for each part")
     parser.add_argument("--date", default=date.today().isoformat(), help="prefix of the result files")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("NOT RUN: torch sees no CUDA device here")
         return 1
-    record = facts("torch", "triton", "transformers", "tokenizers", "numpy")
+    record = facts("torch", "triton", "torchao", "transformers", "tokenizers", "numpy")
     record |= {"date": arguments.date, "device": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
-    outcomes = run_checks()
-    if not arguments.checks:
-        words = ("--device", "cuda", "--compile", "--precision", "bf16", "--sizes", *SIZES)
-        words += ("--date", arguments.date, "--out", str(arguments.out.resolve()))
-        print(command(sys.executable, "benchmarks/step.py", *words).stdout)
     table = Table(title=f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    for column in ("check", "held", "figure"):
+    for column in ("part", "check", "held", "figure"):
         table.add_column(column)
-    for name, held, figure in outcomes:
-        table.add_row(name, "yes" if held else "NO", figure)
+    all_held = True
+    for part in arguments.part:
+        with tempfile.TemporaryDirectory(prefix="scrimp-gpu-") as scratch:
+            out = arguments.out.resolve()
+            session = Session(Path(scratch), out, arguments.date, arguments.budget_s)
+            for name, held, figure in run_part(part, session, record):
+                table.add_row(part, name, "yes" if held else "NO", figure)
+                all_held = all_held and held
     Console().print(table)
-    write_pair(arguments.out, f"{arguments.date}-gpu-checks", record | {"checks": outcomes})
-    return 0 if all(held for _, held, _ in outcomes) else 1
+    return 0 if all_held else 1
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 Each peer is a function from a weight to a module, or the reason why it cannot run here. All take bf16 input and
 a bf16 weight, and quantize the weight again at every forward pass, as a training step does.
 
-Method  torchao: `convert_to_float8_training` by the recipes tensorwise and rowwise, compiled (its documents ask for it), per shape.
+Method  torchao: `convert_to_float8_training` by the recipes tensorwise and rowwise, compiled for every shape, as its
+        documents ask.
         Transformer Engine: `te.Linear` under `fp8_autocast` with current scaling (per tensor) and block scaling
         (1x128 tiles and 128x128 blocks), eager, for its kernels are fused already.
 Limits  Not run here: Transformer Engine, written after its documented interface; torchao's on a GPU.
@@ -62,8 +63,8 @@ def _torchao(recipe: str) -> Maker:
             raise RuntimeError("torchao left the layer as it was")
         # Every shape its own graph: neither dynamic shapes nor a limit of recompilations may slow it.
         torch._dynamo.reset()
-        compiled: nn.Module = torch.compile(converted, dynamic=False)
-        return compiled
+        converted.compile(dynamic=False)
+        return converted
 
     return make
 

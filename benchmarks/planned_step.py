@@ -4,8 +4,8 @@ Question  How much slower is an emulated (or faster a native) recipe than bf16 i
           step? What does it cost to give half of all layers other recipes while training goes on?
 Method    One model in bf16 and one per recipe on the same batch: forward and backward, gradients dropped,
           without the optimizer, which is the same for all. All take their steps in turn, in one process; the
-          ratio is the median of the ratios to the bf16 step of the same round. Not counted: back ends' autotuning and the
-          first round.
+          ratio is the median of the ratios to the bf16 step of the same round. The first round, in which
+          back ends tune themselves, is dropped.
 Switch    A model in fp8 gives every second layer fp4: seconds for `replan` itself, then the step after it
           against the steps before. Eager, and with every block compiled, where new graphs are
           counted; beside it what compiling the blocks took at the start, as a static plan would again.
@@ -90,10 +90,14 @@ def main() -> None:
     device = cpu() if options.device == "cpu" else torch.cuda.get_device_name()
     before = facts("torch", "triton") | {"device": device, "threads": options.threads}
     steps = measure_steps(options)
-    switches = [] if options.skip_switch else [measure_switch(options, mode) for mode in ("eager", "compiled")]
+    switches = (
+        [] if options.skip_switch else [measure_switch(options, mode) for mode in ("eager", "compiled")]
+    )
     record = {
         "environment": before,
-        "settings": {name: getattr(options, name) for name in ("preset", "sequence", "micro_batch", "compile")},
+        "settings": {
+            name: getattr(options, name) for name in ("preset", "sequence", "micro_batch", "compile")
+        },
         "steps": [asdict(result) for result in steps],
         "switches": [asdict(result) for result in switches],
     }
@@ -161,10 +165,9 @@ def measure_steps(options: argparse.Namespace) -> list[StepResult]:
     if options.compile:
         for executable, _ in models.values():
             compile_blocks(executable.model)
-    rounds = []
-    for _ in range(options.repeats + 1):
-        rounds.append({recipe: step(*model) for recipe, model in models.items()})
-    rounds = rounds[1:]
+    rounds = [{recipe: step(*model) for recipe, model in models.items()} for _ in range(options.repeats + 1)][
+        1:
+    ]
     return [
         StepResult(recipe, [r[recipe] for r in rounds], [r[recipe] / r["bf16"] for r in rounds])
         for recipe in models

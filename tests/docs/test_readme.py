@@ -78,7 +78,10 @@ def test_the_two_make_lines_exist() -> None:
         assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE)
 
 
-@pytest.mark.parametrize("name", ["README.md", "CHANGELOG.md", *(f"docs/{name}.md" for name in ("architecture", "precision", "lab-log"))])
+@pytest.mark.parametrize(
+    "name",
+    ["README.md", "CHANGELOG.md", *(f"docs/{name}.md" for name in ("architecture", "precision", "lab-log"))],
+)
 def test_links_and_packages_in_the_documents_exist(name: str) -> None:
     text = (ROOT / name).read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)#]+)\)", text):

@@ -316,3 +316,10 @@ def test_of_a_transformers_gpt2_only_the_head_is_a_linear_layer() -> None:
 def test_a_block_in_a_list_of_modules_is_found_by_its_full_name() -> None:
     model = nn.ModuleDict({"trunk": nn.ModuleList([Block(), Block()])})
     assert "trunk.1.down" in start(model, "fp8").layers
+
+
+def test_the_projection_that_attention_reads_itself_is_refused() -> None:
+    attention = nn.MultiheadAttention(16, 2)
+    with pytest.raises(PlanError, match="never calls it"):
+        swap_in(attention, "fp8", choose=reference_only)
+    assert type(attention.out_proj).__name__ == "NonDynamicallyQuantizableLinear"

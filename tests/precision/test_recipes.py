@@ -228,3 +228,10 @@ def test_small_groups_ask_for_no_reduction(scaling: str) -> None:
     operand = Operand("e4m3", scaling)
     parts = [fake_quantize(part, operand, -1, reduce_amax=refuse).dequantize() for part in x.split(128, 1)]
     assert torch.cat(parts, 1).equal(fake_quantize(x, operand, -1).dequantize())
+
+
+def test_what_no_format_defines_is_refused_by_name() -> None:
+    with pytest.raises(PlanError, match="biased under stochastic rounding"):
+        Operand("e2m1", "nvfp4", "stochastic", four_over_six=True)
+    with pytest.raises(PlanError, match="one operand is rotated"):
+        GemmRecipe(Operand("e2m1", "nvfp4", hadamard=True), Operand("e2m1", "nvfp4"))

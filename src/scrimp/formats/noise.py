@@ -71,13 +71,13 @@ def combine(rows: Tensor, columns: Tensor) -> Tensor:
 
 def _hashes(key: int, first: int, count: int, device: torch.device | str) -> Tensor:
     """The low 32 bits of mix64(key ^ address), as int32; arithmetic modulo 2^64 as in `_mix`."""
-    # Made on the CPU: a few thousand numbers, the same on every device.
-    x = torch.arange(first, first + count, dtype=torch.int64)
+    # Integer arithmetic: the same on every device, and made where it is used, without waiting for a copy.
+    x = torch.arange(first, first + count, dtype=torch.int64, device=device)
     x.mul_(_signed(_GOLDEN)).bitwise_xor_(_signed(key))
     for shift, multiplier in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         x.bitwise_xor_((x >> shift) & ((1 << (64 - shift)) - 1)).mul_(_signed(multiplier))
     x.bitwise_xor_((x >> 31) & ((1 << 33) - 1))
-    return x.to(torch.int32).to(device)
+    return x.to(torch.int32)
 
 
 def _mix(x: int) -> int:

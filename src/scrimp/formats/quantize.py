@@ -38,6 +38,8 @@ from scrimp.precision.recipes import Operand, Rounding
 
 PAYLOAD_TYPES = {"e2m1": torch.uint8, **FLOAT8}
 SCALE_TYPES = {"fp32": torch.float32, "e8m0": torch.uint8, "e4m3": torch.float8_e4m3fn}
+INEXACT_IN_BF16 = ("tile", "block")
+"""Scalings by fp32 numbers inside a GEMM's sum; all others multiply by powers of two, by E4M3 numbers, or after it."""
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 AmaxReducer = Callable[[Tensor], None]
 
@@ -47,13 +49,20 @@ class FakeQuantized:
     """What a quantized matrix stands for: values times, where a scale leaves the sum of a GEMM, that scale."""
 
     values: Tensor
-    """float32 in the matrix's own layout. Exact in bfloat16 for every scaling but tile and block."""
+    """float32 or bfloat16, in the matrix's own layout."""
     outer: Tensor | None
     """Broadcasts against values: [1, 1] for tensor and NVFP4's second scale, one per row for row scales."""
+    rest: Tensor | None = None
+    """What bfloat16 values leave out of tile and block scalings; the others are exact in it."""
+
+    def wide(self) -> Tensor:
+        """The values in float32, without the outer scale."""
+        values = self.values.to(torch.float32)
+        return values if self.rest is None else values + self.rest
 
     def dequantize(self) -> Tensor:
         """The values with their outer scale."""
-        return self.values if self.outer is None else self.values * self.outer
+        return self.wide() if self.outer is None else self.wide() * self.outer
 
 
 @dataclass(frozen=True)
@@ -186,6 +195,7 @@ def fake_quantize(
     noise: Noise | None = None,
     reduce_amax: AmaxReducer | None = None,
     keep_rotation: bool = False,
+    carrier: torch.dtype = torch.float32,
 ) -> FakeQuantized:
     """The values of a quantized matrix, without packing codes or changing the layout.
 
@@ -194,6 +204,8 @@ def fake_quantize(
         axis: the scaled one.
         keep_rotation: leave Hadamard-rotated values rotated, padded to a multiple of 16 along the axis,
             for a product with another rotated operand.
+        carrier: float32; or bfloat16, which is exact but for tile and block scalings: those are two
+            bfloat16 numbers, values + rest, exact to 2^-17.
     """
     kind = lookup_scaling(operand.scaling)
     _check(x, axis, kind)
@@ -201,19 +213,23 @@ def fake_quantize(
         raise PlanError("operands of a GEMM are matrices", got=f"shape {tuple(x.shape)}", expected="2 axes")
     axis = axis % 2 - 2
     stack, tensor_scale = _prepare(x.detach()[None], operand, axis, reduce_amax)
-    out = torch.empty(stack.shape[1:], dtype=torch.float32, device=x.device)
+    out = torch.empty(stack.shape[1:], dtype=carrier, device=x.device)
+    rest = torch.empty_like(out) if carrier == torch.bfloat16 and kind.name in INEXACT_IN_BF16 else None
     outer: dict[int, Tensor] = {} if tensor_scale is None else {0: tensor_scale.reshape(1, 1)}
     for piece in _rounded(stack[0], operand, axis, noise or Noise(), tensor_scale, reduce_amax):
         if kind.columns is not None:
             piece.grouped.mul_(piece.scales.decode)
         else:
             outer[piece.first_group] = piece.scales.decode[:, 0, :, 0]
-        out[piece.rows] = piece.values[:, : out.shape[1]]
-    scale = torch.cat(list(outer.values())) if outer else None
+        values = piece.values[:, : out.shape[1]]
+        out[piece.rows] = values
+        if rest is not None:
+            rest[piece.rows] = values.sub_(out[piece.rows])
+    found = FakeQuantized(out, torch.cat(list(outer.values())) if outer else None, rest)
     if operand.hadamard and not keep_rotation:
-        rotated = out if scale is None else out * scale
-        return FakeQuantized(rotate(rotated, axis, inverse=True)[: x.shape[0], : x.shape[1]], None)
-    return FakeQuantized(out, scale)
+        rotated = rotate(found.dequantize(), axis, inverse=True)
+        return FakeQuantized(rotated[: x.shape[0], : x.shape[1]].to(carrier), None)
+    return found
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ __all__ = [
     "observing",
     "planned_linear",
     "recomputed",
-    "refuse_unrunnable",
     "reference_only",
+    "refuse_unrunnable",
     "swap_in",
 ]

@@ -57,7 +57,10 @@ def sharded_linear(x: Tensor, weight: DTensor, bias: Tensor | None, layer: Plann
     mesh, last = weight.device_mesh, x.dim() - 1
     if split is not None and layer.shard is None:
         if torch.compiler.is_compiling():
-            raise ModelError(f"{layer.name} does not know its shard yet", do="call locate_shards() of the PlannedModel")
+            # The compiler quotes an ordinary error; how one of ours is made it cannot trace, and complains of that.
+            raise RuntimeError(
+                f"{layer.name} does not know its shard yet - call locate_shards() of the PlannedModel"
+            )
         locate(layer, weight)
     if layer.shard is not None:
         _check_cut(layer, weight)
@@ -67,7 +70,10 @@ def sharded_linear(x: Tensor, weight: DTensor, bias: Tensor | None, layer: Plann
     x_here = x.redistribute(mesh, [wanted]).to_local(grad_placements=[gradient])
     w_here = weight.to_local(grad_placements=weight.placements)
     y_here = planned_linear(x_here, w_here, None, layer)
-    y: Tensor = DTensor.from_local(y_here, mesh, [result], run_check=False)
+    # With its shape: from its piece alone DTensor would take all pieces for equally large.
+    shape = torch.Size([*x.shape[:-1], weight.shape[0]])
+    stride = torch.empty(shape, device="meta").stride()
+    y: Tensor = DTensor.from_local(y_here, mesh, [result], run_check=False, shape=shape, stride=stride)
     if bias is None:
         return y
     if split == "inputs":
@@ -123,10 +129,11 @@ def _check_cut(layer: PlannedLayer, weight: DTensor) -> None:
             group = (kind.columns if cut == axis else kind.rows) or 1
             group = max(group, 16) if operand.hadamard and cut == axis else group
             if piece % group:
-                along = "columns" if axis == COLUMNS else "rows"
+                along = "columns" if cut == COLUMNS else "rows"
                 raise PlanError(
                     f"{layer.name}.{gemm} cannot run in {recipe} on {layer.shard.num_pieces} ranks",
-                    got=f"pieces of {piece} of its {size} {split}; groups of {group} along the {along} of {tensor.upper()}",
+                    got=f"pieces of {piece} of its {size} {split}; groups of {group} along the {along} of "
+                    f"{tensor.upper()}",
                     expected=f"pieces of a multiple of {group}",
                     do="plan another recipe for this layer (fp8_tensor, fp8_row), or use fewer ranks",
                 )

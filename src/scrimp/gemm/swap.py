@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from scrimp.errors import ModelError, PlanError
 from scrimp.gemm.clock import Clock
@@ -135,6 +136,12 @@ def swap_in(
 def _check_layer(layer: nn.Linear, name: str) -> None:
     if hasattr(layer, "planned"):
         raise PlanError(f"{name} is planned already", do="call replan or swap_out of its PlannedModel")
+    if isinstance(layer, NonDynamicallyQuantizableLinear):
+        raise PlanError(
+            f"{name} is read by its attention module, which never calls it",
+            got="the output projection of nn.MultiheadAttention",
+            do="leave it out: name the layers of the plan",
+        )
     if type(layer).forward is not nn.Linear.forward:
         raise PlanError(
             f"{name} has a forward of its own, which a plan would replace",

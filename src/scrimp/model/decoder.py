@@ -13,9 +13,10 @@ Parameters  `qkv.weight` holds the rows of all query heads, then the key heads, 
             heads; `gate_up.weight` the rows of gate, then up: one GEMM each instead of three
             and two. A new decoder's parameters are uninitialised memory: call
             `initialise` or `load_weights`.
-Precision   A plan gives every linear layer's GEMMs their formats (`scrimp.gemm`); norms and SwiGLU are handed to the
-            layer that reads them, because a plan may make their results again in backward. The residual stream keeps the embedding's type: float32 under autocast, bfloat16
-            with bfloat16 parameters. Norms compute in float32 and hand the GEMMs their type.
+Precision   A plan gives every linear layer's GEMMs their formats (`scrimp.gemm`). Norms and SwiGLU are
+            handed to the layer that reads their results, because a plan may make them again in backward.
+            The residual stream keeps the embedding's type: float32 under autocast, bfloat16 with
+            bfloat16 parameters. Norms compute in float32 and hand the GEMMs their type.
 Documents   Rows may hold several documents; see attention.py.
 Checked     tests/model/test_decoder.py: logits and gradients against a float64 reference.
 

@@ -118,7 +118,9 @@ def choose_backends(
     only = None if backend == "auto" else backend
     shapes = {name: (inputs, outputs) for name, (outputs, inputs) in linear_shapes(architecture).items()}
     quantized = {
-        layer: choice for layer, choice in precisions_of(plan).items() if set(recipes_of(choice)) - {*HIGH_PRECISION}
+        layer: choice
+        for layer, choice in precisions_of(plan).items()
+        if set(recipes_of(choice)) - {*HIGH_PRECISION}
     }
     by_layer = {layer: shapes[layer.split(".", 2)[-1]] for layer in quantized}
     refuse_unrunnable(quantized, by_layer, tokens, device, only)
@@ -180,5 +182,3 @@ def compile_blocks(model: Decoder) -> None:
     """torch.compile every block in place: equal blocks share one compiled graph."""
     for block in model.blocks:
         block.compile()
-
-

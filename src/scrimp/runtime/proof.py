@@ -7,9 +7,10 @@ Method   Before training: one forward and backward pass over a few tokens, twice
          kinds and counts   a dispatch mode sees every matrix product after autograd and autocast have had
                             their say, and planned GEMMs report themselves. Both must equal the plan: three
                             per linear layer (fprop, dgrad, wgrad), in their formats.
-         fingerprints       of the first GEMM of each recipe, kind and back end: its result equals, up
-                            to rounding, the float64 product of operands that `scrimp.formats` quantized apart
-                            from it, and differs from the product of the operands as they were.
+         fingerprints       of the first GEMM of each recipe, kind, back end and saved format: its result
+                            equals, up to rounding, the float64 product of operands that `scrimp.formats`
+                            quantized apart from it (of a saved input anew, not as it was saved), and
+                            differs from the product of the operands as they were.
 
          Gradients are thrown away; parameters, random state and data order are untouched.
          In training: the planned GEMMs of the first step are counted again (`StepCount`), compiled or not.
@@ -21,6 +22,7 @@ Checked  tests/runtime/test_proof.py, with plans that lie.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from typing import Any
 
@@ -31,10 +33,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from scrimp.errors import TrainingError
 from scrimp.formats import QuantizedTensor, quantize
 from scrimp.gemm import Execution, is_running, observing
-from scrimp.gemm.problem import AXES, Use, multiply
+from scrimp.gemm.problem import AXES, Use, high_precision, multiply
 from scrimp.plan import Plan
-from scrimp.precision import GEMMS, LinearPrecision
-from scrimp.runtime.execute import HEAD, Executable, precisions_of
+from scrimp.precision import GEMMS, LinearPrecision, Operand
+from scrimp.runtime.execute import DTYPES, HEAD, Executable, precisions_of
 
 _PRODUCTS = {"mm", "addmm", "addmm_", "_addmm_activation", "linear"}
 _FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
@@ -89,7 +91,9 @@ class StepCount:
         for (layer, gemm, recipe), number in expected_products(plan, compute).items():
             if layer != "plain":
                 expected[layer, gemm, recipe] = number * (head_chunks if layer == HEAD else micro_batches)
-        plain = {layer for layer, choice in precisions_of(plan).items() if choice == LinearPrecision.of(compute)}
+        plain = {
+            layer for layer, choice in precisions_of(plan).items() if choice == LinearPrecision.of(compute)
+        }
         ran = Counter({key: number for key, number in self.counts.items() if key[0] not in plain})
         _compare(ran, expected, "of the first step ")
 
@@ -124,50 +128,69 @@ def prove(executable: Executable, plan: Plan) -> None:
 
 
 class _Fingerprints:
-    """Checks the first GEMM of each recipe, kind and back end against float64."""
+    """Checks the first GEMM of each recipe, kind, back end and saved format against float64."""
 
     def __init__(self, compute: str) -> None:
-        self._tolerance = _ROUNDING[compute]
-        self._seen: set[tuple[str, str, str]] = set()
+        self._compute, self._tolerance = DTYPES[compute], _ROUNDING[compute]
+        self._seen: set[tuple[str, str, str, Operand | None]] = set()
+        self._inputs: dict[str, Tensor] = {}
+        """Layer to X as fprop read it: the codes that wgrad reads must be made of it."""
 
     def __call__(self, execution: Execution) -> None:
-        kind = (execution.recipe, execution.gemm, execution.backend)
+        if execution.gemm == "fprop":
+            self._inputs[execution.layer] = execution.a
+        input_X = self._inputs.pop(execution.layer, None) if execution.gemm == "wgrad" else None
+        saved = execution.b.operand if isinstance(execution.b, QuantizedTensor) else None
+        kind = (execution.recipe, execution.gemm, execution.backend, saved)
         if kind in self._seen or execution.recipe in _FORMATS.values():
             return
-        self._seen.add(kind)
+        plain = self._operands(execution, input_X)
+        rounded = [_quantized(x, use.operand, use) for x, use in zip(plain, execution.uses, strict=True)]
         axes = AXES[execution.gemm]
-        operands = (execution.a, execution.b)
-        rounded = [_quantized(x, use) for x, use in zip(operands, execution.uses, strict=True)]
-        plain = [x.dequantize() if isinstance(x, QuantizedTensor) else x for x in operands]
         expected = multiply(rounded[0], axes[0], rounded[1], axes[1])
         unquantized = multiply(plain[0].double(), axes[0], plain[1].double(), axes[1])
         norm = float(expected.norm())
+        if not math.isfinite(norm):
+            return  # of numbers that overflow nothing is learned: the next one of its kind may do
+        self._seen.add(kind)
         distance, effect = (float((execution.result.double() - y).norm()) for y in (expected, unquantized))
-        if distance > self._tolerance * norm or (norm > 0 and effect < _SMALLEST_EFFECT * norm):
+        # So written that a NaN, too, is a difference.
+        if not (distance <= self._tolerance * norm and (norm == 0 or effect >= _SMALLEST_EFFECT * norm)):
             raise TrainingError(
-                f"{execution.layer}.{execution.gemm} did not run in {execution.recipe} on the {execution.backend} back end",
+                f"{execution.layer}.{execution.gemm} did not run in {execution.recipe} on the "
+                f"{execution.backend} back end",
                 got=f"a result {distance / max(norm, 1e-30):.2g} from the recipe's, "
                 f"{effect / max(norm, 1e-30):.2g} from the unquantized one (relative)",
                 expected=f"at most {self._tolerance:.2g}, and at least {_SMALLEST_EFFECT:.2g}",
                 do="run `scrimp doctor --fresh`, and report this with its table",
             )
 
+    def _operands(self, execution: Execution, input_X: Tensor | None) -> list[Tensor]:
+        """Both operands as they are before the recipe rounds them: in the type that quantizers read."""
+        dtype = high_precision(execution.recipe, self._compute)
+        a, b = execution.a, execution.b
+        if isinstance(b, QuantizedTensor):
+            assert input_X is not None
+            saved, use = b.operand, execution.uses[1]
+            # Not read from the codes, which may lie: made again of the input.
+            b = input_X.to(self._compute)
+            if saved != use.operand:
+                b = _quantized(b, saved, use)
+        return [a.to(dtype), b.to(dtype)]
 
-def _quantized(x: Tensor | QuantizedTensor, use: Use) -> Tensor:
-    """The operand's values in float64, made by the formats alone."""
-    if isinstance(x, QuantizedTensor):
-        return x.dequantize(torch.float64)
-    o = use.operand
-    if o is None:
+
+def _quantized(x: Tensor, operand: Operand | None, use: Use) -> Tensor:
+    """The values of a tensor in a format, in float64, made by `scrimp.formats` alone."""
+    if operand is None:
         return x.double()
     codes = quantize(
         x,
-        o.element,
-        o.scaling,
+        operand.element,
+        operand.scaling,
         use.axis,
-        o.rounding,
-        hadamard=o.hadamard,
-        four_over_six=o.four_over_six,
+        operand.rounding,
+        hadamard=operand.hadamard,
+        four_over_six=operand.four_over_six,
         noise=use.noise,
         reduce_amax=use.reduce_amax,
     )

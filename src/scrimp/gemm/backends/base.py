@@ -23,6 +23,7 @@ class Backend(ABC):
     """Runs GEMMs of some recipes on some devices."""
 
     name: str
+
     @abstractmethod
     def refusal(self, gemm: str, recipe: str, shape: Shape | None, device: torch.device) -> str | None:
         """Why this GEMM cannot run here; None where it can. Without a shape: on any shape."""

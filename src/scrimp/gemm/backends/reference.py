@@ -23,22 +23,18 @@ import torch
 from torch import Tensor
 
 from scrimp.formats import QuantizedTensor, fake_quantize
-from scrimp.formats.quantize import FakeQuantized
+from scrimp.formats.quantize import INEXACT_IN_BF16, FakeQuantized
 from scrimp.gemm.backends.base import Backend
 from scrimp.gemm.problem import AXES, COLUMNS, Shape, Use, multiply
-from scrimp.precision import Operand, lookup_scaling
-
-_INEXACT_IN_BF16 = ("tile", "block")
 
 
 @dataclass(frozen=True)
-class _Values:
-    """float32 values of one operand, or a high-precision tensor as it is."""
+class _Operand:
+    """One operand: what it was quantized to, or a high-precision tensor as it is."""
 
-    values: Tensor
-    outer: Tensor | None
-    is_exact_in_bf16: bool
-    is_quantized: bool = True
+    quantized: FakeQuantized
+    is_plain: bool = False
+    is_exact_in_bf16: bool = False
 
 
 class ReferenceBackend(Backend):
@@ -50,23 +46,32 @@ class ReferenceBackend(Backend):
         """Never: any shape, ragged ones padded with zeros."""
         return None
 
-    def prepare(self, x: Tensor, use: Use) -> _Values:
-        """Values after rounding, in the tensor's own layout."""
+    def prepare(self, x: Tensor, use: Use) -> _Operand:
+        """Values after rounding, in the tensor's own layout; in bf16 carriers where x is bf16."""
         if use.operand is None:
-            return _Values(x, None, x.dtype == torch.bfloat16, is_quantized=False)
-        quantized = fake_quantize(
-            x, use.operand, use.axis, noise=use.noise, reduce_amax=use.reduce_amax, keep_rotation=True
+            return _Operand(FakeQuantized(x, None), is_plain=True)
+        is_bf16 = x.dtype == torch.bfloat16 and multiplies_bf16_fast(x.device)
+        return _Operand(
+            fake_quantize(
+                x,
+                use.operand,
+                use.axis,
+                noise=use.noise,
+                reduce_amax=use.reduce_amax,
+                keep_rotation=True,
+                carrier=torch.bfloat16 if is_bf16 else torch.float32,
+            )
         )
-        return _of(quantized, use.operand)
 
-    def load(self, codes: QuantizedTensor) -> _Values:
+    def load(self, codes: QuantizedTensor) -> _Operand:
         """Values of kept codes."""
-        return _of(codes.dequantize_matrix(), codes.operand)
+        exact = codes.operand.scaling not in INEXACT_IN_BF16
+        return _Operand(codes.dequantize_matrix(), is_exact_in_bf16=exact)
 
-    def multiply(self, gemm: str, a: _Values, b: _Values, out: torch.dtype) -> Tensor:
+    def multiply(self, gemm: str, a: _Operand, b: _Operand, out: torch.dtype) -> Tensor:
         """The product in the cheapest carrier that is exact enough, see the module."""
         product = _product(gemm, a, b, out)
-        for outer, is_first in ((a.outer, True), (b.outer, False)):
+        for outer, is_first in ((a.quantized.outer, True), (b.quantized.outer, False)):
             if outer is not None:
                 # Scales of rows of the result stand upright, those of its columns lie.
                 column = outer.reshape(-1, 1)
@@ -74,24 +79,28 @@ class ReferenceBackend(Backend):
         return product.to(out)
 
 
-def _of(quantized: FakeQuantized, operand: Operand) -> _Values:
-    exact = lookup_scaling(operand.scaling).name not in _INEXACT_IN_BF16
-    return _Values(quantized.values, quantized.outer, exact)
-
-
-def _product(gemm: str, a: _Values, b: _Values, out: torch.dtype) -> Tensor:
+def _product(gemm: str, a: _Operand, b: _Operand, out: torch.dtype) -> Tensor:
     a_axis, b_axis = AXES[gemm]
-    if a.values.dtype == b.values.dtype == torch.bfloat16:
-        return multiply(a.values, a_axis, b.values, b_axis)
-    if out == torch.float32 or not a.is_quantized or not multiplies_bf16_fast(a.values.device):
-        return multiply(a.values.float(), a_axis, b.values.float(), b_axis)
-    a_hi, b_hi = a.values.to(torch.bfloat16), b.values.to(torch.bfloat16)
-    product = _wide(a_hi, a_axis, b_hi, b_axis)
-    if not b.is_exact_in_bf16:
-        product = product + _wide(a_hi, a_axis, (b.values - b_hi).to(torch.bfloat16), b_axis)
-    if not a.is_exact_in_bf16:
-        product = product + _wide((a.values - a_hi).to(torch.bfloat16), a_axis, b_hi, b_axis)
+    left, right = a.quantized, b.quantized
+    if a.is_plain and b.is_plain:
+        return multiply(left.values, a_axis, right.values, b_axis)
+    if out == torch.float32 or left.values.dtype == torch.float32:
+        return multiply(left.wide(), a_axis, right.wide(), b_axis)
+    if right.values.dtype == torch.float32:
+        right = _split(right, exact=b.is_exact_in_bf16)
+    product = _wide(left.values, a_axis, right.values, b_axis)
+    if right.rest is not None:
+        product += _wide(left.values, a_axis, right.rest, b_axis)
+    if left.rest is not None:
+        product += _wide(left.rest, a_axis, right.values, b_axis)
     return product
+
+
+def _split(quantized: FakeQuantized, *, exact: bool) -> FakeQuantized:
+    """float32 values (of kept codes) as bf16 carriers."""
+    high = quantized.values.to(torch.bfloat16)
+    rest = None if exact else (quantized.values - high).to(torch.bfloat16)
+    return FakeQuantized(high, quantized.outer, rest)
 
 
 def _wide(a: Tensor, a_axis: int, b: Tensor, b_axis: int) -> Tensor:

@@ -17,6 +17,8 @@ Checked  tests/gemm/test_triton_groups.py.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -270,9 +272,12 @@ def tensor_amax(x: Tensor, hadamard: bool = False, axis: int = -1) -> Tensor:
 
 def _rotation(x: Tensor, hadamard: bool) -> Tensor:
     """The rotation as a matrix, or any tensor where it is not read."""
-    if not hadamard:
-        return x
-    return rotate(torch.eye(HADAMARD_SIZE, device=x.device), -1).contiguous()
+    return _rotation_on(x.device) if hadamard else x
+
+
+@functools.cache
+def _rotation_on(device: torch.device) -> Tensor:
+    return rotate(torch.eye(HADAMARD_SIZE, device=device), -1).contiguous()
 
 
 def _strides(x: Tensor, axis: int) -> tuple[int, int]:
