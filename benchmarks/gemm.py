@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from scrimp.config import preset
 from scrimp.errors import ScrimpError
 from scrimp.formats import Noise
-from scrimp.gemm import backends_for, kernels, swap_in
+from scrimp.gemm import BackendChooser, backends_for, kernels, swap_in
 from scrimp.gemm.backends import BACKENDS, Backend
 from scrimp.gemm.problem import AXES, COLUMNS, Shape, operands_of
 from scrimp.gemm.trial import Sizes, Trial
@@ -371,23 +371,22 @@ def step(layer: nn.Module, x: Tensor, g: Tensor) -> object:
 
 def choosers(
     recipe_name: str, sizes: Sizes, device: torch.device, names: list[str]
-) -> dict[str, Callable[[str, str], Backend]]:
+) -> dict[str, BackendChooser]:
     """Each back end that runs all three GEMMs, and the choice that training makes where it mixes them."""
     selection = backends_for(device)
-    found: dict[str, Callable[[str, str], Backend]] = {}
+    found: dict[str, BackendChooser] = {}
     for name in names:
         shapes = {gemm: (sizes.shape(gemm),) for gemm in GEMMS}
         backend = BACKENDS[name]
         if all(selection.refusal(backend, recipe_name, gemm, shapes[gemm]) is None for gemm in GEMMS):
             found[name] = partial(_always, backend)
-    chosen = selection.for_layers([(sizes.inputs, sizes.outputs)], sizes.tokens)
-    mixed = [chosen(recipe_name, gemm).name for gemm in GEMMS]
+    mixed = [selection(recipe_name, gemm, sizes.shape(gemm), device).name for gemm in GEMMS]
     if len(set(mixed)) > 1 and set(mixed) <= set(names):
-        found["/".join(mixed)] = chosen
+        found["/".join(mixed)] = selection
     return found
 
 
-def _always(backend: Backend, recipe_name: str, gemm: str) -> Backend:
+def _always(backend: Backend, *site: object) -> Backend:
     return backend
 
 

@@ -40,7 +40,7 @@ def layer(request: pytest.FixtureRequest) -> tuple[nn.Linear, str]:
 def made(backend: Backend, recipe: str) -> nn.Linear:
     torch.manual_seed(0)
     linear = nn.Linear(IN, OUT, bias=False)
-    swap_in(linear, recipe, choose=lambda recipe, gemm: backend)
+    swap_in(linear, recipe, choose=lambda *site: backend)
     return linear
 
 
@@ -74,7 +74,7 @@ def test_gaps_and_strides_change_nothing(layer: tuple[nn.Linear, str], kind: str
         "strided": (torch.randn(128, 2 * IN)[::2, ::2], torch.randn(64, 2 * OUT)[:, ::2]),
         "expanded": (torch.randn(1, IN).expand(64, IN), torch.randn(()).expand(64, OUT)),
     }[kind]
-    plain = made(linear.planned.choose(recipe, "fprop"), recipe)
+    plain = made(linear.planned.backend(recipe, "fprop", 64, linear.weight), recipe)
     for ours, theirs in zip(
         gradients(linear, *odd), gradients(plain, *(t.contiguous() for t in odd)), strict=True
     ):

@@ -9,9 +9,9 @@ from planned_cases import QUANTIZED, linear, planned, random, run, same, start, 
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from scrimp.errors import DeviceError, ModelError
+from scrimp.errors import DeviceError, ModelError, PlanError
 from scrimp.formats import quantize
-from scrimp.gemm.linear import recomputed
+from scrimp.gemm import PlannedLinear, recomputed, reference_only, swap_in
 from scrimp.precision import GEMMS, LinearPrecision, recipe, storage_bytes
 
 MIXED = LinearPrecision("fp8_row", "nvfp4", "mxfp4", "fp8")
@@ -265,11 +265,8 @@ def test_the_bytes_kept_are_those_of_the_memory_accounting(saved: str, tokens: i
 def test_codes_kept_give_the_gradients_that_the_input_kept_gives(name: str, dtype: torch.dtype) -> None:
     high = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
     x = random(37, 100, dtype=dtype)
-    codes, whole, dropped = (
-        run(planned(same(name, saved), dtype=dtype), x) for saved in (name, high, "recompute")
-    )
+    codes, whole = (run(planned(same(name, saved), dtype=dtype), x) for saved in (name, high))
     assert codes.equals(whole)
-    assert codes.equals(dropped)
 
 
 @pytest.mark.parametrize("fprop", ["fp32", "bf16"])
@@ -419,3 +416,17 @@ def test_autocast_in_a_type_that_no_planned_layer_has_is_refused() -> None:
 def test_an_input_on_another_device_is_refused() -> None:
     with pytest.raises(DeviceError, match="different devices"):
         planned("fp8")(torch.ones(3, 100, device="meta"))
+
+
+def test_a_layer_that_nobody_can_recompute_for_is_refused() -> None:
+    linear = nn.Linear(16, 16)
+    swap_in(linear, LinearPrecision("fp8", "fp8", "fp8", "recompute"), choose=reference_only)
+    with pytest.raises(PlanError, match="nothing tells it how"):
+        linear(torch.randn(4, 16))
+    with torch.no_grad():
+        assert linear(torch.randn(4, 16)).shape == (4, 16)
+
+
+def test_a_planned_linear_without_a_plan_says_so() -> None:
+    with pytest.raises(ModelError, match="has no plan"):
+        PlannedLinear(4, 4)(torch.randn(2, 4))

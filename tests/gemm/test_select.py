@@ -59,10 +59,14 @@ def put(backends: dict[str, Backend], *fakes: Backend) -> None:
     backends.update({fake.name: fake for fake in (*fakes, ReferenceBackend())})
 
 
+def at(choose: BackendSelection, recipe: str, gemm: str, shape: Shape | None = None) -> Backend:
+    return choose(recipe, gemm, shape or EVEN[0], choose.device)
+
+
 def test_a_cpu_runs_everything_in_the_reference() -> None:
     choose = backends_for(CPU)
-    assert {choose(recipe, gemm).name for recipe in RECIPES for gemm in GEMMS} == {"reference"}
-    assert choose("fp8", "fprop") is choose("fp8_row", "wgrad")
+    assert {at(choose, recipe, gemm).name for recipe in RECIPES for gemm in GEMMS} == {"reference"}
+    assert at(choose, "fp8", "fprop") is at(choose, "fp8_row", "wgrad")
     assert backends_for(CPU) is choose
 
 
@@ -70,7 +74,7 @@ def test_torchs_fp8_never_runs_on_a_cpu_even_if_demanded() -> None:
     choose = backends_for(CPU, only="torch")
     with pytest.raises(PlanError, match="thousands of times slower"):
         choose.choose("fp8_tensor", "fprop", EVEN)
-    assert choose("bf16", "fprop") is BACKENDS["torch"]
+    assert at(choose, "bf16", "fprop") is BACKENDS["torch"]
 
 
 def test_an_unknown_back_end_is_refused_with_the_known_ones() -> None:
@@ -80,19 +84,19 @@ def test_an_unknown_back_end_is_refused_with_the_known_ones() -> None:
 
 def test_without_measurements_the_first_that_works_runs(gpu: dict[str, Backend]) -> None:
     put(gpu, Fake("torch"), Fake("triton"))
-    assert BackendSelection(GPU)("fp8", "fprop").name == "torch"
+    assert at(BackendSelection(GPU), "fp8", "fprop").name == "torch"
 
 
 @pytest.mark.parametrize("fault", ["raises", "wrong"])
 def test_a_back_end_whose_probe_fails_is_not_used(gpu: dict[str, Backend], fault: str) -> None:
     put(gpu, Fake("torch", fault), Fake("triton"))
-    assert BackendSelection(GPU)("fp8", "fprop").name == "triton"
+    assert at(BackendSelection(GPU), "fp8", "fprop").name == "triton"
 
 
 def test_a_failed_probe_names_its_failure(gpu: dict[str, Backend]) -> None:
     put(gpu, Fake("torch", "raises"))
     with pytest.raises(PlanError, match=r"probe failed \(RuntimeError: no kernel image is available\)"):
-        BackendSelection(GPU, only="torch")("fp8", "fprop")
+        at(BackendSelection(GPU, only="torch"), "fp8", "fprop")
 
 
 def test_a_back_end_is_probed_once(gpu: dict[str, Backend]) -> None:
@@ -102,7 +106,7 @@ def test_a_back_end_is_probed_once(gpu: dict[str, Backend]) -> None:
     for shapes in (EVEN, ODD, EVEN):
         choose.choose("fp8", "fprop", shapes)
     assert fake.runs == 1
-    choose("fp8", "dgrad")
+    at(choose, "fp8", "dgrad")
     assert fake.runs == 2
 
 
@@ -118,8 +122,8 @@ def test_the_fastest_measured_one_runs(gpu: dict[str, Backend], monkeypatch: pyt
     put(gpu, Fake("torch"), Fake("triton"))
     kept = report(("torch", WORKS, 0.5), ("triton", WORKS, 0.4), ("reference", SLOWER, 3.0))
     monkeypatch.setattr(select, "_kept_report", lambda device: kept)
-    assert BackendSelection(GPU)("fp8", "fprop").name == "triton"
-    assert BackendSelection(GPU)("fp8", "dgrad").name == "torch", "not measured: the usual order"
+    assert at(BackendSelection(GPU), "fp8", "fprop").name == "triton"
+    assert at(BackendSelection(GPU), "fp8", "dgrad").name == "torch", "not measured: the usual order"
 
 
 def test_a_measurement_does_not_replace_the_probe(
@@ -128,7 +132,7 @@ def test_a_measurement_does_not_replace_the_probe(
     put(gpu, Fake("torch"), Fake("triton", "raises"))
     kept = report(("triton", WORKS, 0.1), ("torch", WRONG, 0.01), ("reference", WORKS, 0.5))
     monkeypatch.setattr(select, "_kept_report", lambda device: kept)
-    assert BackendSelection(GPU)("fp8", "fprop").name == "reference"
+    assert at(BackendSelection(GPU), "fp8", "fprop").name == "reference"
 
 
 def test_a_shape_that_the_first_cannot_take_goes_to_the_next(gpu: dict[str, Backend]) -> None:
@@ -136,14 +140,14 @@ def test_a_shape_that_the_first_cannot_take_goes_to_the_next(gpu: dict[str, Back
     choose = BackendSelection(GPU)
     assert choose.choose("fp8", "fprop", EVEN).name == "torch"
     assert choose.choose("fp8", "fprop", EVEN + ODD).name == "triton"
-    assert choose("fp8", "fprop").name == "triton", "any shape may come"
+    assert at(choose, "fp8", "fprop", ODD[0]).name == "triton"
+    assert at(choose, "fp8", "fprop", EVEN[0]).name == "torch", "one odd shape decides for no other"
 
 
-def test_layers_give_the_shapes_of_each_gemm(gpu: dict[str, Backend]) -> None:
-    put(gpu, Fake("torch", multiple=16))
-    choose = BackendSelection(GPU).for_layers([(32, 64), (33, 64)], tokens=48)
-    assert choose("fp8", "fprop").name == "torch"  # N: 64, 64
-    assert choose("fp8", "dgrad").name == "reference"  # N: 32, 33
+def test_a_layer_that_moved_runs_where_it_is(gpu: dict[str, Backend]) -> None:
+    put(gpu, Fake("torch"))
+    planned_elsewhere = backends_for(torch.device("meta"))
+    assert planned_elsewhere("fp8", "fprop", EVEN[0], CPU).name == "reference"
 
 
 def precision(name: str) -> LinearPrecision:

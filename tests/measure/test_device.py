@@ -143,9 +143,12 @@ def test_a_card_has_the_narrow_rates_of_its_tensor_cores(name: str) -> None:
     ("name", "recipe", "rate"),
     [
         ("NVIDIA H100 80GB HBM3", "fp8", 1978.9e12),
-        ("NVIDIA H100 80GB HBM3", "nvfp4", 1978.9e12),
+        ("NVIDIA H100 80GB HBM3", "fp4", 1978.9e12),
+        ("NVIDIA H100 80GB HBM3", "nvfp4", 989.4e12),
+        ("NVIDIA L40S", "mxfp8", 362e12),
         ("NVIDIA A100-SXM4-80GB", "fp8", 312e12),
         ("NVIDIA B200", "mxfp4", 9000e12),
+        ("NVIDIA B200", "mxfp8", 4500e12),
         ("NVIDIA GeForce RTX 5090", "nvfp4", 1676e12),
     ],
 )

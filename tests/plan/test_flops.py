@@ -97,13 +97,15 @@ B200 = Peaks({"fp32": 1.0, "bf16": 16.0, "fp8": 32.0, "fp4": 64.0}, "B200")
         ("fp8", 16, 32, 32),
         ("fp8_tensor", 16, 32, 32),
         ("fp8_row", 16, 32, 32),
-        ("mxfp8", 16, 32, 32),
-        ("fp4", 16, 32, 64),
-        ("nvfp4", 16, 32, 64),
-        ("mxfp4", 16, 32, 64),
+        # E2M1 is exact in E4M3, but no unit multiplies it under fp32 tile scales.
+        ("fp4", 16, 32, 32),
+        # Scales of small blocks: Blackwell's units, else products of bf16 values.
+        ("mxfp8", 16, 16, 32),
+        ("nvfp4", 16, 16, 64),
+        ("mxfp4", 16, 16, 64),
     ],
 )
-def test_a_recipe_runs_at_its_width_or_at_what_it_is_emulated_in(recipe, a100, h100, b200) -> None:
+def test_a_recipe_runs_at_the_rate_of_units_that_apply_its_scales(recipe, a100, h100, b200) -> None:
     assert [peak_of_recipe(peaks, recipe) for peaks in (A100, H100, B200)] == [a100, h100, b200]
 
 
@@ -111,7 +113,7 @@ def test_every_recipe_has_a_speed_of_light() -> None:
     flops = count_flops(SMALL, 32)
     for name in RECIPES:
         gemms = {layer: dict.fromkeys(GEMMS, name) for layer in linear_layers(SMALL)}
-        rate = {32: 1, 16: 16, 8: 32, 4: 32}[RECIPES[name].bits]
+        rate = {"fp32": 1, "fp8": 32, "fp8_tensor": 32, "fp8_row": 32, "fp4": 32}.get(name, 16)
         expected = (flops.blocks + flops.head) / rate + flops.attention_causal / (1 if name == "fp32" else 16)
         assert ideal_seconds_per_token(SMALL, 32, gemms, H100) == pytest.approx(expected)
 
@@ -124,10 +126,14 @@ def test_attention_runs_in_the_compute_format_whatever_the_head_does() -> None:
     assert gap == pytest.approx(count_flops(SMALL, 32).attention_causal * (1 - 1 / 16))
 
 
-def test_peaks_say_which_widths_are_native() -> None:
-    assert A100.description == "A100; native fp32 bf16, fp8 at the bf16 rate, fp4 at the bf16 rate"
-    assert H100.description == "H100; native fp32 bf16 fp8, fp4 at the fp8 rate"
-    assert B200.description == "B200; native fp32 bf16 fp8 fp4"
+def test_peaks_say_which_widths_are_native_and_how_the_other_recipes_count() -> None:
+    low = "fp8 fp8_tensor fp8_row mxfp8 fp4 nvfp4 mxfp4"
+    assert A100.description == f"A100; native fp32 bf16, {low} at the bf16 rate"
+    assert (
+        H100.description
+        == "H100; native fp32 bf16 fp8, mxfp8 nvfp4 mxfp4 at the bf16 rate, fp4 at the fp8 rate"
+    )
+    assert B200.description == "B200; native fp32 bf16 fp8 fp4, fp4 at the fp8 rate"
 
 
 def test_an_unknown_recipe_has_no_peak() -> None:

@@ -8,7 +8,7 @@ from test_proof import ARCHITECTURE, UNTIED, realised
 from torch import Tensor
 
 from scrimp.errors import PlanError
-from scrimp.gemm import Execution, observing, reference_only
+from scrimp.gemm import BackendChooser, Execution, observing, reference_only
 from scrimp.gemm.backends import ReferenceBackend
 from scrimp.model import Decoder
 from scrimp.plan import Plan
@@ -181,28 +181,32 @@ def test_beginning_a_micro_batch_of_a_plain_model_does_nothing() -> None:
 # ---- back ends
 
 
+def described(plan: Plan, choose: BackendChooser) -> str:
+    return describe_backends(plan, UNTIED, choose, CPU, tokens=256)
+
+
 def test_the_log_says_which_recipes_are_emulated() -> None:
     plan, _ = realised("fp8,*.mlp.*=nvfp4,*.wgrad=bf16", "fp32", UNTIED)
-    assert (
-        describe_backends(plan, reference_only)
-        == "fp8 by reference (emulated), nvfp4 by reference (emulated)"
-    )
+    assert described(plan, reference_only) == "fp8 by reference (emulated), nvfp4 by reference (emulated)"
 
     class Native(ReferenceBackend):
         name = "torch"
 
-    def mixed(recipe: str, gemm: str) -> ReferenceBackend:
+        def emulates(self, recipe: str) -> bool:
+            return False
+
+    def mixed(recipe: str, *site: object) -> ReferenceBackend:
         return Native() if recipe == "fp8" else ReferenceBackend()
 
-    assert describe_backends(plan, mixed) == "fp8 by torch, nvfp4 by reference (emulated)"
+    assert described(plan, mixed) == "fp8 by torch, nvfp4 by reference (emulated)"
     plain, _ = realised("bf16", "fp32", UNTIED)
-    assert describe_backends(plain, reference_only) == ""
+    assert described(plain, reference_only) == ""
 
 
 def backends_of(precision: str, backend: str = "auto") -> tuple[Plan, str]:
     """What this CPU chooses, spelled."""
     plan, _ = realised(precision, "fp32", UNTIED)
-    return plan, describe_backends(plan, choose_backends(plan, UNTIED, CPU, tokens=256, backend=backend))
+    return plan, described(plan, choose_backends(plan, UNTIED, CPU, tokens=256, backend=backend))
 
 
 def test_formats_that_no_cpu_multiplies_are_emulated_and_said_to_be() -> None:

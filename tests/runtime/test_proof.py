@@ -223,7 +223,7 @@ class NotANumber(ReferenceBackend):
 def lying(backend: ReferenceBackend, only: str = "") -> BackendChooser:
     """The back end for one GEMM, or for all that are quantized."""
 
-    def choose(recipe: str, gemm: str) -> ReferenceBackend:
+    def choose(recipe: str, gemm: str, *site: object) -> ReferenceBackend:
         return backend if recipe not in ("bf16", "fp32") and only in ("", gemm) else ReferenceBackend()
 
     return choose

@@ -225,7 +225,7 @@ def test_a_back_end_that_lies_ends_the_run_before_its_first_step(
         def prepare(self, x, use):  # type: ignore[no-untyped-def]
             return super().prepare(x, type(use)(None, use.axis, use.noise))
 
-    def choose(recipe: str, gemm: str) -> Backend:
+    def choose(recipe: str, gemm: str, *site: object) -> Backend:
         return Unquantized() if gemm == "dgrad" and recipe == "fp8" else ReferenceBackend()
 
     monkeypatch.setattr(setup, "choose_backends", lambda *a, **k: choose)

@@ -5,7 +5,8 @@ rows, (R, C) for the whole matrix. So one piece of code serves every scaling and
 transposed copy. Ragged edges are padded with zeros, which never raise a maximum of magnitudes.
 
 Work is cut into pieces of whole groups that stay in a core's cache: a dozen passes over a piece cost
-less than two over memory (CPU; on an accelerator pieces are as large as memory allows).
+less than two over memory (CPU; an accelerator
+takes pieces large enough to fill it, and small beside its memory).
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from torch import Tensor
 
 from scrimp.precision.formats import Scaling
 
-PIECE_ELEMENTS = {"cpu": 2**18, "cuda": 2**26}
-"""Elements of one piece, by device type: 1 MiB of float32 in a core's second-level cache."""
+PIECE_ELEMENTS = {"cpu": 2**18, "cuda": 2**22}
+"""Elements of one piece, by device type: 1 MiB of float32 in a core's second-level cache, 16 MiB on an accelerator."""
 
 
 @dataclass(frozen=True)

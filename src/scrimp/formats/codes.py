@@ -15,7 +15,8 @@ from torch import Tensor
 from scrimp.precision.formats import Element
 
 FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-_E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_HALF = 0x3F000000
+"""The bits of 0.5 as float32."""
 
 
 def encode(values: Tensor, element: Element) -> Tensor:
@@ -39,6 +40,10 @@ def decode(payload: Tensor, element: Element, length: int) -> Tensor:
     """float32 values of a payload whose last axis holds `length` elements."""
     if element.name in FLOAT8:
         return payload.to(torch.float32)
-    codes = torch.stack([payload & 15, payload >> 4], dim=-1).flatten(-2)[..., :length]
-    values = (*_E2M1_VALUES, *(-value for value in _E2M1_VALUES))
-    return torch.tensor(values, dtype=torch.float32, device=payload.device)[codes.long()]
+    code = torch.stack([payload & 15, payload >> 4], dim=-1).flatten(-2)[..., :length].to(torch.int32)
+    magnitude = code & 7
+    # From code 2 on the bits are those of a float: two of exponent, one of mantissa. Code 1 is one half.
+    bits = torch.where(
+        magnitude > 1, ((magnitude >> 1) + 126 << 23) | ((magnitude & 1) << 22), magnitude * _HALF
+    )
+    return bits.bitwise_or_((code >> 3) << 31).view(torch.float32)

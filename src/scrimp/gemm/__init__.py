@@ -7,6 +7,7 @@ low-precision kernels, and Triton's; which one is decided by what works and is f
 
 from scrimp.gemm.backends import Backend
 from scrimp.gemm.clock import Clock
+from scrimp.gemm.flops import register_flop_formulas
 from scrimp.gemm.head import head_gemms
 from scrimp.gemm.layer import BackendChooser, PlannedLayer, reference_only
 from scrimp.gemm.linear import PlannedLinear, compute_dtype, planned_linear, recomputed
@@ -33,5 +34,6 @@ __all__ = [
     "recomputed",
     "reference_only",
     "refuse_unrunnable",
+    "register_flop_formulas",
     "swap_in",
 ]

@@ -72,7 +72,14 @@ class DoctorReport:
     measurements: tuple[Measurement, ...]
 
     def fastest(self, recipe: str, gemm: str) -> Measurement | None:
-        """The fastest right one at the typical sizes; its `seconds` are the planner's. None where there is none."""
+        """The fastest right one at the typical sizes; None where there is none."""
+        return next(iter(self._right(recipe, gemm)), None)
+
+    def order(self, recipe: str, gemm: str) -> list[str]:
+        """Names of the back ends that were right at the typical sizes, fastest first."""
+        return [measurement.backend for measurement in self._right(recipe, gemm)]
+
+    def _right(self, recipe: str, gemm: str) -> list[Measurement]:
         found = [
             m
             for m in self.measurements
@@ -80,18 +87,11 @@ class DoctorReport:
             and m.status in (WORKS, SLOWER)
             and m.seconds is not None
         ]
-        return min(found, key=lambda m: m.seconds or 0.0, default=None)
+        return sorted(found, key=lambda m: m.seconds or 0.0)
 
-    def order(self, recipe: str, gemm: str) -> list[str]:
-        """Names of the back ends that were right at the typical sizes, fastest first."""
-        found = [
-            (m.seconds, m.backend)
-            for m in self.measurements
-            if (m.recipe, m.gemm, m.sizes) == (recipe, gemm, self.typical)
-            and m.status in (WORKS, SLOWER)
-            and m.seconds is not None
-        ]
-        return [backend for _, backend in sorted(found)]
+    def is_wrong(self, recipe: str, gemm: str, backend: str) -> bool:
+        """Whether a back end gave wrong numbers at any size."""
+        return any((m.recipe, m.gemm, m.backend) == (recipe, gemm, backend) for m in self.wrong)
 
     @property
     def wrong(self) -> list[Measurement]:

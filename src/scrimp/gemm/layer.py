@@ -16,20 +16,28 @@ import torch
 from torch import Tensor
 
 from scrimp.errors import PlanError
-from scrimp.formats import QuantizedTensor
+from scrimp.formats import Noise, QuantizedTensor
 from scrimp.formats.quantize import AmaxReducer
 from scrimp.gemm.backends import Backend, ReferenceBackend
 from scrimp.gemm.clock import Clock
 from scrimp.gemm.observe import Execution, is_observed, report, running
-from scrimp.gemm.problem import AXES, Use, high_precision, operands_of
+from scrimp.gemm.problem import AXES, Shape, Use, high_precision, operands_of, shape_of
 from scrimp.gemm.storage import saved_class
-from scrimp.precision import GEMMS, HIGH_PRECISION, OPERANDS, RECOMPUTE, LinearPrecision
+from scrimp.precision import (
+    GEMMS,
+    HIGH_PRECISION,
+    OPERANDS,
+    RECOMPUTE,
+    LinearPrecision,
+    Scaling,
+    lookup_scaling,
+)
 
-BackendChooser = Callable[[str, str], Backend]
-"""From recipe and GEMM to the back end that runs it."""
+BackendChooser = Callable[[str, str, Shape, torch.device], Backend]
+"""From recipe, GEMM, its shape and the device to the back end that runs it there."""
 
 
-def reference_only(recipe: str, gemm: str) -> Backend:
+def reference_only(recipe: str, gemm: str, shape: Shape, device: torch.device) -> Backend:
     """The chooser that always takes the reference."""
     return _REFERENCE
 
@@ -57,16 +65,21 @@ class Shard:
     """Index of the first output (or input) feature held here."""
     num_pieces: int
 
-    def reducer(self, tensor: str, gemm: str, use_axis: int, spans: str) -> AmaxReducer | None:
-        """How to take a maximum over the pieces of an operand, None where a scale spans none.
+    @property
+    def cut_axes(self) -> dict[str, int]:
+        """Which axis of which tensor is cut."""
+        return {"outputs": {"w": -2, "g": -1}, "inputs": {"w": -1, "x": -1}}[self.split]
+
+    def reducer(self, tensor: str, axis: int, scaling: Scaling) -> AmaxReducer | None:
+        """How to take a maximum over the pieces of an operand, None where no scale spans them.
 
         Args:
-            spans: "tensor", "row" or "group": what a scale covers.
+            axis: the one that the operand is scaled along.
         """
-        cut_axis = {"outputs": {"w": -2, "g": -1}, "inputs": {"w": -1, "x": -1}}[self.split].get(tensor)
-        if cut_axis is None or spans == "group" or (spans == "row" and cut_axis != use_axis):
-            return None
-        return self.reduce_amax
+        cut = self.cut_axes.get(tensor)
+        spans_tensor = scaling.has_tensor_scale or (scaling.rows is None and scaling.columns is None)
+        spans_cut = spans_tensor or (scaling.columns is None and cut == axis)
+        return self.reduce_amax if cut is not None and spans_cut else None
 
 
 @dataclass(eq=False)
@@ -106,6 +119,11 @@ class PlannedLayer:
         """Every GEMM in the compute format: an ordinary linear layer."""
         return self.precision == LinearPrecision.of(compute)
 
+    def backend(self, recipe: str, gemm: str, tokens: int, weight: Tensor) -> Backend:
+        """What runs a GEMM of this layer over so many tokens."""
+        outputs, inputs = weight.shape
+        return self.choose(recipe, gemm, shape_of(gemm, tokens, inputs, outputs), weight.device)
+
     def uses(self, gemm: str, now: tuple[int, int], recipe: str | None = None) -> tuple[Use, Use]:
         """How both operands of a GEMM are quantized, now; of another recipe than the plan's if one is given."""
         return self._use(gemm, 0, now, recipe), self._use(gemm, 1, now, recipe)
@@ -117,9 +135,10 @@ class PlannedLayer:
         if self.shard is not None and choice is not None:
             if tensor == "g" and self.shard.split == "outputs":
                 first_column = self.shard.first_feature
-            spans = {"tensor": "tensor", "nvfp4": "tensor", "nvfp4_2d": "tensor", "row": "row"}
-            reduce_amax = self.shard.reducer(tensor, gemm, axis, spans.get(choice.scaling, "group"))
-        noise = self.clock.noise(self.name, gemm, operand, now, first_column)
+            reduce_amax = self.shard.reducer(tensor, axis, lookup_scaling(choice.scaling))
+        noise = Noise()
+        if choice is not None and choice.rounding == "stochastic":
+            noise = self.clock.noise(self.name, gemm, operand, now, first_column)
         return Use(choice, axis, noise, reduce_amax)
 
 
@@ -141,10 +160,11 @@ def forward(
     """
     recipe, saved = layer.precision.fprop, layer.precision.saved
     now = now or layer.clock.now
-    backend, dtype = layer.choose(recipe, "fprop"), high_precision(recipe, compute)
+    tokens = len(x)
+    backend, dtype = layer.backend(recipe, "fprop", tokens, weight), high_precision(recipe, compute)
     uses = layer.uses("fprop", now)
     codes = None
-    if keep_codes and layer.choose(saved, "wgrad") is backend and dtype == compute:
+    if keep_codes and layer.backend(saved, "wgrad", tokens, weight) is backend and dtype == compute:
         saved_use = layer.uses("wgrad", now, saved)[1]
         a, codes = backend.prepare_and_store(x.to(compute), uses[0], saved_use)
     else:
@@ -152,7 +172,7 @@ def forward(
         if keep_codes:
             # From the compute type, as wgrad would read a saved input.
             saved_use = layer.uses("wgrad", now, saved)[1]
-            codes = layer.choose(saved, "wgrad").store(x.to(compute), saved_use)
+            codes = layer.backend(saved, "wgrad", tokens, weight).store(x.to(compute), saved_use)
     y = backend.multiply("fprop", a, backend.prepare(weight.to(dtype), uses[1]), compute)
     _tell(layer, "fprop", backend, (x, weight), uses, y)
     return y, codes
@@ -176,20 +196,20 @@ def backward(
         x: the saved input, or its codes.
         now: the clock at the forward pass.
     """
-    for_x, for_weight = _gradient_operands(g, layer, compute, now, needs_x, needs_weight)
+    for_x, for_weight = _gradient_operands(g, weight, layer, compute, now, needs_x, needs_weight)
     grad_x = grad_weight = None
     if needs_x:
         recipe, uses = layer.precision.dgrad, layer.uses("dgrad", now)
-        backend = layer.choose(recipe, "dgrad")
+        backend = layer.backend(recipe, "dgrad", len(g), weight)
         operand = for_x()
         w = backend.prepare(weight.to(high_precision(recipe, compute)), uses[1])
         grad_x = backend.multiply("dgrad", operand, w, compute)
-        del operand, w  # before wgrad makes its own
+        del operand, w, for_x  # before wgrad makes its own
         _tell(layer, "dgrad", backend, (g, weight), uses, grad_x)
     if needs_weight:
         assert x is not None
         recipe, uses = layer.precision.wgrad, layer.uses("wgrad", now)
-        backend = layer.choose(recipe, "wgrad")
+        backend = layer.backend(recipe, "wgrad", len(g), weight)
         operand = for_weight()
         b = _saved_operand(x, backend, uses[1], high_precision(recipe, compute))
         grad_weight = backend.multiply("wgrad", operand, b, compute).to(weight.dtype)
@@ -199,6 +219,7 @@ def backward(
 
 def _gradient_operands(
     g: Tensor,
+    weight: Tensor,
     layer: PlannedLayer,
     compute: torch.dtype,
     now: tuple[int, int],
@@ -207,7 +228,7 @@ def _gradient_operands(
 ) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """G for dgrad and for wgrad, each made when it is asked for, or both in one pass where a back end can."""
     precision = layer.precision
-    backends = [layer.choose(precision.gemm(gemm), gemm) for gemm in ("dgrad", "wgrad")]
+    backends = [layer.backend(precision.gemm(gemm), gemm, len(g), weight) for gemm in ("dgrad", "wgrad")]
     types = [high_precision(precision.gemm(gemm), compute) for gemm in ("dgrad", "wgrad")]
     uses = [layer.uses(gemm, now)[0] for gemm in ("dgrad", "wgrad")]
     is_shared = backends[0] is backends[1] and types[0] == types[1]

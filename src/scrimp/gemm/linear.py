@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from scrimp.errors import DeviceError, ModelError
+from scrimp.errors import DeviceError, ModelError, PlanError
 from scrimp.formats import QuantizedTensor
 from scrimp.gemm import operators
 from scrimp.gemm.layer import PlannedLayer, backward, forward
@@ -51,6 +51,10 @@ class PlannedLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x W^T + bias, x of any leading shape."""
+        if "planned" not in self.__dict__:
+            raise ModelError(
+                "a PlannedLinear has no plan", do="make an nn.Linear and give it one with scrimp.gemm.swap_in"
+            )
         return planned_linear(x, self.weight, self.bias, self.planned)
 
 
@@ -107,19 +111,21 @@ def recomputed(linear: nn.Module, producer: Callable[..., Tensor], *inputs: Tens
             *inputs,
             use_reentrant=False,
             preserve_rng_state=False,
-            context_fn=lambda: (contextlib.nullcontext(), _only_saving()),
+            context_fn=lambda: (_marked("recomputed"), _marked("only_saving")),
         ),
     )
 
 
 @contextlib.contextmanager
-def _only_saving() -> Iterator[None]:
-    """Inside, planned layers save their inputs and skip the product, which nobody reads."""
-    _local.only_saving = True
+def _marked(mark: str) -> Iterator[None]:
+    """Inside, planned layers know: "recomputed", their input will be made again; "only_saving", it is being made
+    again, and the product, which nobody reads, is skipped."""
+    before = getattr(_local, mark, False)
+    setattr(_local, mark, True)
     try:
         yield
     finally:
-        _local.only_saving = False
+        setattr(_local, mark, before)
 
 
 class _Linear(torch.autograd.Function):
@@ -132,7 +138,17 @@ class _Linear(torch.autograd.Function):
         saves = needs_grad and ctx.needs_input_grad[1]
         keeps_codes = saves and layer.precision.saved not in (*HIGH_PRECISION, RECOMPUTE)
         codes: QuantizedTensor | None = None
-        if getattr(_local, "only_saving", False):
+        is_only_saving = getattr(_local, "only_saving", False)
+        if (
+            saves
+            and layer.saved_class == RECOMPUTED
+            and not (is_only_saving or getattr(_local, "recomputed", False))
+        ):
+            raise PlanError(
+                f"{layer.name} is planned to recompute its input, and nothing tells it how",
+                do="call it through scrimp.gemm.recomputed(layer, producer, *inputs), or save the input",
+            )
+        if is_only_saving:
             y = x.new_empty(len(x), len(weight), dtype=compute)
         else:
             with torch.autocast(x.device.type, enabled=False):  # each product has its own type
@@ -177,9 +193,9 @@ def _saved_dtype(layer: PlannedLayer, compute: torch.dtype) -> torch.dtype:
 
 def _check_devices(x: Tensor, weight: Tensor, bias: Tensor | None, layer: PlannedLayer) -> None:
     if x.device != weight.device or (bias is not None and bias.device != weight.device):
-        raise DeviceError(
-            f"{layer.name}: input and weight are on different devices", got=f"{x.device} and {weight.device}"
-        )
+        found = f"input on {x.device}, weight on {weight.device}"
+        found += "" if bias is None else f", bias on {bias.device}"
+        raise DeviceError(f"{layer.name}: its tensors are on different devices", got=found)
 
 
 def _check(x: Tensor, weight: Tensor, layer: PlannedLayer, compute: torch.dtype) -> None:

@@ -4,16 +4,14 @@ Method   Back ends stand in the order of `scrimp doctor`'s kept report where the
          reference, on a CPU the reference alone. The first is taken that refuses neither the recipe nor the
          shapes and whose probe, one small GEMM run here and compared with float64, is right. Nothing is
          inferred from a capability number. Probes and choices are kept for the process.
-Shapes   Some kernels take multiples of 16 only. Where the shapes are not known (`backends_for(device)`) a
-         back end must take every shape; `BackendSelection.for_layers` chooses for the shapes that
-         a model has. Neither changes its mind while the run goes on.
+Shapes   Some kernels take multiples of 16 only: each shape is chosen for on its own, once.
 Checked  tests/gemm/test_select.py
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -26,9 +24,6 @@ from scrimp.gemm.trial import exact_result, make_trial, try_out
 from scrimp.precision import GEMMS, RECIPES, LinearPrecision
 from scrimp.precision import recipe as lookup_recipe
 
-_ANY_SHAPE = (Shape(17, 19, 23),)
-"""Whoever takes these primes takes every shape."""
-
 
 class BackendSelection:
     """Back ends of one device; call it with a recipe and a GEMM."""
@@ -40,9 +35,11 @@ class BackendSelection:
         self._probed: dict[tuple[str, str, str], str | None] = {}
         self._chosen: dict[tuple[str, str, tuple[Shape, ...]], Backend] = {}
 
-    def __call__(self, recipe: str, gemm: str) -> Backend:
-        """The back end for a GEMM of any shape."""
-        return self.choose(recipe, gemm, _ANY_SHAPE)
+    def __call__(self, recipe: str, gemm: str, shape: Shape, device: torch.device) -> Backend:
+        """The back end for a GEMM where it runs: a model may have moved since its layers were planned."""
+        if device != self.device:
+            return backends_for(device, self.only).choose(recipe, gemm, (shape,))
+        return self.choose(recipe, gemm, (shape,))
 
     def choose(self, recipe: str, gemm: str, shapes: tuple[Shape, ...]) -> Backend:
         """The first back end that runs a GEMM in all shapes.
@@ -62,10 +59,6 @@ class BackendSelection:
             else:
                 raise PlanError(f"{gemm} cannot run in {recipe} on {self.device}", got="; ".join(reasons))
         return self._chosen[key]
-
-    def for_layers(self, layers: Iterable[tuple[int, int]], tokens: int) -> ShapedSelection:
-        """A chooser for layers of these (inputs, outputs) with so many tokens at a time."""
-        return ShapedSelection(self, tuple(sorted(set(layers))), tokens)
 
     def refusal(self, backend: Backend, recipe: str, gemm: str, shapes: tuple[Shape, ...]) -> str | None:
         """Why a back end cannot run a GEMM; it is probed if nothing else speaks against it."""
@@ -87,7 +80,8 @@ class BackendSelection:
             report = _kept_report(self.device)
             measured = [] if report is None else report.order(recipe, gemm)
             for name in dict.fromkeys((*measured, *BACKENDS)):
-                yield BACKENDS[name]
+                if report is None or not report.is_wrong(recipe, gemm, name):
+                    yield BACKENDS[name]
 
     def _probe(self, backend: Backend, recipe: str, gemm: str) -> str | None:
         if backend.name == "reference":
@@ -101,18 +95,6 @@ class BackendSelection:
             _, wrong, _ = try_out(backend, trial, exact_result(trial), out)
             self._probed[key] = None if wrong is None else f"its probe failed ({wrong})"
         return self._probed[key]
-
-
-class ShapedSelection:
-    """Back ends for the layers of one model."""
-
-    def __init__(self, selection: BackendSelection, layers: tuple[tuple[int, int], ...], tokens: int) -> None:
-        self.selection, self.layers, self.tokens = selection, layers, tokens
-
-    def __call__(self, recipe: str, gemm: str) -> Backend:
-        """The back end that runs a GEMM of all layers."""
-        shapes = tuple(shape_of(gemm, self.tokens, inputs, outputs) for inputs, outputs in self.layers)
-        return self.selection.choose(recipe, gemm, shapes)
 
 
 def backends_for(device: torch.device, only: str | None = None) -> BackendSelection:

@@ -31,9 +31,6 @@ from scrimp.gemm.layer import PlannedLayer, Shard
 from scrimp.gemm.problem import AXES, COLUMNS, operands_of
 from scrimp.precision import GEMMS, HIGH_PRECISION, OPERANDS, RECOMPUTE, lookup_scaling
 
-_CUT_AXES = {"outputs": {"w": -2, "g": -1}, "inputs": {"w": -1, "x": -1}}
-"""Which axis of which tensor is cut."""
-
 
 def sharded_linear(x: Tensor, weight: DTensor, bias: Tensor | None, layer: PlannedLayer) -> Tensor:
     """x W^T + bias on DTensors.
@@ -122,7 +119,7 @@ def _check_cut(layer: PlannedLayer, weight: DTensor) -> None:
         uses.append(("wgrad", precision.saved))
     for gemm, recipe in uses:
         for tensor, axis, operand in zip(OPERANDS[gemm], AXES[gemm], operands_of(gemm, recipe), strict=True):
-            cut = _CUT_AXES[split].get(tensor)
+            cut = layer.shard.cut_axes.get(tensor)
             if operand is None or cut is None:
                 continue
             kind = lookup_scaling(operand.scaling)

@@ -1,7 +1,8 @@
 """Codes and scales as one run of bytes, and back: what a compiled graph carries to its backward pass.
 
 A graph must know its tensors' sizes, but not the plan. So the run has the capacity of the largest recipe of its
-class (8-bit or 4-bit codes), a few percent more than most need.
+class (8-bit or 4-bit codes), a few percent more than most need. Every part begins at a multiple of 16 bytes, as
+kernels demand of their operands.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from scrimp.gemm.problem import ROWS, operands_of
 from scrimp.precision import HIGH_PRECISION, RECOMPUTE, lookup_element, lookup_scaling, recipe, scale_shape
 
 RECOMPUTED = RECOMPUTE
+ALIGNMENT = 16
 CODES = ("8 bit", "4 bit")
 """The classes of plans that save codes."""
 
@@ -33,19 +35,36 @@ def capacity(kind: str, tokens: int, features: int) -> int:
     """Bytes that hold the codes of X [tokens, features] of any recipe of a class; also of symbolic sizes."""
     whole = (tokens + HADAMARD_SIZE - 1) // HADAMARD_SIZE * HADAMARD_SIZE
     if kind == "8 bit":
-        return features * (whole + 4 * (tokens // 128 + 1))
-    return features * (whole // 2 + whole // 16 + 4) + 4
+        return features * (whole + 4 * (tokens // 128 + 1)) + 3 * ALIGNMENT
+    return features * (whole // 2 + whole // 16 + 4) + 3 * ALIGNMENT
 
 
 def pack(codes: QuantizedTensor) -> Tensor:
-    """The bytes of the scales, then of the codes: scales come first, so that both lie aligned."""
+    """The bytes of the tensor's scale where there is one, of the scales, and of the codes."""
     parts = [codes.scales, codes.payload]
     if codes.tensor_scale is not None:
         parts.insert(0, codes.tensor_scale.reshape(1))
-    used = torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in parts])
-    return F.pad(
-        used, (0, capacity(f"{lookup_element(codes.operand.element).bits} bit", *codes.shape) - len(used))
-    )
+    used = torch.cat([_aligned(part.contiguous().view(-1).view(torch.uint8)) for part in parts])
+    kind = f"{lookup_element(codes.operand.element).bits} bit"
+    return F.pad(used, (0, capacity(kind, *codes.shape) - len(used)))
+
+
+def _aligned(part: Tensor) -> Tensor:
+    return F.pad(part, (0, -len(part) % ALIGNMENT))
+
+
+class _Reader:
+    """Takes the parts of a run of bytes one after the other."""
+
+    def __init__(self, packed: Tensor) -> None:
+        self._packed, self._start = packed, 0
+
+    def take(self, dtype: torch.dtype, *sizes: int) -> Tensor:
+        """The next part."""
+        num_bytes = math.prod(sizes) * dtype.itemsize
+        part = self._packed[self._start : self._start + num_bytes]
+        self._start += num_bytes + -num_bytes % ALIGNMENT
+        return part.view(dtype).view(sizes)
 
 
 def unpack(packed: Tensor, recipe_name: str, shape: tuple[int, int]) -> QuantizedTensor:
@@ -54,17 +73,9 @@ def unpack(packed: Tensor, recipe_name: str, shape: tuple[int, int]) -> Quantize
     assert operand is not None
     element, kind = lookup_element(operand.element), lookup_scaling(operand.scaling)
     length = shape[0] + (-shape[0] % HADAMARD_SIZE if operand.hadamard else 0)
-    tensor_scale = None
-    if kind.has_tensor_scale:
-        tensor_scale, packed = packed[:4].view(torch.float32).reshape(()), packed[4:]
-    sizes = scale_shape((shape[1], length), kind)
-    scale_type = SCALE_TYPES[kind.scale_type]
-    num_bytes = math.prod(sizes) * scale_type.itemsize
-    scales = packed[:num_bytes].view(scale_type).view(sizes)
-    num_codes = shape[1] * math.ceil(length * element.bits / 8)
-    payload = (
-        packed[num_bytes : num_bytes + num_codes]
-        .view(FLOAT8.get(element.name, torch.uint8))
-        .view(shape[1], -1)
-    )
+    reader = _Reader(packed)
+    tensor_scale = reader.take(torch.float32, 1).reshape(()) if kind.has_tensor_scale else None
+    scales = reader.take(SCALE_TYPES[kind.scale_type], *scale_shape((shape[1], length), kind))
+    payload_type = FLOAT8.get(element.name, torch.uint8)
+    payload = reader.take(payload_type, shape[1], math.ceil(length * element.bits / 8))
     return QuantizedTensor(payload, scales, tensor_scale, operand, ROWS, torch.Size(shape))

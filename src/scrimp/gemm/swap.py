@@ -45,9 +45,10 @@ class PlannedModel:
             raise PlanError("the plan names layers that the model does not have", got=", ".join(unknown[:8]))
         for name, precision in precisions.items():
             check_precision(precision, name)
-        changed = [name for name, new in precisions.items() if self.layers[name].precision != new]
+        layers = self.layers
+        changed = [name for name, new in precisions.items() if layers[name].precision != new]
         for name in changed:
-            self.layers[name].replan(precisions[name])
+            layers[name].replan(precisions[name])
         return changed
 
     def locate_shards(self) -> None:
@@ -96,7 +97,8 @@ def swap_in(
     Args:
         model: any module; a linear layer itself too (its name is then "").
         precisions: by the layers' names in the model; or one for all linear layers.
-        seed: of the rounding noise.
+        seed: of the rounding noise. Every forward pass of `model` in training mode is a new step of it,
+            unless a loop says which with `clock.begin`; a loop that calls parts of the model must.
         choose: back end per recipe and GEMM; unset: what `scrimp.gemm.backends_for` finds best on the device.
 
     Raises:
@@ -152,8 +154,8 @@ def _check_layer(layer: nn.Linear, name: str) -> None:
 
 def _planned_class(original: type) -> type:
     if original not in _CLASSES:
-        members = {"forward": PlannedLinear.forward, "__scrimp_original__": original}
-        _CLASSES[original] = type(f"Planned{original.__name__}", (original,), members)
+        bases = (PlannedLinear,) if original is nn.Linear else (PlannedLinear, original)
+        _CLASSES[original] = type(f"Planned{original.__name__}", bases, {"__scrimp_original__": original})
     return _CLASSES[original]
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +29,7 @@ from torch import Tensor
 from scrimp.formats import Noise, fake_quantize
 from scrimp.gemm.backends import Backend
 from scrimp.gemm.problem import AXES, COLUMNS, Shape, Use, operands_of, shape_of
+from scrimp.gemm.storage import pack, unpack
 from scrimp.precision import OPERANDS
 
 ACCUMULATOR_STEP, INSTRUCTION_K = 2.0**-14, 32
@@ -74,6 +76,28 @@ class Trial:
         return backend.multiply(
             self.gemm, backend.prepare(self.a, a_use), backend.prepare(self.b, b_use), out
         )
+
+    def other_ways(self, backend: Backend) -> Iterator[Callable[[torch.dtype], Tensor]]:
+        """The same product as training makes it: of codes kept for wgrad, and of gradients quantized in pairs."""
+        a_use, b_use = self.uses()
+        if a_use.operand is None:
+            return
+        if self.gemm == "wgrad":
+            shape = (self.b.shape[0], self.b.shape[1])
+
+            def of_kept_codes(out: torch.dtype) -> Tensor:
+                kept = unpack(pack(backend.store(self.b, b_use)), self.recipe, shape)
+                return backend.multiply(self.gemm, backend.prepare(self.a, a_use), backend.load(kept), out)
+
+            yield of_kept_codes
+        if self.gemm in ("dgrad", "wgrad"):
+            other = "wgrad" if self.gemm == "dgrad" else "dgrad"
+            other_use = Use(operands_of(other, self.recipe)[0], AXES[other][0], _NOISE.derive(2))
+            uses = (a_use, other_use) if self.gemm == "dgrad" else (other_use, a_use)
+            pair = backend.prepare_pair(self.a, *uses)
+            if pair is not None:
+                mine = pair[0 if self.gemm == "dgrad" else 1]
+                yield lambda out: backend.multiply(self.gemm, mine, backend.prepare(self.b, b_use), out)
 
 
 @dataclass(frozen=True)
@@ -151,13 +175,19 @@ def disagreement(result: Tensor, exact: Exact) -> tuple[float, str | None]:
 def try_out(backend: Backend, trial: Trial, exact: Exact, out: torch.dtype) -> tuple[float, str | None, bool]:
     """Run a GEMM and judge it: relative error, what is wrong, and whether it ran at all."""
     try:
-        result = trial.run(backend, out)
-        if result.device.type == "cuda":
-            torch.cuda.synchronize(result.device)
+        error, wrong = disagreement(_finished(trial.run(backend, out)), exact)
+        for way in trial.other_ways(backend):
+            if wrong is None:
+                error, wrong = disagreement(_finished(way(out)), exact)
     except Exception as failure:  # whatever a kernel throws is the answer to the question
         return math.inf, _first_line(failure), False
-    error, wrong = disagreement(result, exact)
     return error, wrong, True
+
+
+def _finished(result: Tensor) -> Tensor:
+    if result.device.type == "cuda":
+        torch.cuda.synchronize(result.device)
+    return result
 
 
 def _first_line(failure: Exception) -> str:

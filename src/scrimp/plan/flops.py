@@ -16,9 +16,15 @@ Method   Matrices cost 2 FLOPs per weight and token forward, 4 backward; the emb
 
              ideal = sum over GEMM groups of FLOP / peak(recipe)
 
-         A recipe runs at the peak of its elements' width where the device has one. Where it has
-         none, 4-bit elements run on 8-bit units (every E2M1 value is exact in E4M3), and whatever
-         has no units of its own is emulated in bf16, at the BF16 peak.
+         A recipe runs at the best rate that the device has of those that can run its products::
+
+             fp32 scales (fp8, fp8_tensor, fp8_row, fp4)    fp8, bf16
+             scales of small blocks (mxfp8)                 fp8 beside fp4 units, bf16
+             the same, of 4-bit elements (mxfp4, nvfp4)     fp4, bf16
+
+         No unit multiplies E2M1 under fp32 tile scales, but every E2M1 value is exact in E4M3. Scales of
+         small blocks are applied by units that came with FP4's (Blackwell); code times scale is exact
+         in bf16, so other devices run them as bf16 products.
 
 Limits   No credit for recomputation, none for tokens that a document mask hides: both would
          make a slower program look better. Under FP8 or FP4 the BF16 MFU may pass 80 %, and
@@ -29,16 +35,15 @@ Checked  tests/plan/test_flops.py: published GFLOP per token, and torch's own FL
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from scrimp.config import Architecture
 from scrimp.errors import PlanError
-from scrimp.precision import GEMMS, recipe
+from scrimp.precision import GEMMS, RECIPES, lookup_scaling, recipe
 
 GEMM_NAMES = ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")
-_RATES_BY_BITS = {32: ("fp32",), 16: ("bf16",), 8: ("fp8", "bf16"), 4: ("fp4", "fp8", "bf16")}
-"""Width of a recipe's elements to the rates that it can run at, the best first."""
+_WIDTHS = ("fp32", "bf16", "fp8", "fp4")
 
 
 @dataclass(frozen=True)
@@ -83,24 +88,37 @@ class Peaks:
 
     @property
     def description(self) -> str:
-        """The origin, the widths that are native, and the rates that the others count at."""
-        best = {rates[0]: _best_rate(self, rates) for rates in _RATES_BY_BITS.values()}
-        native = "native " + " ".join(name for name, rate in best.items() if rate == name)
-        others = [f"{name} at the {rate} rate" for name, rate in best.items() if rate != name]
-        return f"{self.origin}; {', '.join([native, *others])}"
+        """The origin, the native widths, and the recipes that count at another rate than that of their width."""
+        native = "native " + " ".join(width for width in _WIDTHS if width in self.flops_per_s)
+        others: dict[str, list[str]] = {}
+        for name, entry in RECIPES.items():
+            rate = rate_of_recipe(self, name)
+            if entry.fprop is not None and rate != f"fp{entry.bits}":
+                others.setdefault(rate, []).append(name)
+        emulated = [f"{' '.join(names)} at the {rate} rate" for rate, names in others.items()]
+        return f"{self.origin}; {', '.join([native, *emulated])}"
 
 
-def _best_rate(peaks: Peaks, rates: Sequence[str]) -> str:
-    return next((rate for rate in rates if rate in peaks.flops_per_s), rates[-1])
+def rate_of_recipe(peaks: Peaks, name: str) -> str:
+    """The width (fp32, bf16, fp8, fp4) whose peak a GEMM in a recipe can reach; see the module."""
+    entry = recipe(name)
+    if entry.fprop is None:
+        return name
+    scalings = [lookup_scaling(operand.scaling) for operand in (entry.fprop.a, entry.fprop.b)]
+    if all(scaling.scale_type == "fp32" for scaling in scalings):
+        rate = needed = "fp8"
+    else:
+        rate, needed = f"fp{entry.bits}", "fp4"
+    return rate if needed in peaks.flops_per_s else "bf16"
 
 
 def peak_of_recipe(peaks: Peaks, name: str) -> float:
-    """FLOP/s at best of a GEMM in a recipe: the peak of its width, or of what it is emulated in.
+    """FLOP/s at best of a GEMM in a recipe.
 
     Raises:
         PlanError: an unknown recipe, or a device without a rate for fp32 or bf16.
     """
-    return peaks[_best_rate(peaks, _RATES_BY_BITS[recipe(name).bits])]
+    return peaks[rate_of_recipe(peaks, name)]
 
 
 def count_flops(architecture: Architecture, sequence: int) -> Flops:

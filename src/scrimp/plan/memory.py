@@ -27,15 +27,19 @@ Method   State per parameter (bytes), nothing sharded or offloaded::
          format other than the compute format comes on top.
 
          A layer with any choice but the compute format casts its weight as it goes: no copy of it
-         stays. The reference back end holds both operands of a quantized GEMM in fp32 while it runs;
-         the largest pair counts, for the blocks and for the head::
+         stays. An emulated GEMM C = A B of M N results holds beside C, for the largest of each block's
+         and of the head's (T = chunk), with A, B their carriers::
 
-             4 max(T I + O I, T O + O I, T O + T I)      fprop, dgrad, wgrad; T = chunk in the head
+             A + max(make A, B + max(make B, products of 4 to 12 M N)) - C
+
+         A carrier has 2 bytes an element, 4 for tiles and blocks (two bf16 numbers) and in fp32 runs; `make`
+         is a few fp32 arrays of one piece of work, the rotated copy, or the decoding of kept codes.
 
 Limits   The allocator's rounding, cached blocks and library workspaces come on top: a run reports
          its measured peak beside this prediction. Fused back ends hold less than the reference's fp32
          operands. An input that is recomputed lives while temporary gradients of the same size do not yet.
-Checked  tests/plan/test_memory.py: within 3 % of the storages that autograd really saves.
+Checked  tests/plan/test_memory.py: within 3 % of the storages that autograd really saves; emulated
+         GEMMs against the profiler, never below and at most twice above.
 """
 
 from __future__ import annotations
@@ -46,10 +50,24 @@ from dataclasses import dataclass
 
 from scrimp.config import Architecture
 from scrimp.plan.flops import GEMM_NAMES, linear_shapes
-from scrimp.precision import GEMMS, OPERANDS, RECOMPUTE, LinearPrecision, recipe, storage_bytes
+from scrimp.precision import (
+    GEMMS,
+    OPERANDS,
+    RECOMPUTE,
+    LinearPrecision,
+    Operand,
+    lookup_element,
+    lookup_scaling,
+    recipe,
+    storage_bytes,
+)
 
 BYTES = {"fp32": 4, "bf16": 2}
 CHECKPOINT_FILE_BYTES = 512 * 2**20
+PIECE_ELEMENTS = {"cpu": 2**18, "cuda": 2**22}
+"""Elements that the reference quantizes at once, as `scrimp.formats.blocks` (which needs torch) has them."""
+ARRAYS = {"nearest": 2.25, "stochastic": 3.25, "encode": 7.75}
+"""fp32 arrays of a piece's size that live at once while it is rounded, with its scales (a quarter)."""
 HADAMARD_SIZE = 16
 """Tokens are padded to a multiple of it where a recipe rotates X along them."""
 
@@ -64,9 +82,9 @@ class MemoryAccount:
     activations: int
     """Saved by all blocks between forward and backward."""
     head: int
-    """Logits of one chunk, their gradient, and the gradient of the hidden states; operands as below."""
+    """Logits of one chunk, their gradient, and the gradient of the hidden states; its emulated GEMMs."""
     block_backward: int
-    """Temporary gradients inside one block, and fp32 operands of its largest emulated GEMM."""
+    """Temporary gradients inside one block, and what its largest emulated GEMM holds."""
 
     @property
     def states(self) -> int:
@@ -165,15 +183,140 @@ def saved_bytes_of_block(
     )
 
 
-def emulated_operand_bytes(choice: LinearPrecision, tokens: int, outputs: int, inputs: int) -> int:
-    """Bytes of both fp32 operands of the largest quantized GEMM of one layer; 0 if it has none."""
-    elements = {"x": tokens * inputs, "w": outputs * inputs, "g": tokens * outputs}
-    pairs = [
-        sum(elements[operand] for operand in OPERANDS[gemm])
-        for gemm in GEMMS
-        if recipe(choice.gemm(gemm)).gemm(gemm) is not None
-    ]
-    return 4 * max(pairs, default=0)
+@dataclass(frozen=True)
+class _Emulated:
+    """A matrix as an operand of an emulated GEMM, and what it costs."""
+
+    operand: Operand | None
+    """None: in high precision, multiplied as it is."""
+    rows: int
+    columns: int
+    is_upright: bool
+    """Scaled along the rows (axis -2)."""
+    compute: int
+    """Bytes of an element of the compute format."""
+    piece: int
+    """Elements that the reference quantizes at once."""
+
+    @property
+    def elements(self) -> int:
+        return self.rows * self.columns
+
+    @property
+    def is_two_numbers(self) -> bool:
+        """Carried as two bf16 numbers: fp32 scales inside the sum."""
+        if self.operand is None or self.compute == 4:
+            return False
+        scaling = lookup_scaling(self.operand.scaling)
+        return scaling.scale_type == "fp32" and scaling.columns is not None
+
+    @property
+    def has_outer_scale(self) -> bool:
+        """A scale multiplies the product."""
+        if self.operand is None:
+            return False
+        scaling = lookup_scaling(self.operand.scaling)
+        return scaling.has_tensor_scale or scaling.columns is None
+
+    def carrier(self, *, is_loaded: bool = False) -> int:
+        """Bytes while the GEMM runs; kept codes are decoded to fp32 and then cast."""
+        if self.operand is None:
+            return 0
+        cast = 4 if self.is_two_numbers else self.compute
+        return self.elements * (cast + (4 if is_loaded and self.compute != 4 else 0))
+
+    def making(self, *, stores: bool = False) -> int:
+        """Temporary bytes while it is quantized, and encoded where its codes are to be kept."""
+        if self.operand is None:
+            return 0
+        scaling = lookup_scaling(self.operand.scaling)
+        across, along = scaling.rows or 1, scaling.columns or 1
+        group_rows, group_columns = (along, across) if self.is_upright else (across, along)
+        # Ragged groups are padded, and a piece has whole groups.
+        columns = math.ceil(self.columns / group_columns) * group_columns
+        padded = math.ceil(self.rows / group_rows) * group_rows * columns
+        piece = min(padded, max(self.piece, group_rows * columns))
+        arrays = ARRAYS[self.operand.rounding]
+        if stores and lookup_element(self.operand.element).bits == 4:
+            arrays = ARRAYS["encode"]
+        if piece < padded:  # the piece before this one, and its noise, are not yet freed
+            arrays += 2
+        pieces = int(4 * arrays * piece)
+        if self.operand.hadamard:  # in fp32: the padded copy while it is rotated, then the rotated one
+            return max(8 * padded + pieces // 4, 4 * padded + pieces)
+        if self.is_upright and scaling.name == "row":  # magnitudes of all elements before their maxima
+            return max(8 * padded, pieces)
+        return pieces
+
+    @property
+    def loading(self) -> int:
+        """Bytes while kept codes are decoded (values, scales and product, or the integers of 4-bit codes),
+        split in two numbers, and copied by a CPU's product of ragged shapes."""
+        assert self.operand is not None
+        if lookup_element(self.operand.element).bits == 4:
+            return 22 * self.elements
+        return self.elements * (8 if lookup_scaling(self.operand.scaling).columns is None else 15)
+
+
+def emulated_bytes(
+    choice: LinearPrecision,
+    gemm: str,
+    tokens: int,
+    outputs: int,
+    inputs: int,
+    *,
+    precision: str,
+    parameters: str,
+    device: str = "cuda",
+) -> int:
+    """Bytes that one GEMM of a layer holds at most in the reference back end, beside its result and the
+    codes that it keeps; 0 where nothing is quantized. Arguments as of `account_memory`."""
+    shapes = {"x": (tokens, inputs), "w": (outputs, inputs), "g": (tokens, outputs)}
+    compute = BYTES[precision]
+
+    def emulated(name: str, gemm: str, index: int) -> _Emulated:
+        entry = recipe(name).gemm(gemm)
+        operand = None if entry is None else (entry.a, entry.b)[index]
+        is_upright = gemm == "wgrad" or (gemm == "dgrad" and index == 1)
+        piece = PIECE_ELEMENTS.get(device, PIECE_ELEMENTS["cuda"])
+        return _Emulated(operand, *shapes[OPERANDS[gemm][index]], is_upright, compute, piece)
+
+    a, b = (emulated(choice.gemm(gemm), gemm, index) for index in (0, 1))
+    kept = None if choice.saved == RECOMPUTE else emulated(choice.saved, "wgrad", 1)
+    if kept is None or kept.operand is None or gemm == "dgrad":
+        kept = None
+    if a.operand is None and kept is None:
+        return 0
+    rows, columns = {"fprop": (tokens, outputs), "dgrad": (tokens, inputs), "wgrad": (outputs, inputs)}[gemm]
+    result = rows * columns * compute
+    products = result if a.operand is None else rows * columns * _product_bytes(a, b)
+    making_a = a.making()
+    if gemm == "fprop" and kept is not None:
+        making_a = max(making_a, kept.making(stores=True))
+    if gemm == "wgrad" and kept is not None:
+        is_read = kept.operand == b.operand
+        own = compute * b.elements  # of X in high precision, where wgrad reads other codes
+        again = own + max(b.making(), b.carrier() + products)
+        with_b = max(kept.loading, b.carrier(is_loaded=True) + products if is_read else again)
+    else:
+        cast = compute * b.elements if gemm != "wgrad" and precision != parameters else 0
+        with_b = b.carrier() + max(cast + b.making(), products)
+    # Of each row and column: sums of hashes, scales.
+    vectors = 64 * (tokens + outputs + inputs)
+    # A weight's gradient is added to a sum of its own, so its result is not counted elsewhere.
+    counted = 0 if gemm == "wgrad" else result
+    return max(0, a.carrier() + max(making_a, with_b) + vectors - counted)
+
+
+def _product_bytes(a: _Emulated, b: _Emulated) -> int:
+    """Bytes per element of a result while its products are summed, scaled and cast."""
+    if (
+        a.is_two_numbers or b.is_two_numbers
+    ):  # the sum, the next product in bf16 (and a CPU's copy), and in fp32
+        return 4 + 2 + 2 + 4
+    if a.has_outer_scale or b.has_outer_scale:  # before and after the scale
+        return 4 + 4
+    return 4 if a.compute == 4 else 4 + 2
 
 
 def account_memory(
@@ -186,6 +329,7 @@ def account_memory(
     sequence: int,
     loss_chunk: int,
     linears: Mapping[str, LinearPrecision] | None = None,
+    device: str = "cuda",
 ) -> MemoryAccount:
     """The account of one device that holds the whole model.
 
@@ -197,6 +341,7 @@ def account_memory(
         sequence: tokens per sequence.
         loss_chunk: tokens whose logits exist at once; 0 for all.
         linears: layer name (``blocks.0.mlp.down``, ``head``) to choice; None: all in `precision`.
+        device: type whose pieces of work count (cpu, cuda); those of cuda are larger.
     """
     count = architecture.num_parameters
     parameter_bytes, compute_bytes = BYTES[parameters], BYTES[precision]
@@ -210,8 +355,11 @@ def account_memory(
     ]
     shapes = linear_shapes(a)
     choices = {(name, choice) for block in blocks for name, choice in block.items()}
-    operands = max(emulated_operand_bytes(choice, tokens, *shapes[name]) for name, choice in choices)
-    head_operands = emulated_operand_bytes(linears.get("head", plain), chunk, *shapes["head"])
+
+    def emulated(name: str, choice: LinearPrecision, length: int) -> int:
+        formats = {"precision": precision, "parameters": parameters, "device": device}
+        return max(emulated_bytes(choice, gemm, length, *shapes[name], **formats) for gemm in GEMMS)
+
     logits = chunk * a.vocab_size * (4 + compute_bytes)
     # Backward of SwiGLU holds the gradients of product, gate and up beside one residual gradient.
     block_backward = tokens * compute_bytes * (3 * a.ffn_width + 2 * a.width)
@@ -223,6 +371,6 @@ def account_memory(
             saved_bytes_of_block(a, block, tokens, precision=precision, parameters=parameters)
             for block in blocks
         ),
-        head=logits + tokens * a.width * compute_bytes + head_operands,
-        block_backward=block_backward + operands,
+        head=logits + tokens * a.width * compute_bytes + emulated("head", linears.get("head", plain), chunk),
+        block_backward=block_backward + max(emulated(name, choice, tokens) for name, choice in choices),
     )

@@ -25,6 +25,7 @@ from scrimp.gemm import (
     refuse_unrunnable,
     swap_in,
 )
+from scrimp.gemm.problem import Shape, shape_of
 from scrimp.model import Decoder, LossSums
 from scrimp.plan import Plan, linear_shapes
 from scrimp.precision import GEMMS, HIGH_PRECISION, LinearPrecision
@@ -104,51 +105,66 @@ def realise(
 
 
 def choose_backends(
-    plan: Plan, architecture: Architecture, device: torch.device, *, tokens: int, backend: str = "auto"
+    plan: Plan,
+    architecture: Architecture,
+    device: torch.device,
+    *,
+    tokens: int,
+    head_tokens: int = 0,
+    backend: str = "auto",
 ) -> BackendChooser:
     """The back ends that run a plan in the shapes of its model: seen to work here, the fastest first.
 
     Args:
         tokens: of one micro-batch.
+        head_tokens: of one chunk of the loss; 0: all.
         backend: the one that must run everything that is quantized, or auto.
 
     Raises:
         PlanError: no back end, or not the one that is asked for, runs a GEMM; with the nearest recipe that runs.
     """
     only = None if backend == "auto" else backend
-    shapes = {name: (inputs, outputs) for name, (outputs, inputs) in linear_shapes(architecture).items()}
     quantized = {
         layer: choice
         for layer, choice in precisions_of(plan).items()
         if set(recipes_of(choice)) - {*HIGH_PRECISION}
     }
-    by_layer = {layer: shapes[layer.split(".", 2)[-1]] for layer in quantized}
-    refuse_unrunnable(quantized, by_layer, tokens, device, only)
-    if HEAD not in quantized:
-        del shapes[HEAD]  # its odd sizes must not decide for the blocks
-    selection = backends_for(device).for_layers(shapes.values(), tokens)
+    shapes = {layer: _sizes(architecture, layer) for layer in quantized}
+    refuse_unrunnable({k: v for k, v in quantized.items() if k != HEAD}, shapes, tokens, device, only)
+    if HEAD in quantized:
+        chunk = head_tokens or tokens
+        for rows in {min(chunk, tokens), tokens % chunk} - {0}:
+            refuse_unrunnable({HEAD: quantized[HEAD]}, shapes, rows, device, only)
+    selection = backends_for(device)
     if only is None:
         return selection
-    forced = backends_for(device, only).for_layers(shapes.values(), tokens)
+    forced = backends_for(device, only)
 
-    def choose(recipe: str, gemm: str) -> Backend:
-        return (selection if recipe in HIGH_PRECISION else forced)(recipe, gemm)
+    def choose(recipe: str, gemm: str, shape: Shape, device: torch.device) -> Backend:
+        return (selection if recipe in HIGH_PRECISION else forced)(recipe, gemm, shape, device)
 
     return choose
 
 
-def describe_backends(plan: Plan, choose: BackendChooser) -> str:
-    """Which back end runs which recipe: "fp8 by reference (emulated), bf16 by torch"."""
-    chosen: dict[str, set[str]] = {}
-    for choice in precisions_of(plan).values():
+def describe_backends(
+    plan: Plan, architecture: Architecture, choose: BackendChooser, device: torch.device, *, tokens: int
+) -> str:
+    """Which back end runs which recipe: "fp8 by torch, nvfp4 by reference (emulated)"."""
+    chosen: dict[str, dict[str, None]] = {}
+    for layer, choice in precisions_of(plan).items():
         for gemm in GEMMS:
-            recipe = choice.gemm(gemm)
+            recipe, shape = choice.gemm(gemm), shape_of(gemm, tokens, *_sizes(architecture, layer))
             if recipe not in HIGH_PRECISION:
-                chosen.setdefault(recipe, set()).add(choose(recipe, gemm).name)
-    return ", ".join(
-        f"{recipe} by {' and '.join(sorted(names))}" + (" (emulated)" if names == {"reference"} else "")
-        for recipe, names in chosen.items()
-    )
+                backend = choose(recipe, gemm, shape, device)
+                label = backend.name + (" (emulated)" if backend.emulates(recipe) else "")
+                chosen.setdefault(recipe, {})[label] = None
+    return ", ".join(f"{recipe} by {' and '.join(labels)}" for recipe, labels in chosen.items())
+
+
+def _sizes(architecture: Architecture, layer: str) -> tuple[int, int]:
+    """(inputs, outputs) of a layer by its name in the plan."""
+    outputs, inputs = linear_shapes(architecture)[layer.split(".", 2)[-1]]
+    return inputs, outputs
 
 
 def recipes_of(choice: LinearPrecision) -> tuple[str, str, str]:

@@ -116,8 +116,9 @@ def prove(executable: Executable, plan: Plan) -> None:
     """
     architecture = executable.model.architecture
     num_tokens = _PLANNED_PROBE_TOKENS if executable.planned else _PROBE_TOKENS
-    num_tokens = min(num_tokens, architecture.context)
-    tokens_BT = (torch.arange(num_tokens) % architecture.vocab_size).unsqueeze(0)
+    # Several short rows where the context is short: kernels ask for a multiple of 128 tokens in all.
+    length = min(num_tokens, 1 << (architecture.context.bit_length() - 1))
+    tokens_BT = (torch.arange(num_tokens) % architecture.vocab_size).view(-1, length)
     # In one chunk, whatever the run's is: every chunk would add three products of the head.
     probed = dataclasses.replace(executable, loss_chunk=0)
     planned, fingerprints = StepCount(), _Fingerprints(executable.precision)
@@ -150,10 +151,10 @@ class _Fingerprints:
         expected = multiply(rounded[0], axes[0], rounded[1], axes[1])
         unquantized = multiply(plain[0].double(), axes[0], plain[1].double(), axes[1])
         norm = float(expected.norm())
-        if not math.isfinite(norm):
-            return  # of numbers that overflow nothing is learned: the next one of its kind may do
-        self._seen.add(kind)
         distance, effect = (float((execution.result.double() - y).norm()) for y in (expected, unquantized))
+        if not math.isfinite(norm) or norm == distance == 0:
+            return  # of overflows and of zeros nothing is learned: the next one of its kind may do
+        self._seen.add(kind)
         # So written that a NaN, too, is a difference.
         if not (distance <= self._tolerance * norm and (norm == 0 or effect >= _SMALLEST_EFFECT * norm)):
             raise TrainingError(

@@ -18,7 +18,7 @@ from scrimp.model import Decoder, export_model, generate
 from scrimp.plan import account_of, count_flops, gemm_formats, ideal_seconds_per_token
 from scrimp.report.tables import account_table, key_value_table
 from scrimp.report.units import format_bytes, format_count, format_flops, format_rate
-from scrimp.runtime import Executable, describe_backends
+from scrimp.runtime import Executable
 from scrimp.train.evaluation import Evaluation, evaluate
 from scrimp.train.setup import decide, expected_vocabulary, fit_vocabulary
 from scrimp.train.start import anchored
@@ -42,7 +42,7 @@ def dry_run(config: Config) -> None:
     peaks = device_peaks(decisions.device.torch_device, decisions.device.name)
     compute = config.precision_rules.compute
     ideal = 1 / ideal_seconds_per_token(architecture, sequence, gemm_formats(plan), peaks, compute)
-    backends = describe_backends(plan, decisions.backends())
+    backends = decisions.describe_backends()
     console = _console()
     name = str(config.model.weights or config.model.preset)
     console.print(

@@ -24,7 +24,7 @@ from scrimp.measure import MemoryMeter, device_peaks
 from scrimp.model import Decoder, initialise
 from scrimp.plan import Plan, count_flops
 from scrimp.report.units import format_count
-from scrimp.runtime import compile_blocks, describe_backends, prove, realise
+from scrimp.runtime import compile_blocks, prove, realise
 from scrimp.train.checkpoint import CheckpointStore
 from scrimp.train.finish import RunSummary, finish, finish_failed
 from scrimp.train.guards import StopSignals
@@ -54,6 +54,8 @@ def train(config: Config, *, resume: bool = False, given: Collection[str] = froz
     Raises:
         ScrimpError: bad input (nothing was started), or a run that failed.
     """
+    # Determinism needs it, and torch looks once: at the first product on the device, which may be a probe's.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if resume:
         if config.run.dir is None:
             raise CheckpointError("--resume needs a run", do="name it with --run.dir")
@@ -75,8 +77,6 @@ def _train_in(run_dir: Path, start: Start) -> RunSummary:
     start = dataclasses.replace(start, decisions=decisions)
     store = CheckpointStore(run_dir, keep_last=config.train.keep_last, keep_every=config.train.keep_every)
     store.prepare()
-    # Determinism needs it, and torch looks once: at the first product on the device.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     resume_step = start.checkpoint.step if start.checkpoint else None
     with contextlib.ExitStack() as stack:
         log = stack.enter_context(contextlib.closing(MetricsLog(run_dir, resume_step=resume_step)))
@@ -228,7 +228,7 @@ def _announce(trainer: Trainer, run_dir: Path, start: Start) -> None:
         f"{format_count(corpus.held_out.num_tokens)} held out; {run_dir}"
     )
     trainer.line.message(f"data: {corpus.checked}")
-    backends = describe_backends(trainer.decisions.plan, trainer.decisions.backends())
+    backends = trainer.decisions.describe_backends()
     if backends:
         trainer.line.message(f"GEMMs: {backends}")
     flops = count_flops(architecture, decided(config.train.sequence))

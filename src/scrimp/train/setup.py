@@ -28,7 +28,7 @@ from scrimp.errors import CheckpointError, ConfigError, DataError, DeviceError, 
 from scrimp.gemm import BackendChooser
 from scrimp.measure import Device, resolve_device
 from scrimp.plan import Plan, build_plan, refuse_misfit
-from scrimp.runtime import choose_backends
+from scrimp.runtime import choose_backends, describe_backends
 from scrimp.train.run_folder import TOKENIZER
 from scrimp.train.weights import architecture_of_weights, tokenizer_of_weights
 
@@ -48,15 +48,27 @@ class Decisions:
     reasons: dict[str, str]
     """Dotted key to the reason of an automatic choice."""
 
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Tokens of one forward pass."""
+        return decided(self.config.train.micro_batch) * decided(self.config.train.sequence)
+
     def backends(self) -> BackendChooser:
         """What runs each GEMM on the device; PlanError where nothing does, or not what was asked for."""
-        train = self.config.train
         return choose_backends(
             self.plan,
             self.architecture,
             self.device.torch_device,
-            tokens=decided(train.micro_batch) * decided(train.sequence),
+            tokens=self.micro_batch_tokens,
+            head_tokens=decided(self.config.train.loss_chunk),
             backend=self.config.backend,
+        )
+
+    def describe_backends(self) -> str:
+        """Which back end runs which recipe, in words; empty where nothing is quantized."""
+        device = self.device.torch_device
+        return describe_backends(
+            self.plan, self.architecture, self.backends(), device, tokens=self.micro_batch_tokens
         )
 
     def refuse_misfit(self) -> None:

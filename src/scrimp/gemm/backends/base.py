@@ -28,6 +28,10 @@ class Backend(ABC):
     def refusal(self, gemm: str, recipe: str, shape: Shape | None, device: torch.device) -> str | None:
         """Why this GEMM cannot run here; None where it can. Without a shape: on any shape."""
 
+    def emulates(self, recipe: str) -> bool:
+        """Whether a recipe runs in other units than its own here, so that its speed is not the format's."""
+        return False
+
     @abstractmethod
     def prepare(self, x: Tensor, use: Use) -> Any:
         """The operand of one GEMM, in the back end's own form."""

@@ -67,6 +67,10 @@ class TritonBackend(Backend):
             return "triton is not installed"
         return None if device.type == "cuda" or is_interpreted() else "triton kernels need a CUDA device"
 
+    def emulates(self, recipe: str) -> bool:
+        """All but fp8: E2M1 on FP8 units, MX and NVFP4 on bf16 units."""
+        return recipe != "fp8"
+
     def prepare(self, x: Tensor, use: Use) -> TileCodes | _Values:
         """Codes of tiles and blocks; bf16 values of groups."""
         operand = use.operand
