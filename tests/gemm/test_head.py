@@ -143,7 +143,7 @@ def test_rows_without_a_target_change_no_gradient_and_no_scale(recipe: str) -> N
         head = head_gemms(weight.detach(), layer(recipe), torch.float32)
         huge = torch.where(real, grad, of_ignored)
         found.append(
-            (head.dgrad(huge.clone(), real, 0), head.wgrad(None, huge.clone(), hidden.detach(), real, 0))
+            head.backward(None, huge.clone(), hidden.detach(), real, 0, needs_hidden=True, needs_weight=True)
         )
     for quiet, loud in zip(*found, strict=True):
         assert torch.equal(quiet, loud)
@@ -175,8 +175,10 @@ def in_chunks(recipe: str, chunk: int) -> tuple[Tensor, Tensor, list[Execution]]
         for start in range(0, TOKENS, chunk):
             part = slice(start, start + chunk)
             g = grad[part].clone()
-            parts.append(head.dgrad(g, real[part], start))
-            total = head.wgrad(total, g, hidden.detach()[part], real[part], start)
+            of_hidden, total = head.backward(
+                total, g, hidden.detach()[part], real[part], start, needs_hidden=True, needs_weight=True
+            )
+            parts.append(of_hidden)
     assert total is not None
     return torch.cat(parts), total, ran
 

@@ -27,18 +27,28 @@ class HeadGemms(ABC):
         """logits_QV."""
 
     @abstractmethod
-    def dgrad(self, grad_QV: Tensor, real_Q1: Tensor, start: int) -> Tensor:
-        """Gradient of the hidden states; zero in rows that are not real.
+    def backward(
+        self,
+        total_VD: Tensor | None,
+        grad_QV: Tensor,
+        hidden_QD: Tensor,
+        real_Q1: Tensor,
+        start: int,
+        *,
+        needs_hidden: bool,
+        needs_weight: bool,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """dgrad and wgrad, each where it is needed; may change `grad_QV`.
 
         Args:
+            total_VD: the weight's gradient of the chunks before, None for the first.
+            real_Q1: which tokens have a target.
             start: number of the chunk's first token in the micro-batch.
-        """
 
-    @abstractmethod
-    def wgrad(
-        self, total_VD: Tensor | None, grad_QV: Tensor, hidden_QD: Tensor, real_Q1: Tensor, start: int
-    ) -> Tensor:
-        """The weight's gradient added to `total_VD`, in float32 or wider, in place from the second time on."""
+        Returns:
+            the gradient of the hidden states, zero in rows that are not real; and that of the weight with
+            `total_VD`, in float32 or wider, added in place from the second time on.
+        """
 
 
 def head_gemms(weight_VD: Tensor, planned: PlannedLayer | None, compute: torch.dtype) -> HeadGemms:
@@ -55,18 +65,27 @@ class _PlainHead(HeadGemms):
     def fprop(self, hidden_QD: Tensor) -> Tensor:
         return hidden_QD @ self._weight_VD.T
 
-    def dgrad(self, grad_QV: Tensor, real_Q1: Tensor, start: int) -> Tensor:
-        return (grad_QV @ self._weight_VD).mul_(real_Q1)
-
-    def wgrad(
-        self, total_VD: Tensor | None, grad_QV: Tensor, hidden_QD: Tensor, real_Q1: Tensor, start: int
-    ) -> Tensor:
-        left, right = grad_QV.T, hidden_QD * real_Q1
-        if total_VD is None:
-            return _wide(left @ right)
-        if total_VD.dtype == left.dtype:
-            return total_VD.addmm_(left, right)
-        return total_VD.add_(left @ right)
+    def backward(
+        self,
+        total_VD: Tensor | None,
+        grad_QV: Tensor,
+        hidden_QD: Tensor,
+        real_Q1: Tensor,
+        start: int,
+        *,
+        needs_hidden: bool,
+        needs_weight: bool,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        grad_QD = (grad_QV @ self._weight_VD).mul_(real_Q1) if needs_hidden else None
+        if needs_weight:
+            left, right = grad_QV.T, hidden_QD * real_Q1
+            if total_VD is None:
+                total_VD = _wide(left @ right)
+            elif total_VD.dtype == left.dtype:
+                total_VD.addmm_(left, right)
+            else:
+                total_VD.add_(left @ right)
+        return grad_QD, total_VD
 
 
 class _PlannedHead(HeadGemms):
@@ -76,30 +95,31 @@ class _PlannedHead(HeadGemms):
     def fprop(self, hidden_QD: Tensor) -> Tensor:
         return forward(hidden_QD, self._weight_VD, self._planned, self._compute, keep_codes=False)[0]
 
-    def dgrad(self, grad_QV: Tensor, real_Q1: Tensor, start: int) -> Tensor:
-        return self._backward(grad_QV, None, real_Q1, start)
-
-    def wgrad(
-        self, total_VD: Tensor | None, grad_QV: Tensor, hidden_QD: Tensor, real_Q1: Tensor, start: int
-    ) -> Tensor:
-        grad = self._backward(grad_QV, hidden_QD, real_Q1, start)
-        return _wide(grad) if total_VD is None else total_VD.add_(grad)
-
-    def _backward(self, grad_QV: Tensor, hidden_QD: Tensor | None, real_Q1: Tensor, start: int) -> Tensor:
+    def backward(
+        self,
+        total_VD: Tensor | None,
+        grad_QV: Tensor,
+        hidden_QD: Tensor,
+        real_Q1: Tensor,
+        start: int,
+        *,
+        needs_hidden: bool,
+        needs_weight: bool,
+    ) -> tuple[Tensor | None, Tensor | None]:
         step, first_row = self._planned.clock.now
-        grads = backward(
+        grad_QD, grad_VD = backward(
             grad_QV.mul_(real_Q1),
             hidden_QD,
             self._weight_VD,
             self._planned,
             self._compute,
             (step, first_row + start),
-            needs_x=hidden_QD is None,
-            needs_weight=hidden_QD is not None,
+            needs_x=needs_hidden,
+            needs_weight=needs_weight,
         )
-        grad = grads[0] if hidden_QD is None else grads[1]
-        assert grad is not None
-        return grad
+        if grad_VD is not None:
+            total_VD = _wide(grad_VD) if total_VD is None else total_VD.add_(grad_VD)
+        return grad_QD, total_VD
 
 
 def _wide(x: Tensor) -> Tensor:

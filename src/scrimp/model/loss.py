@@ -117,10 +117,18 @@ class _ChunkedLoss(torch.autograd.Function):
                 logits_QV = head.fprop(hidden)
                 sums += _losses(logits_QV, targets, real_Q1, z_loss, needs_hidden or needs_weight)
                 # From here on logits_QV holds the gradient.
-                if grad_hidden is not None:
-                    grad_hidden[part] = head.dgrad(logits_QV, real_Q1, start)
-                if needs_weight:
-                    grad_weight = head.wgrad(grad_weight, logits_QV, hidden, real_Q1, start)
+                if grad_hidden is not None or needs_weight:
+                    grad_part, grad_weight = head.backward(
+                        grad_weight,
+                        logits_QV,
+                        hidden,
+                        real_Q1,
+                        start,
+                        needs_hidden=needs_hidden,
+                        needs_weight=needs_weight,
+                    )
+                    if grad_hidden is not None and grad_part is not None:
+                        grad_hidden[part] = grad_part
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight_VD.dtype)
         ctx.gradients, ctx.z_loss = (grad_hidden, grad_weight), z_loss

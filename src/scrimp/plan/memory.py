@@ -357,8 +357,20 @@ def account_memory(
     choices = {(name, choice) for block in blocks for name, choice in block.items()}
 
     def emulated(name: str, choice: LinearPrecision, length: int) -> int:
-        formats = {"precision": precision, "parameters": parameters, "device": device}
-        return max(emulated_bytes(choice, gemm, length, *shapes[name], **formats) for gemm in GEMMS)
+        outputs, inputs = shapes[name]
+        return max(
+            emulated_bytes(
+                choice,
+                gemm,
+                length,
+                outputs,
+                inputs,
+                precision=precision,
+                parameters=parameters,
+                device=device,
+            )
+            for gemm in GEMMS
+        )
 
     logits = chunk * a.vocab_size * (4 + compute_bytes)
     # Backward of SwiGLU holds the gradients of product, gate and up beside one residual gradient.
