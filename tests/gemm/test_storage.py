@@ -71,3 +71,11 @@ def test_plans_of_one_width_of_codes_are_one_class() -> None:
     others = {saved_class(name) for name in ("bf16", "fp32", "recompute")}
     assert len(others) == 3
     assert not others & set(CODES)
+
+
+@pytest.mark.parametrize("recipe", QUANTIZED)
+def test_every_part_begins_where_kernels_can_read_it(recipe: str) -> None:
+    packed = pack(codes_of(recipe, 130, 7))
+    codes = unpack(packed, recipe, (130, 7))
+    for part in (codes.payload, codes.scales):
+        assert (part.data_ptr() - packed.data_ptr()) % 16 == 0

@@ -337,3 +337,20 @@ def test_a_step_in_another_recipe_or_cut_otherwise_is_stopped() -> None:
         count.check(plan, "bf16", micro_batches=1, head_chunks=4)
     with pytest.raises(TrainingError, match=r"blocks\.0"):
         count.check(plan, "bf16", micro_batches=2, head_chunks=3)
+
+
+def test_a_short_context_is_probed_by_several_rows() -> None:
+    short = dataclasses.replace(UNTIED, context=48)
+    plan, executable = realised("fp8", "fp32", short)
+    tokens: list[int] = []
+    with observing(lambda execution: tokens.append(execution.a.shape[0])):
+        prove(executable, plan)
+    assert set(tokens) == {128}
+
+
+def test_a_gemm_of_zeros_does_not_vouch_for_the_others_of_its_kind() -> None:
+    plan, executable = realised("fp8", "fp32", UNTIED, lying(Unquantized(), "fprop"))
+    with torch.no_grad():
+        executable.model.blocks[0].attention.qkv.weight.zero_()
+    with pytest.raises(TrainingError, match="fprop did not run in fp8"):
+        prove(executable, plan)

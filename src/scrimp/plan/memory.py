@@ -36,8 +36,9 @@ Method   State per parameter (bytes), nothing sharded or offloaded::
          is a few fp32 arrays of one piece of work, the rotated copy, or the decoding of kept codes.
 
 Limits   The allocator's rounding, cached blocks and library workspaces come on top: a run reports
-         its measured peak beside this prediction. Fused back ends hold less than the reference's fp32
-         operands. An input that is recomputed lives while temporary gradients of the same size do not yet.
+         its measured peak beside this prediction. Emulated GEMMs are counted as an upper bound; fused back
+         ends hold less, and a CPU without fast bf16 more, as it carries fp32. An input that is recomputed
+         lives while temporary gradients of the same size do not yet.
 Checked  tests/plan/test_memory.py: within 3 % of the storages that autograd really saves; emulated
          GEMMs against the profiler, never below and at most twice above.
 """
@@ -308,6 +309,24 @@ def emulated_bytes(
     return max(0, a.carrier() + max(making_a, with_b) + vectors - counted)
 
 
+def _largest_gemm(
+    choice: LinearPrecision,
+    tokens: int,
+    shape: tuple[int, int],
+    *,
+    precision: str,
+    parameters: str,
+    device: str,
+) -> int:
+    """Bytes of the largest of a layer's emulated GEMMs."""
+    return max(
+        emulated_bytes(
+            choice, gemm, tokens, *shape, precision=precision, parameters=parameters, device=device
+        )
+        for gemm in GEMMS
+    )
+
+
 def _product_bytes(a: _Emulated, b: _Emulated) -> int:
     """Bytes per element of a result while its products are summed, scaled and cast."""
     if (
@@ -355,23 +374,9 @@ def account_memory(
     ]
     shapes = linear_shapes(a)
     choices = {(name, choice) for block in blocks for name, choice in block.items()}
-
-    def emulated(name: str, choice: LinearPrecision, length: int) -> int:
-        outputs, inputs = shapes[name]
-        return max(
-            emulated_bytes(
-                choice,
-                gemm,
-                length,
-                outputs,
-                inputs,
-                precision=precision,
-                parameters=parameters,
-                device=device,
-            )
-            for gemm in GEMMS
-        )
-
+    holds = {"precision": precision, "parameters": parameters, "device": device}
+    emulated = max(_largest_gemm(choice, tokens, shapes[name], **holds) for name, choice in choices)
+    head = _largest_gemm(linears.get("head", plain), chunk, shapes["head"], **holds)
     logits = chunk * a.vocab_size * (4 + compute_bytes)
     # Backward of SwiGLU holds the gradients of product, gate and up beside one residual gradient.
     block_backward = tokens * compute_bytes * (3 * a.ffn_width + 2 * a.width)
@@ -383,6 +388,6 @@ def account_memory(
             saved_bytes_of_block(a, block, tokens, precision=precision, parameters=parameters)
             for block in blocks
         ),
-        head=logits + tokens * a.width * compute_bytes + emulated("head", linears.get("head", plain), chunk),
-        block_backward=block_backward + max(emulated(name, choice, tokens) for name, choice in choices),
+        head=logits + tokens * a.width * compute_bytes + head,
+        block_backward=block_backward + emulated,
     )
