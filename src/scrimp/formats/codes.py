@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from scrimp.formats.blocks import PIECE_ELEMENTS
 from scrimp.precision.formats import Element
 
 FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -40,6 +41,15 @@ def decode(payload: Tensor, element: Element, length: int) -> Tensor:
     """float32 values of a payload whose last axis holds `length` elements."""
     if element.name in FLOAT8:
         return payload.to(torch.float32)
+    rows = payload.reshape(-1, payload.shape[-1])
+    values = torch.empty(len(rows), length, dtype=torch.float32, device=payload.device)
+    step = max(1, PIECE_ELEMENTS.get(payload.device.type, PIECE_ELEMENTS["cuda"]) // max(1, length))
+    for start in range(0, len(rows), step):
+        values[start : start + step] = _e2m1_values(rows[start : start + step], length)
+    return values.view(*payload.shape[:-1], length)
+
+
+def _e2m1_values(payload: Tensor, length: int) -> Tensor:
     code = torch.stack([payload & 15, payload >> 4], dim=-1).flatten(-2)[..., :length].to(torch.int32)
     magnitude = code & 7
     # From code 2 on the bits are those of a float: two of exponent, one of mantissa. Code 1 is one half.

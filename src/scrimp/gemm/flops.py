@@ -1,7 +1,7 @@
 """FLOP formulas of the planned operators for torch's own counter, which knows only torch's operators.
 
-`torch.utils.flop_counter` would count compiled planned layers, and `torch._scaled_mm_v2`, as nothing. It imports Triton,
-so the formulas are registered only where someone asks for them.
+`torch.utils.flop_counter` would count compiled planned layers, and `torch._scaled_mm_v2`, as nothing. It imports
+Triton, so the formulas are registered only where someone asks for them.
 """
 
 from __future__ import annotations

@@ -251,11 +251,9 @@ class _Emulated:
 
     @property
     def loading(self) -> int:
-        """Bytes while kept codes are decoded (values, scales and product, or the integers of 4-bit codes),
-        split in two numbers, and copied by a CPU's product of ragged shapes."""
+        """Bytes while kept codes are decoded (values, scales and product), split in two numbers, and copied by
+        a CPU's product of ragged shapes."""
         assert self.operand is not None
-        if lookup_element(self.operand.element).bits == 4:
-            return 22 * self.elements
         return self.elements * (8 if lookup_scaling(self.operand.scaling).columns is None else 15)
 
 
