@@ -254,6 +254,8 @@ class _Emulated:
         """Bytes while kept codes are decoded (values, scales and product), split in two numbers, and copied by
         a CPU's product of ragged shapes."""
         assert self.operand is not None
+        if lookup_element(self.operand.element).bits == 4:  # and the integers of one piece
+            return 15 * self.elements + 16 * min(self.elements, self.piece)
         return self.elements * (8 if lookup_scaling(self.operand.scaling).columns is None else 15)
 
 
