@@ -8,6 +8,8 @@ scale of its group, NaN itself, carries the news.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -41,7 +43,7 @@ def decode(payload: Tensor, element: Element, length: int) -> Tensor:
     """float32 values of a payload whose last axis holds `length` elements."""
     if element.name in FLOAT8:
         return payload.to(torch.float32)
-    rows = payload.reshape(-1, payload.shape[-1])
+    rows = payload.reshape(math.prod(payload.shape[:-1]), payload.shape[-1])
     values = torch.empty(len(rows), length, dtype=torch.float32, device=payload.device)
     step = max(1, PIECE_ELEMENTS.get(payload.device.type, PIECE_ELEMENTS["cuda"]) // max(1, length))
     for start in range(0, len(rows), step):
