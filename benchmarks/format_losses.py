@@ -6,8 +6,9 @@ Method    `scrimp train` once per recipe and seed: the seed decides initialisati
           recipe; embedding, head, norms and attention stay in bf16. The table shows, per recipe, the
           held-out loss, and its gap to bf16 of the same seed: mean and range over seeds, in per cent.
           The curve is the training loss averaged over a window of steps.
-Limits    A few million parameters and tokens, emulated formats: ranks formats at this size, and says
-          nothing of large models or of speed.
+Limits    Two runs that differ by a rounding drift apart: with few steps and three seeds a gap of a per cent is
+          noise, of which the range over seeds gives an idea. A few million parameters and tokens, emulated
+          formats: says nothing of large models or of speed.
 Run       python benchmarks/format_losses.py           (resumable: finished runs are not repeated)
           python benchmarks/format_losses.py --only-report
 """
@@ -34,7 +35,8 @@ COLUMNS = (
     "held-out loss, mean",
     "gap to bf16, mean",
     "gap, lowest to highest",
-    "training loss, last steps",
+    "training loss, last quarter",
+    "its gap to bf16, mean (lowest, highest)",
 )
 
 
@@ -115,7 +117,8 @@ def read(folder: Path) -> dict[str, Any]:
 
 def rows(runs: list[dict[str, Any]]) -> list[list[str]]:
     """One row per recipe, in the order of RECIPES."""
-    control = {run["seed"]: run["held_out_loss"] for run in runs if run["recipe"] == CONTROL}
+    controls = {run["seed"]: run for run in runs if run["recipe"] == CONTROL}
+    control = {seed: run["held_out_loss"] for seed, run in controls.items()}
     table = []
     for recipe in RECIPES:
         mine = [run for run in runs if run["recipe"] == recipe]
@@ -123,11 +126,24 @@ def rows(runs: list[dict[str, Any]]) -> list[list[str]]:
             continue
         gaps = [100 * (r["held_out_loss"] / control[r["seed"]] - 1) for r in mine if r["seed"] in control]
         spread = f"{min(gaps):+.2f} % to {max(gaps):+.2f} %" if gaps else "no control"
-        last = statistics.mean(statistics.mean(run["losses"][-WINDOW:]) for run in mine)
         loss = statistics.mean(run["held_out_loss"] for run in mine)
         gap = f"{statistics.mean(gaps):+.2f} %" if gaps else ""
-        table.append([recipe, str(len(mine)), f"{loss:.4f}", gap, spread, f"{last:.4f}"])
+        last = {run["seed"]: last_quarter(run) for run in mine}
+        trained = [
+            100 * (last[seed] / last_quarter(run) - 1) for seed, run in controls.items() if seed in last
+        ]
+        paired = (
+            f"{statistics.mean(trained):+.2f} % ({min(trained):+.2f}, {max(trained):+.2f})" if trained else ""
+        )
+        quarter = f"{statistics.mean(last.values()):.4f}"
+        table.append([recipe, str(len(mine)), f"{loss:.4f}", gap, spread, quarter, paired])
     return table
+
+
+def last_quarter(run: dict[str, Any]) -> float:
+    """Mean training loss of the last quarter of the steps: of the same batches for every recipe of a seed."""
+    losses: list[float] = run["losses"]
+    return statistics.mean(losses[-(len(losses) // 4) or -1 :])
 
 
 def page(runs: list[dict[str, Any]], record: dict[str, Any]) -> str:
@@ -162,14 +178,15 @@ def draw(runs: list[dict[str, Any]], path: Path) -> None:
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2))
     curves = {recipe: mean_curve([r["losses"] for r in runs if r["recipe"] == recipe]) for recipe in RECIPES}
-    for recipe, curve in curves.items():
+    for index, (recipe, curve) in enumerate(curves.items()):
+        colour = f"C{index}"  # the same in both plots
         if not curve:
             continue
         steps = range(WINDOW, WINDOW + len(curve))
-        left.plot(steps, curve, label=recipe, linewidth=1.2)
+        left.plot(steps, curve, color=colour, label=recipe, linewidth=1.2)
         if recipe != CONTROL and curves[CONTROL]:
             gap = [100 * (a / b - 1) for a, b in zip(curve, curves[CONTROL], strict=False)]
-            right.plot(range(WINDOW, WINDOW + len(gap)), gap, label=recipe, linewidth=1.2)
+            right.plot(range(WINDOW, WINDOW + len(gap)), gap, color=colour, label=recipe, linewidth=1.2)
     left.set(title=f"training loss, mean of {WINDOW} steps and all seeds", xlabel="step", ylabel="loss")
     right.set(title="gap to bf16", xlabel="step", ylabel="per cent")
     right.axhline(0, color="black", linewidth=0.8)
