@@ -376,6 +376,9 @@ def _stack(moved: Tensor, kind: Scaling) -> Tensor:
 
 
 def _check(x: Tensor, axis: int, kind: Scaling) -> None:
+    if not isinstance(x, Tensor) or x.layout != torch.strided or not isinstance(axis, int):
+        found = f"{type(x).__name__}, axis {axis!r}" + (f", {x.layout}" if isinstance(x, Tensor) else "")
+        raise PlanError("only dense tensors are quantized", got=found, expected="a tensor and a whole number")
     if x.dtype not in FLOATS:
         raise PlanError(
             "only floating tensors are quantized",

@@ -6,7 +6,7 @@ that a plan leaves in the compute format takes torch's own path, bit for bit.
 
 Compiled   Under torch.compile the GEMMs are one opaque operator per direction, whose recipes are looked up while it
            runs. So a graph does not know the plan: equal blocks share it, and a new plan compiles
-           nothing. Only a change of what is saved (input, codes, recomputed) makes another graph.
+           nothing. Only a change of what is saved (the input, codes of any recipe, nothing) makes another graph.
 Types      The result has the compute type: autocast's where it is on, else the input's. The
            weight is cast for each product; no cast copy outlives it.
 Parameters stay plain: nothing quantized enters a state dict.

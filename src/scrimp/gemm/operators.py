@@ -31,7 +31,7 @@ def planned_forward(
     layer = layer_of(handle)
     step, first_row = now.tolist()
     with torch.autocast(x.device.type, enabled=False):
-        y, codes = forward(x, weight, layer, compute, keep_codes=kind in CODES, now=(step, first_row))
+        y, codes = forward(x, weight, layer, compute, keep_codes=kind == CODES, now=(step, first_row))
     return y, x.new_empty(0, dtype=torch.uint8) if codes is None else pack(codes)
 
 
@@ -39,7 +39,7 @@ def planned_forward(
 def _(
     x: Tensor, weight: Tensor, handle: Tensor, now: Tensor, compute: torch.dtype, kind: str
 ) -> tuple[Tensor, Tensor]:
-    num_bytes = capacity(kind, x.shape[0], x.shape[1]) if kind in CODES else 0
+    num_bytes = capacity(x.shape[0], x.shape[1]) if kind == CODES else 0
     y = x.new_empty(x.shape[0], weight.shape[0], dtype=compute)
     return y, x.new_empty(num_bytes, dtype=torch.uint8)
 
@@ -105,7 +105,7 @@ class CompiledLinear(torch.autograd.Function):
         now = layer.clock.reading
         y, packed = planned_forward(x, weight, layer.handle, now, compute, kind)
         kept = x.new_empty(0)
-        if kind not in CODES:
+        if kind != CODES:
             # Bytes of its own: a graph that kept the operator's would run the product again for them.
             packed = x.new_empty(0, dtype=torch.uint8)
             kept = x.to(high_precision(kind, compute)) if saves else kept

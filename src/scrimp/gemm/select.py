@@ -137,10 +137,12 @@ def refuse_unrunnable(
                 selection.choose(recipe, gemm, (shape,))
             except PlanError as error:
                 near = _nearest(selection, recipe, gemm, shape)
+                other = f"plan {near}, the nearest that it runs" if near else ""
+                free = "let any back end run it (--backend auto)" if only else ""
                 raise PlanError(
-                    f"{layer}: {gemm} cannot run in {recipe} on {device}",
+                    f"{layer}: {gemm} cannot run in {recipe} on {device}" + (f" by {only}" if only else ""),
                     got=error.got,
-                    do=f"plan {near}, the nearest that runs" if near else "let another back end run it",
+                    do=", or ".join(way for way in (free, other) if way),
                 ) from error
 
 

@@ -1,7 +1,8 @@
 """Codes and scales as one run of bytes, and back: what a compiled graph carries to its backward pass.
 
-A graph must know its tensors' sizes, but not the plan. So the run has the capacity of the largest recipe of its
-class (8-bit or 4-bit codes), a few percent more than most need. Every part begins at a multiple of 16 bytes, as
+A graph must know its tensors' sizes, but not the plan. So the run has the capacity of the largest recipe, whatever
+the layer's is now: layers move between 8-bit and 4-bit recipes without a new graph, and a compiled graph saves no
+memory by 4-bit codes over 8-bit ones. Every part begins at a multiple of 16 bytes, as
 kernels demand of their operands.
 """
 
@@ -18,25 +19,22 @@ from scrimp.formats.codes import FLOAT8
 from scrimp.formats.hadamard import SIZE as HADAMARD_SIZE
 from scrimp.formats.quantize import SCALE_TYPES
 from scrimp.gemm.problem import ROWS, operands_of
-from scrimp.precision import HIGH_PRECISION, RECOMPUTE, lookup_element, lookup_scaling, recipe, scale_shape
+from scrimp.precision import HIGH_PRECISION, RECOMPUTE, lookup_element, lookup_scaling, scale_shape
 
 RECOMPUTED = RECOMPUTE
 ALIGNMENT = 16
-CODES = ("8 bit", "4 bit")
-"""The classes of plans that save codes."""
+CODES = "codes"
 
 
 def saved_class(saved: str) -> str:
-    """What a compiled graph knows of what is saved: a high precision, recompute, 8 bit or 4 bit."""
-    return saved if saved in (*HIGH_PRECISION, RECOMPUTED) else f"{recipe(saved).bits} bit"
+    """What a compiled graph knows of what is saved: a high precision, recompute, or that it is codes."""
+    return saved if saved in (*HIGH_PRECISION, RECOMPUTED) else CODES
 
 
-def capacity(kind: str, tokens: int, features: int) -> int:
-    """Bytes that hold the codes of X [tokens, features] of any recipe of a class; also of symbolic sizes."""
+def capacity(tokens: int, features: int) -> int:
+    """Bytes that hold the codes of X [tokens, features] of any recipe; also of symbolic sizes."""
     whole = (tokens + HADAMARD_SIZE - 1) // HADAMARD_SIZE * HADAMARD_SIZE
-    if kind == "8 bit":
-        return features * (whole + 4 * (tokens // 128 + 1)) + 3 * ALIGNMENT
-    return features * (whole // 2 + whole // 16 + 4) + 3 * ALIGNMENT
+    return features * (whole + 4 * (tokens // 128 + 1)) + 3 * ALIGNMENT
 
 
 def pack(codes: QuantizedTensor) -> Tensor:
@@ -45,8 +43,7 @@ def pack(codes: QuantizedTensor) -> Tensor:
     if codes.tensor_scale is not None:
         parts.insert(0, codes.tensor_scale.reshape(1))
     used = torch.cat([_aligned(part.contiguous().view(-1).view(torch.uint8)) for part in parts])
-    kind = f"{lookup_element(codes.operand.element).bits} bit"
-    return F.pad(used, (0, capacity(kind, *codes.shape) - len(used)))
+    return F.pad(used, (0, capacity(*codes.shape) - len(used)))
 
 
 def _aligned(part: Tensor) -> Tensor:

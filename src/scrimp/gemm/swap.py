@@ -34,12 +34,16 @@ class PlannedModel:
         """Name to planned layer."""
         return {name: cast(PlannedLayer, layer.planned) for name, layer in self._layers.items()}
 
-    def replan(self, precisions: Mapping[str, LinearPrecision]) -> list[str]:
+    def replan(self, precisions: Mapping[str, LinearPrecision] | LinearPrecision | str) -> list[str]:
         """Change layers between two steps; returns the names of those that changed.
+
+        Args:
+            precisions: by layer; or one for all planned layers.
 
         Raises:
             PlanError: a layer that is not planned, or a recipe that does not exist; nothing has changed.
         """
+        precisions = _by_layer(precisions, self._layers)
         unknown = sorted(set(precisions) - set(self._layers))
         if unknown:
             raise PlanError("the plan names layers that the model does not have", got=", ".join(unknown[:8]))
@@ -105,13 +109,12 @@ def swap_in(
         PlanError: a name that is no linear layer, a layer that is planned already or has a forward of its
             own, an unknown recipe.
     """
+    if not isinstance(model, nn.Module):
+        raise ModelError("only modules are planned", got=type(model).__name__, expected="a torch.nn.Module")
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     if not linears:
         raise ModelError("the model has no linear layer", got=type(model).__name__)
-    if isinstance(precisions, str):
-        precisions = LinearPrecision.of(precisions)
-    if isinstance(precisions, LinearPrecision):
-        precisions = dict.fromkeys(linears, precisions)
+    precisions = _by_layer(precisions, linears)
     missing = sorted(set(precisions) - set(linears))
     if missing:
         raise PlanError(
@@ -133,6 +136,27 @@ def swap_in(
         layer.planned = PlannedLayer(name, precision, clock, choose)  # type: ignore[assignment]
         _to_class(layer, _planned_class(type(layer)))
     return PlannedModel(model, layers, clock)
+
+
+def _by_layer(
+    precisions: Mapping[str, LinearPrecision] | LinearPrecision | str, layers: Mapping[str, nn.Linear]
+) -> Mapping[str, LinearPrecision]:
+    """One precision per layer, whichever way it was given."""
+    if isinstance(precisions, str):
+        precisions = LinearPrecision.of(precisions)
+    if isinstance(precisions, LinearPrecision):
+        return dict.fromkeys(layers, precisions)
+    wrong: list[object] = [] if isinstance(precisions, Mapping) else [precisions]
+    wrong += (
+        [] if wrong else [value for value in precisions.values() if not isinstance(value, LinearPrecision)]
+    )
+    if wrong:
+        raise PlanError(
+            "this is no precision of a layer",
+            got=repr(wrong[0]),
+            expected="a recipe's name or a LinearPrecision for all layers, or a LinearPrecision by layer name",
+        )
+    return precisions
 
 
 def _check_layer(layer: nn.Linear, name: str) -> None:

@@ -182,7 +182,7 @@ def recipe(name: str) -> Recipe:
     """
     if name in RECIPES:
         return RECIPES[name]
-    near = difflib.get_close_matches(name, RECIPES, 1)
+    near = difflib.get_close_matches(str(name), RECIPES, 1)
     raise PlanError(
         "there is no such recipe",
         got=repr(name),

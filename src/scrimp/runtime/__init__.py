@@ -5,6 +5,7 @@ from scrimp.runtime.execute import (
     choose_backends,
     compile_blocks,
     describe_backends,
+    precisions_of,
     quantizes,
     realise,
 )
@@ -16,6 +17,7 @@ __all__ = [
     "choose_backends",
     "compile_blocks",
     "describe_backends",
+    "precisions_of",
     "prove",
     "quantizes",
     "realise",

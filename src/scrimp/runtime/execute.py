@@ -32,6 +32,8 @@ from scrimp.precision import GEMMS, HIGH_PRECISION, LinearPrecision
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 HEAD = "head"
+MOST_GRAPHS = 64
+"""Of a block: its layers save inputs, codes or nothing, in training and evaluation, as far as plans mix them."""
 
 
 @dataclass(frozen=True)
@@ -195,6 +197,15 @@ def plan_layers(model: Decoder, plan: Plan, choose: BackendChooser, seed: int) -
 
 
 def compile_blocks(model: Decoder) -> None:
-    """torch.compile every block in place: equal blocks share one compiled graph."""
+    """torch.compile every block in place: equal blocks share one compiled graph.
+
+    Blocks whose plans save different things (inputs, codes, nothing) have graphs of their own. More of them than torch
+    allows would quietly run uncompiled: the limit is raised to what a block's four layers can need, and hitting
+    it is an error.
+    """
+    import torch._dynamo  # a second to import, and only needed here
+
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_GRAPHS)
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
     for block in model.blocks:
         block.compile()

@@ -24,7 +24,7 @@ from scrimp.measure import MemoryMeter, device_peaks
 from scrimp.model import Decoder, initialise
 from scrimp.plan import Plan, count_flops
 from scrimp.report.units import format_count
-from scrimp.runtime import compile_blocks, prove, realise
+from scrimp.runtime import compile_blocks, precisions_of, prove, realise
 from scrimp.train.checkpoint import CheckpointStore
 from scrimp.train.finish import RunSummary, finish, finish_failed
 from scrimp.train.guards import StopSignals
@@ -228,6 +228,7 @@ def _announce(trainer: Trainer, run_dir: Path, start: Start) -> None:
         f"{format_count(corpus.held_out.num_tokens)} held out; {run_dir}"
     )
     trainer.line.message(f"data: {corpus.checked}")
+    _note_edited_plan(trainer)
     backends = trainer.decisions.describe_backends()
     if backends:
         trainer.line.message(f"GEMMs: {backends}")
@@ -254,3 +255,16 @@ def _announce(trainer: Trainer, run_dir: Path, start: Start) -> None:
         done = start.checkpoint.step >= config.train.steps
         say = "all steps are done already" if done else f"continuing from step {start.checkpoint.step:,}"
         trainer.line.message(say)
+
+
+def _note_edited_plan(trainer: Trainer) -> None:
+    """Say so where plan.json no longer says what `precision` does; it is carried out as it stands."""
+    plan = trainer.decisions.plan
+    rules = trainer.config.precision_rules.assign(list(plan.gemms))
+    edited = [layer for layer, choice in precisions_of(plan).items() if choice != rules[layer][0]]
+    if edited:
+        note = (
+            f"plan.json differs from `precision` in {len(edited)} layers, {edited[0]} first: the plan counts"
+        )
+        trainer.line.message(note)
+        trainer.log.event("plan", trainer.position.step, note)
