@@ -151,6 +151,26 @@ def test_a_resumed_run_repeats_the_same_losses(runs: dict[str, Path], tmp_path: 
     assert losses(run_dir) == losses(runs[precision])
 
 
+def test_a_resumed_run_is_proven_with_the_weights_of_its_checkpoint(
+    runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = interrupted(runs["fp8"], tmp_path / "proven")
+    (newest,) = sorted((run_dir / "checkpoints").iterdir())[-1:]
+    saved = {}
+    for file in newest.glob("*.safetensors"):
+        saved |= load_file(file)
+    proven: list[bool] = []
+
+    def prove_and_look(executable: Executable, plan: Plan) -> None:
+        parameters = dict(executable.model.named_parameters())
+        proven.append(all(torch.equal(p, saved[f"model.{name}"]) for name, p in parameters.items()))
+        prove(executable, plan)
+
+    monkeypatch.setattr(session, "prove", prove_and_look)
+    assert main(["train", f"--run.dir={run_dir}", "--resume"]) == 0
+    assert proven == [True]
+
+
 def edited(run_dir: Path, layer: str, **changes: str) -> None:
     """Change recipes of a layer in plan.json."""
     path = run_dir / "plan.json"

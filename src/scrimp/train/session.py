@@ -152,12 +152,14 @@ def _make_trainer(
         z_loss=config.train.z_loss,
         choose=choose,
     )
-    prove(executable, decisions.plan)
     trainer = Trainer(
         decisions, start.corpus, executable, peaks, meter, store=store, log=log, line=line, files=files
     )
     if start.checkpoint is not None:
         trainer.restore(start.checkpoint)
+    # Of the weights that are trained: before, a resumed run's parameters are whatever lay in memory.
+    prove(executable, decisions.plan)
+    trainer.optimizer.zero_grad()  # it sums gradients itself where weights have masters: the probe's too
     if config.train.compile == "on":
         line.phase("compiling the blocks during the first step")
         compile_blocks(executable.model)
