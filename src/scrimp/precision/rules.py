@@ -173,7 +173,7 @@ class PrecisionRules:
                 chosen |= rule.settings
                 reasons |= dict.fromkeys(rule.settings, f"rule `{rule}`")
         if _SAVED not in chosen:
-            has_codes = recipe(chosen["wgrad"]).wgrad is not None
+            has_codes = recipe(chosen["wgrad"]).saved == "quantized"
             chosen[_SAVED] = chosen["wgrad"] if has_codes else compute
             if has_codes and layer.endswith(_ATTENTION_OUT):
                 chosen[_SAVED], reasons[_SAVED] = compute, "attention keeps its output anyway"
