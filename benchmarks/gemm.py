@@ -43,7 +43,7 @@ from scrimp.gemm import BackendChooser, backends_for, kernels, swap_in
 from scrimp.gemm.backends import BACKENDS, Backend
 from scrimp.gemm.problem import AXES, COLUMNS, Shape, operands_of
 from scrimp.gemm.trial import Sizes, Trial
-from scrimp.plan import linear_shapes
+from scrimp.planner import linear_shapes
 from scrimp.precision import (
     GEMMS,
     HIGH_PRECISION,

@@ -31,7 +31,7 @@ from torch import Tensor
 from scrimp.config import Config, ModelConfig, TrainConfig, preset, resolve
 from scrimp.gemm import LinearPrecision
 from scrimp.model import initialise
-from scrimp.plan import build_plan
+from scrimp.planner import build_plan
 from scrimp.runtime import Executable, compile_blocks, realise
 
 RECIPES = ("bf16", "fp8", "fp8_tensor", "fp8_row", "mxfp8", "nvfp4", "mxfp4", "fp4")

@@ -8,7 +8,7 @@ import pytest
 
 from scrimp.cli import main
 from scrimp.config import PRESETS, load_config
-from scrimp.plan.flops import GEMM_NAMES
+from scrimp.planner.flops import GEMM_NAMES
 from scrimp.precision import RECIPES, parse_rules, storage_bytes
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,7 +11,7 @@ from scrimp.errors import PlanError
 from scrimp.gemm import BackendChooser, Execution, observing, reference_only
 from scrimp.gemm.backends import ReferenceBackend
 from scrimp.model import Decoder
-from scrimp.plan import Plan
+from scrimp.planner import Plan
 from scrimp.precision import GEMMS
 from scrimp.runtime import Executable, choose_backends, compile_blocks, describe_backends, quantizes
 

@@ -14,7 +14,7 @@ from scrimp.gemm import BackendChooser, observing, reference_only
 from scrimp.gemm.backends import ReferenceBackend
 from scrimp.gemm.problem import Use
 from scrimp.model import initialise
-from scrimp.plan import Plan, build_plan
+from scrimp.planner import Plan, build_plan
 from scrimp.precision import GEMMS
 from scrimp.runtime import Executable, StepCount, prove, realise
 

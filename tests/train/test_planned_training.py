@@ -18,7 +18,7 @@ from tiny_run import TINY, flags, losses, records, write_corpus
 from scrimp.cli import main
 from scrimp.gemm import Clock, LinearPrecision
 from scrimp.gemm.backends import Backend, ReferenceBackend
-from scrimp.plan import Plan
+from scrimp.planner import Plan
 from scrimp.precision import GEMMS
 from scrimp.runtime import Executable, prove
 from scrimp.train import session, setup

@@ -12,7 +12,7 @@ from tiny_run import TINY, flags, losses, records, scrimp, write_corpus
 from scrimp.cli import main
 from scrimp.config import Config, RunConfig
 from scrimp.errors import CheckpointError, StorageError
-from scrimp.plan import Plan
+from scrimp.planner import Plan
 from scrimp.train.checkpoint import CheckpointStore
 from scrimp.train.run_folder import RunLock, claim_new_folder
 

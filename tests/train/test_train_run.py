@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from tiny_run import flags, losses, records, scrimp, write_corpus
 
 from scrimp.cli import main
-from scrimp.plan import Plan
+from scrimp.planner import Plan
 
 
 @pytest.fixture(scope="module")

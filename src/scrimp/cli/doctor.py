@@ -13,8 +13,8 @@ from rich.text import Text
 from scrimp.cli.show import say
 from scrimp.gemm.doctor import examine
 from scrimp.gemm.doctor_report import MISSING, SLOWER, WORKS, WRONG, DoctorReport, Measurement
-from scrimp.measure import resolve_device
 from scrimp.precision import GEMMS
+from scrimp.profiler import resolve_device
 
 _STYLES = {WORKS: "green", SLOWER: "yellow", WRONG: "bold red", MISSING: "dim"}
 

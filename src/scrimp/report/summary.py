@@ -17,7 +17,7 @@ import numpy as np
 
 from scrimp.config import base_architecture, load_config
 from scrimp.errors import ScrimpError
-from scrimp.plan import Flops, count_flops
+from scrimp.planner import Flops, count_flops
 from scrimp.report.run_folder import RunRecord
 from scrimp.report.units import format_integer, is_number
 

@@ -27,7 +27,7 @@ from scrimp.gemm import (
 )
 from scrimp.gemm.problem import Shape, shape_of
 from scrimp.model import Decoder, LossSums
-from scrimp.plan import Plan, linear_shapes
+from scrimp.planner import Plan, linear_shapes
 from scrimp.precision import GEMMS, HIGH_PRECISION, LinearPrecision
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

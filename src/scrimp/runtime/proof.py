@@ -34,7 +34,7 @@ from scrimp.errors import TrainingError
 from scrimp.formats import QuantizedTensor, quantize
 from scrimp.gemm import Execution, is_running, observing
 from scrimp.gemm.problem import AXES, Use, high_precision, multiply
-from scrimp.plan import Plan
+from scrimp.planner import Plan
 from scrimp.precision import GEMMS, LinearPrecision, Operand
 from scrimp.runtime.execute import DTYPES, HEAD, Executable, precisions_of
 

@@ -13,9 +13,9 @@ import torch
 from scrimp.config import Config, decided, flatten
 from scrimp.data import CorpusSpec, Progress, open_corpus
 from scrimp.errors import ModelError
-from scrimp.measure import device_peaks, recall_throughput, resolve_device
 from scrimp.model import Decoder, export_model, generate
-from scrimp.plan import account_of, count_flops, gemm_formats, ideal_seconds_per_token
+from scrimp.planner import account_of, count_flops, gemm_formats, ideal_seconds_per_token
+from scrimp.profiler import device_peaks, recall_throughput, resolve_device
 from scrimp.report.tables import account_table, key_value_table
 from scrimp.report.units import format_bytes, format_count, format_flops, format_rate
 from scrimp.runtime import Executable

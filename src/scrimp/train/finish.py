@@ -15,9 +15,9 @@ from pathlib import Path
 from scrimp.config import decided
 from scrimp.errors import ScrimpError, StorageError, TrainingError
 from scrimp.files import write_whole
-from scrimp.measure import remember_throughput
 from scrimp.model import Decoder, generate
-from scrimp.plan import Figures
+from scrimp.planner import Figures
+from scrimp.profiler import remember_throughput
 from scrimp.report import write_report
 from scrimp.report.units import format_bytes, format_rate
 from scrimp.train.guards import StopSignals

@@ -28,9 +28,9 @@ from scrimp.config import decided
 from scrimp.data import Corpus, Loader
 from scrimp.errors import StorageError
 from scrimp.gemm import observing
-from scrimp.measure import MemoryMeter
-from scrimp.plan import count_flops, gemm_formats, ideal_seconds_per_token, mfu
-from scrimp.plan.flops import Peaks
+from scrimp.planner import count_flops, gemm_formats, ideal_seconds_per_token, mfu
+from scrimp.planner.flops import Peaks
+from scrimp.profiler import MemoryMeter
 from scrimp.runtime import Executable, StepCount
 from scrimp.train.checkpoint import Checkpoint, CheckpointStore
 from scrimp.train.evaluation import Evaluation, evaluate

@@ -20,9 +20,9 @@ from scrimp import __version__
 from scrimp.config import Config, decided, reasons_in, to_toml
 from scrimp.errors import CheckpointError, TrainingError
 from scrimp.files import write_whole
-from scrimp.measure import MemoryMeter, device_peaks
 from scrimp.model import Decoder, initialise
-from scrimp.plan import Plan, count_flops
+from scrimp.planner import Plan, count_flops
+from scrimp.profiler import MemoryMeter, device_peaks
 from scrimp.report.units import format_count
 from scrimp.runtime import compile_blocks, precisions_of, prove, realise
 from scrimp.train.checkpoint import CheckpointStore

@@ -26,8 +26,8 @@ from scrimp.config import (
 from scrimp.data import Corpus, CorpusSpec, is_corpus, load_tokenizer, open_corpus
 from scrimp.errors import CheckpointError, ConfigError, DataError, DeviceError, ModelError
 from scrimp.gemm import BackendChooser
-from scrimp.measure import Device, resolve_device
-from scrimp.plan import Plan, build_plan, refuse_misfit
+from scrimp.planner import Plan, build_plan, refuse_misfit
+from scrimp.profiler import Device, resolve_device
 from scrimp.runtime import choose_backends, describe_backends
 from scrimp.train.run_folder import TOKENIZER
 from scrimp.train.weights import architecture_of_weights, tokenizer_of_weights

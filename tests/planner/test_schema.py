@@ -7,7 +7,7 @@ import pytest
 
 from scrimp.config import BudgetConfig, Config, base_architecture, resolve
 from scrimp.errors import ConfigError, PlanError
-from scrimp.plan import GemmChoice, Plan, account_of, build_plan, refuse_misfit
+from scrimp.planner import GemmChoice, Plan, account_of, build_plan, refuse_misfit
 from scrimp.precision import RECIPES
 
 

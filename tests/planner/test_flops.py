@@ -7,8 +7,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from scrimp.config import Architecture, preset
 from scrimp.errors import PlanError
 from scrimp.model import Decoder, initialise
-from scrimp.plan import Peaks, count_flops, ideal_seconds_per_token, linear_layers, mfu, peak_of_recipe
-from scrimp.plan.flops import GEMM_NAMES
+from scrimp.planner import Peaks, count_flops, ideal_seconds_per_token, linear_layers, mfu, peak_of_recipe
+from scrimp.planner.flops import GEMM_NAMES
 from scrimp.precision import GEMMS, RECIPES
 
 SMALL = Architecture(

@@ -4,8 +4,8 @@
 the file, `build` makes the plan of a run from its configuration.
 """
 
-from scrimp.plan.build import account_of, build_plan, gemm_formats, model_fingerprint, refuse_misfit
-from scrimp.plan.flops import (
+from scrimp.planner.build import account_of, build_plan, gemm_formats, model_fingerprint, refuse_misfit
+from scrimp.planner.flops import (
     Flops,
     Peaks,
     count_flops,
@@ -15,8 +15,8 @@ from scrimp.plan.flops import (
     mfu,
     peak_of_recipe,
 )
-from scrimp.plan.memory import MemoryAccount, account_memory
-from scrimp.plan.schema import Figures, Fingerprint, GemmChoice, Plan
+from scrimp.planner.memory import MemoryAccount, account_memory
+from scrimp.planner.schema import Figures, Fingerprint, GemmChoice, Plan
 
 __all__ = [
     "Figures",

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from scrimp.config import Config
 from scrimp.files import replaced_file, user_cache
-from scrimp.plan import Plan
+from scrimp.planner import Plan
 
 
 def _file() -> Path:

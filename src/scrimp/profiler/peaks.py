@@ -2,7 +2,7 @@
 
 Known accelerators have their dense spec-sheet rates (no sparsity; tensor cores with fp32
 accumulation), fp8 and fp4 included where the card has units for them; a card with fp4 units also has
-those for scales of small blocks. At which rate each recipe runs says `scrimp.plan.flops`. Any other
+those for scales of small blocks. At which rate each recipe runs says `scrimp.planner.flops`. Any other
 device, a CPU above all, is measured: the fastest of several square products per format, in this
 process, with the threads that training uses. A measured peak is a lower bound of the hardware's, so
 MFU against it is an upper bound; the origin says which it is.
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from scrimp.plan import Peaks
+from scrimp.planner import Peaks
 
 
 class _Rates(NamedTuple):

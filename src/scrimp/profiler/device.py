@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from scrimp.errors import DeviceError
-from scrimp.measure.memory import host_memory_available
+from scrimp.profiler.memory import host_memory_available
 
 
 @dataclass(frozen=True)

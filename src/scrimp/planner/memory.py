@@ -39,7 +39,7 @@ Limits   The allocator's rounding, cached blocks and library workspaces come on 
          its measured peak beside this prediction. Emulated GEMMs are counted as an upper bound; fused back
          ends hold less, and a CPU without fast bf16 more, as it carries fp32. An input that is recomputed
          lives while temporary gradients of the same size do not yet.
-Checked  tests/plan/test_memory.py: within 3 % of the storages that autograd really saves; emulated
+Checked  tests/planner/test_memory.py: within 3 % of the storages that autograd really saves; emulated
          GEMMs against the profiler, never below and at most twice above.
 """
 
@@ -50,7 +50,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from scrimp.config import Architecture
-from scrimp.plan.flops import GEMM_NAMES, linear_shapes
+from scrimp.planner.flops import GEMM_NAMES, linear_shapes
 from scrimp.precision import (
     GEMMS,
     OPERANDS,

@@ -15,9 +15,9 @@ from collections.abc import Mapping
 
 from scrimp.config import Architecture, Config, decided, parse_bytes
 from scrimp.errors import PlanError
-from scrimp.plan.flops import linear_layers
-from scrimp.plan.memory import MemoryAccount, account_memory
-from scrimp.plan.schema import BlockChoice, Figures, Fingerprint, GemmChoice, Layout, Plan, StateChoice
+from scrimp.planner.flops import linear_layers
+from scrimp.planner.memory import MemoryAccount, account_memory
+from scrimp.planner.schema import BlockChoice, Figures, Fingerprint, GemmChoice, Layout, Plan, StateChoice
 from scrimp.precision import GEMMS, HIGH_PRECISION
 
 

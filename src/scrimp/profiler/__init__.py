@@ -1,9 +1,9 @@
 """What this machine is and what a run cost on it: device, peak rates, memory, throughput."""
 
-from scrimp.measure.device import Device, resolve_device
-from scrimp.measure.memory import MemoryMeter, host_memory_available
-from scrimp.measure.peaks import device_peaks
-from scrimp.measure.throughput import recall_throughput, remember_throughput
+from scrimp.profiler.device import Device, resolve_device
+from scrimp.profiler.memory import MemoryMeter, host_memory_available
+from scrimp.profiler.peaks import device_peaks
+from scrimp.profiler.throughput import recall_throughput, remember_throughput
 
 __all__ = [
     "Device",

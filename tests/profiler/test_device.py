@@ -7,7 +7,8 @@ import torch
 
 from scrimp.config import Config, base_architecture, resolve
 from scrimp.errors import DeviceError
-from scrimp.measure import (
+from scrimp.planner import Plan, build_plan, peak_of_recipe
+from scrimp.profiler import (
     MemoryMeter,
     device_peaks,
     host_memory_available,
@@ -15,7 +16,6 @@ from scrimp.measure import (
     remember_throughput,
     resolve_device,
 )
-from scrimp.plan import Plan, build_plan, peak_of_recipe
 
 
 def make_plan() -> tuple[Plan, Config]:

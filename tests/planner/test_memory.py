@@ -13,8 +13,8 @@ from scrimp.formats import blocks, quantize
 from scrimp.gemm.backends import reference
 from scrimp.gemm.layer import PlannedLayer, backward, forward, reference_only
 from scrimp.model import Decoder, initialise
-from scrimp.plan import MemoryAccount, account_memory, linear_layers, memory
-from scrimp.plan.memory import emulated_bytes, saved_input_bytes
+from scrimp.planner import MemoryAccount, account_memory, linear_layers, memory
+from scrimp.planner.memory import emulated_bytes, saved_input_bytes
 from scrimp.precision import GEMMS, RECIPES, LinearPrecision, parse_rules
 
 T = TypeVar("T")

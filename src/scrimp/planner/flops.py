@@ -30,7 +30,7 @@ Limits   No credit for recomputation, none for tokens that a document mask hides
          make a slower program look better. Under FP8 or FP4 the BF16 MFU may pass 80 %, and
          SOL falls: print both.
 Sources  PaLM (arXiv 2204.02311) appendix B; LLMQ's speed-of-light definition.
-Checked  tests/plan/test_flops.py: published GFLOP per token, and torch's own FLOP counter.
+Checked  tests/planner/test_flops.py: published GFLOP per token, and torch's own FLOP counter.
 """
 
 from __future__ import annotations
