@@ -30,6 +30,7 @@ from scrimp.errors import DeviceError, ModelError, PlanError
 from scrimp.formats import QuantizedTensor
 from scrimp.gemm import operators
 from scrimp.gemm.layer import PlannedLayer, backward, forward
+from scrimp.gemm.observe import is_plain_observed
 from scrimp.gemm.storage import RECOMPUTED
 from scrimp.precision import HIGH_PRECISION, RECOMPUTE
 
@@ -77,7 +78,7 @@ def planned_linear(x: Tensor, weight: Tensor, bias: Tensor | None, layer: Planne
     compute = compute_dtype(x)
     _check(x, weight, layer, compute)
     is_compiling = torch.compiler.is_compiling()
-    if not is_compiling and layer.is_plain(COMPUTE_NAMES[compute]):
+    if not is_compiling and layer.is_plain(COMPUTE_NAMES[compute]) and not is_plain_observed():
         return F.linear(x, weight, bias)
     needs_grad = torch.is_grad_enabled()
     function = operators.CompiledLinear if is_compiling else _Linear

@@ -1,7 +1,9 @@
 """Watch planned GEMMs as they run: what proofs, counts and statistics are made of.
 
 An observer sees every execution with its operands before quantization and its result. While
-nobody watches this costs one test of a list per GEMM.
+nobody watches this costs one test of a list per GEMM. Layers that run wholly in the compute format take
+torch's own path, which tells nobody: an observer that must see them too asks for it, and they
+then run as planned GEMMs do.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ class Execution:
 
 Observer = Callable[[Execution], None]
 _observers: list[Observer] = []
+_of_plain: list[Observer] = []
 _depth = 0
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -63,18 +66,27 @@ def is_running() -> bool:
 
 
 @contextlib.contextmanager
-def observing(observer: Observer) -> Iterator[None]:
-    """Call `observer` for every planned GEMM inside."""
+def observing(observer: Observer, *, plain: bool = False) -> Iterator[None]:
+    """Call `observer` for every planned GEMM inside; with `plain` for those in the compute format too."""
     _observers.append(observer)
+    if plain:
+        _of_plain.append(observer)
     try:
         yield
     finally:
         _observers.remove(observer)
+        if plain:
+            _of_plain.remove(observer)
 
 
 def is_observed() -> bool:
     """Whether anyone watches."""
     return bool(_observers)
+
+
+def is_plain_observed() -> bool:
+    """Whether anyone watches layers in the compute format too."""
+    return bool(_of_plain)
 
 
 def report(execution: Execution) -> None:

@@ -1,0 +1,1 @@
+"""Bits: which number format each GEMM runs in, chosen from measured statistics under a budget."""

@@ -1,0 +1,183 @@
+"""What a format costs: loss divergence and weight divergence of every layer, GEMM and format.
+
+Problem  Local quantization error misleads: what counts is how far it moves the loss, and the weights after the update.
+Method   Errors are taken as random and independent of what they meet. Local errors of one layer and format, with T
+         tokens, O outputs, I inputs, and e the errors of the operands that each GEMM reads::
+
+             e_f^2 = (|eX|^2 |W|^2 + |X|^2 |eW|^2) / I        in Y, by fprop
+             e_b^2 = (|eG|^2 |W|^2 + |G|^2 |eW|^2) / O        in gX, by dgrad
+             e_w^2 = (|eG|^2 |X|^2 + |G|^2 |eX|^2) / T        in gW, by wgrad
+
+         Loss, relative: the deviation of its first-order change, and the mean of the second-order change::
+
+             LD  = sqrt((|gX| |eX|)^2 / numel X + (|gW| |eW|)^2 / numel W) / |Loss|
+             LD2 = e_f^2 (z'Hz / |z|^2) / 2 / |Loss|
+
+         Weights: gains F and B carry local errors to every weight k, c_k = lr s_k / |W_k| to its update::
+
+             of fprop   U^2 = sum_k (c_k F[k<-l] e_f)^2
+             of dgrad   U^2 = sum_k (c_k B[k<-l] e_b)^2
+             of wgrad   U^2 = (c_l e_w)^2
+             of a layer WD  = sum_k c_k sqrt([k = l] e_w^2 + (B e_b)^2 + (F e_f)^2)
+
+Cost     Per layer, SNIP's own (eq. 7): LD / sum LD + beta WD / sum WD, sums over layers at the reference format.
+         Per GEMM (eq. 8): independent errors add in squares, so costs are variances, which are linear in the choice::
+
+             V_fprop = LD^2 / NL + beta U^2 / NW + gamma max(LD2, 0) / NM,    V_dgrad, V_wgrad = beta U^2 / NW
+
+         with NL, NW, NM the sums over everything at the reference format (the lowest).
+Limits   All tokens share eW and the injected noise is independent per token: weight errors are understated where T is
+         large. The signed change of a single layer is noise; only its size is predicted.
+Source   SNIP (arXiv 2602.01410), reconstruction eq. (1), (2), (4), (6) to (8).
+Checked  tests/planner/bits/test_divergence.py; against real damage in benchmarks/snip_study.py.
+
+Shapes: L layers, P formats, K watched weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scrimp.errors import PlanError
+from scrimp.planner.bits.profile import BatchStatistics, PrecisionProfile
+from scrimp.precision import GEMMS, recipe
+
+Array = NDArray[np.float64]
+FPROP, DGRAD, WGRAD = range(len(GEMMS))
+
+
+@dataclass(frozen=True)
+class Weights:
+    """How the terms of the cost are weighted against each other."""
+
+    loss: float = 1.0
+    """Of the loss divergence."""
+    update: float = 1.0
+    """beta, of the weight divergence."""
+    curvature: float = 0.0
+    """gamma, of the mean second-order change of the loss; SNIP has none."""
+
+
+@dataclass(frozen=True, eq=False)
+class Divergence:
+    """Of one batch, or averaged over several; each term apart."""
+
+    loss: Array
+    """[L, P] LD of X and W together."""
+    curvature: Array
+    """[L, P] LD2, signed."""
+    update: Array
+    """[L, 3, P] U by GEMM."""
+    layer_update: Array
+    """[L, P] WD of all three GEMMs in one format."""
+
+
+def divergence(profile: PrecisionProfile, batch: BatchStatistics) -> Divergence:
+    """All terms from the statistics of one batch."""
+    outputs, inputs = (np.array(sizes, dtype=float) for sizes in zip(*profile.shapes, strict=True))
+    e_f, e_b, e_w = local_errors(profile, batch)
+    c = batch.sensitivity
+    x_error, w_error = batch.errors[:, FPROP, :, 0], batch.errors[:, FPROP, :, 1]
+    of_x = (batch.gx[:, None] * x_error) ** 2 / (profile.tokens * inputs)[:, None]
+    of_w = (batch.gw[:, None] * w_error) ** 2 / (outputs * inputs)[:, None]
+    loss = np.sqrt(of_x + of_w) / abs(batch.loss)
+    curvature = 0.5 * e_f**2 * batch.curvature[:, None] / abs(batch.loss)
+    forward, backward = c[:, None] * batch.forward, c[:, None] * batch.backward
+    own = c[list(profile.owners)]
+    update = np.stack(
+        [
+            np.sqrt((forward**2).sum(0))[:, None] * e_f,
+            np.sqrt((backward**2).sum(0))[:, None] * e_b,
+            own[:, None] * e_w,
+        ],
+        axis=1,
+    )
+    squares = (forward**2)[:, :, None] * e_f**2 + (backward**2)[:, :, None] * e_b**2
+    layers = np.arange(len(profile.layers))
+    squares[list(profile.owners), layers] += (own[:, None] * e_w) ** 2
+    return Divergence(loss, curvature, update, np.sqrt(squares).sum(0))
+
+
+def local_errors(profile: PrecisionProfile, batch: BatchStatistics) -> tuple[Array, Array, Array]:
+    """e_f, e_b, e_w, each [L, P]."""
+    outputs, inputs = (np.array(sizes, dtype=float)[:, None] for sizes in zip(*profile.shapes, strict=True))
+    x, w, g = (norm[:, None] for norm in (batch.x, batch.w, batch.g))
+    e = batch.errors
+    e_f = np.sqrt(((e[:, FPROP, :, 0] * w) ** 2 + (x * e[:, FPROP, :, 1]) ** 2) / inputs)
+    e_b = np.sqrt(((e[:, DGRAD, :, 0] * w) ** 2 + (g * e[:, DGRAD, :, 1]) ** 2) / outputs)
+    e_w = np.sqrt(((e[:, WGRAD, :, 0] * x) ** 2 + (g * e[:, WGRAD, :, 1]) ** 2) / profile.tokens)
+    return e_f, e_b, e_w
+
+
+def reference_format(formats: tuple[str, ...]) -> int:
+    """Index of the format that sums are normalised with: the fewest bits, the first of equals.
+
+    Raises:
+        PlanError: no candidate quantizes anything.
+    """
+    bits = [recipe(name).bits for name in formats]
+    if min(bits) >= 16:
+        raise PlanError(
+            "no candidate format quantizes anything",
+            got=", ".join(formats),
+            expected="at least one of 4 or 8 bits, such as nvfp4 or fp8",
+        )
+    return bits.index(min(bits))
+
+
+def gemm_costs(profile: PrecisionProfile, found: Divergence, weights: Weights | None = None) -> Array:
+    """V of eq. (8), [L, 3, P]; parts that no choice changes are 0."""
+    loss, update, curvature = gemm_parts(profile, found, weights)
+    costs = update.copy()
+    costs[:, FPROP] += loss + curvature
+    return costs
+
+
+def gemm_parts(
+    profile: PrecisionProfile, found: Divergence, weights: Weights | None = None
+) -> tuple[Array, Array, Array]:
+    """The weighted terms of V: loss [L, P], update [L, 3, P] and curvature [L, P]."""
+    weights = weights or Weights()
+    reference = reference_format(profile.formats)
+    loss, update, mean = found.loss**2, found.update**2, np.maximum(found.curvature, 0.0)
+    return (
+        weights.loss * loss / _total(loss[:, reference]),
+        weights.update * update / _total(update[:, :, reference]),
+        weights.curvature * mean / _total(mean[:, reference]),
+    )
+
+
+def layer_costs(profile: PrecisionProfile, found: Divergence, weights: Weights | None = None) -> Array:
+    """Q of eq. (7), [L, P]."""
+    weights = weights or Weights()
+    reference = reference_format(profile.formats)
+    mean = np.maximum(found.curvature, 0.0)
+    return (
+        weights.loss * found.loss / _total(found.loss[:, reference])
+        + weights.update * found.layer_update / _total(found.layer_update[:, reference])
+        + weights.curvature * mean / _total(mean[:, reference])
+    )
+
+
+def mean_divergence(profile: PrecisionProfile) -> Divergence:
+    """Over the batches: mean squares of deviations, means of means."""
+    found = [divergence(profile, batch) for batch in profile.batches]
+
+    def root_mean_square(name: str) -> Array:
+        return np.sqrt(np.mean([getattr(one, name) ** 2 for one in found], axis=0))
+
+    return Divergence(
+        root_mean_square("loss"),
+        np.mean([one.curvature for one in found], axis=0),
+        root_mean_square("update"),
+        root_mean_square("layer_update"),
+    )
+
+
+def _total(values: Array) -> float:
+    """A sum to divide by; 1 where nothing diverges at all."""
+    total = float(values.sum())
+    return total if total > 0 else 1.0

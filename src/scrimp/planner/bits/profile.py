@@ -1,0 +1,190 @@
+"""What was measured of a model's precision: the input of every planner of bits, as plain arrays.
+
+For each statistics batch, of the L planned linear layers, the P candidate formats and the K weight matrices whose
+updates are watched (the planned ones, the embedding, the head):
+
+===========  =========  =====================================================================
+array        shape      meaning
+===========  =========  =====================================================================
+loss                    mean loss of the batch
+x w y g      [L]        Frobenius norms of X [T, I], W [O, I], Y [T, O] and G = dLoss/dY
+gx gw        [L]        of G W, the gradient through this layer alone, and of the weight's gradient
+errors       [L,3,P,2]  of Q(A) - A for both operands of each GEMM (fprop, dgrad, wgrad) in each format
+backward     [K, L]     gain B: change of gW_k per change of gX_l
+forward      [K, L]     gain F: change of gW_k per change of Y_l
+curvature    [L]        z' H z / |z|^2 of the loss along noise z in Y_l
+sensitivity  [K]        lr rms(h') / |W_k|: relative change of the weight per change of its gradient
+===========  =========  =====================================================================
+
+Nothing here knows how the gains were found (a pass per point, or ratios of few passes), what model they
+are of, or which optimizer ran. Stored as safetensors, never pickled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save
+
+from scrimp.errors import PlanError
+from scrimp.files import write_whole
+from scrimp.precision import GEMMS
+
+VERSION = 1
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class BatchStatistics:
+    """One statistics batch; shapes as in the module."""
+
+    loss: float
+    x: Array
+    w: Array
+    y: Array
+    g: Array
+    gx: Array
+    gw: Array
+    errors: Array
+    backward: Array
+    forward: Array
+    curvature: Array
+    sensitivity: Array
+
+
+@dataclass(frozen=True, eq=False)
+class PrecisionProfile:
+    """Statistics of a model at one step of its training."""
+
+    model: str
+    """Fingerprint of names and shapes."""
+    device: str
+    step: int
+    """Optimizer updates before the statistics were taken."""
+    layers: tuple[str, ...]
+    shapes: tuple[tuple[int, int], ...]
+    """(outputs, inputs) of each layer."""
+    tokens: int
+    """T, of one statistics batch."""
+    formats: tuple[str, ...]
+    """Candidate recipes."""
+    weights: tuple[str, ...]
+    """Names of the K watched parameters."""
+    owners: tuple[int, ...]
+    """For each layer the index of its own weight among `weights`."""
+    optimizer: str
+    """Which update rule the sensitivities are of."""
+    gains: str
+    """How the gains were found: exact, blocks or ratios."""
+    batches: tuple[BatchStatistics, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse what does not fit together."""
+        if not self.layers or not self.batches:
+            raise PlanError(
+                "a profile needs at least one layer and one batch",
+                got=f"{len(self.layers)} layers, {len(self.batches)} batches",
+            )
+        num_layers, num_weights = len(self.layers), len(self.weights)
+        expected = {
+            **dict.fromkeys(("x", "w", "y", "g", "gx", "gw", "curvature"), (num_layers,)),
+            "errors": (num_layers, len(GEMMS), len(self.formats), 2),
+            "backward": (num_weights, num_layers),
+            "forward": (num_weights, num_layers),
+            "sensitivity": (num_weights,),
+        }
+        for batch in self.batches:
+            for name, shape in expected.items():
+                found = getattr(batch, name).shape
+                if found != shape:
+                    raise PlanError(f"the profile's {name} has a wrong shape", got=found, expected=shape)
+
+    @property
+    def flops(self) -> Array:
+        """[L], share of the planned layers' FLOPs; its three GEMMs have a third each."""
+        sizes = np.array([float(outputs * inputs) for outputs, inputs in self.shapes])
+        return sizes / sizes.sum()
+
+    def unusable(self) -> list[str]:
+        """Names of layers whose statistics are not finite in some batch: they get no low format."""
+        bad = np.zeros(len(self.layers), dtype=bool)
+        for batch in self.batches:
+            for name in ("x", "w", "y", "g", "gx", "gw", "curvature"):
+                bad |= ~np.isfinite(getattr(batch, name))
+            bad |= ~np.isfinite(batch.errors).all(axis=(1, 2, 3))
+            bad |= ~np.isfinite(batch.backward).all(axis=0) | ~np.isfinite(batch.forward).all(axis=0)
+        return [layer for layer, is_bad in zip(self.layers, bad, strict=True) if is_bad]
+
+    def select(self, formats: Sequence[str]) -> PrecisionProfile:
+        """The same profile of fewer formats, in the given order."""
+        missing = [name for name in formats if name not in self.formats]
+        if missing:
+            raise PlanError(
+                "the profile has no statistics of a format",
+                got=", ".join(missing),
+                expected=", ".join(self.formats),
+                do="measure again with these candidates",
+            )
+        index = [self.formats.index(name) for name in formats]
+        batches = tuple(dataclasses.replace(b, errors=b.errors[:, :, index]) for b in self.batches)
+        return dataclasses.replace(self, formats=tuple(formats), batches=batches)
+
+    def write(self, path: Path) -> None:
+        """Store as one safetensors file."""
+        tensors = {
+            f"{number}.{field.name}": np.ascontiguousarray(getattr(batch, field.name), dtype=np.float64)
+            for number, batch in enumerate(self.batches)
+            for field in dataclasses.fields(batch)
+        }
+        facts = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name != "batches"
+        }
+        text = json.dumps({"version": VERSION, "batches": len(self.batches), **facts})
+        write_whole(path, save(tensors, metadata={"scrimp_profile": text}))
+
+    @classmethod
+    def read(cls, path: Path) -> PrecisionProfile:
+        """Read what `write` stored.
+
+        Raises:
+            PlanError: the file is missing, damaged, or of another version.
+        """
+        try:
+            facts = json.loads(_metadata(path)["scrimp_profile"])
+            number = facts.pop("batches")
+            if facts.pop("version") != VERSION:
+                raise PlanError(f"{path} has another version", expected=VERSION, do="measure again")
+            tensors = load_file(path)
+            names = [field.name for field in dataclasses.fields(BatchStatistics)]
+            batches = tuple(
+                BatchStatistics(
+                    **{name: _value(name, tensors[f"{index}.{name}"]) for name in names}  # type: ignore[arg-type]
+                )
+                for index in range(number)
+            )
+            facts["shapes"] = tuple(tuple(pair) for pair in facts["shapes"])
+            for name in ("layers", "formats", "weights", "owners"):
+                facts[name] = tuple(facts[name])
+            return cls(**facts, batches=batches)
+        except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
+            raise PlanError(f"{path} is no precision profile", got=error, do="measure again") from None
+
+
+def _value(name: str, tensor: NDArray[np.float64]) -> float | Array:
+    return float(tensor) if name == "loss" else tensor
+
+
+def _metadata(path: Path) -> Mapping[str, str]:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="numpy") as file:
+        return dict(file.metadata() or {})

@@ -1,0 +1,298 @@
+"""From a model in training to a `PrecisionProfile`: the passes over each statistics batch.
+
+::
+
+    clean      in the compute type: norms, errors of every candidate format, gradients, the stream at its nodes
+    noise      passes for the gains (two by default), differences to the clean run
+    update     sensitivity of each weight's update, from the optimizer's state before the step
+
+and everything is put back (`untouched`): a run that is measured goes on as if it had not been.
+
+Several batches   Each gives statistics of its own, so that a planner can see how sure they are.
+Limits            Layers under torch.compile run eagerly while they are measured.
+Checked           tests/profiler/statistics/test_collect.py, tests/train/test_precision_cycle.py (bit-equal runs)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from scrimp.errors import ModelError, PlanError, TrainingError
+from scrimp.gemm import PlannedModel, observing
+from scrimp.planner.bits.profile import BatchStatistics, PrecisionProfile
+from scrimp.precision import GEMMS, LinearPrecision
+from scrimp.profiler.statistics.exact import Sites, exact_gains, watching_sites
+from scrimp.profiler.statistics.gains import CleanRun, Gains, by_blocks, by_ratios, of_layers, places
+from scrimp.profiler.statistics.norms import ErrorKey, NormWatch
+from scrimp.profiler.statistics.sensitivity import OptimizerView, sensitivity
+from scrimp.profiler.statistics.stream import Changes, Injection, StreamTape, generator_of, square
+from scrimp.profiler.statistics.structure import Structure, find_structure
+from scrimp.profiler.statistics.untouched import untouched
+
+GAINS = ("ratios", "blocks", "exact")
+NOISE_SHARE = 0.05
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model in training, as measuring needs it."""
+
+    model: nn.Module
+    planned: PlannedModel
+    optimizer: OptimizerView
+    losses: Callable[[Any], Iterator[Tensor]]
+    """Of one statistics batch: each micro-batch's share of the batch's mean loss, with its graph."""
+    compute: str
+    """Format of the clean passes, fp32 or bf16."""
+    device_name: str = "cpu"
+    step: int = 0
+
+
+def collect(
+    subject: Subject,
+    batches: Iterable[Any],
+    formats: Sequence[str],
+    *,
+    layers: Sequence[str] | None = None,
+    gains: str = "auto",
+    noise: float = NOISE_SHARE,
+    seed: int = 0,
+    on_batch: Callable[[int], None] | None = None,
+) -> PrecisionProfile:
+    """Measure.
+
+    Args:
+        batches: statistics batches, each what `subject.losses` takes.
+        formats: candidate recipes.
+        layers: planned layers to measure; None: all.
+        gains: ratios, blocks, exact; auto: ratios where the model has a residual stream, else exact.
+        noise: deviation of injected noise as a share of the local rms.
+
+    Raises:
+        PlanError: an unknown way of finding gains, or one that the model has no structure for.
+        TrainingError: a loss that is not finite.
+    """
+    names = tuple(layers if layers is not None else subject.planned.layers)
+    statistics = []
+    with untouched(subject.model, subject.planned):
+        subject.planned.replan(LinearPrecision.of(subject.compute))
+        subject.model.train()
+        measurement: _Measurement | None = None
+        for number, batch in enumerate(batches):
+            if measurement is None:
+                structure = find_structure(
+                    subject.model, names, lambda batch=batch: list(subject.losses(batch))  # type: ignore[misc]
+                )
+                measurement = _Measurement(subject, names, tuple(formats), _way(gains, structure), structure, noise)
+            statistics.append(measurement.measure(batch, seed + 1000 * number))
+            if on_batch is not None:
+                on_batch(number)
+    if measurement is None:
+        raise PlanError("no batch was given to measure on", expected="at least one")
+    return measurement.profile(statistics)
+
+
+def _way(gains: str, structure: Structure | None) -> str:
+    if gains == "auto":
+        return "exact" if structure is None else "ratios"
+    if gains not in GAINS:
+        raise PlanError("gains cannot be found that way", got=gains, expected=f"auto, {', '.join(GAINS)}")
+    if structure is None and gains != "exact":
+        raise PlanError(
+            "no residual stream was found in the model, which this way of finding gains follows",
+            got=gains,
+            expected="pre-norm blocks: norms that read the stream, linear layers whose results are added to it",
+            do="use gains=exact, one pass per layer and direction",
+        )
+    return gains
+
+
+class _Measurement:
+    """The passes over batches, and what they share."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        layers: tuple[str, ...],
+        formats: tuple[str, ...],
+        gains: str,
+        structure: Structure | None,
+        noise: float,
+    ) -> None:
+        self.subject, self.layers, self.formats = subject, layers, formats
+        self.gains, self.structure, self.noise = gains, structure, noise
+        parameters = dict(subject.model.named_parameters())
+        by_id = {id(parameter): name for name, parameter in parameters.items()}
+        modules = dict(subject.model.named_modules())
+        owned = {layer: by_id[id(modules[layer].weight)] for layer in layers}
+        self.weights = tuple(name for name, p in parameters.items() if p.ndim >= 2 and p.requires_grad)
+        missing = [layer for layer, weight in owned.items() if weight not in self.weights]
+        if missing:
+            raise ModelError("a layer that is to be planned is not trained", got=", ".join(missing[:8]))
+        self.owned = {layer: self.weights.index(weight) for layer, weight in owned.items()}
+        self.shapes = tuple(tuple(parameters[owned[layer]].shape) for layer in layers)
+        self.norms_of_weights = [math.sqrt(square(parameters[name])) for name in self.weights]
+        owners = {weight: layer for layer, weight in owned.items()}
+        self.places = None if structure is None else places(structure, self.weights, owners)
+        self.tape = None if structure is None or gains == "exact" else StreamTape(subject.model, structure)
+        self.sites = Sites()
+        self.weight_errors: dict[ErrorKey, float] = {}
+        self.clean: dict[str, Tensor] = {}
+        self.gradient_norms: dict[str, float] = {}
+        self.tokens = 0
+
+    # -- passes --------------------------------------------------------------------------------
+
+    def measure(self, batch: Any, seed: int) -> BatchStatistics:
+        """All passes over one batch."""
+        watch = NormWatch(
+            {name: self.subject.planned.layers[name] for name in self.layers}, self.formats, self.weight_errors
+        )
+        recording = contextlib.nullcontext() if self.tape is None else self.tape.recording()
+        with observing(watch, plain=True), watching_sites(self.subject.model, self.layers, self.sites), recording:
+            loss = self._pass(batch)
+        if not math.isfinite(loss):
+            raise TrainingError("the loss of a statistics batch is not finite", got=loss)
+        self.tokens = max(watch.tokens.values(), default=0)
+        gradients = self.subject.optimizer.gradients()
+        self.clean = {name: gradients[name].detach().to("cpu", copy=True) for name in self.weights if name in gradients}
+        self.gradient_norms = {name: math.sqrt(square(gradient)) for name, gradient in gradients.items()}
+        moves = self._sensitivities(gradients, seed)
+        self.subject.optimizer.zero_grad()
+        gains = self._gains(batch, watch, seed)
+        self.clean = {}
+        return self._statistics(loss, watch, gains, moves)
+
+    def _pass(self, batch: Any) -> float:
+        total = 0.0
+        if self.tape is not None:
+            self.tape.micro_batch = 0
+        for loss in self.subject.losses(batch):
+            loss.backward()
+            total += float(loss.detach())
+            if self.tape is not None:
+                self.tape.micro_batch += 1
+        return total
+
+    def _disturbed(self, batch: Any, context: contextlib.AbstractContextManager[object]) -> NDArray[np.float64]:
+        """[K] norms of the changes of gradients in a pass inside a context."""
+        with context:
+            self._pass(batch)
+        gradients = self.subject.optimizer.gradients()
+        moved = np.zeros(len(self.weights))
+        for index, name in enumerate(self.weights):
+            if name in self.clean:
+                clean = self.clean[name].to(gradients[name].device)
+                moved[index] = math.sqrt(square(gradients[name].float() - clean.float()))
+        self.subject.optimizer.zero_grad()
+        return moved
+
+    def _gains(self, batch: Any, watch: NormWatch, seed: int) -> Gains:
+        if self.gains == "exact":
+            return exact_gains(
+                self.subject.model,
+                self.layers,
+                len(self.weights),
+                self.sites,
+                lambda context: self._disturbed(batch, context),
+                self.noise,
+                seed,
+            )
+        tape, structure, where = self.tape, self.structure, self.places
+        assert tape is not None and structure is not None and where is not None
+
+        def run(injection: Injection) -> tuple[Changes, NDArray[np.float64]]:
+            context = tape.comparing(injection)
+            with context as changes:
+                moved = self._disturbed(batch, contextlib.nullcontext())
+            return changes, moved
+
+        find = by_ratios if self.gains == "ratios" else by_blocks
+        nodes = find(structure, where, run, self.noise, seed)
+        clean = CleanRun(
+            {key: math.sqrt(value) for key, value in watch.squares.items()},
+            {layer: math.sqrt(value) for layer, value in self.sites.input_gradients.items()},
+            self.tokens,
+        )
+        return of_layers(nodes, structure, where, self.layers, self.owned, clean, tape)
+
+    def _sensitivities(self, gradients: dict[str, Tensor], seed: int) -> NDArray[np.float64]:
+        """[K] lr s / |W|, learning rates relative to the largest."""
+        optimizer = self.subject.optimizer
+        norm = math.sqrt(sum(square(gradient) for gradient in gradients.values()))
+        factor = optimizer.clip_factor(norm)
+        rules = [optimizer.rule(name) for name in self.weights]
+        largest = max((rule.lr for rule in rules if rule is not None), default=0.0)
+        found = np.zeros(len(self.weights))
+        for index, (name, rule) in enumerate(zip(self.weights, rules, strict=True)):
+            if rule is None or name not in gradients or not self.norms_of_weights[index]:
+                continue
+            gradient = gradients[name].detach() * factor
+            moved = sensitivity(rule, gradient, generator_of(gradient.device, seed, index, 7))
+            share = rule.lr / largest if largest > 0 else 1.0
+            found[index] = share * moved / self.norms_of_weights[index]
+        return found
+
+    # -- results -------------------------------------------------------------------------------
+
+    def _statistics(
+        self, loss: float, watch: NormWatch, gains: Gains, moves: NDArray[np.float64]
+    ) -> BatchStatistics:
+        def norms(name: str) -> NDArray[np.float64]:
+            return np.array([math.sqrt(watch.squares[layer, name]) for layer in self.layers])
+
+        weight_gradients = [self.weights[self.owned[layer]] for layer in self.layers]
+        errors = np.zeros((len(self.layers), len(GEMMS), len(self.formats), 2))
+        for i, layer in enumerate(self.layers):
+            for j, gemm in enumerate(GEMMS):
+                for p, recipe in enumerate(self.formats):
+                    for operand in (0, 1):
+                        errors[i, j, p, operand] = math.sqrt(watch.errors.get((layer, gemm, recipe, operand), 0.0))
+        return BatchStatistics(
+            loss=loss,
+            x=norms("x"),
+            w=norms("w"),
+            y=norms("y"),
+            g=norms("g"),
+            gx=norms("gx"),
+            gw=np.array([self.gradient_norms.get(name, 0.0) for name in weight_gradients]),
+            errors=errors,
+            backward=gains.backward,
+            forward=gains.forward,
+            curvature=gains.curvature,
+            sensitivity=moves,
+        )
+
+    def profile(self, statistics: Sequence[BatchStatistics]) -> PrecisionProfile:
+        """All batches together."""
+        return PrecisionProfile(
+            model=fingerprint(self.layers, self.shapes),
+            device=self.subject.device_name,
+            step=self.subject.step,
+            layers=self.layers,
+            shapes=self.shapes,  # type: ignore[arg-type]
+            tokens=self.tokens,
+            formats=self.formats,
+            weights=self.weights,
+            owners=tuple(self.owned[layer] for layer in self.layers),
+            optimizer=self.subject.optimizer.name,
+            gains=self.gains,
+            batches=tuple(statistics),
+        )
+
+
+def fingerprint(layers: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> str:
+    """Twelve hex digits of the planned layers' names and shapes."""
+    text = json.dumps([[layer, *shape] for layer, shape in zip(layers, shapes, strict=True)])
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

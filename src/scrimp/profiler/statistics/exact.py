@@ -1,0 +1,152 @@
+"""Exact gains (R1): noise at the very point where a layer's error would enter, one pass per point.
+
+Backward noise enters at a layer's input, so that layers that read one tensor share a pass; forward noise at its output.
+Costs one pass per distinct input and one per layer: an oracle for small models, and the way for models
+without a residual stream that is recognised.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from scrimp.profiler.statistics.gains import Gains
+from scrimp.profiler.statistics.stream import generator_of, square
+
+Disturbed = Callable[[contextlib.AbstractContextManager[object]], NDArray[np.float64]]
+"""Runs the batch inside a context; gives [K] norms of the changes of the weights' gradients."""
+
+
+@dataclass
+class Sites:
+    """What the clean pass showed of each layer's surroundings."""
+
+    inputs: dict[str, int] = field(default_factory=dict)
+    """Layer to the number of the tensor that it reads, equal for layers that share one."""
+    input_gradients: dict[str, float] = field(default_factory=dict)
+    """Squared norm of the summed gradient at its input, over micro-batches."""
+
+
+@contextlib.contextmanager
+def watching_sites(model: nn.Module, layers: tuple[str, ...], sites: Sites) -> Iterator[None]:
+    """Fill `sites` from the passes inside."""
+    modules, numbers = dict(model.named_modules()), dict[int, tuple[int, Tensor]]()
+    sites.input_gradients = dict.fromkeys(layers, 0.0)
+
+    def hook(layer: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        def look(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+            x = inputs[0]
+            if not torch.is_grad_enabled():
+                return
+            # The tensor is kept beside its number: the id of one that is gone may be given again.
+            sites.inputs.setdefault(layer, numbers.setdefault(id(x), (len(numbers), x))[0])
+            if x.requires_grad:
+                x.register_hook(lambda g: _add(sites.input_gradients, layer, g))
+
+        return look
+
+    with contextlib.ExitStack() as stack:
+        for layer in layers:
+            stack.callback(modules[layer].register_forward_pre_hook(hook(layer)).remove)
+        yield
+
+
+def _add(sums: dict[str, float], layer: str, gradient: Tensor) -> None:
+    sums[layer] += square(gradient)
+
+
+class _NoisyGradient(torch.autograd.Function):
+    """The identity, whose gradient has noise added."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, disturb: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.disturb = disturb
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient + ctx.disturb(gradient), None
+
+
+class _Source:
+    """Gaussian noise, a share of the local rms; sums what it gave."""
+
+    def __init__(self, share: float, *key: int) -> None:
+        self._share, self._key = share, key
+        self.square = 0.0
+        self._calls = 0
+
+    def __call__(self, like: Tensor) -> Tensor:
+        generator = generator_of(like.device, *self._key, self._calls)
+        self._calls += 1
+        size = self._share * math.sqrt(square(like) / max(1, like.numel()))
+        z = torch.randn(like.shape, generator=generator, device=like.device).mul_(size).to(like.dtype)
+        self.square += square(z)
+        return z
+
+
+@contextlib.contextmanager
+def backward_noise(module: nn.Module, source: _Source) -> Iterator[None]:
+    """Noise in the gradient of a layer's input."""
+
+    def hook(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if not inputs[0].requires_grad:
+            return None
+        noisy: Tensor = _NoisyGradient.apply(inputs[0], source)  # type: ignore[no-untyped-call]
+        return (noisy, *inputs[1:])
+
+    handle = module.register_forward_pre_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextlib.contextmanager
+def forward_noise(module: nn.Module, source: _Source, products: list[float]) -> Iterator[None]:
+    """Noise in a layer's output; appends <z, G> of each micro-batch."""
+
+    def hook(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+        z = source(output.detach())
+        noisy = output + z
+        if noisy.requires_grad:
+            noisy.register_hook(lambda g: products.append(float((z.float() * g.float()).sum())))
+        return noisy
+
+    handle = module.register_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def exact_gains(
+    model: nn.Module, layers: tuple[str, ...], num_weights: int, sites: Sites, run: Disturbed, share: float, seed: int
+) -> Gains:
+    """R1. The curvature is a central difference: noise z and -z."""
+    modules = dict(model.named_modules())
+    gains = Gains(np.zeros((num_weights, len(layers))), np.zeros((num_weights, len(layers))), np.zeros(len(layers)))
+    shared: dict[int, NDArray[np.float64]] = {}
+    for index, layer in enumerate(layers):
+        site = sites.inputs[layer]
+        if site not in shared:
+            source = _Source(share, seed, 2 * index)
+            moved = run(backward_noise(modules[layer], source))
+            shared[site] = moved / math.sqrt(source.square) if source.square else np.zeros(num_weights)
+        gains.backward[:, index] = shared[site]
+        forward: list[float] = []
+        source = _Source(share, seed, 2 * index + 1)
+        gains.forward[:, index] = run(forward_noise(modules[layer], source, forward)) / math.sqrt(source.square)
+        against: list[float] = []
+        run(forward_noise(modules[layer], _Source(-share, seed, 2 * index + 1), against))
+        # <z, G(Y+z)> + <-z, G(Y-z)> = 2 <z, H z>: the clean gradient cancels.
+        gains.curvature[index] = (sum(forward) + sum(against)) / (2 * source.square)
+    return gains

@@ -1,0 +1,171 @@
+"""How much an error of a gradient moves the next update: what the optimizer makes of it.
+
+Problem  AdamW divides by the history of the gradient, so that the same error moves one weight a lot and another one
+         hardly. SGD does not.
+Method   With m, v before the step, t the step's number, g the gradient as the optimizer sees it::
+
+             mh = (b1 m + (1 - b1) g) / (1 - b1^t)     vh = (b2 v + (1 - b2) g^2) / (1 - b2^t)
+             h(g) = mh / (sqrt(vh) + eps)              update = -lr (h + wd W)
+
+         The sensitivity is the ratio of norms for a small random change, safe where v is tiny::
+
+             s = rms(h(g + d n) - h(g)) / d,     n ~ N(0, 1),  d = step * rms(g)
+
+         and lr s / |W| turns an error of the gradient into a relative change of the weight. For SGD
+         with momentum the next update moves by exactly the change of the gradient: s = 1.
+Limits   The spec's d is the error of the weight's own gradient; here it is a fixed share of rms(g), which
+         ranks alike and exists for weights that are not quantized. Other optimizers are refused by name.
+Source   SNIP (arXiv 2602.01410), eq. (3) of the reconstruction, in its finite-difference form.
+Checked  tests/profiler/statistics/test_sensitivity.py: against the closed form, and the optimizer's own step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from scrimp.errors import PlanError
+
+STEP = 0.05
+"""Size of the change as a share of rms(g)."""
+
+
+@dataclass(frozen=True)
+class UpdateRule:
+    """What one parameter's update is made of."""
+
+    kind: str
+    """adamw or sgd."""
+    lr: float
+    exp_avg: Tensor | None = None
+    exp_avg_sq: Tensor | None = None
+    updates: int = 0
+    """Before this step."""
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+
+    def direction(self, gradient: Tensor) -> Tensor:
+        """h(g): the update without learning rate and decay."""
+        if self.kind == "sgd":
+            return gradient
+        t = self.updates + 1
+        m = torch.zeros_like(gradient) if self.exp_avg is None else self.exp_avg
+        v = torch.zeros_like(gradient) if self.exp_avg_sq is None else self.exp_avg_sq
+        mean = m.lerp(gradient, 1 - self.beta1) / (1 - self.beta1**t)
+        square = (self.beta2 * v).addcmul_(gradient, gradient, value=1 - self.beta2)
+        return mean / (square.div_(1 - self.beta2**t).sqrt_().add_(self.eps))
+
+
+class OptimizerView(Protocol):
+    """An optimizer as the statistics need it."""
+
+    @property
+    def name(self) -> str:
+        """Of the update rule."""
+        ...
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Parameter name to accumulated gradient, as the optimizer will read it before clipping."""
+        ...
+
+    def rule(self, name: str) -> UpdateRule | None:
+        """How a parameter is updated; None if it is not trained."""
+        ...
+
+    def clip_factor(self, norm: float) -> float:
+        """What a gradient of this global norm is multiplied by before the step."""
+        ...
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        ...
+
+
+def sensitivity(rule: UpdateRule, gradient: Tensor, generator: torch.Generator) -> float:
+    """rms(h(g + d n) - h(g)) / d of one parameter.
+
+    Args:
+        gradient: as the optimizer reads it, clipped.
+    """
+    if rule.kind == "sgd":
+        return 1.0
+    g = gradient.float()
+    size = STEP * float(torch.linalg.vector_norm(g)) / math.sqrt(g.numel())
+    if size == 0.0:
+        return 0.0
+    noise = torch.randn(g.shape, generator=generator, device=g.device).mul_(size)
+    change = rule.direction(g + noise).sub_(rule.direction(g))
+    return float(torch.linalg.vector_norm(change)) / (size * math.sqrt(g.numel()))
+
+
+class TorchOptimizer:
+    """A view of torch.optim.Adam, AdamW (fused or not) and SGD."""
+
+    def __init__(self, optimizer: Any, model: nn.Module, *, max_norm: float = 0.0) -> None:
+        """Refuse optimizers whose update is not known here."""
+        kinds = {"AdamW": "adamw", "Adam": "adamw", "SGD": "sgd"}
+        kind = kinds.get(type(optimizer).__name__)
+        if kind is None or any(group.get("amsgrad") for group in optimizer.param_groups):
+            raise PlanError(
+                "the sensitivities of this optimizer are not known",
+                got=type(optimizer).__name__ + (" with amsgrad" if kind else ""),
+                expected="torch.optim.AdamW, Adam or SGD",
+                do='give sensitivity="gradient": updates are then taken as proportional to gradients',
+            )
+        self._start(kind, optimizer, model, max_norm)
+
+    @classmethod
+    def as_gradients(cls, optimizer: Any, model: nn.Module, *, max_norm: float = 0.0) -> TorchOptimizer:
+        """Of any optimizer: updates taken as each parameter's gradient over its own rms."""
+        view = cls.__new__(cls)
+        view._start("gradient", optimizer, model, max_norm)
+        return view
+
+    def _start(self, kind: str, optimizer: Any, model: nn.Module, max_norm: float) -> None:
+        self.name, self._optimizer, self._max_norm = kind, optimizer, max_norm
+        self._groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        self._parameters: Mapping[str, nn.Parameter] = dict(model.named_parameters())
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Of all parameters that have one."""
+        return {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+
+    def rule(self, name: str) -> UpdateRule | None:
+        """From the parameter's group and state; a parameter without state has not been updated yet."""
+        parameter = self._parameters[name]
+        group = self._groups.get(id(parameter))
+        if group is None:
+            return None
+        lr = float(group["lr"])
+        if self.name == "gradient":
+            rms = 0.0 if parameter.grad is None else float(parameter.grad.float().square().mean().sqrt())
+            return UpdateRule("sgd", lr / rms if rms else 0.0)
+        if self.name == "sgd":
+            return UpdateRule("sgd", lr)
+        state = self._optimizer.state.get(parameter, {})
+        beta1, beta2 = group["betas"]
+        return UpdateRule(
+            "adamw",
+            lr,
+            state.get("exp_avg"),
+            state.get("exp_avg_sq"),
+            int(state.get("step", 0)),
+            float(beta1),
+            float(beta2),
+            float(group["eps"]),
+        )
+
+    def clip_factor(self, norm: float) -> float:
+        """As torch.nn.utils.clip_grad_norm_ would."""
+        return min(1.0, self._max_norm / norm) if self._max_norm > 0 and norm > 0 else 1.0
+
+    def zero_grad(self) -> None:
+        """Of all parameters, trained or not."""
+        for parameter in self._parameters.values():
+            parameter.grad = None

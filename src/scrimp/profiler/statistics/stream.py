@@ -1,0 +1,189 @@
+"""Watch and disturb the residual stream: activations and gradients at its nodes, clean and under noise.
+
+A `StreamTape` hooks the norms that stand at the nodes. In the clean pass it keeps what it sees; in a noisy pass it
+compares, and sums over micro-batches::
+
+    |dx_j|^2   change of the activation at node j        |dR_j|^2   change of its gradient
+    <dx_j, dR_j>                                          |z|^2      what was injected, and where
+
+Noise is Gaussian, its deviation a share of the local rms, from a generator of its own, so that the
+run's random state is untouched.
+
+Memory   Kept on the host: two tensors per node, of at most `ROWS` evenly spaced tokens of each micro-batch. Norms of
+         changes over these rows, scaled by the share of rows, estimate those over all.
+Shapes: S tokens of a micro-batch, D width of the stream.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from scrimp.profiler.statistics.structure import Structure
+
+Seen = Callable[[str, int, Tensor], None]
+"""Takes "x" or "r" (activation, gradient), the node's number, and the tensor."""
+ROWS = 4096
+"""Tokens of a micro-batch that are kept of each node."""
+
+
+@dataclass(frozen=True)
+class Injection:
+    """Where noise enters: one node, forward into the activation or backward into the gradient."""
+
+    node: int
+    direction: str
+    share: float
+    """Deviation as a share of the local rms."""
+    seed: int
+
+
+class StreamTape:
+    """Hooks at the nodes of a stream."""
+
+    def __init__(self, model: nn.Module, structure: Structure) -> None:
+        modules = dict(model.named_modules())
+        self._modules = [modules[name] for name in structure.nodes]
+        self._clean: dict[tuple[str, int, int], Tensor] = {}
+        self.micro_batch = 0
+        self.gradient_squares: dict[int, float] = defaultdict(float)
+        """Clean pass: |R_j|^2 by node."""
+        self.branch_squares: dict[int, float] = defaultdict(float)
+        """Clean pass: |R_j - R_(j+1)|^2, what the sub-layer's branch adds to the gradient at node j."""
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Keep what passes inside: the clean run."""
+        self._clean.clear()
+        self.gradient_squares.clear()
+        self.branch_squares.clear()
+        later: dict[int, tuple[int, Tensor]] = {}
+
+        def seen(kind: str, node: int, value: Tensor) -> None:
+            self._clean[kind, node, self.micro_batch] = _rows(value).to("cpu")
+            if kind == "x":
+                return
+            self.gradient_squares[node] += square(value)
+            after = later.get(node + 1)
+            if after is not None and after[0] == self.micro_batch:
+                self.branch_squares[node] += square(value.float() - after[1].float())
+            later.clear()
+            later[node] = (self.micro_batch, value)
+
+        with self._hooked(seen, None, {}):
+            yield
+
+    @contextlib.contextmanager
+    def comparing(self, injection: Injection) -> Iterator[Changes]:
+        """Disturb the run inside, and sum how it differs from the clean one."""
+        changes = Changes()
+        kept: dict[int, Tensor] = {}
+
+        def seen(kind: str, node: int, value: Tensor) -> None:
+            clean = self._clean[kind, node, self.micro_batch].to(value.device)
+            change = _rows(value).float() - clean.float()
+            scale = value.numel() / max(1, change.numel())
+            if kind == "x":
+                changes.activation[node] += square(change) * scale
+                kept[node] = change
+                return
+            changes.gradient[node] += square(change) * scale
+            changes.product[node] += float(torch.dot(kept.pop(node).flatten(), change.flatten())) * scale
+
+        with self._hooked(seen, injection, changes.injected):
+            yield changes
+
+    @contextlib.contextmanager
+    def _hooked(
+        self, seen: Seen, injection: Injection | None, injected: dict[int, float]
+    ) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for node, module in enumerate(self._modules):
+                hook = _NodeHook(self, node, seen, injection, injected)
+                stack.callback(module.register_forward_pre_hook(hook).remove)
+            yield
+
+
+class Changes:
+    """How a disturbed run differs from the clean one, squares by node, summed over micro-batches."""
+
+    def __init__(self) -> None:
+        self.activation: dict[int, float] = defaultdict(float)
+        self.gradient: dict[int, float] = defaultdict(float)
+        self.product: dict[int, float] = defaultdict(float)
+        """<dx_j, dR_j>."""
+        self.injected: dict[int, float] = defaultdict(float)
+        """|z|^2."""
+
+
+class _NodeHook:
+    """Before a norm: look at the stream, and add the noise that enters here."""
+
+    def __init__(
+        self,
+        tape: StreamTape,
+        node: int,
+        seen: Seen,
+        injection: Injection | None,
+        injected: dict[int, float],
+    ) -> None:
+        self._tape, self._node, self._seen, self._injected = tape, node, seen, injected
+        self._injection = injection if injection is not None and injection.node == node else None
+        self._last = -1
+
+    def __call__(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        x, number = inputs[0], self._tape.micro_batch
+        if not torch.is_grad_enabled() or not x.requires_grad or self._last == number:
+            return  # a second call is a recomputation
+        self._last = number
+        injection = self._injection
+        if injection is not None and injection.direction == "forward":
+            with torch.no_grad():  # in place: the branch and the skip path see the same stream
+                x.add_(self._noise(x, number))
+        self._look("x", x.detach())
+        x.register_hook(self._on_gradient)
+
+    def _on_gradient(self, gradient: Tensor) -> Tensor | None:
+        injection = self._injection
+        if injection is None or injection.direction != "backward":
+            self._look("r", gradient)
+            return None
+        disturbed = gradient + self._noise(gradient, self._tape.micro_batch)
+        self._look("r", disturbed)
+        return disturbed
+
+    def _look(self, kind: str, value: Tensor) -> None:
+        self._seen(kind, self._node, value)
+
+    def _noise(self, like: Tensor, number: int) -> Tensor:
+        assert self._injection is not None
+        generator = generator_of(like.device, self._injection.seed, self._node, number)
+        size = self._injection.share * math.sqrt(square(like) / max(1, like.numel()))
+        z = torch.randn(like.shape, generator=generator, device=like.device).mul_(size).to(like.dtype)
+        self._injected[self._node] += square(z)
+        return z
+
+
+def generator_of(device: torch.device, *key: int) -> torch.Generator:
+    """A generator that no one else uses: a function of the key."""
+    seed = 0
+    for part in key:
+        seed = (seed * 6364136223846793005 + part + 1442695040888963407) % 2**63
+    return torch.Generator(device).manual_seed(seed)
+
+
+def _rows(value: Tensor) -> Tensor:
+    """At most ROWS evenly spaced tokens, [rows, D]."""
+    rows_SD = value.detach().flatten(0, -2)
+    return rows_SD[:: max(1, -(-len(rows_SD) // ROWS))].contiguous()
+
+
+def square(value: Tensor) -> float:
+    """|value|^2, the norm taken in float32."""
+    return float(torch.linalg.vector_norm(value, dtype=torch.float32)) ** 2
