@@ -158,3 +158,166 @@ def write_run(folder: Path, steps: int = 300, *, finished: bool = True) -> Path:
 def write_lines(path: Path, records: list[dict[str, Any]]) -> None:
     """JSON lines."""
     path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+
+
+# -- a run that re-plans ---------------------------------------------------------------------------
+
+FUSED = {"attention.qkv": 3.0, "attention.out": 1.0, "mlp.gate_up": 6.0, "mlp.down": 3.0}
+"""Linear layers of a block with their FLOPs in any unit."""
+SPLIT = {
+    "self_attn.q_proj": 4.0, "self_attn.k_proj": 1.0, "self_attn.v_proj": 1.0, "self_attn.o_proj": 4.0,
+    "mlp.gate_proj": 14.0, "mlp.up_proj": 14.0, "mlp.down_proj": 14.0,
+}  # fmt: skip
+GEMM_HARM = {"fprop": 1.0, "dgrad": 0.55, "wgrad": 0.3}
+FORMAT_HARM = {"bf16": 0.0, "mxfp8": 0.03, "fp8": 0.04, "nvfp4": 1.0, "fp4": 1.6}
+
+
+def analysis(
+    step: int,
+    *,
+    blocks: int = 6,
+    linears: dict[str, float] | None = None,
+    prefix: str = "blocks",
+    formats: tuple[str, ...] = ("fp8", "nvfp4"),
+    budget: float = 0.75,
+    stages: int = 1,
+    measured: bool = True,
+) -> dict[str, Any]:
+    """What a re-plan leaves: harms that vary with depth, layer and step; the greedy choice under a budget."""
+    linears = linears or FUSED
+    noise = random.Random(step)
+    total = blocks * sum(linears.values())
+    layers: dict[str, Any] = {}
+    for block in range(blocks):
+        depth = 0.25 + 1.9 * (2 * block / max(blocks - 1, 1) - 1) ** 4 + 0.3 * math.sin(block + step / 300)
+        for name, flops in linears.items():
+            kind = 2.5 if "down" in name else 1.4 if name.endswith(("out", "v_proj")) else 0.7
+            gemms = {}
+            for gemm, factor in GEMM_HARM.items():
+                size = abs(depth) * kind * factor * math.exp(noise.gauss(0, 0.25)) * flops / total
+                loss = 0.4 * size if gemm == "fprop" else 0.0
+                harm = {name: size * FORMAT_HARM[name] for name in formats}
+                gemms[gemm] = {
+                    "choice": formats[-1],
+                    "harm": harm,
+                    "loss": {name: loss * FORMAT_HARM[name] for name in formats},
+                    "update": {name: (size - loss) * FORMAT_HARM[name] for name in formats},
+                }
+            stage = block * stages // blocks
+            layers[f"{prefix}.{block}.{name}"] = {
+                "flops_share": flops / total,
+                "stage": stage,
+                "gemms": gemms,
+            }
+    share = choose(layers, formats, budget)
+    spent = sum(row["harm"][row["choice"]] for layer in layers.values() for row in layer["gemms"].values())
+    return {
+        "scrimp_precision": 1, "step": step, "measured_at": step - 2, "policy": "snip", "granularity": "gemm",
+        "formats": list(formats), "budget": {"fp4_flops": budget}, "layers": layers,
+        "predicted": {"fp4_flops": share, "loss_divergence": 1.1e-3 * (1 + spent),
+                      "weight_divergence": 0.02 * (1 + spent), "step_seconds": None},
+        "measured": {"loss_divergence": 0.97e-3 * (1 + spent), "weight_divergence": 0.0188 * (1 + spent)}
+        if measured else None,
+        "certainty": 0.91, "solver": {"name": "HiGHS", "gap": 0.0, "seconds": 0.04, "note": ""},
+        "seconds": {"measure": 2.1, "solve": 0.04, "stall": 0.0},
+    }  # fmt: skip
+
+
+def choose(layers: dict[str, Any], formats: tuple[str, ...], budget: float) -> float:
+    """Narrow formats for the GEMMs with the least harm per FLOP, until the budget is met; the share."""
+    wide, narrow = formats[0], formats[-1]
+    rows = [
+        (row["harm"][narrow] / layer["flops_share"], layer["flops_share"] / 3, row)
+        for layer in layers.values()
+        for row in layer["gemms"].values()
+    ]
+    share, limit = 0.0, 0.0
+    for rate, flops, row in sorted(rows, key=lambda entry: entry[0]):
+        narrowed = share < budget - 1e-9
+        row["choice"] = narrow if narrowed else wide
+        share, limit = (share + flops, rate) if narrowed else (share, limit)
+    for rate, _, row in rows:
+        row["certainty"] = round(1 - 0.5 * math.exp(-abs(math.log(rate / limit)) * 3.5), 3)
+    return share
+
+
+def plan_of(found: dict[str, Any], **changes: str) -> dict[str, Any]:
+    """The plan that an analysis leads to; the head stays in bf16. `changes`: layer to one format."""
+    result = plan(1)
+    gemms = {
+        layer: {gemm: choice["choice"] for gemm, choice in row["gemms"].items()}
+        | {"saved": "bf16", "reason": f"snip at step {found['step']}: least predicted harm at this budget"}
+        for layer, row in found["layers"].items()
+    }
+    gemms["head"] = {**dict.fromkeys((*GEMM_HARM, "saved"), "bf16"), "reason": "the head stays in bf16"}
+    for layer, name in changes.items():
+        gemms[layer] |= dict.fromkeys(GEMM_HARM, name) | {"reason": "promoted by a guard"}
+    blocks = {name.split(".")[-3] for name in found["layers"] if name.count(".") >= 2}
+    result["gemms"] = gemms
+    result["blocks"] = {block: {"activations": "keep", "reason": "fits"} for block in sorted(blocks, key=int)}
+    return result
+
+
+def start_plan(found: dict[str, Any], name: str = "fp8") -> dict[str, Any]:
+    """One format for all layers of an analysis, as before the first re-plan."""
+    result = plan_of(found)
+    for layer, row in result["gemms"].items():
+        if layer != "head":
+            row |= dict.fromkeys(GEMM_HARM, name) | {"reason": "warm-up, before the first statistics"}
+    return result
+
+
+def count_changes(before: dict[str, Any], after: dict[str, Any]) -> int:
+    """GEMMs whose format differs between two plans of the same layers."""
+    return sum(
+        before["gemms"][layer][gemm] != row[gemm]
+        for layer, row in after["gemms"].items()
+        for gemm in GEMM_HARM
+    )
+
+
+def write_analysis(folder: Path, found: dict[str, Any], decided: dict[str, Any] | None = None) -> None:
+    """A plan and its analysis, as a re-plan leaves them."""
+    name = f"step-{found['step']:08}"
+    (folder / "plans").mkdir(exist_ok=True)
+    (folder / "plans" / f"{name}.json").write_text(json.dumps(decided or plan_of(found)))
+    (folder / "plans" / f"{name}.precision.json").write_text(json.dumps(found))
+
+
+def write_replanned_run(folder: Path, steps: int = 1600, every: int = 400, **shape: Any) -> Path:
+    """A whole run folder with re-plans every `every` steps, a guard's promotion and probes."""
+    write_run(folder, steps)
+    replans = range(every, steps, every)
+    found = [analysis(step, **shape, measured=step != replans[-1]) for step in replans]
+    time = "2026-03-01T10:02:00.123456+00:00"
+    told = events(steps)
+    (folder / "plan.json").write_text(json.dumps(start_plan(found[0])))
+    before = start_plan(found[0])
+    for number, one in enumerate(found):
+        write_analysis(folder, one)
+        before, changed = plan_of(one), count_changes(before, plan_of(one))
+        told.append(
+            {
+                "kind": "replan", "step": one["step"], "time": time, "changed": changed,
+                "sentence": f"{changed} GEMMs changed; 4 bit now does {one['predicted']['fp4_flops']:.1%} of "
+                "the linear FLOPs",
+                "reason": "every 400 steps" if number else "warm-up is over",
+            }
+        )  # fmt: skip
+        told.append(
+            {"kind": "probe", "step": one["step"] + 100, "time": time, "reason": "shadow evaluation in bf16",
+             "loss_gap": 0.0041, "gradient_cosine": 0.987}
+        )  # fmt: skip
+    step = found[-1]["step"] + every // 2
+    layer = list(found[-1]["layers"])[len(found[-1]["layers"]) // 2]
+    promoted = plan_of(found[-1], **{layer: "fp8"})
+    (folder / "plans" / f"step-{step:08}.json").write_text(json.dumps(promoted))
+    told.append(
+        {
+            "kind": "promotion", "step": step, "time": time, "changed": count_changes(before, promoted),
+            "sentence": f"{layer} was promoted to fp8 for 2,000 steps",
+            "reason": "the gradient norm was 3.4 times its median over 100 steps",
+        }
+    )  # fmt: skip
+    write_lines(folder / "events.jsonl", sorted(told, key=lambda event: event["step"]))
+    return folder

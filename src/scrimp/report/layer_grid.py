@@ -18,6 +18,8 @@ from typing import Final
 
 MAX_COLUMNS: Final = 16
 """Linear layers beside each other, three GEMMs each."""
+ITSELF: Final = "(the module itself)"
+"""The label of the layer without a name: a module that is a linear layer."""
 _DIGITS: Final = 7
 
 
@@ -43,6 +45,14 @@ class Grid:
         """Single layers, a row each."""
         return self.columns == ("",)
 
+    @property
+    def row_title(self) -> str:
+        """What a row is: a block, a layer, an expert; by what stands before the number."""
+        if self.is_list:
+            return "layer"
+        last = self.prefix.rpartition(".")[2]
+        return last.removesuffix("s")[:12] or "block"
+
     def layers(self) -> Iterator[str]:
         """Full names, row by row."""
         return (layer for row in self.rows for layer in row.layers if layer is not None)
@@ -62,7 +72,7 @@ def arrange(names: Iterable[str]) -> list[Grid]:
         single += [name for row in placed.pop(prefix).values() for name in row.values()]
     grids = [_grid(prefix, rows) for prefix, rows in placed.items()]
     if single:
-        grids.append(Grid("", ("",), tuple(Row(name, (name,)) for name in single)))
+        grids.append(Grid("", ("",), tuple(Row(name or ITSELF, (name,)) for name in single)))
     return grids
 
 

@@ -25,6 +25,7 @@ from scrimp.files import write_whole
 from scrimp.report.figures import loss_figure, small_figures
 from scrimp.report.html import Markup, escape, join, tag
 from scrimp.report.plan_section import plan_section
+from scrimp.report.precision_section import has_analyses, precision_section
 from scrimp.report.run_folder import RunRecord, read_run
 from scrimp.report.sections import configuration, environment, event_table, facts, key_figures, samples
 from scrimp.report.summary import summarise
@@ -53,7 +54,8 @@ def write_report(run_dir: Path) -> Path:
 
 def build_page(run: RunRecord) -> str:
     """The page as text."""
-    style, script = _resource("page.css"), _resource("page.js")
+    style = _resource("page.css") + _resource("precision.css")
+    script = _resource("page.js") + _resource("precision.js")
     summary = summarise(run)
     header = join(
         [
@@ -69,10 +71,15 @@ def build_page(run: RunRecord) -> str:
             key_figures(summary),
         ]
     )
+    precision = precision_section(run)
+    precision = _section("precision", "Precision map", precision) if precision is not None else None
+    opens = has_analyses(run)
     sections = [
+        precision if opens else None,
         _section("curves", "Training", join([loss_figure(run), small_figures(run)])),
         _section("samples", "Samples", samples(run)),
         _section("plan", "Plan", plan_section(run)),
+        None if opens else precision,
         _section("events", "Events", event_table(run)),
         _section("configuration", "Configuration", configuration(run)),
         _section("environment", "Environment", environment(run)),

@@ -18,7 +18,7 @@ Checked  tests/report/test_precision_choices.py, against a search over all moves
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -77,11 +77,8 @@ def moves(plan: PlanAt, layer: str, gemm: str) -> list[Move]:
     """Every other format that the analysis knows for one GEMM; none where it does not know the chosen one."""
     analysis = plan.analysis
     found = analysis.gemms.get((layer, gemm)) if analysis is not None else None
-    choice = plan.choices.get(layer)
-    if analysis is None or found is None or choice is None:
-        return []
-    now = choice[GEMMS.index(gemm)]  # type: ignore[arg-type]
-    if now not in found.harm:
+    now = plan.recipe(layer, gemm)
+    if analysis is None or found is None or now not in found.harm:
         return []
     return [
         Move(
@@ -122,8 +119,7 @@ def total_harm(plan: PlanAt) -> float | None:
         return None
     total = 0.0
     for (layer, gemm), found in analysis.gemms.items():
-        choice = plan.choices.get(layer)
-        name = choice[GEMMS.index(gemm)] if choice is not None else ""  # type: ignore[arg-type]
+        name = plan.recipe(layer, gemm)
         if name not in found.harm:
             return None
         total += found.harm[name]
@@ -131,12 +127,12 @@ def total_harm(plan: PlanAt) -> float | None:
 
 
 def certainty_of(plan: PlanAt, layer: str, gemm: str) -> float | None:
-    """How sure the choice is, where the analysis chose what the plan has."""
+    """How sure the choice is; None where the plan has not what the analysis chose."""
     found = plan.analysis.gemms.get((layer, gemm)) if plan.analysis is not None else None
-    return found.certainty if found is not None and plan.has_own_analysis else None
+    return found.certainty if found is not None and found.choice == plan.recipe(layer, gemm) else None
 
 
-def flop_shares(plan: PlanAt, shares: dict[str, float] | None) -> dict[str, float]:
+def flop_shares(plan: PlanAt, shares: Mapping[str, float] | None) -> dict[str, float]:
     """Recipe to its share of the FLOPs of the plan's linear layers; of the GEMMs where no share is known.
 
     Args:

@@ -38,6 +38,7 @@ Three = tuple[str, str, str]
 class GemmAnalysis:
     """What each format would do to one GEMM; all predicted, dimensionless shares of variance."""
 
+    choice: str
     harm: Mapping[str, float]
     loss: Mapping[str, float]
     update: Mapping[str, float]
@@ -81,6 +82,11 @@ class PlanAt:
     reasons: Mapping[str, str] = field(default_factory=dict)
     analysis: Analysis | None = None
 
+    def recipe(self, layer: str, gemm: str) -> str:
+        """What one GEMM runs in; empty where the plan does not say."""
+        choice = self.choices.get(layer, ("", "", ""))
+        return next((name for key, name in zip(GEMMS, choice, strict=True) if key == gemm), "")
+
     @property
     def has_own_analysis(self) -> bool:
         """Whether its figures were made for it, and not for a plan before it."""
@@ -106,7 +112,9 @@ def read_plans(run_dir: Path, notes: list[str]) -> tuple[PlanAt, ...]:
             files.setdefault(int(found[1]), set()).add(name)
     steps = sorted(files)
     if len(steps) > PLANS_READ:
-        notes.append(f"plans/ holds {len(steps):,} plans; the first and the newest {PLANS_READ - 1} are shown.")
+        notes.append(
+            f"plans/ holds {len(steps):,} plans; the first and the newest {PLANS_READ - 1} are shown."
+        )
         steps = [steps[0], *steps[-(PLANS_READ - 1) :]]
     mine: list[str] = []
     plans = [_plan_at(folder, step, files[step], mine) for step in steps]
@@ -170,7 +178,9 @@ def _plan_at(folder: Path, step: int, names: set[str], notes: list[str]) -> Plan
 
 def _plan(path: Path, notes: list[str]) -> Mapping[str, Any]:
     plan = _json(path, notes)
-    if plan is not None and (plan.get("scrimp_plan") != VERSION or not choices_of(_object(plan.get("gemms")))):
+    if plan is not None and (
+        plan.get("scrimp_plan") != VERSION or not choices_of(_object(plan.get("gemms")))
+    ):
         notes.append(f"plans/{path.name} is not a plan of this version of Scrimp and not shown.")
         return {}
     return plan or {}
@@ -184,7 +194,7 @@ def _analysis(path: Path, step: int, notes: list[str]) -> Analysis | None:
     if raw.get("scrimp_precision") != VERSION or not layers:
         notes.append(f"plans/{path.name} is not an analysis of this version of Scrimp and not shown.")
         return None
-    gemms = {
+    gemms: dict[tuple[str, str], GemmAnalysis] = {
         (layer, gemm): found
         for layer, row in layers.items()
         for gemm in GEMMS
@@ -242,6 +252,7 @@ def _gemm(value: object) -> GemmAnalysis | None:
     if not harm:
         return None
     return GemmAnalysis(
+        choice=_text(row.get("choice")),
         harm=harm,
         loss=_numbers(row.get("loss")),
         update=_numbers(row.get("update")),

@@ -25,6 +25,7 @@ import numpy as np
 
 from scrimp.errors import CheckpointError
 from scrimp.files import storage_error
+from scrimp.report.precision_record import PlanAt, read_plans
 from scrimp.report.records import scan_jsonl
 from scrimp.report.scales import Array
 from scrimp.report.units import is_number
@@ -59,6 +60,8 @@ class RunRecord:
     config_text: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
     plan: Mapping[str, Any] = field(default_factory=dict)
+    plans: tuple[PlanAt, ...] = ()
+    """Those of re-plans, oldest first."""
     columns: Mapping[str, Array]
     events: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -140,6 +143,7 @@ def read_run(run_dir: Path) -> RunRecord:
         config_text=config_text,
         config=_toml(config_text, notes),
         plan=_plan(run_dir / "plan.json", notes),
+        plans=read_plans(run_dir, notes),
         columns=columns,
         events=events,
         notes=notes,

@@ -152,7 +152,7 @@ def event_table(run: RunRecord) -> Markup | None:
     chips = [
         tag("li", tag("b", format_integer(number)), f" {kind}") for kind, number in counts.most_common(20)
     ]
-    shown = _some_of_each_kind(events)
+    shown = some_of_each_kind(events)
     rows = [_event_row(event) for event in shown]
     head = tag("tr", *[tag("th", name, scope="col") for name in ("step", "event", "what happened", "time")])
     left_out = len(events) - len(shown)
@@ -161,7 +161,8 @@ def event_table(run: RunRecord) -> Markup | None:
     return tag("div", tag("ul", *chips, class_="chips"), _wide(table), more)
 
 
-def _some_of_each_kind(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def some_of_each_kind(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Of many events of one kind the first and the last."""
     places: dict[str, list[int]] = {}
     for index, event in enumerate(events):
         places.setdefault(str(event.get("kind")), []).append(index)
@@ -175,12 +176,6 @@ def _some_of_each_kind(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str,
 def _event_row(event: Mapping[str, Any]) -> Markup:
     kind = str(event.get("kind", "unknown"))
     loud = kind in ("skipped", "outlier", "signal", "checkpoint-failed", "failed", "error", "stopped")
-    extra = [
-        f"{key} {_field(value)}"
-        for key, value in event.items()
-        if key not in _KNOWN_FIELDS and not isinstance(value, dict | list) and value is not None
-    ]
-    detail = tag("span", escape("· " + "; ".join(extra), 400), class_="extra") if extra else None
     time = str(event.get("time") or MISSING)
     moment = re.sub(r"^(\d{4}-\d\d-\d\d)T(\d\d:\d\d:\d\d)(?:\.\d+)?", r"\1 \2", time)
     moment = re.sub(r"(\+00:00|Z)$", " UTC", moment)
@@ -188,9 +183,22 @@ def _event_row(event: Mapping[str, Any]) -> Markup:
         "tr",
         tag("td", format_integer(step) if is_number(step := event.get("step")) else MISSING, class_="num"),
         tag("td", tag("span", escape(kind, 40), class_="kind loud" if loud else "kind")),
-        tag("td", escape(event.get("reason") or "", _VALUE_CHARACTERS), " ", detail),
+        tag("td", escape(event.get("reason") or "", _VALUE_CHARACTERS), " ", extra_fields(event)),
         tag("td", escape(moment, 40), class_="time"),
     )
+
+
+def extra_fields(event: Mapping[str, Any], known: Iterable[str] = ()) -> Markup | None:
+    """What an event says beside the fields that all events have, and those in `known`."""
+    extra = [
+        f"{key} {_field(value)}"
+        for key, value in event.items()
+        if key not in _KNOWN_FIELDS
+        and key not in known
+        and not isinstance(value, dict | list)
+        and value is not None
+    ]
+    return tag("span", escape("· " + "; ".join(extra), 400), class_="extra") if extra else None
 
 
 def _field(value: object) -> str:

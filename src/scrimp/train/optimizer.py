@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from scrimp.config import TrainConfig
+from scrimp.profiler.statistics import UpdateRule
 
 
 class AdamW:
@@ -37,6 +38,7 @@ class AdamW:
             for name, parameter in self._parameters.items():
                 parameter.register_post_accumulate_grad_hook(self._collect_into(self._targets[name]))
         self._has_masters = bool(train.master_weights)
+        self._train = train
         matrices = [t for t in self._targets.values() if t.ndim >= 2]
         vectors = [t for t in self._targets.values() if t.ndim < 2]
         self._adamw = torch.optim.AdamW(
@@ -105,6 +107,25 @@ class AdamW:
         self.num_updates = num_updates
         for state in self._adamw.state.values():
             state["step"].fill_(float(num_updates))
+
+    # -- for statistics (`scrimp.profiler.statistics.OptimizerView`) ---------------------------
+
+    name = "adamw"
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Parameter name to accumulated gradient, of those that have one."""
+        return {name: target.grad for name, target in self._targets.items() if target.grad is not None}
+
+    def rule(self, name: str) -> UpdateRule:
+        """How a parameter is updated: every one at the same learning rate."""
+        state, train = self._adamw.state[self._targets[name]], self._train
+        moments = state["exp_avg"], state["exp_avg_sq"]
+        return UpdateRule("adamw", 1.0, *moments, self.num_updates, train.beta1, train.beta2, train.adam_eps)
+
+    def clip_factor(self, norm: float) -> float:
+        """What `clip` multiplies gradients of this norm by."""
+        limit = self._train.clip
+        return limit / norm if limit > 0 and norm > limit else 1.0
 
     def _gradients(self) -> list[Tensor]:
         return [target.grad for target in self._targets.values() if target.grad is not None]

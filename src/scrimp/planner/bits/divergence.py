@@ -43,7 +43,7 @@ from numpy.typing import NDArray
 
 from scrimp.errors import PlanError
 from scrimp.planner.bits.profile import BatchStatistics, PrecisionProfile
-from scrimp.precision import GEMMS, recipe
+from scrimp.precision import GEMMS, OPERANDS, recipe
 
 Array = NDArray[np.float64]
 FPROP, DGRAD, WGRAD = range(len(GEMMS))
@@ -75,41 +75,86 @@ class Divergence:
     """[L, P] WD of all three GEMMs in one format."""
 
 
-def divergence(profile: PrecisionProfile, batch: BatchStatistics) -> Divergence:
+@dataclass(frozen=True)
+class Method:
+    """How local errors and their way to the updates are taken. The defaults are Scrimp's, `SNIP` is the paper's."""
+
+    errors: str = "results"
+    """results: of each GEMM's result, summed by index of the summed axis while measuring; norms: of whole matrices."""
+    updates: str = "measured"
+    """measured: the update that the noise really caused; rms: the gradient's gain times a mean sensitivity."""
+    weight_errors: str = "shared"
+    """shared: errors of W reach all tokens alike; tokens: they are taken as independent between tokens."""
+
+
+SNIP = Method("norms", "rms", "tokens")
+
+
+def divergence(profile: PrecisionProfile, batch: BatchStatistics, method: Method | None = None) -> Divergence:
     """All terms from the statistics of one batch."""
+    method = method or Method()
     outputs, inputs = (np.array(sizes, dtype=float) for sizes in zip(*profile.shapes, strict=True))
-    e_f, e_b, e_w = local_errors(profile, batch)
-    c = batch.sensitivity
     x_error, w_error = batch.errors[:, FPROP, :, 0], batch.errors[:, FPROP, :, 1]
     of_x = (batch.gx[:, None] * x_error) ** 2 / (profile.tokens * inputs)[:, None]
     of_w = (batch.gw[:, None] * w_error) ** 2 / (outputs * inputs)[:, None]
     loss = np.sqrt(of_x + of_w) / abs(batch.loss)
+    errors = local_errors(profile, batch, method)
+    e_f, e_b, e_w = (np.sqrt((part**2).sum(-1)) for part in errors)
     curvature = 0.5 * e_f**2 * batch.curvature[:, None] / abs(batch.loss)
-    forward, backward = c[:, None] * batch.forward, c[:, None] * batch.backward
-    own = c[list(profile.owners)]
-    update = np.stack(
-        [
-            np.sqrt((forward**2).sum(0))[:, None] * e_f,
-            np.sqrt((backward**2).sum(0))[:, None] * e_b,
-            own[:, None] * e_w,
-        ],
-        axis=1,
-    )
-    squares = (forward**2)[:, :, None] * e_f**2 + (backward**2)[:, :, None] * e_b**2
-    layers = np.arange(len(profile.layers))
-    squares[list(profile.owners), layers] += (own[:, None] * e_w) ** 2
+    forward, backward, own = relative_updates(profile, batch, method)
+    by_forward, by_backward = _carried(forward, errors[FPROP]), _carried(backward, errors[DGRAD])
+    by_own = (own[:, None] * e_w) ** 2
+    update = np.sqrt(np.stack([by_forward.sum(0), by_backward.sum(0), by_own], axis=1))
+    squares = by_forward + by_backward
+    squares[list(profile.owners), np.arange(len(profile.layers))] += by_own
     return Divergence(loss, curvature, update, np.sqrt(squares).sum(0))
 
 
-def local_errors(profile: PrecisionProfile, batch: BatchStatistics) -> tuple[Array, Array, Array]:
-    """e_f, e_b, e_w, each [L, P]."""
-    outputs, inputs = (np.array(sizes, dtype=float)[:, None] for sizes in zip(*profile.shapes, strict=True))
-    x, w, g = (norm[:, None] for norm in (batch.x, batch.w, batch.g))
-    e = batch.errors
-    e_f = np.sqrt(((e[:, FPROP, :, 0] * w) ** 2 + (x * e[:, FPROP, :, 1]) ** 2) / inputs)
-    e_b = np.sqrt(((e[:, DGRAD, :, 0] * w) ** 2 + (g * e[:, DGRAD, :, 1]) ** 2) / outputs)
-    e_w = np.sqrt(((e[:, WGRAD, :, 0] * x) ** 2 + (g * e[:, WGRAD, :, 1]) ** 2) / profile.tokens)
-    return e_f, e_b, e_w
+def _carried(gains: Array, errors: Array) -> Array:
+    """[K, L, P] squares of the relative updates, from [2, K, L] gains and [L, P, 2] errors by operand."""
+    carried: Array = np.einsum("okl,lpo->klp", gains**2, errors**2)
+    return carried
+
+
+def relative_updates(
+    profile: PrecisionProfile, batch: BatchStatistics, method: Method | None = None
+) -> tuple[Array, Array, Array]:
+    """Relative update of each weight per local error: of fprop and of dgrad [2, K, L] by operand, of a layer's own
+    wgrad [L]."""
+    method = method or Method()
+    _check("updates", method.updates, ("measured", "rms"))
+    _check("weight_errors", method.weight_errors, ("shared", "tokens"))
+    owners, kinds = list(profile.owners), [0, 1] if method.weight_errors == "shared" else [0, 0]
+    if method.updates == "measured":
+        return batch.forward[kinds, 1], batch.backward[kinds, 1], batch.sensitivity[1, owners]
+    c = batch.sensitivity[0]
+    return c[:, None] * batch.forward[kinds, 0], c[:, None] * batch.backward[kinds, 0], c[owners]
+
+
+def local_errors(
+    profile: PrecisionProfile, batch: BatchStatistics, method: Method | None = None
+) -> tuple[Array, Array, Array]:
+    """e_f, e_b, e_w, each [L, P, 2]: by the error of the first and of the second operand."""
+    method = method or Method()
+    _check("errors", method.errors, ("results", "norms"))
+    if method.errors == "results":
+        return batch.results[:, FPROP], batch.results[:, DGRAD], batch.results[:, WGRAD]
+    outputs, inputs = (
+        np.array(sizes, dtype=float)[:, None, None] for sizes in zip(*profile.shapes, strict=True)
+    )
+    sizes = {"x": batch.x, "w": batch.w, "g": batch.g}
+    summed: dict[str, Array] = {"fprop": inputs, "dgrad": outputs, "wgrad": np.array(float(profile.tokens))}
+    found = []
+    for index, gemm in enumerate(GEMMS):
+        a, b = OPERANDS[gemm]
+        others = np.stack([sizes[b], sizes[a]], axis=-1)[:, None, :]
+        found.append(batch.errors[:, index] * others / np.sqrt(summed[gemm]))
+    return found[0], found[1], found[2]
+
+
+def _check(what: str, name: str, known: tuple[str, ...]) -> None:
+    if name not in known:
+        raise PlanError(f"{what} cannot be taken that way", got=name, expected=" or ".join(known))
 
 
 def reference_format(formats: tuple[str, ...]) -> int:
@@ -162,9 +207,9 @@ def layer_costs(profile: PrecisionProfile, found: Divergence, weights: Weights |
     )
 
 
-def mean_divergence(profile: PrecisionProfile) -> Divergence:
+def mean_divergence(profile: PrecisionProfile, method: Method | None = None) -> Divergence:
     """Over the batches: mean squares of deviations, means of means."""
-    found = [divergence(profile, batch) for batch in profile.batches]
+    found = [divergence(profile, batch, method) for batch in profile.batches]
 
     def root_mean_square(name: str) -> Array:
         return np.sqrt(np.mean([getattr(one, name) ** 2 for one in found], axis=0))

@@ -10,10 +10,13 @@ loss                    mean loss of the batch
 x w y g      [L]        Frobenius norms of X [T, I], W [O, I], Y [T, O] and G = dLoss/dY
 gx gw        [L]        of G W, the gradient through this layer alone, and of the weight's gradient
 errors       [L,3,P,2]  of Q(A) - A for both operands of each GEMM (fprop, dgrad, wgrad) in each format
-backward     [K, L]     gain B: change of gW_k per change of gX_l
-forward      [K, L]     gain F: change of gW_k per change of Y_l
+results      [L,3,P,2]  change of the GEMM's result by the error of each operand
+backward     [2,2,K,L]  gain B per change of gX_l: by errors of tokens (G) and of weights (W), which all tokens
+                        share; of gW_k, and of the relative update of weight k
+forward      [2,2,K,L]  gain F per change of Y_l, likewise: by errors of X and of W
 curvature    [L]        z' H z / |z|^2 of the loss along noise z in Y_l
-sensitivity  [K]        lr rms(h') / |W_k|: relative change of the weight per change of its gradient
+sensitivity  [2, K]     relative update of weight k per change of its gradient: by rms(h'), and for
+                        changes that lie where its GEMM's errors lie
 ===========  =========  =====================================================================
 
 Nothing here knows how the gains were found (a pass per point, or ratios of few passes), what model they
@@ -53,6 +56,7 @@ class BatchStatistics:
     gx: Array
     gw: Array
     errors: Array
+    results: Array
     backward: Array
     forward: Array
     curvature: Array
@@ -96,9 +100,10 @@ class PrecisionProfile:
         expected = {
             **dict.fromkeys(("x", "w", "y", "g", "gx", "gw", "curvature"), (num_layers,)),
             "errors": (num_layers, len(GEMMS), len(self.formats), 2),
-            "backward": (num_weights, num_layers),
-            "forward": (num_weights, num_layers),
-            "sensitivity": (num_weights,),
+            "results": (num_layers, len(GEMMS), len(self.formats), 2),
+            "backward": (2, 2, num_weights, num_layers),
+            "forward": (2, 2, num_weights, num_layers),
+            "sensitivity": (2, num_weights),
         }
         for batch in self.batches:
             for name, shape in expected.items():
@@ -118,8 +123,9 @@ class PrecisionProfile:
         for batch in self.batches:
             for name in ("x", "w", "y", "g", "gx", "gw", "curvature"):
                 bad |= ~np.isfinite(getattr(batch, name))
-            bad |= ~np.isfinite(batch.errors).all(axis=(1, 2, 3))
-            bad |= ~np.isfinite(batch.backward).all(axis=0) | ~np.isfinite(batch.forward).all(axis=0)
+            bad |= ~np.isfinite(batch.errors + batch.results).all(axis=(1, 2, 3))
+            bad |= ~np.isfinite(batch.backward).all(axis=(0, 1, 2))
+            bad |= ~np.isfinite(batch.forward).all(axis=(0, 1, 2))
         return [layer for layer, is_bad in zip(self.layers, bad, strict=True) if is_bad]
 
     def select(self, formats: Sequence[str]) -> PrecisionProfile:
@@ -133,7 +139,10 @@ class PrecisionProfile:
                 do="measure again with these candidates",
             )
         index = [self.formats.index(name) for name in formats]
-        batches = tuple(dataclasses.replace(b, errors=b.errors[:, :, index]) for b in self.batches)
+        batches = tuple(
+            dataclasses.replace(b, errors=b.errors[:, :, index], results=b.results[:, :, index])
+            for b in self.batches
+        )
         return dataclasses.replace(self, formats=tuple(formats), batches=batches)
 
     def write(self, path: Path) -> None:

@@ -32,14 +32,16 @@ from scrimp.errors import ModelError, PlanError, TrainingError
 from scrimp.gemm import PlannedModel, observing
 from scrimp.planner.bits.profile import BatchStatistics, PrecisionProfile
 from scrimp.precision import GEMMS, LinearPrecision
+from scrimp.profiler.statistics.branches import BranchTape
 from scrimp.profiler.statistics.exact import Sites, exact_gains, watching_sites
-from scrimp.profiler.statistics.gains import CleanRun, Gains, by_blocks, by_ratios, of_layers, places
+from scrimp.profiler.statistics.gains import CleanRun, Gains, Passes, by_blocks, by_ratios, of_layers, places
 from scrimp.profiler.statistics.norms import ErrorKey, NormWatch
-from scrimp.profiler.statistics.sensitivity import OptimizerView, sensitivity
+from scrimp.profiler.statistics.sensitivity import OptimizerView, UpdateRule, sensitivity
 from scrimp.profiler.statistics.stream import Changes, Injection, StreamTape, generator_of, square
 from scrimp.profiler.statistics.structure import Structure, find_structure
 from scrimp.profiler.statistics.untouched import untouched
 
+Array = NDArray[np.float64]
 GAINS = ("ratios", "blocks", "exact")
 NOISE_SHARE = 0.05
 
@@ -92,9 +94,13 @@ def collect(
         for number, batch in enumerate(batches):
             if measurement is None:
                 structure = find_structure(
-                    subject.model, names, lambda batch=batch: list(subject.losses(batch))  # type: ignore[misc]
+                    subject.model,
+                    names,
+                    lambda batch=batch: list(subject.losses(batch)),  # type: ignore[misc]
                 )
-                measurement = _Measurement(subject, names, tuple(formats), _way(gains, structure), structure, noise)
+                measurement = _Measurement(
+                    subject, names, tuple(formats), _way(gains, structure), structure, noise
+                )
             statistics.append(measurement.measure(batch, seed + 1000 * number))
             if on_batch is not None:
                 on_batch(number)
@@ -146,10 +152,16 @@ class _Measurement:
         owners = {weight: layer for layer, weight in owned.items()}
         self.places = None if structure is None else places(structure, self.weights, owners)
         self.tape = None if structure is None or gains == "exact" else StreamTape(subject.model, structure)
+        self.branches = (
+            None if self.tape is None or structure is None else BranchTape(subject.model, structure)
+        )
         self.sites = Sites()
-        self.weight_errors: dict[ErrorKey, float] = {}
+        self.weight_errors: dict[ErrorKey, Tensor] = {}
         self.clean: dict[str, Tensor] = {}
         self.gradient_norms: dict[str, float] = {}
+        self.rules: list[UpdateRule | None] = []
+        self.scales: list[float] = []
+        self.clip = 1.0
         self.tokens = 0
 
     # -- passes --------------------------------------------------------------------------------
@@ -157,18 +169,26 @@ class _Measurement:
     def measure(self, batch: Any, seed: int) -> BatchStatistics:
         """All passes over one batch."""
         watch = NormWatch(
-            {name: self.subject.planned.layers[name] for name in self.layers}, self.formats, self.weight_errors
+            {name: self.subject.planned.layers[name] for name in self.layers},
+            self.formats,
+            self.weight_errors,
         )
-        recording = contextlib.nullcontext() if self.tape is None else self.tape.recording()
-        with observing(watch, plain=True), watching_sites(self.subject.model, self.layers, self.sites), recording:
+        with (
+            observing(watch, plain=True),
+            watching_sites(self.subject.model, self.layers, self.sites),
+            self._recording(),
+        ):
             loss = self._pass(batch)
         if not math.isfinite(loss):
             raise TrainingError("the loss of a statistics batch is not finite", got=loss)
         self.tokens = max(watch.tokens.values(), default=0)
         gradients = self.subject.optimizer.gradients()
-        self.clean = {name: gradients[name].detach().to("cpu", copy=True) for name in self.weights if name in gradients}
+        self.clean = {
+            name: gradients[name].detach().to("cpu", copy=True) for name in self.weights if name in gradients
+        }
         self.gradient_norms = {name: math.sqrt(square(gradient)) for name, gradient in gradients.items()}
-        moves = self._sensitivities(gradients, seed)
+        self._read_rules(gradients)
+        moves = self._sensitivities(gradients, watch, seed)
         self.subject.optimizer.zero_grad()
         gains = self._gains(batch, watch, seed)
         self.clean = {}
@@ -176,27 +196,38 @@ class _Measurement:
 
     def _pass(self, batch: Any) -> float:
         total = 0.0
-        if self.tape is not None:
-            self.tape.micro_batch = 0
+        tapes = [tape for tape in (self.tape, self.branches) if tape is not None]
+        for tape in tapes:
+            tape.micro_batch = 0
         for loss in self.subject.losses(batch):
             loss.backward()
             total += float(loss.detach())
-            if self.tape is not None:
-                self.tape.micro_batch += 1
+            for tape in tapes:
+                tape.micro_batch += 1
         return total
 
-    def _disturbed(self, batch: Any, context: contextlib.AbstractContextManager[object]) -> NDArray[np.float64]:
-        """[K] norms of the changes of gradients in a pass inside a context."""
+    def _disturbed(self, batch: Any, context: contextlib.AbstractContextManager[object]) -> Array:
+        """[2, K] norms of the changes of gradients and of relative updates in a pass inside a context."""
         with context:
             self._pass(batch)
         gradients = self.subject.optimizer.gradients()
-        moved = np.zeros(len(self.weights))
+        moved = np.zeros((2, len(self.weights)))
         for index, name in enumerate(self.weights):
             if name in self.clean:
-                clean = self.clean[name].to(gradients[name].device)
-                moved[index] = math.sqrt(square(gradients[name].float() - clean.float()))
+                clean = self.clean[name].to(gradients[name].device).float()
+                noisy = gradients[name].float()
+                moved[0, index] = math.sqrt(square(noisy - clean))
+                moved[1, index] = self._update_change(index, clean, noisy)
         self.subject.optimizer.zero_grad()
         return moved
+
+    def _update_change(self, index: int, clean: Tensor, noisy: Tensor) -> float:
+        """lr |h(noisy) - h(clean)| / |W| of one weight, its learning rate relative to the largest."""
+        rule = self.rules[index]
+        if rule is None:
+            return 0.0
+        change = rule.direction(noisy * self.clip).sub_(rule.direction(clean * self.clip))
+        return self.scales[index] * math.sqrt(square(change))
 
     def _gains(self, batch: Any, watch: NormWatch, seed: int) -> Gains:
         if self.gains == "exact":
@@ -209,56 +240,76 @@ class _Measurement:
                 self.noise,
                 seed,
             )
-        tape, structure, where = self.tape, self.structure, self.places
-        assert tape is not None and structure is not None and where is not None
+        tape, branches, structure, where = self.tape, self.branches, self.structure, self.places
+        assert tape is not None and branches is not None and structure is not None and where is not None
 
-        def run(injection: Injection) -> tuple[Changes, NDArray[np.float64]]:
-            context = tape.comparing(injection)
-            with context as changes:
+        def stream(injection: Injection) -> tuple[Changes, Array]:
+            with tape.comparing(injection) as changes, branches.comparing(changes.exits):
                 moved = self._disturbed(batch, contextlib.nullcontext())
             return changes, moved
 
+        def isolated(kind: str, key: int) -> tuple[dict[int, float], Array]:
+            with branches.isolated(kind, self.noise, key) as injected:
+                moved = self._disturbed(batch, contextlib.nullcontext())
+            return injected, moved
+
         find = by_ratios if self.gains == "ratios" else by_blocks
-        nodes = find(structure, where, run, self.noise, seed)
+        nodes = find(structure, where, Passes(stream, isolated), self.noise, seed)
         clean = CleanRun(
             {key: math.sqrt(value) for key, value in watch.squares.items()},
             {layer: math.sqrt(value) for layer, value in self.sites.input_gradients.items()},
-            self.tokens,
         )
         return of_layers(nodes, structure, where, self.layers, self.owned, clean, tape)
 
-    def _sensitivities(self, gradients: dict[str, Tensor], seed: int) -> NDArray[np.float64]:
-        """[K] lr s / |W|, learning rates relative to the largest."""
+    @contextlib.contextmanager
+    def _recording(self) -> Iterator[None]:
+        """Keep the clean run's stream and branches, where there are any."""
+        if self.tape is None or self.branches is None:
+            yield
+            return
+        with self.tape.recording(), self.branches.recording():
+            yield
+
+    def _read_rules(self, gradients: dict[str, Tensor]) -> None:
+        """How each weight is updated in this step: rule, clipping, lr / |W| with rates relative to the largest."""
         optimizer = self.subject.optimizer
-        norm = math.sqrt(sum(square(gradient) for gradient in gradients.values()))
-        factor = optimizer.clip_factor(norm)
-        rules = [optimizer.rule(name) for name in self.weights]
-        largest = max((rule.lr for rule in rules if rule is not None), default=0.0)
-        found = np.zeros(len(self.weights))
-        for index, (name, rule) in enumerate(zip(self.weights, rules, strict=True)):
-            if rule is None or name not in gradients or not self.norms_of_weights[index]:
+        self.clip = optimizer.clip_factor(math.sqrt(sum(square(gradient) for gradient in gradients.values())))
+        self.rules = [optimizer.rule(name) if name in gradients else None for name in self.weights]
+        largest = max((rule.lr for rule in self.rules if rule is not None), default=0.0)
+        self.scales = [
+            0.0 if rule is None or not norm else (rule.lr / largest if largest > 0 else 1.0) / norm
+            for rule, norm in zip(self.rules, self.norms_of_weights, strict=True)
+        ]
+
+    def _sensitivities(self, gradients: dict[str, Tensor], watch: NormWatch, seed: int) -> Array:
+        """[2, K] relative update per change of the gradient: evenly spread, and where the GEMM's errors lie."""
+        found = np.zeros((2, len(self.weights)))
+        layer_of = {index: layer for layer, index in self.owned.items()}
+        for index, (name, rule) in enumerate(zip(self.weights, self.rules, strict=True)):
+            if rule is None:
                 continue
-            gradient = gradients[name].detach() * factor
-            moved = sensitivity(rule, gradient, generator_of(gradient.device, seed, index, 7))
-            share = rule.lr / largest if largest > 0 else 1.0
-            found[index] = share * moved / self.norms_of_weights[index]
+            gradient = gradients[name].detach() * self.clip
+            shape = watch.error_shape(layer_of[index]) if index in layer_of else None
+            for row, spread in enumerate((None, shape)):
+                generator = generator_of(gradient.device, seed, index, 7)
+                found[row, index] = (
+                    self.scales[index] * sensitivity(rule, gradient, generator, spread) * self.clip
+                )
         return found
 
     # -- results -------------------------------------------------------------------------------
 
-    def _statistics(
-        self, loss: float, watch: NormWatch, gains: Gains, moves: NDArray[np.float64]
-    ) -> BatchStatistics:
-        def norms(name: str) -> NDArray[np.float64]:
+    def _statistics(self, loss: float, watch: NormWatch, gains: Gains, moves: Array) -> BatchStatistics:
+        def norms(name: str) -> Array:
             return np.array([math.sqrt(watch.squares[layer, name]) for layer in self.layers])
 
         weight_gradients = [self.weights[self.owned[layer]] for layer in self.layers]
-        errors = np.zeros((len(self.layers), len(GEMMS), len(self.formats), 2))
-        for i, layer in enumerate(self.layers):
-            for j, gemm in enumerate(GEMMS):
-                for p, recipe in enumerate(self.formats):
-                    for operand in (0, 1):
-                        errors[i, j, p, operand] = math.sqrt(watch.errors.get((layer, gemm, recipe, operand), 0.0))
+        shape = (len(self.layers), len(GEMMS), len(self.formats), 2)
+        errors, results = np.zeros(shape), np.zeros(shape)
+        for i, j, p, operand in np.ndindex(shape):
+            key = (self.layers[i], GEMMS[j], self.formats[p], operand)
+            errors[i, j, p, operand] = math.sqrt(watch.errors.get(key, 0.0))
+            results[i, j, p, operand] = math.sqrt(watch.results.get(key, 0.0))
         return BatchStatistics(
             loss=loss,
             x=norms("x"),
@@ -268,6 +319,7 @@ class _Measurement:
             gx=norms("gx"),
             gw=np.array([self.gradient_norms.get(name, 0.0) for name in weight_gradients]),
             errors=errors,
+            results=results,
             backward=gains.backward,
             forward=gains.forward,
             curvature=gains.curvature,

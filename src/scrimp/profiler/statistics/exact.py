@@ -18,11 +18,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from scrimp.profiler.statistics.gains import Gains
-from scrimp.profiler.statistics.stream import generator_of, square
+from scrimp.profiler.statistics.gains import NOISES, Gains
+from scrimp.profiler.statistics.stream import gaussian, generator_of, square
 
 Disturbed = Callable[[contextlib.AbstractContextManager[object]], NDArray[np.float64]]
-"""Runs the batch inside a context; gives [K] norms of the changes of the weights' gradients."""
+"""Runs the batch inside a context; gives [2, K] norms of the changes of gradients and of relative updates."""
 
 
 @dataclass
@@ -72,23 +72,24 @@ class _NoisyGradient(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient + ctx.disturb(gradient), None
 
 
 class _Source:
     """Gaussian noise, a share of the local rms; sums what it gave."""
 
-    def __init__(self, share: float, *key: int) -> None:
-        self._share, self._key = share, key
+    def __init__(self, share: float, kind: str, *key: int) -> None:
+        self._share, self._kind, self._key = share, kind, key
         self.square = 0.0
         self._calls = 0
 
     def __call__(self, like: Tensor) -> Tensor:
-        generator = generator_of(like.device, *self._key, self._calls)
+        # One map for all micro-batches, as they share the weights; noise of tokens is new in each.
+        number = 0 if self._kind == "weights" else self._calls
+        generator = generator_of(like.device, *self._key, number)
         self._calls += 1
-        size = self._share * math.sqrt(square(like) / max(1, like.numel()))
-        z = torch.randn(like.shape, generator=generator, device=like.device).mul_(size).to(like.dtype)
+        z = gaussian(like, self._share, self._kind, generator)
         self.square += square(z)
         return z
 
@@ -129,24 +130,34 @@ def forward_noise(module: nn.Module, source: _Source, products: list[float]) -> 
 
 
 def exact_gains(
-    model: nn.Module, layers: tuple[str, ...], num_weights: int, sites: Sites, run: Disturbed, share: float, seed: int
+    model: nn.Module,
+    layers: tuple[str, ...],
+    num_weights: int,
+    sites: Sites,
+    run: Disturbed,
+    share: float,
+    seed: int,
 ) -> Gains:
     """R1. The curvature is a central difference: noise z and -z."""
     modules = dict(model.named_modules())
-    gains = Gains(np.zeros((num_weights, len(layers))), np.zeros((num_weights, len(layers))), np.zeros(len(layers)))
-    shared: dict[int, NDArray[np.float64]] = {}
+    shape = (len(NOISES), 2, num_weights, len(layers))
+    gains = Gains(np.zeros(shape), np.zeros(shape), np.zeros(len(layers)))
+    shared: dict[tuple[int, str], NDArray[np.float64]] = {}
     for index, layer in enumerate(layers):
-        site = sites.inputs[layer]
-        if site not in shared:
-            source = _Source(share, seed, 2 * index)
-            moved = run(backward_noise(modules[layer], source))
-            shared[site] = moved / math.sqrt(source.square) if source.square else np.zeros(num_weights)
-        gains.backward[:, index] = shared[site]
-        forward: list[float] = []
-        source = _Source(share, seed, 2 * index + 1)
-        gains.forward[:, index] = run(forward_noise(modules[layer], source, forward)) / math.sqrt(source.square)
-        against: list[float] = []
-        run(forward_noise(modules[layer], _Source(-share, seed, 2 * index + 1), against))
-        # <z, G(Y+z)> + <-z, G(Y-z)> = 2 <z, H z>: the clean gradient cancels.
-        gains.curvature[index] = (sum(forward) + sum(against)) / (2 * source.square)
+        for row, kind in enumerate(NOISES):
+            site = sites.inputs[layer], kind
+            if site not in shared:
+                source = _Source(share, kind, seed, 2 * index)
+                moved = run(backward_noise(modules[layer], source))
+                shared[site] = moved / math.sqrt(source.square) if source.square else 0 * moved
+            gains.backward[row, ..., index] = shared[site]
+            source = _Source(share, kind, seed, 2 * index + 1)
+            products: list[float] = []
+            moved = run(forward_noise(modules[layer], source, products))
+            gains.forward[row, ..., index] = moved / math.sqrt(source.square)
+            if kind == "tokens":
+                against: list[float] = []
+                run(forward_noise(modules[layer], _Source(-share, kind, seed, 2 * index + 1), against))
+                # <z, G(Y+z)> + <-z, G(Y-z)> = 2 <z, H z>: the clean gradient cancels.
+                gains.curvature[index] = (sum(products) + sum(against)) / (2 * source.square)
     return gains

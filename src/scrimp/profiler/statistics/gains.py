@@ -19,13 +19,17 @@ ratios   (R3, the default) two passes in all: noise once into the last node's gr
 For blocks and ratios, l in sub-layer s (between nodes s and s + 1) reaches the stream through its branch::
 
     B[k<-l] = a Bn[k,s], k before s;    a = |R_s - R_(s+1)| / |summed gX at l's input|
-    B[k<-l] = |G_k| |X_k| / (sqrt(T) |gX_l|)                k an entry and l the exit of one sub-layer
     F[k<-l] = c Fn[k,s+1];              c = |Y_exit| / |Y_l|
-    F[k<-l] = |G_k| |X_k| / (sqrt(T) |Y_l|)                 added in squares, k the exit and l an entry
 
-The ratio is never taken at the linear layer itself, which would charge it with the noise of the skip path. The last
-line is not in the reconstruction of SNIP: an entry's error also changes what the exit multiplies.
+and the weights of its own sub-layer as `branches` measures. The ratio is never taken at the linear layer
+itself, which would charge it with the noise of the skip path.
 
+Two kinds of noise   Errors of X and G are independent between tokens, and average out in a weight's gradient; an
+           error of W is one linear map that all tokens share, and does not. SNIP's reconstruction has the first
+           kind alone, and understates weight errors by about half (docs/lab-log.md); here every pass is
+           made with both.
+Updates    Each pass also takes the change of the *update* that its noise causes, through the optimizer's state: where
+           gradients are large their errors are large too, and AdamW divides by just that.
 Curvature  z' H z / |z|^2 along the noise, for the mean of the second-order change of the loss: at the nodes
            <dx, dR> / |dx|^2 of the forward run, times c^2; exact: <z, G(Y + z) - G(Y)> / |z|^2.
 Source     SNIP (arXiv 2602.01410), reconstruction eq. (2), (5) and R1 to R3.
@@ -34,6 +38,7 @@ Checked    tests/profiler/statistics/test_gains.py: R1 against changes of gradie
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -46,12 +51,14 @@ from scrimp.profiler.statistics.stream import Changes, Injection, StreamTape
 from scrimp.profiler.statistics.structure import Structure
 
 Array = NDArray[np.float64]
+NOISES = ("tokens", "weights")
+"""Kinds of injected noise: independent between tokens, and one linear map of all of them."""
 Gradients = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Gains:
-    """[K, L] both gains, [L] curvature."""
+    """[2, 2, K, L] both gains, by noise of tokens and of weights, of gradients and of relative updates; [L] curvature."""
 
     backward: Array
     forward: Array
@@ -66,7 +73,6 @@ class CleanRun:
     """(layer, x w y g gx) to norm."""
     input_gradients: Mapping[str, float]
     """Norm of the summed gradient at a layer's input."""
-    tokens: int
 
 
 def places(structure: Structure, weights: tuple[str, ...], owners: Mapping[str, str]) -> NDArray[np.int64]:
@@ -88,42 +94,77 @@ class NodeGains:
     """Gains of the nodes of a stream, [K, S + 1], by whichever passes."""
 
     def __init__(self, num_weights: int, num_nodes: int) -> None:
-        self.backward = np.zeros((num_weights, num_nodes))
-        self.forward = np.zeros((num_weights, num_nodes))
+        self.backward = np.zeros((len(NOISES), 2, num_weights, num_nodes))
+        self.forward = np.zeros((len(NOISES), 2, num_weights, num_nodes))
         self.curvature = np.zeros(num_nodes)
+        self.exits = np.zeros((len(NOISES), 2, num_weights, num_nodes - 1))
+        """Of an exit's input gradient on the entries of its sub-layer."""
+        self.entries = np.zeros_like(self.exits)
+        """Of an entry's output on the weights of its sub-layer."""
+
+    def add_exits(self, row: int, changes: Changes, moved: Array) -> None:
+        """From a backward run: how far noise at each exit has moved the weights."""
+        for s in range(self.exits.shape[-1]):
+            if changes.exits[s] > 0:
+                self.exits[row, ..., s] = moved / _root(changes.exits[s])
+
+    def add_entries(self, passes: Passes, seed: int) -> None:
+        """One pass of isolated branches per kind of noise."""
+        for row, kind in enumerate(NOISES):
+            injected, moved = passes.isolated(kind, seed + row)
+            for s in range(self.entries.shape[-1]):
+                self.entries[row, ..., s] = moved / _root(injected.get(s, 0.0))
 
 
-Run = Callable[[Injection], tuple[Changes, Array]]
-"""A disturbed pass over the batch: changes at the nodes, and [K] norms of the weights' gradient changes."""
+@dataclass
+class Passes:
+    """Disturbed passes over one batch; each gives [2, K] norms of the changes of gradients and updates."""
+
+    stream: Callable[[Injection], tuple[Changes, Array]]
+    """Noise at a node."""
+    isolated: Callable[[str, int], tuple[Mapping[int, float], Array]]
+    """Noise of a kind in every branch on its own, by seed; also its |z|^2 by sub-layer."""
 
 
-def by_ratios(structure: Structure, where: NDArray[np.int64], run: Run, share: float, seed: int) -> NodeGains:
-    """R3: two passes."""
+def by_ratios(
+    structure: Structure, where: NDArray[np.int64], passes: Passes, share: float, seed: int
+) -> NodeGains:
+    """R3: two passes for each kind of noise."""
     last = len(structure.sublayers)
     gains = NodeGains(len(where), last + 1)
-    changes, moved = run(Injection(last, "backward", share, seed))
-    for j in range(last + 1):
-        gains.backward[:, j] = np.where(where < j, moved / _root(changes.gradient[j]), 0.0)
-    changes, moved = run(Injection(0, "forward", share, seed + 1))
-    for j in range(last + 1):
-        arriving = _root(changes.activation[j])
-        back = gains.backward[:, j] * _root(changes.gradient[j]) / arriving
-        gains.forward[:, j] = np.where(where < j, back, moved / arriving)
-        gains.curvature[j] = changes.product[j] / arriving**2
+    for row, kind in enumerate(NOISES):
+        changes, moved = passes.stream(Injection(last, "backward", kind, share, seed + 2 * row))
+        for j in range(last + 1):
+            gains.backward[row, ..., j] = np.where(where < j, moved / _root(changes.gradient[j]), 0.0)
+        gains.add_exits(row, changes, moved)
+        changes, moved = passes.stream(Injection(0, "forward", kind, share, seed + 2 * row + 1))
+        for j in range(last + 1):
+            arriving = _root(changes.activation[j])
+            back = gains.backward[row, ..., j] * _root(changes.gradient[j]) / arriving
+            gains.forward[row, ..., j] = np.where(where < j, back, moved / arriving)
+            if kind == "tokens":
+                gains.curvature[j] = changes.product[j] / arriving**2
+    gains.add_entries(passes, seed + 100)
     return gains
 
 
-def by_blocks(structure: Structure, where: NDArray[np.int64], run: Run, share: float, seed: int) -> NodeGains:
-    """R2: two passes per node."""
+def by_blocks(
+    structure: Structure, where: NDArray[np.int64], passes: Passes, share: float, seed: int
+) -> NodeGains:
+    """R2: two passes per node for each kind of noise."""
     num_nodes = len(structure.nodes)
     gains = NodeGains(len(where), num_nodes)
-    for j in range(num_nodes):
-        changes, moved = run(Injection(j, "backward", share, seed + 2 * j))
-        gains.backward[:, j] = np.where(where < j, moved / _root(changes.injected[j]), 0.0)
-        changes, moved = run(Injection(j, "forward", share, seed + 2 * j + 1))
-        injected = _root(changes.injected[j])
-        gains.forward[:, j] = moved / injected
-        gains.curvature[j] = changes.product[j] / injected**2
+    for (row, kind), j in itertools.product(enumerate(NOISES), range(num_nodes)):
+        key = seed + 4 * j + 2 * row
+        changes, moved = passes.stream(Injection(j, "backward", kind, share, key))
+        gains.backward[row, ..., j] = np.where(where < j, moved / _root(changes.injected[j]), 0.0)
+        if j == num_nodes - 1:
+            gains.add_exits(row, changes, moved)
+        changes, moved = passes.stream(Injection(j, "forward", kind, share, key + 1))
+        gains.forward[row, ..., j] = moved / _root(changes.injected[j])
+        if kind == "tokens":
+            gains.curvature[j] = changes.product[j] / changes.injected[j]
+    gains.add_entries(passes, seed + 1000)
     return gains
 
 
@@ -141,27 +182,26 @@ def of_layers(
     Args:
         owned: layer to the index of its weight.
     """
-    backward = np.zeros((len(where), len(layers)))
+    backward = np.zeros((len(NOISES), 2, len(where), len(layers)))
     forward, curvature = np.zeros_like(backward), np.zeros(len(layers))
-    norm, root_t = clean.norms, math.sqrt(clean.tokens)
     for index, layer in enumerate(layers):
         s = structure.place(layer)
         assert s is not None
         sub = structure.sublayers[s]
-        branch = _root(tape.branch_squares[s])
-        through = _ratio(branch, clean.input_gradients[layer])
-        backward[:, index] = np.where(where < s, through * nodes.backward[:, s], 0.0)
-        reach = _ratio(norm[sub.exit, "y"], norm[layer, "y"])
-        forward[:, index] = reach * nodes.forward[:, s + 1]
+        through = _ratio(_root(tape.branch_squares[s]), clean.input_gradients[layer])
+        backward[..., index] = np.where(where < s, through * nodes.backward[..., s], 0.0)
+        reach = _ratio(clean.norms[sub.exit, "y"], clean.norms[layer, "y"])
+        forward[..., index] = reach * nodes.forward[..., s + 1]
         curvature[index] = reach**2 * nodes.curvature[s + 1]
+        entries, own = (
+            [owned[name] for name in sub.entries],
+            [owned[name] for name in (*sub.entries, sub.exit)],
+        )
         if layer == sub.exit:
-            for entry in sub.entries:
-                direct = norm[entry, "g"] * norm[entry, "x"]
-                backward[owned[entry], index] = _ratio(direct, root_t * norm[layer, "gx"])
+            backward[:, :, entries, index] = nodes.exits[:, :, entries, s]
         else:
-            direct = _ratio(norm[sub.exit, "g"] * norm[sub.exit, "x"], root_t * norm[layer, "y"])
-            k = owned[sub.exit]
-            forward[k, index] = math.hypot(forward[k, index], direct)
+            stream, branch = forward[:, :, own, index], nodes.entries[:, :, own, s]
+            forward[:, :, own, index] = np.hypot(stream, branch)
     return Gains(backward, forward, curvature)
 
 

@@ -5,6 +5,14 @@ quantizes both operands of every GEMM as each candidate format would, for the no
 operands that the format's GEMM would read, scaled along the axis that it sums over, stochastic
 where its recipe is. A rotated operand is compared after rotating back, which keeps the norm.
 
+An operand's error reaches the result multiplied by the other operand. For errors that are independent between
+elements, with k along the summed axis::
+
+    |change of A B|^2 = sum_k |eA_k|^2 |B_k|^2 + |A_k|^2 |eB_k|^2
+
+SNIP's reconstruction has the norms of whole matrices there, as if energy were spread evenly over k; outlier
+features, rotations and tokens with large gradients make that wrong by up to a factor of two.
+
 The weight does not change between batches, and nearest rounding has no luck: its errors are computed once.
 """
 
@@ -13,11 +21,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from scrimp.formats import QuantizedTensor, fake_quantize
 from scrimp.gemm import Execution, PlannedLayer
-from scrimp.gemm.problem import Use, operands_of
+from scrimp.gemm.problem import AXES, Use, operands_of
 from scrimp.precision import GEMMS, OPERANDS
 from scrimp.profiler.statistics.stream import square
 
@@ -37,29 +46,41 @@ class NormWatch:
         self,
         layers: Mapping[str, PlannedLayer],
         recipes: Sequence[str],
-        weight_errors: dict[ErrorKey, float] | None = None,
+        weight_errors: dict[ErrorKey, Tensor] | None = None,
     ) -> None:
         self._layers = layers
-        self._recipes = [name for name in recipes if any(operands_of(gemm, name) != (None, None) for gemm in GEMMS)]
+        self._recipes = [
+            name for name in recipes if any(operands_of(gemm, name) != (None, None) for gemm in GEMMS)
+        ]
         self.squares: dict[tuple[str, str], float] = defaultdict(float)
         """(layer, tensor) to |tensor|^2."""
         self.errors: dict[ErrorKey, float] = defaultdict(float)
         """|Q(A) - A|^2."""
+        self.results: dict[ErrorKey, float] = defaultdict(float)
+        """|change of the GEMM's result|^2 by the error of one operand."""
         self.tokens: dict[str, int] = defaultdict(int)
+        self.columns: dict[tuple[str, str], Tensor] = {}
+        """(layer, g or x) to the squares of each feature, summed over tokens."""
         self._weight_errors = {} if weight_errors is None else weight_errors
 
     def __call__(self, execution: Execution) -> None:
         """Observe one GEMM."""
-        if execution.layer not in self._layers:
+        layer, gemm = execution.layer, execution.gemm
+        if layer not in self._layers:
             return
-        names = _NAMES[execution.gemm]
+        names = _NAMES[gemm]
         b = execution.b.dequantize() if isinstance(execution.b, QuantizedTensor) else execution.b
-        for name, value in zip(names, (execution.a, b, execution.result), strict=True):
-            if _COUNTED_IN.get(name) == execution.gemm:
-                self._count(execution.layer, name, value)
+        operands = execution.a, b
+        for name, value in zip(names, (*operands, execution.result), strict=True):
+            if _COUNTED_IN.get(name) == gemm:
+                self._count(layer, name, value)
+        along = [_squares_along(value, axis) for value, axis in zip(operands, AXES[gemm], strict=True)]
         for recipe in self._recipes:
-            for operand, value in enumerate((execution.a, b)):
-                self._measure_error((execution.layer, execution.gemm, recipe, operand), value)
+            for operand, value in enumerate(operands):
+                key = (layer, gemm, recipe, operand)
+                error = self._error(key, value)
+                self.errors[key] += float(error.sum())
+                self.results[key] += float(torch.dot(error, along[1 - operand]))
 
     def _count(self, layer: str, name: str, value: Tensor) -> None:
         if name == "w":
@@ -68,25 +89,42 @@ class NormWatch:
             self.squares[layer, name] += square(value)
         if name == "x":
             self.tokens[layer] += len(value)
+        if name in ("x", "g"):
+            squares = value.float().square().sum(0)
+            before = self.columns.get((layer, name))
+            self.columns[layer, name] = squares if before is None else before.add_(squares)
 
-    def _measure_error(self, key: ErrorKey, value: Tensor) -> None:
+    def error_shape(self, layer: str) -> Tensor | None:
+        """[O, I], where errors of a layer's weight gradient lie: |G_o| |X_i|, with a mean square of 1.
+
+        The error of an operand is about a share of its size, feature by feature.
+        """
+        g, x = self.columns.get((layer, "g")), self.columns.get((layer, "x"))
+        if g is None or x is None or not float(g.sum()) or not float(x.sum()):
+            return None
+        return torch.outer((g / g.mean()).sqrt_(), (x / x.mean()).sqrt_())
+
+    def _error(self, key: ErrorKey, value: Tensor) -> Tensor:
+        """Squares of an operand's error, along the axis that the GEMM sums over."""
         layer, gemm, recipe, operand = key
-        is_weight = OPERANDS[gemm][operand] == "w"
-        if is_weight and key in self._weight_errors:
-            self.errors[key] = self._weight_errors[key]
-            return
+        if key in self._weight_errors:
+            return self._weight_errors[key]
         planned = self._layers[layer]
-        use = planned.uses(gemm, planned.clock.now, recipe)[operand]
-        if is_weight:
-            self.errors[key] = self._weight_errors[key] = error_square(value, use)
-        else:
-            self.errors[key] += error_square(value, use)
+        found = squared_error(value, planned.uses(gemm, planned.clock.now, recipe)[operand])
+        if OPERANDS[gemm][operand] == "w":
+            self._weight_errors[key] = found
+        return found
 
 
-def error_square(value: Tensor, use: Use) -> float:
-    """|Q(A) - A|^2 of one operand."""
+def squared_error(value: Tensor, use: Use) -> Tensor:
+    """[K], |Q(A) - A|^2 of one operand by its index along the axis that the GEMM sums over."""
     if use.operand is None:
-        return 0.0
+        return torch.zeros(value.shape[use.axis], device=value.device)
     quantized = fake_quantize(value, use.operand, use.axis, noise=use.noise, reduce_amax=use.reduce_amax)
-    return square(quantized.dequantize().sub_(value))
+    return _squares_along(quantized.dequantize().sub_(value), use.axis)
 
+
+def _squares_along(value: Tensor, axis: int) -> Tensor:
+    """[K], the squares summed over the other axis."""
+    norms: Tensor = torch.linalg.vector_norm(value, dim=-2 if axis % 2 == 1 else -1, dtype=torch.float32)
+    return norms.square_()

@@ -87,11 +87,14 @@ class OptimizerView(Protocol):
         ...
 
 
-def sensitivity(rule: UpdateRule, gradient: Tensor, generator: torch.Generator) -> float:
+def sensitivity(
+    rule: UpdateRule, gradient: Tensor, generator: torch.Generator, spread: Tensor | None = None
+) -> float:
     """rms(h(g + d n) - h(g)) / d of one parameter.
 
     Args:
         gradient: as the optimizer reads it, clipped.
+        spread: deviation of n by element, of mean square 1; None: 1 everywhere.
     """
     if rule.kind == "sgd":
         return 1.0
@@ -100,6 +103,8 @@ def sensitivity(rule: UpdateRule, gradient: Tensor, generator: torch.Generator) 
     if size == 0.0:
         return 0.0
     noise = torch.randn(g.shape, generator=generator, device=g.device).mul_(size)
+    if spread is not None:
+        noise.mul_(spread)
     change = rule.direction(g + noise).sub_(rule.direction(g))
     return float(torch.linalg.vector_norm(change)) / (size * math.sqrt(g.numel()))
 

@@ -6,7 +6,7 @@ compares, and sums over micro-batches::
     |dx_j|^2   change of the activation at node j        |dR_j|^2   change of its gradient
     <dx_j, dR_j>                                          |z|^2      what was injected, and where
 
-Noise is Gaussian, its deviation a share of the local rms, from a generator of its own, so that the
+Noise is Gaussian, its deviation a share of each token's rms, from a generator of its own, so that the
 run's random state is untouched.
 
 Memory   Kept on the host: two tensors per node, of at most `ROWS` evenly spaced tokens of each micro-batch. Norms of
@@ -39,8 +39,10 @@ class Injection:
 
     node: int
     direction: str
+    kind: str
+    """tokens or weights: what the noise is like, see `gaussian`."""
     share: float
-    """Deviation as a share of the local rms."""
+    """Deviation as a share of each token's rms."""
     seed: int
 
 
@@ -100,9 +102,7 @@ class StreamTape:
             yield changes
 
     @contextlib.contextmanager
-    def _hooked(
-        self, seen: Seen, injection: Injection | None, injected: dict[int, float]
-    ) -> Iterator[None]:
+    def _hooked(self, seen: Seen, injection: Injection | None, injected: dict[int, float]) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             for node, module in enumerate(self._modules):
                 hook = _NodeHook(self, node, seen, injection, injected)
@@ -120,6 +120,8 @@ class Changes:
         """<dx_j, dR_j>."""
         self.injected: dict[int, float] = defaultdict(float)
         """|z|^2."""
+        self.exits: dict[int, float] = defaultdict(float)
+        """|change of gX|^2 at the exit of each sub-layer."""
 
 
 class _NodeHook:
@@ -164,8 +166,7 @@ class _NodeHook:
     def _noise(self, like: Tensor, number: int) -> Tensor:
         assert self._injection is not None
         generator = generator_of(like.device, self._injection.seed, self._node, number)
-        size = self._injection.share * math.sqrt(square(like) / max(1, like.numel()))
-        z = torch.randn(like.shape, generator=generator, device=like.device).mul_(size).to(like.dtype)
+        z = gaussian(like, self._injection.share, self._injection.kind, generator)
         self._injected[self._node] += square(z)
         return z
 
@@ -176,6 +177,23 @@ def generator_of(device: torch.device, *key: int) -> torch.Generator:
     for part in key:
         seed = (seed * 6364136223846793005 + part + 1442695040888963407) % 2**63
     return torch.Generator(device).manual_seed(seed)
+
+
+def gaussian(like: Tensor, share: float, kind: str, generator: torch.Generator) -> Tensor:
+    """Noise of a share of the size of each token, as errors of scaled formats have it.
+
+    Args:
+        like: [..., D].
+        kind: tokens, independent between tokens, like errors of X and G; or weights, the same linear map of every
+            token, like errors of W.
+    """
+    width = like.shape[-1]
+    if kind == "weights":
+        mixing = torch.randn(width, width, generator=generator, device=like.device)
+        return (like.float() @ mixing.mul_(share / math.sqrt(width))).to(like.dtype)
+    size = torch.linalg.vector_norm(like, dim=-1, keepdim=True, dtype=torch.float32)
+    z = torch.randn(like.shape, generator=generator, device=like.device)
+    return z.mul_(size * (share / math.sqrt(max(1, width)))).to(like.dtype)
 
 
 def _rows(value: Tensor) -> Tensor:

@@ -40,5 +40,3 @@ def untouched(model: nn.Module, planned: PlannedModel) -> Iterator[None]:
                 buffer.copy_(buffers[name])
         for name, parameter in model.named_parameters():
             parameter.grad = gradients[name]
-
-

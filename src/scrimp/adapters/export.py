@@ -1,0 +1,81 @@
+"""A plan as a file for another trainer: what `scrimp export-precision` calls."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
+
+from scrimp.adapters.fit import Inexpressible
+from scrimp.adapters.names import Names, of_stage, precisions_of, rename
+from scrimp.adapters.torchao import to_torchao
+from scrimp.adapters.transformer_engine import to_transformer_engine
+from scrimp.errors import PlanError
+from scrimp.planner import Plan
+
+Target = Literal["torchao", "transformer-engine"]
+_FILES = {"torchao": "torchao_precision.py", "transformer-engine": "te_precision.yaml"}
+_OWN_SCALES = (
+    "q, k, v and gate, up are layers of their own here, with scales of their own where Scrimp has one for all"
+)
+_STAGES = (
+    "single layers are named by number, which Megatron counts within a pipeline stage: "
+    "with several stages export each by its blocks"
+)
+
+
+@dataclass(frozen=True)
+class PrecisionExport:
+    """A file for another trainer, and what of the plan it does not say."""
+
+    text: str
+    file_name: str
+    """A usual name for it."""
+    inexpressible: tuple[Inexpressible, ...] = ()
+    """GEMMs that will not run as planned, each with what runs instead and why."""
+    notes: tuple[str, ...] = ()
+    """What the trainer computes otherwise though the recipe is the same."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables that its processes need."""
+
+
+def export_precision(
+    plan: Plan,
+    target: Target,
+    names: Names,
+    *,
+    approximate: bool = False,
+    stage: tuple[int, int] | None = None,
+) -> PrecisionExport:
+    """A plan's precision in the terms of a trainer.
+
+    Args:
+        target: torchao gives a Python file with `convert(model)`; transformer-engine gives the YAML file for
+            Megatron-Core's --te-precision-config-file.
+        names: whose names the layers have in the model: "scrimp" leaves the plan's as they are.
+        approximate: layers that cannot run as planned take the nearest that the trainer has, with no fewer bits
+            in any GEMM, instead of the compute type.
+        stage: (first, last) block of one pipeline stage, counted from 0; layers are numbered within it.
+
+    Raises:
+        PlanError: an unknown target or names, layers that have no such names, a stage that is not in the plan.
+    """
+    if target not in _FILES:
+        raise PlanError("there is no such target", got=repr(target), expected=", ".join(get_args(Target)))
+    precisions = precisions_of(plan)
+    if stage is not None:
+        precisions = of_stage(precisions, *stage)
+    renamed = rename(precisions, names)
+    if target == "torchao":
+        converted = to_torchao(renamed, approximate=approximate)
+        if names == "huggingface" and converted.groups:
+            converted = replace(converted, notes=(*converted.notes, _OWN_SCALES))
+        return PrecisionExport(converted.text, _FILES[target], converted.inexpressible, converted.notes)
+    recipes = to_transformer_engine(renamed, approximate=approximate)
+    is_numbered = any(re.search(r"\.\d+\.", pattern) for pattern, _ in recipes.matchers)
+    if names == "megatron" and is_numbered and stage is None:
+        recipes = replace(recipes, notes=(*recipes.notes, _STAGES))
+    return PrecisionExport(
+        recipes.text, _FILES[target], recipes.inexpressible, recipes.notes, recipes.environment
+    )
