@@ -34,7 +34,7 @@ const card = () => ({
 const state = () => ({
   title: find(".map-title").textContent, summary: find(".map-summary").textContent, card: card(),
   cells: cells().map((cell) => [cell.className, cell.textContent]),
-  bar: [...document.querySelectorAll(".map-bar rect")].map((rect) => [rect.getAttribute("x"), rect.getAttribute("width")]),
+  bar: [...document.querySelectorAll(".map-bar rect")].map((one) => [one.getAttribute("x"), one.getAttribute("width")]),
   shares: [...document.querySelectorAll(".map-legend b")].map((share) => share.textContent),
   slider: find(".map-steps input").value, hidden: find(".map-steps").hidden,
 });

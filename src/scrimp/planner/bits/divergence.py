@@ -99,7 +99,7 @@ def divergence(profile: PrecisionProfile, batch: BatchStatistics, method: Method
     of_w = (batch.gw[:, None] * w_error) ** 2 / (outputs * inputs)[:, None]
     loss = np.sqrt(of_x + of_w) / abs(batch.loss)
     errors = local_errors(profile, batch, method)
-    e_f, e_b, e_w = (np.sqrt((part**2).sum(-1)) for part in errors)
+    e_f, e_w = (np.sqrt((errors[gemm] ** 2).sum(-1)) for gemm in (FPROP, WGRAD))
     curvature = 0.5 * e_f**2 * batch.curvature[:, None] / abs(batch.loss)
     forward, backward, own = relative_updates(profile, batch, method)
     by_forward, by_backward = _carried(forward, errors[FPROP]), _carried(backward, errors[DGRAD])
@@ -212,7 +212,8 @@ def mean_divergence(profile: PrecisionProfile, method: Method | None = None) -> 
     found = [divergence(profile, batch, method) for batch in profile.batches]
 
     def root_mean_square(name: str) -> Array:
-        return np.sqrt(np.mean([getattr(one, name) ** 2 for one in found], axis=0))
+        roots: Array = np.sqrt(np.mean([getattr(one, name) ** 2 for one in found], axis=0))
+        return roots
 
     return Divergence(
         root_mean_square("loss"),

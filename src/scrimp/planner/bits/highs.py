@@ -90,8 +90,8 @@ def solve_by_highs(form: StandardForm, *, gap: float, time_limit: float) -> Outc
                 return Outcome("infeasible", bound=bound)
             continue
         cost = form.cost(best)
-        if whole:
-            bound = max(bound, min(cost, outcome.bound))
+        if whole:  # an infeasible rest has no better plan
+            bound = max(bound, cost if outcome.status == "infeasible" else min(cost, outcome.bound))
         spent = cost - form.base
         if cost - bound <= gap * cost or (whole and spent >= _ENOUGH * _largest_excess(core)):
             break

@@ -118,56 +118,48 @@ def _fill(form: StandardForm, trees: list[tuple[Group, Measure]]) -> Choices | N
 
 def _solve_exactly(form: StandardForm, tree: Group, scale: Measure) -> Choices | None:
     unit = scale.unit or 1.0
-    spans = {
-        group.limit: (
-            math.ceil((scale.low[group.limit] - scale.slack[group.limit]) / unit),
-            math.floor((scale.high[group.limit] + scale.slack[group.limit]) / unit),
-        )
-        for group in tree.walk()
-    }
-    return _read(form, tree, np.rint(scale.amounts / unit), spans)
+    return _read(form, tree, np.rint(scale.amounts / unit), _spans(tree, scale, unit, with_slack=True))
 
 
 def _solve_rounded(form: StandardForm, tree: Group, scale: Measure) -> Choices | None:
     """Rounded to the nearest and narrowed until the real sums hold; then rounded up, if that never comes."""
     unit = max(scale.high[tree.limit], scale.slack[tree.limit]) / _RESOLUTION
-    spans = {
-        group.limit: (math.ceil(scale.low[group.limit] / unit), math.floor(scale.high[group.limit] / unit))
-        for group in tree.walk()
-    }
+    spans = _spans(tree, scale, unit, with_slack=False)
     for _ in range(_ROUNDS):
         choices = _read(form, tree, np.rint(scale.amounts / unit), spans)
         if choices is None:
             break
-        broken = False
-        for group in tree.walk():
-            total = float(scale.amounts[group.decisions, choices[group.decisions]].sum())
-            low, high = spans[group.limit]
-            over, short = total - scale.high[group.limit], scale.low[group.limit] - total
-            if over > scale.slack[group.limit]:
-                high, broken = high - math.ceil(over / unit), True
-            if short > scale.slack[group.limit]:
-                low, broken = low + math.ceil(short / unit), True
-            spans[group.limit] = (low, high)
-        if not broken:
+        overruns = _overruns(tree, scale, choices)
+        if not overruns:
             return choices
-    return _solve_rounded_up(form, tree, scale, unit)
+        for limit, (short, over) in overruns.items():
+            low, high = spans[limit]
+            spans[limit] = low + math.ceil(short / unit), high - math.ceil(over / unit)
+    rounded_up = np.ceil(scale.amounts / unit)
+    choices = _read(form, tree, rounded_up, _spans(tree, scale, unit, with_slack=False))
+    return None if choices is None or _overruns(tree, scale, choices) else choices
 
 
-def _solve_rounded_up(form: StandardForm, tree: Group, scale: Measure, unit: float) -> Choices | None:
-    """Upper ends hold whatever is found; None if a lower end does not."""
-    spans = {
-        group.limit: (math.ceil(scale.low[group.limit] / unit), math.floor(scale.high[group.limit] / unit))
-        for group in tree.walk()
-    }
-    choices = _read(form, tree, np.ceil(scale.amounts / unit), spans)
-    if choices is None:
-        return None
+def _spans(tree: Group, scale: Measure, unit: float, *, with_slack: bool) -> Spans:
+    """Whole units that every limit of the tree allows."""
+    spans = {}
     for group in tree.walk():
-        total = float(scale.amounts[group.decisions, choices[group.decisions]].sum())
-        if scale.low[group.limit] - total > scale.slack[group.limit]:
-            return None
-    return choices
+        k = group.limit
+        slack = scale.slack[k] if with_slack else 0.0
+        spans[k] = math.ceil((scale.low[k] - slack) / unit), math.floor((scale.high[k] + slack) / unit)
+    return spans
+
+
+def _overruns(tree: Group, scale: Measure, choices: Choices) -> dict[int, tuple[float, float]]:
+    """Broken limits, with what is short of the low end and over the high end, one of them 0."""
+    broken = {}
+    for group in tree.walk():
+        k, decisions = group.limit, group.decisions
+        total = float(scale.amounts[decisions, choices[decisions]].sum())
+        short, over = scale.low[k] - total, total - scale.high[k]
+        if max(short, over) > scale.slack[k]:
+            broken[k] = max(short, 0.0), max(over, 0.0)
+    return broken
 
 
 def _read(form: StandardForm, tree: Group, units: Floats, spans: Spans) -> Choices | None:

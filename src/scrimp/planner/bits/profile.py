@@ -115,7 +115,8 @@ class PrecisionProfile:
     def flops(self) -> Array:
         """[L], share of the planned layers' FLOPs; its three GEMMs have a third each."""
         sizes = np.array([float(outputs * inputs) for outputs, inputs in self.shapes])
-        return sizes / sizes.sum()
+        shares: Array = sizes / sizes.sum()
+        return shares
 
     def unusable(self) -> list[str]:
         """Names of layers whose statistics are not finite in some batch: they get no low format."""

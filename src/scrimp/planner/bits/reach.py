@@ -52,16 +52,18 @@ def refuse_unreachable(form: StandardForm) -> None:
 def explain(form: StandardForm) -> PlanError:
     """The error for limits that can only be met one without the other."""
     blamed = _blamed(form)
-    reached = {side: _nearest(form, blamed, side) for side in blamed}
-    named = [side for side in blamed if reached[side] is not None][:_MOST_NAMED]
     many = len(blamed) > 1
-    together = " together" if many else ""
-    while_ = " while the others hold" if many else ""
+    names = [form.names[k] for k in dict.fromkeys(k for k, _ in blamed)]
+    got = []
+    for side in blamed[:_MOST_NAMED]:
+        amount = _nearest(form, blamed, side)
+        if amount is not None:
+            got.append(_reached(form, side, amount, True) + (" while the others hold" if many else ""))
     return PlanError(
-        f"no plan can meet {_listed([form.names[k] for k in dict.fromkeys(k for k, _ in blamed)])}{together}",
-        got="; ".join(_reached(form, side, reached[side] or 0.0, True) + while_ for side in named) or None,
-        expected="; ".join(_wanted(form, side, True) for side in named) or None,
-        do="loosen one of them",
+        f"no plan can meet {_listed(names)}{' together' if many else ''}",
+        got="; ".join(got) or None,
+        expected="; ".join(_wanted(form, side, True) for side in blamed[:_MOST_NAMED]),
+        do="loosen one of them" if many else "ask for what can be reached",
     )
 
 
@@ -119,8 +121,6 @@ def _rounded(amount: float, *, up: bool) -> str:
 
 
 def _listed(names: list[str]) -> str:
-    shown = names[:_MOST_NAMED]
-    more = f", and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
-    return (
-        ", ".join(shown[:-1]) + " and " + shown[-1] if len(shown) > 1 and not more else ", ".join(shown)
-    ) + more
+    if len(names) > _MOST_NAMED:
+        return ", ".join(names[:_MOST_NAMED]) + f" and {len(names) - _MOST_NAMED} more"
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)

@@ -1,0 +1,272 @@
+"""Does SNIP choose well? Predicted against measured damage, and training under every policy at equal budget.
+
+Question  Of the linear layers' FLOPs a given share must run in 4 bits. Does the plan that measured statistics choose cost
+          less loss than rules of thumb, and do the predictions behind it hold?
+Method    A trunk per seed: `scrimp train` in bf16 at a constant learning rate, with kept checkpoints. From each
+          checkpoint:
+
+          damage   every GEMM alone in each low format, on batches that the statistics have not seen: root mean
+                   square change of the loss and of AdamW's next update, against the prediction.
+          train    on by each policy's plan for a few steps with equal weights, moments, batches and a learning
+                   rate that falls to a tenth; then the held-out loss in bf16 and in the plan's formats.
+                   The gap is to the bf16 run of the same seed. `bf16-again` is bf16 from weights that are
+                   moved by one part in 10^6: the noise floor.
+
+Limits    Formats are emulated: says nothing of speed. A model of a few million parameters and short runs.
+Run       python benchmarks/snip_study.py trunk            (resumable, as all parts: what is there is not repeated)
+          python benchmarks/snip_study.py damage train
+          python benchmarks/snip_study.py report
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from environment import ROOT
+from snip_lab import Lab, single_damages, spearman
+
+from scrimp.planner.bits.choose import Budget, Question, choose
+from scrimp.planner.bits.divergence import SNIP, Method, Weights, local_errors, mean_divergence
+from scrimp.planner.bits.profile import PrecisionProfile
+
+PARTS = ("trunk", "damage", "train")
+CONTROLS = ("bf16", "bf16-again")
+FULL = ("fp8", "fp4")
+POLICIES = (
+    "snip",
+    "snip-layer",
+    "snip-paper",
+    "min-abs-err",
+    "min-rel-err",
+    "first-last",
+    "layer-type",
+    "random:1",
+    "random:2",
+    "last-blocks",
+)
+ABLATIONS = {
+    "loss only": Weights(update=0.0),
+    "update only": Weights(loss=0.0),
+    "with curvature": Weights(curvature=1.0),
+}
+
+
+def main() -> None:
+    """Run the parts that are asked for."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("parts", nargs="+", choices=PARTS)
+    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "snip-study")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--phases", nargs="+", type=int, default=[300])
+    parser.add_argument("--budgets", nargs="+", type=float, default=[0.75, 0.5, 0.8, 0.25])
+    parser.add_argument("--policies", nargs="+", default=[*CONTROLS, *FULL, *POLICIES])
+    parser.add_argument("--low", default="fp4", help="the 4-bit format")
+    parser.add_argument("--high", default="fp8", help="the other format")
+    parser.add_argument("--preset", default="llama-3m")
+    parser.add_argument("--trunk-steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=100, help="of training under a policy")
+    parser.add_argument("--held-out", type=int, default=65_536, help="tokens of an evaluation")
+    parser.add_argument("--batches", type=int, default=3, help="statistics batches, and of damage")
+    options = parser.parse_args()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
+    for part in options.parts:
+        {"trunk": trunk, "damage": damage, "train": train}[part](options)
+
+
+def trunk(options: argparse.Namespace) -> None:
+    """A bf16 run per seed, with checkpoints of every phase."""
+    for seed in options.seeds:
+        folder = options.work / f"seed{seed}"
+        command = [sys.executable, "-m", "scrimp", "train", "--run.dir", str(folder)]
+        if (folder / "config.toml").exists():
+            command += ["--resume"]
+        else:
+            command += ["--run.seed", str(seed), "--model.preset", options.preset, "--precision", "bf16"]
+            command += ["--train.steps", str(options.trunk_steps), "--train.sequence", "256"]
+            command += ["--train.batch-tokens", "4096", "--train.micro-batch", "8"]
+            command += ["--train.schedule", "constant", "--train.warmup-steps", "50", "--train.lr", "2e-3"]
+            command += ["--train.checkpoint-every", "150", "--train.keep-every", "150"]
+            command += ["--train.eval-every", "150", "--train.eval-tokens", "65536"]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+
+def profile_of(lab: Lab, options: argparse.Namespace) -> PrecisionProfile:
+    """Statistics at the lab's checkpoint; kept in a file."""
+    seed = lab.decisions.config.run.seed
+    path = options.work / "profiles" / f"seed{seed}-step{lab.start}-{options.high}-{options.low}.safetensors"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lab.reset()
+        lab.measure(lab.start, options.batches, ("bf16", options.high, options.low)).write(path)
+    return PrecisionProfile.read(path)
+
+
+# -- damage ------------------------------------------------------------------------------------
+
+
+def damage(options: argparse.Namespace) -> None:
+    """Predicted and measured damage of every GEMM alone."""
+    for phase in options.phases:
+        for seed in options.seeds:
+            path = options.work / "damage" / f"seed{seed}-step{phase}-{options.low}.json"
+            if path.exists():
+                continue
+            lab = Lab(options.work / f"seed{seed}", phase)
+            profile = profile_of(lab, options)
+            lab.reset()
+            losses, updates = single_damages(lab, options.low, phase + 20, options.batches)
+            row = {"seed": seed, "step": phase, "format": options.low, "layers": list(profile.layers)}
+            row |= {
+                "loss": losses.tolist(),
+                "update": updates.tolist(),
+                "predicted": predictions(profile, options.low),
+            }
+            write(path, row | {"spearman": correlations(profile, options.low, losses, updates)})
+            print(json.dumps(correlations(profile, options.low, losses, updates)), flush=True)
+
+
+def predictions(profile: PrecisionProfile, low: str) -> dict[str, Any]:
+    """Of loss [L] and update [L, 3], by Scrimp's method and by SNIP's."""
+    p = profile.formats.index(low)
+    found = {"scrimp": mean_divergence(profile), "snip": mean_divergence(profile, SNIP)}
+    return {
+        name: {"loss": one.loss[:, p].tolist(), "update": one.update[:, :, p].tolist()}
+        for name, one in found.items()
+    }
+
+
+def correlations(
+    profile: PrecisionProfile, low: str, losses: np.ndarray, updates: np.ndarray
+) -> dict[str, float]:
+    """Spearman of predictions and of local errors with the measured damage of single GEMMs."""
+    p = profile.formats.index(low)
+    methods = {
+        "scrimp": Method(),
+        "without shared weight errors": Method(weight_errors="tokens"),
+        "mean sensitivities": Method(updates="rms"),
+        "norms of whole matrices": Method(errors="norms"),
+        "snip": SNIP,
+    }
+    found: dict[str, float] = {}
+    for name, method in methods.items():
+        predicted = mean_divergence(profile, method)
+        found[f"update, {name}"] = spearman(predicted.update[:, :, p], updates)
+        for index, gemm in enumerate(("fprop", "dgrad", "wgrad")):
+            found[f"update of {gemm}, {name}"] = spearman(predicted.update[:, index, p], updates[:, index])
+    batch, predicted = profile.batches[0], mean_divergence(profile)
+    local = np.stack([np.sqrt((e[:, p] ** 2).sum(-1)) for e in local_errors(profile, batch)], axis=1)
+    absolute = batch.errors[:, :, p].sum(-1)
+    found["update, local errors only"] = spearman(local, updates)
+    found["update, absolute errors"] = spearman(absolute, updates)
+    found["loss, LD"] = spearman(predicted.loss[:, p], losses[:, 0])
+    found["loss, absolute errors"] = spearman(absolute[:, 0], losses[:, 0])
+    found["update, size ratio"] = float(np.median(predicted.update[:, :, p] / updates))
+    found["loss, size ratio"] = float(np.median(predicted.loss[:, p] / losses[:, 0]))
+    return found
+
+
+# -- training under policies -------------------------------------------------------------------
+
+
+def train(options: argparse.Namespace) -> None:
+    """Every policy from every checkpoint at every budget; one file per cell."""
+    for budget in options.budgets:
+        for phase in options.phases:
+            for seed in options.seeds:
+                labs: list[Lab] = []
+                for policy in options.policies:
+                    cell(options, seed, phase, budget, policy, labs)
+
+
+def cell(
+    options: argparse.Namespace, seed: int, phase: int, budget: float, policy: str, labs: list[Lab]
+) -> None:
+    """Train one policy, unless it is done."""
+    fixed = policy in (*CONTROLS, *FULL, "last-blocks")
+    label = "any" if fixed else f"{budget:g}"
+    name = f"seed{seed}-step{phase}-{options.low}-{label}-{policy.replace(':', '')}"
+    path = options.work / "cells" / f"{name.replace(' ', '-')}.json"
+    if path.exists():
+        return
+    if not labs:
+        labs.append(Lab(options.work / f"seed{seed}", phase))
+    lab = labs[0]
+    profile = profile_of(lab, options)
+    recipes, share = plan_of(policy, profile, budget, options)
+    lab.reset()
+    if policy == "bf16-again":
+        nudge(lab)
+    peak, began = 2e-3, time.perf_counter()
+
+    def lr(done: int) -> float:
+        return peak * (1 - 0.9 * done / max(1, options.steps - 1))
+
+    losses = lab.train(options.steps, recipes, lr)
+    row = {
+        "seed": seed,
+        "step": phase,
+        "low": options.low,
+        "high": options.high,
+        "budget": budget,
+        "policy": policy,
+    }
+    row |= {"fp4_flops": share, "losses": losses, "seconds": time.perf_counter() - began, "recipes": recipes}
+    row |= {
+        "held_out": lab.held_out(options.held_out),
+        "held_out_in_plan": lab.held_out(options.held_out, in_plan=True),
+    }
+    write(path, row)
+    print(f"{name}: {row['held_out']:.4f} ({row['seconds']:.0f} s)", flush=True)
+
+
+def plan_of(
+    policy: str, profile: PrecisionProfile, budget: float, options: argparse.Namespace
+) -> tuple[dict[str, tuple[str, str, str]], float]:
+    """Recipes by layer, and the share of FLOPs in 4 bits."""
+    if policy in CONTROLS:
+        return {}, 0.0
+    names = {"fp4": options.low, "fp8": options.high}
+    weights = ABLATIONS.get(policy, Weights())
+    question = Question(
+        profile.select((options.high, options.low)),
+        Budget(fp4_flops=budget),
+        "snip" if policy in ABLATIONS else names.get(policy, policy),
+        weights,
+    )
+    if policy == "last-blocks":
+        question = replace(question, profile=profile)
+    choice = choose(question)
+    return choice.recipes(question.profile), choice.fp4_flops
+
+
+@torch.no_grad()
+def nudge(lab: Lab) -> None:
+    """Move every master weight by one part in a million."""
+    generator = torch.Generator().manual_seed(1)
+    for name, tensor in lab.optimizer.tensors():
+        if name.endswith(".master"):
+            tensor.mul_(1 + 1e-6 * torch.randn(tensor.shape, generator=generator))
+
+
+def write(path: Path, row: dict[str, Any]) -> None:
+    """One JSON object, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(row) + "\n", encoding="utf-8")
+    partial.rename(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,241 @@
+"""From a profile and a budget to a format for every GEMM.
+
+The one place where statistics, policy, budget and solver meet. A decision is a GEMM or a layer; what a user has fixed by
+a rule is no decision, but counts in the budget. Layers whose statistics are not finite keep the highest
+candidate.
+
+Budgets  fp4_flops    at least this share of the planned layers' FLOPs in 4 bits, in every pipeline stage
+         seconds      of all planned GEMMs of a step, from a table of measured times, per stage
+         quality      at most this predicted divergence (of the variance that everything in the lowest format
+                      would add): the fastest plan under it, or without times the one with most FLOPs in 4 bits
+Checked  tests/planner/bits/test_choose.py
+
+Shapes: L layers, P formats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scrimp.errors import PlanError
+from scrimp.planner.bits.divergence import Method, Weights
+from scrimp.planner.bits.policies import costs_of, extremes, is_per_gemm, last_blocks, order_of, protect
+from scrimp.planner.bits.profile import PrecisionProfile
+from scrimp.planner.bits.program import Limit, Program, Solution, solve
+from scrimp.precision import GEMMS, HIGH_PRECISION, recipe
+
+Array = NDArray[np.float64]
+LOW_BITS = 4
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a plan must reach, one of the three; see the module."""
+
+    fp4_flops: float | None = None
+    seconds: float | None = None
+    quality: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse none or several, and shares that are none."""
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        if len(given) != 1:
+            raise PlanError(
+                "a plan of precision needs one budget",
+                got=", ".join(f"{name} {value}" for name, value in given.items()) or "none",
+                expected="one of fp4_flops, seconds, quality",
+            )
+        name, value = next(iter(given.items()))
+        most = {"fp4_flops": 1.0}.get(name, float("inf"))
+        if not 0 <= value <= most:
+            expected = "a share from 0 to 1" if name == "fp4_flops" else "a number that is not negative"
+            raise PlanError(f"budget {name} is out of range", got=value, expected=expected)
+
+
+@dataclass(frozen=True, eq=False)
+class Question:
+    """All that a choice depends on."""
+
+    profile: PrecisionProfile
+    budget: Budget
+    policy: str = "snip"
+    weights: Weights = field(default_factory=Weights)
+    method: Method = field(default_factory=Method)
+    stages: Sequence[int] | None = None
+    """Pipeline stage of each layer; None: one."""
+    seconds: Array | None = None
+    """[L, 3, P], measured, of each GEMM in each format."""
+    allowed: NDArray[np.bool_] | None = None
+    """[L, 3, P], formats that a GEMM may have."""
+    penalties: Array | None = None
+    """[L, 3], factors on costs: what earlier trouble taught."""
+    current: NDArray[np.int64] | None = None
+    """[L, 3], the plan of now: ties keep it."""
+    solver: str = "auto"
+    time_limit: float = 60.0
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """A format for every GEMM."""
+
+    formats: NDArray[np.int64]
+    """[L, 3], indices of the profile's formats."""
+    costs: Array
+    """[L, 3, P] that were minimised; those of a layer's decision stand at its fprop."""
+    fp4_flops: float
+    """Share of the planned layers' FLOPs in 4 bits."""
+    solution: Solution | None
+    """None for a policy that orders layers."""
+
+    def recipes(self, profile: PrecisionProfile) -> dict[str, tuple[str, str, str]]:
+        """Layer to the recipes of fprop, dgrad and wgrad."""
+        return {
+            layer: (profile.formats[row[0]], profile.formats[row[1]], profile.formats[row[2]])
+            for layer, row in zip(profile.layers, self.formats.tolist(), strict=True)
+        }
+
+
+def choose(question: Question) -> Choice:
+    """Solve.
+
+    Raises:
+        PlanError: the budget cannot be reached (says what can), or the policy does not exist.
+    """
+    profile, policy = question.profile, question.policy
+    order = order_of(policy, profile.layers)
+    if order is not None or policy == "last-blocks" or policy in profile.formats:
+        return _by_order(question, order)
+    costs = costs_of(policy, profile, weights=question.weights, method=question.method)
+    per_gemm = is_per_gemm(policy)
+    spread = _spread(costs, len(profile.layers), per_gemm)
+    if question.penalties is not None:
+        spread = spread * question.penalties[:, :, None]
+    spread = np.where(_allowed(question), spread, np.inf)
+    program = _program(question, spread, per_gemm)
+    current = None if question.current is None else _decisions(question.current, per_gemm)
+    solution = solve(program, current=current, solver=question.solver, time_limit=question.time_limit)
+    formats = (
+        solution.choices.reshape(-1, len(GEMMS)) if per_gemm else np.repeat(solution.choices[:, None], 3, 1)
+    )
+    return Choice(formats, spread, share_in_4_bits(profile, formats), solution)
+
+
+def share_in_4_bits(profile: PrecisionProfile, formats: NDArray[np.int64]) -> float:
+    """Of the planned layers' FLOPs."""
+    low = is_low(profile.formats)
+    return float((profile.flops[:, None] / len(GEMMS) * low[formats]).sum())
+
+
+def is_low(formats: Sequence[str]) -> NDArray[np.bool_]:
+    """[P], which formats have 4 bits."""
+    return np.array([recipe(name).bits <= LOW_BITS for name in formats])
+
+
+def allowed_by(profile: PrecisionProfile, pinned: Mapping[str, Mapping[str, str]]) -> NDArray[np.bool_]:
+    """[L, 3, P], all formats but where a GEMM is pinned to one.
+
+    Args:
+        pinned: layer to GEMM to recipe.
+    """
+    allowed = np.ones((len(profile.layers), len(GEMMS), len(profile.formats)), dtype=bool)
+    for layer, gemms in pinned.items():
+        for gemm, name in gemms.items():
+            if name not in profile.formats:
+                raise PlanError(
+                    f"{layer}.{gemm} is fixed to a format that was not measured",
+                    got=name,
+                    expected=", ".join(profile.formats),
+                )
+            row = allowed[profile.layers.index(layer), GEMMS.index(gemm)]  # type: ignore[arg-type]
+            row[:] = False
+            row[profile.formats.index(name)] = True
+    return allowed
+
+
+def _allowed(question: Question) -> NDArray[np.bool_]:
+    profile = question.profile
+    shape = (len(profile.layers), len(GEMMS), len(profile.formats))
+    allowed = np.ones(shape, dtype=bool) if question.allowed is None else question.allowed.copy()
+    safest = max(range(shape[2]), key=lambda p: recipe(profile.formats[p]).bits)
+    for layer in profile.unusable():
+        index = profile.layers.index(layer)
+        allowed[index] = False
+        allowed[index, :, safest] = True
+    return allowed
+
+
+def _spread(costs: Array, num_layers: int, per_gemm: bool) -> Array:
+    """[L, 3, P]; the cost of a whole layer is put on its fprop."""
+    if per_gemm:
+        return costs.reshape(num_layers, len(GEMMS), -1)
+    spread = np.zeros((num_layers, len(GEMMS), costs.shape[-1]))
+    spread[:, 0] = costs
+    return spread
+
+
+def _decisions(values: NDArray[np.int64], per_gemm: bool) -> NDArray[np.int64]:
+    return values.reshape(-1) if per_gemm else values[:, 0]
+
+
+def _program(question: Question, costs: Array, per_gemm: bool) -> Program:
+    profile, budget = question.profile, question.budget
+    flops = profile.flops[:, None, None] / len(GEMMS) * is_low(profile.formats)[None, None, :]
+    low_flops = np.broadcast_to(flops, costs.shape)
+    spent = low_flops if question.seconds is None else question.seconds
+
+    def flat(values: Array) -> Array:
+        return values.reshape(-1, values.shape[-1]) if per_gemm else values.sum(1)
+
+    if budget.quality is not None:
+        harm = Limit("the predicted divergence", _finite(flat(costs)), most=budget.quality)
+        gain = spent.max() - spent if question.seconds is None else spent
+        return Program(np.where(np.isfinite(flat(costs)), flat(gain), np.inf), (harm,))
+    stages = (
+        np.zeros(len(profile.layers), dtype=int) if question.stages is None else np.asarray(question.stages)
+    )
+    limits = []
+    for stage in sorted(set(stages.tolist())):
+        inside = (stages == stage)[:, None, None]
+        where = f" of stage {stage}" if len(set(stages.tolist())) > 1 else ""
+        if budget.fp4_flops is not None:
+            total = float((profile.flops * (stages == stage)).sum())
+            amounts = flat(np.where(inside, low_flops, 0.0)) / total
+            limits.append(Limit(f"the share of FLOPs in 4 bits{where}", amounts, least=budget.fp4_flops))
+        else:
+            if question.seconds is None:
+                raise PlanError("a budget in seconds needs measured times of the GEMMs", got="none")
+            amounts = flat(np.where(inside, question.seconds, 0.0))
+            limits.append(
+                Limit(
+                    f"the seconds per step of all planned GEMMs{where}", amounts, most=budget.seconds or 0.0
+                )
+            )
+    return Program(flat(costs), tuple(limits))
+
+
+def _finite(values: Array) -> Array:
+    return np.where(np.isfinite(values), values, 0.0)
+
+
+def _by_order(question: Question, order: Sequence[int] | None) -> Choice:
+    """Policies that name layers: uniform, an order of protection, NVIDIA's last blocks."""
+    profile, policy = question.profile, question.policy
+    high, low = extremes(profile.formats)
+    chosen = np.full(len(profile.layers), low)
+    if policy in profile.formats:
+        chosen[:] = profile.formats.index(policy)
+    elif order is None:
+        plain = [p for p, name in enumerate(profile.formats) if name in HIGH_PRECISION]
+        chosen[last_blocks(profile.layers, profile.flops)] = plain[0] if plain else high
+    else:
+        if question.budget.fp4_flops is None:
+            raise PlanError(f"{policy} knows only a share of FLOPs in 4 bits", expected="budget fp4_flops")
+        chosen[protect(order, profile.flops, question.budget.fp4_flops)] = high
+    formats = np.repeat(chosen[:, None], len(GEMMS), 1)
+    shape = (len(profile.layers), len(GEMMS), len(profile.formats))
+    return Choice(formats, np.zeros(shape), share_in_4_bits(profile, formats), None)
