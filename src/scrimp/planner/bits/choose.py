@@ -75,6 +75,10 @@ class Question:
     """[L, 3], factors on costs: what earlier trouble taught."""
     current: NDArray[np.int64] | None = None
     """[L, 3], the plan of now: ties keep it."""
+    previous: Array | None = None
+    """[L, 3, P], costs of the last choice: half of them count beside the new ones."""
+    switching: Array | None = None
+    """[L, 3, P], what leaving the current format costs: how unsure the statistics are."""
     solver: str = "auto"
     time_limit: float = 60.0
 
@@ -86,7 +90,7 @@ class Choice:
     formats: NDArray[np.int64]
     """[L, 3], indices of the profile's formats."""
     costs: Array
-    """[L, 3, P] that were minimised; those of a layer's decision stand at its fprop."""
+    """[L, 3, P], without penalties and costs of switching; those of a layer's decision stand at its fprop."""
     fp4_flops: float
     """Share of the planned layers' FLOPs in 4 bits."""
     solution: Solution | None
@@ -110,19 +114,49 @@ def choose(question: Question) -> Choice:
     order = order_of(policy, profile.layers)
     if order is not None or policy == "last-blocks" or policy in profile.formats:
         return _by_order(question, order)
-    costs = costs_of(policy, profile, weights=question.weights, method=question.method)
-    per_gemm = is_per_gemm(policy)
-    spread = _spread(costs, len(profile.layers), per_gemm)
-    if question.penalties is not None:
-        spread = spread * question.penalties[:, :, None]
-    spread = np.where(_allowed(question), spread, np.inf)
-    program = _program(question, spread, per_gemm)
-    current = None if question.current is None else _decisions(question.current, per_gemm)
+    costs = _costs(question)
+    program = _program(question, _solved_costs(question, costs))
+    current = None if question.current is None else _decisions(question.current, is_per_gemm(policy))
     solution = solve(program, current=current, solver=question.solver, time_limit=question.time_limit)
     formats = (
-        solution.choices.reshape(-1, len(GEMMS)) if per_gemm else np.repeat(solution.choices[:, None], 3, 1)
+        solution.choices.reshape(-1, len(GEMMS))
+        if is_per_gemm(policy)
+        else np.repeat(solution.choices[:, None], len(GEMMS), 1)
     )
-    return Choice(formats, spread, share_in_4_bits(profile, formats), solution)
+    return Choice(formats, costs, share_in_4_bits(profile, formats), solution)
+
+
+def is_within(question: Question, formats: NDArray[np.int64]) -> bool:
+    """Whether a plan keeps the budget, and gives no GEMM a format that it may not have."""
+    program = _program(question, _solved_costs(question, _costs(question)))
+    chosen = _decisions(formats, is_per_gemm(question.policy))
+    rows = np.arange(len(chosen))
+    totals = [(limit, float(np.asarray(limit.amounts)[rows, chosen].sum())) for limit in program.limits]
+    fits = all(limit.least - 1e-9 <= total <= limit.most + 1e-9 for limit, total in totals)
+    return fits and bool(np.isfinite(program.costs[rows, chosen]).all())
+
+
+def harm_of(costs: Array, formats: NDArray[np.int64]) -> float:
+    """Summed costs of a plan, from [L, 3, P]."""
+    return float(np.take_along_axis(costs, formats[:, :, None], axis=2).sum())
+
+
+def _costs(question: Question) -> Array:
+    """[L, 3, P] by the policy, smoothed with those of the last choice."""
+    costs = costs_of(question.policy, question.profile, weights=question.weights, method=question.method)
+    spread = _spread(costs, len(question.profile.layers), is_per_gemm(question.policy))
+    if question.previous is None or question.previous.shape != spread.shape:
+        return spread
+    return 0.5 * spread + 0.5 * question.previous
+
+
+def _solved_costs(question: Question, costs: Array) -> Array:
+    """What is minimised: with penalties, costs of switching, and without what is not allowed."""
+    if question.penalties is not None:
+        costs = costs * question.penalties[:, :, None]
+    if question.switching is not None:
+        costs = costs + question.switching
+    return np.where(_allowed(question), costs, np.inf)
 
 
 def share_in_4_bits(profile: PrecisionProfile, formats: NDArray[np.int64]) -> float:
@@ -182,8 +216,8 @@ def _decisions(values: NDArray[np.int64], per_gemm: bool) -> NDArray[np.int64]:
     return values.reshape(-1) if per_gemm else values[:, 0]
 
 
-def _program(question: Question, costs: Array, per_gemm: bool) -> Program:
-    profile, budget = question.profile, question.budget
+def _program(question: Question, costs: Array) -> Program:
+    profile, budget, per_gemm = question.profile, question.budget, is_per_gemm(question.policy)
     flops = profile.flops[:, None, None] / len(GEMMS) * is_low(profile.formats)[None, None, :]
     low_flops = np.broadcast_to(flops, costs.shape)
     spent = low_flops if question.seconds is None else question.seconds

@@ -149,7 +149,7 @@ class PrecisionProfile:
     def write(self, path: Path) -> None:
         """Store as one safetensors file."""
         tensors = {
-            f"{number}.{field.name}": np.ascontiguousarray(getattr(batch, field.name), dtype=np.float64)
+            f"{number}.{field.name}": np.array(getattr(batch, field.name), dtype=np.float64, order="C")
             for number, batch in enumerate(self.batches)
             for field in dataclasses.fields(batch)
         }

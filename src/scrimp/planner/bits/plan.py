@@ -1,0 +1,244 @@
+"""A plan of precision with the analysis behind it: what `scrimp.plan` gives, and what a report shows.
+
+Stored as JSON beside the run's plan (``plans/step-00000400.precision.json``): for every GEMM the chosen format, what each
+candidate would have cost (harm, and its parts in loss and update), and how sure the choice is::
+
+    scrimp_precision   version
+    step, measured_at  when it began, and when its statistics were taken
+    model, device      fingerprints of what was measured
+    layers             layer -> flops_share, stage, gemms -> choice, harm, loss, update, certainty
+    predicted          fp4_flops, loss_divergence, weight_divergence (relative, root sums of squares), step_seconds
+    measured           the same divergences, of the plan as a whole, where a probe has measured them
+
+Checked  tests/planner/bits/test_precision_plan.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scrimp.errors import PlanError
+from scrimp.files import write_whole
+from scrimp.planner.bits.choose import Budget, Choice, Question, share_in_4_bits
+from scrimp.planner.bits.divergence import gemm_parts, mean_divergence
+from scrimp.planner.bits.policies import is_per_gemm
+from scrimp.planner.bits.profile import PrecisionProfile
+from scrimp.planner.bits.stability import certainty, settle
+from scrimp.precision import GEMMS, RECIPES, LinearPrecision
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class PlannedGemm:
+    """One decision, and what the candidates cost."""
+
+    choice: str
+    harm: dict[str, float]
+    """Candidate to predicted cost, of the whole plan's scale."""
+    loss: dict[str, float]
+    update: dict[str, float]
+    certainty: float | None = None
+
+
+@dataclass(frozen=True)
+class PlannedLinearLayer:
+    """The three GEMMs of one layer."""
+
+    flops_share: float
+    stage: int
+    gemms: dict[str, PlannedGemm]
+
+
+@dataclass(frozen=True)
+class PrecisionPlan:
+    """Formats of all planned layers; see the module."""
+
+    model: str
+    device: str
+    policy: str
+    formats: tuple[str, ...]
+    budget: dict[str, float]
+    layers: dict[str, PlannedLinearLayer]
+    predicted: dict[str, float | None]
+    reason: str = ""
+    step: int = 0
+    measured_at: int = 0
+    measured: dict[str, float] | None = None
+    certainty: float | None = None
+    """Mean over the GEMMs."""
+    solver: dict[str, Any] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def granularity(self) -> str:
+        """gemm or layer."""
+        return "gemm" if is_per_gemm(self.policy) else "layer"
+
+    @property
+    def precisions(self) -> dict[str, LinearPrecision]:
+        """Layer to its recipes; what is saved of the input is what wgrad reads."""
+        found = {}
+        for layer, planned in self.layers.items():
+            fprop, dgrad, wgrad = (planned.gemms[gemm].choice for gemm in GEMMS)
+            found[layer] = LinearPrecision(fprop, dgrad, wgrad, wgrad)
+        return found
+
+    def to_json(self) -> str:
+        """As text, one line per layer."""
+        facts = dataclasses.asdict(self)
+        layers = facts.pop("layers")
+        rows = ",\n".join(f"    {json.dumps(name)}: {json.dumps(row)}" for name, row in layers.items())
+        head = {"scrimp_precision": VERSION, "granularity": self.granularity, **facts}
+        lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
+        return "{\n" + ",\n".join([*lines, f'  "layers": {{\n{rows}\n  }}']) + "\n}\n"
+
+    @classmethod
+    def from_json(cls, text: str, *, origin: str = "the plan") -> PrecisionPlan:
+        """Read what `to_json` wrote.
+
+        Raises:
+            PlanError: not JSON, another version, or values that are none.
+        """
+        try:
+            raw = json.loads(text)
+            if raw.pop("scrimp_precision") != VERSION:
+                raise PlanError(f"{origin} has another version", expected=VERSION)
+            raw.pop("granularity", None)
+            raw["formats"] = tuple(raw["formats"])
+            raw["layers"] = {
+                name: PlannedLinearLayer(
+                    row["flops_share"],
+                    row["stage"],
+                    {gemm: PlannedGemm(**row["gemms"][gemm]) for gemm in GEMMS},
+                )
+                for name, row in raw["layers"].items()
+            }
+            plan = cls(**raw)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise PlanError(
+                f"{origin} is no precision plan", got=error, do="make one with scrimp.plan"
+            ) from None
+        for layer, precision in plan.precisions.items():
+            for gemm in GEMMS:
+                if precision.gemm(gemm) not in RECIPES:
+                    raise PlanError(
+                        f"{origin}: {layer}.{gemm} has an unknown recipe", got=precision.gemm(gemm)
+                    )
+        return plan
+
+    def write(self, path: Path) -> None:
+        """Store, whole or not at all."""
+        write_whole(path, self.to_json())
+
+    @classmethod
+    def read(cls, path: Path) -> PrecisionPlan:
+        """Read a file; PlanError where that cannot be done."""
+        try:
+            return cls.from_json(path.read_text(encoding="utf-8"), origin=str(path))
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlanError(f"{path} cannot be read", got=error) from None
+
+
+def make_plan(question: Question, *, step: int = 0, draws: int | None = None) -> PrecisionPlan:
+    """Solve a question, keep what is not worth a change, and say how sure that is.
+
+    Args:
+        step: at which the plan will begin.
+        draws: resampled solutions behind the certainty; None: the usual number.
+
+    Raises:
+        PlanError: the budget cannot be reached.
+    """
+    choice, reason = settle(question)
+    sure = certainty(question, choice) if draws is None else certainty(question, choice, draws=draws)
+    return describe(question, choice, reason, sure, step=step)
+
+
+def describe(
+    question: Question,
+    choice: Choice,
+    reason: str,
+    sure: NDArray[np.float64] | None = None,
+    *,
+    step: int = 0,
+) -> PrecisionPlan:
+    """A choice with everything that is known of it."""
+    profile, solution = question.profile, choice.solution
+    stages = [0] * len(profile.layers) if question.stages is None else list(question.stages)
+    found = mean_divergence(profile, question.method)
+    loss, update, curvature = gemm_parts(profile, found, question.weights)
+
+    def gemm(i: int, j: int) -> PlannedGemm:
+        by_loss = loss[i] + curvature[i] if j == 0 else np.zeros_like(loss[i])
+        harm = by_loss + update[i, j]
+        name = profile.formats[choice.formats[i, j]]
+        return PlannedGemm(
+            choice=name,
+            harm=_named(profile, harm),
+            loss=_named(profile, by_loss),
+            update=_named(profile, update[i, j]),
+            certainty=None if sure is None else float(sure[i, j]),
+        )
+
+    layers = {
+        layer: PlannedLinearLayer(
+            float(profile.flops[i]), int(stages[i]), {name: gemm(i, j) for j, name in enumerate(GEMMS)}
+        )
+        for i, layer in enumerate(profile.layers)
+    }
+    return PrecisionPlan(
+        model=profile.model,
+        device=profile.device,
+        policy=question.policy,
+        formats=profile.formats,
+        budget={name: value for name, value in vars(question.budget).items() if value is not None},
+        layers=layers,
+        predicted=predict(question, choice),
+        reason=reason,
+        step=step,
+        measured_at=profile.step,
+        certainty=None if sure is None else float(sure.mean()),
+        solver={}
+        if solution is None
+        else {
+            "name": solution.solver,
+            "gap": solution.gap,
+            "seconds": solution.seconds,
+            "note": solution.note,
+        },
+    )
+
+
+def predict(question: Question, choice: Choice) -> dict[str, float | None]:
+    """Share in 4 bits, divergences of the plan as a whole, seconds of its GEMMs."""
+    profile = question.profile
+    found = mean_divergence(profile, question.method)
+    rows = np.arange(len(profile.layers))
+    loss = found.loss[rows, choice.formats[:, 0]]
+    update = np.take_along_axis(found.update, choice.formats[:, :, None], axis=2)
+    seconds = question.seconds
+    spent = None if seconds is None else np.take_along_axis(seconds, choice.formats[:, :, None], axis=2).sum()
+    return {
+        "fp4_flops": share_in_4_bits(profile, choice.formats),
+        "loss_divergence": float(np.sqrt((loss**2).sum())),
+        "weight_divergence": float(np.sqrt((update**2).sum())),
+        "step_seconds": None if spent is None else float(spent),
+    }
+
+
+def budget_of(plan: Mapping[str, float]) -> Budget:
+    """A budget as it stands in a plan."""
+    return Budget(**plan)
+
+
+def _named(profile: PrecisionProfile, values: NDArray[np.float64]) -> dict[str, float]:
+    return {name: float(value) for name, value in zip(profile.formats, values, strict=True)}
