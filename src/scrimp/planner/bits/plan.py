@@ -7,7 +7,8 @@ candidate would have cost (harm, and its parts in loss and update), and how sure
     step, measured_at  when it began, and when its statistics were taken
     model, device      fingerprints of what was measured
     layers             layer -> flops_share, stage, gemms -> choice, harm, loss, update, certainty
-    predicted          fp4_flops, loss_divergence, weight_divergence (relative, root sums of squares), step_seconds
+    predicted          fp4_flops; loss_divergence, relative change of the loss, and weight_divergence, relative change
+                       of the update (root sums of squares over GEMMs); step_seconds of the planned GEMMs
     measured           the same divergences, of the plan as a whole, where a probe has measured them
 
 Checked  tests/planner/bits/test_precision_plan.py
@@ -225,12 +226,13 @@ def predict(question: Question, choice: Choice) -> dict[str, float | None]:
     rows = np.arange(len(profile.layers))
     loss = found.loss[rows, choice.formats[:, 0]]
     update = np.take_along_axis(found.update, choice.formats[:, :, None], axis=2)
+    size = np.sqrt(np.mean([(batch.update**2).sum() for batch in profile.batches]))
     seconds = question.seconds
     spent = None if seconds is None else np.take_along_axis(seconds, choice.formats[:, :, None], axis=2).sum()
     return {
         "fp4_flops": share_in_4_bits(profile, choice.formats),
         "loss_divergence": float(np.sqrt((loss**2).sum())),
-        "weight_divergence": float(np.sqrt((update**2).sum())),
+        "weight_divergence": float(np.sqrt((update**2).sum()) / size) if size > 0 else 0.0,
         "step_seconds": None if spent is None else float(spent),
     }
 

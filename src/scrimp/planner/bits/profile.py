@@ -17,6 +17,7 @@ forward      [2,2,K,L]  gain F per change of Y_l, likewise: by errors of X and o
 curvature    [L]        z' H z / |z|^2 of the loss along noise z in Y_l
 sensitivity  [2, K]     relative update of weight k per change of its gradient: by rms(h'), and for
                         changes that lie where its GEMM's errors lie
+update       [K]        lr |h| / |W|: relative size of the clean update, in the same units
 ===========  =========  =====================================================================
 
 Nothing here knows how the gains were found (a pass per point, or ratios of few passes), what model they
@@ -61,6 +62,7 @@ class BatchStatistics:
     forward: Array
     curvature: Array
     sensitivity: Array
+    update: Array
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,6 +106,7 @@ class PrecisionProfile:
             "backward": (2, 2, num_weights, num_layers),
             "forward": (2, 2, num_weights, num_layers),
             "sensitivity": (2, num_weights),
+            "update": (num_weights,),
         }
         for batch in self.batches:
             for name, shape in expected.items():

@@ -1,9 +1,9 @@
 """Says which limits no plan can meet, and how far plans can come.
 
 Method   One limit alone: the sum of the least, or the most, that every decision can add. Limits that only fail
-         together: sides are left out one by one; a side without which there still is no plan is not to blame.
-         Those that remain fail together, and every one could be met without the others. For each of them HiGHS
-         then finds the amount that is nearest to it while the others hold.
+         together: limits, then single sides, are left out one by one; what can be left out with still no plan is
+         not to blame. Those that remain fail together, and all but one can be met. For each of them HiGHS then
+         finds the amount that is nearest to it while the others hold.
          Amounts are rounded to the side that can be reached: a limit set to the printed number works.
 Checked  tests/planner/bits/test_reach.py: against brute force.
 """
@@ -69,15 +69,28 @@ def explain(form: StandardForm) -> PlanError:
 
 def _blamed(form: StandardForm) -> list[Side]:
     """Sides that fail together, none of them without the others."""
-    sides: list[Side] = [(k, "least") for k in np.flatnonzero(np.isfinite(form.least)).tolist()]
-    sides += [(k, "most") for k in np.flatnonzero(np.isfinite(form.most)).tolist()]
-    needed = list(sides)
-    for side in sides:
-        rest = [other for other in needed if other != side]
-        reduced = _only(form, rest).with_costs(np.zeros_like(form.costs))
-        if solve_by_highs(reduced, gap=1.0, time_limit=_SECONDS).status == "infeasible":
-            needed = rest
+    needed = _sides(form)
+    for k in range(len(form.names)):
+        needed = _without(form, needed, [side for side in needed if side[0] == k])
+    for side in list(needed):
+        needed = _without(form, needed, [side])
     return sorted(needed)
+
+
+def _sides(form: StandardForm) -> list[Side]:
+    least: list[Side] = [(k, "least") for k in np.flatnonzero(np.isfinite(form.least)).tolist()]
+    return least + [(k, "most") for k in np.flatnonzero(np.isfinite(form.most)).tolist()]
+
+
+def _without(form: StandardForm, needed: list[Side], left_out: list[Side]) -> list[Side]:
+    """The sides needed less those left out, if there still is no plan."""
+    rest = [side for side in needed if side not in left_out]
+    if not left_out or not rest:
+        return needed
+    outcome = solve_by_highs(
+        _only(form, rest).with_costs(np.zeros_like(form.costs)), gap=1.0, time_limit=_SECONDS
+    )
+    return rest if outcome.status == "infeasible" else needed
 
 
 def _nearest(form: StandardForm, blamed: list[Side], side: Side) -> float | None:

@@ -213,6 +213,7 @@ def common_unit(values: Floats, most_units: float) -> float | None:
             unit, value = value, abs(math.remainder(unit, value))
         if largest > most_units * unit:
             return None
+        unit = largest / round(largest / unit)  # what rounding added up on the way
     counts = np.rint(values / unit)
     unit = float(values.sum() / counts.sum())
     return unit if (np.abs(values / unit - counts) < 1e-6).all() else None

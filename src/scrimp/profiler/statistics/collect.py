@@ -160,6 +160,7 @@ class _Measurement:
         self.gradient_norms: dict[str, float] = {}
         self.rules: list[UpdateRule | None] = []
         self.scales: list[float] = []
+        self.sizes: list[float] = []
         self.clip = 1.0
         self.tokens = 0
 
@@ -279,6 +280,12 @@ class _Measurement:
             0.0 if rule is None or not norm else (rule.lr / largest if largest > 0 else 1.0) / norm
             for rule, norm in zip(self.rules, self.norms_of_weights, strict=True)
         ]
+        self.sizes = [
+            0.0
+            if rule is None
+            else scale * math.sqrt(square(rule.direction(gradients[name].float() * self.clip)))
+            for name, rule, scale in zip(self.weights, self.rules, self.scales, strict=True)
+        ]
 
     def _sensitivities(self, gradients: dict[str, Tensor], watch: NormWatch, seed: int) -> Array:
         """[2, K] relative update per change of the gradient: evenly spread, and where the GEMM's errors lie."""
@@ -323,6 +330,7 @@ class _Measurement:
             forward=gains.forward,
             curvature=gains.curvature,
             sensitivity=moves,
+            update=np.array(self.sizes),
         )
 
     def profile(self, statistics: Sequence[BatchStatistics]) -> PrecisionProfile:
