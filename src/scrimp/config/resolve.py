@@ -31,6 +31,7 @@ loss_chunk           0 (all tokens at once) where the fp32 logits of a micro-bat
                      tokens does 6*t*D*V FLOPs, and moves about 12*D*V bytes (the bf16 head twice, its
                      fp32 gradient in and out): t/2 FLOPs per byte. An H100 balances at 295, so at
                      600 tokens, which at 128k words need 300 MiB; a CPU balances at far fewer.
+snip.*               see `scrimp.config.snip`; decided only for precision = snip.
 compile              on for CUDA; off on a CPU, where compiling costs more than a short run gains.
 ===================  ==============================================================================
 
@@ -45,6 +46,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from scrimp.config import snip
 from scrimp.config.architecture import Architecture
 from scrimp.config.fields import flatten, replace_values
 from scrimp.config.schema import Config, TrainConfig, decided
@@ -123,6 +125,12 @@ def resolve(config: Config, architecture: Architecture, *, device_type: str) -> 
     if parse_rules(config.precision).base is None:
         value, reasons["precision"] = _precision(config.precision, device_type)
         config = replace_values(config, {"precision": value})
+    if config.is_planned:
+        config = decide(config, "snip.formats", snip.decide_formats)
+        config = decide(config, "snip.start", lambda: snip.decide_start(config))
+        if all(getattr(config.budget, name) is None for name in snip.BUDGETS):
+            config = decide(config, "budget.fp4_flops", snip.decide_share)
+        snip.check_candidates(config)
     config = decide(config, "train.parameters", lambda: _parameters(config))
     config = decide(config, "train.master_weights", lambda: _master_weights(config.train.parameters))
     _check_formats(config)
@@ -138,6 +146,11 @@ def resolve(config: Config, architecture: Architecture, *, device_type: str) -> 
     config = decide(config, "train.loss_chunk", lambda: _loss_chunk(config.train, architecture, device_type))
     config = decide(config, "train.compile", lambda: _compile(device_type))
     _check_schedule(config.train)
+    if config.is_planned:
+        config = decide(config, "snip.first", lambda: snip.decide_first(config))
+        config = decide(config, "snip.every", lambda: snip.decide_every(config))
+        config = decide(config, "snip.delay", lambda: snip.decide_delay(config))
+        config = decide(config, "snip.probe_every", lambda: snip.decide_probe(config))
     return Resolution(config=config, architecture=architecture, reasons=reasons)
 
 

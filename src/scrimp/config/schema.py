@@ -14,6 +14,7 @@ from typing import Literal, TypeVar
 
 from scrimp.precision import PrecisionRules, parse_rules
 
+GainsName = Literal["auto", "ratios", "blocks", "exact"]
 Schedule = Literal["cosine", "linear", "wsd", "constant"]
 Switch = Literal["auto", "on", "off"]
 ParameterType = Literal["auto", "fp32", "bf16"]
@@ -147,6 +148,53 @@ class BudgetConfig:
     """Most device memory, as 16GB or 15.5GiB. Unset: what the device has free."""
     host_memory: str | None = None
     """Most host memory, as 64GB. Unset: what the host has free."""
+    fp4_flops: float | None = None
+    """snip: least share of the blocks' linear FLOPs in 4 bits. Unset: 0.75, unless another budget is given."""
+    step_seconds: float | None = None
+    """snip: most seconds of a step, by the measured times of GEMMs on this device."""
+    speedup: float | None = None
+    """snip: least speed-up of a step over bf16 GEMMs, by the same times."""
+    divergence: float | None = None
+    """snip: most predicted harm, as a share of that of everything in the lowest format; then the fastest plan."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnipConfig:
+    """How `precision = snip` chooses formats while training; without effect otherwise."""
+
+    formats: str = "auto"
+    """Candidates, separated by commas. auto: fp8,nvfp4."""
+    policy: str = "snip"
+    """snip (per GEMM); snip-layer; snip-paper (as published); or a baseline: random:SEED, min-abs-err,
+    min-rel-err, first-last, layer-type, last-blocks."""
+    start: str = "auto"
+    """Recipe of the planned GEMMs before the first plan. auto: the candidate of most bits."""
+    first: int | None = None
+    """Step before which the first plan is measured. Unset: after the warm-up."""
+    every: int | None = None
+    """Steps between plans; 0 for only the first. Unset: 2,000, at most a quarter of the run."""
+    at: str = ""
+    """More steps to plan at, separated by commas, such as 500,4000."""
+    delay: int | None = None
+    """Steps between measuring and switching, in which the program is solved. Unset: a tenth of `every`,
+    at most 10."""
+    batches: int = 4
+    """Statistics batches of one measurement, each a step's micro-batches, at most four of them."""
+    gains: GainsName = "auto"
+    """How errors are followed through the model: ratios (few passes), blocks (per block), exact (per layer).
+    auto: ratios where the model has a residual stream."""
+    loss_weight: float = 1.0
+    """Of the loss divergence in a GEMM's cost."""
+    update_weight: float = 1.0
+    """Of the weight divergence in a GEMM's cost."""
+    curvature_weight: float = 0.0
+    """Of the mean second-order change of the loss in a GEMM's cost."""
+    final_share: float = 0.0
+    """Last share of the run that may have a plan of higher precision, within the budget of the whole; 0 for none."""
+    final_weight: float = 4.0
+    """How much more harm counts in that last share."""
+    probe_every: int | None = None
+    """Steps between comparisons with bf16 on a batch; 0 for none. Unset: 500, at most half of `every`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,10 +206,12 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     budget: BudgetConfig = field(default_factory=BudgetConfig)
+    snip: SnipConfig = field(default_factory=SnipConfig)
     device: str = "auto"
     """auto, cpu, cuda or cuda:N. auto: CUDA where there is one."""
     precision: str = "auto"
-    """Number formats of the linear layers' GEMMs: auto (bf16 on CUDA, fp32 on CPU), a recipe, or rules.
+    """Number formats of the linear layers' GEMMs: auto (bf16 on CUDA, fp32 on CPU), a recipe, rules, or snip:
+    chosen per GEMM from measurements, under a budget, while training.
     Recipes: fp32, bf16, fp8, fp8_tensor, fp8_row, mxfp8, fp4, nvfp4, mxfp4, or three of them as
     fprop/dgrad/wgrad. Rules follow after commas, the last one wins: blocks.0.*=bf16 (layers by
     pattern), *.wgrad=bf16 (one GEMM), head=fp8 (else it is not quantized), *.mlp.down.saved=bf16
@@ -173,8 +223,19 @@ class Config:
 
     @property
     def precision_rules(self) -> PrecisionRules:
-        """`precision`, read."""
-        return parse_rules(self.precision)
+        """`precision`, read; of snip, what a run begins with."""
+        rules = parse_rules(self.precision)
+        return rules.with_base(self.snip.start) if rules.is_planned else rules
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether formats are chosen by measurement, while training."""
+        return parse_rules(self.precision).is_planned
+
+    @property
+    def candidates(self) -> tuple[str, ...]:
+        """The formats that snip chooses from."""
+        return tuple(name.strip() for name in self.snip.formats.split(","))
 
 
 def decided(value: T | None) -> T:

@@ -15,6 +15,7 @@ from typing import Any
 
 from scrimp.config.fields import flatten, leaves
 from scrimp.config.presets import preset
+from scrimp.config.snip import check_snip
 from scrimp.config.schema import Config
 from scrimp.errors import ConfigError
 from scrimp.precision import parse_rules
@@ -90,6 +91,20 @@ RANGES: dict[str, Range] = {
     "train.keep_last": _COUNT,
     "train.keep_every": _COUNT_OR_OFF,
     "train.nonfinite_patience": _COUNT,
+    "budget.fp4_flops": Range(0, 1),
+    "budget.step_seconds": Range(0, 10**6, above=True),
+    "budget.speedup": Range(1, 100),
+    "budget.divergence": Range(0, 1),
+    "snip.first": _COUNT_OR_OFF,
+    "snip.every": _COUNT_OR_OFF,
+    "snip.delay": _COUNT,
+    "snip.batches": Range(1, 64),
+    "snip.loss_weight": Range(0, 10**6),
+    "snip.update_weight": Range(0, 10**6),
+    "snip.curvature_weight": Range(0, 10**6),
+    "snip.final_share": Range(0, 1, below=True),
+    "snip.final_weight": Range(0, 10**6, above=True),
+    "snip.probe_every": _COUNT_OR_OFF,
 }
 """Every numeric setting; a test compares the keys with the schema."""
 
@@ -109,13 +124,14 @@ def check_values(config: Config) -> None:
             _check_choice(key, value, known[key].choices)
         elif key in RANGES:
             check_range(key, value, RANGES[key])
-        elif isinstance(value, (str, Path)):
+        elif isinstance(value, (str, Path)) and key != "snip.at":
             _check_text(key, str(value))
     for key in ("budget.device_memory", "budget.host_memory"):
         if values[key] is not None:
             parse_bytes(values[key], key=key)
     check_device(config.device)
     parse_rules(config.precision)
+    check_snip(config)
     preset(config.model.preset)  # with model.weights too: a misspelt name is a mistake, even unused
 
 

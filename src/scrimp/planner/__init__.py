@@ -4,7 +4,14 @@
 the file, `build` makes the plan of a run from its configuration.
 """
 
-from scrimp.planner.build import account_of, build_plan, gemm_formats, model_fingerprint, refuse_misfit
+from scrimp.planner.build import (
+    account_of,
+    build_plan,
+    gemm_formats,
+    model_fingerprint,
+    refuse_misfit,
+    with_precisions,
+)
 from scrimp.planner.flops import (
     Flops,
     Peaks,
@@ -38,4 +45,5 @@ __all__ = [
     "model_fingerprint",
     "peak_of_recipe",
     "refuse_misfit",
+    "with_precisions",
 ]

@@ -14,11 +14,12 @@ import json
 from collections.abc import Mapping
 
 from scrimp.config import Architecture, Config, decided, parse_bytes
+from scrimp.config.snip import BUDGETS
 from scrimp.errors import PlanError
 from scrimp.planner.flops import linear_layers
 from scrimp.planner.memory import MemoryAccount, account_memory
 from scrimp.planner.schema import BlockChoice, Figures, Fingerprint, GemmChoice, Layout, Plan, StateChoice
-from scrimp.precision import GEMMS, HIGH_PRECISION
+from scrimp.precision import GEMMS, HIGH_PRECISION, PrecisionRules, parse_rules
 
 
 def model_fingerprint(architecture: Architecture) -> str:
@@ -32,9 +33,29 @@ def gemm_formats(plan: Plan) -> dict[str, dict[str, str]]:
     return {layer: {gemm: getattr(choice, gemm) for gemm in GEMMS} for layer, choice in plan.gemms.items()}
 
 
+def with_precisions(plan: Plan, rules: PrecisionRules) -> Plan:
+    """A plan whose GEMMs are as these rules say."""
+    assigned = rules.assign(list(plan.gemms))
+    gemms = {
+        layer: GemmChoice(**dataclasses.asdict(choice), reason=reason)
+        for layer, (choice, reason) in assigned.items()
+    }
+    return dataclasses.replace(plan, gemms=gemms)
+
+
 def account_of(config: Config, architecture: Architecture) -> MemoryAccount:
-    """The memory account of a resolved configuration."""
-    train, rules = config.train, config.precision_rules
+    """The memory account of a resolved configuration; of formats that are planned while training, the largest of
+    what they may become, and of the bf16 passes that measure."""
+    if not config.is_planned:
+        return _account(config, architecture, config.precision_rules)
+    rules = parse_rules(config.precision)
+    bases = (*config.candidates, rules.with_base(config.snip.start).compute)
+    accounts = [_account(config, architecture, rules.with_base(base)) for base in bases]
+    return max(accounts, key=lambda account: account.peak)
+
+
+def _account(config: Config, architecture: Architecture, rules: PrecisionRules) -> MemoryAccount:
+    train = config.train
     assigned = rules.assign(linear_layers(architecture))
     return account_memory(
         architecture,
@@ -94,6 +115,15 @@ def _gemms(config: Config, architecture: Architecture, reasons: Mapping[str, str
     # Where one high precision is all there is, its own reason says more than its name.
     is_plain = rules.base in HIGH_PRECISION and not rules.rules
     only = reasons.get("precision", "set by the user") if is_plain else None
+    if config.is_planned:
+        pinned = parse_rules(config.precision).pinned(linear_layers(architecture))
+        start = f"until the first plan: {reasons.get('snip.start', 'set by the user')}"
+        return {
+            layer: GemmChoice(
+                **dataclasses.asdict(choice), reason=reason if layer in pinned or layer == "head" else start
+            )
+            for layer, (choice, reason) in rules.assign(linear_layers(architecture)).items()
+        }
     return {
         layer: GemmChoice(**dataclasses.asdict(choice), reason=only or reason)
         for layer, (choice, reason) in rules.assign(linear_layers(architecture)).items()
@@ -151,6 +181,10 @@ def _budget(config: Config, device_is_host: bool) -> dict[str, float | int]:
     budget: dict[str, float | int] = {
         name: parse_bytes(text, key=f"budget.{name}") for name, text in given.items() if text is not None
     }
+    for name in BUDGETS:
+        value = getattr(config.budget, name)
+        if value is not None:
+            budget[name] = value
     if device_is_host and "host_memory" in budget:
         host = budget["host_memory"]
         budget["device_memory"] = min(budget.get("device_memory", host), host)

@@ -22,6 +22,7 @@ from scrimp.precision.recipes import (
     recipe,
 )
 from scrimp.precision.rules import (
+    PLANNED,
     RECOMPUTABLE,
     RECOMPUTE,
     SAVED_CHOICES,
@@ -37,6 +38,7 @@ __all__ = [
     "GEMMS",
     "HIGH_PRECISION",
     "OPERANDS",
+    "PLANNED",
     "RECIPES",
     "RECOMPUTABLE",
     "RECOMPUTE",

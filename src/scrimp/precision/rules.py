@@ -11,13 +11,14 @@
 Grammar  rules separated by commas; for each GEMM the last rule that names it wins::
 
              rules    [base | "auto"] {"," rule}
-             base     formats
+             base     formats | "snip"
              rule     pattern "=" formats
              formats  recipe | recipe "/" recipe "/" recipe
 
          A pattern is a glob (``*``, ``?``, ``[0-3]``; case counts) over the layer's full name. It sets all
          three GEMMs, or one setting where its last part is fprop, dgrad, wgrad or saved: then its
          formats are one name. Without a base (or with auto) the device decides it.
+Planned  The base snip leaves the choice to measurements: every GEMM that no rule names is planned while training.
 Head     The base and patterns such as ``*`` mean the linear layers of the blocks. The head, the layer that
          quantization hurts most, stays in the compute format unless a pattern that starts with `head` names it.
 Compute  The working format of activations: fp32 if the base is fp32, else bf16.
@@ -41,6 +42,8 @@ from scrimp.errors import ConfigError
 from scrimp.precision.recipes import GEMMS, HIGH_PRECISION, RECIPES, recipe
 
 AUTO = "auto"
+PLANNED = "snip"
+"""The base of which formats are chosen by measurement."""
 HEAD = "head"
 RECOMPUTE = "recompute"
 RECOMPUTABLE = ("attention.qkv", "mlp.gate_up", "mlp.down")
@@ -143,6 +146,21 @@ class PrecisionRules:
             )
         return "fp32" if self.base == "fp32" else "bf16"
 
+    @property
+    def is_planned(self) -> bool:
+        """Whether formats are chosen by measurement, and changed while training."""
+        return self.base == PLANNED
+
+    def pinned(self, layers: Sequence[str]) -> dict[str, dict[str, str]]:
+        """Layer to GEMM to recipe, where a rule fixes it."""
+        found: dict[str, dict[str, str]] = {}
+        for layer in layers:
+            for rule in self.rules:
+                if rule.matches(layer):
+                    chosen = {gemm: name for gemm, name in rule.settings.items() if gemm in GEMMS}
+                    found[layer] = found.get(layer, {}) | chosen
+        return {layer: gemms for layer, gemms in found.items() if gemms}
+
     def with_base(self, base: str) -> PrecisionRules:
         """The same rules on another base."""
         return replace(self, base=base)
@@ -161,6 +179,22 @@ class PrecisionRules:
                 raise _matches_nothing(rule, layers)
         return {layer: self._choose(layer) for layer in layers}
 
+    def with_recipes(self, layer: str, fprop: str, dgrad: str, wgrad: str) -> LinearPrecision:
+        """A layer that runs in these recipes and saves what the rules say, by default what wgrad reads."""
+        saved = next(
+            (rule.formats for rule in reversed(self.rules) if rule.target == _SAVED and rule.matches(layer)),
+            None,
+        )
+        return LinearPrecision(fprop, dgrad, wgrad, saved or self._saved(layer, wgrad)[0])
+
+    def _saved(self, layer: str, wgrad: str) -> tuple[str, str]:
+        """What backward keeps by default, and why if it is not what wgrad reads."""
+        if recipe(wgrad).saved != "quantized":
+            return self.compute, ""
+        if layer.endswith(_ATTENTION_OUT):
+            return self.compute, "attention keeps its output anyway"
+        return wgrad, ""
+
     def _choose(self, layer: str) -> tuple[LinearPrecision, str]:
         compute = self.compute
         base, why = self.base or compute, f"precision {self.base}"
@@ -173,10 +207,9 @@ class PrecisionRules:
                 chosen |= rule.settings
                 reasons |= dict.fromkeys(rule.settings, f"rule `{rule}`")
         if _SAVED not in chosen:
-            has_codes = recipe(chosen["wgrad"]).saved == "quantized"
-            chosen[_SAVED] = chosen["wgrad"] if has_codes else compute
-            if has_codes and layer.endswith(_ATTENTION_OUT):
-                chosen[_SAVED], reasons[_SAVED] = compute, "attention keeps its output anyway"
+            chosen[_SAVED], why = self._saved(layer, chosen["wgrad"])
+            if why:
+                reasons[_SAVED] = why
         if chosen[_SAVED] == RECOMPUTE and not is_recomputable(layer):
             raise ConfigError(
                 f"precision: the input of {layer} cannot be recomputed",
@@ -218,7 +251,9 @@ def parse_rules(text: str) -> PrecisionRules:
                 do=f"put it first, or write which layers it is for: *={part}",
             )
         elif part != AUTO:
-            base = _read_formats(part, part, () if "/" in part else (AUTO,))
+            base = (
+                part if part == PLANNED else _read_formats(part, part, () if "/" in part else (AUTO, PLANNED))
+            )
     return PrecisionRules(base, tuple(rules))
 
 

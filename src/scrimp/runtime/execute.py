@@ -86,6 +86,7 @@ def realise(
     loss_chunk: int = 0,
     z_loss: float = 0.0,
     choose: BackendChooser | None = None,
+    replans: bool = False,
 ) -> Executable:
     """Allocate the model of a plan and fill its parameters.
 
@@ -95,13 +96,14 @@ def realise(
         compute: working format of the activations.
         seed: of the rounding noise.
         choose: back end per recipe and GEMM (`choose_backends`); unset: what works for every shape.
+        replans: formats will change, so that layers are planned even where nothing is quantized yet.
     """
     with torch.device("meta"):
         model = Decoder(architecture, dtype=DTYPES[parameters])
     model.to_empty(device=device)
     fill(model)
     planned = None
-    if quantizes(plan, compute):
+    if replans or quantizes(plan, compute):
         planned = plan_layers(model, plan, choose or backends_for(device), seed)
     return Executable(model, device, compute, loss_chunk, z_loss, planned)
 

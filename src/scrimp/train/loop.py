@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 
 from scrimp.config import decided
-from scrimp.data import Corpus, Loader
+from scrimp.data import Batch, Corpus, Loader
 from scrimp.errors import StorageError
 from scrimp.gemm import observing
-from scrimp.planner import count_flops, gemm_formats, ideal_seconds_per_token, mfu
+from scrimp.planner import Plan, count_flops, gemm_formats, ideal_seconds_per_token, mfu
 from scrimp.planner.flops import Peaks
 from scrimp.profiler import MemoryMeter
 from scrimp.runtime import Executable, StepCount
@@ -37,6 +37,7 @@ from scrimp.train.evaluation import Evaluation, evaluate
 from scrimp.train.guards import NonFiniteGuard, OutlierWatch, StopSignals
 from scrimp.train.metrics import MetricsLog
 from scrimp.train.optimizer import AdamW
+from scrimp.train.precision_cycle import PrecisionCycle
 from scrimp.train.progress import StepLine
 from scrimp.train.schedule import learning_rate
 from scrimp.train.setup import Decisions
@@ -96,12 +97,33 @@ class Trainer:
         sequence = decided(self.train.sequence)
         self._sequences_per_step = decided(self.train.batch_tokens) // sequence
         self._flops_per_token = count_flops(decisions.architecture, sequence).causal
-        formats = gemm_formats(decisions.plan)
-        compute = self.config.precision_rules.compute
+        self._count: StepCount | None = None
+        self._ideal_seconds = 0.0
+        self.cycle: PrecisionCycle | None = None
+        if self.config.is_planned:
+            self.cycle = PrecisionCycle(
+                decisions,
+                executable,
+                self.optimizer,
+                self._batches,
+                log=log,
+                line=line,
+                run_dir=decided(self.config.run.dir),
+            )
+        self._adopt(decisions.plan)
+
+    def _adopt(self, plan: Plan) -> None:
+        """A plan is in force: its speed of light, its file in checkpoints, and its GEMMs counted in the next step."""
+        self.decisions = dataclasses.replace(self.decisions, plan=plan)
+        self.files["plan.json"] = plan.to_json()
         self._ideal_seconds = ideal_seconds_per_token(
-            decisions.architecture, sequence, formats, peaks, compute
+            self.decisions.architecture,
+            decided(self.train.sequence),
+            gemm_formats(plan),
+            self.peaks,
+            self.config.precision_rules.compute,
         )
-        self._first_step = StepCount() if executable.planned else None
+        self._count = StepCount() if self.executable.planned else None
 
     # -- state ---------------------------------------------------------------------------------
 
@@ -119,6 +141,9 @@ class Trainer:
         torch.set_rng_state(tensors[RANDOM_STATE])
         self.position = Position(**checkpoint.state["position"])
         self.optimizer.restore_updates(self.position.updates)
+        if self.cycle is not None:
+            self.cycle.restore(checkpoint.state["precision"])
+            self._adopt(self.cycle.plan)
         self._last_saved = checkpoint.step
 
     def save(self, *, wait: bool = False) -> None:
@@ -133,6 +158,8 @@ class Trainer:
             "data_digest": self.corpus.digest,
             "sequence": self.train.sequence,
         }
+        if self.cycle is not None:
+            state["precision"] = self.cycle.to_state()
         self.store.save(self.position.step, self.tensors(), state, self.files, wait=wait)
         self._last_saved = self.position.step
 
@@ -171,9 +198,15 @@ class Trainer:
         Raises:
             TrainingError: too many non-finite steps in a row.
         """
-        with self._loader() as loader:
+        with self._loader(self.position.step) as loader:
             while self.position.step < self.train.steps and signals.received is None:
+                if self.cycle is not None and self.cycle.before_step(self.position.step):
+                    self._adopt(self.cycle.plan)
                 result = self._step(loader)
+                if self.cycle is not None and self.cycle.after_step(
+                    self.position.step - 1, result.loss, result.grad_norm
+                ):
+                    self._adopt(self.cycle.plan)
                 record = self._record(result)
                 if self._is_due(self.train.eval_every):
                     record |= self._evaluation_record()
@@ -224,7 +257,14 @@ class Trainer:
     def _is_due(self, every: int | None) -> bool:
         return decided(every) > 0 and self.position.step % decided(every) == 0
 
-    def _loader(self) -> Loader:
+    def _batches(self, step: int, count: int) -> Iterator[list[Batch]]:
+        """The micro-batches of some steps, beside the run's own loader."""
+        with self._loader(step) as loader:
+            for _ in range(count):
+                yield next(loader)
+
+    def _loader(self, step: int) -> Loader:
+        """Batches from a step on."""
         train = self.train
         return Loader(
             self.corpus.train,
@@ -232,7 +272,7 @@ class Trainer:
             sequences_per_step=self._sequences_per_step,
             micro_batch=decided(train.micro_batch),
             seed=self.config.run.seed,
-            first_sample=self.position.step * self._sequences_per_step,
+            first_sample=step * self._sequences_per_step,
             mask_documents=self.config.data.mask_documents,
             pin=self.executable.device.type == "cuda",
         )
@@ -269,21 +309,21 @@ class Trainer:
 
     @contextlib.contextmanager
     def _counting(self, micro_batches: int) -> Iterator[None]:
-        """Of the first step: the planned GEMMs that run inside must be those of the plan."""
-        if self._first_step is None:
+        """Of the first step of a plan: the planned GEMMs that run inside must be those of the plan."""
+        if self._count is None:
             yield
             return
-        with observing(self._first_step):
+        with observing(self._count):
             yield
         tokens = decided(self.train.micro_batch) * decided(self.train.sequence)
         chunks = -(-tokens // (decided(self.train.loss_chunk) or tokens))
-        self._first_step.check(
+        self._count.check(
             self.decisions.plan,
             self.config.precision_rules.compute,
             micro_batches=micro_batches,
             head_chunks=micro_batches * chunks,
         )
-        self._first_step = None
+        self._count = None
 
     def _record(self, result: StepResult) -> dict[str, Any]:
         rate = decided(self.train.batch_tokens) / result.seconds

@@ -87,6 +87,8 @@ def _train_in(run_dir: Path, start: Start) -> RunSummary:
             log.event("checkpoint-failed", resume_step or 0, note)
         trainer = _make_trainer(start, store, log, line, files)
         _announce(trainer, run_dir, start)
+        if trainer.cycle is not None:
+            stack.callback(trainer.cycle.close)
         try:
             with _named_failures(trainer), _deterministic(trainer.executable.device):
                 trainer.run(signals)
@@ -151,6 +153,7 @@ def _make_trainer(
         loss_chunk=decided(config.train.loss_chunk),
         z_loss=config.train.z_loss,
         choose=choose,
+        replans=config.is_planned,
     )
     trainer = Trainer(
         decisions, start.corpus, executable, peaks, meter, store=store, log=log, line=line, files=files
@@ -158,7 +161,9 @@ def _make_trainer(
     if start.checkpoint is not None:
         trainer.restore(start.checkpoint)
     # Of the weights that are trained: before, a resumed run's parameters are whatever lay in memory.
-    prove(executable, decisions.plan)
+    prove(executable, trainer.decisions.plan)
+    if trainer.cycle is not None and start.checkpoint is None:
+        trainer.cycle.write_start()
     trainer.optimizer.zero_grad()  # it sums gradients itself where weights have masters: the probe's too
     if config.train.compile == "on":
         line.phase("compiling the blocks during the first step")
@@ -260,8 +265,10 @@ def _announce(trainer: Trainer, run_dir: Path, start: Start) -> None:
 
 
 def _note_edited_plan(trainer: Trainer) -> None:
-    """Say so where plan.json no longer says what `precision` does; it is carried out as it stands."""
+    """Say so where plan.json no longer says what a fixed `precision` does; it is carried out as it stands."""
     plan = trainer.decisions.plan
+    if trainer.config.is_planned:
+        return
     rules = trainer.config.precision_rules.assign(list(plan.gemms))
     edited = [layer for layer, choice in precisions_of(plan).items() if choice != rules[layer][0]]
     if edited:

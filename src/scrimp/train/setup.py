@@ -26,9 +26,11 @@ from scrimp.config import (
 from scrimp.data import Corpus, CorpusSpec, is_corpus, load_tokenizer, open_corpus
 from scrimp.errors import CheckpointError, ConfigError, DataError, DeviceError, ModelError
 from scrimp.gemm import BackendChooser
-from scrimp.planner import Plan, build_plan, refuse_misfit
+from scrimp.planner import Plan, build_plan, linear_layers, refuse_misfit, with_precisions
+from scrimp.precision import parse_rules
 from scrimp.profiler import Device, resolve_device
 from scrimp.runtime import choose_backends, describe_backends
+from scrimp.train.precision_question import refuse_unreachable_share
 from scrimp.train.run_folder import TOKENIZER
 from scrimp.train.weights import architecture_of_weights, tokenizer_of_weights
 
@@ -54,15 +56,25 @@ class Decisions:
         return decided(self.config.train.micro_batch) * decided(self.config.train.sequence)
 
     def backends(self) -> BackendChooser:
-        """What runs each GEMM on the device; PlanError where nothing does, or not what was asked for."""
-        return choose_backends(
-            self.plan,
-            self.architecture,
-            self.device.torch_device,
-            tokens=self.micro_batch_tokens,
-            head_tokens=decided(self.config.train.loss_chunk),
-            backend=self.config.backend,
-        )
+        """What runs each GEMM on the device, in any format that a plan may give it; PlanError where nothing does,
+        or not what was asked for."""
+        plans = [self.plan]
+        if self.config.is_planned:
+            rules = parse_rules(self.config.precision)
+            bases = dict.fromkeys([*self.config.candidates, self.config.snip.start])
+            plans = [with_precisions(self.plan, rules.with_base(base)) for base in bases]
+        choosers = [
+            choose_backends(
+                plan,
+                self.architecture,
+                self.device.torch_device,
+                tokens=self.micro_batch_tokens,
+                head_tokens=decided(self.config.train.loss_chunk),
+                backend=self.config.backend,
+            )
+            for plan in plans
+        ]
+        return choosers[0]
 
     def describe_backends(self) -> str:
         """Which back end runs which recipe, in words; empty where nothing is quantized."""
@@ -125,6 +137,9 @@ def _refuse_ranks() -> None:
 def _plan_for(
     device: Device, config: Config, architecture: Architecture, reasons: dict[str, str]
 ) -> Decisions:
+    if config.is_planned:
+        pinned = parse_rules(config.precision).pinned(linear_layers(architecture))
+        refuse_unreachable_share(config, architecture, pinned)
     plan = build_plan(
         config,
         architecture,

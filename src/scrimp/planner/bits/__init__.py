@@ -1,1 +1,38 @@
-"""Bits: which number format each GEMM runs in, chosen from measured statistics under a budget."""
+"""Bits: which number format each GEMM runs in, chosen from measured statistics under a budget.
+
+`profile` holds what was measured, `divergence` says what a format costs, `program` solves, `choose` brings them together,
+`plan` is the result with its reasons.
+"""
+
+from scrimp.planner.bits.choose import Budget, Choice, Question, allowed_by, choose, harm_of
+from scrimp.planner.bits.divergence import SNIP, Divergence, Method, Weights, divergence, mean_divergence
+from scrimp.planner.bits.plan import PrecisionPlan, describe, make_plan
+from scrimp.planner.bits.profile import BatchStatistics, PrecisionProfile
+from scrimp.planner.bits.program import Limit, Program, Solution, solve
+from scrimp.planner.bits.schedule import Phases, split
+
+__all__ = [
+    "SNIP",
+    "BatchStatistics",
+    "Budget",
+    "Choice",
+    "Divergence",
+    "Limit",
+    "Method",
+    "Phases",
+    "PrecisionPlan",
+    "PrecisionProfile",
+    "Program",
+    "Question",
+    "Solution",
+    "Weights",
+    "allowed_by",
+    "choose",
+    "describe",
+    "divergence",
+    "harm_of",
+    "make_plan",
+    "mean_divergence",
+    "solve",
+    "split",
+]

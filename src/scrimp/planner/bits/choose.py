@@ -1,8 +1,8 @@
 """From a profile and a budget to a format for every GEMM.
 
-The one place where statistics, policy, budget and solver meet. A decision is a GEMM or a layer; what a user has fixed by
-a rule is no decision, but counts in the budget. Layers whose statistics are not finite keep the highest
-candidate.
+The one place where statistics, policy, budget and solver meet. A decision is a GEMM or a layer; what a user has
+fixed by a rule is no decision, but counts in the budget. Layers whose statistics are not finite keep the
+highest format that was measured, unless they are fixed.
 
 Budgets  fp4_flops    at least this share of the planned layers' FLOPs in 4 bits, in every pipeline stage
          seconds      of all planned GEMMs of a step, from a table of measured times, per stage
@@ -30,6 +30,7 @@ from scrimp.precision import GEMMS, HIGH_PRECISION, recipe
 
 Array = NDArray[np.float64]
 LOW_BITS = 4
+_INDEX = {str(gemm): index for index, gemm in enumerate(GEMMS)}
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ def choose(question: Question) -> Choice:
     if order is not None or policy == "last-blocks" or policy in profile.formats:
         return _by_order(question, order)
     costs = _costs(question)
-    program = _program(question, _solved_costs(question, costs))
+    program = _program(question, priced(question, costs))
     current = None if question.current is None else _decisions(question.current, is_per_gemm(policy))
     solution = solve(program, current=current, solver=question.solver, time_limit=question.time_limit)
     formats = (
@@ -128,7 +129,7 @@ def choose(question: Question) -> Choice:
 
 def is_within(question: Question, formats: NDArray[np.int64]) -> bool:
     """Whether a plan keeps the budget, and gives no GEMM a format that it may not have."""
-    program = _program(question, _solved_costs(question, _costs(question)))
+    program = _program(question, priced(question, _costs(question)))
     chosen = _decisions(formats, is_per_gemm(question.policy))
     rows = np.arange(len(chosen))
     totals = [(limit, float(np.asarray(limit.amounts)[rows, chosen].sum())) for limit in program.limits]
@@ -150,10 +151,14 @@ def _costs(question: Question) -> Array:
     return 0.5 * spread + 0.5 * question.previous
 
 
-def _solved_costs(question: Question, costs: Array) -> Array:
+def priced(question: Question, costs: Array) -> Array:
     """What is minimised: with penalties, costs of switching, and without what is not allowed."""
     if question.penalties is not None:
-        costs = costs * question.penalties[:, :, None]
+        # A layer's cost stands at its fprop: trouble with any of its GEMMs counts there.
+        factors = question.penalties
+        if not is_per_gemm(question.policy):
+            factors = np.broadcast_to(factors.max(axis=1, keepdims=True), factors.shape)
+        costs = costs * factors[:, :, None]
     if question.switching is not None:
         costs = costs + question.switching
     return np.where(_allowed(question), costs, np.inf)
@@ -185,7 +190,7 @@ def allowed_by(profile: PrecisionProfile, pinned: Mapping[str, Mapping[str, str]
                     got=name,
                     expected=", ".join(profile.formats),
                 )
-            row = allowed[profile.layers.index(layer), GEMMS.index(gemm)]  # type: ignore[arg-type]
+            row = allowed[profile.layers.index(layer), _INDEX[gemm]]
             row[:] = False
             row[profile.formats.index(name)] = True
     return allowed
@@ -197,9 +202,8 @@ def _allowed(question: Question) -> NDArray[np.bool_]:
     allowed = np.ones(shape, dtype=bool) if question.allowed is None else question.allowed.copy()
     safest = max(range(shape[2]), key=lambda p: recipe(profile.formats[p]).bits)
     for layer in profile.unusable():
-        index = profile.layers.index(layer)
-        allowed[index] = False
-        allowed[index, :, safest] = True
+        open_ = allowed[profile.layers.index(layer)]
+        open_[open_.sum(axis=1) > 1] = np.arange(shape[2]) == safest
     return allowed
 
 
@@ -267,9 +271,41 @@ def _by_order(question: Question, order: Sequence[int] | None) -> Choice:
         plain = [p for p, name in enumerate(profile.formats) if name in HIGH_PRECISION]
         chosen[last_blocks(profile.layers, profile.flops)] = plain[0] if plain else high
     else:
-        if question.budget.fp4_flops is None:
-            raise PlanError(f"{policy} knows only a share of FLOPs in 4 bits", expected="budget fp4_flops")
-        chosen[protect(order, profile.flops, question.budget.fp4_flops)] = high
-    formats = np.repeat(chosen[:, None], len(GEMMS), 1)
+        chosen[_protected(question, order, low)] = high
+    formats = _as_allowed(np.repeat(chosen[:, None], len(GEMMS), 1), _allowed(question), profile.formats)
     shape = (len(profile.layers), len(GEMMS), len(profile.formats))
     return Choice(formats, np.zeros(shape), share_in_4_bits(profile, formats), None)
+
+
+def _protected(question: Question, order: Sequence[int], low: int) -> NDArray[np.bool_]:
+    """[L], which layers an order keeps from 4 bits, stage by stage; what may not have them anyway is kept first."""
+    profile, share = question.profile, question.budget.fp4_flops
+    if share is None:
+        raise PlanError(
+            f"{question.policy} knows only a share of FLOPs in 4 bits", expected="budget fp4_flops"
+        )
+    can_be_low = _allowed(question)[:, :, low].mean(axis=1) * is_low(profile.formats)[low]
+    kept = np.zeros(len(profile.layers), dtype=bool)
+    stages = np.zeros(len(kept), dtype=int) if question.stages is None else np.asarray(question.stages)
+    for stage in set(stages.tolist()):
+        inside = stages == stage
+        shares = profile.flops * inside / profile.flops[inside].sum()
+        most = float((shares * can_be_low).sum())
+        if most < share - 1e-9:
+            raise PlanError(
+                "no plan can meet the share of FLOPs in 4 bits",
+                got=f"at most {most:g}",
+                expected=f"{share:g}",
+            )
+        members = [index for index in order if inside[index]]
+        kept |= inside & protect(members, shares * can_be_low, share + 1.0 - most)
+    return kept
+
+
+def _as_allowed(
+    formats: NDArray[np.int64], allowed: NDArray[np.bool_], names: Sequence[str]
+) -> NDArray[np.int64]:
+    """[L, 3], with the highest allowed format where the chosen one is not allowed."""
+    bits = np.array([recipe(name).bits for name in names])
+    highest = np.where(allowed, bits, -1).argmax(axis=2)
+    return np.where(np.take_along_axis(allowed, formats[:, :, None], axis=2)[:, :, 0], formats, highest)

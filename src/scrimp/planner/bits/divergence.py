@@ -8,12 +8,18 @@ Method   Errors are taken as random and independent of what they meet. Local err
              e_b^2 = (|eG|^2 |W|^2 + |G|^2 |eW|^2) / O        in gX, by dgrad
              e_w^2 = (|eG|^2 |X|^2 + |G|^2 |eX|^2) / T        in gW, by wgrad
 
+         That is SNIP's form, which spreads energy evenly over the summed index. The statistics also hold both terms
+         summed index by index, as the tensors really are: the default (`Method.errors`).
+
          Loss, relative: the deviation of its first-order change, and the mean of the second-order change::
 
              LD  = sqrt((|gX| |eX|)^2 / numel X + (|gW| |eW|)^2 / numel W) / |Loss|
              LD2 = e_f^2 (z'Hz / |z|^2) / 2 / |Loss|
 
-         Weights: gains F and B carry local errors to every weight k, c_k = lr s_k / |W_k| to its update::
+         Weights: gains F and B carry local errors to every weight k, c_k = lr s_k / |W_k| to its update. By default
+         c_k F and c_k B are one measured number, the change of the update that the noise caused, and there are
+         two of each: for errors of X and G by noise that is independent between tokens, for errors of W,
+         which all tokens share, by noise that is one map of all of them (`Method`)::
 
              of fprop   U^2 = sum_k (c_k F[k<-l] e_f)^2
              of dgrad   U^2 = sum_k (c_k B[k<-l] e_b)^2
@@ -26,8 +32,9 @@ Cost     Per layer, SNIP's own (eq. 7): LD / sum LD + beta WD / sum WD, sums ove
              V_fprop = LD^2 / NL + beta U^2 / NW + gamma max(LD2, 0) / NM,    V_dgrad, V_wgrad = beta U^2 / NW
 
          with NL, NW, NM the sums over everything at the reference format (the lowest).
-Limits   All tokens share eW and the injected noise is independent per token: weight errors are understated where T is
-         large. The signed change of a single layer is noise; only its size is predicted.
+Limits   SNIP's own method takes errors of W as independent between tokens, and understates them where T is large. The
+         signed change of the loss by a single layer is noise; only its size is predicted.
+         Layers whose statistics are not finite have costs that are not; sums leave them out.
 Source   SNIP (arXiv 2602.01410), reconstruction eq. (1), (2), (4), (6) to (8).
 Checked  tests/planner/bits/test_divergence.py; against real damage in benchmarks/snip_study.py.
 
@@ -224,6 +231,6 @@ def mean_divergence(profile: PrecisionProfile, method: Method | None = None) -> 
 
 
 def _total(values: Array) -> float:
-    """A sum to divide by; 1 where nothing diverges at all."""
-    total = float(values.sum())
+    """A sum of what is finite, to divide by; 1 where nothing diverges at all."""
+    total = float(values[np.isfinite(values)].sum())
     return total if total > 0 else 1.0

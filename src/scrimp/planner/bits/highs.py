@@ -5,7 +5,7 @@ Method   A binary variable per allowed choice, a row per decision (its variables
          sums are exact; others are divided by their largest.
 Core     The relaxation gives a bound, and for every choice what a plan with it costs more than the bound
          (`Relaxed.dearer`). HiGHS first gets the few hundred choices where that is least; if its plan lies
-         within the gap of the bound, it is done, in a tenth of the time. Else choices that cannot be part of a
+         within the gap of the bound, it is done, several times faster. Else choices that cannot be part of a
          better plan are taken out, and it gets more, in the end all: the bound is then its own.
 Scale    HiGHS compares with absolute tolerances of 1e-7, and costs span many powers of ten: costs over those
          of the cheapest choices are scaled so that the largest is 1e4. If the plan found costs next to nothing

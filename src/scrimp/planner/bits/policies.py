@@ -1,7 +1,7 @@
 """What else one could pay attention to: SNIP's baselines, as costs and orders of the same program.
 
-Every policy chooses between the same formats with the same share of FLOPs in 4 bits. With H the format of most bits
-among the candidates and P the one of fewest::
+Every policy chooses between the same formats with the same share of FLOPs in 4 bits. With H the quantized format of
+most bits among the candidates (bf16 where only one width is quantized) and P the one of fewest::
 
     snip           per GEMM, cost V (eq. 8)               snip-layer     per layer, V of its three GEMMs
     snip-paper     per layer, cost Q (eq. 7), with the paper's errors and sensitivities as reconstructed
@@ -20,41 +20,31 @@ Shapes: L layers, P formats.
 
 from __future__ import annotations
 
-import re
 import zlib
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from scrimp.config.snip import POLICIES
 from scrimp.errors import PlanError
 from scrimp.planner.bits.divergence import SNIP, Method, Weights, gemm_costs, layer_costs, mean_divergence
 from scrimp.planner.bits.profile import PrecisionProfile
 from scrimp.precision import GEMMS, recipe
 
 Array = NDArray[np.float64]
-POLICIES = (
-    "snip",
-    "snip-layer",
-    "snip-paper",
-    "random",
-    "min-abs-err",
-    "min-rel-err",
-    "first-last",
-    "layer-type",
-    "last-blocks",
-)
 LAST_SHARE = 0.15
+HIGH_BITS = 16
 _TYPES = (
-    ("down", "fc2", "w2"),
-    ("out", "o_proj", "proj"),
-    ("v_proj",),
-    ("k_proj",),
-    ("q_proj", "qkv"),
-    ("up",),
-    ("gate",),
+    ("down", "down_proj", "fc2", "w2", "linear_fc2", "dense_4h_to_h", "mlp.c_proj"),
+    ("out", "o_proj", "out_proj", "wo", "linear_proj", "dense", "c_proj", "proj"),
+    ("v", "v_proj", "wv", "value"),
+    ("k", "k_proj", "wk", "key"),
+    ("q", "q_proj", "wq", "query", "qkv", "qkv_proj", "linear_qkv", "query_key_value", "in_proj", "c_attn"),
+    ("up", "up_proj", "gate_up", "gate_up_proj", "linear_fc1", "fc1", "w3", "dense_h_to_4h", "c_fc"),
+    ("gate", "gate_proj", "w1"),
 )
-"""Kinds of layers in the order in which `layer-type` protects them."""
+"""Kinds of layers, by the ends of their names, in the order in which `layer-type` protects them."""
 
 
 def is_per_gemm(policy: str) -> bool:
@@ -71,18 +61,33 @@ def costs_of(
 ) -> Array:
     """Costs of a policy that solves the program: [3 L, P] per GEMM (layer by layer), or [L, P] per layer.
 
+    A layer whose statistics are not finite costs as much as the worst of the others: whoever smooths or compares
+    costs need not know of it.
+
     Raises:
         PlanError: a policy that does not exist, or that orders layers instead.
     """
+    costs = _raw_costs(policy, profile, weights, method)
+    by_layer = costs.reshape(len(profile.layers), -1, costs.shape[-1])
+    bad = np.isin(profile.layers, profile.unusable())
+    if bad.any():
+        by_layer = by_layer.copy()
+        by_layer[bad] = 0.0 if bad.all() else by_layer[~bad].max(axis=0)
+    return by_layer.reshape(costs.shape)
+
+
+def _raw_costs(
+    policy: str, profile: PrecisionProfile, weights: Weights | None, method: Method | None
+) -> Array:
     name, _, seed = policy.partition(":")
-    if name in ("snip", "snip-layer"):
+    if policy in ("snip", "snip-layer"):
         costs = gemm_costs(profile, mean_divergence(profile, method), weights)
         return costs.reshape(-1, costs.shape[-1]) if name == "snip" else costs.sum(1)
-    if name == "snip-paper":
+    if policy == "snip-paper":
         return layer_costs(profile, mean_divergence(profile, SNIP), weights)
-    if name == "random":
+    if name == "random" and (seed.isdecimal() or policy == name):
         return _random(profile, int(seed or 0))
-    if name in ("min-abs-err", "min-rel-err"):
+    if policy in ("min-abs-err", "min-rel-err"):
         return _local(profile, relative=name == "min-rel-err")
     raise PlanError(
         "there is no such policy",
@@ -128,11 +133,13 @@ def last_blocks(layers: Sequence[str], shares: Array, share: float = LAST_SHARE)
 
 
 def extremes(formats: Sequence[str]) -> tuple[int, int]:
-    """Indices of the quantized format of most bits, and of the one of fewest; the first of equals."""
+    """Indices of H and P, see the module; the first of equals, and the same where there is one width alone."""
     bits = [recipe(name).bits for name in formats]
-    low = min(range(len(bits)), key=lambda p: bits[p])
-    quantized = [p for p in range(len(bits)) if bits[p] < 16] or [low]
-    return max(quantized, key=lambda p: (bits[p], -p)), low
+    low = bits.index(min(bits))
+    above = sorted({count for count in bits if count > bits[low]})
+    quantized = [count for count in above if count < HIGH_BITS]
+    high = max(quantized) if quantized else min(above, default=bits[low])
+    return bits.index(high), low
 
 
 def _random(profile: PrecisionProfile, seed: int) -> Array:
@@ -168,12 +175,11 @@ def _first_last(layers: Sequence[str]) -> list[int]:
 
 
 def _block(layer: str) -> int:
-    """The first number in a layer's name; -1 without one."""
-    found = re.search(r"\d+", layer)
-    return int(found[0]) if found else -1
+    """The first part of a layer's name that is a number; -1 without one."""
+    return next((int(part) for part in layer.split(".") if part.isdecimal()), -1)
 
 
 def _kind(layer: str) -> int:
-    """Place of a layer's kind in the order of `_TYPES`, by the last part of its name."""
-    last = layer.rpartition(".")[2]
-    return next((i for i, names in enumerate(_TYPES) if any(name in last for name in names)), len(_TYPES))
+    """Place of a layer's kind in the order of `_TYPES`; after all of them where no name fits."""
+    ends = tuple(tuple(f".{name}" for name in names) for names in _TYPES)
+    return next((i for i, names in enumerate(ends) if f".{layer}".lower().endswith(names)), len(_TYPES))

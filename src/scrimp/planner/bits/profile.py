@@ -99,6 +99,16 @@ class PrecisionProfile:
                 got=f"{len(self.layers)} layers, {len(self.batches)} batches",
             )
         num_layers, num_weights = len(self.layers), len(self.weights)
+        if not self.formats:
+            raise PlanError("a profile needs at least one candidate format", got="none")
+        if {len(self.shapes), len(self.owners)} != {num_layers}:
+            raise PlanError(
+                "a profile needs a shape and a weight for each layer",
+                got=f"{len(self.shapes)} shapes, {len(self.owners)} weights",
+                expected=num_layers,
+            )
+        if not all(0 <= owner < num_weights for owner in self.owners):
+            raise PlanError("the profile names weights that it has not watched", got=self.owners)
         expected = {
             **dict.fromkeys(("x", "w", "y", "g", "gx", "gw", "curvature"), (num_layers,)),
             "errors": (num_layers, len(GEMMS), len(self.formats), 2),
@@ -122,9 +132,15 @@ class PrecisionProfile:
         return shares
 
     def unusable(self) -> list[str]:
-        """Names of layers whose statistics are not finite in some batch: they get no low format."""
+        """Names of layers whose statistics are not finite in some batch: they get no low format.
+
+        Where a loss or a sensitivity is not, nothing is known of any layer.
+        """
         bad = np.zeros(len(self.layers), dtype=bool)
         for batch in self.batches:
+            bad |= not (
+                np.isfinite(batch.loss) and batch.loss != 0.0 and np.isfinite(batch.sensitivity).all()
+            )
             for name in ("x", "w", "y", "g", "gx", "gw", "curvature"):
                 bad |= ~np.isfinite(getattr(batch, name))
             bad |= ~np.isfinite(batch.errors + batch.results).all(axis=(1, 2, 3))
@@ -188,7 +204,7 @@ class PrecisionProfile:
             for name in ("layers", "formats", "weights", "owners"):
                 facts[name] = tuple(facts[name])
             return cls(**facts, batches=batches)
-        except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
+        except (OSError, KeyError, TypeError, ValueError, AttributeError, SafetensorError) as error:
             raise PlanError(f"{path} is no precision profile", got=error, do="measure again") from None
 
 

@@ -1,6 +1,7 @@
 """Statistics of a model in training: what each number format would do to its loss and its next update."""
 
 from scrimp.profiler.statistics.collect import GAINS, Subject, collect, fingerprint
+from scrimp.profiler.statistics.probe import Probe, probe
 from scrimp.profiler.statistics.sensitivity import OptimizerView, TorchOptimizer, UpdateRule
 from scrimp.profiler.statistics.structure import Structure, find_structure
 from scrimp.profiler.statistics.untouched import untouched
@@ -8,6 +9,7 @@ from scrimp.profiler.statistics.untouched import untouched
 __all__ = [
     "GAINS",
     "OptimizerView",
+    "Probe",
     "Structure",
     "Subject",
     "TorchOptimizer",
@@ -15,5 +17,6 @@ __all__ = [
     "collect",
     "find_structure",
     "fingerprint",
+    "probe",
     "untouched",
 ]

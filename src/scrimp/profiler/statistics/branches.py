@@ -1,10 +1,10 @@
 """Noise inside a branch of the residual stream: how errors move the weights of their own sub-layer.
 
-Problem  Between two nodes an error meets what the branch does: softmax averages it, a gate multiplies it. Ratios taken on
-         the stream know nothing of that, and formulas are off by a factor of two.
+Problem  Between two nodes an error meets what the branch does: softmax averages it, a gate multiplies it. Ratios
+         taken on the stream know nothing of that, and formulas are off by a factor of two.
 Method   One more pass per kind of noise, in which every sub-layer is on its own: noise enters at the outputs of all
          entries, but each exit gives its clean result to the stream, and takes its clean gradient from it.
-         So no noise travels, and a weight's change is due to its own branch::
+         So no noise travels, and the change of a planned weight is due to its own branch::
 
              F[k<-l] = |change of gW_k| / |noise in the entries|            k, l in one sub-layer
 
@@ -13,7 +13,11 @@ Method   One more pass per kind of noise, in which every sub-layer is on its own
 
              B[k<-exit] = |change of gW_k| / |change of gX_exit|            k an entry, in the backward runs
 
+Limits   The gradient that branches give back to the stream is noisy, and nothing cuts it off from what lies before
+         the first exit: the embedding, and the norms. Their changes in this pass are not read.
+         Noise enters all entries at once: one gain stands for each of them.
 Memory   On the host: result and gradient of every exit, and the gradient of its input.
+Checked  tests/profiler/statistics/test_branches.py
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scrimp.profiler.statistics.stream import gaussian, generator_of, square
+from scrimp.profiler.statistics.stream import gaussian, generator_of, is_recomputing, square
 from scrimp.profiler.statistics.structure import Structure
 
 
@@ -54,6 +58,8 @@ class BranchTape:
         def compare(number: int) -> Callable[[nn.Module, Any, Tensor], None]:
             def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
                 micro_batch, x = self.micro_batch, inputs[0]
+                if is_recomputing():
+                    return
 
                 def on_gradient(g: Tensor) -> None:
                     clean = self._kept["gx", number, micro_batch].to(g.device)
@@ -74,6 +80,8 @@ class BranchTape:
 
         def cut(number: int) -> Callable[[nn.Module, Any, Tensor], Tensor]:
             def hook(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+                if not torch.is_grad_enabled():
+                    return output
                 y, g = (self._kept[name, number, self.micro_batch].to(output.device) for name in ("y", "g"))
                 clean: Tensor = _Clean.apply(output, y, g)  # type: ignore[no-untyped-call]
                 return clean
@@ -82,9 +90,12 @@ class BranchTape:
 
         def disturb(number: int) -> Callable[[nn.Module, Any, Tensor], Tensor]:
             def hook(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+                if not torch.is_grad_enabled():
+                    return output
                 key = (seed, number, id_of[id(module)], 0 if kind == "weights" else self.micro_batch)
                 z = gaussian(output.detach(), share, kind, generator_of(output.device, *key))
-                injected[number] += square(z)
+                if not is_recomputing():
+                    injected[number] += square(z)
                 return output + z
 
             return hook
@@ -100,7 +111,7 @@ class BranchTape:
     def _record(self, number: int) -> Callable[[nn.Module, Any, Tensor], None]:
         def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
             key, x = (number, self.micro_batch), inputs[0]
-            if not output.requires_grad:
+            if not output.requires_grad or is_recomputing():
                 return
             self._keep(("y", *key), output)
             output.register_hook(lambda g: self._keep(("g", *key), g))
@@ -126,7 +137,7 @@ class _Clean(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, output: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
         ctx.gradient = gradient
-        return value
+        return value.clone()  # which the model may change in place
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:

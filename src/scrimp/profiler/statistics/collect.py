@@ -8,9 +8,13 @@
 
 and everything is put back (`untouched`): a run that is measured goes on as if it had not been.
 
+Equal passes      All passes over a batch start from the same random states and buffers, and run by the same code:
+                  without noise, a pass changes nothing, not one bit. So dropout is no noise.
 Several batches   Each gives statistics of its own, so that a planner can see how sure they are.
-Limits            Layers under torch.compile run eagerly while they are measured.
-Checked           tests/profiler/statistics/test_collect.py, tests/train/test_precision_cycle.py (bit-equal runs)
+Limits            Layers under torch.compile run eagerly while they are measured. Measure between two steps: gradients
+                  that an optimizer keeps outside the parameters must be none.
+Checked           tests/profiler/statistics/test_collect.py, test_untouched.py; against real damage in
+                  test_damage.py
 """
 
 from __future__ import annotations
@@ -28,9 +32,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from scrimp.errors import ModelError, PlanError, TrainingError
-from scrimp.gemm import PlannedModel, observing
+from scrimp.gemm import Execution, PlannedModel, observing
 from scrimp.planner.bits.profile import BatchStatistics, PrecisionProfile
-from scrimp.precision import GEMMS, LinearPrecision
+from scrimp.precision import GEMMS, LinearPrecision, recipe
 from scrimp.profiler.statistics.branches import BranchTape
 from scrimp.profiler.statistics.exact import Sites, exact_gains, watching_sites
 from scrimp.profiler.statistics.gains import CleanRun, Gains, Passes, by_blocks, by_ratios, of_layers, places
@@ -38,7 +42,7 @@ from scrimp.profiler.statistics.norms import ErrorKey, NormWatch
 from scrimp.profiler.statistics.sensitivity import OptimizerView, UpdateRule, sensitivity
 from scrimp.profiler.statistics.stream import Changes, Injection, StreamTape, generator_of, square
 from scrimp.profiler.statistics.structure import Structure, find_structure
-from scrimp.profiler.statistics.untouched import untouched
+from scrimp.profiler.statistics.untouched import ForwardState, untouched
 
 Array = NDArray[np.float64]
 GAINS = ("ratios", "blocks", "exact")
@@ -76,27 +80,28 @@ def collect(
     Args:
         batches: statistics batches, each what `subject.losses` takes.
         formats: candidate recipes.
-        layers: planned layers to measure; None: all.
+        layers: planned layers to measure; None: all. The others' updates are watched too.
         gains: ratios, blocks, exact; auto: ratios where the model has a residual stream, else exact.
         noise: deviation of injected noise as a share of the local rms.
 
     Raises:
-        PlanError: an unknown way of finding gains, or one that the model has no structure for.
-        TrainingError: a loss that is not finite.
+        PlanError: an unknown format or layer, an unknown way of finding gains, or one that the model has no
+            structure for; no batch.
+        ModelError: a layer to measure that is not trained.
+        TrainingError: a loss that is not finite, or gradients of an unfinished step.
     """
     names = tuple(layers if layers is not None else subject.planned.layers)
+    unknown = [name for name in names if name not in subject.planned.layers]
+    if unknown:
+        raise PlanError("only planned layers can be measured", got=", ".join(unknown[:8]))
+    for name in formats:
+        recipe(name)
     statistics = []
-    with untouched(subject.model, subject.planned):
-        subject.planned.replan(LinearPrecision.of(subject.compute))
-        subject.model.train()
-        measurement: _Measurement | None = None
+    measurement: _Measurement | None = None
+    with _between_steps(subject):
         for number, batch in enumerate(batches):
             if measurement is None:
-                structure = find_structure(
-                    subject.model,
-                    names,
-                    lambda batch=batch: list(subject.losses(batch)),  # type: ignore[misc]
-                )
+                structure = _structure(subject, batch)
                 measurement = _Measurement(
                     subject, names, tuple(formats), _way(gains, structure), structure, noise
                 )
@@ -106,6 +111,37 @@ def collect(
     if measurement is None:
         raise PlanError("no batch was given to measure on", expected="at least one")
     return measurement.profile(statistics)
+
+
+@contextlib.contextmanager
+def _between_steps(subject: Subject) -> Iterator[None]:
+    """In training mode and in the compute type; what the passes leave behind is cleared away, come what may."""
+    with untouched(subject.model, subject.planned), observing(_nobody, plain=True):
+        if subject.optimizer.gradients():
+            raise TrainingError(
+                "the optimizer holds gradients of an unfinished step", do="measure between two steps"
+            )
+        subject.planned.replan(LinearPrecision.of(subject.compute))
+        subject.model.train()
+        try:
+            yield
+        finally:
+            subject.optimizer.zero_grad()
+
+
+def _nobody(execution: Execution) -> None:
+    """Observes nothing: while anyone observes, clean and disturbed passes run by the same code."""
+
+
+def _structure(subject: Subject, batch: Any) -> Structure | None:
+    """Of all planned layers, measured or not; from the first micro-batch."""
+    before = ForwardState(subject.model, subject.planned)
+    try:
+        return find_structure(
+            subject.model, subject.planned.layers, lambda: next(iter(subject.losses(batch)), None)
+        )
+    finally:
+        before.restore()
 
 
 def _way(gains: str, structure: Structure | None) -> str:
@@ -148,7 +184,8 @@ class _Measurement:
         self.owned = {layer: self.weights.index(weight) for layer, weight in owned.items()}
         self.shapes = tuple(tuple(parameters[owned[layer]].shape) for layer in layers)
         self.norms_of_weights = [math.sqrt(square(parameters[name])) for name in self.weights]
-        owners = {weight: layer for layer, weight in owned.items()}
+        planned = subject.planned.layers
+        owners = {by_id[id(modules[layer].weight)]: layer for layer in planned}
         self.places = None if structure is None else places(structure, self.weights, owners)
         self.tape = None if structure is None or gains == "exact" else StreamTape(subject.model, structure)
         self.branches = (
@@ -163,11 +200,13 @@ class _Measurement:
         self.sizes: list[float] = []
         self.clip = 1.0
         self.tokens = 0
+        self.start = ForwardState(subject.model, subject.planned)
 
     # -- passes --------------------------------------------------------------------------------
 
     def measure(self, batch: Any, seed: int) -> BatchStatistics:
         """All passes over one batch."""
+        self.start = ForwardState(self.subject.model, self.subject.planned)
         watch = NormWatch(
             {name: self.subject.planned.layers[name] for name in self.layers},
             self.formats,
@@ -195,6 +234,8 @@ class _Measurement:
         return self._statistics(loss, watch, gains, moves)
 
     def _pass(self, batch: Any) -> float:
+        """Forward and backward over all micro-batches; gives their loss."""
+        self.start.restore()
         total = 0.0
         tapes = [tape for tape in (self.tape, self.branches) if tape is not None]
         for tape in tapes:
@@ -241,7 +282,10 @@ class _Measurement:
                 seed,
             )
         tape, branches, structure, where = self.tape, self.branches, self.structure, self.places
-        assert tape is not None and branches is not None and structure is not None and where is not None
+        assert tape is not None
+        assert branches is not None
+        assert structure is not None
+        assert where is not None
 
         def stream(injection: Injection) -> tuple[Changes, Array]:
             with tape.comparing(injection) as changes, branches.comparing(changes.exits):
@@ -254,7 +298,7 @@ class _Measurement:
             return injected, moved
 
         find = by_ratios if self.gains == "ratios" else by_blocks
-        nodes = find(structure, where, Passes(stream, isolated), self.noise, seed)
+        nodes = find(structure, where, Passes(stream, isolated, tape.first), self.noise, seed)
         clean = CleanRun(
             {key: math.sqrt(value) for key, value in watch.squares.items()},
             {layer: math.sqrt(value) for layer, value in self.sites.input_gradients.items()},

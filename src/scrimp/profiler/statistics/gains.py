@@ -9,8 +9,8 @@ on the same batch, weights and random state. Three ways, from exact to cheap:
 exact    (R1) a backward pass per distinct input and a forward pass per layer, noise at that very point. The oracle,
          and the only way where no residual stream is found.
 blocks   (R2) a backward and a forward pass per node of the stream, noise into the stream there.
-ratios   (R3, the default) two passes in all: noise once into the last node's gradient and once into the first node's
-         activation; at every node the change that arrives there is what counts as injected::
+ratios   (R3, the default) two passes for each kind of noise, which enters once into the last node's gradient and once
+         into the first node's activation; at every node the change that arrives there counts as injected::
 
              Bn[k,j] = |dgW_k| / |dR_j|                      backward run, k before j
              Fn[k,j] = |dgW_k| / |dx_j|                      forward run, k after j
@@ -24,16 +24,18 @@ For blocks and ratios, l in sub-layer s (between nodes s and s + 1) reaches the 
 and the weights of its own sub-layer as `branches` measures. The ratio is never taken at the linear layer
 itself, which would charge it with the noise of the skip path.
 
-Two kinds of noise   Errors of X and G are independent between tokens, and average out in a weight's gradient; an
+Two kinds  of noise. Errors of X and G are independent between tokens, and average out in a weight's gradient; an
            error of W is one linear map that all tokens share, and does not. SNIP's reconstruction has the first
-           kind alone, and understates weight errors by about half (docs/lab-log.md); here every pass is
-           made with both.
+           kind alone, and understates weight errors; here every pass is made with both.
+Isolated   Gains inside a sub-layer come from two more passes, in which no noise travels: see `branches`. So the
+           ratios need six passes in all, blocks 4 (S + 1) + 2.
 Updates    Each pass also takes the change of the *update* that its noise causes, through the optimizer's state: where
            gradients are large their errors are large too, and AdamW divides by just that.
 Curvature  z' H z / |z|^2 along the noise, for the mean of the second-order change of the loss: at the nodes
            <dx, dR> / |dx|^2 of the forward run, times c^2; exact: <z, G(Y + z) - G(Y)> / |z|^2.
 Source     SNIP (arXiv 2602.01410), reconstruction eq. (2), (5) and R1 to R3.
-Checked    tests/profiler/statistics/test_gains.py: R1 against changes of gradients taken by hand, R2 and R3 against R1.
+Checked    tests/profiler/statistics/test_gains.py: R2 and R3 against R1; test_exact.py: R1 against gradients that
+           are disturbed by hand.
 """
 
 from __future__ import annotations
@@ -58,11 +60,14 @@ Gradients = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Gains:
-    """[2, 2, K, L] both gains, by noise of tokens and of weights, of gradients and of relative updates; [L] curvature."""
+    """By noise of tokens and of weights, and of gradients and of relative updates."""
 
     backward: Array
+    """[2, 2, K, L]."""
     forward: Array
+    """[2, 2, K, L]."""
     curvature: Array
+    """[L]."""
 
 
 @dataclass(frozen=True)
@@ -79,14 +84,21 @@ def places(structure: Structure, weights: tuple[str, ...], owners: Mapping[str, 
     """[K], sub-layer of each watched weight: -1 before the stream (embedding), S after it (head).
 
     Args:
+        weights: in the order in which the model defines them; what belongs to no planned layer is
+            before the stream if it comes before all that do, and after it if after them, or by its name.
         owners: weight to the planned layer that it belongs to.
     """
     last = len(structure.sublayers)
-    found = []
-    for weight in weights:
-        place = structure.place(owners[weight]) if weight in owners else None
-        is_head = weight not in owners and ("head" in weight or "output" in weight)
-        found.append(place if place is not None else last if is_head else -1)
+    by_owner = [structure.place(owners[weight]) if weight in owners else None for weight in weights]
+    planned = [index for index, place in enumerate(by_owner) if place is not None]
+    found: list[int] = []
+    for index, (weight, place) in enumerate(zip(weights, by_owner, strict=True)):
+        if place is not None:
+            found.append(place)
+        elif "head" in weight or "output" in weight or index > max(planned, default=-1):
+            found.append(last)
+        else:
+            found.append(-1 if index < min(planned) else found[-1])
     return np.array(found)
 
 
@@ -124,6 +136,8 @@ class Passes:
     """Noise at a node."""
     isolated: Callable[[str, int], tuple[Mapping[int, float], Array]]
     """Noise of a kind in every branch on its own, by seed; also its |z|^2 by sub-layer."""
+    first: int = 0
+    """The first node whose activation has a gradient."""
 
 
 def by_ratios(
@@ -137,10 +151,10 @@ def by_ratios(
         for j in range(last + 1):
             gains.backward[row, ..., j] = np.where(where < j, moved / _root(changes.gradient[j]), 0.0)
         gains.add_exits(row, changes, moved)
-        changes, moved = passes.stream(Injection(0, "forward", kind, share, seed + 2 * row + 1))
-        for j in range(last + 1):
+        changes, moved = passes.stream(Injection(passes.first, "forward", kind, share, seed + 2 * row + 1))
+        for j in range(passes.first, last + 1):
             arriving = _root(changes.activation[j])
-            back = gains.backward[row, ..., j] * _root(changes.gradient[j]) / arriving
+            back = gains.backward[row, ..., j] * math.sqrt(changes.gradient[j]) / arriving
             gains.forward[row, ..., j] = np.where(where < j, back, moved / arriving)
             if kind == "tokens":
                 gains.curvature[j] = changes.product[j] / arriving**2
@@ -163,7 +177,7 @@ def by_blocks(
         changes, moved = passes.stream(Injection(j, "forward", kind, share, key + 1))
         gains.forward[row, ..., j] = moved / _root(changes.injected[j])
         if kind == "tokens":
-            gains.curvature[j] = changes.product[j] / changes.injected[j]
+            gains.curvature[j] = changes.product[j] / _root(changes.injected[j]) ** 2
     gains.add_entries(passes, seed + 1000)
     return gains
 

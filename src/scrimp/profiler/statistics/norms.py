@@ -1,19 +1,21 @@
 """Norms and quantization errors of every GEMM, from one ordinary pass in the compute type.
 
-`NormWatch` observes the planned GEMMs as they run. It sums squares over the micro-batches of a statistics batch, and
-quantizes both operands of every GEMM as each candidate format would, for the norm of the error: the very
-operands that the format's GEMM would read, scaled along the axis that it sums over, stochastic
-where its recipe is. A rotated operand is compared after rotating back, which keeps the norm.
+Problem  What a format does to an operand depends on the very tensor: its outliers, the axis that its scales run
+         along, the rounding of its recipe. And an error counts by what it is multiplied with.
+Method   `NormWatch` observes the planned GEMMs as they run, and quantizes both operands of each as every candidate
+         format would: scaled along the axis that the GEMM sums over, stochastic where its recipe is. A rotated
+         operand is compared after rotating back, which keeps the norm. For errors that are independent
+         between elements, with k along the summed axis::
 
-An operand's error reaches the result multiplied by the other operand. For errors that are independent between
-elements, with k along the summed axis::
+             |change of A B|^2 = sum_k |eA_k|^2 |B_k|^2 + |A_k|^2 |eB_k|^2
 
-    |change of A B|^2 = sum_k |eA_k|^2 |B_k|^2 + |A_k|^2 |eB_k|^2
-
-SNIP's reconstruction has the norms of whole matrices there, as if energy were spread evenly over k; outlier
-features, rotations and tokens with large gradients make that wrong by up to a factor of two.
-
-The weight does not change between batches, and nearest rounding has no luck: its errors are computed once.
+         SNIP's reconstruction has the norms of whole matrices there, as if energy were spread evenly over k; outlier
+         features, rotations and tokens with large gradients make that wrong by up to a factor of two.
+Sums     Squares add over the micro-batches of a statistics batch, those of W and its error apart: all of them share
+         the one weight, whose error is therefore computed once (nearest rounding has no luck).
+Limits   Errors of W act on all tokens alike, and are not independent of X; the result's norm takes them as if.
+Source   SNIP (arXiv 2602.01410), reconstruction eq. (4), and the sums by index instead of norms.
+Checked  tests/profiler/statistics/test_norms.py: against quantized copies and products in float64.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from scrimp.formats import QuantizedTensor, fake_quantize
 from scrimp.gemm import Execution, PlannedLayer
 from scrimp.gemm.problem import AXES, Use, operands_of
 from scrimp.precision import GEMMS, OPERANDS
-from scrimp.profiler.statistics.stream import square
+from scrimp.profiler.statistics.stream import is_recomputing, square
 
 _NAMES = {"fprop": ("x", "w", "y"), "dgrad": ("g", "w", "gx"), "wgrad": ("g", "x", "gw")}
 """First operand, second operand and result."""
@@ -55,7 +57,7 @@ class NormWatch:
         self.squares: dict[tuple[str, str], float] = defaultdict(float)
         """(layer, tensor) to |tensor|^2."""
         self.errors: dict[ErrorKey, float] = defaultdict(float)
-        """|Q(A) - A|^2."""
+        """|Q(A) - A|^2; of a weight once, however many micro-batches read it."""
         self.results: dict[ErrorKey, float] = defaultdict(float)
         """|change of the GEMM's result|^2 by the error of one operand."""
         self.tokens: dict[str, int] = defaultdict(int)
@@ -66,7 +68,7 @@ class NormWatch:
     def __call__(self, execution: Execution) -> None:
         """Observe one GEMM."""
         layer, gemm = execution.layer, execution.gemm
-        if layer not in self._layers:
+        if layer not in self._layers or (gemm == "fprop" and is_recomputing()):
             return
         names = _NAMES[gemm]
         b = execution.b.dequantize() if isinstance(execution.b, QuantizedTensor) else execution.b
@@ -79,7 +81,8 @@ class NormWatch:
             for operand, value in enumerate(operands):
                 key = (layer, gemm, recipe, operand)
                 error = self._error(key, value)
-                self.errors[key] += float(error.sum())
+                before = 0.0 if names[operand] == "w" else self.errors[key]
+                self.errors[key] = before + float(error.sum())
                 self.results[key] += float(torch.dot(error, along[1 - operand]))
 
     def _count(self, layer: str, name: str, value: Tensor) -> None:

@@ -13,8 +13,10 @@ Method   With m, v before the step, t the step's number, g the gradient as the o
 
          and lr s / |W| turns an error of the gradient into a relative change of the weight. For SGD
          with momentum the next update moves by exactly the change of the gradient: s = 1.
+         Adam's weight decay is part of its gradient, g + wd W; AdamW's moves no sensitivity.
 Limits   The spec's d is the error of the weight's own gradient; here it is a fixed share of rms(g), which
-         ranks alike and exists for weights that are not quantized. Other optimizers are refused by name.
+         ranks alike and exists for weights that are not quantized. Dampening and Nesterov's look-ahead scale the
+         updates of a group of SGD alike, and are left out. Other optimizers are refused by name.
 Source   SNIP (arXiv 2602.01410), eq. (3) of the reconstruction, in its finite-difference form.
 Checked  tests/profiler/statistics/test_sensitivity.py: against the closed form, and the optimizer's own step.
 """
@@ -49,14 +51,20 @@ class UpdateRule:
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
+    decay: Tensor | None = None
+    """Added to the gradient: wd W of Adam. None: decay is decoupled, or there is none."""
 
     def direction(self, gradient: Tensor) -> Tensor:
         """h(g): the update without learning rate and decay."""
         if self.kind == "sgd":
             return gradient
         t = self.updates + 1
-        m = torch.zeros_like(gradient) if self.exp_avg is None else self.exp_avg
-        v = torch.zeros_like(gradient) if self.exp_avg_sq is None else self.exp_avg_sq
+        if self.decay is not None:
+            gradient = gradient + self.decay
+        m, v = (
+            torch.zeros_like(gradient) if moment is None else moment.to(gradient.dtype)
+            for moment in (self.exp_avg, self.exp_avg_sq)
+        )
         mean = m.lerp(gradient, 1 - self.beta1) / (1 - self.beta1**t)
         square = (self.beta2 * v).addcmul_(gradient, gradient, value=1 - self.beta2)
         return mean / (square.div_(1 - self.beta2**t).sqrt_().add_(self.eps))
@@ -109,13 +117,16 @@ def sensitivity(
     return float(torch.linalg.vector_norm(change)) / (size * math.sqrt(g.numel()))
 
 
+_KINDS: dict[type, str] = {torch.optim.AdamW: "adamw", torch.optim.Adam: "adamw", torch.optim.SGD: "sgd"}
+"""By the very class: others of the same name, and those derived from these, step in ways of their own."""
+
+
 class TorchOptimizer:
     """A view of torch.optim.Adam, AdamW (fused or not) and SGD."""
 
     def __init__(self, optimizer: Any, model: nn.Module, *, max_norm: float = 0.0) -> None:
         """Refuse optimizers whose update is not known here."""
-        kinds = {"AdamW": "adamw", "Adam": "adamw", "SGD": "sgd"}
-        kind = kinds.get(type(optimizer).__name__)
+        kind = _KINDS.get(type(optimizer))
         if kind is None or any(group.get("amsgrad") for group in optimizer.param_groups):
             raise PlanError(
                 "the sensitivities of this optimizer are not known",
@@ -155,6 +166,7 @@ class TorchOptimizer:
             return UpdateRule("sgd", lr)
         state = self._optimizer.state.get(parameter, {})
         beta1, beta2 = group["betas"]
+        pull = 0.0 if group.get("decoupled_weight_decay") else group["weight_decay"]
         return UpdateRule(
             "adamw",
             lr,
@@ -164,11 +176,12 @@ class TorchOptimizer:
             float(beta1),
             float(beta2),
             float(group["eps"]),
+            parameter.detach().float() * pull if pull else None,
         )
 
     def clip_factor(self, norm: float) -> float:
         """As torch.nn.utils.clip_grad_norm_ would."""
-        return min(1.0, self._max_norm / norm) if self._max_norm > 0 and norm > 0 else 1.0
+        return min(1.0, self._max_norm / (norm + 1e-6)) if self._max_norm > 0 else 1.0
 
     def zero_grad(self) -> None:
         """Of all parameters, trained or not."""

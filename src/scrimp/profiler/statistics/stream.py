@@ -7,8 +7,12 @@ compares, and sums over micro-batches::
     <dx_j, dR_j>                                          |z|^2      what was injected, and where
 
 Noise is Gaussian, its deviation a share of each token's rms, from a generator of its own, so that the
-run's random state is untouched.
+run's random state is untouched. It is of one of two kinds, as errors are: independent between tokens, or one
+linear map of all of them, and then the same map in every micro-batch.
 
+Recompute  Under activation checkpointing a block runs again inside the backward pass. Its noise must be the same
+           then, and is counted once. Re-entrant checkpointing, whose first run has no graph, is refused.
+Checked    tests/profiler/statistics/test_stream.py
 Memory   Kept on the host: two tensors per node, of at most `ROWS` evenly spaced tokens of each micro-batch. Norms of
          changes over these rows, scaled by the share of rows, estimate those over all.
 Shapes: S tokens of a micro-batch, D width of the stream.
@@ -25,6 +29,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from scrimp.errors import ModelError
 from scrimp.profiler.statistics.structure import Structure
 
 Seen = Callable[[str, int, Tensor], None]
@@ -58,6 +63,11 @@ class StreamTape:
         """Clean pass: |R_j|^2 by node."""
         self.branch_squares: dict[int, float] = defaultdict(float)
         """Clean pass: |R_j - R_(j+1)|^2, what the sub-layer's branch adds to the gradient at node j."""
+
+    @property
+    def first(self) -> int:
+        """The first node whose activation has a gradient: 0, unless nothing before the stream is trained."""
+        return min(self.gradient_squares, default=0)
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -101,6 +111,10 @@ class StreamTape:
         with self._hooked(seen, injection, changes.injected):
             yield changes
 
+    def is_clean(self, node: int, x: Tensor) -> bool:
+        """Whether an activation is, bit for bit, that of the clean run."""
+        return torch.equal(_rows(x).cpu(), self._clean["x", node, self.micro_batch])
+
     @contextlib.contextmanager
     def _hooked(self, seen: Seen, injection: Injection | None, injected: dict[int, float]) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
@@ -141,22 +155,42 @@ class _NodeHook:
 
     def __call__(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         x, number = inputs[0], self._tape.micro_batch
+        if is_recomputing():
+            self._recompute(x, number)
+            return
         if not torch.is_grad_enabled() or not x.requires_grad or self._last == number:
-            return  # a second call is a recomputation
+            return
         self._last = number
         injection = self._injection
         if injection is not None and injection.direction == "forward":
+            z = self._noise(x, number)
+            self._injected[self._node] += square(z)
             with torch.no_grad():  # in place: the branch and the skip path see the same stream
-                x.add_(self._noise(x, number))
+                x.add_(z)
         self._look("x", x.detach())
         x.register_hook(self._on_gradient)
+
+    def _recompute(self, x: Tensor, number: int) -> None:
+        """The same noise again, where x was made again: what a checkpoint kept has it already."""
+        if x.requires_grad and self._last != number:
+            raise ModelError(
+                "activations are checkpointed in the re-entrant way, whose first pass shows no gradients",
+                do="checkpoint with use_reentrant=False",
+            )
+        injection = self._injection
+        if injection is None or injection.direction != "forward" or not self._tape.is_clean(self._node, x):
+            return
+        with torch.no_grad():
+            x.add_(self._noise(x, number))
 
     def _on_gradient(self, gradient: Tensor) -> Tensor | None:
         injection = self._injection
         if injection is None or injection.direction != "backward":
             self._look("r", gradient)
             return None
-        disturbed = gradient + self._noise(gradient, self._tape.micro_batch)
+        z = self._noise(gradient, self._tape.micro_batch)
+        self._injected[self._node] += square(z)
+        disturbed = gradient + z
         self._look("r", disturbed)
         return disturbed
 
@@ -165,10 +199,14 @@ class _NodeHook:
 
     def _noise(self, like: Tensor, number: int) -> Tensor:
         assert self._injection is not None
-        generator = generator_of(like.device, self._injection.seed, self._node, number)
-        z = gaussian(like, self._injection.share, self._injection.kind, generator)
-        self._injected[self._node] += square(z)
-        return z
+        kind, share = self._injection.kind, self._injection.share
+        key = 0 if kind == "weights" else number  # micro-batches share the weights
+        return gaussian(like, share, kind, generator_of(like.device, self._injection.seed, self._node, key))
+
+
+def is_recomputing() -> bool:
+    """Whether this is a forward pass inside a backward pass: activation checkpointing."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def generator_of(device: torch.device, *key: int) -> torch.Generator:
@@ -204,4 +242,4 @@ def _rows(value: Tensor) -> Tensor:
 
 def square(value: Tensor) -> float:
     """|value|^2, the norm taken in float32."""
-    return float(torch.linalg.vector_norm(value, dtype=torch.float32)) ** 2
+    return float(torch.linalg.vector_norm(value.detach(), dtype=torch.float32)) ** 2

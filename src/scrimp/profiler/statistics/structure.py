@@ -26,8 +26,6 @@ import torch
 from torch import Tensor, nn
 
 _BRANCH_TOLERANCE = 0.05
-_STREAM_TOLERANCE = 2.0**-8
-"""One rounding of the stream to bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +128,7 @@ class _Tracer:
             return False
         branch = self._last.float().view_as(x)
         rest = torch.linalg.vector_norm(x.float() - self._stream.float() - branch)
-        rounding = 0.0 if x.dtype == torch.float32 else _STREAM_TOLERANCE * float(x.float().norm())
+        rounding = torch.finfo(x.dtype).eps / 2 * float(x.float().norm())  # of the sum, once
         return float(rest) <= _BRANCH_TOLERANCE * float(branch.norm()) + rounding
 
     def structure(self) -> Structure | None:

@@ -1,0 +1,89 @@
+"""What the plan of now really does: one batch in its formats, and again in the compute format.
+
+::
+
+    loss_gap            (loss in the plan - loss) / loss
+    gradient_cosine     between both gradients, over all parameters
+    gradient_to_noise   |gradient| / |difference|: below sqrt(3) quantization, not data, decides the direction
+                        (FP4 All the Way, arXiv 2505.19115)
+    update_change       |change of the optimizer's next update| / |update|, both relative to the weights
+
+The last is what `weight_divergence` predicts, the first what `loss_divergence` predicts the size of. Nothing is changed.
+Checked  tests/profiler/statistics/test_probe.py
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from scrimp.precision import LinearPrecision
+from scrimp.profiler.statistics.collect import Subject
+from scrimp.profiler.statistics.stream import square
+from scrimp.profiler.statistics.untouched import untouched
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Figures of one comparison, all measured."""
+
+    loss: float
+    """In the compute format."""
+    loss_gap: float
+    gradient_cosine: float
+    gradient_to_noise: float
+    update_change: float
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the plan's loss and gradient are numbers."""
+        return all(map(math.isfinite, (self.loss_gap, self.gradient_cosine, self.update_change)))
+
+
+def probe(subject: Subject, batch: Any) -> Probe:
+    """Compare the plan of now with the compute format on one statistics batch."""
+    with untouched(subject.model, subject.planned):
+        subject.model.train()
+        planned_loss = _pass(subject, batch)
+        noisy = {name: gradient.detach().clone() for name, gradient in subject.optimizer.gradients().items()}
+        subject.optimizer.zero_grad()
+        subject.planned.replan(LinearPrecision.of(subject.compute))
+        loss = _pass(subject, batch)
+        result = _compare(subject, noisy, loss, planned_loss)
+        subject.optimizer.zero_grad()
+        return result
+
+
+def _pass(subject: Subject, batch: Any) -> float:
+    total = 0.0
+    for loss in subject.losses(batch):
+        loss.backward()
+        total += float(loss.detach())
+    return total
+
+
+def _compare(subject: Subject, noisy: dict[str, torch.Tensor], loss: float, planned_loss: float) -> Probe:
+    optimizer, parameters = subject.optimizer, dict(subject.model.named_parameters())
+    clean = optimizer.gradients()
+    clip = optimizer.clip_factor(math.sqrt(sum(square(g) for g in clean.values())))
+    product = size = noisy_size = difference = moved = updated = 0.0
+    for name, g in clean.items():
+        other = noisy[name].float()
+        product += float((g.float() * other).sum())
+        size, noisy_size = size + square(g), noisy_size + square(other)
+        difference += square(other - g.float())
+        rule, weight = optimizer.rule(name), square(parameters[name])
+        if rule is not None and g.ndim >= 2 and weight > 0:
+            h = rule.direction(g.float() * clip)
+            moved += rule.lr**2 * square(rule.direction(other * clip) - h) / weight
+            updated += rule.lr**2 * square(h) / weight
+    return Probe(
+        loss=loss,
+        loss_gap=(planned_loss - loss) / abs(loss) if loss else 0.0,
+        gradient_cosine=product / math.sqrt(size * noisy_size) if size * noisy_size > 0 else math.nan,
+        gradient_to_noise=math.sqrt(size / difference) if difference > 0 else math.inf,
+        update_change=math.sqrt(moved / updated) if updated > 0 else 0.0,
+    )

@@ -1,0 +1,350 @@
+"""Re-planning precision while training: measure, solve beside the training, switch between two steps.
+
+::
+
+    step s            statistics on the batches of steps s, s+1, ... (read ahead: the run's own order is untouched)
+    s .. s + delay    a thread solves; training goes on
+    step s + delay    the new formats are in force; waits for the thread where it is not done
+
+Steps of measuring and switching are functions of the configuration and of what happened before, never of how long
+something took: with the state in the checkpoint a run that was killed anywhere continues the same. The
+state is the formats of now, the costs that the last statistics gave, what the guard has seen, what the
+budget has spent, and a plan that waits for its step.
+
+Budget    Of FLOPs in 4 bits, from the first plan on. With `snip.final_share` the last part of the run may take less of
+          it and the time before more (`scrimp.planner.bits.schedule`).
+Files     plan.json is the plan of now; plans/step-*.json every plan, plans/step-*.precision.json the analysis behind it.
+Checked   tests/train/test_precision_cycle.py: kill and resume at every phase, bit-equal runs when nothing changes
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from scrimp.config import decided
+from scrimp.data import Batch
+from scrimp.files import make_folder, write_whole
+from scrimp.planner import Plan
+from scrimp.planner.bits import PrecisionPlan, make_plan
+from scrimp.precision import GEMMS, parse_rules
+from scrimp.profiler.statistics import Probe, Subject, collect, probe
+from scrimp.runtime import Executable, precisions_of
+from scrimp.train import precision_guard as guard
+from scrimp.train.metrics import MetricsLog
+from scrimp.train.optimizer import AdamW
+from scrimp.train.precision_question import Horizon, ask, candidates_of, is_due, replanned, shares_of
+from scrimp.train.progress import StepLine
+from scrimp.train.setup import Decisions
+
+MOST_MICRO_BATCHES = 4
+"""Of a step, that a statistics batch takes."""
+PLANS = "plans"
+
+Batches = Callable[[int, int], Iterator[list[Batch]]]
+"""From a step and a number of steps to their micro-batches."""
+
+
+@dataclass
+class CycleState:
+    """All that decides how a run goes on; JSON values."""
+
+    recipes: guard.Recipes
+    """Of the planned layers, now."""
+    previous: list[Any] | None = None
+    """Costs of the last statistics, [L][3][P]."""
+    first_switch: int | None = None
+    spent: float = 0.0
+    """Share of FLOPs in 4 bits, summed over the steps since the first plan."""
+    waiting: dict[str, Any] | None = None
+    """at: the step of the switch; plan: what to switch to."""
+    guard: guard.GuardState = field(default_factory=guard.GuardState)
+
+
+class PrecisionCycle:
+    """The cycle of one run."""
+
+    def __init__(
+        self,
+        decisions: Decisions,
+        executable: Executable,
+        optimizer: AdamW,
+        batches: Batches,
+        *,
+        log: MetricsLog,
+        line: StepLine,
+        run_dir: Path,
+    ) -> None:
+        self.plan = decisions.plan
+        """The plan of now."""
+        self._decisions, self._config = decisions, decisions.config
+        self._executable, self._optimizer, self._batches = executable, optimizer, batches
+        self._log, self._line, self._run_dir = log, line, run_dir
+        self._rules = parse_rules(self._config.precision)
+        self._layers = [layer for layer in decisions.plan.gemms if layer != "head"]
+        self._shares = shares_of(decisions.architecture)
+        self._solver = ThreadPoolExecutor(1, thread_name_prefix="scrimp-solver")
+        self._solution: Future[PrecisionPlan] | None = None
+        self._analysis: PrecisionPlan | None = None
+        self._measure_seconds = 0.0
+        self.state = CycleState(self._recipes_of(decisions.plan))
+
+    def _recipes_of(self, plan: Plan) -> guard.Recipes:
+        return {
+            layer: (choice.fprop, choice.dgrad, choice.wgrad)
+            for layer, choice in precisions_of(plan).items()
+            if layer != "head"
+        }
+
+    # -- checkpoints ---------------------------------------------------------------------------
+
+    def to_state(self) -> dict[str, Any]:
+        """For the checkpoint; waits for the solver, whose plan is part of it."""
+        if self._solution is not None and self.state.waiting is not None:
+            self.state.waiting["plan"] = self._solution.result().to_json()
+        analysis = None if self._analysis is None else self._analysis.to_json()
+        return {**dataclasses.asdict(self.state), "analysis": analysis, "plan": self.plan.to_json()}
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Go on from a checkpoint: its plan is put in force, and into the run's folder."""
+        saved = dict(saved)
+        analysis, plan = saved.pop("analysis"), saved.pop("plan")
+        saved["guard"] = guard.GuardState(**saved["guard"])
+        saved["recipes"] = {layer: tuple(names) for layer, names in saved["recipes"].items()}
+        self.state = CycleState(**saved)
+        self._analysis = None if analysis is None else PrecisionPlan.from_json(analysis)
+        self.plan = dataclasses.replace(Plan.from_json(plan), budget=self.plan.budget)
+        self._put_in_force()
+
+    def close(self) -> None:
+        """Let the thread go."""
+        self._solver.shutdown(wait=False, cancel_futures=True)
+
+    # -- between steps -------------------------------------------------------------------------
+
+    def before_step(self, step: int) -> bool:
+        """Switch, measure or probe, whichever is due; whether the plan has changed."""
+        changed = False
+        if self.state.waiting is not None and step >= self.state.waiting["at"]:
+            changed = self._switch(step)
+        if step >= self.state.guard.hold_until and self.state.waiting is None and is_due(self._config, step):
+            self._measure(step)
+        every = decided(self._config.snip.probe_every)
+        if self.state.first_switch is not None and every and step % every == 0 and not changed:
+            changed |= self._judge(step, self._probe(step), "a regular probe")
+        return changed
+
+    def after_step(self, step: int, loss: float, norm: float) -> bool:
+        """Look at a step that was taken; whether the plan has changed."""
+        if self.state.first_switch is not None:
+            self.state.spent += sum(self._low_share(layer) for layer in self._layers)
+        sign = guard.sign_of_trouble(self.state.guard, step, loss, norm)
+        if sign is None or self.state.first_switch is None:
+            return False
+        if not math.isfinite(loss + norm):
+            return self._promote(step + 1, sign)
+        return self._judge(step + 1, self._probe(step), sign)
+
+    def _low_share(self, layer: str) -> float:
+        return self._shares[layer] * sum(candidates_of(self.state.recipes[layer])) / len(GEMMS)
+
+    # -- measuring and switching ---------------------------------------------------------------
+
+    def _subject(self, step: int) -> Subject:
+        planned = self._executable.planned
+        assert planned is not None
+        return Subject(
+            model=self._executable.model,
+            planned=planned,
+            optimizer=self._optimizer,
+            losses=lambda batch: self._losses(step, batch),
+            compute=self._executable.precision,
+            device_name=self._decisions.device.name,
+            step=step,
+        )
+
+    def _losses(self, step: int, micro_batches: list[Batch]) -> Iterator[Tensor]:
+        taken, first_row = micro_batches[:MOST_MICRO_BATCHES], 0
+        targets = max(1, sum(batch.num_targets for batch in taken))
+        for batch in taken:
+            self._executable.begin(step, first_row)
+            sums = self._executable.loss(batch.tokens_BT, batch.targets_BT, batch.document_starts)
+            first_row += batch.tokens_BT.numel()
+            yield sums.total / targets
+
+    def _measure(self, step: int) -> None:
+        """Statistics now, a plan in the background."""
+        self._line.phase("measuring precision")
+        began, snip = time.perf_counter(), self._config.snip
+        pinned = self._rules.pinned(self._layers)
+        extra = [name for gemms in pinned.values() for name in gemms.values()]
+        formats = tuple(dict.fromkeys([*self._config.candidates, *extra, *self._formats_of_now()]))
+        profile = collect(
+            self._subject(step), self._batches(step, snip.batches), formats, gains=snip.gains, seed=step
+        )
+        self._measure_seconds = time.perf_counter() - began
+        horizon = Horizon(step, self.state.first_switch, self.state.spent)
+        state = dataclasses.replace(self.state)
+        self.state.waiting = {"at": step + decided(snip.delay), "plan": None}
+        self._solution = self._solver.submit(self._solve, profile, horizon, state, pinned)
+
+    def _formats_of_now(self) -> list[str]:
+        return [name for recipes in self.state.recipes.values() for name in recipes]
+
+    def _solve(
+        self, profile: Any, horizon: Horizon, state: CycleState, pinned: dict[str, dict[str, str]]
+    ) -> PrecisionPlan:
+        question = ask(
+            self._config, profile, horizon, pinned, state.recipes, state.previous, state.guard.penalties
+        )
+        return make_plan(question, step=horizon.step + decided(self._config.snip.delay))
+
+    def _switch(self, step: int) -> bool:
+        waiting, self.state.waiting = self.state.waiting, None
+        assert waiting is not None
+        began = time.perf_counter()
+        if self._solution is not None:
+            found = self._solution.result()
+        else:
+            found = PrecisionPlan.from_json(waiting["plan"])
+        self._solution = None
+        stall = time.perf_counter() - began
+        seconds = {
+            "measure": self._measure_seconds,
+            "solve": found.solver.get("seconds", 0.0),
+            "stall": stall,
+        }
+        self._analysis = dataclasses.replace(found, step=step, seconds=seconds)
+        self.state.previous = [
+            [list(gemm.harm.values()) for gemm in layer.gemms.values()] for layer in found.layers.values()
+        ]
+        if self.state.first_switch is None:
+            self.state.first_switch = step
+        recipes = {layer: row for layer, row in self._chosen(found).items() if layer in self.state.recipes}
+        changed = self._go_on_with(recipes)
+        self._measure_what_was_predicted(step)
+        self._write(step)
+        predicted = self._analysis.predicted
+        self._log.event(
+            "replan",
+            step,
+            found.reason,
+            changed=changed,
+            policy=found.policy,
+            fp4_flops=predicted["fp4_flops"],
+            loss_divergence=predicted["loss_divergence"],
+            weight_divergence=predicted["weight_divergence"],
+            certainty=found.certainty,
+            solver=found.solver,
+            seconds=seconds,
+        )
+        share = predicted["fp4_flops"] or 0.0
+        self._line.message(
+            f"step {step}: {found.reason}; {share:.1%} of FLOPs in 4 bits; {found.solver.get('note', '')}".rstrip(
+                "; "
+            )
+        )
+        return changed > 0
+
+    def _chosen(self, found: PrecisionPlan) -> guard.Recipes:
+        return {
+            layer: (row.gemms["fprop"].choice, row.gemms["dgrad"].choice, row.gemms["wgrad"].choice)
+            for layer, row in found.layers.items()
+        }
+
+    def _go_on_with(self, recipes: guard.Recipes) -> int:
+        """Put formats in force; how many GEMMs changed."""
+        changed = sum(
+            old != new
+            for layer, row in recipes.items()
+            for old, new in zip(self.state.recipes[layer], row, strict=True)
+        )
+        self.state.recipes = {**self.state.recipes, **recipes}
+        self.plan = replanned(
+            self.plan, self._rules.with_base(self._config.snip.start), self.state.recipes, self._analysis
+        )
+        self._put_in_force()
+        return changed
+
+    def _put_in_force(self) -> None:
+        planned = self._executable.planned
+        assert planned is not None
+        precisions = precisions_of(self.plan)
+        planned.replan({layer: precisions[layer] for layer in planned.layers})
+
+    # -- evidence ------------------------------------------------------------------------------
+
+    def _probe(self, step: int) -> Probe:
+        self._line.phase("comparing with bf16")
+        return probe(self._subject(step), next(self._batches(step, 1)))
+
+    def _measure_what_was_predicted(self, step: int) -> None:
+        assert self._analysis is not None
+        found = self._probe(step)
+        measured = {"loss_divergence": abs(found.loss_gap), "weight_divergence": found.update_change}
+        if all(map(math.isfinite, measured.values())):
+            self._analysis = dataclasses.replace(self._analysis, measured=measured)
+
+    def _judge(self, step: int, found: Probe, sign: str) -> bool:
+        """Record a probe, and promote if the plan is to blame."""
+        blame = guard.verdict(found)
+        self._log.event(
+            "probe", step, f"{sign}: {blame or 'the plan is not to blame'}", **dataclasses.asdict(found)
+        )
+        if blame is None:
+            self.state.guard.rest_until = step + guard.REST_STEPS
+            return False
+        return self._promote(step, f"{sign}; {blame}")
+
+    def _promote(self, step: int, reason: str) -> bool:
+        """Higher formats at once where they cost most; no plan for a while."""
+        state = self.state.guard
+        state.alarms, state.hold_until = state.alarms + 1, step + guard.HOLD_STEPS
+        state.rest_until = step + guard.REST_STEPS
+        self.state.waiting, self._solution = None, None
+        pinned = self._rules.pinned(self._layers)
+        free = {layer: row for layer, row in self.state.recipes.items() if layer not in pinned}
+        promoted = guard.promote(free, self._harm_of_now(), self._shares, state.alarms)
+        guard.learn(state, free, promoted)
+        changed = self._go_on_with(promoted)
+        self._write(step)
+        self._log.event(
+            "promotion", step, reason, changed=changed, alarm=state.alarms, hold_until=state.hold_until
+        )
+        self._line.message(
+            f"step {step}: {changed} GEMMs promoted: {reason}; no new plan until step {state.hold_until:,}"
+        )
+        return changed > 0
+
+    def _harm_of_now(self) -> dict[str, tuple[float, float, float]]:
+        if self._analysis is None:
+            return {}
+        found = {}
+        for layer, row in self._analysis.layers.items():
+            now = self.state.recipes[layer]
+            harms = [row.gemms[gemm].harm.get(name, 0.0) for gemm, name in zip(GEMMS, now, strict=True)]
+            found[layer] = (harms[0], harms[1], harms[2])
+        return found
+
+    # -- files ---------------------------------------------------------------------------------
+
+    def write_start(self) -> None:
+        """The plan that a run begins with, for its history."""
+        self._write(0, analysis=False)
+
+    def _write(self, step: int, *, analysis: bool = True) -> None:
+        folder = self._run_dir / PLANS
+        make_folder(folder)
+        text = self.plan.to_json()
+        if analysis and self._analysis is not None:
+            self._analysis.write(folder / f"step-{step:08d}.precision.json")
+        write_whole(folder / f"step-{step:08d}.json", text)
+        write_whole(self._run_dir / "plan.json", text)

@@ -1,0 +1,173 @@
+"""From settings, statistics and the state of a run to the question that the planner answers.
+
+Everything here is a function of its arguments, without tensors or files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from scrimp.config import Architecture, Config, decided
+from scrimp.config.snip import chosen_steps
+from scrimp.errors import PlanError
+from scrimp.planner import GemmChoice, Plan, linear_layers, linear_shapes
+from scrimp.planner.bits import Budget, PrecisionPlan, PrecisionProfile, Question, Weights, allowed_by, split
+from scrimp.planner.bits.schedule import at_share
+from scrimp.precision import GEMMS, RECIPES, PrecisionRules
+from scrimp.train.precision_guard import Recipes
+
+LOW_BITS = 4
+
+
+@dataclass(frozen=True)
+class Horizon:
+    """Where a run stands."""
+
+    step: int
+    first_switch: int | None
+    """Step at which the first plan came into force."""
+    spent: float
+    """Share of FLOPs in 4 bits, summed over the steps since."""
+
+
+def is_due(config: Config, step: int) -> bool:
+    """Whether a plan is measured before this step: the first, every so many after it, chosen ones, and where the
+    final share begins."""
+    snip = config.snip
+    first, every = decided(snip.first), decided(snip.every)
+    if step == first or step in chosen_steps(snip.at):
+        return True
+    if snip.final_share and step == final_step(config) and step > first:
+        return True
+    return step > first and every > 0 and (step - first) % every == 0
+
+
+def final_step(config: Config) -> int:
+    """Step at which the final share of the run begins."""
+    return config.train.steps - round(config.snip.final_share * config.train.steps)
+
+
+def shares_of(architecture: Architecture) -> dict[str, float]:
+    """Layer to its share of the blocks' linear FLOPs."""
+    shapes = linear_shapes(architecture)
+    sizes = {
+        layer: float(np.prod(shapes[layer.split(".", 2)[-1]]))
+        for layer in linear_layers(architecture)
+        if layer != "head"
+    }
+    total = sum(sizes.values())
+    return {layer: size / total for layer, size in sizes.items()}
+
+
+def candidates_of(recipes: tuple[str, ...]) -> list[bool]:
+    """Which of a layer's recipes have 4 bits."""
+    return [RECIPES[name].bits <= LOW_BITS for name in recipes]
+
+
+def refuse_unreachable_share(
+    config: Config, architecture: Architecture, pinned: Mapping[str, Mapping[str, str]]
+) -> None:
+    """Refuse a budget that the rules leave no room for, before anything is measured.
+
+    Raises:
+        PlanError: with the largest share that can be reached.
+    """
+    share = config.budget.fp4_flops
+    if not share:
+        return
+    has_low = any(RECIPES[name].bits <= LOW_BITS for name in config.candidates)
+    reached = 0.0
+    for layer, flops in shares_of(architecture).items():
+        names = [pinned.get(layer, {}).get(gemm) for gemm in GEMMS]
+        low = [has_low if name is None else RECIPES[name].bits <= LOW_BITS for name in names]
+        reached += flops * sum(low) / len(GEMMS)
+    if share > reached + 1e-9:
+        raise PlanError(
+            "budget.fp4_flops cannot be reached",
+            got=f"{share:g}",
+            expected=f"at most {reached:.4f}: the rules of precision fix the other GEMMs",
+            do="lower the budget, or fix fewer layers",
+        )
+
+
+def ask(
+    config: Config,
+    profile: PrecisionProfile,
+    horizon: Horizon,
+    pinned: Mapping[str, Mapping[str, str]],
+    current: Recipes,
+    previous: list[Any] | None,
+    penalties: Mapping[str, list[float]],
+) -> Question:
+    """The question after a measurement."""
+    snip = config.snip
+    allowed = allowed_by(profile, pinned)
+    candidates = np.array([name in config.candidates for name in profile.formats])
+    for i, layer in enumerate(profile.layers):
+        for j, gemm in enumerate(GEMMS):
+            if gemm not in pinned.get(layer, {}):
+                allowed[i, j] &= candidates
+    index = profile.formats.index
+    question = Question(
+        profile=profile,
+        budget=Budget(fp4_flops=config.budget.fp4_flops, quality=config.budget.divergence),
+        policy=snip.policy,
+        weights=Weights(snip.loss_weight, snip.update_weight, snip.curvature_weight),
+        allowed=allowed,
+        penalties=np.array([penalties.get(layer, [1.0] * len(GEMMS)) for layer in profile.layers]),
+        current=np.array([[index(name) for name in current[layer]] for layer in profile.layers])
+        if horizon.first_switch is not None
+        else None,
+        previous=None if previous is None else np.array(previous),
+    )
+    return _in_its_phase(config, question, horizon)
+
+
+def _in_its_phase(config: Config, question: Question, horizon: Horizon) -> Question:
+    """The budget of the phase that the run is in, where its last part may have another one."""
+    share, snip = question.budget.fp4_flops, config.snip
+    if not snip.final_share or share is None:
+        return question
+    begins = horizon.step + decided(snip.delay)
+    since = begins if horizon.first_switch is None else horizon.first_switch
+    left = max(1, config.train.steps - begins)
+    # What must still be done so that the whole run since its first plan keeps the budget.
+    owed = (share * (config.train.steps - since) - horizon.spent) / left
+    question = at_share(question, owed)
+    final = min(left, max(0, config.train.steps - max(begins, final_step(config))))
+    phases = split(question, left - final, final, snip.final_weight)
+    return at_share(question, phases.main if left > final else phases.final)
+
+
+def replanned(plan: Plan, rules: PrecisionRules, recipes: Recipes, analysis: PrecisionPlan | None) -> Plan:
+    """A plan with other formats, their reasons and predictions."""
+    gemms = dict(plan.gemms)
+    for layer, row in recipes.items():
+        precision = rules.with_recipes(layer, *row)
+        gemms[layer] = GemmChoice(**dataclasses.asdict(precision), reason=_reason(layer, row, analysis, plan))
+    predicted = plan.predicted
+    if analysis is not None:
+        predicted = dataclasses.replace(
+            predicted,
+            loss_divergence=analysis.predicted["loss_divergence"],
+            weight_divergence=analysis.predicted["weight_divergence"],
+        )
+    return dataclasses.replace(plan, gemms=gemms, predicted=predicted)
+
+
+def _reason(layer: str, row: tuple[str, str, str], analysis: PrecisionPlan | None, plan: Plan) -> str:
+    if analysis is None or layer not in analysis.layers:
+        return plan.gemms[layer].reason
+    parts = []
+    for gemm, name in zip(GEMMS, row, strict=True):
+        found = analysis.layers[layer].gemms[gemm]
+        if found.choice != name:
+            parts.append(f"{gemm} promoted")
+        elif name in found.harm:
+            parts.append(f"{gemm} {found.harm[name]:.2g}")
+    return f"{analysis.policy} at step {analysis.step}: harm {', '.join(parts)}"
