@@ -1,3 +1,59 @@
-"""Scrimp trains language models with the bits, bytes and devices that its user has."""
+"""Scrimp trains language models with the bits, bytes and devices that its user has.
+
+Its library door, for any PyTorch loop::
+
+    profile = scrimp.measure(model, optimizer, batches, loss)
+    plan = scrimp.plan(profile, 0.75)
+    scrimp.apply(model, plan)
+
+Names are imported when they are first asked for, so that `import scrimp` itself needs neither torch nor time.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from scrimp.adapters.pytorch import apply, measure, plan
+    from scrimp.adapters.transformers import SnipCallback
+    from scrimp.errors import ScrimpError
+    from scrimp.gemm import PlannedModel
+    from scrimp.planner.bits import Budget, PrecisionPlan, PrecisionProfile, Weights
 
 __version__ = "0.1.0"
+__all__ = [
+    "Budget",
+    "PlannedModel",
+    "PrecisionPlan",
+    "PrecisionProfile",
+    "ScrimpError",
+    "SnipCallback",
+    "Weights",
+    "__version__",
+    "apply",
+    "measure",
+    "plan",
+]
+
+_HOMES = {
+    **dict.fromkeys(("apply", "measure", "plan"), "scrimp.adapters.pytorch"),
+    **dict.fromkeys(("Budget", "PrecisionPlan", "PrecisionProfile", "Weights"), "scrimp.planner.bits"),
+    "PlannedModel": "scrimp.gemm",
+    "ScrimpError": "scrimp.errors",
+    "SnipCallback": "scrimp.adapters.transformers",
+}
+"""Public name to the module that defines it."""
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name on first use."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    """With the names that have not been asked for yet."""
+    return sorted({*globals(), *__all__})

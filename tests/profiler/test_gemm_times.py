@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -38,7 +38,7 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 class Metered(Backend):
     """Computes nothing and takes known times; an operand along rows costs a transpose."""
 
-    ALONG = {COLUMNS: 1.0, ROWS: 2.0}
+    ALONG: ClassVar = {COLUMNS: 1.0, ROWS: 2.0}
     PAIR, STORE, PREPARE_AND_STORE, LOAD, MULTIPLY = 2.2, 3.0, 3.1, 0.5, 7.0
 
     def __init__(self, *, shares: bool = False, native: tuple[str, ...] = (), name: str = "metered") -> None:

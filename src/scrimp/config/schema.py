@@ -172,14 +172,15 @@ class SnipConfig:
     first: int | None = None
     """Step before which the first plan is measured. Unset: after the warm-up."""
     every: int | None = None
-    """Steps between plans; 0 for only the first. Unset: 2,000, at most a quarter of the run."""
+    """Steps between plans; 0 for only the first. Unset: 2,000, at most half of the run."""
     at: str = ""
     """More steps to plan at, separated by commas, such as 500,4000."""
     delay: int | None = None
     """Steps between measuring and switching, in which the program is solved. Unset: a tenth of `every`,
     at most 10."""
-    batches: int = 4
-    """Statistics batches of one measurement, each a step's micro-batches, at most four of them."""
+    batches: int = 2
+    """Statistics batches of one measurement, each a step's micro-batches, at most four of them. More say better how
+    sure a plan is."""
     gains: GainsName = "auto"
     """How errors are followed through the model: ratios (few passes), blocks (per block), exact (per layer).
     auto: ratios where the model has a residual stream."""
@@ -194,7 +195,7 @@ class SnipConfig:
     final_weight: float = 4.0
     """How much more harm counts in that last share."""
     probe_every: int | None = None
-    """Steps between comparisons with bf16 on a batch; 0 for none. Unset: 500, at most half of `every`."""
+    """Steps between comparisons with bf16 on a batch; 0 for none. Unset: `every`, at most 1,000."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -92,12 +92,9 @@ def measure_gemm_times(
         shapes: (outputs, inputs) of the layers; equal ones are measured once.
         formats: recipes; the compute format is measured with them.
         tokens: of one micro-batch on this device.
-        compute: bf16 or fp32, the type of activations and their gradients.
-        parameters: the weights' format, bf16 or fp32; unset: the compute format's.
-        choose: the back end of each GEMM, as training will choose it; unset: the best that works here.
-        repeats: the most rounds of each layer shape and recipe.
-        limit_s: seconds for everything; shared out evenly, so that the last are not starved. Three rounds after
-            a warm-up are always made, however long they take.
+        compute, parameters: types of activations and weights, bf16 or fp32; parameters unset: the same.
+        choose: back ends, as training will choose them; unset: the best that work here.
+        repeats, limit_s: the most rounds of each, and seconds of all; three rounds are always made.
         fresh: measure even what is kept.
         progress: hears label, done and total; never called where everything is kept.
         tell: hears why a kept file cannot be used or written.
@@ -107,30 +104,26 @@ def measure_gemm_times(
         DeviceError: the device has not enough memory for a layer of these sizes.
     """
     parameters = parameters or compute
+    _check(shapes, formats, tokens, compute, parameters, repeats)
     wanted = tuple(dict.fromkeys((int(outputs), int(inputs)) for outputs, inputs in shapes))
     names = tuple(dict.fromkeys((compute, *formats)))
-    _check(wanted, names, tokens, compute, parameters, repeats)
-    choose = choose or backends_for(device)
+    choose = backends_for(device) if choose is None else choose
     surroundings = surroundings_of(device)
     empty = GemmTimes(surroundings.device, tokens, {}, compute=compute, parameters=parameters)
     file = cache_file(surroundings, tokens, compute, parameters)
     known = load_times(file, empty, tell)
-    types = _TYPES[compute], _TYPES[parameters]
-    cells = [_Cell(shape, name, tokens, device, types, choose) for shape in wanted for name in names]
+    cells = [_Cell(shape, name, device, empty, choose) for shape in wanted for name in names]
     missing = [cell for cell in cells if fresh or known.measured(cell.shape, cell.recipe) != cell.backends]
     if missing:
         session = _Session(stopwatch or Stopwatch(device), repeats, limit_s, missing, progress)
-        for shape in dict.fromkeys(cell.shape for cell in missing):
-            for cell, found in session.measure(shape):
-                known = known.merged(_as_times(cell, gemm_seconds(found), empty))
-            keep_times(file, known, tell)
+        known = session.add_to(known, lambda times: keep_times(file, times, tell))
     emulated = frozenset(cell.recipe for cell in cells if cell.is_emulated)
     return dataclasses.replace(known.select(wanted, names), emulated=emulated)
 
 
 def _check(
     shapes: Sequence[LayerShape],
-    names: Sequence[str],
+    formats: Sequence[str],
     tokens: int,
     compute: str,
     parameters: str,
@@ -139,7 +132,7 @@ def _check(
     for kind in (compute, parameters):
         if kind not in _TYPES:
             raise PlanError("layers compute in two formats", got=kind, expected=", ".join(_TYPES))
-    for name in names:
+    for name in formats:
         recipe(name)
     sizes = (tokens, repeats, *(size for shape in shapes for size in shape))
     if min(sizes) < 1:
@@ -158,20 +151,24 @@ class _Cell:
         self,
         shape: LayerShape,
         name: str,
-        tokens: int,
         device: torch.device,
-        types: tuple[torch.dtype, torch.dtype],
+        setting: GemmTimes,
         choose: BackendChooser,
     ) -> None:
-        self.shape, self.recipe, self.tokens, self.device = shape, name, tokens, device
-        self.compute, self.parameters = types
+        """Ask for its back ends.
+
+        Args:
+            setting: tokens and formats of the table that it belongs to.
+        """
+        self.shape, self.recipe, self.device, self.tokens = shape, name, device, setting.tokens
+        self.compute, self.parameters = _TYPES[setting.compute], _TYPES[setting.parameters]
         outputs, inputs = shape
-        chosen = {gemm: choose(name, gemm, shape_of(gemm, tokens, inputs, outputs), device) for gemm in GEMMS}
+        sizes = {gemm: shape_of(gemm, self.tokens, inputs, outputs) for gemm in GEMMS}
+        chosen = {gemm: choose(name, gemm, size, device) for gemm, size in sizes.items()}
         self.backends: dict[str, str] = {gemm: backend.name for gemm, backend in chosen.items()}
         self.is_emulated = any(backend.emulates(name) for backend in chosen.values())
         self.keeps_codes = recipe(name).saved == "quantized"
-        compute_name = next(key for key, type_ in _TYPES.items() if type_ == self.compute)
-        saved = name if self.keeps_codes else compute_name
+        saved = name if self.keeps_codes else setting.compute
         self.layer = PlannedLayer("gemm times", LinearPrecision(name, name, name, saved), choose=choose)
 
     def operands(self) -> dict[str, Tensor]:
@@ -212,11 +209,19 @@ class _Session:
         self, watch: Stopwatch, repeats: int, limit_s: float, cells: list[_Cell], progress: Progress | None
     ) -> None:
         self.watch, self.repeats, self.cells = watch, repeats, cells
-        self.progress = progress or (lambda label, done, total: None)
+        self.progress = _silent if progress is None else progress
         self.done = 0
         self.end = watch.now() + limit_s
 
-    def measure(self, shape: LayerShape) -> list[tuple[_Cell, Rounds]]:
+    def add_to(self, known: GemmTimes, keep: Callable[[GemmTimes], object]) -> GemmTimes:
+        """What is known with all cells measured; kept after each shape, so that little is lost by a stop."""
+        for shape in dict.fromkeys(cell.shape for cell in self.cells):
+            for cell, rounds in self._measure(shape):
+                known = known.merged(_as_times(cell, gemm_seconds(rounds), known))
+            keep(known)
+        return known
+
+    def _measure(self, shape: LayerShape) -> list[tuple[_Cell, Rounds]]:
         """All cells of a shape, on the same operands."""
         cells = [cell for cell in self.cells if cell.shape == shape]
         try:
@@ -240,6 +245,10 @@ class _Session:
         if self.done == len(self.cells):
             self.progress(label, self.done, len(self.cells))
         return rounds
+
+
+def _silent(label: str, done: int, total: int) -> None:
+    pass
 
 
 # -- from rounds to GEMMs ----------------------------------------------------------------------
@@ -267,10 +276,10 @@ def _shares(alone: list[float], together: list[float], other: list[float]) -> li
     return [(a + max(0.0, both - b)) / 2 for a, both, b in zip(alone, together, other, strict=True)]
 
 
-def _as_times(cell: _Cell, found: dict[str, tuple[float, float]], empty: GemmTimes) -> GemmTimes:
+def _as_times(cell: _Cell, found: dict[str, tuple[float, float]], like: GemmTimes) -> GemmTimes:
     """One cell as a table of its own."""
     return dataclasses.replace(
-        empty,
+        like,
         seconds={cell.shape: {gemm: {cell.recipe: found[gemm][0]} for gemm in GEMMS}},
         spread={cell.shape: {gemm: {cell.recipe: found[gemm][1]} for gemm in GEMMS}},
         backends={cell.shape: {gemm: {cell.recipe: cell.backends[gemm]} for gemm in GEMMS}},

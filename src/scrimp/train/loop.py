@@ -112,6 +112,10 @@ class Trainer:
             )
         self._adopt(decisions.plan)
 
+    def _follow(self, cycle: PrecisionCycle) -> None:
+        if cycle.plan is not self.decisions.plan:
+            self._adopt(cycle.plan)
+
     def _adopt(self, plan: Plan) -> None:
         """A plan is in force: its speed of light, its file in checkpoints, and its GEMMs counted in the next step."""
         self.decisions = dataclasses.replace(self.decisions, plan=plan)
@@ -200,13 +204,13 @@ class Trainer:
         """
         with self._loader(self.position.step) as loader:
             while self.position.step < self.train.steps and signals.received is None:
-                if self.cycle is not None and self.cycle.before_step(self.position.step):
-                    self._adopt(self.cycle.plan)
+                if self.cycle is not None:
+                    self.cycle.before_step(self.position.step)
+                    self._follow(self.cycle)
                 result = self._step(loader)
-                if self.cycle is not None and self.cycle.after_step(
-                    self.position.step - 1, result.loss, result.grad_norm
-                ):
-                    self._adopt(self.cycle.plan)
+                if self.cycle is not None:
+                    self.cycle.after_step(self.position.step - 1, result.loss, result.grad_norm)
+                    self._follow(self.cycle)
                 record = self._record(result)
                 if self._is_due(self.train.eval_every):
                     record |= self._evaluation_record()

@@ -95,6 +95,8 @@ class PrecisionCycle:
         self._solution: Future[PrecisionPlan] | None = None
         self._analysis: PrecisionPlan | None = None
         self._measure_seconds = 0.0
+        self._number = 0
+        """Of the step that is being taken, from 1: what logs and files say."""
         self.state = CycleState(self._recipes_of(decisions.plan))
 
     def _recipes_of(self, plan: Plan) -> guard.Recipes:
@@ -130,28 +132,30 @@ class PrecisionCycle:
 
     # -- between steps -------------------------------------------------------------------------
 
-    def before_step(self, step: int) -> bool:
-        """Switch, measure or probe, whichever is due; whether the plan has changed."""
-        changed = False
-        if self.state.waiting is not None and step >= self.state.waiting["at"]:
-            changed = self._switch(step)
+    def before_step(self, step: int) -> None:
+        """Switch, measure or probe, whichever is due; `plan` is then another one."""
+        self._number = step + 1
+        switches = self.state.waiting is not None and step >= self.state.waiting["at"]
+        if switches:
+            self._switch(step)
         if step >= self.state.guard.hold_until and self.state.waiting is None and is_due(self._config, step):
             self._measure(step)
         every = decided(self._config.snip.probe_every)
-        if self.state.first_switch is not None and every and step % every == 0 and not changed:
-            changed |= self._judge(step, self._probe(step), "a regular probe")
-        return changed
+        if self.state.first_switch is not None and every and step % every == 0 and not switches:
+            self._judge(step, self._probe(step), "a regular probe")
 
-    def after_step(self, step: int, loss: float, norm: float) -> bool:
-        """Look at a step that was taken; whether the plan has changed."""
+    def after_step(self, step: int, loss: float, norm: float) -> None:
+        """Look at a step that was taken; `plan` may then be another one."""
+        self._number = step + 1
         if self.state.first_switch is not None:
             self.state.spent += sum(self._low_share(layer) for layer in self._layers)
         sign = guard.sign_of_trouble(self.state.guard, step, loss, norm)
         if sign is None or self.state.first_switch is None:
-            return False
-        if not math.isfinite(loss + norm):
-            return self._promote(step + 1, sign)
-        return self._judge(step + 1, self._probe(step), sign)
+            return
+        if math.isfinite(loss + norm):
+            self._judge(step + 1, self._probe(step), sign)
+        else:
+            self._promote(step + 1, sign)
 
     def _low_share(self, layer: str) -> float:
         return self._shares[layer] * sum(candidates_of(self.state.recipes[layer])) / len(GEMMS)
@@ -207,7 +211,7 @@ class PrecisionCycle:
         )
         return make_plan(question, step=horizon.step + decided(self._config.snip.delay))
 
-    def _switch(self, step: int) -> bool:
+    def _switch(self, step: int) -> None:
         waiting, self.state.waiting = self.state.waiting, None
         assert waiting is not None
         began = time.perf_counter()
@@ -222,7 +226,7 @@ class PrecisionCycle:
             "solve": found.solver.get("seconds", 0.0),
             "stall": stall,
         }
-        self._analysis = dataclasses.replace(found, step=step, seconds=seconds)
+        self._analysis = dataclasses.replace(found, step=self._number, seconds=seconds)
         self.state.previous = [
             [list(gemm.harm.values()) for gemm in layer.gemms.values()] for layer in found.layers.values()
         ]
@@ -231,11 +235,11 @@ class PrecisionCycle:
         recipes = {layer: row for layer, row in self._chosen(found).items() if layer in self.state.recipes}
         changed = self._go_on_with(recipes)
         self._measure_what_was_predicted(step)
-        self._write(step)
+        self._write()
         predicted = self._analysis.predicted
         self._log.event(
             "replan",
-            step,
+            self._number,
             found.reason,
             changed=changed,
             policy=found.policy,
@@ -248,11 +252,10 @@ class PrecisionCycle:
         )
         share = predicted["fp4_flops"] or 0.0
         self._line.message(
-            f"step {step}: {found.reason}; {share:.1%} of FLOPs in 4 bits; {found.solver.get('note', '')}".rstrip(
+            f"step {self._number}: {found.reason}; {share:.1%} of FLOPs in 4 bits; {found.solver.get('note', '')}".rstrip(
                 "; "
             )
         )
-        return changed > 0
 
     def _chosen(self, found: PrecisionPlan) -> guard.Recipes:
         return {
@@ -293,18 +296,18 @@ class PrecisionCycle:
         if all(map(math.isfinite, measured.values())):
             self._analysis = dataclasses.replace(self._analysis, measured=measured)
 
-    def _judge(self, step: int, found: Probe, sign: str) -> bool:
+    def _judge(self, step: int, found: Probe, sign: str) -> None:
         """Record a probe, and promote if the plan is to blame."""
         blame = guard.verdict(found)
         self._log.event(
-            "probe", step, f"{sign}: {blame or 'the plan is not to blame'}", **dataclasses.asdict(found)
+            "probe", self._number, f"{sign}: {blame or 'the plan is not to blame'}", **dataclasses.asdict(found)
         )
         if blame is None:
             self.state.guard.rest_until = step + guard.REST_STEPS
-            return False
-        return self._promote(step, f"{sign}; {blame}")
+        else:
+            self._promote(step, f"{sign}; {blame}")
 
-    def _promote(self, step: int, reason: str) -> bool:
+    def _promote(self, step: int, reason: str) -> None:
         """Higher formats at once where they cost most; no plan for a while."""
         state = self.state.guard
         state.alarms, state.hold_until = state.alarms + 1, step + guard.HOLD_STEPS
@@ -315,14 +318,13 @@ class PrecisionCycle:
         promoted = guard.promote(free, self._harm_of_now(), self._shares, state.alarms)
         guard.learn(state, free, promoted)
         changed = self._go_on_with(promoted)
-        self._write(step)
+        self._write()
         self._log.event(
-            "promotion", step, reason, changed=changed, alarm=state.alarms, hold_until=state.hold_until
+            "promotion", self._number, reason, changed=changed, alarm=state.alarms, hold_until=state.hold_until
         )
         self._line.message(
-            f"step {step}: {changed} GEMMs promoted: {reason}; no new plan until step {state.hold_until:,}"
+            f"step {self._number}: {changed} GEMMs promoted: {reason}; no new plan until step {state.hold_until:,}"
         )
-        return changed > 0
 
     def _harm_of_now(self) -> dict[str, tuple[float, float, float]]:
         if self._analysis is None:
@@ -338,13 +340,13 @@ class PrecisionCycle:
 
     def write_start(self) -> None:
         """The plan that a run begins with, for its history."""
-        self._write(0, analysis=False)
+        self._write(analysis=False)
 
-    def _write(self, step: int, *, analysis: bool = True) -> None:
+    def _write(self, *, analysis: bool = True) -> None:
         folder = self._run_dir / PLANS
         make_folder(folder)
         text = self.plan.to_json()
         if analysis and self._analysis is not None:
-            self._analysis.write(folder / f"step-{step:08d}.precision.json")
-        write_whole(folder / f"step-{step:08d}.json", text)
+            self._analysis.write(folder / f"step-{self._number:08d}.precision.json")
+        write_whole(folder / f"step-{self._number:08d}.json", text)
         write_whole(self._run_dir / "plan.json", text)

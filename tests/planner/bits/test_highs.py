@@ -17,7 +17,7 @@ from scrimp.planner.bits.knapsack import solve_by_knapsack
 from scrimp.planner.bits.program import Limit, Program
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100)
 @given(small_programs())
 def test_it_finds_the_cheapest_plan_or_proves_that_there_is_none(program: Program) -> None:
     form, best = program.standard_form(), cheapest(program)

@@ -42,7 +42,7 @@ def test_fp8_or_fp4_per_layer_equals_the_specified_loop_and_highs(model: str, sh
     assert form.cost(by_highs) == pytest.approx(expected, rel=1e-9)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100)
 @given(small_programs(nested=True))
 def test_nested_limits_of_whole_units_give_the_cheapest_plan(program: Program) -> None:
     form, best = program.standard_form(), cheapest(program)
@@ -100,14 +100,10 @@ def test_seconds_are_rounded_and_come_within_two_ten_thousandths_of_highs(seed: 
 
 def test_two_phases_of_unequal_length_are_refined_to_the_same_precision() -> None:
     random = np.random.default_rng(0)
-    phase = np.repeat([0.9, 0.1], 200)[:, None]
-    costs = (
-        phase
-        * random.lognormal(0.0, 3.0, (400, 1))
-        * random.lognormal(0.0, 0.3, (400, 4))
-        * [0.0, 0.02, 1.0, 1.2]
-    )
-    seconds = phase * random.choice([1.0, 8.0, 28.0], (400, 1)) * random.lognormal(0.0, 0.05, (400, 4))
+    phase = np.repeat([0.95, 0.05], 400)[:, None]
+    harm = phase * random.lognormal(0.0, 3.0, (800, 1))
+    costs = harm * random.lognormal(0.0, 0.3, (800, 4)) * [0.0, 0.02, 1.0, 1.2]
+    seconds = phase * random.choice([1.0, 8.0, 28.0], (800, 1)) * random.lognormal(0.0, 0.05, (800, 4))
     seconds *= [4.0, 2.1, 1.2, 1.1]
     form = Program(costs, (Limit("seconds", seconds, most=1.25 * seconds.min(axis=1).sum()),)).standard_form()
     found, by_highs = solve_by_knapsack(form), solve_by_highs(form, gap=1e-5, time_limit=30.0)

@@ -13,7 +13,7 @@ from scrimp.planner.bits.relaxation import relax, solve_by_relaxation
 from scrimp.planner.bits.standard import propagate
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100)
 @given(small_programs())
 def test_bounds_hold_for_all_plans_and_for_those_with_each_choice(program: Program) -> None:
     form = propagate(program.standard_form())

@@ -10,7 +10,8 @@ and everything is put back (`untouched`): a run that is measured goes on as if i
 
 Equal passes      All passes over a batch start from the same random states and buffers, and run by the same code:
                   without noise, a pass changes nothing, not one bit. So dropout is no noise.
-Several batches   Each gives statistics of its own, so that a planner can see how sure they are.
+Several batches   Each gives norms, errors and sensitivities of its own, so that a planner can see how sure they are. Gains
+                  are of the first `gain_batches` only: their passes cost most, and they vary least.
 Limits            Layers under torch.compile run eagerly while they are measured. Measure between two steps: gradients
                   that an optimizer keeps outside the parameters must be none.
 Checked           tests/profiler/statistics/test_collect.py, test_untouched.py; against real damage in
@@ -72,6 +73,7 @@ def collect(
     layers: Sequence[str] | None = None,
     gains: str = "auto",
     noise: float = NOISE_SHARE,
+    gain_batches: int = 1,
     seed: int = 0,
     on_batch: Callable[[int], None] | None = None,
 ) -> PrecisionProfile:
@@ -83,6 +85,7 @@ def collect(
         layers: planned layers to measure; None: all. The others' updates are watched too.
         gains: ratios, blocks, exact; auto: ratios where the model has a residual stream, else exact.
         noise: deviation of injected noise as a share of the local rms.
+        gain_batches: batches that gains are measured on; others take those of the last one.
 
     Raises:
         PlanError: an unknown format or layer, an unknown way of finding gains, or one that the model has no
@@ -105,7 +108,8 @@ def collect(
                 measurement = _Measurement(
                     subject, names, tuple(formats), _way(gains, structure), structure, noise
                 )
-            statistics.append(measurement.measure(batch, seed + 1000 * number))
+            measures_gains = number < max(1, gain_batches)
+            statistics.append(measurement.measure(batch, seed + 1000 * number, measures_gains=measures_gains))
             if on_batch is not None:
                 on_batch(number)
     if measurement is None:
@@ -196,6 +200,7 @@ class _Measurement:
         self.clean: dict[str, Tensor] = {}
         self.gradient_norms: dict[str, float] = {}
         self.rules: list[UpdateRule | None] = []
+        self.last_gains: Gains | None = None
         self.scales: list[float] = []
         self.sizes: list[float] = []
         self.clip = 1.0
@@ -204,8 +209,8 @@ class _Measurement:
 
     # -- passes --------------------------------------------------------------------------------
 
-    def measure(self, batch: Any, seed: int) -> BatchStatistics:
-        """All passes over one batch."""
+    def measure(self, batch: Any, seed: int, *, measures_gains: bool = True) -> BatchStatistics:
+        """All passes over one batch, or all but those of the gains."""
         self.start = ForwardState(self.subject.model, self.subject.planned)
         watch = NormWatch(
             {name: self.subject.planned.layers[name] for name in self.layers},
@@ -229,9 +234,10 @@ class _Measurement:
         self._read_rules(gradients)
         moves = self._sensitivities(gradients, watch, seed)
         self.subject.optimizer.zero_grad()
-        gains = self._gains(batch, watch, seed)
+        if measures_gains or self.last_gains is None:
+            self.last_gains = self._gains(batch, watch, seed)
         self.clean = {}
-        return self._statistics(loss, watch, gains, moves)
+        return self._statistics(loss, watch, self.last_gains, moves)
 
     def _pass(self, batch: Any) -> float:
         """Forward and backward over all micro-batches; gives their loss."""
