@@ -1,6 +1,6 @@
 """The model inside its wrappers, and which of its linear layers are planned where nobody names them.
 
-Wrappers   torch.compile and DistributedDataParallel put a prefix before the names of layers: the module inside is planned.
+Wrappers   torch.compile and DistributedDataParallel put a prefix before layers' names: the module inside is planned.
            nn.DataParallel runs copies of its module that live for one pass, and is refused.
 Default    Every linear layer that the optimizer trains, but the head, routers of experts, and what cannot be planned.
 Head       A linear layer outside numbered modules (``layers.3`` is one) that has a usual name of a head, shares the
@@ -11,6 +11,7 @@ Checked    tests/adapters/test_pytorch.py
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -20,11 +21,22 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from scrimp.errors import ModelError, PlanError
 
-HEADS = ("lm_head", "head", "score", "classifier", "output", "output_layer", "embed_out", "unembed", "qa_outputs")
+HEADS = (
+    "lm_head",
+    "head",
+    "score",
+    "classifier",
+    "output",
+    "output_layer",
+    "embed_out",
+    "unembed",
+    "qa_outputs",
+)
 ROUTERS = ("router",)
 
 Layers = Iterable[str] | Callable[[str, nn.Linear], bool] | None
 """Names, or a predicate of name and layer; None: the default."""
+_log = logging.getLogger("scrimp")
 
 
 @dataclass(frozen=True)
@@ -70,13 +82,13 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
 
 
 def choose_layers(model: nn.Module, trained: Callable[[nn.Parameter], bool]) -> LayerChoice:
-    """The default; see the module.
+    """Which layers are planned by default, and why the others are not; see the module.
 
     Args:
         trained: whether a parameter is updated.
 
     Raises:
-        ModelError: there is no linear layer, or none that can be planned.
+        ModelError: there is no linear layer.
     """
     linears = linear_layers(model)
     heads = _heads(model, linears)
@@ -84,17 +96,28 @@ def choose_layers(model: nn.Module, trained: Callable[[nn.Parameter], bool]) -> 
     for name, layer in linears.items():
         reason = _obstacle(layer) or heads.get(name) or _router(name)
         if reason is None and not trained(layer.weight):
-            reason = "not trained"
+            reason = "not trained by this optimizer"
         if reason is not None:
             left_out[name] = reason
-    layers = tuple(name for name in linears if name not in left_out)
-    if not layers:
+    return LayerChoice(tuple(name for name in linears if name not in left_out), left_out)
+
+
+def default_layers(model: nn.Module, trained: Callable[[nn.Parameter], bool]) -> tuple[str, ...]:
+    """The layers of `choose_layers`, of which there must be some; those left out are logged.
+
+    Raises:
+        ModelError: there is no linear layer, or none that can be planned.
+    """
+    choice = choose_layers(model, trained)
+    if not choice.layers:
         raise ModelError(
             "no linear layer of the model can be planned",
-            got=_listed(f"{name} ({reason})" for name, reason in left_out.items()),
+            got=_listed(f"{name} ({reason})" for name, reason in choice.left_out.items()),
             do="name the layers yourself, with layers=",
         )
-    return LayerChoice(layers, left_out)
+    for name, reason in choice.left_out.items():
+        _log.info("%s is left out of the plan: %s", name, reason)
+    return choice.layers
 
 
 def named_layers(model: nn.Module, layers: Layers) -> tuple[str, ...]:

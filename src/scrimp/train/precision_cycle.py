@@ -41,7 +41,7 @@ from scrimp.runtime import Executable, precisions_of
 from scrimp.train import precision_guard as guard
 from scrimp.train.metrics import MetricsLog
 from scrimp.train.optimizer import AdamW
-from scrimp.train.precision_question import Horizon, ask, candidates_of, is_due, replanned, shares_of
+from scrimp.train.precision_question import Horizon, are_low, ask, is_due, replanned, shares_of
 from scrimp.train.progress import StepLine
 from scrimp.train.setup import Decisions
 
@@ -148,7 +148,7 @@ class PrecisionCycle:
         """Look at a step that was taken; `plan` may then be another one."""
         self._number = step + 1
         if self.state.first_switch is not None:
-            self.state.spent += sum(self._low_share(layer) for layer in self._layers)
+            self.state.spent += self._low_share()
         sign = guard.sign_of_trouble(self.state.guard, step, loss, norm)
         if sign is None or self.state.first_switch is None:
             return
@@ -157,8 +157,12 @@ class PrecisionCycle:
         else:
             self._promote(step + 1, sign)
 
-    def _low_share(self, layer: str) -> float:
-        return self._shares[layer] * sum(candidates_of(self.state.recipes[layer])) / len(GEMMS)
+    def _low_share(self) -> float:
+        """Of FLOPs in 4 bits, now."""
+        return sum(
+            self._shares[layer] * sum(are_low(recipes)) / len(GEMMS)
+            for layer, recipes in self.state.recipes.items()
+        )
 
     # -- measuring and switching ---------------------------------------------------------------
 
@@ -195,7 +199,8 @@ class PrecisionCycle:
             self._subject(step), self._batches(step, snip.batches), formats, gains=snip.gains, seed=step
         )
         self._measure_seconds = time.perf_counter() - began
-        horizon = Horizon(step, self.state.first_switch, self.state.spent)
+        until_then = decided(snip.delay) * self._low_share() if self.state.first_switch is not None else 0.0
+        horizon = Horizon(step, self.state.first_switch, self.state.spent + until_then)
         state = dataclasses.replace(self.state)
         self.state.waiting = {"at": step + decided(snip.delay), "plan": None}
         self._solution = self._solver.submit(self._solve, profile, horizon, state, pinned)
@@ -300,7 +305,10 @@ class PrecisionCycle:
         """Record a probe, and promote if the plan is to blame."""
         blame = guard.verdict(found)
         self._log.event(
-            "probe", self._number, f"{sign}: {blame or 'the plan is not to blame'}", **dataclasses.asdict(found)
+            "probe",
+            self._number,
+            f"{sign}: {blame or 'the plan is not to blame'}",
+            **dataclasses.asdict(found),
         )
         if blame is None:
             self.state.guard.rest_until = step + guard.REST_STEPS
@@ -320,7 +328,12 @@ class PrecisionCycle:
         changed = self._go_on_with(promoted)
         self._write()
         self._log.event(
-            "promotion", self._number, reason, changed=changed, alarm=state.alarms, hold_until=state.hold_until
+            "promotion",
+            self._number,
+            reason,
+            changed=changed,
+            alarm=state.alarms,
+            hold_until=state.hold_until,
         )
         self._line.message(
             f"step {self._number}: {changed} GEMMs promoted: {reason}; no new plan until step {state.hold_until:,}"

@@ -32,7 +32,7 @@ class Horizon:
     first_switch: int | None
     """Step at which the first plan came into force."""
     spent: float
-    """Share of FLOPs in 4 bits, summed over the steps since."""
+    """Share of FLOPs in 4 bits, summed over the steps since, up to the switch that is being planned."""
 
 
 def is_due(config: Config, step: int) -> bool:
@@ -42,7 +42,7 @@ def is_due(config: Config, step: int) -> bool:
     first, every = decided(snip.first), decided(snip.every)
     if step == first or step in chosen_steps(snip.at):
         return True
-    if snip.final_share and step == final_step(config) and step > first:
+    if snip.final_share and step > first and step == final_step(config) - decided(snip.delay):
         return True
     return step > first and every > 0 and (step - first) % every == 0
 
@@ -64,7 +64,7 @@ def shares_of(architecture: Architecture) -> dict[str, float]:
     return {layer: size / total for layer, size in sizes.items()}
 
 
-def candidates_of(recipes: tuple[str, ...]) -> list[bool]:
+def are_low(recipes: tuple[str, ...]) -> list[bool]:
     """Which of a layer's recipes have 4 bits."""
     return [RECIPES[name].bits <= LOW_BITS for name in recipes]
 

@@ -112,9 +112,8 @@ def choose(question: Question) -> Choice:
         PlanError: the budget cannot be reached (says what can), or the policy does not exist.
     """
     profile, policy = question.profile, question.policy
-    order = order_of(policy, profile.layers)
-    if order is not None or policy == "last-blocks" or policy in profile.formats:
-        return _by_order(question, order)
+    if not is_solved(question):
+        return _by_order(question, order_of(policy, profile.layers))
     costs = _costs(question)
     program = _program(question, priced(question, costs))
     current = None if question.current is None else _decisions(question.current, is_per_gemm(policy))
@@ -125,6 +124,13 @@ def choose(question: Question) -> Choice:
         else np.repeat(solution.choices[:, None], len(GEMMS), 1)
     )
     return Choice(formats, costs, share_in_4_bits(profile, formats), solution)
+
+
+def is_solved(question: Question) -> bool:
+    """Whether the policy has costs to solve with, or names layers in an order of its own."""
+    policy, profile = question.policy, question.profile
+    names_layers = policy == "last-blocks" or policy in profile.formats
+    return not names_layers and order_of(policy, profile.layers) is None
 
 
 def is_within(question: Question, formats: NDArray[np.int64]) -> bool:

@@ -19,7 +19,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from scrimp.planner.bits.choose import Choice, Question, choose, harm_of, is_within
+from scrimp.planner.bits.choose import Choice, Question, choose, harm_of, is_solved, is_within
 from scrimp.planner.bits.policies import costs_of, is_per_gemm
 from scrimp.precision import GEMMS
 
@@ -67,6 +67,8 @@ def switching_costs(question: Question) -> Array | None:
 def settle(question: Question) -> tuple[Choice, str]:
     """The choice to go on with, and why it is the new or the old one."""
     current = question.current
+    if not is_solved(question):
+        return choose(question), f"policy {question.policy}"
     choice = choose(replace(question, switching=switching_costs(question)))
     if current is None:
         return choice, "first plan"

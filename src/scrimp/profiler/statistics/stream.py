@@ -165,8 +165,7 @@ class _NodeHook:
         if injection is not None and injection.direction == "forward":
             z = self._noise(x, number)
             self._injected[self._node] += square(z)
-            with torch.no_grad():  # in place: the branch and the skip path see the same stream
-                x.add_(z)
+            x.data.add_(z)  # in place: the branch and the skip path, and a checkpoint's copy, are the same stream
         self._look("x", x.detach())
         x.register_hook(self._on_gradient)
 
@@ -180,8 +179,7 @@ class _NodeHook:
         injection = self._injection
         if injection is None or injection.direction != "forward" or not self._tape.is_clean(self._node, x):
             return
-        with torch.no_grad():
-            x.add_(self._noise(x, number))
+        x.data.add_(self._noise(x, number))
 
     def _on_gradient(self, gradient: Tensor) -> Tensor | None:
         injection = self._injection
@@ -201,7 +199,8 @@ class _NodeHook:
         assert self._injection is not None
         kind, share = self._injection.kind, self._injection.share
         key = 0 if kind == "weights" else number  # micro-batches share the weights
-        return gaussian(like, share, kind, generator_of(like.device, self._injection.seed, self._node, key))
+        generator = generator_of(like.device, self._injection.seed, self._node, key)
+        return gaussian(like.detach(), share, kind, generator)
 
 
 def is_recomputing() -> bool:
