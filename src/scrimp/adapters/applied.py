@@ -52,7 +52,7 @@ def device_name(model: nn.Module, weight: Tensor | None = None) -> str:
 
 @contextlib.contextmanager
 def measurable(
-    model: nn.Module, layers: Layers, trained: Callable[[nn.Parameter], bool]
+    model: nn.Module, layers: Layers, trained: Callable[[Tensor], bool]
 ) -> Iterator[tuple[PlannedModel, tuple[str, ...]]]:
     """The planned layers of a model, swapped in for a while where it has none, and those to measure."""
     planned = planned_of(model)
@@ -74,9 +74,7 @@ def measurable(
         planned.swap_out()
 
 
-def _refuse_untrained(
-    model: nn.Module, layers: Sequence[str], trained: Callable[[nn.Parameter], bool]
-) -> None:
+def _refuse_untrained(model: nn.Module, layers: Sequence[str], trained: Callable[[Tensor], bool]) -> None:
     linears = linear_layers(model)
     frozen = [name for name in layers if not trained(linears[name].weight)]
     if frozen:

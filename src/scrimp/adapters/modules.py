@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from scrimp.errors import ModelError, PlanError
@@ -81,7 +81,7 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
     return found
 
 
-def choose_layers(model: nn.Module, trained: Callable[[nn.Parameter], bool]) -> LayerChoice:
+def choose_layers(model: nn.Module, trained: Callable[[Tensor], bool]) -> LayerChoice:
     """Which layers are planned by default, and why the others are not; see the module.
 
     Args:
@@ -102,7 +102,7 @@ def choose_layers(model: nn.Module, trained: Callable[[nn.Parameter], bool]) -> 
     return LayerChoice(tuple(name for name in linears if name not in left_out), left_out)
 
 
-def default_layers(model: nn.Module, trained: Callable[[nn.Parameter], bool]) -> tuple[str, ...]:
+def default_layers(model: nn.Module, trained: Callable[[Tensor], bool]) -> tuple[str, ...]:
     """The layers of `choose_layers`, of which there must be some; those left out are logged.
 
     Raises:
@@ -141,7 +141,7 @@ def named_layers(model: nn.Module, layers: Layers) -> tuple[str, ...]:
     return tuple(name for name in linears if name in wanted)
 
 
-def trained_by(optimizer: Any) -> Callable[[nn.Parameter], bool]:
+def trained_by(optimizer: Any) -> Callable[[Tensor], bool]:
     """Whether an optimizer updates a parameter."""
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     return lambda parameter: parameter.requires_grad and id(parameter) in held

@@ -22,35 +22,35 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from scrimp.config import decided
-from scrimp.data import Batch
 from scrimp.files import make_folder, write_whole
 from scrimp.planner import Plan
 from scrimp.planner.bits import PrecisionPlan, make_plan
 from scrimp.precision import GEMMS, parse_rules
-from scrimp.profiler.statistics import Probe, Subject, collect, probe
+from scrimp.profiler.statistics import Probe
 from scrimp.runtime import Executable, precisions_of
 from scrimp.train import precision_guard as guard
 from scrimp.train.metrics import MetricsLog
 from scrimp.train.optimizer import AdamW
-from scrimp.train.precision_question import Horizon, are_low, ask, is_due, replanned, shares_of
+from scrimp.train.precision_meter import Batches, PrecisionMeter
+from scrimp.train.precision_question import (
+    Horizon,
+    are_low,
+    ask,
+    formats_to_measure,
+    is_due,
+    replanned,
+    shares_of,
+)
 from scrimp.train.progress import StepLine
 from scrimp.train.setup import Decisions
 
-MOST_MICRO_BATCHES = 4
-"""Of a step, that a statistics batch takes."""
 PLANS = "plans"
-
-Batches = Callable[[int, int], Iterator[list[Batch]]]
-"""From a step and a number of steps to their micro-batches."""
 
 
 @dataclass
@@ -86,7 +86,8 @@ class PrecisionCycle:
         self.plan = decisions.plan
         """The plan of now."""
         self._decisions, self._config = decisions, decisions.config
-        self._executable, self._optimizer, self._batches = executable, optimizer, batches
+        self._executable = executable
+        self._meter = PrecisionMeter(decisions, executable, optimizer, batches)
         self._log, self._line, self._run_dir = log, line, run_dir
         self._rules = parse_rules(self._config.precision)
         self._layers = [layer for layer in decisions.plan.gemms if layer != "head"]
@@ -166,47 +167,19 @@ class PrecisionCycle:
 
     # -- measuring and switching ---------------------------------------------------------------
 
-    def _subject(self, step: int) -> Subject:
-        planned = self._executable.planned
-        assert planned is not None
-        return Subject(
-            model=self._executable.model,
-            planned=planned,
-            optimizer=self._optimizer,
-            losses=lambda batch: self._losses(step, batch),
-            compute=self._executable.precision,
-            device_name=self._decisions.device.name,
-            step=step,
-        )
-
-    def _losses(self, step: int, micro_batches: list[Batch]) -> Iterator[Tensor]:
-        taken, first_row = micro_batches[:MOST_MICRO_BATCHES], 0
-        targets = max(1, sum(batch.num_targets for batch in taken))
-        for batch in taken:
-            self._executable.begin(step, first_row)
-            sums = self._executable.loss(batch.tokens_BT, batch.targets_BT, batch.document_starts)
-            first_row += batch.tokens_BT.numel()
-            yield sums.total / targets
-
     def _measure(self, step: int) -> None:
         """Statistics now, a plan in the background."""
         self._line.phase("measuring precision")
         began, snip = time.perf_counter(), self._config.snip
         pinned = self._rules.pinned(self._layers)
-        extra = [name for gemms in pinned.values() for name in gemms.values()]
-        formats = tuple(dict.fromkeys([*self._config.candidates, *extra, *self._formats_of_now()]))
-        profile = collect(
-            self._subject(step), self._batches(step, snip.batches), formats, gains=snip.gains, seed=step
-        )
+        now = [name for recipes in self.state.recipes.values() for name in recipes]
+        profile = self._meter.measure(step, formats_to_measure(self._config, pinned, now))
         self._measure_seconds = time.perf_counter() - began
         until_then = decided(snip.delay) * self._low_share() if self.state.first_switch is not None else 0.0
         horizon = Horizon(step, self.state.first_switch, self.state.spent + until_then)
         state = dataclasses.replace(self.state)
         self.state.waiting = {"at": step + decided(snip.delay), "plan": None}
         self._solution = self._solver.submit(self._solve, profile, horizon, state, pinned)
-
-    def _formats_of_now(self) -> list[str]:
-        return [name for recipes in self.state.recipes.values() for name in recipes]
 
     def _solve(
         self, profile: Any, horizon: Horizon, state: CycleState, pinned: dict[str, dict[str, str]]
@@ -292,7 +265,7 @@ class PrecisionCycle:
 
     def _probe(self, step: int) -> Probe:
         self._line.phase("comparing with bf16")
-        return probe(self._subject(step), next(self._batches(step, 1)))
+        return self._meter.probe(step)
 
     def _measure_what_was_predicted(self, step: int) -> None:
         assert self._analysis is not None

@@ -6,7 +6,7 @@ Everything here is a function of its arguments, without tensors or files.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +67,14 @@ def shares_of(architecture: Architecture) -> dict[str, float]:
 def are_low(recipes: tuple[str, ...]) -> list[bool]:
     """Which of a layer's recipes have 4 bits."""
     return [RECIPES[name].bits <= LOW_BITS for name in recipes]
+
+
+def formats_to_measure(
+    config: Config, pinned: Mapping[str, Mapping[str, str]], now: Iterable[str]
+) -> tuple[str, ...]:
+    """The candidates, and what rules fix or is in force: its cost is needed too."""
+    fixed = [name for gemms in pinned.values() for name in gemms.values()]
+    return tuple(dict.fromkeys([*config.candidates, *fixed, *now]))
 
 
 def refuse_unreachable_share(

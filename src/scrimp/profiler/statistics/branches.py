@@ -108,15 +108,18 @@ class BranchTape:
                     stack.callback(module.register_forward_hook(disturb(number)).remove)
             yield injected
 
-    def _record(self, number: int) -> Callable[[nn.Module, Any, Tensor], None]:
-        def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
+    def _record(self, number: int) -> Callable[[nn.Module, Any, Tensor], Tensor | None]:
+        def hook(module: nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
             key, x = (number, self.micro_batch), inputs[0]
             if not output.requires_grad or is_recomputing():
-                return
+                return None
             self._keep(("y", *key), output)
-            output.register_hook(lambda g: self._keep(("g", *key), g))
             if x.requires_grad:
                 x.register_hook(lambda g: self._keep(("gx", *key), g))
+            # A copy, because hooks of a view are lost when the model adds to it in place.
+            result = output.clone()
+            result.register_hook(lambda g: self._keep(("g", *key), g))
+            return result
 
         return hook
 

@@ -165,7 +165,9 @@ class _NodeHook:
         if injection is not None and injection.direction == "forward":
             z = self._noise(x, number)
             self._injected[self._node] += square(z)
-            x.data.add_(z)  # in place: the branch and the skip path, and a checkpoint's copy, are the same stream
+            x.data.add_(
+                z
+            )  # in place: the branch and the skip path, and a checkpoint's copy, are the same stream
         self._look("x", x.detach())
         x.register_hook(self._on_gradient)
 

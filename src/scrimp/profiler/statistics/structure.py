@@ -116,7 +116,7 @@ class _Tracer:
 
         def hook(module: nn.Module, inputs: object, output: Tensor) -> None:
             self._since.append(name)
-            self._last = output.detach()
+            self._last = output.detach().clone()  # the model may add to it in place
 
         return hook
 
