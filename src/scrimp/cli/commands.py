@@ -60,16 +60,21 @@ class Train:
 
 @dataclass(frozen=True)
 class Plan:
-    """Show what a run would take, and start nothing: parameters, FLOPs, bytes, tokens/s if measured."""
+    """Show what a run would take, and start nothing: parameters, FLOPs, bytes, tokens/s if measured.
+
+    With --precision snip --model.weights RUN: measure the run's newest checkpoint, and show the formats that would follow.
+    """
 
     file: Positional[Path | None] = None
     """TOML file with the same settings as the options below. Without one: the defaults."""
+    out: Path | None = None
+    """Write the measured plan of precision here, as JSON."""
     config: Annotated[Config, arg(name="")] = field(default_factory=Config)
 
     def execute(self, given: frozenset[str]) -> int:
         from scrimp.train import dry_run
 
-        dry_run(self.config)
+        dry_run(self.config, given, self.out)
         return 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,17 @@ import torch
 
 from scrimp.config import Config, decided, flatten
 from scrimp.data import CorpusSpec, Progress, open_corpus
-from scrimp.errors import ModelError
+from scrimp.errors import ConfigError, ModelError
 from scrimp.model import Decoder, export_model, generate
 from scrimp.planner import account_of, count_flops, gemm_formats, ideal_seconds_per_token
+from scrimp.planner.bits import PrecisionPlan
 from scrimp.profiler import device_peaks, recall_throughput, resolve_device
 from scrimp.report.tables import account_table, key_value_table
 from scrimp.report.units import format_bytes, format_count, format_flops, format_rate
 from scrimp.runtime import Executable
 from scrimp.train.evaluation import Evaluation, evaluate
+from scrimp.train.precision_preview import Preview, preview
+from scrimp.train.precision_question import shares_of
 from scrimp.train.setup import decide, expected_vocabulary, fit_vocabulary
 from scrimp.train.start import anchored
 from scrimp.train.weights import MODEL_PREFIX, Target, open_target
@@ -31,11 +35,31 @@ def _console() -> Any:
     return Console(markup=False, highlight=False)
 
 
-def dry_run(config: Config) -> None:
-    """Print what a run would need and how fast it would be; prepare and start nothing."""
+def dry_run(config: Config, given: Collection[str] = frozenset(), out: Path | None = None) -> None:
+    """Print what a run would need and how fast it would be; prepare and start nothing.
+
+    With precision snip and a run as model.weights: measure its newest checkpoint, and show the plan.
+
+    Args:
+        given: dotted keys that the user wrote; of a run that is measured, its own settings count for others.
+        out: file for the measured plan.
+    """
+    measured = preview(config, given)
+    if measured is not None:
+        _show_measured(measured, out)
+        return
+    if out is not None:
+        raise ConfigError(
+            "there is no measured plan to write",
+            got=f"--out {out} without a run to measure",
+            expected="precision snip, and a run with a checkpoint",
+            do="give --precision snip --model.weights RUN",
+        )
     decisions = decide(anchored(config))
     decisions = fit_vocabulary(decisions, expected_vocabulary(decisions))
     config, architecture, plan = decisions.config, decisions.architecture, decisions.plan
+    from scrimp.report.precision_text import precision_map_text
+
     sequence = decided(config.train.sequence)
     flops = count_flops(architecture, sequence)
     rate = recall_throughput(plan, config)
@@ -69,6 +93,11 @@ def dry_run(config: Config) -> None:
             title=f"{name}, {config.precision}",
         )
     )
+    if config.is_planned:
+        choices = {layer: choice for layer, choice in plan.gemms.items() if layer != "head"}
+        console.print(
+            precision_map_text(choices, shares_of(architecture), title="precision until the first plan")
+        )
     account = account_of(config, architecture)
     rows = [*account.rows(), ("copy for a checkpoint, on the host", account.checkpoint_copy)]
     peak = format_bytes(plan.predicted.peak_device_bytes)
@@ -79,6 +108,47 @@ def dry_run(config: Config) -> None:
         ]
         console.print(key_value_table(choices, title="decided by Scrimp"))
     decisions.refuse_misfit()
+
+
+def _show_measured(found: Preview, out: Path | None) -> None:
+    """A measured plan on the terminal, and in a file if one is named."""
+    from scrimp.report.precision_text import precision_map_text
+
+    plan, console = found.plan, _console()
+    shares = {layer: row.flops_share for layer, row in plan.layers.items()}
+    title = f"precision after step {found.step:,}, chosen by {plan.policy}"
+    console.print(precision_map_text(plan.precisions, shares, title=title))
+    predicted = plan.predicted
+    rows = [
+        ("budget", ", ".join(f"{name} {value:g}" for name, value in plan.budget.items())),
+        ("FLOPs in 4 bits", f"{predicted['fp4_flops'] or 0:.1%} of the blocks' linear layers"),
+        ("loss divergence", f"{predicted['loss_divergence'] or 0:.2e} of the loss (predicted)"),
+        ("weight divergence", f"{predicted['weight_divergence'] or 0:.1%} of an update (predicted)"),
+        ("certainty", "one batch says nothing of it" if plan.certainty is None else f"{plan.certainty:.0%}"),
+        ("solver", f"{plan.solver.get('name', 'none')} {plan.solver.get('note', '')}".strip()),
+    ]
+    console.print(key_value_table(rows, title="the plan"))
+    console.print(key_value_table(next_best_choices(plan), title="the next-best choices (predicted)"))
+    if out is not None:
+        plan.write(out)
+        console.print(f"written: {out}")
+
+
+def next_best_choices(plan: PrecisionPlan, count: int = 4) -> list[tuple[str, str]]:
+    """The promotions that would save most harm per FLOP, and the demotions that would cost least."""
+    moves = [
+        (layer, gemm, one.choice, name, (harm - one.harm[one.choice]) / max(row.flops_share, 1e-12))
+        for layer, row in plan.layers.items()
+        for gemm, one in row.gemms.items()
+        for name, harm in one.harm.items()
+        if name != one.choice
+    ]
+    saving = sorted((move for move in moves if move[4] < 0), key=lambda move: move[4])[:count]
+    costing = sorted((move for move in moves if move[4] > 0), key=lambda move: move[4])[:count]
+    return [
+        (f"{layer}.{gemm}", f"{now} to {name}: harm {change * plan.layers[layer].flops_share:+.2g}")
+        for layer, gemm, now, name, change in (*saving, *costing)
+    ]
 
 
 def load_executable(target: Target, device_name: str) -> Executable:

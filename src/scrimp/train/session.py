@@ -236,6 +236,11 @@ def _announce(trainer: Trainer, run_dir: Path, start: Start) -> None:
     )
     trainer.line.message(f"data: {corpus.checked}")
     _note_edited_plan(trainer)
+    if config.is_planned:
+        trainer.line.message(
+            f"precision is planned: {config.snip.formats} per GEMM, first at step {config.snip.first}, "
+            f"every {config.snip.every} steps; until then {config.snip.start}"
+        )
     backends = trainer.decisions.describe_backends()
     if backends:
         trainer.line.message(f"GEMMs: {backends}")

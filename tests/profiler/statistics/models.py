@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from scrimp.config.architecture import Architecture
-from scrimp.gemm import PlannedModel, swap_in
+from scrimp.gemm import LinearPrecision, PlannedModel, swap_in
 from scrimp.gemm.layer import reference_only
 from scrimp.model import Decoder, initialise
 from scrimp.planner.bits.profile import PrecisionProfile
@@ -170,7 +171,9 @@ class Bench:
             found.append(total)
         return found
 
-    def collect(self, number: int = 500, formats: Sequence[str] = ("bf16", "fp8", "fp4"), **how: Any) -> PrecisionProfile:
+    def collect(
+        self, number: int = 500, formats: Sequence[str] = ("bf16", "fp8", "fp4"), **how: Any
+    ) -> PrecisionProfile:
         """Statistics of one batch."""
         return collect(self.subject(), [batch(number)], formats, **how)
 
@@ -188,17 +191,11 @@ def bench(
     """A model under plan, trained for some steps; by the reference back end."""
     optimizer = make(model.parameters(), lr=lr)
     names = linear_names(model) if layers is None else layers
-    planned = swap_in(model, dict.fromkeys(names, _plain(compute)), choose=reference_only)
+    planned = swap_in(model, dict.fromkeys(names, LinearPrecision.of(compute)), choose=reference_only)
     made = Bench(model, optimizer, planned, compute, max_norm)
     model.train()
     made.train(steps)
     return made
-
-
-def _plain(compute: str) -> Any:
-    from scrimp.gemm import LinearPrecision
-
-    return LinearPrecision.of(compute)
 
 
 @functools.cache
@@ -215,3 +212,9 @@ def trained_decoder(*, steps: int = 60, layers: int = 2, width: int = 32, comput
     made.model.load_state_dict({name: value.clone() for name, value in weights.items()})
     made.optimizer.load_state_dict(moments)
     return made
+
+
+def spearman(first: Any, second: Any) -> float:
+    """Rank correlation."""
+    ranks = [np.argsort(np.argsort(np.ravel(values))) for values in (first, second)]
+    return float(np.corrcoef(*ranks)[0, 1])

@@ -26,7 +26,9 @@ _SUMMED = {"fprop": ("ti,oi->to", INPUTS), "dgrad": ("to,oi->ti", OUTPUTS), "wgr
 class Watched:
     """One layer over some micro-batches, with all that its GEMMs read."""
 
-    def __init__(self, micro_batches: int = 1, *, recipes: list[str] | None = None, checkpointed: bool = False):
+    def __init__(
+        self, micro_batches: int = 1, *, recipes: list[str] | None = None, checkpointed: bool = False
+    ):
         generator = torch.Generator().manual_seed(0)
 
         def random(*shape: int) -> Tensor:
@@ -159,7 +161,9 @@ def test_recomputed_products_are_counted_once() -> None:
 def test_stochastic_errors_are_drawn_anew_in_every_step() -> None:
     layer = Watched(1, recipes=["fp4"])
     value = layer.operands[0]["g"]
-    first, second = (squared_error(value, layer.planned.uses("dgrad", (step, 0), "fp4")[0]) for step in (1, 2))
+    first, second = (
+        squared_error(value, layer.planned.uses("dgrad", (step, 0), "fp4")[0]) for step in (1, 2)
+    )
     assert not torch.equal(first, second)
     nearest = [squared_error(value, layer.planned.uses("dgrad", (step, 0), "fp8")[0]) for step in (1, 2)]
     assert torch.equal(*nearest)

@@ -42,7 +42,9 @@ def rules(draw: st.DrawFn) -> tuple[UpdateRule, Tensor]:
     v = (normal(seed, SIZE).square() + 0.1) * scale**2
     m = normal(seed + 1, SIZE) * scale * 0.3
     betas = draw(st.sampled_from([(0.9, 0.999), (0.9, 0.95), (0.0, 0.9)]))
-    rule = UpdateRule("adamw", 1.0, m, v, draw(st.integers(0, 5000)), *betas, draw(st.sampled_from([1e-8, 1e-3])))
+    rule = UpdateRule(
+        "adamw", 1.0, m, v, draw(st.integers(0, 5000)), *betas, draw(st.sampled_from([1e-8, 1e-3]))
+    )
     return rule, normal(seed + 2, SIZE) * scale
 
 
@@ -68,9 +70,7 @@ def test_the_sensitivity_is_the_norm_of_the_closed_form_along_the_noise(
     expected = float((closed_form(rule, g) * noise).square().mean().sqrt())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "STEP", 1e-3)
-        found = sensitivity(
-            rule, g, torch.Generator().manual_seed(3), spread.float() if is_spread else None
-        )
+        found = sensitivity(rule, g, torch.Generator().manual_seed(3), spread.float() if is_spread else None)
     assert found == pytest.approx(expected, rel=0.02)
 
 

@@ -204,7 +204,9 @@ def test_equal_micro_batches_share_noise_of_weights_but_not_of_tokens() -> None:
                 tape.micro_batch = 0
                 for tokens, goal in micro_batches[:count]:
                     logits = model(tokens).flatten(0, 1)
-                    (nn.functional.cross_entropy(logits, goal.flatten(), reduction="sum") / targets).backward()
+                    (
+                        nn.functional.cross_entropy(logits, goal.flatten(), reduction="sum") / targets
+                    ).backward()
                     tape.micro_batch += 1
             found[kind, count] = changes.gradient[0]
     assert found["weights", 2] == pytest.approx(2 * found["weights", 1], rel=1e-6)

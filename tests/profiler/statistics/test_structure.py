@@ -55,9 +55,7 @@ def test_the_decoder_has_two_sublayers_a_block(switches: dict[str, Any], precisi
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "mistral"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_transformers_models_of_the_llama_family_are_understood(
-    model_type: str, dtype: torch.dtype
-) -> None:
+def test_transformers_models_of_the_llama_family_are_understood(model_type: str, dtype: torch.dtype) -> None:
     structure = found(hugging_face(model_type).to(dtype))
     assert structure is not None
     assert structure.nodes[-1] == "model.norm"
