@@ -1,7 +1,8 @@
 """A small training bench for precision: a checkpoint of a run, its data in order, any plan, its damage.
 
 The lab takes a run that `scrimp train` made (with kept checkpoints), puts model and optimizer back to one of
-them as often as needed, and trains on by any plan: same weights, same moments, same batches. It knows nothing of policies.
+them as often as needed, and trains on by any plan: same weights, same moments, same batches. It knows nothing of
+policies.
 """
 
 from __future__ import annotations

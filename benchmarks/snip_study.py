@@ -1,7 +1,7 @@
 """Does SNIP choose well? Predicted against measured damage, and training under every policy at equal budget.
 
-Question  Of the linear layers' FLOPs a given share must run in 4 bits. Does the plan that measured statistics choose cost
-          less loss than rules of thumb, and do the predictions behind it hold?
+Question  Of the linear layers' FLOPs a given share must run in 4 bits. Does the plan that measured statistics
+          choose cost less loss than rules of thumb, and do the predictions behind it hold?
 Method    A trunk per seed: `scrimp train` in bf16 at a constant learning rate, with kept checkpoints. From each
           checkpoint:
 
@@ -12,10 +12,14 @@ Method    A trunk per seed: `scrimp train` in bf16 at a constant learning rate, 
                    The gap is to the bf16 run of the same seed. `bf16-again` is bf16 from weights that are
                    moved by one part in 10^6: the noise floor.
 
+          plans    what every policy chooses from the profiles that are there, and how stable that is (seconds).
+          overhead time and memory of measuring, solving, switching and probing, on the first seed and phase.
+          report   everything that is there, as a page with plots in benchmarks/results (`snip_report`).
+
 Limits    Formats are emulated: says nothing of speed. A model of a few million parameters and short runs.
 Run       python benchmarks/snip_study.py trunk            (resumable, as all parts: what is there is not repeated)
           python benchmarks/snip_study.py damage train
-          python benchmarks/snip_study.py report
+          python benchmarks/snip_study.py plans overhead report
 """
 
 from __future__ import annotations
@@ -27,19 +31,25 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from environment import ROOT
+from environment import RESULTS, ROOT, cpu, facts
+from snip_cadence import Cadence
+from snip_damage import pairs
 from snip_lab import Lab, single_damages, spearman
+from snip_overhead import measure
+from snip_plans import write_plans
+from snip_report import Grid, write_report
 
 from scrimp.planner.bits.choose import Budget, Question, choose
-from scrimp.planner.bits.divergence import SNIP, Method, Weights, local_errors, mean_divergence
+from scrimp.planner.bits.divergence import SNIP, Weights, mean_divergence
 from scrimp.planner.bits.profile import PrecisionProfile
 
-PARTS = ("trunk", "damage", "train")
+PARTS = ("trunk", "damage", "train", "plans", "overhead", "report")
 CONTROLS = ("bf16", "bf16-again")
 FULL = ("fp8", "fp4")
 POLICIES = (
@@ -79,10 +89,19 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100, help="of training under a policy")
     parser.add_argument("--held-out", type=int, default=65_536, help="tokens of an evaluation")
     parser.add_argument("--batches", type=int, default=3, help="statistics batches, and of damage")
+    parser.add_argument("--more-formats", nargs="*", default=["bf16", "mxfp8", "nvfp4"], help="of overhead")
+    parser.add_argument("--repeats", type=int, default=3, help="of overhead")
+    parser.add_argument("--date", default=date.today().isoformat(), help="of the report's files")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="the report's folder")
     options = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
+    parts = {"trunk": trunk, "damage": damage, "train": train}
+    parts |= {"plans": plans, "overhead": overhead, "report": report}
+    before = facts("torch", "numpy", "highspy") | {"device": cpu(), "threads": torch.get_num_threads()}
     for part in options.parts:
-        {"trunk": trunk, "damage": damage, "train": train}[part](options)
+        if part in ("trunk", "damage", "train"):
+            remember(options.work, before | {"part": part})
+        parts[part](options)
 
 
 def trunk(options: argparse.Namespace) -> None:
@@ -151,27 +170,8 @@ def correlations(
     profile: PrecisionProfile, low: str, losses: np.ndarray, updates: np.ndarray
 ) -> dict[str, float]:
     """Spearman of predictions and of local errors with the measured damage of single GEMMs."""
-    p = profile.formats.index(low)
-    methods = {
-        "scrimp": Method(),
-        "without shared weight errors": Method(weight_errors="tokens"),
-        "mean sensitivities": Method(updates="rms"),
-        "norms of whole matrices": Method(errors="norms"),
-        "snip": SNIP,
-    }
-    found: dict[str, float] = {}
-    for name, method in methods.items():
-        predicted = mean_divergence(profile, method)
-        found[f"update, {name}"] = spearman(predicted.update[:, :, p], updates)
-        for index, gemm in enumerate(("fprop", "dgrad", "wgrad")):
-            found[f"update of {gemm}, {name}"] = spearman(predicted.update[:, index, p], updates[:, index])
-    batch, predicted = profile.batches[0], mean_divergence(profile)
-    local = np.stack([np.sqrt((e[:, p] ** 2).sum(-1)) for e in local_errors(profile, batch)], axis=1)
-    absolute = batch.errors[:, :, p].sum(-1)
-    found["update, local errors only"] = spearman(local, updates)
-    found["update, absolute errors"] = spearman(absolute, updates)
-    found["loss, LD"] = spearman(predicted.loss[:, p], losses[:, 0])
-    found["loss, absolute errors"] = spearman(absolute[:, 0], losses[:, 0])
+    p, predicted = profile.formats.index(low), mean_divergence(profile)
+    found = {name: spearman(*pair) for name, pair in pairs(profile, low, losses, updates).items()}
     found["update, size ratio"] = float(np.median(predicted.update[:, :, p] / updates))
     found["loss, size ratio"] = float(np.median(predicted.loss[:, p] / losses[:, 0]))
     return found
@@ -258,6 +258,55 @@ def nudge(lab: Lab) -> None:
     for name, tensor in lab.optimizer.tensors():
         if name.endswith(".master"):
             tensor.mul_(1 + 1e-6 * torch.randn(tensor.shape, generator=generator))
+
+
+# -- what is there -----------------------------------------------------------------------------
+
+
+def plans(options: argparse.Namespace) -> None:
+    """Every policy's plan from every profile."""
+
+    def planner(
+        policy: str, profile: PrecisionProfile, budget: float, high: str, low: str
+    ) -> tuple[dict[str, tuple[str, str, str]], float]:
+        formats = argparse.Namespace(high=high, low=low)
+        return plan_of(policy, profile, budget, formats)
+
+    print(write_plans(options.work, sorted(options.budgets), planner), flush=True)
+
+
+def overhead(options: argparse.Namespace) -> None:
+    """Of the first seed and phase."""
+    seed, phase = options.seeds[0], options.phases[0]
+    path = options.work / "overhead" / f"seed{seed}-step{phase}-{options.high}-{options.low}.json"
+    if path.exists():
+        return
+    before = facts("torch", "numpy", "highspy")
+    lab = Lab(options.work / f"seed{seed}", phase)
+    more = [name for name in options.more_formats if name not in (options.high, options.low)]
+    record = measure(
+        lab,
+        profile_of(lab, options),
+        options.high,
+        options.low,
+        batches=sorted({1, Cadence.default().batches}),
+        more_formats=more,
+        repeats=options.repeats,
+    )
+    write(path, before | record)
+
+
+def report(options: argparse.Namespace) -> None:
+    """A page, its figures and its plots."""
+    grid = Grid(options.seeds, options.phases, options.budgets, options.policies, options.low, options.high)
+    print(write_report(options.work, grid, options.out, options.date), flush=True)
+
+
+def remember(work: Path, row: dict[str, Any]) -> None:
+    """Add to parts.jsonl which code ran a part, for the report."""
+    work.mkdir(parents=True, exist_ok=True)
+    with (work / "parts.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
 
 
 def write(path: Path, row: dict[str, Any]) -> None:

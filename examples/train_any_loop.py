@@ -1,6 +1,6 @@
 """Scrimp in a training loop of your own: measure, plan, apply, and again while the run goes on.
 
-The loop is plain PyTorch and stays yours: a small decoder on the bytes of your Python's own source text, AdamW, bf16 autocast.
+The loop is plain PyTorch and stays yours: a small decoder on the bytes of your Python's own source text, AdamW, bf16.
 Scrimp needs four lines of it. A CPU is enough and emulates the formats; no network, about half a minute.
 
     python examples/train_any_loop.py
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sysconfig
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 import scrimp
 from scrimp.report.precision_text import precision_map_text
 
-CONTEXT, BATCH, WIDTH, HEADS, BLOCKS = 64, 16, 128, 4, 4
+CONTEXT, BATCH, WIDTH, HEADS, BLOCKS = 64, 8, 128, 4, 4
 FIRST_PLAN, NEXT_PLAN = 40, 80
 """Steps; the second plan is made from statistics of a model that runs by the first."""
 
@@ -88,15 +89,17 @@ def main() -> None:
     torch.manual_seed(0)
     model, data, console = Decoder(), batches(0), Console()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    recent: deque[Tensor] = deque(maxlen=4)
     plan = None
     for step in range(options.steps):
         if step in (FIRST_PLAN, NEXT_PLAN):
-            profile = scrimp.measure(model, optimizer, [next(data) for _ in range(4)], loss, max_norm=1.0)
+            profile = scrimp.measure(model, optimizer, recent, loss, max_norm=1.0)
             plan = scrimp.plan(profile, options.fp4, current=plan)
             scrimp.apply(model, plan)
             shares = {name: layer.flops_share for name, layer in plan.layers.items()}
             console.print(precision_map_text(plan.precisions, shares, title=f"step {step}: {plan.reason}"))
-        value = loss(model, next(data))
+        recent.append(next(data))
+        value = loss(model, recent[-1])
         value.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

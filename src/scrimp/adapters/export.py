@@ -13,6 +13,7 @@ from scrimp.adapters.torchao import to_torchao
 from scrimp.adapters.transformer_engine import to_transformer_engine
 from scrimp.errors import PlanError
 from scrimp.planner import Plan
+from scrimp.planner.bits import PrecisionPlan
 
 Target = Literal["torchao", "transformer-engine"]
 _FILES = {"torchao": "torchao_precision.py", "transformer-engine": "te_precision.yaml"}
@@ -41,7 +42,7 @@ class PrecisionExport:
 
 
 def export_precision(
-    plan: Plan,
+    plan: Plan | PrecisionPlan,
     target: Target,
     names: Names,
     *,
@@ -63,7 +64,7 @@ def export_precision(
     """
     if target not in _FILES:
         raise PlanError("there is no such target", got=repr(target), expected=", ".join(get_args(Target)))
-    precisions = precisions_of(plan)
+    precisions = plan.precisions if isinstance(plan, PrecisionPlan) else precisions_of(plan)
     if stage is not None:
         precisions = of_stage(precisions, *stage)
     renamed = rename(precisions, names)

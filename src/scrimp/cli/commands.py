@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Protocol
+from typing import Annotated, Literal, Protocol
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
@@ -62,7 +62,8 @@ class Train:
 class Plan:
     """Show what a run would take, and start nothing: parameters, FLOPs, bytes, tokens/s if measured.
 
-    With --precision snip --model.weights RUN: measure the run's newest checkpoint, and show the formats that would follow.
+    With --precision snip --model.weights RUN: measure the run's newest checkpoint, and show the formats that would
+    follow.
     """
 
     file: Positional[Path | None] = None
@@ -222,6 +223,27 @@ class Export:
 
 
 @dataclass(frozen=True)
+class ExportPrecision:
+    """Write a run's precision plan as a file for torchao, or for Transformer Engine in Megatron."""
+
+    source: Positional[Path]
+    """Run folder, its plan.json, or a plan that `scrimp plan --out` wrote."""
+    out: Positional[Path]
+    """New file."""
+    target: Literal["torchao", "transformer-engine"]
+    """torchao: Python with convert(model). transformer-engine: YAML for --te-precision-config-file."""
+    names: Literal["scrimp", "huggingface", "megatron"] = "huggingface"
+    """Whose names the layers have there."""
+    approximate: FlagCreatePairsOff[bool] = False
+    """What cannot be said runs in the nearest formats of no fewer bits, instead of bf16; each change is listed."""
+
+    def execute(self, given: frozenset[str]) -> int:
+        from scrimp.cli.export_precision import export_to_file
+
+        return export_to_file(self.source, self.out, self.target, self.names, approximate=self.approximate)
+
+
+@dataclass(frozen=True)
 class Report:
     """Write a run's report.html: one page with curves, memory, configuration and samples."""
 
@@ -264,6 +286,7 @@ COMMANDS: dict[str, type[Command]] = {
     "eval": Evaluate,
     "generate": Generate,
     "export": Export,
+    "export-precision": ExportPrecision,
     "report": Report,
     "doctor": Doctor,
 }

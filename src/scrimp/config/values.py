@@ -15,8 +15,8 @@ from typing import Any
 
 from scrimp.config.fields import flatten, leaves
 from scrimp.config.presets import preset
-from scrimp.config.snip import check_snip
 from scrimp.config.schema import Config
+from scrimp.config.snip import check_snip
 from scrimp.errors import ConfigError
 from scrimp.precision import parse_rules
 

@@ -94,9 +94,9 @@ def dry_run(config: Config, given: Collection[str] = frozenset(), out: Path | No
         )
     )
     if config.is_planned:
-        choices = {layer: choice for layer, choice in plan.gemms.items() if layer != "head"}
+        blocks = {layer: choice for layer, choice in plan.gemms.items() if layer != "head"}
         console.print(
-            precision_map_text(choices, shares_of(architecture), title="precision until the first plan")
+            precision_map_text(blocks, shares_of(architecture), title="precision until the first plan")
         )
     account = account_of(config, architecture)
     rows = [*account.rows(), ("copy for a checkpoint, on the host", account.checkpoint_copy)]

@@ -209,7 +209,9 @@ class Trainer:
                     self._follow(self.cycle)
                 result = self._step(loader)
                 if self.cycle is not None:
-                    self.cycle.after_step(self.position.step - 1, result.loss, result.grad_norm)
+                    self.cycle.after_step(
+                        self.position.step - 1, result.loss, result.grad_norm, result.seconds
+                    )
                     self._follow(self.cycle)
                 record = self._record(result)
                 if self._is_due(self.train.eval_every):

@@ -13,7 +13,8 @@ budget has spent, and a plan that waits for its step.
 
 Budget    Of FLOPs in 4 bits, from the first plan on. With `snip.final_share` the last part of the run may take less of
           it and the time before more (`scrimp.planner.bits.schedule`).
-Files     plan.json is the plan of now; plans/step-*.json every plan, plans/step-*.precision.json the analysis behind it.
+Files     plan.json is the plan of now; plans/step-*.json every plan, plans/step-*.precision.json the analysis
+          behind it.
 Checked   tests/train/test_precision_cycle.py: kill and resume at every phase, bit-equal runs when nothing changes
 """
 
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from scrimp.config import decided
+from scrimp.errors import PlanError
 from scrimp.files import make_folder, write_whole
 from scrimp.planner import Plan
 from scrimp.planner.bits import PrecisionPlan, make_plan
@@ -42,10 +44,21 @@ from scrimp.train.precision_question import (
     Horizon,
     are_low,
     ask,
+    fastest,
     formats_to_measure,
     is_due,
     replanned,
     shares_of,
+)
+from scrimp.train.precision_times import (
+    StepTimes,
+    gemm_seconds,
+    keep_times,
+    measured_times,
+    other_than_gemms,
+    refuse_unreachable_speed,
+    shapes_of,
+    wants_times,
 )
 from scrimp.train.progress import StepLine
 from scrimp.train.setup import Decisions
@@ -96,6 +109,8 @@ class PrecisionCycle:
         self._solution: Future[PrecisionPlan] | None = None
         self._analysis: PrecisionPlan | None = None
         self._measure_seconds = 0.0
+        self._times: StepTimes | None = None
+        self._step_seconds: list[float] = []
         self._number = 0
         """Of the step that is being taken, from 1: what logs and files say."""
         self.state = CycleState(self._recipes_of(decisions.plan))
@@ -127,6 +142,22 @@ class PrecisionCycle:
         self.plan = dataclasses.replace(Plan.from_json(plan), budget=self.plan.budget)
         self._put_in_force()
 
+    def prepare(self) -> None:
+        """Before the first step: times of GEMMs, where the budget needs them.
+
+        Raises:
+            PlanError: no choice of formats keeps the budget on this device.
+        """
+        if not wants_times(self._config, self._decisions.device.torch_device.type):
+            return
+
+        def progress(label: str, done: int, total: int) -> None:
+            self._line.phase(f"timing GEMMs, {done} of {total}: {label}")
+
+        self._times = measured_times(self._decisions, self._run_dir, progress)
+        refuse_unreachable_speed(self._config, self._times, shapes_of(self._decisions))
+        keep_times(self._run_dir, self._times)
+
     def close(self) -> None:
         """Let the thread go."""
         self._solver.shutdown(wait=False, cancel_futures=True)
@@ -145,8 +176,9 @@ class PrecisionCycle:
         if self.state.first_switch is not None and every and step % every == 0 and not switches:
             self._judge(step, self._probe(step), "a regular probe")
 
-    def after_step(self, step: int, loss: float, norm: float) -> None:
+    def after_step(self, step: int, loss: float, norm: float, seconds: float) -> None:
         """Look at a step that was taken; `plan` may then be another one."""
+        self._step_seconds = [*self._step_seconds, seconds][-guard.MIN_VALUES :]
         self._number = step + 1
         if self.state.first_switch is not None:
             self.state.spent += self._low_share()
@@ -177,6 +209,11 @@ class PrecisionCycle:
         self._measure_seconds = time.perf_counter() - began
         until_then = decided(snip.delay) * self._low_share() if self.state.first_switch is not None else 0.0
         horizon = Horizon(step, self.state.first_switch, self.state.spent + until_then)
+        if self._times is not None and self._times.other is None:
+            gemms = gemm_seconds(self._times, shapes_of(self._decisions), self.state.recipes)
+            other = other_than_gemms(self._step_seconds or [gemms], gemms)
+            self._times = dataclasses.replace(self._times, other=other)
+            keep_times(self._run_dir, self._times)
         state = dataclasses.replace(self.state)
         self.state.waiting = {"at": step + decided(snip.delay), "plan": None}
         self._solution = self._solver.submit(self._solve, profile, horizon, state, pinned)
@@ -185,19 +222,30 @@ class PrecisionCycle:
         self, profile: Any, horizon: Horizon, state: CycleState, pinned: dict[str, dict[str, str]]
     ) -> PrecisionPlan:
         question = ask(
-            self._config, profile, horizon, pinned, state.recipes, state.previous, state.guard.penalties
+            self._config,
+            profile,
+            horizon,
+            pinned,
+            state.recipes,
+            state.previous,
+            state.guard.penalties,
+            self._times,
         )
-        return make_plan(question, step=horizon.step + decided(self._config.snip.delay))
+        step = horizon.step + decided(self._config.snip.delay)
+        try:
+            return make_plan(question, step=step)
+        except PlanError as error:
+            if question.budget.seconds is None:
+                raise
+            plan = make_plan(fastest(question), step=step)
+            return dataclasses.replace(plan, reason=f"the fastest plan: {error}")
 
     def _switch(self, step: int) -> None:
         waiting, self.state.waiting = self.state.waiting, None
         assert waiting is not None
         began = time.perf_counter()
-        if self._solution is not None:
-            found = self._solution.result()
-        else:
-            found = PrecisionPlan.from_json(waiting["plan"])
-        self._solution = None
+        solution, self._solution = self._solution, None
+        found = solution.result() if solution is not None else PrecisionPlan.from_json(waiting["plan"])
         stall = time.perf_counter() - began
         seconds = {
             "measure": self._measure_seconds,
@@ -228,11 +276,10 @@ class PrecisionCycle:
             solver=found.solver,
             seconds=seconds,
         )
-        share = predicted["fp4_flops"] or 0.0
+        note = found.solver.get("note")
         self._line.message(
-            f"step {self._number}: {found.reason}; {share:.1%} of FLOPs in 4 bits; {found.solver.get('note', '')}".rstrip(
-                "; "
-            )
+            f"step {self._number}: {found.reason}; {predicted['fp4_flops'] or 0.0:.1%} of FLOPs in 4 bits"
+            + (f"; {note}" if note else "")
         )
 
     def _chosen(self, found: PrecisionPlan) -> guard.Recipes:

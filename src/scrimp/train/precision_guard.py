@@ -1,11 +1,11 @@
 """When low precision goes wrong: signs of trouble, evidence, and promotion.
 
-Signs      a loss above the mean of the last 100 steps by 4 deviations; a gradient norm above 3 times their median; a step
-           that was not finite.
-Evidence   data have outliers too. A sign only asks for a probe of the batch that showed it (`scrimp.profiler.statistics`);
-           probes also come every `snip.probe_every` steps. The plan is to blame where the loss in its formats is
-           more than 2 % above that in bf16, or the noise in the gradient is more than twice the gradient; of a
-           step that is not finite no more evidence is asked.
+Signs      a loss above the mean of the last 100 steps by 4 deviations; a gradient norm above 3 times their median;
+           a step that was not finite.
+Evidence   data have outliers too. A sign only asks for a probe of the batch that showed it
+           (`scrimp.profiler.statistics`); probes also come every `snip.probe_every` steps. The plan is to blame
+           where the loss in its formats is more than 2 % above that in bf16, or the noise in the gradient is more
+           than twice the gradient; of a step that is not finite no more evidence is asked.
 Promotion  first the GEMMs that cost most for their FLOPs go up one format (4 bits to 8, 8 to 16) until a tenth
            of the FLOPs has moved; the second time all go to the candidate of most bits; the third to bf16.
            No plan is made for 2,000 steps; later plans count a promoted GEMM's cost four times.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from scrimp.config import Config, decided, flatten, load_config, replace_values
 from scrimp.data import Batch, Loader
-from scrimp.errors import CheckpointError
+from scrimp.errors import CheckpointError, ConfigError
 from scrimp.model import Decoder
 from scrimp.planner.bits import PrecisionPlan, make_plan
 from scrimp.precision import parse_rules
@@ -57,8 +57,19 @@ def preview(config: Config, given: Collection[str]) -> Preview | None:
     if not saved.is_planned:
         # What was decided for other formats would be taken for the user's own choice.
         own = dataclasses.replace(own, snip=config.snip, budget=config.budget)
+    _refuse_seconds(own)
     decisions = decide(anchored(own), architecture=architecture_of_checkpoint(checkpoint))
     return Preview(_measured(decisions, checkpoint), decisions, checkpoint.step)
+
+
+def _refuse_seconds(config: Config) -> None:
+    """A step's other seconds are known only where steps are taken."""
+    if config.budget.step_seconds is not None or config.budget.speedup is not None:
+        raise ConfigError(
+            "a budget in seconds needs timed steps, which a dry run has none of",
+            expected="budget.fp4_flops or budget.divergence",
+            do="train with the budget: the first plan comes after the warm-up",
+        )
 
 
 def _measured(decisions: Decisions, checkpoint: Checkpoint) -> PrecisionPlan:

@@ -20,6 +20,7 @@ from scrimp.planner.bits import Budget, PrecisionPlan, PrecisionProfile, Questio
 from scrimp.planner.bits.schedule import at_share
 from scrimp.precision import GEMMS, RECIPES, PrecisionRules
 from scrimp.train.precision_guard import Recipes
+from scrimp.train.precision_times import StepTimes, allowed_seconds, gemm_seconds
 
 LOW_BITS = 4
 
@@ -111,8 +112,13 @@ def ask(
     current: Recipes,
     previous: list[Any] | None,
     penalties: Mapping[str, list[float]],
+    times: StepTimes | None = None,
 ) -> Question:
-    """The question after a measurement."""
+    """The question after a measurement.
+
+    Args:
+        times: where a budget is in seconds: the table, and what a step takes beside it.
+    """
     snip = config.snip
     allowed = allowed_by(profile, pinned)
     candidates = np.array([name in config.candidates for name in profile.formats])
@@ -120,10 +126,19 @@ def ask(
         for j, gemm in enumerate(GEMMS):
             if gemm not in pinned.get(layer, {}):
                 allowed[i, j] &= candidates
+    seconds = None
+    if times is not None:
+        seconds = times.seconds(profile.shapes, profile.formats)
+        useful = times.candidates(profile.shapes, profile.formats)
+        allowed = np.where(
+            useful.any(-1, keepdims=True) & (allowed.sum(-1, keepdims=True) > 1), allowed & useful, allowed
+        )
+        allowed |= ~allowed.any(-1, keepdims=True) & candidates
     index = profile.formats.index
     question = Question(
         profile=profile,
-        budget=Budget(fp4_flops=config.budget.fp4_flops, quality=config.budget.divergence),
+        budget=_budget(config, times, profile, current),
+        seconds=seconds,
         policy=snip.policy,
         weights=Weights(snip.loss_weight, snip.update_weight, snip.curvature_weight),
         allowed=allowed,
@@ -134,6 +149,27 @@ def ask(
         previous=None if previous is None else np.array(previous),
     )
     return _in_its_phase(config, question, horizon)
+
+
+def _budget(config: Config, times: StepTimes | None, profile: PrecisionProfile, current: Recipes) -> Budget:
+    budget, snip = config.budget, config.snip
+    if budget.divergence is not None:
+        # Everything in the lowest format costs the sum of the weights.
+        whole = snip.loss_weight + snip.update_weight + snip.curvature_weight
+        return Budget(quality=budget.divergence * whole)
+    if budget.fp4_flops is not None:
+        return Budget(fp4_flops=budget.fp4_flops)
+    assert times is not None
+    assert times.other is not None
+    shapes = dict(zip(profile.layers, profile.shapes, strict=True))
+    compute = config.precision_rules.compute
+    in_compute = gemm_seconds(times, shapes, dict.fromkeys(current, (compute, compute, compute)))
+    return Budget(seconds=max(0.0, allowed_seconds(config, times.other, in_compute)))
+
+
+def fastest(question: Question) -> Question:
+    """The same question where its seconds cannot be kept: whatever the harm, the fastest plan."""
+    return dataclasses.replace(question, budget=Budget(quality=1e300))
 
 
 def _in_its_phase(config: Config, question: Question, horizon: Horizon) -> Question:

@@ -162,8 +162,10 @@ def _make_trainer(
         trainer.restore(start.checkpoint)
     # Of the weights that are trained: before, a resumed run's parameters are whatever lay in memory.
     prove(executable, trainer.decisions.plan)
-    if trainer.cycle is not None and start.checkpoint is None:
-        trainer.cycle.write_start()
+    if trainer.cycle is not None:
+        trainer.cycle.prepare()
+        if start.checkpoint is None:
+            trainer.cycle.write_start()
     trainer.optimizer.zero_grad()  # it sums gradients itself where weights have masters: the probe's too
     if config.train.compile == "on":
         line.phase("compiling the blocks during the first step")

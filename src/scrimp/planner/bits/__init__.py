@@ -1,7 +1,7 @@
 """Bits: which number format each GEMM runs in, chosen from measured statistics under a budget.
 
-`profile` holds what was measured, `divergence` says what a format costs, `program` solves, `choose` brings them together,
-`plan` is the result with its reasons.
+`profile` holds what was measured, `divergence` says what a format costs, `program` solves, `choose` brings them
+together, `plan` is the result with its reasons.
 """
 
 from scrimp.planner.bits.choose import Budget, Choice, Question, allowed_by, choose, harm_of

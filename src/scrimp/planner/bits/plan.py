@@ -1,7 +1,7 @@
 """A plan of precision with the analysis behind it: what `scrimp.plan` gives, and what a report shows.
 
-Stored as JSON beside the run's plan (``plans/step-00000400.precision.json``): for every GEMM the chosen format, what each
-candidate would have cost (harm, and its parts in loss and update), and how sure the choice is::
+Stored as JSON beside the run's plan (``plans/step-00000400.precision.json``): for every GEMM the chosen format,
+what each candidate would have cost (harm, and its parts in loss and update), and how sure the choice is::
 
     scrimp_precision   version
     step, measured_at  when it began, and when its statistics were taken

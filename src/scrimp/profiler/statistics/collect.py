@@ -10,8 +10,8 @@ and everything is put back (`untouched`): a run that is measured goes on as if i
 
 Equal passes      All passes over a batch start from the same random states and buffers, and run by the same code:
                   without noise, a pass changes nothing, not one bit. So dropout is no noise.
-Several batches   Each gives norms, errors and sensitivities of its own, so that a planner can see how sure they are. Gains
-                  are of the first `gain_batches` only: their passes cost most, and they vary least.
+Several batches   Each gives norms, errors and sensitivities of its own, so that a planner can see how sure they are.
+                  Gains are of the first `gain_batches` only: their passes cost most, and they vary least.
 Limits            Layers under torch.compile run eagerly while they are measured. Measure between two steps: gradients
                   that an optimizer keeps outside the parameters must be none.
 Checked           tests/profiler/statistics/test_collect.py, test_untouched.py; against real damage in
@@ -163,6 +163,16 @@ def _way(gains: str, structure: Structure | None) -> str:
     return gains
 
 
+@dataclass(frozen=True)
+class _Stream:
+    """The residual stream, the place of each watched weight on it, and what watches it."""
+
+    structure: Structure
+    places: NDArray[np.int64]
+    tape: StreamTape
+    branches: BranchTape
+
+
 class _Measurement:
     """The passes over batches, and what they share."""
 
@@ -176,25 +186,25 @@ class _Measurement:
         noise: float,
     ) -> None:
         self.subject, self.layers, self.formats = subject, layers, formats
-        self.gains, self.structure, self.noise = gains, structure, noise
+        self.gains, self.noise = gains, noise
         parameters = dict(subject.model.named_parameters())
         by_id = {id(parameter): name for name, parameter in parameters.items()}
         modules = dict(subject.model.named_modules())
-        owned = {layer: by_id[id(modules[layer].weight)] for layer in layers}
+        planned = subject.planned.layers
+        owned = {layer: by_id[id(modules[layer].weight)] for layer in planned}
         self.weights = tuple(name for name, p in parameters.items() if p.ndim >= 2 and p.requires_grad)
-        missing = [layer for layer, weight in owned.items() if weight not in self.weights]
+        missing = [layer for layer in layers if owned[layer] not in self.weights]
         if missing:
             raise ModelError("a layer that is to be planned is not trained", got=", ".join(missing[:8]))
+        owned = {layer: weight for layer, weight in owned.items() if weight in self.weights}
         self.owned = {layer: self.weights.index(weight) for layer, weight in owned.items()}
         self.shapes = tuple(tuple(parameters[owned[layer]].shape) for layer in layers)
         self.norms_of_weights = [math.sqrt(square(parameters[name])) for name in self.weights]
-        planned = subject.planned.layers
-        owners = {by_id[id(modules[layer].weight)]: layer for layer in planned}
-        self.places = None if structure is None else places(structure, self.weights, owners)
-        self.tape = None if structure is None or gains == "exact" else StreamTape(subject.model, structure)
-        self.branches = (
-            None if self.tape is None or structure is None else BranchTape(subject.model, structure)
-        )
+        self.stream: _Stream | None = None
+        if structure is not None and gains != "exact":
+            where = places(structure, self.weights, {weight: layer for layer, weight in owned.items()})
+            tapes = StreamTape(subject.model, structure), BranchTape(subject.model, structure)
+            self.stream = _Stream(structure, where, *tapes)
         self.sites = Sites()
         self.weight_errors: dict[ErrorKey, Tensor] = {}
         self.clean: dict[str, Tensor] = {}
@@ -212,14 +222,11 @@ class _Measurement:
     def measure(self, batch: Any, seed: int, *, measures_gains: bool = True) -> BatchStatistics:
         """All passes over one batch, or all but those of the gains."""
         self.start = ForwardState(self.subject.model, self.subject.planned)
-        watch = NormWatch(
-            {name: self.subject.planned.layers[name] for name in self.layers},
-            self.formats,
-            self.weight_errors,
-        )
+        planned = self.subject.planned.layers
+        watch = NormWatch(planned, self.formats, self.weight_errors, self.layers)
         with (
             observing(watch, plain=True),
-            watching_sites(self.subject.model, self.layers, self.sites),
+            watching_sites(self.subject.model, tuple(planned), self.sites),
             self._recording(),
         ):
             loss = self._pass(batch)
@@ -243,7 +250,7 @@ class _Measurement:
         """Forward and backward over all micro-batches; gives their loss."""
         self.start.restore()
         total = 0.0
-        tapes = [tape for tape in (self.tape, self.branches) if tape is not None]
+        tapes = [] if self.stream is None else [self.stream.tape, self.stream.branches]
         for tape in tapes:
             tape.micro_batch = 0
         for loss in self.subject.losses(batch):
@@ -277,7 +284,7 @@ class _Measurement:
         return self.scales[index] * math.sqrt(square(change))
 
     def _gains(self, batch: Any, watch: NormWatch, seed: int) -> Gains:
-        if self.gains == "exact":
+        if self.stream is None:
             return exact_gains(
                 self.subject.model,
                 self.layers,
@@ -287,11 +294,8 @@ class _Measurement:
                 self.noise,
                 seed,
             )
-        tape, branches, structure, where = self.tape, self.branches, self.structure, self.places
-        assert tape is not None
-        assert branches is not None
-        assert structure is not None
-        assert where is not None
+        structure, where = self.stream.structure, self.stream.places
+        tape, branches = self.stream.tape, self.stream.branches
 
         def stream(injection: Injection) -> tuple[Changes, Array]:
             with tape.comparing(injection) as changes, branches.comparing(changes.exits):
@@ -314,10 +318,10 @@ class _Measurement:
     @contextlib.contextmanager
     def _recording(self) -> Iterator[None]:
         """Keep the clean run's stream and branches, where there are any."""
-        if self.tape is None or self.branches is None:
+        if self.stream is None:
             yield
             return
-        with self.tape.recording(), self.branches.recording():
+        with self.stream.tape.recording(), self.stream.branches.recording():
             yield
 
     def _read_rules(self, gradients: dict[str, Tensor]) -> None:

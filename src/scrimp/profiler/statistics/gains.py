@@ -194,7 +194,9 @@ def of_layers(
     """From nodes to layers, by the branch that joins them.
 
     Args:
-        owned: layer to the index of its weight.
+        layers: that gains are wanted of.
+        owned: layer to the index of its weight, of all that are trained.
+        clean: of all layers of the stream.
     """
     backward = np.zeros((len(NOISES), 2, len(where), len(layers)))
     forward, curvature = np.zeros_like(backward), np.zeros(len(layers))
@@ -208,8 +210,8 @@ def of_layers(
         forward[..., index] = reach * nodes.forward[..., s + 1]
         curvature[index] = reach**2 * nodes.curvature[s + 1]
         entries, own = (
-            [owned[name] for name in sub.entries],
-            [owned[name] for name in (*sub.entries, sub.exit)],
+            [owned[name] for name in names if name in owned]
+            for names in (sub.entries, (*sub.entries, sub.exit))
         )
         if layer == sub.exit:
             backward[:, :, entries, index] = nodes.exits[:, :, entries, s]

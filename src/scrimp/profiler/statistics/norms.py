@@ -21,7 +21,7 @@ Checked  tests/profiler/statistics/test_norms.py: against quantized copies and p
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -42,15 +42,24 @@ ErrorKey = tuple[str, str, str, int]
 
 
 class NormWatch:
-    """An observer; sums of one statistics batch."""
+    """An observer; sums of one statistics batch.
+
+    Args:
+        layers: whose norms are taken.
+        recipes: candidate formats.
+        weight_errors: of earlier batches, read and added to.
+        quantized: layers whose errors are taken; None: all.
+    """
 
     def __init__(
         self,
         layers: Mapping[str, PlannedLayer],
         recipes: Sequence[str],
         weight_errors: dict[ErrorKey, Tensor] | None = None,
+        quantized: Collection[str] | None = None,
     ) -> None:
         self._layers = layers
+        self._quantized = layers.keys() if quantized is None else quantized
         self._recipes = [
             name for name in recipes if any(operands_of(gemm, name) != (None, None) for gemm in GEMMS)
         ]
@@ -76,6 +85,8 @@ class NormWatch:
         for name, value in zip(names, (*operands, execution.result), strict=True):
             if _COUNTED_IN.get(name) == gemm:
                 self._count(layer, name, value)
+        if layer not in self._quantized:
+            return
         along = [_squares_along(value, axis) for value, axis in zip(operands, AXES[gemm], strict=True)]
         for recipe in self._recipes:
             for operand, value in enumerate(operands):

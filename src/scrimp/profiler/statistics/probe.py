@@ -8,7 +8,8 @@
                         (FP4 All the Way, arXiv 2505.19115)
     update_change       |change of the optimizer's next update| / |update|, both relative to the weights
 
-The last is what `weight_divergence` predicts, the first what `loss_divergence` predicts the size of. Nothing is changed.
+The last is what `weight_divergence` predicts, the first what `loss_divergence` predicts the size of. Nothing is
+changed.
 Checked  tests/profiler/statistics/test_probe.py
 """
 
