@@ -8,9 +8,9 @@
     larger      an act takes the time of so many bf16 passes over its tokens, measured here; of another model as many
                 passes over its statistics batch, whose FLOPs are counted, so that its share of a step needs no rate
 
-Limits   Work per element (errors, norms, the optimizer's rule) grows more slowly than that of GEMMs: the larger model is
-         charged too much. Emulated steps are slow, and make the share of measuring small: the share of a bf16 step
-         stands beside.
+Limits   Work per element (errors, norms, the optimizer's rule) grows more slowly than that of GEMMs: the larger model
+         is charged too much. Emulated steps are slow, and make the share of measuring small: the share of bf16
+         steps stands beside.
 Checked  tests/benchmarks/test_snip_report.py
 """
 
@@ -109,9 +109,7 @@ def stall(record: Mapping[str, Any], cadence: Cadence) -> float:
     )
 
 
-def extrapolated(
-    record: Mapping[str, Any], cadence: Cadence, larger: Larger | None = None
-) -> dict[str, Any]:
+def extrapolated(record: Mapping[str, Any], cadence: Cadence, larger: Larger | None = None) -> dict[str, Any]:
     """The stall of a re-plan of a larger model, by counted FLOPs; estimated from measurements."""
     larger = larger or Larger()
     flops = count_flops(preset(larger.preset), larger.sequence).causal

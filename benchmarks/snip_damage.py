@@ -1,4 +1,4 @@
-"""Predicted against measured damage of single GEMMs: which predictions are compared, and how sure a rank correlation is.
+"""Predicted against measured damage of single GEMMs: which predictions are compared, and how sure Spearman is.
 
 Rows      What `pairs` gives. `update` rows compare all GEMMs of all layers, or those of one GEMM; `loss` rows
           compare layers, since only fprop moves the loss. Methods: `scrimp.planner.bits.divergence.Method`.
@@ -140,7 +140,6 @@ def _weighted(first: Array, second: Array, weights: Array) -> Array:
 def _ranks(values: Array, weights: Array) -> Array:
     """[B, N] mean ranks of N items, each there several times."""
     distinct, place = np.unique(values, return_inverse=True)
-    counts = np.zeros((len(weights), len(distinct)))
-    np.add.at(counts, (slice(None), place), weights)
+    counts: Array = weights @ (place[:, None] == np.arange(len(distinct)))
     middle: Array = counts.cumsum(axis=1) - (counts - 1) / 2
     return middle[:, place]

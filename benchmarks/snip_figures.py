@@ -91,7 +91,7 @@ def draw_gaps(cells: Cells, path: Path) -> Path | None:
     figure, panels = pyplot().subplots(len(settings), columns, figsize=size, squeeze=False)
     for setting, row in zip(settings, panels, strict=True):
         names = cells.policies(setting)
-        colours = {name: f"C{index % 10}" for index, name in enumerate(names)}
+        colours = {name: pyplot().get_cmap("tab20")(index % 20) for index, name in enumerate(names)}
         budgets = cells.budgets(setting) or [""]
         for budget, panel in zip(budgets, row, strict=False):
             _bars(panel, cells, setting, budget, colours)
@@ -165,8 +165,9 @@ def draw_plans(rows: Sequence[Mapping[str, Any]], path: Path, policy: str = "sni
                 continue
             layers = list(members[0]["recipes"])
             mean = np.mean([[[is_low(n) for n in r["recipes"][k]] for k in layers] for r in members], axis=0)
-            panel.imshow(mean, cmap="Blues", vmin=0, vmax=1, aspect="auto")
-            panel.set_xticks(range(len(GEMMS)), [str(gemm) for gemm in GEMMS], fontsize=6)
-            panel.set_yticks(range(len(layers)), layers, fontsize=6)
+            panel.pcolormesh(mean, cmap="Blues", vmin=0, vmax=1, edgecolors="0.8", linewidth=0.3)
+            panel.set_xticks(np.arange(len(GEMMS)) + 0.5, [str(gemm) for gemm in GEMMS], fontsize=6)
+            panel.set_yticks(np.arange(len(layers)) + 0.5, layers, fontsize=6)
+            panel.set_ylim(len(layers), 0)
             panel.set_title(f"{budget:.0%} {low}\nstep {step}, {len(members)} seeds", fontsize=7)
     return save(figure, path)

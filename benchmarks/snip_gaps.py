@@ -2,19 +2,20 @@
 
 ::
 
-    gap        100 (loss / loss of bf16 at the same seed - 1), in per cent: of the held-out loss evaluated in bf16, of the
-               same evaluated in the plan's formats, of the training loss over the last 5 % of steps, step by step
+    gap        100 (loss / loss of bf16 at the same seed - 1), in per cent: of the held-out loss evaluated in bf16, of
+               the same evaluated in the plan's formats, of the training loss of the last 5 % of steps, step by step
     interval   mean +- t(0.975, n - 1) s / sqrt(n) over n seeds; of a comparison, over the differences by seed
     random     the mean of its draws counts as one policy
     floor      |gap| of bf16 from weights moved by one part in 10^6
 
-A comparison is of seeds that both have. A run whose loss is not a number stays in, as an infinite gap. Policies in FIXED
-know no budget: their one run stands beside every budget, with its own share of FLOPs in 4 bits.
+A comparison is of seeds that both have. A run whose loss is not a number stays in, as an infinite gap. Policies in
+FIXED know no budget: their one run stands beside every budget, with its own share of FLOPs in 4 bits.
 Checked  tests/benchmarks/test_snip_report.py
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -160,7 +161,9 @@ class Cells:
     def of(self, setting: Setting, budget: str, policy: str) -> list[Cell]:
         """By seed, and by draw where the policy is random."""
         where = "" if policy in FIXED else budget
-        found = [c for (s, b, p, _), c in self._cells.items() if (s, b, _group(p)) == (setting, where, policy)]
+        found = [
+            c for (s, b, p, _), c in self._cells.items() if (s, b, _group(p)) == (setting, where, policy)
+        ]
         return sorted(found, key=lambda cell: (cell.seed, cell.policy))
 
     def all_gaps(
@@ -174,25 +177,35 @@ class Cells:
                 found.setdefault(cell.seed, []).append(gap(cell, controls[cell.seed], measure))
         return found
 
-    def gaps(
-        self, setting: Setting, budget: str, policy: str, measure: str = "held_out"
-    ) -> dict[int, float]:
+    def gaps(self, setting: Setting, budget: str, policy: str, measure: str = "held_out") -> dict[int, float]:
         """Seed to its gap in per cent, the mean of its draws."""
         found = self.all_gaps(setting, budget, policy, measure)
         return {seed: float(np.mean(values)) for seed, values in found.items()}
 
     def difference(
-        self, setting: Setting, budget: str, first: str, second: str, *, factor: float = 1.0
+        self,
+        setting: Setting,
+        budget: str,
+        first: str,
+        second: str,
+        measure: str = "held_out",
+        *,
+        factor: float = 1.0,
     ) -> Estimate | None:
         """Gap of the first less `factor` times that of the second, by seeds that both have; None without any."""
-        a, b = (self.gaps(setting, budget, policy) for policy in (first, second))
+        a, b = (self.gaps(setting, budget, policy, measure) for policy in (first, second))
         values = tuple(a[seed] - factor * b[seed] for seed in sorted(a.keys() & b.keys()))
         return Estimate(values) if values else None
 
-    def num_equal_plans(self, setting: Setting, budget: str, first: str, second: str) -> int:
-        """Seeds in which both policies chose the same formats, so that their runs are one."""
-        a, b = ({c.seed: c.recipes for c in self.of(setting, budget, policy)} for policy in (first, second))
-        return sum(_same(a[seed], b[seed]) for seed in a.keys() & b.keys())
+    def equal_plans(self, setting: Setting, budget: str) -> dict[tuple[str, str], int]:
+        """Pairs of policies to the number of seeds in which both chose the same formats: their runs are one."""
+        solved = [name for name in self.policies(setting) if name not in (*FIXED, "random")]
+        plans = {name: {c.seed: c.recipes for c in self.of(setting, budget, name)} for name in solved}
+        found = {
+            (a, b): sum(_same(plans[a][seed], plans[b][seed]) for seed in plans[a].keys() & plans[b].keys())
+            for a, b in itertools.combinations(solved, 2)
+        }
+        return {pair: count for pair, count in found.items() if count}
 
     def floor(self, setting: Setting, measure: str = "held_out") -> Estimate | None:
         """|gap| of bf16 to bf16."""
@@ -243,6 +256,10 @@ def below_baselines(cells: Cells, setting: Setting, budget: str) -> Expectation:
     note = f"below {won} of {len(there)}; the interval excludes 0 for {certain}"
     missing = [name for name in BASELINES if name not in there]
     note += f"; not measured: {', '.join(missing)}" if missing else ""
+    for measure in ("in_plan", "training"):
+        others = [cells.difference(setting, budget, "snip", name, measure) for name in there]
+        lower = sum(one is not None and one.mean < 0 for one in others)
+        note += f"; by {MEASURES[measure]}: below {lower} of {len(there)}"
     return Expectation(what, figure, "yes" if won == len(there) else "no", note)
 
 
@@ -264,9 +281,14 @@ def at_most_half(cells: Cells, setting: Setting, budget: str) -> Expectation:
         return Expectation(what, figure, "cannot be said", "the best baseline has no gap to halve")
     half = cells.difference(setting, budget, "snip", best, factor=0.5)
     reach = None if half is None else half.interval
-    note = "" if reach is None else f"SNIP less half of it: {reach[0]:+.3f} to {reach[1]:+.3f} points (95 %)"
+    notes = (
+        [] if reach is None else [f"SNIP less half of it: {reach[0]:+.3f} to {reach[1]:+.3f} points (95 %)"]
+    )
+    eight = cells.gaps(setting, budget, "fp8")
+    if eight:  # what no plan of the two formats can be expected to undercut
+        notes.append(f"everything in the higher format: {np.mean(list(eight.values())):+.3f} %")
     answer = "yes" if ours_mean <= theirs / 2 else "no"
-    return Expectation(what, f"{figure}: ratio {ours_mean / theirs:.2f}", answer, note)
+    return Expectation(what, f"{figure}: ratio {ours_mean / theirs:.2f}", answer, "; ".join(notes))
 
 
 def below_layers(cells: Cells, setting: Setting, budget: str) -> Expectation:

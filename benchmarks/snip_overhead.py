@@ -1,8 +1,8 @@
 """Seconds and extra memory of measuring, solving, switching and probing, beside plain training steps.
 
-Everything in one process, on one checkpoint of a trunk. A step is a whole one: batch, passes, clipping, optimizer, in bf16 and
-in the formats of a plan. Peaks are high-water marks: extra is what lies above that of a step in the plan's formats
-(on a CPU of the resident set, free memory handed back and the mark reset before each act; on CUDA of the allocator).
+Everything in one process, on one checkpoint of a trunk. A step is a whole one (batch, passes, clipping, optimizer), in
+bf16 and in the formats of a plan. Peaks are high-water marks: on a CPU of the resident set, free memory handed back
+and the mark reset before each act; on CUDA of the allocator.
 A statistics batch is a step's batch, as in `scrimp.train.precision_cycle` where a step has at most four micro-batches.
 
 Limits   On a CPU in use by others, times spread: all are kept. The resident set has a grain of some MiB.
@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import itertools
 import os
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -104,7 +106,7 @@ def _steps(lab: Lab, plan: Choices, count: int) -> dict[str, Any]:
     stamps: list[float] = []
     peak = _peak(lab, lambda: _steady_train(lab, plan, count + 1, stamps))
     lab.reset()
-    return {"seconds": [b - a for a, b in zip(stamps[1:], stamps[2:], strict=False)], "peak_bytes": peak}
+    return {"seconds": [b - a for a, b in itertools.pairwise(stamps[1:])], "peak_bytes": peak}
 
 
 def _steady_train(lab: Lab, plan: Choices, count: int, stamps: list[float]) -> None:
@@ -118,9 +120,7 @@ def _steady_train(lab: Lab, plan: Choices, count: int, stamps: list[float]) -> N
     stamp(count)
 
 
-def _collect(
-    lab: Lab, plan: Choices, formats: Sequence[str], count: int, repeats: int
-) -> dict[str, Any]:
+def _collect(lab: Lab, plan: Choices, formats: Sequence[str], count: int, repeats: int) -> dict[str, Any]:
     """A measurement between two steps of a run in the plan's formats."""
     lab.reset()
     lab.replan(plan)
@@ -137,8 +137,9 @@ def _collect(
 def _switches(lab: Lab, plan: Choices, high: str) -> dict[str, Any]:
     """From the plan to all of its layers in the higher format and back; and the steps that follow."""
     lab.reset()
-    other = {layer: (high,) * 3 for layer in plan}
-    seconds = [_seconds(lambda: lab.replan(plan if i % 2 else other), lab) for i in range(SWITCHES)]
+    other = dict.fromkeys(plan, (high,) * 3)
+    turns = itertools.islice(itertools.cycle((other, plan)), SWITCHES)
+    seconds = [_seconds(partial(lab.replan, choices), lab) for choices in turns]
     lab.reset()
     stamps: list[float] = []
 
@@ -149,7 +150,7 @@ def _switches(lab: Lab, plan: Choices, high: str) -> dict[str, Any]:
 
     lab.train(5, other, lambda _: LR, between=between)
     lab.reset()
-    steps = [b - a for a, b in zip(stamps, stamps[1:], strict=False)]
+    steps = [b - a for a, b in itertools.pairwise(stamps)]
     return {"seconds": seconds, "before": steps[1:2], "after": steps[2:3], "later": steps[3:]}
 
 

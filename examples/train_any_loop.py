@@ -23,7 +23,7 @@ import scrimp
 from scrimp.report.precision_text import precision_map_text
 
 CONTEXT, BATCH, WIDTH, HEADS, BLOCKS = 64, 8, 128, 4, 4
-FIRST_PLAN, NEXT_PLAN = 40, 80
+FIRST_PLAN, NEXT_PLAN = 30, 60
 """Steps; the second plan is made from statistics of a model that runs by the first."""
 
 
@@ -83,7 +83,7 @@ def batches(seed: int) -> Iterator[Tensor]:
 def main() -> None:
     """Train, with two plans on the way."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=90)
     parser.add_argument("--fp4", type=float, default=0.75, help="share of the linear FLOPs in 4 bits")
     options = parser.parse_args()
     torch.manual_seed(0)

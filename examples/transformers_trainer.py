@@ -51,7 +51,7 @@ class PrintPlans(TrainerCallback):
 def main() -> None:
     """Train, with two plans on the way."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--fp4", type=float, default=0.75, help="share of the linear FLOPs in 4 bits")
     options = parser.parse_args()
     set_seed(0)
@@ -65,7 +65,7 @@ def main() -> None:
         max_position_embeddings=CONTEXT,
         use_cache=False,
     )
-    snip = SnipCallback(options.fp4, first=20, every=30, switch_after=5)
+    snip = SnipCallback(options.fp4, first=15, every=20, switch_after=5)
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder,

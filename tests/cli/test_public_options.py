@@ -23,17 +23,22 @@ CONFIG = """
 --train.clip --train.z-loss --train.parameters --train.master-weights --train.loss-chunk --train.compile
 --train.eval-every --train.eval-tokens --train.checkpoint-every --train.keep-last --train.keep-every
 --train.nonfinite-patience
---budget.device-memory --budget.host-memory
+--budget.device-memory --budget.host-memory --budget.fp4-flops --budget.step-seconds --budget.speedup
+--budget.divergence
+--snip.formats --snip.policy --snip.start --snip.first --snip.every --snip.at --snip.delay --snip.batches
+--snip.gains --snip.loss-weight --snip.update-weight --snip.curvature-weight --snip.final-share
+--snip.final-weight --snip.probe-every
 """
 
 PUBLIC = {
     "train": f"[FILE] --resume {CONFIG}",
-    "plan": f"[FILE] {CONFIG}",
+    "plan": f"[FILE] --out {CONFIG}",
     "prepare": "SRC OUT --text-column --tokenizer --bpe-vocab-size --held-out --workers",
     "data verify": "FOLDER",
     "eval": "TARGET --data --text-column --sequence --device",
     "generate": "TARGET --prompt --tokens --temperature --top-k --top-p --seed --device",
     "export": "RUN OUT",
+    "export-precision": "SOURCE OUT --target --names --approximate",
     "report": "RUN",
     "doctor": "--device --json --fresh",
 }

@@ -184,3 +184,18 @@ def test_kill_dash_nine_in_the_middle_of_a_run(whole: Path, corpus: Path, tmp_pa
         json.loads((run_dir / "plan.json").read_text())["gemms"]
         == json.loads((whole / "plan.json").read_text())["gemms"]
     )
+
+
+def test_a_budget_that_statistics_show_to_be_impossible_gives_the_nearest_plan(
+    corpus: Path, tmp_path: Path
+) -> None:
+    """Known only in the middle of a run: the run goes on in the safest formats, and says why."""
+    run_dir = tmp_path / "run"
+    words = [word for word in SNIP if not word.startswith("--snip.every")]
+    assert main(flags(corpus, run_dir, *words, "--snip.every=0", "--budget.divergence=0.0001")) == 0
+    reason = str(events(run_dir, "replan")[0]["reason"])
+    assert "the safest plan" in reason
+    assert "predicted divergence" in reason
+    assert {c.fprop for layer, c in Plan.read(run_dir / "plan.json").gemms.items() if layer != "head"} == {
+        "fp8"
+    }

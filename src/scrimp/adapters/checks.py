@@ -96,13 +96,10 @@ def refuse_other_device(plan: PrecisionPlan, device: str) -> None:
 def _of_other_size(plan: PrecisionPlan, linears: Mapping[str, nn.Linear]) -> list[str]:
     """Layers whose size is out of proportion; all, where none is (a plan knows shares, not shapes)."""
     ratios = {
-        name: linears[name].weight.numel() / layer.flops_share
-        for name, layer in plan.layers.items()
-        if layer.flops_share > 0
+        name: f"{linears[name].weight.numel() / layer.flops_share:.6g}" for name, layer in plan.layers.items()
     }
-    usual = statistics.median(ratios.values()) if ratios else 1.0
-    odd = [name for name, ratio in ratios.items() if abs(ratio / usual - 1) > 1e-6]
-    return odd or list(plan.layers)
+    usual = statistics.mode(ratios.values())
+    return [name for name, ratio in ratios.items() if ratio != usual] or list(plan.layers)
 
 
 def _patterns(plan: PrecisionPlan) -> set[str]:

@@ -44,9 +44,9 @@ from scrimp.train.precision_question import (
     Horizon,
     are_low,
     ask,
-    fastest,
     formats_to_measure,
     is_due,
+    nearest_to,
     replanned,
     shares_of,
 )
@@ -235,10 +235,10 @@ class PrecisionCycle:
         try:
             return make_plan(question, step=step)
         except PlanError as error:
-            if question.budget.seconds is None:
-                raise
-            plan = make_plan(fastest(question), step=step)
-            return dataclasses.replace(plan, reason=f"the fastest plan: {error}")
+            # In the middle of a run the nearest plan, with the reason, is better than none.
+            nearest, name = nearest_to(question)
+            plan = make_plan(nearest, step=step)
+            return dataclasses.replace(plan, reason=f"the {name} plan: {error}")
 
     def _switch(self, step: int) -> None:
         waiting, self.state.waiting = self.state.waiting, None

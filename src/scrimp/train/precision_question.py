@@ -17,6 +17,7 @@ from scrimp.config.snip import chosen_steps
 from scrimp.errors import PlanError
 from scrimp.planner import GemmChoice, Plan, linear_layers, linear_shapes
 from scrimp.planner.bits import Budget, PrecisionPlan, PrecisionProfile, Question, Weights, allowed_by, split
+from scrimp.planner.bits.policies import extremes
 from scrimp.planner.bits.schedule import at_share
 from scrimp.precision import GEMMS, RECIPES, PrecisionRules
 from scrimp.train.precision_guard import Recipes
@@ -167,9 +168,14 @@ def _budget(config: Config, times: StepTimes | None, profile: PrecisionProfile, 
     return Budget(seconds=max(0.0, allowed_seconds(config, times.other, in_compute)))
 
 
-def fastest(question: Question) -> Question:
-    """The same question where its seconds cannot be kept: whatever the harm, the fastest plan."""
-    return dataclasses.replace(question, budget=Budget(quality=1e300))
+def nearest_to(question: Question) -> tuple[Question, str]:
+    """A question that has an answer, where the budget of this one cannot be kept, and what its plan is called: the
+    fastest where it was seconds, the lowest where it was a share in 4 bits, the safest where it was harm."""
+    if question.budget.seconds is not None:
+        return dataclasses.replace(question, budget=Budget(quality=1e300)), "fastest"
+    high, low = extremes(question.profile.formats)
+    index, name = (low, "lowest") if question.budget.fp4_flops is not None else (high, "safest")
+    return dataclasses.replace(question, policy=question.profile.formats[index]), name
 
 
 def _in_its_phase(config: Config, question: Question, horizon: Horizon) -> Question:

@@ -58,18 +58,20 @@ def decoder(layers: int = 2, width: int = 32, **switches: Any) -> Decoder:
 class MlpBlock(nn.Module):
     """Pre-norm, with what may stand in a branch."""
 
-    def __init__(self, width: int, *, bias: bool, dropout: float, batch_norm: bool) -> None:
+    def __init__(
+        self, width: int, *, bias: bool, dropout: float, inner_dropout: float, batch_norm: bool
+    ) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.up = nn.Linear(width, 2 * width, bias=bias)
         self.middle = nn.BatchNorm1d(2 * width) if batch_norm else nn.Identity()
         self.down = nn.Linear(2 * width, width, bias=bias)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout, self.inner_dropout = nn.Dropout(dropout), nn.Dropout(inner_dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.up(self.norm(x))
         hidden = self.middle(hidden.flatten(0, 1)).view_as(hidden)
-        return x + self.dropout(self.down(F.gelu(hidden)))
+        return x + self.dropout(self.down(self.inner_dropout(F.gelu(hidden))))
 
 
 class MlpModel(nn.Module):
@@ -82,6 +84,7 @@ class MlpModel(nn.Module):
         *,
         bias: bool = True,
         dropout: float = 0.0,
+        inner_dropout: float = 0.0,
         batch_norm: bool = False,
         tied: bool = False,
         checkpointed: bool = False,
@@ -92,8 +95,10 @@ class MlpModel(nn.Module):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             self.embedding = nn.Embedding(VOCABULARY, width)
-            make = functools.partial(MlpBlock, bias=bias, dropout=dropout, batch_norm=batch_norm)
-            self.blocks = nn.ModuleList(make(width) for _ in range(blocks))
+            drops = {"dropout": dropout, "inner_dropout": inner_dropout}
+            self.blocks = nn.ModuleList(
+                MlpBlock(width, bias=bias, batch_norm=batch_norm, **drops) for _ in range(blocks)
+            )
             self.final_norm = nn.LayerNorm(width)
             self.head = nn.Linear(width, VOCABULARY, bias=False)
         if tied:

@@ -40,10 +40,11 @@ from scrimp.profiler.statistics.branches import BranchTape
 from scrimp.profiler.statistics.exact import Sites, exact_gains, watching_sites
 from scrimp.profiler.statistics.gains import CleanRun, Gains, Passes, by_blocks, by_ratios, of_layers, places
 from scrimp.profiler.statistics.norms import ErrorKey, NormWatch
-from scrimp.profiler.statistics.sensitivity import OptimizerView, UpdateRule, sensitivity
-from scrimp.profiler.statistics.stream import Changes, Injection, StreamTape, generator_of, square
+from scrimp.profiler.statistics.sensitivity import OptimizerView
+from scrimp.profiler.statistics.stream import Changes, Injection, StreamTape, square
 from scrimp.profiler.statistics.structure import Structure, find_structure
 from scrimp.profiler.statistics.untouched import ForwardState, untouched
+from scrimp.profiler.statistics.updates import Updates
 
 Array = NDArray[np.float64]
 GAINS = ("ratios", "blocks", "exact")
@@ -209,11 +210,8 @@ class _Measurement:
         self.weight_errors: dict[ErrorKey, Tensor] = {}
         self.clean: dict[str, Tensor] = {}
         self.gradient_norms: dict[str, float] = {}
-        self.rules: list[UpdateRule | None] = []
+        self.updates: Updates | None = None
         self.last_gains: Gains | None = None
-        self.scales: list[float] = []
-        self.sizes: list[float] = []
-        self.clip = 1.0
         self.tokens = 0
         self.start = ForwardState(subject.model, subject.planned)
 
@@ -238,19 +236,25 @@ class _Measurement:
             name: gradients[name].detach().to("cpu", copy=True) for name in self.weights if name in gradients
         }
         self.gradient_norms = {name: math.sqrt(square(gradient)) for name, gradient in gradients.items()}
-        self._read_rules(gradients)
-        moves = self._sensitivities(gradients, watch, seed)
+        optimizer, layer_of = self.subject.optimizer, {index: layer for layer, index in self.owned.items()}
+        self.updates = Updates(optimizer, gradients, self.weights, self.norms_of_weights)
+        sizes = self.updates.sizes(gradients)
+        moves = self.updates.sensitivities(
+            gradients, lambda index: watch.error_shape(layer_of[index]) if index in layer_of else None, seed
+        )
         self.subject.optimizer.zero_grad()
         if measures_gains or self.last_gains is None:
             self.last_gains = self._gains(batch, watch, seed)
         self.clean = {}
-        return self._statistics(loss, watch, self.last_gains, moves)
+        return self._statistics(loss, watch, self.last_gains, moves, sizes)
 
     def _pass(self, batch: Any) -> float:
         """Forward and backward over all micro-batches; gives their loss."""
         self.start.restore()
         total = 0.0
-        tapes = [] if self.stream is None else [self.stream.tape, self.stream.branches]
+        tapes: list[StreamTape | BranchTape] = []
+        if self.stream is not None:
+            tapes = [self.stream.tape, self.stream.branches]
         for tape in tapes:
             tape.micro_batch = 0
         for loss in self.subject.losses(batch):
@@ -265,23 +269,16 @@ class _Measurement:
         with context:
             self._pass(batch)
         gradients = self.subject.optimizer.gradients()
+        assert self.updates is not None
         moved = np.zeros((2, len(self.weights)))
         for index, name in enumerate(self.weights):
             if name in self.clean:
                 clean = self.clean[name].to(gradients[name].device).float()
                 noisy = gradients[name].float()
                 moved[0, index] = math.sqrt(square(noisy - clean))
-                moved[1, index] = self._update_change(index, clean, noisy)
+                moved[1, index] = self.updates.change(index, clean, noisy)
         self.subject.optimizer.zero_grad()
         return moved
-
-    def _update_change(self, index: int, clean: Tensor, noisy: Tensor) -> float:
-        """lr |h(noisy) - h(clean)| / |W| of one weight, its learning rate relative to the largest."""
-        rule = self.rules[index]
-        if rule is None:
-            return 0.0
-        change = rule.direction(noisy * self.clip).sub_(rule.direction(clean * self.clip))
-        return self.scales[index] * math.sqrt(square(change))
 
     def _gains(self, batch: Any, watch: NormWatch, seed: int) -> Gains:
         if self.stream is None:
@@ -324,42 +321,11 @@ class _Measurement:
         with self.stream.tape.recording(), self.stream.branches.recording():
             yield
 
-    def _read_rules(self, gradients: dict[str, Tensor]) -> None:
-        """How each weight is updated in this step: rule, clipping, lr / |W| with rates relative to the largest."""
-        optimizer = self.subject.optimizer
-        self.clip = optimizer.clip_factor(math.sqrt(sum(square(gradient) for gradient in gradients.values())))
-        self.rules = [optimizer.rule(name) if name in gradients else None for name in self.weights]
-        largest = max((rule.lr for rule in self.rules if rule is not None), default=0.0)
-        self.scales = [
-            0.0 if rule is None or not norm else (rule.lr / largest if largest > 0 else 1.0) / norm
-            for rule, norm in zip(self.rules, self.norms_of_weights, strict=True)
-        ]
-        self.sizes = [
-            0.0
-            if rule is None
-            else scale * math.sqrt(square(rule.direction(gradients[name].float() * self.clip)))
-            for name, rule, scale in zip(self.weights, self.rules, self.scales, strict=True)
-        ]
-
-    def _sensitivities(self, gradients: dict[str, Tensor], watch: NormWatch, seed: int) -> Array:
-        """[2, K] relative update per change of the gradient: evenly spread, and where the GEMM's errors lie."""
-        found = np.zeros((2, len(self.weights)))
-        layer_of = {index: layer for layer, index in self.owned.items()}
-        for index, (name, rule) in enumerate(zip(self.weights, self.rules, strict=True)):
-            if rule is None:
-                continue
-            gradient = gradients[name].detach() * self.clip
-            shape = watch.error_shape(layer_of[index]) if index in layer_of else None
-            for row, spread in enumerate((None, shape)):
-                generator = generator_of(gradient.device, seed, index, 7)
-                found[row, index] = (
-                    self.scales[index] * sensitivity(rule, gradient, generator, spread) * self.clip
-                )
-        return found
-
     # -- results -------------------------------------------------------------------------------
 
-    def _statistics(self, loss: float, watch: NormWatch, gains: Gains, moves: Array) -> BatchStatistics:
+    def _statistics(
+        self, loss: float, watch: NormWatch, gains: Gains, moves: Array, sizes: Array
+    ) -> BatchStatistics:
         def norms(name: str) -> Array:
             return np.array([math.sqrt(watch.squares[layer, name]) for layer in self.layers])
 
@@ -384,7 +350,7 @@ class _Measurement:
             forward=gains.forward,
             curvature=gains.curvature,
             sensitivity=moves,
-            update=np.array(self.sizes),
+            update=sizes,
         )
 
     def profile(self, statistics: Sequence[BatchStatistics]) -> PrecisionProfile:
