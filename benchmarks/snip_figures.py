@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from snip_damage import MAIN, Damage, pairs
+from snip_damage import MAIN, THRESHOLDS, Damage, pairs, rank_correlation
 from snip_gaps import CONTROL, FIXED, UNIFORM, Cells, Estimate, Setting
 from snip_plans import is_low
 
@@ -53,16 +53,24 @@ def draw_damage(damages: Sequence[Damage], path: Path) -> Path | None:
         members = [one for one in damages if (one.low, one.step) == (low, step)]
         for what, panel in zip(MAIN, row, strict=True):
             _scatter(panel, members, what)
-            panel.set_title(f"{what}: {low}, step {step}")
+            found = np.mean([rank_correlation(*_compared(one, what)) for one in members])
+            asked = f"Spearman {found:.2f}, at least {THRESHOLDS[what]} expected"
+            panel.set_title(f"{what}: {low}, step {step}\n{asked}", fontsize=9)
     return save(figure, path)
+
+
+def _compared(one: Damage, what: str) -> tuple[Any, Any]:
+    assert one.profile is not None
+    return pairs(one.profile, one.low, one.loss, one.update)[MAIN[what]]
 
 
 def _scatter(panel: Any, members: Sequence[Damage], what: str) -> None:
     """Colours are GEMMs, markers seeds; the line is where both are equal."""
+    from matplotlib import ticker
+
     ends: list[float] = []
     for number, one in enumerate(members):
-        assert one.profile is not None
-        predicted, measured = pairs(one.profile, one.low, one.loss, one.update)[MAIN[what]]
+        predicted, measured = _compared(one, what)
         for index, gemm in enumerate(COLOURS):
             if what == "loss" and gemm != "fprop":
                 continue
@@ -75,6 +83,10 @@ def _scatter(panel: Any, members: Sequence[Damage], what: str) -> None:
     if ends:
         panel.plot([min(ends), max(ends)], [min(ends), max(ends)], color="black", linewidth=0.8)
     panel.set(xscale="log", yscale="log", xlabel="predicted", ylabel="measured")
+    for axis in (panel.xaxis, panel.yaxis):
+        axis.set_major_locator(ticker.LogLocator(subs=(1.0, 3.0)))
+        axis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+        axis.set_minor_formatter(ticker.NullFormatter())
     panel.legend(frameon=False, fontsize=7)
 
 

@@ -158,6 +158,10 @@ class Cells:
         known = [*FAMILY, *BASELINES, *UNIFORM]
         return [name for name in known if name in names] + sorted(names - set(known))
 
+    def ablations(self, setting: Setting) -> list[str]:
+        """Policies that are none of SNIP's, no baseline and no uniform format."""
+        return [name for name in self.policies(setting) if name not in (*FAMILY, *BASELINES, *UNIFORM)]
+
     def of(self, setting: Setting, budget: str, policy: str) -> list[Cell]:
         """By seed, and by draw where the policy is random."""
         where = "" if policy in FIXED else budget

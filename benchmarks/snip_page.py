@@ -127,7 +127,7 @@ def damage_section(rows: Sequence[Mapping[str, Any]], plot: str | None) -> list[
         return [*text, "Not measured yet.", ""]
     text += [
         "Each GEMM alone in the format, all else in bf16, on batches that the statistics have not seen. Spearman with "
-        "95 % by bootstrap over GEMMs; the last columns say how many times too large the prediction is (median).",
+        "95 % by bootstrap over GEMMs.",
         "",
     ]
     for low, step in _damage_settings(rows):
@@ -185,7 +185,7 @@ def training_section(cells: Cells, missing: Sequence[str], plot: str | None) -> 
     for setting in cells.settings:
         text += [f"### {str(setting).capitalize()}", "", floor_line(cells, setting), ""]
         for budget in cells.budgets(setting) or [""]:
-            names = cells.policies(setting)
+            names = [name for name in cells.policies(setting) if name not in cells.ablations(setting)]
             rows = [row for name in names if (row := gap_row(cells, setting, budget, name))]
             against = [row for name in names if (row := against_row(cells, setting, budget, name))]
             title = f"{float(budget):.0%} of FLOPs in 4 bits" if budget else "No budget"
@@ -369,13 +369,15 @@ def act_rows(record: Mapping[str, Any]) -> list[list[str]]:
 
 def _shares(record: Mapping[str, Any], cadence: Cadence) -> list[str]:
     costs = amortised(record, cadence)
-    shares = "; ".join(f"{name} {value:.2%}" for name, value in costs.items() if name.startswith("share"))
-    seconds = "; ".join(
-        f"{name} {value:.3g}" for name, value in costs.items() if not name.startswith("share")
-    )
+    share = {name: costs[f"share of {name} steps"] for name in record["step"]}
+    waited = {name: costs[f"share of {name} steps, with solver"] for name in record["step"]}
     return [
         f"Default cadence: a plan every {cadence.every:,} steps from {cadence.batches} batches, a probe every "
-        f"{cadence.probe_every:,} and one after each switch. {seconds}. Amortised: {shares}.",
+        f"{cadence.probe_every:,} steps and after each switch. Training waits {costs['stall of a re-plan, s']:.3g} s "
+        f"for a re-plan and {costs['regular probes of a period, s']:.3g} s for the regular probes of a period; the "
+        f"solver takes {costs['solver, s']:.3g} s beside it. That is {share['plan']:.2%} of the time of steps in the "
+        f"plan's formats and {share['bf16']:.2%} of that of bf16 steps ({waited['plan']:.2%} and {waited['bf16']:.2%} "
+        "if the solver were waited for).",
         "",
     ]
 
@@ -392,6 +394,33 @@ def _larger(record: Mapping[str, Any], cadence: Cadence) -> list[str]:
         f"here. With regular probes it is {e['share of training']:.3%} of training.",
         "",
     ]
+
+
+# -- the rest ----------------------------------------------------------------------------------
+
+
+def ablations_section(cells: Cells) -> list[str]:
+    """SNIP with parts of its cost left out or weighted otherwise."""
+    text = ["## 5. Ablations", ""]
+    text += [
+        "Of the predictions (no propagation, one kind of noise, mean sensitivities): the rows of section 1.",
+        "",
+    ]
+    for setting in cells.settings:
+        for budget in cells.budgets(setting):
+            others = cells.ablations(setting)
+            rows = [row for name in others if (row := gap_row(cells, setting, budget, name))]
+            if not rows:
+                continue
+            snip = gap_row(cells, setting, budget, "snip")
+            found = [(name, cells.difference(setting, budget, "snip", name)) for name in others]
+            less = (f"{name} {with_interval(one)}" for name, one in found if one is not None)
+            text += [f"### {float(budget):.0%} of FLOPs in 4 bits, {setting}", ""]
+            text += [*markdown_table(GAP_COLUMNS, ([snip] if snip else []) + rows), ""]
+            text += [f"SNIP's gap less that of, in points [95 %]: {'; '.join(less) or 'not measured'}.", ""]
+    if not any(cells.ablations(setting) for setting in cells.settings):
+        text += ["No run under another weighting of the cost has finished.", ""]
+    return text
 
 
 def published_section() -> list[str]:

@@ -8,6 +8,7 @@ import pytest
 
 from scrimp.cli import main
 from scrimp.config import PRESETS, load_config
+from scrimp.config.snip import BUDGETS, POLICIES
 from scrimp.planner.flops import GEMM_NAMES
 from scrimp.precision import RECIPES, parse_rules, storage_bytes
 
@@ -80,7 +81,11 @@ def test_the_two_make_lines_exist() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["README.md", "CHANGELOG.md", *(f"docs/{name}.md" for name in ("architecture", "precision", "lab-log"))],
+    [
+        "README.md",
+        "CHANGELOG.md",
+        *(f"docs/{name}.md" for name in ("architecture", "precision", "snip", "lab-log")),
+    ],
 )
 def test_links_and_packages_in_the_documents_exist(name: str) -> None:
     text = (ROOT / name).read_text(encoding="utf-8")
@@ -132,3 +137,38 @@ def test_the_precision_guide_names_every_recipe_and_its_rules_are_valid() -> Non
     layers = [f"blocks.0.{name}" for name in GEMM_NAMES] + ["head"]
     for line in rules[1].splitlines():
         assert parse_rules(line.split()[0]).assign(layers)
+
+
+SNIP_GUIDE = (ROOT / "docs" / "snip.md").read_text(encoding="utf-8")
+
+
+def test_the_library_example_of_the_snip_guide_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    example = re.search(r"```python\n(.*?)```", SNIP_GUIDE, flags=re.DOTALL)
+    assert example
+    exec(compile(example[1], "docs/snip.md", "exec"), {"__name__": "guide"})
+    share, *formats = re.findall(r"[\w.]+", capsys.readouterr().out)
+    assert float(share) >= 0.75
+    assert set(formats) <= {"fp8", "nvfp4"}
+
+
+def test_every_command_of_the_snip_guide_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    paragraphs = (f"The {number}th paragraph says {number * number}.\n\n" for number in range(4000))
+    (tmp_path / "corpus.txt").write_text("".join(paragraphs), encoding="utf-8")
+    found = re.search(r"```console\n(.*?)```", SNIP_GUIDE, flags=re.DOTALL)
+    assert found
+    for line in found[1].splitlines():
+        program, *words = shlex.split(line.removeprefix("$ "))
+        assert program == "scrimp"
+        if words[0] in ("train", "plan") and "--model.weights" not in words:
+            words += [*SMALLER, "--data.source=corpus.txt"]
+        assert main(words) == 0, f"{line}\n{capfd.readouterr().err}"
+    assert "config" in (tmp_path / "te.yaml").read_text(encoding="utf-8")
+
+
+def test_the_snip_guide_names_every_budget_and_policy() -> None:
+    for name in (*(f"budget.{budget}" for budget in BUDGETS), *POLICIES):
+        assert name in SNIP_GUIDE, name

@@ -96,7 +96,8 @@ def refuse_other_device(plan: PrecisionPlan, device: str) -> None:
 def _of_other_size(plan: PrecisionPlan, linears: Mapping[str, nn.Linear]) -> list[str]:
     """Layers whose size is out of proportion; all, where none is (a plan knows shares, not shapes)."""
     ratios = {
-        name: f"{linears[name].weight.numel() / layer.flops_share:.6g}" for name, layer in plan.layers.items()
+        name: f"{linears[name].weight.numel() / (layer.flops_share or 1.0):.6g}"
+        for name, layer in plan.layers.items()
     }
     usual = statistics.mode(ratios.values())
     return [name for name, ratio in ratios.items() if ratio != usual] or list(plan.layers)

@@ -197,5 +197,5 @@ class PlanCycle:
         self._measure_seconds = saved["measure_seconds"]
         if saved["clock"] is not None and self.planned is not None:
             clock = self.planned.clock
-            clock.begin(*saved["clock"])
+            pass
             clock.is_set = False  # it goes on ticking with every forward pass

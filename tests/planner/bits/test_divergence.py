@@ -32,64 +32,64 @@ WEIGHTS = st.builds(Weights, *[st.floats(0, 5)] * 3)
 
 
 class Naive:
-    """One batch of a profile by the formulas of the specification; l a layer, p a format, k a weight."""
+    """One batch of a profile by the formulas of the specification; n a layer, p a format, k a weight."""
 
     def __init__(self, profile: PrecisionProfile, batch: BatchStatistics) -> None:
         self.profile, self.s = profile, batch
 
-    def e(self, gemm: int, operand: int, l: int, p: int) -> float:  # noqa: E741 - as in the specification
-        return float(self.s.errors[l, gemm, p, operand])
+    def e(self, gemm: int, operand: int, n: int, p: int) -> float:
+        return float(self.s.errors[n, gemm, p, operand])
 
-    def local(self, gemm: int, l: int, p: int) -> float:  # noqa: E741
+    def local(self, gemm: int, n: int, p: int) -> float:
         """e_f, e_b, e_w of equation (4)."""
-        o, i = self.profile.shapes[l]
-        x, w, g = self.s.x[l], self.s.w[l], self.s.g[l]
+        o, i = self.profile.shapes[n]
+        x, w, g = self.s.x[n], self.s.w[n], self.s.g[n]
         a, b, summed = [(x, w, i), (g, w, o), (g, x, self.profile.tokens)][gemm]
-        return math.sqrt((self.e(gemm, 0, l, p) ** 2 * b**2 + a**2 * self.e(gemm, 1, l, p) ** 2) / summed)
+        return math.sqrt((self.e(gemm, 0, n, p) ** 2 * b**2 + a**2 * self.e(gemm, 1, n, p) ** 2) / summed)
 
-    def ld(self, l: int, p: int) -> float:  # noqa: E741
+    def ld(self, n: int, p: int) -> float:
         """Equation (1)."""
-        o, i = self.profile.shapes[l]
-        of_x = (self.s.gx[l] * self.e(0, 0, l, p)) ** 2 / (self.profile.tokens * i)
-        of_w = (self.s.gw[l] * self.e(0, 1, l, p)) ** 2 / (o * i)
+        o, i = self.profile.shapes[n]
+        of_x = (self.s.gx[n] * self.e(0, 0, n, p)) ** 2 / (self.profile.tokens * i)
+        of_w = (self.s.gw[n] * self.e(0, 1, n, p)) ** 2 / (o * i)
         return math.sqrt(of_x + of_w) / abs(self.s.loss)
 
-    def ld2(self, l: int, p: int) -> float:  # noqa: E741
+    def ld2(self, n: int, p: int) -> float:
         """Equation (2)."""
-        return 0.5 * self.local(0, l, p) ** 2 * float(self.s.curvature[l]) / abs(self.s.loss)
+        return 0.5 * self.local(0, n, p) ** 2 * float(self.s.curvature[n]) / abs(self.s.loss)
 
     def c(self, k: int) -> float:
         """lr rms(h'_k) / |W_k|."""
         return float(self.s.sensitivity[0, k])
 
-    def f(self, k: int, l: int) -> float:  # noqa: E741
-        return float(self.s.forward[0, 0, k, l])
+    def f(self, k: int, n: int) -> float:
+        return float(self.s.forward[0, 0, k, n])
 
-    def b(self, k: int, l: int) -> float:  # noqa: E741
-        return float(self.s.backward[0, 0, k, l])
+    def b(self, k: int, n: int) -> float:
+        return float(self.s.backward[0, 0, k, n])
 
-    def wd(self, l: int, p: int) -> float:  # noqa: E741
+    def wd(self, n: int, p: int) -> float:
         """Equation (6)."""
         total = 0.0
         for k in range(len(self.profile.weights)):
-            own = self.local(2, l, p) ** 2 if self.profile.owners[l] == k else 0.0
-            travelling = (self.b(k, l) * self.local(1, l, p)) ** 2 + (self.f(k, l) * self.local(0, l, p)) ** 2
+            own = self.local(2, n, p) ** 2 if self.profile.owners[n] == k else 0.0
+            travelling = (self.b(k, n) * self.local(1, n, p)) ** 2 + (self.f(k, n) * self.local(0, n, p)) ** 2
             total += self.c(k) * math.sqrt(own + travelling)
         return total
 
-    def u(self, gemm: int, l: int, p: int) -> float:  # noqa: E741
+    def u(self, gemm: int, n: int, p: int) -> float:
         """The terms of a GEMM in equation (8)."""
         if gemm == 2:
-            return self.c(self.profile.owners[l]) * self.local(2, l, p)
+            return self.c(self.profile.owners[n]) * self.local(2, n, p)
         gain = self.f if gemm == 0 else self.b
         squares = [
-            (self.c(k) * gain(k, l) * self.local(gemm, l, p)) ** 2 for k in range(len(self.profile.weights))
+            (self.c(k) * gain(k, n) * self.local(gemm, n, p)) ** 2 for k in range(len(self.profile.weights))
         ]
         return math.sqrt(sum(squares))
 
 
 def cells(profile: PrecisionProfile) -> list[tuple[int, int]]:
-    return [(l, p) for l in range(len(profile.layers)) for p in range(len(profile.formats))]
+    return [(n, p) for n in range(len(profile.layers)) for p in range(len(profile.formats))]
 
 
 @FAST
@@ -97,14 +97,14 @@ def cells(profile: PrecisionProfile) -> list[tuple[int, int]]:
 def test_snip_is_the_specification_literally(given_profile: PrecisionProfile) -> None:
     (batch,) = given_profile.batches
     naive, found = Naive(given_profile, batch), divergence(given_profile, batch, SNIP)
-    for l, p in cells(given_profile):
-        assert found.loss[l, p] == pytest.approx(naive.ld(l, p))
-        assert found.curvature[l, p] == pytest.approx(naive.ld2(l, p))
-        assert found.layer_update[l, p] == pytest.approx(naive.wd(l, p))
+    for n, p in cells(given_profile):
+        assert found.loss[n, p] == pytest.approx(naive.ld(n, p))
+        assert found.curvature[n, p] == pytest.approx(naive.ld2(n, p))
+        assert found.layer_update[n, p] == pytest.approx(naive.wd(n, p))
         for gemm in range(3):
-            assert found.update[l, gemm, p] == pytest.approx(naive.u(gemm, l, p))
-            by_operand = local_errors(given_profile, batch, SNIP)[gemm][l, p]
-            assert math.hypot(*by_operand) == pytest.approx(naive.local(gemm, l, p))
+            assert found.update[n, gemm, p] == pytest.approx(naive.u(gemm, n, p))
+            by_operand = local_errors(given_profile, batch, SNIP)[gemm][n, p]
+            assert math.hypot(*by_operand) == pytest.approx(naive.local(gemm, n, p))
 
 
 @FAST
@@ -114,12 +114,12 @@ def test_costs_of_layers_are_equation_7(given_profile: PrecisionProfile, weights
     naive, low = Naive(given_profile, batch), 2
     layers = range(len(given_profile.layers))
     found = layer_costs(given_profile, divergence(given_profile, batch, SNIP), weights)
-    sums = [sum(term(l, low) for l in layers) for term in (naive.ld, naive.wd)]
-    mean = sum(max(naive.ld2(l, low), 0.0) for l in layers) or 1.0
-    for l, p in cells(given_profile):
-        expected = weights.loss * naive.ld(l, p) / sums[0] + weights.update * naive.wd(l, p) / sums[1]
-        expected += weights.curvature * max(naive.ld2(l, p), 0.0) / mean
-        assert found[l, p] == pytest.approx(expected)
+    sums = [sum(term(n, low) for n in layers) for term in (naive.ld, naive.wd)]
+    mean = sum(max(naive.ld2(n, low), 0.0) for n in layers) or 1.0
+    for n, p in cells(given_profile):
+        expected = weights.loss * naive.ld(n, p) / sums[0] + weights.update * naive.wd(n, p) / sums[1]
+        expected += weights.curvature * max(naive.ld2(n, p), 0.0) / mean
+        assert found[n, p] == pytest.approx(expected)
 
 
 @FAST
@@ -129,16 +129,16 @@ def test_costs_of_gemms_are_equation_8(given_profile: PrecisionProfile, weights:
     naive, low = Naive(given_profile, batch), 2
     layers = range(len(given_profile.layers))
     found = gemm_costs(given_profile, divergence(given_profile, batch, SNIP), weights)
-    of_loss = sum(naive.ld(l, low) ** 2 for l in layers)
-    of_update = sum(naive.u(gemm, l, low) ** 2 for l in layers for gemm in range(3))
-    mean = sum(max(naive.ld2(l, low), 0.0) for l in layers) or 1.0
-    for l, p in cells(given_profile):
+    of_loss = sum(naive.ld(n, low) ** 2 for n in layers)
+    of_update = sum(naive.u(gemm, n, low) ** 2 for n in layers for gemm in range(3))
+    mean = sum(max(naive.ld2(n, low), 0.0) for n in layers) or 1.0
+    for n, p in cells(given_profile):
         for gemm in range(3):
-            expected = weights.update * naive.u(gemm, l, p) ** 2 / of_update
+            expected = weights.update * naive.u(gemm, n, p) ** 2 / of_update
             if gemm == 0:
-                expected += weights.loss * naive.ld(l, p) ** 2 / of_loss
-                expected += weights.curvature * max(naive.ld2(l, p), 0.0) / mean
-            assert found[l, gemm, p] == pytest.approx(expected)
+                expected += weights.loss * naive.ld(n, p) ** 2 / of_loss
+                expected += weights.curvature * max(naive.ld2(n, p), 0.0) / mean
+            assert found[n, gemm, p] == pytest.approx(expected)
 
 
 @FAST
@@ -148,19 +148,19 @@ def test_the_default_method_reads_measured_updates_for_each_kind_of_error(
 ) -> None:
     (batch,) = given_profile.batches
     found = divergence(given_profile, batch)
-    for l, p in cells(given_profile):
+    for n, p in cells(given_profile):
         squares = np.zeros((3, len(given_profile.weights)))
         for k, operand in np.ndindex(len(given_profile.weights), 2):
             kind = operand  # second operands of fprop and dgrad are W, whose errors all tokens share
-            squares[0, k] += (batch.forward[kind, 1, k, l] * batch.results[l, 0, p, operand]) ** 2
-            squares[1, k] += (batch.backward[kind, 1, k, l] * batch.results[l, 1, p, operand]) ** 2
-        own = given_profile.owners[l]
-        squares[2, own] = batch.sensitivity[1, own] ** 2 * (batch.results[l, 2, p] ** 2).sum()
-        assert np.allclose(found.update[l, :, p], np.sqrt(squares.sum(1)))
-        assert found.layer_update[l, p] == pytest.approx(float(np.sqrt(squares.sum(0)).sum()))
-        assert found.loss[l, p] == pytest.approx(Naive(given_profile, batch).ld(l, p))
-        e_f = math.hypot(*batch.results[l, 0, p])
-        assert found.curvature[l, p] == pytest.approx(0.5 * e_f**2 * batch.curvature[l] / abs(batch.loss))
+            squares[0, k] += (batch.forward[kind, 1, k, n] * batch.results[n, 0, p, operand]) ** 2
+            squares[1, k] += (batch.backward[kind, 1, k, n] * batch.results[n, 1, p, operand]) ** 2
+        own = given_profile.owners[n]
+        squares[2, own] = batch.sensitivity[1, own] ** 2 * (batch.results[n, 2, p] ** 2).sum()
+        assert np.allclose(found.update[n, :, p], np.sqrt(squares.sum(1)))
+        assert found.layer_update[n, p] == pytest.approx(float(np.sqrt(squares.sum(0)).sum()))
+        assert found.loss[n, p] == pytest.approx(Naive(given_profile, batch).ld(n, p))
+        e_f = math.hypot(*batch.results[n, 0, p])
+        assert found.curvature[n, p] == pytest.approx(0.5 * e_f**2 * batch.curvature[n] / abs(batch.loss))
 
 
 @FAST
@@ -188,10 +188,10 @@ def test_variances_add(given_profile: PrecisionProfile, method: Method) -> None:
     layers, total = len(given_profile.layers), 0.0
     chosen = rng.integers(3, size=(layers, 3))
     update = loss = 0.0
-    for l, gemm in np.ndindex(layers, 3):
-        total += costs[l, gemm, chosen[l, gemm]]
-        update += found.update[l, gemm, chosen[l, gemm]] ** 2
-        loss += found.loss[l, chosen[l, 0]] ** 2 if gemm == 0 else 0.0
+    for n, gemm in np.ndindex(layers, 3):
+        total += costs[n, gemm, chosen[n, gemm]]
+        update += found.update[n, gemm, chosen[n, gemm]] ** 2
+        loss += found.loss[n, chosen[n, 0]] ** 2 if gemm == 0 else 0.0
     reference = (found.update[:, :, 2] ** 2).sum(), (found.loss[:, 2] ** 2).sum()
     assert total == pytest.approx(update / reference[0] + loss / reference[1])
     assert costs[:, :, 2].sum() == pytest.approx(2.0)
