@@ -90,7 +90,7 @@ def amortised(record: Mapping[str, Any], cadence: Cadence) -> dict[str, float]:
     Args:
         record: as `snip_overhead.measure` gives it.
     """
-    waits, solver = stall(record, cadence), median(record["solve"]["plan with certainty"])
+    waits, solver = stall(record, cadence), median(record["solve"]["plan with certainty"]["seconds"])
     regular = cadence.every // cadence.probe_every * median(record["probe"]["seconds"])
     found = {"stall of a re-plan, s": waits, "regular probes of a period, s": regular, "solver, s": solver}
     for name, step in record["step"].items():

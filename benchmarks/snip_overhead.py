@@ -30,6 +30,7 @@ from scrimp.planner.flops import count_flops
 from scrimp.profiler.memory import MemoryMeter
 from scrimp.profiler.statistics import Subject, probe
 
+HOST = torch.device("cpu")
 LR = 1e-4
 SWITCHES = 20
 RESET_GRAIN = 2**24
@@ -72,8 +73,8 @@ def measure(
         for count in batches
     ]
     record["solve"] = {
-        "choose": [_seconds(lambda: choose(question)) for _ in range(repeats)],
-        "plan with certainty": [_seconds(lambda: make_plan(question)) for _ in range(repeats)],
+        "choose": _acts(HOST, partial(choose, question), repeats),
+        "plan with certainty": _acts(HOST, partial(make_plan, question), repeats),
     }
     record["switch"] = _switches(lab, plan, high)
     record["probe"] = _probe(lab, plan, repeats)
@@ -104,16 +105,16 @@ def _steps(lab: Lab, plan: Choices, count: int) -> dict[str, Any]:
     lab.reset()
     _steady_train(lab, plan, 2, [])
     stamps: list[float] = []
-    peak = _peak(lab, lambda: _steady_train(lab, plan, count + 1, stamps))
+    found = _acts(lab.device, lambda: _steady_train(lab, plan, count + 1, stamps), 1)
     lab.reset()
-    return {"seconds": [b - a for a, b in itertools.pairwise(stamps[1:])], "peak_bytes": peak}
+    return found | {"seconds": [b - a for a, b in itertools.pairwise(stamps[1:])]}
 
 
 def _steady_train(lab: Lab, plan: Choices, count: int, stamps: list[float]) -> None:
     """Train; the clock is read before each step, and after the last."""
 
     def stamp(_: int) -> None:
-        _wait(lab)
+        _wait(lab.device)
         stamps.append(time.perf_counter())
 
     lab.train(count, plan, lambda _: LR, between=stamp)
@@ -124,34 +125,29 @@ def _collect(lab: Lab, plan: Choices, formats: Sequence[str], count: int, repeat
     """A measurement between two steps of a run in the plan's formats."""
     lab.reset()
     lab.replan(plan)
-    seconds: list[float] = []
-
-    def act() -> None:
-        seconds.append(_seconds(lambda: lab.measure(lab.start, count, tuple(formats)), lab))
-
-    peaks = [_peak(lab, act) for _ in range(repeats)]
+    found = _acts(lab.device, lambda: lab.measure(lab.start, count, tuple(formats)), repeats)
     lab.reset()
-    return {"seconds": seconds, "peak_bytes": max(peaks)}
+    return found
 
 
 def _switches(lab: Lab, plan: Choices, high: str) -> dict[str, Any]:
     """From the plan to all of its layers in the higher format and back; and the steps that follow."""
     lab.reset()
     other = dict.fromkeys(plan, (high,) * 3)
-    turns = itertools.islice(itertools.cycle((other, plan)), SWITCHES)
-    seconds = [_seconds(partial(lab.replan, choices), lab) for choices in turns]
+    turns = itertools.cycle((other, plan))
+    found = _acts(lab.device, lambda: lab.replan(next(turns)), SWITCHES)
     lab.reset()
     stamps: list[float] = []
 
     def between(done: int) -> Choices | None:
-        _wait(lab)
+        _wait(lab.device)
         stamps.append(time.perf_counter())
         return plan if done == 2 else None
 
     lab.train(5, other, lambda _: LR, between=between)
     lab.reset()
     steps = [b - a for a, b in itertools.pairwise(stamps)]
-    return {"seconds": seconds, "before": steps[1:2], "after": steps[2:3], "later": steps[3:]}
+    return found | {"before": steps[1:2], "after": steps[2:3], "later": steps[3:]}
 
 
 def _probe(lab: Lab, plan: Choices, repeats: int) -> dict[str, Any]:
@@ -167,35 +163,32 @@ def _probe(lab: Lab, plan: Choices, repeats: int) -> dict[str, Any]:
         lab.decisions.device.name,
         lab.optimizer.num_updates,
     )
-    seconds: list[float] = []
-
-    def act() -> None:
-        seconds.append(_seconds(lambda: probe(subject, next(lab.batches(lab.start))), lab))
-
-    peaks = [_peak(lab, act) for _ in range(repeats)]
+    found = _acts(lab.device, lambda: probe(subject, next(lab.batches(lab.start))), repeats)
     lab.reset()
-    return {"seconds": seconds, "peak_bytes": max(peaks)}
+    return found
 
 
-def _seconds(act: Callable[[], object], lab: Lab | None = None) -> float:
-    _wait(lab)
-    began = time.perf_counter()
-    act()
-    _wait(lab)
-    return time.perf_counter() - began
+def _acts(device: torch.device, act: Callable[[], object], repeats: int) -> dict[str, Any]:
+    """Seconds of each repetition; bytes at the highest high-water mark, and by how much the highest grew."""
+    seconds, peaks, growths = [], [], []
+    for _ in range(repeats):
+        _hand_back()
+        meter = MemoryMeter(device)
+        in_use = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        _wait(device)
+        began = time.perf_counter()
+        act()
+        _wait(device)
+        seconds.append(time.perf_counter() - began)
+        is_cuda = device.type == "cuda"
+        peaks.append(meter.peak_device_bytes() if is_cuda else meter.peak_host_bytes())
+        growths.append(meter.peak_device_bytes() - in_use)
+    return {"seconds": seconds, "peak_bytes": max(peaks), "growth_bytes": max(growths)}
 
 
-def _wait(lab: Lab | None) -> None:
-    if lab is not None and lab.device.type == "cuda":
-        torch.cuda.synchronize(lab.device)
-
-
-def _peak(lab: Lab, act: Callable[[], object]) -> int:
-    """Bytes at the high-water mark while something is done."""
-    _hand_back()
-    meter = MemoryMeter(lab.device)
-    act()
-    return meter.peak_device_bytes() if lab.device.type == "cuda" else meter.peak_host_bytes()
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _marks_reset(lab: Lab) -> bool:

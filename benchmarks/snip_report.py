@@ -24,12 +24,12 @@ from snip_cadence import Cadence, amortised, extrapolated
 from snip_damage import MAIN, Damage, interval, pairs, rank_correlation, read_damages
 from snip_figures import draw_damage, draw_gaps, draw_plans
 from snip_gaps import FIXED, MEASURES, Cells, Expectation, Setting
+from snip_overhead_page import overhead_expectations, overhead_section
 from snip_page import (
+    ablations_section,
     answers,
     damage_expectations,
     damage_section,
-    overhead_expectations,
-    overhead_section,
     plans_section,
     published_section,
     setting_expectations,
@@ -104,6 +104,7 @@ def write_report(work: Path, grid: Grid, out: Path, day: str) -> Path:
         *training_section(cells, missing, plots.get("gaps")),
         *plans_section(plans, plots.get("plans")),
         *overhead_section(overheads, cadence),
+        *ablations_section(cells),
         *published_section(),
         *["## Limits", "", *(f"- {limit}" for limit in LIMITS), ""],
     ]
@@ -150,15 +151,13 @@ def settings(work: Path, cells: Cells, grid: Grid) -> dict[str, Any]:
     """What decides the numbers, read from the trunks."""
     trunks = sorted(work.glob("seed*/config.toml"))
     config = tomllib.loads(trunks[0].read_text(encoding="utf-8")) if trunks else {}
-    values = (
-        config.get("model", {}) | config.get("train", {}) | {"source": config.get("data", {}).get("source")}
-    )
+    source = Path(config.get("data", {}).get("source", "")).name  # a path elsewhere says nothing to a reader
+    values = config.get("model", {}) | config.get("train", {}) | {"source": source or None}
     text = ", ".join(
         f"{name} {values[name]}" for name in (*SETTINGS, "source") if values.get(name) is not None
     )
-    plan = trunks[0].with_name("plan.json") if trunks else None
-    is_there = plan is not None and plan.exists()
-    device = read_json(plan)["fingerprint"]["device"] if plan is not None and is_there else "unknown device"
+    plans = sorted(work.glob("seed*/plan.json"))
+    device = read_json(plans[0])["fingerprint"]["device"] if plans else "unknown device"
     return {
         "trunk": f"{len(trunks)} seeds in bf16: {text}" if trunks else "none",
         "device": device,

@@ -228,6 +228,15 @@ def test_figures_are_in_the_trainers_records(tmp_path: Path) -> None:
     assert seen[0]["snip/changed_gemms"] == 3 * len(planned_names())
 
 
+def plans_of(run: Any) -> list[dict[str, Any]]:
+    """The callback's record, without how long things took; a resumed Trainer may have another callback."""
+    (snip,) = (one for one in run.callback_handler.callbacks if isinstance(one, SnipCallback))
+    return [
+        {name: value for name, value in entry.items() if not name.endswith("_seconds")}
+        for entry in snip.history
+    ]
+
+
 def snip_for_resuming() -> SnipCallback:
     return SnipCallback(0.75, first=3, every=4, batches=3, switch_after=2, start="fp8")
 
@@ -253,8 +262,8 @@ def test_a_run_that_is_resumed_anywhere_in_the_cycle_ends_the_same(
     assert (checkpoint / BATCHES_FILE).exists() == (step in (2, 5, 6))
     again.train(resume_from_checkpoint=str(checkpoint))
     assert_same(whole, again)
-    (snip,) = (one for one in again.callback_handler.callbacks if isinstance(one, SnipCallback))
-    assert [entry["step"] for entry in snip.history] == [5, 9]
+    assert plans_of(again) == plans_of(whole)
+    assert [entry["step"] for entry in plans_of(again)] == [5, 9]
 
 
 def test_a_checkpoint_without_the_callback_can_be_gone_on_from_with_it(tmp_path: Path) -> None:
@@ -318,6 +327,16 @@ class OwnLoss(transformers.Trainer):  # type: ignore[misc]
 
     def compute_loss(self, model: nn.Module, inputs: Any, **kwargs: Any) -> Any:
         return model(**inputs).loss + model(**inputs).loss
+
+
+def test_an_optimizer_of_unknown_rule_is_refused_before_training_and_taken_by_its_gradients(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(PlanError, match=r'Adafactor.*sensitivity="gradient"'):
+        trainer(tmp_path, SnipCallback(0.75), optim="adafactor").train()
+    snip = SnipCallback(0.75, first=2, switch_after=0, sensitivity="gradient")
+    trainer(tmp_path, snip, optim="adafactor", max_steps=3).train()
+    assert [entry["step"] for entry in snip.history] == [2]
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from typing import Any
 from torch import nn
 
 from scrimp.adapters.applied import planned_of, put_in_force
+from scrimp.adapters.arguments import optimizer_from, view_of
 from scrimp.adapters.modules import default_layers, named_layers, trained_by
 from scrimp.adapters.pytorch import Losses, apply, measure_accumulated, plan
 from scrimp.errors import PlanError
@@ -90,16 +91,21 @@ class PlanCycle:
         self._measure_seconds = 0.0
 
     def begin(self, model: nn.Module, optimizer: Any, saved: Mapping[str, Any] | None) -> None:
-        """Take a model over, from the start or as `to_state` left it."""
+        """Take a model over, from the start or as `to_state` left it.
+
+        Raises:
+            ModelError, PlanError: what would stop the first measurement, as far as it can be seen now.
+        """
         settings = self.settings
+        view_of(optimizer_from(optimizer), model, settings.sensitivity, 0.0)
+        names = (
+            default_layers(model, trained_by(optimizer))
+            if settings.layers is None
+            else named_layers(model, settings.layers)
+        )
         self.plan, self._waiting, self._switch_at, self.history = None, None, None, []
         self.planned = planned_of(model)
         if settings.start is not None:
-            names = (
-                default_layers(model, trained_by(optimizer))
-                if settings.layers is None
-                else named_layers(model, settings.layers)
-            )
             start = dict.fromkeys(names, LinearPrecision.of(settings.start))
             self.planned = put_in_force(model, start, seed=settings.seed)
         if saved is not None:
@@ -197,5 +203,5 @@ class PlanCycle:
         self._measure_seconds = saved["measure_seconds"]
         if saved["clock"] is not None and self.planned is not None:
             clock = self.planned.clock
-            pass
+            clock.begin(*saved["clock"])
             clock.is_set = False  # it goes on ticking with every forward pass

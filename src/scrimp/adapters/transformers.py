@@ -109,7 +109,7 @@ class SnipCallback(TrainerCallback, ExportableState):
         self.saved: dict[str, Any] = {}
         """Set by a Trainer that makes its callbacks anew from a checkpoint; its state is read from the Trainer's."""
         self._recent = RecentBatches(batches)
-        self._is_keeping = self._is_measuring = self._has_seen_a_loss = False
+        self._is_keeping = self._has_seen_a_loss = False
         self._hook: Any = None
         self._figures: dict[str, float] = {}
 
@@ -178,18 +178,15 @@ class SnipCallback(TrainerCallback, ExportableState):
         if self.cycle.is_switch_due(step):
             self._switch(model)
         if step == self.cycle.next_measurement(step) and self._is_worth_it(step, state):
-            self._is_measuring = True
-            try:
-                self.cycle.measure(
-                    model,
-                    kwargs["optimizer"],
-                    self._recent.steps,
-                    _losses,
-                    step=step,
-                    max_norm=args.max_grad_norm or 0.0,
-                )
-            finally:
-                self._is_measuring = False
+            self._is_keeping = False
+            self.cycle.measure(
+                model,
+                kwargs["optimizer"],
+                self._recent.steps,
+                _losses,
+                step=step,
+                max_norm=args.max_grad_norm or 0.0,
+            )
             self._recent.clear()
             if self.cycle.is_switch_due(step):
                 self._switch(model)
@@ -231,7 +228,7 @@ class SnipCallback(TrainerCallback, ExportableState):
         self._figures = {f"snip/{name}": value for name, value in self.cycle.switch(model).items()}
 
     def _look(self, module: nn.Module, args: tuple[Any, ...], inputs: Inputs, output: Any) -> None:
-        if self._is_measuring or not module.training or not torch.is_grad_enabled():
+        if not module.training or not torch.is_grad_enabled():
             return
         if not self._has_seen_a_loss:
             _loss_of(output)
