@@ -194,7 +194,7 @@ def _wait(device: torch.device) -> None:
 def _marks_reset(lab: Lab) -> bool:
     """Whether this machine lets a process reset its high-water mark; else peaks are those of all acts before."""
     _hand_back()
-    torch.ones(4 * RESET_GRAIN // 4).sum()  # four times the grain in fp32, at once freed again
+    torch.ones(RESET_GRAIN).sum()  # four bytes each: a mark well above the grain, whose memory is free again
     return lab.device.type == "cuda" or MemoryMeter(lab.device).peak_device_bytes() < RESET_GRAIN
 
 

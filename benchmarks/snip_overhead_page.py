@@ -95,6 +95,7 @@ def _larger(record: Mapping[str, Any], cadence: Cadence) -> list[str]:
         f"That is {e['stall, steps']:.2f} training steps or {e['stall, FLOPs'] / 1e15:.2g} PFLOP: "
         f"{e['stall, s at the assumed rate']:.3g} s at an assumed {e['flops_per_s'] / 1e12:.0f} TFLOP/s, "
         f"{e['stall, s at the rate of here']:.3g} s at the {e['rate of here, FLOP/s'] / 1e12:.2g} TFLOP/s measured "
-        f"here. With regular probes it is {e['share of training']:.3%} of training.",
+        f"here. With regular probes it is {e['share of training']:.3%} of training. Everything is scaled as GEMMs "
+        "are, which is too much rather than too little.",
         "",
     ]

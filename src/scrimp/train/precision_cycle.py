@@ -346,7 +346,7 @@ class PrecisionCycle:
         promoted = guard.promote(free, self._harm_of_now(), self._shares, state.alarms)
         guard.learn(state, free, promoted)
         changed = self._go_on_with(promoted)
-        self._write()
+        self._write(analysis=False)  # the choices are no longer those of an analysis
         self._log.event(
             "promotion",
             self._number,

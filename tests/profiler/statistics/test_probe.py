@@ -17,9 +17,9 @@ def flat(gradients: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def test_a_plan_in_the_compute_format_is_no_different() -> None:
-    trained = models.trained_decoder()
-    trained.subject.planned.replan(LinearPrecision.of(trained.subject.compute))
-    found = probe(trained.subject, models.batch(50))
+    subject = models.trained_decoder().subject()
+    subject.planned.replan(LinearPrecision.of(subject.compute))
+    found = probe(subject, models.batch(50))
     assert found.loss_gap == 0.0
     assert found.gradient_cosine == pytest.approx(1.0)
     assert found.gradient_to_noise == math.inf
@@ -27,8 +27,7 @@ def test_a_plan_in_the_compute_format_is_no_different() -> None:
 
 
 def test_figures_are_those_of_both_gradients() -> None:
-    trained = models.trained_decoder()
-    subject = trained.subject
+    subject = models.trained_decoder().subject()
     plan = LinearPrecision("nvfp4", "fp4", "mxfp4", "mxfp4")
     subject.planned.replan(plan)
     found = probe(subject, models.batch(50))
