@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from scrimp.planner.bits.program import Limit, Program, solve
+from scrimp.planner.solver import Limit, Program, solve
 
 SIZES = np.array([8.0, 1.0, 1.0, 8.0, 28.0, 28.0, 28.0])
 """Weights of q, k, v, o, gate, up, down of a 70B Llama, in units of 8192 x 1024."""

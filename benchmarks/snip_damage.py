@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from scrimp.errors import PlanError
 from scrimp.planner.bits.divergence import SNIP, Method, local_errors, mean_divergence
 from scrimp.planner.bits.profile import PrecisionProfile
 from scrimp.precision import GEMMS
@@ -67,6 +68,19 @@ def profiles(work: Path) -> dict[tuple[int, int, str, str], Path]:
     return found
 
 
+def read_profile(path: Path) -> PrecisionProfile | None:
+    """None of a file that this version of the code cannot read."""
+    try:
+        return PrecisionProfile.read(path)
+    except PlanError:
+        return None
+
+
+def unreadable(work: Path) -> list[str]:
+    """Names of profiles that are there for nothing."""
+    return [path.name for path in profiles(work).values() if read_profile(path) is None]
+
+
 def read_damages(work: Path) -> list[Damage]:
     """All that were measured, by format, step and seed."""
     known, found = profiles(work), []
@@ -81,7 +95,7 @@ def read_damages(work: Path) -> list[Damage]:
                 np.array(row["loss"], dtype=float),
                 np.array(row["update"], dtype=float),
                 row["spearman"],
-                None if file is None else PrecisionProfile.read(file),
+                None if file is None else read_profile(file),
             )
         )
     return sorted(found, key=lambda one: (one.low, one.step, one.seed))

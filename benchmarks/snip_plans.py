@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from snip_damage import profiles
+from snip_damage import profiles, read_profile
 
 from scrimp.files import write_whole
 from scrimp.planner.bits.profile import PrecisionProfile
@@ -34,10 +34,12 @@ LOW_BITS = 4
 
 
 def write_plans(work: Path, budgets: Sequence[float], planner: Planner) -> Path:
-    """plans.json, of every profile that is there; made anew each time, as it takes seconds."""
+    """plans.json, of every profile that can be read; made anew each time, as it takes seconds."""
     rows = []
     for (seed, step, high, low), path in profiles(work).items():
-        profile = PrecisionProfile.read(path)
+        profile = read_profile(path)
+        if profile is None:  # the report names it
+            continue
         where = {"seed": seed, "step": step, "low": low, "high": high}
         for budget, policy in itertools.product(budgets, POLICIES):
             rows.append(where | plan_row(profile, policy, budget, planner, high, low))

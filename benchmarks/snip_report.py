@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from environment import cpu, facts, write_pair
 from snip_cadence import Cadence, amortised, extrapolated
-from snip_damage import MAIN, Damage, interval, pairs, rank_correlation, read_damages
+from snip_damage import MAIN, Damage, interval, pairs, rank_correlation, read_damages, unreadable
 from snip_figures import draw_damage, draw_gaps, draw_plans
 from snip_gaps import FIXED, MEASURES, Cells, Expectation, Setting
 from snip_overhead_page import overhead_expectations, overhead_section
@@ -84,6 +84,7 @@ def write_report(work: Path, grid: Grid, out: Path, day: str) -> Path:
     expected |= {where or "no runs": found for where, found in setting_expectations(cells).items()}
     expected["overhead"] = overhead_expectations(overheads, cadence)
     missing = missing_cells(cells, grid) + missing_damage(damages, grid)
+    missing += [f"profile {file}: this version cannot read it" for file in unreadable(work)]
     record = {
         "environment": environment,
         "settings": settings(work, cells, grid),
@@ -128,7 +129,7 @@ def head(record: Mapping[str, Any]) -> list[str]:
         "",
         f"- report: {environment['command']}, commit {environment['commit']}, {environment['device']}; {versions}",
         *(
-            f"- {part}: commit {commit}, {device}; {command}"
+            f"- {part}: commit {commit}, {device}" + (f"; {command}" if command else "")
             for part, commit, device, command in ran or [("runs", "not recorded", chosen["device"], "")]
         ),
         f"- trunk: {chosen['trunk']}",
@@ -205,7 +206,7 @@ def damage_row(one: Damage) -> dict[str, Any]:
     if one.profile is None:
         kept = {name: value for name, value in one.stored.items() if "size ratio" not in name}
         row["rows"] = {name: {"spearman": value, "interval": None} for name, value in kept.items()}
-        return row | {"note": f"seed {one.seed}: the profile is missing, so there are no intervals"}
+        return row | {"note": f"seed {one.seed}: no profile that can be read, so there are no intervals"}
     compared = pairs(one.profile, one.low, one.loss, one.update)
     row["rows"] = {
         name: {"spearman": rank_correlation(*pair), "interval": interval(*pair)}

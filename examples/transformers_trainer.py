@@ -1,7 +1,7 @@
 """Scrimp in the Trainer of transformers: one callback plans the precision of every GEMM while it trains.
 
-A tiny Llama from a configuration, on the bytes of your Python's own source text, in bf16 on the CPU, where the formats are
-emulated; nothing is downloaded, about half a minute. Needs transformers and accelerate.
+A tiny Llama from a configuration, on the bytes of your Python's own source text, in bf16 on the CPU, where the formats
+are emulated; nothing is downloaded, about half a minute. Needs transformers and accelerate.
 
     python examples/transformers_trainer.py
 """

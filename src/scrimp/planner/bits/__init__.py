@@ -8,8 +8,8 @@ from scrimp.planner.bits.choose import Budget, Choice, Question, allowed_by, cho
 from scrimp.planner.bits.divergence import SNIP, Divergence, Method, Weights, divergence, mean_divergence
 from scrimp.planner.bits.plan import PrecisionPlan, describe, make_plan
 from scrimp.planner.bits.profile import BatchStatistics, PrecisionProfile
-from scrimp.planner.bits.program import Limit, Program, Solution, solve
 from scrimp.planner.bits.schedule import Phases, split
+from scrimp.planner.solver import Limit, Program, Solution, solve
 
 __all__ = [
     "SNIP",

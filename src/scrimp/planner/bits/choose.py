@@ -25,7 +25,7 @@ from scrimp.errors import PlanError
 from scrimp.planner.bits.divergence import Method, Weights
 from scrimp.planner.bits.policies import costs_of, extremes, is_per_gemm, last_blocks, order_of, protect
 from scrimp.planner.bits.profile import PrecisionProfile
-from scrimp.planner.bits.program import Limit, Program, Solution, solve
+from scrimp.planner.solver import Limit, Program, Solution, solve
 from scrimp.precision import GEMMS, HIGH_PRECISION, recipe
 
 Array = NDArray[np.float64]

@@ -21,7 +21,7 @@ import numpy as np
 
 from scrimp.errors import PlanError
 from scrimp.planner.bits.choose import Budget, Question, choose, is_low, priced
-from scrimp.planner.bits.program import Limit, Program, solve
+from scrimp.planner.solver import Limit, Program, solve
 from scrimp.precision import GEMMS
 
 

@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from programs import all_plans, cheapest, large_program, share_limit, small_programs, stages
 
 from scrimp.errors import PlanError
-from scrimp.planner.bits.program import Limit, Program, solve
+from scrimp.planner.solver.program import Limit, Program, solve
 
 
 def refusal(program: Program, solver: str = "auto") -> PlanError:

@@ -7,14 +7,14 @@ Problem  A decision is a GEMM (or a layer, or a GEMM in one phase of training); 
              min  sum_n cost[n, choice[n]]
              s.t. least_k <= sum_n amount_k[n, choice[n]] <= most_k        for every limit k
 
-Method   HiGHS (`scrimp.planner.bits.highs`). Where it fails or runs out of time, the plan is that of the tables
+Method   HiGHS (`scrimp.planner.solver.highs`). Where it fails or runs out of time, the plan is that of the tables
          (`knapsack`), or where limits overlap in ways that tables cannot hold, of the relaxation (`relaxation`);
          a note says so. What HiGHS had found by then is not used: it depends on the clock.
          Every plan is checked against all limits, to 1e-9 of each.
 Ties     Of plans whose costs differ by less than 1e-9, the one nearest to the current plan.
 Limits   The same input gives the same plan, except where time runs out. One thread.
 Sources  SNIP (arXiv 2602.01410); the budgets per stage and in seconds are Scrimp's.
-Checked  tests/planner/bits/test_program.py: against brute force.
+Checked  tests/planner/solver/test_program.py: against brute force.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scrimp.errors import PlanError
-from scrimp.planner.bits.highs import Outcome, solve_by_highs
-from scrimp.planner.bits.knapsack import solve_by_knapsack
-from scrimp.planner.bits.moves import keep_current
-from scrimp.planner.bits.nesting import CannotTabulateError
-from scrimp.planner.bits.reach import explain, refuse_unreachable
-from scrimp.planner.bits.relaxation import solve_by_relaxation
-from scrimp.planner.bits.standard import Choices, Floats, StandardForm
+from scrimp.planner.solver.highs import Outcome, solve_by_highs
+from scrimp.planner.solver.knapsack import solve_by_knapsack
+from scrimp.planner.solver.moves import keep_current
+from scrimp.planner.solver.nesting import CannotTabulateError
+from scrimp.planner.solver.reach import explain, refuse_unreachable
+from scrimp.planner.solver.relaxation import solve_by_relaxation
+from scrimp.planner.solver.standard import Choices, Floats, StandardForm
 
 SOLVERS = ("auto", "highs", "knapsack", "relaxation")
 

@@ -6,7 +6,7 @@ Method   A limit covers the decisions whose choices differ in its amount. Sorted
          are left out.
          A tree is measured in the amounts of its widest limit, over the least of every decision or, where that
          leaves less room, under the most.
-Checked  tests/planner/bits/test_knapsack.py.
+Checked  tests/planner/solver/test_knapsack.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from scrimp.planner.bits.standard import Floats, StandardForm, common_unit
+from scrimp.planner.solver.standard import Floats, StandardForm, common_unit
 
 _MOST_UNITS = 200_000
 _SAME = 1e-9

@@ -5,7 +5,7 @@ Method   One limit alone: the sum of the least, or the most, that every decision
          not to blame. Those that remain fail together, and all but one can be met. For each of them HiGHS then
          finds the amount that is nearest to it while the others hold.
          Amounts are rounded to the side that can be reached: a limit set to the printed number works.
-Checked  tests/planner/bits/test_reach.py: against brute force.
+Checked  tests/planner/solver/test_reach.py: against brute force.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Literal
 import numpy as np
 
 from scrimp.errors import PlanError
-from scrimp.planner.bits.highs import solve_by_highs
-from scrimp.planner.bits.standard import StandardForm
+from scrimp.planner.solver.highs import solve_by_highs
+from scrimp.planner.solver.standard import StandardForm
 
 Side = tuple[int, Literal["least", "most"]]
 

@@ -10,7 +10,7 @@ Method   One object keeps costs [N, P] and amounts [K, N, P] of N decisions, P f
          the first the promise to the user, the second what float64 loses in the sum.
          `propagate` takes out choices that no plan can afford: whose amount, with the least (or most) that all
          other decisions can add, already breaks a limit. What is left is of the size of the limit itself.
-Checked  tests/planner/bits/test_standard.py: against brute force.
+Checked  tests/planner/solver/test_standard.py: against brute force.
 """
 
 from __future__ import annotations

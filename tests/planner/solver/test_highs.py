@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from programs import cheapest, large_program, small_programs
 
-from scrimp.planner.bits.highs import solve_by_highs
-from scrimp.planner.bits.knapsack import solve_by_knapsack
-from scrimp.planner.bits.program import Limit, Program
+from scrimp.planner.solver.highs import solve_by_highs
+from scrimp.planner.solver.knapsack import solve_by_knapsack
+from scrimp.planner.solver.program import Limit, Program
 
 
 @settings(deadline=None, max_examples=100)

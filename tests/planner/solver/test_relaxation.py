@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from programs import all_plans, cheapest, large_program, small_programs
 
-from scrimp.planner.bits.highs import solve_by_highs
-from scrimp.planner.bits.program import Limit, Program
-from scrimp.planner.bits.relaxation import relax, solve_by_relaxation
-from scrimp.planner.bits.standard import propagate
+from scrimp.planner.solver.highs import solve_by_highs
+from scrimp.planner.solver.program import Limit, Program
+from scrimp.planner.solver.relaxation import relax, solve_by_relaxation
+from scrimp.planner.solver.standard import propagate
 
 
 @settings(deadline=None, max_examples=100)

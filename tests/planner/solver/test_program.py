@@ -21,7 +21,7 @@ from programs import (
 )
 
 from scrimp.errors import PlanError
-from scrimp.planner.bits.program import SOLVERS, Limit, Program, solve
+from scrimp.planner.solver.program import SOLVERS, Limit, Program, solve
 
 LOW = [False, False, True, True]
 

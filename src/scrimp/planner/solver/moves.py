@@ -6,7 +6,7 @@ Method   `repair` changes the decision that costs least per share of a broken li
          changes against the current plan that save nothing, one by one and in pairs.
          All are greedy and deterministic: the first of equals wins.
 Limits   Ties of three and more changes are not undone unless the current plan as a whole is as cheap.
-Checked  tests/planner/bits/test_moves.py.
+Checked  tests/planner/solver/test_moves.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from scrimp.planner.bits.standard import TOLERANCE, Choices, Floats, OneSided, StandardForm, one_sided
+from scrimp.planner.solver.standard import TOLERANCE, Choices, Floats, OneSided, StandardForm, one_sided
 
 _MOST_EXCHANGES = 200
 _CANDIDATES = 256

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from programs import all_plans, large_program, small_programs
 
-from scrimp.planner.bits.moves import exchange, improve, keep_current, repair
-from scrimp.planner.bits.program import Limit, Program, solve
-from scrimp.planner.bits.standard import propagate
+from scrimp.planner.solver.moves import exchange, improve, keep_current, repair
+from scrimp.planner.solver.program import Limit, Program, solve
+from scrimp.planner.solver.standard import propagate
 
 
 @settings(deadline=None, max_examples=60)

@@ -10,8 +10,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from programs import all_plans, linear_sizes, small_programs
 
-from scrimp.planner.bits.program import Limit, Program
-from scrimp.planner.bits.standard import common_unit, one_sided, propagate
+from scrimp.planner.solver.program import Limit, Program
+from scrimp.planner.solver.standard import common_unit, one_sided, propagate
 
 
 @settings(deadline=None, max_examples=100)

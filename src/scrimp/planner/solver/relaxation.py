@@ -9,11 +9,11 @@ Method   Every limit gets a price y >= 0 per unit of its amount. For any prices 
          so the largest L is the bound; it equals that of the linear program. It is found by Newton's method on
          a smooth form, in which the minimum over p becomes ``-t log sum_p exp(-./t)``, while t falls to 0.
          The choices of least price are the plan to start with; it breaks some limits by a few decisions.
-         `scrimp.planner.bits.moves` repairs, improves and exchanges. If greedy repair fails, prices are shaken
+         `scrimp.planner.solver.moves` repairs, improves and exchanges. If greedy repair fails, prices are shaken
          (fixed seed) and it is tried again.
 Limits   Limits so tight that only a few combinations hold them all may be missed.
 Sources  Geoffrion, Lagrangean relaxation for integer programming (1974).
-Checked  tests/planner/bits/test_relaxation.py: bound and plan against brute force and HiGHS.
+Checked  tests/planner/solver/test_relaxation.py: bound and plan against brute force and HiGHS.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from scrimp.planner.bits.moves import exchange, improve, repair
-from scrimp.planner.bits.standard import (
+from scrimp.planner.solver.moves import exchange, improve, repair
+from scrimp.planner.solver.standard import (
     TOLERANCE,
     Choices,
     Floats,

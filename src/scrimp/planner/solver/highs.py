@@ -13,7 +13,7 @@ Scale    HiGHS compares with absolute tolerances of 1e-7, and costs span many po
 Thread   HiGHS keeps one pool of workers per calling thread and refuses to change its size. Every run gets a
          thread of its own, so that it does not matter what else in the process uses HiGHS. The GIL is released.
 Source   Huangfu and Hall, Parallelizing the dual revised simplex method (2018); https://highs.dev
-Checked  tests/planner/bits/test_highs.py: against brute force and the knapsack.
+Checked  tests/planner/solver/test_highs.py: against brute force and the knapsack.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from scrimp.planner.bits.moves import improve, repair
-from scrimp.planner.bits.relaxation import relax
-from scrimp.planner.bits.standard import TOLERANCE, Choices, Floats, StandardForm, common_unit, propagate
+from scrimp.planner.solver.moves import improve, repair
+from scrimp.planner.solver.relaxation import relax
+from scrimp.planner.solver.standard import TOLERANCE, Choices, Floats, StandardForm, common_unit, propagate
 
 if TYPE_CHECKING:
     import highspy

@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from scrimp.planner.bits.program import Limit, Program
+from scrimp.planner.solver.program import Limit, Program
 
 Floats = NDArray[np.float64]
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from programs import cheapest, large_program, linear_sizes, share_limit, small_programs, stages
 
-from scrimp.planner.bits.highs import solve_by_highs
-from scrimp.planner.bits.knapsack import solve_by_knapsack
-from scrimp.planner.bits.nesting import CannotTabulateError
-from scrimp.planner.bits.program import Limit, Program
+from scrimp.planner.solver.highs import solve_by_highs
+from scrimp.planner.solver.knapsack import solve_by_knapsack
+from scrimp.planner.solver.nesting import CannotTabulateError
+from scrimp.planner.solver.program import Limit, Program
 
 
 def specified_loop(high: np.ndarray, low: np.ndarray, units: list[int], share: float) -> float:

@@ -13,7 +13,7 @@ Method   For decisions one after the other, with whole units [N, P] ::
          units only the cheapest is tried.
 Cost     Time and memory N x units, the convolution units of one group x units of the other; one vector
          operation per choice, or per entry of the shorter table.
-Checked  tests/planner/bits/test_knapsack.py.
+Checked  tests/planner/solver/test_knapsack.py.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from scrimp.planner.bits.nesting import Group
-from scrimp.planner.bits.standard import Choices, Floats
+from scrimp.planner.solver.nesting import Group
+from scrimp.planner.solver.standard import Choices, Floats
 
 Units = NDArray[np.int64]
 Spans = dict[int, tuple[int, int]]
