@@ -21,7 +21,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	touch $@
 
 demo: install
-	$(BIN)/scrimp train
+	$(BIN)/scrimp train --precision snip --train.steps 150
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

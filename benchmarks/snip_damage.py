@@ -6,7 +6,7 @@ Interval  95 % by bootstrap: GEMMs are drawn with replacement, ties have their m
           percentile of the draws' correlations are taken. It says how much the figure hangs on which GEMMs the
           model happens to have, not how it would be at other seeds.
 Limits    GEMMs of one layer share operands, and are not as independent as the bootstrap takes them to be.
-Checked   tests/benchmarks/test_snip_report.py
+Checked   tests/benchmarks/test_snip_gaps.py
 
 Shapes: L layers; 3 GEMMs fprop, dgrad, wgrad.
 """

@@ -10,7 +10,7 @@
 
 A comparison is of seeds that both have. A run whose loss is not a number stays in, as an infinite gap. Policies in
 FIXED know no budget: their one run stands beside every budget, with its own share of FLOPs in 4 bits.
-Checked  tests/benchmarks/test_snip_report.py
+Checked  tests/benchmarks/test_snip_gaps.py
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ Default    Every linear layer that the optimizer trains, but the head, routers o
 Head       A linear layer outside numbered modules (``layers.3`` is one) that has a usual name of a head, shares the
            embedding's weight, or is the last of a model whose other layers lie inside such modules. It decides
            the loss directly, and every recipe in use leaves it in high precision.
-Checked    tests/adapters/test_pytorch.py
+Checked    tests/adapters/test_modules.py
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ Cost     Of `measure`, per batch: a forward and backward pass in the compute typ
          every candidate; for the gains, about six passes more on the first batch, or with gains="exact" about four
          per layer. Beside gradients, one copy of the weights' gradients on the host.
 Limits   One process: statistics are not reduced over ranks (a plan made by one process can be applied on all).
-Checked  tests/adapters/test_pytorch.py; examples/train_any_loop.py
+Checked  tests/adapters/test_pytorch.py, test_pytorch_plans.py, test_pytorch_refusals.py; examples/train_any_loop.py
 """
 
 from __future__ import annotations

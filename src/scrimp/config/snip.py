@@ -56,11 +56,11 @@ def check_snip(config: Config) -> None:
             for name in text.split(",") if key == "snip.formats" else [text]:
                 _check_recipe(key, name.strip())
     policy, _, seed = config.snip.policy.partition(":")
-    if policy not in POLICIES or (seed and (policy != "random" or not seed.isdigit())):
+    if policy not in (*POLICIES, *RECIPES) or (seed and (policy != "random" or not seed.isdigit())):
         raise ConfigError(
             "snip.policy is not one of its choices",
             got=repr(config.snip.policy),
-            expected="one of " + ", ".join(POLICIES),
+            expected="one of " + ", ".join(POLICIES) + ", or a candidate for all GEMMs",
             do="random takes a seed, as random:1",
         )
     chosen_steps(config.snip.at)
@@ -138,6 +138,12 @@ def check_candidates(config: Config) -> None:
             got=config.snip.formats,
             expected="one of " + ", ".join(name for name, entry in RECIPES.items() if entry.bits == 4),
             do="add one, as --snip.formats fp8,nvfp4",
+        )
+    if config.snip.policy in RECIPES and config.snip.policy not in bits:
+        raise ConfigError(
+            "snip.policy names a format that is no candidate",
+            got=config.snip.policy,
+            expected=f"one of snip.formats {config.snip.formats}",
         )
     if min(bits.values()) >= 16:
         raise ConfigError(

@@ -235,7 +235,7 @@ def _marks(run: RunRecord, first: float | None = None) -> list[Mark]:
     marks = [
         Mark(step=float(step), label=f"step {step:,.0f} was skipped", kind="skipped") for step in skipped
     ]
-    for event in run.events_of("resume", "plan"):
+    for event in run.events_of("resume", "plan", "replan", "promotion"):
         step = event.get("step")
         if is_number(step) and low < step <= high:
             label = f"{event.get('kind')} at step {step:,}: {event.get('reason', '')}"[:200]

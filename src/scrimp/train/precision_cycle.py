@@ -139,7 +139,14 @@ class PrecisionCycle:
         saved["recipes"] = {layer: tuple(names) for layer, names in saved["recipes"].items()}
         self.state = CycleState(**saved)
         self._analysis = None if analysis is None else PrecisionPlan.from_json(analysis)
-        self.plan = dataclasses.replace(Plan.from_json(plan), budget=self.plan.budget)
+        # What may change on resume changes the account: formats are kept, not these figures.
+        mine, restored = self.plan.predicted, Plan.from_json(plan)
+        predicted = dataclasses.replace(
+            restored.predicted,
+            peak_device_bytes=mine.peak_device_bytes,
+            peak_host_bytes=mine.peak_host_bytes,
+        )
+        self.plan = dataclasses.replace(restored, budget=self.plan.budget, predicted=predicted)
         self._put_in_force()
 
     def prepare(self) -> None:

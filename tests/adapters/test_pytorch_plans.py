@@ -1,0 +1,208 @@
+"""Plans from a profile, and models that run by them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_nets import LAYERS, WIDTH, batch, is_plain, loss, net, train, trained
+from torch import nn
+
+import scrimp
+from scrimp.adapters.arguments import budget_from
+from scrimp.errors import PlanError
+from scrimp.gemm import Execution, observing
+from scrimp.planner.bits import PrecisionPlan, PrecisionProfile
+from scrimp.precision import GEMMS
+
+
+@pytest.fixture(scope="module")
+def profile() -> PrecisionProfile:
+    model, optimizer = trained()
+    return scrimp.measure(model, optimizer, [batch(0), batch(1)], loss)
+
+
+# -- plan --------------------------------------------------------------------------------------
+
+
+def test_a_budget_is_a_share_a_mapping_or_a_budget(profile: PrecisionProfile) -> None:
+    plans = [scrimp.plan(profile, given) for given in (0.75, {"fp4_flops": 0.75}, scrimp.Budget(0.75))]
+    assert plans[0].precisions == plans[1].precisions == plans[2].precisions
+    low = sum(
+        layer.flops_share / 3
+        for layer in plans[0].layers.values()
+        for gemm in GEMMS
+        if layer.gemms[gemm].choice == "nvfp4"
+    )
+    assert low == pytest.approx(plans[0].predicted["fp4_flops"])
+    assert low >= 0.75 - 1e-9
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.floats(allow_nan=True, allow_infinity=True))
+def test_a_number_is_a_budget_exactly_if_it_is_a_share(share: float) -> None:
+    if 0 <= share <= 1:
+        assert budget_from(share).fp4_flops == share
+    else:
+        with pytest.raises(PlanError, match="share from 0 to 1"):
+            budget_from(share)
+
+
+@pytest.mark.parametrize("budget", [{}, {"fp4": 0.5}, {"fp4_flops": "most"}, "0.75", True, None])
+def test_what_is_no_budget_is_refused(profile: PrecisionProfile, budget: Any) -> None:
+    with pytest.raises(PlanError, match="budget"):
+        scrimp.plan(profile, budget)
+
+
+def test_a_plan_goes_on_from_the_current_one(profile: PrecisionProfile) -> None:
+    first = scrimp.plan(profile, 0.75)
+    again = scrimp.plan(profile, 0.75, current=first, step=7)
+    assert again.precisions == first.precisions
+    assert (again.reason, again.step, first.step) == ("the same plan again", 7, profile.step)
+
+
+def test_plans_that_cannot_be_are_refused(profile: PrecisionProfile) -> None:
+    with pytest.raises(PlanError, match="share of FLOPs in 4 bits"):
+        scrimp.plan(profile.select(("fp8",)), 0.5)
+    with pytest.raises(PlanError, match="measured times"):
+        scrimp.plan(profile, {"seconds": 1.0})
+    with pytest.raises(PlanError, match=r"pipeline stage.*4 numbers"):
+        scrimp.plan(profile, 0.5, stages=[0, 1])
+    with pytest.raises(PlanError, match=r"not measured.*nvfp4"):
+        scrimp.plan(profile.select(("fp8",)), 0.0, current=scrimp.plan(profile, 1.0))
+    other, optimizer = trained(blocks=3)
+    deeper = scrimp.measure(other, optimizer, [batch(0)], loss)
+    with pytest.raises(PlanError, match=r"other layers.*blocks.2"):
+        scrimp.plan(profile, 0.5, current=scrimp.plan(deeper, 0.5))
+
+
+def test_a_budget_in_seconds_takes_measured_times(profile: PrecisionProfile) -> None:
+    seconds = np.ones((len(LAYERS), 3, 2))
+    seconds[:, :, profile.formats.index("nvfp4")] = 0.5
+    plan = scrimp.plan(profile, {"seconds": 9.0}, seconds=seconds)
+    assert plan.predicted["step_seconds"] <= 9.0
+
+
+# -- apply -------------------------------------------------------------------------------------
+
+
+def recipes_that_run(model: nn.Module) -> dict[tuple[str, str], str]:
+    """What a forward and backward pass really executes."""
+    ran: dict[tuple[str, str], str] = {}
+
+    def look(execution: Execution) -> None:
+        ran[execution.layer, execution.gemm] = execution.recipe
+
+    with observing(look, plain=True):
+        loss(model, batch(5)).backward()
+    model.zero_grad()
+    return ran
+
+
+def planned_recipes(plan: PrecisionPlan) -> dict[tuple[str, str], str]:
+    return {
+        (layer, gemm): precision.gemm(gemm) for layer, precision in plan.precisions.items() for gemm in GEMMS
+    }
+
+
+def test_what_runs_is_the_plan_and_the_state_dict_stays(profile: PrecisionProfile) -> None:
+    model, _ = trained()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    first, second = scrimp.plan(profile, 0.75), scrimp.plan(profile, 0.25)
+    planned = scrimp.apply(model, first)
+    assert recipes_that_run(model) == planned_recipes(first)
+    assert scrimp.apply(model, second) is planned
+    assert recipes_that_run(model) == planned_recipes(second)
+    assert list(before) == list(model.state_dict())
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    planned.swap_out()
+    assert is_plain(model)
+    assert scrimp.apply(model, first) is not planned
+
+
+def test_a_copy_of_a_model_has_a_plan_of_its_own(profile: PrecisionProfile) -> None:
+    model, _ = trained()
+    first, second = scrimp.plan(profile, 1.0), scrimp.plan(profile, 0.25)
+    planned = scrimp.apply(model, first)
+    twin = copy.deepcopy(model)
+    assert scrimp.apply(twin, second) is not planned
+    assert recipes_that_run(twin) == planned_recipes(second)
+    assert recipes_that_run(model) == planned_recipes(first)
+
+
+def test_training_continues_through_plans(profile: PrecisionProfile) -> None:
+    model, optimizer = trained()
+    scrimp.apply(model, scrimp.plan(profile, 0.75))
+    losses = train(model, optimizer, range(30))
+    scrimp.apply(model, scrimp.plan(profile, 1.0))
+    losses += train(model, optimizer, range(30, 60))
+    assert losses[30] < 0.7 * losses[0]
+    assert losses[-1] < 0.5 * losses[30]
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: nn.Sequential(nn.Linear(4, 4)), "another model.*blocks.0.up.*names such as 0"),
+        (lambda: net(blocks=1), "another model.*2 of its layers.*blocks.1.up, blocks.1.down"),
+    ],
+)
+def test_a_plan_of_a_model_with_other_names_is_refused(
+    profile: PrecisionProfile, make: Callable[[], nn.Module], words: str
+) -> None:
+    model = make()
+    with pytest.raises(PlanError, match=words):
+        scrimp.apply(model, scrimp.plan(profile, 0.5))
+    assert is_plain(model)
+
+
+def test_a_plan_of_a_model_with_other_shapes_names_them(profile: PrecisionProfile) -> None:
+    model = net()
+    model.blocks[1].up, model.blocks[1].down = nn.Linear(WIDTH, 48), nn.Linear(48, WIDTH)
+    with pytest.raises(PlanError, match=r"other shapes: blocks.1.up, blocks.1.down -"):
+        scrimp.apply(model, scrimp.plan(profile.select(("fp8", "nvfp4")), 0.5))
+    assert is_plain(model)
+
+
+def test_a_plan_of_another_device_is_refused_unless_it_is_wanted(profile: PrecisionProfile) -> None:
+    text = scrimp.plan(profile, 0.5).to_json().replace(f'"device": "{profile.device}"', '"device": "TPU"')
+    plan = PrecisionPlan.from_json(text)
+    model, _ = trained()
+    with pytest.raises(PlanError, match=r"another device - got TPU.*other_device=True"):
+        scrimp.apply(model, plan)
+    assert is_plain(model)
+    scrimp.apply(model, plan, other_device=True)
+    assert recipes_that_run(model) == planned_recipes(plan)
+
+
+def test_a_plan_of_other_layers_of_the_model_is_refused_until_it_is_swapped_out(
+    profile: PrecisionProfile,
+) -> None:
+    model, optimizer = trained()
+    some = scrimp.plan(
+        scrimp.measure(model, optimizer, [batch(0)], loss, layers=["blocks.0.up", "blocks.1.up"]), 0.5
+    )
+    planned = scrimp.apply(model, scrimp.plan(profile, 0.5))
+    with pytest.raises(PlanError, match=r"in one of them only: blocks.0.down, blocks.1.down.*swap_out"):
+        scrimp.apply(model, some)
+    planned.swap_out()
+    assert set(scrimp.apply(model, some).layers) == {"blocks.0.up", "blocks.1.up"}
+
+
+def test_a_deeper_model_of_the_same_names_is_noticed(
+    profile: PrecisionProfile, caplog: pytest.LogCaptureFixture
+) -> None:
+    scrimp.apply(net(blocks=3), scrimp.plan(profile, 0.5))
+    assert "2 linear layers are not in the plan" in caplog.text
+    assert "blocks.2.up, blocks.2.down" in caplog.text
+
+
+def test_only_plans_are_taken(profile: PrecisionProfile) -> None:
+    with pytest.raises(PlanError, match="got dict"):
+        scrimp.apply(net(), {})  # type: ignore[arg-type]
