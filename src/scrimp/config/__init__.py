@@ -17,6 +17,7 @@ from scrimp.config.schema import (
     DataConfig,
     ModelConfig,
     RunConfig,
+    SnipConfig,
     TrainConfig,
     decided,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "Resolution",
     "RopeScaling",
     "RunConfig",
+    "SnipConfig",
     "TrainConfig",
     "base_architecture",
     "check_device",

@@ -29,7 +29,7 @@ from torch.distributed.tensor import Shard as Split
 from scrimp.errors import ModelError, PlanError
 from scrimp.gemm.layer import PlannedLayer, Shard
 from scrimp.gemm.problem import AXES, COLUMNS, operands_of
-from scrimp.precision import GEMMS, HIGH_PRECISION, OPERANDS, RECOMPUTE, lookup_scaling
+from scrimp.precision import GEMMS, HIGH_PRECISION, OPERANDS, RECOMPUTE, LinearPrecision, lookup_scaling
 
 
 def sharded_linear(x: Tensor, weight: DTensor, bias: Tensor | None, layer: PlannedLayer) -> Tensor:
@@ -60,7 +60,7 @@ def sharded_linear(x: Tensor, weight: DTensor, bias: Tensor | None, layer: Plann
             )
         locate(layer, weight)
     if layer.shard is not None:
-        _check_cut(layer, weight)
+        check_cut(layer, weight.shape, layer.precision)
     wanted: Placement = Split(last) if split == "inputs" else Replicate()
     gradient: Placement = {"inputs": Split(last), "outputs": Partial(), None: Replicate()}[split]
     result: Placement = {"inputs": Partial(), "outputs": Split(last), None: Replicate()}[split]
@@ -107,13 +107,16 @@ def locate(layer: PlannedLayer, weight: DTensor) -> None:
     layer.shard = Shard(split, reduce_amax, min(size, piece * mesh.get_local_rank()), mesh.size())
 
 
-def _check_cut(layer: PlannedLayer, weight: DTensor) -> None:
-    """Refuse groups that lie on two ranks."""
+def check_cut(layer: PlannedLayer, whole: torch.Size, precision: LinearPrecision) -> None:
+    """Refuse a precision whose groups would lie on two ranks.
+
+    Args:
+        whole: shape of the weight before it was cut.
+    """
     assert layer.shard is not None
     split = layer.shard.split
-    size = weight.shape[0 if split == "outputs" else 1]
+    size = whole[0 if split == "outputs" else 1]
     piece = -(-size // layer.shard.num_pieces)
-    precision = layer.precision
     uses = [(gemm, precision.gemm(gemm)) for gemm in GEMMS]
     if precision.saved not in (*HIGH_PRECISION, RECOMPUTE):
         uses.append(("wgrad", precision.saved))

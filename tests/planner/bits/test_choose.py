@@ -377,3 +377,13 @@ def test_formats_of_4_bits_are_known() -> None:
         False,
     ]
     assert isinstance(choose(Question(profile(1), SHARE)), Choice)
+
+
+def test_one_format_per_layer_does_not_go_with_rules_that_split_a_layer() -> None:
+    made = profile(names(1))
+    layer = made.layers[0]
+    allowed = allowed_by(made, {layer: {"fprop": "fp8", "wgrad": "nvfp4"}})
+    with pytest.raises(PlanError, match="different ones") as error:
+        choose(Question(made, SHARE, "snip-layer", allowed=allowed))
+    assert layer in str(error.value.got)
+    assert choose(Question(made, SHARE, "snip", allowed=allowed)).formats[0, 0] == FP8

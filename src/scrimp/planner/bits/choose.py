@@ -115,6 +115,7 @@ def choose(question: Question) -> Choice:
     if not is_solved(question):
         return _by_order(question, order_of(policy, profile.layers))
     costs = _costs(question)
+    _refuse_split_layers(question)
     program = _program(question, priced(question, costs))
     current = None if question.current is None else _decisions(question.current, is_per_gemm(policy))
     solution = solve(program, current=current, solver=question.solver, time_limit=question.time_limit)
@@ -124,6 +125,20 @@ def choose(question: Question) -> Choice:
         else np.repeat(solution.choices[:, None], len(GEMMS), 1)
     )
     return Choice(formats, costs, share_in_4_bits(profile, formats), solution)
+
+
+def _refuse_split_layers(question: Question) -> None:
+    """Refuse rules that give the GEMMs of a layer different formats where the policy gives them one."""
+    if is_per_gemm(question.policy):
+        return
+    in_common = _allowed(question).all(axis=1)
+    split = ~in_common.any(axis=1)
+    if split.any():
+        raise PlanError(
+            f"{question.policy} gives a layer one format, and rules fix its GEMMs to different ones",
+            got=", ".join(np.array(question.profile.layers)[split][:4].tolist()),
+            do="use the policy snip, or fix whole layers",
+        )
 
 
 def is_solved(question: Question) -> bool:

@@ -231,8 +231,8 @@ def predict(question: Question, choice: Choice) -> dict[str, float | None]:
     spent = None if seconds is None else np.take_along_axis(seconds, choice.formats[:, :, None], axis=2).sum()
     return {
         "fp4_flops": share_in_4_bits(profile, choice.formats),
-        "loss_divergence": float(np.sqrt((loss**2).sum())),
-        "weight_divergence": float(np.sqrt((update**2).sum()) / size) if size > 0 else 0.0,
+        "loss_divergence": float(np.sqrt(np.nansum(loss**2))),
+        "weight_divergence": float(np.sqrt(np.nansum(update**2)) / size) if size > 0 else 0.0,
         "step_seconds": None if spent is None else float(spent),
     }
 
@@ -243,4 +243,5 @@ def budget_of(plan: Mapping[str, float]) -> Budget:
 
 
 def _named(profile: PrecisionProfile, values: NDArray[np.float64]) -> dict[str, float]:
-    return {name: float(value) for name, value in zip(profile.formats, values, strict=True)}
+    finite = np.nan_to_num(values, nan=0.0, posinf=0.0)  # of a layer whose statistics are no numbers
+    return {name: float(value) for name, value in zip(profile.formats, finite, strict=True)}

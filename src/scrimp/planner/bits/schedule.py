@@ -10,7 +10,7 @@ Method   The program twice over, with a decision per GEMM for each of two phases
          One solve gives the share that each phase should have; the plan of now is then made for its own.
 Limits   Costs are those of now: what they will be at the end is not known before it is measured there.
 Source   arXiv 2509.25149 for the finding.
-Checked  tests/planner/bits/test_schedule.py
+Checked  tests/planner/bits/test_precision_phases.py
 """
 
 from __future__ import annotations

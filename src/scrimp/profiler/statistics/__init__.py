@@ -2,6 +2,7 @@
 
 from scrimp.profiler.statistics.collect import GAINS, Subject, collect, fingerprint
 from scrimp.profiler.statistics.probe import Probe, probe
+from scrimp.profiler.statistics.ranks import Ranks
 from scrimp.profiler.statistics.sensitivity import OptimizerView, TorchOptimizer, UpdateRule
 from scrimp.profiler.statistics.structure import Structure, find_structure
 from scrimp.profiler.statistics.untouched import untouched
@@ -10,6 +11,7 @@ __all__ = [
     "GAINS",
     "OptimizerView",
     "Probe",
+    "Ranks",
     "Structure",
     "Subject",
     "TorchOptimizer",

@@ -25,11 +25,12 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from scrimp.profiler.statistics.ranks import ALONE, Ranks, cut_of, local
 from scrimp.profiler.statistics.stream import gaussian, generator_of, is_recomputing, square
 from scrimp.profiler.statistics.structure import Structure
 
@@ -37,8 +38,9 @@ from scrimp.profiler.statistics.structure import Structure
 class BranchTape:
     """Hooks at the exits and entries of every sub-layer."""
 
-    def __init__(self, model: nn.Module, structure: Structure) -> None:
+    def __init__(self, model: nn.Module, structure: Structure, ranks: Ranks = ALONE) -> None:
         modules = dict(model.named_modules())
+        self._ranks = ranks
         self._exits = [modules[sub.exit] for sub in structure.sublayers]
         self._entries = [[modules[name] for name in sub.entries] for sub in structure.sublayers]
         self._kept: dict[tuple[str, int, int], Tensor] = {}
@@ -63,7 +65,8 @@ class BranchTape:
 
                 def on_gradient(g: Tensor) -> None:
                     clean = self._kept["gx", number, micro_batch].to(g.device)
-                    changes[number] += square(g.float() - clean.float())
+                    copies = self._ranks.copies(is_cut=cut_of(module) == "inputs")
+                    changes[number] += square(local(g).float() - clean.float()) / copies
 
                 if x.requires_grad:
                     x.register_hook(on_gradient)
@@ -72,6 +75,7 @@ class BranchTape:
 
         with self._hooks(self._exits, compare):
             yield
+        self._join(changes, self._ranks.share**2)
 
     @contextlib.contextmanager
     def isolated(self, kind: str, share: float, seed: int) -> Iterator[dict[int, float]]:
@@ -92,10 +96,15 @@ class BranchTape:
             def hook(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
                 if not torch.is_grad_enabled():
                     return output
-                key = (seed, number, id_of[id(module)], 0 if kind == "weights" else self.micro_batch)
-                z = gaussian(output.detach(), share, kind, generator_of(output.device, *key))
+                is_cut = cut_of(module) == "outputs"
+                width = cast(int, module.out_features) if is_cut else None
+                draw = 0 if kind == "weights" else self._ranks.draw(self.micro_batch)
+                generator = generator_of(output.device, seed, number, id_of[id(module)], draw)
+                z = self._ranks.of_whole(
+                    output.detach(), width, lambda whole: gaussian(whole, share, kind, generator)
+                )
                 if not is_recomputing():
-                    injected[number] += square(z)
+                    injected[number] += square(z) / self._ranks.copies(is_cut=is_cut)
                 return output + z
 
             return hook
@@ -107,6 +116,15 @@ class BranchTape:
                 for module in group:
                     stack.callback(module.register_forward_hook(disturb(number)).remove)
             yield injected
+        self._join(injected, 1.0)
+
+    def _join(self, sums: dict[int, float], factor: float) -> None:
+        """Over all ranks."""
+        if self._ranks.size == 1:
+            return
+        numbers = range(len(self._exits))
+        total = self._ranks.sum([sums.get(number, 0.0) * factor for number in numbers])
+        sums.update(zip(numbers, total.tolist(), strict=True))
 
     def _record(self, number: int) -> Callable[[nn.Module, Any, Tensor], Tensor | None]:
         def hook(module: nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
@@ -124,7 +142,7 @@ class BranchTape:
         return hook
 
     def _keep(self, key: tuple[str, int, int], value: Tensor) -> None:
-        self._kept[key] = value.detach().to("cpu", copy=True)
+        self._kept[key] = local(value).to("cpu", copy=True)
 
     @contextlib.contextmanager
     def _hooks(self, modules: list[nn.Module], make: Callable[[int], Any]) -> Iterator[None]:

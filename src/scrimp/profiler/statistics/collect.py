@@ -3,7 +3,7 @@
 ::
 
     clean      in the compute type: norms, errors of every candidate format, gradients, the stream at its nodes
-    noise      passes for the gains (two by default), differences to the clean run
+    noise      passes for the gains (six by default, see `gains`), differences to the clean run
     update     sensitivity of each weight's update, from the optimizer's state before the step
 
 and everything is put back (`untouched`): a run that is measured goes on as if it had not been.
@@ -40,11 +40,12 @@ from scrimp.profiler.statistics.branches import BranchTape
 from scrimp.profiler.statistics.exact import Sites, exact_gains, watching_sites
 from scrimp.profiler.statistics.gains import CleanRun, Gains, Passes, by_blocks, by_ratios, of_layers, places
 from scrimp.profiler.statistics.norms import ErrorKey, NormWatch
+from scrimp.profiler.statistics.ranks import ALONE, Ranks, agree, local, settle
 from scrimp.profiler.statistics.sensitivity import OptimizerView
 from scrimp.profiler.statistics.stream import Changes, Injection, StreamTape, square
 from scrimp.profiler.statistics.structure import Structure, find_structure
 from scrimp.profiler.statistics.untouched import ForwardState, untouched
-from scrimp.profiler.statistics.updates import Updates
+from scrimp.profiler.statistics.updates import Updates, norms_of
 
 Array = NDArray[np.float64]
 GAINS = ("ratios", "blocks", "exact")
@@ -77,6 +78,7 @@ def collect(
     gain_batches: int = 1,
     seed: int = 0,
     on_batch: Callable[[int], None] | None = None,
+    ranks: Ranks | None = None,
 ) -> PrecisionProfile:
     """Measure.
 
@@ -87,10 +89,12 @@ def collect(
         gains: ratios, blocks, exact; auto: ratios where the model has a residual stream, else exact.
         noise: deviation of injected noise as a share of the local rms.
         gain_batches: batches that gains are measured on; others take those of the last one.
+        ranks: that train the model together, `Ranks.of(model)`: all of them call this with their own rows of
+            the batches, and get the same profile. None: one process.
 
     Raises:
         PlanError: an unknown format or layer, an unknown way of finding gains, or one that the model has no
-            structure for; no batch.
+            structure for; no batch; a format whose groups straddle tensor-parallel ranks.
         ModelError: a layer to measure that is not trained.
         TrainingError: a loss that is not finite, or gradients of an unfinished step.
     """
@@ -100,15 +104,18 @@ def collect(
         raise PlanError("only planned layers can be measured", got=", ".join(unknown[:8]))
     for name in formats:
         recipe(name)
-    statistics = []
+    statistics, ranks = [], ranks or ALONE
     measurement: _Measurement | None = None
+    settle(subject.model)
     with _between_steps(subject):
         for number, batch in enumerate(batches):
             if measurement is None:
                 structure = _structure(subject, batch)
-                measurement = _Measurement(
-                    subject, names, tuple(formats), _way(gains, structure), structure, noise
-                )
+                if ranks.size > 1:
+                    structure = structure if agree(repr(structure)) else None
+                    ranks.refuse_straddling(subject.model, subject.planned.layers, formats)
+                way = _way(gains, structure)
+                measurement = _Measurement(subject, names, tuple(formats), way, structure, noise, ranks)
             measures_gains = number < max(1, gain_batches)
             statistics.append(measurement.measure(batch, seed + 1000 * number, measures_gains=measures_gains))
             if on_batch is not None:
@@ -147,6 +154,7 @@ def _structure(subject: Subject, batch: Any) -> Structure | None:
         )
     finally:
         before.restore()
+        settle(subject.model)
 
 
 def _way(gains: str, structure: Structure | None) -> str:
@@ -185,8 +193,9 @@ class _Measurement:
         gains: str,
         structure: Structure | None,
         noise: float,
+        ranks: Ranks,
     ) -> None:
-        self.subject, self.layers, self.formats = subject, layers, formats
+        self.subject, self.layers, self.formats, self.ranks = subject, layers, formats, ranks
         self.gains, self.noise = gains, noise
         parameters = dict(subject.model.named_parameters())
         by_id = {id(parameter): name for name, parameter in parameters.items()}
@@ -200,12 +209,14 @@ class _Measurement:
         owned = {layer: weight for layer, weight in owned.items() if weight in self.weights}
         self.owned = {layer: self.weights.index(weight) for layer, weight in owned.items()}
         self.shapes = tuple(tuple(parameters[owned[layer]].shape) for layer in layers)
-        self.norms_of_weights = [math.sqrt(square(parameters[name])) for name in self.weights]
+        norms = norms_of({name: parameters[name] for name in self.weights}, ranks)
+        self.norms_of_weights = [norms[name] for name in self.weights]
+        self.whole = {layer: tuple(modules[layer].weight.shape) for layer in planned}
         self.stream: _Stream | None = None
         if structure is not None and gains != "exact":
             where = places(structure, self.weights, {weight: layer for layer, weight in owned.items()})
-            tapes = StreamTape(subject.model, structure), BranchTape(subject.model, structure)
-            self.stream = _Stream(structure, where, *tapes)
+            stream = StreamTape(subject.model, structure, ranks)
+            self.stream = _Stream(structure, where, stream, BranchTape(subject.model, structure, ranks))
         self.sites = Sites()
         self.weight_errors: dict[ErrorKey, Tensor] = {}
         self.clean: dict[str, Tensor] = {}
@@ -221,23 +232,24 @@ class _Measurement:
         """All passes over one batch, or all but those of the gains."""
         self.start = ForwardState(self.subject.model, self.subject.planned)
         planned = self.subject.planned.layers
-        watch = NormWatch(planned, self.formats, self.weight_errors, self.layers)
+        watch = NormWatch(planned, self.formats, self.weight_errors, self.layers, self.ranks)
         with (
             observing(watch, plain=True),
-            watching_sites(self.subject.model, tuple(planned), self.sites),
+            watching_sites(self.subject.model, tuple(planned), self.sites, self.ranks),
             self._recording(),
         ):
             loss = self._pass(batch)
+        watch.join(self.whole)
         if not math.isfinite(loss):
             raise TrainingError("the loss of a statistics batch is not finite", got=loss)
         self.tokens = max(watch.tokens.values(), default=0)
         gradients = self.subject.optimizer.gradients()
         self.clean = {
-            name: gradients[name].detach().to("cpu", copy=True) for name in self.weights if name in gradients
+            name: local(gradients[name]).to("cpu", copy=True) for name in self.weights if name in gradients
         }
-        self.gradient_norms = {name: math.sqrt(square(gradient)) for name, gradient in gradients.items()}
         optimizer, layer_of = self.subject.optimizer, {index: layer for layer, index in self.owned.items()}
-        self.updates = Updates(optimizer, gradients, self.weights, self.norms_of_weights)
+        self.updates = Updates(optimizer, gradients, self.weights, self.norms_of_weights, self.ranks)
+        self.gradient_norms = self.updates.gradient_norms
         sizes = self.updates.sizes(gradients)
         moves = self.updates.sensitivities(
             gradients, lambda index: watch.error_shape(layer_of[index]) if index in layer_of else None, seed
@@ -262,7 +274,8 @@ class _Measurement:
             total += float(loss.detach())
             for tape in tapes:
                 tape.micro_batch += 1
-        return total
+        (joined,) = self.ranks.sum([total])
+        return float(joined) / self.ranks.size  # a mean over data-parallel ranks, and copies
 
     def _disturbed(self, batch: Any, context: contextlib.AbstractContextManager[object]) -> Array:
         """[2, K] norms of the changes of gradients and of relative updates in a pass inside a context."""
@@ -273,12 +286,12 @@ class _Measurement:
         moved = np.zeros((2, len(self.weights)))
         for index, name in enumerate(self.weights):
             if name in self.clean:
-                clean = self.clean[name].to(gradients[name].device).float()
-                noisy = gradients[name].float()
+                noisy = local(gradients[name]).float()
+                clean = self.clean[name].to(noisy.device).float()
                 moved[0, index] = math.sqrt(square(noisy - clean))
                 moved[1, index] = self.updates.change(index, clean, noisy)
         self.subject.optimizer.zero_grad()
-        return moved
+        return self.ranks.norms(moved, self.updates.pieces)
 
     def _gains(self, batch: Any, watch: NormWatch, seed: int) -> Gains:
         if self.stream is None:
@@ -290,6 +303,7 @@ class _Measurement:
                 lambda context: self._disturbed(batch, context),
                 self.noise,
                 seed,
+                self.ranks,
             )
         structure, where = self.stream.structure, self.stream.places
         tape, branches = self.stream.tape, self.stream.branches

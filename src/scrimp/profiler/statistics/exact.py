@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from scrimp.profiler.statistics.gains import NOISES, Gains
+from scrimp.profiler.statistics.ranks import ALONE, Ranks, cut_of
 from scrimp.profiler.statistics.stream import gaussian, generator_of, is_recomputing, square
 
 Disturbed = Callable[[contextlib.AbstractContextManager[object]], NDArray[np.float64]]
@@ -39,7 +40,9 @@ class Sites:
 
 
 @contextlib.contextmanager
-def watching_sites(model: nn.Module, layers: tuple[str, ...], sites: Sites) -> Iterator[None]:
+def watching_sites(
+    model: nn.Module, layers: tuple[str, ...], sites: Sites, ranks: Ranks = ALONE
+) -> Iterator[None]:
     """Fill `sites` from the passes inside."""
     modules, numbers = dict(model.named_modules()), dict[int, tuple[int, Tensor]]()
     sites.input_gradients = dict.fromkeys(layers, 0.0)
@@ -59,8 +62,15 @@ def watching_sites(model: nn.Module, layers: tuple[str, ...], sites: Sites) -> I
 
     with contextlib.ExitStack() as stack:
         for layer in layers:
-            stack.callback(modules[layer].register_forward_pre_hook(hook(layer)).remove)
+            # First of all hooks: wrappers give each layer an input of its own, where layers share one.
+            stack.callback(modules[layer].register_forward_pre_hook(hook(layer), prepend=True).remove)
         yield
+    own = [
+        sites.input_gradients[layer] / ranks.copies(is_cut=cut_of(modules[layer]) == "inputs")
+        for layer in layers
+    ]
+    total = ranks.sum(own) * ranks.share**2
+    sites.input_gradients = dict(zip(layers, total.tolist(), strict=True))
 
 
 def _add(sums: dict[str, float], layer: str, gradient: Tensor) -> None:
@@ -81,10 +91,17 @@ class _NoisyGradient(torch.autograd.Function):
 
 
 class _Source:
-    """Gaussian noise, a share of the local rms; sums what it gave."""
+    """Gaussian noise, a share of the local rms; sums what it gave.
 
-    def __init__(self, share: float, kind: str, *key: int) -> None:
+    Args:
+        width: features of the whole tensor, where tensor parallelism cuts it; None: it is whole.
+    """
+
+    def __init__(
+        self, share: float, kind: str, *key: int, ranks: Ranks = ALONE, width: int | None = None
+    ) -> None:
         self._share, self._kind, self._key = share, kind, key
+        self._ranks, self._width = ranks, width
         self.square = 0.0
         self._calls = 0
 
@@ -92,12 +109,20 @@ class _Source:
         """Noise for the next micro-batch; `again` the same as before, and uncounted."""
         call = self._calls - 1 if again else self._calls
         # One map for all micro-batches, as they share the weights; noise of tokens is new in each.
-        number = 0 if self._kind == "weights" else call
-        z = gaussian(like, self._share, self._kind, generator_of(like.device, *self._key, number))
+        number = 0 if self._kind == "weights" else self._ranks.draw(call)
+        generator = generator_of(like.device, *self._key, number)
+        z = self._ranks.of_whole(
+            like, self._width, lambda whole: gaussian(whole, self._share, self._kind, generator)
+        )
         if not again:
             self._calls += 1
-            self.square += square(z)
+            self.square += square(z) / self._ranks.copies(is_cut=self._width is not None)
         return z
+
+    @property
+    def total(self) -> float:
+        """|z|^2 over all ranks; a collective."""
+        return float(self._ranks.sum([self.square])[0])
 
 
 @contextlib.contextmanager
@@ -110,7 +135,7 @@ def backward_noise(module: nn.Module, source: _Source) -> Iterator[None]:
         noisy: Tensor = _NoisyGradient.apply(inputs[0], source)  # type: ignore[no-untyped-call]
         return (noisy, *inputs[1:])
 
-    handle = module.register_forward_pre_hook(hook)
+    handle = module.register_forward_pre_hook(hook, prepend=True)  # where sites are watched
     try:
         yield
     finally:
@@ -143,6 +168,7 @@ def exact_gains(
     run: Disturbed,
     share: float,
     seed: int,
+    ranks: Ranks = ALONE,
 ) -> Gains:
     """R1. The curvature is a central difference: noise z and -z."""
     modules = dict(model.named_modules())
@@ -152,23 +178,34 @@ def exact_gains(
     for index, layer in enumerate(layers):
         if layer not in sites.inputs:
             continue
+        module = modules[layer]
+        into, out = (_width(module, side) for side in ("inputs", "outputs"))
         for row, kind in enumerate(NOISES):
             site = sites.inputs[layer], kind
             if site not in shared:
-                source = _Source(share, kind, seed, 2 * index)
-                shared[site] = _per_noise(run(backward_noise(modules[layer], source)), source)
+                source = _Source(share, kind, seed, 2 * index, ranks=ranks, width=into)
+                moved = run(backward_noise(module, source))
+                shared[site] = _per_noise(moved, source.total * ranks.share**2)
             gains.backward[row, ..., index] = shared[site]
-            source = _Source(share, kind, seed, 2 * index + 1)
+            source = _Source(share, kind, seed, 2 * index + 1, ranks=ranks, width=out)
             products: list[float] = []
-            moved = run(forward_noise(modules[layer], source, products))
-            gains.forward[row, ..., index] = _per_noise(moved, source)
-            if kind == "tokens" and source.square > 0:
-                against: list[float] = []
-                run(forward_noise(modules[layer], _Source(-share, kind, seed, 2 * index + 1), against))
+            moved = run(forward_noise(module, source, products))
+            gains.forward[row, ..., index] = _per_noise(moved, injected := source.total)
+            if kind == "tokens" and injected > 0:
+                opposite = _Source(-share, kind, seed, 2 * index + 1, ranks=ranks, width=out)
+                run(forward_noise(module, opposite, products))
                 # <z, G(Y+z)> + <-z, G(Y-z)> = 2 <z, H z>: the clean gradient cancels.
-                gains.curvature[index] = (sum(products) + sum(against)) / (2 * source.square)
+                (product,) = ranks.sum([sum(products) / ranks.copies(is_cut=out is not None)])
+                gains.curvature[index] = float(product) * ranks.share / (2 * injected)
     return gains
 
 
-def _per_noise(moved: NDArray[np.float64], source: _Source) -> NDArray[np.float64]:
-    return moved / math.sqrt(source.square) if source.square > 0 else np.zeros_like(moved)
+def _width(layer: nn.Module, side: str) -> int | None:
+    """Features of a layer's inputs or outputs, where they are cut."""
+    if cut_of(layer) != side:
+        return None
+    return int(layer.in_features if side == "inputs" else layer.out_features)  # type: ignore[arg-type]
+
+
+def _per_noise(moved: NDArray[np.float64], square: float) -> NDArray[np.float64]:
+    return moved / math.sqrt(square) if square > 0 else np.zeros_like(moved)

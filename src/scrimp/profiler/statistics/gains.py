@@ -24,15 +24,17 @@ For blocks and ratios, l in sub-layer s (between nodes s and s + 1) reaches the 
 and the weights of its own sub-layer as `branches` measures. The ratio is never taken at the linear layer
 itself, which would charge it with the noise of the skip path.
 
-Two kinds  of noise. Errors of X and G are independent between tokens, and average out in a weight's gradient; an
-           error of W is one linear map that all tokens share, and does not. SNIP's reconstruction has the first
-           kind alone, and understates weight errors; here every pass is made with both.
-Isolated   Gains inside a sub-layer come from two more passes, in which no noise travels: see `branches`. So the
+Two kinds  Errors of X and G are independent between tokens, and average out in a weight's gradient; an error of W
+           is one linear map that all tokens share, and does not. SNIP's reconstruction has noise of the first kind
+           alone, and understates weight errors; here every pass is made with both.
+Isolation  Gains inside a sub-layer come from two more passes, in which no noise travels: see `branches`. So the
            ratios need six passes in all, blocks 4 (S + 1) + 2.
 Updates    Each pass also takes the change of the *update* that its noise causes, through the optimizer's state: where
            gradients are large their errors are large too, and AdamW divides by just that.
 Curvature  z' H z / |z|^2 along the noise, for the mean of the second-order change of the loss: at the nodes
            <dx, dR> / |dx|^2 of the forward run, times c^2; exact: <z, G(Y + z) - G(Y)> / |z|^2.
+Limits     c takes noise in Y_l to reach the stream as Y_l itself does. On a small decoder that understates what qkv
+           does by two thirds (softmax treats noise and signal differently), and what others do by less than half.
 Source     SNIP (arXiv 2602.01410), reconstruction eq. (2), (5) and R1 to R3.
 Checked    tests/profiler/statistics/test_gains.py: R2 and R3 against R1; test_exact.py: R1 against gradients that
            are disturbed by hand.
@@ -47,7 +49,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from scrimp.profiler.statistics.stream import Changes, Injection, StreamTape
 from scrimp.profiler.statistics.structure import Structure
@@ -55,7 +56,6 @@ from scrimp.profiler.statistics.structure import Structure
 Array = NDArray[np.float64]
 NOISES = ("tokens", "weights")
 """Kinds of injected noise: independent between tokens, and one linear map of all of them."""
-Gradients = dict[str, Tensor]
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,12 +32,18 @@ from scrimp.formats import QuantizedTensor, fake_quantize
 from scrimp.gemm import Execution, PlannedLayer
 from scrimp.gemm.problem import AXES, Use, operands_of
 from scrimp.precision import GEMMS, OPERANDS
+from scrimp.profiler.statistics.ranks import ALONE, Ranks
 from scrimp.profiler.statistics.stream import is_recomputing, square
 
 _NAMES = {"fprop": ("x", "w", "y"), "dgrad": ("g", "w", "gx"), "wgrad": ("g", "x", "gw")}
 """First operand, second operand and result."""
 _COUNTED_IN = {"x": "fprop", "w": "fprop", "y": "fprop", "g": "dgrad", "gx": "dgrad"}
 """The GEMM that a tensor's norm is taken from, of those that read it."""
+
+_CUT = {("outputs", name) for name in ("w", "y", "g")} | {("inputs", name) for name in ("x", "w", "gx")}
+"""What lies in pieces on tensor-parallel ranks."""
+_PARTIAL = {("outputs", "gx"), ("inputs", "y")}
+"""What is a sum over them."""
 
 ErrorKey = tuple[str, str, str, int]
 """Layer, GEMM, recipe, operand."""
@@ -49,6 +57,7 @@ class NormWatch:
         recipes: candidate formats.
         weight_errors: of earlier batches, read and added to.
         quantized: layers whose errors are taken; None: all.
+        ranks: that the layers run on.
     """
 
     def __init__(
@@ -57,7 +66,9 @@ class NormWatch:
         recipes: Sequence[str],
         weight_errors: dict[ErrorKey, Tensor] | None = None,
         quantized: Collection[str] | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
+        self._ranks = ranks
         self._layers = layers
         self._quantized = layers.keys() if quantized is None else quantized
         self._recipes = [
@@ -97,6 +108,8 @@ class NormWatch:
                 self.results[key] += float(torch.dot(error, along[1 - operand]))
 
     def _count(self, layer: str, name: str, value: Tensor) -> None:
+        if (self._cut(layer), name) in _PARTIAL:
+            value = self._ranks.reduced(value)
         if name == "w":
             self.squares[layer, name] = square(value)
         else:
@@ -107,6 +120,55 @@ class NormWatch:
             squares = value.float().square().sum(0)
             before = self.columns.get((layer, name))
             self.columns[layer, name] = squares if before is None else before.add_(squares)
+
+    def join(self, shapes: Mapping[str, tuple[int, int]]) -> None:
+        """Sums over all ranks, the same on each; after the pass, by all of them.
+
+        Args:
+            shapes: [O, I] of whole weights, by layer.
+        """
+        if self._ranks.size == 1:
+            return
+        data, share = self._ranks.data_size, self._ranks.share
+        once = {"x": 1.0, "w": 1.0 / data, "y": 1.0, "g": share**2, "gx": share**2}
+        by_gemm = {"fprop": 1.0, "dgrad": share**2, "wgrad": share**2}
+        for layer in sorted(self._layers):
+            cut = self._cut(layer)
+            copies = {name: self._ranks.copies(is_cut=(cut, name) in _CUT) for name in once}
+            squares = {(layer, name): factor / copies[name] for name, factor in once.items()}
+            self._sum(self.squares, squares)
+            keys = [
+                (layer, gemm, recipe, operand)
+                for gemm in GEMMS
+                for recipe in self._recipes
+                for operand in (0, 1)
+            ]
+            self._sum(self.errors, {key: squares[layer, OPERANDS[key[1]][key[3]]] for key in keys})
+            of_results = self._ranks.copies(is_cut=cut is not None)
+            self._sum(self.results, {key: by_gemm[key[1]] / of_results for key in keys})
+            for name, width in zip(("g", "x"), shapes[layer], strict=True):
+                self._join_columns(layer, name, width, squares[layer, name])
+        rows = self._ranks.sum([self.tokens.get(layer, 0) for layer in sorted(self._layers)])
+        for layer, number in zip(sorted(self._layers), rows.tolist(), strict=True):
+            self.tokens[layer] = round(number / self._ranks.tensor_size)
+
+    def _sum(self, sums: dict[Any, float], factors: Mapping[Any, float]) -> None:
+        total = self._ranks.sum([sums.get(key, 0.0) * factor for key, factor in factors.items()])
+        sums.update(zip(factors, total.tolist(), strict=True))
+
+    def _join_columns(self, layer: str, name: str, width: int, factor: float) -> None:
+        """Of all features, wherever they lie."""
+        own, shard = self.columns.get((layer, name)), self._layers[layer].shard
+        whole = np.zeros(width)
+        if own is not None:
+            first = shard.first_feature if shard is not None and (shard.split, name) in _CUT else 0
+            whole[first : first + len(own)] = own.double().cpu().numpy() * factor
+        total = torch.from_numpy(self._ranks.sum(whole)).float()
+        self.columns[layer, name] = total if own is None else total.to(own.device)
+
+    def _cut(self, layer: str) -> str | None:
+        shard = self._layers[layer].shard
+        return None if shard is None else shard.split
 
     def error_shape(self, layer: str) -> Tensor | None:
         """[O, I], where errors of a layer's weight gradient lie: |G_o| |X_i|, with a mean square of 1.

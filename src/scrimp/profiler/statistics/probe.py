@@ -24,7 +24,7 @@ import torch
 from scrimp.precision import LinearPrecision
 from scrimp.profiler.statistics.collect import Subject
 from scrimp.profiler.statistics.stream import square
-from scrimp.profiler.statistics.untouched import untouched
+from scrimp.profiler.statistics.untouched import ForwardState, untouched
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,18 @@ def probe(subject: Subject, batch: Any) -> Probe:
     """Compare the plan of now with the compute format on one statistics batch."""
     with untouched(subject.model, subject.planned):
         subject.model.train()
-        planned_loss = _pass(subject, batch)
-        noisy = {name: gradient.detach().clone() for name, gradient in subject.optimizer.gradients().items()}
-        subject.optimizer.zero_grad()
-        subject.planned.replan(LinearPrecision.of(subject.compute))
-        loss = _pass(subject, batch)
-        result = _compare(subject, noisy, loss, planned_loss)
-        subject.optimizer.zero_grad()
-        return result
+        start = ForwardState(subject.model, subject.planned)
+        try:
+            planned_loss = _pass(subject, batch)
+            gradients = subject.optimizer.gradients()
+            noisy = {name: gradient.detach().clone() for name, gradient in gradients.items()}
+            subject.optimizer.zero_grad()
+            start.restore()  # the same dropout
+            subject.planned.replan(LinearPrecision.of(subject.compute))
+            loss = _pass(subject, batch)
+            return _compare(subject, noisy, loss, planned_loss)
+        finally:
+            subject.optimizer.zero_grad()
 
 
 def _pass(subject: Subject, batch: Any) -> float:

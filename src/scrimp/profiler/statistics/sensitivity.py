@@ -26,12 +26,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from scrimp.errors import PlanError
+from scrimp.profiler.statistics.ranks import Piece
 
 STEP = 0.05
 """Size of the change as a share of rms(g)."""
@@ -96,25 +97,46 @@ class OptimizerView(Protocol):
 
 
 def sensitivity(
-    rule: UpdateRule, gradient: Tensor, generator: torch.Generator, spread: Tensor | None = None
+    rule: UpdateRule,
+    gradient: Tensor,
+    generator: torch.Generator,
+    spread: Tensor | None = None,
+    *,
+    piece: Piece | None = None,
+    norm: float = 0.0,
 ) -> float:
     """rms(h(g + d n) - h(g)) / d of one parameter.
 
     Args:
         gradient: as the optimizer reads it, clipped.
         spread: deviation of n by element, of mean square 1; None: 1 everywhere.
+        piece: what of the parameter, gradient and state lies here; the result is then this rank's part, to
+            be added in squares. None: all.
+        norm: of the whole gradient, where a piece is given.
     """
     if rule.kind == "sgd":
         return 1.0
     g = gradient.float()
-    size = STEP * float(torch.linalg.vector_norm(g)) / math.sqrt(g.numel())
+    shape = tuple(g.shape) if piece is None else piece.shape
+    root = math.sqrt(math.prod(shape))
+    size = STEP * (float(torch.linalg.vector_norm(g)) if piece is None else norm) / root
     if size == 0.0:
         return 0.0
-    noise = torch.randn(g.shape, generator=generator, device=g.device).mul_(size)
+    noise = torch.randn(shape, generator=generator, device=g.device).mul_(size)
     if spread is not None:
         noise.mul_(spread)
+    if piece is not None:
+        noise = piece.cut(noise)
     change = rule.direction(g + noise).sub_(rule.direction(g))
-    return float(torch.linalg.vector_norm(change)) / (size * math.sqrt(g.numel()))
+    return float(torch.linalg.vector_norm(change)) / (size * root)
+
+
+def _rms(gradient: Tensor) -> float:
+    """Of the whole, where shards of it lie on several ranks; a collective then."""
+    if not hasattr(gradient, "device_mesh"):
+        return float(gradient.float().square().mean().sqrt())
+    norm = cast(Any, torch.linalg.vector_norm(gradient.float())).full_tensor()
+    return float(norm) / math.sqrt(gradient.numel())
 
 
 _KINDS: dict[type, str] = {torch.optim.AdamW: "adamw", torch.optim.Adam: "adamw", torch.optim.SGD: "sgd"}
@@ -160,7 +182,7 @@ class TorchOptimizer:
             return None
         lr = float(group["lr"])
         if self.name == "gradient":
-            rms = 0.0 if parameter.grad is None else float(parameter.grad.float().square().mean().sqrt())
+            rms = 0.0 if parameter.grad is None else _rms(parameter.grad)
             return UpdateRule("sgd", lr / rms if rms else 0.0)
         if self.name == "sgd":
             return UpdateRule("sgd", lr)

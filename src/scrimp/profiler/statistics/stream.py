@@ -25,11 +25,13 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from scrimp.errors import ModelError
+from scrimp.profiler.statistics.ranks import ALONE, Ranks, local
 from scrimp.profiler.statistics.structure import Structure
 
 Seen = Callable[[str, int, Tensor], None]
@@ -54,9 +56,10 @@ class Injection:
 class StreamTape:
     """Hooks at the nodes of a stream."""
 
-    def __init__(self, model: nn.Module, structure: Structure) -> None:
+    def __init__(self, model: nn.Module, structure: Structure, ranks: Ranks = ALONE) -> None:
         modules = dict(model.named_modules())
         self._modules = [modules[name] for name in structure.nodes]
+        self.ranks = ranks
         self._clean: dict[tuple[str, int, int], Tensor] = {}
         self.micro_batch = 0
         self.gradient_squares: dict[int, float] = defaultdict(float)
@@ -90,6 +93,8 @@ class StreamTape:
 
         with self._hooked(seen, None, {}):
             yield
+        for squares in (self.gradient_squares, self.branch_squares):
+            self._join(squares, self.ranks.share**2)
 
     @contextlib.contextmanager
     def comparing(self, injection: Injection) -> Iterator[Changes]:
@@ -110,6 +115,19 @@ class StreamTape:
 
         with self._hooked(seen, injection, changes.injected):
             yield changes
+        share = self.ranks.share
+        self._join(changes.activation, 1.0)
+        self._join(changes.gradient, share**2)
+        self._join(changes.product, share)
+        self._join(changes.injected, share**2 if injection.direction == "backward" else 1.0)
+
+    def _join(self, sums: dict[int, float], factor: float) -> None:
+        """Over all ranks: every tensor-parallel one holds a copy of the stream."""
+        if self.ranks.size == 1:
+            return
+        nodes = sorted(sums)
+        factor /= self.ranks.copies(is_cut=False)
+        sums.update(zip(nodes, self.ranks.sum([sums[node] * factor for node in nodes]).tolist(), strict=True))
 
     def is_clean(self, node: int, x: Tensor) -> bool:
         """Whether an activation is, bit for bit, that of the clean run."""
@@ -155,6 +173,12 @@ class _NodeHook:
 
     def __call__(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         x, number = inputs[0], self._tape.micro_batch
+        if hasattr(x, "device_mesh"):
+            raise ModelError(
+                "the residual stream is a DTensor, whose noise is not known",
+                got=f"{cast(Any, x).placements} before a norm",
+                expected="a stream that every tensor-parallel rank holds whole: no sequence parallel",
+            )
         if is_recomputing():
             self._recompute(x, number)
             return
@@ -200,7 +224,7 @@ class _NodeHook:
     def _noise(self, like: Tensor, number: int) -> Tensor:
         assert self._injection is not None
         kind, share = self._injection.kind, self._injection.share
-        key = 0 if kind == "weights" else number  # micro-batches share the weights
+        key = 0 if kind == "weights" else self._tape.ranks.draw(number)  # micro-batches share the weights
         generator = generator_of(like.device, self._injection.seed, self._node, key)
         return gaussian(like.detach(), share, kind, generator)
 
@@ -242,5 +266,5 @@ def _rows(value: Tensor) -> Tensor:
 
 
 def square(value: Tensor) -> float:
-    """|value|^2, the norm taken in float32."""
-    return float(torch.linalg.vector_norm(value.detach(), dtype=torch.float32)) ** 2
+    """|value|^2, the norm taken in float32; of a sharded tensor what lies here."""
+    return float(torch.linalg.vector_norm(local(value), dtype=torch.float32)) ** 2

@@ -14,6 +14,7 @@ Checked  tests/profiler/statistics/test_collect.py: sizes against the optimizer'
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -21,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from scrimp.profiler.statistics.ranks import ALONE, Piece, Ranks, local
 from scrimp.profiler.statistics.sensitivity import OptimizerView, UpdateRule, sensitivity
 from scrimp.profiler.statistics.stream import generator_of, square
 
@@ -34,6 +36,7 @@ class Updates:
         gradients: of the clean pass, by parameter name, as the optimizer will read them before clipping.
         weights: names of the watched weights.
         norms: their Frobenius norms.
+        ranks: that hold pieces of them.
     """
 
     def __init__(
@@ -42,12 +45,15 @@ class Updates:
         gradients: Mapping[str, Tensor],
         weights: Sequence[str],
         norms: Sequence[float],
+        ranks: Ranks = ALONE,
     ) -> None:
-        self._weights = tuple(weights)
-        self._clip = optimizer.clip_factor(math.sqrt(sum(square(g) for g in gradients.values())))
+        self._weights, self._ranks = tuple(weights), ranks
+        self.gradient_norms = norms_of(gradients, ranks)
+        self._clip = optimizer.clip_factor(math.sqrt(sum(n**2 for n in self.gradient_norms.values())))
         self._rules: list[UpdateRule | None] = [
-            optimizer.rule(name) if name in gradients else None for name in weights
+            _here(optimizer.rule(name)) if name in gradients else None for name in weights
         ]
+        self.pieces = [ranks.piece(gradients[name]) if name in gradients else _NOTHING for name in weights]
         largest = max((rule.lr for rule in self._rules if rule is not None), default=0.0)
         self._scales = [
             0.0 if rule is None or not norm else (rule.lr / largest if largest > 0 else 1.0) / norm
@@ -59,12 +65,12 @@ class Updates:
         found = np.zeros(len(self._weights))
         for index, (name, rule) in enumerate(zip(self._weights, self._rules, strict=True)):
             if rule is not None:
-                h = rule.direction(gradients[name].float() * self._clip)
+                h = rule.direction(local(gradients[name]).float() * self._clip)
                 found[index] = self._scales[index] * math.sqrt(square(h))
-        return found
+        return self._ranks.norms(found, self.pieces)
 
     def change(self, index: int, clean: Tensor, noisy: Tensor) -> float:
-        """How far a changed gradient moves the update of one weight."""
+        """How far a changed gradient moves the update of one weight, the piece of it that lies here."""
         rule = self._rules[index]
         if rule is None:
             return 0.0
@@ -83,9 +89,35 @@ class Updates:
         for index, (name, rule) in enumerate(zip(self._weights, self._rules, strict=True)):
             if rule is None:
                 continue
-            gradient = gradients[name].detach() * self._clip
+            gradient = local(gradients[name]) * self._clip
+            norm = self.gradient_norms[name] * self._clip
+            piece = None if self._ranks.size == 1 else self.pieces[index]
             for row, shape in enumerate((None, spread(index))):
                 generator = generator_of(gradient.device, seed, index, 7)
-                moved = sensitivity(rule, gradient, generator, shape)
+                moved = sensitivity(rule, gradient, generator, shape, piece=piece, norm=norm)
                 found[row, index] = self._scales[index] * moved * self._clip
-        return found
+        joined = self._ranks.norms(found, self.pieces)
+        # Of SGD every piece has the whole's sensitivity.
+        of_sgd = [rule is not None and rule.kind == "sgd" for rule in self._rules]
+        return np.where(of_sgd, found, joined)
+
+
+def norms_of(tensors: Mapping[str, Tensor], ranks: Ranks = ALONE) -> dict[str, float]:
+    """Frobenius norms of parameters or gradients, of which pieces may lie here."""
+    own = np.array([math.sqrt(square(tensor)) for tensor in tensors.values()])
+    return dict(
+        zip(tensors, ranks.norms(own, [ranks.piece(t) for t in tensors.values()]).tolist(), strict=True)
+    )
+
+
+_NOTHING = Piece((), 1, lambda whole: whole)
+
+
+def _here(rule: UpdateRule | None) -> UpdateRule | None:
+    """With what of the optimizer's state lies on this rank."""
+    if rule is None:
+        return None
+    first, second, decay = (
+        None if tensor is None else local(tensor) for tensor in (rule.exp_avg, rule.exp_avg_sq, rule.decay)
+    )
+    return dataclasses.replace(rule, exp_avg=first, exp_avg_sq=second, decay=decay)

@@ -1,0 +1,123 @@
+"""Budgets in seconds: what a step's time is made of, and what planned GEMMs may take of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_run import flags, records, write_corpus
+
+from scrimp.cli import main
+from scrimp.config import BudgetConfig, Config, SnipConfig
+from scrimp.errors import PlanError
+from scrimp.planner import Plan
+from scrimp.profiler.gemm_times import GemmTimes
+from scrimp.train.precision_times import (
+    StepTimes,
+    allowed_seconds,
+    gemm_seconds,
+    other_than_gemms,
+    refuse_unreachable_speed,
+    wants_times,
+)
+
+SHAPES = {"a": (64, 32), "b": (32, 64)}
+PER_GEMM = {"bf16": 4.0, "fp8": 2.0, "nvfp4": 1.0}
+"""Milliseconds."""
+
+
+def times(emulated: frozenset[str] = frozenset(), **changes: float) -> StepTimes:
+    """Every GEMM of every shape takes what its format takes; two micro-batches a step."""
+    rows = {
+        gemm: {name: ms / 1000 for name, ms in (PER_GEMM | changes).items()}
+        for gemm in ("fprop", "dgrad", "wgrad")
+    }
+    table = GemmTimes("device", 128, dict.fromkeys(SHAPES.values(), rows), emulated=emulated)
+    return StepTimes(table, micro_batches=2, other=0.01)
+
+
+def config(**budget: float) -> Config:
+    return Config(
+        precision="snip", budget=BudgetConfig(**budget), snip=SnipConfig(formats="fp8,nvfp4", start="fp8")
+    )
+
+
+def test_planned_gemms_add_up_over_layers_and_micro_batches() -> None:
+    recipes = {"a": ("bf16", "fp8", "nvfp4"), "b": ("fp8", "fp8", "fp8")}
+    assert gemm_seconds(times(), SHAPES, recipes) == pytest.approx(2 * (4 + 2 + 1 + 2 + 2 + 2) / 1000)
+
+
+def test_what_is_left_of_a_step_is_other_work_and_never_negative() -> None:
+    assert other_than_gemms([0.05, 0.04, 9.0], 0.03) == pytest.approx(0.02)
+    assert other_than_gemms([0.02], 0.03) == 0.0
+
+
+def test_a_step_time_and_a_speedup_leave_the_same_seconds_where_they_mean_the_same() -> None:
+    in_bf16, other = 0.048, 0.01
+    by_time = allowed_seconds(config(step_seconds=0.029), other, in_bf16)
+    by_speed = allowed_seconds(config(speedup=2.0), other, in_bf16)
+    assert by_time == pytest.approx(by_speed) == pytest.approx(0.019)
+
+
+@pytest.mark.parametrize(
+    ("budget", "says"),
+    [({"step_seconds": 0.011}, "at least 0.012 s"), ({"speedup": 4.5}, "at most 4.000")],
+)
+def test_what_the_fastest_formats_miss_is_refused(budget: dict[str, float], says: str) -> None:
+    with pytest.raises(PlanError, match="cannot be reached") as error:
+        refuse_unreachable_speed(config(**budget), times(), SHAPES)
+    assert says in str(error.value.expected)
+
+
+@pytest.mark.parametrize("budget", [{"step_seconds": 0.013}, {"speedup": 3.9}, {"speedup": 1.0}])
+def test_what_they_reach_is_not(budget: dict[str, float]) -> None:
+    refuse_unreachable_speed(config(**budget), times(), SHAPES)
+
+
+def test_formats_that_are_emulated_and_slow_make_nothing_faster() -> None:
+    slow = times(frozenset({"fp8", "nvfp4"}), fp8=40.0, nvfp4=80.0)
+    with pytest.raises(PlanError) as error:
+        refuse_unreachable_speed(config(speedup=1.1), slow, SHAPES)
+    assert "at most 1.000" in str(error.value.expected)
+    assert "emulated" in str(error.value.expected)
+    np.testing.assert_array_equal(slow.candidates(list(SHAPES.values()), ("bf16", "fp8"))[..., 1], False)
+
+
+def test_only_budgets_in_seconds_need_times() -> None:
+    assert wants_times(config(speedup=1.5), "cpu")
+    assert wants_times(config(step_seconds=1.0), "cpu")
+    assert not wants_times(config(fp4_flops=0.5), "cuda")
+    assert wants_times(config(divergence=0.5), "cuda")
+    assert not wants_times(config(divergence=0.5), "cpu")
+
+
+def test_on_a_cpu_a_generous_step_time_is_kept_by_bf16_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For real: times are measured, emulated formats are no candidates, and bf16 costs nothing."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    run_dir = tmp_path / "run"
+    words = [
+        "--precision=snip",
+        "--snip.formats=bf16,nvfp4",
+        "--train.steps=6",
+        "--snip.first=2",
+        "--snip.every=0",
+    ]
+    words += ["--snip.delay=1", "--budget.step-seconds=1000"]
+    assert main(flags(write_corpus(tmp_path), run_dir, *words)) == 0
+    assert {choice.wgrad for choice in Plan.read(run_dir / "plan.json").gemms.values()} == {"bf16"}
+    (replan,) = [event for event in records(run_dir, "events.jsonl") if event["kind"] == "replan"]
+    assert replan["fp4_flops"] == 0.0
+    assert (run_dir / "gemm_times.json").exists()
+
+
+def test_a_speedup_that_emulation_cannot_give_is_refused_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    words = ["--precision=snip", "--snip.formats=bf16,nvfp4", "--train.steps=6", "--budget.speedup=3"]
+    assert main(flags(write_corpus(tmp_path), tmp_path / "run", *words)) == 2
+    assert "emulated here" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "metrics.jsonl").exists() or not records(tmp_path / "run")
