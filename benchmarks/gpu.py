@@ -8,6 +8,8 @@ formats   What FP8 tensor cores keep of a sum (accumulator.py). Runs in fp8, nvf
           and stays near bf16's on the same data. Peak memory of fp8 against bf16.
 gemm      gemm.py: every GEMM and the quantizers.
 linear    gemm.py: whole linear layers, with the peers.
+snip      Formats chosen while training: the tests of GEMM times, a run that plans by a share of FLOPs and one that
+          plans by a speed-up, then snip_study.py at 60M: predicted against measured damage, and the cost of measuring.
 step      planned_step.py, then step.py with both sides compiled, at sizes from 60M to 0.5B.
 Run       python benchmarks/gpu.py --part checks       # results under benchmarks/results/, after every check
           python benchmarks/gpu.py                     # all parts, one after the other
@@ -293,6 +295,31 @@ def check_format_memory(session: Session) -> Outcome:
     return "fp8 needs less memory than bf16", held, ", ".join(shown)
 
 
+# -- snip --------------------------------------------------------------------------------------
+
+
+def check_time_tests(session: Session) -> Outcome:
+    """GEMM times and the stopwatch, on the device."""
+    done = command(
+        sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/profiler", timeout=session.left_s
+    )
+    summary = (done.stdout.strip().splitlines() or [""])[-1]
+    return "tests of GEMM times", done.returncode == 0 and some_passed(summary), summary
+
+
+def check_planned_run(name: str, budget: tuple[str, ...], session: Session) -> Outcome:
+    """A run that chooses its formats: it plans, keeps its budget, and its loss falls."""
+    run_dir = session.scratch / f"run-snip-{name}"
+    train(session, run_dir, "--precision=snip", *budget, *RUN)
+    lines = (run_dir / "events.jsonl").read_text(encoding="utf-8").splitlines()
+    plans = [event for event in map(json.loads, lines) if event["kind"] == "replan"]
+    by_step = losses(run_dir)
+    seconds = [sum(plan["seconds"].values()) for plan in plans]
+    figure = f"{len(plans)} plans, measured and solved in {max(seconds, default=0):.1f} s; "
+    figure += f"{plans[-1]['reason'] if plans else 'none'}; loss {by_step[1]:.3f} to {last_loss(by_step):.3f}"
+    return f"snip by {name}", bool(plans) and by_step[1] - last_loss(by_step) > 1.0, figure
+
+
 # -- measurements ------------------------------------------------------------------------------
 
 
@@ -316,6 +343,18 @@ def measured(script: str, *words: str, session: Session) -> Outcome:
 Check = Callable[[Session], Outcome]
 ON_CUDA = ("--device", "cuda")
 PLANNED = (*ON_CUDA, "--compile", "--preset", "llama-300m", "--sequence", "2048", "--micro-batch", "8")
+STUDY = (
+    "--preset",
+    "llama-60m",
+    "--seeds",
+    "0",
+    "--phases",
+    "150",
+    "--trunk-steps",
+    "150",
+    "--work",
+    "runs/snip-gpu",
+)
 STEP = (*ON_CUDA, "--compile", "--precision", "bf16", "--sizes", *SIZES)
 
 
@@ -354,6 +393,12 @@ PARTS: dict[str, tuple[Check, ...]] = {
     ),
     "gemm": (of_gemm("", "gemms", "quantizers"),),
     "linear": (of_gemm("-linear", "linear"),),
+    "snip": (
+        check_time_tests,
+        partial(check_planned_run, "share", ("--budget.fp4-flops=0.75",)),
+        partial(check_planned_run, "speedup", ("--snip.formats=bf16,fp8", "--budget.speedup=1.05")),
+        of_script("snip_study.py", "trunk", "damage", "overhead", "report", *STUDY),
+    ),
     "step": (of_script("planned_step.py", *PLANNED), of_script("step.py", *STEP)),
 }
 
