@@ -72,7 +72,7 @@ def test_what_the_fastest_formats_miss_is_refused(budget: dict[str, float], says
 
 @pytest.mark.parametrize("budget", [{"step_seconds": 0.013}, {"speedup": 3.9}, {"speedup": 1.0}])
 def test_what_they_reach_is_not(budget: dict[str, float]) -> None:
-    refuse_unreachable_speed(config(**budget), times(), SHAPES)
+    assert refuse_unreachable_speed(config(**budget), times(), SHAPES) is None
 
 
 def test_formats_that_are_emulated_and_slow_make_nothing_faster() -> None:

@@ -24,7 +24,7 @@ from scrimp.runtime import Executable
 from scrimp.train.evaluation import Evaluation, evaluate
 from scrimp.train.precision_preview import Preview, preview
 from scrimp.train.precision_question import shares_of
-from scrimp.train.setup import decide, expected_vocabulary, fit_vocabulary
+from scrimp.train.setup import Decisions, decide, expected_vocabulary, fit_vocabulary
 from scrimp.train.start import anchored
 from scrimp.train.weights import MODEL_PREFIX, Target, open_target
 
@@ -57,57 +57,55 @@ def dry_run(config: Config, given: Collection[str] = frozenset(), out: Path | No
         )
     decisions = decide(anchored(config))
     decisions = fit_vocabulary(decisions, expected_vocabulary(decisions))
-    config, architecture, plan = decisions.config, decisions.architecture, decisions.plan
-    from scrimp.report.precision_text import precision_map_text
+    console = _console()
+    console.print(_run_table(decisions))
+    if decisions.config.is_planned:
+        console.print(_starting_map(decisions))
+    account = account_of(decisions.config, decisions.architecture)
+    rows = [*account.rows(), ("copy for a checkpoint, on the host", account.checkpoint_copy)]
+    peak = format_bytes(decisions.plan.predicted.peak_device_bytes)
+    console.print(account_table(rows, title=f"predicted bytes, peak on the device {peak}"))
+    if decisions.reasons:
+        values = flatten(decisions.config)
+        choices = [(key, f"{values[key]}  ({reason})") for key, reason in sorted(decisions.reasons.items())]
+        console.print(key_value_table(choices, title="decided by Scrimp"))
+    decisions.refuse_misfit()
 
-    sequence = decided(config.train.sequence)
+
+def _run_table(decisions: Decisions) -> Any:
+    """What a run is, and how fast it would be."""
+    config, architecture, plan = decisions.config, decisions.architecture, decisions.plan
+    sequence, count = decided(config.train.sequence), architecture.num_parameters
     flops = count_flops(architecture, sequence)
     rate = recall_throughput(plan, config)
     peaks = device_peaks(decisions.device.torch_device, decisions.device.name)
     compute = config.precision_rules.compute
     ideal = 1 / ideal_seconds_per_token(architecture, sequence, gemm_formats(plan), peaks, compute)
     backends = decisions.describe_backends()
-    console = _console()
-    name = str(config.model.weights or config.model.preset)
-    console.print(
-        key_value_table(
-            [
-                (
-                    "parameters",
-                    f"{architecture.num_parameters:,} ({format_count(architecture.num_parameters)})",
-                ),
-                ("FLOPs per token, causal form", format_flops(flops.causal)),
-                ("FLOPs per token, full form", format_flops(flops.full)),
-                ("tokens per step", f"{config.train.batch_tokens:,} in sequences of {sequence:,}"),
-                ("tokens in the run", f"{decided(config.train.batch_tokens) * config.train.steps:,}"),
-                ("device", f"{decisions.device.name} ({decisions.device.spelling})"),
-                ("speed of light", f"{format_rate(ideal)} (predicted; {peaks.description})"),
-                *([("quantized GEMMs", backends)] if backends else []),
-                (
-                    "tokens/s",
-                    f"{format_rate(rate)} (measured by an earlier run)"
-                    if rate
-                    else "not measured yet on this machine",
-                ),
-            ],
-            title=f"{name}, {config.precision}",
-        )
+    measured = (
+        f"{format_rate(rate)} (measured by an earlier run)" if rate else "not measured yet on this machine"
     )
-    if config.is_planned:
-        blocks = {layer: choice for layer, choice in plan.gemms.items() if layer != "head"}
-        console.print(
-            precision_map_text(blocks, shares_of(architecture), title="precision until the first plan")
-        )
-    account = account_of(config, architecture)
-    rows = [*account.rows(), ("copy for a checkpoint, on the host", account.checkpoint_copy)]
-    peak = format_bytes(plan.predicted.peak_device_bytes)
-    console.print(account_table(rows, title=f"predicted bytes, peak on the device {peak}"))
-    if decisions.reasons:
-        choices = [
-            (key, f"{flatten(config)[key]}  ({reason})") for key, reason in sorted(decisions.reasons.items())
-        ]
-        console.print(key_value_table(choices, title="decided by Scrimp"))
-    decisions.refuse_misfit()
+    rows = [
+        ("parameters", f"{count:,} ({format_count(count)})"),
+        ("FLOPs per token, causal form", format_flops(flops.causal)),
+        ("FLOPs per token, full form", format_flops(flops.full)),
+        ("tokens per step", f"{config.train.batch_tokens:,} in sequences of {sequence:,}"),
+        ("tokens in the run", f"{decided(config.train.batch_tokens) * config.train.steps:,}"),
+        ("device", f"{decisions.device.name} ({decisions.device.spelling})"),
+        ("speed of light", f"{format_rate(ideal)} (predicted; {peaks.description})"),
+        *([("quantized GEMMs", backends)] if backends else []),
+        ("tokens/s", measured),
+    ]
+    return key_value_table(rows, title=f"{config.model.weights or config.model.preset}, {config.precision}")
+
+
+def _starting_map(decisions: Decisions) -> Any:
+    """The formats of a run that plans them, before its first plan."""
+    from scrimp.report.precision_text import precision_map_text
+
+    layers = {layer: choice for layer, choice in decisions.plan.gemms.items() if layer != "head"}
+    shares = shares_of(decisions.architecture)
+    return precision_map_text(layers, shares, title="precision until the first plan")
 
 
 def _show_measured(found: Preview, out: Path | None) -> None:
