@@ -139,9 +139,9 @@ def test_layers_that_this_optimizer_does_not_update_are_refused_by_name() -> Non
         scrimp.measure(model, None, [batch(0)], loss)
 
 
-def test_several_ranks_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_ranks_that_nothing_joins_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = trained()
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
-    with pytest.raises(PlanError, match=r"4 ranks.*apply it on every rank"):
+    with pytest.raises(ModelError, match=r"4 ranks.*apply it on every rank"):
         scrimp.measure(model, optimizer, [batch(0)], loss)

@@ -119,7 +119,8 @@ def test_the_other_commands_hand_over_their_arguments(calls, capsys) -> None:
     assert main(["export", "run", "out"]) == 0
     assert main(["report", "run"]) == 0
     made = {name: (args, keywords) for name, args, keywords in calls}
-    assert made["dry_run"] == ((replace_values(Config(), {"train.steps": 5}),), {})
+    config = replace_values(Config(), {"train.steps": 5})
+    assert made["dry_run"] == ((config, frozenset({"train.steps"}), None), {})
     spec, out = made["prepare"][0]
     assert (spec.source, spec.tokenizer, spec.held_out, out) == ("corpus.txt", "bytes", 0.02, Path("out"))
     assert made["prepare"][1] == {"workers": 2}

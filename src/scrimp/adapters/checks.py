@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from scrimp.errors import PlanError
 from scrimp.planner.bits import PrecisionPlan
 from scrimp.profiler.statistics import fingerprint
+from scrimp.profiler.statistics.ranks import agree
 
 _log = logging.getLogger("scrimp")
 
@@ -22,10 +23,11 @@ def refuse_ranks() -> None:
     """Several ranks: each would measure its own data, and plan for itself."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise PlanError(
-            "statistics are not reduced over ranks yet",
+            "this measures in one process",
             got=f"{dist.get_world_size()} ranks",
             expected="one process",
-            do="measure and plan in one process, write the plan to a file, and apply it on every rank",
+            do="call scrimp.measure in a loop of your own; or plan in one process, write the plan to a file, and "
+            "apply it on every rank",
         )
 
 
@@ -79,6 +81,17 @@ def refuse_other_model(plan: PrecisionPlan, linears: Mapping[str, nn.Linear]) ->
             "%d linear layers are not in the plan, though layers like them are, and stay as they are: %s",
             len(beside),
             _some(beside),
+        )
+
+
+def refuse_other_ranks(plan: PrecisionPlan) -> None:
+    """Ranks that ran by different plans would make different updates; a collective where there are several."""
+    if not agree(f"{plan.model} {plan.precisions}"):
+        raise PlanError(
+            "the ranks were given different plans",
+            got="another choice of formats on some rank",
+            expected="one plan",
+            do="plan from the same profile on all, or write one rank's plan to a file and read that",
         )
 
 

@@ -14,7 +14,9 @@ State    `apply` keeps a `PlannedModel` in an attribute of the model, outside it
 Cost     Of `measure`, per batch: a forward and backward pass in the compute type that also quantizes every operand in
          every candidate; for the gains, about six passes more on the first batch, or with gains="exact" about four
          per layer. Beside gradients, one copy of the weights' gradients on the host.
-Limits   One process: statistics are not reduced over ranks (a plan made by one process can be applied on all).
+Ranks    Under DistributedDataParallel, `fully_shard` and tensor parallel all ranks call these functions alike,
+         each with its own rows of the batches, and with the model as the loop calls it. All get the same profile
+         and make the same plan; `apply` refuses plans that differ. Limits: `scrimp.profiler.statistics.ranks`.
 Checked  tests/adapters/test_pytorch.py, test_pytorch_plans.py, test_pytorch_refusals.py; examples/train_any_loop.py
 """
 
@@ -39,12 +41,12 @@ from scrimp.adapters.arguments import (
     updates_of,
     view_of,
 )
-from scrimp.adapters.checks import checked_losses, refuse_other_device, refuse_other_model, refuse_ranks
+from scrimp.adapters.checks import checked_losses, refuse_other_device, refuse_other_model, refuse_other_ranks
 from scrimp.adapters.modules import Layers, linear_layers, trained_by, unwrap
 from scrimp.errors import PlanError
 from scrimp.gemm import PlannedModel, refuse_unrunnable
 from scrimp.planner.bits import Budget, PrecisionPlan, PrecisionProfile, Question, Weights, make_plan
-from scrimp.profiler.statistics import Subject, collect, untouched
+from scrimp.profiler.statistics import Ranks, Subject, collect, untouched
 
 Loss = Callable[[nn.Module, Any], Tensor]
 """From the model and a batch to its mean loss, a scalar with its graph."""
@@ -87,8 +89,9 @@ def measure(
         seed: of the noise.
 
     Raises:
-        ModelError: no linear layer, none that is trained, a layer that the loss does not use.
-        PlanError: arguments that do not fit together, an optimizer whose rule is not known, several ranks.
+        ModelError: no linear layer, none that is trained, a layer that the loss does not use, ranks that
+            nothing joins.
+        PlanError: arguments that do not fit together, an optimizer whose rule is not known.
         TrainingError: a loss that is not finite.
     """
     return measure_accumulated(
@@ -119,7 +122,7 @@ def measure_accumulated(
     seed: int = 0,
 ) -> PrecisionProfile:
     """`measure` for loops that accumulate gradients: `losses` gives each micro-batch's share of the mean loss."""
-    refuse_ranks()  # until `collect` reduces its sums over ranks
+    ranks = Ranks.of(model)
     inner, candidates = unwrap(model), candidates_from(formats)
     optimizer = optimizer_from(optimizer)
     view = view_of(optimizer, inner, sensitivity, max_norm)
@@ -139,7 +142,7 @@ def measure_accumulated(
             step=updates_of(optimizer),
         )
         every = itertools.chain((first,), rest)
-        return collect(subject, every, candidates, layers=names, gains=gains, seed=seed)
+        return collect(subject, every, candidates, layers=names, gains=gains, seed=seed, ranks=ranks)
 
 
 def plan(
@@ -207,11 +210,12 @@ def apply(
         The planned layers of the model; the same object every time.
 
     Raises:
-        PlanError: a plan of another model (names the layers), of another device, or with a recipe that no back
-            end runs here. Nothing has changed then.
+        PlanError: a plan of another model (names the layers), of another device, other than that of other
+            ranks, or with a recipe that no back end runs here. Nothing has changed then.
     """
     if not isinstance(plan, PrecisionPlan):
         raise PlanError("only a plan is applied", got=type(plan).__name__, expected="what scrimp.plan gives")
+    refuse_other_ranks(plan)
     inner = unwrap(model)
     linears = linear_layers(inner)
     refuse_other_model(plan, linears)

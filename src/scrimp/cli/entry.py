@@ -43,6 +43,7 @@ Scrimp trains language models with the bits, bytes and devices you have.
   eval TARGET --data FILE       loss, perplexity, bits per byte of a run or model folder
   generate TARGET --prompt TEXT continue a text
   export RUN OUT                a run as a Hugging Face folder
+  export-precision SOURCE OUT   a plan of formats for torchao or Transformer Engine
   report RUN                    a run's report.html
   doctor                        which number formats work on this device, and how fast
 

@@ -131,12 +131,13 @@ def _refuse_split_layers(question: Question) -> None:
     """Refuse rules that give the GEMMs of a layer different formats where the policy gives them one."""
     if is_per_gemm(question.policy):
         return
-    in_common = _allowed(question).all(axis=1)
-    split = ~in_common.any(axis=1)
-    if split.any():
+    in_common = np.all(_allowed(question), axis=1)
+    has_one = np.any(in_common, axis=1).tolist()
+    split = [layer for layer, is_whole in zip(question.profile.layers, has_one, strict=True) if not is_whole]
+    if split:
         raise PlanError(
             f"{question.policy} gives a layer one format, and rules fix its GEMMs to different ones",
-            got=", ".join(np.array(question.profile.layers)[split][:4].tolist()),
+            got=", ".join(split[:4]),
             do="use the policy snip, or fix whole layers",
         )
 

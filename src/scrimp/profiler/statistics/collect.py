@@ -274,8 +274,7 @@ class _Measurement:
             total += float(loss.detach())
             for tape in tapes:
                 tape.micro_batch += 1
-        (joined,) = self.ranks.sum([total])
-        return float(joined) / self.ranks.size  # a mean over data-parallel ranks, and copies
+        return self.ranks.mean(total)
 
     def _disturbed(self, batch: Any, context: contextlib.AbstractContextManager[object]) -> Array:
         """[2, K] norms of the changes of gradients and of relative updates in a pass inside a context."""

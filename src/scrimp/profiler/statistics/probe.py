@@ -19,12 +19,15 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from scrimp.precision import LinearPrecision
 from scrimp.profiler.statistics.collect import Subject
+from scrimp.profiler.statistics.ranks import ALONE, Ranks, local, settle
 from scrimp.profiler.statistics.stream import square
 from scrimp.profiler.statistics.untouched import ForwardState, untouched
+from scrimp.profiler.statistics.updates import norms_of, rule_here
 
 
 @dataclass(frozen=True)
@@ -44,20 +47,26 @@ class Probe:
         return all(map(math.isfinite, (self.loss_gap, self.gradient_cosine, self.update_change)))
 
 
-def probe(subject: Subject, batch: Any) -> Probe:
-    """Compare the plan of now with the compute format on one statistics batch."""
+def probe(subject: Subject, batch: Any, *, ranks: Ranks | None = None) -> Probe:
+    """Compare the plan of now with the compute format on one statistics batch.
+
+    Args:
+        ranks: that train the model together, each with its own rows of the batch; None: one process.
+    """
+    ranks = ranks or ALONE
+    settle(subject.model)
     with untouched(subject.model, subject.planned):
         subject.model.train()
         start = ForwardState(subject.model, subject.planned)
         try:
-            planned_loss = _pass(subject, batch)
+            planned_loss = ranks.mean(_pass(subject, batch))
             gradients = subject.optimizer.gradients()
             noisy = {name: gradient.detach().clone() for name, gradient in gradients.items()}
             subject.optimizer.zero_grad()
             start.restore()  # the same dropout
             subject.planned.replan(LinearPrecision.of(subject.compute))
-            loss = _pass(subject, batch)
-            return _compare(subject, noisy, loss, planned_loss)
+            loss = ranks.mean(_pass(subject, batch))
+            return _compare(subject, noisy, loss, planned_loss, ranks)
         finally:
             subject.optimizer.zero_grad()
 
@@ -70,21 +79,24 @@ def _pass(subject: Subject, batch: Any) -> float:
     return total
 
 
-def _compare(subject: Subject, noisy: dict[str, torch.Tensor], loss: float, planned_loss: float) -> Probe:
+def _compare(
+    subject: Subject, noisy: dict[str, torch.Tensor], loss: float, planned_loss: float, ranks: Ranks
+) -> Probe:
     optimizer, parameters = subject.optimizer, dict(subject.model.named_parameters())
     clean = optimizer.gradients()
-    clip = optimizer.clip_factor(math.sqrt(sum(square(g) for g in clean.values())))
-    product = size = noisy_size = difference = moved = updated = 0.0
-    for name, g in clean.items():
-        other = noisy[name].float()
-        product += float((g.float() * other).sum())
-        size, noisy_size = size + square(g), noisy_size + square(other)
-        difference += square(other - g.float())
-        rule, weight = optimizer.rule(name), square(parameters[name])
-        if rule is not None and g.ndim >= 2 and weight > 0:
-            h = rule.direction(g.float() * clip)
-            moved += rule.lr**2 * square(rule.direction(other * clip) - h) / weight
-            updated += rule.lr**2 * square(h) / weight
+    weights = norms_of({name: parameters[name] for name in clean}, ranks)
+    clip = optimizer.clip_factor(math.sqrt(sum(norm**2 for norm in norms_of(clean, ranks).values())))
+    sums = np.zeros(6)
+    for name, whole in clean.items():
+        g, other = local(whole).float(), local(noisy[name]).float()
+        found = [float((g * other).sum()), square(g), square(other), square(other - g), 0.0, 0.0]
+        rule, weight = rule_here(optimizer.rule(name)), weights[name] ** 2
+        if rule is not None and whole.ndim >= 2 and weight > 0:
+            h = rule.direction(g * clip)
+            found[4] = rule.lr**2 * square(rule.direction(other * clip) - h) / weight
+            found[5] = rule.lr**2 * square(h) / weight
+        sums += np.array(found) / ranks.piece(whole).copies
+    product, size, noisy_size, difference, moved, updated = ranks.sum(sums).tolist()
     return Probe(
         loss=loss,
         loss_gap=(planned_loss - loss) / abs(loss) if loss else 0.0,

@@ -123,6 +123,10 @@ class Ranks:
         found: Array = total.cpu().numpy()
         return found
 
+    def mean(self, loss: float) -> float:
+        """Loss of all ranks from each one's own."""
+        return float(self.sum([loss])[0]) / self.size
+
     def norms(self, norms: Array, pieces: Sequence[Piece]) -> Array:
         """Norms of whole tensors from those of what lies here.
 
@@ -260,6 +264,12 @@ def _data_parallel(model: nn.Module) -> tuple[int, int, Any]:
             expected="fully_shard, or DistributedDataParallel",
         )
     if copied:
+        if copied[0].gradient_as_bucket_view and any(p.grad is not None for p in model.parameters()):
+            raise ModelError(
+                "gradients lie in the buckets that measuring writes to",
+                got="gradient_as_bucket_view, and gradients",
+                do="call zero_grad before",
+            )
         group = copied[0].process_group
         return group.size(), group.rank(), None
     if sharded:

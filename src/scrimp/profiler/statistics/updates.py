@@ -51,7 +51,7 @@ class Updates:
         self.gradient_norms = norms_of(gradients, ranks)
         self._clip = optimizer.clip_factor(math.sqrt(sum(n**2 for n in self.gradient_norms.values())))
         self._rules: list[UpdateRule | None] = [
-            _here(optimizer.rule(name)) if name in gradients else None for name in weights
+            rule_here(optimizer.rule(name)) if name in gradients else None for name in weights
         ]
         self.pieces = [ranks.piece(gradients[name]) if name in gradients else _NOTHING for name in weights]
         largest = max((rule.lr for rule in self._rules if rule is not None), default=0.0)
@@ -113,7 +113,7 @@ def norms_of(tensors: Mapping[str, Tensor], ranks: Ranks = ALONE) -> dict[str, f
 _NOTHING = Piece((), 1, lambda whole: whole)
 
 
-def _here(rule: UpdateRule | None) -> UpdateRule | None:
+def rule_here(rule: UpdateRule | None) -> UpdateRule | None:
     """With what of the optimizer's state lies on this rank."""
     if rule is None:
         return None

@@ -1,0 +1,103 @@
+"""The library door on two ranks: one profile and one plan, training as if never measured, other plans refused."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from distributed import spawn
+from small_nets import adamw, batch, loss, net
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import scrimp
+from scrimp.errors import PlanError
+
+RANKS = 2
+
+
+def copied(model: nn.Module) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(model)
+
+
+def sharded(model: nn.Module) -> nn.Module:
+    for block in model.blocks:  # type: ignore[union-attr]
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def digest(model: nn.Module) -> str:
+    """Of what this rank holds of all parameters, to the last bit."""
+    found = hashlib.sha256()
+    for parameter in model.parameters():
+        here = getattr(parameter, "to_local", lambda parameter=parameter: parameter)()
+        found.update(here.detach().numpy().tobytes())
+    return found.hexdigest()
+
+
+def steps(model: nn.Module, optimizer: Any, rank: int, first: int) -> None:
+    for step in range(first, first + 2):
+        loss(model, batch(10 * step + rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def run(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> dict[str, Any]:
+    """Two runs, of which one is measured; then a plan, and another one on the second rank."""
+    digests, model = [], nn.Module()
+    for is_measured in (False, True):
+        model = wrap(net())
+        optimizer = adamw(model)
+        steps(model, optimizer, rank, 0)
+        if is_measured:
+            with torch.no_grad():
+                loss(model, batch(0))  # evaluated, which leaves whole parameters behind
+            profile = scrimp.measure(model, optimizer, [batch(100 + rank), batch(200 + rank)], loss)
+        steps(model, optimizer, rank, 2)
+        digests.append(digest(model))
+    plan = scrimp.plan(profile, 0.5)
+    planned = scrimp.apply(model, plan)
+    steps(model, optimizer, rank, 4)
+    before = planned.layers["blocks.0.up"].precision
+    said = ""
+    try:
+        scrimp.apply(model, scrimp.plan(profile, 0.75 if rank else 0.25))
+    except PlanError as error:
+        said = str(error)
+    return {
+        "digests": digests,
+        "profile": [vars(b) for b in profile.batches],
+        "names": profile.layers,
+        "plan": plan.precisions,
+        "is_applied": planned.layers["blocks.0.up"].precision == before == plan.precisions["blocks.0.up"],
+        "said": said,
+    }
+
+
+@pytest.fixture(scope="module", params=[copied, sharded])
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return spawn(RANKS, run, tmp_path_factory.mktemp("ranks"), request.param)
+
+
+def test_a_measured_run_goes_on_as_if_it_had_not_been_measured(found: list[dict[str, Any]]) -> None:
+    for of_rank in found:
+        never, measured = of_rank["digests"]
+        assert never == measured
+
+
+def test_all_ranks_get_one_profile_and_make_one_plan(found: list[dict[str, Any]]) -> None:
+    first, second = found
+    for a, b in zip(first["profile"], second["profile"], strict=True):
+        assert all((a[name] == b[name]).all() if name != "loss" else a[name] == b[name] for name in a)
+    assert first["profile"][0]["loss"] != first["profile"][1]["loss"]
+    assert first["plan"] == second["plan"]
+    assert len({precision.fprop for precision in first["plan"].values()} | {"bf16"}) > 1
+
+
+def test_plans_that_differ_between_ranks_are_refused_and_change_nothing(found: list[dict[str, Any]]) -> None:
+    for of_rank in found:
+        assert "the ranks were given different plans" in of_rank["said"]
+        assert of_rank["is_applied"]
