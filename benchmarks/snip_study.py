@@ -49,7 +49,8 @@ from scrimp.planner.bits.choose import Budget, Question, choose
 from scrimp.planner.bits.divergence import SNIP, Weights, mean_divergence
 from scrimp.planner.bits.profile import PrecisionProfile
 
-PARTS = ("trunk", "damage", "train", "plans", "overhead", "report")
+PARTS = ("trunk", "damage", "train", "plans", "overhead", "report", "keep", "restore")
+KEPT = "snip-study-rows.jsonl"
 CONTROLS = ("bf16", "bf16-again")
 FULL = ("fp8", "fp4")
 POLICIES = (
@@ -96,7 +97,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
     parts = {"trunk": trunk, "damage": damage, "train": train}
-    parts |= {"plans": plans, "overhead": overhead, "report": report}
+    parts |= {"plans": plans, "overhead": overhead, "report": report, "keep": keep, "restore": restore}
     before = facts("torch", "numpy", "highspy") | {"device": cpu(), "threads": torch.get_num_threads()}
     for part in options.parts:
         if part in ("trunk", "damage", "train"):
@@ -300,6 +301,27 @@ def report(options: argparse.Namespace) -> None:
     """A page, its figures and its plots."""
     grid = Grid(options.seeds, options.phases, options.budgets, options.policies, options.low, options.high)
     print(write_report(options.work, grid, options.out, options.date), flush=True)
+
+
+def keep(options: argparse.Namespace) -> None:
+    """Every finished row of damage and training into one file beside the results."""
+    paths = sorted(
+        path for folder in ("cells", "damage", "overhead") for path in (options.work / folder).glob("*.json")
+    )
+    rows = [
+        json.dumps({"file": f"{path.parent.name}/{path.name}", "row": json.loads(path.read_text())})
+        for path in paths
+    ]
+    (options.out / KEPT).write_text("\n".join(rows) + "\n", encoding="utf-8")
+    print(f"{len(rows)} rows kept", flush=True)
+
+
+def restore(options: argparse.Namespace) -> None:
+    """The rows that were kept, so that a study goes on in a new work folder; its trunk is trained again."""
+    for line in (options.out / KEPT).read_text(encoding="utf-8").splitlines():
+        kept = json.loads(line)
+        if not (options.work / kept["file"]).exists():
+            write(options.work / kept["file"], kept["row"])
 
 
 def remember(work: Path, row: dict[str, Any]) -> None:
