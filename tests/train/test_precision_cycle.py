@@ -125,6 +125,12 @@ def test_rules_beside_snip_are_kept(corpus: Path, tmp_path: Path) -> None:
         (["--precision=snip", "--budget.fp4-flops=0.5", "--budget.divergence=0.1"], "one budget"),
         (["--precision=snip", "--snip.policy=best"], "snip.policy"),
         (["--precision=snip", "--snip.at=soon"], "snip.at"),
+        (["--precision=snip", "--snip.at=\u00b2"], "snip.at"),
+        (["--precision=snip", "--snip.policy=random:"], "snip.policy"),
+        (["--precision=snip", "--snip.policy=first-last", "--budget.divergence=0.3"], "only a share"),
+        (["--precision=snip", "--snip.every=2", "--snip.delay=3"], "at most 2"),
+        (["--precision=snip", "--snip.loss-weight=0", "--snip.update-weight=0"], "no cost to choose by"),
+        (["--precision=snip,*.wgrad=fp8", "--snip.policy=snip-layer"], "gives a layer one format"),
     ],
 )
 def test_what_cannot_be_planned_is_refused_before_a_folder_is_made(
@@ -152,6 +158,24 @@ def test_the_last_part_of_a_run_may_take_less_of_the_budget(corpus: Path, tmp_pa
     early = [share for step, share in shares.items() if step < final]
     late = [share for step, share in shares.items() if step >= final]
     assert min(early) > 0.5 > max(late)
+
+
+def test_plans_after_the_checkpoint_leave_the_folder_of_a_resumed_run(
+    whole: Path, corpus: Path, tmp_path: Path
+) -> None:
+    """They were of steps that are taken again, perhaps in other formats."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(whole, run_dir)
+    for folder in (run_dir / "checkpoints").glob("step-*"):
+        if int(folder.name.removeprefix("step-")) > SWITCH:
+            shutil.rmtree(folder)
+    stale = run_dir / "plans" / f"step-{SWITCH + 1:08d}.json"
+    shutil.copy(run_dir / "plan.json", stale)
+    assert main(["train", f"--run.dir={run_dir}", "--resume"]) == 0
+    assert not stale.exists()
+    assert {path.name for path in (run_dir / "plans").iterdir()} == {
+        path.name for path in (whole / "plans").iterdir()
+    }
 
 
 @pytest.mark.slow

@@ -91,35 +91,62 @@ def test_the_plan_is_blamed_on_evidence_only(changes: dict[str, float], blamed: 
     assert (verdict(probe(**changes)) is not None) == blamed
 
 
+CANDIDATES = ("fp8", "nvfp4")
 PLAN = {"a": ("nvfp4", "nvfp4", "fp8"), "b": ("nvfp4", "fp8", "nvfp4")}
 SHARES = {"a": 0.5, "b": 0.5}
 HARM = {"a": (0.1, 0.9, 0.2), "b": (0.3, 0.0, 0.4)}
 
 
 def test_the_first_alarm_promotes_the_costliest_by_one_format() -> None:
-    promoted = promote(PLAN, HARM, SHARES, alarms=1)
+    promoted = promote(PLAN, HARM, SHARES, alarms=1, candidates=CANDIDATES)
     assert promoted["a"] == ("nvfp4", "fp8", "fp8")  # a sixth of the FLOPs, more than a tenth
     assert promoted["b"] == PLAN["b"]
 
 
 def test_what_has_eight_bits_goes_to_sixteen() -> None:
     harm = {"a": (0.0, 0.0, 5.0), "b": (0.0, 0.0, 0.0)}
-    assert promote(PLAN, harm, SHARES, alarms=1)["a"] == ("nvfp4", "nvfp4", "bf16")
+    assert promote(PLAN, harm, SHARES, alarms=1, candidates=CANDIDATES)["a"] == ("nvfp4", "nvfp4", "bf16")
 
 
 def test_later_alarms_leave_no_four_bits_and_then_nothing_quantized() -> None:
-    second = promote(PLAN, HARM, SHARES, alarms=2)
+    second = promote(PLAN, HARM, SHARES, alarms=2, candidates=CANDIDATES)
     assert min(RECIPES[name].bits for row in second.values() for name in row) == 8
-    assert set(promote(PLAN, HARM, SHARES, alarms=3).values()) == {("bf16", "bf16", "bf16")}
+    assert set(promote(PLAN, HARM, SHARES, alarms=3, candidates=CANDIDATES).values()) == {
+        ("bf16", "bf16", "bf16")
+    }
 
 
 def test_a_plan_of_four_bits_alone_is_promoted_to_fp8() -> None:
-    assert promote({"a": ("nvfp4",) * 3}, {}, {"a": 1.0}, alarms=2) == {"a": ("fp8", "fp8", "fp8")}
+    assert promote({"a": ("nvfp4",) * 3}, {}, {"a": 1.0}, alarms=2, candidates=CANDIDATES) == {
+        "a": ("fp8", "fp8", "fp8")
+    }
+
+
+@pytest.mark.parametrize("alarms", [1, 2, 3])
+def test_gemms_that_a_rule_fixes_are_left_alone_and_the_others_of_their_layers_are_not(alarms: int) -> None:
+    pinned = {layer: {"fprop": "nvfp4"} for layer in PLAN}
+    promoted = promote(PLAN, HARM, SHARES, alarms, candidates=CANDIDATES, pinned=pinned)
+    assert {row[0] for row in promoted.values()} == {"nvfp4"}
+    assert promoted["a"][1] in ("fp8", "bf16")
+
+
+def test_a_plan_that_rules_fix_as_a_whole_stays() -> None:
+    pinned = {layer: dict.fromkeys(("fprop", "dgrad", "wgrad"), "nvfp4") for layer in PLAN}
+    assert promote(PLAN, HARM, SHARES, 3, candidates=CANDIDATES, pinned=pinned) == PLAN
+    assert promote({}, {}, {}, 1, candidates=CANDIDATES) == {}
+
+
+def test_four_bits_go_up_to_candidates_only() -> None:
+    four = {"a": ("nvfp4", "nvfp4", "nvfp4")}
+    for alarms, name in ((1, "mxfp8"), (2, "bf16")):
+        promoted = promote(four, {}, {"a": 1.0}, alarms, candidates=("bf16", "mxfp8", "nvfp4"))
+        assert promoted["a"][0] == name
+    assert promote(four, {}, {"a": 1.0}, 2, candidates=("nvfp4", "mxfp4"))["a"][0] == "bf16"
 
 
 def test_promoted_gemms_count_as_costlier_each_time() -> None:
     state = GuardState()
-    learn(state, PLAN, promote(PLAN, HARM, SHARES, alarms=1))
+    learn(state, PLAN, promote(PLAN, HARM, SHARES, alarms=1, candidates=CANDIDATES))
     assert state.penalties == {"a": [1.0, PENALTY, 1.0]}
-    learn(state, PLAN, promote(PLAN, HARM, SHARES, alarms=1))
+    learn(state, PLAN, promote(PLAN, HARM, SHARES, alarms=1, candidates=CANDIDATES))
     assert state.penalties["a"] == [1.0, PENALTY**2, 1.0]

@@ -24,6 +24,10 @@ POLICIES = (
     "layer-type",
     "last-blocks",
 )
+WHOLE_LAYERS = ("snip-layer", "snip-paper", "random", "min-abs-err", "min-rel-err")
+"""Policies that solve for one format per layer."""
+ORDERED = ("first-last", "layer-type")
+"""Policies that protect layers in an order of their own, while the share that need not be in 4 bits lasts."""
 DEFAULT_FORMATS = "fp8,nvfp4"
 DEFAULT_SHARE = 0.75
 
@@ -56,12 +60,29 @@ def check_snip(config: Config) -> None:
             for name in text.split(",") if key == "snip.formats" else [text]:
                 _check_recipe(key, name.strip())
     policy, _, seed = config.snip.policy.partition(":")
-    if policy not in (*POLICIES, *RECIPES) or (seed and (policy != "random" or not seed.isdigit())):
+    has_seed = config.snip.policy != policy
+    if policy not in (*POLICIES, *RECIPES) or (
+        has_seed and (policy != "random" or not seed.isdecimal() or not seed.isascii())
+    ):
         raise ConfigError(
             "snip.policy is not one of its choices",
             got=repr(config.snip.policy),
             expected="one of " + ", ".join(POLICIES) + ", or a candidate for all GEMMs",
             do="random takes a seed, as random:1",
+        )
+    weights = config.snip.loss_weight, config.snip.update_weight, config.snip.curvature_weight
+    if not any(weights):
+        raise ConfigError(
+            "snip has no cost to choose by",
+            got="snip.loss_weight, snip.update_weight and snip.curvature_weight of 0",
+            expected="at least one above 0",
+        )
+    other = next((name for name in given if name != "fp4_flops"), None)
+    if policy in ORDERED and other is not None:
+        raise ConfigError(
+            f"snip.policy {policy} knows only a share of FLOPs in 4 bits",
+            got=f"budget.{other} {given[other]}",
+            expected="budget.fp4_flops",
         )
     chosen_steps(config.snip.at)
 
@@ -69,7 +90,7 @@ def check_snip(config: Config) -> None:
 def chosen_steps(text: str) -> tuple[int, ...]:
     """The steps of `snip.at`."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
-    if not all(part.isdigit() for part in parts):
+    if not all(part.isdecimal() and part.isascii() for part in parts):
         raise ConfigError(
             "snip.at is not a list of steps",
             got=repr(text),
@@ -154,6 +175,22 @@ def check_candidates(config: Config) -> None:
     if config.snip.start == "fp32" or "fp32" in bits:
         raise ConfigError(
             "snip plans beside activations in bf16", got="fp32", expected="bf16 or a format of fewer bits"
+        )
+
+
+def check_cadence(config: Config) -> None:
+    """Refuse plans that would not be in force before the next is due.
+
+    Raises:
+        ConfigError: naming both settings.
+    """
+    every, delay = decided(config.snip.every), decided(config.snip.delay)
+    if 0 < every < delay:
+        raise ConfigError(
+            "a plan would not be in force before the next is measured",
+            got=f"snip.delay {delay} and snip.every {every}",
+            expected=f"a delay of at most {every}",
+            do="lower snip.delay, or leave it out",
         )
 
 

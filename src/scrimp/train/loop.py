@@ -146,7 +146,7 @@ class Trainer:
         self.position = Position(**checkpoint.state["position"])
         self.optimizer.restore_updates(self.position.updates)
         if self.cycle is not None:
-            self.cycle.restore(checkpoint.state["precision"])
+            self.cycle.restore(checkpoint.state["precision"], self.position.step)
             self._adopt(self.cycle.plan)
         self._last_saved = checkpoint.step
 

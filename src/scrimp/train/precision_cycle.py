@@ -32,8 +32,8 @@ from scrimp.config import decided
 from scrimp.errors import PlanError
 from scrimp.files import make_folder, write_whole
 from scrimp.planner import Plan
-from scrimp.planner.bits import PrecisionPlan, make_plan
-from scrimp.precision import GEMMS, parse_rules
+from scrimp.planner.bits import PrecisionPlan, PrecisionProfile, make_plan
+from scrimp.precision import parse_rules
 from scrimp.profiler.statistics import Probe
 from scrimp.runtime import Executable, precisions_of
 from scrimp.train import precision_guard as guard
@@ -42,11 +42,13 @@ from scrimp.train.optimizer import AdamW
 from scrimp.train.precision_meter import Batches, PrecisionMeter
 from scrimp.train.precision_question import (
     Horizon,
-    are_low,
     ask,
     formats_to_measure,
+    harm_in,
     is_due,
+    low_share,
     nearest_to,
+    recipes_in,
     replanned,
     shares_of,
 )
@@ -61,9 +63,8 @@ from scrimp.train.precision_times import (
     wants_times,
 )
 from scrimp.train.progress import StepLine
+from scrimp.train.run_folder import PLAN, PLANS, drop_plans_after
 from scrimp.train.setup import Decisions
-
-PLANS = "plans"
 
 
 @dataclass
@@ -73,12 +74,15 @@ class CycleState:
     recipes: guard.Recipes
     """Of the planned layers, now."""
     previous: list[Any] | None = None
-    """Costs of the last statistics, [L][3][P]."""
+    """Costs of the last statistics, [L][3][P], and the P formats that they are of."""
+    previous_formats: list[str] = field(default_factory=list)
     first_switch: int | None = None
     spent: float = 0.0
     """Share of FLOPs in 4 bits, summed over the steps since the first plan."""
     waiting: dict[str, Any] | None = None
     """at: the step of the switch; plan: what to switch to."""
+    step_seconds: list[float] = field(default_factory=list)
+    """Of the last steps, until the seconds beside the GEMMs are known."""
     guard: guard.GuardState = field(default_factory=guard.GuardState)
 
 
@@ -110,7 +114,6 @@ class PrecisionCycle:
         self._analysis: PrecisionPlan | None = None
         self._measure_seconds = 0.0
         self._times: StepTimes | None = None
-        self._step_seconds: list[float] = []
         self._number = 0
         """Of the step that is being taken, from 1: what logs and files say."""
         self.state = CycleState(self._recipes_of(decisions.plan))
@@ -131,8 +134,9 @@ class PrecisionCycle:
         analysis = None if self._analysis is None else self._analysis.to_json()
         return {**dataclasses.asdict(self.state), "analysis": analysis, "plan": self.plan.to_json()}
 
-    def restore(self, saved: dict[str, Any]) -> None:
-        """Go on from a checkpoint: its plan is put in force, and into the run's folder."""
+    def restore(self, saved: dict[str, Any], step: int) -> None:
+        """Go on from the checkpoint of a step: its plan is put in force and into the run's folder, and
+        plans that came later are dropped there, as later lines of the logs are."""
         saved = dict(saved)
         analysis, plan = saved.pop("analysis"), saved.pop("plan")
         saved["guard"] = guard.GuardState(**saved["guard"])
@@ -148,6 +152,8 @@ class PrecisionCycle:
         )
         self.plan = dataclasses.replace(restored, budget=self.plan.budget, predicted=predicted)
         self._put_in_force()
+        drop_plans_after(self._run_dir, step)
+        write_whole(self._run_dir / PLAN, self.plan.to_json())
 
     def prepare(self) -> None:
         """Before the first step: times of GEMMs, where the budget needs them.
@@ -185,7 +191,8 @@ class PrecisionCycle:
 
     def after_step(self, step: int, loss: float, norm: float, seconds: float) -> None:
         """Look at a step that was taken; `plan` may then be another one."""
-        self._step_seconds = [*self._step_seconds, seconds][-guard.MIN_VALUES :]
+        if self._times is not None and self._times.other is None:
+            self.state.step_seconds = [*self.state.step_seconds, seconds][-guard.MIN_VALUES :]
         self._number = step + 1
         if self.state.first_switch is not None:
             self.state.spent += self._low_share()
@@ -198,11 +205,7 @@ class PrecisionCycle:
             self._promote(step + 1, sign)
 
     def _low_share(self) -> float:
-        """Of FLOPs in 4 bits, now."""
-        return sum(
-            self._shares[layer] * sum(are_low(recipes)) / len(GEMMS)
-            for layer, recipes in self.state.recipes.items()
-        )
+        return low_share(self.state.recipes, self._shares)
 
     # -- measuring and switching ---------------------------------------------------------------
 
@@ -216,17 +219,30 @@ class PrecisionCycle:
         self._measure_seconds = time.perf_counter() - began
         until_then = decided(snip.delay) * self._low_share() if self.state.first_switch is not None else 0.0
         horizon = Horizon(step, self.state.first_switch, self.state.spent + until_then)
-        if self._times is not None and self._times.other is None:
-            gemms = gemm_seconds(self._times, shapes_of(self._decisions), self.state.recipes)
-            other = other_than_gemms(self._step_seconds or [gemms], gemms)
-            self._times = dataclasses.replace(self._times, other=other)
-            keep_times(self._run_dir, self._times)
+        times = self._times_of_a_step()
         state = dataclasses.replace(self.state)
         self.state.waiting = {"at": step + decided(snip.delay), "plan": None}
-        self._solution = self._solver.submit(self._solve, profile, horizon, state, pinned)
+        self._solution = self._solver.submit(self._solve, profile, horizon, state, pinned, times)
+
+    def _times_of_a_step(self) -> StepTimes | None:
+        """With the seconds beside the GEMMs; before any step has been timed they count as none, for this plan."""
+        if self._times is None or self._times.other is not None:
+            return self._times
+        gemms = gemm_seconds(self._times, shapes_of(self._decisions), self.state.recipes)
+        timed = self.state.step_seconds
+        times = dataclasses.replace(self._times, other=other_than_gemms(timed or [gemms], gemms))
+        if timed:
+            self._times, self.state.step_seconds = times, []
+            keep_times(self._run_dir, times)
+        return times
 
     def _solve(
-        self, profile: Any, horizon: Horizon, state: CycleState, pinned: dict[str, dict[str, str]]
+        self,
+        profile: PrecisionProfile,
+        horizon: Horizon,
+        state: CycleState,
+        pinned: dict[str, dict[str, str]],
+        times: StepTimes | None,
     ) -> PrecisionPlan:
         question = ask(
             self._config,
@@ -234,9 +250,9 @@ class PrecisionCycle:
             horizon,
             pinned,
             state.recipes,
-            state.previous,
+            state.previous if state.previous_formats == list(profile.formats) else None,
             state.guard.penalties,
-            self._times,
+            times,
         )
         step = horizon.step + decided(self._config.snip.delay)
         try:
@@ -263,9 +279,10 @@ class PrecisionCycle:
         self.state.previous = [
             [list(gemm.harm.values()) for gemm in layer.gemms.values()] for layer in found.layers.values()
         ]
+        self.state.previous_formats = list(found.formats)
         if self.state.first_switch is None:
             self.state.first_switch = step
-        recipes = {layer: row for layer, row in self._chosen(found).items() if layer in self.state.recipes}
+        recipes = {layer: row for layer, row in recipes_in(found).items() if layer in self.state.recipes}
         changed = self._go_on_with(recipes)
         self._measure_what_was_predicted(step)
         self._write()
@@ -288,12 +305,6 @@ class PrecisionCycle:
             f"step {self._number}: {found.reason}; {predicted['fp4_flops'] or 0.0:.1%} of FLOPs in 4 bits"
             + (f"; {note}" if note else "")
         )
-
-    def _chosen(self, found: PrecisionPlan) -> guard.Recipes:
-        return {
-            layer: (row.gemms["fprop"].choice, row.gemms["dgrad"].choice, row.gemms["wgrad"].choice)
-            for layer, row in found.layers.items()
-        }
 
     def _go_on_with(self, recipes: guard.Recipes) -> int:
         """Put formats in force; how many GEMMs changed."""
@@ -349,9 +360,15 @@ class PrecisionCycle:
         state.rest_until = step + guard.REST_STEPS
         self.state.waiting, self._solution = None, None
         pinned = self._rules.pinned(self._layers)
-        free = {layer: row for layer, row in self.state.recipes.items() if layer not in pinned}
-        promoted = guard.promote(free, self._harm_of_now(), self._shares, state.alarms)
-        guard.learn(state, free, promoted)
+        promoted = guard.promote(
+            self.state.recipes,
+            harm_in(self._analysis, self.state.recipes),
+            self._shares,
+            state.alarms,
+            candidates=self._config.candidates,
+            pinned=pinned,
+        )
+        guard.learn(state, self.state.recipes, promoted)
         changed = self._go_on_with(promoted)
         self._write(analysis=False)  # the choices are no longer those of an analysis
         self._log.event(
@@ -366,16 +383,6 @@ class PrecisionCycle:
             f"step {self._number}: {changed} GEMMs promoted: {reason}; no new plan until step {state.hold_until:,}"
         )
 
-    def _harm_of_now(self) -> dict[str, tuple[float, float, float]]:
-        if self._analysis is None:
-            return {}
-        found = {}
-        for layer, row in self._analysis.layers.items():
-            now = self.state.recipes[layer]
-            harms = [row.gemms[gemm].harm.get(name, 0.0) for gemm, name in zip(GEMMS, now, strict=True)]
-            found[layer] = (harms[0], harms[1], harms[2])
-        return found
-
     # -- files ---------------------------------------------------------------------------------
 
     def write_start(self) -> None:
@@ -389,4 +396,4 @@ class PrecisionCycle:
         if analysis and self._analysis is not None:
             self._analysis.write(folder / f"step-{self._number:08d}.precision.json")
         write_whole(folder / f"step-{self._number:08d}.json", text)
-        write_whole(self._run_dir / "plan.json", text)
+        write_whole(self._run_dir / PLAN, text)

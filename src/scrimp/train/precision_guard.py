@@ -7,7 +7,8 @@ Evidence   data have outliers too. A sign only asks for a probe of the batch tha
            where the loss in its formats is more than 2 % above that in bf16, or the noise in the gradient is more
            than twice the gradient; of a step that is not finite no more evidence is asked.
 Promotion  first the GEMMs that cost most for their FLOPs go up one format (4 bits to 8, 8 to 16) until a tenth
-           of the FLOPs has moved; the second time all go to the candidate of most bits; the third to bf16.
+           of the FLOPs has moved; the second time all of 4 bits go to the candidate of most bits; the third to bf16.
+           GEMMs that a rule fixes stay.
            No plan is made for 2,000 steps; later plans count a promoted GEMM's cost four times.
 
 The windows decide what happens, so they are part of the checkpoint.
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from scrimp.precision import GEMMS, RECIPES
@@ -86,38 +88,43 @@ def verdict(found: Probe) -> str | None:
 
 
 def promote(
-    current: Recipes, harm: dict[str, tuple[float, float, float]], shares: dict[str, float], alarms: int
+    current: Recipes,
+    harm: dict[str, tuple[float, float, float]],
+    shares: dict[str, float],
+    alarms: int,
+    *,
+    candidates: Sequence[str],
+    pinned: Mapping[str, Mapping[str, str]] | None = None,
 ) -> Recipes:
     """The formats after the so-manieth alarm.
 
     Args:
-        current: planned layers only; what a rule fixes is left alone.
+        current: of the planned layers.
         harm: predicted cost of each GEMM in its present format; missing layers cost nothing.
         shares: of FLOPs, by layer.
         alarms: 1 for the first.
+        candidates: what four bits go up to; bf16 where all have four.
+        pinned: layer to the GEMMs that a rule fixes: they are left alone.
     """
-    used = {name for recipes in current.values() for name in recipes}
-    best = max(used, key=lambda name: (RECIPES[name].bits, name))
-    eight = best if RECIPES[best].bits >= 8 else "fp8"
-    if alarms >= 3:
-        return dict.fromkeys(current, ("bf16", "bf16", "bf16"))
-    if alarms == 2:
-        return {
-            layer: tuple(name if RECIPES[name].bits >= 8 else eight for name in recipes)  # type: ignore[misc]
-            for layer, recipes in current.items()
-        }
+    above = [name for name in candidates if RECIPES[name].bits >= 8] or ["bf16"]
+    next_one, best = (find(above, key=lambda name: RECIPES[name].bits) for find in (min, max))
+    fixed = pinned or {}
     gemms = [
         (harm.get(layer, (0.0, 0.0, 0.0))[j] / max(shares[layer], 1e-12), layer, j)
         for layer, recipes in current.items()
-        for j in range(len(GEMMS))
-        if RECIPES[recipes[j]].bits < 16
+        for j, gemm in enumerate(GEMMS)
+        if RECIPES[recipes[j]].bits < 16 and gemm not in fixed.get(layer, {})
     ]
     promoted, moved = {layer: list(recipes) for layer, recipes in current.items()}, 0.0
     for _, layer, j in sorted(gemms, key=lambda item: (-item[0], item[1], item[2])):
-        if moved >= MOVED_SHARE:
-            break
-        promoted[layer][j] = eight if RECIPES[promoted[layer][j]].bits < 8 else "bf16"
-        moved += shares[layer] / len(GEMMS)
+        has_four_bits = RECIPES[promoted[layer][j]].bits < 8
+        if alarms >= 3:
+            promoted[layer][j] = "bf16"
+        elif alarms == 2:
+            promoted[layer][j] = best if has_four_bits else promoted[layer][j]
+        elif moved < MOVED_SHARE:
+            promoted[layer][j] = next_one if has_four_bits else "bf16"
+            moved += shares[layer] / len(GEMMS)
     return {layer: (row[0], row[1], row[2]) for layer, row in promoted.items()}
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from scrimp.config import Config, decided, flatten, load_config, replace_values
+from scrimp.config.snip import BUDGETS
 from scrimp.data import Batch, Loader
 from scrimp.errors import CheckpointError, ConfigError
 from scrimp.model import Decoder
@@ -53,6 +54,9 @@ def preview(config: Config, given: Collection[str]) -> Preview | None:
     checkpoint = newest_checkpoint(folder)
     saved, now = load_config(folder / CONFIG), flatten(config)
     changes = {key: now[key] for key in given if key not in _OF_ITS_OWN}
+    if any(f"budget.{name}" in given for name in BUDGETS):
+        # One budget takes the place of another, and is no second one.
+        saved = dataclasses.replace(saved, budget=dataclasses.replace(saved.budget, **dict.fromkeys(BUDGETS)))
     own = replace_values(saved, changes)
     if not saved.is_planned:
         # What was decided for other formats would be taken for the user's own choice.

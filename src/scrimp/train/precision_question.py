@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from scrimp.config import Architecture, Config, decided
-from scrimp.config.snip import chosen_steps
+from scrimp.config.snip import WHOLE_LAYERS, chosen_steps
 from scrimp.errors import PlanError
 from scrimp.planner import GemmChoice, Plan, linear_layers, linear_shapes
 from scrimp.planner.bits import Budget, PrecisionPlan, PrecisionProfile, Question, Weights, allowed_by, split
@@ -24,6 +24,8 @@ from scrimp.train.precision_guard import Recipes
 from scrimp.train.precision_times import StepTimes, allowed_seconds, gemm_seconds
 
 LOW_BITS = 4
+_SMOOTHED = ("snip", "snip-layer")
+"""Policies whose costs are the harm that plans record: only those are smoothed with the last plan's."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,30 @@ def are_low(recipes: tuple[str, ...]) -> list[bool]:
     return [RECIPES[name].bits <= LOW_BITS for name in recipes]
 
 
+def low_share(recipes: Recipes, shares: Mapping[str, float]) -> float:
+    """Share of FLOPs in 4 bits."""
+    return sum(shares[layer] * sum(are_low(row)) / len(GEMMS) for layer, row in recipes.items())
+
+
+def recipes_in(found: PrecisionPlan) -> Recipes:
+    """What an analysis chose."""
+    return {
+        layer: (row.gemms["fprop"].choice, row.gemms["dgrad"].choice, row.gemms["wgrad"].choice)
+        for layer, row in found.layers.items()
+    }
+
+
+def harm_in(analysis: PrecisionPlan | None, recipes: Recipes) -> dict[str, tuple[float, float, float]]:
+    """Layer to the predicted harm of each GEMM in a given format; none of a format that was no candidate."""
+    found = {}
+    for layer, row in (analysis.layers if analysis else {}).items():
+        harms = [
+            row.gemms[gemm].harm.get(name, 0.0) for gemm, name in zip(GEMMS, recipes[layer], strict=True)
+        ]
+        found[layer] = (harms[0], harms[1], harms[2])
+    return found
+
+
 def formats_to_measure(
     config: Config, pinned: Mapping[str, Mapping[str, str]], now: Iterable[str]
 ) -> tuple[str, ...]:
@@ -91,16 +117,19 @@ def refuse_unreachable_share(
     if not share:
         return
     has_low = any(RECIPES[name].bits <= LOW_BITS for name in config.candidates)
-    reached = 0.0
+    reached, whole = 0.0, config.snip.policy.partition(":")[0] in WHOLE_LAYERS
     for layer, flops in shares_of(architecture).items():
         names = [pinned.get(layer, {}).get(gemm) for gemm in GEMMS]
         low = [has_low if name is None else RECIPES[name].bits <= LOW_BITS for name in names]
+        if whole and not all(low):
+            low = [False] * len(GEMMS)
         reached += flops * sum(low) / len(GEMMS)
     if share > reached + 1e-9:
         raise PlanError(
             "budget.fp4_flops cannot be reached",
             got=f"{share:g}",
-            expected=f"at most {reached:.4f}: the rules of precision fix the other GEMMs",
+            expected=f"at most {reached:.4f}: the rules of precision fix the other GEMMs"
+            + (f", and {config.snip.policy} gives a layer one format" if whole else ""),
             do="lower the budget, or fix fewer layers",
         )
 
@@ -147,7 +176,7 @@ def ask(
         current=np.array([[index(name) for name in current[layer]] for layer in profile.layers])
         if horizon.first_switch is not None
         else None,
-        previous=None if previous is None else np.array(previous),
+        previous=None if previous is None or snip.policy not in _SMOOTHED else np.array(previous),
     )
     return _in_its_phase(config, question, horizon)
 
@@ -173,9 +202,11 @@ def nearest_to(question: Question) -> tuple[Question, str]:
     fastest where it was seconds, the lowest where it was a share in 4 bits, the safest where it was harm."""
     if question.budget.seconds is not None:
         return dataclasses.replace(question, budget=Budget(quality=1e300)), "fastest"
-    high, low = extremes(question.profile.formats)
-    index, name = (low, "lowest") if question.budget.fp4_flops is not None else (high, "safest")
-    return dataclasses.replace(question, policy=question.profile.formats[index]), name
+    formats = question.profile.formats
+    _, low = extremes(formats)
+    safest = max(formats, key=lambda name: RECIPES[name].bits)
+    policy, name = (formats[low], "lowest") if question.budget.fp4_flops is not None else (safest, "safest")
+    return dataclasses.replace(question, policy=policy), name
 
 
 def _in_its_phase(config: Config, question: Question, horizon: Horizon) -> Question:
@@ -190,7 +221,10 @@ def _in_its_phase(config: Config, question: Question, horizon: Horizon) -> Quest
     owed = (share * (config.train.steps - since) - horizon.spent) / left
     question = at_share(question, owed)
     final = min(left, max(0, config.train.steps - max(begins, final_step(config))))
-    phases = split(question, left - final, final, snip.final_weight)
+    try:
+        phases = split(question, left - final, final, snip.final_weight)
+    except PlanError:  # no plan keeps it, as solving the question itself will say
+        return question
     return at_share(question, phases.main if left > final else phases.final)
 
 

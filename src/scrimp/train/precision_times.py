@@ -13,6 +13,7 @@ figures. A budget that even the fastest formats miss is refused before the first
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from scrimp.config import Config, decided
 from scrimp.errors import PlanError
 from scrimp.files import write_whole
 from scrimp.planner import linear_shapes
+from scrimp.precision import parse_rules
 from scrimp.profiler.gemm_times import GemmTimes, measure_gemm_times
 from scrimp.train.precision_guard import Recipes
 
@@ -71,16 +73,21 @@ def measured_times(
     if path.exists():
         try:
             kept = json.loads(path.read_text(encoding="utf-8"))
-            return StepTimes(GemmTimes.from_json(json.dumps(kept["table"])), per_step, kept["other"])
+            other = None if kept["other"] is None else float(kept["other"])
+            if other is not None and not 0 <= other < math.inf:
+                raise ValueError(f"{other} seconds")
+            return StepTimes(GemmTimes.from_json(json.dumps(kept["table"])), per_step, other)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise PlanError(
                 f"{path} is damaged", got=error, do="delete it: times are measured again"
             ) from None
     shapes = [shape for name, shape in linear_shapes(decisions.architecture).items() if name != "head"]
     rules = config.precision_rules
+    pinned = parse_rules(config.precision).pinned(list(shapes_of(decisions)))
+    fixed = [name for gemms in pinned.values() for name in gemms.values()]
     table = measure_gemm_times(
         shapes,
-        tuple(dict.fromkeys([*config.candidates, config.snip.start])),
+        tuple(dict.fromkeys([*config.candidates, config.snip.start, *fixed])),
         tokens=decisions.micro_batch_tokens,
         device=decisions.device.torch_device,
         compute=rules.compute,

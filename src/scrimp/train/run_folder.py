@@ -19,6 +19,8 @@ from scrimp.files import make_folder, storage
 
 CONFIG = "config.toml"
 PLAN = "plan.json"
+PLANS = "plans"
+"""Folder of every plan that was in force, of runs that change theirs."""
 TOKENIZER = "tokenizer"
 CHECKPOINTS = "checkpoints"
 LOCK = ".lock"
@@ -165,3 +167,12 @@ def config_to_resume(saved: Config, now: Config, given: Collection[str]) -> Conf
             do="leave them out, or start a new run from these weights with --model.weights",
         )
     return replace_values(saved, {key: new for key, (_, new) in changed.items()})
+
+
+def drop_plans_after(run_dir: Path, step: int) -> None:
+    """Remove the plans that began after a step: those of a run that goes on from a checkpoint of it."""
+    for path in sorted((run_dir / PLANS).glob("step-*.json")):
+        number = path.name.removeprefix("step-").partition(".")[0]
+        if number.isdecimal() and int(number) > step:
+            with storage(path, "remove"):
+                path.unlink(missing_ok=True)

@@ -63,3 +63,23 @@ def test_without_a_second_phase_there_is_one_share() -> None:
 def test_only_shares_of_flops_are_spread() -> None:
     with pytest.raises(PlanError, match="only a share"):
         split(dataclasses.replace(question(), budget=Budget(quality=1.0)), 80, 20, 4.0)
+
+
+def test_a_policy_that_decides_for_layers_spreads_its_budget_over_layers() -> None:
+    """Two layers of a third and two thirds: at equal weights, half of the FLOPs in both phases is what layers give."""
+    asked = dataclasses.replace(question(share=0.5), policy="snip-layer")
+    costs = choose(asked).costs.sum(1)
+    low = asked.profile.flops
+    plans = np.array(list(itertools.product((0, 1), repeat=2)))
+    harm = np.take_along_axis(costs[None], plans[:, :, None], axis=2)[..., 0].sum(1)
+    share = (plans * low).sum(1)
+    total = 50 * harm[:, None] + 4.0 * 50 * harm[None, :]
+    least = total[50 * (share[:, None] + share[None, :]) >= 50 - 1e-9].min()
+    phases = split(asked, 50, 50, 4.0)
+    index = [int(np.isclose(share, found).nonzero()[0][0]) for found in (phases.main, phases.final)]
+    assert total[index[0], index[1]] == pytest.approx(least)
+
+
+def test_a_policy_without_costs_has_the_same_share_in_both_phases() -> None:
+    phases = split(dataclasses.replace(question(share=0.5), policy="first-last"), 50, 50, 4.0)
+    assert phases.main == phases.final == 0.5

@@ -105,3 +105,16 @@ def test_policies_that_name_layers_are_settled_at_once(policy: str) -> None:
     found, reason = settle(dataclasses.replace(asked, current=choose(asked).formats * 0))
     assert policy in reason
     assert found.solution is None
+
+
+def test_a_plan_that_costs_nothing_replaces_one_that_costs_something() -> None:
+    asked = question(batches=1)
+    free = [
+        dataclasses.replace(b, errors=b.errors * [[0], [1]], results=b.results * [[0], [1]])
+        for b in asked.profile.batches
+    ]
+    made = dataclasses.replace(asked.profile, batches=tuple(free))
+    current = np.ones((6, 3), dtype=np.int64)
+    found, reason = settle(Question(made, Budget(fp4_flops=0.0), current=current))
+    np.testing.assert_array_equal(found.formats, 0)
+    assert "more than nothing" in reason

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from distributed import spawn
 from hypothesis import given
 from hypothesis import strategies as st
-from models import TOKENS, Bench, MlpModel, batch, decoder, linear_names
+from models import TOKENS, Bench, MlpBlock, MlpModel, batch, decoder, linear_names
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -38,6 +38,27 @@ RANKS, MICRO_BATCHES, ROWS = 2, 4, 2
 FORMATS = ("fp8", "fp4", "fp8_tensor", "nvfp4")
 HEADS = ("head", "body.head")
 GAINS = ("backward", "forward", "curvature")
+
+
+class GatedBlock(MlpBlock):
+    """Two layers read one input: wrappers give each a view of its own."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, bias=True, dropout=0.0, inner_dropout=0.0, batch_norm=False)
+        self.gate = nn.Linear(width, 2 * width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(x)
+        return x + self.down(F.silu(self.gate(hidden)) * self.up(hidden))
+
+
+def gated(width: int) -> MlpModel:
+    """Always the same one."""
+    model = MlpModel(width=width)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        model.blocks = nn.ModuleList(GatedBlock(width) for _ in range(2))
+    return model
 
 
 class Attentive(nn.Module):
@@ -92,7 +113,7 @@ GRID = Case("grid", formats=TENSOR_FORMATS)
 
 def trained(case: Case) -> tuple[nn.Module, Any]:
     """A model and its optimizer after some steps of one process: the same everywhere."""
-    model = MlpModel(width=case.width) if case.width else Attentive()
+    model = gated(case.width) if case.width else Attentive()
     optimizer = case.optimizer(model.parameters(), lr=3e-3)
     for step in range(4):
         for tokens, goal in batch(step):
@@ -183,13 +204,15 @@ def distribute(model: nn.Module, case: Case) -> nn.Module:
         return nn.parallel.DistributedDataParallel(model)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor")) if case.kind == "grid" else None
     if case.kind in ("tensor", "grid"):
-        styles = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
+        # The second block stays whole: its statistics are copies.
+        styles = {f"blocks.0.{name}": ColwiseParallel() for name in ("gate", "up")}
+        styles["blocks.0.down"] = RowwiseParallel()
         parallelize_module(model, mesh["tensor"] if mesh else init_device_mesh("cpu", (RANKS,)), styles)
     if case.kind in ("fsdp", "grid"):
         how: dict[str, Any] = {"mesh": mesh["data"]} if mesh else {}
         for block in model.blocks:  # type: ignore[union-attr]
             if case.layers_alone:
-                for layer in (block.up, block.down):
+                for layer in (block.gate, block.up, block.down):
                     fully_shard(layer, **how)
             fully_shard(block, **how)
         fully_shard(model, **how)
@@ -209,7 +232,9 @@ def equal(found: PrecisionProfile, expected: PrecisionProfile) -> None:
     for a, b in zip(found.batches, expected.batches, strict=True):
         for field in dataclasses.fields(BatchStatistics):
             one, other = (np.asarray(getattr(batch, field.name)) for batch in (a, b))
-            rtol, largest = 1e-4 if field.name in GAINS else 5e-6, float(np.abs(other).max())
+            largest = float(np.abs(other).max())
+            # AdamW magnifies rounding where an embedding's rows have hardly had a gradient.
+            rtol = 1e-3 if field.name in GAINS else 5e-6
             assert largest > 0, field.name
             np.testing.assert_allclose(one, other, rtol=rtol, atol=1e-7 * largest, err_msg=field.name)
 
@@ -236,7 +261,9 @@ def check(case: Case, found: Sequence[tuple[PrecisionProfile, Probe]]) -> None:
     for ours, probed_here in found:
         same(ours, found[0][0])
         equal(ours, profile)
-        assert dataclasses.astuple(probed_here) == pytest.approx(dataclasses.astuple(probed), rel=1e-4)
+        assert dataclasses.astuple(probed_here) == pytest.approx(
+            dataclasses.astuple(probed), rel=1e-4, abs=1e-6
+        )
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[str(case) for case in CASES])

@@ -2,8 +2,8 @@
 
 Problem  While the learning rate decays, quantization noise becomes a larger part of what moves the weights. The NVFP4
          recipe went back to bf16 for the last 18 % of a 12B run, by hand, and halved its gap.
-Method   The program twice over, with a decision per GEMM for each of two phases. With n steps left before the last part
-         and m in it, harm in the last part weighing w times as much::
+Method   The program twice over, with the policy's decisions for each of two phases. With n steps left before the last
+         part and m in it, harm in the last part weighing w times as much::
 
              min  n V(main) + w m V(final)      s.t.  n share(main) + m share(final) >= (n + m) share
 
@@ -20,7 +20,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from scrimp.errors import PlanError
-from scrimp.planner.bits.choose import Budget, Question, choose, is_low, priced
+from scrimp.planner.bits.choose import Budget, Question, choose, is_low, is_solved, priced
+from scrimp.planner.bits.policies import is_per_gemm
 from scrimp.planner.solver import Limit, Program, solve
 from scrimp.precision import GEMMS
 
@@ -43,12 +44,15 @@ def split(question: Question, main_steps: int, final_steps: int, weight: float) 
     share = question.budget.fp4_flops
     if share is None:
         raise PlanError("only a share of FLOPs in 4 bits is spread over phases", expected="budget fp4_flops")
-    if not main_steps or not final_steps:
+    if not main_steps or not final_steps or not is_solved(question):
         return Phases(share, share)
     once = choose(question)  # refuses what cannot be reached, in the user's terms
-    costs = priced(question, once.costs).reshape(-1, len(question.profile.formats))
-    flops = np.repeat(question.profile.flops / len(GEMMS), len(GEMMS))[:, None]
-    low = flops * is_low(question.profile.formats)[None, :]
+    costs, flops = priced(question, once.costs), question.profile.flops
+    if is_per_gemm(question.policy):
+        costs, flops = costs.reshape(-1, costs.shape[-1]), np.repeat(flops / len(GEMMS), len(GEMMS))
+    else:
+        costs = costs.sum(axis=1)
+    low = flops[:, None] * is_low(question.profile.formats)[None, :]
     total = main_steps + final_steps
     program = Program(
         np.concatenate([costs * main_steps, costs * final_steps * weight]) / total,

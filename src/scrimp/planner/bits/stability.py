@@ -82,4 +82,5 @@ def settle(question: Question) -> tuple[Choice, str]:
     if gain < WORTH:
         kept = replace(choice, formats=current)
         return kept, f"kept: a new plan would cost {gain:.1%} less, under {WORTH:.0%}"
-    return choice, f"{changed} GEMMs changed: the old plan costs {before / after - 1:.0%} more"
+    more = f"{before / after - 1:.0%} more" if after > 0 else "more than nothing"
+    return choice, f"{changed} GEMMs changed: the old plan costs {more}"

@@ -14,7 +14,7 @@ Gradients  Both data-parallel kinds average gradients over ranks: the loss is th
            what a rank sees of G and gX is D times the global mean loss's, D data-parallel ranks. It counts by 1/D.
 Noise      Independent between data-parallel ranks: micro-batch m of rank r draws as number m D + r, as if one process
            ran the ranks' micro-batches in turn. Ranks that hold copies draw the same, pieces draw the
-           whole and take their part.
+           whole and take their part. Stochastic rounding is told apart by the clock: loops begin it by row.
 Limits     Ranks must run equally many micro-batches, of equally many tokens. Gradients that are summed instead of
            averaged (`set_gradient_divide_factor`, a communication hook) are not noticed. Refused by name:
            sequence parallel, FSDP1, and ranks that hold parts that no one here knows of (pipeline stages).
@@ -205,9 +205,8 @@ class Ranks:
         whole = DTensor.from_local(
             piece.detach().contiguous(), mesh, cuts, run_check=False, shape=shape, stride=stride
         )
-        first = min(
-            width, -(-width // mesh.size()) * mesh.get_local_rank()
-        )  # DTensor cuts as torch.chunk does
+        each = -(-width // mesh.size())  # DTensor cuts as torch.chunk does
+        first = min(width, each * mesh.get_local_rank())
         return make(whole.full_tensor())[..., first : first + piece.shape[-1]]
 
 
@@ -305,11 +304,9 @@ def _tensor_mesh(model: nn.Module, data_mesh: Any) -> Any:
         if mesh is None:
             continue
         if data_mesh is not None:
-            names = [
-                axis for axis in mesh.mesh_dim_names or () if axis not in (data_mesh.mesh_dim_names or ())
-            ]
             if mesh.ndim == data_mesh.ndim:
                 continue
+            names = [axis for axis in mesh.mesh_dim_names if axis not in data_mesh.mesh_dim_names]
             mesh = mesh[names[0]] if len(names) == 1 else mesh
         if mesh.ndim != 1 or is_norm(model.get_submodule(name.rpartition(".")[0])):
             raise ModelError(

@@ -1,0 +1,61 @@
+"""From settings, statistics and the state of a run to what the planner is asked."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from scrimp.config import BudgetConfig, Config, SnipConfig, TrainConfig
+from scrimp.planner.bits import Budget, PrecisionProfile, Question, choose
+from scrimp.train.precision_question import Horizon, ask, nearest_to
+
+sys.path.append(str(Path(__file__).parents[1] / "planner" / "bits"))
+from profiles import profile
+
+FORMATS = ("fp8", "nvfp4")
+MADE = profile(6, FORMATS)
+RECIPES = dict.fromkeys(MADE.layers, ("fp8", "fp8", "fp8"))
+
+
+def asked(found: PrecisionProfile = MADE, previous: object = None, **snip: object) -> Question:
+    settings = {"formats": "fp8,nvfp4", "start": "fp8", "first": 0, "every": 10, "delay": 1, **snip}
+    config = Config(
+        precision="snip",
+        train=TrainConfig(steps=100),
+        budget=BudgetConfig(fp4_flops=0.5),
+        snip=SnipConfig(**settings),  # type: ignore[arg-type]
+    )
+    return ask(config, found, Horizon(0, None, 0.0), {}, RECIPES, previous, {})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("policy", ["random:1", "min-abs-err", "min-rel-err", "snip-paper"])
+def test_baselines_are_not_smoothed_with_the_harm_that_snip_sees(policy: str) -> None:
+    harm = np.random.default_rng(0).uniform(size=(6, 3, 2)).tolist()
+    plain, again = asked(policy=policy), asked(policy=policy, previous=harm)
+    np.testing.assert_array_equal(choose(plain).costs, choose(again).costs)
+    assert asked(previous=harm).previous is not None
+
+
+@pytest.mark.parametrize(
+    ("budget", "formats", "policy"),
+    [
+        (Budget(quality=0.0), ("bf16", "fp8", "nvfp4"), "bf16"),
+        (Budget(quality=0.0), ("fp8", "nvfp4"), "fp8"),
+        (Budget(fp4_flops=1.0), ("bf16", "fp8", "nvfp4"), "nvfp4"),
+    ],
+)
+def test_the_nearest_plan_is_the_safest_or_the_lowest_that_there_is(
+    budget: Budget, formats: tuple[str, ...], policy: str
+) -> None:
+    nearest, _ = nearest_to(Question(profile(6, formats), budget))
+    assert set(choose(nearest).recipes(nearest.profile).values()) == {(policy,) * 3}
+
+
+def test_phases_of_a_budget_that_nothing_keeps_are_left_to_the_solver_to_refuse() -> None:
+    """Statistics that are no numbers keep a layer out of four bits: known only in the middle of a run."""
+    made = profile(6, FORMATS)
+    made.batches[0].x[:5] = np.nan
+    assert asked(made, final_share=0.2).budget == Budget(fp4_flops=0.5)
