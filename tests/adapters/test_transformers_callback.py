@@ -315,6 +315,9 @@ def test_arguments_that_no_file_holds_are_named_and_nothing_is_written(tmp_path:
         ({"formats": ("fp8", "mxfp8")}, "no candidate has 4 bits"),
         ({"start": "fp9"}, "no such recipe"),
         ({"budget": 75}, "share from 0 to 1"),
+        ({"budget": {"seconds": 1.0}}, "needs measured times"),
+        ({"policy": "best"}, "no such policy"),
+        ({"policy": "random:"}, "no such policy"),
     ],
 )
 def test_settings_that_cannot_be_are_refused_at_once(options: dict[str, Any], words: str) -> None:

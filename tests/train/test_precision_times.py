@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from tiny_run import flags, records, write_corpus
 
 from scrimp.cli import main
-from scrimp.config import BudgetConfig, Config, SnipConfig
+from scrimp.config import BudgetConfig, Config, ModelConfig, SnipConfig, TrainConfig
 from scrimp.errors import PlanError
+from scrimp.gemm.doctor_report import surroundings_of
 from scrimp.planner import Plan
 from scrimp.profiler.gemm_times import GemmTimes
+from scrimp.train import precision_times
 from scrimp.train.precision_times import (
     StepTimes,
     allowed_seconds,
     gemm_seconds,
+    keep_times,
+    measured_times,
     other_than_gemms,
     refuse_unreachable_speed,
     wants_times,
 )
+from scrimp.train.setup import Decisions, decide
 
 SHAPES = {"a": (64, 32), "b": (32, 64)}
 PER_GEMM = {"bf16": 4.0, "fp8": 2.0, "nvfp4": 1.0}
@@ -110,7 +118,64 @@ def test_on_a_cpu_a_generous_step_time_is_kept_by_bf16_alone(
     assert {choice.wgrad for choice in Plan.read(run_dir / "plan.json").gemms.values()} == {"bf16"}
     (replan,) = [event for event in records(run_dir, "events.jsonl") if event["kind"] == "replan"]
     assert replan["fp4_flops"] == 0.0
-    assert (run_dir / "gemm_times.json").exists()
+    kept = json.loads((run_dir / "gemm_times.json").read_text())
+    assert kept["table"]["tokens"] == 4 * 64
+    assert kept["other"] > 0
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """Timing takes no time: the recipes of every call."""
+    calls: list[tuple[str, ...]] = []
+
+    def measure(shapes: list[tuple[int, int]], names: tuple[str, ...], **setting: Any) -> GemmTimes:
+        calls.append(names)
+        ones = {gemm: dict.fromkeys(names, 1.0) for gemm in ("fprop", "dgrad", "wgrad")}
+        zeros = {gemm: dict.fromkeys(names, 0.0) for gemm in ones}
+        backends = {gemm: dict.fromkeys(names, "reference") for gemm in ones}
+        by_shape = [dict.fromkeys(shapes, rows) for rows in (ones, zeros, backends)]
+        return GemmTimes(surroundings_of(setting["device"]).device, setting["tokens"], *by_shape)
+
+    monkeypatch.setattr(precision_times, "measure_gemm_times", measure)
+    return calls
+
+
+def decisions(micro_batch: int) -> Decisions:
+    return decide(
+        Config(
+            precision="snip,blocks.0.*=mxfp8",
+            device="cpu",
+            model=ModelConfig(num_layers=2, width=32, num_heads=2, num_kv_heads=1, ffn_width=64),
+            train=TrainConfig(sequence=64, batch_tokens=256, micro_batch=micro_batch),
+            budget=BudgetConfig(step_seconds=1000.0),
+            snip=SnipConfig(formats="bf16,nvfp4"),
+        )
+    )
+
+
+def test_what_a_rule_fixes_is_timed_too(timed: list[tuple[str, ...]], tmp_path: Path) -> None:
+    measured_times(decisions(4), tmp_path, lambda *_: None)
+    assert set(timed[0]) == {"bf16", "nvfp4", "mxfp8"}
+
+
+def test_kept_times_count_until_the_micro_batch_is_another(
+    timed: list[tuple[str, ...]], tmp_path: Path
+) -> None:
+    first = measured_times(decisions(4), tmp_path, lambda *_: None)
+    keep_times(tmp_path, dataclasses.replace(first, other=0.5))
+    assert measured_times(decisions(4), tmp_path, lambda *_: None).other == 0.5
+    assert len(timed) == 1
+    other = measured_times(decisions(2), tmp_path, lambda *_: None)
+    assert (other.table.tokens, other.micro_batches, other.other) == (128, 2, None)
+
+
+@pytest.mark.parametrize("other", ["soon", -1.0, [1]])
+def test_damaged_seconds_are_refused(timed: list[tuple[str, ...]], tmp_path: Path, other: object) -> None:
+    keep_times(tmp_path, measured_times(decisions(4), tmp_path, lambda *_: None))
+    file = tmp_path / "gemm_times.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"other": other}))
+    with pytest.raises(PlanError, match="is damaged"):
+        measured_times(decisions(4), tmp_path, lambda *_: None)
 
 
 def test_a_speedup_that_emulation_cannot_give_is_refused_before_the_first_step(

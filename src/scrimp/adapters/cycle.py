@@ -24,10 +24,11 @@ from scrimp.adapters.applied import planned_of, put_in_force
 from scrimp.adapters.arguments import optimizer_from, view_of
 from scrimp.adapters.modules import default_layers, named_layers, trained_by
 from scrimp.adapters.pytorch import Losses, apply, measure_accumulated, plan
+from scrimp.config.snip import POLICIES, is_policy
 from scrimp.errors import PlanError
 from scrimp.gemm import LinearPrecision, PlannedModel
 from scrimp.planner.bits import Budget, PrecisionPlan, PrecisionProfile
-from scrimp.precision import GEMMS, recipe
+from scrimp.precision import GEMMS, RECIPES, recipe
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,19 @@ class CycleSettings:
                 "no candidate has 4 bits, which the budget asks for",
                 got=", ".join(self.formats),
                 expected="such as fp8, nvfp4",
+            )
+        if self.budget.seconds is not None:
+            raise PlanError(
+                "a budget in seconds needs measured times of the GEMMs, which this cycle has none of",
+                got=f"seconds {self.budget.seconds:g}",
+                expected="fp4_flops or quality",
+            )
+        if not is_policy(self.policy) or (self.policy in RECIPES and self.policy not in self.formats):
+            raise PlanError(
+                "there is no such policy",
+                got=repr(self.policy),
+                expected=", ".join((*POLICIES, *self.formats)),
+                do="random takes a seed, as random:1",
             )
         if self.start is not None:
             recipe(self.start)

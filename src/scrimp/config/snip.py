@@ -59,11 +59,8 @@ def check_snip(config: Config) -> None:
         if text != "auto":
             for name in text.split(",") if key == "snip.formats" else [text]:
                 _check_recipe(key, name.strip())
-    policy, _, seed = config.snip.policy.partition(":")
-    has_seed = config.snip.policy != policy
-    if policy not in (*POLICIES, *RECIPES) or (
-        has_seed and (policy != "random" or not seed.isdecimal() or not seed.isascii())
-    ):
+    policy = config.snip.policy.partition(":")[0]
+    if not is_policy(config.snip.policy):
         raise ConfigError(
             "snip.policy is not one of its choices",
             got=repr(config.snip.policy),
@@ -85,6 +82,14 @@ def check_snip(config: Config) -> None:
             expected="budget.fp4_flops",
         )
     chosen_steps(config.snip.at)
+
+
+def is_policy(text: str) -> bool:
+    """Whether it names a policy: one of `POLICIES`, random with a seed, or a recipe for all GEMMs."""
+    name, colon, seed = text.partition(":")
+    if colon:
+        return name == "random" and seed.isascii() and seed.isdecimal()
+    return name in (*POLICIES, *RECIPES)
 
 
 def chosen_steps(text: str) -> tuple[int, ...]:

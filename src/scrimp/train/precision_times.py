@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from scrimp.config import Config, decided
 from scrimp.errors import PlanError
 from scrimp.files import write_whole
+from scrimp.gemm.doctor_report import surroundings_of
 from scrimp.planner import linear_shapes
 from scrimp.precision import parse_rules
 from scrimp.profiler.gemm_times import GemmTimes, measure_gemm_times
@@ -66,7 +67,8 @@ def wants_times(config: Config, device_type: str) -> bool:
 def measured_times(
     decisions: Decisions, run_dir: Path, progress: Callable[[str, int, int], None]
 ) -> StepTimes:
-    """The table of this run: the one in its folder, else measured (or from the user's cache) and left there."""
+    """The table of this run: the one in its folder if it is of this device and micro-batch, else measured (or from
+    the user's cache) and left there."""
     config, path = decisions.config, run_dir / FILE
     train = config.train
     per_step = decided(train.batch_tokens) // (decided(train.micro_batch) * decided(train.sequence))
@@ -76,11 +78,15 @@ def measured_times(
             other = None if kept["other"] is None else float(kept["other"])
             if other is not None and not 0 <= other < math.inf:
                 raise ValueError(f"{other} seconds")
-            return StepTimes(GemmTimes.from_json(json.dumps(kept["table"])), per_step, other)
+            table = GemmTimes.from_json(json.dumps(kept["table"]))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise PlanError(
                 f"{path} is damaged", got=error, do="delete it: times are measured again"
             ) from None
+        # A resumed run may have another micro-batch, and another device.
+        here = surroundings_of(decisions.device.torch_device).device
+        if (table.tokens, table.device) == (decisions.micro_batch_tokens, here):
+            return StepTimes(table, per_step, other)
     shapes = [shape for name, shape in linear_shapes(decisions.architecture).items() if name != "head"]
     rules = config.precision_rules
     pinned = parse_rules(config.precision).pinned(list(shapes_of(decisions)))

@@ -208,6 +208,7 @@ Impostor = type("AdamW", (torch.optim.Optimizer,), {})
         (torch.optim.RMSprop, "RMSprop"),
         (torch.optim.Adagrad, "Adagrad"),
         (lambda p: torch.optim.AdamW(p, amsgrad=True), "AdamW with amsgrad"),
+        (lambda p: torch.optim.AdamW(p, maximize=True), "AdamW with maximize"),
         (MyAdamW, "MyAdamW"),
         (lambda p: Impostor(p, {}), "AdamW"),
     ],

@@ -149,10 +149,15 @@ class TorchOptimizer:
     def __init__(self, optimizer: Any, model: nn.Module, *, max_norm: float = 0.0) -> None:
         """Refuse optimizers whose update is not known here."""
         kind = _KINDS.get(type(optimizer))
-        if kind is None or any(group.get("amsgrad") for group in optimizer.param_groups):
+        odd = [
+            name
+            for name in ("amsgrad", "maximize")
+            if kind == "adamw" and any(group.get(name) for group in optimizer.param_groups)
+        ]
+        if kind is None or odd:
             raise PlanError(
                 "the sensitivities of this optimizer are not known",
-                got=type(optimizer).__name__ + (" with amsgrad" if kind else ""),
+                got=type(optimizer).__name__ + (f" with {odd[0]}" if odd else ""),
                 expected="torch.optim.AdamW, Adam or SGD",
                 do='give sensitivity="gradient": updates are then taken as proportional to gradients',
             )
