@@ -125,6 +125,7 @@ def test_rules_beside_snip_are_kept(corpus: Path, tmp_path: Path) -> None:
         (["--precision=snip", "--budget.fp4-flops=0.5", "--budget.divergence=0.1"], "one budget"),
         (["--precision=snip", "--snip.policy=best"], "snip.policy"),
         (["--precision=snip", "--snip.at=soon"], "snip.at"),
+        (["--precision=snip", "--snip.first=4"], "before its first plan"),
         (["--precision=snip", "--snip.at=\u00b2"], "snip.at"),
         (["--precision=snip", "--snip.policy=random:"], "snip.policy"),
         (["--precision=snip", "--snip.policy=first-last", "--budget.divergence=0.3"], "only a share"),

@@ -199,6 +199,22 @@ def check_cadence(config: Config) -> None:
         )
 
 
+def check_first(config: Config) -> None:
+    """Refuse a first plan that would come after the run.
+
+    Raises:
+        ConfigError: naming the settings.
+    """
+    first, delay, steps = decided(config.snip.first), decided(config.snip.delay), config.train.steps
+    if first + delay >= steps:
+        raise ConfigError(
+            "the run would end before its first plan",
+            got=f"snip.first {first:,} and snip.delay {delay:,} of {steps:,} steps",
+            expected=f"together less than {steps:,}",
+            do="lower snip.first, or leave it out",
+        )
+
+
 def _check_recipe(key: str, name: str) -> None:
     if name in RECIPES:
         return
