@@ -69,8 +69,7 @@ def measured_times(
 ) -> StepTimes:
     """The table of this run: the one in its folder if it is of this device and micro-batch, else measured (or from
     the user's cache) and left there."""
-    config, path = decisions.config, run_dir / FILE
-    train = config.train
+    train, path = decisions.config.train, run_dir / FILE
     per_step = decided(train.batch_tokens) // (decided(train.micro_batch) * decided(train.sequence))
     if path.exists():
         try:
@@ -87,6 +86,13 @@ def measured_times(
         here = surroundings_of(decisions.device.torch_device).device
         if (table.tokens, table.device) == (decisions.micro_batch_tokens, here):
             return StepTimes(table, per_step, other)
+    return fresh_times(decisions, progress)
+
+
+def fresh_times(decisions: Decisions, progress: Callable[[str, int, int], None]) -> StepTimes:
+    """The table of a run that has none yet: measured, or from the user's cache."""
+    config, train = decisions.config, decisions.config.train
+    per_step = decided(train.batch_tokens) // (decided(train.micro_batch) * decided(train.sequence))
     shapes = [shape for name, shape in linear_shapes(decisions.architecture).items() if name != "head"]
     rules = config.precision_rules
     pinned = parse_rules(config.precision).pinned(list(shapes_of(decisions)))

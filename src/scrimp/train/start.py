@@ -8,6 +8,7 @@ that is resumed is locked first: which checkpoint is the newest must not change 
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from scrimp.config import MAY_CHANGE_ON_RESUME, Config, differences, load_config
 from scrimp.data import Corpus
 from scrimp.errors import CheckpointError, DataError
 from scrimp.train.checkpoint import Checkpoint, CheckpointStore
+from scrimp.train.precision_times import fresh_times, refuse_unreachable_speed, shapes_of, wants_times
 from scrimp.train.run_folder import CONFIG, TOKENIZER, config_to_resume, saved_config
 from scrimp.train.setup import (
     Decisions,
@@ -48,8 +50,21 @@ def fresh_start(config: Config) -> Start:
     decisions = decide(anchored(config))
     decisions.refuse_misfit()  # before a corpus is prepared in vain
     decisions.backends()
+    _refuse_speed_out_of_reach(decisions)
     corpus = open_run_corpus(decisions)
     return Start(_fitted(decisions, corpus), corpus)
+
+
+def _refuse_speed_out_of_reach(decisions: Decisions) -> None:
+    """Refuse a budget in seconds that no formats keep on this device, before there is a folder to leave behind."""
+    if not wants_times(decisions.config, decisions.device.torch_device.type):
+        return
+
+    def progress(label: str, done: int, total: int) -> None:
+        print(f"timing GEMMs, {done} of {total}: {label} ...", file=sys.stderr, flush=True)
+
+    times = fresh_times(decisions, progress)
+    refuse_unreachable_speed(decisions.config, times, shapes_of(decisions))
 
 
 def resumed_start(run_dir: Path, config: Config, given: Collection[str]) -> Start:
