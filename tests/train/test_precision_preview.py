@@ -68,7 +68,13 @@ def test_a_budget_of_harm_takes_as_many_four_bits_as_it_allows(run_dir: Path, tm
 
 def test_a_budget_takes_the_place_of_the_one_that_the_run_had(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    words = ["--precision=snip", "--train.steps=2", "--snip.first=2", "--budget.fp4-flops=0.5"]
+    words = [
+        "--precision=snip",
+        "--train.steps=4",
+        "--snip.first=1",
+        "--snip.delay=1",
+        "--budget.fp4-flops=0.5",
+    ]
     assert main(flags(write_corpus(tmp_path), run_dir, *words)) == 0
     assert preview(run_dir, "--budget.divergence=0.3", f"--out={tmp_path / 'plan.json'}") == 0
     assert set(PrecisionPlan.read(tmp_path / "plan.json").budget) == {"quality"}
