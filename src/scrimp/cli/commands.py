@@ -62,8 +62,8 @@ class Train:
 class Plan:
     """Show what a run would take, and start nothing: parameters, FLOPs, bytes, tokens/s if measured.
 
-    With --precision snip --model.weights RUN: measure the run's newest checkpoint, and show the formats that would
-    follow.
+    With --precision snip --model.weights RUN: measure the run's newest checkpoint, and show the formats that this
+    gives.
     """
 
     file: Positional[Path | None] = None

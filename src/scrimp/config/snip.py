@@ -134,7 +134,7 @@ def decide_every(config: Config) -> Decision:
     steps = config.train.steps
     return min(
         2000, max(1, steps // 2)
-    ), f"half of {steps:,} steps, at most 2,000: measuring costs about ten steps"
+    ), f"half of {steps:,} steps, at most 2,000: measuring costs several steps"
 
 
 def decide_delay(config: Config) -> Decision:
@@ -146,7 +146,7 @@ def decide_delay(config: Config) -> Decision:
 def decide_probe(config: Config) -> Decision:
     """Steps between probes."""
     every = decided(config.snip.every) or config.train.steps
-    return min(1000, every), f"snip.every {every:,}, at most 1,000: a probe costs about three steps"
+    return min(1000, every), f"snip.every {every:,}, at most 1,000: a probe costs two passes and more"
 
 
 def check_candidates(config: Config) -> None:

@@ -1,4 +1,4 @@
-"""`scrimp plan --precision snip` on a run: measure its newest checkpoint, and show the plan that would follow.
+"""`scrimp plan --precision snip` on a run: measure its newest checkpoint, and show the plan that this gives.
 
 The run is not touched. Its own settings count (data, batch, optimizer) but for those that the user gives now.
 """
