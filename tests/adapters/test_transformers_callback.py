@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from scrimp.adapters import cycle
 from scrimp.adapters.recent_batches import RecentBatches
 from scrimp.errors import CheckpointError, PlanError
 from scrimp.gemm import LinearPrecision, swap_in
-from scrimp.planner.bits import PrecisionProfile
+from scrimp.planner.bits import Budget, PrecisionProfile
 from scrimp.precision import GEMMS
 
 pytest.importorskip("accelerate", reason="the Trainer of transformers needs accelerate")
@@ -147,10 +148,10 @@ def profiles(monkeypatch: pytest.MonkeyPatch) -> list[PrecisionProfile]:
 
     def look(profile: PrecisionProfile, *args: Any, **kwargs: Any) -> Any:
         seen.append(profile)
-        return plan(profile, *args, **kwargs)
+        return question_of(profile, *args, **kwargs)
 
-    plan = cycle.plan
-    monkeypatch.setattr(cycle, "plan", look)
+    question_of = cycle.question_of
+    monkeypatch.setattr(cycle, "question_of", look)
     return seen
 
 
@@ -187,14 +188,14 @@ def test_the_run_switches_at_its_step_however_long_solving_takes(
 ) -> None:
     runs = []
     for seconds in (0.0, 0.5):
-        plan, note = cycle.plan, Note()
+        question_of, note = cycle.question_of, Note()
 
-        def slow(*args: Any, seconds: float = seconds, plan: Any = plan, **kwargs: Any) -> Any:
+        def slow(*args: Any, seconds: float = seconds, ask: Any = question_of, **kwargs: Any) -> Any:
             time.sleep(seconds)
-            return plan(*args, **kwargs)
+            return ask(*args, **kwargs)
 
         with monkeypatch.context() as patch:
-            patch.setattr(cycle, "plan", slow)
+            patch.setattr(cycle, "question_of", slow)
             snip = SnipCallback(0.75, first=2, switch_after=2, start="fp8")
             run = trainer(tmp_path, snip, note, max_steps=6)
             run.train()
@@ -366,3 +367,21 @@ def test_a_budget_out_of_reach_stops_the_run_and_says_what_can_be_reached(tmp_pa
     run = trainer(tmp_path, SnipCallback({"quality": 0.0}, formats=("nvfp4",), first=2, switch_after=1))
     with pytest.raises(PlanError, match="predicted divergence"):
         run.train()
+
+
+def test_a_budget_that_gets_out_of_reach_leaves_the_nearest_plan_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    question_of = cycle.question_of
+
+    def out_of_reach(*args: Any, current: Any, **kwargs: Any) -> Any:
+        question = question_of(*args, current=current, **kwargs)
+        return question if current is None else dataclasses.replace(question, budget=Budget(quality=0.0))
+
+    monkeypatch.setattr(cycle, "question_of", out_of_reach)
+    snip = SnipCallback(0.5, first=2, every=2, switch_after=1)
+    trainer(tmp_path, snip, max_steps=6).train()
+    first, second = snip.history
+    assert first["fp4_flops"] >= 0.5
+    assert second["fp4_flops"] == 0.0
+    assert "safest" in second["reason"]

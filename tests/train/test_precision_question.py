@@ -10,7 +10,7 @@ import pytest
 
 from scrimp.config import BudgetConfig, Config, SnipConfig, TrainConfig
 from scrimp.planner.bits import Budget, PrecisionProfile, Question, choose
-from scrimp.train.precision_question import Horizon, ask, nearest_to
+from scrimp.train.precision_question import Horizon, ask
 
 sys.path.append(str(Path(__file__).parents[1] / "planner" / "bits"))
 from profiles import profile
@@ -37,21 +37,6 @@ def test_baselines_are_not_smoothed_with_the_harm_that_snip_sees(policy: str) ->
     plain, again = asked(policy=policy), asked(policy=policy, previous=harm)
     np.testing.assert_array_equal(choose(plain).costs, choose(again).costs)
     assert asked(previous=harm).previous is not None
-
-
-@pytest.mark.parametrize(
-    ("budget", "formats", "policy"),
-    [
-        (Budget(quality=0.0), ("bf16", "fp8", "nvfp4"), "bf16"),
-        (Budget(quality=0.0), ("fp8", "nvfp4"), "fp8"),
-        (Budget(fp4_flops=1.0), ("bf16", "fp8", "nvfp4"), "nvfp4"),
-    ],
-)
-def test_the_nearest_plan_is_the_safest_or_the_lowest_that_there_is(
-    budget: Budget, formats: tuple[str, ...], policy: str
-) -> None:
-    nearest, _ = nearest_to(Question(profile(6, formats), budget))
-    assert set(choose(nearest).recipes(nearest.profile).values()) == {(policy,) * 3}
 
 
 def test_phases_of_a_budget_that_nothing_keeps_are_left_to_the_solver_to_refuse() -> None:

@@ -23,11 +23,11 @@ from torch import nn
 from scrimp.adapters.applied import planned_of, put_in_force
 from scrimp.adapters.arguments import optimizer_from, view_of
 from scrimp.adapters.modules import default_layers, named_layers, trained_by
-from scrimp.adapters.pytorch import Losses, apply, measure_accumulated, plan
+from scrimp.adapters.pytorch import Losses, apply, measure_accumulated, question_of
 from scrimp.config.snip import POLICIES, is_policy
 from scrimp.errors import PlanError
 from scrimp.gemm import LinearPrecision, PlannedModel
-from scrimp.planner.bits import Budget, PrecisionPlan, PrecisionProfile
+from scrimp.planner.bits import Budget, PrecisionPlan, PrecisionProfile, make_plan, plan_or_nearest
 from scrimp.precision import GEMMS, RECIPES, recipe
 
 
@@ -99,7 +99,7 @@ class PlanCycle:
         self.plan: PrecisionPlan | None = None
         self.planned: PlannedModel | None = None
         self.history: list[dict[str, Any]] = []
-        self._solver = ThreadPoolExecutor(1, thread_name_prefix="scrimp-solver")
+        self._solver: ThreadPoolExecutor | None = None
         self._waiting: Future[PrecisionPlan] | PrecisionPlan | None = None
         self._switch_at: int | None = None
         self._measure_seconds = 0.0
@@ -156,10 +156,14 @@ class PlanCycle:
         )
         self._measure_seconds = time.perf_counter() - began
         self._switch_at = step + settings.delay
+        if self._solver is None:
+            self._solver = ThreadPoolExecutor(1, thread_name_prefix="scrimp-solver")
         self._waiting = self._solver.submit(self._solve, profile, self.plan, self._switch_at)
 
     def _solve(self, profile: PrecisionProfile, current: PrecisionPlan | None, step: int) -> PrecisionPlan:
-        return plan(profile, self.settings.budget, policy=self.settings.policy, current=current, step=step)
+        question = question_of(profile, self.settings.budget, policy=self.settings.policy, current=current)
+        # A budget that the first plan cannot keep was never possible: its user should hear so at once.
+        return make_plan(question, step=step) if current is None else plan_or_nearest(question, step=step)
 
     def is_switch_due(self, step: int) -> bool:
         """Whether a plan begins after this update."""
@@ -188,6 +192,12 @@ class PlanCycle:
             figures["certainty"] = new.certainty
         self.history.append({"step": new.step, "reason": new.reason, **figures})
         return figures
+
+    def close(self) -> None:
+        """Let the thread go; a plan that it still makes can be awaited, and the next measurement starts another."""
+        if self._solver is not None:
+            self._solver.shutdown(wait=False)
+            self._solver = None
 
     def _awaited(self) -> PrecisionPlan:
         assert self._waiting is not None

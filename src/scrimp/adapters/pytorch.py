@@ -176,11 +176,38 @@ def plan(
         PlanError: the budget cannot be reached (says what can), a policy that does not exist, a current plan
             of other layers or of a format that was not measured.
     """
+    question = question_of(
+        profile,
+        budget,
+        policy=policy,
+        weights=weights,
+        current=current,
+        stages=stages,
+        seconds=seconds,
+        solver=solver,
+        time_limit=time_limit,
+    )
+    return make_plan(question, step=profile.step if step is None else step)
+
+
+def question_of(
+    profile: PrecisionProfile,
+    budget: Budget | Mapping[str, float] | float,
+    *,
+    policy: str = "snip",
+    weights: Weights | None = None,
+    current: PrecisionPlan | None = None,
+    stages: Sequence[int] | None = None,
+    seconds: NDArray[np.float64] | None = None,
+    solver: str = "auto",
+    time_limit: float = 60.0,
+) -> Question:
+    """What `plan` asks the planner; its arguments."""
     if stages is not None and len(stages) != len(profile.layers):
         raise PlanError(
             "every layer needs a pipeline stage", got=len(stages), expected=f"{len(profile.layers)} numbers"
         )
-    question = Question(
+    return Question(
         profile,
         budget_from(budget),
         policy=policy,
@@ -191,7 +218,6 @@ def plan(
         solver=solver,
         time_limit=time_limit,
     )
-    return make_plan(question, step=profile.step if step is None else step)
 
 
 def apply(

@@ -219,6 +219,7 @@ class SnipCallback(TrainerCallback, ExportableState):
         if self._hook is not None:
             self._hook.remove()
         self._recent.clear()
+        self.cycle.close()
 
     def _is_worth_it(self, step: int, state: Any) -> bool:
         """Whether a plan that is measured after a step begins before the run ends."""

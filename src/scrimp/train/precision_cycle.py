@@ -29,10 +29,9 @@ from pathlib import Path
 from typing import Any
 
 from scrimp.config import decided
-from scrimp.errors import PlanError
 from scrimp.files import make_folder, write_whole
 from scrimp.planner import Plan
-from scrimp.planner.bits import PrecisionPlan, PrecisionProfile, make_plan
+from scrimp.planner.bits import PrecisionPlan, PrecisionProfile, plan_or_nearest
 from scrimp.precision import parse_rules
 from scrimp.profiler.statistics import Probe
 from scrimp.runtime import Executable, precisions_of
@@ -47,7 +46,6 @@ from scrimp.train.precision_question import (
     harm_in,
     is_due,
     low_share,
-    nearest_to,
     recipes_in,
     replanned,
     shares_of,
@@ -254,14 +252,7 @@ class PrecisionCycle:
             state.guard.penalties,
             times,
         )
-        step = horizon.step + decided(self._config.snip.delay)
-        try:
-            return make_plan(question, step=step)
-        except PlanError as error:
-            # In the middle of a run the nearest plan, with the reason, is better than none.
-            nearest, name = nearest_to(question)
-            plan = make_plan(nearest, step=step)
-            return dataclasses.replace(plan, reason=f"the {name} plan: {error}")
+        return plan_or_nearest(question, step=horizon.step + decided(self._config.snip.delay))
 
     def _switch(self, step: int) -> None:
         waiting, self.state.waiting = self.state.waiting, None

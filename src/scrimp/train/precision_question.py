@@ -17,7 +17,6 @@ from scrimp.config.snip import WHOLE_LAYERS, chosen_steps
 from scrimp.errors import PlanError
 from scrimp.planner import GemmChoice, Plan, linear_layers, linear_shapes
 from scrimp.planner.bits import Budget, PrecisionPlan, PrecisionProfile, Question, Weights, allowed_by, split
-from scrimp.planner.bits.policies import extremes
 from scrimp.planner.bits.schedule import at_share
 from scrimp.precision import GEMMS, RECIPES, PrecisionRules
 from scrimp.train.precision_guard import Recipes
@@ -195,18 +194,6 @@ def _budget(config: Config, times: StepTimes | None, profile: PrecisionProfile, 
     compute = config.precision_rules.compute
     in_compute = gemm_seconds(times, shapes, dict.fromkeys(current, (compute, compute, compute)))
     return Budget(seconds=max(0.0, allowed_seconds(config, times.other, in_compute)))
-
-
-def nearest_to(question: Question) -> tuple[Question, str]:
-    """A question that has an answer, where the budget of this one cannot be kept, and what its plan is called: the
-    fastest where it was seconds, the lowest where it was a share in 4 bits, the safest where it was harm."""
-    if question.budget.seconds is not None:
-        return dataclasses.replace(question, budget=Budget(quality=1e300)), "fastest"
-    formats = question.profile.formats
-    _, low = extremes(formats)
-    safest = max(formats, key=lambda name: RECIPES[name].bits)
-    policy, name = (formats[low], "lowest") if question.budget.fp4_flops is not None else (safest, "safest")
-    return dataclasses.replace(question, policy=policy), name
 
 
 def _in_its_phase(config: Config, question: Question, horizon: Horizon) -> Question:

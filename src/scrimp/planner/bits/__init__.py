@@ -6,6 +6,7 @@ together, `plan` is the result with its reasons.
 
 from scrimp.planner.bits.choose import Budget, Choice, Question, allowed_by, choose, harm_of
 from scrimp.planner.bits.divergence import SNIP, Divergence, Method, Weights, divergence, mean_divergence
+from scrimp.planner.bits.nearest import plan_or_nearest
 from scrimp.planner.bits.plan import PrecisionPlan, describe, make_plan
 from scrimp.planner.bits.profile import BatchStatistics, PrecisionProfile
 from scrimp.planner.bits.schedule import Phases, split
@@ -33,6 +34,7 @@ __all__ = [
     "harm_of",
     "make_plan",
     "mean_divergence",
+    "plan_or_nearest",
     "solve",
     "split",
 ]

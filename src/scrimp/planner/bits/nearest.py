@@ -1,0 +1,39 @@
+"""In the middle of a run the nearest plan, with the reason, is better than none.
+
+A budget that could be kept at the start can get out of reach: penalties after a promotion, times measured anew, a pool
+of FLOPs that is spent. Before a run an impossible budget is refused; in its middle the run goes on by the
+plan that comes nearest, which says so.
+
+Checked  tests/planner/bits/test_nearest.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from scrimp.errors import PlanError
+from scrimp.planner.bits.choose import Budget, Question
+from scrimp.planner.bits.plan import PrecisionPlan, make_plan
+from scrimp.planner.bits.policies import extremes
+from scrimp.precision import RECIPES
+
+
+def plan_or_nearest(question: Question, *, step: int) -> PrecisionPlan:
+    """A plan by the question, or where its budget cannot be kept the nearest, with the refusal as its reason."""
+    try:
+        return make_plan(question, step=step)
+    except PlanError as error:
+        nearest, name = nearest_to(question)
+        return dataclasses.replace(make_plan(nearest, step=step), reason=f"the {name} plan: {error}")
+
+
+def nearest_to(question: Question) -> tuple[Question, str]:
+    """A question that has an answer, where the budget of this one cannot be kept, and what its plan is called: the
+    fastest where it was seconds, the lowest where it was a share in 4 bits, the safest where it was harm."""
+    if question.budget.seconds is not None:
+        return dataclasses.replace(question, budget=Budget(quality=1e300)), "fastest"
+    formats = question.profile.formats
+    _, low = extremes(formats)
+    safest = max(formats, key=lambda name: RECIPES[name].bits)
+    policy, name = (formats[low], "lowest") if question.budget.fp4_flops is not None else (safest, "safest")
+    return dataclasses.replace(question, policy=policy), name
