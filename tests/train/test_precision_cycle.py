@@ -127,6 +127,8 @@ def test_rules_beside_snip_are_kept(corpus: Path, tmp_path: Path) -> None:
         (["--precision=snip", "--snip.at=soon"], "snip.at"),
         (["--precision=snip", "--snip.first=4"], "before its first plan"),
         (["--precision=snip", "--snip.at=\u00b2"], "snip.at"),
+        (["--precision=snip", "--snip.at=2", "--snip.first=1", "--snip.delay=2"], "plans of steps 1 and 2"),
+        (["--precision=snip", "--snip.at=4"], "would end before a plan of snip.at"),
         (["--precision=snip", "--snip.policy=random:"], "snip.policy"),
         (["--precision=snip", "--snip.policy=first-last", "--budget.divergence=0.3"], "only a share"),
         (["--precision=snip", "--snip.every=2", "--snip.delay=3"], "at most 2"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -9,8 +10,8 @@ import numpy as np
 import pytest
 
 from scrimp.config import BudgetConfig, Config, SnipConfig, TrainConfig
-from scrimp.planner.bits import Budget, PrecisionProfile, Question, choose
-from scrimp.train.precision_question import Horizon, ask
+from scrimp.planner.bits import Budget, PrecisionProfile, Question, choose, make_plan
+from scrimp.train.precision_question import Horizon, ask, divergences_of, recipes_in
 
 sys.path.append(str(Path(__file__).parents[1] / "planner" / "bits"))
 from profiles import profile
@@ -44,3 +45,14 @@ def test_phases_of_a_budget_that_nothing_keeps_are_left_to_the_solver_to_refuse(
     made = profile(6, FORMATS)
     made.batches[0].x[:5] = np.nan
     assert asked(made, final_share=0.2).budget == Budget(fp4_flops=0.5)
+
+
+def test_predictions_follow_promoted_formats() -> None:
+    """A root of a sum of squares over GEMMs: what the planner itself predicts of the same choice."""
+    question = Question(profile(6, ("bf16", "fp8", "nvfp4")), Budget(fp4_flops=1.0))
+    analysis = make_plan(question)
+    safe = dict.fromkeys(question.profile.layers, ("fp8", "fp8", "fp8"))
+    expected = make_plan(dataclasses.replace(question, budget=Budget(fp4_flops=0.0), policy="fp8")).predicted
+    names = ("loss_divergence", "weight_divergence")
+    assert divergences_of(analysis, safe) == pytest.approx([expected[name] for name in names])
+    assert divergences_of(analysis, recipes_in(analysis)) == tuple(analysis.predicted[name] for name in names)

@@ -152,6 +152,7 @@ def resolve(config: Config, architecture: Architecture, *, device_type: str) -> 
         config = decide(config, "snip.delay", lambda: snip.decide_delay(config))
         config = decide(config, "snip.probe_every", lambda: snip.decide_probe(config))
         snip.check_cadence(config)
+        snip.check_chosen_steps(config)
         if "snip.first" not in reasons:
             snip.check_first(config)
     return Resolution(config=config, architecture=architecture, reasons=reasons)

@@ -6,6 +6,7 @@ The steps at which a run plans are a function of the configuration alone, so tha
 from __future__ import annotations
 
 import difflib
+import itertools
 from typing import Any
 
 from scrimp.config.schema import Config, decided
@@ -197,6 +198,32 @@ def check_cadence(config: Config) -> None:
             expected=f"a delay of at most {every}",
             do="lower snip.delay, or leave it out",
         )
+
+
+def check_chosen_steps(config: Config) -> None:
+    """Refuse steps of snip.at whose plan would never be measured, or never begin.
+
+    Raises:
+        ConfigError: naming the step and what it collides with.
+    """
+    first, every, delay = (decided(getattr(config.snip, name)) for name in ("first", "every", "delay"))
+    steps, chosen = config.train.steps, chosen_steps(config.snip.at)
+    late = next((step for step in chosen if step + delay >= steps), None)
+    if late is not None:
+        raise ConfigError(
+            "the run would end before a plan of snip.at begins",
+            got=f"snip.at {late:,} and snip.delay {delay:,} of {steps:,} steps",
+            expected=f"steps below {steps - delay:,}",
+        )
+    due = {first, *chosen, *(range(first, steps, every) if every else ())}
+    for before, after in itertools.pairwise(sorted(due)):
+        if after - before < delay and {before, after} & set(chosen):
+            raise ConfigError(
+                "a plan of snip.at and another one are nearer than the steps from measuring to switching",
+                got=f"plans of steps {before:,} and {after:,} with snip.delay {delay:,}",
+                expected=f"at least {delay:,} steps between them",
+                do="move the step of snip.at, or lower snip.delay",
+            )
 
 
 def check_first(config: Config) -> None:

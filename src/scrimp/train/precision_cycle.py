@@ -185,7 +185,7 @@ class PrecisionCycle:
             self._measure(step)
         every = decided(self._config.snip.probe_every)
         if self.state.first_switch is not None and every and step % every == 0 and not switches:
-            self._judge(step, self._probe(step), "a regular probe")
+            self._judge(step, self._probe(step), None)
 
     def after_step(self, step: int, loss: float, norm: float, seconds: float) -> None:
         """Look at a step that was taken; `plan` may then be another one."""
@@ -330,19 +330,19 @@ class PrecisionCycle:
         if all(map(math.isfinite, measured.values())):
             self._analysis = dataclasses.replace(self._analysis, measured=measured)
 
-    def _judge(self, step: int, found: Probe, sign: str) -> None:
-        """Record a probe, and promote if the plan is to blame."""
-        blame = guard.verdict(found)
+    def _judge(self, step: int, found: Probe, sign: str | None) -> None:
+        """Record a probe, which a sign of trouble asked for or the calendar, and promote if the plan is to blame."""
+        blame, cause = guard.verdict(found), sign or "a regular probe"
         self._log.event(
             "probe",
             self._number,
-            f"{sign}: {blame or 'the plan is not to blame'}",
+            f"{cause}: {blame or 'the plan is not to blame'}",
             **dataclasses.asdict(found),
         )
-        if blame is None:
+        if blame is not None:
+            self._promote(step, f"{cause}; {blame}")
+        elif sign is not None:  # the same trouble would only ask again
             self.state.guard.rest_until = step + guard.REST_STEPS
-        else:
-            self._promote(step, f"{sign}; {blame}")
 
     def _promote(self, step: int, reason: str) -> None:
         """Higher formats at once where they cost most; no plan for a while."""

@@ -6,6 +6,7 @@ Everything here is a function of its arguments, without tensors or files.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -223,12 +224,31 @@ def replanned(plan: Plan, rules: PrecisionRules, recipes: Recipes, analysis: Pre
         gemms[layer] = GemmChoice(**dataclasses.asdict(precision), reason=_reason(layer, row, analysis, plan))
     predicted = plan.predicted
     if analysis is not None:
-        predicted = dataclasses.replace(
-            predicted,
-            loss_divergence=analysis.predicted["loss_divergence"],
-            weight_divergence=analysis.predicted["weight_divergence"],
-        )
+        loss, update = divergences_of(analysis, recipes)
+        predicted = dataclasses.replace(predicted, loss_divergence=loss, weight_divergence=update)
     return dataclasses.replace(plan, gemms=gemms, predicted=predicted)
+
+
+def divergences_of(analysis: PrecisionPlan, recipes: Recipes) -> tuple[float | None, float | None]:
+    """Of loss and weights, as an analysis predicts them of formats that need not be those that it chose."""
+    chosen = recipes_in(analysis)
+
+    def rescaled(predicted: float | None, part: str) -> float | None:
+        new, old = (
+            sum(
+                getattr(row.gemms[gemm], part).get(recipe, 0.0)
+                for layer, row in analysis.layers.items()
+                for gemm, recipe in zip(GEMMS, choices[layer], strict=True)
+            )
+            for choices in ({**chosen, **recipes}, chosen)
+        )
+        # The parts are squares: a divergence is the root of their sum.
+        return predicted if predicted is None or not old else predicted * math.sqrt(new / old)
+
+    return (
+        rescaled(analysis.predicted["loss_divergence"], "loss"),
+        rescaled(analysis.predicted["weight_divergence"], "update"),
+    )
 
 
 def _reason(layer: str, row: tuple[str, str, str], analysis: PrecisionPlan | None, plan: Plan) -> str:
