@@ -1,0 +1,61 @@
+"""Names of what a block does with its activations between forward and backward pass.
+
+Each level makes more of them again in the backward pass, and keeps less::
+
+    keep       everything that backward reads
+    swiglu     not the SwiGLU product, the input of mlp.down
+    norms      nor the normed inputs of qkv and gate_up
+    mlp        nor gate and up: the whole MLP is run again from the residual stream before it
+    qkv        nor q, k, v; of attention its output and softmax sums are kept, so that it does not run again
+    attention  nor those: the residual streams before attention and before the MLP are all that is kept
+    block      only the block's input is kept
+
+With ``+offload`` what a level still keeps waits in host memory: ``keep+offload`` moves instead of recomputing,
+``block+offload`` leaves nothing of a block on the device.
+
+Source  LLMQ's recompute levels and ProTrain's block modes; docs/memory.md
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from scrimp.errors import PlanError
+
+LEVELS = ("keep", "swiglu", "norms", "mlp", "qkv", "attention", "block")
+OFFLOAD = "+offload"
+
+
+@dataclass(frozen=True)
+class Activations:
+    """What one block does with its activations."""
+
+    level: str = "keep"
+    is_offloaded: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> Activations:
+        """From its name in a plan.
+
+        Raises:
+            PlanError: no such level.
+        """
+        level = text.removesuffix(OFFLOAD)
+        if level not in LEVELS:
+            raise PlanError(
+                "there is no such choice for a block's activations",
+                got=repr(text),
+                expected=", ".join(LEVELS) + f", each also with {OFFLOAD}",
+            )
+        return cls(level, text.endswith(OFFLOAD))
+
+    def __str__(self) -> str:
+        """Its name in a plan."""
+        return self.level + (OFFLOAD if self.is_offloaded else "")
+
+    def recomputes(self, level: str) -> bool:
+        """Whether it makes again what `level` does."""
+        return LEVELS.index(self.level) >= LEVELS.index(level)
+
+
+ALL_ACTIVATIONS = tuple(str(Activations(level, offload)) for offload in (False, True) for level in LEVELS)
