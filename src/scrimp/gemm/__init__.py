@@ -5,6 +5,7 @@
 low-precision kernels, and Triton's; which one is decided by what works and is fastest on the device.
 """
 
+from scrimp.gemm.again import is_running_again, run_again
 from scrimp.gemm.backends import Backend
 from scrimp.gemm.clock import Clock
 from scrimp.gemm.flops import register_flop_formulas
@@ -29,11 +30,13 @@ __all__ = [
     "compute_dtype",
     "head_gemms",
     "is_running",
+    "is_running_again",
     "observing",
     "planned_linear",
     "recomputed",
     "reference_only",
     "refuse_unrunnable",
     "register_flop_formulas",
+    "run_again",
     "swap_in",
 ]

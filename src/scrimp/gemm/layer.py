@@ -169,13 +169,26 @@ def forward(
         a, codes = backend.prepare_and_store(x.to(compute), uses[0], saved_use)
     else:
         a = backend.prepare(x.to(dtype), uses[0])
-        if keep_codes:
-            # From the compute type, as wgrad would read a saved input.
-            saved_use = layer.uses("wgrad", now, saved)[1]
-            codes = layer.backend(saved, "wgrad", tokens, weight).store(x.to(compute), saved_use)
+        codes = store_input(x, weight, layer, compute, now=now) if keep_codes else None
     y = backend.multiply("fprop", a, backend.prepare(weight.to(dtype), uses[1]), compute)
     _tell(layer, "fprop", backend, (x, weight), uses, y)
     return y, codes
+
+
+@running
+def store_input(
+    x: Tensor,
+    weight: Tensor,
+    layer: PlannedLayer,
+    compute: torch.dtype,
+    *,
+    now: tuple[int, int] | None = None,
+) -> QuantizedTensor:
+    """The codes of X that backward will read, without a product; arguments as of `forward`."""
+    saved = layer.precision.saved
+    use = layer.uses("wgrad", now or layer.clock.now, saved)[1]
+    # From the compute type, as wgrad would read a saved input.
+    return layer.backend(saved, "wgrad", len(x), weight).store(x.to(compute), use)
 
 
 @running

@@ -15,27 +15,24 @@ Checked    tests/gemm/test_linear.py, tests/gemm/test_compile.py
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.utils.checkpoint import checkpoint
 
 from scrimp.errors import DeviceError, ModelError, PlanError
 from scrimp.formats import QuantizedTensor
 from scrimp.gemm import operators
-from scrimp.gemm.layer import PlannedLayer, backward, forward
+from scrimp.gemm.again import is_handled, only_saves, run_again
+from scrimp.gemm.layer import PlannedLayer, backward, forward, store_input
 from scrimp.gemm.observe import is_plain_observed
 from scrimp.gemm.storage import RECOMPUTED
 from scrimp.precision import HIGH_PRECISION, RECOMPUTE
 
 COMPUTE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
-_local = threading.local()
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -89,44 +86,24 @@ def planned_linear(x: Tensor, weight: Tensor, bias: Tensor | None, layer: Planne
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
-def recomputed(linear: nn.Module, producer: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+def recomputed(
+    linear: nn.Module, producer: Callable[..., Tensor], *inputs: Tensor, always: bool = False
+) -> Tensor:
     """linear(producer(*inputs)), where the plan may drop the product and make it again in backward.
 
     Args:
-        linear: planned or not; only `saved: recompute` changes anything.
+        linear: planned or not; `saved: recompute` of its plan asks for it.
         producer: cheap and without randomness, a norm or SwiGLU; its inputs are kept.
+        always: whatever the layer's plan saves.
     """
     planned = getattr(linear, "planned", None)
-    if planned is None or planned.saved_class != RECOMPUTED or not torch.is_grad_enabled():
+    if not always and (planned is None or planned.saved_class != RECOMPUTED):
         return cast(Tensor, linear(producer(*inputs)))
 
     def body(*again: Tensor) -> Tensor:
         return cast(Tensor, linear(producer(*again)))
 
-    if torch.compiler.is_compiling():
-        return cast(Tensor, checkpoint(body, *inputs, use_reentrant=False, preserve_rng_state=False))
-    return cast(
-        Tensor,
-        checkpoint(
-            body,
-            *inputs,
-            use_reentrant=False,
-            preserve_rng_state=False,
-            context_fn=lambda: (_marked("recomputed"), _marked("only_saving")),
-        ),
-    )
-
-
-@contextlib.contextmanager
-def _marked(mark: str) -> Iterator[None]:
-    """Inside, planned layers know: "recomputed", their input will be made again; "only_saving", it is being made
-    again, and the product, which nobody reads, is skipped."""
-    before = getattr(_local, mark, False)
-    setattr(_local, mark, True)
-    try:
-        yield
-    finally:
-        setattr(_local, mark, before)
+    return run_again(body, *inputs, last=linear)
 
 
 class _Linear(torch.autograd.Function):
@@ -139,20 +116,16 @@ class _Linear(torch.autograd.Function):
         saves = needs_grad and ctx.needs_input_grad[1]
         keeps_codes = saves and layer.precision.saved not in (*HIGH_PRECISION, RECOMPUTE)
         codes: QuantizedTensor | None = None
-        is_only_saving = getattr(_local, "only_saving", False)
-        if (
-            saves
-            and layer.saved_class == RECOMPUTED
-            and not (is_only_saving or getattr(_local, "recomputed", False))
-        ):
+        if saves and layer.saved_class == RECOMPUTED and not is_handled(layer):
             raise PlanError(
                 f"{layer.name} is planned to recompute its input, and nothing tells it how",
                 do="call it through scrimp.gemm.recomputed(layer, producer, *inputs), or save the input",
             )
-        if is_only_saving:
-            y = x.new_empty(len(x), len(weight), dtype=compute)
-        else:
-            with torch.autocast(x.device.type, enabled=False):  # each product has its own type
+        with torch.autocast(x.device.type, enabled=False):  # each product has its own type
+            if only_saves(layer):
+                y = x.new_empty(len(x), len(weight), dtype=compute)
+                codes = store_input(x, weight, layer, compute) if keeps_codes else None
+            else:
                 y, codes = forward(x, weight, layer, compute, keep_codes=keeps_codes)
         ctx.layer, ctx.compute, ctx.now = layer, compute, layer.clock.now
         ctx.input_dtype = x.dtype

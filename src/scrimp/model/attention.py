@@ -220,6 +220,20 @@ def attend(qkv_BTGK: Tensor, layout: AttentionLayout) -> Tensor:
     return out_BHTK.transpose(1, 2)
 
 
+def attention_operators() -> frozenset[Any]:
+    """The kernels that attention ends in: what recomputation keeps the results of, where attention is not to run
+    again."""
+    names = (
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+    )
+    found = [getattr(torch.ops.aten, name).default for name in names if hasattr(torch.ops.aten, name)]
+    varlen = getattr(getattr(torch.ops, "torch_attn", None), "_varlen_attn", None)
+    return frozenset([*found, *([varlen.default] if varlen is not None else [])])
+
+
 def _varlen(q_BTHK: Tensor, k_BTNK: Tensor, v_BTNK: Tensor, layout: AttentionLayout) -> Tensor:
     kernel = varlen_kernel()
     assert kernel is not None

@@ -17,6 +17,8 @@ Precision   A plan gives every linear layer's GEMMs their formats (`scrimp.gemm`
             handed to the layer that reads their results, because a plan may make them again in backward.
             The residual stream keeps the embedding's type: float32 under autocast, bfloat16 with
             bfloat16 parameters. Norms compute in float32 and hand the GEMMs their type.
+Memory      A block keeps or makes again what its backward pass reads, by its `activations`
+            (`scrimp.config.activations`); no number changes by it.
 Documents   Rows may hold several documents; see attention.py.
 Checked     tests/model/test_decoder.py: logits and gradients against a float64 reference.
 
@@ -32,11 +34,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from scrimp.config.activations import Activations
 from scrimp.config.architecture import Architecture
-from scrimp.gemm import PlannedLayer, compute_dtype, recomputed
-from scrimp.model.attention import AttentionLayout, attend
+from scrimp.gemm import PlannedLayer, compute_dtype, recomputed, run_again
+from scrimp.model.attention import AttentionLayout, attend, attention_operators
 from scrimp.model.functions import rms_norm, swiglu
 from scrimp.model.loss import LossSums, cross_entropy_sums
+
+KEEP = Activations()
 
 
 class Linear(nn.Linear):
@@ -85,17 +90,31 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(a.head_size, a.norm_eps, device=device, dtype=dtype)
             self.k_norm = RMSNorm(a.head_size, a.norm_eps, device=device, dtype=dtype)
 
-    def heads(self, x_BTD: Tensor, norm: RMSNorm) -> Tensor:
-        """qkv_BTGK: query, key and value heads side by side, normed where the family does, not yet turned."""
-        qkv_BTGK: Tensor = recomputed(self.qkv, norm, x_BTD).unflatten(-1, (-1, self.head_size))
+    def heads(self, x_BTD: Tensor, norm: RMSNorm, again: bool = False) -> Tensor:
+        """qkv_BTGK: query, key and value heads side by side, normed where the family does, not yet turned.
+
+        Args:
+            again: make the normed input again in backward.
+        """
+        qkv_BTGK: Tensor = recomputed(self.qkv, norm, x_BTD, always=again).unflatten(-1, (-1, self.head_size))
         if self.q_norm is None or self.k_norm is None:
             return qkv_BTGK
         q, k, v = qkv_BTGK.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=2)
         return torch.cat([self.q_norm(q), self.k_norm(k), v], dim=2)
 
-    def forward(self, x_BTD: Tensor, norm: RMSNorm, layout: AttentionLayout) -> Tensor:
+    def forward(
+        self, x_BTD: Tensor, norm: RMSNorm, layout: AttentionLayout, activations: Activations = KEEP
+    ) -> Tensor:
         """Attend within the documents of each row, to the normed residual stream."""
-        return cast(Tensor, self.out(attend(self.heads(x_BTD, norm), layout).flatten(2)))
+
+        def attended(x_BTD: Tensor, again: bool = False) -> Tensor:
+            return cast(Tensor, self.out(attend(self.heads(x_BTD, norm, again), layout).flatten(2)))
+
+        if activations.recomputes("attention"):
+            return run_again(attended, x_BTD, last=self.out)
+        if activations.recomputes("qkv"):
+            return run_again(attended, x_BTD, last=self.out, keeps=attention_operators())
+        return attended(x_BTD, activations.recomputes("norms"))
 
 
 class Mlp(nn.Module):
@@ -109,9 +128,16 @@ class Mlp(nn.Module):
         self.gate_up = Linear(a.width, 2 * a.ffn_width, bias=False, device=device, dtype=dtype)
         self.down = Linear(a.ffn_width, a.width, bias=False, device=device, dtype=dtype)
 
-    def forward(self, x_BTD: Tensor, norm: RMSNorm) -> Tensor:
+    def forward(self, x_BTD: Tensor, norm: RMSNorm, activations: Activations = KEEP) -> Tensor:
         """Token by token, of the normed residual stream."""
-        return recomputed(self.down, swiglu, recomputed(self.gate_up, norm, x_BTD))
+
+        def multiplied(x_BTD: Tensor, norms: bool = False, product: bool = False) -> Tensor:
+            gate_up_BTF = recomputed(self.gate_up, norm, x_BTD, always=norms)
+            return recomputed(self.down, swiglu, gate_up_BTF, always=product)
+
+        if activations.recomputes("mlp"):
+            return run_again(multiplied, x_BTD, last=self.down)
+        return multiplied(x_BTD, activations.recomputes("norms"), activations.recomputes("swiglu"))
 
 
 class Block(nn.Module):
@@ -123,6 +149,8 @@ class Block(nn.Module):
         super().__init__()
         a = architecture
         self.is_compiled = False
+        self.activations = KEEP
+        """What is made again in backward instead of kept; may change between two steps."""
         self.attention_norm = RMSNorm(a.width, a.norm_eps, device=device, dtype=dtype)
         self.attention = Attention(a, device=device, dtype=dtype)
         self.mlp_norm = RMSNorm(a.width, a.norm_eps, device=device, dtype=dtype)
@@ -135,8 +163,14 @@ class Block(nn.Module):
 
     def forward(self, x_BTD: Tensor, layout: AttentionLayout) -> Tensor:
         """The residual stream after this block."""
-        x_BTD = x_BTD + self.attention(x_BTD, self.attention_norm, layout)
-        return x_BTD + cast(Tensor, self.mlp(x_BTD, self.mlp_norm))
+
+        def added(x_BTD: Tensor, activations: Activations = KEEP) -> Tensor:
+            x_BTD = x_BTD + self.attention(x_BTD, self.attention_norm, layout, activations)
+            return x_BTD + cast(Tensor, self.mlp(x_BTD, self.mlp_norm, activations))
+
+        if self.activations.recomputes("block"):
+            return run_again(added, x_BTD, last=self.mlp.down)
+        return added(x_BTD, self.activations)
 
 
 class Decoder(nn.Module):

@@ -14,6 +14,7 @@ Method   Before training: one forward and backward pass over a few tokens, twice
 
          Gradients are thrown away; parameters, random state and data order are untouched.
          In training: the planned GEMMs of the first step are counted again (`StepCount`), compiled or not.
+         What runs again in backward, where activations are recomputed, counts once.
 Limits   Attention's own products live inside one fused kernel and are not counted here. The probe
          runs before compilation.
 Checked  tests/runtime/test_proof.py, with plans that lie.
@@ -32,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from scrimp.errors import TrainingError
 from scrimp.formats import QuantizedTensor, quantize
-from scrimp.gemm import Execution, is_running, observing
+from scrimp.gemm import Execution, is_running, is_running_again, observing
 from scrimp.gemm.problem import AXES, Use, high_precision, multiply
 from scrimp.planner import Plan
 from scrimp.precision import GEMMS, LinearPrecision, Operand
@@ -61,7 +62,7 @@ class _ProductCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        if name in _PRODUCTS and not is_running():
+        if name in _PRODUCTS and not is_running() and not is_running_again():
             operand = args[1] if "addmm" in name else args[0]
             self.counts["plain", "", _FORMATS.get(operand.dtype, str(operand.dtype))] += 1
         return func(*args, **(kwargs or {}))
@@ -75,6 +76,8 @@ class StepCount:
 
     def __call__(self, execution: Execution) -> None:
         """Observe one."""
+        if is_running_again():
+            return
         self.counts[execution.layer, execution.gemm, execution.recipe] += 1
 
     def check(self, plan: Plan, compute: str, *, micro_batches: int, head_chunks: int) -> None:
