@@ -25,6 +25,7 @@ CONFIG = """
 --train.nonfinite-patience
 --budget.device-memory --budget.host-memory --budget.fp4-flops --budget.step-seconds --budget.speedup
 --budget.divergence
+--memory.activations
 --snip.formats --snip.policy --snip.start --snip.first --snip.every --snip.at --snip.delay --snip.batches
 --snip.gains --snip.loss-weight --snip.update-weight --snip.curvature-weight --snip.final-share
 --snip.final-weight --snip.probe-every

@@ -20,10 +20,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from scrimp.errors import PlanError
+from scrimp.errors import ConfigError, PlanError
 
 LEVELS = ("keep", "swiglu", "norms", "mlp", "qkv", "attention", "block")
 OFFLOAD = "+offload"
+KEY = "memory.activations"
 
 
 @dataclass(frozen=True)
@@ -59,3 +60,41 @@ class Activations:
 
 
 ALL_ACTIVATIONS = tuple(str(Activations(level, offload)) for offload in (False, True) for level in LEVELS)
+
+
+def assign_activations(text: str, num_blocks: int) -> list[Activations]:
+    """What each block does by a setting: a choice for all blocks, then for some: ``norms,0-11=block,12=qkv+offload``.
+
+    Raises:
+        ConfigError: no such choice, blocks that are no numbers, or that the model does not have.
+    """
+    first, *rules = (part.strip() for part in text.split(","))
+    assigned = [_chosen(first)] * num_blocks
+    for rule in rules:
+        blocks, equals, choice = (part.strip() for part in rule.partition("="))
+        start, dash, stop = blocks.partition("-")
+        numbers = [start, stop] if dash else [start]
+        if not equals or not all(number.isascii() and number.isdecimal() for number in numbers):
+            raise ConfigError(
+                f"{KEY}: a rule that cannot be read",
+                got=repr(rule),
+                expected="blocks and their choice, such as 0-11=block",
+            )
+        low, high = int(numbers[0]), int(numbers[-1])
+        if not low <= high < num_blocks:
+            raise ConfigError(
+                f"{KEY}: blocks that the model does not have",
+                got=blocks,
+                expected=f"0 to {num_blocks - 1}",
+            )
+        assigned[low : high + 1] = [_chosen(choice)] * (high - low + 1)
+    return assigned
+
+
+def _chosen(text: str) -> Activations:
+    try:
+        return Activations.parse(text)
+    except PlanError as error:
+        raise ConfigError(
+            f"{KEY}: {error.what}", got=repr(text), expected=", ".join(ALL_ACTIVATIONS)
+        ) from None

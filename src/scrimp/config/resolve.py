@@ -47,6 +47,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from scrimp.config import snip
+from scrimp.config.activations import assign_activations
 from scrimp.config.architecture import Architecture
 from scrimp.config.fields import flatten, replace_values
 from scrimp.config.schema import Config, TrainConfig, decided
@@ -85,6 +86,7 @@ MAY_CHANGE_ON_RESUME: frozenset[str] = frozenset(
         # How the same step is carried out: the same run but for rounding.
         "device",
         "backend",
+        "memory.activations",
         "train.micro_batch",
         "train.loss_chunk",
         "train.compile",
@@ -146,6 +148,8 @@ def resolve(config: Config, architecture: Architecture, *, device_type: str) -> 
     config = decide(config, "train.loss_chunk", lambda: _loss_chunk(config.train, architecture, device_type))
     config = decide(config, "train.compile", lambda: _compile(device_type))
     _check_schedule(config.train)
+    if config.memory.activations != "auto":
+        assign_activations(config.memory.activations, architecture.num_layers)
     if config.is_planned:
         config = decide(config, "snip.first", lambda: snip.decide_first(config))
         config = decide(config, "snip.every", lambda: snip.decide_every(config))

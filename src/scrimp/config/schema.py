@@ -159,6 +159,15 @@ class BudgetConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MemoryConfig:
+    """What is done so that a step fits. None of it changes a number of the run."""
+
+    activations: str = "auto"
+    """What blocks do with what backward reads: keep it, or make it again: swiglu, norms, mlp, qkv, attention, block
+    (each more than the one before). For some blocks: norms,0-11=block. auto: as the budget demands."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SnipConfig:
     """How `precision = snip` chooses formats while training; without effect otherwise."""
 
@@ -207,6 +216,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     budget: BudgetConfig = field(default_factory=BudgetConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
     snip: SnipConfig = field(default_factory=SnipConfig)
     device: str = "auto"
     """auto, cpu, cuda or cuda:N. auto: CUDA where there is one."""

@@ -14,6 +14,7 @@ import json
 from collections.abc import Mapping
 
 from scrimp.config import Architecture, Config, decided, parse_bytes
+from scrimp.config.activations import assign_activations
 from scrimp.config.snip import BUDGETS
 from scrimp.errors import PlanError
 from scrimp.planner.flops import linear_layers
@@ -98,7 +99,7 @@ def build_plan(
         ),
         budget=_budget(config, device_is_host),
         gemms=_gemms(config, architecture, reasons),
-        blocks={number: BlockChoice(activations="keep", reason=fits) for number in numbers},
+        blocks=_blocks(config, architecture, fits),
         states=dict.fromkeys([*numbers, "embedding", "head"], place),
         layout=Layout(stages=[[0, architecture.num_layers - 1]]),
         # On a CPU the copy that a checkpoint is written from lies in the device's memory; the whole process,
@@ -108,6 +109,16 @@ def build_plan(
             peak_host_bytes=None if device_is_host else account.checkpoint_copy,
         ),
     )
+
+
+def _blocks(config: Config, architecture: Architecture, fits: str) -> dict[str, BlockChoice]:
+    setting = config.memory.activations
+    if setting == "auto":
+        return {str(i): BlockChoice("keep", fits) for i in range(architecture.num_layers)}
+    assigned = assign_activations(setting, architecture.num_layers)
+    return {
+        str(i): BlockChoice(str(choice), f"memory.activations {setting}") for i, choice in enumerate(assigned)
+    }
 
 
 def _gemms(config: Config, architecture: Architecture, reasons: Mapping[str, str]) -> dict[str, GemmChoice]:

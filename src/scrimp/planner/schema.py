@@ -10,7 +10,7 @@ stand in ``predicted``, and after the first steps what was measured stands besid
     budget        what it was allowed to spend (bytes; shares)
     gemms         layer -> fprop, dgrad, wgrad (recipes), saved (what backward keeps of the input:
                   a recipe, a high precision or recompute), reason
-    blocks        block number -> activations (keep, recompute, ...), reason
+    blocks        block number -> activations (`scrimp.config.activations`), reason
     states        block number, "embedding", "head" -> weights, gradients, optimizer (device, host), reason
     layout        degrees of each parallel axis, and the stages
     predicted     peak bytes, seconds per step, divergences; null where nothing predicts it yet
@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from scrimp.config.activations import LEVELS
 from scrimp.errors import PlanError
 from scrimp.precision import GEMMS, RECIPES, RECOMPUTE, SAVED_CHOICES, is_recomputable
 
@@ -37,6 +38,7 @@ VERSION = 1
 RESTORE = "copy plan.json from the newest checkpoint of the run"
 FORMATS = tuple(RECIPES)
 """Recipes that a GEMM may have."""
+RUNNABLE_ACTIVATIONS = LEVELS
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class BlockChoice:
     """What happens to the activations of one block."""
 
     activations: str
+    """Its name in `scrimp.config.activations`."""
     reason: str
 
 
@@ -183,27 +186,36 @@ class Plan:
                 kept = tuple(name for name in SAVED_CHOICES if name != RECOMPUTE)
                 raise _no_such(f"{origin}: the input of {layer} cannot be recomputed", RECOMPUTE, kept)
 
+    def check_activations(self, origin: str) -> None:
+        """Refuse choices of blocks that do not exist, or that this version cannot carry out."""
+        for number, choice in self.blocks.items():
+            if choice.activations not in RUNNABLE_ACTIVATIONS:
+                what = f"{origin}: blocks.{number}.activations cannot be {choice.activations}"
+                raise _no_such(what, choice.activations, RUNNABLE_ACTIVATIONS)
+
     def check_runnable(self, decided: Plan, origin: str) -> None:
         """Refuse what differs from `decided` and cannot be carried out yet, rather than ignore it.
 
-        Any GEMM may have any recipe that `check_formats` knows: a linear layer casts its operands.
+        Any GEMM may have any recipe that `check_formats` knows: a linear layer casts its operands. Any block may make
+        its activations again.
 
         Args:
             decided: the plan that this version makes for the same run.
         """
         self.check_formats(origin)
+        self.check_activations(origin)
         for section in ("gemms", "blocks", "states"):
             mine, theirs = getattr(self, section), getattr(decided, section)
             if set(mine) != set(theirs):
                 odd = sorted(set(mine) ^ set(theirs))[0]
                 raise PlanError(f"{origin}: {section} are not those of the model", got=odd, do=RESTORE)
-            for name, row in mine.items() if section != "gemms" else ():
+            for name, row in mine.items() if section == "states" else ():
                 if dataclasses.replace(row, reason="") != dataclasses.replace(theirs[name], reason=""):
                     raise PlanError(
                         f"{origin}: {section}.{name} cannot be carried out",
                         got=json.dumps(dataclasses.asdict(row)),
                         expected=json.dumps(dataclasses.asdict(theirs[name])),
-                        do=f"{RESTORE}: this version keeps activations, and everything on the device",
+                        do=f"{RESTORE}: this version keeps all states on the device",
                     )
         if self.layout != decided.layout:
             raise PlanError(f"{origin}: layout cannot be carried out", expected="one device", do=RESTORE)

@@ -11,11 +11,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from scrimp.config import Architecture
+from scrimp.config.activations import Activations
 from scrimp.gemm import (
     Backend,
     BackendChooser,
@@ -26,7 +28,7 @@ from scrimp.gemm import (
     swap_in,
 )
 from scrimp.gemm.problem import Shape, shape_of
-from scrimp.model import Decoder, LossSums
+from scrimp.model import Block, Decoder, LossSums
 from scrimp.planner import Plan, linear_shapes
 from scrimp.precision import GEMMS, HIGH_PRECISION, LinearPrecision
 
@@ -102,6 +104,8 @@ def realise(
         model = Decoder(architecture, dtype=DTYPES[parameters])
     model.to_empty(device=device)
     fill(model)
+    for number, block in plan.blocks.items():
+        cast(Block, model.blocks[int(number)]).activations = Activations.parse(block.activations)
     planned = None
     if replans or quantizes(plan, compute):
         planned = plan_layers(model, plan, choose or backends_for(device), seed)

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from scrimp import __version__
-from scrimp.config import Config, decided, reasons_in, to_toml
+from scrimp.config import Config, decided, load_config, reasons_in, to_toml
 from scrimp.errors import CheckpointError, TrainingError
 from scrimp.files import write_whole
 from scrimp.model import Decoder, initialise
@@ -110,7 +110,9 @@ def _write_decisions(run_dir: Path, config: Config, start: Start) -> tuple[Plan,
             if saved.fingerprint == plan.fingerprint:
                 saved.check_runnable(plan, str(plan_path))
                 # What may change on resume changes the account: the choices are kept, not the figures.
-                plan = dataclasses.replace(saved, budget=plan.budget, predicted=plan.predicted)
+                kept = dataclasses.replace(saved, budget=plan.budget, predicted=plan.predicted)
+                has_same_memory = load_config(config_path).memory == config.memory
+                plan = kept if has_same_memory else dataclasses.replace(kept, blocks=plan.blocks)
     else:
         start.corpus.tokenizer.save(run_dir / TOKENIZER)
     text = to_toml(config, reasons)
