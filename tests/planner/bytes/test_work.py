@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from scrimp.config import preset
@@ -36,7 +38,7 @@ def test_with_memory_that_costs_nothing_the_passes_are_the_models_flops() -> Non
 def test_each_level_makes_more_again_and_never_the_whole_forward_pass() -> None:
     again = [seconds(level).again for level in LEVELS]
     assert again[0] == 0
-    assert all(less < more for less, more in zip(again, again[1:], strict=False))
+    assert all(less < more for less, more in itertools.pairwise(again))
     assert again[-1] < seconds().forward
 
 
