@@ -20,12 +20,13 @@ CONFIG = """
 --model.num-heads --model.num-kv-heads --model.ffn-width
 --train.steps --train.sequence --train.batch-tokens --train.micro-batch --train.lr --train.schedule
 --train.warmup-steps --train.final-lr-ratio --train.weight-decay --train.beta1 --train.beta2 --train.adam-eps
---train.clip --train.z-loss --train.parameters --train.master-weights --train.loss-chunk --train.compile
+--train.clip --train.z-loss --train.parameters --train.master-weights --train.moments --train.loss-chunk
+--train.compile
 --train.eval-every --train.eval-tokens --train.checkpoint-every --train.keep-last --train.keep-every
 --train.nonfinite-patience
 --budget.device-memory --budget.host-memory --budget.fp4-flops --budget.step-seconds --budget.speedup
 --budget.divergence
---memory.activations
+--memory.activations --memory.weights --memory.gradients --memory.optimizer
 --snip.formats --snip.policy --snip.start --snip.first --snip.every --snip.at --snip.delay --snip.batches
 --snip.gains --snip.loss-weight --snip.update-weight --snip.curvature-weight --snip.final-share
 --snip.final-weight --snip.probe-every

@@ -69,7 +69,17 @@ def test_rules_are_one_string(text: str) -> None:
 def test_unset_values_are_left_out_and_sections_come_in_order() -> None:
     table = tomllib.loads(to_toml(Config()))
     assert "dir" not in table["run"]
-    assert list(table) == ["device", "precision", "backend", "run", "data", "model", "train", "memory", "snip"]
+    assert list(table) == [
+        "device",
+        "precision",
+        "backend",
+        "run",
+        "data",
+        "model",
+        "train",
+        "memory",
+        "snip",
+    ]
 
 
 def test_text_is_escaped() -> None:

@@ -32,7 +32,8 @@ def test_a_run_that_recomputes_has_the_losses_of_one_that_keeps(
 ) -> None:
     """Of SNIP too: its statistics see every layer once, however often it runs."""
     expected = run(corpus, tmp_path / "keep", *words, "--memory.activations=keep")
-    for setting in ("block", "qkv,1=norms"):
+    offload = () if words else ("keep+offload", "block+offload,1=mlp+offload")
+    for setting in (*offload, "block", "qkv,1=norms"):
         run_dir = tmp_path / setting
         assert run(corpus, run_dir, *words, f"--memory.activations={setting}") == expected
     blocks = Plan.read(run_dir / "plan.json").blocks
@@ -82,3 +83,25 @@ def test_a_plan_that_was_edited_recomputes_on_resume(corpus: Path, tmp_path: Pat
     assert main(["train", f"--run.dir={run_dir}", "--resume"]) == 0
     assert losses(run_dir) == expected
     assert Plan.read(run_dir / "plan.json").blocks["1"].activations == "attention"
+
+
+@pytest.mark.parametrize("words", [["--precision=bf16", "--train.parameters=bf16"], []], ids=["bf16", "fp32"])
+def test_states_on_the_host_change_no_loss(corpus: Path, tmp_path: Path, words: list[str]) -> None:
+    more = [*words, "--train.micro-batch=2", "--train.clip=0.1"]
+    expected = run(corpus, tmp_path / "device", *more)
+    settings = ["--memory.optimizer=host", "--memory.gradients=1", "--memory.weights=host"]
+    for number, some in enumerate((settings[:1], settings, [*settings, "--memory.activations=keep+offload"])):
+        run_dir = tmp_path / str(number)
+        assert run(corpus, run_dir, *more, *some) == expected
+    states = Plan.read(run_dir / "plan.json").states
+    assert [states[name].gradients for name in ("0", "1", "head")] == ["device", "host", "device"]
+
+
+def test_a_run_goes_on_with_its_states_elsewhere(corpus: Path, tmp_path: Path) -> None:
+    expected = run(corpus, tmp_path / "whole")
+    run_dir = tmp_path / "run"
+    assert run(corpus, run_dir, "--train.checkpoint-every=3", "--memory.optimizer=host") == expected
+    for words in (["--memory.optimizer=device", "--memory.weights=host"], ["--memory.weights=device"]):
+        shutil.rmtree(run_dir / "checkpoints" / f"step-{STEPS:08d}")
+        assert main(["train", f"--run.dir={run_dir}", "--resume", *words]) == 0
+        assert losses(run_dir) == expected

@@ -9,7 +9,13 @@ from scrimp.config.build import base_architecture
 from scrimp.config.fields import flatten, leaves, nearest_key, replace_values
 from scrimp.config.load import load_config, parse_config, read_config
 from scrimp.config.presets import OWN_PRESETS, PRESETS, preset
-from scrimp.config.resolve import MAY_CHANGE_ON_RESUME, Resolution, differences, resolve
+from scrimp.config.resolve import (
+    MAY_CHANGE_ON_RESUME,
+    Resolution,
+    differences,
+    resolve,
+    with_later_choices,
+)
 from scrimp.config.save import reasons_in, to_toml
 from scrimp.config.schema import (
     BudgetConfig,
@@ -59,4 +65,5 @@ __all__ = [
     "replace_values",
     "resolve",
     "to_toml",
+    "with_later_choices",
 ]

@@ -91,6 +91,27 @@ def assign_activations(text: str, num_blocks: int) -> list[Activations]:
     return assigned
 
 
+def blocks_on_host(key: str, text: str, num_blocks: int) -> int | None:
+    """Of how many blocks a class of states lives on the host, by memory.weights, .gradients or .optimizer; None: the
+    plan decides.
+
+    Raises:
+        ConfigError: neither a place nor a number of blocks that the model has.
+    """
+    if text == "auto":
+        return None
+    known = {"device": 0, "host": num_blocks}
+    if text in known:
+        return known[text]
+    if text.isascii() and text.isdecimal() and int(text) <= num_blocks:
+        return int(text)
+    raise ConfigError(
+        f"memory.{key} is not one of its choices",
+        got=repr(text),
+        expected=f"auto, device, host, or a number of blocks, 0 to {num_blocks}",
+    )
+
+
 def _chosen(text: str) -> Activations:
     try:
         return Activations.parse(text)

@@ -13,6 +13,10 @@ precision            bf16 on CUDA, whose matrix units run it many times faster; 
 parameters           the compute format: fp32 where the precision's base is fp32, else bf16 (half the bytes
                      of weights and gradients), then with fp32 master weights, since a bf16 weight loses
                      updates smaller than 1/256 of itself.
+moments              fp32 beside fp32 parameters or master weights; bf16 beside bf16 weights, whose own rounding
+                     hides that of such moments: after 300 steps the weights are 3.1 % of their way off those of
+                     fp32, with fp32 moments 3.0 %. With 8 bits 5.3 %, for half of the moments' bytes: left to
+                     the user (`benchmarks/moment_formats.py`).
 sequence             256 below 8M, 512 below 50M, 1024 below 200M, else 2048, at most the context:
                      small models gain nothing from context that they cannot use, and run faster without.
 batch_tokens         4Ki below 8M, 16Ki below 50M, 64Ki below 200M, 256Ki below 1B, else 512Ki: the
@@ -47,7 +51,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from scrimp.config import snip
-from scrimp.config.activations import assign_activations
+from scrimp.config.activations import assign_activations, blocks_on_host
 from scrimp.config.architecture import Architecture
 from scrimp.config.fields import flatten, replace_values
 from scrimp.config.schema import Config, TrainConfig, decided
@@ -87,6 +91,9 @@ MAY_CHANGE_ON_RESUME: frozenset[str] = frozenset(
         "device",
         "backend",
         "memory.activations",
+        "memory.weights",
+        "memory.gradients",
+        "memory.optimizer",
         "train.micro_batch",
         "train.loss_chunk",
         "train.compile",
@@ -135,6 +142,7 @@ def resolve(config: Config, architecture: Architecture, *, device_type: str) -> 
         snip.check_candidates(config)
     config = decide(config, "train.parameters", lambda: _parameters(config))
     config = decide(config, "train.master_weights", lambda: _master_weights(config.train.parameters))
+    config = decide(config, "train.moments", lambda: _moments(config.train))
     _check_formats(config)
     config = decide(config, "train.sequence", lambda: _sequence(config.train, architecture))
     config = decide(config, "train.batch_tokens", lambda: _batch_tokens(config.train, architecture))
@@ -150,6 +158,8 @@ def resolve(config: Config, architecture: Architecture, *, device_type: str) -> 
     _check_schedule(config.train)
     if config.memory.activations != "auto":
         assign_activations(config.memory.activations, architecture.num_layers)
+    for key in ("weights", "gradients", "optimizer"):
+        blocks_on_host(key, getattr(config.memory, key), architecture.num_layers)
     if config.is_planned:
         config = decide(config, "snip.first", lambda: snip.decide_first(config))
         config = decide(config, "snip.every", lambda: snip.decide_every(config))
@@ -160,6 +170,13 @@ def resolve(config: Config, architecture: Architecture, *, device_type: str) -> 
         if "snip.first" not in reasons:
             snip.check_first(config)
     return Resolution(config=config, architecture=architecture, reasons=reasons)
+
+
+def with_later_choices(saved: Config) -> Config:
+    """A configuration that a run was saved with, its choices that Scrimp did not have then made as it did."""
+    if saved.train.moments == "auto" and saved.train.parameters != "auto":
+        return replace_values(saved, {"train.moments": _moments(saved.train)[0]})
+    return saved
 
 
 def differences(saved: Config, now: Config) -> dict[str, tuple[object, object]]:
@@ -195,6 +212,12 @@ def _master_weights(parameters: str) -> _Decision:
     if parameters == "bf16":
         return True, "bf16 parameters lose updates smaller than 1/256 of their value"
     return False, "the parameters are fp32 themselves"
+
+
+def _moments(train: TrainConfig) -> _Decision:
+    if train.parameters == "bf16" and train.master_weights is False:
+        return "bf16", "as fine as the bf16 parameters that they move"
+    return "fp32", "as fine as the fp32 weights that they move"
 
 
 def _sequence(train: TrainConfig, architecture: Architecture) -> _Decision:

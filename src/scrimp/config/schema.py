@@ -18,6 +18,7 @@ GainsName = Literal["auto", "ratios", "blocks", "exact"]
 Schedule = Literal["cosine", "linear", "wsd", "constant"]
 Switch = Literal["auto", "on", "off"]
 ParameterType = Literal["auto", "fp32", "bf16"]
+MomentsType = Literal["auto", "fp32", "bf16", "8bit"]
 BackendName = Literal["auto", "reference", "torch", "triton"]
 
 T = TypeVar("T")
@@ -118,6 +119,9 @@ class TrainConfig:
     master_weights: bool | None = None
     """true or false: keep an fp32 copy of bf16 parameters in the optimizer. Unset: true for
     bf16 parameters."""
+    moments: MomentsType = "auto"
+    """Format of AdamW's two moving averages; 8bit with a scale per 128. auto: fp32 with fp32 parameters or master
+    weights, else bf16."""
     loss_chunk: int | None = None
     """Tokens whose logits exist at once; 0 computes all at once. Unset: 0 if they fit into 64 MiB
     (512 MiB on CUDA), else the power of two that does."""
@@ -164,7 +168,14 @@ class MemoryConfig:
 
     activations: str = "auto"
     """What blocks do with what backward reads: keep it, or make it again: swiglu, norms, mlp, qkv, attention, block
-    (each more than the one before). For some blocks: norms,0-11=block. auto: as the budget demands."""
+    (each more than the one before); with +offload what is still kept waits in host memory. For some blocks:
+    norms,0-11=block+offload. auto: as the budget demands."""
+    weights: str = "auto"
+    """Where blocks' weights live: device, host, or a number of blocks whose weights live on the host."""
+    gradients: str = "auto"
+    """The same of gradients."""
+    optimizer: str = "auto"
+    """The same of the optimizer's states: moments and master weights."""
 
 
 @dataclass(frozen=True, kw_only=True)

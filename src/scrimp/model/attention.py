@@ -80,6 +80,11 @@ class AttentionLayout:
     window: int | None = None
     """varlen: the sliding window, where any document reaches it."""
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Those that all blocks share."""
+        return tuple(tensor for tensor in (*self.rope, self.starts, self.mask) if tensor is not None)
+
     @classmethod
     def prepare(
         cls,

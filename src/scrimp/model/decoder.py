@@ -28,7 +28,8 @@ V vocabulary, C = (H + 2N) K.
 
 from __future__ import annotations
 
-from typing import Any, cast
+import contextlib
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -173,6 +174,16 @@ class Block(nn.Module):
         return added(x_BTD, self.activations)
 
 
+class BlockRunner(Protocol):
+    """Runs the blocks of a decoder instead of the decoder itself: whoever moves their memory."""
+
+    def __call__(self, index: int, block: Block, x_BTD: Tensor, layout: AttentionLayout) -> Tensor:
+        """The output of a block, given its number, its input and the layout."""
+
+    def at_hand(self, index: int) -> contextlib.AbstractContextManager[object]:
+        """Inside, a block's weights can be read."""
+
+
 class Decoder(nn.Module):
     """Tokens in, hidden states, logits or the loss out.
 
@@ -197,6 +208,8 @@ class Decoder(nn.Module):
         self.head: Linear | None = None
         if not a.tied_embeddings:
             self.head = Linear(a.width, a.vocab_size, bias=False, device=device, dtype=dtype)
+        self.run_block: BlockRunner | None = None
+        """None: blocks are simply called."""
         self.planned_head: PlannedLayer | None = None
         """Formats of the head's GEMMs in the loss; None: the compute type."""
 
@@ -219,9 +232,16 @@ class Decoder(nn.Module):
         layout = AttentionLayout.prepare(
             self.architecture, tokens_BT, document_starts, dtype=compute_dtype(x_BTD), compiled=compiled
         )
-        for block in self.blocks:
-            x_BTD = block(x_BTD, layout)
+        for index, block in enumerate(self.blocks):
+            if self.run_block is None:
+                x_BTD = block(x_BTD, layout)
+            else:
+                x_BTD = self.run_block(index, cast(Block, block), x_BTD, layout)
         return cast(Tensor, self.final_norm(x_BTD))
+
+    def block_at_hand(self, index: int) -> contextlib.AbstractContextManager[object]:
+        """Around what reads a block's weights without running the block."""
+        return contextlib.nullcontext() if self.run_block is None else self.run_block.at_hand(index)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of every vocabulary entry for hidden states of any leading shape."""

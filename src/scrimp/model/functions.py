@@ -29,6 +29,9 @@ Shapes: ... any leading dimensions, S tokens (all leading dimensions as one), D 
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any, cast
 
 import torch
@@ -38,10 +41,28 @@ from torch.autograd.function import once_differentiable
 
 from scrimp.gemm import compute_dtype
 
+FusedNorm = Callable[[Tensor, Tensor, float], Tensor]
+"""Of x, weight and eps: what stands for CUDA's kernel."""
+_fused_norm: ContextVar[FusedNorm | None] = ContextVar("fused_norm", default=None)
+
+
+@contextlib.contextmanager
+def plain_operations(fused_norm: FusedNorm) -> Iterator[None]:
+    """Inside, a CPU takes the plain operations that run on CUDA: to trace there what another device will do.
+
+    Args:
+        fused_norm: RMSNorm as one kernel, which torch has on CUDA alone.
+    """
+    token = _fused_norm.set(fused_norm)
+    try:
+        yield
+    finally:
+        _fused_norm.reset(token)
+
 
 def uses_cpu_functions(x: Tensor) -> bool:
     """Whether the hand-written CPU functions apply: not where a compiler fuses plain operations."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+    return x.device.type == "cpu" and not torch.compiler.is_compiling() and _fused_norm.get() is None
 
 
 def float32_or_wider(dtype: torch.dtype) -> torch.dtype:
@@ -62,6 +83,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if x.dtype != weight.dtype:
         # The fused kernel, which computes in float32 inside, takes one type only.
         x, weight = at_least_float32(x), at_least_float32(weight)
+    if x.device.type == "cpu" and not torch.compiler.is_compiling() and (fused := _fused_norm.get()):
+        return fused(x, weight, eps).to(dtype)
     return F.rms_norm(x, (x.shape[-1],), weight, eps).to(dtype)
 
 

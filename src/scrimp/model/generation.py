@@ -157,11 +157,13 @@ def _next_logits(model: Decoder, new_ids: list[int], caches: list[_Cache]) -> Te
     start = caches[0].length
     x_1TD = model.embedding(torch.tensor([new_ids], device=model.head_weight.device))
     tables = rope_tables(model.architecture, start, start + len(new_ids), device=x_1TD.device)
-    for block, cache in zip(cast("Iterable[Block]", model.blocks), caches, strict=True):
-        qkv_1TGK = block.attention.heads(x_1TD, block.attention_norm)
-        out_1THK = _attend(block.attention, qkv_1TGK, tables, cache, model.architecture.sliding_window)
-        x_1TD = x_1TD + block.attention.out(out_1THK.flatten(2))
-        x_1TD = x_1TD + block.mlp(x_1TD, block.mlp_norm)
+    blocks = cast("Iterable[Block]", model.blocks)
+    for index, (block, cache) in enumerate(zip(blocks, caches, strict=True)):
+        with model.block_at_hand(index):
+            qkv_1TGK = block.attention.heads(x_1TD, block.attention_norm)
+            out_1THK = _attend(block.attention, qkv_1TGK, tables, cache, model.architecture.sliding_window)
+            x_1TD = x_1TD + block.attention.out(out_1THK.flatten(2))
+            x_1TD = x_1TD + block.mlp(x_1TD, block.mlp_norm)
     return model.logits(model.final_norm(x_1TD[0, -1]))
 
 

@@ -14,9 +14,9 @@ import json
 from collections.abc import Mapping
 
 from scrimp.config import Architecture, Config, decided, parse_bytes
-from scrimp.config.activations import assign_activations
 from scrimp.config.snip import BUDGETS
 from scrimp.errors import PlanError
+from scrimp.planner.bytes.decision import MemoryDecision
 from scrimp.planner.flops import linear_layers
 from scrimp.planner.memory import MemoryAccount, account_memory
 from scrimp.planner.schema import BlockChoice, Figures, Fingerprint, GemmChoice, Layout, Plan, StateChoice
@@ -63,6 +63,7 @@ def _account(config: Config, architecture: Architecture, rules: PrecisionRules) 
         precision=rules.compute,
         parameters=train.parameters,
         master_weights=bool(train.master_weights),
+        moments=train.moments,
         micro_batch=decided(train.micro_batch),
         sequence=decided(train.sequence),
         loss_chunk=decided(train.loss_chunk),
@@ -78,6 +79,7 @@ def build_plan(
     device_is_host: bool,
     torch_version: str,
     reasons: Mapping[str, str],
+    memory: MemoryDecision | None = None,
 ) -> Plan:
     """The plan of one run on one device; `refuse_misfit` says whether it fits.
 
@@ -85,40 +87,59 @@ def build_plan(
         config: resolved: no field of `train` is None, and the precision has a base.
         device_is_host: the device computes in host memory (a CPU).
         reasons: why settings were decided, from `scrimp.config.resolve`.
+        memory: what blocks do so that the step fits; None: everything resident.
 
     Raises:
         ConfigError: a rule of the precision that matches no layer, or cannot be carried out there.
     """
     account = account_of(config, architecture)
-    fits = f"everything resident takes {account.peak:,} bytes at its peak"
-    place = StateChoice(weights="device", gradients="device", optimizer="device", reason=fits)
-    numbers = [str(i) for i in range(architecture.num_layers)]
+    peak = account.peak if memory is None else memory.account.peak
+    host = 0 if memory is None else memory.account.host_peak
     return Plan(
         fingerprint=Fingerprint(
             model=model_fingerprint(architecture), device=device_name, torch=torch_version, world_size=1
         ),
         budget=_budget(config, device_is_host),
         gemms=_gemms(config, architecture, reasons),
-        blocks=_blocks(config, architecture, fits),
-        states=dict.fromkeys([*numbers, "embedding", "head"], place),
+        blocks=_blocks(architecture, memory, account),
+        states=_states(architecture, memory, account),
         layout=Layout(stages=[[0, architecture.num_layers - 1]]),
         # On a CPU the copy that a checkpoint is written from lies in the device's memory; the whole process,
         # the interpreter and its libraries included, is predicted by nothing.
         predicted=Figures(
-            peak_device_bytes=account.peak + (account.checkpoint_copy if device_is_host else 0),
-            peak_host_bytes=None if device_is_host else account.checkpoint_copy,
+            peak_device_bytes=peak + (account.checkpoint_copy if device_is_host else 0),
+            peak_host_bytes=host or None if device_is_host else host + account.checkpoint_copy,
+            step_seconds=None if memory is None or memory.plan is None else memory.plan.seconds,
         ),
     )
 
 
-def _blocks(config: Config, architecture: Architecture, fits: str) -> dict[str, BlockChoice]:
-    setting = config.memory.activations
-    if setting == "auto":
-        return {str(i): BlockChoice("keep", fits) for i in range(architecture.num_layers)}
-    assigned = assign_activations(setting, architecture.num_layers)
-    return {
-        str(i): BlockChoice(str(choice), f"memory.activations {setting}") for i, choice in enumerate(assigned)
+def _blocks(
+    architecture: Architecture, memory: MemoryDecision | None, account: MemoryAccount
+) -> dict[str, BlockChoice]:
+    numbers = range(architecture.num_layers)
+    if memory is None:
+        return {str(i): BlockChoice("keep", _resident(account)) for i in numbers}
+    return {str(i): BlockChoice(memory.activations[i], memory.reason) for i in numbers}
+
+
+def _states(
+    architecture: Architecture, memory: MemoryDecision | None, account: MemoryAccount
+) -> dict[str, StateChoice]:
+    names = [*map(str, range(architecture.num_layers)), "embedding", "head"]
+    resident = StateChoice("device", "device", "device", _resident(account))
+    if memory is None:
+        return dict.fromkeys(names, resident)
+    ends = StateChoice("device", "device", "device", "what is no block stays on the device")
+    blocks = {
+        str(i): StateChoice(**memory.states.of(i), reason=memory.reason)
+        for i in range(architecture.num_layers)
     }
+    return {name: blocks.get(name, ends) for name in names}
+
+
+def _resident(account: MemoryAccount) -> str:
+    return f"everything resident takes {account.peak:,} bytes at its peak"
 
 
 def _gemms(config: Config, architecture: Architecture, reasons: Mapping[str, str]) -> dict[str, GemmChoice]:
@@ -142,7 +163,13 @@ def _gemms(config: Config, architecture: Architecture, reasons: Mapping[str, str
 
 
 def refuse_misfit(
-    config: Config, architecture: Architecture, plan: Plan, *, available_bytes: int, device_is_host: bool
+    config: Config,
+    architecture: Architecture,
+    plan: Plan,
+    *,
+    available_bytes: int,
+    device_is_host: bool,
+    memory: MemoryDecision | None = None,
 ) -> None:
     """Refuse a run whose predicted peak exceeds its budget or the memory that is free now.
 
@@ -151,12 +178,16 @@ def refuse_misfit(
 
     Args:
         available_bytes: free device memory.
+        memory: what the plan was made by; None: everything resident.
 
     Raises:
         PlanError: with the change that would help most.
     """
     account = account_of(config, architecture)
     copy = account.checkpoint_copy
+    if memory is not None:
+        _refuse_decision(memory, config)
+        return
     host_budget = plan.budget.get("host_memory")
     if host_budget is not None and not device_is_host and copy > host_budget:
         raise PlanError(
@@ -176,6 +207,22 @@ def refuse_misfit(
             + (f" beside the {copy:,} of a checkpoint's copy" if device_is_host else ""),
             do=_advice(account, limit, config),
         )
+
+
+def _refuse_decision(memory: MemoryDecision, config: Config) -> None:
+    """Refuse settings of the user's own that do not fit; a plan that was searched for does."""
+    if memory.fits:
+        return
+    account, machine = memory.account, memory.machine
+    what, got, limit = "memory", account.peak, machine.device_bytes
+    if account.peak <= limit:
+        what, got, limit = "host memory", account.host_peak, machine.host_bytes
+    raise PlanError(
+        f"the run does not fit in {what}",
+        got=f"a predicted peak of {got:,} bytes, {account.moment.name}",
+        expected=f"at most {limit:,} bytes",
+        do=f"leave memory.activations {config.memory.activations} out: the plan then finds what fits",
+    )
 
 
 def _advice(account: MemoryAccount, limit: int, config: Config) -> str:

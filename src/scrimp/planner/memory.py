@@ -7,6 +7,8 @@ Method   State per parameter (bytes), nothing sharded or offloaded::
              fp32 parameters                weight 4 + gradient 4 + m, v 8            = 16
              bf16 parameters                weight 2 + gradient 2 + m, v 4            =  8
              bf16 with fp32 master weights  weight 2 + gradient 4 + m, v 8 + master 4 = 18
+             moments in bf16                4 instead of m, v 8
+             moments in 8 bits              2 + 2 scales of 2 bytes per 128 elements of a row = 2.03; vectors 8
 
          Saved for backward per token and block, in elements (D width, A attention width, N*K all
          key heads, F ffn width)::
@@ -64,6 +66,9 @@ from scrimp.precision import (
 )
 
 BYTES = {"fp32": 4, "bf16": 2}
+_MOMENTS = {4: "fp32", 2: "bf16"}
+MOMENT_BLOCK = 128
+"""Elements of a row that share a scale of 8-bit moments."""
 CHECKPOINT_FILE_BYTES = 512 * 2**20
 PIECE_ELEMENTS = {"cpu": 2**18, "cuda": 2**22}
 """Elements that the reference quantizes at once, as `scrimp.formats.blocks` (which needs torch) has them."""
@@ -338,12 +343,27 @@ def _product_bytes(a: _Emulated, b: _Emulated) -> int:
     return 4 if a.compute == 4 else 4 + 2
 
 
+def moment_bytes(architecture: Architecture, moments: str) -> int:
+    """Bytes of AdamW's two moving averages of all parameters, as `scrimp.train.optimizer` keeps them."""
+    a = architecture
+    if moments != "8bit":
+        return 2 * BYTES[moments] * a.num_parameters
+    shapes = linear_shapes(a)
+    head = shapes.pop("head")
+    tables = [head] * (1 if a.tied_embeddings else 2)
+    matrices = [*list(shapes.values()) * a.num_layers, *tables]
+    elements = sum(map(math.prod, matrices))
+    scales = sum(rows * math.ceil(columns / MOMENT_BLOCK) for rows, columns in matrices)
+    return 2 * (elements + 2 * scales + 4 * (a.num_parameters - elements))
+
+
 def account_memory(
     architecture: Architecture,
     *,
     precision: str,
     parameters: str,
     master_weights: bool,
+    moments: str = "auto",
     micro_batch: int,
     sequence: int,
     loss_chunk: int,
@@ -355,7 +375,8 @@ def account_memory(
     Args:
         precision: compute format: of the activations, and of GEMMs that `linears` does not name (fp32, bf16).
         parameters: format of the trained parameters.
-        master_weights: fp32 copies, moments and gradient sums beside bf16 parameters.
+        master_weights: fp32 copies and gradient sums beside bf16 parameters.
+        moments: format of AdamW's averages (fp32, bf16, 8bit); auto: that of the weights they move.
         micro_batch: sequences per forward pass.
         sequence: tokens per sequence.
         loss_chunk: tokens whose logits exist at once; 0 for all.
@@ -383,7 +404,8 @@ def account_memory(
     return MemoryAccount(
         weights=count * parameter_bytes,
         gradients=count * state_bytes,
-        optimizer=count * (2 * state_bytes + (4 if master_weights else 0)),
+        optimizer=moment_bytes(a, _MOMENTS[state_bytes] if moments == "auto" else moments)
+        + (4 * count if master_weights else 0),
         activations=sum(
             saved_bytes_of_block(a, block, tokens, precision=precision, parameters=parameters)
             for block in blocks

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scrimp.config.activations import LEVELS
+from scrimp.config.activations import ALL_ACTIVATIONS
 from scrimp.errors import PlanError
 from scrimp.precision import GEMMS, RECIPES, RECOMPUTE, SAVED_CHOICES, is_recomputable
 
@@ -38,7 +38,6 @@ VERSION = 1
 RESTORE = "copy plan.json from the newest checkpoint of the run"
 FORMATS = tuple(RECIPES)
 """Recipes that a GEMM may have."""
-RUNNABLE_ACTIVATIONS = LEVELS
 
 
 @dataclass(frozen=True)
@@ -189,15 +188,15 @@ class Plan:
     def check_activations(self, origin: str) -> None:
         """Refuse choices of blocks that do not exist, or that this version cannot carry out."""
         for number, choice in self.blocks.items():
-            if choice.activations not in RUNNABLE_ACTIVATIONS:
+            if choice.activations not in ALL_ACTIVATIONS:
                 what = f"{origin}: blocks.{number}.activations cannot be {choice.activations}"
-                raise _no_such(what, choice.activations, RUNNABLE_ACTIVATIONS)
+                raise _no_such(what, choice.activations, ALL_ACTIVATIONS)
 
     def check_runnable(self, decided: Plan, origin: str) -> None:
         """Refuse what differs from `decided` and cannot be carried out yet, rather than ignore it.
 
         Any GEMM may have any recipe that `check_formats` knows: a linear layer casts its operands. Any block may make
-        its activations again.
+        its activations again or send them to the host, and its states too.
 
         Args:
             decided: the plan that this version makes for the same run.
@@ -210,12 +209,14 @@ class Plan:
                 odd = sorted(set(mine) ^ set(theirs))[0]
                 raise PlanError(f"{origin}: {section} are not those of the model", got=odd, do=RESTORE)
             for name, row in mine.items() if section == "states" else ():
+                if name.isdecimal() and {row.weights, row.gradients, row.optimizer} <= {"device", "host"}:
+                    continue
                 if dataclasses.replace(row, reason="") != dataclasses.replace(theirs[name], reason=""):
                     raise PlanError(
                         f"{origin}: {section}.{name} cannot be carried out",
                         got=json.dumps(dataclasses.asdict(row)),
                         expected=json.dumps(dataclasses.asdict(theirs[name])),
-                        do=f"{RESTORE}: this version keeps all states on the device",
+                        do=f"{RESTORE}: embedding and head stay on the device, a block's states there or on the host",
                     )
         if self.layout != decided.layout:
             raise PlanError(f"{origin}: layout cannot be carried out", expected="one device", do=RESTORE)

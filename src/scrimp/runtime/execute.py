@@ -9,7 +9,7 @@ quantized recipe, the linear layers are swapped for planned ones, parameters unt
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import cast
 
@@ -31,6 +31,7 @@ from scrimp.gemm.problem import Shape, shape_of
 from scrimp.model import Block, Decoder, LossSums
 from scrimp.planner import Plan, linear_shapes
 from scrimp.precision import GEMMS, HIGH_PRECISION, LinearPrecision
+from scrimp.runtime.memory import HostMemory, carry_out
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 HEAD = "head"
@@ -52,6 +53,8 @@ class Executable:
     """Weight of the squared log-partition penalty."""
     planned: PlannedModel | None = None
     """The planned layers of the blocks, where the plan quantizes anything."""
+    host: HostMemory | None = None
+    """The host's part of the memory, where the plan has any."""
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         """Casts GEMM inputs to bf16 where the parameters are fp32."""
@@ -75,6 +78,17 @@ class Executable:
                 tokens_BT, targets_BT, document_starts, chunk=self.loss_chunk, z_loss=self.z_loss
             )
 
+    def end_backward(self) -> None:
+        """A backward pass is over."""
+        if self.host is not None:
+            self.host.blocks.end_backward()
+
+    def parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Names and values of all parameters, where they are kept between steps."""
+        at_home = {} if self.host is None else self.host.weights.at_home()
+        for name, parameter in self.model.named_parameters():
+            yield name, at_home.get(parameter, parameter.detach())
+
 
 def realise(
     plan: Plan,
@@ -89,6 +103,8 @@ def realise(
     z_loss: float = 0.0,
     choose: BackendChooser | None = None,
     replans: bool = False,
+    host_bytes: int = 0,
+    host_available: int | None = None,
 ) -> Executable:
     """Allocate the model of a plan and fill its parameters.
 
@@ -99,6 +115,8 @@ def realise(
         seed: of the rounding noise.
         choose: back end per recipe and GEMM (`choose_backends`); unset: what works for every shape.
         replans: formats will change, so that layers are planned even where nothing is quantized yet.
+        host_bytes: host memory that a step takes by the plan's account, where it takes any.
+        host_available: free host memory; None: not checked.
     """
     with torch.device("meta"):
         model = Decoder(architecture, dtype=DTYPES[parameters])
@@ -109,7 +127,8 @@ def realise(
     planned = None
     if replans or quantizes(plan, compute):
         planned = plan_layers(model, plan, choose or backends_for(device), seed)
-    return Executable(model, device, compute, loss_chunk, z_loss, planned)
+    host = carry_out(plan, model, device, host_bytes=host_bytes, host_available=host_available)
+    return Executable(model, device, compute, loss_chunk, z_loss, planned, host)
 
 
 def choose_backends(

@@ -18,6 +18,7 @@ from scrimp.model import Decoder, export_model, generate
 from scrimp.planner import account_of, count_flops, gemm_formats, ideal_seconds_per_token
 from scrimp.planner.bits import PrecisionPlan
 from scrimp.profiler import device_peaks, recall_throughput, resolve_device
+from scrimp.report.memory_text import memory_tables
 from scrimp.report.tables import account_table, key_value_table
 from scrimp.report.units import format_bytes, format_count, format_flops, format_rate
 from scrimp.runtime import Executable
@@ -62,9 +63,13 @@ def dry_run(config: Config, given: Collection[str] = frozenset(), out: Path | No
     if decisions.config.is_planned:
         console.print(_starting_map(decisions))
     account = account_of(decisions.config, decisions.architecture)
-    rows = [*account.rows(), ("copy for a checkpoint, on the host", account.checkpoint_copy)]
-    peak = format_bytes(decisions.plan.predicted.peak_device_bytes)
-    console.print(account_table(rows, title=f"predicted bytes, peak on the device {peak}"))
+    if decisions.memory is not None:
+        for table in memory_tables(decisions.memory, account.checkpoint_copy):
+            console.print(table)
+    else:
+        rows = [*account.rows(), ("copy for a checkpoint, on the host", account.checkpoint_copy)]
+        peak = format_bytes(decisions.plan.predicted.peak_device_bytes)
+        console.print(account_table(rows, title=f"predicted bytes, peak on the device {peak}"))
     if decisions.reasons:
         values = flatten(decisions.config)
         choices = [(key, f"{values[key]}  ({reason})") for key, reason in sorted(decisions.reasons.items())]

@@ -36,7 +36,7 @@ from scrimp.train.checkpoint import Checkpoint, CheckpointStore
 from scrimp.train.evaluation import Evaluation, evaluate
 from scrimp.train.guards import NonFiniteGuard, OutlierWatch, StopSignals
 from scrimp.train.metrics import MetricsLog
-from scrimp.train.optimizer import AdamW
+from scrimp.train.optimizer import make_optimizer
 from scrimp.train.precision_cycle import PrecisionCycle
 from scrimp.train.progress import StepLine
 from scrimp.train.schedule import learning_rate
@@ -85,7 +85,7 @@ class Trainer:
         self.decisions, self.corpus, self.executable = decisions, corpus, executable
         self.config, self.train = decisions.config, decisions.config.train
         self.store, self.log, self.line, self.files, self.meter = store, log, line, files, meter
-        self.optimizer = AdamW(dict(executable.model.named_parameters()), self.train)
+        self.optimizer = make_optimizer(executable, self.train, seed=self.config.run.seed)
         self.position = Position()
         self.rates: list[float] = []
         self._last_saved: int | None = None
@@ -133,7 +133,7 @@ class Trainer:
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor of the run's state, by the name it has in a checkpoint."""
-        state = {f"model.{name}": p.detach() for name, p in self.executable.model.named_parameters()}
+        state = {f"model.{name}": p for name, p in self.executable.parameters()}
         state |= {f"optimizer.{name}": tensor for name, tensor in self.optimizer.tensors()}
         state[RANDOM_STATE] = torch.get_rng_state()
         return state
@@ -295,7 +295,9 @@ class Trainer:
                 self.executable.begin(self.position.step, first_row)
                 sums = self.executable.loss(batch.tokens_BT, batch.targets_BT, batch.document_starts)
                 (sums.total / max(1, num_targets)).backward()
+                self.executable.end_backward()
                 total += sums.cross_entropy.detach()
+                del sums  # the graph, and with it masks and tables, before the next one is made
                 first_row += batch.tokens_BT.numel()
         norm = self.optimizer.gradient_norm()
         loss = float(total) / max(1, num_targets)

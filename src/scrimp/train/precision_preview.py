@@ -114,7 +114,7 @@ def _meter(decisions: Decisions, checkpoint: Checkpoint) -> PrecisionMeter:
         choose=decisions.backends(),
         replans=True,
     )
-    optimizer = AdamW(dict(executable.model.named_parameters()), config.train)
+    optimizer = AdamW(dict(executable.model.named_parameters()), config.train, seed=config.run.seed)
     tensors: dict[str, Tensor] = {
         f"model.{name}": p.detach() for name, p in executable.model.named_parameters()
     }

@@ -13,7 +13,14 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import IO
 
-from scrimp.config import MAY_CHANGE_ON_RESUME, Config, differences, load_config, replace_values
+from scrimp.config import (
+    MAY_CHANGE_ON_RESUME,
+    Config,
+    differences,
+    load_config,
+    replace_values,
+    with_later_choices,
+)
 from scrimp.errors import CheckpointError, StorageError
 from scrimp.files import make_folder, storage
 
@@ -136,7 +143,7 @@ def saved_config(run_dir: Path) -> Config:
         raise CheckpointError(
             f"{run_dir} holds no run", expected=f"a folder with {CONFIG}", do="start one without --resume"
         )
-    return load_config(path)
+    return with_later_choices(load_config(path))
 
 
 def config_to_resume(saved: Config, now: Config, given: Collection[str]) -> Config:

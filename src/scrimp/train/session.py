@@ -22,13 +22,14 @@ from scrimp.errors import CheckpointError, TrainingError
 from scrimp.files import write_whole
 from scrimp.model import Decoder, initialise
 from scrimp.planner import Plan, count_flops
-from scrimp.profiler import MemoryMeter, device_peaks
+from scrimp.profiler import MemoryMeter, device_peaks, host_memory_available
 from scrimp.report.units import format_count
 from scrimp.runtime import compile_blocks, precisions_of, prove, realise
 from scrimp.train.checkpoint import CheckpointStore
 from scrimp.train.finish import RunSummary, finish, finish_failed
 from scrimp.train.guards import StopSignals
 from scrimp.train.loop import Trainer
+from scrimp.train.memory_plan import host_bytes_of
 from scrimp.train.metrics import MetricsLog
 from scrimp.train.progress import StepLine
 from scrimp.train.run_folder import (
@@ -112,7 +113,11 @@ def _write_decisions(run_dir: Path, config: Config, start: Start) -> tuple[Plan,
                 # What may change on resume changes the account: the choices are kept, not the figures.
                 kept = dataclasses.replace(saved, budget=plan.budget, predicted=plan.predicted)
                 has_same_memory = load_config(config_path).memory == config.memory
-                plan = kept if has_same_memory else dataclasses.replace(kept, blocks=plan.blocks)
+                plan = (
+                    kept
+                    if has_same_memory
+                    else dataclasses.replace(kept, blocks=plan.blocks, states=plan.states)
+                )
     else:
         start.corpus.tokenizer.save(run_dir / TOKENIZER)
     text = to_toml(config, reasons)
@@ -156,6 +161,8 @@ def _make_trainer(
         z_loss=config.train.z_loss,
         choose=choose,
         replans=config.is_planned,
+        host_bytes=host_bytes_of(decisions.plan, config, decisions.architecture, decisions.device),
+        host_available=host_memory_available(),
     )
     trainer = Trainer(
         decisions, start.corpus, executable, peaks, meter, store=store, log=log, line=line, files=files

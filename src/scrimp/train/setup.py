@@ -26,10 +26,12 @@ from scrimp.config import (
 from scrimp.data import Corpus, CorpusSpec, is_corpus, load_tokenizer, open_corpus
 from scrimp.errors import CheckpointError, ConfigError, DataError, DeviceError, ModelError
 from scrimp.gemm import BackendChooser
-from scrimp.planner import Plan, build_plan, linear_layers, refuse_misfit, with_precisions
+from scrimp.planner import Plan, account_of, build_plan, linear_layers, refuse_misfit, with_precisions
+from scrimp.planner.bytes.decision import MemoryDecision
 from scrimp.precision import parse_rules
 from scrimp.profiler import Device, resolve_device
 from scrimp.runtime import choose_backends, describe_backends
+from scrimp.train.memory_plan import decide_memory
 from scrimp.train.precision_question import refuse_unreachable_share
 from scrimp.train.run_folder import TOKENIZER
 from scrimp.train.weights import architecture_of_weights, tokenizer_of_weights
@@ -49,6 +51,8 @@ class Decisions:
     plan: Plan
     reasons: dict[str, str]
     """Dotted key to the reason of an automatic choice."""
+    memory: MemoryDecision | None = None
+    """What is done so that a step fits; None: everything resident fits easily."""
 
     @property
     def micro_batch_tokens(self) -> int:
@@ -91,6 +95,7 @@ class Decisions:
             self.plan,
             available_bytes=self.device.available_bytes,
             device_is_host=self.device.is_host,
+            memory=self.memory,
         )
 
 
@@ -140,6 +145,10 @@ def _plan_for(
     if config.is_planned:
         pinned = parse_rules(config.precision).pinned(linear_layers(architecture))
         refuse_unreachable_share(config, architecture, pinned)
+    account = account_of(config, architecture)
+    memory = decide_memory(
+        config, architecture, device, resident_bytes=account.peak, copy_bytes=account.checkpoint_copy
+    )
     plan = build_plan(
         config,
         architecture,
@@ -147,8 +156,9 @@ def _plan_for(
         device_is_host=device.is_host,
         torch_version=torch.__version__,
         reasons=reasons,
+        memory=memory,
     )
-    return Decisions(config, architecture, device, plan, reasons)
+    return Decisions(config, architecture, device, plan, reasons, memory)
 
 
 def _decide_tokenizer(config: Config, architecture: Architecture, reasons: dict[str, str]) -> Config:

@@ -13,7 +13,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from scrimp.config import MAY_CHANGE_ON_RESUME, Config, differences, load_config
+from scrimp.config import MAY_CHANGE_ON_RESUME, Config, differences, load_config, with_later_choices
 from scrimp.data import Corpus
 from scrimp.errors import CheckpointError, DataError
 from scrimp.train.checkpoint import Checkpoint, CheckpointStore
@@ -133,7 +133,7 @@ def _anchored_name(name: str) -> str:
 
 def _refuse_other_configuration(checkpoint: Checkpoint, saved: Config, run_dir: Path) -> None:
     """The folder's config.toml must be the one that the checkpoint was made with."""
-    then = load_config(checkpoint.folder / CONFIG)
+    then = with_later_choices(load_config(checkpoint.folder / CONFIG))
     # A tokenizer may lie elsewhere by now; that it is the same one, the digest of the data says.
     free = MAY_CHANGE_ON_RESUME | {"data.tokenizer"}
     changed = {key: pair for key, pair in differences(then, saved).items() if key not in free}

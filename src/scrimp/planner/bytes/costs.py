@@ -21,11 +21,23 @@ class BlockCost:
     backward_peak: int
     """Most during its backward pass above what was live before its forward pass, without the gradient of its
     output (one boundary), gradients of its weights included."""
+    accumulating_peak: int | None = None
+    """The same where gradients exist already: new ones are added and freed. None: as `backward_peak`, an upper
+    bound."""
+    cast: int = 0
+    """Live besides from its forward pass until the loss is over: copies of weights in the compute format that
+    autocast keeps, though the block's backward pass makes them again."""
     host: int = 0
     """Waits in host memory between the passes."""
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
     """With what is made again."""
+
+    def peak_of_backward(self, accumulates: bool) -> int:
+        """The peak of the backward pass, with gradients new or existing."""
+        if accumulates and self.accumulating_peak is not None:
+            return self.accumulating_peak
+        return self.backward_peak
 
 
 @dataclass(frozen=True)
@@ -38,6 +50,8 @@ class BlockClass:
     """Bytes of the block's states: moments, master weights."""
     choices: Mapping[str, BlockCost]
     """Name of the activations' choice to cost."""
+    parameters: int = 0
+    """Numbers of the weights, for the CPU's Adam; 0: what gradients in bf16 say."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +68,27 @@ class EndsCost:
     """Of the gradients above, those that exist once the head's backward pass is over."""
     embedding_peak: int
     """Most during the embedding's backward pass above what was live before it, without the boundary's gradient."""
+    waiting: int = 0
+    """Of the head's gradients, what waits for a second gradient of the same weight (tied embeddings) and is no
+    existing one even where they accumulate."""
+    accumulating_head_peak: int | None = None
+    """`head_peak` where gradients exist already; None: the same."""
+    accumulating_embedding_peak: int | None = None
+    """`embedding_peak` where gradients exist already; None: the same."""
     seconds: float = 0.0
     """Forward and backward of all of it."""
+
+    def peak_of_head(self, accumulates: bool) -> int:
+        """The peak of head and loss, with gradients new or existing."""
+        if accumulates and self.accumulating_head_peak is not None:
+            return self.accumulating_head_peak
+        return self.head_peak
+
+    def peak_of_embedding(self, accumulates: bool) -> int:
+        """The peak of the embedding's backward pass, with gradients new or existing."""
+        if accumulates and self.accumulating_embedding_peak is not None:
+            return self.accumulating_embedding_peak
+        return self.embedding_peak
 
 
 @dataclass(frozen=True)

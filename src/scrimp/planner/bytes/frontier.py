@@ -1,0 +1,125 @@
+"""What more memory would give, what binds, and the fastest split of a batch into micro-batches.
+
+Checked  tests/planner/bytes/test_frontier.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from scrimp.errors import PlanError
+from scrimp.planner.bytes.costs import StepCosts
+from scrimp.planner.bytes.machine import Machine, Setup
+from scrimp.planner.bytes.room import smallest
+from scrimp.planner.bytes.search import MemoryPlan, find, search
+from scrimp.planner.bytes.states import States, device_peak
+
+Binding = Literal["device memory", "host memory", "link", "computing"]
+MORE = (1.125, 1.25, 1.5, 2.0)
+WORTH = 0.005
+_MORE_OF_ONE = 1.25
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A faster plan on a larger device."""
+
+    more_bytes: int
+    """On the device, above what there is."""
+    faster: float
+    """Share of the seconds that it saves."""
+    plan: MemoryPlan
+
+
+def frontier(
+    costs: StepCosts, machine: Machine, plan: MemoryPlan, budgets: Iterable[int] | None = None
+) -> list[Alternative]:
+    """The fastest plans of larger devices, each faster than the one before by at least `WORTH`.
+
+    Args:
+        plan: of `machine`, from `search`.
+        budgets: bytes of the devices; None: some multiples, and what everything resident needs.
+    """
+    if budgets is None:
+        resident = resident_bytes(costs, plan.setup)
+        budgets = {*(int(machine.device_bytes * by) for by in MORE), max(resident, machine.device_bytes)}
+    found: list[Alternative] = []
+    fastest = plan.seconds
+    for budget in sorted(budgets):
+        if budget <= machine.device_bytes:
+            continue
+        other = search(costs, replace(machine, device_bytes=budget), plan.setup)
+        if other.seconds < fastest * (1 - WORTH):
+            more = max(other.device_bytes - machine.device_bytes, 0)
+            found.append(Alternative(more, 1 - other.seconds / plan.seconds, other))
+            fastest = other.seconds
+    return found
+
+
+def binding(costs: StepCosts, machine: Machine, plan: MemoryPlan) -> tuple[Binding, float]:
+    """What the plan would gain most from having a quarter more of, and the share of its seconds.
+
+    "computing" where none of device memory, host memory and link gives `WORTH`.
+    """
+    wider: dict[Binding, Machine] = {
+        "device memory": replace(machine, device_bytes=int(machine.device_bytes * _MORE_OF_ONE)),
+        "host memory": replace(
+            machine,
+            host_bytes=int(machine.host_bytes * _MORE_OF_ONE),
+            pinned_bytes=None if machine.pinned_bytes is None else int(machine.pinned_bytes * _MORE_OF_ONE),
+        ),
+        "link": replace(
+            machine,
+            upload=machine.upload * _MORE_OF_ONE,
+            download=machine.download * _MORE_OF_ONE,
+            upload_together=machine.upload_together * _MORE_OF_ONE,
+            download_together=machine.download_together * _MORE_OF_ONE,
+        ),
+    }
+    gains = {
+        name: 1 - search(costs, other, plan.setup).seconds / plan.seconds for name, other in wider.items()
+    }
+    best = max(gains, key=lambda name: gains[name])
+    return (best, gains[best]) if gains[best] >= WORTH else ("computing", 0.0)
+
+
+def resident_bytes(costs: StepCosts, setup: Setup) -> int:
+    """Bytes of the device with everything on it and every block's fastest choice that does not offload."""
+    names = []
+    for kind in costs.classes:
+        kept = {name: cost for name, cost in kind.choices.items() if not cost.host}
+        if not kept:
+            raise PlanError("a block has no choice without offload", got=", ".join(kind.choices))
+        names.append(
+            min(kept, key=lambda n: (kept[n].forward_seconds + kept[n].backward_seconds, kept[n].kept))
+        )
+    activations = [names[number] for number in costs.blocks]
+    return device_peak(costs, States.split(len(costs.blocks)), activations, setup.accumulates)
+
+
+def fastest_split(
+    costs_of: Callable[[int], StepCosts], sequences: int, machine: Machine, *, clips: bool = True
+) -> tuple[int, MemoryPlan]:
+    """The fastest micro-batch for a batch, and its plan.
+
+    Args:
+        costs_of: costs of a micro-batch of so many sequences.
+        sequences: of one optimizer step; micro-batches are its divisors.
+
+    Raises:
+        NoRoomError: not even one sequence fits; it says what would.
+        PlanError: no sequences.
+    """
+    if sequences < 1:
+        raise PlanError("a batch has at least one sequence", got=sequences)
+    best: tuple[int, MemoryPlan] | None = None
+    for micro_batch in (size for size in range(sequences, 0, -1) if sequences % size == 0):
+        setup = Setup(sequences // micro_batch, clips)
+        plan = find(costs_of(micro_batch), machine, setup)
+        if plan is not None and (best is None or plan.seconds < best[1].seconds):
+            best = micro_batch, plan
+    if best is None:
+        raise smallest(costs_of(1), machine, Setup(sequences, clips))
+    return best

@@ -1,0 +1,74 @@
+"""Placements of states as numbers of blocks on the host: the points that the search moves between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import permutations
+
+from scrimp.planner.bytes.states import CLASSES, States, Update
+
+_CHAIN = 4
+
+
+@dataclass(frozen=True)
+class Split:
+    """How many blocks of each class are on the host, and who updates them."""
+
+    weights: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    update: Update = "device"
+
+    def states(self, blocks: int) -> States:
+        """Which blocks these are."""
+        return States.split(
+            blocks,
+            weights=self.weights,
+            gradients=self.gradients,
+            optimizer=self.optimizer,
+            update=self.update,
+        )
+
+    def within(self, blocks: int) -> Split:
+        """As it is carried out: numbers from 0 to the blocks, gradients with CPU Adam's blocks."""
+        counts = {name: min(max(getattr(self, name), 0), blocks) for name in CLASSES}
+        if self.update == "cpu":
+            counts["gradients"] = max(counts["gradients"], counts["optimizer"])
+        return replace(self, **counts, update=self.update if counts["optimizer"] else "device")
+
+    def neighbours(self, step: int, blocks: int) -> list[Split]:
+        """One class with so many blocks less or more on the host, or one less and another more."""
+        changes = [{name: sign} for sign in (-step, step) for name in CLASSES]
+        changes += [{one: -step, other: step} for one in CLASSES for other in CLASSES if one != other]
+        found = []
+        for change in changes:
+            counts = {name: getattr(self, name) + by for name, by in change.items()}
+            if self.update == "cpu" and "optimizer" in change and "gradients" not in change:
+                found.append(replace(self, **counts, gradients=counts["optimizer"]).within(blocks))
+            found.append(replace(self, **counts).within(blocks))
+        return [other for other in dict.fromkeys(found) if other != self]
+
+
+def corners(blocks: int) -> Iterator[Split]:
+    """All or none of each class, fewest first: everything on the device is the first. CPU Adam also of a part."""
+    for optimizer in (0, blocks):
+        for gradients in (0, blocks):
+            for weights in (0, blocks):
+                yield Split(weights, gradients, optimizer)
+    for optimizer in sorted({-(-blocks // 4), -(-blocks // 2), blocks}):
+        for gradients in sorted({optimizer, blocks}):
+            for weights in (0, blocks):
+                yield Split(weights, gradients, optimizer, "cpu")
+
+
+def chain(blocks: int) -> list[Split]:
+    """More and more on the host in steps of a quarter, one class after another, in any order of the classes."""
+    found = []
+    for order in permutations(CLASSES):
+        counts = dict.fromkeys(CLASSES, 0)
+        for name in order:
+            for k in range(1, _CHAIN + 1):
+                counts[name] = blocks * k // _CHAIN
+                found.append(Split(counts["weights"], counts["gradients"], counts["optimizer"]))
+    return list(dict.fromkeys(found))

@@ -1,0 +1,230 @@
+"""Where weights, gradients and optimizer states of each block live, and the bytes that this takes.
+
+Problem  Model states are most of the memory of a large model. Each class can leave the device for some of the blocks.
+Method   Per block and class, device or host::
+
+             weights    come in twice per micro-batch, before forward and before backward, into one of two buffers of
+                        the largest such block; the two used last in forward are still there for backward
+             gradients  leave after the block's backward pass; with several micro-batches their sums come in before it
+             optimizer  update "device": states (and gradients, weights, if on the host) stream through two buffers
+                        update "cpu": gradients go to the host, Adam runs there, new weights come back
+
+         Device bytes of a step, with Z = resident + weights, states on the device + weight buffers (+ all gradients on
+         the device if the step accumulates), G[i] = gradients on the device that exist before block i's backward pass
+         (0 if in Z), leaving[i] = largest gradients on their way, flight[i] = largest offloaded activations of blocks
+         before i (one block's are in flight, down after its forward or up before its backward pass),
+         at[i] = boundary + sum of kept and casts[i] = sum of casts of blocks before i::
+
+             forward of i   Z + at[i] + flight[i] + casts[i] + forward_peak[i]
+             head, loss     Z + at[L] + flight[L] + casts[L] + head_peak
+             backward of i  Z + G[i] + leaving + at[i] + boundary + flight[i] + backward_peak[i]
+             embedding      Z + G[all] + leaving + boundary + embedding_peak
+             update         Z + all gradients + optimizer_peak + stream buffers
+
+         backward_peak holds the gradients that the pass makes. Without accumulation those that leave are one further
+         block; with it, the sum that came in is one more.
+         Host bytes are those of all that is there; CPU Adam needs the weights there too. Only CPU Adam's states need
+         not be pinned.
+
+         With nothing on the host this is `walk`.
+Limits   Embedding and head stay on the device. Whatever is in flight counts as the largest there is before it.
+Source   docs/memory.md; LLMQ's switches, ProTrain's chunks.
+Checked  tests/planner/bytes/test_states.py: against `walk`, and against lists of what is there at each moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scrimp.errors import PlanError
+from scrimp.planner.bytes.costs import BlockClass, StepCosts
+from scrimp.planner.bytes.walk import chosen_costs
+
+Update = Literal["device", "cpu"]
+CLASSES = ("weights", "gradients", "optimizer")
+
+
+@dataclass(frozen=True)
+class States:
+    """Of each block, first to last: whether a class lives on the host."""
+
+    weights: tuple[bool, ...]
+    gradients: tuple[bool, ...]
+    optimizer: tuple[bool, ...]
+    update: Update = "device"
+    """Who updates the blocks whose optimizer states are on the host."""
+
+    def __post_init__(self) -> None:
+        if not len(self.weights) == len(self.gradients) == len(self.optimizer):
+            raise PlanError("the classes of states have different numbers of blocks", got=str(self))
+        if self.update == "cpu" and any(
+            o and not g for o, g in zip(self.optimizer, self.gradients, strict=True)
+        ):
+            raise PlanError("CPU Adam needs the gradients of its blocks on the host", got=str(self))
+
+    @classmethod
+    def split(
+        cls,
+        blocks: int,
+        *,
+        weights: int = 0,
+        gradients: int = 0,
+        optimizer: int = 0,
+        update: Update = "device",
+    ) -> States:
+        """As many blocks of each class on the host.
+
+        Weights of the first blocks: the last are used again first. Gradients and optimizer states of the last: their
+        gradients come first, so that least accumulates, and CPU Adam's tail is shortest.
+        """
+        if update == "cpu":
+            gradients = max(gradients, optimizer)
+        return cls(
+            weights=tuple(i < weights for i in range(blocks)),
+            gradients=tuple(i >= blocks - gradients for i in range(blocks)),
+            optimizer=tuple(i >= blocks - optimizer for i in range(blocks)),
+            update=update if optimizer else "device",
+        )
+
+    def on_cpu(self, block: int) -> bool:
+        """Whether the CPU updates this block."""
+        return self.update == "cpu" and self.optimizer[block]
+
+    def streams(self, block: int) -> bool:
+        """Whether the device updates this block with something that comes from the host and goes back."""
+        anything = self.weights[block] or self.gradients[block] or self.optimizer[block]
+        return anything and not self.on_cpu(block)
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether nothing lives on the host."""
+        return not (any(self.weights) or any(self.gradients) or any(self.optimizer))
+
+    def of(self, block: int) -> dict[str, str]:
+        """Class to "device" or "host", as in a plan."""
+        return {name: "host" if getattr(self, name)[block] else "device" for name in CLASSES}
+
+    def __str__(self) -> str:
+        counts = [f"{name} of {sum(getattr(self, name))}" for name in CLASSES if any(getattr(self, name))]
+        if not counts:
+            return "all states on the device"
+        return f"{', '.join(counts)} blocks on the host" + (", CPU Adam" if self.update == "cpu" else "")
+
+
+@dataclass(frozen=True)
+class Floor:
+    """Bytes of a step that the activations do not change, by moment."""
+
+    resident: int
+    """Z: there all the time."""
+    backward: NDArray[np.int64]
+    """[L]: beside at[i], flight[i] and backward_peak[i]; of forward it is Z."""
+    head: int
+    rest: int
+    """The larger of the embedding's backward pass and the update: whatever the activations are."""
+    host: int
+    pinned: int
+
+
+def class_of(costs: StepCosts, block: int) -> BlockClass:
+    """The class of one block."""
+    return costs.classes[costs.blocks[block]]
+
+
+def floor_of(costs: StepCosts, states: States, accumulates: bool) -> Floor:
+    """What the states take, device and host.
+
+    Raises:
+        PlanError: states of another number of blocks.
+    """
+    if len(states.weights) != len(costs.blocks):
+        raise PlanError(
+            "states of another model", got=f"{len(states.weights)} blocks", expected=f"{len(costs.blocks)}"
+        )
+    kinds = [class_of(costs, i) for i in range(len(costs.blocks))]
+    ends = costs.ends
+    own = np.array(
+        [0 if host else k.gradients for k, host in zip(kinds, states.gradients, strict=True)], np.int64
+    )
+    gradients = int(own.sum()) + ends.gradients
+    resident = _resident(costs, kinds, states) + (gradients if accumulates else 0)
+    if accumulates:
+        before_all, later = ends.waiting, np.full_like(own, ends.waiting)
+    else:
+        before_all = ends.head_gradients + int(own.sum())
+        later = before_all - np.cumsum(own)
+    leaving = max((k.gradients for k in _where(kinds, states.gradients)), default=0) * (
+        2 if accumulates else 1
+    )
+    embedding = before_all + leaving + costs.boundary + ends.peak_of_embedding(accumulates)
+    update = (0 if accumulates else gradients) + costs.optimizer_peak + _stream_buffers(kinds, states)
+    host, pinned = _host(kinds, states)
+    return Floor(
+        resident=resident,
+        backward=resident + later + leaving + costs.boundary,
+        head=resident + ends.peak_of_head(accumulates),
+        rest=resident + max(embedding, update),
+        host=host,
+        pinned=pinned,
+    )
+
+
+def device_peak(costs: StepCosts, states: States, activations: Sequence[str], accumulates: bool) -> int:
+    """Most bytes on the device at any moment of a step."""
+    floor = floor_of(costs, states, accumulates)
+    at, flight, cast, peak = costs.boundary, 0, 0, floor.rest
+    for i, block in enumerate(chosen_costs(costs, activations)):
+        forward = floor.resident + cast + block.forward_peak
+        backward = int(floor.backward[i]) + block.peak_of_backward(accumulates)
+        peak = max(peak, at + flight + forward, at + flight + backward)
+        at, flight, cast = at + block.kept, max(flight, block.host), cast + block.cast
+    return max(peak, floor.head + at + flight + cast)
+
+
+def host_bytes(costs: StepCosts, states: States, activations: Sequence[str]) -> tuple[int, int]:
+    """All and pinned bytes in host memory."""
+    kinds = [class_of(costs, i) for i in range(len(costs.blocks))]
+    host, pinned = _host(kinds, states)
+    offloaded = sum(block.host for block in chosen_costs(costs, activations))
+    return host + offloaded, pinned + offloaded
+
+
+def _where(kinds: Sequence[BlockClass], flags: Sequence[bool], wanted: bool = True) -> list[BlockClass]:
+    return [kind for kind, flag in zip(kinds, flags, strict=True) if flag is wanted]
+
+
+def _resident(costs: StepCosts, kinds: Sequence[BlockClass], states: States) -> int:
+    """Z without gradients."""
+    weights = sum(kind.weights for kind in _where(kinds, states.weights, False))
+    optimizer = sum(kind.optimizer for kind in _where(kinds, states.optimizer, False))
+    buffers = _two([kind.weights for kind in _where(kinds, states.weights)])
+    return costs.resident + costs.ends.weights + costs.ends.optimizer + weights + optimizer + buffers
+
+
+def _two(sizes: Sequence[int]) -> int:
+    """Bytes of two buffers, or of one if only one block uses them."""
+    return min(len(sizes), 2) * max(sizes, default=0)
+
+
+def _stream_buffers(kinds: Sequence[BlockClass], states: States) -> int:
+    """Gradients and states of streamed blocks during the update; weights have buffers already."""
+    sizes = []
+    for i, kind in enumerate(kinds):
+        if states.streams(i):
+            sizes.append(kind.optimizer * states.optimizer[i] + kind.gradients * states.gradients[i])
+    return _two(sizes)
+
+
+def _host(kinds: Sequence[BlockClass], states: States) -> tuple[int, int]:
+    total = pageable = 0
+    for i, kind in enumerate(kinds):
+        cpu = states.on_cpu(i)
+        total += kind.weights * (states.weights[i] or cpu)
+        total += kind.gradients * states.gradients[i] + kind.optimizer * states.optimizer[i]
+        pageable += kind.optimizer * cpu
+    return total, total - pageable

@@ -1,0 +1,82 @@
+"""What kernels allocate for themselves and free before they return: bytes that no tensor shows.
+
+CPU     Operators on numbers of two widths first copy the narrower operands to the wider type; so do norms that sum
+        wider than they read. Flash attention holds scores of one tile of queries by keys per thread, its backward
+        pass two (t threads, tiles of q x k, q = 256, 64 or 32 by length, k = 512, head size K, fp32)::
+
+            forward   4 t (q k + 2 q + q K)            backward   4 t (2 q k + q)
+
+        and both tiles once more in bf16 where inputs are.
+CUDA    Nothing is copied to widen. Flash attention's backward pass sums the queries' gradient in fp32, and gives each
+        query head key gradients of its own where heads share keys::
+
+            4 B T H K + 4 B T H  [+ 2 B T H K elements where H > N]
+
+Limits  oneDNN's packed operands of bf16 products (below 6 MiB each) and the packed keys of attention are not counted:
+        they depend on the processor. cuBLAS's workspace is taken once and stays.
+Source  ATen/TensorIterator.cpp, ATen/native/cpu/FlashAttentionKernel.cpp, flash_attn/flash_api.cpp (mha_bwd)
+Checked tests/profiler/memory_trace/test_tracker.py: the CPU's against torch's profiler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+WorkspaceRule = Callable[[Any, Any, Any], int]
+"""From operator, its positional and its named arguments to bytes."""
+
+_aten = torch.ops.aten
+_FLASH = _aten._scaled_dot_product_flash_attention_for_cpu.default
+_FLASH_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+_NORMS = (_aten.linalg_vector_norm.default, _aten._foreach_norm.Scalar)
+_COPIES = (_aten.copy_.default, _aten._foreach_copy_.default)
+_KEYS = 512
+
+
+def no_workspace(operator: Any, args: Any, named: Any) -> int:
+    """Nothing: live tensors alone."""
+    return 0
+
+
+def cpu_workspace(operator: Any, args: Any, named: Any) -> int:
+    """Bytes that a CPU kernel takes."""
+    if operator is _FLASH or operator is _FLASH_BACKWARD:
+        is_backward = operator is _FLASH_BACKWARD
+        return _cpu_attention(*args[1:3] if is_backward else args[:2], is_backward=is_backward)
+    if operator in _NORMS:
+        wide = named.get("dtype")
+        tensors = args[0] if isinstance(args[0], list | tuple) else [args[0]]
+        return max((x.numel() * wide.itemsize for x in tensors if wide not in (None, x.dtype)), default=0)
+    if operator in _COPIES or torch.Tag.pointwise not in operator.tags:
+        return 0
+    return _widened([value for value in (*args, *named.values()) if isinstance(value, Tensor)])
+
+
+def cuda_workspace(operator: Any, args: Any, named: Any) -> int:
+    """Bytes that a CUDA kernel takes, where the CPU's attention operator stands for CUDA's."""
+    if operator is not _FLASH_BACKWARD:
+        return 0
+    query, key = args[1], args[2]
+    own_keys = 2 * query.nbytes if key.shape[1] != query.shape[1] else 0
+    return int(4 * query.numel() + 4 * query.numel() // query.shape[-1] + own_keys)
+
+
+def _widened(tensors: list[Tensor]) -> int:
+    """Copies of the narrower of some operands in the widest type among them; numbers without axes are free."""
+    floats = [x for x in tensors if x.is_floating_point() and x.dim()]
+    widest = max((x.dtype for x in floats), key=lambda dtype: dtype.itemsize, default=None)
+    return 0 if widest is None else sum(x.numel() * widest.itemsize for x in floats if x.dtype != widest)
+
+
+def _cpu_attention(query: Tensor, key: Tensor, *, is_backward: bool) -> int:
+    length, head_size = query.shape[2:]
+    queries = 256 if length >= 768 else 64 if length >= 192 else 32
+    queries, keys = min(queries, length), min(_KEYS, key.shape[2])
+    tiles = 2 if is_backward else 1
+    numbers = tiles * queries * keys + (queries if is_backward else queries * (2 + head_size))
+    reduced = tiles * queries * keys * query.itemsize if query.itemsize < 4 else 0
+    return torch.get_num_threads() * (4 * numbers + reduced)

@@ -1,0 +1,68 @@
+"""A memory decision on the terminal: the account, what blocks do, predicted seconds, what more memory would give."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from rich.table import Table
+
+from scrimp.planner.bytes.decision import MemoryDecision
+from scrimp.planner.bytes.frontier import Alternative, binding, frontier
+from scrimp.planner.bytes.timeline import Timeline
+from scrimp.report.tables import account_table, key_value_table
+from scrimp.report.units import format_bytes, format_duration, format_percent
+
+
+def memory_tables(decision: MemoryDecision, copy_bytes: int) -> Iterator[Table]:
+    """What is shown of a decision, top to bottom.
+
+    Args:
+        copy_bytes: of the host copy that a checkpoint is written from.
+    """
+    account, machine = decision.account, decision.machine
+    yield account_table(
+        account.device,
+        title=f"predicted bytes on the device, {format_bytes(account.peak)} of "
+        f"{format_bytes(machine.device_bytes)}, in the {account.moment.name}",
+    )
+    host = [*account.host, ("copy for a checkpoint", copy_bytes)]
+    yield account_table(host, title="predicted bytes on the host")
+    yield key_value_table(list(_rows(decision)), title="how it fits")
+
+
+def _rows(decision: MemoryDecision) -> Iterator[tuple[str, str]]:
+    yield "activations", runs_of(decision.activations)
+    yield "states", str(decision.states)
+    yield "why", decision.reason
+    plan = decision.plan
+    if plan is None:
+        return
+    yield "step", f"{format_duration(plan.seconds)} (predicted), {_waiting(plan.timeline)}"
+    bound, gain = binding(decision.costs, decision.machine, plan)
+    if gain:
+        yield "bound by", f"{bound}: a quarter more of it saves {format_percent(gain)} of the step"
+    for other in frontier(decision.costs, decision.machine, plan):
+        yield f"with {format_bytes(other.more_bytes)} more", _alternative(other)
+
+
+def runs_of(activations: Sequence[str]) -> str:
+    """Blocks of equal choice together: "blocks 0-11 block, 12-23 keep"."""
+    parts, start = [], 0
+    for choice, run in groupby(activations):
+        stop = start + len(list(run)) - 1
+        parts.append(f"{start}-{stop} {choice}" if stop > start else f"{start} {choice}")
+        start = stop + 1
+    return f"{'blocks' if len(activations) > 1 else 'block'} {', '.join(parts)}"
+
+
+def _waiting(timeline: Timeline) -> str:
+    exposed = sum(timeline.exposed.values())
+    if not exposed and not any(timeline.hidden.values()):
+        return "no copies to and from the host"
+    hidden = sum(timeline.hidden.values())
+    return f"{format_duration(exposed)} of copies and updates not hidden, {format_duration(hidden)} hidden"
+
+
+def _alternative(other: Alternative) -> str:
+    return f"{format_percent(other.faster)} faster: {runs_of(other.plan.activations)}; {other.plan.states}"

@@ -1,0 +1,39 @@
+"""Carries memory decisions out: what leaves the device, to where in host memory, and when it is back."""
+
+from scrimp.runtime.memory.arena import (
+    ArenaTooSmallError,
+    HostArena,
+    HostBudgetError,
+    PinningRefusedError,
+    Place,
+)
+from scrimp.runtime.memory.blocks import BlockMemory
+from scrimp.runtime.memory.carry import HostMemory, carry_out, uses_host
+from scrimp.runtime.memory.gradients import HostGradients, OwnGradient
+from scrimp.runtime.memory.link import CudaLink, HostLink, LateLink, Link, Ticket
+from scrimp.runtime.memory.offload import ActivationOffload
+from scrimp.runtime.memory.phases import CudaCache, PhaseEdges
+from scrimp.runtime.memory.weights import HostWeights
+
+__all__ = [
+    "ActivationOffload",
+    "ArenaTooSmallError",
+    "BlockMemory",
+    "CudaCache",
+    "CudaLink",
+    "HostArena",
+    "HostBudgetError",
+    "HostGradients",
+    "HostLink",
+    "HostMemory",
+    "HostWeights",
+    "LateLink",
+    "Link",
+    "OwnGradient",
+    "PhaseEdges",
+    "PinningRefusedError",
+    "Place",
+    "Ticket",
+    "carry_out",
+    "uses_host",
+]

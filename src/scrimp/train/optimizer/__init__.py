@@ -1,0 +1,31 @@
+"""AdamW, the formats that its state is kept in, and its update as a function of tensors."""
+
+from __future__ import annotations
+
+from scrimp.config import TrainConfig
+from scrimp.runtime import Executable
+from scrimp.train.optimizer.adamw import AdamW
+from scrimp.train.optimizer.moments import MomentFormat, Moments
+from scrimp.train.optimizer.streaming import Homes, StreamedAdamW
+from scrimp.train.optimizer.update import Step, update
+
+__all__ = ["AdamW", "MomentFormat", "Moments", "Step", "StreamedAdamW", "make_optimizer", "update"]
+
+
+def make_optimizer(executable: Executable, train: TrainConfig, *, seed: int) -> AdamW:
+    """The optimizer of a run: with states on the host where the plan has them there."""
+    parameters, host = dict(executable.model.named_parameters()), executable.host
+    if host is None or not (host.weights.blocks or host.gradients_on_host or host.optimizer_on_host):
+        return AdamW(parameters, train, seed=seed)
+    homes = Homes(
+        host.arena, host.link, _block_of, host.weights, host.gradients_on_host, host.optimizer_on_host
+    )
+    optimizer = StreamedAdamW(parameters, train, homes, seed=seed)
+    host.blocks.gradients = optimizer.host_gradients
+    return optimizer
+
+
+def _block_of(name: str) -> int | None:
+    """From a parameter's name to its block."""
+    head, _, rest = name.partition(".")
+    return int(rest.partition(".")[0]) if head == "blocks" else None

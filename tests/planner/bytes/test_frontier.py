@@ -1,0 +1,72 @@
+"""Alternatives, the binding constraint, and the split of a batch."""
+
+from dataclasses import replace
+
+import pytest
+from made_up import MACHINE, QWEN_7B, llama_costs
+
+from scrimp.errors import PlanError
+from scrimp.planner.bytes.costs import StepCosts
+from scrimp.planner.bytes.frontier import WORTH, binding, fastest_split, frontier, resident_bytes
+from scrimp.planner.bytes.machine import Setup
+from scrimp.planner.bytes.room import NoRoomError
+from scrimp.planner.bytes.search import search
+
+SHAPE = QWEN_7B | {"blocks": 12, "vocabulary": 32000}
+
+
+def small(micro_batch: int) -> StepCosts:
+    return llama_costs(SHAPE, 2048 * micro_batch)
+
+
+def test_larger_devices_are_named_with_what_they_save() -> None:
+    machine = replace(MACHINE, device_bytes=12 * 2**30, host_bytes=20 * 10**9)
+    plan = search(small(2), machine, Setup(2))
+    found = frontier(small(2), machine, plan)
+    assert found
+    shares = [other.faster for other in found]
+    assert shares == sorted(shares)
+    for other in found:
+        assert other.more_bytes == other.plan.device_bytes - machine.device_bytes > 0
+        assert other.plan.seconds == pytest.approx((1 - other.faster) * plan.seconds)
+        assert other.faster > WORTH
+    assert found[-1].plan.states.is_resident
+
+
+def test_nothing_is_offered_to_a_plan_that_has_everything() -> None:
+    machine = replace(MACHINE, device_bytes=resident_bytes(small(2), Setup(2)))
+    plan = search(small(2), machine, Setup(2))
+    assert plan.states.is_resident
+    assert set(plan.activations) == {"keep"}
+    assert frontier(small(2), machine, plan) == []
+    assert binding(small(2), machine, plan) == ("computing", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("gib", "gigabytes", "link", "expected"),
+    [(8, 20, 2e10, "device memory"), (6, 30, 2e10, "link"), (8, 20, 1e12, "host memory")],
+)
+def test_what_binds_is_what_more_of_would_help_most(
+    gib: int, gigabytes: int, link: float, expected: str
+) -> None:
+    rates = dict.fromkeys(("upload", "download", "upload_together", "download_together"), link)
+    machine = replace(MACHINE, device_bytes=gib << 30, host_bytes=gigabytes * 10**9, **rates)
+    name, gain = binding(small(2), machine, search(small(2), machine, Setup(1)))
+    assert gain > WORTH
+    assert name == expected
+
+
+def test_the_fastest_split_of_a_batch_fits_and_is_the_best_divisor() -> None:
+    machine = replace(MACHINE, device_bytes=12 * 2**30, host_bytes=30 * 10**9)
+    size, plan = fastest_split(small, 8, machine)
+    assert plan.setup == Setup(8 // size)
+    others = {m: search(small(m), machine, Setup(8 // m)).seconds for m in (1, 2)}
+    assert plan.seconds <= min(others.values())
+
+
+def test_a_batch_of_which_no_sequence_fits_is_refused() -> None:
+    machine = replace(MACHINE, device_bytes=10**9)
+    with pytest.raises(NoRoomError, match="these would fit"):
+        fastest_split(small, 4, machine)
+    with pytest.raises(PlanError, match="at least one sequence"):
+        fastest_split(small, 0, machine)

@@ -1,0 +1,92 @@
+"""Bytes of states and activations against the walk, and against an account of everything that is there."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from made_up import step_costs
+
+from scrimp.errors import PlanError
+from scrimp.planner.bytes.costs import BlockClass, BlockCost, EndsCost, StepCosts
+from scrimp.planner.bytes.states import States, device_peak, floor_of, host_bytes
+from scrimp.planner.bytes.walk import walk
+
+ENDS = EndsCost(0, 0, 0, head_peak=0, head_gradients=0, embedding_peak=0)
+
+
+def chain(
+    blocks: int, cost: BlockCost, weights: int = 0, gradients: int = 0, optimizer: int = 0
+) -> StepCosts:
+    return StepCosts(
+        (BlockClass(weights, gradients, optimizer, {"c": cost}),), (0,) * blocks, ENDS, boundary=0
+    )
+
+
+@given(data=st.data(), costs=step_costs(), accumulates=st.booleans())
+def test_with_nothing_on_the_host_the_peak_is_that_of_the_walk(
+    data: st.DataObject, costs: StepCosts, accumulates: bool
+) -> None:
+    classes = tuple(
+        replace(kind, choices={name: replace(cost, host=0) for name, cost in kind.choices.items()})
+        for kind in costs.classes
+    )
+    costs = replace(costs, classes=classes)
+    names = [data.draw(st.sampled_from(list(classes[number].choices))) for number in costs.blocks]
+    peak = device_peak(costs, States.split(len(costs.blocks)), names, accumulates)
+    assert peak == walk(costs, names, accumulates=accumulates).peak
+
+
+@pytest.mark.parametrize(("on_host", "expected"), [(0, 50), (1, 50), (2, 50), (3, 40), (5, 20)])
+def test_weights_on_the_host_leave_two_buffers(on_host: int, expected: int) -> None:
+    costs = chain(5, BlockCost(0, 0, 0), weights=10)
+    assert floor_of(costs, States.split(5, weights=on_host), False).resident == expected
+
+
+def test_gradients_that_leave_take_one_further_block_and_with_accumulation_two() -> None:
+    costs = chain(6, BlockCost(kept=0, forward_peak=0, backward_peak=10, accumulating_peak=10), gradients=10)
+    away = States.split(6, gradients=6)
+    assert device_peak(costs, States.split(6), ["c"] * 6, False) == 60
+    assert device_peak(costs, away, ["c"] * 6, False) == 20  # the block's own and those on their way
+    assert device_peak(costs, away, ["c"] * 6, True) == 30
+
+
+def test_gradients_of_the_last_blocks_leave_so_that_they_never_meet() -> None:
+    costs = chain(4, BlockCost(kept=0, forward_peak=0, backward_peak=10), gradients=10)
+    states = States.split(4, gradients=2)
+    assert [states.of(i)["gradients"] for i in range(4)] == ["device", "device", "host", "host"]
+    assert list(floor_of(costs, states, False).backward) == [20, 10, 10, 10]
+
+
+def test_offloaded_activations_are_in_flight_in_all_later_blocks() -> None:
+    away, here = BlockCost(0, 5, 9, host=30), BlockCost(20, 25, 29)
+    kind = BlockClass(0, 0, 0, {"away": away, "here": here})
+    costs = StepCosts((kind,), (0, 0, 0), replace(ENDS, head_peak=1), boundary=0)
+    assert device_peak(costs, States.split(3), ["here", "here", "away"], False) == 20 + 20 + 30 + 1
+    assert device_peak(costs, States.split(3), ["away", "here", "here"], False) == 30 + 20 + 29
+
+
+def test_a_streamed_update_has_two_buffers_and_cpu_adam_none() -> None:
+    costs = chain(4, BlockCost(0, 0, 0), weights=2, gradients=3, optimizer=50)
+    streamed = floor_of(costs, States.split(4, optimizer=3), False)
+    on_cpu = floor_of(costs, States.split(4, optimizer=3, update="cpu"), False)
+    assert streamed.rest == 4 * 2 + 4 * 3 + 50 + 2 * 50
+    # gradients of one block are there, those of another may still be on their way when the embedding runs
+    assert on_cpu.rest == 4 * 2 + 50 + 3 + 3
+
+
+def test_host_bytes_are_all_that_is_there_and_cpu_adams_states_need_no_pinning() -> None:
+    costs = chain(3, BlockCost(0, 0, 0, host=7), weights=2, gradients=3, optimizer=10)
+    names = ["c"] * 3
+    assert host_bytes(costs, States.split(3, weights=1, gradients=2, optimizer=3), names) == (59, 59)
+    # CPU Adam keeps the weights that it updates, wherever the device has its own
+    assert host_bytes(costs, States.split(3, optimizer=2, update="cpu"), names) == (51, 31)
+
+
+def test_states_that_cannot_be_are_refused() -> None:
+    with pytest.raises(PlanError, match="gradients of its blocks"):
+        States((False,), (False,), (True,), "cpu")
+    with pytest.raises(PlanError, match="different numbers"):
+        States((False,), (False, True), (True,))
+    with pytest.raises(PlanError, match="another model"):
+        floor_of(chain(2, BlockCost(0, 0, 0)), States.split(3), False)

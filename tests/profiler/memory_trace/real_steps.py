@@ -1,0 +1,137 @@
+"""Real training steps on the CPU, with every allocation counted by torch's own profiler."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scrimp.config import Architecture, TrainConfig
+from scrimp.config.activations import Activations
+from scrimp.gemm import PlannedLayer, PlannedModel, backends_for, swap_in
+from scrimp.model import Decoder, initialise
+from scrimp.model.attention import AttentionLayout
+from scrimp.model.decoder import Block
+from scrimp.planner import linear_layers
+from scrimp.precision import LinearPrecision, parse_rules
+from scrimp.runtime.memory import ActivationOffload, HostArena, LateLink
+from scrimp.train.optimizer import AdamW
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One configuration of a step."""
+
+    architecture: Architecture
+    precision: str = "fp32"
+    parameters: str = "fp32"
+    master_weights: bool = False
+    rules: str = ""
+    activations: tuple[str, ...] = ()
+    rows: int = 2
+    sequence: int = 512
+    loss_chunk: int = 0
+    micro_batches: int = 1
+
+    @property
+    def linears(self) -> dict[str, LinearPrecision]:
+        """Layer to formats, where any differs."""
+        if not self.rules:
+            return {}
+        assigned = parse_rules(self.rules).assign(linear_layers(self.architecture))
+        return {layer: choice for layer, (choice, _) in assigned.items()}
+
+    @property
+    def choices(self) -> list[str]:
+        """Activations by block; the given ones in turn."""
+        given = self.activations or ("keep",)
+        return [given[i % len(given)] for i in range(self.architecture.num_layers)]
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Of `trace_costs`."""
+        return {
+            "precision": self.precision,
+            "parameters": self.parameters,
+            "master_weights": self.master_weights,
+            "micro_batch": self.rows,
+            "sequence": self.sequence,
+            "loss_chunk": self.loss_chunk,
+            "linears": self.linears,
+        }
+
+
+@dataclass
+class RealStep:
+    """A model with its optimizer; call it to train one step as `scrimp.train.loop` does."""
+
+    setting: Setting
+    model: Decoder = field(init=False)
+    planned: PlannedModel | None = None
+
+    def __post_init__(self) -> None:
+        s = self.setting
+        self.model = Decoder(s.architecture, dtype=DTYPES[s.parameters])
+        initialise(self.model, 0)
+        linears = s.linears
+        if linears:
+            head = linears.pop("head")
+            self.planned = swap_in(self.model, linears, choose=backends_for(CPU))
+            self.model.planned_head = PlannedLayer("head", head, self.planned.clock, backends_for(CPU))
+        for block, choice in zip(self.model.blocks, s.choices, strict=True):
+            block.activations = Activations.parse(choice)  # type: ignore[assignment]
+        if any(choice.endswith("+offload") for choice in s.choices):
+            self._offload()
+        train = TrainConfig(master_weights=s.master_weights)
+        self.optimizer = AdamW(dict(self.model.named_parameters()), train)
+        shape = s.micro_batches, s.rows, s.sequence
+        self.tokens = torch.arange(shape[0] * shape[1] * shape[2]).view(shape) % s.architecture.vocab_size
+
+    def _offload(self) -> None:
+        """Copies arrive as late as they may, so that what is in flight stays."""
+        num_blocks = self.setting.architecture.num_layers
+        arena, link = HostArena(2**26, CPU), LateLink(CPU)
+        offload = ActivationOffload(arena, link, num_blocks=num_blocks)
+
+        def run_block(index: int, block: Block, x: Tensor, layout: AttentionLayout) -> Tensor:
+            leaves = block.activations.is_offloaded
+            with offload.block(index, block, exclude=layout.rope, leaves=leaves):
+                return block(x, layout)
+
+        self.model.run_block = run_block
+
+    def autocast(self) -> contextlib.AbstractContextManager[object]:
+        if self.setting.precision == self.setting.parameters:
+            return contextlib.nullcontext()
+        return torch.autocast("cpu", DTYPES[self.setting.precision])
+
+    def __call__(self) -> None:
+        for number, tokens in enumerate(self.tokens):
+            if self.planned is not None:
+                self.planned.clock.begin(0, number * tokens.numel())
+            with self.autocast():
+                sums = self.model.loss(tokens, tokens, None, chunk=self.setting.loss_chunk)
+            (sums.total / tokens.numel()).backward()
+        self.optimizer.clip(self.optimizer.gradient_norm(), 1.0)
+        self.optimizer.step(1e-3)
+        self.optimizer.zero_grad()
+
+
+def allocator_peak(run: Callable[[], object]) -> int:
+    """Most bytes that the CPU's allocator held at once, above what it held before."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        run()
+    live = peak = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            peak = max(peak, live)
+    return peak

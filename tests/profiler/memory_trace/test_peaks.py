@@ -1,0 +1,121 @@
+"""Predicted peaks of training steps against what torch's allocator really held."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from real_steps import RealStep, Setting, allocator_peak
+
+from scrimp.config import Architecture
+from scrimp.config.activations import LEVELS
+from scrimp.planner.bytes.walk import walk
+from scrimp.profiler.memory_trace import trace_costs
+
+LLAMA = Architecture(
+    family="llama",
+    vocab_size=768,
+    num_layers=3,
+    width=128,
+    num_heads=4,
+    num_kv_heads=2,
+    head_size=32,
+    ffn_width=352,
+    context=2048,
+)
+QWEN2 = dataclasses.replace(LLAMA, family="qwen2", qkv_bias=True, tied_embeddings=True)
+QWEN3 = dataclasses.replace(LLAMA, family="qwen3", qk_norm=True, head_size=48, num_kv_heads=4)
+MISTRAL = dataclasses.replace(LLAMA, family="mistral", sliding_window=128)
+WIDE_HEAD = dataclasses.replace(LLAMA, vocab_size=6144, num_layers=2)
+DEEP = dataclasses.replace(LLAMA, num_layers=8, width=64, num_heads=2, num_kv_heads=1, ffn_width=192)
+TIED = dataclasses.replace(WIDE_HEAD, tied_embeddings=True)
+
+FORMATS = {
+    "fp32": {},
+    "autocast": {"precision": "bf16"},
+    "bf16": {"precision": "bf16", "parameters": "bf16"},
+    "masters": {"precision": "bf16", "parameters": "bf16", "master_weights": True},
+}
+
+
+def settings() -> dict[str, Setting]:
+    """Every family and format, each level of recomputation, each way to cut a batch."""
+    found = {
+        f"{family}-{name}-{micro_batches}": Setting(a, micro_batches=micro_batches, **f)
+        for family, a in {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3}.items()
+        for name, f in FORMATS.items()
+        for micro_batches in (1, 2)
+    }
+    for level in LEVELS[1:]:
+        found[f"{level}-fp32"] = Setting(LLAMA, activations=(level,), micro_batches=2)
+        found[f"{level}-autocast"] = Setting(LLAMA, activations=(level,), **FORMATS["autocast"])
+    bf16 = FORMATS["bf16"]
+    return found | {
+        "mixed levels": Setting(DEEP, activations=("block", "keep", "mlp", "qkv"), **bf16),
+        "mixed levels, autocast": Setting(DEEP, activations=("keep", "attention"), **FORMATS["autocast"]),
+        "offloaded": Setting(DEEP, activations=("keep+offload",), **bf16),
+        "offloaded, autocast": Setting(DEEP, activations=("norms+offload",), **FORMATS["autocast"]),
+        "offloaded between others": Setting(DEEP, activations=("block+offload", "keep", "keep+offload")),
+        "deep": Setting(DEEP, rows=3, sequence=384),
+        "long": Setting(LLAMA, rows=1, sequence=1536, **bf16),
+        "short": Setting(LLAMA, rows=16, sequence=64, **bf16),
+        "window": Setting(MISTRAL, sequence=256, rows=4),
+        "large head": Setting(WIDE_HEAD, sequence=256),
+        "large head, chunks": Setting(WIDE_HEAD, sequence=256, loss_chunk=128, micro_batches=2),
+        "large head, bf16": Setting(WIDE_HEAD, sequence=256, loss_chunk=128, **bf16),
+        "large head, tied": Setting(TIED, sequence=128, micro_batches=2, **FORMATS["masters"]),
+        "large head, tied, new": Setting(TIED, sequence=64, loss_chunk=32),
+        "large head, tied, block": Setting(TIED, sequence=256, loss_chunk=64, activations=("block",)),
+        "fp8": Setting(LLAMA, sequence=256, rules="fp8", **FORMATS["autocast"]),
+        "fp8, levels": Setting(LLAMA, sequence=256, rules="fp8", activations=("mlp", "block"), **bf16),
+        "nvfp4": Setting(LLAMA, sequence=128, rules="nvfp4", **bf16),
+        "mxfp8, saved in bf16": Setting(LLAMA, sequence=256, rules="mxfp8,*.saved=bf16", **bf16),
+        "inputs made again": Setting(
+            LLAMA, sequence=256, rules="fp8,*.mlp.*.saved=recompute", **FORMATS["masters"]
+        ),
+        "one block in fp8": Setting(LLAMA, sequence=256, rules="bf16,blocks.1.*=fp8", **bf16),
+    }
+
+
+SETTINGS = settings()
+
+
+def predicted_and_real(setting: Setting) -> tuple[int, int]:
+    """Bytes above weights and optimizer states."""
+    costs = trace_costs(setting.architecture, activations=tuple(set(setting.choices)), **setting.arguments)
+    step = RealStep(setting)
+    peak = walk(costs, setting.choices, accumulates=setting.micro_batches > 1).peak
+    parts = [costs.ends, *(costs.classes[number] for number in costs.blocks)]
+    states = sum(part.weights + part.optimizer for part in parts)
+    tokens = 2 * 8 * setting.rows * setting.sequence  # made before the step
+    assert sum(p.nbytes for p in step.model.parameters()) == sum(part.weights for part in parts)
+    return peak - states - tokens, allocator_peak(step)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_predicted_peak_is_within_two_percent_of_the_allocators(name: str) -> None:
+    predicted, real = predicted_and_real(SETTINGS[name])
+    assert predicted == pytest.approx(real, rel=0.02), f"{predicted / real - 1:+.3%}"
+
+
+def test_there_are_at_least_forty_configurations() -> None:
+    assert len({repr(setting) for setting in SETTINGS.values()}) >= 40
+
+
+def test_states_are_what_model_and_optimizer_hold() -> None:
+    setting = SETTINGS["qwen2-masters-1"]
+    costs, step = trace_costs(setting.architecture, **setting.arguments), RealStep(setting)
+    parts = [costs.ends, *(costs.classes[number] for number in costs.blocks)]
+    held = sum(tensor.nbytes for _, tensor in step.optimizer.tensors())
+    assert sum(part.optimizer for part in parts) == held
+    step.model.loss(step.tokens[0], step.tokens[0]).total.backward()
+    gradients = step.optimizer.gradients().values()
+    assert sum(part.gradients for part in parts) == sum(g.nbytes for g in gradients)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for name, setting in SETTINGS.items():
+        predicted, real = predicted_and_real(setting)
+        print(f"{name:32} {predicted:12,} {real:12,} {predicted / real - 1:+.3%}", flush=True)

@@ -1,0 +1,156 @@
+"""Costs from a trace: what they add up to, other devices, and that nothing else notices."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+
+import pytest
+import torch
+from test_peaks import FORMATS, LLAMA, QWEN2
+
+from scrimp.config import Architecture
+from scrimp.config.activations import ALL_ACTIVATIONS, LEVELS
+from scrimp.errors import PlanError
+from scrimp.model.functions import rms_norm
+from scrimp.planner.bytes.costs import StepCosts
+from scrimp.planner.bytes.walk import walk
+from scrimp.precision import LinearPrecision
+from scrimp.profiler.memory_trace import trace_costs
+
+LLAMA_1B = Architecture(
+    family="llama",
+    vocab_size=128_256,
+    num_layers=16,
+    width=2048,
+    num_heads=32,
+    num_kv_heads=8,
+    head_size=64,
+    ffn_width=8192,
+    context=8192,
+)
+
+
+def traced(architecture: Architecture = LLAMA, **changes) -> StepCosts:  # type: ignore[no-untyped-def]
+    arguments = {
+        "precision": "bf16",
+        "parameters": "bf16",
+        "master_weights": False,
+        "micro_batch": 2,
+        "sequence": 256,
+        "loss_chunk": 0,
+        **changes,
+    }
+    return trace_costs(architecture, **arguments)
+
+
+def test_every_level_keeps_less_and_none_loses_weights() -> None:
+    (block,) = traced(activations=LEVELS).classes
+    kept = [block.choices[level].kept for level in LEVELS]
+    assert all(more > less for more, less in itertools.pairwise(kept))
+    assert kept[-1] == 2 * 256 * 128 * 2  # its output alone
+    assert block.weights == block.gradients == 2 * LLAMA.block_parameters
+    assert block.optimizer == 4 * LLAMA.block_parameters
+    assert block.parameters == LLAMA.block_parameters
+
+
+def test_an_offloaded_block_leaves_its_output_less_its_input() -> None:
+    for formats in (FORMATS["bf16"], FORMATS["autocast"]):
+        (block,) = traced(activations=ALL_ACTIVATIONS, **{"parameters": "fp32", **formats}).classes
+        for level in LEVELS:
+            here, there = block.choices[level], block.choices[f"{level}+offload"]
+            # What is too small to move, and attention's results that recomputation holds itself.
+            assert there.kept < (16_384 if level != "qkv" else here.kept), level
+            assert here.kept + here.cast == there.kept + there.cast + there.host
+
+
+def test_cast_copies_of_recomputed_blocks_live_until_the_loss() -> None:
+    (block,) = traced(parameters="fp32", activations=("keep", "block")).classes
+    weights = 2 * LLAMA.block_matmul_parameters
+    assert (block.choices["keep"].cast, block.choices["block"].cast) == (0, weights)
+
+
+def test_blocks_of_equal_formats_are_one_class() -> None:
+    fp8 = LinearPrecision.of("fp8")
+    costs = traced(linears={"blocks.1.mlp.down": fp8}, sequence=64)
+    assert costs.blocks == (0, 1, 0)
+    plain, quantized = (block.choices["keep"] for block in costs.classes)
+    assert quantized.kept < plain.kept
+
+
+def test_a_tied_heads_gradient_waits_for_the_embeddings() -> None:
+    scalars = 64
+    assert traced().ends.waiting < scalars
+    waiting = traced(QWEN2).ends.waiting
+    assert waiting == pytest.approx(2 * QWEN2.vocab_size * QWEN2.width, abs=scalars)
+
+
+def test_states_follow_the_optimizers_formats() -> None:
+    small = traced(moments="8bit").classes[0].optimizer
+    assert 2 * LLAMA.block_parameters < small < 2.2 * LLAMA.block_parameters
+    masters = traced(master_weights=True).classes[0]
+    assert (masters.gradients, masters.optimizer) == (
+        4 * LLAMA.block_parameters,
+        12 * LLAMA.block_parameters,
+    )
+
+
+def test_cuda_keeps_what_plain_operations_save() -> None:
+    def kept(**changes) -> int:  # type: ignore[no-untyped-def]
+        return traced(**changes).classes[0].choices["keep"].kept
+
+    tokens, a = 2 * 256, LLAMA
+    # The values are a view that holds the whole of qkv; SiLU of gate beside gate and up; fp32 softmax sums and two
+    # norms' statistics; a granule of 512 bytes.
+    rotated = a.attention_width + a.kv_width
+    elements = 4 * a.width + a.qkv_width + rotated + a.attention_width + 4 * a.ffn_width
+    expected = tokens * (2 * elements + 4 * (a.num_heads + 2))
+    assert kept(device_functions="cuda") == pytest.approx(expected, rel=0.03)
+    assert kept(device_functions="cuda") > kept()
+
+
+def test_attention_without_a_fused_kernel_holds_its_scores() -> None:
+    def kept(architecture: Architecture) -> int:
+        fp32 = {"precision": "fp32", "parameters": "fp32", "device_functions": "cuda"}
+        return traced(architecture, **fp32).classes[0].choices["keep"].kept
+
+    own_keys = dataclasses.replace(LLAMA, num_kv_heads=LLAMA.num_heads)
+    scores = 4 * 2 * LLAMA.num_heads * 256 * 256
+    assert kept(LLAMA) > kept(own_keys) + scores / 2  # which hold more keys
+
+
+def test_a_trace_leaves_everything_as_it_was() -> None:
+    state, x = torch.get_rng_state(), torch.randn(4, 8).bfloat16()
+    torch.set_rng_state(state)
+    expected = rms_norm(x, torch.ones(8), 1e-5)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        inside = traced(parameters="fp32", sequence=64)
+        assert torch.is_autocast_enabled("cpu")
+        assert not torch.is_grad_enabled()
+    traced(device_functions="cuda", linears={"head": LinearPrecision.of("nvfp4")}, sequence=64)
+    assert inside == traced(parameters="fp32", sequence=64)
+    assert torch.equal(state, torch.get_rng_state())
+    assert not torch.is_autocast_enabled("cpu")
+    assert torch.equal(rms_norm(x, torch.ones(8), 1e-5), expected)
+    assert type(torch.ones(1)) is torch.Tensor
+
+
+def test_unknown_activations_are_refused() -> None:
+    with pytest.raises(PlanError, match="keep, swiglu"):
+        traced(activations=("everything",))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_billion_parameters_take_seconds_under_all_choices(device: str) -> None:
+    start = time.process_time()
+    costs = traced(
+        LLAMA_1B,
+        parameters="fp32",
+        sequence=2048,
+        loss_chunk=2048,
+        activations=ALL_ACTIVATIONS,
+        device_functions=device,
+    )
+    assert time.process_time() - start < 10
+    assert 16 * LLAMA_1B.num_parameters < walk(costs, ["keep"] * 16).peak < 24 * LLAMA_1B.num_parameters

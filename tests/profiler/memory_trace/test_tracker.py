@@ -1,0 +1,110 @@
+"""Live bytes that the tracker counts against those of torch's own profiler, and of fake tensors."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from real_steps import RealStep, Setting, allocator_peak
+from test_peaks import FORMATS, LLAMA, TIED
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from scrimp.formats import Noise
+from scrimp.gemm.backends import ReferenceBackend
+from scrimp.gemm.problem import AXES, Use, operands_of
+from scrimp.profiler.memory_trace import StorageTracker
+from scrimp.profiler.memory_trace.remembered import RememberedBackend
+from scrimp.profiler.memory_trace.workspace import cpu_workspace
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        Setting(LLAMA, sequence=256, micro_batches=2),
+        Setting(LLAMA, sequence=256, activations=("mlp",), **FORMATS["autocast"]),
+        Setting(LLAMA, sequence=128, rules="fp8", **FORMATS["bf16"]),
+        Setting(TIED, sequence=64, loss_chunk=32),
+    ],
+    ids=["fp32", "autocast", "fp8", "tied"],
+)
+def test_a_real_step_peaks_where_the_allocator_does(setting: Setting) -> None:
+    step = RealStep(setting)
+    step()  # tables that are made once
+    with StorageTracker(workspace=cpu_workspace) as tracker:
+        step()
+    gc.collect()
+    assert tracker.peak == pytest.approx(allocator_peak(step), rel=1e-4)
+    assert tracker.live == 0
+
+
+def test_only_new_storages_count_and_only_as_long_as_they_live() -> None:
+    outside = torch.ones(1000)
+    with StorageTracker(granule=512) as tracker:
+        view = outside[10:].add_(1)
+        assert (tracker.live, tracker.peak) == (0, 0)
+        first = torch.empty(100)
+        second = first.view(10, 10).t()
+        assert tracker.live == 512
+        third = view + 1
+        assert tracker.live == 512 + 4096
+        del first, third
+        assert (tracker.live, tracker.peak) == (512, 512 + 4096)
+        tracker.reset_peak()
+        assert tracker.peak == 512
+        del second
+    assert tracker.live == 0
+
+
+def test_a_measurement_inside_does_not_forget_the_peak_before() -> None:
+    with StorageTracker() as tracker:
+        torch.empty(1000)
+        kept = torch.empty(10)
+        with tracker.measuring() as measured:
+            torch.empty(100)
+        assert (measured.peak, tracker.peak) == (400, 4000)
+        tracker.touch(8000)
+    assert tracker.peak == 8000 + kept.nbytes
+
+
+def hidden_bytes(run: object) -> int:
+    """What a function allocates at most beside its result."""
+    results: list[object] = []
+    peak = allocator_peak(lambda: results.append(run()))  # type: ignore[operator]
+    return peak - sum(t.nbytes for t in results[0] if isinstance(t, torch.Tensor))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("length", [64, 256, 1024])
+def test_workspace_of_attention(length: int) -> None:
+    q, k = torch.randn(1, 2, length, 32), torch.randn(1, 2, length, 32)
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    assert cpu_workspace(flash, (q, k, k, 0.0, True), {}) == hidden_bytes(lambda: flash(q, k, k, 0.0, True))
+
+
+def test_workspace_of_mixed_widths() -> None:
+    wide, narrow = torch.ones(64, 64), torch.ones(64, 64, dtype=torch.bfloat16)
+    add, norm = torch.ops.aten.add.Tensor, torch.ops.aten._foreach_norm.Scalar
+    assert cpu_workspace(add, (wide, narrow), {}) == hidden_bytes(lambda: (wide + narrow,)) == wide.nbytes
+    found = hidden_bytes(lambda: torch._foreach_norm([narrow, narrow], 2, dtype=torch.float32))
+    assert cpu_workspace(norm, ([narrow, narrow], 2), {"dtype": torch.float32}) == wide.nbytes
+    assert found == pytest.approx(wide.nbytes, abs=64)
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "nvfp4", "mxfp8"])
+def test_a_remembered_quantization_takes_the_same_bytes(recipe: str) -> None:
+    operand = operands_of("wgrad", recipe)[1]
+    use = Use(operand, AXES["wgrad"][1], Noise())
+    remembered = RememberedBackend()
+    ReferenceBackend().prepare(torch.ones(16, 16), use)  # tables that are made once
+    found = []
+    for backend in (ReferenceBackend(), remembered, remembered):
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            x = torch.empty(384, 4096, dtype=torch.bfloat16)
+            with StorageTracker() as tracker:
+                remembered.tracker = tracker
+                kept = backend.prepare(x, use), backend.store(x, use)
+                loaded = backend.load(kept[1])
+                found.append((tracker.live, tracker.peak))
+                del kept, loaded
+    assert found[0] == found[1]
+    assert found[1] == pytest.approx(found[2], abs=16)  # numbers that the reference's parts share
