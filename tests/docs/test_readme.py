@@ -1,5 +1,6 @@
 """The README tells the truth: its configuration is valid, its commands run, its facts are counted."""
 
+import dataclasses
 import re
 import shlex
 from pathlib import Path
@@ -8,7 +9,8 @@ import pytest
 
 import scrimp
 from scrimp.cli import main
-from scrimp.config import PRESETS, load_config
+from scrimp.config import PRESETS, MemoryConfig, load_config
+from scrimp.config.activations import LEVELS, OFFLOAD
 from scrimp.config.snip import BUDGETS, POLICIES
 from scrimp.planner.flops import GEMM_NAMES
 from scrimp.precision import RECIPES, parse_rules, storage_bytes
@@ -85,7 +87,7 @@ def test_the_two_make_lines_exist() -> None:
     [
         "README.md",
         "CHANGELOG.md",
-        *(f"docs/{name}.md" for name in ("architecture", "precision", "snip", "lab-log")),
+        *(f"docs/{name}.md" for name in ("architecture", "precision", "snip", "memory", "lab-log")),
     ],
 )
 def test_links_and_packages_in_the_documents_exist(name: str) -> None:
@@ -176,3 +178,24 @@ def test_every_command_of_the_snip_guide_runs(
 def test_the_snip_guide_names_every_budget_and_policy() -> None:
     for name in (*(f"budget.{budget}" for budget in BUDGETS), *POLICIES):
         assert name in SNIP_GUIDE, name
+
+
+MEMORY_GUIDE = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
+
+
+def test_every_command_of_the_memory_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    paragraphs = (f"The {number}th paragraph says {number * number}.\n\n" for number in range(4000))
+    (tmp_path / "corpus.txt").write_text("".join(paragraphs), encoding="utf-8")
+    found = re.search(r"```console\n(.*?)```", MEMORY_GUIDE, flags=re.DOTALL)
+    assert found
+    for line in found[1].splitlines():
+        words = shlex.split(line.removeprefix("$ scrimp "))
+        assert main([*words, *SMALLER, "--data.source=corpus.txt"]) == 0, line
+
+
+def test_the_memory_guide_names_every_choice() -> None:
+    settings = [f"memory.{field.name}" for field in dataclasses.fields(MemoryConfig)]
+    for name in (*LEVELS, OFFLOAD, *settings):
+        assert f"`{name}`" in MEMORY_GUIDE, name

@@ -11,7 +11,7 @@ Method   Per block and micro-batch::
          pass is over.
 Limits   The norms of all micro-batches but the last are for nothing: a vector norm per tensor.
 Source   LLMQ's offloaded gradients; docs/memory.md
-Checked  tests/runtime/memory/test_gradients.py
+Checked  tests/runtime/memory/test_blocks.py
 """
 
 from __future__ import annotations

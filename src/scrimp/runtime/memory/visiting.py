@@ -3,7 +3,7 @@
 A guest is a tensor whose object, shape and views stay what they are while its storage is emptied and filled again (as
 FSDP2 does): autograd may hold the tensor or a view of it from the forward pass, and finds its numbers in backward.
 
-Checked  tests/runtime/memory/test_weights.py, test_gradients.py
+Checked  tests/runtime/memory/test_blocks.py
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ Method   In the order of execution, forward and then backward::
          So at most two blocks of weights are on the device, and a copy has the time of one block to hide in.
 Limits   Autocast copies fp32 weights to bf16: half of what leaves, kept for backward unless the block is recomputed.
 Source   ProTrain's buffers (arXiv 2406.08334), LLMQ's double-buffered quantized weights; docs/memory.md
-Checked  tests/runtime/memory/test_weights.py
+Checked  tests/runtime/memory/test_blocks.py
 """
 
 from __future__ import annotations

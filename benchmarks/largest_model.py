@@ -1,0 +1,239 @@
+"""The largest model that trains, in the account, by card and host memory; and the reference cases in full.
+
+Question  Which model can be trained in full (all weights, AdamW) on a card of so many GB beside a host of so
+          many?
+Method    For each model: a trace of its step on fake tensors along CUDA's way through the code
+          (`trace_costs`), then the planner (`scrimp.planner.bytes.search`) with the card's memory less
+          `CONTEXT_BYTES` and the host's less `HOST_RESERVE`. Micro-batch of one sequence. bf16 weights without
+          masters, rounded stochastically; moments in bf16 (8 bytes a parameter) or 8 bits (6.03).
+Limits    Predicted: nothing is run. Rates of link and card are those of `CARD`; they decide which plan is fastest,
+          not what fits. The copy that a checkpoint is written from is not counted: without room for it,
+          training waits while a checkpoint is written.
+Run       python benchmarks/largest_model.py            (minutes on one core; no GPU)
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import time
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from environment import RESULTS, facts, markdown_table, write_pair
+
+from scrimp.config import PRESETS, preset
+from scrimp.config.activations import ALL_ACTIVATIONS, Activations
+from scrimp.planner import Peaks
+from scrimp.planner.bytes.account import account_step
+from scrimp.planner.bytes.costs import StepCosts
+from scrimp.planner.bytes.machine import Machine, Setup
+from scrimp.planner.bytes.search import MemoryPlan, find
+from scrimp.planner.bytes.work import Rates, block_seconds
+from scrimp.planner.flops import GEMM_NAMES
+from scrimp.precision import LinearPrecision
+from scrimp.profiler.memory_trace import trace_costs
+from scrimp.report.memory_text import runs_of
+
+CARDS = (12, 16, 24, 40, 80)
+"""GB, as cards are sold: 2^30 bytes each."""
+HOSTS = (32, 64, 128, 256)
+MODELS = (
+    "qwen2.5-0.5b", "llama-3.2-1b", "qwen2.5-1.5b", "qwen3-1.7b", "qwen2.5-3b", "llama-3.2-3b", "qwen3-4b",
+    "mistral-7b", "qwen2.5-7b", "llama-3-8b", "qwen3-8b", "qwen2.5-14b", "qwen2.5-32b", "llama-3-70b",
+)  # fmt: skip
+CONTEXT_BYTES = 700 * 2**20
+HOST_RESERVE = 4 * 10**9
+CARD = Rates(Peaks({"fp32": 82.6e12, "bf16": 165.2e12}, "spec sheet of the RTX 4090"), bandwidth=1.0e12)
+LINK = 25e9
+CPU_ADAM_OFF = 1e-3
+"""Parameters/s: the runtime has no optimizer on the CPU yet."""
+
+
+def main() -> None:
+    """Both tables."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--sequence", type=int, default=2048)
+    parser.add_argument("--micro-batches", type=int, default=8)
+    parser.add_argument("--models", nargs="+", default=list(MODELS))
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    record: dict[str, Any] = facts("torch", "numpy")
+    models = sorted(options.models, key=lambda name: PRESETS[name].num_parameters)
+    began = time.perf_counter()
+    traced = {
+        (name, moments): traced_costs(name, moments, options.sequence)
+        for name in models
+        for moments in ("bf16", "8bit")
+    }
+    setup = Setup(options.micro_batches)
+    record["largest"] = [
+        {
+            "moments": moments,
+            "card": card,
+            "host": host,
+            "model": largest(models, traced, moments, card, host, setup),
+        }
+        for moments in ("bf16", "8bit")
+        for card in CARDS
+        for host in HOSTS
+    ]
+    record["cases"] = [
+        case(traced[name, moments], name, moments, card, host, setup)
+        for name, card, host in (("qwen2.5-7b", 16, 57), ("qwen2.5-14b", 24, 128))
+        for moments in ("bf16", "8bit")
+        if name in models
+    ]
+    record |= {"sequence": options.sequence, "seconds": time.perf_counter() - began}
+    print(write_pair(options.out, f"{date.today().isoformat()}-largest-model", record, page(record)))
+
+
+def traced_costs(name: str, moments: str, sequence: int) -> StepCosts:
+    """A step of one sequence on a CUDA device, with seconds."""
+    architecture = preset(name)
+    costs = trace_costs(
+        architecture,
+        precision="bf16",
+        parameters="bf16",
+        master_weights=False,
+        moments=moments,
+        micro_batch=1,
+        sequence=sequence,
+        loss_chunk=512,
+        activations=ALL_ACTIVATIONS,
+        device_functions="cuda",
+    )
+    linears = dict.fromkeys(GEMM_NAMES, LinearPrecision.of("bf16"))
+    (kind,) = costs.classes
+    timed = {}
+    for choice, cost in kind.choices.items():
+        seconds = block_seconds(
+            architecture,
+            linears,
+            Activations.parse(choice),
+            CARD,
+            tokens=sequence,
+            sequence=sequence,
+            compute="bf16",
+        )
+        timed[choice] = dataclasses.replace(
+            cost, forward_seconds=seconds.forward, backward_seconds=seconds.backward + seconds.again
+        )
+    return dataclasses.replace(costs, classes=(dataclasses.replace(kind, choices=timed),))
+
+
+def machine_of(card: float, host: float) -> Machine:
+    """A card of so many GiB and a host of so many GB."""
+    return Machine(
+        device_bytes=int(card * 2**30) - CONTEXT_BYTES,
+        host_bytes=int(host * 1e9) - HOST_RESERVE,
+        upload=LINK,
+        download=LINK,
+        upload_together=0.8 * LINK,
+        download_together=0.8 * LINK,
+        cpu_adam=CPU_ADAM_OFF,
+        device_memory=CARD.bandwidth,
+    )
+
+
+def largest(
+    models: list[str],
+    traced: dict[tuple[str, str], StepCosts],
+    moments: str,
+    card: int,
+    host: int,
+    setup: Setup,
+) -> str | None:
+    """The largest model that fits; models in rising size, and what fits falls with size."""
+    low, high = 0, len(models)
+    while low < high:
+        middle = (low + high) // 2
+        if find(traced[models[middle], moments], machine_of(card, host), setup) is None:
+            high = middle
+        else:
+            low = middle + 1
+    return models[low - 1] if low else None
+
+
+def case(costs: StepCosts, name: str, moments: str, card: int, host: int, setup: Setup) -> dict[str, Any]:
+    """One model on one machine, in full."""
+    # The host's figure is what the run may take, nothing in reserve.
+    plan: MemoryPlan | None = find(costs, machine_of(card, host + HOST_RESERVE / 1e9), setup)
+    found: dict[str, Any] = {
+        "model": name,
+        "moments": moments,
+        "card": card,
+        "host": host,
+        "fits": plan is not None,
+    }
+    if plan is not None:
+        account = account_step(costs, plan.states, plan.activations, accumulates=setup.accumulates)
+        found |= {
+            "activations": runs_of(plan.activations),
+            "states": str(plan.states),
+            "device": dict(account.device),
+            "host_bytes": dict(account.host),
+            "peak_device_bytes": account.peak,
+            "peak_host_bytes": account.host_peak,
+            "step_seconds": plan.seconds,
+            "computing_seconds": plan.timeline.compute,
+        }
+    return found
+
+
+def page(record: dict[str, Any]) -> str:
+    """Both tables as Markdown."""
+    lines = [
+        "# The largest model that trains, by card and host",
+        "",
+        "Predicted by the planner from traces; nothing was run. How: the docstring of `benchmarks/largest_model.py`.",
+        f"Sequences of {record['sequence']:,} tokens, one at a time; command `{record['command']}`, "
+        f"commit {record['commit']}.",
+        "",
+    ]
+    for moments, name in (
+        ("bf16", "bf16 weights and moments, 8 bytes a parameter"),
+        ("8bit", "8-bit moments, 6.03 bytes"),
+    ):
+        rows = [
+            [f"{card} GB"]
+            + [
+                next(
+                    row["model"] or "none"
+                    for row in record["largest"]
+                    if (row["moments"], row["card"], row["host"]) == (moments, card, host)
+                )
+                for host in HOSTS
+            ]
+            for card in CARDS
+        ]
+        columns = ["card", *(f"host of {host} GB" for host in HOSTS)]
+        lines += [f"## {name}", "", *markdown_table(columns, rows), ""]
+    lines += ["## Reference cases", ""]
+    for found in record["cases"]:
+        lines += [*_case(found), ""]
+    return "\n".join(lines) + "\n"
+
+
+def _case(found: dict[str, Any]) -> list[str]:
+    head = f"{found['model']}, {found['moments']} moments, {found['card']} GB card, {found['host']} GB of host memory"
+    if not found["fits"]:
+        return [f"- **{head}**: does not fit"]
+    device, host = found["peak_device_bytes"], found["peak_host_bytes"]
+    lines = [
+        f"- **{head}**: {device / 2**30:.2f} GiB on the card, {host / 1e9:.1f} GB on the host (predicted)",
+        f"  - {found['activations']}; {found['states']}",
+        f"  - step {found['step_seconds']:.1f} s, of which the model computes "
+        f"{found['computing_seconds']:.1f} s (predicted)",
+    ]
+    for where, unit, size in (("device", "GiB", 2**30), ("host_bytes", "GB", 10**9)):
+        parts = ", ".join(f"{name} {value / size:.2f}" for name, value in found[where].items())
+        lines.append(f"  - {where.removesuffix('_bytes')}, {unit}: {parts}")
+    return lines
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""What is decided about a run's memory: nothing where all fits, what fits where it does not, and no by name."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from scrimp.config import BudgetConfig, Config, MemoryConfig, ModelConfig, TrainConfig
+from scrimp.config.activations import LEVELS
+from scrimp.errors import PlanError
+from scrimp.planner.bytes.room import NoRoomError
+from scrimp.planner.bytes.walk import walk
+from scrimp.train.setup import Decisions, decide
+
+CONFIG = Config(
+    device="cpu",
+    model=ModelConfig(preset="llama-3m", vocab_size=512, num_layers=4),
+    train=TrainConfig(steps=4, sequence=128, batch_tokens=2048, micro_batch=8),
+)
+
+
+def decided_with(**budget: str) -> Decisions:
+    return decide(dataclasses.replace(CONFIG, budget=BudgetConfig(**budget)))
+
+
+def resident_peak() -> int:
+    found = decide(dataclasses.replace(CONFIG, memory=MemoryConfig(optimizer="device")))
+    assert found.memory is not None
+    return found.memory.account.peak
+
+
+def copy_bytes() -> int:
+    found = decide(CONFIG)
+    assert found.plan.predicted.peak_device_bytes is not None
+    weights = 4 * found.architecture.num_parameters
+    return 2 * 3 * weights
+
+
+def test_where_everything_fits_easily_nothing_is_decided() -> None:
+    found = decided_with()
+    assert found.memory is None
+    assert {block.activations for block in found.plan.blocks.values()} == {"keep"}
+
+
+def test_a_budget_that_is_too_small_for_everything_makes_blocks_recompute() -> None:
+    peak, copy = resident_peak(), copy_bytes()
+    found = decided_with(device_memory=f"{int(0.75 * peak) + copy}B")
+    assert found.memory is not None
+    assert found.memory.account.peak <= int(0.75 * peak)
+    choices = [block.activations for block in found.plan.blocks.values()]
+    assert set(choices) - {"keep"}
+    assert set(choices) <= set(LEVELS)  # on a CPU nothing moves to the same memory
+    assert {state.optimizer for state in found.plan.states.values()} == {"device"}
+    found.refuse_misfit()
+
+
+def test_two_budgets_on_a_cpu_are_two_memories() -> None:
+    peak = resident_peak()
+    found = decided_with(device_memory=f"{int(0.4 * peak)}B", host_memory="1GB")
+    assert found.memory is not None
+    assert found.memory.account.peak <= int(0.4 * peak)
+    assert found.memory.account.host_peak > 0
+    assert not found.memory.states.is_resident or any("offload" in name for name in found.memory.activations)
+
+
+def test_all_micro_batches_of_a_step_are_planned_for() -> None:
+    more = dataclasses.replace(CONFIG, train=dataclasses.replace(CONFIG.train, batch_tokens=4096))
+    once, twice = (
+        decide(dataclasses.replace(config, memory=MemoryConfig(activations="block"))).memory
+        for config in (CONFIG, more)
+    )
+    assert once is not None
+    assert twice is not None
+    assert (once.setup.micro_batches, twice.setup.micro_batches) == (2, 4)
+    assert once.account.peak == twice.account.peak == walk(once.costs, ["block"] * 4, accumulates=True).peak
+
+
+def test_no_room_at_all_says_what_would_fit() -> None:
+    with pytest.raises(NoRoomError, match="would fit") as caught:
+        decided_with(device_memory=f"{copy_bytes() + 10_000_000}B")
+    smallest = caught.value.device_with_this_host
+    assert smallest is not None
+    found = decided_with(device_memory=f"{smallest + copy_bytes()}B")
+    assert found.memory is not None
+    assert found.memory.account.peak <= smallest
+
+
+def test_a_choice_of_the_user_that_does_not_fit_is_refused_by_name() -> None:
+    peak, copy = resident_peak(), copy_bytes()
+    config = dataclasses.replace(
+        CONFIG,
+        memory=MemoryConfig(activations="swiglu"),
+        budget=BudgetConfig(device_memory=f"{peak // 2 + copy}B"),
+    )
+    with pytest.raises(PlanError, match=r"memory\.activations swiglu"):
+        decide(config).refuse_misfit()
+
+
+def test_states_where_the_user_wants_them_leave_activations_to_the_plan() -> None:
+    peak = resident_peak()
+    config = dataclasses.replace(
+        CONFIG,
+        memory=MemoryConfig(optimizer="2"),
+        budget=BudgetConfig(device_memory=f"{int(0.8 * peak)}B", host_memory="1GB"),
+    )
+    found = decide(config)
+    assert [found.plan.states[str(i)].optimizer for i in range(4)] == ["device", "device", "host", "host"]
+    assert found.memory is not None
+    assert found.memory.plan is not None
+
+
+@pytest.mark.parametrize("setting", [{"optimizer": "host"}, {"activations": "keep+offload"}])
+def test_nothing_leaves_the_device_beside_snip(setting: dict[str, str]) -> None:
+    config = dataclasses.replace(CONFIG, precision="snip", memory=MemoryConfig(**setting))
+    with pytest.raises(PlanError, match="precision snip"):
+        decide(config)
+
+
+def test_deciding_leaves_random_numbers_alone() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    decide(dataclasses.replace(CONFIG, memory=MemoryConfig(activations="mlp")))
+    assert torch.equal(torch.rand(3), expected)
