@@ -6,17 +6,19 @@ import contextlib
 import sys
 import tempfile
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from scrimp.config import Config, decided, flatten
+from scrimp.config import Config, MemoryConfig, decided, flatten
 from scrimp.data import CorpusSpec, Progress, open_corpus
 from scrimp.errors import ConfigError, ModelError
 from scrimp.model import Decoder, export_model, generate
 from scrimp.planner import account_of, count_flops, gemm_formats, ideal_seconds_per_token
 from scrimp.planner.bits import PrecisionPlan
+from scrimp.planner.bytes.room import NoRoomError
 from scrimp.profiler import device_peaks, recall_throughput, resolve_device
 from scrimp.report.memory_text import memory_tables
 from scrimp.report.tables import account_table, key_value_table
@@ -56,8 +58,7 @@ def dry_run(config: Config, given: Collection[str] = frozenset(), out: Path | No
             expected="precision snip, and a run with a checkpoint",
             do="give --precision snip --model.weights RUN",
         )
-    decisions = decide(anchored(config))
-    decisions = fit_vocabulary(decisions, expected_vocabulary(decisions))
+    decisions, no_room = _decided(anchored(config))
     console = _console()
     console.print(_run_table(decisions))
     if decisions.config.is_planned:
@@ -74,7 +75,23 @@ def dry_run(config: Config, given: Collection[str] = frozenset(), out: Path | No
         values = flatten(decisions.config)
         choices = [(key, f"{values[key]}  ({reason})") for key, reason in sorted(decisions.reasons.items())]
         console.print(key_value_table(choices, title="decided by Scrimp"))
+    if no_room is not None:
+        raise no_room
     decisions.refuse_misfit()
+
+
+def _decided(config: Config) -> tuple[Decisions, NoRoomError | None]:
+    """The decisions of a run; where nothing fits those of one that keeps everything, to be shown, and the refusal."""
+
+    def decisions_of(config: Config) -> Decisions:
+        decisions = decide(config)
+        return fit_vocabulary(decisions, expected_vocabulary(decisions))
+
+    try:
+        return decisions_of(config), None
+    except NoRoomError as no_room:
+        resident = MemoryConfig(activations="keep", weights="device", gradients="device", optimizer="device")
+        return decisions_of(replace(config, memory=resident)), no_room
 
 
 def _run_table(decisions: Decisions) -> Any:

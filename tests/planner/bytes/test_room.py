@@ -16,7 +16,7 @@ def test_a_budget_below_the_smallest_possible_says_what_would_fit() -> None:
     costs = llama_costs(QWEN_7B, 4096)
     machine = replace(MACHINE, device_bytes=8 * 2**30, host_bytes=32 * 10**9)
     with pytest.raises(
-        NoRoomError, match=r"no plan fits.*got 8\.6 GB of device.*these would fit: .* GB"
+        NoRoomError, match=r"does not fit in memory.*got 8\.6 GB of device memory.*these would fit: .* GB"
     ) as caught:
         search(costs, machine, Setup(4))
     error = caught.value

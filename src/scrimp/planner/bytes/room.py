@@ -33,13 +33,13 @@ class NoRoomError(PlanError):
         if device is not None:
             ways.append(f"{_gb(device)} of device memory with this host")
         if host is not None:
-            ways.append(f"{_gb(host)} of (pinnable) host memory with this device")
+            ways.append(f"{_gb(host)} of the host's (pinnable) with this device")
         ways.append(
             f"{_gb(smallest[0])} of device memory, the smallest possible, with a host of {_gb(smallest[1])}"
         )
         super().__init__(
-            "no plan fits the device and the host",
-            got=f"{_gb(machine.device_bytes)} of device and {_gb(machine.pinnable)} of host memory",
+            "the run does not fit in memory, whatever is recomputed or offloaded",
+            got=f"{_gb(machine.device_bytes)} of device memory and {_gb(machine.pinnable)} of the host's",
             do=f"these would fit: {'; '.join(ways)}; or train with a smaller micro-batch or shorter sequences",
         )
 
