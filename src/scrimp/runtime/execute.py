@@ -83,6 +83,22 @@ class Executable:
         if self.host is not None:
             self.host.blocks.end_backward()
 
+    def change_activations(self, plan: Plan) -> None:
+        """Let blocks do with their activations what a plan says; between two steps."""
+        leaving = set()
+        for number, choice in plan.blocks.items():
+            activations = Activations.parse(choice.activations)
+            cast(Block, self.model.blocks[int(number)]).activations = activations
+            if activations.is_offloaded:
+                leaving.add(int(number))
+        if self.host is not None:
+            self.host.blocks.leaving = frozenset(leaving)
+
+    def give_up(self) -> None:
+        """A step was broken off: nothing of it waits or is on its way."""
+        if self.host is not None:
+            self.host.blocks.reset()
+
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Names and values of all parameters, where they are kept between steps."""
         at_home = {} if self.host is None else self.host.weights.at_home()
@@ -122,13 +138,13 @@ def realise(
         model = Decoder(architecture, dtype=DTYPES[parameters])
     model.to_empty(device=device)
     fill(model)
-    for number, block in plan.blocks.items():
-        cast(Block, model.blocks[int(number)]).activations = Activations.parse(block.activations)
     planned = None
     if replans or quantizes(plan, compute):
         planned = plan_layers(model, plan, choose or backends_for(device), seed)
     host = carry_out(plan, model, device, host_bytes=host_bytes, host_available=host_available)
-    return Executable(model, device, compute, loss_chunk, z_loss, planned, host)
+    executable = Executable(model, device, compute, loss_chunk, z_loss, planned, host)
+    executable.change_activations(plan)
+    return executable
 
 
 def choose_backends(

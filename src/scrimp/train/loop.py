@@ -27,18 +27,23 @@ from torch import Tensor
 from scrimp.config import decided
 from scrimp.data import Batch, Corpus, Loader
 from scrimp.errors import StorageError
+from scrimp.files import write_whole
 from scrimp.gemm import observing
 from scrimp.planner import Plan, count_flops, gemm_formats, ideal_seconds_per_token, mfu
 from scrimp.planner.flops import Peaks
 from scrimp.profiler import MemoryMeter
+from scrimp.report.memory_text import runs_of
 from scrimp.runtime import Executable, StepCount
+from scrimp.runtime.memory import ArenaTooSmallError
 from scrimp.train.checkpoint import Checkpoint, CheckpointStore
 from scrimp.train.evaluation import Evaluation, evaluate
 from scrimp.train.guards import NonFiniteGuard, OutlierWatch, StopSignals
+from scrimp.train.memory_trouble import MemoryTrouble, is_out_of_memory
 from scrimp.train.metrics import MetricsLog
 from scrimp.train.optimizer import make_optimizer
 from scrimp.train.precision_cycle import PrecisionCycle
 from scrimp.train.progress import StepLine
+from scrimp.train.run_folder import PLAN
 from scrimp.train.schedule import learning_rate
 from scrimp.train.setup import Decisions
 
@@ -97,6 +102,7 @@ class Trainer:
         sequence = decided(self.train.sequence)
         self._sequences_per_step = decided(self.train.batch_tokens) // sequence
         self._flops_per_token = count_flops(decisions.architecture, sequence).causal
+        self._trouble = MemoryTrouble(decisions, executable)
         self._count: StepCount | None = None
         self._ideal_seconds = 0.0
         self.cycle: PrecisionCycle | None = None
@@ -287,18 +293,9 @@ class Trainer:
         start = time.perf_counter()
         batches = next(loader)
         num_targets = sum(batch.num_targets for batch in batches)
-        # Sums stay on the device: reading one per micro-batch would make the host wait each time.
-        total = torch.zeros((), device=self.executable.device)
-        with self._counting(len(batches)):
-            first_row = 0
-            for batch in batches:
-                self.executable.begin(self.position.step, first_row)
-                sums = self.executable.loss(batch.tokens_BT, batch.targets_BT, batch.document_starts)
-                (sums.total / max(1, num_targets)).backward()
-                self.executable.end_backward()
-                total += sums.cross_entropy.detach()
-                del sums  # the graph, and with it masks and tables, before the next one is made
-                first_row += batch.tokens_BT.numel()
+        total = self._passes(batches, num_targets)
+        while total is None:  # out of memory, and by now with a plan that takes less
+            total = self._passes(batches, num_targets)
         norm = self.optimizer.gradient_norm()
         loss = float(total) / max(1, num_targets)
         lr = learning_rate(self.position.step, self.train)
@@ -314,6 +311,57 @@ class Trainer:
         self.position.updates = self.optimizer.num_updates
         waited = loader.wait_seconds
         return StepResult(loss, norm, lr, reason is not None, time.perf_counter() - start, waited)
+
+    def _passes(self, batches: list[Batch], num_targets: int) -> Tensor | None:
+        """Forward and backward of a step's micro-batches: the sum of the losses; None if memory ran out, and the plan
+        was changed to one that takes less."""
+        try:
+            with self._counting(len(batches)):
+                return self._passes_once(batches, num_targets)
+        except (RuntimeError, ArenaTooSmallError) as error:
+            if not is_out_of_memory(error):
+                raise
+            # Its frames hold what the step had kept; the plan is made when they are gone.
+            error.__traceback__ = None
+            trouble = error
+        self._take_less(trouble)
+        return None
+
+    def _passes_once(self, batches: list[Batch], num_targets: int) -> Tensor:
+        # Sums stay on the device: reading one per micro-batch would make the host wait each time.
+        total, first_row = torch.zeros((), device=self.executable.device), 0
+        for batch in batches:
+            self.executable.begin(self.position.step, first_row)
+            sums = self.executable.loss(batch.tokens_BT, batch.targets_BT, batch.document_starts)
+            (sums.total / max(1, num_targets)).backward()
+            self.executable.end_backward()
+            total += sums.cross_entropy.detach()
+            del sums  # the graph, and with it masks and tables, before the next one is made
+            first_row += batch.tokens_BT.numel()
+        return total
+
+    def _take_less(self, trouble: Exception) -> None:
+        """After a step that ran out of memory: activations that take less from now on.
+
+        Raises:
+            Exception: the trouble itself, where no plan takes less.
+        """
+        self.executable.give_up()
+        self.optimizer.zero_grad()
+        if self.executable.device.type == "cuda":
+            torch.cuda.empty_cache()
+        step = self.position.step + 1
+        plan = self._trouble.plan_of_less(self.decisions.plan, step)
+        if plan is None:
+            raise trouble
+        self.executable.change_activations(plan)
+        if self.cycle is not None:
+            self.cycle.plan = plan
+        self._adopt(plan)
+        write_whole(decided(self.config.run.dir) / PLAN, plan.to_json())
+        choices = runs_of([block.activations for block in plan.blocks.values()])
+        self.log.event("memory-replan", step, f"{plan.blocks['0'].reason}: {choices}")
+        self.line.message(f"step {step}: {plan.blocks['0'].reason}; goes on with {choices}")
 
     @contextlib.contextmanager
     def _counting(self, micro_batches: int) -> Iterator[None]:

@@ -46,6 +46,9 @@ from scrimp.runtime.memory import uses_host
 
 SMALL_SHARE = 0.5
 """Of the memory: a run whose formula says less keeps everything, without a trace."""
+NO_CPU_ADAM = 1e-3
+"""Parameters/s: the runtime has no optimizer on the CPU, so it is never to be the faster one."""
+NO_LINKS = LinkRates(*[1e10] * 6)
 HOST_SHARE = 0.9
 """Of the free host memory: the page cache and the data loader need the rest."""
 
@@ -75,11 +78,7 @@ def decide_memory(
     costs = _traced(config, architecture, device.torch_device.type, choices)
     rates = _links(device.torch_device.type)
     machine = rates.machine(device_bytes=limit, host_bytes=host)
-    # No optimizer on the CPU yet: a rate at which it is never the faster one.
-    machine = dataclasses.replace(machine, cpu_adam=1e-3)
-    train = config.train
-    sequences = decided(train.batch_tokens) // decided(train.sequence)
-    setup = Setup(-(-sequences // decided(train.micro_batch)), clips=train.clip > 0)
+    machine, setup = dataclasses.replace(machine, cpu_adam=NO_CPU_ADAM), _setup_of(config)
     costs = _timed(costs, config, architecture, device, rates)
     if assigned is not None:
         activations, states = tuple(map(str, assigned)), (split or Split()).states(architecture.num_layers)
@@ -112,6 +111,28 @@ def _refuse_beside_snip(config: Config, asks_for_host: bool) -> None:
             expected="all of the model on the device: statistics read the states of all layers at once",
             do="leave it out; blocks may still recompute",
         )
+
+
+def decision_of(plan: Plan, config: Config, architecture: Architecture, device: Device) -> MemoryDecision:
+    """A plan as a decision, with the costs of everything that its blocks could do instead."""
+    activations = tuple(plan.blocks[str(i)].activations for i in range(architecture.num_layers))
+    choices = ALL_ACTIVATIONS if uses_host(plan) else LEVELS
+    # Where nothing moves, their rates decide nothing; measuring takes memory that there may be none of.
+    rates = _links(device.torch_device.type) if uses_host(plan) else NO_LINKS
+    costs = _timed(
+        _traced(config, architecture, device.torch_device.type, choices), config, architecture, device, rates
+    )
+    states, setup = states_of(plan, architecture.num_layers), _setup_of(config)
+    account = account_step(costs, states, activations, accumulates=setup.accumulates)
+    machine = rates.machine(device_bytes=account.peak, host_bytes=account.host_peak)
+    machine = dataclasses.replace(machine, cpu_adam=NO_CPU_ADAM)
+    return MemoryDecision(costs, machine, setup, activations, states, account, "the plan of the run", None)
+
+
+def _setup_of(config: Config) -> Setup:
+    train = config.train
+    sequences = decided(train.batch_tokens) // decided(train.sequence)
+    return Setup(-(-sequences // decided(train.micro_batch)), clips=train.clip > 0)
 
 
 def host_bytes_of(plan: Plan, config: Config, architecture: Architecture, device: Device) -> int:

@@ -30,6 +30,7 @@ from scrimp.train.finish import RunSummary, finish, finish_failed
 from scrimp.train.guards import StopSignals
 from scrimp.train.loop import Trainer
 from scrimp.train.memory_plan import host_bytes_of
+from scrimp.train.memory_trouble import is_out_of_memory
 from scrimp.train.metrics import MetricsLog
 from scrimp.train.progress import StepLine
 from scrimp.train.run_folder import (
@@ -208,19 +209,19 @@ def _named_failures(trainer: Trainer) -> Iterator[None]:
     """Turn what a machine cannot do into errors that say what to do."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        raise _out_of_memory(trainer, error) from None
     except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise _out_of_memory(trainer, error) from None
         # By module: importing the compiler's exceptions would import the compiler.
         if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
             raise _not_compiled(error) from None
         raise
 
 
-def _out_of_memory(trainer: Trainer, error: torch.OutOfMemoryError) -> TrainingError:
+def _out_of_memory(trainer: Trainer, error: Exception) -> TrainingError:
     train = trainer.train
     return TrainingError(
-        f"the device ran out of memory after step {trainer.position.step}",
+        f"the device ran out of memory after step {trainer.position.step}, and no plan takes less",
         got=str(error).split(". ")[0],
         do=f"lower --train.micro-batch (now {train.micro_batch}), or --train.loss-chunk (now {train.loss_chunk}), "
         "and go on with --resume",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from scrimp.planner.bytes.account import StepAccount
+from scrimp.planner.bytes.account import StepAccount, account_step
 from scrimp.planner.bytes.costs import StepCosts
 from scrimp.planner.bytes.machine import Machine, Setup
 from scrimp.planner.bytes.search import MemoryPlan
@@ -25,6 +25,18 @@ class MemoryDecision:
     reason: str
     plan: MemoryPlan | None
     """What the search found; None where the user decided."""
+
+    def changed(self, plan: MemoryPlan, reason: str) -> MemoryDecision:
+        """The decision with another plan of the same costs."""
+        account = account_step(self.costs, plan.states, plan.activations, accumulates=self.setup.accumulates)
+        return replace(
+            self,
+            activations=plan.activations,
+            states=plan.states,
+            account=account,
+            reason=reason,
+            plan=plan,
+        )
 
     @property
     def fits(self) -> bool:

@@ -37,7 +37,9 @@ class BlockMemory:
         weights: HostWeights | None = None,
         gradients: HostGradients | None = None,
     ) -> None:
-        self._num_blocks, self._offload, self._leaving = num_blocks, offload, leaving
+        self._num_blocks, self._offload = num_blocks, offload
+        self.leaving = leaving
+        """Blocks whose activations leave; may change between two steps."""
         self.weights, self.gradients = weights, gradients
         self._in_backward: int | None = None
         """Block whose backward pass has begun and is not over."""
@@ -48,7 +50,7 @@ class BlockMemory:
             self.weights.before_forward(index)
         around: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         if self._offload is not None:
-            leaves = index in self._leaving
+            leaves = index in self.leaving
             around = self._offload.block(index, block, exclude=layout.tensors, leaves=leaves)
         with around:
             y_BTD: Tensor = block(x_BTD, layout)
