@@ -51,11 +51,12 @@ sys.exit(main(sys.argv[2:]))
 """
 
 
-def run(corpus: Path, run_dir: Path, spare: int) -> subprocess.CompletedProcess[str]:
+def run(corpus: Path, run_dir: Path, spare: int, *more: str) -> subprocess.CompletedProcess[str]:
     """Train in a process that may take only `spare` bytes more from its second step on."""
     words = [
         "train",
         *WIDE,
+        *more,
         f"--data.source={corpus}",
         f"--data.cache={corpus.parent}/cache",
         f"--run.dir={run_dir}",
@@ -91,7 +92,7 @@ def test_a_step_that_runs_out_of_memory_is_taken_again_with_less(tmp_path: Path)
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of address space are Linux's")
 def test_where_nothing_takes_less_the_run_stops_by_name(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path)
-    found = run(corpus, tmp_path / "run", 4 << 20)
+    found = run(corpus, tmp_path / "run", 48 << 20, "--memory.activations=block")
     assert found.returncode == 1
     assert "ran out of memory" in found.stderr
     assert "Traceback" not in found.stderr
