@@ -1,7 +1,6 @@
 """The search against all plans of small problems, and on models of real size."""
 
 import random
-import time
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product
@@ -167,12 +166,10 @@ def test_a_14b_on_24_gb_needs_8_bit_states_for_an_80_gb_host() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("gib", "setup"), [(80, Setup(1, False)), (60, Setup(8)), (40, Setup(8))])
-def test_80_blocks_of_14_choices_take_under_two_seconds(gib: int, setup: Setup) -> None:
+def test_80_blocks_of_14_choices_are_solved(gib: int, setup: Setup) -> None:
+    """How fast: benchmarks/memory_search.py."""
     costs = llama_costs(QWEN_7B | {"blocks": 80}, 8192)
     machine = replace(MACHINE, device_bytes=gib << 30, host_bytes=400 * 10**9)
-    taken = []
-    for _ in range(2):  # the better of two: other programs slow down the caches
-        begin = time.process_time()
-        search(costs, machine, setup)
-        taken.append(time.process_time() - begin)
-    assert min(taken) < 2.0
+    plan = search(costs, machine, setup)
+    assert fits(plan, costs, machine)
+    assert plan.bound <= plan.seconds
