@@ -1,8 +1,10 @@
 """How long the planner of memory searches.
 
-Question  Seconds from the costs of a step to its plan, for 80 blocks with 14 choices each and every placement of states.
-Method    `search` on the traced costs of Llama 3 70B along CUDA's way through the code, on cards and hosts from roomy to
-          too small; CPU seconds of this thread, all repetitions kept. A search that fails also finds out what would fit.
+Question  Seconds from the costs of a step to its plan, for 80 blocks with 14 choices each and every placement of
+          states.
+Method    `search` on the traced costs of Llama 3 70B along CUDA's way through the code, on cards and hosts from
+          roomy to too small; CPU seconds of this thread, all repetitions kept. A search that fails also finds
+          out what would fit.
 Run       python benchmarks/memory_search.py            (a minute on one core)
 """
 
@@ -61,7 +63,8 @@ def main() -> None:
     lines = [
         "# How long the planner of memory searches",
         "",
-        f"{options.model}, {len(costs.blocks)} blocks with {len(costs.classes[0].choices)} choices; CPU seconds, median "
+        f"{options.model}, {len(costs.blocks)} blocks with {len(costs.classes[0].choices)} choices; CPU seconds, "
+        "median "
         f"(least to most) of {options.repeats}; the trace took {record['trace_seconds']:.1f} s. "
         f"Command `{record['command']}`, commit {record['commit']}.",
         "",
