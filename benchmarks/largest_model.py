@@ -47,8 +47,6 @@ CONTEXT_BYTES = 700 * 2**20
 HOST_RESERVE = 4 * 10**9
 CARD = Rates(Peaks({"fp32": 82.6e12, "bf16": 165.2e12}, "spec sheet of the RTX 4090"), bandwidth=1.0e12)
 LINK = 25e9
-CPU_ADAM_OFF = 1e-3
-"""Parameters/s: the runtime has no optimizer on the CPU yet."""
 
 
 def main() -> None:
@@ -134,7 +132,7 @@ def machine_of(card: float, host: float) -> Machine:
         download=LINK,
         upload_together=0.8 * LINK,
         download_together=0.8 * LINK,
-        cpu_adam=CPU_ADAM_OFF,
+        cpu_adam=None,  # the runtime has no optimizer on the CPU yet
         device_memory=CARD.bandwidth,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from scrimp.config.activations import LEVELS
 from scrimp.errors import PlanError
 from scrimp.planner.bytes.room import NoRoomError
 from scrimp.planner.bytes.walk import walk
+from scrimp.runtime.memory.carry import SPARE_BYTES, SPARE_SHARE
 from scrimp.train.setup import Decisions, decide
 
 CONFIG = Config(
@@ -124,3 +126,34 @@ def test_deciding_leaves_random_numbers_alone() -> None:
     torch.manual_seed(5)
     decide(dataclasses.replace(CONFIG, memory=MemoryConfig(activations="mlp")))
     assert torch.equal(torch.rand(3), expected)
+
+
+def test_no_plan_has_an_optimizer_on_the_cpu_which_nothing_carries_out() -> None:
+    for share in (0.35, 0.45, 0.6):
+        try:
+            found = decided_with(device_memory=f"{int(share * resident_peak())}B", host_memory="1GB")
+        except NoRoomError as error:
+            smallest = error.device_with_this_host
+            assert smallest is not None
+            found = decided_with(device_memory=f"{smallest}B", host_memory="1GB")
+        assert found.memory is not None
+        assert found.memory.states.update == "device"
+        assert found.plan.predicted.step_seconds is not None
+        assert found.plan.predicted.step_seconds < 1000
+
+
+def test_the_arena_of_a_plan_is_within_the_budget_of_the_host() -> None:
+    budget = 24 << 20
+    found = decided_with(device_memory=f"{int(0.5 * resident_peak())}B", host_memory=f"{budget}B")
+    assert found.memory is not None
+    assert 0 < found.memory.account.host_peak * (1 + SPARE_SHARE) + SPARE_BYTES <= budget
+    assert found.plan.predicted.peak_device_bytes == found.memory.account.peak
+
+
+def test_a_size_that_is_named_does_fit_on_a_cpu_whose_memory_holds_the_copy_too() -> None:
+    with pytest.raises(NoRoomError) as caught:
+        decided_with(device_memory=f"{copy_bytes() + 1_000_000}B")
+    named = re.search(r"these would fit: ([\d.]+) MB of device memory with this host", str(caught.value))
+    assert named
+    found = decided_with(device_memory=f"{float(named[1]) + 0.1}MB")
+    assert found.memory is not None

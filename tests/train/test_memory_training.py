@@ -7,10 +7,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from tiny_run import flags, losses, write_corpus
 
 from scrimp.cli import main
 from scrimp.planner import Plan
+from scrimp.train.optimizer import StreamedAdamW
 
 STEPS = 6
 SNIP = ["--precision=snip", "--snip.first=2", "--snip.every=3", "--snip.delay=1", "--snip.batches=1"]
@@ -105,3 +107,49 @@ def test_a_run_goes_on_with_its_states_elsewhere(corpus: Path, tmp_path: Path) -
         shutil.rmtree(run_dir / "checkpoints" / f"step-{STEPS:08d}")
         assert main(["train", f"--run.dir={run_dir}", "--resume", *words]) == 0
         assert losses(run_dir) == expected
+
+
+def test_a_budget_that_changes_on_resume_changes_the_plan_and_its_figures(
+    corpus: Path, tmp_path: Path
+) -> None:
+    """What is recorded is what runs."""
+    run_dir = tmp_path / "run"
+    expected = run(corpus, run_dir, "--train.checkpoint-every=3", "--memory.weights=device")
+    peak = Plan.read(run_dir / "plan.json").predicted.peak_device_bytes
+    assert peak is not None
+    shutil.rmtree(run_dir / "checkpoints" / f"step-{STEPS:08d}")
+    words = [f"--budget.device-memory={peak - 400_000}B", "--memory.weights=auto"]
+    assert main(["train", f"--run.dir={run_dir}", "--resume", *words]) == 0
+    plan = Plan.read(run_dir / "plan.json")
+    assert plan.predicted.peak_device_bytes is not None
+    assert plan.predicted.peak_device_bytes <= peak - 400_000
+    assert {block.activations for block in plan.blocks.values()} != {"keep"}
+    assert losses(run_dir) == expected
+
+
+def test_an_edited_plan_sends_nothing_to_the_host_beside_snip(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    run(corpus, run_dir, *SNIP)
+    plan = json.loads((run_dir / "plan.json").read_text(encoding="utf-8"))
+    plan["states"]["1"]["optimizer"] = "host"
+    (run_dir / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
+    assert main(["train", f"--run.dir={run_dir}", "--resume"]) == 2
+    assert "beside precision snip" in capsys.readouterr().err
+
+
+def test_an_update_that_was_broken_off_is_no_checkpoint(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[int] = []
+
+    def broken(self: StreamedAdamW, block: int) -> None:
+        started.append(block)
+        if len(started) > 2:
+            raise torch.OutOfMemoryError("no room for a block")
+
+    monkeypatch.setattr(StreamedAdamW, "_ready", broken)
+    run_dir = tmp_path / "run"
+    assert main(flags(corpus, run_dir, "--train.steps=2", "--memory.optimizer=host")) == 1
+    assert not list((run_dir / "checkpoints").glob("step-*"))

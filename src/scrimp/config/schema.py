@@ -171,7 +171,8 @@ class MemoryConfig:
     (each more than the one before); with +offload what is still kept waits in host memory. For some blocks:
     norms,0-11=block+offload. auto: as the budget demands."""
     weights: str = "auto"
-    """Where blocks' weights live: device, host, or a number of blocks whose weights live on the host."""
+    """Where blocks' weights live: device, host, or a number of blocks whose weights live on the host. auto: as the
+    budget demands, or device where gradients or optimizer is set."""
     gradients: str = "auto"
     """The same of gradients."""
     optimizer: str = "auto"

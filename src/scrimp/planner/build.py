@@ -1,9 +1,8 @@
 """Makes the plan of a run from its resolved configuration.
 
-This version decides what one device needs: every GEMM by the rules of the run's precision, every
-block's activations kept, every state on the device. It is the "everything resident" candidate that
-richer planners start from. A run that cannot fit is refused before it starts, with the change
-that would help most.
+Every GEMM by the rules of the run's precision; activations and states of every block as was decided so that
+the step fits (`scrimp.train.memory_plan`), all resident where nothing had to be. A run that cannot fit
+is refused before it starts, with the change that would help most.
 """
 
 from __future__ import annotations
@@ -95,6 +94,7 @@ def build_plan(
     account = account_of(config, architecture)
     peak = account.peak if memory is None else memory.account.peak
     host = 0 if memory is None else memory.account.host_peak
+    is_one_memory = device_is_host and None in (config.budget.device_memory, config.budget.host_memory)
     return Plan(
         fingerprint=Fingerprint(
             model=model_fingerprint(architecture), device=device_name, torch=torch_version, world_size=1
@@ -107,8 +107,8 @@ def build_plan(
         # On a CPU the copy that a checkpoint is written from lies in the device's memory; the whole process,
         # the interpreter and its libraries included, is predicted by nothing.
         predicted=Figures(
-            peak_device_bytes=peak + (account.checkpoint_copy if device_is_host else 0),
-            peak_host_bytes=host or None if device_is_host else host + account.checkpoint_copy,
+            peak_device_bytes=peak + (account.checkpoint_copy if is_one_memory else 0),
+            peak_host_bytes=(host or None) if is_one_memory else host + account.checkpoint_copy,
             step_seconds=None if memory is None or memory.plan is None else memory.plan.seconds,
         ),
     )
@@ -198,7 +198,8 @@ def refuse_misfit(
         )
     limit = available_bytes
     if "device_memory" in plan.budget:
-        limit = min(limit, int(plan.budget["device_memory"]) - (copy if device_is_host else 0))
+        is_one_memory = device_is_host and None in (config.budget.device_memory, config.budget.host_memory)
+        limit = min(limit, int(plan.budget["device_memory"]) - (copy if is_one_memory else 0))
     if account.peak > limit:
         raise PlanError(
             "the run does not fit in memory",
@@ -243,7 +244,6 @@ def _budget(config: Config, device_is_host: bool) -> dict[str, float | int]:
         value = getattr(config.budget, name)
         if value is not None:
             budget[name] = value
-    if device_is_host and "host_memory" in budget:
-        host = budget["host_memory"]
-        budget["device_memory"] = min(budget.get("device_memory", host), host)
+    if device_is_host and "host_memory" in budget and "device_memory" not in budget:
+        budget["device_memory"] = budget["host_memory"]
     return budget

@@ -31,7 +31,7 @@ from scrimp.gemm.problem import Shape, shape_of
 from scrimp.model import Block, Decoder, LossSums
 from scrimp.planner import Plan, linear_shapes
 from scrimp.precision import GEMMS, HIGH_PRECISION, LinearPrecision
-from scrimp.runtime.memory import HostMemory, carry_out
+from scrimp.runtime.memory import HostMemory, carry_out, weights_on_host
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 HEAD = "head"
@@ -101,7 +101,10 @@ class Executable:
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Names and values of all parameters, where they are kept between steps."""
-        at_home = {} if self.host is None else self.host.weights.at_home()
+        at_home = {}
+        if self.host is not None:
+            self.host.link.finish()
+            at_home = self.host.weights.at_home()
         for name, parameter in self.model.named_parameters():
             yield name, at_home.get(parameter, parameter.detach())
 
@@ -136,7 +139,13 @@ def realise(
     """
     with torch.device("meta"):
         model = Decoder(architecture, dtype=DTYPES[parameters])
-    model.to_empty(device=device)
+    # Weights that live on the host never lie on the device all at once, not even to be filled.
+    hosted = weights_on_host(plan)
+    for index, block in enumerate(model.blocks):
+        block.to_empty(device="cpu" if index in hosted else device)
+    for name, module in model.named_children():
+        if name != "blocks":
+            module.to_empty(device=device)
     fill(model)
     planned = None
     if replans or quantizes(plan, compute):

@@ -88,7 +88,7 @@ def finish_failed(run_dir: Path, trainer: Trainer, error: TrainingError) -> None
     checkpoint where the run has none. Older checkpoints are never pushed out by it.
     """
     trainer.wait_for_checkpoint()
-    if not trainer.store.complete():
+    if not trainer.store.complete() and not trainer.is_updating:
         save_last(trainer)
     trainer.log.event("finish", trainer.position.step, str(error))
     with contextlib.suppress(ScrimpError):  # the run's own error is the one to show

@@ -94,6 +94,8 @@ class Trainer:
         self.position = Position()
         self.rates: list[float] = []
         self._last_saved: int | None = None
+        self.is_updating = False
+        """Whether an update was broken off: what is there must not be kept."""
         self._log_trouble = False
         self._last_evaluation: tuple[int, Evaluation] | None = None
         self.peaks = peaks
@@ -302,7 +304,9 @@ class Trainer:
         reason = self._non_finite.check(loss, norm)
         if reason is None:
             self.optimizer.clip(norm, self.train.clip)
+            self.is_updating = True  # from here to the end the state is of no step
             self.optimizer.step(lr)
+            self.is_updating = False
         else:
             self.log.event("skipped", self.position.step + 1, reason)
             self.line.message(f"step {self.position.step + 1} skipped: {reason}")

@@ -33,6 +33,7 @@ from scrimp.planner.bytes.account import account_step
 from scrimp.planner.bytes.costs import BlockClass, BlockCost, StepCosts
 from scrimp.planner.bytes.decision import MemoryDecision
 from scrimp.planner.bytes.machine import Setup
+from scrimp.planner.bytes.room import NoRoomError
 from scrimp.planner.bytes.search import search
 from scrimp.planner.bytes.splits import Split
 from scrimp.planner.bytes.states import States
@@ -42,12 +43,10 @@ from scrimp.precision import LinearPrecision, PrecisionRules, parse_rules
 from scrimp.profiler import Device, device_peaks, host_memory_available
 from scrimp.profiler.links import LinkRates, measure_links
 from scrimp.profiler.memory_trace import trace_costs
-from scrimp.runtime.memory import uses_host
+from scrimp.runtime.memory import largest_step, uses_host
 
 SMALL_SHARE = 0.5
 """Of the memory: a run whose formula says less keeps everything, without a trace."""
-NO_CPU_ADAM = 1e-3
-"""Parameters/s: the runtime has no optimizer on the CPU, so it is never to be the faster one."""
 NO_LINKS = LinkRates(*[1e10] * 6)
 HOST_SHARE = 0.9
 """Of the free host memory: the page cache and the data loader need the rest."""
@@ -78,13 +77,16 @@ def decide_memory(
     costs = _traced(config, architecture, device.torch_device.type, choices)
     rates = _links(device.torch_device.type)
     machine = rates.machine(device_bytes=limit, host_bytes=host)
-    machine, setup = dataclasses.replace(machine, cpu_adam=NO_CPU_ADAM), _setup_of(config)
+    machine, setup = dataclasses.replace(machine, cpu_adam=None), _setup_of(config)
     costs = _timed(costs, config, architecture, device, rates)
     if assigned is not None:
         activations, states = tuple(map(str, assigned)), (split or Split()).states(architecture.num_layers)
         plan, reason = None, f"memory.activations {setting}"
     else:
-        plan = search(costs, machine, setup, split)
+        try:
+            plan = search(costs, machine, setup, split)
+        except NoRoomError as error:
+            raise error.beside(copy_bytes if _copy_is_on_device(config, device) else 0) from None
         activations, states = plan.activations, plan.states
         reason = f"the fastest that was found within {limit:,} bytes"
     account = account_step(costs, states, activations, accumulates=setup.accumulates)
@@ -125,7 +127,7 @@ def decision_of(plan: Plan, config: Config, architecture: Architecture, device: 
     states, setup = states_of(plan, architecture.num_layers), _setup_of(config)
     account = account_step(costs, states, activations, accumulates=setup.accumulates)
     machine = rates.machine(device_bytes=account.peak, host_bytes=account.host_peak)
-    machine = dataclasses.replace(machine, cpu_adam=NO_CPU_ADAM)
+    machine = dataclasses.replace(machine, cpu_adam=None)
     return MemoryDecision(costs, machine, setup, activations, states, account, "the plan of the run", None)
 
 
@@ -163,9 +165,14 @@ def device_limit(config: Config, device: Device, copy_bytes: int) -> int:
         limit = min(limit, parse_bytes(budgets.host_memory) - copy_bytes)
     if budgets.device_memory is not None:
         budget = parse_bytes(budgets.device_memory)
-        # On a CPU the copy lies in the same memory, unless the host's has a budget of its own.
-        limit = min(limit, budget - (copy_bytes if device.is_host and budgets.host_memory is None else 0))
+        limit = min(limit, budget - (copy_bytes if _copy_is_on_device(config, device) else 0))
     return max(0, limit)
+
+
+def _copy_is_on_device(config: Config, device: Device) -> bool:
+    """On a CPU a checkpoint's copy lies in the same memory, unless the host's has a budget of its own."""
+    budgets = config.budget
+    return device.is_host and (budgets.device_memory is None or budgets.host_memory is None)
 
 
 def host_limit(config: Config, device: Device, *, is_asked_for: bool = False) -> int:
@@ -179,7 +186,8 @@ def host_limit(config: Config, device: Device, *, is_asked_for: bool = False) ->
     if not is_asked_for and (config.is_planned or is_one_memory):
         return 0
     free = int(HOST_SHARE * host_memory_available())
-    return free if budgets.host_memory is None else min(free, parse_bytes(budgets.host_memory))
+    # The arena takes a little more than the account says.
+    return largest_step(free if budgets.host_memory is None else min(free, parse_bytes(budgets.host_memory)))
 
 
 def _choices(assigned: Sequence[Activations] | None, *, may_offload: bool) -> tuple[str, ...]:

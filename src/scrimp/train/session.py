@@ -17,19 +17,20 @@ from pathlib import Path
 import torch
 
 from scrimp import __version__
-from scrimp.config import Config, decided, load_config, reasons_in, to_toml
-from scrimp.errors import CheckpointError, TrainingError
+from scrimp.config import Config, decided, reasons_in, to_toml
+from scrimp.errors import CheckpointError, PlanError, TrainingError
 from scrimp.files import write_whole
 from scrimp.model import Decoder, initialise
 from scrimp.planner import Plan, count_flops
 from scrimp.profiler import MemoryMeter, device_peaks, host_memory_available
 from scrimp.report.units import format_count
 from scrimp.runtime import compile_blocks, precisions_of, prove, realise
+from scrimp.runtime.memory import uses_host
 from scrimp.train.checkpoint import CheckpointStore
 from scrimp.train.finish import RunSummary, finish, finish_failed
 from scrimp.train.guards import StopSignals
 from scrimp.train.loop import Trainer
-from scrimp.train.memory_plan import host_bytes_of
+from scrimp.train.memory_plan import decision_of, host_bytes_of
 from scrimp.train.memory_trouble import is_out_of_memory
 from scrimp.train.metrics import MetricsLog
 from scrimp.train.progress import StepLine
@@ -111,21 +112,41 @@ def _write_decisions(run_dir: Path, config: Config, start: Start) -> tuple[Plan,
             saved = Plan.read(plan_path)
             if saved.fingerprint == plan.fingerprint:
                 saved.check_runnable(plan, str(plan_path))
-                # What may change on resume changes the account: the choices are kept, not the figures.
-                kept = dataclasses.replace(saved, budget=plan.budget, predicted=plan.predicted)
-                has_same_memory = load_config(config_path).memory == config.memory
-                plan = (
-                    kept
-                    if has_same_memory
-                    else dataclasses.replace(kept, blocks=plan.blocks, states=plan.states)
-                )
+                plan = _carried_on(saved, start)
     else:
         start.corpus.tokenizer.save(run_dir / TOKENIZER)
+    if config.is_planned and uses_host(plan):
+        raise PlanError(
+            "nothing of a step can live on the host beside precision snip",
+            got=f"a block of {plan_path} that offloads or has states on the host",
+            expected="all of the model on the device: statistics read the states of all layers at once",
+        )
     text = to_toml(config, reasons)
     # The configuration comes last: a folder with one can be resumed.
     write_whole(plan_path, plan.to_json())
     write_whole(config_path, text)
     return plan, {CONFIG: text, PLAN: plan.to_json()}
+
+
+def _carried_on(saved: Plan, start: Start) -> Plan:
+    """A resumed run's plan: formats as they were, memory as it is decided now, but for what its user has edited."""
+    decisions, now = start.decisions, start.decisions.plan
+    written = None if start.checkpoint is None else start.checkpoint.folder / PLAN
+    before = Plan.read(written) if written is not None and written.exists() else saved
+    edited = {
+        name: getattr(saved, name)
+        for name in ("blocks", "states")
+        if getattr(saved, name) != getattr(before, name)
+    }
+    plan = dataclasses.replace(
+        saved, budget=now.budget, predicted=now.predicted, blocks=now.blocks, states=now.states
+    )
+    if not edited:
+        return plan
+    plan = dataclasses.replace(plan, **edited)
+    account = decision_of(plan, decisions.config, decisions.architecture, decisions.device).account
+    predicted = dataclasses.replace(plan.predicted, peak_device_bytes=account.peak, step_seconds=None)
+    return dataclasses.replace(plan, predicted=predicted)
 
 
 def _make_trainer(

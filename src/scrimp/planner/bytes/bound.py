@@ -14,6 +14,7 @@ Checked  tests/planner/bytes/test_search.py: never above the simulation.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from scrimp.planner.bytes.costs import StepCosts
@@ -74,7 +75,7 @@ class Bound:
             update_down=down,
             returned=returned,
             update=traffic / machine.device_memory,
-            adam=numbers / machine.cpu_adam,
+            adam=numbers / (machine.cpu_adam or math.inf),
         )
 
     def seconds(self, passes: float, offloaded: float = 0) -> float:

@@ -20,8 +20,8 @@ class Machine:
     upload_together: float
     """Bytes/s from host to device while the other way is busy."""
     download_together: float
-    cpu_adam: float
-    """Parameters/s of the fused CPU Adam, all threads."""
+    cpu_adam: float | None
+    """Parameters/s of the fused CPU Adam, all threads; None: no optimizer runs on the CPU."""
     device_memory: float
     """Bytes/s of the device's own memory: what bounds an update there."""
     pinned_bytes: int | None = None
@@ -29,7 +29,7 @@ class Machine:
 
     def __post_init__(self) -> None:
         rates = (self.upload, self.download, self.upload_together, self.download_together)
-        if min(*rates, self.cpu_adam, self.device_memory) <= 0:
+        if min(*rates, self.device_memory, *([] if self.cpu_adam is None else [self.cpu_adam])) <= 0:
             raise PlanError("a rate of the machine is not above zero", got=str(self))
         if self.upload_together > self.upload or self.download_together > self.download:
             raise PlanError(

@@ -24,31 +24,57 @@ class NoRoomError(PlanError):
     """Nothing fits. What would, in bytes: None where not even that."""
 
     def __init__(
-        self, machine: Machine, *, smallest: tuple[int, int], device: int | None, host: int | None
+        self,
+        machine: Machine,
+        *,
+        smallest: tuple[int, int],
+        device: int | None,
+        host: int | None,
+        states: str | None = None,
+        beside: int = 0,
     ) -> None:
+        """Say what would fit.
+
+        Args:
+            states: where the user put them, if that was decided.
+            beside: bytes of the device that are needed beside the step's.
+        """
+        self._arguments = {"smallest": smallest, "device": device, "host": host, "states": states}
+        self._machine = machine
         self.smallest_device, self.its_host = smallest
         """The smallest device of all, and the host memory that it needs."""
         self.device_with_this_host, self.host_with_this_device = device, host
         ways = []
         if device is not None:
-            ways.append(f"{_gb(device)} of device memory with this host")
+            ways.append(f"{_gb(device + beside)} of device memory with this host")
         if host is not None:
             ways.append(f"{_gb(host)} of the host's (pinnable) with this device")
         ways.append(
-            f"{_gb(smallest[0])} of device memory, the smallest possible, with a host of {_gb(smallest[1])}"
+            f"{_gb(smallest[0] + beside)} of device memory, the smallest possible, with a host of {_gb(smallest[1])}"
         )
         super().__init__(
-            "the run does not fit in memory, whatever is recomputed or offloaded",
-            got=f"{_gb(machine.device_bytes)} of device memory and {_gb(machine.pinnable)} of the host's",
-            do=f"these would fit: {'; '.join(ways)}; or train with a smaller micro-batch or shorter sequences",
+            "the run does not fit in memory, whatever is recomputed or offloaded"
+            + ("" if states is None else f", with {states}, as memory.* says"),
+            got=f"{_gb(machine.device_bytes + beside)} of device memory and {_gb(machine.pinnable)} of the host's",
+            do=f"these would fit: {'; '.join(ways)}; or train with a smaller micro-batch or shorter sequences"
+            + ("" if states is None else "; or leave memory.* to the plan"),
         )
 
+    def beside(self, nbytes: int) -> NoRoomError:
+        """The same, where so many bytes of the device are needed beside the step's."""
+        return NoRoomError(self._machine, **self._arguments, beside=nbytes)  # type: ignore[arg-type]
 
-def smallest(costs: StepCosts, machine: Machine, setup: Setup) -> NoRoomError:
-    """What would fit instead; for the caller to raise."""
+
+def smallest(costs: StepCosts, machine: Machine, setup: Setup, only: Split | None = None) -> NoRoomError:
+    """What would fit instead; for the caller to raise.
+
+    Args:
+        only: the placement of states that the user decided; None: any.
+    """
     blocks = len(costs.blocks)
     found = _Room(costs, setup)
-    splits = list(dict.fromkeys(split.within(blocks) for split in (*corners(blocks), *chain(blocks))))
+    all_of_them = (*corners(blocks, with_cpu=machine.cpu_adam is not None), *chain(blocks))
+    splits = list(dict.fromkeys(split.within(blocks) for split in ((only,) if only else all_of_them)))
     device, split = found.smallest_device(splits, _UNLIMITED, _UNLIMITED)
     assert split is not None
     limited, _ = found.smallest_device(splits, machine.host_bytes, machine.pinnable)
@@ -58,6 +84,7 @@ def smallest(costs: StepCosts, machine: Machine, setup: Setup) -> NoRoomError:
         smallest=(device, found.least_host(split, device) or 0),
         device=limited if limited < _UNLIMITED else None,
         host=min(hosts, default=None),
+        states=None if only is None else str(only.states(blocks)),
     )
 
 

@@ -79,7 +79,7 @@ def search(
     setup = setup or Setup()
     plan = find(costs, machine, setup, split)
     if plan is None:
-        raise smallest(costs, machine, setup)
+        raise smallest(costs, machine, setup, split)
     return plan
 
 
@@ -88,7 +88,7 @@ def find(costs: StepCosts, machine: Machine, setup: Setup, split: Split | None =
     run = _Search(costs, machine, setup)
     if split is not None:
         return run.finish() if run.look_at(split.within(len(costs.blocks))) is not None else None
-    for corner in corners(len(costs.blocks)):
+    for corner in corners(len(costs.blocks), with_cpu=machine.cpu_adam is not None):
         run.look_at(corner, run.best, _SLACK)
     if run.best is None:
         for link in chain(len(costs.blocks)):

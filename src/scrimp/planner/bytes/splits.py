@@ -50,13 +50,17 @@ class Split:
         return [other for other in dict.fromkeys(found) if other != self]
 
 
-def corners(blocks: int) -> Iterator[Split]:
-    """All or none of each class, fewest first: everything on the device is the first. CPU Adam also of a part."""
+def corners(blocks: int, *, with_cpu: bool = True) -> Iterator[Split]:
+    """All or none of each class, fewest first: everything on the device is the first. CPU Adam also of a part.
+
+    Args:
+        with_cpu: whether an optimizer may run on the CPU.
+    """
     for optimizer in (0, blocks):
         for gradients in (0, blocks):
             for weights in (0, blocks):
                 yield Split(weights, gradients, optimizer)
-    for optimizer in sorted({-(-blocks // 4), -(-blocks // 2), blocks}):
+    for optimizer in sorted({-(-blocks // 4), -(-blocks // 2), blocks}) if with_cpu else ():
         for gradients in sorted({optimizer, blocks}):
             for weights in (0, blocks):
                 yield Split(weights, gradients, optimizer, "cpu")

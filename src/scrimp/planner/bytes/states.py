@@ -22,7 +22,7 @@ Method   Per block and class, device or host::
              update         Z + all gradients + optimizer_peak + stream buffers
 
          backward_peak holds the gradients that the pass makes. Without accumulation those that leave are one further
-         block; with it, the sum that came in is one more.
+         block; with it, the sum that came in is one more, and the one that comes for the block before another.
          Host bytes are those of all that is there; CPU Adam needs the weights there too. Only CPU Adam's states need
          not be pinned.
 
@@ -159,7 +159,7 @@ def floor_of(costs: StepCosts, states: States, accumulates: bool) -> Floor:
         before_all = ends.head_gradients + int(own.sum())
         later = before_all - np.cumsum(own)
     leaving = max((k.gradients for k in _where(kinds, states.gradients)), default=0) * (
-        2 if accumulates else 1
+        3 if accumulates else 1
     )
     embedding = before_all + leaving + costs.boundary + ends.peak_of_embedding(accumulates)
     update = (0 if accumulates else gradients) + costs.optimizer_peak + _stream_buffers(kinds, states)

@@ -186,7 +186,7 @@ class _Step:
             kind = self.classes[i]
             if states.on_cpu(i):
                 ready = [self.gradients[i], self.end if setup.clips else None]
-                adam = add(CPU, parameters_of(kind) / machine.cpu_adam, "update", ready)
+                adam = add(CPU, parameters_of(kind) / (machine.cpu_adam or math.inf), "update", ready)
                 if not states.weights[i]:
                     add(UPLOAD, kind.weights, "update", [adam])
             elif states.streams(i):

@@ -57,6 +57,10 @@ from scrimp.profiler.memory_trace.tracker import StorageTracker
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CPU = torch.device("cpu")
+UPDATE_PIECE = {"cpu": 2**17, "cuda": 2**20}
+"""Elements that an update which is no fused one works on at once."""
+UPDATE_BYTES = 30
+"""Of each: seven fp32 arrays and noise."""
 
 
 def trace_costs(
@@ -308,12 +312,19 @@ class _Step:
         return 2 * 8 * self.shape[0] * self.shape[1] + sum(table.nbytes for table in layout.rope) + mask
 
     def optimizer_peak(self, model: Decoder) -> int:
-        """Of the gradients' norm; fused AdamW and copies from master weights take nothing."""
+        """Of the gradients' norm, or of an update that is no fused one; fused AdamW and copies from master weights
+        take nothing."""
         dtype = torch.float32 if self.master_weights else DTYPES[self.parameters]
         gradients = [torch.zeros_like(parameter, dtype=dtype) for parameter in model.parameters()]
         with self._tracing(nn.Module(), exist=False) as tracker:
             torch._foreach_norm(gradients, 2, dtype=torch.float32)
-        return tracker.peak
+        largest = max(parameter.numel() for parameter in model.parameters())
+        return max(tracker.peak, self._update_scratch(largest))
+
+    def _update_scratch(self, largest: int) -> int:
+        """Of the arrays that `scrimp.train.optimizer.update` works in, for the largest parameter."""
+        is_fused = (self.master_weights or self.parameters == "fp32") and self.moments in ("auto", "fp32")
+        return 0 if is_fused else UPDATE_BYTES * min(UPDATE_PIECE[self.device_functions], largest)
 
 
 def _without_blocks(model: Decoder) -> Decoder:

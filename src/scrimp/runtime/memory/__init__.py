@@ -8,7 +8,7 @@ from scrimp.runtime.memory.arena import (
     Place,
 )
 from scrimp.runtime.memory.blocks import BlockMemory
-from scrimp.runtime.memory.carry import HostMemory, carry_out, uses_host
+from scrimp.runtime.memory.carry import HostMemory, carry_out, largest_step, uses_host, weights_on_host
 from scrimp.runtime.memory.gradients import HostGradients, OwnGradient
 from scrimp.runtime.memory.link import CudaLink, HostLink, LateLink, Link, Ticket
 from scrimp.runtime.memory.offload import ActivationOffload
@@ -35,5 +35,7 @@ __all__ = [
     "Place",
     "Ticket",
     "carry_out",
+    "largest_step",
     "uses_host",
+    "weights_on_host",
 ]

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from scrimp.config.activations import Activations
 from scrimp.model import Decoder
@@ -34,10 +33,6 @@ class HostMemory:
     blocks: BlockMemory
     gradients_on_host: frozenset[int]
     optimizer_on_host: frozenset[int]
-
-    def at_home(self, parameter: Tensor) -> Tensor:
-        """Where a parameter's values are kept between steps."""
-        return self.weights.at_home().get(parameter, parameter.detach())
 
 
 def uses_host(plan: Plan) -> bool:
@@ -74,10 +69,21 @@ def carry_out(
         {i: list(model.blocks[i].parameters()) for i in _on_host(plan, "weights")}, arena, link
     )
     num_blocks = len(model.blocks)
-    offload = ActivationOffload(arena, link, num_blocks=num_blocks, keep_last=False) if leaving else None
+    # Also where nothing leaves yet: a step that runs out of memory may change that.
+    offload = ActivationOffload(arena, link, num_blocks=num_blocks, keep_last=False)
     blocks = BlockMemory(num_blocks, offload=offload, leaving=leaving, weights=weights)
     model.run_block = blocks
     return HostMemory(arena, link, weights, blocks, _on_host(plan, "gradients"), _on_host(plan, "optimizer"))
+
+
+def weights_on_host(plan: Plan) -> frozenset[int]:
+    """Blocks whose weights live on the host."""
+    return _on_host(plan, "weights")
+
+
+def largest_step(host_bytes: int) -> int:
+    """Bytes that a step may take by its account so that its arena is within so many."""
+    return max(0, int((host_bytes - SPARE_BYTES) / (1 + SPARE_SHARE)))
 
 
 def _on_host(plan: Plan, name: str) -> frozenset[int]:

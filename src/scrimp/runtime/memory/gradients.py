@@ -7,8 +7,8 @@ Method   Per block and micro-batch::
                                         device, in the same order as if it had never left
              after its backward pass    the norm of each sum is taken, and the sum leaves
 
-         At most two blocks of sums are on the device. What is on its way to the host is held until the next block's
-         pass is over.
+         At most three blocks of sums are on the device: the one that grows, the one that comes, and the one that
+         leaves, which is held until the next block's pass is over.
 Limits   The norms of all micro-batches but the last are for nothing: a vector norm per tensor.
 Source   LLMQ's offloaded gradients; docs/memory.md
 Checked  tests/runtime/memory/test_blocks.py

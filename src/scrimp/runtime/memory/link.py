@@ -72,6 +72,9 @@ class Link(abc.ABC):
         self.bytes_fetched += target.nbytes
         return self._copy_back(place, target)
 
+    def finish(self) -> None:  # noqa: B027 (copies within the host are over when they were waited for)
+        """Let the host wait for every copy that was started: before it reads or writes places itself."""
+
     @abc.abstractmethod
     def _copy_out(self, source: Tensor, place: Place) -> Ticket: ...
 
@@ -108,6 +111,11 @@ class CudaLink(Link):
         )
         device = self.device
         self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def finish(self) -> None:
+        """Wait for both side streams."""
+        self._out.synchronize()
+        self._back.synchronize()
 
     def _copy_out(self, source: Tensor, place: Place) -> Ticket:
         return self._copy(self._out, source, _in(place, source))

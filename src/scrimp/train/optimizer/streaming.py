@@ -158,6 +158,7 @@ class StreamedAdamW(AdamW):
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Name and storage of every state tensor, at home where it has one."""
+        self._homes.link.finish()
         for name in self._targets:
             guests = self._guests.get(name, {})
             for suffix, tensor in self._state(name):
