@@ -20,7 +20,7 @@ import torch
 from scrimp.config import decided, load_config
 from scrimp.data import Batch, Loader
 from scrimp.gemm import LinearPrecision, swap_in
-from scrimp.model import Decoder
+from scrimp.model import Decoder, initialise
 from scrimp.planner.bits.profile import PrecisionProfile
 from scrimp.precision import GEMMS
 from scrimp.profiler.statistics import Subject, collect
@@ -42,13 +42,13 @@ class Lab:
     """One seed's model at one step of its run.
 
     Args:
-        trunk: run folder with a kept checkpoint of `step`.
+        trunk: run folder with a kept checkpoint of `step`; at step 0 the weights that a run of it begins with.
     """
 
     def __init__(self, trunk: Path, step: int) -> None:
         config = load_config(trunk / "config.toml")
         store = CheckpointStore(trunk, keep_last=1, keep_every=0)
-        checkpoint = next(c for c in store.complete() if c.step == step)
+        checkpoint = next(c for c in store.complete() if step in (0, c.step))
         architecture = architecture_of_checkpoint(checkpoint)
         self.decisions = decide(config, architecture=architecture)
         self.train_config = self.decisions.config.train
@@ -56,13 +56,16 @@ class Lab:
         self.device = self.decisions.device.torch_device
         dtype = DTYPES[self.train_config.parameters]
         self.model = Decoder(architecture, device=self.device, dtype=dtype)
+        initialise(self.model, config.run.seed)
         self.optimizer = AdamW(dict(self.model.named_parameters()), self.train_config)
         tensors = {f"model.{name}": p.detach() for name, p in self.model.named_parameters()}
         tensors |= {f"optimizer.{name}": tensor for name, tensor in self.optimizer.tensors()}
         tensors["random.torch"] = torch.get_rng_state()
-        checkpoint.load(tensors)
+        self.start, self._updates = step, 0
+        if step:
+            checkpoint.load(tensors)
+            self._updates = checkpoint.state["position"]["updates"]
         self._tensors, self._saved = tensors, {name: t.clone() for name, t in tensors.items()}
-        self.start, self._updates = step, checkpoint.state["position"]["updates"]
         names = [name for name, module in self.model.named_modules() if isinstance(module, torch.nn.Linear)]
         self.layers = [name for name in names if name != "head"]
         self.planned = swap_in(

@@ -9,6 +9,9 @@ Method    A trunk per seed: `scrimp train` in bf16 at a constant learning rate, 
                    square change of the loss and of AdamW's next update, against the prediction.
           train    on by each policy's plan for a few steps with equal weights, moments, batches and a learning
                    rate that falls to a tenth; then the held-out loss in bf16 and in the plan's formats.
+                   Phase 0 is training from scratch: longer, in the higher format until the warm-up is
+                   over; then SNIP plans, and once more when half is done, from statistics of that moment;
+                   the other policies plan once.
                    The gap is to the bf16 run of the same seed. `bf16-again` is bf16 from weights that are
                    moved by one part in 10^6: the noise floor.
 
@@ -51,6 +54,7 @@ from scrimp.planner.bits.profile import PrecisionProfile
 
 PARTS = ("trunk", "damage", "train", "plans", "overhead", "report", "keep", "restore")
 KEPT = "snip-study-rows.jsonl"
+PEAK_LR, WARM_UP = 2e-3, 50
 CONTROLS = ("bf16", "bf16-again")
 FULL = ("fp8", "fp4")
 POLICIES = (
@@ -88,6 +92,7 @@ def main() -> None:
     parser.add_argument("--preset", default="llama-3m")
     parser.add_argument("--trunk-steps", type=int, default=600)
     parser.add_argument("--steps", type=int, default=100, help="of training under a policy")
+    parser.add_argument("--scratch-steps", type=int, default=300, help="of training from scratch (phase 0)")
     parser.add_argument("--held-out", type=int, default=65_536, help="tokens of an evaluation")
     parser.add_argument("--batches", type=int, default=3, help="statistics batches, and of damage")
     parser.add_argument("--more-formats", nargs="*", default=["bf16", "mxfp8", "nvfp4"], help="of overhead")
@@ -204,17 +209,9 @@ def cell(
     if not labs:
         labs.append(Lab(options.work / f"seed{seed}", phase))
     lab = labs[0]
-    profile = profile_of(lab, options)
-    recipes, share = plan_of(policy, profile, budget, options)
-    lab.reset()
-    if policy == "bf16-again":
-        nudge(lab)
-    peak, began = 2e-3, time.perf_counter()
-
-    def lr(done: int) -> float:
-        return peak * (1 - 0.9 * done / max(1, options.steps - 1))
-
-    losses = lab.train(options.steps, recipes, lr)
+    began = time.perf_counter()
+    run = continued if phase else from_scratch
+    losses, recipes, share = run(lab, policy, budget, options)
     row = {
         "seed": seed,
         "step": phase,
@@ -230,6 +227,47 @@ def cell(
     }
     write(path, row)
     print(f"{name}: {row['held_out']:.4f} ({row['seconds']:.0f} s)", flush=True)
+
+
+Trained = tuple[list[float], dict[str, tuple[str, str, str]], float]
+"""Losses by step, the last recipes by layer, and their share of FLOPs in 4 bits."""
+
+
+def continued(lab: Lab, policy: str, budget: float, options: argparse.Namespace) -> Trained:
+    """On from the lab's checkpoint by one plan."""
+    recipes, share = plan_of(policy, profile_of(lab, options), budget, options)
+    lab.reset()
+    if policy == "bf16-again":
+        nudge(lab)
+
+    def lr(done: int) -> float:
+        return PEAK_LR * (1 - 0.9 * done / max(1, options.steps - 1))
+
+    return lab.train(options.steps, recipes, lr), recipes, share
+
+
+def from_scratch(lab: Lab, policy: str, budget: float, options: argparse.Namespace) -> Trained:
+    """From the first weights: the higher format, then plans made on the way."""
+    steps = options.scratch_steps
+    lab.reset()
+    if policy == "bf16-again":
+        nudge(lab)
+    whole = {"fp8": options.high, "fp4": options.low}.get(policy, options.high)
+    start = {} if policy in CONTROLS else dict.fromkeys(lab.layers, (whole, whole, whole))
+    found: dict[str, Any] = {"recipes": start, "share": float(policy == "fp4")}
+    due = () if policy in (*CONTROLS, *FULL) else (WARM_UP, steps // 2) if policy == "snip" else (WARM_UP,)
+
+    def between(done: int) -> dict[str, tuple[str, str, str]] | None:
+        if done in due:
+            profile = lab.measure(done, options.batches, ("bf16", options.high, options.low))
+            found["recipes"], found["share"] = plan_of(policy, profile, budget, options)
+            return dict(found["recipes"])
+        return None
+
+    def lr(done: int) -> float:
+        return PEAK_LR * min(1.0, (done + 1) / WARM_UP) * (1 - 0.9 * done / max(1, steps - 1))
+
+    return lab.train(steps, start, lr, between), found["recipes"], found["share"]
 
 
 def plan_of(

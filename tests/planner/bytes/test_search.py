@@ -136,7 +136,9 @@ def test_memory_that_is_missing_costs_least_first() -> None:
         assert fits(plan, costs, machine)
         seconds.append(plan.seconds)
     assert seconds == sorted(seconds)
-    assert seconds[-2] < 1.15 * seconds[0]  # of the 12 GB card little is left beside three blocks of gradients
+    assert (
+        seconds[-2] < 1.15 * seconds[0]
+    )  # of the 12 GB card little is left beside three blocks of gradients
 
 
 def test_cpu_adam_is_taken_where_it_hides_under_backward_and_not_with_clipping() -> None:
