@@ -8,6 +8,7 @@ then a run folder.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from scrimp.config import (
     base_architecture,
     check_values,
     decided,
+    replace_values,
     resolve,
 )
 from scrimp.data import Corpus, CorpusSpec, is_corpus, load_tokenizer, open_corpus
@@ -28,6 +30,7 @@ from scrimp.errors import CheckpointError, ConfigError, DataError, DeviceError, 
 from scrimp.gemm import BackendChooser
 from scrimp.planner import Plan, account_of, build_plan, linear_layers, refuse_misfit, with_precisions
 from scrimp.planner.bytes.decision import MemoryDecision
+from scrimp.planner.bytes.room import NoRoomError
 from scrimp.precision import parse_rules
 from scrimp.profiler import Device, resolve_device
 from scrimp.runtime import choose_backends, describe_backends
@@ -36,6 +39,8 @@ from scrimp.train.precision_question import refuse_unreachable_share
 from scrimp.train.run_folder import TOKENIZER
 from scrimp.train.weights import architecture_of_weights, tokenizer_of_weights
 
+WORTH_SMALLER = 0.03
+"""Share of a step's predicted seconds that a smaller micro-batch must save: small products are slower than that."""
 BPE_LIMIT = 32_768
 VOCAB_MULTIPLE = 64
 
@@ -145,10 +150,7 @@ def _plan_for(
     if config.is_planned:
         pinned = parse_rules(config.precision).pinned(linear_layers(architecture))
         refuse_unreachable_share(config, architecture, pinned)
-    account = account_of(config, architecture)
-    memory = decide_memory(
-        config, architecture, device, resident_bytes=account.peak, copy_bytes=account.checkpoint_copy
-    )
+    config, memory = _decide_memory(device, config, architecture, reasons)
     plan = build_plan(
         config,
         architecture,
@@ -159,6 +161,45 @@ def _plan_for(
         memory=memory,
     )
     return Decisions(config, architecture, device, plan, reasons, memory)
+
+
+def _decide_memory(
+    device: Device, config: Config, architecture: Architecture, reasons: dict[str, str]
+) -> tuple[Config, MemoryDecision | None]:
+    """What is done so that a step fits; and where the micro-batch was left open, the one with the fastest plan."""
+    chosen: tuple[Config, MemoryDecision | None] | None = None
+    seconds, refusal = math.inf, None
+    for size in _micro_batches(config, may_change="train.micro_batch" in reasons):
+        changed = replace_values(config, {"train.micro_batch": size})
+        account = account_of(changed, architecture)
+        try:
+            memory = decide_memory(
+                changed, architecture, device, resident_bytes=account.peak, copy_bytes=account.checkpoint_copy
+            )
+        except NoRoomError as error:
+            refusal = error
+            continue
+        if memory is None or memory.seconds < (1 - WORTH_SMALLER) * seconds:
+            chosen, seconds = (changed, memory), 0.0 if memory is None else memory.seconds
+        if memory is None or memory.plan is None or memory.is_resident:
+            break
+    if chosen is None:
+        assert refusal is not None
+        raise refusal
+    if chosen[0].train.micro_batch != config.train.micro_batch:
+        reasons["train.micro_batch"] = "the micro-batch with the fastest plan that fits (predicted)"
+    return chosen
+
+
+def _micro_batches(config: Config, *, may_change: bool) -> list[int]:
+    """Micro-batches to try: the one that was decided, then divisors of the batch, each at most half of the last."""
+    train = config.train
+    sizes, sequences = [decided(train.micro_batch)], decided(train.batch_tokens) // decided(train.sequence)
+    if may_change:
+        for size in range(sizes[0] // 2, 0, -1):
+            if sequences % size == 0 and size <= sizes[-1] // 2:
+                sizes.append(size)
+    return sizes
 
 
 def _decide_tokenizer(config: Config, architecture: Architecture, reasons: dict[str, str]) -> Config:

@@ -39,6 +39,16 @@ class MemoryDecision:
         )
 
     @property
+    def seconds(self) -> float:
+        """Predicted, of a step; 0 where nothing predicted it."""
+        return 0.0 if self.plan is None else self.plan.seconds
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether everything is kept, on the device."""
+        return self.states.is_resident and set(self.activations) == {"keep"}
+
+    @property
     def fits(self) -> bool:
         """Whether the account is within the machine's memory."""
         return (
