@@ -159,18 +159,15 @@ def test_a_size_that_is_named_does_fit_on_a_cpu_whose_memory_holds_the_copy_too(
     assert found.memory is not None
 
 
-def test_a_micro_batch_that_was_left_open_becomes_smaller_where_that_is_faster() -> None:
-    """A smaller one needs no recomputation; one that the user set stays, and recomputes."""
-    peak, copy = resident_peak(), copy_bytes()
-    budget = BudgetConfig(device_memory=f"{int(0.6 * peak) + copy}B")
-    given = decide(dataclasses.replace(CONFIG, budget=budget))
+def test_a_micro_batch_that_was_left_open_becomes_smaller_where_nothing_else_fits() -> None:
+    with pytest.raises(NoRoomError) as caught:
+        decided_with(device_memory=f"{copy_bytes() + 10_000_000}B")
+    smallest = caught.value.device_with_this_host
+    assert smallest is not None
+    budget = BudgetConfig(device_memory=f"{smallest + copy_bytes() - 2_000_000}B")
     open_train = dataclasses.replace(CONFIG.train, micro_batch=None)
     found = decide(dataclasses.replace(CONFIG, budget=budget, train=open_train))
-    assert given.config.train.micro_batch == 8
-    assert given.memory is not None
-    assert set(given.memory.activations) != {"keep"}
     assert found.config.train.micro_batch is not None
     assert found.config.train.micro_batch < 8
     assert 16 % found.config.train.micro_batch == 0
-    assert "fastest plan that fits" in found.reasons["train.micro_batch"]
-    assert {block.activations for block in found.plan.blocks.values()} == {"keep"}
+    assert "fits in memory" in found.reasons["train.micro_batch"]

@@ -8,7 +8,6 @@ then a run folder.
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,8 +38,6 @@ from scrimp.train.precision_question import refuse_unreachable_share
 from scrimp.train.run_folder import TOKENIZER
 from scrimp.train.weights import architecture_of_weights, tokenizer_of_weights
 
-WORTH_SMALLER = 0.03
-"""Share of a step's predicted seconds that a smaller micro-batch must save: small products are slower than that."""
 BPE_LIMIT = 32_768
 VOCAB_MULTIPLE = 64
 
@@ -166,9 +163,9 @@ def _plan_for(
 def _decide_memory(
     device: Device, config: Config, architecture: Architecture, reasons: dict[str, str]
 ) -> tuple[Config, MemoryDecision | None]:
-    """What is done so that a step fits; and where the micro-batch was left open, the one with the fastest plan."""
-    chosen: tuple[Config, MemoryDecision | None] | None = None
-    seconds, refusal = math.inf, None
+    """What is done so that a step fits; where nothing does and the micro-batch was left open, a smaller one. Never for
+    speed: another micro-batch is another order of sums, and memory is to change no number."""
+    refusal: NoRoomError | None = None
     for size in _micro_batches(config, may_change="train.micro_batch" in reasons):
         changed = replace_values(config, {"train.micro_batch": size})
         account = account_of(changed, architecture)
@@ -179,16 +176,11 @@ def _decide_memory(
         except NoRoomError as error:
             refusal = error
             continue
-        if memory is None or memory.seconds < (1 - WORTH_SMALLER) * seconds:
-            chosen, seconds = (changed, memory), 0.0 if memory is None else memory.seconds
-        if memory is None or memory.plan is None or memory.is_resident:
-            break
-    if chosen is None:
-        assert refusal is not None
-        raise refusal
-    if chosen[0].train.micro_batch != config.train.micro_batch:
-        reasons["train.micro_batch"] = "the micro-batch with the fastest plan that fits (predicted)"
-    return chosen
+        if refusal is not None:
+            reasons["train.micro_batch"] = "the largest of those tried that fits in memory"
+        return changed, memory
+    assert refusal is not None
+    raise refusal
 
 
 def _micro_batches(config: Config, *, may_change: bool) -> list[int]:
