@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scrimp.config.activations import LEVELS, Activations
-from scrimp.errors import PlanError
+from scrimp.errors import PlanError, TrainingError
 from scrimp.gemm import observing
 from scrimp.runtime import Executable, prove
 
@@ -159,6 +160,10 @@ def test_the_proof_holds_at_every_level(precision: str, level: str) -> None:
     plan, executable = realised(precision, "fp32", UNTIED)
     set_level(executable, level)
     prove(executable, plan)
+    # It still sees a lie: what runs again is not what hides it.
+    lie = dataclasses.replace(plan.gemms["blocks.1.attention.qkv"], fprop="nvfp4")
+    with pytest.raises(TrainingError, match="not those of the plan"):
+        prove(executable, dataclasses.replace(plan, gemms=plan.gemms | {"blocks.1.attention.qkv": lie}))
 
 
 def test_evaluation_keeps_nothing_and_says_the_same() -> None:

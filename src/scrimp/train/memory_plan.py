@@ -171,9 +171,8 @@ def device_limit(config: Config, device: Device, copy_bytes: int) -> int:
 
 
 def _copy_is_on_device(config: Config, device: Device) -> bool:
-    """On a CPU a checkpoint's copy lies in the same memory, unless the host's has a budget of its own."""
-    budgets = config.budget
-    return device.is_host and (budgets.device_memory is None or budgets.host_memory is None)
+    """On a CPU a checkpoint's copy lies in the same memory, unless both have budgets of their own."""
+    return device.is_host and None in (config.budget.device_memory, config.budget.host_memory)
 
 
 def host_limit(config: Config, device: Device, *, is_asked_for: bool = False) -> int:
@@ -183,8 +182,7 @@ def host_limit(config: Config, device: Device, *, is_asked_for: bool = False) ->
         is_asked_for: the user wants tensors there, whatever it gains.
     """
     budgets = config.budget
-    is_one_memory = device.is_host and None in (budgets.device_memory, budgets.host_memory)
-    if not is_asked_for and (config.is_planned or is_one_memory):
+    if not is_asked_for and (config.is_planned or _copy_is_on_device(config, device)):
         return 0
     free = int(HOST_SHARE * host_memory_available())
     # The arena takes a little more than the account says.

@@ -105,15 +105,10 @@ def trace_costs(
         device_functions,
         moments,
     )
-    plain = LinearPrecision.of(precision)
-    linears = linears or {}
-    plans = [
-        tuple(linears.get(f"blocks.{i}.{name}", plain) for name in GEMM_NAMES)
-        for i in range(architecture.num_layers)
-    ]
+    plans, head = _formats(linears or {}, LinearPrecision.of(precision), architecture.num_layers)
     classes = list(dict.fromkeys(plans))
     with _apart():
-        model = step.build(classes, linears.get("head", plain))
+        model = step.build(classes, head)
         ends, optimizer_peak = step.ends(model, loss_chunk), step.optimizer_peak(model)
         traced = tuple(step.block_class(block, choices) for block in list(model.blocks))
         boundary, resident = step.stream_bytes(), step.resident_bytes()
@@ -125,6 +120,16 @@ def trace_costs(
         optimizer_peak=optimizer_peak,
         resident=resident,
     )
+
+
+def _formats(
+    linears: Mapping[str, LinearPrecision], plain: LinearPrecision, num_blocks: int
+) -> tuple[list[tuple[LinearPrecision, ...]], LinearPrecision]:
+    """Of each block's layers, in the order of `GEMM_NAMES`, and of the head."""
+    blocks = [
+        tuple(linears.get(f"blocks.{i}.{name}", plain) for name in GEMM_NAMES) for i in range(num_blocks)
+    ]
+    return blocks, linears.get("head", plain)
 
 
 @contextlib.contextmanager
