@@ -8,6 +8,7 @@ formats   What FP8 tensor cores keep of a sum (accumulator.py). Runs in fp8, nvf
           and stays near bf16's on the same data. Peak memory of fp8 against bf16.
 gemm      gemm.py: every GEMM and the quantizers.
 linear    gemm.py: whole linear layers, with the peers.
+memory    memory.py: predicted against measured peaks; its other parts take as long each, and are started there.
 snip      Formats chosen while training: the tests of GEMM times, a run that plans by a share of FLOPs and one that
           plans by a speed-up, then snip_study.py at 60M: predicted against measured damage, and the cost of measuring.
 step      planned_step.py, then step.py with both sides compiled, at sizes from 60M to 0.5B.
@@ -393,6 +394,7 @@ PARTS: dict[str, tuple[Check, ...]] = {
     ),
     "gemm": (of_gemm("", "gemms", "quantizers"),),
     "linear": (of_gemm("-linear", "linear"),),
+    "memory": (of_script("memory.py", "--part", "peaks", "--budget-s", "540"),),
     "snip": (
         check_time_tests,
         partial(check_planned_run, "share", ("--budget.fp4-flops=0.75",)),

@@ -132,7 +132,7 @@ def machine_of(card: float, host: float) -> Machine:
         download=LINK,
         upload_together=0.8 * LINK,
         download_together=0.8 * LINK,
-        cpu_adam=None,  # the runtime has no optimizer on the CPU yet
+        cpu_adam=None,  # `memory.update` is device unless it is asked for
         device_memory=CARD.bandwidth,
     )
 

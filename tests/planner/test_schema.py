@@ -162,6 +162,21 @@ def test_an_edited_plan_is_refused_where_it_cannot_be_carried_out() -> None:
     dataclasses.replace(plan, blocks=plan.blocks | {"1": reworded}).check_runnable(plan, "plan.json")
 
 
+def test_who_updates_a_block_can_be_edited() -> None:
+    plan = make_plan()
+    on_cpu = dataclasses.replace(plan.states["1"], optimizer="cpu", gradients="host")
+    dataclasses.replace(plan, states=plan.states | {"1": on_cpu}).check_runnable(plan, "plan.json")
+    without_gradients = dataclasses.replace(on_cpu, gradients="device")
+    with pytest.raises(PlanError, match=r"states\.1 cannot be .*optimizer cpu needs gradients host"):
+        dataclasses.replace(plan, states=plan.states | {"1": without_gradients}).check_runnable(plan, "p")
+    visits = dataclasses.replace(plan.states["0"], optimizer="host")
+    with pytest.raises(PlanError, match="host in block 0, cpu in block 1"):
+        dataclasses.replace(plan, states=plan.states | {"0": visits, "1": on_cpu}).check_runnable(plan, "p")
+    weights = dataclasses.replace(plan.states["1"], weights="cpu")
+    with pytest.raises(PlanError, match=r"states\.1"):
+        dataclasses.replace(plan, states=plan.states | {"1": weights}).check_runnable(plan, "p")
+
+
 def test_another_known_recipe_can_be_carried_out_in_an_edited_plan() -> None:
     plan = make_plan()
     row = dataclasses.replace(plan.gemms["blocks.1.mlp.down"], dgrad="bf16", wgrad="mxfp4", saved="recompute")
@@ -172,3 +187,15 @@ def test_another_known_recipe_can_be_carried_out_in_an_edited_plan() -> None:
     for gemms in (plan.gemms | {"blocks.9.mlp.down": row}, dict(list(plan.gemms.items())[1:])):
         with pytest.raises(PlanError, match="gemms are not those of the model"):
             dataclasses.replace(plan, gemms=gemms).check_runnable(plan, "plan.json")
+
+
+def test_what_its_user_changed_is_known_and_reasons_do_not_count() -> None:
+    text = make_plan().to_json()
+    assert Plan.from_json(text).edited == []
+    raw = json.loads(text)
+    raw["blocks"]["0"]["reason"] = "because"
+    assert Plan.from_json(json.dumps(raw)).edited == []
+    raw["states"]["1"]["weights"] = "host"
+    assert Plan.from_json(json.dumps(raw)).edited == ["states"]
+    del raw["written"]
+    assert Plan.from_json(json.dumps(raw)).edited == ["blocks", "states"]

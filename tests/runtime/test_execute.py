@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from test_proof import ARCHITECTURE, UNTIED, realised
@@ -10,10 +12,11 @@ from torch import Tensor
 from scrimp.errors import PlanError
 from scrimp.gemm import BackendChooser, Execution, observing, reference_only
 from scrimp.gemm.backends import ReferenceBackend
-from scrimp.model import Decoder
+from scrimp.model import Decoder, initialise
 from scrimp.planner import Plan
+from scrimp.planner.schema import StateChoice
 from scrimp.precision import GEMMS
-from scrimp.runtime import Executable, choose_backends, compile_blocks, describe_backends, quantizes
+from scrimp.runtime import Executable, choose_backends, compile_blocks, describe_backends, quantizes, realise
 
 CPU = torch.device("cpu")
 
@@ -41,6 +44,41 @@ def distance(found: Tensor, expected: Tensor) -> float:
 
 
 # ---- parameters
+
+
+@pytest.mark.parametrize("parameters", ["fp32", "bf16"])
+def test_weights_that_live_on_the_host_are_filled_where_they_live(parameters: str) -> None:
+    """Never twice in host memory: of a 7B model the copy alone would be 13 GB."""
+    plan, plain = realised("bf16", parameters, ARCHITECTURE)
+    state = StateChoice("host", "device", "device", "")
+    hosted = dataclasses.replace(plan, states={**plan.states, "0": state})
+    filled: dict[str, int] = {}
+
+    def fill(model: Decoder) -> None:
+        initialise(model, 0)
+        filled.update({name: parameter.data_ptr() for name, parameter in model.named_parameters()})
+
+    executable = realise(
+        hosted, ARCHITECTURE, fill, device=CPU, parameters=parameters, compute="bf16", host_bytes=2**20
+    )
+    assert executable.host is not None
+    at_home = executable.host.weights.at_home()
+    assert len(at_home) == len(list(executable.model.blocks[0].parameters()))
+    for name, parameter in executable.model.named_parameters():
+        if parameter in at_home:
+            assert at_home[parameter].data_ptr() == filled[name]
+    theirs = dict(plain.model.named_parameters())
+    for name, mine in executable.parameters():
+        assert torch.equal(mine, theirs[name]), name
+
+
+def test_a_micro_batch_beyond_the_planned_one_is_refused_before_it_runs() -> None:
+    _, executable = realised("bf16", "bf16", ARCHITECTURE)
+    small = dataclasses.replace(executable, most_tokens=2 * 64)
+    assert torch.isfinite(small.loss(*batch(2, 64), None).total)
+    for rows, length in ((3, 64), (2, 65)):
+        with pytest.raises(PlanError, match="larger than the plan"):
+            small.loss(*batch(rows, length), None)
 
 
 @pytest.mark.parametrize("architecture", [ARCHITECTURE, UNTIED], ids=["tied-bias", "untied"])

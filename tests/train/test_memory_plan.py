@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import Any
 
 import pytest
 import torch
 
 from scrimp.config import BudgetConfig, Config, MemoryConfig, ModelConfig, TrainConfig
 from scrimp.config.activations import LEVELS
-from scrimp.errors import PlanError
+from scrimp.errors import ConfigError, PlanError
 from scrimp.planner.bytes.room import NoRoomError
 from scrimp.planner.bytes.walk import walk
 from scrimp.runtime.memory.carry import SPARE_BYTES, SPARE_SHARE
+from scrimp.train import memory_plan
+from scrimp.train.memory_plan import states_of
 from scrimp.train.setup import Decisions, decide
 
 CONFIG = Config(
@@ -128,7 +131,7 @@ def test_deciding_leaves_random_numbers_alone() -> None:
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_no_plan_has_an_optimizer_on_the_cpu_which_nothing_carries_out() -> None:
+def test_unless_asked_no_plan_has_an_optimizer_on_the_cpu_which_rounds_otherwise_than_a_gpu() -> None:
     for share in (0.35, 0.45, 0.6):
         try:
             found = decided_with(device_memory=f"{int(share * resident_peak())}B", host_memory="1GB")
@@ -171,3 +174,78 @@ def test_a_micro_batch_that_was_left_open_becomes_smaller_where_nothing_else_fit
     assert found.config.train.micro_batch < 8
     assert 16 % found.config.train.micro_batch == 0
     assert "fits in memory" in found.reasons["train.micro_batch"]
+
+
+def hosted(**memory: Any) -> Decisions:
+    """All optimizer states on the host."""
+    budget = BudgetConfig(device_memory="1GB", host_memory="2GB")
+    setting = MemoryConfig(**({"optimizer": "host"} | memory))
+    return decide(dataclasses.replace(CONFIG, memory=setting, budget=budget))
+
+
+def test_the_cpu_updates_what_lives_on_the_host_where_that_is_asked_for() -> None:
+    found = hosted(update="cpu", optimizer="2")
+    states = [found.plan.states[str(i)] for i in range(4)]
+    assert [state.optimizer for state in states] == ["device", "device", "cpu", "cpu"]
+    assert [state.gradients for state in states] == ["device", "device", "host", "host"]
+    assert found.memory is not None
+    assert "the CPU updates them after the backward pass" in str(found.memory.states)
+    assert found.memory.machine.cpu_adam is not None
+    assert states_of(found.plan, 4) == found.memory.states
+
+
+def test_speculation_is_in_the_account_of_the_host() -> None:
+    plain, early = (hosted(update="cpu", speculate=speculate).memory for speculate in (False, True))
+    assert plain is not None
+    assert early is not None
+    kind = early.costs.classes[0]
+    rows = dict(early.account.host)
+    assert rows["copies to take early updates back from"] == 4 * (kind.weights + kind.optimizer)
+    more = early.account.host_peak - plain.account.host_peak
+    assert more == rows["copies to take early updates back from"]
+    assert early.account.peak == plain.account.peak
+
+
+@pytest.mark.parametrize("activations", ["auto", "keep"])
+@pytest.mark.parametrize(("rate", "expected"), [(1e3, "host"), (1e13, "cpu")])
+def test_the_fastest_updater_is_chosen_by_the_rate_of_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, rate: float, expected: str, activations: str
+) -> None:
+    monkeypatch.setattr(memory_plan, "cpu_update_rate", lambda train: rate)
+    found = hosted(update="fastest", activations=activations)
+    assert {found.plan.states[str(i)].optimizer for i in range(4)} == {expected}
+
+
+def test_with_updates_on_the_cpu_alone_the_search_places_states_by_itself() -> None:
+    """A device that states do not fit at all."""
+    peak = resident_peak()
+    budget = BudgetConfig(device_memory=f"{int(0.45 * peak)}B", host_memory="1GB")
+    found = decide(dataclasses.replace(CONFIG, memory=MemoryConfig(update="cpu"), budget=budget))
+    assert found.memory is not None
+    assert found.memory.states.update == "cpu"
+    assert found.memory.account.peak <= 0.45 * peak
+
+
+@pytest.mark.parametrize(
+    ("memory", "says"),
+    [
+        ({"speculate": True}, "memory.speculate has no effect"),
+        ({"update": "cpu", "optimizer": "device"}, "nothing to update"),
+        ({"update": "cpu", "optimizer": "host", "gradients": "2"}, "needs the gradients"),
+        ({"update": "gpu"}, "memory.update"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused_by_name(memory: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        decide(dataclasses.replace(CONFIG, memory=MemoryConfig(**memory)))
+
+
+def test_no_optimizer_runs_on_the_cpu_beside_snip() -> None:
+    config = dataclasses.replace(
+        CONFIG,
+        precision="snip",
+        memory=MemoryConfig(update="cpu"),
+        budget=BudgetConfig(device_memory=f"{int(0.8 * resident_peak()) + copy_bytes()}B"),
+    )
+    with pytest.raises(PlanError, match="precision snip"):
+        decide(config)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,10 @@ from tiny_run import flags, losses, write_corpus
 
 from scrimp.cli import main
 from scrimp.planner import Plan
+from scrimp.runtime import execute
+from scrimp.runtime.memory import HostMemory, carry_out
+from scrimp.runtime.memory.carry import SPARE_BYTES, SPARE_SHARE
+from scrimp.train.loop import Trainer
 from scrimp.train.optimizer import StreamedAdamW
 
 STEPS = 6
@@ -99,6 +105,109 @@ def test_states_on_the_host_change_no_loss(corpus: Path, tmp_path: Path, words: 
     assert [states[name].gradients for name in ("0", "1", "head")] == ["device", "host", "device"]
 
 
+ON_CPU = ["--memory.optimizer=host", "--memory.update=cpu"]
+EARLY = [*ON_CPU, "--memory.speculate"]
+
+
+@pytest.mark.parametrize(
+    ("words", "some"),
+    [
+        (["--train.clip=0.3"], ON_CPU),
+        (["--precision=bf16", "--train.parameters=bf16", "--train.clip=0.3"], EARLY),
+        (
+            ["--precision=bf16", "--train.parameters=bf16", "--train.master-weights=false", "--train.clip=0"],
+            [*EARLY, "--memory.weights=1", "--memory.activations=block+offload"],
+        ),
+    ],
+    ids=["fp32", "masters, early", "bf16, early, all away"],
+)
+def test_updates_on_the_cpu_change_no_loss(
+    corpus: Path, tmp_path: Path, words: list[str], some: list[str]
+) -> None:
+    """After the backward pass or under it, in a run as in its continuation."""
+    more = [*words, "--train.micro-batch=1"]
+    expected = run(corpus, tmp_path / "device", *more)
+    run_dir = tmp_path / "cpu"
+    assert run(corpus, run_dir, *more, *some, "--train.checkpoint-every=3") == expected
+    shutil.rmtree(run_dir / "checkpoints" / f"step-{STEPS:08d}")
+    assert main(["train", f"--run.dir={run_dir}", "--resume"]) == 0
+    assert losses(run_dir) == expected
+    states = Plan.read(run_dir / "plan.json").states
+    assert [states[name].optimizer for name in ("0", "1", "head")] == ["cpu", "cpu", "device"]
+
+
+def test_the_arena_holds_what_the_account_says(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[HostMemory] = []
+
+    def seen(*words: Any, **named: Any) -> HostMemory | None:
+        host = carry_out(*words, **named)
+        assert host is not None
+        found.append(host)
+        return host
+
+    monkeypatch.setattr(execute, "carry_out", seen)
+    run(corpus, tmp_path / "run", *EARLY, "--memory.weights=1", "--memory.activations=keep+offload")
+    predicted = Plan.read(tmp_path / "run" / "plan.json").predicted.peak_host_bytes
+    assert predicted is not None
+    assert predicted <= found[0].arena.peak <= predicted * (1 + SPARE_SHARE) + SPARE_BYTES
+    assert found[0].arena.peak <= 1.2 * predicted  # of tensors as small as these a place is rounded up
+
+
+def test_a_run_goes_on_with_the_cpu_as_updater_by_a_setting_or_an_edited_plan(
+    corpus: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    expected = run(corpus, run_dir, "--train.checkpoint-every=3")
+    shutil.copytree(run_dir, tmp_path / "edited")
+    plan = json.loads((run_dir / "plan.json").read_text(encoding="utf-8"))
+    plan["states"]["1"] |= {"optimizer": "cpu", "gradients": "host"}
+    (tmp_path / "edited" / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
+    for folder, words, updaters in (
+        (run_dir, EARLY, ["cpu"] * 2),
+        (tmp_path / "edited", [], ["device", "cpu"]),
+    ):
+        shutil.rmtree(folder / "checkpoints" / f"step-{STEPS:08d}")
+        assert main(["train", f"--run.dir={folder}", "--resume", *words]) == 0
+        assert losses(folder) == expected
+        states = Plan.read(folder / "plan.json").states
+        assert [states[name].optimizer for name in ("0", "1")] == updaters
+
+
+def test_an_update_that_fails_on_the_cpu_ends_the_run_by_its_own_name(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(self: StreamedAdamW, *rest: object) -> None:
+        raise torch.OutOfMemoryError("no room in the thread")
+
+    monkeypatch.setattr(StreamedAdamW, "_update_on_cpu", failing)
+    run_dir = tmp_path / "run"
+    assert main(flags(corpus, run_dir, "--train.steps=2", *EARLY)) == 1
+    assert not list((run_dir / "checkpoints").glob("step-*"))
+    assert not [one for one in threading.enumerate() if one.name.startswith("scrimp-update")]
+
+
+def test_a_step_that_is_given_up_takes_early_updates_back(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory runs out at the end of a backward pass, when blocks have been updated already."""
+    more = ["--memory.activations=auto", "--train.micro-batch=1", "--train.clip=0"]
+    expected = run(corpus, tmp_path / "whole", *more)
+    once, failed = Trainer._passes_once, []
+
+    def short(self: Trainer, *words: Any) -> torch.Tensor:
+        total = once(self, *words)
+        if self.position.step == 2 and not failed:
+            failed.append(self.position.step)
+            raise torch.OutOfMemoryError("no room for a gradient")
+        return total
+
+    monkeypatch.setattr(Trainer, "_passes_once", short)
+    assert run(corpus, tmp_path / "run", *more, *EARLY, "--memory.weights=1") == expected
+    assert failed == [2]
+
+
 def test_a_run_goes_on_with_its_states_elsewhere(corpus: Path, tmp_path: Path) -> None:
     expected = run(corpus, tmp_path / "whole")
     run_dir = tmp_path / "run"
@@ -125,6 +234,37 @@ def test_a_budget_that_changes_on_resume_changes_the_plan_and_its_figures(
     assert plan.predicted.peak_device_bytes <= peak - 400_000
     assert {block.activations for block in plan.blocks.values()} != {"keep"}
     assert losses(run_dir) == expected
+
+
+def test_a_plan_that_an_earlier_resume_wrote_is_no_edit(corpus: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    expected = run(corpus, run_dir, "--train.checkpoint-every=3")
+    for setting in ("block", "norms"):  # both from the checkpoint of step 3
+        shutil.rmtree(run_dir / "checkpoints" / f"step-{STEPS:08d}")
+        assert main(["train", f"--run.dir={run_dir}", "--resume", f"--memory.activations={setting}"]) == 0
+        assert losses(run_dir) == expected
+        assert {block.activations for block in Plan.read(run_dir / "plan.json").blocks.values()} == {setting}
+
+
+def test_an_edited_plan_that_takes_more_than_there_is_is_refused_and_kept(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    run(corpus, run_dir, "--train.checkpoint-every=3", "--memory.weights=device")
+    peak = Plan.read(run_dir / "plan.json").predicted.peak_device_bytes
+    assert peak is not None
+    plan = json.loads((run_dir / "plan.json").read_text(encoding="utf-8"))
+    for number in plan["blocks"]:
+        plan["blocks"][number]["activations"] = "swiglu"
+    text = json.dumps(plan)
+    (run_dir / "plan.json").write_text(text, encoding="utf-8")
+    shutil.rmtree(run_dir / "checkpoints" / f"step-{STEPS:08d}")
+    words = [f"--budget.device-memory={peak - 400_000}B", "--memory.weights=auto"]
+    assert main(["train", f"--run.dir={run_dir}", "--resume", *words]) == 2
+    shown = " ".join(capsys.readouterr().err.split())
+    assert "more device memory than there is now" in shown
+    assert "within the budget" in shown
+    assert (run_dir / "plan.json").read_text(encoding="utf-8") == text
 
 
 def test_an_edited_plan_sends_nothing_to_the_host_beside_snip(

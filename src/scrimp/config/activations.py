@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from scrimp.config.schema import MemoryConfig
 from scrimp.errors import ConfigError, PlanError
 
 LEVELS = ("keep", "swiglu", "norms", "mlp", "qkv", "attention", "block")
@@ -110,6 +111,38 @@ def blocks_on_host(key: str, text: str, num_blocks: int) -> int | None:
         got=repr(text),
         expected=f"auto, device, host, or a number of blocks, 0 to {num_blocks}",
     )
+
+
+def check_memory(memory: MemoryConfig, num_blocks: int) -> None:
+    """Refuse settings of `memory.*` that a model does not have, or that contradict each other.
+
+    Raises:
+        ConfigError: by name.
+    """
+    if memory.activations != "auto":
+        assign_activations(memory.activations, num_blocks)
+    found = {
+        key: blocks_on_host(key, getattr(memory, key), num_blocks)
+        for key in ("weights", "gradients", "optimizer")
+    }
+    if memory.speculate and memory.update == "device":
+        raise ConfigError(
+            "memory.speculate has no effect where the device updates",
+            expected="memory.update cpu or fastest",
+            do="set --memory.update cpu, or leave memory.speculate out",
+        )
+    if memory.update == "cpu" and found["optimizer"] == 0:
+        raise ConfigError(
+            "memory.update cpu has nothing to update with memory.optimizer device",
+            do="set --memory.optimizer host or a number of blocks, or leave one of the two out",
+        )
+    gradients, optimizer = found["gradients"], found["optimizer"] or 0
+    if memory.update != "device" and gradients is not None and gradients < optimizer:
+        raise ConfigError(
+            f"memory.update {memory.update} needs the gradients of the blocks that the CPU updates on the host",
+            got=f"memory.gradients {memory.gradients} beside memory.optimizer {memory.optimizer}",
+            do="leave memory.gradients out: it follows memory.optimizer",
+        )
 
 
 def _chosen(text: str) -> Activations:

@@ -51,7 +51,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from scrimp.config import snip
-from scrimp.config.activations import assign_activations, blocks_on_host
+from scrimp.config.activations import check_memory
 from scrimp.config.architecture import Architecture
 from scrimp.config.fields import flatten, replace_values
 from scrimp.config.schema import Config, TrainConfig, decided
@@ -94,6 +94,8 @@ MAY_CHANGE_ON_RESUME: frozenset[str] = frozenset(
         "memory.weights",
         "memory.gradients",
         "memory.optimizer",
+        "memory.update",
+        "memory.speculate",
         "train.micro_batch",
         "train.loss_chunk",
         "train.compile",
@@ -156,10 +158,7 @@ def resolve(config: Config, architecture: Architecture, *, device_type: str) -> 
     config = decide(config, "train.loss_chunk", lambda: _loss_chunk(config.train, architecture, device_type))
     config = decide(config, "train.compile", lambda: _compile(device_type))
     _check_schedule(config.train)
-    if config.memory.activations != "auto":
-        assign_activations(config.memory.activations, architecture.num_layers)
-    for key in ("weights", "gradients", "optimizer"):
-        blocks_on_host(key, getattr(config.memory, key), architecture.num_layers)
+    check_memory(config.memory, architecture.num_layers)
     if config.is_planned:
         config = decide(config, "snip.first", lambda: snip.decide_first(config))
         config = decide(config, "snip.every", lambda: snip.decide_every(config))

@@ -19,6 +19,8 @@ Schedule = Literal["cosine", "linear", "wsd", "constant"]
 Switch = Literal["auto", "on", "off"]
 ParameterType = Literal["auto", "fp32", "bf16"]
 MomentsType = Literal["auto", "fp32", "bf16", "8bit"]
+UpdateName = Literal["device", "cpu", "fastest"]
+SplitName = Literal["fixed", "fastest"]
 BackendName = Literal["auto", "reference", "torch", "triton"]
 
 T = TypeVar("T")
@@ -164,7 +166,8 @@ class BudgetConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryConfig:
-    """What is done so that a step fits. None of it changes a number of the run."""
+    """What is done so that a step fits. None of it changes a number of the run, but for `split`, and `update` beside
+    a GPU."""
 
     activations: str = "auto"
     """What blocks do with what backward reads: keep it, or make it again: swiglu, norms, mlp, qkv, attention, block
@@ -177,6 +180,14 @@ class MemoryConfig:
     """The same of gradients."""
     optimizer: str = "auto"
     """The same of the optimizer's states: moments and master weights."""
+    update: UpdateName = "device"
+    """Who updates blocks whose optimizer states live on the host: the device, which the states visit; the cpu, from
+    gradients in host memory; or the one that is predicted fastest. A CPU rounds otherwise than a GPU."""
+    speculate: bool = False
+    """With updates on the CPU: begin under the backward pass, as if the step were neither clipped nor skipped, and take
+    back what does not stand. Takes a copy of what is updated in host memory."""
+    split: SplitName = "fixed"
+    """fastest: the plan chooses train.micro_batch too, by timed blocks. Another one is another order of sums."""
 
 
 @dataclass(frozen=True, kw_only=True)

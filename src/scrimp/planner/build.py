@@ -109,7 +109,7 @@ def build_plan(
         predicted=Figures(
             peak_device_bytes=peak + (account.checkpoint_copy if is_one_memory else 0),
             peak_host_bytes=(host or None) if is_one_memory else host + account.checkpoint_copy,
-            step_seconds=None if memory is None or memory.plan is None else memory.plan.seconds,
+            step_seconds=None if memory is None else memory.timeline.seconds,
         ),
     )
 

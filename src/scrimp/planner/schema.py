@@ -11,10 +11,12 @@ stand in ``predicted``, and after the first steps what was measured stands besid
     gemms         layer -> fprop, dgrad, wgrad (recipes), saved (what backward keeps of the input:
                   a recipe, a high precision or recompute), reason
     blocks        block number -> activations (`scrimp.config.activations`), reason
-    states        block number, "embedding", "head" -> weights, gradients, optimizer (device, host), reason
+    states        block number, "embedding", "head" -> weights, gradients (device, host), optimizer (device,
+                  host: visits the device for its update, cpu: stays on the host and is updated there), reason
     layout        degrees of each parallel axis, and the stages
     predicted     peak bytes, seconds per step, divergences; null where nothing predicts it yet
     measured      the same keys after the first steps, or null
+    written       digests of blocks and states as Scrimp wrote them: what its user has changed since is known by them
 
 Reading refuses an unknown version, an unknown or missing key, and a value of a wrong type,
 each by its path in the file. This module is pure: it touches no device.
@@ -24,9 +26,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +39,7 @@ from scrimp.precision import GEMMS, RECIPES, RECOMPUTE, SAVED_CHOICES, is_recomp
 
 VERSION = 1
 RESTORE = "copy plan.json from the newest checkpoint of the run"
+EDITABLE = ("blocks", "states")
 FORMATS = tuple(RECIPES)
 """Recipes that a GEMM may have."""
 
@@ -68,6 +72,14 @@ class StateChoice:
     gradients: str
     optimizer: str
     reason: str
+
+    @property
+    def is_runnable(self) -> bool:
+        """Whether a block can be carried out this way."""
+        places = {"device", "host"}
+        if self.optimizer == "cpu":
+            return self.weights in places and self.gradients == "host"
+        return {self.weights, self.gradients, self.optimizer} <= places
 
 
 @dataclass(frozen=True)
@@ -116,10 +128,26 @@ class Plan:
     layout: Layout
     predicted: Figures
     measured: Figures | None = None
+    written: dict[str, str] = field(default_factory=dict, compare=False)
+    """Of a plan that was read: section to its digest when Scrimp wrote it."""
+
+    @property
+    def edited(self) -> list[str]:
+        """Of a plan that was read: the sections (blocks, states) that somebody else has changed."""
+        return [name for name in EDITABLE if self.written.get(name) != self._digest(name)]
+
+    def _digest(self, name: str) -> str:
+        """Twelve hex digits of a section's choices, without their reasons."""
+        rows = {
+            key: dataclasses.asdict(dataclasses.replace(row, reason=""))
+            for key, row in getattr(self, name).items()
+        }
+        return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()[:12]
 
     def to_json(self) -> str:
         """The plan as text: two-space indent, one line per layer, block and state."""
         fields = {"scrimp_plan": VERSION, **dataclasses.asdict(self)}
+        fields["written"] = {name: self._digest(name) for name in EDITABLE}
         parts = []
         for key, value in fields.items():
             if key in ("gemms", "blocks", "states"):
@@ -167,6 +195,7 @@ class Plan:
         for key in ("predicted", "measured"):
             if raw.get(key) is not None:
                 sections[key] = Figures(**_checked(Figures, raw[key], f"{origin}: {key}"))
+        sections["written"] = _mapping(raw.get("written", {}), f"{origin}: written")
         plan = cls(**sections)
         plan.check_formats(origin)
         return plan
@@ -209,17 +238,30 @@ class Plan:
                 odd = sorted(set(mine) ^ set(theirs))[0]
                 raise PlanError(f"{origin}: {section} are not those of the model", got=odd, do=RESTORE)
             for name, row in mine.items() if section == "states" else ():
-                if name.isdecimal() and {row.weights, row.gradients, row.optimizer} <= {"device", "host"}:
+                if name.isdecimal() and row.is_runnable:
                     continue
                 if dataclasses.replace(row, reason="") != dataclasses.replace(theirs[name], reason=""):
                     raise PlanError(
                         f"{origin}: {section}.{name} cannot be carried out",
                         got=json.dumps(dataclasses.asdict(row)),
                         expected=json.dumps(dataclasses.asdict(theirs[name])),
-                        do=f"{RESTORE}: embedding and head stay on the device, a block's states there or on the host",
+                        do=f"{RESTORE}: embedding and head stay on the device, a block's states there or on the host; "
+                        "optimizer cpu needs gradients host",
                     )
+        self._check_updaters(origin)
         if self.layout != decided.layout:
             raise PlanError(f"{origin}: layout cannot be carried out", expected="one device", do=RESTORE)
+
+    def _check_updaters(self, origin: str) -> None:
+        """Refuse blocks that the device updates from host memory beside blocks that the CPU updates there."""
+        found = {row.optimizer: name for name, row in self.states.items()}
+        if {"host", "cpu"} <= found.keys():
+            raise PlanError(
+                f"{origin}: states of some blocks visit the device and others are updated by the CPU",
+                got=f"optimizer host in block {found['host']}, cpu in block {found['cpu']}",
+                expected="one of the two for all blocks whose optimizer states are on the host",
+                do="write host or cpu in all of them",
+            )
 
     @classmethod
     def read(cls, path: Path) -> Plan:
@@ -250,7 +292,11 @@ def _checked(kind: type, value: object, where: str) -> Mapping[str, Any]:
     rows = _mapping(value, where)
     fields = {field.name: field for field in dataclasses.fields(kind)}
     unknown = sorted(set(rows) - set(fields))
-    required = {name for name, field in fields.items() if field.default is dataclasses.MISSING}
+    required = {
+        name
+        for name, field in fields.items()
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    }
     missing = sorted(required - set(rows))
     if unknown or missing:
         raise PlanError(

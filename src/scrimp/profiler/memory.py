@@ -42,6 +42,7 @@ class MemoryMeter:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._kept_peak = 0
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         with contextlib.suppress(OSError):  # without it the mark includes what came before
@@ -59,8 +60,12 @@ class MemoryMeter:
     def peak_device_bytes(self) -> int:
         """Largest sum of device allocations; on a CPU the growth of the resident set."""
         if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._device)
+            return max(self._kept_peak, torch.cuda.max_memory_allocated(self._device))
         return max(0, self.peak_host_bytes() - self._baseline)
+
+    def keep_device_peak(self) -> None:
+        """The allocator's own peak is about to begin anew: what it was stays part of this meter's."""
+        self._kept_peak = self.peak_device_bytes()
 
 
 def _status_bytes(key: str) -> int | None:

@@ -35,10 +35,14 @@ def _rows(decision: MemoryDecision) -> Iterator[tuple[str, str]]:
     yield "activations", runs_of(decision.activations)
     yield "states", str(decision.states)
     yield "why", decision.reason
+    origin = "from blocks that were timed here" if decision.seconds_origin == "measured" else "from its work"
+    yield (
+        "step",
+        f"{format_duration(decision.timeline.seconds)} (predicted {origin}), {_waiting(decision.timeline)}",
+    )
     plan = decision.plan
     if plan is None:
         return
-    yield "step", f"{format_duration(plan.seconds)} (predicted), {_waiting(plan.timeline)}"
     bound, gain = binding(decision.costs, decision.machine, plan)
     if gain:
         yield "bound by", f"{bound}: a quarter more of it saves {format_percent(gain)} of the step"

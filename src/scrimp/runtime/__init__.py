@@ -1,11 +1,13 @@
 """Carries a plan out on a model, and proves that it took effect."""
 
+from scrimp.runtime.determinism import deterministic
 from scrimp.runtime.execute import (
     Executable,
     choose_backends,
     compile_blocks,
     describe_backends,
     precisions_of,
+    preferred_backends,
     quantizes,
     realise,
 )
@@ -17,7 +19,9 @@ __all__ = [
     "choose_backends",
     "compile_blocks",
     "describe_backends",
+    "deterministic",
     "precisions_of",
+    "preferred_backends",
     "prove",
     "quantizes",
     "realise",

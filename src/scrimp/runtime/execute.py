@@ -18,6 +18,7 @@ from torch import Tensor
 
 from scrimp.config import Architecture
 from scrimp.config.activations import Activations
+from scrimp.errors import PlanError
 from scrimp.gemm import (
     Backend,
     BackendChooser,
@@ -31,7 +32,7 @@ from scrimp.gemm.problem import Shape, shape_of
 from scrimp.model import Block, Decoder, LossSums
 from scrimp.planner import Plan, linear_shapes
 from scrimp.precision import GEMMS, HIGH_PRECISION, LinearPrecision
-from scrimp.runtime.memory import HostMemory, carry_out, weights_on_host
+from scrimp.runtime.memory import HostMemory, carry_out, take_room, weights_on_host
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 HEAD = "head"
@@ -55,6 +56,8 @@ class Executable:
     """The planned layers of the blocks, where the plan quantizes anything."""
     host: HostMemory | None = None
     """The host's part of the memory, where the plan has any."""
+    most_tokens: int = 0
+    """Of a micro-batch, for which the memory was planned; 0: not said."""
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         """Casts GEMM inputs to bf16 where the parameters are fp32."""
@@ -70,7 +73,18 @@ class Executable:
             self.planned.clock.begin(step, first_row)
 
     def loss(self, tokens_BT: Tensor, targets_BT: Tensor, document_starts: Tensor | None) -> LossSums:
-        """Summed loss of one micro-batch; the tensors may still be on the host."""
+        """Summed loss of one micro-batch; the tensors may still be on the host.
+
+        Raises:
+            PlanError: more tokens than the plan has memory for.
+        """
+        if 0 < self.most_tokens < tokens_BT.numel():
+            raise PlanError(
+                "a micro-batch is larger than the plan has memory for",
+                got=f"{tokens_BT.shape[0]} sequences of {tokens_BT.shape[1]:,} tokens",
+                expected=f"at most {self.most_tokens:,} tokens in all",
+                do="plan for the longest sequences with --train.sequence, or cut them",
+            )
         tokens_BT = tokens_BT.to(self.device, non_blocking=True)
         targets_BT = targets_BT.to(self.device, non_blocking=True)
         with self.autocast():
@@ -124,6 +138,7 @@ def realise(
     replans: bool = False,
     host_bytes: int = 0,
     host_available: int | None = None,
+    most_tokens: int = 0,
 ) -> Executable:
     """Allocate the model of a plan and fill its parameters.
 
@@ -136,13 +151,18 @@ def realise(
         replans: formats will change, so that layers are planned even where nothing is quantized yet.
         host_bytes: host memory that a step takes by the plan's account, where it takes any.
         host_available: free host memory; None: not checked.
+        most_tokens: of a micro-batch; more are refused, since nobody planned for them.
     """
     with torch.device("meta"):
         model = Decoder(architecture, dtype=DTYPES[parameters])
-    # Weights that live on the host never lie on the device all at once, not even to be filled.
+    room = take_room(plan, device, host_bytes=host_bytes, host_available=host_available)
+    # Weights that live on the host never lie on the device all at once, nor on the host twice, not even to be filled.
     hosted = weights_on_host(plan)
     for index, block in enumerate(model.blocks):
-        block.to_empty(device="cpu" if index in hosted else device)
+        if room is not None and index in hosted:
+            room.make_weights(block)
+        else:
+            block.to_empty(device=device)
     for name, module in model.named_children():
         if name != "blocks":
             module.to_empty(device=device)
@@ -150,8 +170,8 @@ def realise(
     planned = None
     if replans or quantizes(plan, compute):
         planned = plan_layers(model, plan, choose or backends_for(device), seed)
-    host = carry_out(plan, model, device, host_bytes=host_bytes, host_available=host_available)
-    executable = Executable(model, device, compute, loss_chunk, z_loss, planned, host)
+    host = None if room is None else carry_out(plan, model, room)
+    executable = Executable(model, device, compute, loss_chunk, z_loss, planned, host, most_tokens)
     executable.change_activations(plan)
     return executable
 
@@ -187,10 +207,15 @@ def choose_backends(
         chunk = head_tokens or tokens
         for rows in {min(chunk, tokens), tokens % chunk} - {0}:
             refuse_unrunnable({HEAD: quantized[HEAD]}, shapes, rows, device, only)
+    return preferred_backends(device, backend)
+
+
+def preferred_backends(device: torch.device, backend: str = "auto") -> BackendChooser:
+    """What runs each GEMM if it can: of quantized ones the back end that is asked for, or the fastest."""
     selection = backends_for(device)
-    if only is None:
+    if backend == "auto":
         return selection
-    forced = backends_for(device, only)
+    forced = backends_for(device, backend)
 
     def choose(recipe: str, gemm: str, shape: Shape, device: torch.device) -> Backend:
         return (selection if recipe in HIGH_PRECISION else forced)(recipe, gemm, shape, device)

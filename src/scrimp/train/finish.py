@@ -22,6 +22,7 @@ from scrimp.report import write_report
 from scrimp.report.units import format_bytes, format_rate
 from scrimp.train.guards import StopSignals
 from scrimp.train.loop import Trainer
+from scrimp.train.memory_phases import GENERATION
 from scrimp.train.run_folder import PLAN
 
 SAMPLE_TOKENS = 96
@@ -98,6 +99,7 @@ def finish_failed(run_dir: Path, trainer: Trainer, error: TrainingError) -> None
 def _sample(trainer: Trainer) -> None:
     """Continue the beginning of a document, held out where there is one, as a reader would judge."""
     trainer.line.phase("generating a sample")
+    trainer.phases.switch(GENERATION)
     corpus = trainer.corpus
     tokenizer, stream = corpus.tokenizer, corpus.held_out if corpus.held_out.num_tokens else corpus.train
     context = trainer.decisions.architecture.context

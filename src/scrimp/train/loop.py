@@ -3,7 +3,7 @@
 One step, over micro-batches i of a batch with N real targets in all::
 
     loss = sum_i cross_entropy_i / N        so that cutting the batch otherwise changes nothing
-    backward of (cross_entropy_i + z_i) / N for each i, gradients add up
+    backward of (cross_entropy_i + z_i) / N for each i, gradients add up; under the last one the optimizer may begin
     skip if loss or gradient norm is not finite; clip; update; next
 
 The state of a run is small: parameters, optimizer, random state, and two integers (step and
@@ -34,10 +34,12 @@ from scrimp.planner.flops import Peaks
 from scrimp.profiler import MemoryMeter
 from scrimp.report.memory_text import runs_of
 from scrimp.runtime import Executable, StepCount
-from scrimp.runtime.memory import ArenaTooSmallError
+from scrimp.runtime.memory import ArenaTooSmallError, PhaseEdges
 from scrimp.train.checkpoint import Checkpoint, CheckpointStore
 from scrimp.train.evaluation import Evaluation, evaluate
 from scrimp.train.guards import NonFiniteGuard, OutlierWatch, StopSignals
+from scrimp.train.memory_check import MemoryCheck
+from scrimp.train.memory_phases import EVALUATION, MEASURING, TRAINING, cache_of
 from scrimp.train.memory_trouble import MemoryTrouble, is_out_of_memory
 from scrimp.train.metrics import MetricsLog
 from scrimp.train.optimizer import make_optimizer
@@ -90,7 +92,9 @@ class Trainer:
         self.decisions, self.corpus, self.executable = decisions, corpus, executable
         self.config, self.train = decisions.config, decisions.config.train
         self.store, self.log, self.line, self.files, self.meter = store, log, line, files, meter
-        self.optimizer = make_optimizer(executable, self.train, seed=self.config.run.seed)
+        self.optimizer = make_optimizer(
+            executable, self.train, seed=self.config.run.seed, speculates=self.config.memory.speculate
+        )
         self.position = Position()
         self.rates: list[float] = []
         self._last_saved: int | None = None
@@ -105,6 +109,8 @@ class Trainer:
         self._sequences_per_step = decided(self.train.batch_tokens) // sequence
         self._flops_per_token = count_flops(decisions.architecture, sequence).causal
         self._trouble = MemoryTrouble(decisions, executable)
+        self._check = MemoryCheck(decisions.memory)
+        self.phases = PhaseEdges(cache_of(executable.device, meter), self._report_cache)
         self._count: StepCount | None = None
         self._ideal_seconds = 0.0
         self.cycle: PrecisionCycle | None = None
@@ -128,6 +134,7 @@ class Trainer:
         """A plan is in force: its speed of light, its file in checkpoints, and its GEMMs counted in the next step."""
         self.decisions = dataclasses.replace(self.decisions, plan=plan)
         self.files["plan.json"] = plan.to_json()
+        self.phases.plan(TRAINING, plan.predicted.peak_device_bytes or 0)
         self._ideal_seconds = ideal_seconds_per_token(
             self.decisions.architecture,
             decided(self.train.sequence),
@@ -227,6 +234,7 @@ class Trainer:
                 self.log.step(record)
                 self.line.update(record)
                 self._watch(result)
+                self._check_predictions()
                 self.report_checkpoints()
                 self._non_finite.stop_if_exhausted(self.position.step)
                 if self._is_due(self.train.checkpoint_every) and self.position.step < self.train.steps:
@@ -252,6 +260,7 @@ class Trainer:
         if self._last_evaluation and self._last_evaluation[0] == self.position.step:
             return self._last_evaluation[1]
         self.line.phase("evaluating")
+        self.phases.switch(EVALUATION)
         result = evaluate(
             self.executable,
             self.corpus.held_out,
@@ -268,11 +277,16 @@ class Trainer:
         self._last_evaluation = (self.position.step, result)
         return result
 
+    def _report_cache(self, sentence: str) -> None:
+        self.log.event("memory-phase", self.position.step, sentence)
+        self.line.message(f"step {self.position.step}: {sentence}")
+
     def _is_due(self, every: int | None) -> bool:
         return decided(every) > 0 and self.position.step % decided(every) == 0
 
     def _batches(self, step: int, count: int) -> Iterator[list[Batch]]:
-        """The micro-batches of some steps, beside the run's own loader."""
+        """The micro-batches of some steps, beside the run's own loader: what is measured before or after a step."""
+        self.phases.switch(MEASURING)
         with self._loader(step) as loader:
             for _ in range(count):
                 yield next(loader)
@@ -292,6 +306,7 @@ class Trainer:
         )
 
     def _step(self, loader: Loader) -> StepResult:
+        self.phases.switch(TRAINING)
         start = time.perf_counter()
         batches = next(loader)
         num_targets = sum(batch.num_targets for batch in batches)
@@ -335,6 +350,8 @@ class Trainer:
         # Sums stay on the device: reading one per micro-batch would make the host wait each time.
         total, first_row = torch.zeros((), device=self.executable.device), 0
         for batch in batches:
+            if batch is batches[-1]:
+                self.optimizer.will_step(learning_rate(self.position.step, self.train))
             self.executable.begin(self.position.step, first_row)
             sums = self.executable.loss(batch.tokens_BT, batch.targets_BT, batch.document_starts)
             (sums.total / max(1, num_targets)).backward()
@@ -358,6 +375,10 @@ class Trainer:
         plan = self._trouble.plan_of_less(self.decisions.plan, step)
         if plan is None:
             raise trouble
+        self._change_memory(plan, step)
+
+    def _change_memory(self, plan: Plan, step: int) -> None:
+        """Blocks do from now on what another plan says; between two attempts at a step, or two steps."""
         self.executable.change_activations(plan)
         if self.cycle is not None:
             self.cycle.plan = plan
@@ -366,6 +387,20 @@ class Trainer:
         choices = runs_of([block.activations for block in plan.blocks.values()])
         self.log.event("memory-replan", step, f"{plan.blocks['0'].reason}: {choices}")
         self.line.message(f"step {step}: {plan.blocks['0'].reason}; goes on with {choices}")
+
+    def _check_predictions(self) -> None:
+        """After the first steps: measured beside predicted, and another plan where they differ."""
+        tokens, step = decided(self.train.batch_tokens), self.position.step
+        peak = self.meter.peak_device_bytes() if self.executable.device.type == "cuda" else None
+        found = self._check.after_step(
+            self.decisions.plan, step, [tokens / rate for rate in self.rates], peak
+        )
+        if found is None:
+            return
+        self.log.event("memory-check", step, found.sentence, **dataclasses.asdict(found.measured))
+        self.line.message(f"step {step}: {found.sentence}")
+        if found.plan is not None:
+            self._change_memory(found.plan, step)
 
     @contextlib.contextmanager
     def _counting(self, micro_batches: int) -> Iterator[None]:

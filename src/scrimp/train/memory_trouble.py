@@ -70,7 +70,7 @@ class MemoryTrouble:
             host_bytes=0 if host is None else host.arena.capacity,
         )
         states = now.states
-        split = Split(sum(states.weights), sum(states.gradients), sum(states.optimizer))
+        split = Split(sum(states.weights), sum(states.gradients), sum(states.optimizer), states.update)
         found = find(now.costs, machine, now.setup, split)
         if found is None:
             return None

@@ -21,16 +21,16 @@ from scrimp.config import Config, decided, reasons_in, to_toml
 from scrimp.errors import CheckpointError, PlanError, TrainingError
 from scrimp.files import write_whole
 from scrimp.model import Decoder, initialise
-from scrimp.planner import Plan, count_flops
+from scrimp.planner import Plan, account_of, count_flops
 from scrimp.profiler import MemoryMeter, device_peaks, host_memory_available
 from scrimp.report.units import format_count
-from scrimp.runtime import compile_blocks, precisions_of, prove, realise
+from scrimp.runtime import compile_blocks, deterministic, precisions_of, prove, realise
 from scrimp.runtime.memory import uses_host
 from scrimp.train.checkpoint import CheckpointStore
 from scrimp.train.finish import RunSummary, finish, finish_failed
 from scrimp.train.guards import StopSignals
 from scrimp.train.loop import Trainer
-from scrimp.train.memory_plan import decision_of, host_bytes_of
+from scrimp.train.memory_plan import decision_of, host_bytes_of, refuse_beyond_memory
 from scrimp.train.memory_trouble import is_out_of_memory
 from scrimp.train.metrics import MetricsLog
 from scrimp.train.progress import StepLine
@@ -89,11 +89,12 @@ def _train_in(run_dir: Path, start: Start) -> RunSummary:
             line.message(note)
             log.event("checkpoint-failed", resume_step or 0, note)
         trainer = _make_trainer(start, store, log, line, files)
+        stack.callback(trainer.optimizer.close)
         _announce(trainer, run_dir, start)
         if trainer.cycle is not None:
             stack.callback(trainer.cycle.close)
         try:
-            with _named_failures(trainer), _deterministic(trainer.executable.device):
+            with _named_failures(trainer), deterministic(trainer.executable.device):
                 trainer.run(signals)
         except TrainingError as failure:
             finish_failed(run_dir, trainer, failure)
@@ -131,20 +132,18 @@ def _write_decisions(run_dir: Path, config: Config, start: Start) -> tuple[Plan,
 def _carried_on(saved: Plan, start: Start) -> Plan:
     """A resumed run's plan: formats as they were, memory as it is decided now, but for what its user has edited."""
     decisions, now = start.decisions, start.decisions.plan
-    written = None if start.checkpoint is None else start.checkpoint.folder / PLAN
-    before = Plan.read(written) if written is not None and written.exists() else saved
-    edited = {
-        name: getattr(saved, name)
-        for name in ("blocks", "states")
-        if getattr(saved, name) != getattr(before, name)
-    }
+    edited = {name: getattr(saved, name) for name in saved.edited}
     plan = dataclasses.replace(
         saved, budget=now.budget, predicted=now.predicted, blocks=now.blocks, states=now.states
     )
     if not edited:
         return plan
     plan = dataclasses.replace(plan, **edited)
-    account = decision_of(plan, decisions.config, decisions.architecture, decisions.device).account
+    config, device = decisions.config, decisions.device
+    decision = decision_of(plan, config, decisions.architecture, device)
+    copy = account_of(config, decisions.architecture).checkpoint_copy
+    refuse_beyond_memory(decision, config, device, copy)
+    account = decision.account
     predicted = dataclasses.replace(plan.predicted, peak_device_bytes=account.peak, step_seconds=None)
     return dataclasses.replace(plan, predicted=predicted)
 
@@ -185,6 +184,7 @@ def _make_trainer(
         replans=config.is_planned,
         host_bytes=host_bytes_of(decisions.plan, config, decisions.architecture, decisions.device),
         host_available=host_memory_available(),
+        most_tokens=decisions.micro_batch_tokens,
     )
     trainer = Trainer(
         decisions, start.corpus, executable, peaks, meter, store=store, log=log, line=line, files=files
@@ -202,27 +202,6 @@ def _make_trainer(
         line.phase("compiling the blocks during the first step")
         compile_blocks(executable.model)
     return trainer
-
-
-@contextlib.contextmanager
-def _deterministic(device: torch.device) -> Iterator[None]:
-    """Kernels whose sums always come in the same order, so that equal seeds give equal losses.
-
-    On CUDA only; the CPU's kernels are deterministic. The memory-efficient attention has no deterministic
-    backward pass and is switched off: flash attention and plain products have one.
-    """
-    if device.type != "cuda":
-        yield
-        return
-    torch.use_deterministic_algorithms(True)
-    # Filling would write every new tensor twice.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    torch.backends.cuda.enable_mem_efficient_sdp(False)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-        torch.backends.cuda.enable_mem_efficient_sdp(True)
 
 
 @contextlib.contextmanager

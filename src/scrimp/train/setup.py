@@ -21,19 +21,17 @@ from scrimp.config import (
     base_architecture,
     check_values,
     decided,
-    replace_values,
     resolve,
 )
 from scrimp.data import Corpus, CorpusSpec, is_corpus, load_tokenizer, open_corpus
 from scrimp.errors import CheckpointError, ConfigError, DataError, DeviceError, ModelError
 from scrimp.gemm import BackendChooser
-from scrimp.planner import Plan, account_of, build_plan, linear_layers, refuse_misfit, with_precisions
+from scrimp.planner import Plan, build_plan, linear_layers, refuse_misfit, with_precisions
 from scrimp.planner.bytes.decision import MemoryDecision
-from scrimp.planner.bytes.room import NoRoomError
 from scrimp.precision import parse_rules
 from scrimp.profiler import Device, resolve_device
 from scrimp.runtime import choose_backends, describe_backends
-from scrimp.train.memory_plan import decide_memory
+from scrimp.train.micro_batch import decide_micro_batch
 from scrimp.train.precision_question import refuse_unreachable_share
 from scrimp.train.run_folder import TOKENIZER
 from scrimp.train.weights import architecture_of_weights, tokenizer_of_weights
@@ -147,7 +145,7 @@ def _plan_for(
     if config.is_planned:
         pinned = parse_rules(config.precision).pinned(linear_layers(architecture))
         refuse_unreachable_share(config, architecture, pinned)
-    config, memory = _decide_memory(device, config, architecture, reasons)
+    config, memory = decide_micro_batch(device, config, architecture, reasons)
     plan = build_plan(
         config,
         architecture,
@@ -158,40 +156,6 @@ def _plan_for(
         memory=memory,
     )
     return Decisions(config, architecture, device, plan, reasons, memory)
-
-
-def _decide_memory(
-    device: Device, config: Config, architecture: Architecture, reasons: dict[str, str]
-) -> tuple[Config, MemoryDecision | None]:
-    """What is done so that a step fits; where nothing does and the micro-batch was left open, a smaller one. Never for
-    speed: another micro-batch is another order of sums, and memory is to change no number."""
-    refusal: NoRoomError | None = None
-    for size in _micro_batches(config, may_change="train.micro_batch" in reasons):
-        changed = replace_values(config, {"train.micro_batch": size})
-        account = account_of(changed, architecture)
-        try:
-            memory = decide_memory(
-                changed, architecture, device, resident_bytes=account.peak, copy_bytes=account.checkpoint_copy
-            )
-        except NoRoomError as error:
-            refusal = error
-            continue
-        if refusal is not None:
-            reasons["train.micro_batch"] = "the largest of those tried that fits in memory"
-        return changed, memory
-    assert refusal is not None
-    raise refusal
-
-
-def _micro_batches(config: Config, *, may_change: bool) -> list[int]:
-    """Micro-batches to try: the one that was decided, then divisors of the batch, each at most half of the last."""
-    train = config.train
-    sizes, sequences = [decided(train.micro_batch)], decided(train.batch_tokens) // decided(train.sequence)
-    if may_change:
-        for size in range(sizes[0] // 2, 0, -1):
-            if sequences % size == 0 and size <= sizes[-1] // 2:
-                sizes.append(size)
-    return sizes
 
 
 def _decide_tokenizer(config: Config, architecture: Architecture, reasons: dict[str, str]) -> Config:

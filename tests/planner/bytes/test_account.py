@@ -24,7 +24,11 @@ def steps(draw: st.DrawFn) -> tuple[StepCosts, States, list[str]]:
     count = draw(st.integers(1, 5))
     costs = StepCosts((kind,), (0,) * count, ends, draw(BYTES), draw(BYTES), draw(BYTES))
     flags = st.lists(st.booleans(), min_size=count, max_size=count).map(tuple)
-    states = States(draw(flags), draw(flags), draw(flags))
+    update = draw(st.sampled_from(("device", "cpu", "cpu early")))
+    optimizer, gradients = draw(flags), draw(flags)
+    if update != "device":
+        gradients = tuple(g or o for g, o in zip(gradients, optimizer, strict=True))
+    states = States(draw(flags), gradients, optimizer, update)
     return costs, states, draw(st.lists(st.sampled_from(NAMES), min_size=count, max_size=count))
 
 
@@ -36,6 +40,7 @@ def test_categories_add_up_to_the_peak(step: tuple[StepCosts, States, list[str]]
     assert account.peak == device_peak(costs, states, activations, accumulates)
     assert sum(nbytes for _, nbytes in account.device) == account.peak
     assert account.host_peak == host_bytes(costs, states, activations)[0]
+    assert all(nbytes > 0 for _, nbytes in account.host)
 
 
 def test_a_resident_step_in_numbers() -> None:

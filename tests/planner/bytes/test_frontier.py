@@ -1,15 +1,13 @@
-"""Alternatives, the binding constraint, and the split of a batch."""
+"""Alternatives, and the binding constraint."""
 
 from dataclasses import replace
 
 import pytest
 from made_up import MACHINE, QWEN_7B, llama_costs
 
-from scrimp.errors import PlanError
 from scrimp.planner.bytes.costs import StepCosts
-from scrimp.planner.bytes.frontier import WORTH, binding, fastest_split, frontier, resident_bytes
+from scrimp.planner.bytes.frontier import WORTH, binding, frontier, resident_bytes
 from scrimp.planner.bytes.machine import Setup
-from scrimp.planner.bytes.room import NoRoomError
 from scrimp.planner.bytes.search import search
 
 SHAPE = QWEN_7B | {"blocks": 12, "vocabulary": 32000}
@@ -54,19 +52,3 @@ def test_what_binds_is_what_more_of_would_help_most(
     name, gain = binding(small(2), machine, search(small(2), machine, Setup(1)))
     assert gain > WORTH
     assert name == expected
-
-
-def test_the_fastest_split_of_a_batch_fits_and_is_the_best_divisor() -> None:
-    machine = replace(MACHINE, device_bytes=12 * 2**30, host_bytes=30 * 10**9)
-    size, plan = fastest_split(small, 8, machine)
-    assert plan.setup == Setup(8 // size)
-    others = {m: search(small(m), machine, Setup(8 // m)).seconds for m in (1, 2)}
-    assert plan.seconds <= min(others.values())
-
-
-def test_a_batch_of_which_no_sequence_fits_is_refused() -> None:
-    machine = replace(MACHINE, device_bytes=10**9)
-    with pytest.raises(NoRoomError, match="these would fit"):
-        fastest_split(small, 4, machine)
-    with pytest.raises(PlanError, match="at least one sequence"):
-        fastest_split(small, 0, machine)

@@ -19,7 +19,10 @@ from scrimp.planner.bytes.states import States, device_peak, host_bytes
 from scrimp.planner.bytes.timeline import step_timeline
 from scrimp.planner.bytes.walk import chosen_costs
 
-setups = st.builds(Setup, st.integers(1, 3), st.booleans())
+updaters = st.sampled_from(
+    (("device",), ("cpu",), ("cpu early",), ("device", "cpu"), ("device", "cpu early"))
+)
+setups = st.builds(Setup, st.integers(1, 3), st.booleans(), updaters)
 
 
 def fits(plan: MemoryPlan, costs: StepCosts, machine: Machine) -> bool:
@@ -65,8 +68,10 @@ def test_any_plan_fits_and_none_is_missed_where_a_placement_has_room(
     plan = find(costs, machine, setup)
     if plan is not None:
         assert fits(plan, costs, machine)
+        assert not any(plan.states.optimizer) or plan.states.update in setup.updaters
         return
-    for split in (*corners(len(costs.blocks)), *chain(len(costs.blocks))):
+    blocks = len(costs.blocks)
+    for split in (*corners(blocks, setup.updaters), *chain(blocks, setup.updaters[0])):
         states = split.within(len(costs.blocks)).states(len(costs.blocks))
         assert fastest_of_all(costs, machine, setup, [states]) is None
 
@@ -107,7 +112,7 @@ def test_the_bound_is_never_above_the_simulation(
     data: st.DataObject, costs: StepCosts, machine: Machine, setup: Setup
 ) -> None:
     blocks, counts = len(costs.blocks), st.integers(0, 4)
-    update = data.draw(st.sampled_from(("device", "cpu")))
+    update = data.draw(st.sampled_from(("device", "cpu", "cpu early")))
     drawn = {name: data.draw(counts) for name in ("weights", "gradients", "optimizer")}
     states = States.split(blocks, **drawn, update=update)
     names = [data.draw(st.sampled_from(list(costs.classes[number].choices))) for number in costs.blocks]
@@ -145,6 +150,9 @@ def test_cpu_adam_is_taken_where_it_hides_under_backward_and_not_with_clipping()
     costs = llama_costs(QWEN_7B, 8192)
     machine = replace(MACHINE, device_bytes=30 * 2**30, host_bytes=10**11, cpu_adam=4e9)
     assert search(costs, machine, Setup(1, clips=False)).states.update == "cpu"
+    early = search(costs, machine, Setup(1, clips=True, updaters=("device", "cpu early")))
+    assert early.states.update == "cpu early"
+    assert early.seconds < search(costs, machine, Setup(1, clips=True)).seconds
     slow_cpu = replace(machine, cpu_adam=5e8)
     assert search(costs, slow_cpu, Setup(1, clips=True)).states.update == "device"
 

@@ -11,7 +11,7 @@ from made_up import MACHINE, machines, step_costs
 from scrimp.planner.bytes.costs import BlockClass, BlockCost, EndsCost, StepCosts
 from scrimp.planner.bytes.machine import Machine, Setup
 from scrimp.planner.bytes.states import States
-from scrimp.planner.bytes.timeline import Timeline, step_timeline
+from scrimp.planner.bytes.timeline import EARLY, Timeline, step_timeline
 
 ENDS = EndsCost(0, 0, 0, head_peak=0, head_gradients=0, embedding_peak=0)
 FAST = replace(
@@ -62,6 +62,19 @@ def test_cpu_adam_without_clipping_is_protrains_maximum(blocks: int, backward: i
     assert found.seconds == pytest.approx(blocks + first + max((blocks - 1) * backward + adam, blocks * adam))
     late = timeline(costs, states, Setup(clips=True))
     assert late.seconds == pytest.approx(blocks * (1 + backward + adam))
+    early = timeline(costs, replace(states, update="cpu early"), Setup(clips=True))
+    twice = EARLY * adam
+    assert early.seconds == pytest.approx(
+        blocks + first + max((blocks - 1) * backward + twice, blocks * twice)
+    )
+
+
+@given(blocks=st.integers(1, 8), weight=small)
+def test_new_weights_of_cpu_adam_come_after_the_backward_pass(blocks: int, weight: int) -> None:
+    costs = chain(blocks, 1, 1, weights=weight, parameters=1)
+    early = States.split(blocks, optimizer=blocks, update="cpu early")
+    found = timeline(costs, early, Setup(), replace(FAST, cpu_adam=1e9))
+    assert found.seconds == pytest.approx(2 * blocks + blocks * weight)
 
 
 @given(blocks=st.integers(1, 8), state=small, weight=small)
@@ -108,8 +121,8 @@ def test_any_step_lies_between_its_longest_lane_and_the_sum_of_lanes(
     blocks = len(costs.blocks)
     flags = st.tuples(*[st.booleans()] * blocks)
     weights, gradients, optimizer = data.draw(flags), data.draw(flags), data.draw(flags)
-    update = data.draw(st.sampled_from(("device", "cpu")))
-    if update == "cpu":
+    update = data.draw(st.sampled_from(("device", "cpu", "cpu early")))
+    if update != "device":
         gradients = tuple(g or o for g, o in zip(gradients, optimizer, strict=True))
     names = [data.draw(st.sampled_from(list(costs.classes[number].choices))) for number in costs.blocks]
     states = States(weights, gradients, optimizer, update)

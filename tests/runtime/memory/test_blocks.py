@@ -207,6 +207,27 @@ def test_weights_that_are_read_before_their_copy_was_waited_for_give_other_numbe
     assert not torch.equal(found, losses[0])
 
 
+def test_sums_at_home_are_read_without_a_copy_and_said_to_leave_block_by_block() -> None:
+    offloaded = Offloaded(make_model(torch.float32, None), (), (1, 3, 4), ())
+    sent: list[int] = []
+    offloaded.host_gradients.after_sending = sent.append
+    expected = make_model(torch.float32, None)
+    for tokens in batches(0):
+        run_pass(expected, tokens, False)
+        run_pass(offloaded.model, tokens, False)
+        offloaded.memory.end_backward()
+    offloaded.memory.end_backward()  # again: the last block's have left too
+    assert sent == [4, 3, 1] * MICRO_BATCHES
+    for block in (1, 3, 4):
+        at_home = offloaded.host_gradients.at_home(block)
+        for p, found in zip(expected.blocks[block].parameters(), at_home, strict=True):
+            assert found is not None
+            found[1].finish()
+            assert torch.equal(found[0], p.grad)
+    offloaded.host_gradients.drop(3)
+    assert offloaded.host_gradients.at_home(3) == [None] * len(at_home)
+
+
 def test_evaluation_leaves_no_weights_behind_and_a_broken_pass_can_be_reset() -> None:
     offloaded = Offloaded(make_model(torch.float32, None), ALL, ALL, ALL)
     model, tokens = offloaded.model, batches(0)[0]

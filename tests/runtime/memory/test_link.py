@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import Tensor
@@ -53,6 +55,23 @@ def test_a_late_copy_takes_place_when_it_is_waited_for() -> None:
     assert target.isnan().all()
     ticket.wait()
     assert target.tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize("kind", LINKS)
+def test_the_host_may_finish_a_copy_from_any_thread_and_reads_what_was_sent(kind: type[Link]) -> None:
+    """Once, however many wait for it at the same time."""
+    link, place, source = kind(CPU), arena().take(2**14), torch.arange(2**12, dtype=torch.int32)
+    ticket = link.send(source, place)
+
+    def read() -> bool:
+        ticket.finish()
+        return torch.equal(place.view((2**12,), torch.int32), source)
+
+    with ThreadPoolExecutor(4) as threads:
+        found = [threads.submit(read) for _ in range(8)]
+        ticket.wait()
+        assert all(one.result() for one in found)
+    assert ticket.is_done()
 
 
 def test_a_source_that_was_freed_too_early_arrives_as_garbage() -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from scrimp.runtime.memory.phases import CacheReading, PhaseEdges, must_release
+from scrimp.runtime.memory.phases import CacheReading, CudaCache, PhaseEdges, must_release
 
 CAPACITY = 1000
 
@@ -15,7 +18,7 @@ class BlockCache:
     def __init__(self) -> None:
         self.used: list[int] = []
         self.kept: list[int] = []
-        self.peak = self.retries = 0
+        self.peak = self.retries = self.reads = 0
 
     def take(self, size: int) -> None:
         if size in self.kept:
@@ -23,8 +26,9 @@ class BlockCache:
         elif sum(self.used) + sum(self.kept) + size > CAPACITY:
             self.retries += 1
             self.kept.clear()
+        if sum(self.used) + size > CAPACITY:
+            raise torch.OutOfMemoryError("no more blocks")
         self.used.append(size)
-        assert sum(self.used) <= CAPACITY
         self.peak = max(self.peak, sum(self.used))
 
     def give(self) -> None:
@@ -32,6 +36,7 @@ class BlockCache:
         self.used = []
 
     def read(self) -> CacheReading:
+        self.reads += 1
         reserved = sum(self.used) + sum(self.kept)
         return CacheReading(sum(self.used), reserved, 0, self.peak, self.retries, CAPACITY, 0)
 
@@ -43,11 +48,13 @@ class BlockCache:
 
 
 def run(edges: PhaseEdges, cache: BlockCache, phase: str, sizes: list[int]) -> int:
-    """One pass; how many requests had to be retried."""
+    """One pass; how many requests had to be retried. Blocks are given back even if one was too many."""
     before = cache.retries
-    with edges.enter(phase):
+    edges.switch(phase)
+    try:
         for size in sizes:
             cache.take(size)
+    finally:
         cache.give()
     return cache.retries - before
 
@@ -82,6 +89,59 @@ def test_a_planned_peak_is_enough_to_know() -> None:
     assert edges.released == [900]
 
 
+def test_a_phase_that_goes_on_is_not_read_again() -> None:
+    cache = BlockCache()
+    edges = PhaseEdges(cache, report=pytest.fail)
+    for _ in range(100):
+        run(edges, cache, "train", [300, 100])
+    assert (cache.reads, edges.current) == (1, "train")
+
+
+def test_what_ended_in_an_exception_counts_as_a_pass() -> None:
+    cache = BlockCache()
+    edges = PhaseEdges(cache, report=lambda sentence: None)
+    run(edges, cache, "train", [300])
+    with pytest.raises(torch.OutOfMemoryError):
+        run(edges, cache, "generate", [400, 700])
+    run(edges, cache, "train", [300])
+    assert edges.released == []
+    run(edges, cache, "generate", [400])  # it had to retry the last time
+    assert edges.released == [700]
+
+
+def test_a_new_plan_forgets_what_was_measured_under_the_old_one() -> None:
+    cache = BlockCache()
+    edges = PhaseEdges(cache, report=lambda sentence: None)
+    edges.plan("train", 900)
+    with pytest.raises(torch.OutOfMemoryError):
+        run(edges, cache, "train", [900, 200])
+    cache.release()  # as the training loop does before it plans anew
+    edges.plan("train", 400)
+    run(edges, cache, "train", [400])
+    run(edges, cache, "evaluate", [500])
+    run(edges, cache, "train", [400])
+    assert edges.released == []  # neither its peak nor its retry were the new plan's
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.lists(st.integers(1, 300), max_size=3)), max_size=12))
+def test_the_cache_goes_where_a_pass_had_retries_or_is_planned_too_large(
+    passes: list[tuple[str, list[int]]],
+) -> None:
+    cache = BlockCache()
+    edges = PhaseEdges(cache, report=lambda sentence: None)
+    edges.plan("c", CAPACITY + 1)
+    needs_all = {"a": False, "b": False, "c": True}
+    expected, last = [], None
+    for phase, sizes in passes:
+        kept = sum(cache.kept)
+        if phase != last and kept and needs_all[phase]:
+            expected.append(kept)
+        retries = run(edges, cache, phase, sizes)
+        needs_all[phase] = phase == "c" or retries > 0 or (phase == last and needs_all[phase])
+        last = phase
+    assert edges.released == expected
+
+
 @pytest.mark.parametrize(
     ("allocated", "reserved", "split", "next_peak", "had_retries", "expected"),
     [
@@ -111,13 +171,48 @@ def test_fragmentation_is_reported_once() -> None:
     cache.kept = [500]
     edges.plan("train", 1200)
     for _ in range(6):
-        with edges.enter("train"):
-            cache.kept = [500]
+        edges.switch("evaluate")
+        edges.switch("train")
     assert sum("fragmented" in sentence for sentence in said) == 1
 
 
 def test_where_there_is_no_cache_nothing_happens() -> None:
     edges = PhaseEdges(None, report=pytest.fail)
-    with edges.enter("train"):
-        pass
+    edges.plan("train", CAPACITY + 1)
+    for phase in ("train", "evaluate", "train"):
+        edges.switch(phase)
     assert edges.released == []
+
+
+@pytest.mark.gpu
+def test_torchs_allocator_gives_back_what_the_next_phase_has_no_room_for() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    device = torch.device("cuda", torch.cuda.current_device())
+    cache = CudaCache(device)
+    torch.cuda.empty_cache()
+    edges = PhaseEdges(cache, report=lambda sentence: None)
+    edges.switch("train")
+    block = torch.empty(1 << 30, dtype=torch.uint8, device=device)
+    before = cache.read()
+    del block
+    edges.switch("evaluate")  # nothing is known of it
+    assert (edges.released, cache.read().reserved) == ([], before.reserved)
+    edges.plan("train", before.capacity + 1)
+    edges.switch("train")
+    assert edges.released[0] >= 1 << 30
+    assert cache.read().peak < before.peak  # and the peak began anew
+
+
+@pytest.mark.gpu
+def test_a_fraction_of_the_device_is_the_capacity() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    device = torch.device("cuda", torch.cuda.current_device())
+    whole = CudaCache(device).read()
+    torch.cuda.set_per_process_memory_fraction(0.25, device)
+    try:
+        part = CudaCache(device).read()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+    assert part.capacity - part.others <= 0.25 * whole.capacity < whole.capacity

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from scrimp.planner.bytes.costs import StepCosts
-from scrimp.planner.bytes.states import States, class_of, floor_of, host_bytes
+from scrimp.planner.bytes.states import States, class_of, floor_of, host_bytes, undo_bytes
 from scrimp.planner.bytes.walk import chosen_costs
 
 
@@ -86,11 +86,16 @@ def account_step(
     ]
     rows.append((moment.name, moment.bytes - sum(nbytes for _, nbytes in rows)))
     total, _ = host_bytes(costs, states, activations)
-    host = [("weights", total - away["gradients"] - away["optimizer"]), ("gradients", away["gradients"])]
+    undo = undo_bytes(costs, states)
+    host = [
+        ("weights", total - away["gradients"] - away["optimizer"] - undo),
+        ("gradients", away["gradients"]),
+    ]
     host.append(("optimizer states", away["optimizer"]))
     offloaded = sum(block.host for block in chosen_costs(costs, activations))
     host[0] = ("weights", host[0][1] - offloaded)
     host.append(("activations", offloaded))
+    host.append(("copies to take early updates back from", undo))
     return StepAccount(tuple(rows), tuple(row for row in host if row[1]), moment)
 
 

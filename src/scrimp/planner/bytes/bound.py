@@ -4,10 +4,10 @@ With C the model's computing, U the updates on the device, up and down the bytes
 the update, A the CPU's Adam, link(up, down) the least seconds for bytes both ways, which run at lower rates together::
 
     every micro-batch but the last    max(C, link(up, down))
-    the last, with the update         max(C + max(U, link(up', down'), A with clipping), A,
+    the last, with the update         max(C + max(U, link(up', down'), A that waits for the norm), A,
                                           link(up + up', down + down'))
 
-What CPU Adam sends back without clipping may start during backward: it counts in the lower line only.
+What CPU Adam sends back comes after backward, whenever Adam began: it is part of up'.
 
 Checked  tests/planner/bytes/test_search.py: never above the simulation.
 """
@@ -21,7 +21,7 @@ from scrimp.planner.bytes.costs import StepCosts
 from scrimp.planner.bytes.machine import Machine, Setup
 from scrimp.planner.bytes.states import States, class_of
 from scrimp.planner.bytes.timeline import (
-    parameters_of,
+    cpu_numbers,
     resident_update_bytes,
     streamed_bytes,
     update_bytes,
@@ -48,17 +48,20 @@ class Bound:
     """Seconds of all updates on the device."""
     adam: float
     """Seconds of CPU Adam."""
+    waits: bool
+    """Whether it begins after the backward pass."""
 
     @classmethod
     def of(cls, costs: StepCosts, states: States, setup: Setup, machine: Machine) -> Bound:
         """The bound's figures for one placement."""
-        up = down = returned = gradients = numbers = 0
+        up = down = returned = gradients = 0
+        numbers = 0.0
         traffic = resident_update_bytes(costs, states)
         for i in range(len(costs.blocks)):
             kind = class_of(costs, i)
             gradients += kind.gradients * states.gradients[i]
             if states.on_cpu(i):
-                numbers += parameters_of(kind)
+                numbers += cpu_numbers(kind, states)
                 returned += kind.weights * (not states.weights[i])
             elif states.streams(i):
                 traffic += update_bytes(kind)
@@ -76,6 +79,7 @@ class Bound:
             returned=returned,
             update=traffic / machine.device_memory,
             adam=numbers / (machine.cpu_adam or math.inf),
+            waits=setup.clips and not states.is_early,
         )
 
     def seconds(self, passes: float, offloaded: float = 0) -> float:
@@ -94,10 +98,8 @@ class Bound:
 
     def _after(self) -> float:
         """Of the update that no backward pass hides."""
-        after = max(self.update, self._link(self.update_up, self.update_down))
-        if self.setup.clips:
-            after = max(after, self.adam, self._link(self.update_up + self.returned, self.update_down))
-        return after
+        after = max(self.update, self._link(self.update_up + self.returned, self.update_down))
+        return max(after, self.adam) if self.waits else after
 
     def _link(self, up: float, down: float) -> float:
         """Least seconds for bytes both ways: as long as possible together, or never."""

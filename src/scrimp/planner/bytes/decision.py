@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from scrimp.planner.bytes.account import StepAccount, account_step
 from scrimp.planner.bytes.costs import StepCosts
 from scrimp.planner.bytes.machine import Machine, Setup
 from scrimp.planner.bytes.search import MemoryPlan
 from scrimp.planner.bytes.states import States
+from scrimp.planner.bytes.timeline import Timeline, step_timeline
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,8 @@ class MemoryDecision:
     reason: str
     plan: MemoryPlan | None
     """What the search found; None where the user decided."""
+    seconds_origin: str = "predicted"
+    """Where the seconds of blocks come from: measured on this device, or predicted from their work."""
 
     def changed(self, plan: MemoryPlan, reason: str) -> MemoryDecision:
         """The decision with another plan of the same costs."""
@@ -38,10 +42,10 @@ class MemoryDecision:
             plan=plan,
         )
 
-    @property
-    def seconds(self) -> float:
-        """Predicted, of a step; 0 where nothing predicted it."""
-        return 0.0 if self.plan is None else self.plan.seconds
+    @cached_property
+    def timeline(self) -> Timeline:
+        """Predicted seconds of a step."""
+        return step_timeline(self.costs, self.states, self.activations, self.setup, self.machine)
 
     @property
     def is_resident(self) -> bool:

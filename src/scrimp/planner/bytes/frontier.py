@@ -1,19 +1,18 @@
-"""What more memory would give, what binds, and the fastest split of a batch into micro-batches.
+"""What more memory would give, and what binds.
 
 Checked  tests/planner/bytes/test_frontier.py
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from scrimp.errors import PlanError
 from scrimp.planner.bytes.costs import StepCosts
 from scrimp.planner.bytes.machine import Machine, Setup
-from scrimp.planner.bytes.room import smallest
-from scrimp.planner.bytes.search import MemoryPlan, find, search
+from scrimp.planner.bytes.search import MemoryPlan, search
 from scrimp.planner.bytes.states import States, device_peak
 
 Binding = Literal["device memory", "host memory", "link", "computing"]
@@ -97,29 +96,3 @@ def resident_bytes(costs: StepCosts, setup: Setup) -> int:
         )
     activations = [names[number] for number in costs.blocks]
     return device_peak(costs, States.split(len(costs.blocks)), activations, setup.accumulates)
-
-
-def fastest_split(
-    costs_of: Callable[[int], StepCosts], sequences: int, machine: Machine, *, clips: bool = True
-) -> tuple[int, MemoryPlan]:
-    """The fastest micro-batch for a batch, and its plan.
-
-    Args:
-        costs_of: costs of a micro-batch of so many sequences.
-        sequences: of one optimizer step; micro-batches are its divisors.
-
-    Raises:
-        NoRoomError: not even one sequence fits; it says what would.
-        PlanError: no sequences.
-    """
-    if sequences < 1:
-        raise PlanError("a batch has at least one sequence", got=sequences)
-    best: tuple[int, MemoryPlan] | None = None
-    for micro_batch in (size for size in range(sequences, 0, -1) if sequences % size == 0):
-        setup = Setup(sequences // micro_batch, clips)
-        plan = find(costs_of(micro_batch), machine, setup)
-        if plan is not None and (best is None or plan.seconds < best[1].seconds):
-            best = micro_batch, plan
-    if best is None:
-        raise smallest(costs_of(1), machine, Setup(sequences, clips))
-    return best

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from scrimp.errors import PlanError
+
+Update = Literal["device", "cpu", "cpu early"]
+"""Who updates blocks whose optimizer states are on the host; "cpu early" begins before the norm of all gradients is
+known."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +57,19 @@ class Setup:
     micro_batches: int = 1
     """Of one optimizer step."""
     clips: bool = True
-    """By a norm over all gradients: no update can start before the last of them exists."""
+    """By a norm over all gradients: no update can start before the last of them exists, unless it is early. A guard
+    that skips steps whose norm is not finite waits for it too."""
+    updaters: tuple[Update, ...] = ("device", "cpu")
+    """Who may update blocks whose optimizer states are on the host; the CPU where `Machine.cpu_adam` says how fast."""
 
     def __post_init__(self) -> None:
         if self.micro_batches < 1:
             raise PlanError("a step has at least one micro-batch", got=self.micro_batches)
+
+    def updaters_on(self, machine: Machine) -> tuple[Update, ...]:
+        """Of `updaters`, those that the machine has; the device where it has none."""
+        found = tuple(one for one in self.updaters if one == "device" or machine.cpu_adam is not None)
+        return found or ("device",)
 
     @property
     def accumulates(self) -> bool:

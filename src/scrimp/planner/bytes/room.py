@@ -73,7 +73,8 @@ def smallest(costs: StepCosts, machine: Machine, setup: Setup, only: Split | Non
     """
     blocks = len(costs.blocks)
     found = _Room(costs, setup)
-    all_of_them = (*corners(blocks, with_cpu=machine.cpu_adam is not None), *chain(blocks))
+    updaters = setup.updaters_on(machine)
+    all_of_them = (*corners(blocks, updaters), *chain(blocks, updaters[0]))
     splits = list(dict.fromkeys(split.within(blocks) for split in ((only,) if only else all_of_them)))
     device, split = found.smallest_device(splits, _UNLIMITED, _UNLIMITED)
     assert split is not None

@@ -5,7 +5,7 @@ Problem  States of any block can leave the device, activations be kept, made aga
 Method   A placement of states is how many blocks of each class are on the host (`States.split`) and who updates them.
          For one placement, `labels` gives the activations with least computing for every amount of offload; those with
          the least lower bound (`bound`) are simulated (`timeline`), fastest first, until the bound passes the best.
-         Placements: first all and none of each class, CPU Adam also of parts; then, from the fastest of either
+         Placements: first all and none of each class, CPU Adam also of parts; then, from the fastest of each
          updater, one class at a time less or more, or one less and another more, by steps L/2, L/4, ... 1, as long
          as something gets faster (or as fast with less on the host). A placement whose bound is above the plan that it
          must beat is not solved. Everything resident is the first candidate.
@@ -88,10 +88,11 @@ def find(costs: StepCosts, machine: Machine, setup: Setup, split: Split | None =
     run = _Search(costs, machine, setup)
     if split is not None:
         return run.finish() if run.look_at(split.within(len(costs.blocks))) is not None else None
-    for corner in corners(len(costs.blocks), with_cpu=machine.cpu_adam is not None):
+    updaters = setup.updaters_on(machine)
+    for corner in corners(len(costs.blocks), updaters):
         run.look_at(corner, run.best, _SLACK)
     if run.best is None:
-        for link in chain(len(costs.blocks)):
+        for link in chain(len(costs.blocks), updaters[0]):
             run.look_at(link)
     if run.best is None:
         return None
@@ -104,7 +105,7 @@ class _Search:
 
     def __init__(self, costs: StepCosts, machine: Machine, setup: Setup) -> None:
         self.costs, self.machine, self.setup = costs, machine, setup
-        self.blocks = len(costs.blocks)
+        self.blocks, self.updaters = len(costs.blocks), setup.updaters_on(machine)
         kinds = [min(map(_passes, kind.choices.values())) for kind in costs.classes]
         self.least = sum(kinds[number] for number in costs.blocks)
         self.best: MemoryPlan | None = None
@@ -117,8 +118,8 @@ class _Search:
         return self.seen[split]
 
     def descend(self) -> None:
-        """From the best placement of either updater by smaller and smaller steps."""
-        for update in ("device", "cpu"):
+        """From the best placement of each updater by smaller and smaller steps."""
+        for update in dict.fromkeys(("device", *self.updaters)):
             found = [
                 (plan.seconds, i, split)
                 for i, (split, plan) in enumerate(self.seen.items())
@@ -147,6 +148,8 @@ class _Search:
         best, found = self.seen[split], None
         than = best if step * _FAR > self.blocks else self.best
         for other in split.neighbours(step, self.blocks):
+            if other.optimizer and other.update not in self.updaters:
+                continue
             plan = self.look_at(other, than)
             if plan is not None and _is_better(plan, best):
                 best, found = plan, other

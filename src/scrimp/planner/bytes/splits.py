@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
 
-from scrimp.planner.bytes.states import CLASSES, States, Update
+from scrimp.planner.bytes.machine import Update
+from scrimp.planner.bytes.states import CLASSES, States
 
 _CHAIN = 4
 
@@ -33,7 +34,7 @@ class Split:
     def within(self, blocks: int) -> Split:
         """As it is carried out: numbers from 0 to the blocks, gradients with CPU Adam's blocks."""
         counts = {name: min(max(getattr(self, name), 0), blocks) for name in CLASSES}
-        if self.update == "cpu":
+        if self.update != "device":
             counts["gradients"] = max(counts["gradients"], counts["optimizer"])
         return replace(self, **counts, update=self.update if counts["optimizer"] else "device")
 
@@ -44,29 +45,30 @@ class Split:
         found = []
         for change in changes:
             counts = {name: getattr(self, name) + by for name, by in change.items()}
-            if self.update == "cpu" and "optimizer" in change and "gradients" not in change:
+            if self.update != "device" and "optimizer" in change and "gradients" not in change:
                 found.append(replace(self, **counts, gradients=counts["optimizer"]).within(blocks))
             found.append(replace(self, **counts).within(blocks))
         return [other for other in dict.fromkeys(found) if other != self]
 
 
-def corners(blocks: int, *, with_cpu: bool = True) -> Iterator[Split]:
+def corners(blocks: int, updaters: Sequence[Update] = ("device", "cpu")) -> Iterator[Split]:
     """All or none of each class, fewest first: everything on the device is the first. CPU Adam also of a part.
 
     Args:
-        with_cpu: whether an optimizer may run on the CPU.
+        updaters: who may update blocks whose optimizer states are on the host.
     """
-    for optimizer in (0, blocks):
+    for optimizer in (0, blocks) if "device" in updaters else (0,):
         for gradients in (0, blocks):
             for weights in (0, blocks):
                 yield Split(weights, gradients, optimizer)
-    for optimizer in sorted({-(-blocks // 4), -(-blocks // 2), blocks}) if with_cpu else ():
-        for gradients in sorted({optimizer, blocks}):
-            for weights in (0, blocks):
-                yield Split(weights, gradients, optimizer, "cpu")
+    for update in (one for one in updaters if one != "device"):
+        for optimizer in sorted({-(-blocks // 4), -(-blocks // 2), blocks}):
+            for gradients in sorted({optimizer, blocks}):
+                for weights in (0, blocks):
+                    yield Split(weights, gradients, optimizer, update)
 
 
-def chain(blocks: int) -> list[Split]:
+def chain(blocks: int, update: Update = "device") -> list[Split]:
     """More and more on the host in steps of a quarter, one class after another, in any order of the classes."""
     found = []
     for order in permutations(CLASSES):
@@ -74,5 +76,6 @@ def chain(blocks: int) -> list[Split]:
         for name in order:
             for k in range(1, _CHAIN + 1):
                 counts[name] = blocks * k // _CHAIN
-                found.append(Split(counts["weights"], counts["gradients"], counts["optimizer"]))
+                split = Split(counts["weights"], counts["gradients"], counts["optimizer"], update)
+                found.append(split.within(blocks))
     return list(dict.fromkeys(found))

@@ -8,6 +8,7 @@ Method   Per block and class, device or host::
              gradients  leave after the block's backward pass; with several micro-batches their sums come in before it
              optimizer  update "device": states (and gradients, weights, if on the host) stream through two buffers
                         update "cpu": gradients go to the host, Adam runs there, new weights come back
+                        update "cpu early": the same from within the backward pass, so that it may have to be undone
 
          Device bytes of a step, with Z = resident + weights, states on the device + weight buffers (+ all gradients on
          the device if the step accumulates), G[i] = gradients on the device that exist before block i's backward pass
@@ -23,8 +24,8 @@ Method   Per block and class, device or host::
 
          backward_peak holds the gradients that the pass makes. Without accumulation those that leave are one further
          block; with it, the sum that came in is one more, and the one that comes for the block before another.
-         Host bytes are those of all that is there; CPU Adam needs the weights there too. Only CPU Adam's states need
-         not be pinned.
+         Host bytes are those of all that is there; CPU Adam needs the weights there too, and to be early a copy of
+         weights and states. Only CPU Adam's states and copies need not be pinned.
 
          With nothing on the host this is `walk`.
 Limits   Embedding and head stay on the device. Whatever is in flight counts as the largest there is before it.
@@ -36,17 +37,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from scrimp.errors import PlanError
 from scrimp.planner.bytes.costs import BlockClass, StepCosts
+from scrimp.planner.bytes.machine import Update
 from scrimp.planner.bytes.walk import chosen_costs
 
-Update = Literal["device", "cpu"]
 CLASSES = ("weights", "gradients", "optimizer")
+_UPDATED: dict[Update, str] = {
+    "device": "",
+    "cpu": "; the CPU updates them after the backward pass",
+    "cpu early": "; the CPU updates them under the backward pass, and takes back what does not stand",
+}
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,7 @@ class States:
     def __post_init__(self) -> None:
         if not len(self.weights) == len(self.gradients) == len(self.optimizer):
             raise PlanError("the classes of states have different numbers of blocks", got=str(self))
-        if self.update == "cpu" and any(
+        if self.update != "device" and any(
             o and not g for o, g in zip(self.optimizer, self.gradients, strict=True)
         ):
             raise PlanError("CPU Adam needs the gradients of its blocks on the host", got=str(self))
@@ -82,7 +87,7 @@ class States:
         Weights of the first blocks: the last are used again first. Gradients and optimizer states of the last: their
         gradients come first, so that least accumulates, and CPU Adam's tail is shortest.
         """
-        if update == "cpu":
+        if update != "device":
             gradients = max(gradients, optimizer)
         return cls(
             weights=tuple(i < weights for i in range(blocks)),
@@ -93,7 +98,12 @@ class States:
 
     def on_cpu(self, block: int) -> bool:
         """Whether the CPU updates this block."""
-        return self.update == "cpu" and self.optimizer[block]
+        return self.update != "device" and self.optimizer[block]
+
+    @property
+    def is_early(self) -> bool:
+        """Whether the CPU begins its updates before it is known that they stand."""
+        return self.update == "cpu early"
 
     def streams(self, block: int) -> bool:
         """Whether the device updates this block with something that comes from the host and goes back."""
@@ -106,14 +116,15 @@ class States:
         return not (any(self.weights) or any(self.gradients) or any(self.optimizer))
 
     def of(self, block: int) -> dict[str, str]:
-        """Class to "device" or "host", as in a plan."""
-        return {name: "host" if getattr(self, name)[block] else "device" for name in CLASSES}
+        """Class to "device" or "host", as in a plan; optimizer states that the CPU updates are "cpu"."""
+        found = {name: "host" if getattr(self, name)[block] else "device" for name in CLASSES}
+        return found | {"optimizer": "cpu"} if self.on_cpu(block) else found
 
     def __str__(self) -> str:
         counts = [f"{name} of {sum(getattr(self, name))}" for name in CLASSES if any(getattr(self, name))]
         if not counts:
             return "all states on the device"
-        return f"{', '.join(counts)} blocks on the host" + (", CPU Adam" if self.update == "cpu" else "")
+        return f"{', '.join(counts)} blocks on the host" + _UPDATED[self.update]
 
 
 @dataclass(frozen=True)
@@ -194,6 +205,14 @@ def host_bytes(costs: StepCosts, states: States, activations: Sequence[str]) -> 
     return host + offloaded, pinned + offloaded
 
 
+def undo_bytes(costs: StepCosts, states: States) -> int:
+    """Host bytes of the copies from which early updates are taken back."""
+    if not states.is_early:
+        return 0
+    blocks = [class_of(costs, i) for i in range(len(costs.blocks)) if states.on_cpu(i)]
+    return sum(kind.weights + kind.optimizer for kind in blocks)
+
+
 def _where(kinds: Sequence[BlockClass], flags: Sequence[bool], wanted: bool = True) -> list[BlockClass]:
     return [kind for kind, flag in zip(kinds, flags, strict=True) if flag is wanted]
 
@@ -226,5 +245,7 @@ def _host(kinds: Sequence[BlockClass], states: States) -> tuple[int, int]:
         cpu = states.on_cpu(i)
         total += kind.weights * (states.weights[i] or cpu)
         total += kind.gradients * states.gradients[i] + kind.optimizer * states.optimizer[i]
-        pageable += kind.optimizer * cpu
+        undo = (kind.weights + kind.optimizer) * (cpu and states.is_early)
+        total += undo
+        pageable += kind.optimizer * cpu + undo
     return total, total - pageable

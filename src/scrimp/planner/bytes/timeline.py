@@ -9,16 +9,18 @@ Method   A simulation of lanes (`lanes`): compute, upload, download, CPU Adam, w
                              start when those that came before are in use), the sum of its gradients so far (from
                              the second micro-batch on), and a free gradient buffer
              gradients       leave after the block's backward pass
-             update          after the whole backward pass; only CPU Adam without clipping starts as each block's
-                             gradients of the last micro-batch arrive. Streamed blocks come in, are updated and leave
-                             through two buffers; CPU Adam's new weights are copied back if they live on the device
+             update          after the whole backward pass; only CPU Adam that is early, or without clipping, starts as
+                             each block's gradients of the last micro-batch arrive. Streamed blocks come in, are updated
+                             and leave through two buffers; CPU Adam's new weights are copied back after the backward
+                             pass if they live on the device. What is early is copied before: `EARLY` times the work
 
          With one kind of copy, uniform blocks and computing C, copying P seconds per block this is ProTrain's
          sum of max(C_i, P_i), plus the first copy or the last block, which nothing can hide: P + (L - 1) max(C, P) + C;
          and T_fwd + max(T_bwd + T_device_update, T_cpu_update) up to the last block's copies.
 
 Limits   Copies of a micro-batch are waited for before the next one begins. A streamed update does not overlap backward.
-         An update on the device is bound by its memory: weights and states read and written, gradients read.
+         An update on the device is bound by its memory: weights and states read and written, gradients read. Early
+         updates count as if none were taken back and done again.
 Source   docs/memory.md; ProTrain section 3 (chunk prefetch, T_iter); LLMQ's double buffering.
 Checked  tests/planner/bytes/test_timeline.py
 """
@@ -72,6 +74,16 @@ def step_timeline(
         if setup.micro_batches > 2:
             runs.append((setup.micro_batches - 2, step.simulate(machine, setup, sums=True, last=False)))
     return _add(runs)
+
+
+EARLY = 2.0
+"""Seconds of an early update by those of one that is not: per parameter in fp32, the update moves 28 bytes (weight and
+two moments read and written, the gradient read), the copies that it can be taken back from 24."""
+
+
+def cpu_numbers(kind: BlockClass, states: States) -> float:
+    """Parameters that CPU Adam would update in the time of one block's update there."""
+    return parameters_of(kind) * (EARLY if states.is_early else 1.0)
 
 
 def parameters_of(kind: BlockClass) -> int:
@@ -185,10 +197,11 @@ class _Step:
         for i in reversed(range(len(self.blocks))):
             kind = self.classes[i]
             if states.on_cpu(i):
-                ready = [self.gradients[i], self.end if setup.clips else None]
-                adam = add(CPU, parameters_of(kind) / (machine.cpu_adam or math.inf), "update", ready)
+                waits = setup.clips and not states.is_early
+                ready = [self.gradients[i], self.end if waits else None]
+                adam = add(CPU, cpu_numbers(kind, states) / (machine.cpu_adam or math.inf), "update", ready)
                 if not states.weights[i]:
-                    add(UPLOAD, kind.weights, "update", [adam])
+                    add(UPLOAD, kind.weights, "update", [adam, self.end])
             elif states.streams(i):
                 up, down = streamed_bytes(kind, states, i)
                 come = add(UPLOAD, up, "update", [self.end, self.gradients.get(i), free.wait()])

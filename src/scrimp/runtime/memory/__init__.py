@@ -8,8 +8,16 @@ from scrimp.runtime.memory.arena import (
     Place,
 )
 from scrimp.runtime.memory.blocks import BlockMemory
-from scrimp.runtime.memory.carry import HostMemory, carry_out, largest_step, uses_host, weights_on_host
-from scrimp.runtime.memory.gradients import HostGradients, OwnGradient
+from scrimp.runtime.memory.carry import (
+    HostMemory,
+    HostRoom,
+    carry_out,
+    largest_step,
+    take_room,
+    uses_host,
+    weights_on_host,
+)
+from scrimp.runtime.memory.gradients import HeldGradient, HostGradients, OwnGradient
 from scrimp.runtime.memory.link import CudaLink, HostLink, LateLink, Link, Ticket
 from scrimp.runtime.memory.offload import ActivationOffload
 from scrimp.runtime.memory.phases import CudaCache, PhaseEdges
@@ -21,11 +29,13 @@ __all__ = [
     "BlockMemory",
     "CudaCache",
     "CudaLink",
+    "HeldGradient",
     "HostArena",
     "HostBudgetError",
     "HostGradients",
     "HostLink",
     "HostMemory",
+    "HostRoom",
     "HostWeights",
     "LateLink",
     "Link",
@@ -36,6 +46,7 @@ __all__ = [
     "Ticket",
     "carry_out",
     "largest_step",
+    "take_room",
     "uses_host",
     "weights_on_host",
 ]

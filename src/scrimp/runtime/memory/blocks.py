@@ -85,6 +85,8 @@ class BlockMemory:
         """The last begun backward pass of a block is over: called by the next, and after the whole pass."""
         block, self._in_backward = self._in_backward, None
         if block is None:
+            if self.gradients is not None:
+                self.gradients.settle()  # the first block's, which no further block's pass waits for
             return
         if self.weights is not None:
             self.weights.after_backward(block)

@@ -5,14 +5,15 @@ Checked  tests/train/test_memory_training.py: whole runs; tests/runtime/memory/t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor, nn
 
 from scrimp.config.activations import Activations
 from scrimp.model import Decoder
 from scrimp.planner import Plan
-from scrimp.runtime.memory.arena import HostArena
+from scrimp.runtime.memory.arena import HostArena, Place
 from scrimp.runtime.memory.blocks import BlockMemory
 from scrimp.runtime.memory.link import CudaLink, HostLink, Link
 from scrimp.runtime.memory.offload import ActivationOffload
@@ -33,22 +34,46 @@ class HostMemory:
     blocks: BlockMemory
     gradients_on_host: frozenset[int]
     optimizer_on_host: frozenset[int]
+    """Whose states visit the device for their update."""
+    optimizer_on_cpu: frozenset[int]
+    """Whose states stay there: the CPU updates them."""
 
 
 def uses_host(plan: Plan) -> bool:
     """Whether a plan keeps anything of a step in host memory."""
     return any(Activations.parse(block.activations).is_offloaded for block in plan.blocks.values()) or any(
-        "host" in (state.weights, state.gradients, state.optimizer) for state in plan.states.values()
+        {"host", "cpu"} & {state.weights, state.gradients, state.optimizer} for state in plan.states.values()
     )
 
 
-def carry_out(
-    plan: Plan, model: Decoder, device: torch.device, *, host_bytes: int, host_available: int | None = None
-) -> HostMemory | None:
-    """Take the host memory and move there what a plan says; None where it says nothing.
+@dataclass(frozen=True)
+class HostRoom:
+    """Host memory that a run has taken, before anything lies in it."""
+
+    arena: HostArena
+    link: Link
+    places: dict[int, Place] = field(default_factory=dict)
+    """Of weights that were made in it, by their address."""
+
+    def make_weights(self, block: nn.Module) -> None:
+        """Give a block without memory its weights here, so that they never lie anywhere else on the host."""
+
+        def made(weights: Tensor) -> Tensor:
+            place = self.arena.take(weights.nbytes)
+            # `data`: all views of a slab share one version counter, and a saved weight must notice its own changes alone.
+            view = place.view(weights.shape, weights.dtype).data
+            self.places[view.data_ptr()] = place
+            return view
+
+        block._apply(made)
+
+
+def take_room(
+    plan: Plan, device: torch.device, *, host_bytes: int, host_available: int | None = None
+) -> HostRoom | None:
+    """Take the host memory of a plan; None where it needs none.
 
     Args:
-        model: its weights are filled; those that live on the host may be there already.
         host_bytes: that the step takes by the plan's account.
         host_available: free host memory; None: not checked.
 
@@ -59,21 +84,37 @@ def carry_out(
         return None
     nbytes = int(host_bytes * (1 + SPARE_SHARE)) + SPARE_BYTES
     arena = HostArena(nbytes, device, available=host_available)
-    link: Link = CudaLink(device) if device.type == "cuda" else HostLink(device)
+    return HostRoom(arena, CudaLink(device) if device.type == "cuda" else HostLink(device))
+
+
+def carry_out(plan: Plan, model: Decoder, room: HostRoom) -> HostMemory:
+    """Move to the host what a plan says.
+
+    Args:
+        model: its weights are filled; those that live on the host lie in the room.
+    """
+    arena, link = room.arena, room.link
     leaving = frozenset(
         int(number)
         for number, block in plan.blocks.items()
         if Activations.parse(block.activations).is_offloaded
     )
-    weights = HostWeights(
-        {i: list(model.blocks[i].parameters()) for i in _on_host(plan, "weights")}, arena, link
-    )
+    parameters = {i: list(model.blocks[i].parameters()) for i in _on_host(plan, "weights")}
+    weights = HostWeights(parameters, arena, link, room.places)
     num_blocks = len(model.blocks)
     # Also where nothing leaves yet: a step that runs out of memory may change that.
     offload = ActivationOffload(arena, link, num_blocks=num_blocks, keep_last=False)
     blocks = BlockMemory(num_blocks, offload=offload, leaving=leaving, weights=weights)
     model.run_block = blocks
-    return HostMemory(arena, link, weights, blocks, _on_host(plan, "gradients"), _on_host(plan, "optimizer"))
+    return HostMemory(
+        arena,
+        link,
+        weights,
+        blocks,
+        gradients_on_host=_on_host(plan, "gradients"),
+        optimizer_on_host=_on_host(plan, "optimizer"),
+        optimizer_on_cpu=_on_host(plan, "optimizer", "cpu"),
+    )
 
 
 def weights_on_host(plan: Plan) -> frozenset[int]:
@@ -86,9 +127,9 @@ def largest_step(host_bytes: int) -> int:
     return max(0, int((host_bytes - SPARE_BYTES) / (1 + SPARE_SHARE)))
 
 
-def _on_host(plan: Plan, name: str) -> frozenset[int]:
+def _on_host(plan: Plan, name: str, where: str = "host") -> frozenset[int]:
     return frozenset(
         int(number)
         for number, state in plan.states.items()
-        if number.isdecimal() and getattr(state, name) == "host"
+        if number.isdecimal() and getattr(state, name) == where
     )

@@ -17,7 +17,7 @@ Checked  tests/runtime/memory/test_blocks.py
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -51,12 +51,27 @@ class OwnGradient:
         self.like.grad = value
 
 
+class HeldGradient:
+    """The slot of a tensor that is updated elsewhere: a hook sums its gradients here.
+
+    Args:
+        like: of the sum's shape and type, on the device that computes; its memory is given back.
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        like.untyped_storage().resize_(0)
+        self.like = like
+        self.sum: Tensor | None = None
+
+
 class _Home:
     """Where one sum lives."""
 
     def __init__(self, slot: GradientSlot, place: Place) -> None:
         self.slot, self.place = slot, place
         self.has_sum = False
+        self.sent: Ticket | None = None
+        """The last copy home."""
         self.norm: Tensor | None = None
         """Of the sum, a scalar on the device."""
 
@@ -78,6 +93,8 @@ class HostGradients:
         self._coming: dict[int, list[Ticket]] = {}
         self._leaving: list[tuple[Ticket, Tensor]] = []
         """Copies on their way, with what they read."""
+        self.after_sending: Callable[[int], None] = _nothing
+        """Is told the number of a block whose sums have begun to leave."""
 
     @property
     def blocks(self) -> list[int]:
@@ -102,8 +119,11 @@ class HostGradients:
                 continue
             gradient = gradient.contiguous()
             (home.norm,) = torch._foreach_norm([gradient], 2, dtype=torch.float32)
-            self._leaving.append((self._link.send(gradient, home.place), gradient))
+            home.sent = self._link.send(gradient, home.place)
+            self._leaving.append((home.sent, gradient))
             home.has_sum, home.slot.sum = True, None
+        if block in self._homes:
+            self.after_sending(block)
 
     def norms(self) -> dict[Tensor, Tensor]:
         """Tensor (`like` of a slot) to the norm of its gradient, of those that have one."""
@@ -113,6 +133,20 @@ class HostGradients:
             for home in homes
             if home.has_sum and home.norm is not None
         }
+
+    def at_home(self, block: int) -> list[tuple[Tensor, Ticket] | None]:
+        """A block's sums in host memory, no copies, each with what the host finishes before it reads it; None: of a
+        tensor without one. In the order of the slots, between the backward pass and `drop`."""
+        return [
+            (home.place.view(home.slot.like.shape, home.slot.like.dtype), home.sent)
+            if home.has_sum and home.sent is not None
+            else None
+            for home in self._homes[block]
+        ]
+
+    def settle(self) -> None:
+        """Every sum has left the device, for what the compute stream is told from now on."""
+        self._wait_for_leaving()
 
     def fetch(self, block: int) -> None:
         """Begin to bring a block's sums back, for its update."""
@@ -128,7 +162,7 @@ class HostGradients:
     def drop(self, block: int) -> None:
         """The block's update is over: no gradient any more, here or at home."""
         for home in self._homes.get(block, []):
-            home.slot.sum, home.has_sum, home.norm = None, False, None
+            home.slot.sum, home.has_sum, home.norm, home.sent = None, False, None, None
 
     def clear(self) -> None:
         """After a step, or one that was broken off."""
@@ -156,3 +190,7 @@ class HostGradients:
         for ticket, _ in self._leaving:
             ticket.wait()
         self._leaving = []
+
+
+def _nothing(block: int) -> None:
+    """Nobody wants to know."""

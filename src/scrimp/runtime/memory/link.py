@@ -26,6 +26,7 @@ Checked  tests/runtime/memory/test_link.py. CudaLink was not run without a GPU.
 from __future__ import annotations
 
 import abc
+import threading
 from typing import Protocol
 
 import torch
@@ -43,6 +44,9 @@ class Ticket(Protocol):
 
     def wait(self) -> None:
         """Let nothing that the compute stream is told from now on come before the copy. Twice is harmless."""
+
+    def finish(self) -> None:
+        """Let the host wait until the copy is over: before it reads or writes the place itself, from any thread."""
 
     def is_done(self) -> bool:
         """Whether the copy is over already, so that waiting costs nothing."""
@@ -84,6 +88,9 @@ class Link(abc.ABC):
 
 class _Done:
     def wait(self) -> None:
+        pass
+
+    def finish(self) -> None:
         pass
 
     def is_done(self) -> bool:
@@ -149,6 +156,9 @@ class _CudaTicket:
             current.wait_event(self._event)
         self._held = None
 
+    def finish(self) -> None:
+        self._event.synchronize()
+
     def is_done(self) -> bool:
         return bool(self._event.query())
 
@@ -170,11 +180,18 @@ class _LateTicket:
         _spoil(target)
         self._source, self._target = _Ghost(source), _Ghost(target)
         self._is_done = False
+        self._lock = threading.Lock()
 
     def wait(self) -> None:
-        if self._is_done:
-            return
-        self._is_done = True
+        with self._lock:
+            if not self._is_done:
+                self._is_done = True
+                self._copy()
+
+    def finish(self) -> None:
+        self.wait()
+
+    def _copy(self) -> None:
         target = self._target.appear()
         if target is None:
             raise DeviceError("the target of a copy was freed before the copy was waited for")

@@ -13,16 +13,19 @@ Method   At the edge into a phase, from the allocator's own figures::
          given back and serves only what fits into it), or if the last pass of this phase had to retry an
          allocation: then the cache was there, and its blocks did not fit. Three releases in a row that gave back
          less than 2 % of the capacity are fragmentation inside blocks, which no release cures: said once.
-Limits   A policy for torch's caching allocator. On a CPU there is no cache, and nothing is done.
+         A phase ends where the next one is switched to, so that nothing is to be undone when an exception flies; within
+         a phase switching to it again costs a comparison of words.
+Limits   A policy for torch's caching allocator, read at edges alone: what a phase needs the first time is known only
+         where it was planned. On a CPU there is no cache, and nothing is done.
 Source   Zhang et al., arXiv 2410.15651 (release at the edges: -25 % memory, +2 % time), as a measured policy:
          others found it both needless and necessary.
-Checked  tests/runtime/memory/test_phases.py, against a simulated allocator
+Checked  tests/runtime/memory/test_phases.py, against a simulated allocator, and torch's own on a GPU;
+         benchmarks/phases.py compares the policy with others
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -68,21 +71,25 @@ class CudaCache:
     """torch's allocator of one device."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        # With its number: some of the allocator's functions take no device without one.
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self._device = torch.device("cuda", index)
 
     def read(self) -> CacheReading:
-        """Its figures now; the driver is asked what is free."""
+        """Its figures now; the driver says what is free, a fraction that the process was given is the capacity."""
         free, total = torch.cuda.mem_get_info(self._device)
         stats = torch.cuda.memory_stats(self._device)
         reserved = stats["reserved_bytes.all.current"]
+        others = max(0, total - free - reserved)
+        allowed = int(torch.cuda.get_per_process_memory_fraction(self._device) * total)
         return CacheReading(
             allocated=stats["allocated_bytes.all.current"],
             reserved=reserved,
             split=stats["inactive_split_bytes.all.current"],
             peak=stats["allocated_bytes.all.peak"],
             retries=stats["num_alloc_retries"],
-            capacity=total,
-            others=max(0, total - free - reserved),
+            capacity=min(total, allowed + others),
+            others=others,
         )
 
     def reset_peak(self) -> None:
@@ -105,7 +112,7 @@ class _Phase:
 
 @dataclass
 class PhaseEdges:
-    """Watches the phases of one process.
+    """Watches the phases of one process, which follow each other.
 
     Args:
         cache: the allocator; None where there is none.
@@ -116,31 +123,46 @@ class PhaseEdges:
     report: Callable[[str], None]
     released: list[int] = field(default_factory=list)
     """Bytes that each release gave back."""
+    current: str | None = None
+    """The phase that is running; None before the first."""
     _phases: dict[str, _Phase] = field(default_factory=dict)
+    _retries: int = 0
+    """When the running phase began."""
     _useless: int = 0
 
     def plan(self, phase: str, peak: int) -> None:
-        """Tell the planned peak of a phase: bytes of this allocator."""
-        self._phases.setdefault(phase, _Phase()).peak = peak
+        """Tell the planned peak of a phase. What was measured of it was under another plan, and is forgotten.
 
-    @contextlib.contextmanager
-    def enter(self, phase: str) -> Iterator[None]:
-        """Around one pass of a phase; phases do not nest."""
-        if self.cache is None:
-            yield
+        Args:
+            peak: bytes of this allocator; 0 where it is not known.
+        """
+        self._phases[phase] = _Phase(peak)
+        if self.cache is not None and phase == self.current:
+            self._begin(self.cache, self.cache.read())
+
+    def switch(self, phase: str) -> None:
+        """The next phase begins, and the one before is over; nothing, where it is the one that is running."""
+        if phase == self.current:
             return
+        left, self.current = self.current, phase
+        if self.cache is None:
+            return
+        reading = self.cache.read()
+        if left is not None:
+            self._end(left, reading)
         known = self._phases.setdefault(phase, _Phase())
-        before = self.cache.read()
-        if must_release(before, known.peak, known.had_retries):
-            self._release(self.cache, before, phase)
-        self.cache.reset_peak()
-        retries = self.cache.read().retries
-        try:
-            yield
-        finally:
-            after = self.cache.read()
-            known.peak = max(known.peak, after.peak)
-            known.had_retries = after.retries > retries
+        if must_release(reading, known.peak, known.had_retries):
+            self._release(self.cache, reading, phase)
+        self._begin(self.cache, reading)
+
+    def _begin(self, cache: Cache, reading: CacheReading) -> None:
+        cache.reset_peak()
+        self._retries = reading.retries
+
+    def _end(self, phase: str, reading: CacheReading) -> None:
+        known = self._phases.setdefault(phase, _Phase())
+        known.peak = max(known.peak, reading.peak)
+        known.had_retries = reading.retries > self._retries
 
     def _release(self, cache: Cache, before: CacheReading, phase: str) -> None:
         cache.release()

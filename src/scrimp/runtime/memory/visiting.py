@@ -75,11 +75,16 @@ def settle(tensors: Sequence[Tensor], arena: HostArena, link: Link) -> list[Gues
     return guests
 
 
-def on_device(parameter: torch.nn.Parameter, link: Link, arena: HostArena) -> Guest:
-    """A parameter that was filled on the host becomes one of the device that is at home in the arena."""
-    place = arena.take(parameter.nbytes)
-    place.view(parameter.shape, parameter.dtype).copy_(parameter.data)
-    parameter.data = torch.empty_like(parameter.data, device=link.device)
+def moved_to(arena: HostArena, tensor: Tensor) -> Place:
+    """A place in the arena with the tensor's values."""
+    place = arena.take(tensor.nbytes)
+    place.view(tensor.shape, tensor.dtype).copy_(tensor.detach())
+    return place
+
+
+def on_device(parameter: torch.nn.Parameter, link: Link, place: Place) -> Guest:
+    """A parameter whose values lie in a place becomes one of the device that is at home there."""
+    parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=link.device)
     guest = Guest(parameter, place, link)
     guest.leave()
     return guest

@@ -19,9 +19,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from scrimp.runtime.memory.arena import HostArena
+from scrimp.runtime.memory.arena import HostArena, Place
 from scrimp.runtime.memory.link import Link
-from scrimp.runtime.memory.visiting import Guest, on_device
+from scrimp.runtime.memory.visiting import Guest, moved_to, on_device
 
 BUFFERS = 2
 
@@ -31,13 +31,22 @@ class HostWeights:
 
     Args:
         parameters: number of a block to its parameters, on the host or the device.
+        places: address to place of those that lie in the arena already; others are copied there.
     """
 
     def __init__(
-        self, parameters: Mapping[int, Sequence[nn.Parameter]], arena: HostArena, link: Link
+        self,
+        parameters: Mapping[int, Sequence[nn.Parameter]],
+        arena: HostArena,
+        link: Link,
+        places: Mapping[int, Place] | None = None,
     ) -> None:
+        known = places or {}
         self._guests = {
-            block: [on_device(parameter, link, arena) for parameter in parameters[block]]
+            block: [
+                on_device(parameter, link, known.get(parameter.data_ptr()) or moved_to(arena, parameter))
+                for parameter in parameters[block]
+            ]
             for block in sorted(parameters)
         }
         order = list(self._guests)

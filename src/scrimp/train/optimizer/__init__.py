@@ -12,14 +12,29 @@ from scrimp.train.optimizer.update import Step, update
 __all__ = ["AdamW", "MomentFormat", "Moments", "Step", "StreamedAdamW", "make_optimizer", "update"]
 
 
-def make_optimizer(executable: Executable, train: TrainConfig, *, seed: int) -> AdamW:
-    """The optimizer of a run: with states on the host where the plan has them there."""
+def make_optimizer(
+    executable: Executable, train: TrainConfig, *, seed: int, speculates: bool = False
+) -> AdamW:
+    """The optimizer of a run: with states on the host where the plan has them there.
+
+    Args:
+        speculates: blocks that the CPU updates begin under the backward pass.
+    """
     parameters, host = dict(executable.model.named_parameters()), executable.host
-    if host is None or not (host.weights.blocks or host.gradients_on_host or host.optimizer_on_host):
+    if host is None:
         return AdamW(parameters, train, seed=seed)
     homes = Homes(
-        host.arena, host.link, _block_of, host.weights, host.gradients_on_host, host.optimizer_on_host
+        host.arena,
+        host.link,
+        _block_of,
+        host.weights,
+        host.gradients_on_host,
+        host.optimizer_on_host,
+        host.optimizer_on_cpu,
+        speculates,
     )
+    if not homes.away:
+        return AdamW(parameters, train, seed=seed)
     optimizer = StreamedAdamW(parameters, train, homes, seed=seed)
     host.blocks.gradients = optimizer.host_gradients
     return optimizer

@@ -78,12 +78,21 @@ class AdamW:
         target: Tensor = parameter
         if self._train.master_weights:
             target = parameter.detach().float().clone()
-            parameter.register_post_accumulate_grad_hook(_collect_into(target))
+        self._targets[name] = target
+        self._moments[name] = Moments.zeros(moment_format(self._train, target.dtype), target.detach())
+        self._collect(name, parameter, OwnGradient(target))
+
+    def _collect(self, name: str, parameter: nn.Parameter, slot: GradientSlot) -> None:
+        """Sum the gradients of a parameter in a slot, where autograd is not to sum them."""
+        if self._train.master_weights:
+            parameter.register_post_accumulate_grad_hook(_collect_into(slot))
         elif parameter.dtype == torch.bfloat16:
             self._rounded_sums[name] = RoundedSum(parameter)
             parameter.register_post_accumulate_grad_hook(self._collect_rounded(name))
-        self._targets[name] = target
-        self._moments[name] = Moments.zeros(_moment_format(self._train, target.dtype), target.detach())
+
+    def will_step(self, lr: float) -> None:
+        """One forward and backward pass follows, then a step at learning rate `lr` unless it is skipped: a hint,
+        without use here."""
 
     def gradient_norm(self) -> float:
         """Global 2-norm of the gradients; waits for the device."""
@@ -99,6 +108,9 @@ class AdamW:
         """One update at learning rate `lr`; the gradients stay until `zero_grad`."""
         self._update_names(list(self._targets), lr)
         self.num_updates += 1
+
+    def close(self) -> None:
+        """Leave nothing running; the state stays readable."""
 
     def zero_grad(self) -> None:
         """Free the gradients."""
@@ -155,12 +167,16 @@ class AdamW:
     def _update_names(self, names: Sequence[str], lr: float) -> None:
         """Update some parameters, those that have a gradient, by the step after `num_updates`."""
         gradients = self.gradients()
-        for decayed in (True, False):
-            some = [n for n in names if n in gradients and (self._targets[n].ndim >= 2) == decayed]
-            self._update({name: gradients[name] for name in some}, self._numbers(lr, decayed))
+        self._update_by({name: gradients[name] for name in names if name in gradients}, lr)
         if self._train.master_weights and names:
             with torch.no_grad():
                 torch._foreach_copy_([self._parameters[n] for n in names], [self._targets[n] for n in names])
+
+    def _update_by(self, gradients: Mapping[str, Tensor], lr: float) -> None:
+        """Update by these gradients what they are named after, masters or parameters."""
+        for decayed in (True, False):
+            some = {n: g for n, g in gradients.items() if (self._targets[n].ndim >= 2) == decayed}
+            self._update(some, self._numbers(lr, decayed))
 
     def _numbers(self, lr: float, decayed: bool) -> Step:
         train = self._train
@@ -204,13 +220,13 @@ class AdamW:
         return hook
 
 
-def _collect_into(master: Tensor) -> Callable[[Tensor], None]:
+def _collect_into(slot: GradientSlot) -> Callable[[Tensor], None]:
     def hook(parameter: Tensor) -> None:
         assert parameter.grad is not None
-        if master.grad is None:
-            master.grad = parameter.grad.float()
+        if slot.sum is None:
+            slot.sum = parameter.grad.float()
         else:
-            master.grad += parameter.grad
+            slot.sum += parameter.grad
         parameter.grad = None
 
     return hook
@@ -226,7 +242,8 @@ def _add_rounded(total: Tensor, gradient: Tensor, noise: Noise) -> None:
         piece.copy_(to_bf16(exact, next(work.noise(place)), work.scratch))
 
 
-def _moment_format(train: TrainConfig, dtype: torch.dtype) -> MomentFormat:
+def moment_format(train: TrainConfig, dtype: torch.dtype) -> MomentFormat:
+    """What the averages of a target of this type are kept in."""
     if train.moments == "auto":
         return "fp32" if dtype == torch.float32 else "bf16"
     return train.moments

@@ -1,4 +1,4 @@
-"""AdamW of which the states of some blocks live in host memory, and visit the device for their update.
+"""AdamW of which the states of some blocks live in host memory: they visit the device, or the CPU updates them.
 
 Problem  Moments and master weights are most of a large model's memory, and are read once in a step.
 Method   What is on the device is updated as ever. Then, block by block, whatever of it lives on the host::
@@ -10,11 +10,18 @@ Method   What is on the device is updated as ever. Then, block by block, whateve
          so at most two blocks are on the device, one computing and one on its way. Sums of gradients come back
          from where their backward passes left them (`scrimp.runtime.memory.gradients`), with the norms that were
          taken then, so that clipping is the one of a resident run.
-Exact    Every tensor sees the same operations in the same order: bit-equal to `AdamW`.
-Limits   The update waits for the last backward pass, as clipping by a global norm demands. SNIP's statistics read
-         moments and gradients of all layers at once: a plan does not put both together.
+
+         Blocks of `Homes.cpu` never come. Beside their states a copy of their weights lives on the host; the thread
+         of `cpu_update` updates all of it in place from the gradients' homes, last block first, while
+         the device updates the others; then new weights go to the device, where weights live there. With
+         `Homes.speculates` a block begins as soon as the last backward pass has sent its gradients home.
+Exact    Every tensor sees the same operations in the same order: bit-equal to `AdamW` where device and CPU round
+         alike; of a GPU and a CPU fused kernels do not.
+Limits   Without speculation the update waits for the last backward pass, as clipping by a global norm demands, and
+         skipping a step whose norm is not finite. SNIP's statistics read moments and gradients of all layers
+         at once: a plan does not put both together.
 Source   LLMQ streams optimizer states the same way; docs/memory.md
-Checked  tests/train/optimizer/test_streaming.py
+Checked  tests/train/optimizer/test_streaming.py, test_cpu_update.py
 """
 
 from __future__ import annotations
@@ -22,16 +29,29 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from scrimp.config import TrainConfig
-from scrimp.errors import PlanError
+from scrimp.errors import PlanError, TrainingError
 from scrimp.profiler.statistics import UpdateRule
-from scrimp.runtime.memory import HostArena, HostGradients, HostWeights, Link, Ticket
+from scrimp.runtime.memory import (
+    HeldGradient,
+    HostArena,
+    HostGradients,
+    HostWeights,
+    Link,
+    OwnGradient,
+    Place,
+    Ticket,
+)
+from scrimp.runtime.memory.gradients import GradientSlot
 from scrimp.runtime.memory.visiting import Guest, settle
-from scrimp.train.optimizer.adamw import AdamW
+from scrimp.train.optimizer.adamw import AdamW, moment_format
+from scrimp.train.optimizer.cpu_update import CpuUpdates
+from scrimp.train.optimizer.moments import Moments
 
 
 @dataclass(frozen=True)
@@ -45,11 +65,41 @@ class Homes:
     weights: HostWeights
     gradients: frozenset[int]
     optimizer: frozenset[int]
+    """Whose states visit the device."""
+    cpu: frozenset[int] = frozenset()
+    """Whose states stay where they are, for the CPU."""
+    speculates: bool = False
+    """Whether the CPU begins before it is known that a step is neither clipped nor skipped."""
+
+    def __post_init__(self) -> None:
+        if not self.cpu <= self.gradients or self.cpu & self.optimizer:
+            raise PlanError(
+                "the CPU updates blocks whose gradients and optimizer states are both on the host",
+                got=f"blocks {sorted(self.cpu)}, gradients of {sorted(self.gradients)} on the host",
+            )
+
+    @property
+    def away(self) -> list[int]:
+        """Blocks of which anything is not on the device."""
+        return sorted({*self.weights.blocks, *self.gradients, *self.optimizer, *self.cpu})
 
     @property
     def streamed(self) -> list[int]:
-        """Blocks of which anything is not on the device."""
-        return sorted({*self.weights.blocks, *self.gradients, *self.optimizer})
+        """Of these, those that the device updates."""
+        return [block for block in self.away if block not in self.cpu]
+
+
+@dataclass(frozen=True)
+class _HostWeight:
+    """The values of a parameter that the CPU updates."""
+
+    parameter: nn.Parameter
+    place: Place
+    lives_on_device: bool
+
+    @property
+    def values(self) -> Tensor:
+        return self.place.view(self.parameter.shape, self.parameter.dtype)
 
 
 class StreamedAdamW(AdamW):
@@ -70,11 +120,19 @@ class StreamedAdamW(AdamW):
         self._homes = homes
         self._guests: dict[str, dict[str, Guest]] = {}
         """Parameter to the guests among its tensors, by their name in a checkpoint."""
-        self._names: dict[int, list[str]] = {block: [] for block in homes.streamed}
+        self._names: dict[int, list[str]] = {block: [] for block in homes.away}
+        self._host_weights: dict[str, _HostWeight] = {}
+        """Of the parameters that the CPU updates."""
+        self._slots: dict[str, GradientSlot] = {}
         self._clip_factor = 1.0
+        self._early_lr: float | None = None
+        """Of updates that begin before the norm is known; None: they do not."""
         super().__init__(parameters, train, seed=seed)
         slots = {block: [self.slot(name) for name in self._names[block]] for block in sorted(homes.gradients)}
         self.host_gradients = HostGradients(slots, homes.arena, homes.link)
+        self.host_gradients.after_sending = self._begin_early
+        written = {block: list(self._written(block)) for block in sorted(homes.cpu)}
+        self._cpu = CpuUpdates(written, homes.arena if homes.speculates else None)
 
     def _add(self, name: str, parameter: nn.Parameter) -> None:
         block = self._homes.block_of(name)
@@ -82,6 +140,9 @@ class StreamedAdamW(AdamW):
             super()._add(name, parameter)
             return
         self._names[block].append(name)
+        if block in self._homes.cpu:
+            self._add_on_cpu(name, parameter, block)
+            return
         weights = [guest for guest in self._homes.weights.guests(block) if guest.tensor is parameter]
         for guest in weights:
             guest.ready()  # a master is a copy of it
@@ -93,14 +154,53 @@ class StreamedAdamW(AdamW):
             guests = settle(list(tensors.values()), self._homes.arena, self._homes.link)
             self._guests[name] = dict(zip(tensors, guests, strict=True))
 
+    def _add_on_cpu(self, name: str, parameter: nn.Parameter, block: int) -> None:
+        """States of a parameter in the arena, where its update finds them."""
+        guest = next((one for one in self._homes.weights.guests(block) if one.tensor is parameter), None)
+        place = self._homes.arena.take(parameter.nbytes) if guest is None else guest.place
+        weight = self._host_weights[name] = _HostWeight(parameter, place, guest is None)
+        if guest is None:
+            weight.values.copy_(parameter.detach())
+        target, slot = weight.values, OwnGradient(parameter)
+        if self._train.master_weights:
+            target = self._settled(target.float())
+            like = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
+            self._slots[name] = HeldGradient(like)
+        elif parameter.dtype == torch.float32:
+            self._slots[name] = slot
+        self._targets[name] = target
+        zeros = Moments.zeros(moment_format(self._train, target.dtype), target).tensors()
+        self._moments[name] = Moments.over({key: self._settled(tensor) for key, tensor in zeros.items()})
+        self._collect(name, parameter, self._slots.get(name, slot))
+
+    def _settled(self, tensor: Tensor) -> Tensor:
+        """A copy of a host tensor in the arena."""
+        home = self._homes.arena.take(tensor.nbytes).view(tensor.shape, tensor.dtype)
+        return home.copy_(tensor)
+
+    def _written(self, block: int) -> Iterator[Tensor]:
+        """Every tensor that a block's update on the CPU writes."""
+        for name in self._names[block]:
+            yield from (tensor for _, tensor in self._state(name))
+            yield self._host_weights[name].values
+
+    def slot(self, name: str) -> GradientSlot:
+        """As `AdamW.slot`; what the CPU updates has its sum on the device all the same."""
+        return self._slots.get(name) or super().slot(name)
+
     # -- a step --------------------------------------------------------------------------------
+
+    def will_step(self, lr: float) -> None:
+        """One forward and backward pass follows, then a step at `lr` unless it is skipped: the CPU may begin early."""
+        self._cpu.take_back()
+        self._early_lr = lr if self._homes.speculates else None
 
     def gradient_norm(self) -> float:
         """Global 2-norm of all gradients, here and at home; waits for the device."""
         at_home = self.host_gradients.norms()
         here = super().gradients()
         norms = dict(zip(here, torch._foreach_norm(list(here.values()), 2, dtype=torch.float32), strict=True))
-        in_order = [norms.get(name, at_home.get(target)) for name, target in self._targets.items()]
+        in_order = [norms.get(name, at_home.get(self.slot(name).like)) for name in self._targets]
         return float(torch.linalg.vector_norm(torch.stack([norm for norm in in_order if norm is not None])))
 
     def clip(self, norm: float, limit: float) -> None:
@@ -110,11 +210,26 @@ class StreamedAdamW(AdamW):
         self._clip_factor = limit / norm if clips else 1.0
 
     def step(self, lr: float) -> None:
-        """One update at learning rate `lr`; gradients that live on the host are gone afterwards."""
-        streamed = [name for names in self._names.values() for name in names]
-        self._update_names([name for name in self._targets if name not in set(streamed)], lr)
+        """One update at learning rate `lr`; gradients that live on the host are gone afterwards.
+
+        What fails on the CPU is raised here.
+        """
+        try:
+            self._begin_on_cpu(lr)
+            away = {name for names in self._names.values() for name in names}
+            self._update_names([name for name in self._targets if name not in away], lr)
+            self._stream(lr)
+            self._finish_on_cpu()
+        except BaseException:
+            self._cpu.take_back()  # the state is of no step, but nothing of it still runs
+            raise
+        self._early_lr = None
+        self.num_updates += 1
+
+    def _stream(self, lr: float) -> None:
+        """Update on the device what comes for it."""
         leaving: tuple[list[Guest], list[Ticket]] = ([], [])
-        blocks = list(self._names)
+        blocks = self._homes.streamed
         for number, block in enumerate(blocks):
             self._start(block)
             self._ready(block)
@@ -126,13 +241,17 @@ class StreamedAdamW(AdamW):
             guests = self._visitors(block)
             leaving = guests, [guest.save() for guest in guests]
         _finish(*leaving)
-        self.num_updates += 1
 
     def zero_grad(self) -> None:
-        """Free the gradients, here and at home."""
+        """Free the gradients, here and at home; what the CPU has begun for a step that never came is taken back."""
+        self._cpu.take_back()
         super().zero_grad()
         self.host_gradients.clear()
-        self._clip_factor = 1.0
+        self._clip_factor, self._early_lr = 1.0, None
+
+    def close(self) -> None:
+        """End the CPU's thread; what it has begun for a step that never came is taken back."""
+        self._cpu.close()
 
     def _visitors(self, block: int) -> list[Guest]:
         states = [guest for name in self._names[block] for guest in self._guests.get(name, {}).values()]
@@ -154,16 +273,88 @@ class StreamedAdamW(AdamW):
                     [here[name] for name in self._names[block] if name in here], self._clip_factor
                 )
 
+    # -- on the CPU ----------------------------------------------------------------------------
+
+    def _begin_early(self, block: int) -> None:
+        """A block's gradients are on their way home.
+
+        Raises:
+            TrainingError: for the second time since `will_step`: the pass has read weights that are not the step's.
+        """
+        if self._early_lr is None or block not in self._homes.cpu:
+            return
+        if self._cpu.has_begun(block):
+            raise TrainingError(
+                "a backward pass came after the one that was announced as the last of its step",
+                got=f"gradients of block {block}, whose update has begun",
+                do="call will_step before the forward pass of the last micro-batch",
+            )
+        self._begin(block, self._early_lr, early=True)
+
+    def _begin_on_cpu(self, lr: float) -> None:
+        """Begin what has not begun, or not as it must be."""
+        if lr != self._early_lr or self._clip_factor != 1.0:
+            self._cpu.take_back()
+        self.host_gradients.settle()
+        for block in reversed(self._cpu.blocks):
+            if not self._cpu.has_begun(block):
+                self._begin(block, lr)
+
+    def _begin(self, block: int, lr: float, *, early: bool = False) -> None:
+        sums = dict(zip(self._names[block], self.host_gradients.at_home(block), strict=True))
+        found = {name: sum_ for name, sum_ in sums.items() if sum_ is not None}
+        factor = 1.0 if early else self._clip_factor
+        self._cpu.begin(block, partial(self._update_on_cpu, block, found, lr, factor), early=early)
+
+    @torch.no_grad()
+    def _update_on_cpu(
+        self, block: int, sums: Mapping[str, tuple[Tensor, Ticket]], lr: float, factor: float
+    ) -> None:
+        """One block, in the CPU's thread: reads and writes nothing but what lives on the host."""
+        for _, sent in sums.values():
+            sent.finish()
+        gradients = {name: sum_ for name, (sum_, _) in sums.items()}
+        if gradients and factor != 1.0:
+            torch._foreach_mul_(list(gradients.values()), factor)
+        self._update_by(gradients, lr)
+        if self._train.master_weights:
+            for name in self._names[block]:
+                self._host_weights[name].values.copy_(self._targets[name])
+
+    def _finish_on_cpu(self) -> None:
+        """Wait for the CPU, and send new weights to where they live."""
+        coming: list[Ticket] = []
+        for block in reversed(self._cpu.blocks):
+            self._cpu.finish(block)
+            weights = [self._host_weights[name] for name in self._names[block]]
+            coming += [
+                self._homes.link.fetch(one.place, one.parameter.data)
+                for one in weights
+                if one.lives_on_device
+            ]
+            self.host_gradients.drop(block)
+        for ticket in coming:
+            ticket.wait()
+        self._cpu.accept()
+
     # -- state ---------------------------------------------------------------------------------
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and storage of every state tensor, at home where it has one."""
+        """Name and storage of every state tensor, at home where it has one; of the last step that was completed."""
+        self._cpu.take_back()
         self._homes.link.finish()
         for name in self._targets:
             guests = self._guests.get(name, {})
             for suffix, tensor in self._state(name):
                 guest = guests.get(suffix)
                 yield f"{name}.{suffix}", tensor if guest is None else guest.home
+
+    def restore_updates(self, num_updates: int) -> None:
+        """As `AdamW.restore_updates`; the CPU's copies of weights are those of the device again."""
+        super().restore_updates(num_updates)
+        for weight in self._host_weights.values():
+            if weight.lives_on_device:
+                weight.values.copy_(weight.parameter.detach())
 
     def rule(self, name: str) -> UpdateRule:
         """Refused: statistics need all states on the device.

@@ -1,0 +1,207 @@
+"""Seconds of a block's passes and of the model's ends, measured on the device before the plan is made.
+
+Problem  A plan weighs making again against moving. A roofline (`scrimp.planner.bytes.work`) knows neither how near its
+         peak a product of these sizes comes nor what the launches cost: it can be wrong by half.
+Method   One real block of each class of formats, then the model without its blocks (embedding, final norm, head, loss),
+         with random weights in the micro-batch's shapes and gradients that exist already. Forward and backward of
+         every level in turn, in rounds, so that a machine that is slower for a while is so for all of them; `CHAIN`
+         blocks one behind the other on a GPU, so that its queue is as full as in training. Then::
+
+             forward         = median of all forward passes: every level does the same there
+             backward(level) = the rising sequence nearest (least squares) to the medians of the levels
+             again(level)    = backward(level) - backward(keep)
+
+         since a level makes again what the one before does, and more: noise must not say otherwise.
+Limits   Blocks are not compiled, rows hold one document each. What needs more memory than there is is not measured.
+Checked  tests/profiler/test_block_times.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from scrimp.config import Architecture
+from scrimp.config.activations import Activations
+from scrimp.gemm import BackendChooser, PlannedLayer, swap_in
+from scrimp.model import Block, Decoder
+from scrimp.model.attention import AttentionLayout
+from scrimp.planner.bytes.work import PassSeconds
+from scrimp.planner.flops import GEMM_NAMES
+from scrimp.precision import LinearPrecision
+from scrimp.profiler.memory_trace.passes import gradients_of
+
+CHAIN = {"cpu": 1, "cuda": 3}
+"""Blocks that run one behind the other."""
+ROUNDS = 5
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_STANDARD_DEVIATION = 0.02
+
+
+@dataclass(frozen=True)
+class Timed:
+    """What is measured: one micro-batch of a model in the formats of a plan."""
+
+    architecture: Architecture
+    classes: Sequence[Sequence[LinearPrecision]]
+    """Formats of a block's layers, in the order of `GEMM_NAMES`, of every class of blocks."""
+    head: LinearPrecision
+    compute: str
+    """Working format, fp32 or bf16."""
+    parameters: str
+    master_weights: bool
+    micro_batch: int
+    sequence: int
+    loss_chunk: int
+
+
+def measure_blocks(
+    timed: Timed,
+    levels: Sequence[str],
+    device: torch.device,
+    choose: BackendChooser,
+    *,
+    rounds: int = ROUNDS,
+) -> tuple[Mapping[str, PassSeconds], ...] | None:
+    """Level to seconds, of every class of blocks; None where memory does not suffice. Vocabulary and head are not used.
+
+    Args:
+        levels: in their order, "keep" first (`scrimp.config.activations`).
+        choose: what runs each GEMM.
+        rounds: passes of each level that count, after one that does not.
+    """
+    small = dataclasses.replace(timed.architecture, vocab_size=1)
+    with _within_memory(device):
+        bench = _Bench(dataclasses.replace(timed, architecture=small), device, choose, rounds)
+        return tuple(bench.block(cast(Block, block), levels) for block in bench.model.blocks)
+    return None
+
+
+def measure_ends(
+    timed: Timed, device: torch.device, choose: BackendChooser, *, rounds: int = ROUNDS
+) -> float | None:
+    """Seconds of forward and backward of all that is no block; None where memory does not suffice."""
+    with _within_memory(device):
+        return _Bench(dataclasses.replace(timed, classes=()), device, choose, rounds).ends()
+    return None
+
+
+@contextlib.contextmanager
+def _within_memory(device: torch.device) -> Iterator[None]:
+    """Ends quietly where there is no memory for what is inside, and leaves nothing cached."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+            raise
+    finally:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+class _Bench:
+    def __init__(self, timed: Timed, device: torch.device, choose: BackendChooser, rounds: int) -> None:
+        self.timed, self.device, self.rounds = timed, device, rounds
+        self.dtype = DTYPES[timed.parameters]
+        self.generator = torch.Generator(device).manual_seed(0)
+        self.model = self._build(choose)
+        tokens = torch.zeros(timed.micro_batch, timed.sequence, dtype=torch.int64, device=device)
+        self.tokens = tokens.random_(timed.architecture.vocab_size, generator=self.generator)
+
+    def _build(self, choose: BackendChooser) -> Decoder:
+        timed, plain = self.timed, LinearPrecision.of(self.timed.compute)
+        small = dataclasses.replace(timed.architecture, num_layers=max(1, len(timed.classes)))
+        model = Decoder(small, device=self.device, dtype=self.dtype)
+        model.blocks = model.blocks[: len(timed.classes)]
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_(0.0, _STANDARD_DEVIATION, generator=self.generator)
+        for block, formats in zip(model.blocks, timed.classes, strict=True):
+            changed = {n: one for n, one in zip(GEMM_NAMES, formats, strict=True) if one != plain}
+            if changed:
+                swap_in(block, changed, choose=choose)
+        if timed.head != plain:
+            model.planned_head = PlannedLayer("head", timed.head, choose=choose)
+        return model
+
+    def block(self, block: Block, levels: Sequence[str]) -> Mapping[str, PassSeconds]:
+        """Level to seconds of one block."""
+        forward: list[float] = []
+        backward: dict[str, list[float]] = {level: [] for level in levels}
+        with gradients_of(block, master_weights=self.timed.master_weights, exist=True), self._autocast():
+            layout = AttentionLayout.prepare(
+                self.timed.architecture, self.tokens, None, dtype=DTYPES[self.timed.compute]
+            )
+            for number in range(self.rounds + 1):
+                for level in levels:
+                    block.activations = Activations.parse(level)
+                    seconds = self._passes(partial(block, layout=layout))
+                    if number:  # the first warms up
+                        forward.append(seconds[0])
+                        backward[level].append(seconds[1])
+        return _in_order(statistics.median(forward), {k: statistics.median(v) for k, v in backward.items()})
+
+    def _passes(self, block: Callable[[Tensor], Tensor]) -> tuple[float, float]:
+        """Seconds of forward and backward of one block, by those of a chain."""
+        size = (self.timed.micro_batch, self.timed.sequence, self.timed.architecture.width)
+        leaf = torch.randn(size, dtype=self.dtype, device=self.device, generator=self.generator)
+        gradient, chain = torch.ones_like(leaf), CHAIN[self.device.type]
+        x = leaf.requires_grad_()
+        began = self._now()
+        for _ in range(chain):
+            x = block(x)
+        turned = self._now()
+        torch.autograd.backward(x, gradient)
+        return (turned - began) / chain, (self._now() - turned) / chain
+
+    def ends(self) -> float:
+        """Seconds of the model, which has no blocks."""
+        seconds = []
+        with gradients_of(self.model, master_weights=self.timed.master_weights, exist=True):
+            for _ in range(self.rounds + 1):
+                began = self._now()
+                with self._autocast():
+                    sums = self.model.loss(self.tokens, self.tokens, None, chunk=self.timed.loss_chunk)
+                torch.autograd.backward(sums.total / self.tokens.numel())
+                seconds.append(self._now() - began)
+                del sums
+        return statistics.median(seconds[1:])
+
+    def _autocast(self) -> contextlib.AbstractContextManager[object]:
+        if self.timed.compute == self.timed.parameters:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, DTYPES[self.timed.compute])
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+
+def _in_order(forward: float, backward: Mapping[str, float]) -> dict[str, PassSeconds]:
+    """By level, with what is made again never less than at the level before."""
+    rising = nearest_rising(list(backward.values()))
+    return {
+        level: PassSeconds(forward, rising[0], seconds - rising[0])
+        for level, seconds in zip(backward, rising, strict=True)
+    }
+
+
+def nearest_rising(values: Sequence[float]) -> list[float]:
+    """The never falling sequence with the least squared distance: neighbours that fall become their mean."""
+    pools: list[list[float]] = []
+    for value in values:
+        pools.append([value])
+        while len(pools) > 1 and statistics.fmean(pools[-2]) > statistics.fmean(pools[-1]):
+            last = pools.pop()
+            pools[-1] += last
+    return [statistics.fmean(pool) for pool in pools for _ in pool]

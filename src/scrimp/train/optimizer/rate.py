@@ -1,0 +1,54 @@
+"""How many parameters per second the CPU updates, by the update that a run would carry out.
+
+torch's fused AdamW does a parameter in fp32 in about a nanosecond, stochastic rounding of bf16 weights or 8-bit moments
+takes ten times that: a plan that took one rate for the other would be wrong by as much.
+
+Checked  tests/train/optimizer/test_rate.py
+"""
+
+from __future__ import annotations
+
+import time
+from functools import cache
+from typing import Final
+
+import torch
+
+from scrimp.config import TrainConfig
+from scrimp.formats import Noise
+from scrimp.train.optimizer.adamw import moment_format
+from scrimp.train.optimizer.moments import MomentFormat, Moments
+from scrimp.train.optimizer.rounding import Scratch
+from scrimp.train.optimizer.update import Step, update
+
+ROWS, COLUMNS = 1024, 4096
+"""Of the matrix that is updated: 16 MB in fp32, which no cache holds four of."""
+REPEATS: Final = 3
+
+
+def cpu_update_rate(train: TrainConfig) -> float:
+    """Parameters per second, all threads; measured once per process and format, in a few tenths of a second.
+
+    Args:
+        train: resolved.
+    """
+    is_bf16 = train.parameters == "bf16"
+    target = torch.float32 if train.master_weights or not is_bf16 else torch.bfloat16
+    return _rate(target, bool(train.master_weights), moment_format(train, target))
+
+
+@cache
+def _rate(dtype: torch.dtype, has_master: bool, moments: MomentFormat) -> float:
+    target = torch.zeros(ROWS, COLUMNS, dtype=dtype)
+    gradient = torch.zeros_like(target)
+    weight = torch.zeros_like(target, dtype=torch.bfloat16) if has_master else None
+    states = Moments.zeros(moments, target)
+    scratch, step = Scratch(target.device), Step(1, 1e-3, 0.9, 0.95, 1e-8, 0.1)
+    seconds = []
+    for _ in range(REPEATS + 1):
+        began = time.perf_counter()
+        update(target, gradient, states, step, Noise(0), scratch=scratch)
+        if weight is not None:
+            weight.copy_(target)
+        seconds.append(time.perf_counter() - began)
+    return target.numel() / min(seconds[1:])

@@ -1,0 +1,95 @@
+"""States on the host, visiting or updated there: predicted bytes of both sides against what was really taken."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from real_steps import CPU, RealStep, Setting, allocator_peak
+from test_peaks import FORMATS, LLAMA
+
+from scrimp.config import TrainConfig
+from scrimp.planner.bytes.account import account_step
+from scrimp.planner.bytes.states import States
+from scrimp.profiler.memory_trace import trace_costs
+from scrimp.runtime.memory import BlockMemory, HostArena, HostWeights, LateLink
+from scrimp.runtime.memory.arena import ALIGNMENT
+from scrimp.train.optimizer import StreamedAdamW
+from scrimp.train.optimizer.streaming import Homes
+
+DEEP = dataclasses.replace(LLAMA, num_layers=6)
+PLACES = {
+    "visiting": States.split(6, optimizer=6),
+    "all visiting": States.split(6, optimizer=6, weights=6, gradients=6),
+    "gradients": States.split(6, gradients=6),
+    "on the cpu": States.split(6, optimizer=6, update="cpu"),
+    "on the cpu, early": States.split(6, optimizer=6, update="cpu early"),
+    "some on the cpu": States.split(6, weights=3, gradients=5, optimizer=2, update="cpu"),
+    "some on the cpu, early": States.split(6, weights=4, optimizer=4, update="cpu early"),
+}
+
+
+class HostedStep(RealStep):
+    """A step whose states live where a placement says."""
+
+    def place(self, states: States) -> None:
+        """Move them there."""
+        self.arena, link = HostArena(2**26, CPU), LateLink(CPU)
+        numbers = range(len(states.weights))
+        weights = HostWeights(
+            {i: list(self.model.blocks[i].parameters()) for i in numbers if states.weights[i]},
+            self.arena,
+            link,
+        )
+        homes = Homes(
+            self.arena,
+            link,
+            lambda name: int(name.split(".")[1]) if name.startswith("blocks.") else None,
+            weights,
+            frozenset(i for i in numbers if states.gradients[i]),
+            frozenset(i for i in numbers if states.optimizer[i] and not states.on_cpu(i)),
+            frozenset(i for i in numbers if states.on_cpu(i)),
+            speculates=states.is_early,
+        )
+        for parameter in self.model.parameters():
+            parameter._post_accumulate_grad_hooks = None  # of the resident optimizer
+        train = TrainConfig(master_weights=self.setting.master_weights)
+        self.optimizer = StreamedAdamW(dict(self.model.named_parameters()), train, homes)
+        self.memory = BlockMemory(len(numbers), weights=weights, gradients=self.optimizer.host_gradients)
+        self.model.run_block = self.memory
+
+    def __call__(self) -> None:
+        """As `scrimp.train.loop` does it."""
+        for number, tokens in enumerate(self.tokens):
+            if number == len(self.tokens) - 1:
+                self.optimizer.will_step(1e-3)
+            with self.autocast():
+                sums = self.model.loss(tokens, tokens, None, chunk=self.setting.loss_chunk)
+            (sums.total / tokens.numel()).backward()
+            self.memory.end_backward()
+        self.optimizer.clip(self.optimizer.gradient_norm(), 1.0)
+        self.optimizer.step(1e-3)
+        self.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("format_", ["fp32", "masters"])
+@pytest.mark.parametrize("name", PLACES)
+def test_predicted_bytes_of_device_and_host_are_those_that_are_taken(
+    name: str, format_: str, micro_batches: int
+) -> None:
+    states = PLACES[name]
+    setting = Setting(DEEP, micro_batches=micro_batches, **FORMATS[format_])
+    costs = trace_costs(setting.architecture, activations=("keep",), **setting.arguments)
+    step = HostedStep(setting)
+    step.place(states)
+    account = account_step(costs, states, ["keep"] * 6, accumulates=micro_batches > 1)
+    real = allocator_peak(step)
+    step.optimizer.close()
+    num_places = 6 * 9 * len(list(step.model.blocks[0].parameters()))
+    assert account.host_peak <= step.arena.peak <= account.host_peak + num_places * ALIGNMENT
+    parts = [costs.classes[number] for number in costs.blocks]
+    there = costs.ends.weights + costs.ends.optimizer + 2 * 8 * setting.rows * setting.sequence
+    there += sum(part.weights for part, host in zip(parts, states.weights, strict=True) if not host)
+    there += sum(part.optimizer for part, host in zip(parts, states.optimizer, strict=True) if not host)
+    assert account.peak - there == pytest.approx(real, rel=0.01)
