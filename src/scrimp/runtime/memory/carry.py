@@ -60,7 +60,7 @@ class HostRoom:
 
         def made(weights: Tensor) -> Tensor:
             place = self.arena.take(weights.nbytes)
-            # `data`: all views of a slab share one version counter, and a saved weight must notice its own changes alone.
+            # `data`: views of a slab share one version counter, and a saved weight must notice its own changes alone.
             view = place.view(weights.shape, weights.dtype).data
             self.places[view.data_ptr()] = place
             return view
