@@ -9,6 +9,8 @@ Method   `AttentionLayout.prepare` looks at the documents once per forward pass 
          causal    One causal call for all rows: nothing is masked, no window is reached.
          segments  CPU: one causal call per document, over views of the packed rows.
          varlen    CUDA, half precision: torch's variable-length kernel, where it exists.
+         pieces    The same, or causal, where all rows at once would need too much memory in the backward pass: a few
+                   rows at a time (`scrimp.model.flash`).
          masked    Everything else: one call with a boolean mask of T x T per row.
 
 Rule     On the CPU segments are chosen when they hold 16 tokens or more on average and no
@@ -40,7 +42,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Literal, cast
 
 import torch
@@ -50,10 +52,11 @@ from torch.autograd.function import once_differentiable
 
 from scrimp.config.architecture import Architecture
 from scrimp.errors import ModelError
+from scrimp.model.flash import Pieces, attend_in_pieces, flash_operators, rows_within_bound
 from scrimp.model.functions import uses_cpu_functions
 from scrimp.model.rope import rope_tables, rotate, rotate_into
 
-Route = Literal["causal", "segments", "varlen", "masked"]
+Route = Literal["causal", "segments", "varlen", "pieces", "masked"]
 
 SEGMENT_TOKENS = 16
 """Mean document length from which one call per document beats one call with a mask."""
@@ -79,11 +82,15 @@ class AttentionLayout:
     """masked: True where a query may look at a key, (B or 1, 1, T, T)."""
     window: int | None = None
     """varlen: the sliding window, where any document reaches it."""
+    pieces: Pieces | None = None
+    """pieces: which rows go together."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Those that all blocks share."""
-        return tuple(tensor for tensor in (*self.rope, self.starts, self.mask) if tensor is not None)
+        starts = () if self.pieces is None else self.pieces.starts
+        found = (*self.rope, self.starts, self.mask, *starts)
+        return tuple(tensor for tensor in found if tensor is not None)
 
     @classmethod
     def prepare(
@@ -120,6 +127,9 @@ class AttentionLayout:
         window = architecture.sliding_window
         if window is not None and window >= max(lengths):
             window = None
+        pieces = _pieces(architecture, lengths, length, window, device, dtype)
+        if pieces is not None:
+            return make("pieces", pieces=pieces)
         if len(lengths) == rows and window is None:
             return make("causal")
         if (
@@ -155,6 +165,27 @@ def _cumulative(lengths: tuple[int, ...]) -> Tensor:
     return F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(torch.int32)
 
 
+def _pieces(
+    architecture: Architecture,
+    lengths: tuple[int, ...],
+    length: int,
+    window: int | None,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Pieces | None:
+    """The cut of the rows; None where all may go together, or no kernel takes pieces."""
+    rows = sum(lengths) // length
+    at_once = rows_within_bound(device.type, rows, length, architecture.attention_width)
+    if not at_once or not flash_takes(device, dtype, architecture.head_size):
+        return None
+    bounds, step = [0, *accumulate(lengths)], at_once * length
+    starts = [
+        torch.tensor([one - begin for one in bounds if begin <= one <= begin + step], dtype=torch.int32)
+        for begin in range(0, rows * length, step)
+    ]
+    return Pieces(at_once, tuple(one.to(device, non_blocking=True) for one in starts), window)
+
+
 def allowed(
     rows: int, length: int, lengths: tuple[int, ...] | None, window: int | None, device: torch.device
 ) -> Tensor:
@@ -173,9 +204,14 @@ def allowed(
 
 def varlen_runs(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
     """Whether flash attention, which the variable-length kernel calls unchecked, takes this model here."""
-    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or varlen_kernel() is None:
+    return device.type == "cuda" and varlen_kernel() is not None and flash_takes(device, dtype, head_size)
+
+
+def flash_takes(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
+    """Whether flash attention takes heads of this size and type; a CPU is asked for the sake of a GPU it stands for."""
+    if dtype not in (torch.bfloat16, torch.float16) or head_size % 8 or head_size > 256:
         return False
-    return head_size % 8 == 0 and head_size <= 256 and torch.cuda.get_device_capability(device) >= (8, 0)
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def varlen_kernel() -> Callable[..., Tensor] | None:
@@ -207,6 +243,7 @@ def _with_own_heads(
 def attend(qkv_BTGK: Tensor, layout: AttentionLayout) -> Tensor:
     """out_BTHK of unrotated queries, keys and values, the heads of each side by side."""
     if uses_cpu_functions(qkv_BTGK):
+        assert layout.route != "pieces", "pieces are for plain operations"
         return cast(Tensor, _CpuAttention.apply(qkv_BTGK, layout))  # type: ignore[no-untyped-call]
     assert layout.route != "segments", "segments are for the CPU function"
     H, N = layout.num_heads, layout.num_kv_heads
@@ -214,6 +251,8 @@ def attend(qkv_BTGK: Tensor, layout: AttentionLayout) -> Tensor:
     q, k = rotate(qk, *layout.rope).split([H, N], dim=2)
     if layout.route == "varlen":
         return _varlen(q, k, v, layout)
+    if layout.pieces is not None:
+        return attend_in_pieces(q, k, v, layout.pieces)
     out_BHTK = F.scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
@@ -229,13 +268,13 @@ def attention_operators() -> frozenset[Any]:
     """The kernels that attention ends in: what recomputation keeps the results of, where attention is not to run
     again."""
     names = (
-        "_scaled_dot_product_flash_attention_for_cpu",
         "_scaled_dot_product_flash_attention",
         "_scaled_dot_product_efficient_attention",
         "_scaled_dot_product_cudnn_attention",
     )
     found = [getattr(torch.ops.aten, name).default for name in names if hasattr(torch.ops.aten, name)]
     varlen = getattr(getattr(torch.ops, "torch_attn", None), "_varlen_attn", None)
+    found += flash_operators()
     return frozenset([*found, *([varlen.default] if varlen is not None else [])])
 
 

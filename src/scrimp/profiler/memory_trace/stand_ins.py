@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from scrimp.config import Architecture
 from scrimp.formats import blocks
-from scrimp.model import functions, loss
+from scrimp.model import flash, functions, loss
 from scrimp.profiler.memory_trace.workspace import WorkspaceRule, cpu_workspace, cuda_workspace
 
 DeviceFunctions = Literal["cpu", "cuda"]
@@ -39,7 +39,7 @@ def standing_for(device: DeviceFunctions, *, fuses_attention: bool = True) -> It
     with contextlib.ExitStack() as stack:
         if device == "cuda":
             stack.enter_context(functions.plain_operations(fused_norm))
-            for sizes in (loss.BLOCK_ELEMENTS, blocks.PIECE_ELEMENTS):
+            for sizes in (loss.BLOCK_ELEMENTS, blocks.PIECE_ELEMENTS, flash.WORKSPACE_BYTES):
                 stack.enter_context(_size_of_cuda(sizes))
             if not fuses_attention:
                 stack.enter_context(sdpa_kernel(SDPBackend.MATH))
@@ -54,12 +54,13 @@ def fuses_attention(architecture: Architecture, precision: str) -> bool:
 @contextlib.contextmanager
 def _size_of_cuda(sizes: dict[str, int]) -> Iterator[None]:
     """Work of a CPU in pieces as large as CUDA's: they only decide how much exists at once."""
-    before = sizes["cpu"]
+    before = dict(sizes)
     sizes["cpu"] = sizes["cuda"]
     try:
         yield
     finally:
-        sizes["cpu"] = before
+        sizes.clear()
+        sizes.update(before)
 
 
 def fused_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

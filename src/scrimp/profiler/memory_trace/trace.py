@@ -303,8 +303,8 @@ class _Step:
 
     def _layout(self) -> AttentionLayout:
         tokens = torch.zeros(self.shape, dtype=torch.int64, device=CPU)
-        dtype = DTYPES[self.precision]
-        return AttentionLayout.prepare(self.architecture, tokens, None, dtype=dtype)
+        with standing_for(self.device_functions):
+            return AttentionLayout.prepare(self.architecture, tokens, None, dtype=DTYPES[self.precision])
 
     def stream_bytes(self) -> int:
         """The boundary."""
