@@ -72,6 +72,13 @@ def test_weights_that_live_on_the_host_are_filled_where_they_live(parameters: st
         assert torch.equal(mine, theirs[name]), name
 
 
+def test_activations_do_not_leave_where_no_host_memory_was_taken() -> None:
+    plan, executable = realised("bf16", "bf16", ARCHITECTURE)
+    leaves = dataclasses.replace(plan.blocks["0"], activations="keep+offload")
+    with pytest.raises(PlanError, match="taken no host memory"):
+        executable.change_activations(dataclasses.replace(plan, blocks={**plan.blocks, "0": leaves}))
+
+
 def test_a_micro_batch_beyond_the_planned_one_is_refused_before_it_runs() -> None:
     _, executable = realised("bf16", "bf16", ARCHITECTURE)
     small = dataclasses.replace(executable, most_tokens=2 * 64)

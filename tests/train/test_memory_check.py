@@ -9,6 +9,7 @@ from tiny_run import flags, records, write_corpus
 from scrimp.cli import main
 from scrimp.config import BudgetConfig, Config, ModelConfig, TrainConfig
 from scrimp.planner import Plan
+from scrimp.planner.bytes.account import account_step
 from scrimp.train.memory_check import STEPS, WARM_UP, Comparison, MemoryCheck
 from scrimp.train.setup import Decisions, decide
 
@@ -19,6 +20,7 @@ GIVEN = Config(
     budget=BudgetConfig(device_memory="60MB", host_memory="900MB"),
 )
 COUNT = WARM_UP + STEPS
+ENOUGH = 2**40
 
 
 @pytest.fixture(scope="module")
@@ -26,17 +28,19 @@ def found() -> Decisions:
     return decide(GIVEN)
 
 
-def check(found: Decisions, factor: float, extra: int | None = None) -> Comparison | None:
+def check(
+    found: Decisions, factor: float, extra: int | None = None, host_bytes: int = ENOUGH
+) -> Comparison | None:
     """A step took so many times what was predicted, its peak so many bytes more."""
     assert found.memory is not None
     predicted = found.plan.predicted
     seconds = [99.0] * WARM_UP + [factor * (predicted.step_seconds or 0)] * STEPS
     peak = None if extra is None else found.memory.account.peak + extra
-    return MemoryCheck(found.memory).after_step(found.plan, COUNT, seconds, peak)
+    return MemoryCheck(found.memory, host_bytes).after_step(found.plan, COUNT, seconds, peak)
 
 
 def test_too_few_steps_say_nothing_and_enough_say_it_once(found: Decisions) -> None:
-    one = MemoryCheck(found.memory)
+    one = MemoryCheck(found.memory, ENOUGH)
     assert one.after_step(found.plan, COUNT - 1, [1.0] * (COUNT - 1), None) is None
     assert one.after_step(found.plan, COUNT, [1.0] * COUNT, None) is not None
     assert one.after_step(found.plan, COUNT + 1, [1.0] * (COUNT + 1), None) is None
@@ -63,16 +67,33 @@ def test_a_plan_that_turns_out_too_large_is_made_anew_and_smaller(found: Decisio
     assert f"after step {COUNT}" in comparison.plan.blocks["0"].reason
 
 
+@pytest.mark.parametrize("factor", [0.2, 1.0, 5.0])
+def test_no_new_plan_needs_host_memory_that_the_run_has_not_taken(found: Decisions, factor: float) -> None:
+    assert found.memory is not None
+    taken = found.memory.account.host_peak
+    extra = found.memory.machine.device_bytes - found.memory.account.peak + found.memory.account.peak // 10
+    for host_bytes in (0, taken, taken + 2**20):
+        comparison = check(found, factor, extra, host_bytes)
+        assert comparison is not None
+        if comparison.plan is None:
+            continue
+        names = [block.activations for block in comparison.plan.blocks.values()]
+        account = account_step(
+            found.memory.costs, found.memory.states, names, accumulates=found.memory.setup.accumulates
+        )
+        assert account.host_peak <= host_bytes
+
+
 def test_what_the_user_decided_or_edited_stays(found: Decisions) -> None:
     assert found.memory is not None
     mine = dataclasses.replace(found.memory, plan=None)
     seconds, peak = [1.0] * COUNT, 2 * found.memory.machine.device_bytes
-    comparison = MemoryCheck(mine).after_step(found.plan, COUNT, seconds, peak)
+    comparison = MemoryCheck(mine, ENOUGH).after_step(found.plan, COUNT, seconds, peak)
     assert comparison is not None
     assert comparison.plan is None
     edited = {**found.plan.blocks, "0": dataclasses.replace(found.plan.blocks["0"], activations="norms")}
     plan = dataclasses.replace(found.plan, blocks=edited)
-    comparison = MemoryCheck(found.memory).after_step(plan, COUNT, seconds, peak)
+    comparison = MemoryCheck(found.memory, ENOUGH).after_step(plan, COUNT, seconds, peak)
     assert comparison is not None
     assert comparison.plan is None
 

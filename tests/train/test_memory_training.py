@@ -80,7 +80,9 @@ def test_a_setting_that_cannot_be_is_refused_before_a_folder_is_made(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_plan_that_was_edited_recomputes_on_resume(corpus: Path, tmp_path: Path) -> None:
+def test_a_plan_that_was_edited_recomputes_on_every_resume(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run_dir = tmp_path / "run"
     expected = run(corpus, run_dir, "--train.checkpoint-every=3")
     text = (run_dir / "plan.json").read_text(encoding="utf-8")
@@ -88,9 +90,13 @@ def test_a_plan_that_was_edited_recomputes_on_resume(corpus: Path, tmp_path: Pat
     plan["blocks"]["1"]["activations"] = "attention"
     (run_dir / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
     shutil.rmtree(run_dir / "checkpoints" / f"step-{STEPS:08d}")
-    assert main(["train", f"--run.dir={run_dir}", "--resume"]) == 0
-    assert losses(run_dir) == expected
-    assert Plan.read(run_dir / "plan.json").blocks["1"].activations == "attention"
+    for _ in range(2):  # an edit stays, however often the run is resumed
+        assert main(["train", f"--run.dir={run_dir}", "--resume"]) == 0
+        assert losses(run_dir) == expected
+        assert Plan.read(run_dir / "plan.json").blocks["1"].activations == "attention"
+        shutil.rmtree(run_dir / "checkpoints" / f"step-{STEPS:08d}")
+    assert main(["train", f"--run.dir={run_dir}", "--resume", "--memory.activations=block"]) == 2
+    assert "plan.json was edited" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize("words", [["--precision=bf16", "--train.parameters=bf16"], []], ids=["bf16", "fp32"])
@@ -250,16 +256,16 @@ def test_an_edited_plan_that_takes_more_than_there_is_is_refused_and_kept(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_dir = tmp_path / "run"
-    run(corpus, run_dir, "--train.checkpoint-every=3", "--memory.weights=device")
+    run(corpus, run_dir, "--train.checkpoint-every=3", "--memory.activations=block")
     peak = Plan.read(run_dir / "plan.json").predicted.peak_device_bytes
     assert peak is not None
     plan = json.loads((run_dir / "plan.json").read_text(encoding="utf-8"))
     for number in plan["blocks"]:
-        plan["blocks"][number]["activations"] = "swiglu"
+        plan["blocks"][number]["activations"] = "keep"
     text = json.dumps(plan)
     (run_dir / "plan.json").write_text(text, encoding="utf-8")
     shutil.rmtree(run_dir / "checkpoints" / f"step-{STEPS:08d}")
-    words = [f"--budget.device-memory={peak - 400_000}B", "--memory.weights=auto"]
+    words = [f"--budget.device-memory={peak + 20_000}B"]
     assert main(["train", f"--run.dir={run_dir}", "--resume", *words]) == 2
     shown = " ".join(capsys.readouterr().err.split())
     assert "more device memory than there is now" in shown

@@ -64,3 +64,54 @@ def test_a_given_micro_batch_contradicts_the_search_for_one() -> None:
     given = dataclasses.replace(OPEN, train=dataclasses.replace(OPEN.train, micro_batch=4))
     with pytest.raises(ConfigError, match=r"memory\.split fastest"):
         decide(given)
+
+
+def test_a_setting_of_the_users_own_gets_a_micro_batch_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_from(9, monkeypatch)
+    keep = MemoryConfig(split="fastest", activations="keep")
+    eight = dataclasses.replace(OPEN.train, micro_batch=8)
+    fixed = dataclasses.replace(keep, split="fixed", optimizer="device")
+    whole = decide(dataclasses.replace(OPEN, train=eight, memory=fixed))
+    assert whole.memory is not None
+    room = int(0.9 * whole.memory.account.peak)
+    budget = BudgetConfig(device_memory=f"{room}B", host_memory="900MB")
+    for split in ("fastest", "fixed"):
+        memory = dataclasses.replace(keep, split=split)
+        found = decide(dataclasses.replace(OPEN, memory=memory, budget=budget))
+        assert found.memory is not None
+        assert found.memory.fits
+        assert found.config.train.micro_batch != 8
+
+
+def test_all_sizes_are_compared_by_one_yardstick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where some sizes take too long to be timed, none is."""
+    origins: dict[int | None, list[str]] = {}
+    real: Timer = memory_plan.with_seconds
+
+    def timed(costs: StepCosts, config: Config, *more: object, **options: object) -> tuple[StepCosts, str]:
+        size = config.train.micro_batch
+        quick = bool(options.get("may_measure", True)) and size is not None and size < 4
+        found, origin = real(costs, config, *more, **(options | {"may_measure": quick}))
+        origins.setdefault(size, []).append(origin)
+        return found, origin
+
+    monkeypatch.setattr(memory_plan, "with_seconds", timed)
+    found = decide(OPEN)
+    assert found.memory is not None
+    assert found.memory.seconds_origin == "predicted"
+    assert {sizes[-1] for sizes in origins.values()} == {"predicted"}
+    assert "measured" in origins[1]
+
+
+def test_the_chunks_of_the_loss_follow_the_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_from(2, monkeypatch)
+    wide = dataclasses.replace(OPEN.model, vocab_size=128_000, width=64, num_heads=2, num_kv_heads=1)
+    train = dataclasses.replace(OPEN.train, sequence=256, batch_tokens=2048)
+    fixed = decide(dataclasses.replace(OPEN, model=wide, train=train, memory=MemoryConfig()))
+    found = decide(dataclasses.replace(OPEN, model=wide, train=train))
+    assert found.config.train.micro_batch == 1
+    again = dataclasses.replace(train, micro_batch=1)
+    expected = decide(dataclasses.replace(OPEN, model=wide, train=again, memory=MemoryConfig()))
+    assert found.config.train.loss_chunk == expected.config.train.loss_chunk
+    assert found.reasons["train.loss_chunk"] == expected.reasons["train.loss_chunk"]
+    assert found.reasons["train.loss_chunk"] != fixed.reasons["train.loss_chunk"]

@@ -129,12 +129,15 @@ def check_memory(memory: MemoryConfig, num_blocks: int) -> None:
         raise ConfigError(
             "memory.speculate has no effect where the device updates",
             expected="memory.update cpu or fastest",
-            do="set --memory.update cpu, or leave memory.speculate out",
+            do="set --memory.update cpu, or switch it off with --memory.no-speculate",
         )
-    if memory.update == "cpu" and found["optimizer"] == 0:
+    # Where another class is set, `auto` means device.
+    is_open = all(count is None for count in found.values())
+    if memory.update == "cpu" and not is_open and not found["optimizer"]:
         raise ConfigError(
-            "memory.update cpu has nothing to update with memory.optimizer device",
-            do="set --memory.optimizer host or a number of blocks, or leave one of the two out",
+            "memory.update cpu has nothing to update: optimizer states live on the device",
+            got=f"memory.weights {memory.weights}, gradients {memory.gradients}, optimizer {memory.optimizer}",
+            do="set --memory.optimizer host or a number of blocks, or leave memory.update out",
         )
     gradients, optimizer = found["gradients"], found["optimizer"] or 0
     if memory.update != "device" and gradients is not None and gradients < optimizer:

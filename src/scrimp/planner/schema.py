@@ -129,12 +129,12 @@ class Plan:
     predicted: Figures
     measured: Figures | None = None
     written: dict[str, str] = field(default_factory=dict, compare=False)
-    """Of a plan that was read: section to its digest when Scrimp wrote it."""
+    """Section to its digest when Scrimp wrote it: of a plan that was read, or that carries an edit on."""
 
     @property
     def edited(self) -> list[str]:
         """Of a plan that was read: the sections (blocks, states) that somebody else has changed."""
-        return [name for name in EDITABLE if self.written.get(name) != self._digest(name)]
+        return [name for name in EDITABLE if self.written.get(name, "") not in ("", self._digest(name))]
 
     def _digest(self, name: str) -> str:
         """Twelve hex digits of a section's choices, without their reasons."""
@@ -147,7 +147,7 @@ class Plan:
     def to_json(self) -> str:
         """The plan as text: two-space indent, one line per layer, block and state."""
         fields = {"scrimp_plan": VERSION, **dataclasses.asdict(self)}
-        fields["written"] = {name: self._digest(name) for name in EDITABLE}
+        fields["written"] = {name: self.written.get(name) or self._digest(name) for name in EDITABLE}
         parts = []
         for key, value in fields.items():
             if key in ("gemms", "blocks", "states"):

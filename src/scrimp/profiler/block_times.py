@@ -22,10 +22,10 @@ import contextlib
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -40,6 +40,7 @@ from scrimp.planner.flops import GEMM_NAMES
 from scrimp.precision import LinearPrecision
 from scrimp.profiler.memory_trace.passes import gradients_of
 
+Result = TypeVar("Result")
 CHAIN = {"cpu": 1, "cuda": 3}
 """Blocks that run one behind the other."""
 ROUNDS = 5
@@ -80,32 +81,35 @@ def measure_blocks(
         rounds: passes of each level that count, after one that does not.
     """
     small = dataclasses.replace(timed.architecture, vocab_size=1)
-    with _within_memory(device):
+
+    def measured() -> tuple[Mapping[str, PassSeconds], ...]:
         bench = _Bench(dataclasses.replace(timed, architecture=small), device, choose, rounds)
         return tuple(bench.block(cast(Block, block), levels) for block in bench.model.blocks)
-    return None
+
+    return _within_memory(device, measured)
 
 
 def measure_ends(
     timed: Timed, device: torch.device, choose: BackendChooser, *, rounds: int = ROUNDS
 ) -> float | None:
     """Seconds of forward and backward of all that is no block; None where memory does not suffice."""
-    with _within_memory(device):
-        return _Bench(dataclasses.replace(timed, classes=()), device, choose, rounds).ends()
-    return None
+    return _within_memory(
+        device, lambda: _Bench(dataclasses.replace(timed, classes=()), device, choose, rounds).ends()
+    )
 
 
-@contextlib.contextmanager
-def _within_memory(device: torch.device) -> Iterator[None]:
-    """Ends quietly where there is no memory for what is inside, and leaves nothing cached."""
+def _within_memory(device: torch.device, measured: Callable[[], Result]) -> Result | None:
+    """What was measured; None where there was no memory for it. Nothing of it stays, nor is cached."""
     try:
-        yield
+        found = measured()
     except RuntimeError as error:
         if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
             raise
-    finally:
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        error.__traceback__ = None  # its frames hold what was measured
+        found = None
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return found
 
 
 class _Bench:

@@ -98,7 +98,17 @@ class Executable:
             self.host.blocks.end_backward()
 
     def change_activations(self, plan: Plan) -> None:
-        """Let blocks do with their activations what a plan says; between two steps."""
+        """Let blocks do with their activations what a plan says; between two steps.
+
+        Raises:
+            PlanError: activations that leave, in a run that has taken no host memory; nothing has changed.
+        """
+        if self.host is None and any("+offload" in choice.activations for choice in plan.blocks.values()):
+            raise PlanError(
+                "activations cannot leave the device in a run that has taken no host memory",
+                got=", ".join(dict.fromkeys(choice.activations for choice in plan.blocks.values())),
+                do="start it with a plan that offloads",
+            )
         leaving = set()
         for number, choice in plan.blocks.items():
             activations = Activations.parse(choice.activations)

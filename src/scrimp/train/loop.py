@@ -34,7 +34,7 @@ from scrimp.planner.flops import Peaks
 from scrimp.profiler import MemoryMeter
 from scrimp.report.memory_text import runs_of
 from scrimp.runtime import Executable, StepCount
-from scrimp.runtime.memory import ArenaTooSmallError, PhaseEdges
+from scrimp.runtime.memory import ArenaTooSmallError, PhaseEdges, largest_step
 from scrimp.train.checkpoint import Checkpoint, CheckpointStore
 from scrimp.train.evaluation import Evaluation, evaluate
 from scrimp.train.guards import NonFiniteGuard, OutlierWatch, StopSignals
@@ -109,7 +109,8 @@ class Trainer:
         self._sequences_per_step = decided(self.train.batch_tokens) // sequence
         self._flops_per_token = count_flops(decisions.architecture, sequence).causal
         self._trouble = MemoryTrouble(decisions, executable)
-        self._check = MemoryCheck(decisions.memory)
+        host = executable.host
+        self._check = MemoryCheck(decisions.memory, 0 if host is None else largest_step(host.arena.capacity))
         self.phases = PhaseEdges(cache_of(executable.device, meter), self._report_cache)
         self._count: StepCount | None = None
         self._ideal_seconds = 0.0
@@ -229,12 +230,12 @@ class Trainer:
                     )
                     self._follow(self.cycle)
                 record = self._record(result)
+                self._check_predictions()
                 if self._is_due(self.train.eval_every):
                     record |= self._evaluation_record()
                 self.log.step(record)
                 self.line.update(record)
                 self._watch(result)
-                self._check_predictions()
                 self.report_checkpoints()
                 self._non_finite.stop_if_exhausted(self.position.step)
                 if self._is_due(self.train.checkpoint_every) and self.position.step < self.train.steps:
@@ -391,7 +392,9 @@ class Trainer:
     def _check_predictions(self) -> None:
         """After the first steps: measured beside predicted, and another plan where they differ."""
         tokens, step = decided(self.train.batch_tokens), self.position.step
-        peak = self.meter.peak_device_bytes() if self.executable.device.type == "cuda" else None
+        device = self.executable.device
+        # Since training was last entered (`phases`): building and evaluation have peaks of their own.
+        peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
         found = self._check.after_step(
             self.decisions.plan, step, [tokens / rate for rate in self.rates], peak
         )

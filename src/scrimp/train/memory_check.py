@@ -24,7 +24,7 @@ from scrimp.planner.bytes.search import find
 from scrimp.planner.bytes.splits import Split
 from scrimp.planner.schema import BlockChoice
 from scrimp.report.units import format_bytes, format_duration, format_percent
-from scrimp.train.memory_plan import states_of
+from scrimp.train.memory_plan import changed_peak, states_of
 
 WARM_UP, STEPS = 3, 5
 TOLERANCE = 0.05
@@ -46,10 +46,11 @@ class MemoryCheck:
 
     Args:
         memory: what was decided; None: everything resident, without a prediction of seconds.
+        host_bytes: host memory that the run has taken: no plan of its blocks may need more.
     """
 
-    def __init__(self, memory: MemoryDecision | None) -> None:
-        self._memory = memory
+    def __init__(self, memory: MemoryDecision | None, host_bytes: int) -> None:
+        self._memory, self._host_bytes = memory, host_bytes
         self._is_done = False
 
     def after_step(
@@ -61,7 +62,7 @@ class MemoryCheck:
             plan: in force.
             step: number of the last step.
             seconds: of each step since the start.
-            peak: bytes on the device; None: not measured.
+            peak: bytes on the device in these steps; None: not measured.
         """
         if self._is_done or len(seconds) < WARM_UP + STEPS:
             return None
@@ -81,7 +82,8 @@ class MemoryCheck:
         now = corrected(memory, seconds=measured.step_seconds, device_bytes=measured.peak_device_bytes)
         states = now.states
         split = Split(sum(states.weights), sum(states.gradients), sum(states.optimizer), states.update)
-        better = find(now.costs, now.machine, now.setup, split)
+        machine = dataclasses.replace(now.machine, host_bytes=self._host_bytes)
+        better = find(now.costs, machine, now.setup, split)
         if better is None or better.activations == now.activations:
             return None
         if now.fits and better.seconds > (1 - GAIN) * now.timeline.seconds:
@@ -90,9 +92,8 @@ class MemoryCheck:
             f"planned anew after step {step:,}: a step took {format_duration(measured.step_seconds or 0.0)}"
         )
         blocks = {str(i): BlockChoice(name, reason) for i, name in enumerate(better.activations)}
-        predicted = dataclasses.replace(
-            plan.predicted, peak_device_bytes=better.device_bytes, step_seconds=better.seconds
-        )
+        peak = changed_peak(plan, memory.account.peak, better.device_bytes)
+        predicted = dataclasses.replace(plan.predicted, peak_device_bytes=peak, step_seconds=better.seconds)
         return dataclasses.replace(plan, blocks=blocks, predicted=predicted)
 
 

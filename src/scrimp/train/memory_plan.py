@@ -60,6 +60,7 @@ def decide_memory(
     resident_bytes: int,
     copy_bytes: int,
     must_predict: bool = False,
+    may_measure: bool = True,
 ) -> MemoryDecision | None:
     """What a step does so that it fits; None: everything resident fits easily, by its formula.
 
@@ -68,6 +69,7 @@ def decide_memory(
         resident_bytes: peak of a step that keeps everything, by formula.
         copy_bytes: of the host copy that a checkpoint is written from.
         must_predict: decide in any case, for the seconds of a step.
+        may_measure: blocks may be timed.
 
     Raises:
         NoRoomError: nothing fits; it says what would.
@@ -92,7 +94,7 @@ def decide_memory(
             _fastest(costs, machine, setup, split)  # what does not fit is refused before anything is timed
         except NoRoomError as error:
             raise error.beside(copy_bytes if _copy_is_on_device(config, device) else 0) from None
-    costs, origin = with_seconds(costs, config, architecture, device, rates)
+    costs, origin = with_seconds(costs, config, architecture, device, rates, may_measure=may_measure)
     if assigned is None:
         plan = _fastest(costs, machine, setup, split)
         activations, states = plan.activations, plan.states
@@ -199,6 +201,12 @@ def host_bytes_of(plan: Plan, config: Config, architecture: Architecture, device
     states = states_of(plan, architecture.num_layers, speculates=config.memory.speculate)
     account = account_step(costs, states, activations, accumulates=True)
     return int(account.host_peak * _compiled_share(config))
+
+
+def changed_peak(plan: Plan, before: int, after: int) -> int:
+    """The predicted peak of a plan whose account was changed; where device and host are one memory it holds a
+    checkpoint's copy too, which no plan changes."""
+    return (plan.predicted.peak_device_bytes or before) + after - before
 
 
 def states_of(plan: Plan, num_blocks: int, *, speculates: bool = False) -> States:

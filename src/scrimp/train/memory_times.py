@@ -2,7 +2,8 @@
 
 Method   The roofline of `scrimp.planner.bytes.work` is always there. Where it says that measuring takes at most
          `LIMIT_S` seconds, real blocks are timed in its place (`scrimp.profiler.block_times`), in as many rounds as
-         fit into that time; where it says more, or there is no memory for it, the roofline stays.
+         fit into that time; where it says more, or there is no memory for it, the roofline stays. So with the ends
+         (embedding, norm, head, loss), whose roofline is scaled as the blocks' has proven wrong.
 Limits   A block's seconds do not depend on where its states live; copies beside computing are the timeline's affair.
 Checked  tests/train/test_memory_times.py
 """
@@ -12,8 +13,9 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 
@@ -22,7 +24,7 @@ from scrimp.config.activations import LEVELS, Activations
 from scrimp.errors import PlanError
 from scrimp.planner import Peaks, linear_layers
 from scrimp.planner.bytes.costs import BlockCost, StepCosts
-from scrimp.planner.bytes.work import PassSeconds, Rates, block_seconds
+from scrimp.planner.bytes.work import PassSeconds, Rates, block_seconds, ends_seconds
 from scrimp.planner.flops import GEMM_NAMES
 from scrimp.precision import LinearPrecision, PrecisionRules
 from scrimp.profiler import Device, device_peaks
@@ -34,9 +36,7 @@ Origin = Literal["measured", "predicted"]
 Seconds = tuple[Sequence[Mapping[str, PassSeconds]], float]
 """Level to seconds by class of blocks, and of the ends."""
 LIMIT_S = 5.0
-"""Of measuring, as the roofline predicts it."""
-SILENT_S = 1.0
-"""Of measuring: what takes longer is announced."""
+"""Of measuring blocks, and again of measuring the ends, as the roofline predicts it."""
 FEWEST_ROUNDS = 2
 
 
@@ -54,25 +54,24 @@ def with_seconds(
     *,
     may_measure: bool = True,
 ) -> tuple[StepCosts, Origin]:
-    """Costs with the seconds of every block and choice, and where these come from.
+    """Costs with the seconds of every block and choice and of the ends, and where these come from.
 
     Args:
         may_measure: there is time and memory for it.
     """
-    predicted = [
-        _predicted(costs, number, config, architecture, device, rates) for number in range(len(costs.classes))
-    ]
-    measured = _measured(costs, config, architecture, device, predicted) if may_measure else None
-    found = predicted if measured is None else measured[0]
+    model = _Model(costs, config, architecture, device, rates)
+    seconds, origin = model.predicted(), "predicted"
+    if may_measure and (measured := model.measured(seconds)) is not None:
+        seconds, origin = measured, "measured"
+    blocks, ends = seconds
     classes = tuple(
         dataclasses.replace(
-            kind, choices={name: _with(cost, found[number], name) for name, cost in kind.choices.items()}
+            kind, choices={name: _with(cost, blocks[number], name) for name, cost in kind.choices.items()}
         )
         for number, kind in enumerate(costs.classes)
     )
-    ends = costs.ends if measured is None else dataclasses.replace(costs.ends, seconds=measured[1])
-    origin: Origin = "predicted" if measured is None else "measured"
-    return dataclasses.replace(costs, classes=classes, ends=ends), origin
+    costs = dataclasses.replace(costs, classes=classes, ends=dataclasses.replace(costs.ends, seconds=ends))
+    return costs, cast("Origin", origin)
 
 
 def _with(cost: BlockCost, seconds: Mapping[str, PassSeconds], name: str) -> BlockCost:
@@ -80,80 +79,109 @@ def _with(cost: BlockCost, seconds: Mapping[str, PassSeconds], name: str) -> Blo
     return dataclasses.replace(cost, forward_seconds=one.forward, backward_seconds=one.backward + one.again)
 
 
-def _levels(costs: StepCosts) -> list[str]:
-    """Levels of any choice, in their order; what they are compared with is the first."""
-    names = {Activations.parse(name).level for kind in costs.classes for name in kind.choices}
-    return [level for level in LEVELS if level in names or level == "keep"]
+@dataclass(frozen=True)
+class _Model:
+    """Whose seconds are wanted."""
 
+    costs: StepCosts
+    config: Config
+    architecture: Architecture
+    device: Device
+    rates: LinkRates
 
-def _predicted(
-    costs: StepCosts,
-    number: int,
-    config: Config,
-    architecture: Architecture,
-    device: Device,
-    rates: LinkRates,
-) -> dict[str, PassSeconds]:
-    """By level, of one class of blocks."""
-    linears, block = linears_of(config.precision_rules, architecture), costs.blocks.index(number)
-    peaks: Peaks = device_peaks(device.torch_device, device.name)
-    return {
-        level: block_seconds(
-            architecture,
-            {name: linears[f"blocks.{block}.{name}"] for name in GEMM_NAMES},
-            Activations.parse(level),
-            Rates(peaks, rates.device_memory),
-            tokens=decided(config.train.micro_batch) * decided(config.train.sequence),
-            sequence=decided(config.train.sequence),
-            compute=config.precision_rules.compute,
+    @property
+    def levels(self) -> list[str]:
+        """Levels of any choice, in their order; what they are compared with is the first."""
+        names = {Activations.parse(name).level for kind in self.costs.classes for name in kind.choices}
+        return [level for level in LEVELS if level in names or level == "keep"]
+
+    @property
+    def first_blocks(self) -> list[int]:
+        """The first block of each class."""
+        return [self.costs.blocks.index(number) for number in range(len(self.costs.classes))]
+
+    def predicted(self) -> Seconds:
+        """By the roofline."""
+        train, compute = self.config.train, self.config.precision_rules.compute
+        tokens = decided(train.micro_batch) * decided(train.sequence)
+        linears = linears_of(self.config.precision_rules, self.architecture)
+        peaks: Peaks = device_peaks(self.device.torch_device, self.device.name)
+        work = Rates(peaks, self.rates.device_memory)
+        classes = [
+            {
+                level: block_seconds(
+                    self.architecture,
+                    {name: linears[f"blocks.{block}.{name}"] for name in GEMM_NAMES},
+                    Activations.parse(level),
+                    work,
+                    tokens=tokens,
+                    sequence=decided(train.sequence),
+                    compute=compute,
+                )
+                for level in self.levels
+            }
+            for block in self.first_blocks
+        ]
+        ends = ends_seconds(self.architecture, linears["head"], work, tokens=tokens, compute=compute)
+        return classes, ends
+
+    def measured(self, predicted: Seconds) -> Seconds | None:
+        """On the device; None where it would take too long, or there is no memory for it."""
+        classes, ends = predicted
+        device, backend = self.device.torch_device, self.config.backend
+        all_levels = sum(map(_passes, (one for kind in classes for one in kind.values())))
+        rounds = _rounds(CHAIN[device.type] * all_levels)
+        if not rounds:
+            return None
+        timed = self._timed()
+        # The vocabulary may change when the corpus is there: blocks are not timed again for it.
+        blocks = dataclasses.replace(timed, architecture=dataclasses.replace(self.architecture, vocab_size=1))
+        try:
+            found = _blocks_once(blocks, tuple(self.levels), device, backend, rounds)
+            if found is None:
+                return None
+            # As much slower as blocks are, where the ends themselves would take too long.
+            slower = _passes(found[0]["keep"]) / _passes(classes[0]["keep"])
+            ends_rounds = _rounds(slower * ends)
+            measured = _ends_once(timed, device, backend, ends_rounds) if ends_rounds else slower * ends
+        except PlanError:
+            return None  # a format that nothing runs here: refused by name when the plan is there
+        return None if measured is None else (found, measured)
+
+    def _timed(self) -> Timed:
+        linears, train = linears_of(self.config.precision_rules, self.architecture), self.config.train
+        return Timed(
+            self.architecture,
+            tuple(
+                tuple(linears[f"blocks.{block}.{name}"] for name in GEMM_NAMES) for block in self.first_blocks
+            ),
+            linears["head"],
+            compute=self.config.precision_rules.compute,
+            parameters=train.parameters,
+            master_weights=bool(train.master_weights),
+            micro_batch=decided(train.micro_batch),
+            sequence=decided(train.sequence),
+            loss_chunk=decided(train.loss_chunk),
         )
-        for level in _levels(costs)
-    }
 
 
-def _measured(
-    costs: StepCosts,
-    config: Config,
-    architecture: Architecture,
-    device: Device,
-    predicted: list[dict[str, PassSeconds]],
-) -> Seconds | None:
-    one_round = CHAIN[device.torch_device.type] * sum(
-        one.forward + one.backward + one.again for kind in predicted for one in kind.values()
-    )
-    rounds = min(ROUNDS, int(LIMIT_S / max(one_round, 1e-9)) - 1)
+def _passes(seconds: PassSeconds) -> float:
+    return seconds.forward + seconds.backward + seconds.again
+
+
+def _rounds(seconds: float) -> int:
+    """Rounds of so many seconds that there is time for; 0 where it is too short for any use."""
+    rounds = min(ROUNDS, int(LIMIT_S / max(seconds, 1e-9)) - 1)
     if rounds < FEWEST_ROUNDS:
-        return None
-    if one_round * rounds > SILENT_S:
-        print("timing the model's blocks ...", file=sys.stderr, flush=True)
-    linears, train = linears_of(config.precision_rules, architecture), config.train
-    first = [costs.blocks.index(number) for number in range(len(costs.classes))]
-    timed = Timed(
-        architecture,
-        tuple(tuple(linears[f"blocks.{block}.{name}"] for name in GEMM_NAMES) for block in first),
-        linears["head"],
-        compute=config.precision_rules.compute,
-        parameters=train.parameters,
-        master_weights=bool(train.master_weights),
-        micro_batch=decided(train.micro_batch),
-        sequence=decided(train.sequence),
-        loss_chunk=decided(train.loss_chunk),
-    )
-    # The vocabulary may change when the corpus is there: blocks are not timed again for it.
-    blocks = dataclasses.replace(timed, architecture=dataclasses.replace(architecture, vocab_size=1))
-    torch_device, levels = device.torch_device, tuple(_levels(costs))
-    try:
-        classes = _blocks_once(blocks, levels, torch_device, config.backend, rounds)
-        ends = _ends_once(timed, torch_device, config.backend, rounds)
-    except PlanError:
-        return None  # a format that nothing runs here: refused by name when the plan is there
-    return None if classes is None or ends is None else (classes, ends)
+        return 0
+    return rounds
 
 
 @cache
 def _blocks_once(
     timed: Timed, levels: tuple[str, ...], device: torch.device, backend: str, rounds: int
 ) -> tuple[Mapping[str, PassSeconds], ...] | None:
+    print("timing the model's blocks ...", file=sys.stderr, flush=True)
     with deterministic(device):
         return measure_blocks(timed, levels, device, preferred_backends(device, backend), rounds=rounds)
 

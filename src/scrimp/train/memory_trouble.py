@@ -24,7 +24,7 @@ from scrimp.planner.bytes.splits import Split
 from scrimp.planner.schema import BlockChoice
 from scrimp.runtime import Executable
 from scrimp.runtime.memory import ArenaTooSmallError
-from scrimp.train.memory_plan import decision_of
+from scrimp.train.memory_plan import changed_peak, decision_of
 from scrimp.train.setup import Decisions
 
 STEP = 0.1
@@ -77,5 +77,6 @@ class MemoryTrouble:
         reason = f"out of memory in step {step:,} with {now.account.peak:,} bytes predicted"
         self._now = now.changed(found, reason)
         blocks = {str(i): BlockChoice(name, reason) for i, name in enumerate(found.activations)}
-        predicted = dataclasses.replace(plan.predicted, peak_device_bytes=found.device_bytes)
+        peak = changed_peak(plan, now.account.peak, found.device_bytes)
+        predicted = dataclasses.replace(plan.predicted, peak_device_bytes=peak)
         return dataclasses.replace(plan, blocks=blocks, predicted=predicted)

@@ -12,7 +12,9 @@ Checked  tests/train/test_micro_batch.py
 
 from __future__ import annotations
 
-from scrimp.config import Architecture, Config, decided, replace_values
+from dataclasses import dataclass
+
+from scrimp.config import Architecture, Config, Resolution, decided, replace_values, resolve
 from scrimp.errors import ConfigError
 from scrimp.planner import account_of
 from scrimp.planner.bytes.decision import MemoryDecision
@@ -49,24 +51,37 @@ def decide_micro_batch(
 
 
 def _fastest(device: Device, config: Config, architecture: Architecture, reasons: dict[str, str]) -> Found:
-    sequences = decided(config.train.batch_tokens) // decided(config.train.sequence)
-    best: tuple[Config, MemoryDecision] | None = None
-    tried: list[str] = []
+    sized = _Sized(device, config, architecture, reasons)
+    found = _all_that_fit(sized, may_measure=True)
+    if len({memory.seconds_origin for _, memory in found}) > 1:  # one yardstick for all of them
+        found = _all_that_fit(sized, may_measure=False)
+    best = min(found, key=lambda one: one[1].timeline.seconds)
+    tried = [
+        f"{changed.train.micro_batch}: {format_duration(memory.timeline.seconds)}"
+        for changed, memory in found
+    ]
+    reasons["train.micro_batch"] = f"the fastest step of {', '.join(tried)} (predicted)"
+    reasons["memory.split"] = "the fastest was found: the run keeps its micro-batch"
+    return sized.adopt(best[0]), best[1]
+
+
+def _all_that_fit(sized: _Sized, *, may_measure: bool) -> list[tuple[Config, MemoryDecision]]:
+    """Every divisor of the batch, from one sequence upwards, until one does not fit."""
+    train = sized.config.train
+    sequences = decided(train.batch_tokens) // decided(train.sequence)
+    found: list[tuple[Config, MemoryDecision]] = []
     for size in (size for size in range(1, sequences + 1) if sequences % size == 0):
         try:
-            changed, memory = _with_size(device, config, architecture, size)
+            changed, memory = sized.plan(size, must_predict=True, may_measure=may_measure)
         except NoRoomError:
-            if best is None:
+            if not found:
                 raise
             break
         assert memory is not None
-        tried.append(f"{size}: {format_duration(memory.timeline.seconds)}")
-        if best is None or memory.timeline.seconds < best[1].timeline.seconds:
-            best = changed, memory
-    assert best is not None
-    reasons["train.micro_batch"] = f"the fastest step of {', '.join(tried)} (predicted)"
-    reasons["memory.split"] = "the fastest was found: the run keeps its micro-batch"
-    return best
+        if found and not memory.fits:  # a setting of the user's own is not searched for, and raises nothing
+            break
+        found.append((changed, memory))
+    return found
 
 
 def _first_that_fits(
@@ -77,32 +92,68 @@ def _first_that_fits(
     *,
     may_change: bool,
 ) -> Found:
+    sized = _Sized(device, config, architecture, reasons)
+    sizes = _smaller_and_smaller(config) if may_change else [decided(config.train.micro_batch)]
     refusal: NoRoomError | None = None
-    for size in _smaller_and_smaller(config) if may_change else [decided(config.train.micro_batch)]:
+    first: Found | None = None
+    for size in sizes:
         try:
-            found = _with_size(device, config, architecture, size)
+            found = sized.plan(size)
         except NoRoomError as error:
             refusal = error
             continue
-        if refusal is not None:
+        first = first or found
+        if found[1] is not None and not found[1].fits:
+            continue
+        if size != sizes[0]:
             reasons["train.micro_batch"] = "the largest of those tried that fits in memory"
-        return found
+        return sized.adopt(found[0]), found[1]
+    if first is not None:
+        return first  # the user's own setting: refused with its figures when the plan is there
     assert refusal is not None
     raise refusal
 
 
-def _with_size(device: Device, config: Config, architecture: Architecture, size: int) -> Found:
-    changed = replace_values(config, {"train.micro_batch": size, "memory.split": "fixed"})
-    account = account_of(changed, architecture)
-    memory = decide_memory(
-        changed,
-        architecture,
-        device,
-        resident_bytes=account.peak,
-        copy_bytes=account.checkpoint_copy,
-        must_predict=config.memory.split == "fastest",
-    )
-    return changed, memory
+@dataclass(frozen=True)
+class _Sized:
+    """A run at other micro-batches; what follows from it is decided again."""
+
+    device: Device
+    config: Config
+    architecture: Architecture
+    reasons: dict[str, str]
+
+    def plan(self, size: int, *, must_predict: bool = False, may_measure: bool = True) -> Found:
+        """The configuration at a micro-batch, and what a step does so that it fits.
+
+        Raises:
+            NoRoomError: nothing fits.
+        """
+        changed = replace_values(self.config, {"train.micro_batch": size, "memory.split": "fixed"})
+        if size != self.config.train.micro_batch and "train.loss_chunk" in self.reasons:
+            changed = self._resolved(changed).config
+        account = account_of(changed, self.architecture)
+        memory = decide_memory(
+            changed,
+            self.architecture,
+            self.device,
+            resident_bytes=account.peak,
+            copy_bytes=account.checkpoint_copy,
+            must_predict=must_predict,
+            may_measure=may_measure,
+        )
+        return changed, memory
+
+    def adopt(self, config: Config) -> Config:
+        """Say why the loss has its chunks, at another micro-batch."""
+        if config.train.micro_batch != self.config.train.micro_batch and "train.loss_chunk" in self.reasons:
+            self.reasons["train.loss_chunk"] = self._resolved(config).reasons["train.loss_chunk"]
+        return config
+
+    def _resolved(self, config: Config) -> Resolution:
+        """With the chunks of the loss that its micro-batch asks for."""
+        open_again = replace_values(config, {"train.loss_chunk": None})
+        return resolve(open_again, self.architecture, device_type=self.device.torch_device.type)
 
 
 def _smaller_and_smaller(config: Config) -> list[int]:

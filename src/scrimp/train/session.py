@@ -133,9 +133,11 @@ def _carried_on(saved: Plan, start: Start) -> Plan:
     """A resumed run's plan: formats as they were, memory as it is decided now, but for what its user has edited."""
     decisions, now = start.decisions, start.decisions.plan
     edited = {name: getattr(saved, name) for name in saved.edited}
+    _refuse_two_wills(edited, start.given)
     plan = dataclasses.replace(
         saved, budget=now.budget, predicted=now.predicted, blocks=now.blocks, states=now.states
     )
+    plan = dataclasses.replace(plan, written={name: saved.written[name] for name in edited})
     if not edited:
         return plan
     plan = dataclasses.replace(plan, **edited)
@@ -146,6 +148,17 @@ def _carried_on(saved: Plan, start: Start) -> Plan:
     account = decision.account
     predicted = dataclasses.replace(plan.predicted, peak_device_bytes=account.peak, step_seconds=None)
     return dataclasses.replace(plan, predicted=predicted)
+
+
+def _refuse_two_wills(edited: Collection[str], given: Collection[str]) -> None:
+    settings = sorted(key for key in given if key.startswith("memory."))
+    if edited and settings:
+        raise PlanError(
+            "plan.json was edited, and a setting of the same things is given",
+            got=f"edited {' and '.join(edited)}; given {', '.join(settings)}",
+            expected="one of the two",
+            do="leave the setting out, or restore plan.json from a checkpoint",
+        )
 
 
 def _make_trainer(

@@ -41,6 +41,8 @@ class Start:
     corpus: Corpus
     checkpoint: Checkpoint | None = None
     """None begins at step 0."""
+    given: frozenset[str] = frozenset()
+    """Dotted keys that the user has written for this start of a run that is resumed."""
     notes: list[str] = field(default_factory=list)
     """Damaged checkpoints that were passed over."""
 
@@ -96,9 +98,8 @@ def resumed_start(run_dir: Path, config: Config, given: Collection[str]) -> Star
             expected=str(checkpoint.state["data_digest"])[:12],
             do="restore the source and the tokenizer, or start a new run with --model.weights",
         )
-    return Start(
-        _fitted(decisions, corpus), corpus, checkpoint, [f"passed over: {error}" for error in errors]
-    )
+    notes = [f"passed over: {error}" for error in errors]
+    return Start(_fitted(decisions, corpus), corpus, checkpoint, frozenset(given), notes)
 
 
 def _fitted(decisions: Decisions, corpus: Corpus) -> Decisions:

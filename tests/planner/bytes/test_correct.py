@@ -48,5 +48,5 @@ def test_where_copies_alone_take_longer_than_the_step_did_the_link_is_faster() -
 @given(extra=st.integers(-(2**30), 2**30))
 def test_bytes_that_the_account_does_not_know_are_taken_from_the_limit(extra: int) -> None:
     found = corrected(TIGHT, seconds=None, device_bytes=TIGHT.account.peak + extra)
-    assert found.machine.device_bytes == TIGHT.machine.device_bytes - extra
-    assert found.fits == (TIGHT.account.peak + extra <= TIGHT.machine.device_bytes)
+    assert found.machine.device_bytes == TIGHT.machine.device_bytes - max(0, extra)
+    assert found.fits == (TIGHT.account.peak + max(0, extra) <= TIGHT.machine.device_bytes)

@@ -7,8 +7,8 @@ Method   One measured number corrects one unknown. Computing is the usual suspec
          even almost no computing would take longer than the measured step, the copies were believed too slow as well:
          then computing and all rates of the machine take the ratio of measured and predicted, which gives it.
 
-         Bytes that were measured above the account (a library's workspace) or below it are the same beside any
-         other plan: the limit moves by the difference.
+         Bytes that were measured above the account (a library's workspace) are there beside any other plan: the limit
+         falls by as much. Less than the account may be slack of the present plan alone: the limit stays.
 Limits   One factor for all kinds of computing.
 Checked  tests/planner/bytes/test_correct.py
 """
@@ -40,8 +40,8 @@ def corrected(decision: MemoryDecision, *, seconds: float | None, device_bytes: 
     if seconds is not None:
         costs, machine = _by_seconds(decision, seconds)
     if device_bytes is not None:
-        room = max(0, machine.device_bytes - (device_bytes - decision.account.peak))
-        machine = dataclasses.replace(machine, device_bytes=room)
+        more = max(0, device_bytes - decision.account.peak)
+        machine = dataclasses.replace(machine, device_bytes=max(0, machine.device_bytes - more))
     return dataclasses.replace(decision, costs=costs, machine=machine)
 
 

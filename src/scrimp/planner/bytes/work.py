@@ -17,6 +17,8 @@ Method   A roofline without overlap: products at a share `efficiency` of the pea
              rotation            2 C b, backward the same
              residual sum        3 D b each, twice; backward the same
 
+         embedding, norm     10 D b with backward; head 6 D V; softmax and loss 4 passes over V logits of 4 bytes
+
          What a level makes again is its part of the forward pass; the last product of a part is left out
          (`scrimp.gemm.again`).
 Limits   Predicted. The profiler replaces these seconds by measured ones where the model runs.
@@ -35,6 +37,8 @@ from scrimp.config.activations import Activations
 from scrimp.planner.flops import GEMM_NAMES, Peaks, linear_shapes, peak_of_recipe
 from scrimp.precision import LinearPrecision
 
+LOGIT_PASSES, STREAM_PASSES = 4, 10
+"""Times that the loss reads or writes fp32 logits, and embedding and norm the residual stream, with backward."""
 COMPUTE_BYTES = {"fp32": 4, "bf16": 2}
 
 
@@ -82,6 +86,26 @@ def block_seconds(
     forward = parts.products(("fprop",)) + parts.attention + parts.elementwise
     backward = parts.products(("dgrad", "wgrad")) + 2.5 * parts.attention + parts.elementwise_backward
     return PassSeconds(tokens * forward, tokens * backward, tokens * parts.again(activations))
+
+
+def ends_seconds(
+    architecture: Architecture, head: LinearPrecision, rates: Rates, *, tokens: int, compute: str
+) -> float:
+    """Seconds of both passes of embedding, final norm, head and loss over one micro-batch.
+
+    Args:
+        head: formats of its GEMMs.
+        tokens: of a micro-batch.
+        compute: working format, fp32 or bf16.
+    """
+    a = architecture
+    products = sum(
+        2.0 * a.vocab_size * a.width / (rates.efficiency * peak_of_recipe(rates.peaks, head.gemm(gemm)))
+        for gemm in ("fprop", "dgrad", "wgrad")
+    )
+    logits = 4.0 * a.vocab_size * LOGIT_PASSES / rates.bandwidth
+    stream = STREAM_PASSES * a.width * COMPUTE_BYTES[compute] / rates.bandwidth
+    return tokens * (products + logits + stream)
 
 
 @dataclass(frozen=True)
