@@ -11,6 +11,8 @@ from scrimp.adapters import export_precision, precisions_of
 from scrimp.config import Config, base_architecture, resolve
 from scrimp.errors import PlanError
 from scrimp.planner import Plan, build_plan
+from scrimp.planner.bits.plan import PlannedGemm, PlannedLinearLayer, PrecisionPlan
+from scrimp.precision import GEMMS
 
 MIXED = "nvfp4,*.mlp.down=fp8_row/fp8_row/bf16,blocks.0.*=bf16,*.attention.out=fp4"
 
@@ -68,7 +70,33 @@ def test_a_plan_goes_to_torchao_as_a_python_file(names: str, down: str) -> None:
     assert any(fnmatch.fnmatch(down, glob) for glob in globs)
     assert not any(fnmatch.fnmatch(head, glob) for glob in globs for head in ("head", "lm_head"))
     assert not export.inexpressible
-    assert bool(export.notes) == (names == "huggingface")
+    assert any("layers of their own" in note for note in export.notes) == (names == "huggingface")
+
+
+def foreign(*names: str) -> PrecisionPlan:
+    """Of a model that has other names than Scrimp's decoder, as `scrimp.plan` makes it."""
+    gemms = {gemm: PlannedGemm("fp4", {}, {}, {}) for gemm in GEMMS}
+    layers = {name: PlannedLinearLayer(1 / len(names), 0, gemms) for name in names}
+    return PrecisionPlan("0123", "cpu", "snip", ("fp4",), {"fp4_flops": 1.0}, layers, {})
+
+
+@pytest.mark.parametrize("target", ["torchao", "transformer-engine"])
+def test_a_plan_of_another_model_keeps_its_names_and_says_so(target: str) -> None:
+    names = [f"model.layers.{i}.self_attn.q_proj" for i in range(3)]
+    export = export_precision(foreign(*names), target, "huggingface")  # type: ignore[arg-type]
+    assert export.layers == tuple(names)
+    assert any("names stay as they are" in note for note in export.notes)
+    assert "# Note: the plan is of another model" in export.text
+    (line,) = export.not_as_planned()
+    assert line.startswith("model.layers.*.self_attn.q_proj: fprop fp4, dgrad fp4, wgrad fp4 planned")
+
+
+def test_names_that_megatron_does_not_have_are_not_exported_to_it() -> None:
+    """Its file would match nothing, and the run would be unquantized."""
+    with pytest.raises(PlanError, match="--names scrimp"):
+        export_precision(foreign("model.layers.0.mlp.up_proj"), "transformer-engine", "megatron")
+    own = export_precision(foreign("decoder.layers.0.mlp.linear_fc1"), "transformer-engine", "megatron")
+    assert own.layers == ("decoder.layers.0.mlp.linear_fc1",)
 
 
 def test_choices_are_taken_from_the_plan_as_they_are() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -97,7 +99,7 @@ def test_a_layer_that_cannot_be_quantized_is_left_and_says_why() -> None:
     assert {entry.why for entry in left_out} == {"it is another class"}
 
 
-def test_a_summary_has_a_line_per_gemm_and_family() -> None:
+def test_a_summary_has_one_line_for_layers_that_share_their_fate() -> None:
     left_out = [
         Inexpressible(f"blocks.{i}.down", gemm, "fp4", "bf16", "none")
         for i in range(9)
@@ -105,12 +107,30 @@ def test_a_summary_has_a_line_per_gemm_and_family() -> None:
     ]
     layers = [entry.layer for entry in left_out]
     assert summarise(left_out, layers) == [
-        "blocks.*.down.fprop: fp4 planned, bf16 runs: none",
-        "blocks.*.down.wgrad: fp4 planned, bf16 runs: none",
+        "blocks.*.down: fprop fp4, wgrad fp4 planned, bf16 runs: none",
     ]
-    lines = summarise(left_out, [*layers, "blocks.9.down"])
-    assert len(lines) == len(left_out)
-    assert not any("*" in line or "blocks.9" in line for line in lines)
+    (line,) = summarise(
+        left_out, [*layers, "blocks.9.down"]
+    )  # the tenth runs as planned: no glob means the nine
+    assert line.partition(":")[0] == ", ".join(dict.fromkeys(layers))
+    (short,) = summarise(left_out, [*layers, "blocks.9.down"], most=2)
+    assert short.startswith("blocks.0.down, blocks.1.down, ... (9 globs): ")
+
+
+@settings(max_examples=100, deadline=None)
+@given(plan=st.lists(TRIPLES, min_size=1, max_size=8), runs=HOSTS)
+def test_a_summary_says_all_that_is_left_out_and_nothing_else(plan: list[Triple], runs: list[Triple]) -> None:
+    precisions = {f"blocks.{i}.down": linear(triple) for i, triple in enumerate(plan)}
+    _, left_out = fit(precisions, host(runs), compute="bf16")
+    told = set()
+    for line in summarise(left_out, precisions):
+        globs, _, rest = line.partition(": ")
+        planned, _, runs_and_why = rest.partition(" planned, ")
+        instead, _, why = runs_and_why.partition(" runs: ")
+        for layer in precisions:
+            if any(fnmatchcase(layer, glob) for glob in globs.split(", ")):
+                told |= {(layer, *one.split(" "), instead, why) for one in planned.split(", ")}
+    assert told == {(one.layer, one.gemm, one.recipe, one.instead, one.why) for one in left_out}
 
 
 @pytest.mark.parametrize("precisions", [{}, {"a": "fp8"}, {"a": linear(("fp8", "fp9", "fp8"))}])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from scrimp.errors import PlanError
 from scrimp.gemm import Execution, observing
 from scrimp.planner.bits import PrecisionPlan, PrecisionProfile
 from scrimp.precision import GEMMS
+from scrimp.profiler.gemm_times import measure_gemm_times
 
 
 @pytest.fixture(scope="module")
@@ -71,22 +73,85 @@ def test_plans_that_cannot_be_are_refused(profile: PrecisionProfile) -> None:
     with pytest.raises(PlanError, match="share of FLOPs in 4 bits"):
         scrimp.plan(profile.select(("fp8",)), 0.5)
     with pytest.raises(PlanError, match="measured times"):
-        scrimp.plan(profile, {"seconds": 1.0})
+        scrimp.plan(profile, {"step_seconds": 1.0})
     with pytest.raises(PlanError, match=r"pipeline stage.*4 numbers"):
         scrimp.plan(profile, 0.5, stages=[0, 1])
     with pytest.raises(PlanError, match=r"not measured.*nvfp4"):
         scrimp.plan(profile.select(("fp8",)), 0.0, current=scrimp.plan(profile, 1.0))
     other, optimizer = trained(blocks=3)
     deeper = scrimp.measure(other, optimizer, [batch(0)], loss)
-    with pytest.raises(PlanError, match=r"other layers.*blocks.2"):
+    with pytest.raises(PlanError, match=r"other layers.*'blocks\.2\.down'"):
         scrimp.plan(profile, 0.5, current=scrimp.plan(deeper, 0.5))
 
 
 def test_a_budget_in_seconds_takes_measured_times(profile: PrecisionProfile) -> None:
     seconds = np.ones((len(LAYERS), 3, 2))
     seconds[:, :, profile.formats.index("nvfp4")] = 0.5
-    plan = scrimp.plan(profile, {"seconds": 9.0}, seconds=seconds)
+    plan = scrimp.plan(profile, {"step_seconds": 9.0}, seconds=seconds)
     assert plan.predicted["step_seconds"] <= 9.0
+
+
+def test_a_speedup_is_planned_by_the_table_of_this_device(tmp_path: Path, monkeypatch: Any) -> None:
+    """As the guide says: Scrimp's GEMM table, with bf16 among the formats."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model, optimizer = trained()
+    made = scrimp.measure(model, optimizer, [batch(0)], loss, formats=("bf16", "fp8", "nvfp4"))
+    times = measure_gemm_times(
+        made.shapes, made.formats, tokens=made.tokens, device=torch.device("cpu"), repeats=1, limit_s=5
+    )
+    seconds = times.table(made.shapes, made.formats)
+    plan = scrimp.plan(made, {"speedup": 1.0}, seconds=seconds.tolist())
+    assert plan.budget == {"speedup": 1.0}
+    assert plan.predicted["step_seconds"] <= seconds[:, :, 0].sum() * (1 + 1e-9)
+    best = seconds[:, :, 0].sum() / seconds.min(axis=2).sum()
+    with pytest.raises(PlanError, match=rf"speedup of {2 * best:g} over"):
+        scrimp.plan(made, {"speedup": 2 * best}, seconds=seconds)
+
+
+TIMES = np.ones((len(LAYERS), 3, 2))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            {"seconds": TIMES[:1]},
+            r"seconds has a wrong shape - got \[1, 3, 2\], expected .*\[4, 3, 2\].*fp8, nvfp4",
+        ),
+        ({"seconds": [[1.0, 2.0], [1.0]]}, "seconds is no table - got list"),
+        ({"seconds": "soon"}, "seconds is no table - got str"),
+        ({"seconds": -TIMES}, r"seconds of blocks.0.\w+.fprop in fp8 are no time - got -1.0"),
+        ({"seconds": TIMES * np.nan}, "are no time - got nan"),
+        ({"other_seconds": -1}, "other_seconds is no time - got -1"),
+        ({"stages": "0011"}, "every layer needs a pipeline stage - got '0011', expected 4 numbers"),
+        ({"stages": 2}, "every layer needs a pipeline stage - got 2, expected 4 numbers"),
+        ({"stages": [0, 0, -1, 7]}, "this is no pipeline stage - got -1"),
+        ({"stages": [0, 0, 0.5, 1]}, "this is no pipeline stage - got 0.5"),
+        ({"policy": None}, "policy is of another type - got None, expected str"),
+        ({"weights": (1.0, 1.0)}, "weights is of another type"),
+        ({"current": {"blocks.0.up": "fp8"}}, "the current plan is none - got dict"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused_by_name(
+    profile: PrecisionProfile, arguments: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(PlanError, match=words):
+        scrimp.plan(profile, 0.5, **arguments)
+
+
+@pytest.mark.parametrize("other", [None, 0.5, {"layers": 3}])
+def test_only_profiles_are_planned(profile: PrecisionProfile, other: Any) -> None:
+    for value in (other, scrimp.plan(profile, 0.5)):
+        with pytest.raises(
+            PlanError, match=r"made from a profile - got \w+, expected what scrimp.measure gives"
+        ):
+            scrimp.plan(value, 0.5)
+
+
+def test_stages_may_be_any_sequence_of_numbers(profile: PrecisionProfile) -> None:
+    plans = [scrimp.plan(profile, 0.5, stages=given) for given in ([0, 0, 1, 1], np.array([0, 0, 1, 1]))]
+    assert plans[0].layers == plans[1].layers
+    assert [row.stage for row in plans[0].layers.values()] == [0, 0, 1, 1]
 
 
 # -- apply -------------------------------------------------------------------------------------
@@ -149,8 +214,8 @@ def test_training_continues_through_plans(profile: PrecisionProfile) -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: nn.Sequential(nn.Linear(4, 4)), "another model.*blocks.0.up.*names such as 0"),
-        (lambda: net(blocks=1), "another model.*2 of its layers.*blocks.1.up, blocks.1.down"),
+        (lambda: nn.Sequential(nn.Linear(4, 4)), "another model.*blocks.0.up.*names such as '0'"),
+        (lambda: net(blocks=1), "another model.*2 of its layers.*'blocks.1.up', 'blocks.1.down'"),
     ],
 )
 def test_a_plan_of_a_model_with_other_names_is_refused(
@@ -165,9 +230,22 @@ def test_a_plan_of_a_model_with_other_names_is_refused(
 def test_a_plan_of_a_model_with_other_shapes_names_them(profile: PrecisionProfile) -> None:
     model = net()
     model.blocks[1].up, model.blocks[1].down = nn.Linear(WIDTH, 48), nn.Linear(48, WIDTH)
-    with pytest.raises(PlanError, match=r"other shapes: blocks.1.up, blocks.1.down -"):
+    with pytest.raises(PlanError, match=r"not all their shapes: here .*'blocks.1.up' \(48, "):
         scrimp.apply(model, scrimp.plan(profile.select(("fp8", "nvfp4")), 0.5))
     assert is_plain(model)
+
+
+def test_of_a_model_whose_layers_all_have_other_shapes_none_is_called_right(
+    profile: PrecisionProfile,
+) -> None:
+    """Their sizes are in the proportions of the plan: which of them differ, nothing says."""
+    model = net()
+    for block in model.blocks:
+        block.up, block.down = nn.Linear(WIDTH, 48), nn.Linear(48, WIDTH)
+    with pytest.raises(PlanError) as error:
+        scrimp.apply(model, scrimp.plan(profile, 0.5))
+    shown = f"here 'blocks.0.up' (48, {WIDTH}), 'blocks.0.down' ({WIDTH}, 48)"
+    assert error.value.got == f"its layers' names, but not all their shapes: {shown}"
 
 
 def test_a_plan_of_another_device_is_refused_unless_it_is_wanted(profile: PrecisionProfile) -> None:
@@ -189,7 +267,7 @@ def test_a_plan_of_other_layers_of_the_model_is_refused_until_it_is_swapped_out(
         scrimp.measure(model, optimizer, [batch(0)], loss, layers=["blocks.0.up", "blocks.1.up"]), 0.5
     )
     planned = scrimp.apply(model, scrimp.plan(profile, 0.5))
-    with pytest.raises(PlanError, match=r"in one of them only: blocks.0.down, blocks.1.down.*swap_out"):
+    with pytest.raises(PlanError, match=r"in one of them only: 'blocks.0.down', 'blocks.1.down'.*swap_out"):
         scrimp.apply(model, some)
     planned.swap_out()
     assert set(scrimp.apply(model, some).layers) == {"blocks.0.up", "blocks.1.up"}
@@ -200,7 +278,7 @@ def test_a_deeper_model_of_the_same_names_is_noticed(
 ) -> None:
     scrimp.apply(net(blocks=3), scrimp.plan(profile, 0.5))
     assert "2 linear layers are not in the plan" in caplog.text
-    assert "blocks.2.up, blocks.2.down" in caplog.text
+    assert "'blocks.2.up', 'blocks.2.down'" in caplog.text
 
 
 def test_only_plans_are_taken(profile: PrecisionProfile) -> None:

@@ -89,7 +89,7 @@ def test_what_torchao_cannot_run_is_named_and_left_in_bf16(triple: Triple) -> No
         (gemm, name, "bf16") for gemm, name in zip(GEMMS, triple, strict=True) if name != "bf16"
     }
     assert all("trains no linear layer in" in entry.why for entry in named(exported))
-    assert "# Not as planned: layer." in exported.text
+    assert "# Not as planned: layer: " in exported.text
 
 
 @pytest.mark.parametrize(
@@ -157,6 +157,31 @@ def test_files_for_gpus_alone_are_python_and_select_their_layers(triple: Triple)
     exec(compile(exported.text, "torchao_precision.py", "exec"), namespace)
     assert '"blocks.*.up"' in exported.text
     assert "head" not in exported.text
+
+
+@pytest.mark.parametrize(("name", "multiple"), [("fp8_row", 16), ("mxfp8", 32), ("fp8", 128), ("nvfp4", 128)])
+def test_the_file_says_and_checks_what_widths_must_be_multiples_of(name: str, multiple: int) -> None:
+    """Of all groups, before the first layer changes: torchao itself would stop halfway."""
+    exported = export({"a": ("fp8_tensor",) * 3, "b": (name,) * 3})
+    assert f"must be multiples of {multiple}." in exported.text
+    namespace: dict[str, object] = {}
+    exec(compile(exported.text, "torchao_precision.py", "exec"), namespace)
+    model = nn.ModuleDict({"a": nn.Linear(16, 16), "b": nn.Linear(multiple, multiple + 8)})
+    with pytest.raises(
+        ValueError, match=f"b has {multiple} inputs and {multiple + 8} outputs.*of {multiple}"
+    ):
+        namespace["convert"](model)  # type: ignore[operator]
+    assert type(model["a"]) is nn.Linear
+
+
+def test_emulated_float8_takes_any_width() -> None:
+    exported = export({"a": ("fp8_row",) * 3}, emulate=True)
+    assert not exported.notes
+    namespace: dict[str, object] = {}
+    exec(compile(exported.text, "torchao_precision.py", "exec"), namespace)
+    model = nn.ModuleDict({"a": nn.Linear(5, 7)})
+    namespace["convert"](model)  # type: ignore[operator]
+    assert type(model["a"]).__name__ == "Float8Linear"
 
 
 def test_a_file_is_written_without_torch_and_torchao() -> None:

@@ -316,7 +316,7 @@ def test_arguments_that_no_file_holds_are_named_and_nothing_is_written(tmp_path:
         ({"formats": ("fp8", "mxfp8")}, "no candidate has 4 bits"),
         ({"start": "fp9"}, "no such recipe"),
         ({"budget": 75}, "share from 0 to 1"),
-        ({"budget": {"seconds": 1.0}}, "needs measured times"),
+        ({"budget": {"step_seconds": 1.0}}, "needs measured times"),
         ({"policy": "best"}, "no such policy"),
         ({"policy": "random:"}, "no such policy"),
     ],
@@ -364,7 +364,7 @@ def test_a_trainer_that_makes_its_own_loss_is_refused_early(
 
 
 def test_a_budget_out_of_reach_stops_the_run_and_says_what_can_be_reached(tmp_path: Path) -> None:
-    run = trainer(tmp_path, SnipCallback({"quality": 0.0}, formats=("nvfp4",), first=2, switch_after=1))
+    run = trainer(tmp_path, SnipCallback({"divergence": 0.0}, formats=("nvfp4",), first=2, switch_after=1))
     with pytest.raises(PlanError, match="predicted divergence"):
         run.train()
 
@@ -376,7 +376,7 @@ def test_a_budget_that_gets_out_of_reach_leaves_the_nearest_plan_with_the_reason
 
     def out_of_reach(*args: Any, current: Any, **kwargs: Any) -> Any:
         question = question_of(*args, current=current, **kwargs)
-        return question if current is None else dataclasses.replace(question, budget=Budget(quality=0.0))
+        return question if current is None else dataclasses.replace(question, budget=Budget(divergence=0.0))
 
     monkeypatch.setattr(cycle, "question_of", out_of_reach)
     snip = SnipCallback(0.5, first=2, every=2, switch_after=1)

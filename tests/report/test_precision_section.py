@@ -72,6 +72,30 @@ def test_predicted_and_measured_stand_beside_the_budget(tmp_path):
     assert "Not measured yet" not in text
 
 
+@pytest.mark.parametrize(
+    ("facts", "says"),
+    [
+        (
+            {
+                "batches": 2,
+                "intervals": {"loss_divergence": [0.0009, 0.0013], "weight_divergence": [0.02, 0.03]},
+            },
+            "loss divergence 9e-4 to 0.0013, weight divergence 0.020 to 0.030, from 2 batches",
+        ),
+        ({"batches": 1, "intervals": {}}, "none: one batch was measured"),
+        ({"intervals": {"loss_divergence": [2, 1], "step": ["a", "b"], "more": 3}}, None),
+        ({"intervals": [1, 2], "batches": "two"}, None),
+        ({}, None),
+    ],
+)
+def test_how_far_predictions_may_be_off_is_shown_where_it_is_known(tmp_path, facts, says):
+    folder = write_run(tmp_path / "run", 5)
+    write_analysis(folder, analysis(400) | facts)
+    text = plain(precision_section(read_run(folder)))
+    assert ("95% interval" in text) == (says is not None)
+    assert says is None or says in text
+
+
 def test_what_is_not_measured_says_so(tmp_path):
     folder = write_run(tmp_path / "run", 5)
     found = analysis(400, measured=False)
@@ -123,6 +147,37 @@ def test_a_plan_without_an_event_is_in_the_history(tmp_path):
     assert int(row[4]) == sum(
         choice["choice"] != "fp8" for layer in found["layers"].values() for choice in layer["gemms"].values()
     )
+
+
+def test_the_formats_that_a_run_begins_with_are_no_plan_without_an_event(tmp_path):
+    folder = write_run(tmp_path / "run", 5)
+    found = analysis(400)
+    (folder / "plans").mkdir()
+    for path in (folder / "plan.json", folder / "plans" / "step-00000000.json"):
+        path.write_text(json.dumps(start_plan(found)))
+    write_analysis(folder, found)
+    rows = rows_of(precision_section(read_run(folder)), "History of re-plans")[1:]
+    assert [(row[0], row[2].strip()) for row in rows] == [
+        ("0", "the formats before the first plan"),
+        ("400", "a plan was left in plans/, without an event"),
+    ]
+
+
+def test_a_move_to_another_device_is_in_the_history(tmp_path):
+    folder = write_run(tmp_path / "run", 5)
+    found = analysis(400)
+    write_analysis(folder, found)
+    why = "the plan was made on an A; this is a B: measured anew at step 500"
+    told = [
+        {"kind": "replan", "step": 400, "reason": "first plan", "changed": 3},
+        {"kind": "device", "step": 401, "reason": why},
+    ]
+    write_lines(folder / "events.jsonl", told)
+    rows = rows_of(precision_section(read_run(folder)), "History of re-plans")[1:]
+    assert [(row[0], row[1], row[2].strip()) for row in rows] == [
+        ("400", "replan", "first plan"),
+        ("401", "device", why),
+    ]
 
 
 def test_many_events_are_cut_and_say_so(tmp_path):
@@ -181,3 +236,16 @@ def test_an_analysis_of_other_layers_than_the_plan_breaks_nothing(tmp_path):
     text = plain(precision_section(read_run(folder)))
     assert "the sum over all GEMMs" not in text
     assert "Predicted and measured" in text
+
+
+@pytest.mark.parametrize(
+    ("policy", "budget"), [("last-blocks", {}), ("nvfp4", {}), ("snip", {"divergence": 0.1})]
+)
+def test_a_budget_that_no_policy_keeps_is_not_shown_as_one(tmp_path, policy, budget):
+    folder = write_run(tmp_path / "run", 5)
+    write_analysis(folder, analysis(400) | {"policy": policy, "budget": budget})
+    section = precision_section(read_run(folder))
+    assert (f"{policy}, per GEMM, which keeps no budget" in plain(section)) == (not budget)
+    rows = {row[0]: row[1] for row in rows_of(section, "Predicted and measured")}
+    assert rows["linear FLOPs in 4 bit"] == "–"
+    assert rows.get("divergence, share of the lowest format&#x27;s") == ("0.100" if budget else None)

@@ -95,6 +95,38 @@ def test_a_run_that_was_killed_after_any_step_goes_on_the_same(
         assert [e["reason"] for e in events(run_dir, name)] == [e["reason"] for e in events(whole, name)]
 
 
+def keep_checkpoints(run_dir: Path, last: int) -> None:
+    """As after kill -9: nothing is newer than one checkpoint but the logs."""
+    for folder in (run_dir / "checkpoints").glob("step-*"):
+        if int(folder.name.removeprefix("step-")) > last:
+            shutil.rmtree(folder)
+
+
+def test_a_run_that_goes_on_upon_another_device_says_so_once(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(whole, run_dir)
+    keep_checkpoints(run_dir, SWITCH)
+    before = Plan.read(whole / "plan.json").fingerprint.device
+    monkeypatch.setattr("scrimp.profiler.device._cpu_name", lambda: "another CPU")
+    assert main(["train", f"--run.dir={run_dir}", "--resume"]) == 0
+    (said,) = events(run_dir, "device")
+    assert (said["step"], said["reason"]) == (
+        SWITCH + 1,
+        f"the plan was made on {before}; this is another CPU: measured anew at step {FIRST + EVERY}",
+    )
+    assert str(said["reason"]) in capsys.readouterr().out
+    plans = [Plan.read(path) for path in sorted((run_dir / "plans").glob("step-????????.json"))]
+    assert [plan.fingerprint.device for plan in plans] == [before, before, "another CPU"]
+    assert Plan.read(run_dir / "plan.json").fingerprint.device == "another CPU"
+
+    keep_checkpoints(run_dir, STEPS - 1)
+    assert main(["train", f"--run.dir={run_dir}", "--resume"]) == 0
+    assert events(run_dir, "device") == [said]
+    assert losses(run_dir) == losses(whole)  # the device's name alone is another one: it calculates the same
+
+
 def test_measuring_and_keeping_the_plan_changes_no_bit(corpus: Path, tmp_path: Path) -> None:
     """One candidate leaves nothing to choose: it measures, probes, switches to what it has, and trains the same."""
     only = ["--snip.formats=nvfp4", "--budget.fp4-flops=1"]

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
+import re
 import runpy
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_run import flags, write_corpus
 
 from scrimp.cli import main
 from scrimp.planner import Plan
-from scrimp.planner.bits import PrecisionPlan
+from scrimp.planner.bits import PrecisionPlan, PrecisionProfile
+from scrimp.train import precision_meter
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +47,19 @@ def test_a_run_in_other_formats_is_measured_and_its_plan_shown(
     assert {path: path.read_bytes() for path in sorted(run_dir.rglob("*")) if path.is_file()} == before
 
 
+def test_how_far_the_prediction_may_be_off_is_shown(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert preview(run_dir, f"--out={tmp_path / 'two.json'}") == 0
+    plan, shown = PrecisionPlan.read(tmp_path / "two.json"), " ".join(capsys.readouterr().out.split())
+    low, high = plan.intervals["weight_divergence"]
+    assert low < plan.predicted["weight_divergence"] < high
+    assert f"95% from {low:.1%} to {high:.1%}, by 2 batches" in shown
+    assert preview(run_dir, "--snip.batches=1", f"--out={tmp_path / 'one.json'}") == 0
+    assert PrecisionPlan.read(tmp_path / "one.json").intervals == {}
+    assert "no interval: one batch was measured" in " ".join(capsys.readouterr().out.split())
+
+
 def test_the_users_budget_and_formats_count(run_dir: Path, tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
     words = ("--budget.fp4-flops=0.25", "--snip.formats=bf16,fp8,mxfp4", f"--out={out}")
@@ -62,8 +79,48 @@ def test_a_budget_of_harm_takes_as_many_four_bits_as_it_allows(run_dir: Path, tm
         plan = PrecisionPlan.read(out)
         spent = sum(gemm.harm[gemm.choice] for row in plan.layers.values() for gemm in row.gemms.values())
         assert spent <= harm * 2 * (1 + 1e-6)
+        assert plan.budget == {"divergence": harm}
         shares.append(plan.predicted["fp4_flops"])
     assert shares[0] < shares[1] < shares[2]
+
+
+def test_a_budget_of_harm_is_shown_and_refused_in_the_users_number(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert preview(run_dir, "--budget.divergence=0.1") == 0
+    shown = capsys.readouterr().out
+    assert "divergence 0.1" in shown
+    assert "quality" not in shown
+    assert preview(run_dir, "--budget.divergence=1e-7") == 2
+    refused = capsys.readouterr().err
+    assert "the predicted divergence" in refused
+    assert "at most 1e-07" in refused
+    assert re.search(r"at least 0\.0\d+ can be reached", refused)
+
+
+def test_a_policy_that_keeps_no_budget_says_so(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert preview(run_dir, "--snip.policy=fp8") == 0
+    shown = capsys.readouterr().out
+    assert "none: policy fp8 keeps no budget" in shown
+    assert "fp4_flops" not in shown
+
+
+def test_statistics_that_are_not_finite_are_named(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    collect = precision_meter.collect
+
+    def spoiled(*args: Any, **setting: Any) -> PrecisionProfile:
+        profile = collect(*args, **setting)
+        profile.batches[0].gw[0] = math.nan
+        return profile
+
+    monkeypatch.setattr(precision_meter, "collect", spoiled)
+    words = "statistics of 1 layer are not finite, it stays in fp8: blocks.0.attention.qkv"
+    assert preview(run_dir, "--budget.fp4-flops=0.5") == 0
+    assert words in " ".join(capsys.readouterr().out.split())
+    assert preview(run_dir, "--budget.fp4-flops=1.0") == 2
+    assert words in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_budget_takes_the_place_of_the_one_that_the_run_had(tmp_path: Path) -> None:
@@ -77,7 +134,7 @@ def test_a_budget_takes_the_place_of_the_one_that_the_run_had(tmp_path: Path) ->
     ]
     assert main(flags(write_corpus(tmp_path), run_dir, *words)) == 0
     assert preview(run_dir, "--budget.divergence=0.3", f"--out={tmp_path / 'plan.json'}") == 0
-    assert set(PrecisionPlan.read(tmp_path / "plan.json").budget) == {"quality"}
+    assert set(PrecisionPlan.read(tmp_path / "plan.json").budget) == {"divergence"}
 
 
 @pytest.mark.parametrize(

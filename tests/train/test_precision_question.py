@@ -11,7 +11,10 @@ import pytest
 
 from scrimp.config import BudgetConfig, Config, SnipConfig, TrainConfig
 from scrimp.planner.bits import Budget, PrecisionProfile, Question, choose, make_plan
+from scrimp.precision import GEMMS
+from scrimp.profiler.gemm_times import GemmTimes
 from scrimp.train.precision_question import Horizon, ask, divergences_of, recipes_in
+from scrimp.train.precision_times import StepTimes
 
 sys.path.append(str(Path(__file__).parents[1] / "planner" / "bits"))
 from profiles import profile
@@ -56,3 +59,23 @@ def test_predictions_follow_promoted_formats() -> None:
     names = ("loss_divergence", "weight_divergence")
     assert divergences_of(analysis, safe) == pytest.approx([expected[name] for name in names])
     assert divergences_of(analysis, recipes_in(analysis)) == tuple(analysis.predicted[name] for name in names)
+
+
+@pytest.mark.parametrize(
+    "budget", [{"speedup": 2.0}, {"step_seconds": 0.5}, {"divergence": 0.1}, {"fp4_flops": 0.3}]
+)
+def test_the_planner_is_asked_for_the_users_own_budget(budget: dict[str, float]) -> None:
+    config = Config(
+        precision="snip",
+        train=TrainConfig(steps=100),
+        budget=BudgetConfig(**budget),
+        snip=SnipConfig(formats="fp8,nvfp4", start="fp8", first=0, every=10, delay=1, update_weight=3.0),
+    )
+    rows = {gemm: {"bf16": 4e-3, "fp8": 2e-3, "nvfp4": 1e-3} for gemm in GEMMS}
+    times = StepTimes(GemmTimes("device", 128, dict.fromkeys(MADE.shapes, rows)), 1, other=0.01)
+    question = ask(config, MADE, Horizon(0, None, 0.0), {}, RECIPES, None, {}, times)
+    plan = make_plan(question)
+    assert plan.budget == budget
+    ends = {"speedup": (0.01 + 18 * 4e-3) / 2, "step_seconds": 0.5}
+    assert plan.predicted["step_seconds"] <= ends.get(next(iter(budget)), 1.0) + 1e-9
+    assert plan.predicted["step_seconds"] >= 0.01 + 18 * 1e-3 - 1e-9

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,9 @@ from scrimp.gemm.doctor_report import surroundings_of
 from scrimp.planner import Plan
 from scrimp.profiler.gemm_times import GemmTimes
 from scrimp.train import precision_times
+from scrimp.train.precision_state import TIMED_STEPS
 from scrimp.train.precision_times import (
     StepTimes,
-    allowed_seconds,
     gemm_seconds,
     keep_times,
     measured_times,
@@ -45,9 +46,9 @@ def times(emulated: frozenset[str] = frozenset(), **changes: float) -> StepTimes
     return StepTimes(table, micro_batches=2, other=0.01)
 
 
-def config(**budget: float) -> Config:
+def config(formats: str = "fp8,nvfp4", **budget: float) -> Config:
     return Config(
-        precision="snip", budget=BudgetConfig(**budget), snip=SnipConfig(formats="fp8,nvfp4", start="fp8")
+        precision="snip", budget=BudgetConfig(**budget), snip=SnipConfig(formats=formats, start="fp8")
     )
 
 
@@ -59,13 +60,6 @@ def test_planned_gemms_add_up_over_layers_and_micro_batches() -> None:
 def test_what_is_left_of_a_step_is_other_work_and_never_negative() -> None:
     assert other_than_gemms([0.05, 0.04, 9.0], 0.03) == pytest.approx(0.02)
     assert other_than_gemms([0.02], 0.03) == 0.0
-
-
-def test_a_step_time_and_a_speedup_leave_the_same_seconds_where_they_mean_the_same() -> None:
-    in_bf16, other = 0.048, 0.01
-    by_time = allowed_seconds(config(step_seconds=0.029), other, in_bf16)
-    by_speed = allowed_seconds(config(speedup=2.0), other, in_bf16)
-    assert by_time == pytest.approx(by_speed) == pytest.approx(0.019)
 
 
 @pytest.mark.parametrize(
@@ -83,13 +77,46 @@ def test_what_they_reach_is_not(budget: dict[str, float]) -> None:
     assert refuse_unreachable_speed(config(**budget), times(), SHAPES) is None
 
 
+SLOW = {"emulated": frozenset({"fp8", "nvfp4"}), "fp8": 40.0, "nvfp4": 80.0}
+
+
 def test_formats_that_are_emulated_and_slow_make_nothing_faster() -> None:
-    slow = times(frozenset({"fp8", "nvfp4"}), fp8=40.0, nvfp4=80.0)
+    slow = times(**SLOW)
     with pytest.raises(PlanError) as error:
-        refuse_unreachable_speed(config(speedup=1.1), slow, SHAPES)
-    assert "at most 1.000" in str(error.value.expected)
-    assert "emulated" in str(error.value.expected)
+        refuse_unreachable_speed(config("bf16,fp8,nvfp4", speedup=1.1), slow, SHAPES)
+    assert str(error.value.expected).endswith(
+        "at most 1.000, if a step were GEMMs alone: fp8, nvfp4 are emulated here"
+    )
+    assert refuse_unreachable_speed(config("bf16,fp8,nvfp4", speedup=1.0), slow, SHAPES) is None
     np.testing.assert_array_equal(slow.candidates(list(SHAPES.values()), ("bf16", "fp8"))[..., 1], False)
+
+
+@pytest.mark.parametrize("budget", [{"speedup": 1.0}, {"step_seconds": 0.1}])
+def test_what_only_bf16_could_keep_is_refused_where_bf16_is_no_candidate(budget: dict[str, float]) -> None:
+    with pytest.raises(
+        PlanError, match=r"bf16 is no candidate of snip.formats fp8,nvfp4 - add bf16"
+    ) as error:
+        refuse_unreachable_speed(config(**budget), times(**SLOW), SHAPES)
+    reached = {"speedup": "at most 0.100", "step_seconds": "at least 0.48 s"}  # 12 GEMMs of 40 ms, in fp8
+    assert reached[next(iter(budget))] in str(error.value.expected)
+    assert refuse_unreachable_speed(config("fp8,bf16", **budget), times(**SLOW), SHAPES) is None
+
+
+def test_what_a_rule_fixes_counts_at_the_start() -> None:
+    fixed = dataclasses.replace(config(speedup=2.7), precision="snip,a=bf16")
+    with pytest.raises(PlanError, match=r"at most 1\.600"):  # 48 ms over 24 of layer a and 6 of layer b
+        refuse_unreachable_speed(fixed, times(), SHAPES)
+
+
+def test_a_policy_of_whole_layers_reaches_what_one_format_per_layer_can() -> None:
+    rows = {gemm: {"bf16": 4.0, "fp8": 2.0, "nvfp4": 1.0} for gemm in ("fprop", "dgrad", "wgrad")}
+    rows["wgrad"] = {"bf16": 4.0, "fp8": 2.0, "nvfp4": 8.0}
+    mixed = StepTimes(GemmTimes("device", 128, dict.fromkeys(SHAPES.values(), rows)), 1, other=0.0)
+    per_layer = SnipConfig(formats="fp8,nvfp4", start="fp8", policy="snip-layer")
+    asked = dataclasses.replace(config(speedup=2.5), snip=per_layer)
+    assert refuse_unreachable_speed(config(speedup=3.0), mixed, SHAPES) is None
+    with pytest.raises(PlanError, match=r"at most 2\.000"):
+        refuse_unreachable_speed(asked, mixed, SHAPES)
 
 
 def test_only_budgets_in_seconds_need_times() -> None:
@@ -138,6 +165,29 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
 
     monkeypatch.setattr(precision_times, "measure_gemm_times", measure)
     return calls
+
+
+def test_a_run_with_a_budget_in_seconds_times_the_device_that_it_moved_to(
+    timed: list[tuple[str, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / "run"
+    words = ["--precision=snip", "--snip.formats=bf16,nvfp4", "--snip.first=2", "--snip.delay=1"]
+    words += ["--snip.every=0", "--train.steps=18", "--train.checkpoint-every=5", "--train.keep-every=5"]
+    assert main(flags(write_corpus(tmp_path), run_dir, *words, "--budget.step-seconds=1000")) == 0
+    for step in (10, 15, 18):
+        shutil.rmtree(run_dir / "checkpoints" / f"step-{step:08d}")
+    timed.clear()
+    for module in ("profiler.device", "gemm.doctor_report"):
+        monkeypatch.setattr(f"scrimp.{module}._cpu_name", lambda: "another CPU")
+    assert main(["train", f"--run.dir={run_dir}", "--resume"]) == 0
+    told = {event["kind"]: event for event in records(run_dir, "events.jsonl")}
+    measured = 5 + TIMED_STEPS
+    assert str(told["device"]["reason"]).endswith(f"this is another CPU: measured anew at step {measured}")
+    assert told["replan"]["step"] == measured + 2  # a step later, and numbered from 1
+    assert len(timed) == 1
+    kept = json.loads((run_dir / "gemm_times.json").read_text())
+    assert kept["table"]["device"].startswith("another CPU")
+    assert kept["other"] is not None
 
 
 def decisions(micro_batch: int) -> Decisions:

@@ -31,7 +31,7 @@ def put_in_force(
     if odd:
         raise PlanError(
             "the plan is not of the layers that the model runs by a plan now",
-            got=f"in one of them only: {', '.join(odd[:8])}" + (", ..." if len(odd) > 8 else ""),
+            got=f"in one of them only: {', '.join(map(repr, odd[:8]))}" + (", ..." if len(odd) > 8 else ""),
             do="call swap_out of the PlannedModel that apply gave, then apply this plan",
         )
     planned.replan(precisions)
@@ -80,7 +80,7 @@ def _refuse_untrained(model: nn.Module, layers: Sequence[str], trained: Callable
     if frozen:
         raise ModelError(
             "layers to measure are not trained by this optimizer",
-            got=", ".join(frozen[:8]) + (", ..." if len(frozen) > 8 else ""),
+            got=", ".join(map(repr, frozen[:8])) + (", ..." if len(frozen) > 8 else ""),
             do="leave them out: name the others with layers=",
         )
 
@@ -104,7 +104,7 @@ def compute_of(
     if idle:
         raise ModelError(
             "layers take no part in the loss",
-            got=", ".join(idle[:8]),
+            got=", ".join(map(repr, idle[:8])),
             do="leave them out: name the others with layers=",
         )
     types = {_COMPUTE[dtype] for dtype in found.values()}

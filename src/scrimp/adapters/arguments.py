@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from scrimp.errors import PlanError
-from scrimp.planner.bits import Budget, PrecisionPlan, PrecisionProfile
+from scrimp.planner.bits import Budget, PrecisionPlan, PrecisionProfile, Weights
 from scrimp.precision import GEMMS, recipe
 from scrimp.profiler.statistics import TorchOptimizer
 
@@ -40,6 +41,77 @@ def budget_from(budget: Budget | Mapping[str, float] | float) -> Budget:
         got=repr(budget),
         expected=f"a share of FLOPs in 4 bits such as 0.75, or one of {', '.join(names)} by name with its number",
     )
+
+
+def profile_from(profile: Any) -> PrecisionProfile:
+    if not isinstance(profile, PrecisionProfile):
+        raise PlanError(
+            "a plan is made from a profile", got=type(profile).__name__, expected="what scrimp.measure gives"
+        )
+    return profile
+
+
+def refuse_other_types(*, policy: Any, weights: Any, current: Any, solver: Any) -> None:
+    """Refuse arguments of `scrimp.plan` that are something else than their names say."""
+    for name, value, kind in (
+        ("policy", policy, str),
+        ("weights", Weights() if weights is None else weights, Weights),
+        ("solver", solver, str),
+    ):
+        if not isinstance(value, kind):
+            raise PlanError(f"{name} is of another type", got=repr(value), expected=kind.__name__)
+    if not isinstance(current, PrecisionPlan | None):
+        raise PlanError(
+            "the current plan is none", got=type(current).__name__, expected="what scrimp.plan gives"
+        )
+
+
+def other_from(seconds: Any) -> float:
+    """Seconds of a step beside the planned GEMMs."""
+    if isinstance(seconds, int | float) and not isinstance(seconds, bool) and 0 <= seconds < math.inf:
+        return float(seconds)
+    raise PlanError("other_seconds is no time", got=repr(seconds), expected="a finite number, 0 or more")
+
+
+def seconds_from(seconds: Any, profile: PrecisionProfile) -> NDArray[np.float64] | None:
+    """[L, 3, P], a table of times in any form that numpy reads; None stays None."""
+    if seconds is None:
+        return None
+    shape = (len(profile.layers), len(GEMMS), len(profile.formats))
+    expected = (
+        f"numbers of shape {list(shape)}: {shape[0]} layers, fprop, dgrad and wgrad, "
+        f"and {', '.join(profile.formats)}"
+    )
+    try:
+        table = np.asarray(seconds, dtype=np.float64)
+    except (TypeError, ValueError):
+        raise PlanError("seconds is no table", got=type(seconds).__name__, expected=expected) from None
+    if table.shape != shape:
+        raise PlanError("seconds has a wrong shape", got=list(table.shape), expected=expected)
+    wrong = ~(np.isfinite(table) & (table >= 0))
+    if wrong.any():
+        i, j, p = np.argwhere(wrong)[0].tolist()
+        where = f"{profile.layers[i]}.{GEMMS[j]} in {profile.formats[p]}"
+        raise PlanError(
+            f"seconds of {where} are no time", got=table[i, j, p], expected="a finite number, 0 or more"
+        )
+    return table
+
+
+def stages_from(stages: Any, profile: PrecisionProfile) -> tuple[int, ...] | None:
+    """[L], pipeline stages; None stays None."""
+    if stages is None:
+        return None
+    count = len(profile.layers)
+    is_list = isinstance(stages, Sequence | np.ndarray) and not isinstance(stages, str | bytes)
+    found = list(stages) if is_list else []
+    if not is_list or len(found) != count:
+        got = len(found) if is_list else repr(stages)
+        raise PlanError("every layer needs a pipeline stage", got=got, expected=f"{count} numbers")
+    for stage in found:
+        if not isinstance(stage, int | np.integer) or isinstance(stage, bool) or stage < 0:
+            raise PlanError("this is no pipeline stage", got=repr(stage), expected="0, 1, 2, ...")
+    return tuple(int(stage) for stage in found)
 
 
 def candidates_from(formats: Sequence[str]) -> tuple[str, ...]:
@@ -86,7 +158,10 @@ def indices_of(current: PrecisionPlan, profile: PrecisionProfile) -> NDArray[np.
     """[L, 3], a plan's formats by their places in a profile."""
     odd = sorted(set(current.layers) ^ set(profile.layers))
     if odd:
-        raise PlanError("the current plan has other layers than the profile", got=", ".join(odd[:8]))
+        raise PlanError(
+            "the current plan has other layers than the profile",
+            got="layers of one of them alone: " + ", ".join(map(repr, odd[:8])),
+        )
     rows = [[current.layers[layer].gemms[gemm].choice for gemm in GEMMS] for layer in profile.layers]
     missing = sorted({name for row in rows for name in row} - set(profile.formats))
     if missing:

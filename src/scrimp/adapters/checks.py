@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -72,7 +71,8 @@ def refuse_other_model(plan: PrecisionPlan, linears: Mapping[str, nn.Linear]) ->
     if fingerprint(tuple(plan.layers), shapes) != plan.model:
         raise PlanError(
             "the plan is of another model",
-            got=f"layers of other shapes: {_some(_of_other_size(plan, linears))}",
+            got=f"its layers' names, but not all their shapes: {_shapes(plan, linears)}",
+            expected="the shapes that were measured, of which a plan has a fingerprint alone",
             do="measure this model",
         )
     beside = [name for name in linears if name not in plan.layers and _pattern(name) in _patterns(plan)]
@@ -106,14 +106,13 @@ def refuse_other_device(plan: PrecisionPlan, device: str) -> None:
         )
 
 
-def _of_other_size(plan: PrecisionPlan, linears: Mapping[str, nn.Linear]) -> list[str]:
-    """Layers whose size is out of proportion; all, where none is (a plan knows shares, not shapes)."""
-    ratios = {
-        name: f"{linears[name].weight.numel() / (layer.flops_share or 1.0):.6g}"
-        for name, layer in plan.layers.items()
-    }
-    usual = statistics.mode(ratios.values())
-    return [name for name, ratio in ratios.items() if ratio != usual] or list(plan.layers)
+def _shapes(plan: PrecisionPlan, linears: Mapping[str, nn.Linear]) -> str:
+    """Of the planned layers as they are here, (outputs, inputs), each shape with the first that has it."""
+    first: dict[tuple[int, ...], str] = {}
+    for name in plan.layers:
+        first.setdefault(tuple(linears[name].weight.shape), name)
+    shown = [f"{name!r} {shape}" for shape, name in first.items()]
+    return "here " + ", ".join(shown[:8]) + (", ..." if len(shown) > 8 else "")
 
 
 def _patterns(plan: PrecisionPlan) -> set[str]:
@@ -126,4 +125,4 @@ def _pattern(name: str) -> str:
 
 
 def _some(names: list[str], most: int = 8) -> str:
-    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
+    return ", ".join(map(repr, names[:most])) + (", ..." if len(names) > most else "")

@@ -68,11 +68,12 @@ class CycleSettings:
                 got=", ".join(self.formats),
                 expected="such as fp8, nvfp4",
             )
-        if self.budget.seconds is not None:
+        if self.budget.is_of_time:
+            name, value = next(iter(self.budget.given.items()))
             raise PlanError(
-                "a budget in seconds needs measured times of the GEMMs, which this cycle has none of",
-                got=f"seconds {self.budget.seconds:g}",
-                expected="fp4_flops or quality",
+                f"budget {name} needs measured times of the GEMMs, which this cycle has none of",
+                got=f"{value:g}",
+                expected="fp4_flops or divergence",
             )
         if not is_policy(self.policy) or (self.policy in RECIPES and self.policy not in self.formats):
             raise PlanError(

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
-from scrimp.adapters.fit import Inexpressible
-from scrimp.adapters.names import Names, of_stage, precisions_of, rename
+from scrimp.adapters.fit import Inexpressible, summarise
+from scrimp.adapters.names import Names, is_megatron, is_own, of_stage, precisions_of, rename
 from scrimp.adapters.torchao import to_torchao
 from scrimp.adapters.transformer_engine import to_transformer_engine
 from scrimp.errors import PlanError
@@ -39,6 +39,12 @@ class PrecisionExport:
     """What the trainer computes otherwise though the recipe is the same."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables that its processes need."""
+    layers: tuple[str, ...] = ()
+    """All that were exported, by their names there."""
+
+    def not_as_planned(self, most: int | None = None) -> list[str]:
+        """What is inexpressible, one line for all layers that share it; `most` globs in a line."""
+        return summarise(self.inexpressible, self.layers, most=most)
 
 
 def export_precision(
@@ -54,7 +60,8 @@ def export_precision(
     Args:
         target: torchao gives a Python file with `convert(model)`; transformer-engine gives the YAML file for
             Megatron-Core's --te-precision-config-file.
-        names: whose names the layers have in the model: "scrimp" leaves the plan's as they are.
+        names: whose names the layers have in the model: "scrimp" leaves the plan's as they are. So do the
+            others where the plan is of another model than Scrimp's decoder; a note then says so.
         approximate: layers that cannot run as planned take the nearest that the trainer has, with no fewer bits
             in any GEMM, instead of the compute type.
         stage: (first, last) block of one pipeline stage, counted from 0; layers are numbered within it.
@@ -67,16 +74,39 @@ def export_precision(
     precisions = plan.precisions if isinstance(plan, PrecisionPlan) else precisions_of(plan)
     if stage is not None:
         precisions = of_stage(precisions, *stage)
+    names, notes = _as_they_are(precisions, names)
     renamed = rename(precisions, names)
     if target == "torchao":
         converted = to_torchao(renamed, approximate=approximate)
         if names == "huggingface" and converted.groups:
-            converted = replace(converted, notes=(*converted.notes, _OWN_SCALES))
-        return PrecisionExport(converted.text, _FILES[target], converted.inexpressible, converted.notes)
+            notes = (*notes, _OWN_SCALES)
+        converted = replace(converted, notes=(*converted.notes, *notes))
+        return PrecisionExport(
+            converted.text, _FILES[target], converted.inexpressible, converted.notes, layers=tuple(renamed)
+        )
     recipes = to_transformer_engine(renamed, approximate=approximate)
     is_numbered = any(re.search(r"\.\d+\.", pattern) for pattern, _ in recipes.matchers)
-    if names == "megatron" and is_numbered and stage is None:
-        recipes = replace(recipes, notes=(*recipes.notes, _STAGES))
+    if is_numbered and stage is None and any(map(is_megatron, renamed)):
+        notes = (*notes, _STAGES)
+    recipes = replace(recipes, notes=(*recipes.notes, *notes))
     return PrecisionExport(
-        recipes.text, _FILES[target], recipes.inexpressible, recipes.notes, recipes.environment
+        recipes.text,
+        _FILES[target],
+        recipes.inexpressible,
+        recipes.notes,
+        recipes.environment,
+        tuple(renamed),
+    )
+
+
+def _as_they_are(layers: Mapping[str, object], names: Names) -> tuple[Names, tuple[str, ...]]:
+    """The names to take, with a note where they are another model's own.
+
+    Names of no model that Megatron has would match nothing there: those are left to be refused.
+    """
+    is_other = names == "huggingface" or all(map(is_megatron, layers))
+    if names == "scrimp" or not is_other or any(map(is_own, layers)):
+        return names, ()
+    return "scrimp", (
+        f"the plan is of another model than Scrimp's: names stay as they are, {next(iter(layers))}",
     )

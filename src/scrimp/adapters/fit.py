@@ -93,18 +93,31 @@ def fit(
     return runs, tuple(left_out)
 
 
-def summarise(left_out: Iterable[Inexpressible], layers: Iterable[str]) -> list[str]:
-    """One line per GEMM and family of layers that share what runs instead.
+def summarise(
+    left_out: Iterable[Inexpressible], layers: Iterable[str], *, most: int | None = None
+) -> list[str]:
+    """One line for all layers that share what was planned, what runs instead and why.
 
     Args:
         layers: all that were exported, so that no glob means one that runs as planned.
+        most: globs in a line; None: all.
     """
     by_layer: dict[str, list[Inexpressible]] = {layer: [] for layer in layers}
     for entry in left_out:
         by_layer[entry.layer].append(replace(entry, layer=""))
-    return [
-        str(replace(entry, layer=pattern)) for pattern, entries in collapse(by_layer) for entry in entries
-    ]
+    globs: dict[tuple[Inexpressible, ...], list[str]] = {}
+    for pattern, entries in collapse(by_layer):
+        globs.setdefault(tuple(entries), []).append(pattern)
+    lines = []
+    for shared, patterns in globs.items():
+        where = ", ".join(patterns[:most]) + (
+            f", ... ({len(patterns)} globs)" if most is not None and patterns[most:] else ""
+        )
+        for instead, why in dict.fromkeys((entry.instead, entry.why) for entry in shared):
+            same = [entry for entry in shared if (entry.instead, entry.why) == (instead, why)]
+            planned = ", ".join(f"{entry.gemm} {entry.recipe}" for entry in same)
+            lines.append(f"{where}: {planned} planned, {instead} runs: {why}")
+    return lines
 
 
 def nearest(planned: Triple, runs: Sequence[Triple]) -> Triple:

@@ -81,6 +81,17 @@ def rename(choices: Mapping[str, Choice], names: Names) -> dict[str, Choice]:
     return {name: choice for layer, choice in choices.items() for name in translators[names](layer)}
 
 
+def is_own(layer: str) -> bool:
+    """Whether a layer has the name of one of the decoder's; else a plan is of somebody else's model."""
+    found = _LAYER.fullmatch(layer)
+    return layer == _HEAD or (found is not None and found[2] in _HUGGINGFACE)
+
+
+def is_megatron(layer: str) -> bool:
+    """Whether a layer is named as Megatron-Core names its own."""
+    return layer == MEGATRON_HEAD or layer.startswith("decoder.layers.")
+
+
 def of_stage(choices: Mapping[str, Choice], first: int, last: int) -> dict[str, Choice]:
     """The blocks first..last (both counted) and the head, blocks numbered from 0 as a pipeline stage numbers them.
 
@@ -122,6 +133,6 @@ def _translate(layer: str, table: Mapping[str, tuple[str, ...]], blocks: str, he
             "this is no linear layer of the decoder",
             got=repr(layer),
             expected=f"head, or blocks.N. and {', '.join(table)}",
-            do='export the names that the plan has, with names="scrimp"',
+            do='keep the names that the plan has: --names scrimp, in Python names="scrimp"',
         )
     return tuple(f"{blocks}.{int(found[1])}.{name}" for name in table[found[2]])

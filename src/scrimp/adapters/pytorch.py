@@ -38,6 +38,11 @@ from scrimp.adapters.arguments import (
     first_of,
     indices_of,
     optimizer_from,
+    other_from,
+    profile_from,
+    refuse_other_types,
+    seconds_from,
+    stages_from,
     updates_of,
     view_of,
 )
@@ -153,7 +158,8 @@ def plan(
     weights: Weights | None = None,
     current: PrecisionPlan | None = None,
     stages: Sequence[int] | None = None,
-    seconds: NDArray[np.float64] | None = None,
+    seconds: NDArray[np.float64] | Sequence[Any] | None = None,
+    other_seconds: float = 0.0,
     solver: str = "auto",
     time_limit: float = 60.0,
     step: int | None = None,
@@ -161,13 +167,15 @@ def plan(
     """The formats that do least harm within a budget.
 
     Args:
-        budget: a share of the planned layers' FLOPs in 4 bits; or a Budget; or its one entry by name.
+        budget: a share of the planned layers' FLOPs in 4 bits; or a Budget; or its one entry by name: fp4_flops,
+            step_seconds, speedup or divergence (`scrimp.planner.bits.budget`).
         policy: snip, or one of the baselines (`scrimp.planner.bits.policies`).
         weights: of the terms of the cost against each other.
         current: the plan of now, which only a clearly better one replaces.
         stages: pipeline stage of each layer, in the profile's order; each keeps the budget.
-        seconds: [L, 3, P], measured times of every layer's GEMMs in every format, for a budget in seconds
-            (`GemmTimes.table`).
+        seconds: [L, 3, P], measured times of every layer's GEMMs in every format of the profile, for a budget in
+            step_seconds or speedup (`GemmTimes.table`); a speedup is over the column of bf16.
+        other_seconds: what a step takes beside them; part of its time in such a budget.
         solver: auto, highs, knapsack or relaxation.
         time_limit: seconds, for the solver.
         step: updates after which the plan begins; None: where the profile was taken.
@@ -184,6 +192,7 @@ def plan(
         current=current,
         stages=stages,
         seconds=seconds,
+        other_seconds=other_seconds,
         solver=solver,
         time_limit=time_limit,
     )
@@ -198,22 +207,22 @@ def question_of(
     weights: Weights | None = None,
     current: PrecisionPlan | None = None,
     stages: Sequence[int] | None = None,
-    seconds: NDArray[np.float64] | None = None,
+    seconds: NDArray[np.float64] | Sequence[Any] | None = None,
+    other_seconds: float = 0.0,
     solver: str = "auto",
     time_limit: float = 60.0,
 ) -> Question:
     """What `plan` asks the planner; its arguments."""
-    if stages is not None and len(stages) != len(profile.layers):
-        raise PlanError(
-            "every layer needs a pipeline stage", got=len(stages), expected=f"{len(profile.layers)} numbers"
-        )
+    profile = profile_from(profile)
+    refuse_other_types(policy=policy, weights=weights, current=current, solver=solver)
     return Question(
         profile,
         budget_from(budget),
         policy=policy,
         weights=weights or Weights(),
-        stages=stages,
-        seconds=seconds,
+        stages=stages_from(stages, profile),
+        seconds=seconds_from(seconds, profile),
+        other_seconds=other_from(other_seconds),
         current=None if current is None else indices_of(current, profile),
         solver=solver,
         time_limit=time_limit,

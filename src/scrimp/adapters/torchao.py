@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 FLOAT8, MXFP8, BLOCKWISE, NVFP4 = "float8", "mxfp8", "blockwise", "nvfp4"
+MULTIPLE = {FLOAT8: 16, MXFP8: 32, BLOCKWISE: 128, NVFP4: 128}
+"""What a layer's widths, and the tokens of a micro-batch, must be multiples of."""
 _WHOLE = {"fp8": BLOCKWISE, "nvfp4": NVFP4}
 """Recipes that a layer runs in all three GEMMs or in none."""
 _GRANULARITY = {"tensor": "TENSORWISE", "row": "AXISWISE"}
@@ -84,6 +86,11 @@ class TorchaoGroup:
         if self.recipes[0] in _WHOLE:
             return _WHOLE[self.recipes[0]]
         return MXFP8 if self.recipes[0] == "mxfp8" else FLOAT8
+
+    @property
+    def takes_any_width(self) -> bool:
+        """Whether the layers' widths need not be multiples of anything."""
+        return self.emulate and self.kind == FLOAT8
 
     @property
     def config(self) -> Any:
@@ -170,8 +177,16 @@ def to_torchao(
         for recipes, globs in patterns.items()
         if recipes != plain
     )
-    notes = (_NVFP4_NOTE,) if any(group.kind == NVFP4 for group in groups) else ()
-    return TorchaoExport(groups, layers.get(plain, ()), left_out, notes)
+    by_kind = {group.kind: group for group in groups}
+    notes = [_NVFP4_NOTE] if NVFP4 in by_kind else []
+    notes += [_multiples_note(group) for group in by_kind.values() if not group.takes_any_width]
+    return TorchaoExport(groups, layers.get(plain, ()), left_out, tuple(notes))
+
+
+def _multiples_note(group: TorchaoGroup) -> str:
+    names = dict.fromkeys(name for name in group.recipes if name not in HIGH_PRECISION)
+    what = "float8" if group.kind == FLOAT8 else next(iter(names))
+    return f"{what}: both widths of a layer, and the tokens on a device, must be multiples of {MULTIPLE[group.kind]}"
 
 
 def torchao_host(compute: str) -> Host:

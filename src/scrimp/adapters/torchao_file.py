@@ -12,6 +12,7 @@ from scrimp.adapters.fit import summarise
 from scrimp.adapters.torchao import (
     BLOCKWISE,
     FLOAT8,
+    MULTIPLE,
     MXFP8,
     NVFP4,
     TorchaoExport,
@@ -52,6 +53,14 @@ def among(*patterns):
     """A filter for torchao's conversions: linear layers whose name matches one of the globs."""
     return lambda module, fqn: isinstance(module, nn.Linear) and any(fnmatchcase(fqn, p) for p in patterns)
 '''
+_CHECK_FUNCTION = '''
+def check_widths(model, layers, multiple):
+    """Refuse what torchao would stop at halfway, before the first layer changes."""
+    for name, module in model.named_modules():
+        if layers(module, name) and (module.in_features % multiple or module.out_features % multiple):
+            widths = f"{module.in_features} inputs and {module.out_features} outputs"
+            raise ValueError(f"{name} has {widths}: torchao needs multiples of {multiple}")
+'''
 _MXFP8_FUNCTION = '''
 def mxfp8(wgrad_with_hp, kernel_preference):
     """A linear layer to an MXFP8 one with the same parameters; quantize_ would drop its bias."""
@@ -79,13 +88,17 @@ def write_file(export: TorchaoExport) -> str:
     imports = dict.fromkeys(line for kind in kinds for line in _IMPORTS[kind])
     lines = [*_heading(export), "", "from fnmatch import fnmatchcase", ""]
     lines += ["import torch", "from torch import nn"] if MXFP8 in kinds else ["from torch import nn"]
-    lines += [*imports, "", _FILTER, *([_MXFP8_FUNCTION] if MXFP8 in kinds else [])]
+    lines += [*imports, "", _FILTER, *([_CHECK_FUNCTION] if kinds else [])]
+    lines += [_MXFP8_FUNCTION] if MXFP8 in kinds else []
     lines += ["", "def convert(model):"]
     lines += [
         '    """Convert in place; the result is another module only where the model is one linear layer."""'
     ]
-    for group in export.groups:
-        lines += _call(group)
+    numbered = [(group, f"layers_{number}") for number, group in enumerate(export.groups)]
+    for group, layers in numbered:
+        lines += _layers(group, layers)
+    for group, layers in numbered:
+        lines += _call(group, layers)
     return "\n".join([*lines, "    return model", ""])
 
 
@@ -100,10 +113,18 @@ def _heading(export: TorchaoExport) -> list[str]:
     return lines + [f"# Note: {note}." for note in export.notes]
 
 
-def _call(group: TorchaoGroup) -> list[str]:
-    """The lines that convert one group."""
-    lines = ["    # fprop, dgrad, wgrad: " + ", ".join(group.recipes), "    layers = among("]
+def _layers(group: TorchaoGroup, layers: str) -> list[str]:
+    """The lines that select and check one group."""
+    lines = ["    # fprop, dgrad, wgrad: " + ", ".join(group.recipes), f"    {layers} = among("]
     lines += [f"        {json.dumps(pattern)}," for pattern in group.patterns] + ["    )"]
+    if group.takes_any_width:
+        return lines
+    return [*lines, f"    check_widths(model, {layers}, {MULTIPLE[group.kind]})"]
+
+
+def _call(group: TorchaoGroup, layers: str) -> list[str]:
+    """The lines that convert one group."""
+    lines: list[str] = []
     if group.kind == FLOAT8:
         lines += ["    config = Float8LinearConfig("]
         for name, cast in float8_casts(group.recipes).items():
@@ -113,11 +134,14 @@ def _call(group: TorchaoGroup) -> list[str]:
         lines += [f"        emulate={group.emulate},", "    )"]
         return [
             *lines,
-            "    model = convert_to_float8_training(model, module_filter_fn=layers, config=config)",
+            f"    model = convert_to_float8_training(model, module_filter_fn={layers}, config=config)",
         ]
     if group.kind == MXFP8:
         arguments = f"wgrad_with_hp={group.recipes[2] in HIGH_PRECISION}, "
         arguments += f"kernel_preference=KernelPreference.{'EMULATED' if group.emulate else 'AUTO'}"
-        return [*lines, f"    model = swap_linear_layers(model, mxfp8({arguments}), module_filter_fn=layers)"]
+        return [
+            *lines,
+            f"    model = swap_linear_layers(model, mxfp8({arguments}), module_filter_fn={layers})",
+        ]
     config = "Float8BlockwiseLinearConfig" if group.kind == BLOCKWISE else "NVFP4TrainingConfig"
-    return [*lines, f"    quantize_(model, {config}(), layers)"]
+    return [*lines, f"    quantize_(model, {config}(), {layers})"]

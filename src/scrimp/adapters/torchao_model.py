@@ -13,12 +13,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from scrimp.adapters.torchao import BLOCKWISE, FLOAT8, MXFP8, NVFP4, TorchaoGroup, float8_casts
+from scrimp.adapters.torchao import BLOCKWISE, FLOAT8, MULTIPLE, MXFP8, NVFP4, TorchaoGroup, float8_casts
 from scrimp.errors import DeviceError, ModelError
 from scrimp.precision import HIGH_PRECISION
-
-_MULTIPLE = {FLOAT8: 16, MXFP8: 32, BLOCKWISE: 128, NVFP4: 128}
-"""What a layer's widths must be multiples of."""
 
 
 def build_config(group: TorchaoGroup) -> Any:
@@ -101,23 +98,24 @@ def _check_layer(name: str, layer: nn.Module | None, group: TorchaoGroup) -> Non
             got="nothing of that name" if layer is None else type(layer).__name__,
             do="export the plan with the names of this model",
         )
-    problem = _problem(layer, group.kind, group.emulate)
+    problem = _problem(layer, group)
     if problem:
         raise ModelError(f"torchao cannot convert {name} to its {group.kind} layer", got=problem)
 
 
-def _problem(layer: nn.Linear, kind: str, emulate: bool) -> str | None:
+def _problem(layer: nn.Linear, group: TorchaoGroup) -> str | None:
     """What a conversion would break, or stop at."""
-    widths, multiple = (layer.out_features, layer.in_features), _MULTIPLE[kind]
+    kind = group.kind
+    widths, multiple = (layer.out_features, layer.in_features), MULTIPLE[kind]
     if hasattr(layer, "planned"):
         return "a layer that Scrimp has planned: swap_out first"
     if type(layer).forward is not nn.Linear.forward:
         return f"{type(layer).__name__}, which has a forward of its own"
-    if emulate and kind in (BLOCKWISE, NVFP4):
+    if group.emulate and kind in (BLOCKWISE, NVFP4):
         return "a request to emulate, which it cannot"
     if kind == BLOCKWISE and layer.bias is not None:
         return "a bias, which it does not take"
-    if any(width % multiple for width in widths) and not (emulate and kind == FLOAT8):
+    if any(width % multiple for width in widths) and not group.takes_any_width:
         return f"widths {widths[0]} and {widths[1]}, which are not multiples of {multiple}"
     return None
 

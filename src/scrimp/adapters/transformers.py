@@ -137,9 +137,7 @@ class SnipCallback(TrainerCallback, ExportableState):
         """What the Trainer's checkpoints keep; waits for the solver, whose plan is part of it."""
         arguments = dict(vars(self.cycle.settings))
         arguments["switch_after"] = arguments.pop("delay")
-        arguments["budget"] = {
-            key: value for key, value in vars(arguments["budget"]).items() if value is not None
-        }
+        arguments["budget"] = arguments["budget"].given
         saved = {"cycle": self.cycle.to_state(), "figures": dict(self._figures)}
         return {"args": arguments, "attributes": {"saved": saved}}
 

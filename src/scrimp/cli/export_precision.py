@@ -11,6 +11,9 @@ from scrimp.files import write_whole
 from scrimp.planner import Plan
 from scrimp.planner.bits import PrecisionPlan
 
+_GLOBS = 6
+"""In a line of the terminal; the file has all."""
+
 
 def export_to_file(
     source: Path,
@@ -30,8 +33,8 @@ def export_to_file(
         print(f"its processes need {name}={value}")
     for note in found.notes:
         print(f"note: {note}")
-    for item in found.inexpressible:
-        print(f"not as planned: {item.layer}.{item.gemm} {item.recipe} runs in {item.instead}: {item.why}")
+    for line in found.not_as_planned(_GLOBS):
+        print(f"not as planned: {line}")
     return 0
 
 

@@ -198,7 +198,8 @@ class SnipConfig:
     """Candidates, separated by commas. auto: fp8,nvfp4."""
     policy: str = "snip"
     """snip (per GEMM); snip-layer; snip-paper (as published); or a baseline: random:SEED, min-abs-err,
-    min-rel-err, first-last, layer-type, last-blocks, or a candidate's name for all GEMMs."""
+    min-rel-err, first-last, layer-type, last-blocks-matched, or one that keeps no budget: last-blocks,
+    or a candidate's name for all GEMMs."""
     start: str = "auto"
     """Recipe of the planned GEMMs before the first plan. auto: the candidate of most bits."""
     first: int | None = None

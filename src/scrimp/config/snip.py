@@ -24,10 +24,11 @@ POLICIES = (
     "first-last",
     "layer-type",
     "last-blocks",
+    "last-blocks-matched",
 )
 WHOLE_LAYERS = ("snip-layer", "snip-paper", "random", "min-abs-err", "min-rel-err")
 """Policies that solve for one format per layer."""
-ORDERED = ("first-last", "layer-type")
+ORDERED = ("first-last", "layer-type", "last-blocks-matched")
 """Policies that protect layers in an order of their own, while the share that need not be in 4 bits lasts."""
 DEFAULT_FORMATS = "fp8,nvfp4"
 DEFAULT_SHARE = 0.75
@@ -91,6 +92,11 @@ def is_policy(text: str) -> bool:
     if colon:
         return name == "random" and seed.isascii() and seed.isdecimal()
     return name in (*POLICIES, *RECIPES)
+
+
+def keeps_budget(policy: str) -> bool:
+    """Whether a policy's formats depend on the budget: not those of one format for all, nor NVIDIA's last blocks."""
+    return policy != "last-blocks" and policy not in RECIPES
 
 
 def chosen_steps(text: str) -> tuple[int, ...]:

@@ -59,6 +59,10 @@ class Analysis:
     predicted: Mapping[str, float]
     measured: Mapping[str, float]
     certainty: float | None
+    batches: int | None = None
+    """That were measured; None: not known."""
+    intervals: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Predicted divergence to (low, high), 95 %, from how it differs between the batches; none from one."""
     solver: str
     solver_note: str
     gap: float | None
@@ -216,6 +220,8 @@ def _analysis(path: Path, step: int, notes: list[str]) -> Analysis | None:
         predicted=_numbers(raw.get("predicted")),
         measured=_numbers(raw.get("measured")),
         certainty=_share(raw.get("certainty")),
+        batches=_integer(raw.get("batches")) or None,
+        intervals=_intervals(raw.get("intervals")),
         solver=_text(solver.get("name")),
         solver_note=_text(solver.get("note")),
         gap=_number(solver.get("gap")),
@@ -271,6 +277,14 @@ def _object(value: object) -> Mapping[str, Any]:
 
 def _numbers(value: object) -> dict[str, float]:
     return {key: float(number) for key, number in _object(value).items() if is_number(number)}
+
+
+def _intervals(value: object) -> dict[str, tuple[float, float]]:
+    found = {}
+    for key, pair in _object(value).items():
+        if isinstance(pair, list) and len(pair) == 2 and all(map(is_number, pair)) and pair[0] <= pair[1]:
+            found[key] = (float(pair[0]), float(pair[1]))
+    return found
 
 
 def _number(value: object) -> float | None:

@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any, Final
 
 from scrimp.config import base_architecture, load_config
+from scrimp.config.snip import keeps_budget
 from scrimp.errors import ScrimpError
 from scrimp.planner import linear_shapes
 from scrimp.report.html import Markup, cut, join, tag
@@ -29,8 +30,10 @@ from scrimp.report.units import (
     is_number,
 )
 
-EVENTS: Final = ("replan", "promotion", "probe")
+EVENTS: Final = ("replan", "promotion", "probe", "device")
+_OF_PLANS: Final = ("replan", "promotion")
 MOVES_SHOWN: Final = 8
+_UNTOLD: Final = "a plan was left in plans/, without an event"
 _NAME_LIMIT: Final = 60
 _TEXT_LIMIT: Final = 600
 _LABELS: Final = {
@@ -38,6 +41,7 @@ _LABELS: Final = {
     "loss_divergence": "loss divergence",
     "weight_divergence": "weight divergence",
     "step_seconds": "time per step",
+    "divergence": "divergence, share of the lowest format's",
 }
 
 
@@ -145,20 +149,33 @@ def _facts(analysis: Analysis) -> Markup:
     solver = analysis.solver or MISSING
     if analysis.gap is not None:
         solver += f", gap {format_percent(analysis.gap, 2)}"
+    without_budget = "" if analysis.budget or keeps_budget(analysis.policy) else "which keeps no budget"
     unit = {"gemm": "per GEMM", "layer": "per layer"}.get(analysis.granularity, analysis.granularity)
     pairs = [
-        ("policy", ", ".join(part for part in (analysis.policy, unit) if part)),
+        ("policy", ", ".join(part for part in (analysis.policy, unit, without_budget) if part)),
         ("formats offered", ", ".join(analysis.formats)),
         ("statistics of step", format_integer(analysis.measured_at) if analysis.measured_at else ""),
         (
             "certainty (resampled)",
             format_percent(analysis.certainty) if analysis.certainty is not None else "",
         ),
+        ("95% interval (predicted)", _intervals(analysis)),
         ("solver", f"{solver}: {analysis.solver_note}" if analysis.solver_note else solver),
         ("time (measured)", ", ".join(seconds)),
     ]
     items = [tag("div", tag("dt", name), tag("dd", cut(text, _TEXT_LIMIT))) for name, text in pairs if text]
     return tag("dl", *items, class_="facts")
+
+
+def _intervals(analysis: Analysis) -> str:
+    """How far the predictions may be off, by the batches that were measured."""
+    if analysis.batches == 1:
+        return "none: one batch was measured"
+    parts = [
+        f"{_LABELS.get(key, cut(key, _NAME_LIMIT))} {format_number(low, 2)} to {format_number(high, 2)}"
+        for key, (low, high) in analysis.intervals.items()
+    ]
+    return f"{', '.join(parts)}, from {analysis.batches or 'several'} batches" if parts else ""
 
 
 # -- the nearest choices ----------------------------------------------------------------------------
@@ -269,11 +286,13 @@ def _history(run: RunRecord, plans: Sequence[PlanAt]) -> Markup | None:
     shown = some_of_each_kind(events)
     changes = {after.step: num_changed(before, after) for before, after in pairwise(plans)}
     rows = [(_step(event), _event_row(event, changes)) for event in shown]
-    told = {_step(event) for event in events if event.get("kind") != "probe"}
-    for plan in plans:
-        if plan.step is not None and plan.step not in told:
-            words = "a plan was left in plans/, without an event"
-            rows.append((plan.step, _row(plan.step, "plan", words, "", changes.get(plan.step))))
+    told = {_step(event) for event in events if event.get("kind") in _OF_PLANS}
+    kept = {plan.step: plan for plan in plans if plan.step is not None}
+    for step, plan in kept.items():
+        if step not in told:
+            is_start = step == min(kept) and plan.analysis is None
+            words = "the formats before the first plan" if is_start else _UNTOLD
+            rows.append((step, _row(step, "plan", words, "", changes.get(step))))
     if not rows:
         return None
     rows.sort(key=lambda row: row[0])
@@ -297,7 +316,7 @@ def _event_row(event: Mapping[str, Any], changes: Mapping[int | None, int]) -> M
     sentence, reason = event.get("sentence"), event.get("reason")
     what, why = (sentence, reason) if sentence else (reason, "")
     said = event.get("changed")
-    changed = said if is_number(said) else changes.get(int(_step(event))) if kind != "probe" else None
+    changed = said if is_number(said) else changes.get(int(_step(event))) if kind in _OF_PLANS else None
     extra = extra_fields(event, ("sentence", "changed"))
     return _row(step, kind, what or "", why or "", changed, extra)
 

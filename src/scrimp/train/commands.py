@@ -139,11 +139,19 @@ def _show_measured(found: Preview, out: Path | None) -> None:
     title = f"precision after step {found.step:,}, chosen by {plan.policy}"
     console.print(precision_map_text(plan.precisions, shares, title=title))
     predicted = plan.predicted
+    budget = ", ".join(f"{name} {value:g}" for name, value in plan.budget.items())
     rows = [
-        ("budget", ", ".join(f"{name} {value:g}" for name, value in plan.budget.items())),
+        ("budget", budget or f"none: policy {plan.policy} keeps no budget"),
         ("FLOPs in 4 bits", f"{predicted['fp4_flops'] or 0:.1%} of the blocks' linear layers"),
-        ("loss divergence", f"{predicted['loss_divergence'] or 0:.2e} of the loss (predicted)"),
-        ("weight divergence", f"{predicted['weight_divergence'] or 0:.1%} of an update (predicted)"),
+        (
+            "loss divergence",
+            f"{predicted['loss_divergence'] or 0:.2e} of the loss (predicted; {interval_text(plan, 'loss', '.2e')})",
+        ),
+        (
+            "weight divergence",
+            f"{predicted['weight_divergence'] or 0:.1%} of an update "
+            f"(predicted; {interval_text(plan, 'weight', '.1%')})",
+        ),
         ("certainty", "one batch says nothing of it" if plan.certainty is None else f"{plan.certainty:.0%}"),
         ("solver", f"{plan.solver.get('name', 'none')} {plan.solver.get('note', '')}".strip()),
     ]
@@ -152,6 +160,15 @@ def _show_measured(found: Preview, out: Path | None) -> None:
     if out is not None:
         plan.write(out)
         console.print(f"written: {out}")
+
+
+def interval_text(plan: PrecisionPlan, what: str, number_format: str) -> str:
+    """How far a predicted divergence, of loss or weight, may be off by the batches that were measured."""
+    pair = plan.intervals.get(f"{what}_divergence")
+    if pair is None:
+        return "no interval: one batch was measured" if plan.batches == 1 else "no interval"
+    low, high = (format(bound, number_format) for bound in pair)
+    return f"95% from {low} to {high}, by {plan.batches} batches"
 
 
 def next_best_choices(plan: PrecisionPlan, count: int = 4) -> list[tuple[str, str]]:

@@ -24,7 +24,6 @@ import dataclasses
 import math
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +43,12 @@ from scrimp.train.precision_question import (
     ask,
     formats_to_measure,
     harm_in,
-    is_due,
     low_share,
     recipes_in,
     replanned,
     shares_of,
 )
+from scrimp.train.precision_state import CycleState, carried_on
 from scrimp.train.precision_times import (
     StepTimes,
     gemm_seconds,
@@ -63,25 +62,6 @@ from scrimp.train.precision_times import (
 from scrimp.train.progress import StepLine
 from scrimp.train.run_folder import PLAN, PLANS, drop_plans_after
 from scrimp.train.setup import Decisions
-
-
-@dataclass
-class CycleState:
-    """All that decides how a run goes on; JSON values."""
-
-    recipes: guard.Recipes
-    """Of the planned layers, now."""
-    previous: list[Any] | None = None
-    """Costs of the last statistics, [L][3][P], and the P formats that they are of."""
-    previous_formats: list[str] = field(default_factory=list)
-    first_switch: int | None = None
-    spent: float = 0.0
-    """Share of FLOPs in 4 bits, summed over the steps since the first plan."""
-    waiting: dict[str, Any] | None = None
-    """at: the step of the switch; plan: what to switch to."""
-    step_seconds: list[float] = field(default_factory=list)
-    """Of the last steps, until the seconds beside the GEMMs are known."""
-    guard: guard.GuardState = field(default_factory=guard.GuardState)
 
 
 class PrecisionCycle:
@@ -114,6 +94,8 @@ class PrecisionCycle:
         self._times: StepTimes | None = None
         self._number = 0
         """Of the step that is being taken, from 1: what logs and files say."""
+        self._note: str | None = None
+        """To be told before the next step."""
         self.state = CycleState(self._recipes_of(decisions.plan))
 
     def _recipes_of(self, plan: Plan) -> guard.Recipes:
@@ -136,19 +118,13 @@ class PrecisionCycle:
         """Go on from the checkpoint of a step: its plan is put in force and into the run's folder, and
         plans that came later are dropped there, as later lines of the logs are."""
         saved = dict(saved)
-        analysis, plan = saved.pop("analysis"), saved.pop("plan")
-        saved["guard"] = guard.GuardState(**saved["guard"])
-        saved["recipes"] = {layer: tuple(names) for layer, names in saved["recipes"].items()}
-        self.state = CycleState(**saved)
+        analysis, plan = saved.pop("analysis"), Plan.from_json(saved.pop("plan"))
+        self.state = CycleState.from_json(saved)
         self._analysis = None if analysis is None else PrecisionPlan.from_json(analysis)
-        # What may change on resume changes the account: formats are kept, not these figures.
-        mine, restored = self.plan.predicted, Plan.from_json(plan)
-        predicted = dataclasses.replace(
-            restored.predicted,
-            peak_device_bytes=mine.peak_device_bytes,
-            peak_host_bytes=mine.peak_host_bytes,
-        )
-        self.plan = dataclasses.replace(restored, budget=self.plan.budget, predicted=predicted)
+        then, now = plan.fingerprint.device, self.plan.fingerprint.device
+        if then != now:
+            self._note = self.state.move(self._config, step, then, now, in_seconds=self._wants_times())
+        self.plan = carried_on(self.plan, plan)
         self._put_in_force()
         drop_plans_after(self._run_dir, step)
         write_whole(self._run_dir / PLAN, self.plan.to_json())
@@ -159,7 +135,7 @@ class PrecisionCycle:
         Raises:
             PlanError: no choice of formats keeps the budget on this device.
         """
-        if not wants_times(self._config, self._decisions.device.torch_device.type):
+        if not self._wants_times():
             return
 
         def progress(label: str, done: int, total: int) -> None:
@@ -168,6 +144,9 @@ class PrecisionCycle:
         self._times = measured_times(self._decisions, self._run_dir, progress)
         refuse_unreachable_speed(self._config, self._times, shapes_of(self._decisions))
         keep_times(self._run_dir, self._times)
+
+    def _wants_times(self) -> bool:
+        return wants_times(self._config, self._decisions.device.torch_device.type)
 
     def close(self) -> None:
         """Let the thread go."""
@@ -178,10 +157,11 @@ class PrecisionCycle:
     def before_step(self, step: int) -> None:
         """Switch, measure or probe, whichever is due; `plan` is then another one."""
         self._number = step + 1
+        self._tell_note()
         switches = self.state.waiting is not None and step >= self.state.waiting["at"]
         if switches:
             self._switch(step)
-        if step >= self.state.guard.hold_until and self.state.waiting is None and is_due(self._config, step):
+        if self.state.must_measure(self._config, step):
             self._measure(step)
         every = decided(self._config.snip.probe_every)
         if self.state.first_switch is not None and every and step % every == 0 and not switches:
@@ -202,6 +182,12 @@ class PrecisionCycle:
         else:
             self._promote(step + 1, sign)
 
+    def _tell_note(self) -> None:
+        note, self._note = self._note, None
+        if note is not None:
+            self._log.event("device", self._number, note)
+            self._line.message(note)
+
     def _low_share(self) -> float:
         return low_share(self.state.recipes, self._shares)
 
@@ -219,6 +205,8 @@ class PrecisionCycle:
         horizon = Horizon(step, self.state.first_switch, self.state.spent + until_then)
         times = self._times_of_a_step()
         state = dataclasses.replace(self.state)
+        if self.state.measure_from is not None and step >= self.state.measure_from:
+            self.state.measure_from = None
         self.state.waiting = {"at": step + decided(snip.delay), "plan": None}
         self._solution = self._solver.submit(self._solve, profile, horizon, state, pinned, times)
 
@@ -291,10 +279,10 @@ class PrecisionCycle:
             solver=found.solver,
             seconds=seconds,
         )
-        note = found.solver.get("note")
+        note = found.solver.get("note", "")
         self._line.message(
             f"step {self._number}: {found.reason}; {predicted['fp4_flops'] or 0.0:.1%} of FLOPs in 4 bits"
-            + (f"; {note}" if note else "")
+            + (f"; {note}" if note not in found.reason else "")  # "" is in any
         )
 
     def _go_on_with(self, recipes: guard.Recipes) -> int:

@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 
 from scrimp.config import Architecture, Config, decided
-from scrimp.config.snip import WHOLE_LAYERS, chosen_steps
+from scrimp.config.snip import BUDGETS, WHOLE_LAYERS, chosen_steps
 from scrimp.errors import PlanError
 from scrimp.planner import GemmChoice, Plan, linear_layers, linear_shapes
-from scrimp.planner.bits import Budget, PrecisionPlan, PrecisionProfile, Question, Weights, allowed_by, split
+from scrimp.planner.bits import Budget, PrecisionPlan, PrecisionProfile, Question, Weights, split
 from scrimp.planner.bits.schedule import at_share
 from scrimp.precision import GEMMS, RECIPES, PrecisionRules
 from scrimp.train.precision_guard import Recipes
-from scrimp.train.precision_times import StepTimes, allowed_seconds, gemm_seconds
+from scrimp.train.precision_times import StepTimes, open_formats
 
 LOW_BITS = 4
 _SMOOTHED = ("snip", "snip-layer")
@@ -149,29 +149,21 @@ def ask(
     Args:
         times: where a budget is in seconds: the table, and what a step takes beside it.
     """
-    snip = config.snip
-    allowed = allowed_by(profile, pinned)
-    candidates = np.array([name in config.candidates for name in profile.formats])
-    for i, layer in enumerate(profile.layers):
-        for j, gemm in enumerate(GEMMS):
-            if gemm not in pinned.get(layer, {}):
-                allowed[i, j] &= candidates
-    seconds = None
+    snip, seconds, useful, in_bf16 = config.snip, None, None, None
     if times is not None:
         seconds = times.seconds(profile.shapes, profile.formats)
         useful = times.candidates(profile.shapes, profile.formats)
-        allowed = np.where(
-            useful.any(-1, keepdims=True) & (allowed.sum(-1, keepdims=True) > 1), allowed & useful, allowed
-        )
-        allowed |= ~allowed.any(-1, keepdims=True) & candidates
+        in_bf16 = times.seconds(profile.shapes, [config.precision_rules.compute])[:, :, 0]
     index = profile.formats.index
     question = Question(
         profile=profile,
-        budget=_budget(config, times, profile, current),
+        budget=Budget(**{name: getattr(config.budget, name) for name in BUDGETS}),
         seconds=seconds,
+        other_seconds=0.0 if times is None else times.other or 0.0,
+        bf16_seconds=in_bf16,
         policy=snip.policy,
         weights=Weights(snip.loss_weight, snip.update_weight, snip.curvature_weight),
-        allowed=allowed,
+        allowed=open_formats(config, profile.layers, profile.formats, pinned, useful),
         penalties=np.array([penalties.get(layer, [1.0] * len(GEMMS)) for layer in profile.layers]),
         current=np.array([[index(name) for name in current[layer]] for layer in profile.layers])
         if horizon.first_switch is not None
@@ -179,22 +171,6 @@ def ask(
         previous=None if previous is None or snip.policy not in _SMOOTHED else np.array(previous),
     )
     return _in_its_phase(config, question, horizon)
-
-
-def _budget(config: Config, times: StepTimes | None, profile: PrecisionProfile, current: Recipes) -> Budget:
-    budget, snip = config.budget, config.snip
-    if budget.divergence is not None:
-        # Everything in the lowest format costs the sum of the weights.
-        whole = snip.loss_weight + snip.update_weight + snip.curvature_weight
-        return Budget(quality=budget.divergence * whole)
-    if budget.fp4_flops is not None:
-        return Budget(fp4_flops=budget.fp4_flops)
-    assert times is not None
-    assert times.other is not None
-    shapes = dict(zip(profile.layers, profile.shapes, strict=True))
-    compute = config.precision_rules.compute
-    in_compute = gemm_seconds(times, shapes, dict.fromkeys(current, (compute, compute, compute)))
-    return Budget(seconds=max(0.0, allowed_seconds(config, times.other, in_compute)))
 
 
 def _in_its_phase(config: Config, question: Question, horizon: Horizon) -> Question:

@@ -3,11 +3,12 @@
 ::
 
     seconds of a step  = other + GEMMs in the formats of now         other: measured before the first plan
-    step_seconds t     : planned GEMMs may take t - other
-    speedup s          : planned GEMMs may take (other + GEMMs in bf16) / s - other
 
-The table is kept in the run's folder with the seconds that were left over, so that a resumed run plans by the same
-figures. A budget that even the fastest formats miss is refused before the first step where that can be known.
+What a budget leaves of it to the planned GEMMs: `Budget.seconds_left`. The table is kept in the run's folder with the
+seconds that were left over, so that a resumed run plans by the same figures. A budget that even the fastest of
+the candidates miss is refused before the first step where that can be known.
+
+Checked  tests/train/test_precision_times.py
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,11 +25,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scrimp.config import Config, decided
+from scrimp.config.snip import WHOLE_LAYERS
 from scrimp.errors import PlanError
 from scrimp.files import write_whole
 from scrimp.gemm.doctor_report import surroundings_of
 from scrimp.planner import linear_shapes
-from scrimp.precision import parse_rules
+from scrimp.planner.bits import allowed_by
+from scrimp.precision import GEMMS, parse_rules
 from scrimp.profiler.gemm_times import GemmTimes, measure_gemm_times
 from scrimp.train.precision_guard import Recipes
 
@@ -131,42 +134,81 @@ def other_than_gemms(steps: Sequence[float], gemms: float) -> float:
     return max(0.0, statistics.median(steps) - gemms)
 
 
-def allowed_seconds(config: Config, other: float, in_compute: float) -> float:
-    """What the planned GEMMs of a step may take."""
-    if config.budget.step_seconds is not None:
-        return config.budget.step_seconds - other
-    return (other + in_compute) / decided(config.budget.speedup) - other
+def open_formats(
+    config: Config,
+    layers: Sequence[str],
+    formats: Sequence[str],
+    pinned: Mapping[str, Mapping[str, str]],
+    useful: NDArray[np.bool_] | None = None,
+) -> NDArray[np.bool_]:
+    """[L, 3, P], what a plan may give each GEMM: what a rule fixes, else the candidates.
+
+    Args:
+        useful: [L, 3, P], by `StepTimes.candidates`; where none of a GEMM's candidates is useful, all of them stay.
+    """
+    candidates = np.array([name in config.candidates for name in formats])
+    wanted = np.ones((len(layers), len(GEMMS), len(formats)), dtype=bool) if useful is None else useful
+    wanted = wanted & candidates
+    by_rule = allowed_by(layers, formats, pinned)
+    is_open = by_rule.all(axis=-1, keepdims=True)
+    return np.where(is_open, np.where(wanted.any(axis=-1, keepdims=True), wanted, candidates), by_rule)
 
 
 def refuse_unreachable_speed(config: Config, times: StepTimes, shapes: dict[str, tuple[int, int]]) -> None:
-    """Refuse a budget that no choice of formats can keep, whatever else a step does.
+    """Refuse a budget that no choice among the candidates can keep, whatever else a step does.
 
     Raises:
         PlanError: with the best that can be reached.
     """
-    formats = tuple(dict.fromkeys([*config.candidates, config.precision_rules.compute]))
-    sizes = list(shapes.values())
-    table = np.where(times.candidates(sizes, formats), times.seconds(sizes, formats), np.inf)
-    fastest = float(table.min(axis=2).sum())
-    in_compute = float(table[:, :, formats.index(config.precision_rules.compute)].sum())
-    wanted = config.budget.step_seconds
+    fastest, in_compute = _fastest_seconds(config, times, shapes), _compute_seconds(config, times, shapes)
+    compute, wanted, speedup = (
+        config.precision_rules.compute,
+        config.budget.step_seconds,
+        config.budget.speedup,
+    )
+    lacks = in_compute < fastest and compute not in config.candidates
+    add = f"add {compute} to snip.formats, " if lacks else ""
+    why = f"{', '.join(sorted(times.table.emulated))} are emulated here" if times.table.emulated else ""
+    if lacks:
+        why += f"{', and ' if why else ''}{compute} is no candidate of snip.formats {config.snip.formats}"
+    why = f": {why}" if why else ""
     if wanted is not None and wanted < fastest:
         raise PlanError(
             "budget.step_seconds cannot be reached on this device",
             got=f"{wanted:g} s",
-            expected=f"at least {fastest:.3g} s, which the GEMMs of the blocks alone take in their fastest formats",
-            do="raise it, or lower train.batch_tokens",
+            expected=f"at least {fastest:.3g} s, which the GEMMs of the blocks alone take in their fastest "
+            f"formats{why}",
+            do=f"{add}raise it, or lower train.batch_tokens",
         )
-    speedup = config.budget.speedup
     if speedup is not None and speedup > in_compute / fastest * (1 + 1e-9):
-        slow = f"{', '.join(sorted(times.table.emulated))} are emulated here" if times.table.emulated else ""
         raise PlanError(
             "budget.speedup cannot be reached on this device",
             got=f"{speedup:g}",
-            expected=f"at most {in_compute / fastest:.3f}, if a step were GEMMs alone"
-            + (f": {slow}" if slow else ""),
-            do="lower it, or plan by a share of FLOPs with --budget.fp4-flops",
+            expected=f"at most {in_compute / fastest:.3f}, if a step were GEMMs alone{why}",
+            do=f"{add}lower it, or plan by a share of FLOPs with --budget.fp4-flops",
         )
+
+
+def _fastest_seconds(config: Config, times: StepTimes, shapes: dict[str, tuple[int, int]]) -> float:
+    """Of a step's planned GEMMs, in the fastest formats that a plan may give them."""
+    layers, sizes = list(shapes), list(shapes.values())
+    pinned = parse_rules(config.precision).pinned(layers)
+    fixed = [name for gemms in pinned.values() for name in gemms.values()]
+    formats = tuple(dict.fromkeys([*config.candidates, *fixed]))
+    allowed = open_formats(config, layers, formats, pinned, times.candidates(sizes, formats))
+    seconds = times.seconds(sizes, formats)
+    by_layer = np.where(allowed, seconds, np.inf).min(axis=2).sum(axis=1)
+    if config.snip.policy.partition(":")[0] in WHOLE_LAYERS:
+        in_one = np.where(allowed.all(axis=1), seconds.sum(axis=1), np.inf).min(axis=1)
+        by_layer = np.where(
+            np.isfinite(in_one), in_one, by_layer
+        )  # rules that split a layer are refused elsewhere
+    return float(by_layer.sum())
+
+
+def _compute_seconds(config: Config, times: StepTimes, shapes: dict[str, tuple[int, int]]) -> float:
+    """Of a step's planned GEMMs, unquantized."""
+    return float(times.seconds(list(shapes.values()), [config.precision_rules.compute]).sum())
 
 
 def shapes_of(decisions: Decisions) -> dict[str, tuple[int, int]]:

@@ -13,8 +13,8 @@ from scrimp.planner.bits.nearest import nearest_to
 @pytest.mark.parametrize(
     ("budget", "formats", "policy"),
     [
-        (Budget(quality=0.0), ("bf16", "fp8", "nvfp4"), "bf16"),
-        (Budget(quality=0.0), ("fp8", "nvfp4"), "fp8"),
+        (Budget(divergence=0.0), ("bf16", "fp8", "nvfp4"), "bf16"),
+        (Budget(divergence=0.0), ("fp8", "nvfp4"), "fp8"),
         (Budget(fp4_flops=1.0), ("bf16", "fp8", "nvfp4"), "nvfp4"),
     ],
 )
@@ -32,6 +32,7 @@ def test_a_plan_that_is_not_possible_is_the_nearest_with_the_refusal_as_its_reas
     found = plan_or_nearest(Question(made, Budget(fp4_flops=1.0), allowed=allowed), step=7)
     assert found.step == 7
     assert found.reason.startswith("the lowest plan: ")
+    assert (found.policy, found.budget) == ("snip", {"fp4_flops": 1.0})
     choices = [{gemm.choice for gemm in layer.gemms.values()} for layer in found.layers.values()]
     assert choices == [{"fp8"}, *[{"nvfp4"}] * 5]
 

@@ -62,7 +62,7 @@ def test_without_a_second_phase_there_is_one_share() -> None:
 
 def test_only_shares_of_flops_are_spread() -> None:
     with pytest.raises(PlanError, match="only a share"):
-        split(dataclasses.replace(question(), budget=Budget(quality=1.0)), 80, 20, 4.0)
+        split(dataclasses.replace(question(), budget=Budget(divergence=1.0)), 80, 20, 4.0)
 
 
 def test_a_policy_that_decides_for_layers_spreads_its_budget_over_layers() -> None:

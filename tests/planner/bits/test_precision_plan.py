@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from profiles import names, profile
 
 from scrimp.errors import PlanError
-from scrimp.planner.bits import Budget, PrecisionPlan, Question, choose, harm_of, make_plan
+from scrimp.planner.bits import Budget, PrecisionPlan, PrecisionProfile, Question, choose, harm_of, make_plan
 from scrimp.precision import GEMMS, RECIPES
 
 
@@ -26,6 +27,24 @@ def plan(question: Question) -> PrecisionPlan:
 def test_what_is_written_is_read_again(plan: PrecisionPlan, tmp_path: Path) -> None:
     plan.write(tmp_path / "plan.json")
     assert PrecisionPlan.read(tmp_path / "plan.json") == plan
+
+
+def test_files_are_named_by_text_too(
+    question: Question, plan: PrecisionPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    plan.write("plan.json")
+    question.profile.write("profile")
+    assert PrecisionPlan.read("plan.json") == plan
+    assert (
+        make_plan(replace(question, profile=PrecisionProfile.read("profile")), step=12).layers == plan.layers
+    )
+
+
+@pytest.mark.parametrize("policy", ["fp8", "last-blocks"])
+def test_a_policy_that_keeps_no_budget_has_none_in_its_plan(question: Question, policy: str) -> None:
+    found = make_plan(replace(question, policy=policy))
+    assert (found.budget, found.reason) == ({}, f"policy {policy}, which keeps no budget")
 
 
 def test_harm_and_its_parts_add_up_to_what_was_solved(question: Question, plan: PrecisionPlan) -> None:

@@ -4,7 +4,8 @@
 together, `plan` is the result with its reasons.
 """
 
-from scrimp.planner.bits.choose import Budget, Choice, Question, allowed_by, choose, harm_of
+from scrimp.planner.bits.budget import Budget
+from scrimp.planner.bits.choose import Choice, Question, allowed_by, choose, harm_of
 from scrimp.planner.bits.divergence import SNIP, Divergence, Method, Weights, divergence, mean_divergence
 from scrimp.planner.bits.nearest import plan_or_nearest
 from scrimp.planner.bits.plan import PrecisionPlan, describe, make_plan

@@ -1,13 +1,9 @@
 """From a profile and a budget to a format for every GEMM.
 
 The one place where statistics, policy, budget and solver meet. A decision is a GEMM or a layer; what a user has
-fixed by a rule is no decision, but counts in the budget. Layers whose statistics are not finite keep the
-highest format that was measured, unless they are fixed.
+fixed by a rule is no decision, but counts in the budget (`budget`). Layers whose statistics are not finite keep
+the highest format that was measured, unless they are fixed, and `without_statistics` names them.
 
-Budgets  fp4_flops    at least this share of the planned layers' FLOPs in 4 bits, in every pipeline stage
-         seconds      of all planned GEMMs of a step, from a table of measured times, per stage
-         quality      at most this predicted divergence (of the variance that everything in the lowest format
-                      would add): the fastest plan under it, or without times the one with most FLOPs in 4 bits
 Checked  tests/planner/bits/test_choose.py
 
 Shapes: L layers, P formats.
@@ -22,39 +18,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scrimp.errors import PlanError
+from scrimp.planner.bits.budget import Budget
 from scrimp.planner.bits.divergence import Method, Weights
-from scrimp.planner.bits.policies import costs_of, extremes, is_per_gemm, last_blocks, order_of, protect
+from scrimp.planner.bits.policies import (
+    costs_of,
+    extremes,
+    harm_of_lowest,
+    is_per_gemm,
+    last_blocks,
+    order_of,
+    protect,
+    protect_blocks,
+)
 from scrimp.planner.bits.profile import PrecisionProfile
-from scrimp.planner.solver import Limit, Program, Solution, solve
+from scrimp.planner.solver import Limit, Program, Solution, UnreachableError, solve
 from scrimp.precision import GEMMS, HIGH_PRECISION, recipe
 
 Array = NDArray[np.float64]
 LOW_BITS = 4
+_MOST_NAMED = 8
 _INDEX = {str(gemm): index for index, gemm in enumerate(GEMMS)}
-
-
-@dataclass(frozen=True)
-class Budget:
-    """What a plan must reach, one of the three; see the module."""
-
-    fp4_flops: float | None = None
-    seconds: float | None = None
-    quality: float | None = None
-
-    def __post_init__(self) -> None:
-        """Refuse none or several, and shares that are none."""
-        given = {name: value for name, value in vars(self).items() if value is not None}
-        if len(given) != 1:
-            raise PlanError(
-                "a plan of precision needs one budget",
-                got=", ".join(f"{name} {value}" for name, value in given.items()) or "none",
-                expected="one of fp4_flops, seconds, quality",
-            )
-        name, value = next(iter(given.items()))
-        most = {"fp4_flops": 1.0}.get(name, float("inf"))
-        if not 0 <= value <= most:
-            expected = "a share from 0 to 1" if name == "fp4_flops" else "a number that is not negative"
-            raise PlanError(f"budget {name} is out of range", got=value, expected=expected)
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +53,10 @@ class Question:
     """Pipeline stage of each layer; None: one."""
     seconds: Array | None = None
     """[L, 3, P], measured, of each GEMM in each format."""
+    other_seconds: float = 0.0
+    """Of a step beside the planned GEMMs; counts in a budget of time."""
+    bf16_seconds: Array | None = None
+    """[L, 3], what a speed-up is over; None: the bf16 column of `seconds`."""
     allowed: NDArray[np.bool_] | None = None
     """[L, 3, P], formats that a GEMM may have."""
     penalties: Array | None = None
@@ -197,24 +184,26 @@ def is_low(formats: Sequence[str]) -> NDArray[np.bool_]:
     return np.array([recipe(name).bits <= LOW_BITS for name in formats])
 
 
-def allowed_by(profile: PrecisionProfile, pinned: Mapping[str, Mapping[str, str]]) -> NDArray[np.bool_]:
+def allowed_by(
+    layers: Sequence[str], formats: Sequence[str], pinned: Mapping[str, Mapping[str, str]]
+) -> NDArray[np.bool_]:
     """[L, 3, P], all formats but where a GEMM is pinned to one.
 
     Args:
         pinned: layer to GEMM to recipe.
     """
-    allowed = np.ones((len(profile.layers), len(GEMMS), len(profile.formats)), dtype=bool)
+    allowed = np.ones((len(layers), len(GEMMS), len(formats)), dtype=bool)
     for layer, gemms in pinned.items():
         for gemm, name in gemms.items():
-            if name not in profile.formats:
+            if name not in formats:
                 raise PlanError(
                     f"{layer}.{gemm} is fixed to a format that was not measured",
                     got=name,
-                    expected=", ".join(profile.formats),
+                    expected=", ".join(formats),
                 )
-            row = allowed[profile.layers.index(layer), _INDEX[gemm]]
+            row = allowed[layers.index(layer), _INDEX[gemm]]
             row[:] = False
-            row[profile.formats.index(name)] = True
+            row[formats.index(name)] = True
     return allowed
 
 
@@ -222,11 +211,31 @@ def _allowed(question: Question) -> NDArray[np.bool_]:
     profile = question.profile
     shape = (len(profile.layers), len(GEMMS), len(profile.formats))
     allowed = np.ones(shape, dtype=bool) if question.allowed is None else question.allowed.copy()
-    safest = max(range(shape[2]), key=lambda p: recipe(profile.formats[p]).bits)
+    safest = _safest(profile)
     for layer in profile.unusable():
         open_ = allowed[profile.layers.index(layer)]
         open_[open_.sum(axis=1) > 1] = np.arange(shape[2]) == safest
     return allowed
+
+
+def _safest(profile: PrecisionProfile) -> int:
+    return max(range(len(profile.formats)), key=lambda p: recipe(profile.formats[p]).bits)
+
+
+def without_statistics(question: Question) -> str:
+    """Which layers were not planned, as their statistics are not finite, and what they run in; "" for none."""
+    profile, allowed = question.profile, question.allowed
+    layers = [
+        layer
+        for layer in profile.unusable()
+        if allowed is None or (allowed[profile.layers.index(layer)].sum(axis=1) > 1).any()
+    ]
+    if not layers or len(profile.formats) < 2:
+        return ""
+    subject, verb = ("1 layer", "it stays") if len(layers) == 1 else (f"{len(layers)} layers", "they stay")
+    more = f" and {len(layers) - _MOST_NAMED} more" if len(layers) > _MOST_NAMED else ""
+    named = ", ".join(layers[:_MOST_NAMED]) + more
+    return f"statistics of {subject} are not finite, {verb} in {profile.formats[_safest(profile)]}: {named}"
 
 
 def _spread(costs: Array, num_layers: int, per_gemm: bool) -> Array:
@@ -243,39 +252,80 @@ def _decisions(values: NDArray[np.int64], per_gemm: bool) -> NDArray[np.int64]:
 
 
 def _program(question: Question, costs: Array) -> Program:
-    profile, budget, per_gemm = question.profile, question.budget, is_per_gemm(question.policy)
+    profile, budget = question.profile, question.budget
     flops = profile.flops[:, None, None] / len(GEMMS) * is_low(profile.formats)[None, None, :]
     low_flops = np.broadcast_to(flops, costs.shape)
-    spent = low_flops if question.seconds is None else question.seconds
-
-    def flat(values: Array) -> Array:
-        return values.reshape(-1, values.shape[-1]) if per_gemm else values.sum(1)
-
-    if budget.quality is not None:
-        harm = Limit("the predicted divergence", _finite(flat(costs)), most=budget.quality)
-        gain = spent.max() - spent if question.seconds is None else spent
-        return Program(np.where(np.isfinite(flat(costs)), flat(gain), np.inf), (harm,))
-    stages = (
-        np.zeros(len(profile.layers), dtype=int) if question.stages is None else np.asarray(question.stages)
-    )
+    if budget.divergence is not None:
+        return _within_harm(question, costs, low_flops)
+    stages = _stages(question)
+    many = len(set(stages.tolist())) > 1
     limits = []
     for stage in sorted(set(stages.tolist())):
-        inside = (stages == stage)[:, None, None]
-        where = f" of stage {stage}" if len(set(stages.tolist())) > 1 else ""
+        inside, where = stages == stage, f" of stage {stage}" if many else ""
         if budget.fp4_flops is not None:
-            total = float((profile.flops * (stages == stage)).sum())
-            amounts = flat(np.where(inside, low_flops, 0.0)) / total
+            total = float(profile.flops[inside].sum())
+            amounts = _flat(question, np.where(inside[:, None, None], low_flops, 0.0)) / total
             limits.append(Limit(f"the share of FLOPs in 4 bits{where}", amounts, least=budget.fp4_flops))
         else:
-            if question.seconds is None:
-                raise PlanError("a budget in seconds needs measured times of the GEMMs", got="none")
-            amounts = flat(np.where(inside, question.seconds, 0.0))
-            limits.append(
-                Limit(
-                    f"the seconds per step of all planned GEMMs{where}", amounts, most=budget.seconds or 0.0
-                )
-            )
-    return Program(flat(costs), tuple(limits))
+            limits.append(_time_limit(question, inside, where))
+    return Program(_flat(question, costs), tuple(limits))
+
+
+def _within_harm(question: Question, costs: Array, low_flops: Array) -> Program:
+    """The fastest plan, or the one with most FLOPs in 4 bits, under a share of what the lowest format costs."""
+    harm, most = _flat(question, costs), question.budget.divergence
+    gain = _flat(question, low_flops.max() - low_flops if question.seconds is None else question.seconds)
+    slowness = np.where(np.isfinite(harm), gain, np.inf)
+    if most is None or np.isinf(most):
+        return Program(slowness)
+    whole = harm_of_lowest(question.policy, question.profile, question.weights)
+    return Program(slowness, (Limit("the predicted divergence", _finite(harm) / whole, most=most),))
+
+
+def _time_limit(question: Question, inside: NDArray[np.bool_], where: str) -> Limit:
+    """What the planned GEMMs of a pipeline stage may take; `inside` is [L]."""
+    budget, seconds, other = question.budget, question.seconds, question.other_seconds
+    name, value = next(iter(budget.given.items()))
+    if seconds is None:
+        raise PlanError(f"budget {name} needs measured times of the GEMMs", got="none")
+    in_bf16 = 0.0
+    if budget.speedup is not None:
+        in_bf16 = float(_in_bf16(question, seconds)[inside].sum())
+        where += f", for a speedup of {value:g} over {other + in_bf16:.3g} s with GEMMs in bf16"
+    if other:
+        where += f", beside {other:.3g} s of other work"
+    return Limit(
+        f"the seconds per step of all planned GEMMs{where}",
+        _flat(question, np.where(inside[:, None, None], seconds, 0.0)),
+        most=budget.seconds_left(other, in_bf16),
+    )
+
+
+def _in_bf16(question: Question, seconds: Array) -> Array:
+    """[L, 3]."""
+    if question.bf16_seconds is not None:
+        return question.bf16_seconds
+    formats = question.profile.formats
+    if "bf16" not in formats:
+        raise PlanError(
+            "budget speedup is over bf16, whose times are not in the table",
+            got=f"times of {', '.join(formats)}",
+            expected="a column of bf16 too",
+            do="measure with bf16 among the formats, or give step_seconds",
+        )
+    return seconds[:, :, formats.index("bf16")]
+
+
+def _flat(question: Question, values: Array) -> Array:
+    """[N, P], a row per decision, from [L, 3, P]."""
+    return values.reshape(-1, values.shape[-1]) if is_per_gemm(question.policy) else values.sum(1)
+
+
+def _stages(question: Question) -> NDArray[np.int64]:
+    """[L]."""
+    if question.stages is None:
+        return np.zeros(len(question.profile.layers), dtype=np.int64)
+    return np.asarray(question.stages, dtype=np.int64)
 
 
 def _finite(values: Array) -> Array:
@@ -308,19 +358,23 @@ def _protected(question: Question, order: Sequence[int], low: int) -> NDArray[np
         )
     can_be_low = _allowed(question)[:, :, low].mean(axis=1) * is_low(profile.formats)[low]
     kept = np.zeros(len(profile.layers), dtype=bool)
-    stages = np.zeros(len(kept), dtype=int) if question.stages is None else np.asarray(question.stages)
+    stages = _stages(question)
     for stage in set(stages.tolist()):
         inside = stages == stage
         shares = profile.flops * inside / profile.flops[inside].sum()
         most = float((shares * can_be_low).sum())
         if most < share - 1e-9:
-            raise PlanError(
+            raise UnreachableError(
                 "no plan can meet the share of FLOPs in 4 bits",
                 got=f"at most {most:g}",
                 expected=f"{share:g}",
             )
-        members = [index for index in order if inside[index]]
-        kept |= inside & protect(members, shares * can_be_low, share + 1.0 - most)
+        low_shares, unprotected = shares * can_be_low, share + 1.0 - most
+        if question.policy == "last-blocks-matched":
+            kept |= inside & protect_blocks(profile.layers, low_shares, unprotected)
+        else:
+            members = [index for index in order if inside[index]]
+            kept |= inside & protect(members, low_shares, unprotected)
     return kept
 
 

@@ -2,7 +2,7 @@
 
 A budget that could be kept at the start can get out of reach: penalties after a promotion, times measured anew, a pool
 of FLOPs that is spent. Before a run an impossible budget is refused; in its middle the run goes on by the
-plan that comes nearest, which says so.
+plan that comes nearest, which says so. Policy and budget in it stay those that were asked for.
 
 Checked  tests/planner/bits/test_nearest.py
 """
@@ -10,9 +10,11 @@ Checked  tests/planner/bits/test_nearest.py
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from scrimp.errors import PlanError
-from scrimp.planner.bits.choose import Budget, Question
+from scrimp.planner.bits.budget import Budget
+from scrimp.planner.bits.choose import Question, without_statistics
 from scrimp.planner.bits.plan import PrecisionPlan, make_plan
 from scrimp.planner.bits.policies import extremes
 from scrimp.precision import RECIPES
@@ -24,14 +26,21 @@ def plan_or_nearest(question: Question, *, step: int) -> PrecisionPlan:
         return make_plan(question, step=step)
     except PlanError as error:
         nearest, name = nearest_to(question)
-        return dataclasses.replace(make_plan(nearest, step=step), reason=f"the {name} plan: {error}")
+        if without_statistics(question):
+            name = "nearest"  # what keeps it from the lowest, or the fastest, is that nothing is known
+        return dataclasses.replace(
+            make_plan(nearest, step=step),
+            policy=question.policy,
+            budget=question.budget.given,
+            reason=f"the {name} plan: {error}",
+        )
 
 
 def nearest_to(question: Question) -> tuple[Question, str]:
     """A question that has an answer, where the budget of this one cannot be kept, and what its plan is called: the
     fastest where it was seconds, the lowest where it was a share in 4 bits, the safest where it was harm."""
-    if question.budget.seconds is not None:
-        return dataclasses.replace(question, budget=Budget(quality=1e300)), "fastest"
+    if question.budget.is_of_time:
+        return dataclasses.replace(question, budget=Budget(divergence=math.inf)), "fastest"
     formats = question.profile.formats
     _, low = extremes(formats)
     safest = max(formats, key=lambda name: RECIPES[name].bits)

@@ -8,7 +8,10 @@ what each candidate would have cost (harm, and its parts in loss and update), an
     model, device      fingerprints of what was measured
     layers             layer -> flops_share, stage, gemms -> choice, harm, loss, update, certainty
     predicted          fp4_flops; loss_divergence, relative change of the loss, and weight_divergence, relative change
-                       of the update (root sums of squares over GEMMs); step_seconds of the planned GEMMs
+                       of the update (root sums of squares over GEMMs); step_seconds of the planned GEMMs, and of
+                       what a step takes beside them where that is known
+    batches, intervals how many were measured, and from their spread 95 % intervals of the divergences, low and high
+    budget             as its user gave it; empty where the policy keeps none
     measured           the same divergences, of the plan as a whole, where a probe has measured them
 
 Checked  tests/planner/bits/test_precision_plan.py
@@ -18,7 +21,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,13 +28,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from scrimp.config.snip import keeps_budget
 from scrimp.errors import PlanError
 from scrimp.files import write_whole
-from scrimp.planner.bits.choose import Budget, Choice, Question, share_in_4_bits
+from scrimp.planner.bits.choose import Choice, Question, share_in_4_bits, without_statistics
 from scrimp.planner.bits.divergence import gemm_parts, mean_divergence
+from scrimp.planner.bits.interval import intervals
 from scrimp.planner.bits.policies import is_per_gemm
 from scrimp.planner.bits.profile import PrecisionProfile
 from scrimp.planner.bits.stability import certainty, settle
+from scrimp.planner.solver import Solution, UnreachableError
 from scrimp.precision import GEMMS, RECIPES, LinearPrecision
 
 VERSION = 1
@@ -78,6 +83,10 @@ class PrecisionPlan:
     """Mean over the GEMMs."""
     solver: dict[str, Any] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    batches: int = 0
+    """That were measured; 0: not known."""
+    intervals: dict[str, list[float]] = field(default_factory=dict)
+    """Predicted divergence to (low, high); none from one batch."""
 
     @property
     def granularity(self) -> str:
@@ -136,15 +145,15 @@ class PrecisionPlan:
                     )
         return plan
 
-    def write(self, path: Path) -> None:
+    def write(self, path: Path | str) -> None:
         """Store, whole or not at all."""
-        write_whole(path, self.to_json())
+        write_whole(Path(path), self.to_json())
 
     @classmethod
-    def read(cls, path: Path) -> PrecisionPlan:
+    def read(cls, path: Path | str) -> PrecisionPlan:
         """Read a file; PlanError where that cannot be done."""
         try:
-            return cls.from_json(path.read_text(encoding="utf-8"), origin=str(path))
+            return cls.from_json(Path(path).read_text(encoding="utf-8"), origin=str(path))
         except (OSError, UnicodeDecodeError) as error:
             raise PlanError(f"{path} cannot be read", got=error) from None
 
@@ -159,7 +168,15 @@ def make_plan(question: Question, *, step: int = 0, draws: int | None = None) ->
     Raises:
         PlanError: the budget cannot be reached.
     """
-    choice, reason = settle(question)
+    unknown = without_statistics(question)
+    try:
+        choice, reason = settle(question)
+    except UnreachableError as error:
+        if not unknown:
+            raise
+        what = f"{error.what}: {unknown}"
+        raise UnreachableError(what, got=error.got, expected=error.expected, do=error.do) from None
+    reason += f"; {unknown}" if unknown else ""
     sure = certainty(question, choice) if draws is None else certainty(question, choice, draws=draws)
     return describe(question, choice, reason, sure, step=step)
 
@@ -201,22 +218,29 @@ def describe(
         device=profile.device,
         policy=question.policy,
         formats=profile.formats,
-        budget={name: value for name, value in vars(question.budget).items() if value is not None},
+        budget=question.budget.given if keeps_budget(question.policy) else {},
         layers=layers,
         predicted=predict(question, choice),
         reason=reason,
         step=step,
         measured_at=profile.step,
         certainty=None if sure is None else float(sure.mean()),
-        solver={}
-        if solution is None
-        else {
-            "name": solution.solver,
-            "gap": solution.gap,
-            "seconds": solution.seconds,
-            "note": solution.note,
-        },
+        solver=_solver(solution, without_statistics(question)),
+        batches=len(profile.batches),
+        intervals=intervals(question, choice.formats),
     )
+
+
+def _solver(solution: Solution | None, unknown: str) -> dict[str, Any]:
+    """How a plan was found, and what it could not take into account."""
+    if solution is None:
+        return {"note": unknown} if unknown else {}
+    return {
+        "name": solution.solver,
+        "gap": solution.gap,
+        "seconds": solution.seconds,
+        "note": "; ".join(part for part in (solution.note, unknown) if part),
+    }
 
 
 def predict(question: Question, choice: Choice) -> dict[str, float | None]:
@@ -233,13 +257,8 @@ def predict(question: Question, choice: Choice) -> dict[str, float | None]:
         "fp4_flops": share_in_4_bits(profile, choice.formats),
         "loss_divergence": float(np.sqrt(np.nansum(loss**2))),
         "weight_divergence": float(np.sqrt(np.nansum(update**2)) / size) if size > 0 else 0.0,
-        "step_seconds": None if spent is None else float(spent),
+        "step_seconds": None if spent is None else float(spent) + question.other_seconds,
     }
-
-
-def budget_of(plan: Mapping[str, float]) -> Budget:
-    """A budget as it stands in a plan."""
-    return Budget(**plan)
 
 
 def _named(profile: PrecisionProfile, values: NDArray[np.float64]) -> dict[str, float]:

@@ -11,6 +11,10 @@ most bits among the candidates (bf16 where only one width is quantized) and P th
     layer-type     all down, then out, then qkv, then gate and up, each from the last block backwards, likewise
     last-blocks    whole blocks from the last backwards in the reference format until they hold 15 % of
                    FLOPs (NVIDIA's rule); the rest in P, whatever the budget
+    last-blocks-matched   whole blocks from the last backwards in H while the next one fits into the share that is
+                   not 4-bit: a model of few blocks may have more in 4 bits than was asked for
+
+With `uniform` and `last-blocks`, formats do not depend on the budget (`scrimp.config.snip.keeps_budget`).
 
 Source   SNIP (arXiv 2602.01410) and NVFP4 pre-training (arXiv 2509.25149), as reconstructed in the spec's section 9.
 Checked  tests/planner/bits/test_policies.py
@@ -97,8 +101,18 @@ def _raw_costs(
     )
 
 
+def harm_of_lowest(policy: str, profile: PrecisionProfile, weights: Weights) -> float:
+    """What everything in the lowest format costs by a policy: the unit of a budget of divergence."""
+    if policy in ("snip", "snip-layer", "snip-paper"):
+        return weights.loss + weights.update + weights.curvature or 1.0
+    _, low = extremes(profile.formats)
+    return float(costs_of(policy, profile)[:, low].sum()) or 1.0
+
+
 def order_of(policy: str, layers: Sequence[str]) -> list[int] | None:
     """The order in which a policy protects layers; None for one that solves the program."""
+    if policy == "last-blocks-matched":
+        return sorted(range(len(layers)), key=lambda i: -_block(layers[i]))
     if policy == "first-last":
         return _first_last(layers)
     if policy == "layer-type":
@@ -118,6 +132,18 @@ def protect(order: Iterable[int], shares: Array, unprotected: float) -> NDArray[
         if shares[index] <= room:
             kept[index] = True
             room -= shares[index]
+    return kept
+
+
+def protect_blocks(layers: Sequence[str], shares: Array, unprotected: float) -> NDArray[np.bool_]:
+    """[L], whether a layer is of the last blocks that fit whole into what need not be 4-bit; as `protect`."""
+    room, kept = 1.0 - unprotected + 1e-9, np.zeros(len(layers), dtype=bool)
+    blocks = np.array([_block(layer) for layer in layers])
+    for block in sorted(set(blocks.tolist()), reverse=True):
+        room -= shares[blocks == block].sum()
+        if room < 0:
+            break
+        kept |= blocks == block
     return kept
 
 

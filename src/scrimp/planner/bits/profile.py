@@ -165,7 +165,7 @@ class PrecisionProfile:
         )
         return dataclasses.replace(self, formats=tuple(formats), batches=batches)
 
-    def write(self, path: Path) -> None:
+    def write(self, path: Path | str) -> None:
         """Store as one safetensors file."""
         tensors = {
             f"{number}.{field.name}": np.array(getattr(batch, field.name), dtype=np.float64, order="C")
@@ -178,10 +178,10 @@ class PrecisionProfile:
             if field.name != "batches"
         }
         text = json.dumps({"version": VERSION, "batches": len(self.batches), **facts})
-        write_whole(path, save(tensors, metadata={"scrimp_profile": text}))
+        write_whole(Path(path), save(tensors, metadata={"scrimp_profile": text}))
 
     @classmethod
-    def read(cls, path: Path) -> PrecisionProfile:
+    def read(cls, path: Path | str) -> PrecisionProfile:
         """Read what `write` stored.
 
         Raises:
@@ -212,7 +212,7 @@ def _value(name: str, tensor: NDArray[np.float64]) -> float | Array:
     return float(tensor) if name == "loss" else tensor
 
 
-def _metadata(path: Path) -> Mapping[str, str]:
+def _metadata(path: Path | str) -> Mapping[str, str]:
     from safetensors import safe_open
 
     with safe_open(path, framework="numpy") as file:

@@ -20,7 +20,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from scrimp.errors import PlanError
-from scrimp.planner.bits.choose import Budget, Question, choose, is_low, is_solved, priced
+from scrimp.planner.bits.budget import Budget
+from scrimp.planner.bits.choose import Question, choose, is_low, is_solved, priced
 from scrimp.planner.bits.policies import is_per_gemm
 from scrimp.planner.solver import Limit, Program, solve
 from scrimp.precision import GEMMS

@@ -19,6 +19,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from scrimp.config.snip import keeps_budget
 from scrimp.planner.bits.choose import Choice, Question, choose, harm_of, is_solved, is_within
 from scrimp.planner.bits.policies import costs_of, is_per_gemm
 from scrimp.precision import GEMMS
@@ -68,7 +69,8 @@ def settle(question: Question) -> tuple[Choice, str]:
     """The choice to go on with, and why it is the new or the old one."""
     current = question.current
     if not is_solved(question):
-        return choose(question), f"policy {question.policy}"
+        without = "" if keeps_budget(question.policy) else ", which keeps no budget"
+        return choose(question), f"policy {question.policy}{without}"
     choice = choose(replace(question, switching=switching_costs(question)))
     if current is None:
         return choice, "first plan"

@@ -4,5 +4,6 @@
 """
 
 from scrimp.planner.solver.program import SOLVERS, Limit, Program, Solution, solve
+from scrimp.planner.solver.reach import UnreachableError
 
-__all__ = ["SOLVERS", "Limit", "Program", "Solution", "solve"]
+__all__ = ["SOLVERS", "Limit", "Program", "Solution", "UnreachableError", "solve"]

@@ -26,11 +26,15 @@ _DIGITS = 6
 _MOST_NAMED = 8
 
 
+class UnreachableError(PlanError):
+    """Limits that no plan can meet; says which, and what can be reached."""
+
+
 def refuse_unreachable(form: StandardForm) -> None:
     """Refuse limits that no plan can meet, whatever the others are.
 
     Raises:
-        PlanError: naming each, and what can be reached.
+        UnreachableError: naming each, and what can be reached.
     """
     most, least = form.highest.sum(axis=1), form.lowest.sum(axis=1)
     failed: dict[Side, float] = {}
@@ -41,7 +45,7 @@ def refuse_unreachable(form: StandardForm) -> None:
             failed[k, "most"] = float(least[k])
     if failed:
         named = list(failed)[:_MOST_NAMED]
-        raise PlanError(
+        raise UnreachableError(
             f"no plan can meet {_listed([form.names[k] for k, _ in failed])}",
             got="; ".join(_reached(form, side, failed[side], len(failed) > 1) for side in named),
             expected="; ".join(_wanted(form, side, len(failed) > 1) for side in named),
@@ -49,7 +53,7 @@ def refuse_unreachable(form: StandardForm) -> None:
         )
 
 
-def explain(form: StandardForm) -> PlanError:
+def explain(form: StandardForm) -> UnreachableError:
     """The error for limits that can only be met one without the other."""
     blamed = _blamed(form)
     many = len(blamed) > 1
@@ -59,7 +63,7 @@ def explain(form: StandardForm) -> PlanError:
         amount = _nearest(form, blamed, side)
         if amount is not None:
             got.append(_reached(form, side, amount, True) + (" while the others hold" if many else ""))
-    return PlanError(
+    return UnreachableError(
         f"no plan can meet {_listed(names)}{' together' if many else ''}",
         got="; ".join(got) or None,
         expected="; ".join(_wanted(form, side, True) for side in blamed[:_MOST_NAMED]),
