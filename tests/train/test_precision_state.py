@@ -126,3 +126,9 @@ def test_what_was_measured_on_another_device_is_no_figure_of_this_one(here: Plan
     found = carried_on(here, elsewhere(here, "another device"))
     assert found.fingerprint == here.fingerprint
     assert found.measured is None
+
+
+def test_a_finished_run_keeps_the_device_that_its_steps_ran_on(here: Plan) -> None:
+    saved = elsewhere(here, "another device")
+    found = carried_on(here, saved, trains=False)
+    assert (found.fingerprint, found.measured) == (saved.fingerprint, saved.measured)

@@ -121,10 +121,10 @@ class PrecisionCycle:
         analysis, plan = saved.pop("analysis"), Plan.from_json(saved.pop("plan"))
         self.state = CycleState.from_json(saved)
         self._analysis = None if analysis is None else PrecisionPlan.from_json(analysis)
+        self.plan = carried_on(self.plan, plan, trains=step < self._config.train.steps)
         then, now = plan.fingerprint.device, self.plan.fingerprint.device
         if then != now:
             self._note = self.state.move(self._config, step, then, now, in_seconds=self._wants_times())
-        self.plan = carried_on(self.plan, plan)
         self._put_in_force()
         drop_plans_after(self._run_dir, step)
         write_whole(self._run_dir / PLAN, self.plan.to_json())

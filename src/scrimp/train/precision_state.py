@@ -83,19 +83,21 @@ class CycleState:
         return next((at for at in range(first, config.train.steps) if free.must_measure(config, at)), None)
 
 
-def carried_on(here: Plan, saved: Plan) -> Plan:
+def carried_on(here: Plan, saved: Plan, *, trains: bool = True) -> Plan:
     """A checkpoint's formats, and what they were predicted to cost, in the plan that is decided now.
 
     Args:
         here: of this device and its memory.
         saved: of the checkpoint.
+        trains: whether a step is left; else the device is still the one that all of them ran on.
     """
     predicted = dataclasses.replace(
         here.predicted,
         loss_divergence=saved.predicted.loss_divergence,
         weight_divergence=saved.predicted.weight_divergence,
     )
-    is_same = saved.fingerprint.device == here.fingerprint.device
+    fingerprint = here.fingerprint if trains else saved.fingerprint
+    measured = saved.measured if saved.fingerprint.device == fingerprint.device else None
     return dataclasses.replace(
-        here, gemms=saved.gemms, predicted=predicted, measured=saved.measured if is_same else None
+        here, fingerprint=fingerprint, gemms=saved.gemms, predicted=predicted, measured=measured
     )
