@@ -64,8 +64,11 @@ def keeping(level: str) -> str:
 
 def peak_cases_cuda() -> tuple[Case, ...]:
     """Sizes, lengths, levels, offload, formats, searched plans, compiled blocks."""
+    return (*_llamas(), *_qwen_600m(), *_qwen_of_billions())
+
+
+def _llamas() -> tuple[Case, ...]:
     levels = ("swiglu", "norms", "mlp", "qkv", "attention", "block")
-    small, middle, large = "qwen3-0.6b", "qwen3-1.7b", "qwen3-4b"
     return (
         case("60M", "llama-60m", 32, 1024, TRACED, gib=14),
         case("60M, two micro-batches", "llama-60m", 16, 2048, TRACED, gib=14, micro_batches=2),
@@ -75,6 +78,12 @@ def peak_cases_cuda() -> tuple[Case, ...]:
         case("300M, fp32", "llama-300m", 4, 1024, TRACED, "--precision=fp32", gib=22),
         case("300M, fp8", "llama-300m", 16, 1024, TRACED, "--precision=fp8", gib=22),
         case("300M, compiled", "llama-300m", 16, 1024, TRACED, gib=23, is_compiled=True),
+    )
+
+
+def _qwen_600m() -> tuple[Case, ...]:
+    small = "qwen3-0.6b"
+    return (
         case("0.6B", small, 4, 2048, TRACED, gib=28),
         case("0.6B, again", small, 4, 2048, TRACED, gib=28),
         case("0.6B, two micro-batches", small, 4, 2048, TRACED, gib=28, micro_batches=2),
@@ -108,6 +117,12 @@ def peak_cases_cuda() -> tuple[Case, ...]:
             gib=18,
             is_compiled=True,
         ),
+    )
+
+
+def _qwen_of_billions() -> tuple[Case, ...]:
+    middle, large = "qwen3-1.7b", "qwen3-4b"
+    return (
         case("1.7B", middle, 2, 2048, keeping("mlp"), gib=34),
         case("1.7B, no masters", middle, 4, 2048, keeping("norms"), *ROUNDED, gib=29),
         case("1.7B, fp8", middle, 4, 2048, keeping("attention"), "--precision=fp8", *ROUNDED, gib=18),
