@@ -72,7 +72,12 @@ def test_storage_errors_name_the_path(calls, capsys) -> None:
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_unwinds_the_command(number, code) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-c", SLOW], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", SLOW],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell's background job starts with SIGINT ignored, and hands that on.
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
     )
     assert process.stdout.readline() == "started\n"
     process.send_signal(number)
