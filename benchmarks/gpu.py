@@ -9,6 +9,8 @@ formats   What FP8 tensor cores keep of a sum (accumulator.py). Runs in fp8, nvf
 gemm      gemm.py: every GEMM and the quantizers.
 linear    gemm.py: whole linear layers, with the peers.
 memory    memory.py: predicted against measured peaks; its other parts take as long each, and are started there.
+llmq      llmq.py: LLMQ's own speed on this card and Scrimp's, Qwen2.5-7B.
+phases    phases.py: the allocator's cache between generation and training.
 snip      Formats chosen while training: the tests of GEMM times, a run that plans by a share of FLOPs and one that
           plans by a speed-up, then snip_study.py at 60M: predicted against measured damage, and the cost of measuring.
 step      planned_step.py, then step.py with both sides compiled, at sizes from 60M to 0.5B.
@@ -395,6 +397,8 @@ PARTS: dict[str, tuple[Check, ...]] = {
     "gemm": (of_gemm("", "gemms", "quantizers"),),
     "linear": (of_gemm("-linear", "linear"),),
     "memory": (of_script("memory.py", "--part", "peaks", "--budget-s", "540"),),
+    "llmq": (of_script("llmq.py", "--part", "qwen7b", "--budget-s", "330"),),
+    "phases": (of_script("phases.py", "--budget-s", "540"),),
     "snip": (
         check_time_tests,
         partial(check_planned_run, "share", ("--budget.fp4-flops=0.75",)),

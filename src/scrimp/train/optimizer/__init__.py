@@ -9,7 +9,16 @@ from scrimp.train.optimizer.moments import MomentFormat, Moments
 from scrimp.train.optimizer.streaming import Homes, StreamedAdamW
 from scrimp.train.optimizer.update import Step, update
 
-__all__ = ["AdamW", "MomentFormat", "Moments", "Step", "StreamedAdamW", "make_optimizer", "update"]
+__all__ = [
+    "AdamW",
+    "Homes",
+    "MomentFormat",
+    "Moments",
+    "Step",
+    "StreamedAdamW",
+    "make_optimizer",
+    "update",
+]
 
 
 def make_optimizer(

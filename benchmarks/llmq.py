@@ -1,0 +1,178 @@
+"""LLMQ's speed on this GPU beside Scrimp's: models of 7B and 14B, one after the other on the same card.
+
+Question  LLMQ publishes tokens/s for Qwen2.5 on cards of 16 and 24 GB. What are they on this card, and Scrimp's beside
+          them?
+Method    LLMQ's Python interface trains from random weights with the settings that its authors publish for the smallest
+          card of each model (whole blocks recomputed, residuals, moments, masters and gradients on the host), on
+          random tokens, at the sequence length and tokens of a step of `memory.py`'s reference cases. The first step
+          is left out (it captures CUDA graphs). Then Scrimp's reference case: `memory.py --part qwen7b` or
+          qwen14b, in a process of its own, limited to its card.
+Figures   Tokens/s of the median step with fastest and slowest; bytes that LLMQ's allocator names, device and host.
+Limits    LLMQ has no limit of device memory: its settings make it small, the card is whole. pyllmq's wheels want the
+          CUDA libraries that they were built with; where they do not load, LLMQ is NOT RUN, and why is said.
+          Written after its documented interface, not run yet.
+Run       python benchmarks/llmq.py --part qwen7b                 # about ten minutes
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from environment import RESULTS, ROOT, facts, markdown_table, write_pair
+from memory_cases import REFERENCES
+from memory_page import rate_of
+
+from scrimp.config import Architecture, preset
+
+SEQUENCE = 1024
+_SMALLEST = ("recompute_block", "recompute_ffn", "recompute_swiglu", "recompute_att", "recompute_qkv")
+_ON_HOST = ("offload_residual", "offload_opt_m", "offload_opt_v", "offload_master", "offload_grads")
+_SHARDED = ("shard_weights", "shard_gradients")  # on one GPU: weights and gradients can live on the host
+_QUANTIZED = ("persistent_quants", "offload_quants")
+MICRO_BATCH = CHUNKS = 32
+MATMUL = {"bf16": "bf16", "fp8": "e4m3"}
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Of one system."""
+
+    name: str
+    rates: tuple[float, ...]
+    """Tokens/s of each step."""
+    note: str
+
+    @property
+    def row(self) -> tuple[str, str, str, str]:
+        """For a table."""
+        if not self.rates:
+            return self.name, "NOT RUN", "", self.note
+        spread = f"{max(self.rates):,.0f}, {min(self.rates):,.0f}; {len(self.rates)}"
+        return self.name, f"{statistics.median(self.rates):,.0f}", spread, self.note
+
+
+def speed_of_llmq(part: str, precision: str, steps: int) -> Speed:
+    """LLMQ's, in this process."""
+    case = REFERENCES["cuda"][part]
+    name = f"LLMQ, {precision}"
+    try:
+        pyllmq = importlib.import_module("pyllmq")
+    except (ImportError, OSError) as error:
+        return Speed(name, (), f"{type(error).__name__}: {error}")
+    accumulation = case.batch_tokens // (MICRO_BATCH * SEQUENCE)
+    trainer = pyllmq.LLMQTrainer(
+        ngpu=1,
+        config=config_of(pyllmq, preset(case.model)),
+        options=options_of(pyllmq, precision),
+        batch_size=MICRO_BATCH,
+        seq_len=SEQUENCE,
+        grad_accum=accumulation,
+    )
+    trainer.init_weights()
+    seconds = [timed_step(trainer, number, accumulation) for number in range(steps + 1)][1:]
+    sizes = trainer.get_allocator_info(0).values()
+    device, host = (
+        sum(size.get(kind, 0) for size in sizes for kind in kinds)
+        for kinds in (("device", "stack"), ("pinned", "pageable"))
+    )
+    note = f"{device / 2**30:.1f} GiB on the device, {host / 1e9:.1f} GB on the host, by its own account"
+    return Speed(name, tuple(case.batch_tokens / one for one in seconds), note)
+
+
+def timed_step(trainer: Any, number: int, accumulation: int) -> float:
+    """Seconds of one step, its update included."""
+    generator = np.random.default_rng(number)
+    batches = generator.integers(0, 150_000, (accumulation, MICRO_BATCH, SEQUENCE + 1), dtype=np.int32)
+    start = time.perf_counter()
+    for batch in batches:
+        trainer.step(np.ascontiguousarray(batch[:, :-1]), np.ascontiguousarray(batch[:, 1:]))
+    trainer.update(1e-5, 0.9, 0.95, number + 1, 0.1, 1.0)
+    return time.perf_counter() - start
+
+
+def config_of(pyllmq: Any, architecture: Architecture) -> Any:
+    """The model as LLMQ names it."""
+    return pyllmq.Config(
+        architecture="qwen2",
+        hidden_size=architecture.width,
+        intermediate_size=architecture.ffn_width,
+        vocab_size=architecture.vocab_size,
+        num_attention_heads=architecture.num_heads,
+        num_key_value_heads=architecture.num_kv_heads,
+        num_hidden_layers=architecture.num_layers,
+        max_position_embeddings=architecture.context,
+        rope_theta=architecture.rope_theta,
+        rms_norm_eps=architecture.norm_eps,
+        tie_word_embeddings=architecture.tied_embeddings,
+        dtype="bf16",
+    )
+
+
+def options_of(pyllmq: Any, precision: str) -> Any:
+    """What its authors publish for the smallest card: everything recomputed, everything on the host."""
+    options = pyllmq.LLamaOptions()
+    for name in (*_SMALLEST, *_ON_HOST, *_SHARDED, *(_QUANTIZED if precision == "fp8" else ())):
+        setattr(options, name, True)
+    options.lmhead_chunks = options.attn_bwd_chunks = CHUNKS
+    options.momentum_type = options.variance_type = "bf16"
+    options.matmul_type = MATMUL[precision]
+    options.use_cuda_graphs = True
+    return options
+
+
+def speed_of_scrimp(part: str, folder: Path, day: str, budget_s: float) -> Speed:
+    """Scrimp's reference case, in a process of its own."""
+    case = REFERENCES["cuda"][part]
+    name = f"Scrimp, bf16, limited to {case.card_bytes / 2**30:.0f} GiB"
+    words = ["--part", part, "--budget-s", f"{budget_s:.0f}", "--date", day, "--out", str(folder)]
+    done = subprocess.run(
+        [sys.executable, "benchmarks/memory.py", *words], cwd=ROOT, capture_output=True, text=True
+    )
+    print(done.stdout[-4000:], flush=True)
+    path = folder / f"{day}-memory-{part}-cuda.json"
+    runs = json.loads(path.read_text(encoding="utf-8"))["runs"] if path.exists() else []
+    if not runs or not runs[-1].get("seconds"):
+        return Speed(name, (), (done.stderr or done.stdout).strip().splitlines()[-1][-300:])
+    return Speed(name, (rate_of(runs[-1]),), f"median step; see {path.name}")
+
+
+def main() -> int:
+    """Both sides in turn; 0 if both ran."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--part", choices=list(REFERENCES["cuda"]), default="qwen7b")
+    parser.add_argument("--precision", choices=list(MATMUL), default="bf16", help="LLMQ's")
+    parser.add_argument("--steps", type=int, default=3, help="that are timed of LLMQ")
+    parser.add_argument("--budget-s", type=float, default=400.0, help="seconds for Scrimp's side")
+    parser.add_argument("--date", default=date.today().isoformat(), help="prefix of the result files")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
+    arguments = parser.parse_args()
+    record = facts("torch", "pyllmq")
+    speeds = [speed_of_llmq(arguments.part, arguments.precision, arguments.steps)]
+    print(speeds[0].row, flush=True)
+    speeds.append(speed_of_scrimp(arguments.part, arguments.out, arguments.date, arguments.budget_s))
+    columns = ("system", "tokens/s, median step", "fastest, slowest; steps", "note")
+    lines = markdown_table(columns, [speed.row for speed in speeds])
+    record["speeds"] = [speed.row for speed in speeds]
+    title = f"# {arguments.part}: LLMQ and Scrimp on the same card"
+    page = "\n".join([title, "", f"`{record['command']}` at {record['commit']}", "", *lines, ""])
+    if any(speed.rates for speed in speeds):
+        write_pair(arguments.out, f"{arguments.date}-llmq-{arguments.part}", record, page)
+    print(page)
+    return 0 if all(speed.rates for speed in speeds) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
