@@ -96,7 +96,7 @@ class ShardedAdamW(StreamedAdamW):
 
 def _rows(shard: DTensor) -> Tensor:
     """This rank's, in FSDP2's own memory."""
-    return cast(Tensor, cast(DTensor, shard.detach()).to_local())
+    return cast(DTensor, shard.detach()).to_local()
 
 
 def _mesh_of(parameters: Mapping[str, nn.Parameter]) -> DeviceMesh:
