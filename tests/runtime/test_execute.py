@@ -17,6 +17,7 @@ from scrimp.planner import Plan
 from scrimp.planner.schema import StateChoice
 from scrimp.precision import GEMMS
 from scrimp.runtime import Executable, choose_backends, compile_blocks, describe_backends, quantizes, realise
+from scrimp.runtime.memory import take_room
 
 CPU = torch.device("cpu")
 
@@ -59,7 +60,13 @@ def test_weights_that_live_on_the_host_are_filled_where_they_live(parameters: st
         filled.update({name: parameter.data_ptr() for name, parameter in model.named_parameters()})
 
     executable = realise(
-        hosted, ARCHITECTURE, fill, device=CPU, parameters=parameters, compute="bf16", host_bytes=2**20
+        hosted,
+        ARCHITECTURE,
+        fill,
+        device=CPU,
+        parameters=parameters,
+        compute="bf16",
+        room=take_room(hosted, CPU, host_bytes=2**20),
     )
     assert executable.host is not None
     at_home = executable.host.weights.at_home()
@@ -81,11 +88,20 @@ def test_activations_do_not_leave_where_no_host_memory_was_taken() -> None:
 
 def test_a_micro_batch_beyond_the_planned_one_is_refused_before_it_runs() -> None:
     _, executable = realised("bf16", "bf16", ARCHITECTURE)
-    small = dataclasses.replace(executable, most_tokens=2 * 64)
+    small = dataclasses.replace(executable, most_tokens=2 * 64, longest=64)
     assert torch.isfinite(small.loss(*batch(2, 64), None).total)
-    for rows, length in ((3, 64), (2, 65)):
-        with pytest.raises(PlanError, match="larger than the plan"):
+    for rows, length, says in ((3, 64, "larger than the plan"), (1, 128, "longer than the planned one")):
+        with pytest.raises(PlanError, match=says):
             small.loss(*batch(rows, length), None)
+
+
+def test_a_plan_with_a_part_on_the_host_is_no_model_without_room_there() -> None:
+    plan, _ = realised("bf16", "bf16", ARCHITECTURE)
+    hosted = dataclasses.replace(
+        plan, states={**plan.states, "0": StateChoice("host", "device", "device", "")}
+    )
+    with pytest.raises(PlanError, match="no room was taken"):
+        realise(hosted, ARCHITECTURE, lambda model: None, device=CPU, parameters="bf16", compute="bf16")
 
 
 @pytest.mark.parametrize("architecture", [ARCHITECTURE, UNTIED], ids=["tied-bias", "untied"])

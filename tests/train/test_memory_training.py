@@ -286,7 +286,7 @@ def test_an_edited_plan_sends_nothing_to_the_host_beside_snip(
 
 
 def test_an_update_that_was_broken_off_is_no_checkpoint(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started: list[int] = []
 
@@ -299,3 +299,6 @@ def test_an_update_that_was_broken_off_is_no_checkpoint(
     run_dir = tmp_path / "run"
     assert main(flags(corpus, run_dir, "--train.steps=2", "--memory.optimizer=host")) == 1
     assert not list((run_dir / "checkpoints").glob("step-*"))
+    shown = " ".join(capsys.readouterr().err.split())
+    assert "in the update of step 2, which cannot be taken again" in shown
+    assert "no plan" not in shown

@@ -16,6 +16,7 @@ from scrimp.config import Architecture, Config, decided, parse_bytes
 from scrimp.config.snip import BUDGETS
 from scrimp.errors import PlanError
 from scrimp.planner.bytes.decision import MemoryDecision
+from scrimp.planner.bytes.room import Budgets, enough_text, size_text
 from scrimp.planner.flops import linear_layers
 from scrimp.planner.memory import MemoryAccount, account_memory
 from scrimp.planner.schema import BlockChoice, Figures, Fingerprint, GemmChoice, Layout, Plan, StateChoice
@@ -79,6 +80,7 @@ def build_plan(
     torch_version: str,
     reasons: Mapping[str, str],
     memory: MemoryDecision | None = None,
+    copy_bytes: int | None = None,
 ) -> Plan:
     """The plan of one run on one device; `refuse_misfit` says whether it fits.
 
@@ -87,11 +89,13 @@ def build_plan(
         device_is_host: the device computes in host memory (a CPU).
         reasons: why settings were decided, from `scrimp.config.resolve`.
         memory: what blocks do so that the step fits; None: everything resident.
+        copy_bytes: host memory that writing a checkpoint takes; None: the account's copy of the whole state.
 
     Raises:
         ConfigError: a rule of the precision that matches no layer, or cannot be carried out there.
     """
     account = account_of(config, architecture)
+    copy = account.checkpoint_copy if copy_bytes is None else copy_bytes
     peak = account.peak if memory is None else memory.account.peak
     host = 0 if memory is None else memory.account.host_peak
     is_one_memory = device_is_host and None in (config.budget.device_memory, config.budget.host_memory)
@@ -107,8 +111,8 @@ def build_plan(
         # On a CPU the copy that a checkpoint is written from lies in the device's memory; the whole process,
         # the interpreter and its libraries included, is predicted by nothing.
         predicted=Figures(
-            peak_device_bytes=peak + (account.checkpoint_copy if is_one_memory else 0),
-            peak_host_bytes=(host or None) if is_one_memory else host + account.checkpoint_copy,
+            peak_device_bytes=peak + (copy if is_one_memory else 0),
+            peak_host_bytes=(host or None) if is_one_memory else host + copy,
             step_seconds=None if memory is None else memory.timeline.seconds,
         ),
     )
@@ -170,15 +174,17 @@ def refuse_misfit(
     available_bytes: int,
     device_is_host: bool,
     memory: MemoryDecision | None = None,
+    budgets: Budgets | None = None,
 ) -> None:
     """Refuse a run whose predicted peak exceeds its budget or the memory that is free now.
 
-    A budget covers all that a run takes. Memory that is merely scarce makes a checkpoint wait for its
-    copy; it does not refuse the run.
+    Where the host has memory of its own, too little of it for a checkpoint's copy makes training wait while one is
+    written; it does not refuse the run.
 
     Args:
         available_bytes: free device memory.
         memory: what the plan was made by; None: everything resident.
+        budgets: what a user types for the bytes of a step; None: as many.
 
     Raises:
         PlanError: with the change that would help most.
@@ -186,16 +192,8 @@ def refuse_misfit(
     account = account_of(config, architecture)
     copy = account.checkpoint_copy
     if memory is not None:
-        _refuse_decision(memory, config)
+        _refuse_decision(memory, config, budgets)
         return
-    host_budget = plan.budget.get("host_memory")
-    if host_budget is not None and not device_is_host and copy > host_budget:
-        raise PlanError(
-            "the host copy that a checkpoint is written from does not fit in budget.host_memory",
-            got=f"{copy:,} bytes",
-            expected=f"at most {int(host_budget):,} bytes",
-            do="raise the budget or choose a smaller model",
-        )
     limit = available_bytes
     if "device_memory" in plan.budget:
         is_one_memory = device_is_host and None in (config.budget.device_memory, config.budget.host_memory)
@@ -210,19 +208,26 @@ def refuse_misfit(
         )
 
 
-def _refuse_decision(memory: MemoryDecision, config: Config) -> None:
+def _refuse_decision(memory: MemoryDecision, config: Config, budgets: Budgets | None) -> None:
     """Refuse settings of the user's own that do not fit; a plan that was searched for does."""
     if memory.fits:
         return
     account, machine = memory.account, memory.machine
-    what, got, limit = "memory", account.peak, machine.device_bytes
-    if account.peak <= limit:
-        what, got, limit = "host memory", account.host_peak, machine.host_bytes
+    budgets = budgets or Budgets(machine.device_bytes, machine.host_bytes)
+    what, peak, moment = "memory", account.peak, f", {account.moment.name}"
+    enough, there_is = budgets.device_for(account.peak, alone=True), budgets.device_words
+    if peak <= machine.device_bytes:
+        what, peak, moment = "host memory", account.host_peak, ""
+        enough, there_is = budgets.host_for(account.host_peak), f"{size_text(budgets.host)} of host memory"
+    names = ("activations", "weights", "gradients", "optimizer")
+    given = {f"memory.{name}": getattr(config.memory, name) for name in names}
+    given = {name: value for name, value in given.items() if value != "auto"}
+    settings = " and ".join(f"{name} {value}" for name, value in given.items())
     raise PlanError(
-        f"the run does not fit in {what}",
-        got=f"a predicted peak of {got:,} bytes, {account.moment.name}",
-        expected=f"at most {limit:,} bytes",
-        do=f"leave memory.activations {config.memory.activations} out: the plan then finds what fits",
+        f"the run does not fit in {what} with {settings or 'the blocks and states of its plan'}",
+        got=f"a predicted peak of {peak:,} bytes{moment}, for which {enough_text(enough)} are enough",
+        expected=f"at most {there_is}",
+        do=f"leave {' and '.join(given) or 'them'} out: the plan then finds what fits, or says what would",
     )
 
 

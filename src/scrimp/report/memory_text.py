@@ -9,26 +9,51 @@ from rich.table import Table
 
 from scrimp.planner.bytes.decision import MemoryDecision
 from scrimp.planner.bytes.frontier import Alternative, binding, frontier
+from scrimp.planner.bytes.room import Budgets
+from scrimp.planner.bytes.splits import Split
 from scrimp.planner.bytes.timeline import Timeline
 from scrimp.report.tables import account_table, key_value_table
 from scrimp.report.units import format_bytes, format_duration, format_percent
 
 
-def memory_tables(decision: MemoryDecision, copy_bytes: int) -> Iterator[Table]:
+def memory_tables(
+    decision: MemoryDecision,
+    copy_bytes: int,
+    *,
+    budgets: Budgets,
+    split: Split | None = None,
+    waits: bool = False,
+    alternatives: bool = True,
+) -> Iterator[Table]:
     """What is shown of a decision, top to bottom.
 
     Args:
-        copy_bytes: of the host copy that a checkpoint is written from.
+        copy_bytes: host memory that writing a checkpoint takes: a copy of the state, and a file of it.
+        budgets: the memory that there is, as the user knows it.
+        split: the placement of states, where the user decided; None: the plan did.
+        waits: training waits for the checkpoint, so that there is no copy.
+        alternatives: what more memory would give, too: it is searched for, which takes seconds where blocks are many.
     """
-    account, machine = decision.account, decision.machine
+    account = decision.account
     yield account_table(
         account.device,
         title=f"predicted bytes on the device, {format_bytes(account.peak)} of "
-        f"{format_bytes(machine.device_bytes)}, in the {account.moment.name}",
+        f"{_there_is(budgets)}, in the {account.moment.name}",
     )
-    host = [*account.host, ("copy for a checkpoint", copy_bytes)]
+    name = "file of a checkpoint, training waits" if waits else "copy for a checkpoint"
+    host = [*account.host, (name, copy_bytes)]
     yield account_table(host, title="predicted bytes on the host")
-    yield key_value_table(list(_rows(decision)), title="how it fits")
+    rows = list(_rows(decision))
+    if alternatives:
+        rows += _alternatives(decision, budgets, split)
+    yield key_value_table(rows, title="how it fits")
+
+
+def _there_is(budgets: Budgets) -> str:
+    """The device's memory, and what of it a step does not get."""
+    kept = [f"{format_bytes(budgets.copy)} for a checkpoint's copy"] if budgets.copy else []
+    kept += [f"{format_percent(1 - budgets.share, 0)} for the allocator's gaps"] if budgets.share < 1 else []
+    return format_bytes(budgets.device) + (f" less {' and '.join(kept)}" if kept else "")
 
 
 def _rows(decision: MemoryDecision) -> Iterator[tuple[str, str]]:
@@ -40,14 +65,20 @@ def _rows(decision: MemoryDecision) -> Iterator[tuple[str, str]]:
         "step",
         f"{format_duration(decision.timeline.seconds)} (predicted {origin}), {_waiting(decision.timeline)}",
     )
+
+
+def _alternatives(
+    decision: MemoryDecision, budgets: Budgets, split: Split | None
+) -> Iterator[tuple[str, str]]:
     plan = decision.plan
     if plan is None:
         return
-    bound, gain = binding(decision.costs, decision.machine, plan)
+    bound, gain = binding(decision.costs, decision.machine, plan, split=split)
     if gain:
         yield "bound by", f"{bound}: a quarter more of it saves {format_percent(gain)} of the step"
-    for other in frontier(decision.costs, decision.machine, plan):
-        yield f"with {format_bytes(other.more_bytes)} more", _alternative(other)
+    for other in frontier(decision.costs, decision.machine, plan, split=split):
+        more = budgets.device_for(other.more_bytes)
+        yield f"with {format_bytes(more)} more", _alternative(other)
 
 
 def runs_of(activations: Sequence[str]) -> str:

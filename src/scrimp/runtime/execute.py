@@ -32,7 +32,7 @@ from scrimp.gemm.problem import Shape, shape_of
 from scrimp.model import Block, Decoder, LossSums
 from scrimp.planner import Plan, linear_shapes
 from scrimp.precision import GEMMS, HIGH_PRECISION, LinearPrecision
-from scrimp.runtime.memory import HostMemory, carry_out, take_room, weights_on_host
+from scrimp.runtime.memory import HostMemory, HostRoom, carry_out, uses_host, weights_on_host
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 HEAD = "head"
@@ -58,6 +58,8 @@ class Executable:
     """The host's part of the memory, where the plan has any."""
     most_tokens: int = 0
     """Of a micro-batch, for which the memory was planned; 0: not said."""
+    longest: int = 0
+    """Tokens of a sequence, for which it was planned; 0: not said."""
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         """Casts GEMM inputs to bf16 where the parameters are fp32."""
@@ -76,21 +78,33 @@ class Executable:
         """Summed loss of one micro-batch; the tensors may still be on the host.
 
         Raises:
-            PlanError: more tokens than the plan has memory for.
+            PlanError: more tokens, or longer sequences, than the plan has memory for.
         """
-        if 0 < self.most_tokens < tokens_BT.numel():
-            raise PlanError(
-                "a micro-batch is larger than the plan has memory for",
-                got=f"{tokens_BT.shape[0]} sequences of {tokens_BT.shape[1]:,} tokens",
-                expected=f"at most {self.most_tokens:,} tokens in all",
-                do="plan for the longest sequences with --train.sequence, or cut them",
-            )
+        self._refuse_unplanned(*tokens_BT.shape)
         tokens_BT = tokens_BT.to(self.device, non_blocking=True)
         targets_BT = targets_BT.to(self.device, non_blocking=True)
         with self.autocast():
             return self.model.loss(
                 tokens_BT, targets_BT, document_starts, chunk=self.loss_chunk, z_loss=self.z_loss
             )
+
+    def _refuse_unplanned(self, rows: int, length: int) -> None:
+        """As many tokens in fewer, longer sequences take more: attention's workspace grows with their length."""
+        if 0 < self.longest < length:
+            what, most = "a sequence is longer than the planned one", f"{self.longest:,} tokens in a sequence"
+        elif 0 < self.most_tokens < rows * length:
+            what, most = (
+                "a micro-batch is larger than the plan has memory for",
+                f"{self.most_tokens:,} tokens in all",
+            )
+        else:
+            return
+        raise PlanError(
+            what,
+            got=f"{rows} sequences of {length:,} tokens",
+            expected=f"at most {most}",
+            do="plan for the longest sequences with --train.sequence, or cut them",
+        )
 
     def end_backward(self) -> None:
         """A backward pass is over."""
@@ -146,9 +160,9 @@ def realise(
     z_loss: float = 0.0,
     choose: BackendChooser | None = None,
     replans: bool = False,
-    host_bytes: int = 0,
-    host_available: int | None = None,
+    room: HostRoom | None = None,
     most_tokens: int = 0,
+    longest: int = 0,
 ) -> Executable:
     """Allocate the model of a plan and fill its parameters.
 
@@ -159,13 +173,20 @@ def realise(
         seed: of the rounding noise.
         choose: back end per recipe and GEMM (`choose_backends`); unset: what works for every shape.
         replans: formats will change, so that layers are planned even where nothing is quantized yet.
-        host_bytes: host memory that a step takes by the plan's account, where it takes any.
-        host_available: free host memory; None: not checked.
+        room: host memory that was taken for the plan (`take_room`), where it needs any.
         most_tokens: of a micro-batch; more are refused, since nobody planned for them.
+        longest: tokens of a sequence; longer ones are refused too.
+
+    Raises:
+        PlanError: part of the plan lives on the host, and no room was taken there.
     """
+    if room is None and uses_host(plan):
+        raise PlanError(
+            "part of the plan lives on the host, where no room was taken",
+            do="take it with `take_room`, before the model is made",
+        )
     with torch.device("meta"):
         model = Decoder(architecture, dtype=DTYPES[parameters])
-    room = take_room(plan, device, host_bytes=host_bytes, host_available=host_available)
     # Weights that live on the host never lie on the device all at once, nor on the host twice, not even to be filled.
     hosted = weights_on_host(plan)
     for index, block in enumerate(model.blocks):
@@ -181,7 +202,7 @@ def realise(
     if replans or quantizes(plan, compute):
         planned = plan_layers(model, plan, choose or backends_for(device), seed)
     host = None if room is None else carry_out(plan, model, room)
-    executable = Executable(model, device, compute, loss_chunk, z_loss, planned, host, most_tokens)
+    executable = Executable(model, device, compute, loss_chunk, z_loss, planned, host, most_tokens, longest)
     executable.change_activations(plan)
     return executable
 

@@ -104,14 +104,18 @@ class CheckpointStore:
     Args:
         keep_last: newest checkpoints that stay.
         keep_every: checkpoints at multiples of this step stay for good; 0 for none.
+        room: bytes that a budget of host memory leaves for the copy and for the file that is being assembled, which
+            is never smaller than the largest tensor; None: there is none.
     """
 
-    def __init__(self, run_dir: Path, *, keep_last: int, keep_every: int) -> None:
+    def __init__(self, run_dir: Path, *, keep_last: int, keep_every: int, room: int | None = None) -> None:
         if keep_last < 1 or keep_every < 0:
             raise ValueError(f"keep_last {keep_last} must be at least 1, keep_every {keep_every} at least 0")
         self.folder = run_dir / FOLDER
         self._keep_last, self._keep_every = keep_last, keep_every
-        self._copies = HostCopies()
+        self._copies = HostCopies(room)
+        most = tensor_files.MAX_FILE_BYTES
+        self._file_bytes = most if room is None else max(1, min(most, room))
         self._is_prepared = False
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -151,7 +155,8 @@ class CheckpointStore:
             _refuse_full_disk(self.folder, num_bytes)
         except OSError as error:
             raise storage_error(error, f"checkpoints cannot be written in {self.folder}") from error
-        extra = min(num_bytes, tensor_files.MAX_FILE_BYTES)
+        largest = max((tensor.nbytes for tensor in tensors.values()), default=0)
+        extra = min(num_bytes, max(self._file_bytes, largest))
         copies = None if wait else self._copies.take(tensors, extra_bytes=extra)
         if copies is None:  # nothing changes the tensors while the caller waits here
             live = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
@@ -234,7 +239,7 @@ class CheckpointStore:
         try:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
-            tensor_files.write_tensors(partial, tensors)
+            tensor_files.write_tensors(partial, tensors, max_file_bytes=self._file_bytes)
             for name, text in texts.items():
                 (partial / name).write_text(text, encoding="utf-8", newline="\n")
             manifests.seal(partial, step)

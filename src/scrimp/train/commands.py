@@ -16,15 +16,15 @@ from scrimp.config import Config, MemoryConfig, decided, flatten
 from scrimp.data import CorpusSpec, Progress, open_corpus
 from scrimp.errors import ConfigError, ModelError
 from scrimp.model import Decoder, export_model, generate
-from scrimp.planner import account_of, count_flops, gemm_formats, ideal_seconds_per_token
+from scrimp.planner import count_flops, gemm_formats, ideal_seconds_per_token
 from scrimp.planner.bits import PrecisionPlan
 from scrimp.planner.bytes.room import NoRoomError
 from scrimp.profiler import device_peaks, recall_throughput, resolve_device
-from scrimp.report.memory_text import memory_tables
-from scrimp.report.tables import account_table, key_value_table
-from scrimp.report.units import format_bytes, format_count, format_flops, format_rate
+from scrimp.report.tables import key_value_table
+from scrimp.report.units import format_count, format_flops, format_rate
 from scrimp.runtime import Executable
 from scrimp.train.evaluation import Evaluation, evaluate
+from scrimp.train.memory_shown import account_tables
 from scrimp.train.precision_preview import Preview, preview
 from scrimp.train.precision_question import shares_of
 from scrimp.train.setup import Decisions, decide, expected_vocabulary, fit_vocabulary
@@ -63,14 +63,8 @@ def dry_run(config: Config, given: Collection[str] = frozenset(), out: Path | No
     console.print(_run_table(decisions))
     if decisions.config.is_planned:
         console.print(_starting_map(decisions))
-    account = account_of(decisions.config, decisions.architecture)
-    if decisions.memory is not None:
-        for table in memory_tables(decisions.memory, account.checkpoint_copy):
-            console.print(table)
-    else:
-        rows = [*account.rows(), ("copy for a checkpoint, on the host", account.checkpoint_copy)]
-        peak = format_bytes(decisions.plan.predicted.peak_device_bytes)
-        console.print(account_table(rows, title=f"predicted bytes, peak on the device {peak}"))
+    for table in account_tables(decisions):
+        console.print(table)
     if decisions.reasons:
         values = flatten(decisions.config)
         choices = [(key, f"{values[key]}  ({reason})") for key, reason in sorted(decisions.reasons.items())]
@@ -91,7 +85,10 @@ def _decided(config: Config) -> tuple[Decisions, NoRoomError | None]:
         return decisions_of(config), None
     except NoRoomError as no_room:
         resident = MemoryConfig(activations="keep", weights="device", gradients="device", optimizer="device")
-        return decisions_of(replace(config, memory=resident)), no_room
+        shown = decisions_of(replace(config, memory=resident))
+        assert shown.memory is not None
+        memory = replace(shown.memory, reason="nothing: everything resident, to show what it takes")
+        return replace(shown, memory=memory), no_room
 
 
 def _run_table(decisions: Decisions) -> Any:

@@ -34,12 +34,13 @@ from scrimp.planner.flops import Peaks
 from scrimp.profiler import MemoryMeter
 from scrimp.report.memory_text import runs_of
 from scrimp.runtime import Executable, StepCount
-from scrimp.runtime.memory import ArenaTooSmallError, PhaseEdges, largest_step
+from scrimp.runtime.memory import ArenaTooSmallError, PhaseEdges
 from scrimp.train.checkpoint import Checkpoint, CheckpointStore
 from scrimp.train.evaluation import Evaluation, evaluate
 from scrimp.train.guards import NonFiniteGuard, OutlierWatch, StopSignals
 from scrimp.train.memory_check import MemoryCheck
 from scrimp.train.memory_phases import EVALUATION, MEASURING, TRAINING, cache_of
+from scrimp.train.memory_replan import most_on_host
 from scrimp.train.memory_trouble import MemoryTrouble, is_out_of_memory
 from scrimp.train.metrics import MetricsLog
 from scrimp.train.optimizer import make_optimizer
@@ -89,7 +90,7 @@ class Trainer:
         line: StepLine,
         files: dict[str, str],
     ) -> None:
-        self.decisions, self.corpus, self.executable = decisions, corpus, executable
+        self.decisions, self.corpus, self.executable, self.peaks = decisions, corpus, executable, peaks
         self.config, self.train = decisions.config, decisions.config.train
         self.store, self.log, self.line, self.files, self.meter = store, log, line, files, meter
         self.optimizer = make_optimizer(
@@ -102,28 +103,23 @@ class Trainer:
         """Whether an update was broken off: what is there must not be kept."""
         self._log_trouble = False
         self._last_evaluation: tuple[int, Evaluation] | None = None
-        self.peaks = peaks
         self._non_finite = NonFiniteGuard(self.train.nonfinite_patience)
         self._outliers = (OutlierWatch("loss"), OutlierWatch("gradient norm"))
         sequence = decided(self.train.sequence)
         self._sequences_per_step = decided(self.train.batch_tokens) // sequence
         self._flops_per_token = count_flops(decisions.architecture, sequence).causal
         self._trouble = MemoryTrouble(decisions, executable)
-        host = executable.host
-        self._check = MemoryCheck(decisions.memory, 0 if host is None else largest_step(host.arena.capacity))
+        self.no_plan_takes_less = False
+        """Whether a step ran out of memory, and a plan that takes less was sought in vain."""
+        self._check = MemoryCheck(decisions.memory, most_on_host(executable, self.config))
         self.phases = PhaseEdges(cache_of(executable.device, meter), self._report_cache)
         self._count: StepCount | None = None
         self._ideal_seconds = 0.0
         self.cycle: PrecisionCycle | None = None
         if self.config.is_planned:
+            run_dir = decided(self.config.run.dir)
             self.cycle = PrecisionCycle(
-                decisions,
-                executable,
-                self.optimizer,
-                self._batches,
-                log=log,
-                line=line,
-                run_dir=decided(self.config.run.dir),
+                decisions, executable, self.optimizer, self._batches, log=log, line=line, run_dir=run_dir
             )
         self._adopt(decisions.plan)
 
@@ -373,8 +369,9 @@ class Trainer:
         if self.executable.device.type == "cuda":
             torch.cuda.empty_cache()
         step = self.position.step + 1
-        plan = self._trouble.plan_of_less(self.decisions.plan, step)
+        plan = self._trouble.plan_of_less(self.decisions.plan, step, trouble)
         if plan is None:
+            self.no_plan_takes_less = True
             raise trouble
         self._change_memory(plan, step)
 

@@ -21,10 +21,9 @@ from scrimp.planner import Figures, Plan
 from scrimp.planner.bytes.correct import corrected
 from scrimp.planner.bytes.decision import MemoryDecision
 from scrimp.planner.bytes.search import find
-from scrimp.planner.bytes.splits import Split
-from scrimp.planner.schema import BlockChoice
 from scrimp.report.units import format_bytes, format_duration, format_percent
-from scrimp.train.memory_plan import changed_peak, states_of
+from scrimp.train.memory_plan import states_of
+from scrimp.train.memory_replan import replanned, same_states
 
 WARM_UP, STEPS = 3, 5
 TOLERANCE = 0.05
@@ -46,7 +45,7 @@ class MemoryCheck:
 
     Args:
         memory: what was decided; None: everything resident, without a prediction of seconds.
-        host_bytes: host memory that the run has taken: no plan of its blocks may need more.
+        host_bytes: that a step may take in the host memory of the run: no plan of its blocks may need more.
     """
 
     def __init__(self, memory: MemoryDecision | None, host_bytes: int) -> None:
@@ -80,10 +79,8 @@ class MemoryCheck:
         if memory is None or memory.plan is None or not _is_as_decided(plan, memory):
             return None
         now = corrected(memory, seconds=measured.step_seconds, device_bytes=measured.peak_device_bytes)
-        states = now.states
-        split = Split(sum(states.weights), sum(states.gradients), sum(states.optimizer), states.update)
         machine = dataclasses.replace(now.machine, host_bytes=self._host_bytes)
-        better = find(now.costs, machine, now.setup, split)
+        better = find(now.costs, machine, now.setup, same_states(now.states))
         if better is None or better.activations == now.activations:
             return None
         if now.fits and better.seconds > (1 - GAIN) * now.timeline.seconds:
@@ -91,10 +88,7 @@ class MemoryCheck:
         reason = (
             f"planned anew after step {step:,}: a step took {format_duration(measured.step_seconds or 0.0)}"
         )
-        blocks = {str(i): BlockChoice(name, reason) for i, name in enumerate(better.activations)}
-        peak = changed_peak(plan, memory.account.peak, better.device_bytes)
-        predicted = dataclasses.replace(plan.predicted, peak_device_bytes=peak, step_seconds=better.seconds)
-        return dataclasses.replace(plan, blocks=blocks, predicted=predicted)
+        return replanned(plan, memory.account, better, reason=reason, seconds=better.seconds)
 
 
 def _is_as_decided(plan: Plan, memory: MemoryDecision) -> bool:

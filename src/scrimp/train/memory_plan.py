@@ -14,9 +14,12 @@ Checked  tests/train/test_memory_plan.py
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
 
-from scrimp.config import Architecture, Config, decided, parse_bytes
+from scrimp.config import Architecture, Config, TrainConfig, decided, parse_bytes
 from scrimp.config.activations import (
     ALL_ACTIVATIONS,
     LEVELS,
@@ -30,8 +33,8 @@ from scrimp.planner.bytes.account import account_step
 from scrimp.planner.bytes.costs import StepCosts
 from scrimp.planner.bytes.decision import MemoryDecision
 from scrimp.planner.bytes.machine import Machine, Setup, Update
-from scrimp.planner.bytes.room import NoRoomError
-from scrimp.planner.bytes.search import MemoryPlan, find, search
+from scrimp.planner.bytes.room import Budgets, NoRoomError, enough_text, size_text
+from scrimp.planner.bytes.search import MemoryPlan, find
 from scrimp.planner.bytes.splits import Split
 from scrimp.planner.bytes.states import States, host_bytes
 from scrimp.planner.bytes.timeline import step_timeline
@@ -40,6 +43,7 @@ from scrimp.profiler import Device, host_memory_available
 from scrimp.profiler.links import LinkRates
 from scrimp.profiler.memory_trace import trace_costs
 from scrimp.runtime.memory import largest_step, uses_host
+from scrimp.runtime.memory.carry import least_host
 from scrimp.train.memory_times import linears_of, links_of, with_seconds
 from scrimp.train.optimizer.rate import cpu_update_rate
 
@@ -47,7 +51,8 @@ SMALL_SHARE = 0.5
 """Of the memory: a run whose formula says less keeps everything, without a trace."""
 NO_LINKS = LinkRates(*[1e10] * 6)
 CACHE_SHARE = 0.96
-"""Of a GPU's free memory: the caching allocator keeps gaps that the account does not know."""
+"""Of a GPU's memory, free or in a budget: the caching allocator keeps gaps that the account does not know, and
+libraries take workspaces from it."""
 HOST_SHARE = 0.9
 """Of the free host memory: the page cache and the data loader need the rest."""
 
@@ -72,42 +77,113 @@ def decide_memory(
         may_measure: blocks may be timed.
 
     Raises:
-        NoRoomError: nothing fits; it says what would.
+        NoRoomError: nothing fits; what would, `scrimp.train.memory_refusal` says.
     """
-    setting, split = config.memory.activations, _split_of(config, architecture.num_layers)
-    limit = device_limit(config, device, copy_bytes)
-    is_small = resident_bytes <= SMALL_SHARE * limit and not must_predict
+    setting, split = config.memory.activations, split_of(config, architecture.num_layers)
+    is_small = resident_bytes <= SMALL_SHARE * device_limit(config, device, copy_bytes) and not must_predict
     if setting in ("auto", "keep") and split is None and is_small:
         return None
+    problem = problem_of(config, architecture, device, copy_bytes)
+    if setting == "auto":
+        if problem.fastest() is None:  # what does not fit is refused before anything is timed
+            raise NoRoomError(f"nothing fits at a micro-batch of {config.train.micro_batch}")
+    elif not (found := problem.decided(setting)).fits:
+        return found
+    costs, origin = with_seconds(
+        problem.costs, config, architecture, device, _rates(device), may_measure=may_measure
+    )
+    problem = dataclasses.replace(problem, costs=costs)
+    if setting != "auto":
+        return dataclasses.replace(problem.decided(setting), seconds_origin=origin)
+    plan = problem.fastest()
+    if plan is None:
+        raise NoRoomError(f"nothing fits at a micro-batch of {config.train.micro_batch}")
+    reason = f"the fastest that was found within {problem.machine.device_bytes:,} bytes"
+    return problem.decision(plan.activations, plan.states, reason, plan, origin)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What the planner is asked about one configuration; seconds are predicted from the work."""
+
+    costs: StepCosts
+    machine: Machine
+    setup: Setup
+    split: Split | None
+    """Where the user wants states; None: nothing is said of them."""
+
+    def fastest(self) -> MemoryPlan | None:
+        """The fastest plan, with the fastest of the updaters that may be; None where nothing fits."""
+        if self.split is None:
+            return find(self.costs, self.machine, self.setup)
+        plans = [find(self.costs, self.machine, self.setup, one) for one in self._by_updater(self.split)]
+        return min((plan for plan in plans if plan is not None), key=lambda plan: plan.seconds, default=None)
+
+    def decided(self, setting: str) -> MemoryDecision:
+        """The user's own activations, and the fastest updater of states that fits; the first where none does."""
+        blocks = len(self.costs.blocks)
+        activations = tuple(map(str, assign_activations(setting, blocks)))
+
+        def rank(states: States) -> tuple[bool, float]:
+            seconds = step_timeline(self.costs, states, activations, self.setup, self.machine).seconds
+            return host_bytes(self.costs, states, activations)[0] > self.machine.host_bytes, seconds
+
+        states = min((split.states(blocks) for split in self._by_updater(self.split or Split())), key=rank)
+        return self.decision(activations, states, f"memory.activations {setting}")
+
+    def decision(
+        self,
+        activations: tuple[str, ...],
+        states: States,
+        reason: str,
+        plan: MemoryPlan | None = None,
+        origin: str = "predicted",
+    ) -> MemoryDecision:
+        """A choice with its account."""
+        account = account_step(self.costs, states, activations, accumulates=self.setup.accumulates)
+        return MemoryDecision(
+            self.costs, self.machine, self.setup, activations, states, account, reason, plan, origin
+        )
+
+    def _by_updater(self, split: Split) -> list[Split]:
+        blocks = len(self.costs.blocks)
+        found = [dataclasses.replace(split, update=one).within(blocks) for one in self.setup.updaters]
+        return list(dict.fromkeys(found))
+
+
+def problem_of(config: Config, architecture: Architecture, device: Device, copy_bytes: int) -> Problem:
+    """Trace a configuration, and find out what there is for it; arguments as of `decide_memory`.
+
+    Raises:
+        PlanError: something is to live on the host beside `precision snip`.
+    """
+    setting, split = config.memory.activations, split_of(config, architecture.num_layers)
     assigned = None if setting == "auto" else assign_activations(setting, architecture.num_layers)
-    asks = split is not None or any(one.is_offloaded for one in assigned or ())
+    asks = asks_for_host(config, architecture.num_layers)
     _refuse_beside_snip(config, asks or config.memory.update == "cpu")
     host = host_limit(config, device, is_asked_for=asks)
     choices = _choices(assigned, may_offload=host > 0 and not config.is_planned)
-    costs = _traced(config, architecture, device.torch_device.type, choices)
-    rates = links_of(device.torch_device.type)
-    machine = _machine(config, rates, limit, host, with_cpu=config.memory.update != "device")
-    setup = _setup_of(config)
+    costs = traced(config, architecture, device.torch_device.type, choices)
+    rates = _rates(device)
     costs, _ = with_seconds(costs, config, architecture, device, rates, may_measure=False)
-    if assigned is None:
-        try:
-            _fastest(costs, machine, setup, split)  # what does not fit is refused before anything is timed
-        except NoRoomError as error:
-            raise error.beside(copy_bytes if _copy_is_on_device(config, device) else 0) from None
-    costs, origin = with_seconds(costs, config, architecture, device, rates, may_measure=may_measure)
-    if assigned is None:
-        plan = _fastest(costs, machine, setup, split)
-        activations, states = plan.activations, plan.states
-        reason = f"the fastest that was found within {limit:,} bytes"
-    else:
-        activations = tuple(map(str, assigned))
-        states = _fastest_states(costs, machine, setup, split or Split(), activations)
-        plan, reason = None, f"memory.activations {setting}"
-    account = account_step(costs, states, activations, accumulates=setup.accumulates)
-    return MemoryDecision(costs, machine, setup, activations, states, account, reason, plan, origin)
+    limit = device_limit(config, device, copy_bytes)
+    machine = _machine(config, rates, limit, host, with_cpu=config.memory.update != "device")
+    return Problem(costs, machine, _setup_of(config), split)
 
 
-def _split_of(config: Config, num_blocks: int) -> Split | None:
+def _rates(device: Device) -> LinkRates:
+    return links_of(device.torch_device.type)
+
+
+def asks_for_host(config: Config, num_blocks: int) -> bool:
+    """Whether settings send states or activations to the host."""
+    setting = config.memory.activations
+    assigned = () if setting == "auto" else assign_activations(setting, num_blocks)
+    places_any = split_of(config, num_blocks) not in (None, Split())
+    return places_any or any(one.is_offloaded for one in assigned)
+
+
+def split_of(config: Config, num_blocks: int) -> Split | None:
     """Where the user wants states; None: nothing is said of them."""
     memory = config.memory
     found = {
@@ -117,33 +193,6 @@ def _split_of(config: Config, num_blocks: int) -> Split | None:
     if all(count is None for count in found.values()):
         return None
     return Split(found["weights"] or 0, found["gradients"] or 0, found["optimizer"] or 0)
-
-
-def _fastest(costs: StepCosts, machine: Machine, setup: Setup, split: Split | None) -> MemoryPlan:
-    """The fastest plan, with the fastest of the updaters that may be; errors as of `search`."""
-    if split is None:
-        return search(costs, machine, setup)
-    splits = _by_updater(split, setup, len(costs.blocks))
-    plans = [plan for one in splits if (plan := find(costs, machine, setup, one)) is not None]
-    return min(plans, key=lambda plan: plan.seconds) if plans else search(costs, machine, setup, splits[0])
-
-
-def _fastest_states(
-    costs: StepCosts, machine: Machine, setup: Setup, split: Split, activations: tuple[str, ...]
-) -> States:
-    """A placement with the fastest updater that fits; the first where none does."""
-
-    def rank(states: States) -> tuple[bool, float]:
-        seconds = step_timeline(costs, states, activations, setup, machine).seconds
-        return host_bytes(costs, states, activations)[0] > machine.host_bytes, seconds
-
-    blocks = len(costs.blocks)
-    return min((one.states(blocks) for one in _by_updater(split, setup, blocks)), key=rank)
-
-
-def _by_updater(split: Split, setup: Setup, num_blocks: int) -> list[Split]:
-    found = [dataclasses.replace(split, update=one).within(num_blocks) for one in setup.updaters]
-    return list(dict.fromkeys(found))
 
 
 def _refuse_beside_snip(config: Config, asks_for_host: bool) -> None:
@@ -162,7 +211,7 @@ def decision_of(plan: Plan, config: Config, architecture: Architecture, device: 
     choices = ALL_ACTIVATIONS if uses_host(plan) else LEVELS
     # Where nothing moves, their rates decide nothing; measuring takes memory that there may be none of.
     rates = links_of(device.torch_device.type) if uses_host(plan) else NO_LINKS
-    costs = _traced(config, architecture, device.torch_device.type, choices)
+    costs = traced(config, architecture, device.torch_device.type, choices)
     costs, _ = with_seconds(costs, config, architecture, device, rates, may_measure=False)
     states = states_of(plan, architecture.num_layers, speculates=config.memory.speculate)
     setup = dataclasses.replace(_setup_of(config), updaters=(states.update,))
@@ -197,16 +246,10 @@ def host_bytes_of(plan: Plan, config: Config, architecture: Architecture, device
     if not uses_host(plan):
         return 0
     activations = [plan.blocks[str(i)].activations for i in range(architecture.num_layers)]
-    costs = _traced(config, architecture, device.torch_device.type, tuple(dict.fromkeys(activations)))
+    costs = traced(config, architecture, device.torch_device.type, tuple(dict.fromkeys(activations)))
     states = states_of(plan, architecture.num_layers, speculates=config.memory.speculate)
     account = account_step(costs, states, activations, accumulates=True)
-    return int(account.host_peak * _compiled_share(config))
-
-
-def changed_peak(plan: Plan, before: int, after: int) -> int:
-    """The predicted peak of a plan whose account was changed; where device and host are one memory it holds a
-    checkpoint's copy too, which no plan changes."""
-    return (plan.predicted.peak_device_bytes or before) + after - before
+    return int(account.host_peak * compiled_share(config))
 
 
 def states_of(plan: Plan, num_blocks: int, *, speculates: bool = False) -> States:
@@ -226,40 +269,80 @@ def states_of(plan: Plan, num_blocks: int, *, speculates: bool = False) -> State
 
 
 def device_limit(config: Config, device: Device, copy_bytes: int) -> int:
-    """Bytes of the device that a step may take: what is free, and what the budget leaves."""
-    limit = device.available_bytes
-    if not device.is_host:
-        limit = int(CACHE_SHARE * limit)
-    budgets = config.budget
-    if device.is_host and budgets.device_memory is None and budgets.host_memory is not None:
-        limit = min(limit, parse_bytes(budgets.host_memory) - copy_bytes)
-    if budgets.device_memory is not None:
-        budget = parse_bytes(budgets.device_memory)
-        limit = min(limit, budget - (copy_bytes if _copy_is_on_device(config, device) else 0))
-    return max(0, limit)
+    """Bytes of the device that a step may take: what is free, and what the budget leaves.
+
+    A GPU's budget is of all that the process's allocator takes there, so that a full plan leaves `CACHE_SHARE`'s rest
+    of it to gaps and workspaces, as of free memory.
+    """
+    budget = _device_budget(config, device)
+    copy = copy_bytes if copy_is_on_device(config, device) else 0
+    limit = device.available_bytes if budget is None else min(device.available_bytes, budget - copy)
+    return max(0, int(_device_share(device) * limit))
+
+
+def budgets_of(config: Config, device: Device, copy_bytes: int, *, asks_for_host: bool = False) -> Budgets:
+    """What there is as a user knows it, and what budgets are enough for bytes of a step; arguments as of the limits."""
+    budget, free = _device_budget(config, device), device.available_bytes
+    copy = copy_bytes if copy_is_on_device(config, device) else 0
+    # Memory that is merely scarce makes training wait while a checkpoint is written: its copy needs none.
+    there_is, copy = (free, 0) if budget is None or budget - copy > free else (budget, copy)
+    return Budgets(
+        there_is,
+        _host_budget(config, device, asks_for_host),
+        copy=copy,
+        share=_device_share(device),
+        host_for=lambda step: least_host(math.ceil((step + 1) * compiled_share(config))),
+    )
+
+
+def _device_share(device: Device) -> float:
+    return 1.0 if device.is_host else CACHE_SHARE
+
+
+def _device_budget(config: Config, device: Device) -> int | None:
+    """Of a CPU whichever is given: device and host are one memory there, unless both are."""
+    given = config.budget.device_memory
+    if given is None and device.is_host:
+        given = config.budget.host_memory
+    return None if given is None else parse_bytes(given)
 
 
 def refuse_beyond_memory(decision: MemoryDecision, config: Config, device: Device, copy_bytes: int) -> None:
     """Refuse a plan that was written by hand or elsewhere, and takes more than there now is.
 
     Raises:
-        PlanError: with the bytes.
+        PlanError: with the budgets that it needs.
     """
-    host = host_limit(config, device, is_asked_for=decision.account.host_peak > 0)
-    for what, takes, limit in (
-        ("device", decision.account.peak, device_limit(config, device, copy_bytes)),
-        ("host", decision.account.host_peak, host),
+    asks = decision.account.host_peak > 0
+    budgets = budgets_of(config, device, copy_bytes, asks_for_host=asks)
+    device_needs = budgets.device_for(decision.account.peak, alone=True)
+    host_needs = budgets.host_for(decision.account.host_peak)
+    for what, takes, limit, needs, there_is in (
+        (
+            "device",
+            decision.account.peak,
+            device_limit(config, device, copy_bytes),
+            device_needs,
+            budgets.device,
+        ),
+        (
+            "host",
+            decision.account.host_peak,
+            host_limit(config, device, is_asked_for=asks),
+            host_needs,
+            budgets.host,
+        ),
     ):
         if takes > limit:
             raise PlanError(
                 f"plan.json asks for more {what} memory than there is now",
-                got=f"a predicted peak of {takes:,} bytes",
-                expected=f"at most {limit:,} bytes: what is free, and within the budget",
+                got=f"a predicted peak of {takes:,} bytes, for which {enough_text(needs)} are enough",
+                expected=f"at most {size_text(there_is)}: what is free, and within the budget",
                 do="free memory, choose less in blocks and states, or restore plan.json from a checkpoint",
             )
 
 
-def _copy_is_on_device(config: Config, device: Device) -> bool:
+def copy_is_on_device(config: Config, device: Device) -> bool:
     """On a CPU a checkpoint's copy lies in the same memory, unless both have budgets of their own."""
     return device.is_host and None in (config.budget.device_memory, config.budget.host_memory)
 
@@ -270,16 +353,19 @@ def host_limit(config: Config, device: Device, *, is_asked_for: bool = False) ->
     Args:
         is_asked_for: the user wants tensors there, whatever it gains.
     """
-    budgets = config.budget
-    if not is_asked_for and (config.is_planned or _copy_is_on_device(config, device)):
-        return 0
-    free = int(HOST_SHARE * host_memory_available())
     # The arena takes a little more than the account says.
-    limit = largest_step(free if budgets.host_memory is None else min(free, parse_bytes(budgets.host_memory)))
-    return int(limit / _compiled_share(config))
+    return int(largest_step(_host_budget(config, device, is_asked_for)) / compiled_share(config))
 
 
-def _compiled_share(config: Config) -> float:
+def _host_budget(config: Config, device: Device, is_asked_for: bool) -> int:
+    """What there is of the host: free, and within the budget; 0: nothing may live there."""
+    if not is_asked_for and (config.is_planned or copy_is_on_device(config, device)):
+        return 0
+    free, given = int(HOST_SHARE * host_memory_available()), config.budget.host_memory
+    return free if given is None else min(free, parse_bytes(given))
+
+
+def compiled_share(config: Config) -> float:
     """Of what eager blocks send to the host: compiled ones save other tensors, measured up to 8 % more of them."""
     return 1.1 if config.train.compile == "on" else 1.0
 
@@ -290,7 +376,7 @@ def _choices(assigned: Sequence[Activations] | None, *, may_offload: bool) -> tu
     return ALL_ACTIVATIONS if may_offload else LEVELS
 
 
-def _traced(
+def traced(
     config: Config, architecture: Architecture, device_type: str, choices: tuple[str, ...]
 ) -> StepCosts:
     """Of formats that are planned while training, those of the candidate that takes most."""
@@ -299,21 +385,23 @@ def _traced(
     if rules.is_planned:
         bases = [rules.with_base(base) for base in dict.fromkeys([*config.candidates, config.snip.start])]
     return max(
-        (_traced_base(config, architecture, device_type, choices, base) for base in bases),
+        (_traced_base(config.train, architecture, device_type, choices, base) for base in bases),
         key=lambda costs: sum(
             max(choice.kept for choice in costs.classes[number].choices.values()) for number in costs.blocks
         ),
     )
 
 
+@cache
 def _traced_base(
-    config: Config,
+    train: TrainConfig,
     architecture: Architecture,
     device_type: str,
     choices: tuple[str, ...],
     rules: PrecisionRules,
 ) -> StepCosts:
-    train = config.train
+    """A configuration is traced several times: while its micro-batch is looked for, when it is refused, and when its
+    data are open."""
     return trace_costs(
         architecture,
         precision=rules.compute,

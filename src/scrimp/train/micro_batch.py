@@ -3,7 +3,8 @@
 Problem  A batch can be cut in many ways. Large pieces keep a device busy and need more recomputation or offload to fit;
          another cut is another order of sums, so the losses differ in their last bits.
 Method   `memory.split fixed` (the default): the micro-batch that was decided without regard to memory, so that memory
-         changes no number; only where nothing fits, and none was given, a smaller one.
+         changes no number; only where nothing fits, and none was given, a smaller one: of its divisors, each at most
+         half of the last, the first that fits. Whether any does, the smallest says; only what is taken is timed.
          `memory.split fastest`: from one sequence upwards every divisor of the batch is planned, with its blocks
          timed, until one does not fit; the fastest step wins. The run's configuration then holds its size.
 Limits   On a shared machine two sizes that are near each other may change places.
@@ -13,6 +14,7 @@ Checked  tests/train/test_micro_batch.py
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from scrimp.config import Architecture, Config, Resolution, decided, replace_values, resolve
 from scrimp.errors import ConfigError
@@ -22,6 +24,7 @@ from scrimp.planner.bytes.room import NoRoomError
 from scrimp.profiler import Device
 from scrimp.report.units import format_duration
 from scrimp.train.memory_plan import decide_memory
+from scrimp.train.memory_refusal import refusal_of
 
 Found = tuple[Config, MemoryDecision | None]
 
@@ -75,7 +78,7 @@ def _all_that_fit(sized: _Sized, *, may_measure: bool) -> list[tuple[Config, Mem
             changed, memory = sized.plan(size, must_predict=True, may_measure=may_measure)
         except NoRoomError:
             if not found:
-                raise
+                raise sized.refusal(size) from None
             break
         assert memory is not None
         if found and not memory.fits:  # a setting of the user's own is not searched for, and raises nothing
@@ -93,25 +96,26 @@ def _first_that_fits(
     may_change: bool,
 ) -> Found:
     sized = _Sized(device, config, architecture, reasons)
-    sizes = _smaller_and_smaller(config) if may_change else [decided(config.train.micro_batch)]
-    refusal: NoRoomError | None = None
-    first: Found | None = None
-    for size in sizes:
-        try:
-            found = sized.plan(size)
-        except NoRoomError as error:
-            refusal = error
-            continue
-        first = first or found
-        if found[1] is not None and not found[1].fits:
-            continue
-        if size != sizes[0]:
+    size, *smaller = _smaller_and_smaller(config) if may_change else [decided(config.train.micro_batch)]
+    first = sized.attempt(size)
+    if _does_fit(first):
+        return first
+    # All of these add to gradients that exist: where the smallest does not fit, none does.
+    least = smaller[-1] if smaller else size
+    if smaller and not _does_fit(sized.attempt(least, may_measure=False)):
+        smaller = []
+    for size in smaller:
+        found = sized.attempt(size)
+        if _does_fit(found):
             reasons["train.micro_batch"] = "the largest of those tried that fits in memory"
-        return sized.adopt(found[0]), found[1]
-    if first is not None:
-        return first  # the user's own setting: refused with its figures when the plan is there
-    assert refusal is not None
-    raise refusal
+            return sized.adopt(found[0]), found[1]
+    if first is None:
+        raise sized.refusal(least)
+    return first  # the user's own setting: refused with its figures when the plan is there
+
+
+def _does_fit(found: Found | None) -> TypeGuard[Found]:
+    return found is not None and (found[1] is None or found[1].fits)
 
 
 @dataclass(frozen=True)
@@ -129,9 +133,7 @@ class _Sized:
         Raises:
             NoRoomError: nothing fits.
         """
-        changed = replace_values(self.config, {"train.micro_batch": size, "memory.split": "fixed"})
-        if size != self.config.train.micro_batch and "train.loss_chunk" in self.reasons:
-            changed = self._resolved(changed).config
+        changed = self._at(size)
         account = account_of(changed, self.architecture)
         memory = decide_memory(
             changed,
@@ -143,6 +145,23 @@ class _Sized:
             may_measure=may_measure,
         )
         return changed, memory
+
+    def attempt(self, size: int, *, may_measure: bool = True) -> Found | None:
+        """The same; None where nothing fits."""
+        try:
+            return self.plan(size, may_measure=may_measure)
+        except NoRoomError:
+            return None
+
+    def refusal(self, size: int) -> NoRoomError:
+        """What would fit, with no other micro-batch than this."""
+        return refusal_of(self._at(size), self.architecture, self.device)
+
+    def _at(self, size: int) -> Config:
+        changed = replace_values(self.config, {"train.micro_batch": size, "memory.split": "fixed"})
+        if size != self.config.train.micro_batch and "train.loss_chunk" in self.reasons:
+            return self._resolved(changed).config
+        return changed
 
     def adopt(self, config: Config) -> Config:
         """Say why the loss has its chunks, at another micro-batch."""

@@ -22,15 +22,17 @@ from scrimp.errors import CheckpointError, PlanError, TrainingError
 from scrimp.files import write_whole
 from scrimp.model import Decoder, initialise
 from scrimp.planner import Plan, account_of, count_flops
-from scrimp.profiler import MemoryMeter, device_peaks, host_memory_available
+from scrimp.profiler import MemoryMeter, device_peaks
 from scrimp.report.units import format_count
 from scrimp.runtime import compile_blocks, deterministic, precisions_of, prove, realise
-from scrimp.runtime.memory import uses_host
+from scrimp.runtime.memory import ArenaTooSmallError, uses_host
 from scrimp.train.checkpoint import CheckpointStore
 from scrimp.train.finish import RunSummary, finish, finish_failed
 from scrimp.train.guards import StopSignals
+from scrimp.train.host_room import left_of_budget, room_of
 from scrimp.train.loop import Trainer
-from scrimp.train.memory_plan import decision_of, host_bytes_of, refuse_beyond_memory
+from scrimp.train.memory_plan import decision_of, device_limit, refuse_beyond_memory
+from scrimp.train.memory_shown import account_text
 from scrimp.train.memory_trouble import is_out_of_memory
 from scrimp.train.metrics import MetricsLog
 from scrimp.train.progress import StepLine
@@ -43,6 +45,7 @@ from scrimp.train.run_folder import (
     refuse_used_folder,
     saved_config,
 )
+from scrimp.train.setup import Decisions
 from scrimp.train.start import Start, fresh_start, resumed_start
 from scrimp.train.weights import fill_from_weights
 
@@ -73,12 +76,13 @@ def train(config: Config, *, resume: bool = False, given: Collection[str] = froz
 
 
 def _train_in(run_dir: Path, start: Start) -> RunSummary:
+    start = _in_folder(run_dir, start)
     config = start.decisions.config
-    config = dataclasses.replace(config, run=dataclasses.replace(config.run, dir=run_dir))
-    plan, files = _write_decisions(run_dir, config, start)
-    decisions = dataclasses.replace(start.decisions, config=config, plan=plan)
-    start = dataclasses.replace(start, decisions=decisions)
-    store = CheckpointStore(run_dir, keep_last=config.train.keep_last, keep_every=config.train.keep_every)
+    files = _write_decisions(run_dir, start)
+    left = left_of_budget(config, start.decisions.device, start.room.arena.capacity if start.room else 0)
+    store = CheckpointStore(
+        run_dir, keep_last=config.train.keep_last, keep_every=config.train.keep_every, room=left
+    )
     store.prepare()
     resume_step = start.checkpoint.step if start.checkpoint else None
     with contextlib.ExitStack() as stack:
@@ -103,34 +107,48 @@ def _train_in(run_dir: Path, start: Start) -> RunSummary:
             return finish(run_dir, trainer, signals)
 
 
-def _write_decisions(run_dir: Path, config: Config, start: Start) -> tuple[Plan, dict[str, str]]:
-    """Leave config, plan and tokenizer in the run folder; a resumed run keeps its plan and reasons."""
+def _in_folder(run_dir: Path, start: Start) -> Start:
+    """A start in its folder: a resumed run has its own plan and reasons, and takes host memory by these."""
+    decisions = start.decisions
+    config = dataclasses.replace(decisions.config, run=dataclasses.replace(decisions.config.run, dir=run_dir))
+    reasons = decisions.reasons
     config_path, plan_path = run_dir / CONFIG, run_dir / PLAN
-    plan, reasons = start.decisions.plan, start.decisions.reasons
-    if config_path.exists():
+    is_resumed = config_path.exists()
+    if is_resumed:
         reasons = reasons_in(config_path.read_text(encoding="utf-8"), config)
         if plan_path.exists():
             saved = Plan.read(plan_path)
-            if saved.fingerprint == plan.fingerprint:
-                saved.check_runnable(plan, str(plan_path))
-                plan = _carried_on(saved, start)
-    else:
-        start.corpus.tokenizer.save(run_dir / TOKENIZER)
+            if saved.fingerprint == decisions.plan.fingerprint:
+                saved.check_runnable(decisions.plan, str(plan_path))
+                decisions = _carried_on(saved, start)
+    plan = decisions.plan
     if config.is_planned and uses_host(plan):
         raise PlanError(
             "nothing of a step can live on the host beside precision snip",
             got=f"a block of {plan_path} that offloads or has states on the host",
             expected="all of the model on the device: statistics read the states of all layers at once",
         )
-    text = to_toml(config, reasons)
+    room = room_of(plan, config, decisions.architecture, decisions.device) if is_resumed else start.room
+    decisions = dataclasses.replace(decisions, config=config, reasons=reasons)
+    return dataclasses.replace(start, decisions=decisions, room=room)
+
+
+def _write_decisions(run_dir: Path, start: Start) -> dict[str, str]:
+    """Leave config, plan and tokenizer in the run folder; the first two are in every checkpoint too."""
+    if not (run_dir / CONFIG).exists():
+        start.corpus.tokenizer.save(run_dir / TOKENIZER)
+    files = {
+        PLAN: start.decisions.plan.to_json(),
+        CONFIG: to_toml(start.decisions.config, start.decisions.reasons),
+    }
     # The configuration comes last: a folder with one can be resumed.
-    write_whole(plan_path, plan.to_json())
-    write_whole(config_path, text)
-    return plan, {CONFIG: text, PLAN: plan.to_json()}
+    for name, text in files.items():
+        write_whole(run_dir / name, text)
+    return files
 
 
-def _carried_on(saved: Plan, start: Start) -> Plan:
-    """A resumed run's plan: formats as they were, memory as it is decided now, but for what its user has edited."""
+def _carried_on(saved: Plan, start: Start) -> Decisions:
+    """A resumed run: formats as they were, memory as it is decided now, but for what its user has edited."""
     decisions, now = start.decisions, start.decisions.plan
     edited = {name: getattr(saved, name) for name in saved.edited}
     _refuse_two_wills(edited, start.given)
@@ -139,15 +157,17 @@ def _carried_on(saved: Plan, start: Start) -> Plan:
     )
     plan = dataclasses.replace(plan, written={name: saved.written[name] for name in edited})
     if not edited:
-        return plan
+        return dataclasses.replace(decisions, plan=plan)
     plan = dataclasses.replace(plan, **edited)
-    config, device = decisions.config, decisions.device
-    decision = decision_of(plan, config, decisions.architecture, device)
-    copy = account_of(config, decisions.architecture).checkpoint_copy
-    refuse_beyond_memory(decision, config, device, copy)
-    account = decision.account
-    predicted = dataclasses.replace(plan.predicted, peak_device_bytes=account.peak, step_seconds=None)
-    return dataclasses.replace(plan, predicted=predicted)
+    config, architecture, device = decisions.config, decisions.architecture, decisions.device
+    memory = decision_of(plan, config, architecture, device)
+    copy = account_of(config, architecture).checkpoint_copy
+    refuse_beyond_memory(memory, config, device, copy)
+    machine = dataclasses.replace(memory.machine, device_bytes=device_limit(config, device, copy))
+    decisions = decisions.with_memory(dataclasses.replace(memory, machine=machine))
+    # Its seconds were not measured here.
+    predicted = dataclasses.replace(decisions.plan.predicted, step_seconds=None)
+    return dataclasses.replace(decisions, plan=dataclasses.replace(plan, predicted=predicted))
 
 
 def _refuse_two_wills(edited: Collection[str], given: Collection[str]) -> None:
@@ -195,9 +215,9 @@ def _make_trainer(
         z_loss=config.train.z_loss,
         choose=choose,
         replans=config.is_planned,
-        host_bytes=host_bytes_of(decisions.plan, config, decisions.architecture, decisions.device),
-        host_available=host_memory_available(),
+        room=start.room,
         most_tokens=decisions.micro_batch_tokens,
+        longest=decided(config.train.sequence),
     )
     trainer = Trainer(
         decisions, start.corpus, executable, peaks, meter, store=store, log=log, line=line, files=files
@@ -222,7 +242,7 @@ def _named_failures(trainer: Trainer) -> Iterator[None]:
     """Turn what a machine cannot do into errors that say what to do."""
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, ArenaTooSmallError) as error:
         if is_out_of_memory(error):
             raise _out_of_memory(trainer, error) from None
         # By module: importing the compiler's exceptions would import the compiler.
@@ -232,9 +252,21 @@ def _named_failures(trainer: Trainer) -> Iterator[None]:
 
 
 def _out_of_memory(trainer: Trainer, error: Exception) -> TrainingError:
-    train = trainer.train
+    train, step = trainer.train, trainer.position.step
+    when = f"after step {step}"
+    if trainer.is_updating:
+        when = f"in the update of step {step + 1}, which cannot be taken again"
+    elif trainer.no_plan_takes_less:
+        when = f"in step {step + 1}, and no plan takes less"
+    if isinstance(error, ArenaTooSmallError):
+        return TrainingError(
+            f"the host memory that was taken for the run ran out {when}",
+            got=error.got,
+            do="send less there: other --memory.activations, or less of --memory.weights, --memory.gradients and "
+            "--memory.optimizer; go on with --resume",
+        )
     return TrainingError(
-        f"the device ran out of memory after step {trainer.position.step}, and no plan takes less",
+        f"the device ran out of memory {when}",
         got=str(error).split(". ")[0],
         do=f"lower --train.micro-batch (now {train.micro_batch}), or --train.loss-chunk (now {train.loss_chunk}), "
         "and go on with --resume",
@@ -260,6 +292,7 @@ def _announce(trainer: Trainer, run_dir: Path, start: Start) -> None:
         f"{format_count(corpus.held_out.num_tokens)} held out; {run_dir}"
     )
     trainer.line.message(f"data: {corpus.checked}")
+    trainer.line.message(account_text(trainer.decisions))
     _note_edited_plan(trainer)
     if config.is_planned:
         trainer.line.message(

@@ -26,11 +26,14 @@ from scrimp.config import (
 from scrimp.data import Corpus, CorpusSpec, is_corpus, load_tokenizer, open_corpus
 from scrimp.errors import CheckpointError, ConfigError, DataError, DeviceError, ModelError
 from scrimp.gemm import BackendChooser
-from scrimp.planner import Plan, build_plan, linear_layers, refuse_misfit, with_precisions
+from scrimp.planner import Plan, account_of, build_plan, linear_layers, refuse_misfit, with_precisions
 from scrimp.planner.bytes.decision import MemoryDecision
+from scrimp.planner.bytes.room import Budgets
 from scrimp.precision import parse_rules
 from scrimp.profiler import Device, resolve_device
 from scrimp.runtime import choose_backends, describe_backends
+from scrimp.train.host_room import checkpoint_bytes
+from scrimp.train.memory_plan import budgets_of
 from scrimp.train.micro_batch import decide_micro_batch
 from scrimp.train.precision_question import refuse_unreachable_share
 from scrimp.train.run_folder import TOKENIZER
@@ -53,6 +56,8 @@ class Decisions:
     """Dotted key to the reason of an automatic choice."""
     memory: MemoryDecision | None = None
     """What is done so that a step fits; None: everything resident fits easily."""
+    copy_bytes: int = 0
+    """Predicted host memory that writing a checkpoint takes."""
 
     @property
     def micro_batch_tokens(self) -> int:
@@ -87,6 +92,17 @@ class Decisions:
             self.plan, self.architecture, self.backends(), device, tokens=self.micro_batch_tokens
         )
 
+    def with_memory(self, memory: MemoryDecision | None) -> Decisions:
+        """The same run with another decision about its memory."""
+        return _decisions(self.device, self.config, self.architecture, self.reasons, memory)
+
+    @property
+    def budgets(self) -> Budgets:
+        """The memory that there is as the user knows it."""
+        asks = self.memory is not None and self.memory.account.host_peak > 0
+        copy = account_of(self.config, self.architecture).checkpoint_copy
+        return budgets_of(self.config, self.device, copy, asks_for_host=asks)
+
     def refuse_misfit(self) -> None:
         """Raise PlanError if the run exceeds its budget or the memory that is free."""
         refuse_misfit(
@@ -96,6 +112,7 @@ class Decisions:
             available_bytes=self.device.available_bytes,
             device_is_host=self.device.is_host,
             memory=self.memory,
+            budgets=self.budgets,
         )
 
 
@@ -146,6 +163,18 @@ def _plan_for(
         pinned = parse_rules(config.precision).pinned(linear_layers(architecture))
         refuse_unreachable_share(config, architecture, pinned)
     config, memory = decide_micro_batch(device, config, architecture, reasons)
+    return _decisions(device, config, architecture, reasons, memory)
+
+
+def _decisions(
+    device: Device,
+    config: Config,
+    architecture: Architecture,
+    reasons: dict[str, str],
+    memory: MemoryDecision | None,
+) -> Decisions:
+    host_peak = 0 if memory is None else memory.account.host_peak
+    copy = checkpoint_bytes(config, device, account_of(config, architecture), host_peak)
     plan = build_plan(
         config,
         architecture,
@@ -154,8 +183,9 @@ def _plan_for(
         torch_version=torch.__version__,
         reasons=reasons,
         memory=memory,
+        copy_bytes=copy,
     )
-    return Decisions(config, architecture, device, plan, reasons, memory)
+    return Decisions(config, architecture, device, plan, reasons, memory, copy)
 
 
 def _decide_tokenizer(config: Config, architecture: Architecture, reasons: dict[str, str]) -> Config:

@@ -6,11 +6,12 @@ Method   On CPU each tensor is cloned. From CUDA all tensors are copied without 
          pinned slabs of `SLAB_BYTES`, and the stream is waited for once; the slabs are kept
          for the next snapshot, because pinning is slow (and rounds up to powers of two: one
          allocation per tensor would waste up to half). Where the host cannot hold a pinned
-         copy, a pageable one is made; where it cannot hold any, there is no snapshot and the
-         caller writes the live tensors while training waits.
+         copy, a pageable one is made; where it cannot hold any, or a budget of host memory has
+         no room for it, there is no snapshot and the caller writes the live tensors while
+         training waits.
 Limits   Host memory for one copy of the state while a checkpoint is being written (with CUDA:
          from the first checkpoint on).
-Checked  tests/train/test_checkpoint.py (CPU), tests/train/test_checkpoint_gpu.py (CUDA)
+Checked  tests/train/test_snapshot.py, test_checkpoint.py (CPU), tests/train/test_checkpoint_gpu.py (CUDA)
 """
 
 from __future__ import annotations
@@ -32,15 +33,22 @@ _HOST_SHARE: Final = 0.8
 
 
 class HostCopies:
-    """Makes snapshots; keeps pinned memory from one to the next, so one snapshot lives at a time."""
+    """Makes snapshots; keeps pinned memory from one to the next, so one snapshot lives at a time.
 
-    def __init__(self) -> None:
+    Args:
+        room: bytes that a budget of host memory leaves; None: there is none.
+    """
+
+    def __init__(self, room: int | None = None) -> None:
+        self._room = room
         self._slabs: list[Tensor] = []
         self._can_pin = True
 
     def take(self, tensors: Mapping[str, Tensor], *, extra_bytes: int) -> dict[str, Tensor] | None:
         """Contiguous host copies; None if the host cannot hold them and `extra_bytes` more."""
         needed = sum(tensor.nbytes for tensor in tensors.values())
+        if self._room is not None and needed + extra_bytes > self._room:
+            return None
         available = host_memory_available() + sum(slab.nbytes for slab in self._slabs)
         if needed + extra_bytes > _HOST_SHARE * available:
             return None

@@ -1,8 +1,10 @@
 """What a run starts from: a configuration alone, or a run folder with its newest good checkpoint.
 
 Everything that can be refused is refused here, before a step is taken. For a new run nothing has been
-written by then, so bad input leaves no folder behind; the folder is claimed afterwards. A run
-that is resumed is locked first: which checkpoint is the newest must not change while it is chosen.
+written by then, so bad input leaves no folder behind, nor does a host that does not give the memory of
+the plan: it is taken here too. The folder is claimed afterwards. A run that is resumed is locked
+first: which checkpoint is the newest must not change while it is chosen; and it takes its memory when
+the plan in its folder has been read.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from pathlib import Path
 from scrimp.config import MAY_CHANGE_ON_RESUME, Config, differences, load_config, with_later_choices
 from scrimp.data import Corpus
 from scrimp.errors import CheckpointError, DataError
+from scrimp.runtime.memory import HostRoom
 from scrimp.train.checkpoint import Checkpoint, CheckpointStore
+from scrimp.train.host_room import room_of
 from scrimp.train.precision_times import fresh_times, refuse_unreachable_speed, shapes_of, wants_times
 from scrimp.train.run_folder import CONFIG, TOKENIZER, config_to_resume, saved_config
 from scrimp.train.setup import (
@@ -41,6 +45,8 @@ class Start:
     corpus: Corpus
     checkpoint: Checkpoint | None = None
     """None begins at step 0."""
+    room: HostRoom | None = None
+    """Host memory that was taken for the plan, where it needs any."""
     given: frozenset[str] = frozenset()
     """Dotted keys that the user has written for this start of a run that is resumed."""
     notes: list[str] = field(default_factory=list)
@@ -54,7 +60,9 @@ def fresh_start(config: Config) -> Start:
     decisions.backends()
     _refuse_speed_out_of_reach(decisions)
     corpus = open_run_corpus(decisions)
-    return Start(_fitted(decisions, corpus), corpus)
+    decisions = _fitted(decisions, corpus)
+    room = room_of(decisions.plan, decisions.config, decisions.architecture, decisions.device)
+    return Start(decisions, corpus, room=room)
 
 
 def _refuse_speed_out_of_reach(decisions: Decisions) -> None:
@@ -99,7 +107,7 @@ def resumed_start(run_dir: Path, config: Config, given: Collection[str]) -> Star
             do="restore the source and the tokenizer, or start a new run with --model.weights",
         )
     notes = [f"passed over: {error}" for error in errors]
-    return Start(_fitted(decisions, corpus), corpus, checkpoint, frozenset(given), notes)
+    return Start(_fitted(decisions, corpus), corpus, checkpoint, given=frozenset(given), notes=notes)
 
 
 def _fitted(decisions: Decisions, corpus: Corpus) -> Decisions:

@@ -9,6 +9,7 @@ from scrimp.planner.bytes.costs import StepCosts
 from scrimp.planner.bytes.frontier import WORTH, binding, frontier, resident_bytes
 from scrimp.planner.bytes.machine import Setup
 from scrimp.planner.bytes.search import search
+from scrimp.planner.bytes.splits import Split
 
 SHAPE = QWEN_7B | {"blocks": 12, "vocabulary": 32000}
 
@@ -42,7 +43,7 @@ def test_nothing_is_offered_to_a_plan_that_has_everything() -> None:
 
 @pytest.mark.parametrize(
     ("gib", "gigabytes", "link", "expected"),
-    [(8, 20, 2e10, "device memory"), (6, 30, 2e10, "link"), (8, 20, 1e12, "host memory")],
+    [(8, 20, 4e10, "device memory"), (6, 30, 2e10, "link"), (8, 20, 1e12, "host memory")],
 )
 def test_what_binds_is_what_more_of_would_help_most(
     gib: int, gigabytes: int, link: float, expected: str
@@ -52,3 +53,26 @@ def test_what_binds_is_what_more_of_would_help_most(
     name, gain = binding(small(2), machine, search(small(2), machine, Setup(1)))
     assert gain > WORTH
     assert name == expected
+
+
+def test_states_that_the_user_placed_are_not_moved_by_what_is_offered() -> None:
+    machine = replace(MACHINE, device_bytes=10 * 2**30)
+    placed = Split(0, 12, 12)
+    plan = search(small(2), machine, Setup(2), placed)
+    found = frontier(small(2), machine, plan, split=placed)
+    assert found
+    for other in found:
+        assert other.plan.states == plan.states
+        assert other.more_bytes > 0
+    elsewhere = frontier(small(2), machine, plan)
+    assert elsewhere[-1].plan.states.is_resident
+    assert elsewhere[-1].faster > found[-1].faster
+    assert binding(small(2), machine, plan)[1] > binding(small(2), machine, plan, split=placed)[1]
+
+
+def test_what_needs_no_larger_device_is_no_offer_of_one() -> None:
+    """All states on the host by setting, where they fit on the device."""
+    machine = replace(MACHINE, device_bytes=80 * 2**30)
+    plan = search(small(2), machine, Setup(2), Split(12, 12, 12))
+    assert search(small(2), machine, Setup(2)).seconds < 0.9 * plan.seconds
+    assert frontier(small(2), machine, plan) == []

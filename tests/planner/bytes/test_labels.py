@@ -8,10 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_up import MACHINE, QWEN_7B, llama_costs, step_costs
 
-from scrimp.planner.bytes.costs import StepCosts
+from scrimp.planner.bytes.costs import BlockClass, BlockCost, EndsCost, StepCosts, chosen_costs
 from scrimp.planner.bytes.labels import Front, fastest
 from scrimp.planner.bytes.states import States, device_peak, floor_of
-from scrimp.planner.bytes.walk import chosen_costs
 
 
 def solve(costs: StepCosts, states: States, device: int, host: int, accumulates: bool, effort: int) -> Front:
@@ -82,6 +81,17 @@ def test_where_peaks_depend_on_placement_the_best_one_is_found() -> None:
     assert solve(costs, states, least, 0, False, effort=4000).choices[0].count("keep") >= 4
     tighter = solve(costs, states, least - 1, 0, False, effort=4000)
     assert all(names.count("keep") < 4 for names in tighter.choices)
+
+
+def test_what_a_block_offloads_is_in_flight_during_the_next_alone() -> None:
+    away = BlockClass(0, 0, 0, {"away": BlockCost(0, 5, 9, host=30)})
+    rest = BlockClass(
+        0, 0, 0, {"here": BlockCost(20, 25, 29, forward_seconds=1), "large": BlockCost(20, 50, 50)}
+    )
+    costs = StepCosts((away, rest), (0, 1, 1), EndsCost(0, 0, 0, 0, 0, 0), boundary=0)
+    front = solve(costs, States.split(3), 30 + 29, 30, False, effort=64)
+    assert front.choices == [["away", "here", "here"]]
+    assert not solve(costs, States.split(3), 30 + 28, 30, False, effort=64).choices
 
 
 def test_nothing_fits_a_device_below_the_floor() -> None:

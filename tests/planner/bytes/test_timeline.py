@@ -57,12 +57,12 @@ def test_uploads_of_uniform_blocks_take_protrains_maxima_and_one_block_more(
 def test_cpu_adam_without_clipping_is_protrains_maximum(blocks: int, backward: int, adam: int) -> None:
     costs = chain(blocks, 1, backward, parameters=adam)
     states = States.split(blocks, optimizer=blocks, update="cpu")
-    found = timeline(costs, states, Setup(clips=False))
+    found = timeline(costs, states, Setup(waits_for_norm=False))
     first = backward  # no gradient exists before
     assert found.seconds == pytest.approx(blocks + first + max((blocks - 1) * backward + adam, blocks * adam))
-    late = timeline(costs, states, Setup(clips=True))
+    late = timeline(costs, states, Setup(waits_for_norm=True))
     assert late.seconds == pytest.approx(blocks * (1 + backward + adam))
-    early = timeline(costs, replace(states, update="cpu early"), Setup(clips=True))
+    early = timeline(costs, replace(states, update="cpu early"), Setup(waits_for_norm=True))
     twice = EARLY * adam
     assert early.seconds == pytest.approx(
         blocks + first + max((blocks - 1) * backward + twice, blocks * twice)
@@ -85,6 +85,21 @@ def test_a_streamed_update_comes_and_goes_at_once(blocks: int, state: int, weigh
     assert found.exposed["update"] == pytest.approx((blocks + 1) * state)
 
 
+def test_the_first_two_blocks_come_while_the_device_updates_what_lives_there() -> None:
+    costs = replace(chain(2, 1, 1, optimizer=5), ends=replace(ENDS, weights=20))
+    found = timeline(costs, States.split(2, optimizer=2), Setup(), replace(FAST, device_memory=1.0))
+    # both blocks come under the resident update; then each is updated, and leaves before the next
+    assert found.seconds == pytest.approx(4 + 40 + 2 * (2 * 5 + 5))
+
+
+def test_streamed_updates_go_first_block_first_once_the_gradients_have_left() -> None:
+    kind = chain(2, 1, 1, gradients=10).classes[0]
+    other = replace(kind, gradients=0, optimizer=10)
+    costs = replace(chain(2, 1, 1), classes=(kind, other), blocks=(0, 1))
+    found = timeline(costs, States((False,) * 2, (True, False), (False, True)), Setup())
+    assert found.seconds == pytest.approx(4 + 10 + 10 + 10 + 10)  # down, up again, the other up, and down
+
+
 @given(blocks=st.integers(1, 8), count=st.integers(1, 6), forward=small, backward=small)
 def test_without_copies_a_step_is_its_computing(blocks: int, count: int, forward: int, backward: int) -> None:
     costs = chain(blocks, forward, backward)
@@ -104,6 +119,15 @@ def test_offloaded_activations_cost_nothing_while_the_next_block_computes_longer
     assert found.hidden["activations"] == pytest.approx(2 * size * (blocks - 1))
 
 
+def test_a_block_waits_until_the_one_before_the_last_has_sent_its_activations() -> None:
+    kind = chain(3, 1, 1).classes[0]
+    away = replace(kind, choices={"c": replace(kind.choices["c"], host=10)})
+    costs = replace(chain(3, 1, 1), classes=(kind, away), blocks=(1, 0, 0))
+    found = timeline(costs, States.split(3), Setup())
+    # one block, the copy, the third block, backward passes; it comes back as soon as the second one's begins
+    assert found.seconds == pytest.approx(1 + 10 + 1 + 1 + 10 + 1)
+
+
 def test_gradient_sums_come_back_from_the_second_micro_batch_on() -> None:
     costs = chain(4, 1, 1, gradients=10)
     states = States.split(4, gradients=4)
@@ -114,9 +138,9 @@ def test_gradient_sums_come_back_from_the_second_micro_batch_on() -> None:
     assert three.lanes["download"] == pytest.approx(3 * 40)
 
 
-@given(data=st.data(), costs=step_costs(), machine=machines(), count=st.integers(1, 4), clips=st.booleans())
+@given(data=st.data(), costs=step_costs(), machine=machines(), count=st.integers(1, 4), waits=st.booleans())
 def test_any_step_lies_between_its_longest_lane_and_the_sum_of_lanes(
-    data: st.DataObject, costs: StepCosts, machine: Machine, count: int, clips: bool
+    data: st.DataObject, costs: StepCosts, machine: Machine, count: int, waits: bool
 ) -> None:
     blocks = len(costs.blocks)
     flags = st.tuples(*[st.booleans()] * blocks)
@@ -126,11 +150,11 @@ def test_any_step_lies_between_its_longest_lane_and_the_sum_of_lanes(
         gradients = tuple(g or o for g, o in zip(gradients, optimizer, strict=True))
     names = [data.draw(st.sampled_from(list(costs.classes[number].choices))) for number in costs.blocks]
     states = States(weights, gradients, optimizer, update)
-    found = step_timeline(costs, states, names, Setup(count, clips), machine)
+    found = step_timeline(costs, states, names, Setup(count, waits), machine)
     assert max(found.lanes.values()) <= found.seconds * (1 + 1e-9)
     assert found.seconds <= math.fsum(found.lanes.values()) * (1 + 1e-9)
     assert found.compute + math.fsum(found.exposed.values()) == pytest.approx(found.seconds)
-    if not clips:
+    if not waits:
         assert (
             found.seconds <= step_timeline(costs, states, names, Setup(count, True), machine).seconds + 1e-9
         )

@@ -8,17 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from scrimp.config import Architecture, TrainConfig
 from scrimp.config.activations import Activations
 from scrimp.gemm import PlannedLayer, PlannedModel, backends_for, swap_in
 from scrimp.model import Decoder, initialise
-from scrimp.model.attention import AttentionLayout
-from scrimp.model.decoder import Block
 from scrimp.planner import linear_layers
 from scrimp.precision import LinearPrecision, parse_rules
-from scrimp.runtime.memory import ActivationOffload, HostArena, LateLink
+from scrimp.runtime.memory import ActivationOffload, BlockMemory, HostArena, LateLink
 from scrimp.train.optimizer import AdamW
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -95,17 +92,13 @@ class RealStep:
         self.tokens = torch.arange(shape[0] * shape[1] * shape[2]).view(shape) % s.architecture.vocab_size
 
     def _offload(self) -> None:
-        """Copies arrive as late as they may, so that what is in flight stays."""
+        """As `scrimp.runtime.memory.carry_out`, but copies arrive as late as they may: what is in flight stays."""
         num_blocks = self.setting.architecture.num_layers
-        arena, link = HostArena(2**26, CPU), LateLink(CPU)
-        offload = ActivationOffload(arena, link, num_blocks=num_blocks)
-
-        def run_block(index: int, block: Block, x: Tensor, layout: AttentionLayout) -> Tensor:
-            leaves = block.activations.is_offloaded
-            with offload.block(index, block, exclude=layout.rope, leaves=leaves):
-                return block(x, layout)
-
-        self.model.run_block = run_block
+        offload = ActivationOffload(
+            HostArena(2**26, CPU), LateLink(CPU), num_blocks=num_blocks, keep_last=False
+        )
+        leaving = (i for i, choice in enumerate(self.setting.choices) if choice.endswith("+offload"))
+        self.model.run_block = BlockMemory(num_blocks, offload=offload, leaving=frozenset(leaving))
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         if self.setting.precision == self.setting.parameters:

@@ -10,7 +10,8 @@ from real_steps import RealStep, Setting, allocator_peak
 
 from scrimp.config import Architecture
 from scrimp.config.activations import LEVELS
-from scrimp.planner.bytes.walk import walk
+from scrimp.planner.bytes.account import account_step
+from scrimp.planner.bytes.states import States
 from scrimp.profiler.memory_trace import trace_costs
 
 LLAMA = Architecture(
@@ -85,7 +86,8 @@ def predicted_and_real(setting: Setting) -> tuple[int, int]:
     """Bytes above weights and optimizer states."""
     costs = trace_costs(setting.architecture, activations=tuple(set(setting.choices)), **setting.arguments)
     step = RealStep(setting)
-    peak = walk(costs, setting.choices, accumulates=setting.micro_batches > 1).peak
+    nothing_away = States.split(len(setting.choices))
+    peak = account_step(costs, nothing_away, setting.choices, accumulates=setting.micro_batches > 1).peak
     parts = [costs.ends, *(costs.classes[number] for number in costs.blocks)]
     states = sum(part.weights + part.optimizer for part in parts)
     tokens = 2 * 8 * setting.rows * setting.sequence  # made before the step

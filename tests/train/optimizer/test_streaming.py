@@ -100,6 +100,23 @@ def test_streamed_states_are_updated_bit_for_bit(format_: str, mixture: str) -> 
         assert torch.equal(weights_of(streamed[0], streamed[2])[name], tensor), name
 
 
+def test_the_first_two_blocks_come_before_what_lives_on_the_device_is_updated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, streamed, memory = make(*FORMATS["fp32"], "optimizer")
+    assert isinstance(streamed, StreamedAdamW)
+    link, update, fetched = streamed._homes.link, streamed._update_names, []
+
+    def watched(names: list[str], lr: float) -> None:
+        fetched.append(link.bytes_fetched)
+        update(names, lr)
+
+    monkeypatch.setattr(streamed, "_update_names", watched)
+    step(model, streamed, memory, 0)
+    block = 2 * sum(p.nbytes for p in model.blocks[0].parameters())
+    assert fetched == [2 * block, 2 * block, 3 * block, 4 * block, 4 * block]
+
+
 @pytest.mark.parametrize("format_", ["masters", "8bit"])
 def test_a_run_goes_on_from_saved_tensors(format_: str) -> None:
     """Saved by a resident optimizer, loaded by one with everything on the host, and the other way round."""

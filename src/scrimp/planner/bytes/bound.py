@@ -1,13 +1,18 @@
-"""A lower bound of a step's seconds without simulating it: no lane can be faster than its work.
+"""A lower bound of a step's seconds without simulating it: in no phase can a lane be faster than its work.
 
-With C the model's computing, U the updates on the device, up and down the bytes of a micro-batch, up', down' those of
-the update, A the CPU's Adam, link(up, down) the least seconds for bytes both ways, which run at lower rates together::
+Phases follow each other: every copy down is over before the head, whose end every copy up for the backward pass waits
+for; an update on the device begins when all gradients are where they live. With F and B the blocks' forward and
+backward computing, H the head's, up and down the bytes of a phase, U the updates on the device, A the CPU's Adam,
+link(up, down) the least seconds for bytes both ways, which run at lower rates together::
 
-    every micro-batch but the last    max(C, link(up, down))
-    the last, with the update         max(C + max(U, link(up', down'), A that waits for the norm), A,
-                                          link(up + up', down + down'))
+    every micro-batch    max(F, link(weights, activations))
+                         + H + max(B, link(weights + activations + sums of gradients, gradients))
+    the update           max(U, link(up, down)); A after the last B, or after the last F if it waits for no norm
 
-What CPU Adam sends back comes after backward, whenever Adam began: it is part of up'.
+What nothing can hide belongs to F and B: the first block's weights on their way up, the last block's sum of gradients
+before its backward pass, the first block's gradients down. Of F and B only the sum P is known, and that F is between f
+and g: max(F, x) + max(P - F, y) is at least each of P, x + y, f + y and P - g + x. What CPU Adam sends back comes after
+backward, whenever Adam began.
 
 Checked  tests/planner/bytes/test_search.py: never above the simulation.
 """
@@ -36,10 +41,15 @@ class Bound:
     machine: Machine
     ends: float
     """Seconds of head and embedding."""
-    up: int
-    """Bytes of one micro-batch, without activations and sums of gradients."""
+    forward: tuple[float, float]
+    """Least and most seconds of all forward passes of blocks, whatever they choose."""
+    up: tuple[int, int]
+    """Bytes of weights for the forward and the backward pass of one micro-batch."""
     gradients: int
     """Bytes of gradients that leave; their sums come in from the second micro-batch on."""
+    bare: tuple[float, float, float]
+    """Seconds of copies that nothing hides: the first block's weights, the last block's sum of gradients, the first
+    block's gradients."""
     update_up: int
     update_down: int
     returned: int
@@ -72,34 +82,41 @@ class Bound:
             setup=setup,
             machine=machine,
             ends=costs.ends.seconds,
-            up=sum(away) + sum(away[:-2]),
+            forward=_forward(costs),
+            up=(sum(away), sum(away[:-2])),
             gradients=gradients,
+            bare=_bare(costs, states, machine),
             update_up=up,
             update_down=down,
             returned=returned,
             update=traffic / machine.device_memory,
             adam=numbers / (machine.cpu_adam or math.inf),
-            waits=setup.clips and not states.is_early,
+            waits=setup.waits_for_norm and not states.is_early,
         )
 
     def seconds(self, passes: float, offloaded: float = 0) -> float:
         """Of a step whose blocks compute and offload so much (seconds, bytes) per micro-batch."""
-        count = self.setup.micro_batches
-        compute = passes + self.ends
-        down = self.gradients + offloaded
-        first = self.up + offloaded
-        later = first + self.gradients
-        total = 0.0
-        if count > 1:
-            total = max(compute, self._link(first, down))
-            total += (count - 2) * max(compute, self._link(later, down))
-        up = (later if count > 1 else first) + self.update_up + self.returned
-        return total + max(compute + self._after(), self.adam, self._link(up, down + self.update_down))
+        later = self.setup.micro_batches - 1
+        total = self._micro_batch(passes, offloaded, 0)
+        if later:
+            total += later * self._micro_batch(passes, offloaded, self.gradients)
+        last = passes if self.waits else self.forward[0]
+        adam = later * (passes + self.ends) + last + self.ends + self.adam
+        return max(total + self._on_device(), adam)
 
-    def _after(self) -> float:
-        """Of the update that no backward pass hides."""
-        after = max(self.update, self._link(self.update_up + self.returned, self.update_down))
-        return max(after, self.adam) if self.waits else after
+    def _micro_batch(self, passes: float, offloaded: float, sums: int) -> float:
+        """Both passes and the head, with sums of gradients that come back."""
+        (least, most), (forward, backward) = self.forward, self.up
+        before, sum_, after = self.bare
+        bare = after + (sum_ if sums else 0.0)
+        down = self._link(forward, offloaded)
+        up = self._link(backward + offloaded + sums, self.gradients)
+        seconds = (passes + before + bare, down + up, least + before + up, passes - most + bare + down)
+        return self.ends + max(seconds)
+
+    def _on_device(self) -> float:
+        """Of the updates there, which no backward pass hides."""
+        return max(self.update, self._link(self.update_up + self.returned, self.update_down))
 
     def _link(self, up: float, down: float) -> float:
         """Least seconds for bytes both ways: as long as possible together, or never."""
@@ -110,4 +127,22 @@ class Bound:
 
     def passes_within(self, seconds: float) -> float:
         """The most seconds that the blocks may compute per micro-batch in a step of so many."""
-        return (seconds - self._after()) / self.setup.micro_batches - self.ends
+        after = max(self._on_device(), self.adam if self.waits else 0.0)
+        return (seconds - after) / self.setup.micro_batches - self.ends
+
+
+def _forward(costs: StepCosts) -> tuple[float, float]:
+    """Least and most seconds of all blocks' forward passes."""
+    kinds = [[choice.forward_seconds for choice in kind.choices.values()] for kind in costs.classes]
+    return sum(min(kinds[number]) for number in costs.blocks), sum(
+        max(kinds[number]) for number in costs.blocks
+    )
+
+
+def _bare(costs: StepCosts, states: States, machine: Machine) -> tuple[float, float, float]:
+    first, last = class_of(costs, 0), class_of(costs, len(costs.blocks) - 1)
+    return (
+        first.weights * states.weights[0] / machine.upload,
+        last.gradients * states.gradients[-1] / machine.upload,
+        first.gradients * states.gradients[0] / machine.download,
+    )

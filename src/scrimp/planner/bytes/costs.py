@@ -1,13 +1,15 @@
 """What one block, the head and the optimizer step cost in bytes and seconds: the planner's input.
 
 All bytes are of one device and one micro-batch. A block's figures are differences: a trace of a chain of two equal
-blocks gives them (`scrimp.profiler.memory_trace`), `scrimp.planner.bytes.walk` adds them up.
+blocks gives them (`scrimp.profiler.memory_trace`), `scrimp.planner.bytes.states` adds them up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from scrimp.errors import PlanError
 
 
 @dataclass(frozen=True)
@@ -105,3 +107,29 @@ class StepCosts:
     """Temporary memory of the optimizer step."""
     resident: int = 0
     """Whatever else stays on the device: tokens, RoPE tables, copies of weights in other formats."""
+
+
+def chosen_costs(costs: StepCosts, choices: Sequence[str]) -> list[BlockCost]:
+    """What each block costs under its choice.
+
+    Args:
+        choices: activations by block, names of `BlockClass.choices`.
+
+    Raises:
+        PlanError: not one choice per block, or a choice without costs.
+    """
+    if len(choices) != len(costs.blocks):
+        raise PlanError(
+            "a step has one choice per block", got=f"{len(choices)} choices", expected=str(len(costs.blocks))
+        )
+    found = []
+    for index, (number, choice) in enumerate(zip(costs.blocks, choices, strict=True)):
+        known = costs.classes[number].choices
+        if choice not in known:
+            raise PlanError(
+                f"no costs were traced for the activations of block {index}",
+                got=repr(choice),
+                expected=", ".join(known),
+            )
+        found.append(known[choice])
+    return found

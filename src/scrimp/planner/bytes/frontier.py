@@ -13,6 +13,7 @@ from scrimp.errors import PlanError
 from scrimp.planner.bytes.costs import StepCosts
 from scrimp.planner.bytes.machine import Machine, Setup
 from scrimp.planner.bytes.search import MemoryPlan, search
+from scrimp.planner.bytes.splits import Split
 from scrimp.planner.bytes.states import States, device_peak
 
 Binding = Literal["device memory", "host memory", "link", "computing"]
@@ -33,13 +34,19 @@ class Alternative:
 
 
 def frontier(
-    costs: StepCosts, machine: Machine, plan: MemoryPlan, budgets: Iterable[int] | None = None
+    costs: StepCosts,
+    machine: Machine,
+    plan: MemoryPlan,
+    budgets: Iterable[int] | None = None,
+    *,
+    split: Split | None = None,
 ) -> list[Alternative]:
-    """The fastest plans of larger devices, each faster than the one before by at least `WORTH`.
+    """The fastest plans that need a larger device, each faster than the one before by at least `WORTH`.
 
     Args:
         plan: of `machine`, from `search`.
         budgets: bytes of the devices; None: some multiples, and what everything resident needs.
+        split: the placement of states, where the user decided; None: any.
     """
     if budgets is None:
         resident = resident_bytes(costs, plan.setup)
@@ -49,16 +56,19 @@ def frontier(
     for budget in sorted(budgets):
         if budget <= machine.device_bytes:
             continue
-        other = search(costs, replace(machine, device_bytes=budget), plan.setup)
-        if other.seconds < fastest * (1 - WORTH):
-            more = max(other.device_bytes - machine.device_bytes, 0)
+        other = search(costs, replace(machine, device_bytes=budget), plan.setup, split)
+        more = other.device_bytes - machine.device_bytes
+        if more > 0 and other.seconds < fastest * (1 - WORTH):
             found.append(Alternative(more, 1 - other.seconds / plan.seconds, other))
             fastest = other.seconds
     return found
 
 
-def binding(costs: StepCosts, machine: Machine, plan: MemoryPlan) -> tuple[Binding, float]:
-    """What the plan would gain most from having a quarter more of, and the share of its seconds.
+def binding(
+    costs: StepCosts, machine: Machine, plan: MemoryPlan, *, split: Split | None = None
+) -> tuple[Binding, float]:
+    """What the plan would gain most from having a quarter more of, and the share of its seconds; arguments as of
+    `frontier`.
 
     "computing" where none of device memory, host memory and link gives `WORTH`.
     """
@@ -78,7 +88,8 @@ def binding(costs: StepCosts, machine: Machine, plan: MemoryPlan) -> tuple[Bindi
         ),
     }
     gains = {
-        name: 1 - search(costs, other, plan.setup).seconds / plan.seconds for name, other in wider.items()
+        name: 1 - search(costs, other, plan.setup, split).seconds / plan.seconds
+        for name, other in wider.items()
     }
     best = max(gains, key=lambda name: gains[name])
     return (best, gains[best]) if gains[best] >= WORTH else ("computing", 0.0)

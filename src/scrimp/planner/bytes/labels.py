@@ -4,10 +4,11 @@ Problem  Each of L blocks takes one of up to 14 choices, so that every moment of
          device's bytes, all offloaded bytes under the host's, and the blocks compute least. With offload, least
          computing is not fastest: whoever asks wants all combinations of (offloaded bytes, seconds) of which none is
          worse in both.
-Method   What later blocks see of earlier ones are five sums: kept and cast bytes, the largest bytes in flight,
-         offloaded bytes, seconds. Less of each can only help: a label (one such five) that is not below another in
-         any of them is dropped. Nothing else is lost, so that the labels after the last block are exact, up to
-         seconds being counted in billionths of a step.
+Method   What later blocks see of earlier ones are five figures: the sums of kept, cast and offloaded bytes and of
+         seconds, and the last block's bytes in flight. Less of each can only help: a label (one such five) that is
+         not below another in any of them is dropped. Nothing else is lost, so that the labels after the last block
+         are exact, up to seconds being counted in billionths of a step.
+         Bytes in flight count as nothing where any choice of the next block has room beside them.
          A label is dropped too when no rest could bring it home: least kept bytes against the tightest later
          moment, least seconds against `within`. Where every block can have its fastest choice without offload,
          that is the answer.
@@ -117,22 +118,24 @@ def _run(costs: StepCosts, tables: Sequence[_Table], limits: _Limits, effort: in
     """The dynamic program."""
     steps = [tables[number] for number in costs.blocks]
     needs = [_needs(table, limits.floor, i) for i, table in enumerate(steps)]
-    room = _room(steps, needs, limits)
+    room, ever = _room(steps, needs, limits)
     rest = np.cumsum([0.0, *(table.figures[:, SECONDS].min() for table in reversed(steps))])[::-1]
     labels = np.array([[costs.boundary, 0.0, 0.0, 0.0, 0.0]])
-    if costs.boundary > room[0] or limits.floor.rest > limits.device_bytes:
+    if costs.boundary > ever[0] or limits.floor.rest > limits.device_bytes:
         labels = labels[:0]
     history: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
     is_exact = True
     for i, table in enumerate(steps):
         labels, parents, chosen = _extend(labels, table, needs[i], limits.device_bytes)
-        fits = (labels[:, KEPT] + labels[:, FLIGHT] <= room[i + 1]) & (labels[:, HOST] <= limits.host_bytes)
+        _forget_flight(labels, needs[i + 1] if i + 1 < len(needs) else None, limits.device_bytes)
+        fits = (labels[:, KEPT] + labels[:, FLIGHT] <= room[i + 1]) & (labels[:, KEPT] <= ever[i + 1])
+        fits &= labels[:, HOST] <= limits.host_bytes
         fits &= labels[:, SECONDS] + rest[i + 1] <= limits.within
         keep, thinned = _prune(labels, np.flatnonzero(fits), effort)
         is_exact &= not thinned
         labels = labels[keep]
         history.append((parents[keep], chosen[keep]))
-    last = labels[:, [KEPT, FLIGHT, CAST]].sum(axis=1) + limits.floor.head <= limits.device_bytes
+    last = labels[:, [KEPT, CAST]].sum(axis=1) + limits.floor.head <= limits.device_bytes
     ends = _staircase(labels, np.flatnonzero(last))
     choices = [_trace(steps, history, int(k)) for k in ends]
     return Front(labels[ends, HOST], labels[ends, SECONDS] * tick, choices, is_exact)
@@ -162,14 +165,15 @@ def _needs(table: _Table, floor: Floor, block: int) -> tuple[Array, Array]:
     return table.forward + floor.resident, table.backward + float(floor.backward[block])
 
 
-def _room(steps: list[_Table], needs: list[tuple[Array, Array]], limits: _Limits) -> Array:
-    """[L + 1] kept and in flight before a block, above which no rest fits."""
-    room = np.empty(len(steps) + 1)
-    room[-1] = limits.device_bytes - limits.floor.head
+def _room(steps: list[_Table], needs: list[tuple[Array, Array]], limits: _Limits) -> tuple[Array, Array]:
+    """[L + 1] bytes before a block above which no rest fits: kept and in flight, for the block; kept, for all later."""
+    least = [np.maximum(*need).min() for need in needs]
+    room = limits.device_bytes - np.array([*least, -np.inf])
+    ever = np.append(room[:-1], float(limits.device_bytes - limits.floor.head))
     for i in reversed(range(len(steps))):
-        least = np.maximum(*needs[i]).min()
-        room[i] = min(limits.device_bytes - least, room[i + 1] - steps[i].figures[:, KEPT].min())
-    return room
+        kept, flight = steps[i].figures[:, KEPT], steps[i].figures[:, FLIGHT]
+        ever[i] = min(room[i], ever[i + 1] - kept.min(), room[i + 1] - (kept + flight).min())
+    return room, ever
 
 
 def _extend(
@@ -181,8 +185,18 @@ def _extend(
     fits &= at[:, None] + needs[1] <= device_bytes
     parents, chosen = np.nonzero(fits)
     new = labels[parents] + table.figures[chosen]
-    new[:, FLIGHT] = np.maximum(labels[parents, FLIGHT], table.figures[chosen, FLIGHT])
+    new[:, FLIGHT] = table.figures[chosen, FLIGHT]
     return new, parents, chosen
+
+
+def _forget_flight(labels: Array, needs: tuple[Array, Array] | None, device_bytes: int) -> None:
+    """What is in flight counts as nothing where any choice of the next block has room beside it."""
+    if needs is None:  # the head waits for it
+        labels[:, FLIGHT] = 0.0
+        return
+    at = labels[:, KEPT] + labels[:, FLIGHT]
+    roomy = (at + labels[:, CAST] + needs[0].max() <= device_bytes) & (at + needs[1].max() <= device_bytes)
+    labels[roomy, FLIGHT] = 0.0
 
 
 def _prune(labels: Array, alive: NDArray[np.int64], effort: int) -> tuple[NDArray[np.int64], bool]:

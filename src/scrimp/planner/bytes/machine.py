@@ -56,9 +56,9 @@ class Setup:
 
     micro_batches: int = 1
     """Of one optimizer step."""
-    clips: bool = True
-    """By a norm over all gradients: no update can start before the last of them exists, unless it is early. A guard
-    that skips steps whose norm is not finite waits for it too."""
+    waits_for_norm: bool = True
+    """Whether no update that is not early can start before the last gradient exists: clipping needs the norm of all
+    of them, and so does skipping a step whose norm is not finite."""
     updaters: tuple[Update, ...] = ("device", "cpu")
     """Who may update blocks whose optimizer states are on the host; the CPU where `Machine.cpu_adam` says how fast."""
 

@@ -1,13 +1,20 @@
 """What would fit, where nothing does: the smallest device, and the smallest host.
 
-Feasibility asks for no seconds, so that `labels` has few labels; bytes of the device are found by bisection, to a
-thousandth, always from above: what is named does fit. Placements are those of `splits`: all or none of each class, and
-quarters.
-
-Checked  tests/planner/bytes/test_room.py
+Problem  "It does not fit" helps nobody. What is named instead must fit when it is typed: a budget is more than the
+         bytes of a step. Of a host's budget the arena keeps a spare share, of a device's the caching allocator; on a
+         CPU a checkpoint's copy lies in the same memory as the step.
+Method   Feasibility asks for no seconds, so that `labels` has few labels; bytes of the device are found by bisection,
+         to a thousandth, always from above: what is named does fit. Placements are those of `splits`: all or none of
+         each class, and quarters. `Room` is in bytes of a step by the account, `Budgets` turns these into what a
+         user types, and sizes are shown rounded up.
+Checked  tests/planner/bytes/test_room.py; tests/train/test_memory_refusal.py: printed figures, fed back
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from scrimp.errors import PlanError
 from scrimp.planner.bytes.costs import StepCosts
@@ -20,73 +27,147 @@ _UNLIMITED = 1 << 62
 _EFFORT = 48
 
 
-class NoRoomError(PlanError):
-    """Nothing fits. What would, in bytes: None where not even that."""
+@dataclass(frozen=True)
+class Room:
+    """What would fit, in bytes that a step takes by its account."""
 
-    def __init__(
-        self,
-        machine: Machine,
-        *,
-        smallest: tuple[int, int],
-        device: int | None,
-        host: int | None,
-        states: str | None = None,
-        beside: int = 0,
-    ) -> None:
-        """Say what would fit.
+    device: int
+    """The smallest device of all."""
+    its_host: int
+    """Host memory that it needs."""
+    device_with_this_host: int | None
+    """None: no device is large enough."""
+    host_with_this_device: int | None
+    """None: no host is large enough."""
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """The memory that there is as a user knows it, and what a user types for bytes of a step."""
+
+    device: int
+    """The budget, or what is free."""
+    host: int
+    """The same; 0: nothing of a step may live there."""
+    copy: int = 0
+    """Of a checkpoint, where it lies in the device's memory: as long as the host has no budget of its own."""
+    share: float = 1.0
+    """Of the device's budget, that a step may take."""
+    pinned: int | None = None
+    """Of the host's bytes, those that may be pinned; None: all."""
+    host_for: Callable[[int], int] = int
+    """From bytes of a step on the host to a budget that is enough for them."""
+
+    def device_for(self, step: int, *, alone: bool = False) -> int:
+        """A device's budget that is enough for so many bytes of a step.
 
         Args:
-            states: where the user put them, if that was decided.
-            beside: bytes of the device that are needed beside the step's.
+            alone: the host is given no budget.
         """
-        self._arguments = {"smallest": smallest, "device": device, "host": host, "states": states}
-        self._machine = machine
-        self.smallest_device, self.its_host = smallest
-        """The smallest device of all, and the host memory that it needs."""
-        self.device_with_this_host, self.host_with_this_device = device, host
-        ways = []
-        if device is not None:
-            ways.append(f"{_gb(device + beside)} of device memory with this host")
-        if host is not None:
-            ways.append(f"{_gb(host)} of the host's (pinnable) with this device")
-        ways.append(
-            f"{_gb(smallest[0] + beside)} of device memory, the smallest possible, with a host of {_gb(smallest[1])}"
-        )
-        super().__init__(
-            "the run does not fit in memory, whatever is recomputed or offloaded"
-            + ("" if states is None else f", with {states}, as memory.* says"),
-            got=f"{_gb(machine.device_bytes + beside)} of device memory and {_gb(machine.pinnable)} of the host's",
-            do=f"these would fit: {'; '.join(ways)}; or train with a smaller micro-batch or shorter sequences"
-            + ("" if states is None else "; or leave memory.* to the plan"),
-        )
+        return math.ceil(step / self.share) + (1 if self.share < 1 else 0) + (self.copy if alone else 0)
 
-    def beside(self, nbytes: int) -> NoRoomError:
-        """The same, where so many bytes of the device are needed beside the step's."""
-        return NoRoomError(self._machine, **self._arguments, beside=nbytes)  # type: ignore[arg-type]
+    @property
+    def device_words(self) -> str:
+        """What there is of the device, and what of it a step does not get."""
+        kept = f", {1 - self.share:.0%} of it for the allocator's gaps" if self.share < 1 else ""
+        beside = f", of which a checkpoint's copy takes {size_text(self.copy)}" if self.copy else ""
+        return f"{size_text(self.device)} of device memory{kept}{beside}"
+
+    @property
+    def words(self) -> str:
+        """What there is."""
+        if not self.host:
+            return self.device_words
+        pinned = "" if self.pinned is None else f" ({size_text(self.pinned)} pinnable)"
+        return f"{size_text(self.host)} of the host's{pinned} and {self.device_words}"
+
+
+class NoRoomError(PlanError):
+    """Nothing fits.
+
+    Args:
+        room: what would, where that was asked.
+    """
+
+    def __init__(
+        self, what: str, *, got: str | None = None, do: str | None = None, room: Room | None = None
+    ) -> None:
+        super().__init__(what, got=got, do=do)
+        self.room = room
 
 
 def smallest(costs: StepCosts, machine: Machine, setup: Setup, only: Split | None = None) -> NoRoomError:
-    """What would fit instead; for the caller to raise.
+    """What would fit instead; for the caller to raise. Errors and arguments as of `room_of`."""
+    room = room_of(costs, machine, setup, only)
+    budgets = Budgets(machine.device_bytes, machine.host_bytes, pinned=machine.pinned_bytes)
+    states = None if only is None else str(only.states(len(costs.blocks)))
+    return no_room(room, budgets, beside_host=room, states=states, advice=["a smaller micro-batch"])
+
+
+def no_room(
+    room: Room, budgets: Budgets, *, beside_host: Room | None, states: str | None, advice: Sequence[str]
+) -> NoRoomError:
+    """The refusal in words.
+
+    Args:
+        room: with the host as it is.
+        beside_host: where the host has a budget of its own; None: nothing of a step may live there.
+        states: where the user put them, if that was decided.
+        advice: what else would help.
+    """
+    ways = []
+    if room.device_with_this_host is not None:
+        device = budgets.device_for(room.device_with_this_host, alone=True)
+        ways.append(f"{enough_text(device)} of device memory" + (" with this host" if budgets.host else ""))
+    if beside_host is not None:
+        if beside_host.host_with_this_device is not None:
+            host = budgets.host_for(beside_host.host_with_this_device)
+            ways.append(f"{enough_text(host)} of the host's with this device")
+        device, host = budgets.device_for(beside_host.device), budgets.host_for(beside_host.its_host)
+        ways.append(
+            f"{enough_text(device)} of device memory, the smallest possible, with {enough_text(host)} of the host's"
+        )
+    return NoRoomError(
+        "the run does not fit in memory, whatever is recomputed or offloaded"
+        + ("" if states is None else f", with {states}, as memory.* says"),
+        got=budgets.words,
+        do=f"these would fit: {'; '.join(ways)}" + "".join(f"; or {one}" for one in advice),
+        room=room,
+    )
+
+
+def room_of(costs: StepCosts, machine: Machine, setup: Setup, only: Split | None = None) -> Room:
+    """What would fit.
 
     Args:
         only: the placement of states that the user decided; None: any.
     """
-    blocks = len(costs.blocks)
-    found = _Room(costs, setup)
-    updaters = setup.updaters_on(machine)
-    all_of_them = (*corners(blocks, updaters), *chain(blocks, updaters[0]))
-    splits = list(dict.fromkeys(split.within(blocks) for split in ((only,) if only else all_of_them)))
+    found, splits = _Room(costs, setup), _splits(costs, machine, setup, only)
     device, split = found.smallest_device(splits, _UNLIMITED, _UNLIMITED)
     assert split is not None
     limited, _ = found.smallest_device(splits, machine.host_bytes, machine.pinnable)
-    hosts = [host for split in splits if (host := found.least_host(split, machine.device_bytes)) is not None]
-    return NoRoomError(
-        machine,
-        smallest=(device, found.least_host(split, device) or 0),
-        device=limited if limited < _UNLIMITED else None,
-        host=min(hosts, default=None),
-        states=None if only is None else str(only.states(blocks)),
+    hosts = [host for one in splits if (host := found.least_host(one, machine.device_bytes)) is not None]
+    return Room(
+        device=device,
+        its_host=found.least_host(split, device) or 0,
+        device_with_this_host=limited if limited < _UNLIMITED else None,
+        host_with_this_device=min(hosts, default=None),
     )
+
+
+def smallest_device(
+    costs: StepCosts, machine: Machine, setup: Setup, only: Split | None = None
+) -> int | None:
+    """Bytes of the smallest device beside this host; None where none is large enough."""
+    splits = _splits(costs, machine, setup, only)
+    found, _ = _Room(costs, setup).smallest_device(splits, machine.host_bytes, machine.pinnable)
+    return found if found < _UNLIMITED else None
+
+
+def _splits(costs: StepCosts, machine: Machine, setup: Setup, only: Split | None) -> list[Split]:
+    blocks, updaters = len(costs.blocks), setup.updaters_on(machine)
+    splits = (only,) if only else (*corners(blocks, updaters), *chain(blocks, updaters[0]))
+    return list(dict.fromkeys(split.within(blocks) for split in splits))
 
 
 class _Room:
@@ -143,8 +224,17 @@ class _Room:
         return max(floor.rest, total + max(floor.head, int(floor.backward.max(initial=0)), floor.resident))
 
 
-def _gb(count: int) -> str:
-    for size, unit in ((1e9, "GB"), (1e6, "MB")):
-        if count >= size:
-            return f"{count / size:,.1f} {unit}"
-    return f"{count:,} bytes"
+def size_text(nbytes: int) -> str:
+    """To the nearest: "60.0 MB"."""
+    return _text(nbytes, round)
+
+
+def enough_text(nbytes: int) -> str:
+    """Rounded up: what is named is enough."""
+    return _text(nbytes, math.ceil)
+
+
+def _text(nbytes: int, whole: Callable[[float], int]) -> str:
+    unit, size = ("GB", 10**9) if nbytes >= 10**9 else ("MB", 10**6)
+    digits = 1 if nbytes >= 10 * size else 2
+    return f"{whole(nbytes / size * 10**digits) / 10**digits:.{digits}f} {unit}"

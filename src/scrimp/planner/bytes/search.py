@@ -9,8 +9,11 @@ Method   A placement of states is how many blocks of each class are on the host 
          updater, one class at a time less or more, or one less and another more, by steps L/2, L/4, ... 1, as long
          as something gets faster (or as fast with less on the host). A placement whose bound is above the plan that it
          must beat is not solved. Everything resident is the first candidate.
-What is  exact   the activations of one placement for least computing, as long as `is_exact`; the bounds
-exact    not     the descent over placements; weights of the first, gradients and states of the last blocks only;
+         Then every point of ProTrain's space (`protrain`): peaks are not monotone, so all are looked at, but for
+         those that the bound or the host rules out. Of few blocks every placement is.
+What is  exact   ProTrain's space, by the simulation; the activations of one placement for least computing, as long as
+exact            `is_exact`; the bounds
+         not     the descent over placements; weights of the first, gradients and states of the last blocks only;
                  one updater for all; the choice by computing and offloaded bytes before the simulation. Regret is
                  measured against all placements of small problems by the same simulation.
 Source   docs/memory.md; ProTrain's search over (persistent chunks, buffers, swapped, checkpointed blocks).
@@ -23,14 +26,14 @@ import math
 from dataclasses import dataclass
 
 from scrimp.planner.bytes.bound import Bound
-from scrimp.planner.bytes.costs import BlockCost, StepCosts
+from scrimp.planner.bytes.costs import BlockCost, StepCosts, chosen_costs
 from scrimp.planner.bytes.labels import Front, fastest
 from scrimp.planner.bytes.machine import Machine, Setup
+from scrimp.planner.bytes.protrain import Points
 from scrimp.planner.bytes.room import smallest
-from scrimp.planner.bytes.splits import Split, chain, corners
-from scrimp.planner.bytes.states import States, device_peak, floor_of, host_bytes
+from scrimp.planner.bytes.splits import Split, chain, corners, diagonal, everywhere
+from scrimp.planner.bytes.states import Floor, States, device_peak, floor_of, host_bytes
 from scrimp.planner.bytes.timeline import Timeline, step_timeline
-from scrimp.planner.bytes.walk import chosen_costs
 
 EFFORT = 64
 FINAL_EFFORT = 384
@@ -40,6 +43,7 @@ _NEAR = 2e-3
 _SLACK = 1.2
 _FAR = 8
 _ALIKE = 1e-9
+_FEW = 200
 
 
 @dataclass(frozen=True)
@@ -87,17 +91,17 @@ def find(costs: StepCosts, machine: Machine, setup: Setup, split: Split | None =
     """The same; None where nothing fits, without asking what would."""
     run = _Search(costs, machine, setup)
     if split is not None:
-        return run.finish() if run.look_at(split.within(len(costs.blocks))) is not None else None
+        run.look_at_points(split.within(len(costs.blocks)))
+        return None if run.best is None else run.finish()
     updaters = setup.updaters_on(machine)
     for corner in corners(len(costs.blocks), updaters):
         run.look_at(corner, run.best, _SLACK)
     if run.best is None:
         for link in chain(len(costs.blocks), updaters[0]):
             run.look_at(link)
-    if run.best is None:
-        return None
     run.descend()
-    return run.finish()
+    run.look_at_small_spaces()
+    return None if run.best is None else run.finish()
 
 
 class _Search:
@@ -108,6 +112,8 @@ class _Search:
         self.blocks, self.updaters = len(costs.blocks), setup.updaters_on(machine)
         kinds = [min(map(_passes, kind.choices.values())) for kind in costs.classes]
         self.least = sum(kinds[number] for number in costs.blocks)
+        small = Points(costs)
+        self.points, self.names_of = list(small), small.names
         self.best: MemoryPlan | None = None
         self.seen: dict[Split, MemoryPlan | None] = {}
 
@@ -130,6 +136,41 @@ class _Search:
             while split is not None and step:
                 better = self._best_move(split, step)
                 split, step = (better, step) if better is not None else (split, step // 2)
+
+    def look_at_small_spaces(self) -> bool:
+        """Every point of ProTrain's space, and where that are few, every placement; whether anything was better."""
+        before = self.best
+        for split in diagonal(self.blocks, self.updaters):
+            self.look_at_points(split)
+        if len(self.updaters) * (self.blocks + 1) ** 3 <= _FEW:
+            for split in everywhere(self.blocks, self.updaters):
+                self.look_at(split, self.best)
+        return self.best is not before
+
+    def look_at_points(self, split: Split) -> None:
+        """The best activations of one placement, and each of ProTrain's that could be faster."""
+        self.look_at(split, self.best)
+        states = split.states(self.blocks)
+        floor, left = self._floor(states)
+        bound = Bound.of(self.costs, states, self.setup, self.machine)
+        if floor is None or bound.seconds(self.least) >= self._limit():
+            return
+        free = self.machine.device_bytes - floor.head - self.costs.boundary
+        found = (
+            (bound.seconds(point.passes, point.host), k)
+            for k, point in enumerate(self.points)
+            if point.host <= left and point.before_head <= free
+        )
+        for least, k in sorted(found):
+            if least >= self._limit():
+                return
+            names = self.names_of(self.points[k])
+            if device_peak(self.costs, states, names, self.setup.accumulates) <= self.machine.device_bytes:
+                self._consider(split, self._plan_of(states, names, bound, is_exact=False))
+
+    def _limit(self) -> float:
+        """Seconds that a plan must be below to be better."""
+        return math.inf if self.best is None else self.best.seconds * (1 - _ALIKE)
 
     def finish(self) -> MemoryPlan:
         """The best plan, its activations once more with more labels."""
@@ -157,9 +198,8 @@ class _Search:
 
     def _plan(self, split: Split, effort: int, than: MemoryPlan | None, slack: float) -> MemoryPlan | None:
         states = split.states(self.blocks)
-        floor = floor_of(self.costs, states, self.setup.accumulates)
-        left = min(self.machine.host_bytes - floor.host, self.machine.pinnable - floor.pinned)
-        if left < 0 or floor.rest > self.machine.device_bytes:
+        floor, left = self._floor(states)
+        if floor is None:
             return None
         bound = Bound.of(self.costs, states, self.setup, self.machine)
         within = float("inf")
@@ -178,6 +218,13 @@ class _Search:
             effort=effort,
         )
         return self._simulate(states, front, bound, is_final=effort != EFFORT)
+
+    def _floor(self, states: States) -> tuple[Floor | None, int]:
+        """What states take, None where that alone is too much, and the host's bytes for activations."""
+        floor = floor_of(self.costs, states, self.setup.accumulates)
+        left = min(self.machine.host_bytes - floor.host, self.machine.pinnable - floor.pinned)
+        fits = left >= 0 and floor.rest <= self.machine.device_bytes
+        return (floor if fits else None), left
 
     def _simulate(self, states: States, front: Front, bound: Bound, is_final: bool) -> MemoryPlan | None:
         """The best of a front by the simulation, those with the least bound first."""

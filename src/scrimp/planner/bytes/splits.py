@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import permutations
+from itertools import permutations, product
 
 from scrimp.planner.bytes.machine import Update
 from scrimp.planner.bytes.states import CLASSES, States
@@ -20,6 +20,11 @@ class Split:
     gradients: int = 0
     optimizer: int = 0
     update: Update = "device"
+
+    @classmethod
+    def of(cls, states: States) -> Split:
+        """As many blocks of each class, with the same updater."""
+        return cls(sum(states.weights), sum(states.gradients), sum(states.optimizer), states.update)
 
     def states(self, blocks: int) -> States:
         """Which blocks these are."""
@@ -66,6 +71,19 @@ def corners(blocks: int, updaters: Sequence[Update] = ("device", "cpu")) -> Iter
             for gradients in sorted({optimizer, blocks}):
                 for weights in (0, blocks):
                     yield Split(weights, gradients, optimizer, update)
+
+
+def diagonal(blocks: int, updaters: Sequence[Update] = ("device", "cpu")) -> list[Split]:
+    """The same number of blocks of every class on the host."""
+    found = (Split(n, n, n, update) for update in updaters for n in range(blocks + 1))
+    return list(dict.fromkeys(split.within(blocks) for split in found))
+
+
+def everywhere(blocks: int, updaters: Sequence[Update] = ("device", "cpu")) -> list[Split]:
+    """All placements."""
+    numbers = range(blocks + 1)
+    found = (Split(w, g, o, update) for w, g, o, update in product(numbers, numbers, numbers, updaters))
+    return list(dict.fromkeys(split.within(blocks) for split in found))
 
 
 def chain(blocks: int, update: Update = "device") -> list[Split]:

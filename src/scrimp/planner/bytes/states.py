@@ -1,6 +1,8 @@
-"""Where weights, gradients and optimizer states of each block live, and the bytes that this takes.
+"""Where weights, gradients and optimizer states of each block live, and the bytes of a step: all formulas of the peak.
 
-Problem  Model states are most of the memory of a large model. Each class can leave the device for some of the blocks.
+Problem  Model states are most of the memory of a large model. Each class can leave the device for some of the blocks,
+         and each block has a choice of its own for its activations. Gradients appear while activations go, so that a
+         sum "saved bytes times blocks" is wrong by a quarter as soon as no large head hides it.
 Method   Per block and class, device or host::
 
              weights    come in twice per micro-batch, before forward and before backward, into one of two buffers of
@@ -10,41 +12,53 @@ Method   Per block and class, device or host::
                         update "cpu": gradients go to the host, Adam runs there, new weights come back
                         update "cpu early": the same from within the backward pass, so that it may have to be undone
 
-         Device bytes of a step, with Z = resident + weights, states on the device + weight buffers (+ all gradients on
-         the device if the step accumulates), G[i] = gradients on the device that exist before block i's backward pass
-         (0 if in Z), leaving[i] = largest gradients on their way, flight[i] = largest offloaded activations of blocks
-         before i (one block's are in flight, down after its forward or up before its backward pass),
-         at[i] = boundary + sum of kept and casts[i] = sum of casts of blocks before i::
+         Device bytes of a step with blocks i = 0 .. L-1, the residual stream between two of them one `boundary`::
+
+             Z          resident + weights and states on the device + weight buffers
+                        (+ all gradients on the device, where several micro-batches add to them)
+             at[i]      boundary + sum of kept[j] for j < i     live when block i begins
+             casts[i]   sum of cast[j] for j < i
+             flight[i]  host[i - 1]                             on its way down, or back up: a block's copies down are
+                                                                over when the next block's forward pass is (the last
+                                                                block's before the head), and come up while the next
+                                                                block runs backward (`scrimp.runtime.memory.offload`)
+             G[i]       gradients on the device that exist before block i's backward pass and are not in Z
+             leaving    largest gradients on their way
 
              forward of i   Z + at[i] + flight[i] + casts[i] + forward_peak[i]
-             head, loss     Z + at[L] + flight[L] + casts[L] + head_peak
+             head, loss     Z + at[L] + casts[L] + head_peak
              backward of i  Z + G[i] + leaving + at[i] + boundary + flight[i] + backward_peak[i]
              embedding      Z + G[all] + leaving + boundary + embedding_peak
              update         Z + all gradients + optimizer_peak + stream buffers
 
+         G[i] holds the gradients of the head and of the blocks after i. Where gradients exist already (`accumulates`)
+         they belong to Z, and G holds only what waits for a second gradient of the same weight (a tied head's).
          backward_peak holds the gradients that the pass makes. Without accumulation those that leave are one further
          block; with it, the sum that came in is one more, and the one that comes for the block before another.
+
+         Evaluation has no line of its own: of the same micro-batch it holds a part of what the forward passes and the
+         head hold, since nothing is saved for backward and no gradients exist.
+
          Host bytes are those of all that is there; CPU Adam needs the weights there too, and to be early a copy of
          weights and states. Only CPU Adam's states and copies need not be pinned.
-
-         With nothing on the host this is `walk`.
-Limits   Embedding and head stay on the device. Whatever is in flight counts as the largest there is before it.
-Source   docs/memory.md; LLMQ's switches, ProTrain's chunks.
-Checked  tests/planner/bytes/test_states.py: against `walk`, and against lists of what is there at each moment.
+Limits   Embedding and head stay on the device. Live bytes of tensors: the allocator's slack comes on top. Every
+         micro-batch has the size that was traced.
+Source   docs/memory.md; LLMQ's switches, ProTrain's chunks; differences of a trace (`scrimp.profiler.memory_trace`).
+Checked  tests/planner/bytes/test_moments.py, test_states.py: a simulation of every allocation, lists of what is there;
+         tests/profiler/memory_trace/test_peaks.py, test_host_states.py, test_evaluation.py: real steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from scrimp.errors import PlanError
-from scrimp.planner.bytes.costs import BlockClass, StepCosts
+from scrimp.planner.bytes.costs import BlockClass, StepCosts, chosen_costs
 from scrimp.planner.bytes.machine import Update
-from scrimp.planner.bytes.walk import chosen_costs
 
 CLASSES = ("weights", "gradients", "optimizer")
 _UPDATED: dict[Update, str] = {
@@ -136,10 +150,38 @@ class Floor:
     backward: NDArray[np.int64]
     """[L]: beside at[i], flight[i] and backward_peak[i]; of forward it is Z."""
     head: int
-    rest: int
-    """The larger of the embedding's backward pass and the update: whatever the activations are."""
+    embedding: int
+    """Its backward pass."""
+    update: int
     host: int
     pinned: int
+
+    @property
+    def rest(self) -> int:
+        """The larger of the embedding's backward pass and the update: whatever the activations are."""
+        return max(self.embedding, self.update)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """One moment of a step."""
+
+    phase: str
+    """forward, head, backward, embedding or update."""
+    block: int | None
+    bytes: int
+    """On the device."""
+    activations: int
+    """Of these, what waits for its backward pass or is on its way."""
+    gradients: int
+    """Of these, gradients that are not being made right now."""
+
+    @property
+    def name(self) -> str:
+        """For people: "backward pass of block 3"."""
+        outside = {"head": "head and loss", "embedding": "backward pass of the embedding"}
+        outside["update"] = "optimizer step"
+        return outside.get(self.phase) or f"{self.phase} pass of block {self.block}"
 
 
 def class_of(costs: StepCosts, block: int) -> BlockClass:
@@ -159,9 +201,7 @@ def floor_of(costs: StepCosts, states: States, accumulates: bool) -> Floor:
         )
     kinds = [class_of(costs, i) for i in range(len(costs.blocks))]
     ends = costs.ends
-    own = np.array(
-        [0 if host else k.gradients for k, host in zip(kinds, states.gradients, strict=True)], np.int64
-    )
+    own = np.array(_gradients_here(costs, states), np.int64)
     gradients = int(own.sum()) + ends.gradients
     resident = _resident(costs, kinds, states) + (gradients if accumulates else 0)
     if accumulates:
@@ -179,7 +219,8 @@ def floor_of(costs: StepCosts, states: States, accumulates: bool) -> Floor:
         resident=resident,
         backward=resident + later + leaving + costs.boundary,
         head=resident + ends.peak_of_head(accumulates),
-        rest=resident + max(embedding, update),
+        embedding=resident + embedding,
+        update=resident + update,
         host=host,
         pinned=pinned,
     )
@@ -187,14 +228,37 @@ def floor_of(costs: StepCosts, states: States, accumulates: bool) -> Floor:
 
 def device_peak(costs: StepCosts, states: States, activations: Sequence[str], accumulates: bool) -> int:
     """Most bytes on the device at any moment of a step."""
-    floor = floor_of(costs, states, accumulates)
-    at, flight, cast, peak = costs.boundary, 0, 0, floor.rest
+    return max(moment.bytes for moment in moments(costs, states, activations, accumulates))
+
+
+def moments(
+    costs: StepCosts, states: States, activations: Sequence[str], accumulates: bool
+) -> Iterator[Moment]:
+    """Every moment that can be the largest of a step.
+
+    Args:
+        activations: choices by block.
+        accumulates: several micro-batches add to the same gradients: the moments of a step but its first, which needs
+            less.
+
+    Raises:
+        PlanError: choices or states of another model.
+    """
+    floor, ends = floor_of(costs, states, accumulates), costs.ends
+    everything = ends.gradients + sum(_gradients_here(costs, states))
+    existing = everything if accumulates else 0
+    at, flight, cast = costs.boundary, 0, 0
     for i, block in enumerate(chosen_costs(costs, activations)):
-        forward = floor.resident + cast + block.forward_peak
-        backward = int(floor.backward[i]) + block.peak_of_backward(accumulates)
-        peak = max(peak, at + flight + forward, at + flight + backward)
-        at, flight, cast = at + block.kept, max(flight, block.host), cast + block.cast
-    return max(peak, floor.head + at + flight + cast)
+        live, held = at + flight, int(floor.backward[i])
+        yield Moment("forward", i, floor.resident + live + cast + block.forward_peak, live + cast, existing)
+        making = block.peak_of_backward(accumulates)
+        gradients = held - floor.resident - costs.boundary + existing
+        yield Moment("backward", i, held + live + making, live, gradients)
+        at, flight, cast = at + block.kept, block.host, cast + block.cast
+    yield Moment("head", None, floor.head + at + cast, at + cast, existing)
+    making = costs.boundary + ends.peak_of_embedding(accumulates)
+    yield Moment("embedding", None, floor.embedding, 0, floor.embedding - floor.resident - making + existing)
+    yield Moment("update", None, floor.update, 0, everything)
 
 
 def host_bytes(costs: StepCosts, states: States, activations: Sequence[str]) -> tuple[int, int]:
@@ -213,6 +277,11 @@ def undo_bytes(costs: StepCosts, states: States) -> int:
     return sum(kind.weights + kind.optimizer for kind in blocks)
 
 
+def _gradients_here(costs: StepCosts, states: States) -> list[int]:
+    """Of each block, 0 where they leave."""
+    return [0 if host else class_of(costs, i).gradients for i, host in enumerate(states.gradients)]
+
+
 def _where(kinds: Sequence[BlockClass], flags: Sequence[bool], wanted: bool = True) -> list[BlockClass]:
     return [kind for kind, flag in zip(kinds, flags, strict=True) if flag is wanted]
 
@@ -221,8 +290,13 @@ def _resident(costs: StepCosts, kinds: Sequence[BlockClass], states: States) -> 
     """Z without gradients."""
     weights = sum(kind.weights for kind in _where(kinds, states.weights, False))
     optimizer = sum(kind.optimizer for kind in _where(kinds, states.optimizer, False))
-    buffers = _two([kind.weights for kind in _where(kinds, states.weights)])
+    buffers = weight_buffers(costs, states)
     return costs.resident + costs.ends.weights + costs.ends.optimizer + weights + optimizer + buffers
+
+
+def weight_buffers(costs: StepCosts, states: States) -> int:
+    """Bytes of the device in which weights that live on the host visit it."""
+    return _two([class_of(costs, i).weights for i, leaves in enumerate(states.weights) if leaves])
 
 
 def _two(sizes: Sequence[int]) -> int:

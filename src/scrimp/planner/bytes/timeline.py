@@ -4,15 +4,18 @@ Problem  Offloaded bytes cost nothing while the model computes longer than they 
 Method   A simulation of lanes (`lanes`): compute, upload, download, CPU Adam, with these rules::
 
              forward of i    waits for its weights (two buffers: they start when the block before the last user is
-                             done) and, if blocks before it sent activations, for all but the last of those
+                             done) and for the activations that blocks before i - 1 sent
+             head            waits for all activations that were sent
              backward of i   waits for its weights (the two blocks used last are still there), its activations (they
-                             start when those that came before are in use), the sum of its gradients so far (from
-                             the second micro-batch on), and a free gradient buffer
+                             start when the backward pass of i + 1 begins, the last block's after the head), the sum
+                             of its gradients so far (from the second micro-batch on), and a free gradient buffer
              gradients       leave after the block's backward pass
-             update          after the whole backward pass; only CPU Adam that is early, or without clipping, starts as
-                             each block's gradients of the last micro-batch arrive. Streamed blocks come in, are updated
-                             and leave through two buffers; CPU Adam's new weights are copied back after the backward
-                             pass if they live on the device. What is early is copied before: `EARLY` times the work
+             update          after the whole backward pass and the gradients' last copy; only CPU Adam that is early, or
+                             need not wait for the norm, starts as gradients of the last micro-batch arrive. Streamed
+                             blocks come in, are updated and leave through two buffers, first block first; the first
+                             two come while the device updates what lives there. CPU Adam goes last block first; its
+                             new weights are copied back after the device's updates if they live there. What is early
+                             is copied before: `EARLY` times the work
 
          With one kind of copy, uniform blocks and computing C, copying P seconds per block this is ProTrain's
          sum of max(C_i, P_i), plus the first copy or the last block, which nothing can hide: P + (L - 1) max(C, P) + C;
@@ -31,11 +34,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from scrimp.planner.bytes.costs import BlockClass, BlockCost, StepCosts
+from scrimp.planner.bytes.costs import BlockClass, BlockCost, StepCosts, chosen_costs
 from scrimp.planner.bytes.lanes import COMPUTE, CPU, DOWNLOAD, LANES, UPLOAD, Kind, Lanes, Run
 from scrimp.planner.bytes.machine import Machine, Setup
 from scrimp.planner.bytes.states import States, class_of
-from scrimp.planner.bytes.walk import chosen_costs
 
 
 @dataclass(frozen=True)
@@ -146,29 +148,26 @@ class _Step:
     def _forward(self) -> None:
         add = self.lanes.add
         forward: list[int] = []
-        sent: list[int] = []
         self.sent: dict[int, int] = {}
+        settled: int | None = None
         free = _Buffers()
         for i, block in enumerate(self.blocks):
             weights = None
             if self.states.weights[i]:
                 weights = add(UPLOAD, self.classes[i].weights, "weights", [free.wait()])
-            room = sent[-2] if len(sent) > 1 else None
-            forward.append(add(COMPUTE, block.forward_seconds, "compute", [weights, room]))
+            forward.append(add(COMPUTE, block.forward_seconds, "compute", [weights, settled]))
             if self.states.weights[i]:
                 free.used(forward[-1])
+            settled = self.sent.get(i - 1, settled)
             if block.host:
                 self.sent[i] = add(DOWNLOAD, block.host, "activations", [forward[-1]])
-                sent.append(self.sent[i])
-        self.forward = forward
+        self.end = add(COMPUTE, self.costs.ends.seconds, "compute", list(self.sent.values())[-1:])
 
     def _backward(self, sums: bool) -> None:
         add = self.lanes.add
-        head = add(COMPUTE, self.costs.ends.seconds, "compute", [self.forward[-1] if self.forward else None])
-        passes: dict[int, int] = {}
         self.gradients: dict[int, int] = {}
         weights, leaving = _Buffers(still_there=self.away[-2:]), _Buffers()
-        before, begins = head, self.forward[-1] if self.forward else head
+        begins = before = self.end
         for i in reversed(range(len(self.blocks))):
             block, kind = self.blocks[i], self.classes[i]
             needs: list[int | None] = []
@@ -178,35 +177,40 @@ class _Step:
                 needs.append(add(UPLOAD, block.host, "activations", [self.sent[i], begins]))
             room = leaving.wait() if self.states.gradients[i] else None
             if self.states.gradients[i] and sums:
-                needs.append(add(UPLOAD, kind.gradients, "gradients", [room]))
-            passes[i] = add(COMPUTE, block.backward_seconds, "compute", [*needs, room])
-            if block.host:
-                begins = before
+                needs.append(add(UPLOAD, kind.gradients, "gradients", [self.end, room]))
+            begins, before = before, add(COMPUTE, block.backward_seconds, "compute", [*needs, room])
             if self.states.weights[i]:
-                weights.used(passes[i])
+                weights.used(before)
             if self.states.gradients[i]:
-                self.gradients[i] = add(DOWNLOAD, kind.gradients, "gradients", [passes[i]])
+                self.gradients[i] = add(DOWNLOAD, kind.gradients, "gradients", [before])
                 leaving.used(self.gradients[i])
-            before = passes[i]
         self.end = before
 
     def _update(self, machine: Machine, setup: Setup) -> None:
-        add, states = self.lanes.add, self.states
-        add(COMPUTE, resident_update_bytes(self.costs, states) / machine.device_memory, "update")
-        free = _Buffers()
+        states, begins = self.states, [self.end, *list(self.gradients.values())[-1:]]
+        done = self._update_on_device(machine, begins)
         for i in reversed(range(len(self.blocks))):
-            kind = self.classes[i]
             if states.on_cpu(i):
-                waits = setup.clips and not states.is_early
+                kind, waits = self.classes[i], setup.waits_for_norm and not states.is_early
                 ready = [self.gradients[i], self.end if waits else None]
-                adam = add(CPU, cpu_numbers(kind, states) / (machine.cpu_adam or math.inf), "update", ready)
+                seconds = cpu_numbers(kind, states) / (machine.cpu_adam or math.inf)
+                adam = self.lanes.add(CPU, seconds, "update", ready)
                 if not states.weights[i]:
-                    add(UPLOAD, kind.weights, "update", [adam, self.end])
-            elif states.streams(i):
+                    self.lanes.add(UPLOAD, kind.weights, "update", [adam, done])
+
+    def _update_on_device(self, machine: Machine, begins: Sequence[int]) -> int:
+        """What is there, then what comes for it; the last task."""
+        add, states, memory = self.lanes.add, self.states, machine.device_memory
+        last = add(COMPUTE, resident_update_bytes(self.costs, states) / memory, "update", begins)
+        free = _Buffers()
+        for i, kind in enumerate(self.classes):
+            if states.streams(i):
                 up, down = streamed_bytes(kind, states, i)
-                come = add(UPLOAD, up, "update", [self.end, self.gradients.get(i), free.wait()])
-                done = add(COMPUTE, update_bytes(kind) / machine.device_memory, "update", [come])
-                free.used(add(DOWNLOAD, down, "update", [done]))
+                come = add(UPLOAD, up, "update", [*begins, free.wait()])
+                done = add(COMPUTE, update_bytes(kind) / memory, "update", [come, last])
+                last = add(DOWNLOAD, down, "update", [done])
+                free.used(last)
+        return last
 
 
 class _Buffers:

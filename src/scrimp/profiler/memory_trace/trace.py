@@ -5,7 +5,7 @@ Problem  Formulas for saved and temporary tensors are wrong as soon as the code 
 Method   The real model (`scrimp.model.Decoder`, planned layers, the chunked loss) runs on fake tensors: shapes
          without memory, so the time does not depend on the size. Blocks of equal formats are one class; one
          block of each class runs alone, per choice of activations and with new and existing gradients (`passes`);
-         embedding, norm and loss run without blocks. `scrimp.planner.bytes.walk` adds the differences up.
+         embedding, norm and loss run without blocks. `scrimp.planner.bytes.states` adds the differences up.
          A choice "+offload" is derived: what autograd saves of a block waits on the host instead, its input
          included (`saved`).
 Limits   Rows hold one document each: attention by documents or masks holds a little more. Planned layers are traced in

@@ -11,6 +11,7 @@ from scrimp.runtime.memory.blocks import BlockMemory
 from scrimp.runtime.memory.carry import (
     HostMemory,
     HostRoom,
+    arena_bytes,
     carry_out,
     largest_step,
     take_room,
@@ -44,6 +45,7 @@ __all__ = [
     "PinningRefusedError",
     "Place",
     "Ticket",
+    "arena_bytes",
     "carry_out",
     "largest_step",
     "take_room",

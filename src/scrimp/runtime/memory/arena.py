@@ -34,6 +34,10 @@ ALIGNMENT = 512
 """Bytes; the alignment of torch's own CUDA allocations, so that a copy may be viewed as what the original was."""
 SLAB_BYTES = 64 * 2**30
 _PAGE = 4096
+_LESS = (
+    "keep less on the host: lower budget.host_memory, or memory.weights, memory.gradients and memory.optimizer where "
+    "they are set, or choose memory.activations without +offload"
+)
 
 
 class ArenaTooSmallError(PlanError):
@@ -164,7 +168,7 @@ class HostArena:
                 "the arena is larger than the memory that host and control group have free",
                 got=f"{nbytes:,} bytes",
                 expected=f"at most {available:,}",
-                do="lower the host memory of the budget, or offload less",
+                do=_LESS,
             )
         self._poisons = poisons
         self.is_pinned = device.type == "cuda" if pins is None else pins
@@ -294,7 +298,7 @@ def _allocate(size: int) -> Tensor:
         raise HostBudgetError(
             "the system gives no memory for the arena",
             got=f"{size:,} bytes refused",
-            do="lower the host memory of the budget, or offload less",
+            do=_LESS,
         ) from error
     start = -raw.data_ptr() % _PAGE
     return raw[start : start + size]
@@ -313,8 +317,7 @@ def _pin(slab: Tensor, total: int, device: torch.device) -> None:
         got=f"{len(slab):,} of {total:,} bytes: cudaHostRegister returned {code}"
         + (" (cudaErrorMemoryAllocation)" if code == 2 else ""),
         expected=f"0; RLIMIT_MEMLOCK is {_limit(soft)} (hard {_limit(hard)})",
-        do="raise `ulimit -l` (docker: --ulimit memlock=-1), lower the host memory of the budget, or make the "
-        "arena with pins=False: its copies are slower and hide behind nothing",
+        do=f"raise `ulimit -l` (docker: --ulimit memlock=-1), or {_LESS}",
     )
 
 

@@ -5,6 +5,7 @@ Checked  tests/train/test_memory_training.py: whole runs; tests/runtime/memory/t
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -82,8 +83,7 @@ def take_room(
     """
     if not uses_host(plan):
         return None
-    nbytes = int(host_bytes * (1 + SPARE_SHARE)) + SPARE_BYTES
-    arena = HostArena(nbytes, device, available=host_available)
+    arena = HostArena(arena_bytes(host_bytes), device, available=host_available)
     return HostRoom(arena, CudaLink(device) if device.type == "cuda" else HostLink(device))
 
 
@@ -122,9 +122,19 @@ def weights_on_host(plan: Plan) -> frozenset[int]:
     return _on_host(plan, "weights")
 
 
+def arena_bytes(step_bytes: int) -> int:
+    """Bytes of the arena of a step that takes so many by its account."""
+    return int(step_bytes * (1 + SPARE_SHARE)) + SPARE_BYTES
+
+
 def largest_step(host_bytes: int) -> int:
     """Bytes that a step may take by its account so that its arena is within so many."""
     return max(0, int((host_bytes - SPARE_BYTES) / (1 + SPARE_SHARE)))
+
+
+def least_host(step_bytes: int) -> int:
+    """Host memory of which `largest_step` leaves so many bytes, or one more."""
+    return math.ceil((step_bytes + 1) * (1 + SPARE_SHARE)) + SPARE_BYTES
 
 
 def _on_host(plan: Plan, name: str, where: str = "host") -> frozenset[int]:

@@ -1,7 +1,8 @@
 """AdamW of which the states of some blocks live in host memory: they visit the device, or the CPU updates them.
 
 Problem  Moments and master weights are most of a large model's memory, and are read once in a step.
-Method   What is on the device is updated as ever. Then, block by block, whatever of it lives on the host::
+Method   The first two blocks of which anything lives on the host begin to come; what is on the device is updated
+         meanwhile, as ever. Then, block by block, first to last::
 
              wait for block k's states, gradients and weights; for block k - 1's to have left
              let those of block k + 1 come
@@ -52,6 +53,9 @@ from scrimp.runtime.memory.visiting import Guest, settle
 from scrimp.train.optimizer.adamw import AdamW, moment_format
 from scrimp.train.optimizer.cpu_update import CpuUpdates
 from scrimp.train.optimizer.moments import Moments
+
+_BUFFERS = 2
+"""Blocks that are on the device at once for their update."""
 
 
 @dataclass(frozen=True)
@@ -216,6 +220,8 @@ class StreamedAdamW(AdamW):
         """
         try:
             self._begin_on_cpu(lr)
+            for block in self._homes.streamed[:_BUFFERS]:
+                self._start(block)
             away = {name for names in self._names.values() for name in names}
             self._update_names([name for name in self._targets if name not in away], lr)
             self._stream(lr)
@@ -231,7 +237,6 @@ class StreamedAdamW(AdamW):
         leaving: tuple[list[Guest], list[Ticket]] = ([], [])
         blocks = self._homes.streamed
         for number, block in enumerate(blocks):
-            self._start(block)
             self._ready(block)
             _finish(*leaving)
             if number + 1 < len(blocks):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scrimp.errors import PlanError
 from scrimp.planner.bytes.costs import BlockClass, BlockCost, EndsCost, StepCosts
-from scrimp.planner.bytes.walk import StepPeaks, walk
+from scrimp.planner.bytes.states import Moment, States, device_peak, host_bytes, moments
 
 CHOICES = ("keep", "block", "block+offload")
 sizes = st.integers(0, 1000)
@@ -87,6 +89,7 @@ def simulated(costs: StepCosts, choices: list[str], accumulates: bool) -> dict[s
         memory.moment("forward", block.forward_peak)
         live[f"kept of {i}"], live[f"casts of {i}"] = block.kept, block.cast
         live["moving"] = block.host  # to the host, during the next block
+    live["moving"] = 0  # all copies are over before the head
     memory.moment("head", or_new(ends.accumulating_head_peak, ends.head_peak))
     for i in range(len(chosen)):
         del live[f"casts of {i}"]
@@ -98,10 +101,10 @@ def simulated(costs: StepCosts, choices: list[str], accumulates: bool) -> dict[s
         memory.moment("backward", or_new(chosen[i].accumulating_peak, chosen[i].backward_peak))
         live[f"gradients of {i}"] = kinds[i].gradients
     del live["input of 0"]
-    memory.moment("backward", or_new(ends.accumulating_embedding_peak, ends.embedding_peak))
+    memory.moment("embedding", or_new(ends.accumulating_embedding_peak, ends.embedding_peak))
     del live["gradient of the stream"], live["gradients of the head"]
     live["gradients of ends"] = ends.gradients
-    memory.moment("optimizer", costs.optimizer_peak)
+    memory.moment("update", costs.optimizer_peak)
     return memory.peaks
 
 
@@ -109,45 +112,62 @@ def simulated(costs: StepCosts, choices: list[str], accumulates: bool) -> dict[s
 @given(steps())
 def test_peaks_are_those_of_a_list_of_all_that_is_live(step: tuple[StepCosts, list[str], bool]) -> None:
     costs, choices, accumulates = step
-    found = walk(costs, choices, accumulates=accumulates)
+    states = States.split(len(choices))
     expected = simulated(costs, choices, accumulates)
-    assert {name: getattr(found, name).bytes for name in expected} == expected
-    assert found.peak == max(expected.values())
-    assert expected[found.phase] == found.peak
-    assert found.host == sum(
-        costs.classes[n].choices[c].host for n, c in zip(costs.blocks, choices, strict=True)
-    )
+    found = largest(moments(costs, states, choices, accumulates))
+    assert {phase: moment.bytes for phase, moment in found.items()} == expected
+    assert device_peak(costs, states, choices, accumulates) == max(expected.values())
+    offloaded = [costs.classes[n].choices[c].host for n, c in zip(costs.blocks, choices, strict=True)]
+    assert host_bytes(costs, states, choices) == (sum(offloaded), sum(offloaded))
 
 
-def example(choices: list[str], *, accumulates: bool = False) -> StepPeaks:
+def largest(found: Iterable[Moment]) -> dict[str, Moment]:
+    """By phase; the first of equal ones."""
+    most: dict[str, Moment] = {}
+    for moment in found:
+        if moment.phase not in most or moment.bytes > most[moment.phase].bytes:
+            most[moment.phase] = moment
+    return most
+
+
+def example(choices: list[str], *, accumulates: bool = False) -> dict[str, Moment]:
     """Two equal blocks of 10 bytes of weights; the stream is 2 bytes wide."""
     keep = BlockCost(kept=20, forward_peak=25, backward_peak=40, accumulating_peak=35)
     again = BlockCost(kept=2, forward_peak=24, backward_peak=45, accumulating_peak=44, cast=1)
     block = BlockClass(weights=10, gradients=10, optimizer=20, choices={"keep": keep, "block": again})
     ends = EndsCost(weights=5, gradients=5, optimizer=10, head_peak=30, head_gradients=5, embedding_peak=5)
-    return walk(StepCosts((block,), (0, 0), ends, boundary=2), choices, accumulates=accumulates)
+    costs = StepCosts((block,), (0, 0), ends, boundary=2)
+    return largest(moments(costs, States.split(2), choices, accumulates))
 
 
 def test_the_largest_moments_and_their_blocks() -> None:
     found = example(["keep", "keep"])  # 75 bytes of weights and optimizer states
-    assert (found.forward.bytes, found.forward.block) == (75 + 2 + 20 + 25, 1)
-    assert (found.head.bytes, found.head.block) == (75 + 2 + 40 + 30, None)
-    assert (found.backward.bytes, found.backward.block) == (75 + 5 + 2 + 20 + 2 + 40, 1)
-    assert found.optimizer.bytes == 75 + 25
-    assert (found.peak, found.phase) == (147, "head")
+    assert (found["forward"].bytes, found["forward"].block) == (75 + 2 + 20 + 25, 1)
+    assert (found["head"].bytes, found["head"].block) == (75 + 2 + 40 + 30, None)
+    assert (found["backward"].bytes, found["backward"].block) == (75 + 5 + 2 + 20 + 2 + 40, 1)
+    assert found["embedding"].bytes == 75 + 5 + 20 + 2 + 5
+    assert found["update"].bytes == 75 + 25
+    assert [moment.name for moment in found.values()] == [
+        "forward pass of block 1",
+        "backward pass of block 1",
+        "head and loss",
+        "backward pass of the embedding",
+        "optimizer step",
+    ]
 
 
 def test_placement_decides_where_equal_choices_peak() -> None:
     early, late = example(["block", "keep"]), example(["keep", "block"])
-    assert (early.backward.bytes, late.backward.bytes) == (75 + 15 + 2 + 2 + 45, 75 + 5 + 22 + 2 + 45)
-    assert (early.backward.block, late.backward.block) == (0, 1)
-    assert early.forward.bytes == 75 + 4 + 1 + 25  # with the cast copies of the block before
+    first, last = early["backward"], late["backward"]
+    assert (first.bytes, last.bytes) == (75 + 15 + 2 + 2 + 45, 75 + 5 + 22 + 2 + 45)
+    assert (first.block, last.block) == (0, 1)
+    assert early["forward"].bytes == 75 + 4 + 1 + 25  # with the cast copies of the block before
 
 
 def test_gradients_that_exist_are_there_from_the_start() -> None:
     found = example(["keep", "keep"], accumulates=True)
-    assert found.forward.bytes == example(["keep", "keep"]).forward.bytes + 25
-    assert found.backward.bytes == 75 + 25 + 2 + 20 + 2 + 35
+    assert found["forward"].bytes == example(["keep", "keep"])["forward"].bytes + 25
+    assert found["backward"].bytes == 75 + 25 + 2 + 20 + 2 + 35
 
 
 def test_choices_without_costs_are_refused() -> None:
