@@ -1,7 +1,7 @@
 """Makes the plan of a run from its resolved configuration.
 
 Every GEMM by the rules of the run's precision; activations and states of every block as was decided so that
-the step fits (`scrimp.train.memory_plan`), all resident where nothing had to be. A run that cannot fit
+the step fits (`scrimp.train.memory.plan`), all resident where nothing had to be. A run that cannot fit
 is refused before it starts, with the change that would help most.
 """
 

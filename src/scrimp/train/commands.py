@@ -24,9 +24,9 @@ from scrimp.report.tables import key_value_table
 from scrimp.report.units import format_count, format_flops, format_rate
 from scrimp.runtime import Executable
 from scrimp.train.evaluation import Evaluation, evaluate
-from scrimp.train.memory_shown import account_tables
-from scrimp.train.precision_preview import Preview, preview
-from scrimp.train.precision_question import shares_of
+from scrimp.train.memory.shown import account_tables
+from scrimp.train.precision.preview import Preview, preview
+from scrimp.train.precision.question import shares_of
 from scrimp.train.setup import Decisions, decide, expected_vocabulary, fit_vocabulary
 from scrimp.train.start import anchored
 from scrimp.train.weights import MODEL_PREFIX, Target, open_target

@@ -22,7 +22,7 @@ from scrimp.report import write_report
 from scrimp.report.units import format_bytes, format_rate
 from scrimp.train.guards import StopSignals
 from scrimp.train.loop import Trainer
-from scrimp.train.memory_phases import GENERATION
+from scrimp.train.memory.phases import GENERATION
 from scrimp.train.run_folder import PLAN
 
 SAMPLE_TOKENS = 96

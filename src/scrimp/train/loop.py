@@ -38,13 +38,13 @@ from scrimp.runtime.memory import ArenaTooSmallError, PhaseEdges
 from scrimp.train.checkpoint import Checkpoint, CheckpointStore
 from scrimp.train.evaluation import Evaluation, evaluate
 from scrimp.train.guards import NonFiniteGuard, OutlierWatch, StopSignals
-from scrimp.train.memory_check import MemoryCheck
-from scrimp.train.memory_phases import EVALUATION, MEASURING, TRAINING, cache_of
-from scrimp.train.memory_replan import most_on_host
-from scrimp.train.memory_trouble import MemoryTrouble, is_out_of_memory
+from scrimp.train.memory.check import MemoryCheck
+from scrimp.train.memory.phases import EVALUATION, MEASURING, TRAINING, cache_of
+from scrimp.train.memory.replan import most_on_host
+from scrimp.train.memory.trouble import MemoryTrouble, is_out_of_memory
 from scrimp.train.metrics import MetricsLog
 from scrimp.train.optimizer import make_optimizer
-from scrimp.train.precision_cycle import PrecisionCycle
+from scrimp.train.precision.cycle import PrecisionCycle
 from scrimp.train.progress import StepLine
 from scrimp.train.run_folder import PLAN
 from scrimp.train.schedule import learning_rate

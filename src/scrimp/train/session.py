@@ -29,11 +29,11 @@ from scrimp.runtime.memory import ArenaTooSmallError, uses_host
 from scrimp.train.checkpoint import CheckpointStore
 from scrimp.train.finish import RunSummary, finish, finish_failed
 from scrimp.train.guards import StopSignals
-from scrimp.train.host_room import left_of_budget, room_of
 from scrimp.train.loop import Trainer
-from scrimp.train.memory_plan import decision_of, device_limit, refuse_beyond_memory
-from scrimp.train.memory_shown import account_text
-from scrimp.train.memory_trouble import is_out_of_memory
+from scrimp.train.memory.host_room import left_of_budget, room_of
+from scrimp.train.memory.plan import decision_of, device_limit, refuse_beyond_memory
+from scrimp.train.memory.shown import account_text
+from scrimp.train.memory.trouble import is_out_of_memory
 from scrimp.train.metrics import MetricsLog
 from scrimp.train.progress import StepLine
 from scrimp.train.run_folder import (

@@ -32,10 +32,10 @@ from scrimp.planner.bytes.room import Budgets
 from scrimp.precision import parse_rules
 from scrimp.profiler import Device, resolve_device
 from scrimp.runtime import choose_backends, describe_backends
-from scrimp.train.host_room import checkpoint_bytes
-from scrimp.train.memory_plan import budgets_of
-from scrimp.train.micro_batch import decide_micro_batch
-from scrimp.train.precision_question import refuse_unreachable_share
+from scrimp.train.memory.host_room import checkpoint_bytes
+from scrimp.train.memory.micro_batch import decide_micro_batch
+from scrimp.train.memory.plan import budgets_of
+from scrimp.train.precision.question import refuse_unreachable_share
 from scrimp.train.run_folder import TOKENIZER
 from scrimp.train.weights import architecture_of_weights, tokenizer_of_weights
 

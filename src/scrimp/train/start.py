@@ -20,8 +20,8 @@ from scrimp.data import Corpus
 from scrimp.errors import CheckpointError, DataError
 from scrimp.runtime.memory import HostRoom
 from scrimp.train.checkpoint import Checkpoint, CheckpointStore
-from scrimp.train.host_room import room_of
-from scrimp.train.precision_times import fresh_times, refuse_unreachable_speed, shapes_of, wants_times
+from scrimp.train.memory.host_room import room_of
+from scrimp.train.precision.times import fresh_times, refuse_unreachable_speed, shapes_of, wants_times
 from scrimp.train.run_folder import CONFIG, TOKENIZER, config_to_resume, saved_config
 from scrimp.train.setup import (
     Decisions,

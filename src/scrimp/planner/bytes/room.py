@@ -7,7 +7,7 @@ Method   Feasibility asks for no seconds, so that `labels` has few labels; bytes
          to a thousandth, always from above: what is named does fit. Placements are those of `splits`: all or none of
          each class, and quarters. `Room` is in bytes of a step by the account, `Budgets` turns these into what a
          user types, and sizes are shown rounded up.
-Checked  tests/planner/bytes/test_room.py; tests/train/test_memory_refusal.py: printed figures, fed back
+Checked  tests/planner/bytes/test_room.py; tests/train/memory/test_memory_refusal.py: printed figures, fed back
 """
 
 from __future__ import annotations
@@ -217,9 +217,8 @@ class _Room:
         """A device that every plan fits."""
         choices = [kind.choices.values() for kind in self.costs.classes]
         most = [max(c.kept + c.cast for c in options) for options in choices]
-        peak = max(
-            max(c.forward_peak, c.peak_of_backward(self.accumulates)) + c.host for o in choices for c in o
-        )
+        passes = max(max(c.forward_peak, c.peak_of_backward(self.accumulates)) for o in choices for c in o)
+        peak = passes + max(c.host for o in choices for c in o)  # in flight is what another block sends
         total = sum(most[number] for number in self.costs.blocks) + self.costs.boundary + peak
         return max(floor.rest, total + max(floor.head, int(floor.backward.max(initial=0)), floor.resident))
 

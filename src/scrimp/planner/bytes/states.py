@@ -44,7 +44,8 @@ Method   Per block and class, device or host::
 Limits   Embedding and head stay on the device. Live bytes of tensors: the allocator's slack comes on top. Every
          micro-batch has the size that was traced.
 Source   docs/memory.md; LLMQ's switches, ProTrain's chunks; differences of a trace (`scrimp.profiler.memory_trace`).
-Checked  tests/planner/bytes/test_moments.py, test_states.py: a simulation of every allocation, lists of what is there;
+Checked  tests/planner/bytes/test_step_moments.py, test_states.py: a simulation of every allocation, and
+         lists of what is there;
          tests/profiler/memory_trace/test_peaks.py, test_host_states.py, test_evaluation.py: real steps.
 """
 

@@ -15,7 +15,7 @@ Exact    Bit-equal to `torch.optim.AdamW` on the same `DTensor`s where nothing i
 Limits   float32 shards on one mesh with one dimension: for products in bf16 give FSDP2 `param_dtype=torch.bfloat16`,
          which makes masters needless. Weights and gradients of shards stay where FSDP2 has them. State tensors are
          of this rank's rows: another number of ranks cannot read them.
-Checked  tests/train/optimizer/test_sharded.py
+Checked  tests/train/optimizer/test_sharded_adamw.py
 """
 
 from __future__ import annotations

@@ -1,0 +1,417 @@
+"""Decides what is done so that a step fits: traces the model, knows the machine, and asks the planner.
+
+Method   Where everything resident takes a small share of the memory by its formula (`scrimp.planner.memory`),
+         nothing has to be decided and nothing is traced. Else the model is traced in its shapes for every
+         choice that a block may have, seconds and rates come from short measurements
+         (`scrimp.train.memory.times`); `scrimp.planner.bytes.search` finds the fastest plan that fits,
+         with everything resident as its first candidate.
+Limits   On a CPU "device" and host are one memory: nothing is offloaded, unless both budgets are given, which limit
+         two parts of it. Statistics of `precision snip` need the states of all blocks at once: beside it nothing is
+         offloaded.
+Checked  tests/train/memory/test_memory_plan.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from scrimp.config import Architecture, Config, TrainConfig, decided, parse_bytes
+from scrimp.config.activations import (
+    ALL_ACTIVATIONS,
+    LEVELS,
+    Activations,
+    assign_activations,
+    blocks_on_host,
+)
+from scrimp.errors import PlanError
+from scrimp.planner import Plan
+from scrimp.planner.bytes.account import account_step
+from scrimp.planner.bytes.costs import StepCosts
+from scrimp.planner.bytes.decision import MemoryDecision
+from scrimp.planner.bytes.machine import Machine, Setup, Update
+from scrimp.planner.bytes.room import Budgets, NoRoomError, enough_text, size_text
+from scrimp.planner.bytes.search import MemoryPlan, find
+from scrimp.planner.bytes.splits import Split
+from scrimp.planner.bytes.states import States, host_bytes
+from scrimp.planner.bytes.timeline import step_timeline
+from scrimp.precision import PrecisionRules, parse_rules
+from scrimp.profiler import Device, host_memory_available
+from scrimp.profiler.links import LinkRates
+from scrimp.profiler.memory_trace import trace_costs
+from scrimp.runtime.memory import largest_step, uses_host
+from scrimp.runtime.memory.carry import least_host
+from scrimp.train.memory.times import linears_of, links_of, with_seconds
+from scrimp.train.optimizer.rate import cpu_update_rate
+
+SMALL_SHARE = 0.5
+"""Of the memory: a run whose formula says less keeps everything, without a trace."""
+NO_LINKS = LinkRates(*[1e10] * 6)
+CACHE_SHARE = 0.96
+"""Of a GPU's memory, free or in a budget: the caching allocator keeps gaps that the account does not know, and
+libraries take workspaces from it."""
+HOST_SHARE = 0.9
+"""Of the free host memory: the page cache and the data loader need the rest."""
+
+
+def decide_memory(
+    config: Config,
+    architecture: Architecture,
+    device: Device,
+    *,
+    resident_bytes: int,
+    copy_bytes: int,
+    must_predict: bool = False,
+    may_measure: bool = True,
+) -> MemoryDecision | None:
+    """What a step does so that it fits; None: everything resident fits easily, by its formula.
+
+    Args:
+        config: resolved.
+        resident_bytes: peak of a step that keeps everything, by formula.
+        copy_bytes: of the host copy that a checkpoint is written from.
+        must_predict: decide in any case, for the seconds of a step.
+        may_measure: blocks may be timed.
+
+    Raises:
+        NoRoomError: nothing fits; what would, `scrimp.train.memory.refusal` says.
+    """
+    setting, split = config.memory.activations, split_of(config, architecture.num_layers)
+    is_small = resident_bytes <= SMALL_SHARE * device_limit(config, device, copy_bytes) and not must_predict
+    if setting in ("auto", "keep") and split is None and is_small:
+        return None
+    problem = problem_of(config, architecture, device, copy_bytes)
+    if setting == "auto":
+        if problem.fastest() is None:  # what does not fit is refused before anything is timed
+            raise NoRoomError(f"nothing fits at a micro-batch of {config.train.micro_batch}")
+    elif not (found := problem.decided(setting)).fits:
+        return found
+    costs, origin = with_seconds(
+        problem.costs, config, architecture, device, _rates(device), may_measure=may_measure
+    )
+    problem = dataclasses.replace(problem, costs=costs)
+    if setting != "auto":
+        return dataclasses.replace(problem.decided(setting), seconds_origin=origin)
+    plan = problem.fastest()
+    if plan is None:
+        raise NoRoomError(f"nothing fits at a micro-batch of {config.train.micro_batch}")
+    reason = f"the fastest that was found within {problem.machine.device_bytes:,} bytes"
+    return problem.decision(plan.activations, plan.states, reason, plan, origin)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What the planner is asked about one configuration; seconds are predicted from the work."""
+
+    costs: StepCosts
+    machine: Machine
+    setup: Setup
+    split: Split | None
+    """Where the user wants states; None: nothing is said of them."""
+
+    def fastest(self) -> MemoryPlan | None:
+        """The fastest plan, with the fastest of the updaters that may be; None where nothing fits."""
+        if self.split is None:
+            return find(self.costs, self.machine, self.setup)
+        plans = [find(self.costs, self.machine, self.setup, one) for one in self._by_updater(self.split)]
+        return min((plan for plan in plans if plan is not None), key=lambda plan: plan.seconds, default=None)
+
+    def decided(self, setting: str) -> MemoryDecision:
+        """The user's own activations, and the fastest updater of states that fits; the first where none does."""
+        blocks = len(self.costs.blocks)
+        activations = tuple(map(str, assign_activations(setting, blocks)))
+
+        def rank(states: States) -> tuple[bool, float]:
+            seconds = step_timeline(self.costs, states, activations, self.setup, self.machine).seconds
+            return host_bytes(self.costs, states, activations)[0] > self.machine.host_bytes, seconds
+
+        states = min((split.states(blocks) for split in self._by_updater(self.split or Split())), key=rank)
+        return self.decision(activations, states, f"memory.activations {setting}")
+
+    def decision(
+        self,
+        activations: tuple[str, ...],
+        states: States,
+        reason: str,
+        plan: MemoryPlan | None = None,
+        origin: str = "predicted",
+    ) -> MemoryDecision:
+        """A choice with its account."""
+        account = account_step(self.costs, states, activations, accumulates=self.setup.accumulates)
+        return MemoryDecision(
+            self.costs, self.machine, self.setup, activations, states, account, reason, plan, origin
+        )
+
+    def _by_updater(self, split: Split) -> list[Split]:
+        blocks = len(self.costs.blocks)
+        found = [dataclasses.replace(split, update=one).within(blocks) for one in self.setup.updaters]
+        return list(dict.fromkeys(found))
+
+
+def problem_of(config: Config, architecture: Architecture, device: Device, copy_bytes: int) -> Problem:
+    """Trace a configuration, and find out what there is for it; arguments as of `decide_memory`.
+
+    Raises:
+        PlanError: something is to live on the host beside `precision snip`.
+    """
+    setting, split = config.memory.activations, split_of(config, architecture.num_layers)
+    assigned = None if setting == "auto" else assign_activations(setting, architecture.num_layers)
+    asks = asks_for_host(config, architecture.num_layers)
+    _refuse_beside_snip(config, asks or config.memory.update == "cpu")
+    host = host_limit(config, device, is_asked_for=asks)
+    choices = _choices(assigned, may_offload=host > 0 and not config.is_planned)
+    costs = traced(config, architecture, device.torch_device.type, choices)
+    rates = _rates(device)
+    costs, _ = with_seconds(costs, config, architecture, device, rates, may_measure=False)
+    limit = device_limit(config, device, copy_bytes)
+    machine = _machine(config, rates, limit, host, with_cpu=config.memory.update != "device")
+    return Problem(costs, machine, _setup_of(config), split)
+
+
+def _rates(device: Device) -> LinkRates:
+    return links_of(device.torch_device.type)
+
+
+def asks_for_host(config: Config, num_blocks: int) -> bool:
+    """Whether settings send states or activations to the host."""
+    setting = config.memory.activations
+    assigned = () if setting == "auto" else assign_activations(setting, num_blocks)
+    places_any = split_of(config, num_blocks) not in (None, Split())
+    return places_any or any(one.is_offloaded for one in assigned)
+
+
+def split_of(config: Config, num_blocks: int) -> Split | None:
+    """Where the user wants states; None: nothing is said of them."""
+    memory = config.memory
+    found = {
+        key: blocks_on_host(key, getattr(memory, key), num_blocks)
+        for key in ("weights", "gradients", "optimizer")
+    }
+    if all(count is None for count in found.values()):
+        return None
+    return Split(found["weights"] or 0, found["gradients"] or 0, found["optimizer"] or 0)
+
+
+def _refuse_beside_snip(config: Config, asks_for_host: bool) -> None:
+    if config.is_planned and asks_for_host:
+        raise PlanError(
+            "nothing of a step can live on the host beside precision snip",
+            got="a setting of memory.* that sends tensors there",
+            expected="all of the model on the device: statistics read the states of all layers at once",
+            do="leave it out; blocks may still recompute",
+        )
+
+
+def decision_of(plan: Plan, config: Config, architecture: Architecture, device: Device) -> MemoryDecision:
+    """A plan as a decision, with the costs of everything that its blocks could do instead."""
+    activations = tuple(plan.blocks[str(i)].activations for i in range(architecture.num_layers))
+    choices = ALL_ACTIVATIONS if uses_host(plan) else LEVELS
+    # Where nothing moves, their rates decide nothing; measuring takes memory that there may be none of.
+    rates = links_of(device.torch_device.type) if uses_host(plan) else NO_LINKS
+    costs = traced(config, architecture, device.torch_device.type, choices)
+    costs, _ = with_seconds(costs, config, architecture, device, rates, may_measure=False)
+    states = states_of(plan, architecture.num_layers, speculates=config.memory.speculate)
+    setup = dataclasses.replace(_setup_of(config), updaters=(states.update,))
+    account = account_step(costs, states, activations, accumulates=setup.accumulates)
+    machine = _machine(config, rates, account.peak, account.host_peak, with_cpu=states.update != "device")
+    return MemoryDecision(costs, machine, setup, activations, states, account, "the plan of the run", None)
+
+
+def _setup_of(config: Config) -> Setup:
+    train = config.train
+    sequences = decided(train.batch_tokens) // decided(train.sequence)
+    early: Update = "cpu early" if config.memory.speculate else "cpu"
+    updaters: dict[str, tuple[Update, ...]] = {
+        "device": ("device",),
+        "cpu": (early,),
+        "fastest": ("device", early),
+    }
+    # Without clipping too, an update waits for the norm: a step whose norm is not finite is skipped.
+    return Setup(-(-sequences // decided(train.micro_batch)), updaters=updaters[config.memory.update])
+
+
+def _machine(
+    config: Config, rates: LinkRates, device_bytes: int, host_bytes: int, *, with_cpu: bool
+) -> Machine:
+    """With the CPU's rate for the formats of this run, where it may update anything."""
+    machine = rates.machine(device_bytes=device_bytes, host_bytes=host_bytes)
+    return dataclasses.replace(machine, cpu_adam=cpu_update_rate(config.train) if with_cpu else None)
+
+
+def host_bytes_of(plan: Plan, config: Config, architecture: Architecture, device: Device) -> int:
+    """Host memory that a step of a plan takes; its choices may be a user's own."""
+    if not uses_host(plan):
+        return 0
+    activations = [plan.blocks[str(i)].activations for i in range(architecture.num_layers)]
+    costs = traced(config, architecture, device.torch_device.type, tuple(dict.fromkeys(activations)))
+    states = states_of(plan, architecture.num_layers, speculates=config.memory.speculate)
+    account = account_step(costs, states, activations, accumulates=True)
+    return int(account.host_peak * compiled_share(config))
+
+
+def states_of(plan: Plan, num_blocks: int, *, speculates: bool = False) -> States:
+    """Where a plan's states live, and who updates them.
+
+    Args:
+        speculates: updates on the CPU, where there are any, begin under the backward pass.
+    """
+    rows = [plan.states[str(i)] for i in range(num_blocks)]
+    on_cpu: Update = "cpu early" if speculates else "cpu"
+    return States(
+        tuple(row.weights == "host" for row in rows),
+        tuple(row.gradients == "host" for row in rows),
+        tuple(row.optimizer != "device" for row in rows),
+        on_cpu if any(row.optimizer == "cpu" for row in rows) else "device",
+    )
+
+
+def device_limit(config: Config, device: Device, copy_bytes: int) -> int:
+    """Bytes of the device that a step may take: what is free, and what the budget leaves.
+
+    A GPU's budget is of all that the process's allocator takes there, so that a full plan leaves `CACHE_SHARE`'s rest
+    of it to gaps and workspaces, as of free memory.
+    """
+    budget = _device_budget(config, device)
+    copy = copy_bytes if copy_is_on_device(config, device) else 0
+    limit = device.available_bytes if budget is None else min(device.available_bytes, budget - copy)
+    return max(0, int(_device_share(device) * limit))
+
+
+def budgets_of(config: Config, device: Device, copy_bytes: int, *, asks_for_host: bool = False) -> Budgets:
+    """What there is as a user knows it, and what budgets are enough for bytes of a step; arguments as of the limits."""
+    budget, free = _device_budget(config, device), device.available_bytes
+    copy = copy_bytes if copy_is_on_device(config, device) else 0
+    # Memory that is merely scarce makes training wait while a checkpoint is written: its copy needs none.
+    there_is, copy = (free, 0) if budget is None or budget - copy > free else (budget, copy)
+    return Budgets(
+        there_is,
+        _host_budget(config, device, asks_for_host),
+        copy=copy,
+        share=_device_share(device),
+        host_for=lambda step: least_host(math.ceil((step + 1) * compiled_share(config))),
+    )
+
+
+def _device_share(device: Device) -> float:
+    return 1.0 if device.is_host else CACHE_SHARE
+
+
+def _device_budget(config: Config, device: Device) -> int | None:
+    """Of a CPU whichever is given: device and host are one memory there, unless both are."""
+    given = config.budget.device_memory
+    if given is None and device.is_host:
+        given = config.budget.host_memory
+    return None if given is None else parse_bytes(given)
+
+
+def refuse_beyond_memory(decision: MemoryDecision, config: Config, device: Device, copy_bytes: int) -> None:
+    """Refuse a plan that was written by hand or elsewhere, and takes more than there now is.
+
+    Raises:
+        PlanError: with the budgets that it needs.
+    """
+    asks = decision.account.host_peak > 0
+    budgets = budgets_of(config, device, copy_bytes, asks_for_host=asks)
+    device_needs = budgets.device_for(decision.account.peak, alone=True)
+    host_needs = budgets.host_for(decision.account.host_peak)
+    for what, takes, limit, needs, there_is in (
+        (
+            "device",
+            decision.account.peak,
+            device_limit(config, device, copy_bytes),
+            device_needs,
+            budgets.device,
+        ),
+        (
+            "host",
+            decision.account.host_peak,
+            host_limit(config, device, is_asked_for=asks),
+            host_needs,
+            budgets.host,
+        ),
+    ):
+        if takes > limit:
+            raise PlanError(
+                f"plan.json asks for more {what} memory than there is now",
+                got=f"a predicted peak of {takes:,} bytes, for which {enough_text(needs)} are enough",
+                expected=f"at most {size_text(there_is)}: what is free, and within the budget",
+                do="free memory, choose less in blocks and states, or restore plan.json from a checkpoint",
+            )
+
+
+def copy_is_on_device(config: Config, device: Device) -> bool:
+    """On a CPU a checkpoint's copy lies in the same memory, unless both have budgets of their own."""
+    return device.is_host and None in (config.budget.device_memory, config.budget.host_memory)
+
+
+def host_limit(config: Config, device: Device, *, is_asked_for: bool = False) -> int:
+    """Bytes of host memory that a step may take beside the device's.
+
+    Args:
+        is_asked_for: the user wants tensors there, whatever it gains.
+    """
+    # The arena takes a little more than the account says.
+    return int(largest_step(_host_budget(config, device, is_asked_for)) / compiled_share(config))
+
+
+def _host_budget(config: Config, device: Device, is_asked_for: bool) -> int:
+    """What there is of the host: free, and within the budget; 0: nothing may live there."""
+    if not is_asked_for and (config.is_planned or copy_is_on_device(config, device)):
+        return 0
+    free, given = int(HOST_SHARE * host_memory_available()), config.budget.host_memory
+    return free if given is None else min(free, parse_bytes(given))
+
+
+def compiled_share(config: Config) -> float:
+    """Of what eager blocks send to the host: compiled ones save other tensors, measured up to 8 % more of them."""
+    return 1.1 if config.train.compile == "on" else 1.0
+
+
+def _choices(assigned: Sequence[Activations] | None, *, may_offload: bool) -> tuple[str, ...]:
+    if assigned is not None:
+        return tuple(dict.fromkeys(map(str, assigned)))
+    return ALL_ACTIVATIONS if may_offload else LEVELS
+
+
+def traced(
+    config: Config, architecture: Architecture, device_type: str, choices: tuple[str, ...]
+) -> StepCosts:
+    """Of formats that are planned while training, those of the candidate that takes most."""
+    rules = parse_rules(config.precision)
+    bases = [config.precision_rules]
+    if rules.is_planned:
+        bases = [rules.with_base(base) for base in dict.fromkeys([*config.candidates, config.snip.start])]
+    return max(
+        (_traced_base(config.train, architecture, device_type, choices, base) for base in bases),
+        key=lambda costs: sum(
+            max(choice.kept for choice in costs.classes[number].choices.values()) for number in costs.blocks
+        ),
+    )
+
+
+@cache
+def _traced_base(
+    train: TrainConfig,
+    architecture: Architecture,
+    device_type: str,
+    choices: tuple[str, ...],
+    rules: PrecisionRules,
+) -> StepCosts:
+    """A configuration is traced several times: while its micro-batch is looked for, when it is refused, and when its
+    data are open."""
+    return trace_costs(
+        architecture,
+        precision=rules.compute,
+        parameters=train.parameters,
+        master_weights=bool(train.master_weights),
+        moments=train.moments,
+        micro_batch=decided(train.micro_batch),
+        sequence=decided(train.sequence),
+        loss_chunk=decided(train.loss_chunk),
+        linears=linears_of(rules, architecture),
+        activations=choices,
+        device_functions="cuda" if device_type == "cuda" else "cpu",
+    )

@@ -1,0 +1,103 @@
+"""How a run of planned precision goes on from a checkpoint: on the same device, or on another.
+
+Problem  Formats were chosen on the device of then. Harm is the model's, and hardly changes with the device; seconds
+         are the device's own: what was fast there may be slow here.
+Method   The formats of the checkpoint stay in force, and memory is as decided now. On another device one
+         event and one line name both devices, and say when statistics are taken anew: where a budget is in seconds,
+         as soon as `TIMED_STEPS` steps were timed here (GEMMs are timed before the first step); else by the calendar.
+Exact    On the same device nothing is different from a run that was never interrupted. Step numbers are
+         functions of the checkpoint and the configuration, so that a run that moved and was killed continues the same.
+Limits   A plan that waits for its step, or a promotion's pause, comes first.
+Checked  tests/train/precision/test_precision_state.py; in real runs by tests/train/precision/test_precision_cycle.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from scrimp.config import Config
+from scrimp.planner import Plan
+from scrimp.train.precision.guard import GuardState, Recipes
+from scrimp.train.precision.question import is_due
+
+TIMED_STEPS = 10
+"""After a move the first ones are slow: their median is what counts."""
+
+
+@dataclass
+class CycleState:
+    """All that decides how a run goes on; JSON values."""
+
+    recipes: Recipes
+    """Of the planned layers, now."""
+    previous: list[Any] | None = None
+    """Costs of the last statistics, [L][3][P], and the P formats that they are of."""
+    previous_formats: list[str] = field(default_factory=list)
+    first_switch: int | None = None
+    spent: float = 0.0
+    """Share of FLOPs in 4 bits, summed over the steps since the first plan."""
+    waiting: dict[str, Any] | None = None
+    """at: the step of the switch; plan: what to switch to."""
+    step_seconds: list[float] = field(default_factory=list)
+    """Of the last steps, until the seconds beside the GEMMs are known."""
+    measure_from: int | None = None
+    """Beside the calendar, from this step on: the plan of now is by another device's seconds."""
+    guard: GuardState = field(default_factory=GuardState)
+
+    @classmethod
+    def from_json(cls, saved: Mapping[str, Any]) -> CycleState:
+        """Of a checkpoint."""
+        recipes = {layer: tuple(names) for layer, names in saved["recipes"].items()}
+        return cls(**{**saved, "recipes": recipes, "guard": GuardState(**saved["guard"])})
+
+    def must_measure(self, config: Config, step: int) -> bool:
+        """Whether statistics are taken before this step."""
+        if step < self.guard.hold_until or self.waiting is not None:
+            return False
+        return is_due(config, step) or (self.measure_from is not None and step >= self.measure_from)
+
+    def move(self, config: Config, step: int, then: str, now: str, *, in_seconds: bool) -> str:
+        """Go on upon another device; the sentence for people.
+
+        Args:
+            step: at which it goes on.
+            then: name of the device of the checkpoint.
+            now: of this one.
+            in_seconds: whether the budget counts what GEMMs take on the device.
+        """
+        has_plan = self.first_switch is not None or self.waiting is not None
+        if in_seconds:
+            self.step_seconds = []
+            self.measure_from = step + TIMED_STEPS if has_plan else None
+        planned = "the plan was made" if has_plan else "the run began"
+        next_one = self._next_measurement(config, step)
+        then_what = "its formats stay" if next_one is None else f"measured anew at step {next_one:,}"
+        return f"{planned} on {then}; this is {now}: {then_what}"
+
+    def _next_measurement(self, config: Config, step: int) -> int | None:
+        free = dataclasses.replace(self, waiting=None)
+        first = step if self.waiting is None else max(step, self.waiting["at"])
+        return next((at for at in range(first, config.train.steps) if free.must_measure(config, at)), None)
+
+
+def carried_on(here: Plan, saved: Plan, *, trains: bool = True) -> Plan:
+    """A checkpoint's formats, and what they were predicted to cost, in the plan that is decided now.
+
+    Args:
+        here: of this device and its memory.
+        saved: of the checkpoint.
+        trains: whether a step is left; else the device is still the one that all of them ran on.
+    """
+    predicted = dataclasses.replace(
+        here.predicted,
+        loss_divergence=saved.predicted.loss_divergence,
+        weight_divergence=saved.predicted.weight_divergence,
+    )
+    fingerprint = here.fingerprint if trains else saved.fingerprint
+    measured = saved.measured if saved.fingerprint.device == fingerprint.device else None
+    return dataclasses.replace(
+        here, fingerprint=fingerprint, gemms=saved.gemms, predicted=predicted, measured=measured
+    )
