@@ -63,13 +63,20 @@ class Speed:
 
 
 def speed_of_llmq(part: str, precision: str, steps: int) -> Speed:
-    """LLMQ's, in this process."""
-    case = REFERENCES["cuda"][part]
+    """LLMQ's, in a process of its own: whatever it holds on the device is gone before Scrimp is timed."""
+    words = ["--part", part, "--precision", precision, "--steps", str(steps), "--only-llmq"]
+    done = subprocess.run([sys.executable, __file__, *words], cwd=ROOT, capture_output=True, text=True)
     name = f"LLMQ, {precision}"
-    try:
-        pyllmq = importlib.import_module("pyllmq")
-    except (ImportError, OSError) as error:
-        return Speed(name, (), f"{type(error).__name__}: {error}")
+    if done.returncode:
+        return Speed(name, (), _last_line(done))
+    found = json.loads(done.stdout.splitlines()[-1])
+    return Speed(name, tuple(found["rates"]), found["note"])
+
+
+def run_llmq(part: str, precision: str, steps: int) -> dict[str, Any]:
+    """Tokens/s of every timed step, and what it takes."""
+    case = REFERENCES["cuda"][part]
+    pyllmq = importlib.import_module("pyllmq")
     accumulation = case.batch_tokens // (MICRO_BATCH * SEQUENCE)
     trainer = pyllmq.LLMQTrainer(
         ngpu=1,
@@ -87,7 +94,7 @@ def speed_of_llmq(part: str, precision: str, steps: int) -> Speed:
         for kinds in (("device", "stack"), ("pinned", "pageable"))
     )
     note = f"{device / 2**30:.1f} GiB on the device, {host / 1e9:.1f} GB on the host, by its own account"
-    return Speed(name, tuple(case.batch_tokens / one for one in seconds), note)
+    return {"rates": [case.batch_tokens / one for one in seconds], "note": note}
 
 
 def timed_step(trainer: Any, number: int, accumulation: int) -> float:
@@ -136,15 +143,21 @@ def speed_of_scrimp(part: str, folder: Path, day: str, budget_s: float) -> Speed
     case = REFERENCES["cuda"][part]
     name = f"Scrimp, bf16, limited to {case.card_bytes / 2**30:.0f} GiB"
     words = ["--part", part, "--budget-s", f"{budget_s:.0f}", "--date", day, "--out", str(folder)]
+    path = folder / f"{day}-memory-{part}-cuda.json"
+    path.unlink(missing_ok=True)
     done = subprocess.run(
         [sys.executable, "benchmarks/memory.py", *words], cwd=ROOT, capture_output=True, text=True
     )
     print(done.stdout[-4000:], flush=True)
-    path = folder / f"{day}-memory-{part}-cuda.json"
     runs = json.loads(path.read_text(encoding="utf-8"))["runs"] if path.exists() else []
     if not runs or not runs[-1].get("seconds"):
-        return Speed(name, (), (done.stderr or done.stdout).strip().splitlines()[-1][-300:])
+        return Speed(name, (), _last_line(done))
     return Speed(name, (rate_of(runs[-1]),), f"median step; see {path.name}")
+
+
+def _last_line(done: subprocess.CompletedProcess[str]) -> str:
+    said = (done.stderr.strip() or done.stdout.strip() or "it said nothing").splitlines()
+    return f"exit status {done.returncode}: {said[-1][-300:]}"
 
 
 def main() -> int:
@@ -158,7 +171,13 @@ def main() -> int:
     parser.add_argument("--budget-s", type=float, default=400.0, help="seconds for Scrimp's side")
     parser.add_argument("--date", default=date.today().isoformat(), help="prefix of the result files")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
+    parser.add_argument(
+        "--only-llmq", action="store_true", help="its figures as one line of JSON, nothing else"
+    )
     arguments = parser.parse_args()
+    if arguments.only_llmq:
+        print(json.dumps(run_llmq(arguments.part, arguments.precision, arguments.steps)))
+        return 0
     record = facts("torch", "pyllmq")
     speeds = [speed_of_llmq(arguments.part, arguments.precision, arguments.steps)]
     print(speeds[0].row, flush=True)

@@ -48,7 +48,7 @@ from memory_checks import Outcome
 from memory_page import page, sentence, size_of, summary
 from rich.console import Console
 
-from scrimp.train.memory.plan import CACHE_SHARE
+from scrimp.train.memory.limits import CACHE_SHARE
 
 STEPS = {"peaks": 3, "cards": 6, "time": checks.WARM_UP_STEPS + 10}
 REFERENCE_STEPS = {"cuda": 40, "cpu": 6}

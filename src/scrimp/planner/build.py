@@ -222,6 +222,8 @@ def _refuse_decision(memory: MemoryDecision, config: Config, budgets: Budgets | 
     names = ("activations", "weights", "gradients", "optimizer")
     given = {f"memory.{name}": getattr(config.memory, name) for name in names}
     given = {name: value for name, value in given.items() if value != "auto"}
+    if config.memory.update != "device":
+        given["memory.update"] = config.memory.update
     settings = " and ".join(f"{name} {value}" for name, value in given.items())
     raise PlanError(
         f"the run does not fit in {what} with {settings or 'the blocks and states of its plan'}",

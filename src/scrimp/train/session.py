@@ -30,8 +30,9 @@ from scrimp.train.checkpoint import CheckpointStore
 from scrimp.train.finish import RunSummary, finish, finish_failed
 from scrimp.train.guards import StopSignals
 from scrimp.train.loop import Trainer
-from scrimp.train.memory.host_room import left_of_budget, room_of
-from scrimp.train.memory.plan import decision_of, device_limit, refuse_beyond_memory
+from scrimp.train.memory.host_room import left_of_budget, take_host_room
+from scrimp.train.memory.limits import device_limit, refuse_beyond_memory
+from scrimp.train.memory.plan import decision_of
 from scrimp.train.memory.shown import account_text
 from scrimp.train.memory.trouble import is_out_of_memory
 from scrimp.train.metrics import MetricsLog
@@ -128,7 +129,9 @@ def _in_folder(run_dir: Path, start: Start) -> Start:
             got=f"a block of {plan_path} that offloads or has states on the host",
             expected="all of the model on the device: statistics read the states of all layers at once",
         )
-    room = room_of(plan, config, decisions.architecture, decisions.device) if is_resumed else start.room
+    room = (
+        take_host_room(plan, config, decisions.architecture, decisions.device) if is_resumed else start.room
+    )
     decisions = dataclasses.replace(decisions, config=config, reasons=reasons)
     return dataclasses.replace(start, decisions=decisions, room=room)
 

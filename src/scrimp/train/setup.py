@@ -32,9 +32,9 @@ from scrimp.planner.bytes.room import Budgets
 from scrimp.precision import parse_rules
 from scrimp.profiler import Device, resolve_device
 from scrimp.runtime import choose_backends, describe_backends
-from scrimp.train.memory.host_room import checkpoint_bytes
+from scrimp.train.memory.host_room import checkpoint_bytes, largest_tensor_bytes
+from scrimp.train.memory.limits import budgets_of
 from scrimp.train.memory.micro_batch import decide_micro_batch
-from scrimp.train.memory.plan import budgets_of
 from scrimp.train.precision.question import refuse_unreachable_share
 from scrimp.train.run_folder import TOKENIZER
 from scrimp.train.weights import architecture_of_weights, tokenizer_of_weights
@@ -174,7 +174,13 @@ def _decisions(
     memory: MemoryDecision | None,
 ) -> Decisions:
     host_peak = 0 if memory is None else memory.account.host_peak
-    copy = checkpoint_bytes(config, device, account_of(config, architecture), host_peak)
+    copy = checkpoint_bytes(
+        config,
+        device,
+        account_of(config, architecture),
+        host_peak,
+        largest_tensor=largest_tensor_bytes(architecture, config),
+    )
     plan = build_plan(
         config,
         architecture,

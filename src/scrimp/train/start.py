@@ -20,7 +20,7 @@ from scrimp.data import Corpus
 from scrimp.errors import CheckpointError, DataError
 from scrimp.runtime.memory import HostRoom
 from scrimp.train.checkpoint import Checkpoint, CheckpointStore
-from scrimp.train.memory.host_room import room_of
+from scrimp.train.memory.host_room import take_host_room
 from scrimp.train.precision.times import fresh_times, refuse_unreachable_speed, shapes_of, wants_times
 from scrimp.train.run_folder import CONFIG, TOKENIZER, config_to_resume, saved_config
 from scrimp.train.setup import (
@@ -61,7 +61,7 @@ def fresh_start(config: Config) -> Start:
     _refuse_speed_out_of_reach(decisions)
     corpus = open_run_corpus(decisions)
     decisions = _fitted(decisions, corpus)
-    room = room_of(decisions.plan, decisions.config, decisions.architecture, decisions.device)
+    room = take_host_room(decisions.plan, decisions.config, decisions.architecture, decisions.device)
     return Start(decisions, corpus, room=room)
 
 

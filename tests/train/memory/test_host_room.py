@@ -14,14 +14,17 @@ from torch import Tensor
 
 from scrimp.cli import main
 from scrimp.config import BudgetConfig, Config, ModelConfig, TrainConfig
+from scrimp.model import Decoder
 from scrimp.planner import Plan, account_of, build_plan, refuse_misfit
 from scrimp.runtime.memory import HostRoom, arena_bytes, take_room
 from scrimp.train.memory import host_room
-from scrimp.train.memory.host_room import checkpoint_bytes, left_of_budget
+from scrimp.train.memory.host_room import checkpoint_bytes, largest_tensor_bytes, left_of_budget
 from scrimp.train.setup import decide
 from scrimp.train.snapshot import HostCopies
 
 ROOMY = 30_000_000
+LARGEST = 1000
+"""Bytes of a made-up tensor."""
 GIVEN = Config(
     device="cpu",
     model=ModelConfig(preset="llama-3m", vocab_size=512, num_layers=2),
@@ -93,6 +96,19 @@ def test_a_budget_of_the_host_holds_the_arena_and_what_a_checkpoint_takes(
     assert steps == {1, 2}
 
 
+def test_the_largest_tensor_of_a_checkpoint_is_known_before_it_is_written() -> None:
+    decisions = decide(GIVEN)
+    model = Decoder(decisions.architecture, device=torch.device("meta"))
+    largest = max(parameter.numel() for parameter in model.parameters())
+    for train, nbytes in (
+        (TrainConfig(parameters="bf16", master_weights=False, moments="bf16"), 2),
+        (TrainConfig(parameters="bf16", master_weights=True, moments="bf16"), 4),
+        (TrainConfig(parameters="fp32", master_weights=False, moments="8bit"), 4),
+    ):
+        config = dataclasses.replace(decisions.config, train=train)
+        assert largest_tensor_bytes(decisions.architecture, config) == nbytes * largest
+
+
 def test_what_a_checkpoint_takes_is_predicted_within_the_budget() -> None:
     decisions = decide(GIVEN)
     account, device = account_of(decisions.config, decisions.architecture), decisions.device
@@ -102,13 +118,14 @@ def test_what_a_checkpoint_takes_is_predicted_within_the_budget() -> None:
         (arena + copy, copy),
         (arena + copy - 1, copy - states),
         (arena + 5000, 5000),
-        (1, 0),
+        (arena + 100, LARGEST),  # a file holds one tensor at least
+        (1, LARGEST),
     ):
         config = dataclasses.replace(
             decisions.config, budget=BudgetConfig(device_memory="1GB", host_memory=f"{budget}B")
         )
-        assert checkpoint_bytes(config, device, account, host) == expected
-        assert arena + expected <= max(arena, budget)
+        assert checkpoint_bytes(config, device, account, host, largest_tensor=LARGEST) == expected
+        assert arena + expected <= max(arena + LARGEST, budget)
     assert decisions.copy_bytes == copy
     one_memory = dataclasses.replace(decisions.config, budget=BudgetConfig(host_memory="1B"))
     assert (
@@ -123,7 +140,7 @@ def test_a_host_without_room_for_a_copy_refuses_no_run_beside_a_gpu() -> None:
     config = dataclasses.replace(decisions.config, budget=budget)
     gpu = dataclasses.replace(decisions.device, torch_device=torch.device("cuda"))
     account = account_of(config, decisions.architecture)
-    copy = checkpoint_bytes(config, gpu, account, 0)
+    copy = checkpoint_bytes(config, gpu, account, 0, largest_tensor=LARGEST)
     assert copy <= 1_000_000 < account.checkpoint_copy
     plan = build_plan(
         config,

@@ -213,6 +213,24 @@ def test_the_fastest_updater_is_chosen_by_the_rate_of_the_cpu(
     assert {found.plan.states[str(i)].optimizer for i in range(4)} == {expected}
 
 
+def test_an_updater_that_fits_is_chosen_before_a_faster_one_that_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory_plan, "cpu_update_rate", lambda train: 1e3)
+    peaks = {}
+    for update in ("device", "cpu"):
+        found = hosted(update=update, activations="norms")
+        assert found.memory is not None
+        peaks[update] = found.memory.account.peak
+    assert peaks["cpu"] < peaks["device"]
+    budget = BudgetConfig(device_memory=f"{sum(peaks.values()) // 2}B", host_memory="2GB")
+    setting = MemoryConfig(optimizer="host", update="fastest", activations="norms")
+    tight = decide(dataclasses.replace(CONFIG, memory=setting, budget=budget))
+    assert tight.memory is not None
+    assert tight.memory.fits
+    assert {tight.plan.states[str(i)].optimizer for i in range(4)} == {"cpu"}
+
+
 def test_with_updates_on_the_cpu_alone_the_search_places_states_by_itself() -> None:
     """A device that states do not fit at all."""
     peak = resident_peak()

@@ -15,14 +15,15 @@ from hypothesis import strategies as st
 from scrimp.config import BudgetConfig, Config, MemoryConfig, ModelConfig, TrainConfig, parse_bytes
 from scrimp.config.fields import replace_values
 from scrimp.errors import PlanError
+from scrimp.planner import account_of
 from scrimp.planner.bytes.room import NoRoomError
 from scrimp.profiler import Device
-from scrimp.runtime.memory import largest_step
+from scrimp.runtime.memory import arena_bytes, largest_step
 from scrimp.runtime.memory.carry import least_host
-from scrimp.train.memory import micro_batch
+from scrimp.train.memory import limits, micro_batch
 from scrimp.train.memory import plan as memory_plan
 from scrimp.train.memory import times as memory_times
-from scrimp.train.memory.plan import budgets_of, device_limit, host_limit
+from scrimp.train.memory.limits import budgets_of, device_limit, host_limit
 from scrimp.train.setup import Decisions, decide
 
 CONFIG = Config(
@@ -95,6 +96,28 @@ def test_on_one_memory_the_device_and_both_budgets_that_are_named_fit() -> None:
     assert fits(with_budget(**pair)).memory.account.host_peak > 0  # type: ignore[union-attr]
     assert parse_bytes(pair["device_memory"]) < parse_bytes(device)
     assert is_refused(with_budget(**pair | {"host_memory": less(pair["host_memory"], 0.97)}))
+
+
+def test_what_is_named_fits_with_updates_on_the_cpu_too() -> None:
+    """Its states need gradients and copies of weights on the host, so that other sizes are enough."""
+    asked = dataclasses.replace(CONFIG, memory=MemoryConfig(optimizer="host", update="cpu"))
+    pair = both(refusal(with_budget(asked, device_memory="3MB", host_memory="3MB")))
+    fits(with_budget(asked, **pair))
+
+
+def test_on_one_memory_parts_that_fit_alone_are_refused_as_a_sum() -> None:
+    states = MemoryConfig(weights="host", gradients="host", optimizer="host")
+    asked = dataclasses.replace(CONFIG, memory=states)
+    found = decide(with_budget(asked, host_memory="1GB"))
+    assert found.memory is not None
+    assert not any("offload" in name for name in found.memory.activations)  # nobody asked for that
+    account = found.memory.account
+    arena = arena_bytes(account.host_peak)
+    copy = account_of(found.config, found.architecture).checkpoint_copy
+    enough = account.peak + arena + copy
+    assert decide(with_budget(asked, host_memory=f"{enough}B")).memory is not None
+    with pytest.raises(PlanError, match="one memory"):
+        decide(with_budget(asked, host_memory=f"{enough - arena // 2}B"))
 
 
 def test_the_host_that_is_named_fits_with_its_arena() -> None:
@@ -172,10 +195,10 @@ def test_what_was_edited_is_refused_with_the_host_that_it_needs() -> None:
     assert found.memory is not None
     small = with_budget(own, device_memory="900MB", host_memory="15MB")
     with pytest.raises(PlanError, match=r"expected at most 15\.0 MB") as caught:
-        memory_plan.refuse_beyond_memory(found.memory, small, found.device, 0)
+        limits.refuse_beyond_memory(found.memory, small, found.device, 0)
     host = size("which SIZE are enough", str(caught.value))
     enough = with_budget(own, device_memory="900MB", host_memory=host)
-    memory_plan.refuse_beyond_memory(found.memory, enough, found.device, 0)
+    limits.refuse_beyond_memory(found.memory, enough, found.device, 0)
 
 
 @given(step=st.integers(0, 10**13), compiled=st.booleans())
@@ -188,15 +211,15 @@ def test_a_budget_is_the_inverse_of_the_limit(step: int, compiled: bool) -> None
     typed = with_budget(config, device_memory=f"{device}B", host_memory=f"{host}B")
     assert step <= device_limit(typed, roomy, 7) <= step + 3
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory_plan, "host_memory_available", lambda: 10**15)
+        patch.setattr(limits, "host_memory_available", lambda: 10**15)
         assert step <= host_limit(typed, roomy) <= step + 5
 
 
 def test_a_gpus_budget_leaves_gaps_to_its_allocator() -> None:
     gpu = Device(torch.device("cuda"), "a GPU", 24 * 10**9, "")
     config = with_budget(device_memory="16GB")
-    assert device_limit(config, gpu, 10**9) == int(memory_plan.CACHE_SHARE * 16 * 10**9)
-    assert device_limit(CONFIG, gpu, 10**9) == int(memory_plan.CACHE_SHARE * 24 * 10**9)
+    assert device_limit(config, gpu, 10**9) == int(limits.CACHE_SHARE * 16 * 10**9)
+    assert device_limit(CONFIG, gpu, 10**9) == int(limits.CACHE_SHARE * 24 * 10**9)
     budgets = budgets_of(config, gpu, 10**9)
     assert "16.0 GB of device memory, 4% of it for the allocator's gaps" in budgets.words
     assert math.isclose(budgets.device_for(device_limit(config, gpu, 10**9)), 16 * 10**9, abs_tol=3)

@@ -20,7 +20,7 @@ from scrimp.planner.bytes.account import StepAccount, account_step
 from scrimp.runtime import Executable, realise
 from scrimp.runtime.memory import ArenaTooSmallError, Place, arena_bytes, largest_step
 from scrimp.train import loop
-from scrimp.train.memory.host_room import room_of
+from scrimp.train.memory.host_room import take_host_room
 from scrimp.train.memory.replan import ROUNDED, most_on_host
 from scrimp.train.memory.trouble import STEP, MemoryTrouble, is_out_of_memory
 from scrimp.train.setup import Decisions, decide
@@ -135,7 +135,7 @@ OFFLOADING = Config(
 def taken() -> tuple[Decisions, Executable]:
     decisions = decide(OFFLOADING)
     config, device = decisions.config, decisions.device
-    room = room_of(decisions.plan, config, decisions.architecture, device)
+    room = take_host_room(decisions.plan, config, decisions.architecture, device)
     executable = realise(
         decisions.plan,
         decisions.architecture,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from scrimp.errors import PlanError
 from scrimp.planner.bytes.costs import StepCosts
@@ -120,7 +120,9 @@ def no_room(
         device = budgets.device_for(room.device_with_this_host, alone=True)
         ways.append(f"{enough_text(device)} of device memory" + (" with this host" if budgets.host else ""))
     if beside_host is not None:
-        if beside_host.host_with_this_device is not None:
+        if beside_host.host_with_this_device == 0:
+            ways.append("any budget of the host's beside this device: a checkpoint's copy then lies there")
+        elif beside_host.host_with_this_device is not None:
             host = budgets.host_for(beside_host.host_with_this_device)
             ways.append(f"{enough_text(host)} of the host's with this device")
         device, host = budgets.device_for(beside_host.device), budgets.host_for(beside_host.its_host)
@@ -166,7 +168,10 @@ def smallest_device(
 
 def _splits(costs: StepCosts, machine: Machine, setup: Setup, only: Split | None) -> list[Split]:
     blocks, updaters = len(costs.blocks), setup.updaters_on(machine)
-    splits = (only,) if only else (*corners(blocks, updaters), *chain(blocks, updaters[0]))
+    if only:
+        splits: tuple[Split, ...] = tuple(replace(only, update=updater) for updater in updaters)
+    else:
+        splits = (*corners(blocks, updaters), *chain(blocks, updaters[0]))
     return list(dict.fromkeys(split.within(blocks) for split in splits))
 
 

@@ -21,10 +21,11 @@ from scrimp.planner import Plan
 from scrimp.planner.memory import MemoryAccount
 from scrimp.profiler import Device, host_memory_available
 from scrimp.runtime.memory import HostRoom, arena_bytes, take_room
-from scrimp.train.memory.plan import compiled_share, copy_is_on_device, host_bytes_of
+from scrimp.train.memory.limits import compiled_share, copy_is_on_device
+from scrimp.train.memory.plan import host_bytes_of
 
 
-def room_of(plan: Plan, config: Config, architecture: Architecture, device: Device) -> HostRoom | None:
+def take_host_room(plan: Plan, config: Config, architecture: Architecture, device: Device) -> HostRoom | None:
     """Take the host memory of a plan; None where it needs none.
 
     Raises:
@@ -46,15 +47,28 @@ def left_of_budget(config: Config, device: Device, arena: int) -> int | None:
     return max(0, parse_bytes(budget) - arena)
 
 
-def checkpoint_bytes(config: Config, device: Device, account: MemoryAccount, host_peak: int) -> int:
+def largest_tensor_bytes(architecture: Architecture, config: Config) -> int:
+    """Of one tensor of a checkpoint: of the weights, their masters or moments."""
+    ffn = 2 * architecture.ffn_width
+    numbers = max(architecture.vocab_size, ffn) * architecture.width
+    train = config.train
+    is_bf16 = train.parameters == "bf16" and not train.master_weights and train.moments != "fp32"
+    return numbers * (2 if is_bf16 else 4)
+
+
+def checkpoint_bytes(
+    config: Config, device: Device, account: MemoryAccount, host_peak: int, *, largest_tensor: int
+) -> int:
     """Predicted host memory that writing a checkpoint takes: a copy and a file, or a file alone, for which training
     waits.
 
     Args:
         host_peak: of a step, by its account; 0: it takes nothing there.
+        largest_tensor: bytes of the largest one in the checkpoint.
     """
     arena = arena_bytes(int(host_peak * compiled_share(config))) if host_peak else 0
     left, copy = left_of_budget(config, device, arena), account.checkpoint_copy
     if left is None or copy <= left:
         return copy
-    return min(copy - account.weights - account.optimizer, left)
+    # A file holds one tensor at least.
+    return min(copy - account.weights - account.optimizer, max(left, largest_tensor))

@@ -14,12 +14,11 @@ Checked  tests/train/memory/test_memory_plan.py
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from scrimp.config import Architecture, Config, TrainConfig, decided, parse_bytes
+from scrimp.config import Architecture, Config, TrainConfig, decided
 from scrimp.config.activations import (
     ALL_ACTIVATIONS,
     LEVELS,
@@ -33,28 +32,29 @@ from scrimp.planner.bytes.account import account_step
 from scrimp.planner.bytes.costs import StepCosts
 from scrimp.planner.bytes.decision import MemoryDecision
 from scrimp.planner.bytes.machine import Machine, Setup, Update
-from scrimp.planner.bytes.room import Budgets, NoRoomError, enough_text, size_text
+from scrimp.planner.bytes.room import NoRoomError
 from scrimp.planner.bytes.search import MemoryPlan, find
 from scrimp.planner.bytes.splits import Split
-from scrimp.planner.bytes.states import States, host_bytes
+from scrimp.planner.bytes.states import States, device_peak, host_bytes
 from scrimp.planner.bytes.timeline import step_timeline
 from scrimp.precision import PrecisionRules, parse_rules
-from scrimp.profiler import Device, host_memory_available
+from scrimp.profiler import Device
 from scrimp.profiler.links import LinkRates
 from scrimp.profiler.memory_trace import trace_costs
-from scrimp.runtime.memory import largest_step, uses_host
-from scrimp.runtime.memory.carry import least_host
+from scrimp.runtime.memory import uses_host
+from scrimp.train.memory.limits import (
+    compiled_share,
+    copy_is_on_device,
+    device_limit,
+    host_limit,
+    refuse_beyond_one_memory,
+)
 from scrimp.train.memory.times import linears_of, links_of, with_seconds
 from scrimp.train.optimizer.rate import cpu_update_rate
 
 SMALL_SHARE = 0.5
 """Of the memory: a run whose formula says less keeps everything, without a trace."""
 NO_LINKS = LinkRates(*[1e10] * 6)
-CACHE_SHARE = 0.96
-"""Of a GPU's memory, free or in a budget: the caching allocator keeps gaps that the account does not know, and
-libraries take workspaces from it."""
-HOST_SHARE = 0.9
-"""Of the free host memory: the page cache and the data loader need the rest."""
 
 
 def decide_memory(
@@ -84,6 +84,17 @@ def decide_memory(
     if setting in ("auto", "keep") and split is None and is_small:
         return None
     problem = problem_of(config, architecture, device, copy_bytes)
+    found = _decide(problem, config, architecture, device, may_measure=may_measure)
+    if found.fits:
+        refuse_beyond_one_memory(found, config, device, copy_bytes)
+    return found
+
+
+def _decide(
+    problem: Problem, config: Config, architecture: Architecture, device: Device, *, may_measure: bool
+) -> MemoryDecision:
+    """The user's own choice, which may not fit, or the fastest plan."""
+    setting = config.memory.activations
     if setting == "auto":
         if problem.fastest() is None:  # what does not fit is refused before anything is timed
             raise NoRoomError(f"nothing fits at a micro-batch of {config.train.micro_batch}")
@@ -116,7 +127,7 @@ class Problem:
         """The fastest plan, with the fastest of the updaters that may be; None where nothing fits."""
         if self.split is None:
             return find(self.costs, self.machine, self.setup)
-        plans = [find(self.costs, self.machine, self.setup, one) for one in self._by_updater(self.split)]
+        plans = [find(self.costs, self.machine, self.setup, one) for one in self.by_updater(self.split)]
         return min((plan for plan in plans if plan is not None), key=lambda plan: plan.seconds, default=None)
 
     def decided(self, setting: str) -> MemoryDecision:
@@ -126,9 +137,14 @@ class Problem:
 
         def rank(states: States) -> tuple[bool, float]:
             seconds = step_timeline(self.costs, states, activations, self.setup, self.machine).seconds
-            return host_bytes(self.costs, states, activations)[0] > self.machine.host_bytes, seconds
+            fits = (
+                device_peak(self.costs, states, activations, self.setup.accumulates)
+                <= self.machine.device_bytes
+            )
+            fits &= host_bytes(self.costs, states, activations)[0] <= self.machine.host_bytes
+            return not fits, seconds
 
-        states = min((split.states(blocks) for split in self._by_updater(self.split or Split())), key=rank)
+        states = min((split.states(blocks) for split in self.by_updater(self.split or Split())), key=rank)
         return self.decision(activations, states, f"memory.activations {setting}")
 
     def decision(
@@ -145,7 +161,8 @@ class Problem:
             self.costs, self.machine, self.setup, activations, states, account, reason, plan, origin
         )
 
-    def _by_updater(self, split: Split) -> list[Split]:
+    def by_updater(self, split: Split) -> list[Split]:
+        """A placement with each of the updaters that may be, the preferred one first."""
         blocks = len(self.costs.blocks)
         found = [dataclasses.replace(split, update=one).within(blocks) for one in self.setup.updaters]
         return list(dict.fromkeys(found))
@@ -162,7 +179,9 @@ def problem_of(config: Config, architecture: Architecture, device: Device, copy_
     asks = asks_for_host(config, architecture.num_layers)
     _refuse_beside_snip(config, asks or config.memory.update == "cpu")
     host = host_limit(config, device, is_asked_for=asks)
-    choices = _choices(assigned, may_offload=host > 0 and not config.is_planned)
+    choices = _choices(
+        assigned, may_offload=host > 0 and not config.is_planned and not copy_is_on_device(config, device)
+    )
     costs = traced(config, architecture, device.torch_device.type, choices)
     rates = _rates(device)
     costs, _ = with_seconds(costs, config, architecture, device, rates, may_measure=False)
@@ -266,108 +285,6 @@ def states_of(plan: Plan, num_blocks: int, *, speculates: bool = False) -> State
         tuple(row.optimizer != "device" for row in rows),
         on_cpu if any(row.optimizer == "cpu" for row in rows) else "device",
     )
-
-
-def device_limit(config: Config, device: Device, copy_bytes: int) -> int:
-    """Bytes of the device that a step may take: what is free, and what the budget leaves.
-
-    A GPU's budget is of all that the process's allocator takes there, so that a full plan leaves `CACHE_SHARE`'s rest
-    of it to gaps and workspaces, as of free memory.
-    """
-    budget = _device_budget(config, device)
-    copy = copy_bytes if copy_is_on_device(config, device) else 0
-    limit = device.available_bytes if budget is None else min(device.available_bytes, budget - copy)
-    return max(0, int(_device_share(device) * limit))
-
-
-def budgets_of(config: Config, device: Device, copy_bytes: int, *, asks_for_host: bool = False) -> Budgets:
-    """What there is as a user knows it, and what budgets are enough for bytes of a step; arguments as of the limits."""
-    budget, free = _device_budget(config, device), device.available_bytes
-    copy = copy_bytes if copy_is_on_device(config, device) else 0
-    # Memory that is merely scarce makes training wait while a checkpoint is written: its copy needs none.
-    there_is, copy = (free, 0) if budget is None or budget - copy > free else (budget, copy)
-    return Budgets(
-        there_is,
-        _host_budget(config, device, asks_for_host),
-        copy=copy,
-        share=_device_share(device),
-        host_for=lambda step: least_host(math.ceil((step + 1) * compiled_share(config))),
-    )
-
-
-def _device_share(device: Device) -> float:
-    return 1.0 if device.is_host else CACHE_SHARE
-
-
-def _device_budget(config: Config, device: Device) -> int | None:
-    """Of a CPU whichever is given: device and host are one memory there, unless both are."""
-    given = config.budget.device_memory
-    if given is None and device.is_host:
-        given = config.budget.host_memory
-    return None if given is None else parse_bytes(given)
-
-
-def refuse_beyond_memory(decision: MemoryDecision, config: Config, device: Device, copy_bytes: int) -> None:
-    """Refuse a plan that was written by hand or elsewhere, and takes more than there now is.
-
-    Raises:
-        PlanError: with the budgets that it needs.
-    """
-    asks = decision.account.host_peak > 0
-    budgets = budgets_of(config, device, copy_bytes, asks_for_host=asks)
-    device_needs = budgets.device_for(decision.account.peak, alone=True)
-    host_needs = budgets.host_for(decision.account.host_peak)
-    for what, takes, limit, needs, there_is in (
-        (
-            "device",
-            decision.account.peak,
-            device_limit(config, device, copy_bytes),
-            device_needs,
-            budgets.device,
-        ),
-        (
-            "host",
-            decision.account.host_peak,
-            host_limit(config, device, is_asked_for=asks),
-            host_needs,
-            budgets.host,
-        ),
-    ):
-        if takes > limit:
-            raise PlanError(
-                f"plan.json asks for more {what} memory than there is now",
-                got=f"a predicted peak of {takes:,} bytes, for which {enough_text(needs)} are enough",
-                expected=f"at most {size_text(there_is)}: what is free, and within the budget",
-                do="free memory, choose less in blocks and states, or restore plan.json from a checkpoint",
-            )
-
-
-def copy_is_on_device(config: Config, device: Device) -> bool:
-    """On a CPU a checkpoint's copy lies in the same memory, unless both have budgets of their own."""
-    return device.is_host and None in (config.budget.device_memory, config.budget.host_memory)
-
-
-def host_limit(config: Config, device: Device, *, is_asked_for: bool = False) -> int:
-    """Bytes of host memory that a step may take beside the device's.
-
-    Args:
-        is_asked_for: the user wants tensors there, whatever it gains.
-    """
-    # The arena takes a little more than the account says.
-    return int(largest_step(_host_budget(config, device, is_asked_for)) / compiled_share(config))
-
-
-def _host_budget(config: Config, device: Device, is_asked_for: bool) -> int:
-    """What there is of the host: free, and within the budget; 0: nothing may live there."""
-    if not is_asked_for and (config.is_planned or copy_is_on_device(config, device)):
-        return 0
-    free, given = int(HOST_SHARE * host_memory_available()), config.budget.host_memory
-    return free if given is None else min(free, parse_bytes(given))
-
-
-def compiled_share(config: Config) -> float:
-    """Of what eager blocks send to the host: compiled ones save other tensors, measured up to 8 % more of them."""
-    return 1.1 if config.train.compile == "on" else 1.0
 
 
 def _choices(assigned: Sequence[Activations] | None, *, may_offload: bool) -> tuple[str, ...]:

@@ -22,12 +22,10 @@ from scrimp.planner import account_of
 from scrimp.planner.bytes.costs import StepCosts
 from scrimp.planner.bytes.room import NoRoomError, Room, enough_text, no_room, room_of, smallest_device
 from scrimp.profiler import Device, host_memory_available
+from scrimp.train.memory.limits import HOST_SHARE, budgets_of, copy_is_on_device
 from scrimp.train.memory.plan import (
-    HOST_SHARE,
     Problem,
     asks_for_host,
-    budgets_of,
-    copy_is_on_device,
     problem_of,
     traced,
 )
@@ -49,7 +47,9 @@ def refusal_of(config: Config, architecture: Architecture, device: Device) -> No
     budgets = budgets_of(config, device, copy, asks_for_host=asks)
     problem = problem_of(config, architecture, device, copy)
     room = room_of(problem.costs, problem.machine, problem.setup, problem.split)
-    placed = None if problem.split is None else str(problem.split.states(architecture.num_layers))
+    placed = None
+    if problem.split is not None:
+        placed = str(problem.by_updater(problem.split)[0].states(architecture.num_layers))
     return no_room(
         room,
         budgets,

@@ -19,7 +19,7 @@ from scrimp.planner.bytes.states import States
 from scrimp.planner.schema import BlockChoice
 from scrimp.runtime import Executable
 from scrimp.runtime.memory import largest_step
-from scrimp.train.memory.plan import compiled_share
+from scrimp.train.memory.limits import compiled_share
 
 ROUNDED = 1024
 """Bytes, at most, that whole numbers and the alignment took from the arena when it was made."""

@@ -33,9 +33,8 @@ def account_tables(decisions: Decisions, *, alternatives: bool = True) -> Iterat
     waits = copy < account.checkpoint_copy
     if decisions.memory is not None:
         split = split_of(decisions.config, decisions.architecture.num_layers)
-        split = (
-            None if split is None else Split.of(decisions.memory.states)
-        )  # with the updater that was found
+        # With the updater that was found.
+        split = None if split is None else Split.of(decisions.memory.states)
         yield from memory_tables(
             decisions.memory,
             copy,

@@ -101,8 +101,9 @@ class AdamW:
 
     def clip(self, norm: float, limit: float) -> None:
         """Scale the gradients so that their norm, `norm` now, is at most `limit` (0: no limit)."""
-        if limit > 0 and math.isfinite(norm) and norm > limit:
-            torch._foreach_mul_(list(self.gradients().values()), limit / norm)
+        gradients = list(self.gradients().values())  # none on a rank without rows
+        if gradients and limit > 0 and math.isfinite(norm) and norm > limit:
+            torch._foreach_mul_(gradients, limit / norm)
 
     def step(self, lr: float) -> None:
         """One update at learning rate `lr`; the gradients stay until `zero_grad`."""

@@ -68,9 +68,9 @@ class ShardedAdamW(StreamedAdamW):
     def gradient_norm(self) -> float:
         """Global 2-norm of all gradients of all ranks; every rank must ask."""
         self._take_over()
-        device = _rows(next(iter(self._shards.values()))).device
         mine = super().gradient_norm() if self.gradients() else 0.0
-        square = torch.tensor(mine, dtype=torch.float64, device=device).square_()
+        # On the mesh's device: shards that FSDP2 keeps on the host are none that NCCL can reduce.
+        square = torch.tensor(mine, dtype=torch.float64, device=self._mesh.device_type).square_()
         dist.all_reduce(square, group=self._mesh.get_group())
         return float(square.sqrt())
 

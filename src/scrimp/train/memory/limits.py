@@ -1,0 +1,160 @@
+"""What there is for a step, on the device and on the host, as bytes and as budgets that a user types.
+
+Problem  A budget is more than the bytes of a step: a GPU's allocator keeps gaps, the host's arena a spare share, and on
+         a CPU device and host are one memory, in which a checkpoint's copy lies too as long as not both have budgets.
+Method   Limits are bytes that a step may take by its account; `Budgets` is their inverse, for messages. What fits part
+         by part is checked once more as a sum where both parts are one memory.
+Checked  tests/train/memory/test_memory_plan.py, test_memory_refusal.py
+"""
+
+from __future__ import annotations
+
+import math
+
+from scrimp.config import Config, parse_bytes
+from scrimp.errors import PlanError
+from scrimp.planner.bytes.decision import MemoryDecision
+from scrimp.planner.bytes.room import Budgets, enough_text, size_text
+from scrimp.profiler import Device, host_memory_available
+from scrimp.runtime.memory import arena_bytes, largest_step
+from scrimp.runtime.memory.carry import least_host
+
+CACHE_SHARE = 0.96
+"""Of a GPU's memory, free or in a budget: the caching allocator keeps gaps that the account does not know, and
+libraries take workspaces from it."""
+HOST_SHARE = 0.9
+"""Of the free host memory: the page cache and the data loader need the rest."""
+
+
+def device_limit(config: Config, device: Device, copy_bytes: int) -> int:
+    """Bytes of the device that a step may take: what is free, and what the budget leaves.
+
+    A GPU's budget is of all that the process's allocator takes there, so that a full plan leaves `CACHE_SHARE`'s rest
+    of it to gaps and workspaces, as of free memory.
+    """
+    budget = _device_budget(config, device)
+    copy = copy_bytes if copy_is_on_device(config, device) else 0
+    limit = device.available_bytes if budget is None else min(device.available_bytes, budget - copy)
+    return max(0, int(_device_share(device) * limit))
+
+
+def budgets_of(config: Config, device: Device, copy_bytes: int, *, asks_for_host: bool = False) -> Budgets:
+    """What there is as a user knows it, and what budgets are enough for bytes of a step; arguments as of the limits."""
+    budget, free = _device_budget(config, device), device.available_bytes
+    copy = copy_bytes if copy_is_on_device(config, device) else 0
+    # Memory that is merely scarce makes training wait while a checkpoint is written: its copy needs none.
+    there_is, copy = (free, 0) if budget is None or budget - copy > free else (budget, copy)
+    return Budgets(
+        there_is,
+        _host_budget(config, device, asks_for_host),
+        copy=copy,
+        share=_device_share(device),
+        host_for=lambda step: least_host(math.ceil((step + 1) * compiled_share(config))),
+    )
+
+
+def _device_share(device: Device) -> float:
+    return 1.0 if device.is_host else CACHE_SHARE
+
+
+def _device_budget(config: Config, device: Device) -> int | None:
+    """Of a CPU whichever is given: device and host are one memory there, unless both are."""
+    given = config.budget.device_memory
+    if given is None and device.is_host:
+        given = config.budget.host_memory
+    return None if given is None else parse_bytes(given)
+
+
+def refuse_beyond_memory(decision: MemoryDecision, config: Config, device: Device, copy_bytes: int) -> None:
+    """Refuse a plan that was written by hand or elsewhere, and takes more than there now is.
+
+    Raises:
+        PlanError: with the budgets that it needs.
+    """
+    asks = decision.account.host_peak > 0
+    budgets = budgets_of(config, device, copy_bytes, asks_for_host=asks)
+    device_needs = budgets.device_for(decision.account.peak, alone=True)
+    host_needs = budgets.host_for(decision.account.host_peak)
+    for what, takes, limit, needs, there_is in (
+        (
+            "device",
+            decision.account.peak,
+            device_limit(config, device, copy_bytes),
+            device_needs,
+            budgets.device,
+        ),
+        (
+            "host",
+            decision.account.host_peak,
+            host_limit(config, device, is_asked_for=asks),
+            host_needs,
+            budgets.host,
+        ),
+    ):
+        if takes > limit:
+            raise PlanError(
+                f"plan.json asks for more {what} memory than there is now",
+                got=f"a predicted peak of {takes:,} bytes, for which {enough_text(needs)} are enough",
+                expected=f"at most {size_text(there_is)}: what is free, and within the budget",
+                do="free memory, choose less in blocks and states, or restore plan.json from a checkpoint",
+            )
+    refuse_beyond_one_memory(decision, config, device, copy_bytes)
+
+
+def refuse_beyond_one_memory(
+    decision: MemoryDecision, config: Config, device: Device, copy_bytes: int
+) -> None:
+    """Refuse what takes more of a CPU's one memory than there is, though its parts fit one by one.
+
+    Raises:
+        PlanError: with the sum.
+    """
+    account = decision.account
+    if not device.is_host or not account.host_peak:
+        return
+    arena = arena_bytes(int(account.host_peak * compiled_share(config)))
+    budgets = [config.budget.device_memory, config.budget.host_memory]
+    takes, limit = account.peak + arena, device.available_bytes
+    given = [parse_bytes(one) for one in budgets if one is not None]
+    if len(given) == 1 and given[0] - copy_bytes < limit:  # of all that the process takes
+        takes, limit = takes + copy_bytes, given[0]
+    if takes > limit:
+        raise PlanError(
+            "a step and what it sends to the host take more than the one memory that a CPU has",
+            got=f"{enough_text(account.peak)} of a step and {enough_text(arena)} on the host"
+            + (
+                f", {enough_text(takes - account.peak - arena)} for a checkpoint's copy"
+                if takes > account.peak + arena
+                else ""
+            ),
+            expected=f"at most {size_text(limit)} in all",
+            do="lower budget.device_memory and budget.host_memory, or send less to the host (memory.*)",
+        )
+
+
+def copy_is_on_device(config: Config, device: Device) -> bool:
+    """On a CPU a checkpoint's copy lies in the same memory, unless both have budgets of their own."""
+    return device.is_host and None in (config.budget.device_memory, config.budget.host_memory)
+
+
+def host_limit(config: Config, device: Device, *, is_asked_for: bool = False) -> int:
+    """Bytes of host memory that a step may take beside the device's.
+
+    Args:
+        is_asked_for: the user wants tensors there, whatever it gains.
+    """
+    # The arena takes a little more than the account says.
+    return int(largest_step(_host_budget(config, device, is_asked_for)) / compiled_share(config))
+
+
+def _host_budget(config: Config, device: Device, is_asked_for: bool) -> int:
+    """What there is of the host: free, and within the budget; 0: nothing may live there."""
+    if not is_asked_for and (config.is_planned or copy_is_on_device(config, device)):
+        return 0
+    free, given = int(HOST_SHARE * host_memory_available()), config.budget.host_memory
+    return free if given is None else min(free, parse_bytes(given))
+
+
+def compiled_share(config: Config) -> float:
+    """Of what eager blocks send to the host: compiled ones save other tensors, measured up to 8 % more of them."""
+    return 1.1 if config.train.compile == "on" else 1.0
