@@ -113,22 +113,20 @@ def refuse_beyond_one_memory(
     if not device.is_host or not account.host_peak:
         return
     arena = arena_bytes(int(account.host_peak * compiled_share(config)))
-    budgets = [config.budget.device_memory, config.budget.host_memory]
-    takes, limit = account.peak + arena, device.available_bytes
-    given = [parse_bytes(one) for one in budgets if one is not None]
-    if len(given) == 1 and given[0] - copy_bytes < limit:  # of all that the process takes
-        takes, limit = takes + copy_bytes, given[0]
-    if takes > limit:
+    budgets = {"device_memory": config.budget.device_memory, "host_memory": config.budget.host_memory}
+    given = {name: parse_bytes(text) for name, text in budgets.items() if text is not None}
+    limit, copy, more = device.available_bytes, 0, "free memory"
+    if len(given) == 1:
+        (name, budget), *_ = given.items()
+        if budget - copy_bytes < limit:  # it is of all that the process takes
+            limit, copy, more = budget, copy_bytes, f"raise budget.{name}"
+    if account.peak + arena + copy > limit:
+        beside = f", {enough_text(copy)} for a checkpoint's copy" if copy else ""
         raise PlanError(
             "a step and what it sends to the host take more than the one memory that a CPU has",
-            got=f"{enough_text(account.peak)} of a step and {enough_text(arena)} on the host"
-            + (
-                f", {enough_text(takes - account.peak - arena)} for a checkpoint's copy"
-                if takes > account.peak + arena
-                else ""
-            ),
+            got=f"{enough_text(account.peak)} of a step and {enough_text(arena)} on the host{beside}",
             expected=f"at most {size_text(limit)} in all",
-            do="lower budget.device_memory and budget.host_memory, or send less to the host (memory.*)",
+            do=f"{more}, or send less to the host: memory.*, or a lower budget of the host beside one of the device",
         )
 
 
