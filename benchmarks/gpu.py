@@ -1,5 +1,7 @@
 """Everything that needs a GPU, in parts that each fit a lease of ten minutes: checks, measurements, a table last.
 
+smoke     Before every other part, in a minute: a matrix product, and four steps in fp8. Where it fails nothing else is
+          begun.
 checks    The tests of the GEMMs (Triton's kernels compiled, not interpreted) and those marked `gpu`; `scrimp doctor`. A
           compiled bf16 run on packed documents: its loss falls; two runs with the same seed and one that
           is resumed half-way have the same losses bit for bit; its predicted peak memory is compared with the
@@ -8,16 +10,19 @@ formats   What FP8 tensor cores keep of a sum (accumulator.py). Runs in fp8, nvf
           and stays near bf16's on the same data. Peak memory of fp8 against bf16.
 gemm      gemm.py: every GEMM and the quantizers.
 linear    gemm.py: whole linear layers, with the peers.
-memory    memory.py: predicted against measured peaks; its other parts take as long each, and are started there.
-llmq      llmq.py: LLMQ's own speed on this card and Scrimp's, Qwen2.5-7B.
+memory    memory.py: predicted against measured peaks. Its other parts are memory-cards, memory-time, memory-qwen7b,
+          memory-qwen7b-8bit and memory-qwen14b here.
+llmq      llmq.py: LLMQ's own speed on this card and Scrimp's, Qwen2.5-7B, by the settings of its authors for the
+          smallest card that trains it; llmq-card by those for an H100, and Scrimp with all of the card.
 phases    phases.py: the allocator's cache between generation and training.
 snip      Formats chosen while training: the tests of GEMM times, a run that plans by a share of FLOPs and one that
           plans by a speed-up, then snip_study.py at 60M: predicted against measured damage, and the cost of measuring.
 step      planned_step.py, then step.py with both sides compiled, at sizes from 60M to 0.5B.
 Run       python benchmarks/gpu.py --part checks       # results under benchmarks/results/, after every check
           python benchmarks/gpu.py                     # all parts, one after the other
-It needs the `dev` extra of the package, and starts `scrimp` from this checkout. What the time of a part
-(--budget-s) does not suffice for counts as not held, and says so.
+It needs the `dev` extra of the package, and starts `scrimp` from this checkout. Every check has a limit of its own,
+after which all that it started is killed; what the time of a part (--budget-s) does not suffice for counts as not
+held, and says so. Full logs lie beside the results.
 """
 
 from __future__ import annotations
@@ -25,7 +30,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -33,63 +37,25 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from environment import RESULTS, ROOT, facts, write_pair
+from environment import RESULTS, facts, write_pair
+from gpu_session import Outcome, Session, SkippedError, python
 from rich.console import Console
 from rich.table import Table
 
 SIZES = ("llama-60m", "llama-300m", "qwen2.5-0.5b")
-Outcome = tuple[str, bool, str]
-"""What was checked, whether it held, and the figure that shows it."""
-
-
-@dataclass
-class Session:
-    """One part: where its files go, and how much of its time is left."""
-
-    scratch: Path
-    out: Path
-    date: str
-    budget_s: float
-    began: float = field(default_factory=time.perf_counter)
-    runs: dict[str, Path] = field(default_factory=dict)
-    """Finished training runs by recipe."""
-
-    @property
-    def left_s(self) -> float:
-        """Seconds until the part must have ended."""
-        return self.budget_s - (time.perf_counter() - self.began)
-
-
-def command(*words: str, timeout: float) -> subprocess.CompletedProcess[str]:
-    """Run a command in this checkout with the package on the path.
-
-    Raises:
-        subprocess.TimeoutExpired: it took longer, and was ended.
-    """
-    path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(
-        words,
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=max(1.0, timeout),
-        check=False,
-    )
 
 
 def train(session: Session, run_dir: Path, *more: str) -> dict[int, float]:
     """Train on the standard library's text; step to loss."""
-    words = ("-m", "scrimp", "train", f"--run.dir={run_dir}", *more)
-    done = command(sys.executable, *words, timeout=session.left_s)
+    done = session.command(*python("-m", "scrimp", "train", f"--run.dir={run_dir}", *more))
     if done.returncode:
         raise RuntimeError(
             f"scrimp train failed with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
@@ -110,7 +76,16 @@ RUN = (
     "--train.checkpoint-every=20",
     "--train.keep-last=3",
 )
+SMOKE_RUN = ("--device=cuda", "--model.preset=llama-3m", "--train.steps=4", "--data.tokenizer=bytes")
 BF16 = ("--precision=bf16", *RUN)
+GREEDY = """
+import sys
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype="float32")
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+ids = model.generate(**tokenizer("import ", return_tensors="pt"), max_new_tokens=32, do_sample=False)
+print(tokenizer.decode(ids[0], skip_special_tokens=True))
+"""
 NEAR = {"fp8": 0.05, "nvfp4": 0.15, "fp4": 0.3}
 """Share of bf16's fall in loss by which a recipe may stay behind it: wide, against a broken kernel, not a judgement."""
 LAST_STEPS = 5
@@ -125,7 +100,36 @@ MEMORY_RUN = (
 """Large enough that what backward keeps is most of the memory."""
 
 
+@dataclass(frozen=True)
+class Check:
+    """One check, and the seconds that it may take."""
+
+    run: Callable[[Session], Outcome]
+    limit_s: float
+
+
+WHOLE = float("inf")
+"""All that is left of the part."""
+Row = tuple[str, str, bool, str]
+
+
 # -- checks ------------------------------------------------------------------------------------
+
+
+def check_smoke(session: Session) -> Outcome:
+    """What everything else needs: the device computes, and a run in fp8 takes its steps."""
+    product = "import torch; x = torch.ones(256, 256, device='cuda', dtype=torch.bfloat16); assert (x @ x == 256).all()"
+    done = session.command(*python("-c", product))
+    if done.returncode:
+        return "smoke test: a product, four steps in fp8", False, last_line(done)
+    by_step = train(session, session.scratch / "smoke", "--precision=fp8", *SMOKE_RUN)
+    figure = f"loss {by_step[1]:.3f} to {by_step[max(by_step)]:.3f}"
+    return "smoke test: a product, four steps in fp8", len(by_step) == 4, figure
+
+
+def last_line(done: subprocess.CompletedProcess[str]) -> str:
+    """Of what a failed command said."""
+    return ((done.stderr or done.stdout).strip().splitlines() or ["it said nothing"])[-1][-300:]
 
 
 def check_gemm_tests(session: Session) -> Outcome:
@@ -142,8 +146,7 @@ def tests(session: Session, name: str, *selection: str) -> Outcome:
     """Tests by their summary: all of them skipped would be no proof."""
     workers = ("-n", "6") if importlib.util.find_spec("xdist") else ()
     # No -q here: pyproject.toml has one, and with a second pytest prints no summary.
-    words = ("-m", "pytest", "-p", "no:cacheprovider", *workers, *selection)
-    done = command(sys.executable, *words, timeout=session.left_s)
+    done = session.command(*python("-m", "pytest", "-p", "no:cacheprovider", *workers, *selection))
     if done.returncode:
         print(done.stdout[-6000:], done.stderr[-2000:])
     summary = (done.stdout.strip().splitlines() or ["no output"])[-1]
@@ -158,8 +161,7 @@ def some_passed(summary: str) -> bool:
 
 def check_doctor(session: Session) -> Outcome:
     """Every recipe and back end; the report is kept among the results, and for the runs that follow."""
-    words = ("-m", "scrimp", "doctor", "--device=cuda", "--json", "--fresh")
-    done = command(sys.executable, *words, timeout=session.left_s)
+    done = session.command(*python("-m", "scrimp", "doctor", "--device=cuda", "--json", "--fresh"))
     if not done.stdout.strip():
         return "scrimp doctor: nothing wrong", False, done.stderr[-500:]
     report = json.loads(done.stdout)
@@ -178,7 +180,8 @@ def doctor_figures(measurements: Iterable[Mapping[str, Any]]) -> str:
 
 def check_determinism(session: Session) -> Outcome:
     """Equal seeds give equal losses, compiled kernels and masked documents included."""
-    first, second = (train(session, session.scratch / name, *BF16) for name in ("first", "second"))
+    first = losses(session.run_of("first", lambda run_dir: train(session, run_dir, *BF16)))
+    second = train(session, session.scratch / "second", *BF16)
     fell = first[40] < first[1] - 1.0
     return (
         "loss falls; two runs equal bit for bit",
@@ -189,7 +192,7 @@ def check_determinism(session: Session) -> Outcome:
 
 def check_resume(session: Session) -> Outcome:
     """A run resumed from its middle repeats the same losses."""
-    whole, resumed = session.scratch / "first", session.scratch / "resumed"
+    whole, resumed = session.finished("first"), session.scratch / "resumed"
     shutil.copytree(whole, resumed)
     shutil.rmtree(resumed / "checkpoints" / "step-00000040")
     again = train(session, resumed, "--resume")
@@ -200,7 +203,7 @@ def check_resume(session: Session) -> Outcome:
 
 def check_memory(session: Session) -> Outcome:
     """Predicted against measured peak of device memory."""
-    predicted, measured = peaks(session.scratch / "first")
+    predicted, measured = peaks(session.finished("first"))
     return (
         "predicted peak within 15 % of measured",
         abs(predicted / measured - 1) < 0.15,
@@ -216,22 +219,15 @@ def peaks(run_dir: Path) -> tuple[int, int]:
 
 def check_export(session: Session) -> Outcome:
     """Greedy text from the exported model in transformers equals Scrimp's."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    run_dir, exported = session.scratch / "first", session.scratch / "exported"
-    scrimp = (sys.executable, "-m", "scrimp")
-    done = command(*scrimp, "export", str(run_dir), str(exported), timeout=session.left_s)
+    run_dir, exported = session.finished("first"), session.scratch / "exported"
+    scrimp = python("-m", "scrimp")
+    done = session.command(*scrimp, "export", str(run_dir), str(exported))
     if done.returncode:
         return "greedy text equals transformers'", False, done.stderr[-200:]
     how = ("--prompt=import ", "--tokens=32", "--temperature=0", "--device=cpu")
-    ours = command(*scrimp, "generate", str(run_dir), *how, timeout=session.left_s).stdout.strip()
-    model, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(exported, dtype="float32"),
-        AutoTokenizer.from_pretrained(exported),
-    )
-    ids = model.generate(**tokenizer("import ", return_tensors="pt"), max_new_tokens=32, do_sample=False)
-    theirs = tokenizer.decode(ids[0], skip_special_tokens=True).strip()
-    return "greedy text equals transformers'", ours == theirs, repr(ours[:40])
+    ours = session.command(*scrimp, "generate", str(run_dir), *how).stdout.strip()
+    theirs = session.command(*python("-c", GREEDY, str(exported))).stdout.strip()
+    return "greedy text equals transformers'", bool(ours) and ours == theirs, repr(ours[:40])
 
 
 # -- formats -----------------------------------------------------------------------------------
@@ -277,10 +273,7 @@ def last_loss(of_steps: Mapping[int, float]) -> float:
 
 def format_run(session: Session, recipe: str) -> Path:
     """A finished run in a recipe, trained at the first call."""
-    if recipe not in session.runs:
-        train(session, session.scratch / f"run-{recipe}", f"--precision={recipe}", *RUN)
-        session.runs[recipe] = session.scratch / f"run-{recipe}"
-    return session.runs[recipe]
+    return session.run_of(recipe, lambda run_dir: train(session, run_dir, f"--precision={recipe}", *RUN))
 
 
 def check_format_memory(session: Session) -> Outcome:
@@ -303,11 +296,7 @@ def check_format_memory(session: Session) -> Outcome:
 
 def check_time_tests(session: Session) -> Outcome:
     """GEMM times and the stopwatch, on the device."""
-    done = command(
-        sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/profiler", timeout=session.left_s
-    )
-    summary = (done.stdout.strip().splitlines() or [""])[-1]
-    return "tests of GEMM times", done.returncode == 0 and some_passed(summary), summary
+    return tests(session, "tests of GEMM times", "-m", "gpu", "tests/profiler")
 
 
 def check_planned_run(name: str, budget: tuple[str, ...], session: Session) -> Outcome:
@@ -329,21 +318,22 @@ def check_planned_run(name: str, budget: tuple[str, ...], session: Session) -> O
 def benchmark(session: Session, script: str, *words: str) -> subprocess.CompletedProcess[str]:
     """Run a benchmark; what it prints is shown."""
     where = ("--date", session.date, "--out", str(session.out))
-    done = command(sys.executable, f"benchmarks/{script}", *words, *where, timeout=session.left_s)
+    done = session.command(*python(f"benchmarks/{script}", *words, *where))
     print(done.stdout[-9000:], done.stderr[-2000:] if done.returncode else "", flush=True)
     return done
 
 
 def measured(script: str, *words: str, session: Session) -> Outcome:
     """A benchmark as an outcome: it ran to its end."""
-    if script == "gemm.py":  # ends by itself, with what it has
-        words += ("--budget-s", f"{max(1.0, session.left_s - 90):.0f}")
+    if script in ENDS_BY_ITSELF:  # with what it has
+        words += ("--budget-s", f"{max(1.0, session.left_s - ENDS_BY_ITSELF[script]):.0f}")
     done = benchmark(session, script, *words)
     lines = (done.stderr if done.returncode else done.stdout).strip().splitlines()
     return f"{script} {' '.join(words[:4])}", done.returncode == 0, lines[-1][-200:] if lines else ""
 
 
-Check = Callable[[Session], Outcome]
+ENDS_BY_ITSELF = {"gemm.py": 90, "memory.py": 30, "phases.py": 30, "llmq.py": 240}
+"""Scripts that take a budget, and the seconds that they need beside it."""
 ON_CUDA = ("--device", "cuda")
 PLANNED = (*ON_CUDA, "--compile", "--preset", "llama-300m", "--sequence", "2048", "--micro-batch", "8")
 STUDY = (
@@ -379,45 +369,72 @@ def of_script(script: str, *words: str) -> Check:
     return check
 
 
+def limited(limit_s: float, *checks: Callable[[Session], Outcome]) -> tuple[Check, ...]:
+    """Checks that may take so many seconds each."""
+    return tuple(Check(check, limit_s) for check in checks)
+
+
+SMOKE = limited(60, check_smoke)
+PART_S = 535.0
+"""With the smoke test before it a part stays under ten minutes."""
 PARTS: dict[str, tuple[Check, ...]] = {
     "checks": (
-        check_gemm_tests,
-        check_doctor,
-        check_gpu_tests,
-        check_determinism,
-        check_resume,
-        check_memory,
-        check_export,
+        *limited(170, check_gemm_tests),
+        *limited(60, check_doctor),
+        *limited(85, check_gpu_tests, check_determinism),
+        *limited(60, check_resume),
+        *limited(10, check_memory),
+        *limited(60, check_export),
     ),
     "formats": (
-        check_accumulator,
-        *(partial(check_losses, recipe) for recipe in NEAR),
-        check_format_memory,
+        *limited(60, check_accumulator),
+        *limited(110, *(partial(check_losses, recipe) for recipe in NEAR)),
+        *limited(110, check_format_memory),
     ),
-    "gemm": (of_gemm("", "gemms", "quantizers"),),
-    "linear": (of_gemm("-linear", "linear"),),
-    "memory": (of_script("memory.py", "--part", "peaks", "--budget-s", "540"),),
-    "llmq": (of_script("llmq.py", "--part", "qwen7b", "--budget-s", "330"),),
-    "phases": (of_script("phases.py", "--budget-s", "540"),),
+    "gemm": limited(WHOLE, of_gemm("", "gemms", "quantizers")),
+    "linear": limited(WHOLE, of_gemm("-linear", "linear")),
+    "memory": limited(WHOLE, of_script("memory.py", "--part", "peaks")),
+    **{
+        f"memory-{part}": limited(WHOLE, of_script("memory.py", "--part", part))
+        for part in ("cards", "time", "qwen7b", "qwen7b-8bit", "qwen14b")
+    },
+    "llmq": limited(WHOLE, of_script("llmq.py", "--part", "qwen7b")),
+    "llmq-card": limited(WHOLE, of_script("llmq.py", "--part", "qwen7b-card")),
+    "phases": limited(WHOLE, of_script("phases.py")),
     "snip": (
-        check_time_tests,
-        partial(check_planned_run, "share", ("--budget.fp4-flops=0.75",)),
-        partial(check_planned_run, "speedup", ("--snip.formats=bf16,fp8", "--budget.speedup=1.05")),
-        of_script("snip_study.py", "trunk", "damage", "overhead", "report", *STUDY),
+        *limited(60, check_time_tests),
+        *limited(
+            120,
+            partial(check_planned_run, "share", ("--budget.fp4-flops=0.75",)),
+            partial(check_planned_run, "speedup", ("--snip.formats=bf16,fp8", "--budget.speedup=1.05")),
+        ),
+        *limited(WHOLE, of_script("snip_study.py", "trunk", "damage", "overhead", "report", *STUDY)),
     ),
-    "step": (of_script("planned_step.py", *PLANNED), of_script("step.py", *STEP)),
+    "step": (
+        *limited(240, of_script("planned_step.py", *PLANNED)),
+        *limited(WHOLE, of_script("step.py", *STEP)),
+    ),
 }
 
 
-def run_part(name: str, session: Session, record: Mapping[str, Any]) -> list[Outcome]:
-    """Every check of a part, written after each; a failed one does not hide the next."""
+def run_part(
+    name: str, checks: Iterable[Check], session: Session, record: Mapping[str, Any], skip: str = ""
+) -> list[Outcome]:
+    """Every check of a part, written after each; a failed one does not hide the next.
+
+    Args:
+        skip: why none of them is begun; "" where they are.
+    """
     outcomes: list[Outcome] = []
-    for check in PARTS[name]:
+    for check in checks:
         began = time.perf_counter()
+        session.begin(title(check.run), check.limit_s)
         try:
-            outcome = check(session) if session.left_s > 0 else (title(check), False, "the time was up")
+            if skip or session.part_left_s <= 0:
+                raise SkippedError(skip or "skipped: the time of the part was up")
+            outcome = check.run(session)
         except Exception as error:
-            outcome = (title(check), False, str(error)[-500:])
+            outcome = (title(check.run), False, str(error)[-500:])
         outcomes.append(outcome)
         held = "ok" if outcome[1] else "FAILED"
         print(f"{outcome[0]}: {held} ({outcome[2]}), {time.perf_counter() - began:.0f} s", flush=True)
@@ -425,11 +442,27 @@ def run_part(name: str, session: Session, record: Mapping[str, Any]) -> list[Out
     return outcomes
 
 
-def title(check: Check) -> str:
+def title(check: Callable[[Session], Outcome]) -> str:
     """What a check is called before it has an outcome."""
     function = check.func if isinstance(check, partial) else check
     arguments = check.args if isinstance(check, partial) else ()
     return " ".join([getattr(function, "__name__", "check"), *map(str, arguments)])
+
+
+def run_parts(parts: Sequence[str], arguments: argparse.Namespace, record: Mapping[str, Any]) -> list[Row]:
+    """The smoke test, then the parts; (part, check, held, figure)."""
+    rows: list[Row] = []
+    skip = ""
+    for part, checks in [("smoke", SMOKE), *((part, PARTS[part]) for part in parts)]:
+        with tempfile.TemporaryDirectory(prefix="scrimp-gpu-", ignore_cleanup_errors=True) as scratch:
+            session = Session(
+                Path(scratch), arguments.out.resolve(), part, arguments.date, arguments.budget_s
+            )
+            outcomes = run_part(part, checks, session, record, skip)
+        rows += [(part, *outcome) for outcome in outcomes]
+        if part == "smoke" and not all(held for _, held, _ in outcomes):
+            skip = "skipped: the smoke test failed"
+    return rows
 
 
 def main() -> int:
@@ -438,7 +471,9 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--part", nargs="+", choices=list(PARTS), default=list(PARTS))
-    parser.add_argument("--budget-s", type=float, default=570.0, help="seconds for each part")
+    parser.add_argument(
+        "--budget-s", type=float, default=PART_S, help="seconds for each part, beside the smoke test's minute"
+    )
     parser.add_argument("--date", default=date.today().isoformat(), help="prefix of the result files")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
     arguments = parser.parse_args()
@@ -450,16 +485,11 @@ def main() -> int:
     table = Table(title=f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     for column in ("part", "check", "held", "figure"):
         table.add_column(column)
-    all_held = True
-    for part in arguments.part:
-        with tempfile.TemporaryDirectory(prefix="scrimp-gpu-") as scratch:
-            out = arguments.out.resolve()
-            session = Session(Path(scratch), out, arguments.date, arguments.budget_s)
-            for name, held, figure in run_part(part, session, record):
-                table.add_row(part, name, "yes" if held else "NO", figure)
-                all_held = all_held and held
+    rows = run_parts(arguments.part, arguments, record)
+    for part, name, held, figure in rows:
+        table.add_row(part, name, "yes" if held else "NO", figure)
     Console().print(table)
-    return 0 if all_held else 1
+    return 0 if all(held for _, _, held, _ in rows) else 1
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
-"""The largest model that trains, in the account, by card and host memory; and the reference cases in full.
+"""The largest model that trains, as predicted, by card and host memory; and the reference cases in full.
 
 Question  Which model can be trained in full (all weights, AdamW) on a card of so many GB beside a host of so
           many?
 Method    For each model: a trace of its step on fake tensors along CUDA's way through the code
-          (`trace_costs`), then the planner (`scrimp.planner.bytes.search`) with the card's memory less
-          `CONTEXT_BYTES` and the host's less `HOST_RESERVE`. Micro-batch of one sequence. bf16 weights without
-          masters, rounded stochastically; moments in bf16 (8 bytes a parameter) or 8 bits (6.03).
+          (`trace_costs`), then the planner (`scrimp.planner.bytes.search`) with what a run may use
+          (`scrimp.train.memory.limits`) of a card whose context takes `CONTEXT_BYTES`, and of a host that has all
+          but `HOST_RESERVE` free. Micro-batch of one sequence. bf16 weights without masters, rounded
+          stochastically; moments in bf16 (8 bytes a parameter) or 8 bits (6.03).
 Limits    Predicted: nothing is run. Rates of link and card are those of `CARD`; they decide which plan is fastest,
-          not what fits. The copy that a checkpoint is written from is not counted: without room for it,
-          training waits while a checkpoint is written.
+          not what fits. Attention's backward pass is counted for 132 multiprocessors. The copy that a checkpoint
+          is written from is not counted: without room for it, training waits while a checkpoint is written.
 Run       python benchmarks/largest_model.py            (minutes on one core; no GPU)
 """
 
@@ -35,6 +36,8 @@ from scrimp.planner.flops import GEMM_NAMES
 from scrimp.precision import LinearPrecision
 from scrimp.profiler.memory_trace import trace_costs
 from scrimp.report.memory_text import runs_of
+from scrimp.runtime.memory import largest_step
+from scrimp.train.memory.limits import usable_of_card, usable_of_host
 
 CARDS = (12, 16, 24, 40, 80)
 """GB, as cards are sold: 2^30 bytes each."""
@@ -126,8 +129,8 @@ def traced_costs(name: str, moments: str, sequence: int) -> StepCosts:
 def machine_of(card: float, host: float) -> Machine:
     """A card of so many GiB and a host of so many GB."""
     return Machine(
-        device_bytes=int(card * 2**30) - CONTEXT_BYTES,
-        host_bytes=int(host * 1e9) - HOST_RESERVE,
+        device_bytes=usable_of_card(int(card * 2**30) - CONTEXT_BYTES),
+        host_bytes=usable_of_host(int(host * 1e9) - HOST_RESERVE),
         upload=LINK,
         download=LINK,
         upload_together=0.8 * LINK,
@@ -158,8 +161,9 @@ def largest(
 
 def case(costs: StepCosts, name: str, moments: str, card: int, host: int, setup: Setup) -> dict[str, Any]:
     """One model on one machine, in full."""
-    # The host's figure is what the run may take, nothing in reserve.
-    plan: MemoryPlan | None = find(costs, machine_of(card, host + HOST_RESERVE / 1e9), setup)
+    # The host's figure is a budget for the run, nothing in reserve.
+    machine = dataclasses.replace(machine_of(card, host), host_bytes=largest_step(int(host * 1e9)))
+    plan: MemoryPlan | None = find(costs, machine, setup)
     found: dict[str, Any] = {
         "model": name,
         "moments": moments,

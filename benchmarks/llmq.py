@@ -2,11 +2,11 @@
 
 Question  LLMQ publishes tokens/s for Qwen2.5 on cards of 16 and 24 GB. What are they on this card, and Scrimp's beside
           them?
-Method    LLMQ's Python interface trains from random weights with the settings that its authors publish for the smallest
-          card of each model (whole blocks recomputed, residuals, moments, masters and gradients on the host), on
-          random tokens, at the sequence length and tokens of a step of `memory.py`'s reference cases. The first step
-          is left out (it captures CUDA graphs). Then Scrimp's reference case: `memory.py --part qwen7b` or
-          qwen14b, in a process of its own, limited to its card.
+Method    LLMQ's Python interface trains from random weights, on random tokens, at the sequence length and tokens of a
+          step of `memory.py`'s reference cases, by settings that its authors publish: for the smallest card of each
+          model (whole blocks recomputed, residuals, moments, masters and gradients on the host), and with
+          qwen7b-card those of its table for one H100. The first step is left out (it captures CUDA graphs). Then
+          Scrimp's reference case: `memory.py --part` of the same name, in a process of its own, limited to its card.
 Figures   Tokens/s of the median step with fastest and slowest; bytes that LLMQ's allocator names, device and host.
 Limits    LLMQ has no limit of device memory: its settings make it small, the card is whole. pyllmq's wheels want the
           CUDA libraries that they were built with; where they do not load, LLMQ is NOT RUN, and why is said.
@@ -22,6 +22,7 @@ import json
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from datetime import date
@@ -40,8 +41,34 @@ _SMALLEST = ("recompute_block", "recompute_ffn", "recompute_swiglu", "recompute_
 _ON_HOST = ("offload_residual", "offload_opt_m", "offload_opt_v", "offload_master", "offload_grads")
 _SHARDED = ("shard_weights", "shard_gradients")  # on one GPU: weights and gradients can live on the host
 _QUANTIZED = ("persistent_quants", "offload_quants")
-MICRO_BATCH = CHUNKS = 32
 MATMUL = {"bf16": "bf16", "fp8": "e4m3"}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How LLMQ trains a model in a format on a card."""
+
+    micro_batch: int
+    head_chunks: int
+    attention_chunks: int
+    """Of its backward pass."""
+    switches: tuple[str, ...]
+
+
+SMALLEST = {
+    "bf16": Settings(32, 32, 32, (*_SMALLEST, *_ON_HOST, *_SHARDED)),
+    "fp8": Settings(32, 32, 32, (*_SMALLEST, *_ON_HOST, *_SHARDED, *_QUANTIZED)),
+}
+ON_H100 = {
+    "bf16": Settings(4, 2, 2, ()),
+    "fp8": Settings(16, 4, 4, ("recompute_ffn", "recompute_rms_norm", "offload_residual")),
+}
+"""Of Qwen2.5-7B: benchmarks/H100x1.md of LLMQ at b77d969."""
+
+
+def settings_of(part: str, precision: str) -> Settings:
+    """Those that are published for a reference case."""
+    return (ON_H100 if part == "qwen7b-card" else SMALLEST)[precision]
 
 
 @dataclass(frozen=True)
@@ -64,12 +91,15 @@ class Speed:
 
 def speed_of_llmq(part: str, precision: str, steps: int) -> Speed:
     """LLMQ's, in a process of its own: whatever it holds on the device is gone before Scrimp is timed."""
-    words = ["--part", part, "--precision", precision, "--steps", str(steps), "--only-llmq"]
-    done = subprocess.run([sys.executable, __file__, *words], cwd=ROOT, capture_output=True, text=True)
     name = f"LLMQ, {precision}"
-    if done.returncode:
-        return Speed(name, (), _last_line(done))
-    found = json.loads(done.stdout.splitlines()[-1])
+    with tempfile.TemporaryDirectory(prefix="scrimp-llmq-") as folder:
+        path = Path(folder) / "rates.json"
+        words = ["--part", part, "--precision", precision, "--steps", str(steps), "--only-llmq", str(path)]
+        # It says what it says on this script's own streams: who kills both keeps that.
+        status = subprocess.run([sys.executable, __file__, *words], cwd=ROOT).returncode
+        if status:
+            return Speed(name, (), f"exit status {status}: its last words are above")
+        found = json.loads(path.read_text(encoding="utf-8"))
     return Speed(name, tuple(found["rates"]), found["note"])
 
 
@@ -77,17 +107,20 @@ def run_llmq(part: str, precision: str, steps: int) -> dict[str, Any]:
     """Tokens/s of every timed step, and what it takes."""
     case = REFERENCES["cuda"][part]
     pyllmq = importlib.import_module("pyllmq")
-    accumulation = case.batch_tokens // (MICRO_BATCH * SEQUENCE)
+    settings = settings_of(part, precision)
+    accumulation = case.batch_tokens // (settings.micro_batch * SEQUENCE)
     trainer = pyllmq.LLMQTrainer(
         ngpu=1,
         config=config_of(pyllmq, preset(case.model)),
-        options=options_of(pyllmq, precision),
-        batch_size=MICRO_BATCH,
+        options=options_of(pyllmq, precision, settings),
+        batch_size=settings.micro_batch,
         seq_len=SEQUENCE,
         grad_accum=accumulation,
     )
     trainer.init_weights()
-    seconds = [timed_step(trainer, number, accumulation) for number in range(steps + 1)][1:]
+    seconds = [
+        timed_step(trainer, number, accumulation, settings.micro_batch) for number in range(steps + 1)
+    ][1:]
     sizes = trainer.get_allocator_info(0).values()
     device, host = (
         sum(size.get(kind, 0) for size in sizes for kind in kinds)
@@ -97,10 +130,10 @@ def run_llmq(part: str, precision: str, steps: int) -> dict[str, Any]:
     return {"rates": [case.batch_tokens / one for one in seconds], "note": note}
 
 
-def timed_step(trainer: Any, number: int, accumulation: int) -> float:
+def timed_step(trainer: Any, number: int, accumulation: int, rows: int) -> float:
     """Seconds of one step, its update included."""
     generator = np.random.default_rng(number)
-    batches = generator.integers(0, 150_000, (accumulation, MICRO_BATCH, SEQUENCE + 1), dtype=np.int32)
+    batches = generator.integers(0, 150_000, (accumulation, rows, SEQUENCE + 1), dtype=np.int32)
     start = time.perf_counter()
     for batch in batches:
         trainer.step(np.ascontiguousarray(batch[:, :-1]), np.ascontiguousarray(batch[:, 1:]))
@@ -126,12 +159,12 @@ def config_of(pyllmq: Any, architecture: Architecture) -> Any:
     )
 
 
-def options_of(pyllmq: Any, precision: str) -> Any:
-    """What its authors publish for the smallest card: everything recomputed, everything on the host."""
+def options_of(pyllmq: Any, precision: str, settings: Settings) -> Any:
+    """Settings as LLMQ's interface takes them."""
     options = pyllmq.LLamaOptions()
-    for name in (*_SMALLEST, *_ON_HOST, *_SHARDED, *(_QUANTIZED if precision == "fp8" else ())):
+    for name in settings.switches:
         setattr(options, name, True)
-    options.lmhead_chunks = options.attn_bwd_chunks = CHUNKS
+    options.lmhead_chunks, options.attn_bwd_chunks = settings.head_chunks, settings.attention_chunks
     options.momentum_type = options.variance_type = "bf16"
     options.matmul_type = MATMUL[precision]
     options.use_cuda_graphs = True
@@ -145,19 +178,11 @@ def speed_of_scrimp(part: str, folder: Path, day: str, budget_s: float) -> Speed
     words = ["--part", part, "--budget-s", f"{budget_s:.0f}", "--date", day, "--out", str(folder)]
     path = folder / f"{day}-memory-{part}-cuda.json"
     path.unlink(missing_ok=True)
-    done = subprocess.run(
-        [sys.executable, "benchmarks/memory.py", *words], cwd=ROOT, capture_output=True, text=True
-    )
-    print(done.stdout[-4000:], flush=True)
+    status = subprocess.run([sys.executable, "benchmarks/memory.py", *words], cwd=ROOT).returncode
     runs = json.loads(path.read_text(encoding="utf-8"))["runs"] if path.exists() else []
     if not runs or not runs[-1].get("seconds"):
-        return Speed(name, (), _last_line(done))
+        return Speed(name, (), f"exit status {status}: its last words are above")
     return Speed(name, (rate_of(runs[-1]),), f"median step; see {path.name}")
-
-
-def _last_line(done: subprocess.CompletedProcess[str]) -> str:
-    said = (done.stderr.strip() or done.stdout.strip() or "it said nothing").splitlines()
-    return f"exit status {done.returncode}: {said[-1][-300:]}"
 
 
 def main() -> int:
@@ -171,16 +196,18 @@ def main() -> int:
     parser.add_argument("--budget-s", type=float, default=400.0, help="seconds for Scrimp's side")
     parser.add_argument("--date", default=date.today().isoformat(), help="prefix of the result files")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
-    parser.add_argument(
-        "--only-llmq", action="store_true", help="its figures as one line of JSON, nothing else"
-    )
+    parser.add_argument("--only-llmq", type=Path, metavar="FILE", help="its figures into FILE, nothing else")
     arguments = parser.parse_args()
     if arguments.only_llmq:
-        print(json.dumps(run_llmq(arguments.part, arguments.precision, arguments.steps)))
+        found = run_llmq(arguments.part, arguments.precision, arguments.steps)
+        arguments.only_llmq.write_text(json.dumps(found), encoding="utf-8")
         return 0
     record = facts("torch", "pyllmq")
     speeds = [speed_of_llmq(arguments.part, arguments.precision, arguments.steps)]
     print(speeds[0].row, flush=True)
+    record["speeds"] = [speed.row for speed in speeds]
+    if speeds[0].rates:  # Scrimp's side may not come to its end
+        write_pair(arguments.out, f"{arguments.date}-llmq-{arguments.part}", record)
     speeds.append(speed_of_scrimp(arguments.part, arguments.out, arguments.date, arguments.budget_s))
     columns = ("system", "tokens/s, median step", "fastest, slowest; steps", "note")
     lines = markdown_table(columns, [speed.row for speed in speeds])

@@ -12,7 +12,8 @@ time         Plans of two models at several budgets: predicted against measured 
              after five, the first plan kept; regret against the fastest of all that fit in the same budget.
 qwen7b       Qwen2.5-7B on 16 GB beside 57 GB of host memory, all of the process; bf16 moments.
 qwen7b-8bit  The same with 8-bit moments, which leave room for larger micro-batches.
-qwen14b      Qwen2.5-14B on 24 GB, 8-bit moments. Beside these three published figures of other systems on their own
+qwen7b-card  Qwen2.5-7B with all of an 80 GB card, 524,288 tokens a step.
+qwen14b      Qwen2.5-14B on 24 GB, 8-bit moments. Beside these four published figures of other systems on their own
              hardware, not measured here.
 Run          python benchmarks/memory.py --part peaks         # about nine minutes each; results after every check
              python benchmarks/memory.py --device cpu --part peaks       # tiny models, torch's profiler
@@ -42,13 +43,13 @@ from typing import Any
 
 import memory_checks as checks
 from environment import RESULTS, cpu, facts, write_pair
-from gpu import Session, command
+from gpu_session import OverLimitError, Session, python, run
 from memory_cases import CARDS, GIB, MIB, PEAKS, REFERENCES, TIMES, TRACED, Card, Case, Size, keeping
 from memory_checks import Outcome
 from memory_page import page, sentence, size_of, summary
 from rich.console import Console
 
-from scrimp.train.memory.limits import CACHE_SHARE
+from scrimp.train.memory.limits import usable_of_card
 
 STEPS = {"peaks": 3, "cards": 6, "time": checks.WARM_UP_STEPS + 10}
 REFERENCE_STEPS = {"cuda": 40, "cpu": 6}
@@ -67,7 +68,6 @@ RunDict = dict[str, Any]
 class Bench(Session):
     """One part on one device."""
 
-    part: str = "peaks"
     device: str = "cuda"
     device_bytes: int = 0
     compile: str = "off"
@@ -78,6 +78,11 @@ class Bench(Session):
     outcomes: list[Outcome] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
     numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    @property
+    def logs(self) -> Path:
+        """Beside the results, where there are any."""
+        return (self.out if self.is_written else self.scratch) / f"{self.date}-memory-{self.part}-logs"
 
     def measure(
         self,
@@ -121,8 +126,8 @@ class Bench(Session):
         if self.left_s <= 0:
             return "the time was up"
         try:
-            done = command(sys.executable, "benchmarks/memory_run.py", *words, timeout=self.left_s)
-        except subprocess.TimeoutExpired:
+            done = self.command(*python("benchmarks/memory_run.py", *words))
+        except OverLimitError:
             return "the time was up while it ran"
         said = (done.stderr.strip() or done.stdout.strip()).replace("^", "")[-1500:]
         return f"exit status {done.returncode}: {said}" if done.returncode else ""
@@ -239,7 +244,7 @@ def timed(bench: Bench, size: Size) -> tuple[list[RunDict], dict[str, int]]:
         limit = int(share * most)
         runs.append(one(f"{share:.0%} of that", f"--budget.device-memory={limit}B"))
         # Others that would fit count if they leave a GPU's allocator as much as a plan must.
-        budgets[runs[-1]["name"]] = int(CACHE_SHARE * limit) if bench.device == "cuda" else limit
+        budgets[runs[-1]["name"]] = usable_of_card(limit) if bench.device == "cuda" else limit
     # With both budgets a CPU is two memories, so that what is to be offloaded has somewhere to go.
     runs += [one(f"all {level}", keeping(level), f"--budget.device-memory={most}B") for level in size.others]
     return runs, budgets
@@ -286,6 +291,7 @@ PARTS: dict[str, Callable[[Bench], None]] = {
     "qwen7b": reference,
     "qwen7b-8bit": reference,
     "qwen14b": reference,
+    "qwen7b-card": reference,
 }
 
 
@@ -310,7 +316,7 @@ def device_facts(device: str) -> dict[str, Any]:
         "import json, torch; p = torch.cuda.get_device_properties(0); "
         "print(json.dumps({'device': p.name, 'device_bytes': p.total_memory, 'cuda': torch.version.cuda}))"
     )
-    done = command(sys.executable, "-c", code, timeout=120)
+    done = subprocess.run(python("-c", code), capture_output=True, text=True, timeout=120)
     if done.returncode:
         raise RuntimeError(f"torch sees no CUDA device here: {done.stderr.strip()[-300:]}")
     found: dict[str, Any] = json.loads(done.stdout)
@@ -344,17 +350,17 @@ def main(words: Sequence[str] | None = None) -> int:
     benches = []
     with tempfile.TemporaryDirectory(prefix="scrimp-memory-") as scratch:
         shards = Path(scratch) / "shards"
-        prepare = ("-m", "scrimp", "prepare", "stdlib", str(shards), "--tokenizer", "bytes")
-        done = command(sys.executable, *prepare, timeout=300)
-        if done.returncode:
-            print(f"NOT RUN: no data: {done.stderr.strip()[-500:]}")
+        prepare = python("-m", "scrimp", "prepare", "stdlib", str(shards), "--tokenizer", "bytes")
+        said = Path(scratch) / "prepare.err"
+        if run(prepare, Path(scratch) / "prepare.out", said, 300):
+            print(f"NOT RUN: no data: {said.read_text(errors='replace').strip()[-500:]}")
             return 1
         for part in options.part:
             folder = Path(scratch) / part
             folder.mkdir()
             bench = Bench(
-                folder, (options.out or RESULTS).resolve(), options.date, options.budget_s,
-                part=part, device=options.device, device_bytes=record["device_bytes"], compile=options.compile,
+                folder, (options.out or RESULTS).resolve(), part, options.date, options.budget_s,
+                device=options.device, device_bytes=record["device_bytes"], compile=options.compile,
                 shards=shards, record=record, is_written=options.device == "cuda" or options.out is not None,
             )  # fmt: skip
             benches.append(bench)

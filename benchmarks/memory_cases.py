@@ -242,11 +242,14 @@ REFERENCES: dict[str, dict[str, Reference]] = {
         "qwen14b": Reference(
             "qwen2.5-14b", 24 * GIB, 110 * _GB, 5 * _GB, 65_536, (*SPEED, "--train.moments=8bit")
         ),
+        # All of an 80 GB card, and the tokens of a step of LLMQ's tables.
+        "qwen7b-card": Reference("qwen2.5-7b", 76 * GIB, 110 * _GB, 5 * _GB, 524_288, SPEED),
     },
     "cpu": {
         "qwen7b": Reference(TINY, 40 * MIB, 2 * _GB, _GB, 2048, TINY_SPEED),
         "qwen7b-8bit": Reference(TINY, 40 * MIB, 2 * _GB, _GB, 2048, (*TINY_SPEED, "--train.moments=8bit")),
         "qwen14b": Reference(TINY, 30 * MIB, 2 * _GB, _GB, 2048, (*TINY_SPEED, "--train.moments=8bit")),
+        "qwen7b-card": Reference(TINY, 400 * MIB, 2 * _GB, _GB, 4096, TINY_SPEED),
     },
 }
 
@@ -260,6 +263,7 @@ _LLMQ_7B = (
 PUBLISHED: dict[str, tuple[tuple[str, str, int], ...]] = {
     "qwen7b": _LLMQ_7B,
     "qwen7b-8bit": _LLMQ_7B,
+    "qwen7b-card": _LLMQ_7B,
     "qwen14b": (
         ("LLMQ, RTX 4090 24 GB", "bf16", 1_350),
         ("LLMQ, RTX 4090 24 GB", "fp8", 2_000),

@@ -34,7 +34,6 @@ from torch import Tensor
 from scrimp.cli import main as scrimp
 from scrimp.model import Decoder
 from scrimp.model.initialise import initial_value
-from scrimp.planner import account_of
 from scrimp.report.memory_text import runs_of
 from scrimp.train import RunSummary, session
 from scrimp.train.guards import StopSignals
@@ -72,20 +71,12 @@ class Figures:
             "loss_chunk": train.loss_chunk,
             "compile": train.compile,
         }
-        if memory is None:
-            self.found["plan"] = "everything resident, by formula"
-            self.found["predicted"] = {
-                "device": account_of(decisions.config, decisions.architecture).peak,
-                "host": 0,
-                "seconds": None,
-            }
-            return
         timeline = memory.timeline
         self.found["plan"] = f"{runs_of(memory.activations)}; {memory.states}"
         self.found["predicted"] = {
             "device": memory.account.peak,
             "host": memory.account.host_peak,
-            "seconds": timeline.seconds,
+            "seconds": memory.step_seconds,
             "computing": timeline.compute,
             "exposed": dict(timeline.exposed),
             "moment": memory.account.moment.name,
@@ -108,7 +99,7 @@ class Figures:
         finally:
             host = trainer.executable.host
             arena = None if host is None else {"capacity": host.arena.capacity, "used": host.arena.peak}
-            self.found |= {"host": trainer.meter.peak_host_bytes(), "arena": arena}
+            self.found |= {"host": trainer.meter.process_peak_bytes(), "arena": arena}
             self.found["events"] = _events(trainer)
             self.result.write_text(json.dumps(self.found), encoding="utf-8")
 

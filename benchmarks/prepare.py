@@ -65,8 +65,9 @@ def measure(source: str, vocab_size: int, repeats: int, scratch: Path) -> dict[s
     tokenizer = tokenizers.Tokenizer.from_file(str(first / "tokenizer" / "tokenizer.json"))
     tokenizer.encode_special_tokens = True
     delimiter, dtype = corpus.tokenizer.delimiter_id, corpus.tokenizer.dtype.str
-    threshold = corpus.manifest.threshold or 0
-    train = plain_loop([text.text for text in texts if text.hash >= threshold], tokenizer, delimiter, dtype)
+    assert corpus.manifest.split is not None
+    trained = [part.text for part in corpus.manifest.split.parts(texts) if not part.held_out]
+    train = plain_loop(trained, tokenizer, delimiter, dtype)
     assert np.array_equal(train, corpus.train.read(0, corpus.train.num_tokens)), "the two sides differ"
     num_tokens = corpus.train.num_tokens + corpus.held_out.num_tokens
 

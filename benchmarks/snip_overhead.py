@@ -181,8 +181,9 @@ def _acts(device: torch.device, act: Callable[[], object], repeats: int) -> dict
         _wait(device)
         seconds.append(time.perf_counter() - began)
         is_cuda = device.type == "cuda"
-        peaks.append(meter.peak_device_bytes() if is_cuda else meter.peak_host_bytes())
-        growths.append(meter.peak_device_bytes() - in_use)
+        device_peak = meter.peak_device_bytes() or 0
+        peaks.append(device_peak if is_cuda else meter.process_peak_bytes())
+        growths.append(device_peak - in_use if is_cuda else meter.process_growth_bytes())
     return {"seconds": seconds, "peak_bytes": max(peaks), "growth_bytes": max(growths)}
 
 
@@ -195,7 +196,7 @@ def _marks_reset(lab: Lab) -> bool:
     """Whether this machine lets a process reset its high-water mark; else peaks are those of all acts before."""
     _hand_back()
     torch.ones(RESET_GRAIN).sum()  # four bytes each: a mark well above the grain, whose memory is free again
-    return lab.device.type == "cuda" or MemoryMeter(lab.device).peak_device_bytes() < RESET_GRAIN
+    return lab.device.type == "cuda" or MemoryMeter(lab.device).process_growth_bytes() < RESET_GRAIN
 
 
 def _hand_back() -> None:

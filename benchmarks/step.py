@@ -281,10 +281,10 @@ def peak_bytes(side: Side, tokens: Tensor) -> int:
     held += [t for state in side.optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
     resident = sum(t.numel() * t.element_size() for t in held)
     if tokens.is_cuda:
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated(tokens.device)
+        torch.cuda.reset_peak_memory_stats(tokens.device)
         side.step(tokens)
-        return resident + torch.cuda.max_memory_allocated() - before
+        return resident + torch.cuda.max_memory_allocated(tokens.device) - before
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profile:

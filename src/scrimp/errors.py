@@ -20,7 +20,21 @@ Exit codes: every error that the user's input can cause ends the command with 2;
 
 from __future__ import annotations
 
+import shlex
 from typing import ClassVar
+
+LONGEST = 2000
+
+
+def shortened(value: object) -> str:
+    """The text of a part of a message, at most `LONGEST` characters of it: what was got may be a whole file."""
+    text = str(value)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}… ({len(text):,} characters)"
+
+
+def typed(*words: object) -> str:
+    """A command of Scrimp as advice shows it: quoted so that a shell takes it as it stands."""
+    return f"`{shlex.join(['scrimp', *map(str, words)])}`"
 
 
 class ScrimpError(Exception):
@@ -44,9 +58,9 @@ class ScrimpError(Exception):
         do: str | None = None,
     ) -> None:
         self.what, self.got, self.expected, self.do = what, got, expected, do
-        middle = [f"got {got}"] if got is not None else []
-        middle += [f"expected {expected}"] if expected is not None else []
-        parts = [what, ", ".join(middle), do or ""]
+        middle = [f"got {shortened(got)}"] if got is not None else []
+        middle += [f"expected {shortened(expected)}"] if expected is not None else []
+        parts = [shortened(what), ", ".join(middle), shortened(do or "")]
         super().__init__(" - ".join(part for part in parts if part))
 
 

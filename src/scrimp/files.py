@@ -22,12 +22,13 @@ import contextlib
 import errno
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from scrimp.errors import StorageError
+from scrimp.errors import ScrimpError, StorageError
 
 _ADVICE: Final = {
     errno.ENOSPC: "free some space, or choose a folder on another disk",
@@ -68,6 +69,43 @@ def storage(path: Path, doing: str) -> Iterator[None]:
 
 
 # -- files -------------------------------------------------------------------------------------
+
+
+def read_bounded(path: Path, *, error: type[ScrimpError], do: str | None, at_most: int) -> bytes:
+    """The content of a regular file of at most `at_most` bytes; a larger one is refused before it is read.
+
+    Raises:
+        error: with the advice `do`; the file is missing, too large, or cannot be read.
+    """
+    try:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            content = b"" if size > at_most else file.read(at_most + 1)
+    except FileNotFoundError as problem:
+        raise error(f"{path} is missing", do=do) from problem
+    except (OSError, ValueError) as problem:  # ValueError: a NUL in the path
+        number, got = getattr(problem, "errno", None), getattr(problem, "strerror", None) or problem
+        advice = _ADVICE[number] if number in (errno.EACCES, errno.EPERM, errno.EMFILE) else do
+        raise error(f"{path} cannot be read", got=got, do=advice) from problem
+    size = max(size, len(content))
+    if size > at_most:
+        raise error(f"{path} is too large", got=f"{size:,} bytes", expected=f"at most {at_most:,}", do=do)
+    return content
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """A file to read, never a named pipe or a device, which could make its reader wait. Raises OSError."""
+
+    def opened(name: str, flags: int) -> int:
+        descriptor = os.open(name, flags | os.O_NONBLOCK)
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISREG(mode) or stat.S_ISDIR(mode):  # `open` has an error of its own for a folder
+            return descriptor
+        os.close(descriptor)
+        kind = "a named pipe" if stat.S_ISFIFO(mode) else "a device"
+        raise OSError(errno.EINVAL, f"{kind} instead of a file", name)
+
+    return open(path, "rb", opener=opened)
 
 
 def write_whole(path: Path, content: bytes | str, *, shared: bool = False) -> None:

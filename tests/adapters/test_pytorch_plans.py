@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_nets import LAYERS, WIDTH, batch, is_plain, loss, net, train, trained
-from torch import nn
+from small_nets import LAYERS, WIDTH, batch, is_plain, loss, loss_in_bf16, net, train, trained
+from torch import Tensor, nn
 
 import scrimp
 from scrimp.adapters.arguments import budget_from
-from scrimp.errors import PlanError
-from scrimp.gemm import Execution, observing
+from scrimp.errors import PlanError, TrainingError
+from scrimp.gemm import Backend, Execution, PlannedModel, observing
+from scrimp.gemm.backends import ReferenceBackend
+from scrimp.gemm.problem import Use
 from scrimp.planner.bits import PrecisionPlan, PrecisionProfile
 from scrimp.precision import GEMMS
 from scrimp.profiler.gemm_times import measure_gemm_times
@@ -284,3 +287,72 @@ def test_a_deeper_model_of_the_same_names_is_noticed(
 def test_only_plans_are_taken(profile: PrecisionProfile) -> None:
     with pytest.raises(PlanError, match="got dict"):
         scrimp.apply(net(), {})  # type: ignore[arg-type]
+
+
+# -- the proof of what was applied -------------------------------------------------------------
+
+
+class KeepsBf16(ReferenceBackend):
+    """Leaves operands as they are."""
+
+    def prepare(self, x: Tensor, use: Use) -> Any:
+        return super().prepare(x, dataclasses.replace(use, operand=None))
+
+    def prepare_and_store(self, x: Tensor, use: Use, saved: Use) -> tuple[Any, Any]:
+        return self.prepare(x, use), self.store(x, saved)
+
+
+def let_lie(planned: PlannedModel, layer: str, gemm: str) -> None:
+    def choose(recipe: str, asked: str, shape: object, device: object) -> Backend:
+        return KeepsBf16() if asked == gemm else ReferenceBackend()
+
+    planned.layers[layer].choose = choose
+
+
+def test_every_gemm_of_a_plan_is_proven_in_the_next_step(profile: PrecisionProfile) -> None:
+    model, optimizer = trained()
+    planned = scrimp.apply(model, scrimp.plan(profile, 0.75))
+    train(model, optimizer, range(1), loss_in_bf16)
+    assert planned.proof is not None
+    assert planned.proof.proven == {(layer, gemm) for layer in LAYERS for gemm in GEMMS}
+    scrimp.apply(model, scrimp.plan(profile, 1.0))
+    changed = set(planned.proof.pending)
+    assert 0 < len(changed) < len(LAYERS) * len(GEMMS)
+    train(model, optimizer, range(1), loss_in_bf16)
+    assert planned.proof.proven == changed
+
+
+@pytest.mark.parametrize("gemm", GEMMS)
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_layer_that_lies_in_a_loop_stops_it_by_name(
+    layer: str, gemm: str, profile: PrecisionProfile
+) -> None:
+    model, optimizer = trained()
+    planned = scrimp.apply(model, scrimp.plan(profile, 0.0))
+    train(model, optimizer, range(1), loss_in_bf16)
+    let_lie(planned, layer, gemm)
+    scrimp.apply(model, scrimp.plan(profile, 1.0))
+    with pytest.raises(TrainingError, match=rf"{layer}\.{gemm} did not run in nvfp4"):
+        train(model, optimizer, range(1), loss_in_bf16)
+
+
+def test_measuring_proves_nothing_and_accuses_nobody(profile: PrecisionProfile) -> None:
+    model, optimizer = trained()
+    planned = scrimp.apply(model, scrimp.plan(profile, 1.0))
+    scrimp.measure(model, optimizer, [batch(0)], loss_in_bf16)
+    assert planned.proof is not None
+    assert not planned.proof.seen
+    train(model, optimizer, range(1), loss_in_bf16)
+    assert len(planned.proof.proven) == len(LAYERS) * len(GEMMS)
+
+
+def test_copies_and_plain_models_are_watched_by_nobody(profile: PrecisionProfile) -> None:
+    model, optimizer = trained()
+    planned = scrimp.apply(model, scrimp.plan(profile, 1.0))
+    copied = copy.deepcopy(model)
+    loss_in_bf16(copied, batch(3)).backward()
+    assert planned.proof is not None
+    assert not planned.proof.seen
+    planned.swap_out()
+    train(model, optimizer, range(1), loss_in_bf16)
+    assert not planned.proof.seen

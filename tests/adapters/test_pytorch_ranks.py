@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from distributed import spawn
-from small_nets import adamw, batch, loss, net
-from torch import nn
+from small_nets import LAYERS, adamw, batch, loss, net
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import scrimp
-from scrimp.errors import PlanError
+from scrimp.adapters.applied import put_in_force
+from scrimp.adapters.modules import unwrap
+from scrimp.errors import PlanError, TrainingError
+from scrimp.gemm import LinearPrecision
+from scrimp.gemm.backends import ReferenceBackend
+from scrimp.precision import GEMMS
 
 RANKS = 2
 
@@ -27,6 +36,13 @@ def sharded(model: nn.Module) -> nn.Module:
     for block in model.blocks:  # type: ignore[union-attr]
         fully_shard(block)
     return fully_shard(model)
+
+
+def cut(model: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (RANKS,))
+    for block in model.blocks:  # type: ignore[union-attr]
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return model
 
 
 def digest(model: nn.Module) -> str:
@@ -101,3 +117,60 @@ def test_plans_that_differ_between_ranks_are_refused_and_change_nothing(found: l
     for of_rank in found:
         assert "the ranks were given different plans" in of_rank["said"]
         assert of_rank["is_applied"]
+
+
+# -- the proof of a plan -----------------------------------------------------------------------
+
+LIAR = "blocks.1.up"
+
+
+class Large(ReferenceBackend):
+    """Results are 5 % too large."""
+
+    def multiply(self, gemm: str, a: Any, b: Any, out: torch.dtype) -> Tensor:
+        return super().multiply(gemm, a, b, out) * 1.05
+
+
+def prove_each(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> list[dict[str, Any]]:
+    """An honest run, and one that lies in each GEMM."""
+    return [prove(rank, wrap, lying) for lying in (None, *GEMMS)]
+
+
+def prove(rank: int, wrap: Callable[[nn.Module], nn.Module], lying: str | None) -> dict[str, Any]:
+    """Steps by a plan, of which the second rank breaks one GEMM where asked."""
+    model = wrap(net())
+    optimizer, inner = adamw(model), unwrap(model)
+    precisions = dict.fromkeys(LAYERS, LinearPrecision.of("fp8_tensor"))
+    planned = put_in_force(inner, precisions)
+    honest = planned.layers[LIAR].choose
+    if rank == 1 and lying is not None:
+        planned.layers[LIAR].choose = lambda recipe, gemm, *site: (
+            Large() if gemm == lying else honest(recipe, gemm, *site)
+        )
+    taken, said = 0, ""
+    try:
+        for step in range(4):
+            loss(model, batch(step if wrap is cut else 10 * step + rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            taken += 1
+    except TrainingError as error:
+        said = str(error)
+    dist.barrier()  # nobody waits for a rank that stopped
+    assert planned.proof is not None
+    return {"taken": taken, "said": said, "proven": set(planned.proof.proven)}
+
+
+@pytest.mark.parametrize("wrap", [copied, sharded, cut])
+def test_a_lie_on_one_rank_stops_all_of_them_by_name(
+    wrap: Callable[[nn.Module], nn.Module], tmp_path: Path
+) -> None:
+    every = {(layer, gemm) for layer in LAYERS for gemm in GEMMS}
+    for rank, (honest, *liars) in enumerate(spawn(RANKS, prove_each, tmp_path, wrap)):
+        assert honest == {"taken": 4, "said": "", "proven": every}
+        for gemm, liar in zip(GEMMS, liars, strict=True):
+            assert liar["taken"] == 1
+            assert (
+                f"{LIAR}.{gemm} did not run in fp8_tensor on the reference back end of rank 1" in liar["said"]
+            )
+            assert liar["proven"] == every - ({(LIAR, gemm)} if rank == 1 else set())

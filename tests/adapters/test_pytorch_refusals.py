@@ -65,6 +65,54 @@ def test_models_that_cannot_be_measured_are_refused(
     assert is_plain(model)
 
 
+def replaced(model: nn.Module) -> None:
+    """The forward of a layer, after it was planned."""
+    down = model.blocks[0].down  # type: ignore[index, union-attr]
+    down.forward = lambda x: nn.functional.linear(x, down.weight)  # type: ignore[union-attr]
+
+
+def detached(model: nn.Module) -> None:
+    """The first block's results."""
+    block = model.blocks[0]  # type: ignore[index]
+    block.forward = lambda x: x + block.down(block.up(block.norm(x))).detach()  # type: ignore[operator, union-attr]
+
+
+@pytest.mark.parametrize("gains", ["auto", "exact"])
+@pytest.mark.parametrize(
+    ("change", "words", "others"),
+    [
+        (
+            replaced,
+            r"got blocks\.0\.down \(its forward is replaced",
+            ["blocks.0.up", "blocks.1.up", "blocks.1.down"],
+        ),
+        (
+            detached,
+            r"got blocks\.0\.up \(no gradient reaches it\), blocks\.0\.down",
+            ["blocks.1.up", "blocks.1.down"],
+        ),
+    ],
+)
+def test_layers_that_do_not_run_their_gemms_are_named_and_the_advice_works(
+    change: Callable[[nn.Module], None], words: str, others: list[str], gains: str
+) -> None:
+    model, optimizer = trained()
+    profile = scrimp.measure(model, optimizer, [batch(0)], loss)
+    scrimp.apply(model, scrimp.plan(profile, 0.5))
+    change(model)
+    with pytest.raises(ModelError, match=f"do not run their planned GEMMs.*{words}"):
+        scrimp.measure(model, optimizer, [batch(0)], loss, gains=gains)
+    found = scrimp.measure(model, optimizer, [batch(0)], loss, layers=others, gains="exact")
+    assert found.layers == tuple(others)
+
+
+def test_a_layer_with_a_replaced_forward_is_left_out_of_the_plan() -> None:
+    model, optimizer = trained()
+    replaced(model)
+    profile = scrimp.measure(model, optimizer, [batch(0)], loss)
+    assert profile.layers == ("blocks.0.up", "blocks.1.up", "blocks.1.down")
+
+
 def exhausted() -> Iterator[Tensor]:
     batches = iter([batch(0)])
     next(batches)

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 
 from scrimp.adapters import cycle
 from scrimp.adapters.recent_batches import RecentBatches
-from scrimp.errors import CheckpointError, PlanError
-from scrimp.gemm import LinearPrecision, swap_in
+from scrimp.errors import CheckpointError, ModelError, PlanError, TrainingError
+from scrimp.gemm import LinearPrecision, PlannedLayer, swap_in
+from scrimp.gemm.backends import ReferenceBackend
+from scrimp.gemm.problem import Use
 from scrimp.planner.bits import Budget, PrecisionProfile
 from scrimp.precision import GEMMS
 
@@ -208,8 +210,19 @@ def test_the_run_switches_at_its_step_however_long_solving_takes(
 def test_a_plan_that_would_begin_after_the_end_is_not_measured(
     tmp_path: Path, profiles: list[PrecisionProfile]
 ) -> None:
-    trainer(tmp_path, SnipCallback(0.5, first=4, switch_after=2), max_steps=6).train()
-    assert not profiles
+    snip = SnipCallback(0.5, first=2, every=2, switch_after=1)
+    trainer(tmp_path, snip, max_steps=5).train()
+    assert [entry["step"] for entry in snip.history] == [3]
+    assert len(profiles) == 1
+
+
+def test_a_run_too_short_for_its_first_plan_is_refused_before_its_first_step(tmp_path: Path) -> None:
+    run = trainer(tmp_path, SnipCallback(0.5, first=4, switch_after=2), max_steps=6)
+    with pytest.raises(
+        PlanError, match=r"end before its first plan.*first 4 and switch_after 2 of 6 updates"
+    ):
+        run.train()
+    assert run.state.global_step == 0
 
 
 # -- records and checkpoints -------------------------------------------------------------------
@@ -337,7 +350,7 @@ def test_an_optimizer_of_unknown_rule_is_refused_before_training_and_taken_by_it
     tmp_path: Path,
 ) -> None:
     with pytest.raises(PlanError, match=r'Adafactor.*sensitivity="gradient"'):
-        trainer(tmp_path, SnipCallback(0.75), optim="adafactor").train()
+        trainer(tmp_path, SnipCallback(0.75, first=2, switch_after=0), optim="adafactor").train()
     snip = SnipCallback(0.75, first=2, switch_after=0, sensitivity="gradient")
     trainer(tmp_path, snip, optim="adafactor", max_steps=3).train()
     assert [entry["step"] for entry in snip.history] == [2]
@@ -385,3 +398,61 @@ def test_a_budget_that_gets_out_of_reach_leaves_the_nearest_plan_with_the_reason
     assert first["fp4_flops"] >= 0.5
     assert second["fp4_flops"] == 0.0
     assert "safest" in second["reason"]
+
+
+# -- the proof of a plan -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gemm", GEMMS)
+def test_a_layer_that_lies_after_a_switch_stops_the_trainer_by_name(
+    gemm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    liar, honest = "model.layers.0.mlp.down_proj", PlannedLayer.backend
+
+    class KeepsBf16(ReferenceBackend):
+        def prepare(self, x: Tensor, use: Use) -> Any:
+            return super().prepare(x, dataclasses.replace(use, operand=None))
+
+        def prepare_and_store(self, x: Tensor, use: Use, saved: Use) -> tuple[Any, Any]:
+            return self.prepare(x, use), self.store(x, saved)
+
+    def backend(self: PlannedLayer, recipe: str, asked: str, *site: Any) -> Any:
+        is_lie = (self.name, recipe, asked) == (liar, "nvfp4", gemm)
+        return KeepsBf16() if is_lie else honest(self, recipe, asked, *site)
+
+    monkeypatch.setattr(PlannedLayer, "backend", backend)
+    snip = SnipCallback(1.0, every=4, first=2, batches=1, switch_after=1, start="fp8")
+    run = trainer(tmp_path, snip)
+    with pytest.raises(TrainingError, match=rf"{liar}\.{gemm} did not run in nvfp4"):
+        run.train()
+    assert run.state.global_step == 3  # the first step by the plan
+
+
+def test_the_trainers_records_say_how_many_gemms_were_proven(tmp_path: Path) -> None:
+    snip = SnipCallback(1.0, every=8, first=2, batches=1, switch_after=1)
+    run = trainer(tmp_path, snip)
+    run.train()
+    found = {
+        entry["step"]: entry["snip/proven_gemms"]
+        for entry in run.state.log_history
+        if "snip/proven_gemms" in entry
+    }
+    assert found == {4: float(len(BLOCK) * len(GEMMS))}
+
+
+class Patches(transformers.TrainerCallback):
+    """Replaces the forward of a planned layer, as another library would."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        down = kwargs["model"].model.layers[0].mlp.down_proj
+        down.forward = lambda x: nn.functional.linear(x, down.weight)
+
+
+def test_layers_that_run_nothing_of_their_plan_are_named_and_not_measured(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    snip = SnipCallback(0.0, every=8, first=2, batches=1, switch_after=1, start="fp8")
+    refusal = r"do not run their planned GEMMs.*layers\.0\.mlp\.down_proj \(its forward is replaced"
+    with caplog.at_level("WARNING", logger="scrimp"), pytest.raises(ModelError, match=refusal):
+        trainer(tmp_path, snip, Patches(), max_steps=4).train()
+    assert "ran none of their planned GEMMs: model.layers.0.mlp.down_proj" in caplog.text

@@ -183,7 +183,7 @@ def test_a_card_whose_plan_is_that_of_the_full_device_shows_nothing() -> None:
 
 def test_a_part_without_time_begins_nothing_and_does_not_hold(tmp_path: Path) -> None:
     bench = memory.Bench(
-        tmp_path, tmp_path, "today", -1.0, device="cpu", device_bytes=2**30, is_written=False
+        tmp_path, tmp_path, "peaks", "today", -1.0, device="cpu", device_bytes=2**30, is_written=False
     )
     memory.run_part(bench)
     assert {run["failure"] for run in bench.found} == {"the time was up"}

@@ -19,7 +19,7 @@ class Calls(list[tuple[str, tuple[Any, ...], dict[str, Any]]]):
         super().__init__()
         self.answers = {
             "train": types.SimpleNamespace(exit_code=0),
-            "verify": types.SimpleNamespace(ok=True),
+            "verify_path": ("all is well", True),
             "CorpusSpec": None,
             "prepare": "shards",
             "write_report": "report.html",
@@ -42,8 +42,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
         return call
 
     rooms = {
-        "scrimp.train": ["train", "dry_run", "evaluate_target", "generate_text", "export_run"],
-        "scrimp.data": ["prepare", "verify", "CorpusSpec"],
+        "scrimp.train": ["train", "dry_run", "evaluate_target", "generate_text", "export_run", "verify_path"],
+        "scrimp.data": ["prepare", "CorpusSpec"],
         "scrimp.report": ["write_report"],
     }
     for room, names in rooms.items():

@@ -7,6 +7,8 @@ a traceback, and nothing has been started.
 from __future__ import annotations
 
 import io
+import re
+import shlex
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
@@ -55,9 +57,9 @@ OPTIONS = [
     (["train", "--model.preset", "llama-60"], ["model.preset", "'llama-60'", "llama-60m", "qwen2.5-0.5b"]),
     (["plan", "--train.stepz", "5"], ["--train.stepz", "--train.steps"]),
     (["trian"], ["trian", "train"]),
-    (["data"], ["data verify"]),
-    (["data", "verfy"], ["data verfy", "data verify"]),
-    (["verify", "x"], ["verify", "data verify"]),
+    (["data"], ["unknown command 'data'"]),
+    (["data", "verify"], ["data verify", "write `scrimp verify FOLDER`"]),
+    (["verfy", "x"], ["verfy", "did you mean `scrimp verify`?"]),
     (["--train.steps", "5"], ["--train.steps", "scrimp train"]),
     (["prepare", "corpus.txt"], ["OUT", "missing"]),
     (["prepare"], ["SRC", "missing"]),
@@ -161,3 +163,13 @@ def _written(folder: Path, content: bytes) -> Path:
     file = folder / "my.toml"
     file.write_bytes(content)
     return file
+
+
+def test_commands_in_advice_are_quoted_for_a_shell(tmp_path: Path, capsys) -> None:
+    folder = tmp_path / "my shards"
+    assert main(["data", "verify", str(folder)]) == 2
+    advice = re.search(r"`scrimp (.*)`", capsys.readouterr().err)
+    assert advice is not None
+    assert shlex.split(advice[1]) == ["verify", str(folder)]
+    assert main(["data", "prepare", "a", "b"]) == 2
+    assert "scrimp verify" not in capsys.readouterr().err

@@ -53,7 +53,27 @@ def test_expected_ends_show_no_traceback(calls, capsys, raised, code) -> None:
 
 
 @pytest.mark.parametrize(
-    "raised", [ValueError("surprise"), OSError(errno.EIO, "Input/output error"), MemoryError()]
+    "raised",
+    [
+        MemoryError(),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory"
+        ),
+        RuntimeError("can't start new thread"),
+        ImportError("libtorch_cpu.so: failed to map segment from shared object"),
+    ],
+)
+def test_memory_that_the_system_refuses_is_named_and_2(calls, capsys, raised) -> None:
+    calls.answers["train"] = raised
+    assert main(["train"]) == 2
+    told = capsys.readouterr().err
+    assert "the system gives no more memory" in told
+    assert "Traceback" not in told
+
+
+@pytest.mark.parametrize(
+    "raised", [ValueError("surprise"), OSError(errno.EIO, "Input/output error"), RuntimeError("surprise")]
 )
 def test_a_bug_shows_its_traceback_and_is_1(calls, capsys, raised) -> None:
     calls.answers["train"] = raised
@@ -69,7 +89,10 @@ def test_storage_errors_name_the_path(calls, capsys) -> None:
     assert "runs/a" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129), (signal.SIGUSR1, 138)],
+)
 def test_a_signal_unwinds_the_command(number, code) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", SLOW],
@@ -84,6 +107,17 @@ def test_a_signal_unwinds_the_command(number, code) -> None:
     out, err = process.communicate(timeout=30)
     assert (process.returncode, out) == (code, "cleaned up\n")
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1], ids=lambda n: n.name)
+def test_a_signal_that_was_ignored_at_the_start_stays_ignored(calls, number) -> None:
+    before = signal.signal(number, signal.SIG_IGN)
+    calls.answers["train"] = 0
+    try:
+        main(["train"])
+        assert signal.getsignal(number) is signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
 
 
 def test_a_forked_worker_ends_quietly_on_sigterm(calls) -> None:

@@ -34,10 +34,10 @@ CONFIG = """
 """
 
 PUBLIC = {
-    "train": f"[FILE] --resume {CONFIG}",
-    "plan": f"[FILE] --out {CONFIG}",
+    "train": f"[FILE] --resume --resume-from --restart {CONFIG}",
+    "plan": f"[FILE] --out --target {CONFIG}",
     "prepare": "SRC OUT --text-column --tokenizer --bpe-vocab-size --held-out --workers",
-    "data verify": "FOLDER",
+    "verify": "PATH",
     "eval": "TARGET --data --text-column --sequence --device",
     "generate": "TARGET --prompt --tokens --temperature --top-k --top-p --seed --device",
     "export": "RUN OUT",

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scrimp.config import Config, flatten, leaves, parse_config, reasons_in, replace_values, to_toml
-from scrimp.config.fields import Leaf
+from scrimp.config.fields import NUMBER_OR_PATH, Leaf
 
 # Every character that a file name or a name can hold; lone surrogates are refused by check_values.
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -22,6 +22,7 @@ VALUES = {
     float: st.floats(allow_nan=False),
     str: TEXT,
     Path: PATHS,
+    NUMBER_OR_PATH: st.floats(allow_nan=False) | PATHS,
 }
 
 

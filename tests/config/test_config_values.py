@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scrimp.config import RANGES, Config, Range, check_values, leaves, parse_bytes, replace_values
+from scrimp.config.fields import NUMBER_OR_PATH
 from scrimp.errors import ConfigError
 from scrimp.precision import parse_rules
 
-NUMERIC = {key: leaf for key, leaf in leaves(Config).items() if leaf.kind in (int, float)}
+NUMERIC = {key: leaf for key, leaf in leaves(Config).items() if leaf.kind in (int, float, NUMBER_OR_PATH)}
 
 
 def refusal(key: str, value: object) -> str:

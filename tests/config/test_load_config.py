@@ -69,6 +69,12 @@ def test_home_folder_is_expanded(write, monkeypatch, tmp_path) -> None:
     assert "run.dir" in refusal(write('[run]\ndir = "~nobody-of-that-name/a"\n'))
 
 
+def test_what_is_held_out_is_a_share_or_a_path(write) -> None:
+    assert load_config(write("[data]\nheld_out = 0.1\n")).data.held_out == 0.1
+    assert load_config(write("[data]\nheld_out = 0\n")).data.held_out == 0.0
+    assert load_config(write('[data]\nheld_out = "valid.txt"\n')).data.held_out == Path("valid.txt")
+
+
 def test_byte_order_mark_and_empty_file_are_accepted(write) -> None:
     assert load_config(write(b"\xef\xbb\xbf[train]\nsteps = 7\n")).train.steps == 7
     assert load_config(write("")) == Config()
@@ -116,6 +122,7 @@ def test_unknown_key_is_refused_with_the_nearest_known(write, text, key, nearest
         ("[data]\nmask_documents = 1", "data.mask_documents", "true or false"),
         ("[data]\nmask_documents = 'false'", "data.mask_documents", "without quotes"),
         ("[run]\ndir = 5", "run.dir", "a path"),
+        ("[data]\nheld_out = true", "data.held_out", "a number or a path"),
         ("[budget]\ndevice_memory = 17179869184", "budget.device_memory", "text"),
         ("precision = 16", "precision", "in quotes"),
         ("precision = ['fp8', '*.wgrad=bf16']", "precision", "text"),

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 
 from scrimp.config import (
@@ -184,6 +184,38 @@ def test_learning_rate_falls_with_the_width_and_is_a_tenth_from_weights() -> Non
 def test_intervals_follow_the_length_of_the_run(steps, warmup, evaluate, checkpoint) -> None:
     train = decided({"train.steps": steps}).train
     assert (train.warmup_steps, train.eval_every, train.checkpoint_every) == (warmup, evaluate, checkpoint)
+
+
+@given(
+    steps=st.integers(1, 5_000),
+    batch=st.sampled_from([1024, 4096, 16_384]),
+    every=st.one_of(st.none(), st.integers(0, 400)),
+    tokens=st.one_of(st.none(), st.integers(1, 10**5)),
+)
+@example(steps=30, batch=4096, every=None, tokens=None)
+@example(steps=1, batch=1024, every=None, tokens=None)
+def test_evaluations_left_to_scrimp_take_at_most_3_percent_of_the_flops(steps, batch, every, tokens) -> None:
+    given_values = {
+        "train.steps": steps,
+        "train.batch_tokens": batch,
+        "train.eval_every": every,
+        "train.eval_tokens": tokens,
+    }
+    train = decided({key: value for key, value in given_values.items() if value is not None}).train
+    count = len(
+        {step for step in range(1, steps + 1) if train.eval_every and step % train.eval_every == 0} | {steps}
+    )
+    share = count * train.eval_tokens / 3 / (steps * batch)
+    if every is None:
+        assert 1 <= train.eval_every <= steps
+        assert count <= 10
+    if tokens is None:
+        assert train.sequence <= train.eval_tokens <= 4 * batch
+    is_least = (tokens is None and train.eval_tokens == train.sequence) or (every is None and count == 1)
+    if (every is None or tokens is None) and not is_least:
+        assert share <= 0.03
+    if every is None and tokens is None and steps >= 12:
+        assert 0.01 < share <= 0.03 or train.eval_tokens == 4 * batch
 
 
 def test_checkpoints_fall_on_the_steps_that_are_kept_for_good() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 
 import scrimp.data.corpus
 from scrimp.data import CorpusSpec, Loader, load_tokenizer, open_corpus, prepare, verify
+from scrimp.data.manifest import read_manifest
 from scrimp.data.shards import Shard, ShardWriter
 from scrimp.errors import DataError, StorageError
 
@@ -147,13 +149,13 @@ def test_an_altered_tokenizer_is_noticed(prepared: Path) -> None:
 def test_an_interrupted_or_damaged_manifest_is_refused(prepared: Path, tmp_path: Path) -> None:
     path = prepared / "corpus.json"
     raw = path.read_text()
-    path.write_text(raw.replace('"complete": true', '"complete": false'))
+    replace(read_manifest(prepared), complete=False).write(prepared)
     with pytest.raises(DataError, match=r"not complete.*scrimp prepare"):
         open_corpus(ready(prepared), cache=None)
     assert not verify(prepared, progress=False).ok
     for broken in ("", "{}", "[]", raw[:100], raw.replace('"scrimp_corpus": 1', '"scrimp_corpus": 2')):
         path.write_text(broken)
-        with pytest.raises(DataError, match=r"corpus\.json (is damaged|has another format)"):
+        with pytest.raises(DataError, match=r"corpus\.json (is not JSON|has the wrong|has another format)"):
             open_corpus(ready(prepared), cache=None)
     with pytest.raises(DataError, match="not a folder of token shards"):
         verify(tmp_path / "nowhere", progress=False)

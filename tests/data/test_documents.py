@@ -1,4 +1,4 @@
-"""Cutting loses nothing and does not depend on blocks; the split is decided by text alone."""
+"""Cutting loses nothing and does not depend on blocks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scrimp.data.documents import KIB, LONGEST_DOCUMENT, Split, choose_threshold, cut, documents, text_target
+from scrimp.data.documents import KIB, LONGEST_DOCUMENT, cut, documents, text_target
 from scrimp.errors import DataError
 
 TEXTS = st.text(alphabet="ab \n\t\ré", max_size=400)
@@ -50,35 +50,3 @@ def test_long_documents_are_cut_and_blank_ones_left_out() -> None:
 def test_a_lone_surrogate_is_a_data_error() -> None:
     with pytest.raises(DataError, match="lone surrogate"):
         list(documents(["ok \ud800"]))
-
-
-@given(
-    texts=st.lists(st.text(min_size=1, max_size=5), min_size=2),
-    share=st.sampled_from([1e-9, 0.02, 0.5, 0.98]),
-)
-def test_both_sides_of_the_split_have_documents_and_share_none(texts: list[str], share: float) -> None:
-    corpus = list(documents(texts))
-    if len({document.text for document in corpus}) < 2:
-        if corpus:
-            with pytest.raises(DataError, match="too small"):
-                choose_threshold(corpus, share)
-        return
-    split = choose_threshold(iter(corpus), share)
-    held_out = {document.text for document in corpus if split.is_held_out(document)}
-    trained = {document.text for document in corpus if not split.is_held_out(document)}
-    assert held_out
-    assert trained
-    assert not held_out & trained
-
-
-def test_the_share_held_out_is_the_one_asked_for() -> None:
-    corpus = list(documents(f"document {number}" for number in range(20_000)))
-    split = choose_threshold(corpus, 0.1)
-    assert abs(sum(map(split.is_held_out, corpus)) / len(corpus) - 0.1) < 0.01
-
-
-def test_nothing_is_held_out_when_nothing_is_asked_for() -> None:
-    assert choose_threshold([], 0.0) == Split(0)
-    for share in (-0.1, 1.0):
-        with pytest.raises(DataError, match="held-out share"):
-            choose_threshold([], share)

@@ -310,7 +310,7 @@ def test_evaluation_counts_every_target_once_in_order(
 
 def test_an_empty_held_out_split_is_refused(make_stream: Callable[..., TokenStream]) -> None:
     for documents in ([], [np.arange(1)]):
-        with pytest.raises(DataError, match="held-out split is too small"):
+        with pytest.raises(DataError, match="text to evaluate on is too short"):
             list(
                 evaluation_batches(
                     make_stream(documents), sequence=4, micro_batch=1, max_tokens=9, mask_documents=True

@@ -59,9 +59,10 @@ def test_shards_hold_the_documents_of_both_splits(tmp_path: Path, text_file: Pat
         CorpusSpec(source=str(prepare(spec, tmp_path / "out", shard_tokens=5000, progress=False))), cache=None
     )
     found = list(documents(open_source(str(text_file), "text").texts(Meter())))
-    threshold = corpus.manifest.threshold
+    assert corpus.manifest.split is not None
+    found = list(corpus.manifest.split.parts(found))
     for stream, side in ((corpus.held_out, True), (corpus.train, False)):
-        expected = [document for document in found if (document.hash < threshold) == side]
+        expected = [document for document in found if document.held_out == side]
         assert expected
         assert stream.num_documents == len(expected)
         assert stream.text_bytes == sum(document.num_bytes for document in expected)
@@ -277,7 +278,7 @@ def test_a_bad_source_leaves_no_folder_behind(tmp_path: Path) -> None:
         prepare(spec_of(source), out, workers=0, progress=False)
     with pytest.raises(DataError, match="there is no tokenizer"):
         prepare(spec_of(source, tokenizer="typo"), out, progress=False)
-    source.write_text('{"text": "a"}\n{"text": "b"}\n')
+    source.write_text("".join(f'{{"text": "row {number}"}}\n' for number in range(10)))
     shards = prepare(spec_of(source), out, progress=False)
     with pytest.raises(DataError, match="already holds token shards"):
         prepare(spec_of(shards), tmp_path / "other", progress=False)

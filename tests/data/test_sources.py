@@ -7,26 +7,35 @@ import io
 import json
 import os
 import sysconfig
+import tempfile
 import time
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import zstandard
+from backports import zstd
+from hypothesis import given
+from hypothesis import strategies as st
 
 from scrimp.data.documents import documents
 from scrimp.data.sources import open_source
 from scrimp.data.streams import BLOCK, Meter
 from scrimp.errors import DataError, StorageError
 
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+
 
 def texts(source: str | Path, column: str = "text") -> list[str]:
     return list(open_source(str(source), column).texts(Meter()))
 
 
-def zst(content: bytes, **options: bool) -> bytes:
-    return zstandard.ZstdCompressor(**options).compress(content)
+def zst(content: bytes, *, write_checksum: bool = False) -> bytes:
+    return zstd.compress(content, options={zstd.CompressionParameter.checksum_flag: int(write_checksum)})
 
 
 def test_stdlib_is_the_library_without_tests_and_installed_packages() -> None:
@@ -205,11 +214,52 @@ def test_archives_that_end_early_or_are_damaged_are_refused(tmp_path: Path) -> N
 def test_bad_jsonl_is_named_with_its_line(tmp_path: Path) -> None:
     good = b'{"text": "a", "id": 1}\n'
     refused(tmp_path / "a.jsonl", good + b'{"text": \n', "line 2 is not JSON")
-    refused(tmp_path / "a.jsonl", good + b"[1, 2]\n", "line 2 is not a JSON object")
+    refused(tmp_path / "a.jsonl", good + b"[1, 2]\n", "line 2 has the wrong type - got a list of length 2")
     refused(tmp_path / "a.jsonl", good, "no column 'body'.*the columns id, text", "body")
     refused(tmp_path / "a.jsonl", good + b'{"text": 5}', "column 'text' does not hold text.*int")
     refused(tmp_path / "a.jsonl", b'{"text": "\xff"}\n', "line 1 is not JSON")
-    refused(tmp_path / "a.json", b'[{"text": "a"}]', "line 1 is not a JSON object")
+    refused(tmp_path / "a.json", b'[{"text": "a"}]', "line 1 has the wrong type")
+    nested = b'{"text": "a", "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n"
+    refused(tmp_path / "a.jsonl", good + nested, "line 2 cannot be read|line 2 is not JSON")
+
+
+def test_only_the_text_column_of_jsonl_must_be_sound(tmp_path: Path) -> None:
+    rows: list[dict[str, object]] = [
+        {"text": "a", "score": float("nan")},
+        {"text": 'NaN "Infinity" \\', "score": [float("-inf"), {"NaN": float("inf")}]},
+        {"\x00\x1b[2J": 1, "text": "\x1b", "NaN": float("nan")},
+        {"text": "d", "score": 10**200},
+    ]
+    lines = [*map(json.dumps, rows), '{"text": "e", "score": 1e999, "\\u0007": -Infinity}']
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    assert texts(tmp_path / "a.jsonl") == ["a", rows[1]["text"], "\x1b", "d", "e"]
+    for constant in (b"NaN", b"-Infinity"):
+        line = b'{"text": ' + constant + b"}"
+        refused(tmp_path / "a.jsonl", line, "line 1: column 'text' does not hold text.*float")
+    refused(tmp_path / "a.jsonl", b'{"x": NaN, "y": nan}', "line 1 is not JSON.*byte 18")
+    refused(tmp_path / "a.jsonl", b'{"x": NaNNaN, "text": "a"}', "line 1 is not JSON")
+    refused(tmp_path / "a.jsonl", b'{"text": "' + b'\\"' * 10**6, "line 1 is not JSON")  # in linear time
+    (tmp_path / "a.jsonl").write_bytes(b'{"\\u001b[2J": 1}')
+    with pytest.raises(DataError, match="no column 'text'") as caught:
+        texts(tmp_path / "a.jsonl")
+    assert "\x1b" not in str(caught.value)
+
+
+@given(row=st.dictionaries(st.text(max_size=4), JSON, max_size=4), text=st.text())
+def test_rows_that_python_writes_give_their_text(row: dict[str, object], text: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "a.jsonl"
+        path.write_text(json.dumps(row | {"text": text}) + "\n")
+        assert texts(path) == [text]
+
+
+def test_a_lone_surrogate_is_named_with_file_and_line(tmp_path: Path) -> None:
+    good = b'{"text": "a \\ud83d\\ude00 b", "id": 18446744073709551616}\n'
+    for bad in (b'"a \\ud800 b"', b'"a \\udc00"', b'"\xed\xa0\x80"', b'"\\ud800\\u0041"', b'"\\ud800"'):
+        line = b'{"id": 1, "text": ' + bad + b"}\n"
+        refused(tmp_path / "a.jsonl", good + line, r"a\.jsonl, line 2 is not valid Unicode.*a lone surrogate")
+    (tmp_path / "a.jsonl").write_bytes(good)
+    assert texts(tmp_path / "a.jsonl") == ["a 😀 b"]
 
 
 def test_bad_parquet_is_refused(tmp_path: Path) -> None:

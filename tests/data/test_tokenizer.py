@@ -14,7 +14,8 @@ from tokenizers import models, pre_tokenizers, processors, trainers
 
 from scrimp.data import Tokenizer, load_tokenizer
 from scrimp.data.bpe import sample, train_bpe
-from scrimp.data.documents import Split, documents
+from scrimp.data.documents import documents
+from scrimp.data.split import Split
 from scrimp.data.tokenizer import END_OF_TEXT, own_tokenizer
 from scrimp.errors import DataError
 
@@ -27,6 +28,7 @@ SAMPLES = [
     "\x00\x7f\u2028",
     f"text with {END_OF_TEXT} in it",
 ]
+BARE = tokenizers.Tokenizer(models.BPE()).to_str().encode()
 WORDS = "the river of stone runs and falls, naïve 12345 while the stone stays in the river. " * 40
 
 
@@ -94,13 +96,13 @@ def test_training_a_bpe_twice_gives_the_same_tokenizer() -> None:
 def test_the_sample_is_bounded_and_leaves_out_held_out_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     corpus = list(documents(f"document number {number:05d}" for number in range(2000)))
     monkeypatch.setattr("scrimp.data.bpe.SAMPLE_BYTES", 10_000)
-    split = Split(1 << 62)
-    texts = sample(iter(corpus), split)
+    corpus = list(Split(1 << 62).parts(corpus))
+    texts = sample(iter(corpus))
     assert 9_900 < sum(map(len, texts)) <= 10_000
     assert texts == sorted(texts)  # the order of the corpus
     by_text = {document.text: document for document in corpus}
-    assert not any(split.is_held_out(by_text[text]) for text in texts)
-    trained = sorted(document.hash for document in corpus if not split.is_held_out(document))
+    assert not any(by_text[text].held_out for text in texts)
+    trained = sorted(document.hash for document in corpus if not document.held_out)
     assert sorted(by_text[text].hash for text in texts) == trained[: len(texts)]
 
 
@@ -172,6 +174,68 @@ def test_a_folder_with_eos_only_puts_it_in_front(tmp_path: Path) -> None:
     assert ours.end_ids == {end}
 
 
+T5_PIECES = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0), *((c, -3.0) for c in "abs/<>punkd")]
+
+
+def save_control(folder: Path, model: models.Model, specials: list[str], **config: str) -> Path:
+    """A Hugging Face folder whose model holds its control tokens in its own vocabulary, as T5's and BERT's do."""
+    folder.mkdir(parents=True, exist_ok=True)
+    made = tokenizers.Tokenizer(model)
+    made.add_special_tokens(specials)
+    if isinstance(model, models.Unigram):
+        made.pre_tokenizer = pre_tokenizers.Metaspace()
+        made.decoder = tokenizers.decoders.Metaspace()
+        single = "$A </s>"
+    else:
+        made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        single = "[CLS] $A [SEP]"
+    ids = [(token, made.token_to_id(token)) for token in single.split() if token != "$A"]
+    made.post_processor = processors.TemplateProcessing(single=single, special_tokens=ids)
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **config})
+    )
+    return folder
+
+
+def t5(folder: Path, specials: list[str]) -> Tokenizer:
+    model = models.Unigram(T5_PIECES, unk_id=2, byte_fallback=False)
+    tokens = {"eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    return load_tokenizer(save_control(folder, model, specials, **tokens))
+
+
+def bert(folder: Path, specials: list[str], kind: str = "WordLevel") -> Tokenizer:
+    vocabulary = {token: id_ for id_, token in enumerate(["[UNK]", "[CLS]", "[SEP]", "a", "b"])}
+    model = getattr(models, kind)(vocabulary, unk_token="[UNK]")
+    tokens = {"cls_token": "[CLS]", "sep_token": "[SEP]", "unk_token": "[UNK]"}
+    return load_tokenizer(save_control(folder, model, specials, **tokens))
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_text_that_spells_a_control_token_stays_text(tmp_path: Path, declared: bool) -> None:
+    """Whether tokenizer.json marks the token as special, or only its configuration names it."""
+    unigram = t5(tmp_path / "t5", ["<pad>", "</s>", "<unk>"] if declared else [])
+    ids = unigram.encode("a</s>b<pad>").tolist()
+    assert ids[0] == unigram.delimiter_id == 1
+    assert not {0, 1, 2} & set(ids[1:])
+    assert unigram.decode(ids[1:]) == "a</s>b<pad>"
+    for kind in ("WordLevel", "WordPiece"):
+        words = bert(tmp_path / kind, ["[UNK]", "[CLS]", "[SEP]"] if declared else [], kind)
+        assert words.encode("a [SEP] b [CLS] unknown").tolist() == [2, 3, 0, 4, 0, 0]
+    assert unigram.digest == load_tokenizer(tmp_path / "t5").digest
+
+
+def test_a_prompt_is_not_ended_by_the_template(tmp_path: Path) -> None:
+    unigram, words = t5(tmp_path / "t5", ["<pad>", "</s>"]), bert(tmp_path / "bert", ["[CLS]", "[SEP]"])
+    assert unigram.encode_prompt("ab") == unigram.encode("ab").tolist()[1:]
+    assert words.encode_prompt("a b") == [1, 3, 4]
+    # an end that the user wrote stays
+    assert unigram.encode_prompt("ab</s>")[-1] == 1
+    assert words.encode_prompt("a b [SEP]") == [1, 3, 4, 2]
+    assert unigram.encode_prompt("") == [1]
+    assert words.encode_prompt("") == [words.delimiter_id] == [2]
+
+
 def test_special_tokens_may_be_declared_as_objects_or_in_the_map(tmp_path: Path) -> None:
     folder = save_foreign(tmp_path / "object", bos="<s>", eos="</s>")
     (folder / "tokenizer_config.json").write_text(
@@ -206,7 +270,10 @@ def test_a_large_vocabulary_needs_four_bytes(tmp_path: Path) -> None:
         ({"tokenizer.model": b"sentencepiece"}, "AutoTokenizer"),
         ({"tokenizer.json": b"{}"}, "cannot be read"),
         ({"tokenizer.json": b"\xff"}, "not UTF-8"),
-        ({"tokenizer.json": tokenizers.Tokenizer(models.BPE()).to_str().encode()}, "separates documents"),
+        ({"tokenizer.json": BARE}, "separates documents"),
+        ({"tokenizer.json": BARE, "tokenizer_config.json": b"{"}, "tokenizer_config.json is not JSON"),
+        ({"tokenizer.json": BARE, "special_tokens_map.json": b"[" * 10**5}, "special_tokens_map.json"),
+        ({"tokenizer.json": BARE[:-1] + b',"x":' + b"9" * 5000 + b"}"}, "separates|cannot be read|64 bits"),
     ],
 )
 def test_folders_without_a_usable_tokenizer_are_refused(

@@ -98,7 +98,7 @@ def tensor_scale_of(x: Array, largest_block_scale: float = 448.0) -> Any:
     amax = f32(np.abs(x).max(initial=0))
     if not np.isfinite(amax):
         return f32(np.nan)
-    return f32(1) if amax == 0 else max(amax / f32(6 * largest_block_scale), f32(2.0**-100))
+    return f32(1) if amax == 0 else max(amax / f32(6 * largest_block_scale), f32(2.0**-126))
 
 
 def one_group(
@@ -114,7 +114,9 @@ def one_group(
             scaled = (x.astype(np.float64) / scale).astype(f32)
         elif scaling.startswith("nvfp4"):
             scale = e4m3_scale(float((amax / f32(at)) / g), round_up=round_up)
-            scaled = x * ((f32(1) / g) / f32(scale)) if scale else np.zeros_like(x)
+            # Of numbers this small the reciprocal would overflow: the same with larger exponents.
+            lift = f32(2.0**64 if g < 2.0**-100 else 1)
+            scaled = (x * lift) * ((f32(1) / (g * lift)) / f32(scale)) if scale else np.zeros_like(x)
         else:
             scale = float(max(amax / f32(LARGEST[element]), f32(2.0**-126)) if amax else f32(1))
             scaled = x / f32(scale)

@@ -108,6 +108,35 @@ def test_nvfp4_is_torchao_where_torchao_does_not_raise_the_block_scale() -> None
     assert_same(ours.dequantize(), slowly(x.numpy(), "e2m1", "nvfp4").dequantized)
 
 
+@pytest.mark.parametrize("exponent", [-100, -110, -118])
+def test_nvfp4_of_small_tensors_is_torchao(exponent: int) -> None:
+    """Small numbers are scaled as torchao scales them, as far as its reciprocal is finite."""
+    x = normal(96, 256)
+    x = x / x.abs().amax() * 2688 * 2.0**exponent
+    g = per_tensor_amax_to_scale(x.abs().amax())
+    scales, payload = nvfp4_quantize(x, 16, g)
+    ours = quantize(x, "e2m1", "nvfp4")
+    assert ours.tensor_scale is not None
+    assert ours.tensor_scale.equal(g)
+    assert ours.scales.float().equal(scales.float())
+    assert bits(ours.payload, "e2m1").equal(bits(payload, "e2m1"))
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("four_over_six", [False, True])
+@pytest.mark.parametrize("magnitude", [1e-30, 1e-36, 1e-38, 1e-39])
+def test_tiny_tensors_keep_the_accuracy_of_the_format(
+    magnitude: float, four_over_six: bool, rounding: str
+) -> None:
+    if four_over_six and rounding == "stochastic":
+        return  # refused
+    x = normal(64, 128) * magnitude
+    found = quantize(x, "e2m1", "nvfp4", -1, rounding, four_over_six=four_over_six)  # type: ignore[arg-type]
+    error = float((found.dequantize(torch.float64) - x.double()).norm() / x.double().norm())
+    assert error < (0.11 if rounding == "nearest" else 0.17)
+    assert torch.equal(quantize(x * 0, "e2m1", "nvfp4").dequantize(), x * 0)
+
+
 # Against the oracle
 
 

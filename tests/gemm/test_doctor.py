@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from scrimp.formats import fake_quantize
 from scrimp.gemm import doctor
 from scrimp.gemm.backends import ReferenceBackend, TorchBackend
 from scrimp.gemm.doctor import examine
@@ -82,6 +83,28 @@ def test_a_tile_with_a_wrong_scale_is_wrong() -> None:
     other = dataclasses.replace(trial, a=trial.a.clone())
     other.a[:, 128:] *= 1.125
     assert disagreement(other.run(REFERENCE, torch.float32), exact_result(trial))[1] is not None
+
+
+@pytest.mark.parametrize("k", [128, 256, 1024])
+@pytest.mark.parametrize("recipe", ["fp8_tensor", "fp8_row"])
+def test_sums_of_14_bits_are_right(recipe: str, k: int) -> None:
+    """As FP8 tensor cores are reported to make them: every addend is cut off below 2^-13 of the largest."""
+    trial = make_trial("fprop", recipe, Sizes(64, k, 48), CPU, torch.float32)
+    quantized = []
+    for x, use in zip((trial.a, trial.b), trial.uses(), strict=True):
+        assert use.operand is not None
+        quantized.append(fake_quantize(x, use.operand, use.axis))
+    a, b = (one.values.double() for one in quantized)
+    rows, columns = (one.outer for one in quantized)
+    assert rows is not None
+    assert columns is not None
+    total = torch.zeros(64, 48, dtype=torch.float64)
+    for first in range(0, k, 32):
+        products = a[:, None, first : first + 32] * b[None, :, first : first + 32]
+        addends = torch.cat([products, total[..., None]], -1)
+        unit = torch.exp2(torch.floor(torch.log2(addends.abs().amax(-1, keepdim=True))) - 13)
+        total = (torch.trunc(addends / unit) * unit).sum(-1)
+    assert disagreement((total * rows * columns.T).float(), exact_result(trial))[1] is None
 
 
 # -- a whole examination, small ----------------------------------------------------------------

@@ -113,6 +113,14 @@ def test_a_layer_that_multiplies_in_its_own_way_is_refused() -> None:
     swap_in(model, {"0": same("fp8")}, choose=reference_only)
 
 
+def test_a_layer_whose_forward_another_library_has_replaced_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].forward = model[1].forward  # type: ignore[method-assign]
+    with pytest.raises(PlanError, match="1 has a forward of its own"):
+        start(model, "fp8")
+    assert not hasattr(model[0], "planned")
+
+
 def test_a_layer_that_two_names_share_is_planned_once() -> None:
     layer = nn.Linear(8, 8)
     model = nn.Sequential(layer, layer)
@@ -296,19 +304,20 @@ def test_a_transformers_llama_trains_under_a_plan(recipe: str) -> None:
     assert all(type(m) is nn.Linear for n, m in model.named_modules() if n in names)
 
 
-def test_of_a_transformers_gpt2_only_the_head_is_a_linear_layer() -> None:
-    """GPT-2 in transformers multiplies in Conv1D modules, whose weights lie the other way."""
+def test_the_layers_of_a_transformers_gpt2_are_planned_though_their_weights_lie_the_other_way() -> None:
+    """GPT-2 in transformers multiplies in Conv1D modules; their numbers: tests/adapters/test_transposed.py."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.GPT2Config(
         n_layer=1, n_embd=32, n_head=2, vocab_size=64, bos_token_id=0, eos_token_id=0
     )
     model = transformers.GPT2LMHeadModel(config)
-    with pytest.raises(PlanError, match=r"no linear layer.*expected lm_head"):
-        swap_in(model, {"transformer.h.0.attn.c_attn": same("fp8")}, choose=reference_only)
+    with pytest.raises(PlanError, match=r"no linear layer.*expected transformer.h.0.attn.c_attn"):
+        swap_in(model, {"transformer.h.0.ln_1": same("fp8")}, choose=reference_only)
     with pytest.raises(ModelError, match="no linear layer"):
-        start(model.transformer, "fp8")
-    assert list(start(model, "fp8").layers) == ["lm_head"]
+        start(model.transformer.wte, "fp8")
+    layers = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    assert list(start(model, "fp8").layers) == [*(f"transformer.h.0.{name}" for name in layers), "lm_head"]
     found = losses(model, lambda tokens: model(input_ids=tokens, labels=tokens).loss)
     assert found[-1] < found[0]
 

@@ -139,3 +139,18 @@ def test_wrong_tensors_and_operands_are_refused_by_name() -> None:
     ):
         with pytest.raises(PlanError, match=reason):
             fake_quantize_groups(*arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("magnitude", [1e-28, 1e-36, 1e-38])
+@pytest.mark.parametrize("scaling", ["nvfp4", "nvfp4_2d"])
+def test_values_of_tiny_tensors(scaling: str, magnitude: float, rounding: str) -> None:
+    x = torch.randn(48, 64, generator=torch.Generator().manual_seed(2)) * magnitude
+    operand = Operand("e2m1", scaling, rounding)  # type: ignore[arg-type]
+    values, scale = fake_quantize_groups(x.to(DEVICE), operand, -1, noise=Noise(3))
+    expected, expected_scale = fake_values(x, operand, -1, Noise(3))
+    assert_same_bits(values, expected.bfloat16())
+    assert scale is not None
+    assert expected_scale is not None
+    assert torch.equal(scale.cpu(), expected_scale)
+    assert expected.any(1).all()

@@ -1,4 +1,4 @@
-"""scaled_matmul against float64, within the bound of its float32 sums."""
+"""scaled_matmul against float64: interpreted within the bound of float32 sums, on a GPU within that of tensor cores."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from triton_cases import DEVICE
+from triton_cases import DEVICE, TILE, sums_step
 
 from scrimp.errors import PlanError
 from scrimp.gemm.kernels import quantize_blocks, quantize_tiles, scaled_matmul
@@ -41,16 +41,40 @@ def values(codes: Tensor, scales: Tensor) -> Tensor:
 )
 @pytest.mark.parametrize("is_block", [False, True], ids=["tiles", "blocks"])
 @pytest.mark.parametrize("pair", [("e4m3", "e4m3"), ("e5m2", "e4m3")], ids="-".join)
-def test_the_product_lies_within_the_bound_of_float32_sums(
+def test_the_product_lies_within_the_bound_of_its_sums(
     m: int, n: int, k: int, is_block: bool, pair: tuple[str, str]
 ) -> None:
     a, sa, b, sb = operands(m, n, k, *pair, is_block)
     c = scaled_matmul(a, sa, b, sb, torch.float32).cpu()
     left, right = values(a, sa), values(b, sb)
-    # One rounding per addend and per scale: (128 + groups + 3) half units of the sum of magnitudes.
-    bound = (128 + k // 128 + 3) * 2.0**-24 * (left.abs() @ right.abs().T)
+    # Beyond the sums of tiles one rounding to float32 per tile and per scale.
+    bound = (sums_step() + (k // TILE + 3) * 2.0**-24) * (left.abs() @ right.abs().T)
     assert bool(((c - left @ right.T).abs() <= bound).all())
     assert torch.equal(scaled_matmul(a, sa, b, sb, torch.bfloat16).cpu(), c.bfloat16())
+
+
+def of_tensor_cores(left: Tensor, right: Tensor, *, bits: int = 14, instructions: int = 4) -> Tensor:
+    """A tile's product as reported of Hopper: at each instruction of 32 all addends, the sum so far among them, are cut
+    to `bits` bits of the largest."""
+    total = torch.zeros(len(left), len(right), dtype=torch.float64)
+    for first in range(0, 32 * instructions, 32):
+        part = slice(first, first + 32)
+        addends = torch.cat([left[:, None, part] * right[None, :, part], total[..., None]], dim=-1)
+        unit = torch.exp2(addends.abs().amax(-1, keepdim=True).log2().floor() - (bits - 1))
+        total = ((addends / unit).trunc() * unit).sum(-1)
+    return total
+
+
+def test_the_bound_of_tensor_cores_passes_their_sums_and_finds_a_lost_instruction() -> None:
+    """Emulated: 14 bits break the bound of float32 sums, which a GPU's test must therefore not ask for."""
+    a, sa, b, sb = operands(32, 48, TILE, "e4m3", "e4m3", False)
+    left, right = values(a, sa), values(b, sb)
+    magnitudes = left.abs() @ right.abs().T
+    errors = (of_tensor_cores(left, right) - left @ right.T).abs()
+    assert bool((errors <= sums_step("cuda") * magnitudes).all())
+    assert bool((errors > sums_step("cpu") * magnitudes).any())
+    lost = (of_tensor_cores(left, right, instructions=3) - left @ right.T).abs()
+    assert bool((lost > sums_step("cuda") * magnitudes).any())
 
 
 def test_sums_of_e2m1_codes_within_a_tile_are_exact() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from scrimp.config.architecture import Architecture
 from scrimp.model import attention
 from scrimp.model.attention import AttentionLayout, attend, varlen_kernel
+from scrimp.profiler.memory_trace.tracker import StorageTracker
 
 ROWS, LENGTH, HEADS, KV, K = 2, 40, 4, 2, 8
 DOCUMENTS = [0, 3, 30, 40, 41, 80]
@@ -51,12 +52,15 @@ def expected(qkv: Tensor, starts: list[int] | None, window: int | None) -> Tenso
 
 
 CASES = {
-    "causal": (None, None),
+    "rows": (None, None),
     "segments": (DOCUMENTS, None),
     "segments in a window they do not reach": (DOCUMENTS, 39),
-    "masked: window": (None, 5),
-    "masked: documents and window": (DOCUMENTS, 5),
-    "masked: tiny documents": ([*range(0, 80, 2), 80], None),
+    "rows and window": (None, 5),
+    "documents and window": (DOCUMENTS, 5),
+    "documents, some reach the window": (DOCUMENTS, 15),
+    "tiny documents and window": ([*range(0, 20, 2), 20, 40, *range(46, 80, 6), 80], 3),
+    "segments of tiny documents": ([*range(0, 80, 2), 80], None),
+    "segments of tiny documents and others": ([0, 3, 5, 21, 23, 30, 40, 41, 80], None),
 }
 
 
@@ -65,7 +69,8 @@ CASES = {
 def test_every_route_is_exact_forward_and_backward(name: str, compiled: bool) -> None:
     starts, window = CASES[name]
     layout = prepare(starts, window, compiled=compiled)
-    assert layout.route == ("masked" if compiled and name != "causal" else name.split()[0].rstrip(":"))
+    in_compiled = "causal" if (starts, window) == (None, None) else "masked"
+    assert layout.route == (in_compiled if compiled else "segments")
     generator = torch.Generator().manual_seed(0)
     qkv = torch.randn(ROWS, LENGTH, HEADS + 2 * KV, K, generator=generator).requires_grad_()
     weight = torch.randn(ROWS, LENGTH, HEADS, K, generator=generator)
@@ -125,8 +130,32 @@ def test_document_starts_that_do_not_fit_the_rows_are_a_bug_of_the_caller() -> N
             prepare(wrong)
 
 
-def test_a_row_per_document_is_plain_causal_attention() -> None:
-    assert prepare([0, 40, 80]).route == "causal"
+def test_a_row_per_document_is_one_causal_call_under_compile_and_a_call_per_row_without() -> None:
+    qkv = torch.randn(ROWS, LENGTH, HEADS + 2 * KV, K).requires_grad_()
+    together, apart = (prepare([0, 40, 80], compiled=compiled) for compiled in (True, False))
+    assert (together.route, apart.route) == ("causal", "segments")
+    results = [attend(qkv, layout) for layout in (together, apart)]
+    assert torch.equal(*results)
+    assert torch.equal(*(torch.autograd.grad(out.square().sum(), qkv)[0] for out in results))
+
+
+def test_one_row_of_one_document_is_one_causal_call() -> None:
+    tokens = torch.zeros(1, LENGTH, dtype=torch.int64)
+    assert AttentionLayout.prepare(LLAMA, tokens, None, dtype=torch.float32).route == "causal"
+
+
+@pytest.mark.parametrize("starts", [[0, 40, 80], [0, 39, 40, 79, 80]], ids=["rows", "documents"])
+def test_segments_take_memory_for_one_of_them_at_a_time(starts: list[int]) -> None:
+    layout = prepare(starts)
+    qkv = torch.randn(ROWS, LENGTH, HEADS + 2 * KV, K).requires_grad_()
+    with StorageTracker() as tracker:
+        out = attend(qkv, layout)
+    results, row = qkv.nbytes + out.nbytes + 4 * HEADS * ROWS * LENGTH, out.nbytes // ROWS
+    assert tracker.peak <= results + row + 4 * HEADS * LENGTH
+    gradient = torch.ones_like(out)
+    with StorageTracker() as tracker:
+        torch.autograd.grad(out, qkv, gradient)
+    assert tracker.peak <= qkv.nbytes * 3 // 2 + qkv.nbytes // ROWS // 2
 
 
 def test_the_varlen_kernel_is_found_and_takes_our_arguments() -> None:

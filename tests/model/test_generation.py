@@ -62,7 +62,10 @@ def test_an_end_token_ends_the_text_and_is_not_part_of_it() -> None:
 def test_the_context_may_be_filled_but_not_passed() -> None:
     model = filled(LLAMA)
     assert len(list(generate(model, PROMPT, max_tokens=64 - 9))) == 55
-    with pytest.raises(ModelError, match=r"got 9 \+ 56 tokens, expected at most 64 - ask for at most 55"):
+    with pytest.raises(
+        ModelError,
+        match=r"got 9 \+ 56 tokens, expected at most 64 - ask for 55 or fewer new tokens, or shorten the prompt to 8",
+    ):
         generate(model, PROMPT, max_tokens=56)
 
 

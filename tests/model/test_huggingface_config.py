@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig
 
 from scrimp.config import PRESETS, Architecture, RopeScaling
-from scrimp.errors import ModelError, StorageError
+from scrimp.errors import ModelError
 from scrimp.model.huggingface import architecture_from_config, config_from_architecture, read_architecture
 
 LLAMA: dict[str, Any] = {
@@ -53,6 +53,8 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     (LLAMA, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     (LLAMA, {"auto_map": {"AutoModelForCausalLM": "own.Model"}}, "auto_map"),
+    (LLAMA, {"is_causal": False}, "is_causal is not supported - got False, expected true"),
+    (QWEN3, {"is_causal": None}, "is_causal is not supported"),
     (LLAMA, {"sliding_window": 128}, "sliding_window"),
     (LLAMA, {"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
     (LLAMA, {"original_max_position_embeddings": 128}, "original_max_position_embeddings"),
@@ -246,7 +248,12 @@ def test_switches_that_the_family_does_not_have_cannot_be_exported(
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [(b"", "is not JSON"), (b"{", "is not JSON"), (b"[1]", "no JSON object"), (b"\xff\xfe{}", "is not text")],
+    [
+        (b"", "is not JSON"),
+        (b"{", "is not JSON"),
+        (b"[1]", "has the wrong type"),
+        (b"\xff\xfe{}", "is not JSON"),
+    ],
 )
 def test_a_damaged_config_file_is_named(tmp_path: Path, text: bytes, message: str) -> None:
     (tmp_path / "config.json").write_bytes(text)
@@ -260,5 +267,5 @@ def test_a_missing_folder_or_config_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"nothing.config\.json is missing"):
         read_architecture(tmp_path / "nothing")
     (tmp_path / "config.json").mkdir()
-    with pytest.raises(StorageError, match="cannot be read"):
+    with pytest.raises(ModelError, match="cannot be read"):
         read_architecture(tmp_path)

@@ -118,7 +118,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "tensor not in its shard": (_index({"x": "model-00001-of-00002.safetensors"}), "lacks the tensor x"),
     "index that leaves tensors out": (_index({Q: "model-00001-of-00002.safetensors"}), "missing: lm_head"),
     "index to another folder": (_index({Q: "../elsewhere.safetensors"}), "outside the folder"),
-    "index without a map": (_index([]), "has no weight_map"),
+    "index without a map": (_index([]), r"\$\.weight_map has the wrong type"),
     "missing tensor": (_edit(lambda t: t.pop(Q)), f"missing: {Q}"),
     "missing head": (
         _edit(lambda t: t.pop("lm_head.weight")),

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+import torch._dynamo
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -69,6 +70,19 @@ def test_bf16_weights_with_masters_are_timed_as_they_are_trained() -> None:
     ends = measure_ends(timed, CPU, backends_for(CPU), rounds=2)
     assert ends is not None
     assert ends > 0
+
+
+def test_blocks_of_a_run_that_compiles_are_timed_compiled() -> None:
+    counted = torch._dynamo.utils.counters["stats"]
+    seen = {}
+    for compiled in (False, True):
+        counted.clear()
+        timed = dataclasses.replace(TIMED, compiled=compiled)
+        found = measure_blocks(timed, ("keep", "block"), CPU, backends_for(CPU), rounds=1)
+        assert found is not None
+        assert list(found[0]) == ["keep", "block"]
+        seen[compiled] = counted["unique_graphs"]
+    assert seen == {False: 0, True: 2}, "a graph of each level"
 
 
 def test_what_there_is_no_memory_for_is_not_timed() -> None:

@@ -58,8 +58,9 @@ def metrics(steps: int, seed: int = 0) -> list[dict[str, Any]]:
             "tokens_per_s": rate,
             "mfu_bf16": rate * 13.1e6 / 3.1e11,
             "sol": rate * 13.1e6 / 2.6e11,
-            "peak_device_bytes": int(1.15e9 + 2e8 * min(1, share * 9)),
-            "peak_host_bytes": int(1.15e9 + 2e8 * min(1, share * 9)),
+            "tensor_peak_bytes": int(1.15e9 + 2e8 * min(1, share * 9)),
+            "process_peak_bytes": int(1.95e9 + 3e8 * min(1, share * 9)),
+            "process_growth_bytes": int(1.55e9 + 3e8 * min(1, share * 9)),
             "data_wait_s": wait,
             "step_s": seconds,
             "skipped": skipped,
@@ -140,7 +141,8 @@ def plan(layers: int = 6) -> dict[str, Any]:
             "peak_device_bytes": 1_210_000_000, "peak_host_bytes": None, "step_seconds": 0.40,
             "loss_divergence": None, "weight_divergence": None,
         },
-        "measured": {"peak_device_bytes": 1_350_000_000, "peak_host_bytes": 1_350_000_000, "step_seconds": 0.43,
+        "measured": {"peak_device_bytes": 1_350_000_000, "counted_in_step": 3, "process_peak_bytes": 2_250_000_000,
+                     "process_growth_bytes": 1_850_000_000, "step_seconds": 0.43,
                      "loss_divergence": None, "weight_divergence": None},
     }  # fmt: skip
 

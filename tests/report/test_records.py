@@ -59,7 +59,11 @@ def test_a_file_that_cannot_be_read_names_its_path(tmp_path):
         read_jsonl(tmp_path / "metrics.jsonl")
 
 
-@given(st.lists(st.dictionaries(st.text(), st.none() | st.integers() | st.text() | st.booleans())))
+@given(
+    st.lists(
+        st.dictionaries(st.text(), st.none() | st.integers(-(10**18), 10**18) | st.text() | st.booleans())
+    )
+)
 def test_what_json_writes_is_read_back(tmp_path_factory, records):
     path = tmp_path_factory.mktemp("records") / "events.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records))

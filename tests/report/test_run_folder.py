@@ -1,6 +1,7 @@
 """Reading a run folder as far as it goes, and the summary of what was found."""
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -54,6 +55,20 @@ def test_steps_that_were_run_again_replace_the_first_version(tmp_path):
     assert run.columns["loss"][3:].tolist() == [40, 50, 60]
 
 
+@pytest.mark.parametrize(("device", "first"), [("cuda:0", 7e9), ("cpu", math.nan)])
+def test_the_allocators_peak_of_earlier_versions_goes_on_as_that_of_tensors(tmp_path, device, first):
+    folder = write_run(tmp_path / "run", 2)
+    (folder / "config.toml").write_text(f'device = "{device}"\n')
+    write_lines(
+        folder / "metrics.jsonl",
+        [
+            {"step": 1, "peak_device_bytes": 7e9},
+            {"step": 2, "tensor_peak_bytes": 8e9, "peak_device_bytes": 1},
+        ],
+    )
+    np.testing.assert_array_equal(read_run(folder).columns["tensor_peak_bytes"], [first, 8e9])
+
+
 def test_values_of_a_wrong_type_are_missing(tmp_path):
     folder = write_run(tmp_path / "run", 5)
     bad = [
@@ -96,7 +111,7 @@ def test_the_summary_is_what_the_records_say(tmp_path):
     assert summary.loss == records[-1]["loss"]
     assert summary.loss_mean == pytest.approx(np.mean([record["loss"] for record in records[-10:]]))
     assert summary.tokens_per_s == pytest.approx(np.median([record["tokens_per_s"] for record in records]))
-    assert summary.peak_device_bytes == max(record["peak_device_bytes"] for record in records)
+    assert summary.tensor_peak_bytes == max(record["tensor_peak_bytes"] for record in records)
     assert summary.num_skipped == 1
     assert summary.eval_step == 300
     assert summary.bits_per_byte == records[-1]["eval_bits_per_byte"]

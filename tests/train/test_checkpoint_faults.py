@@ -124,7 +124,7 @@ def test_a_damaged_manifest_is_named(store: CheckpointStore, text: str) -> None:
     checkpoint, errors = store.latest()
     assert checkpoint is not None
     assert checkpoint.step == 2
-    assert "manifest.json is damaged" in str(errors[0])
+    assert "step-00000003/manifest.json" in str(errors[0])
 
 
 def test_a_manifest_of_a_newer_version_is_refused_with_what_to_do(store: CheckpointStore) -> None:
@@ -327,3 +327,32 @@ def test_a_limit_on_file_sizes_is_a_clear_error_without_a_traceback(tmp_path: Pa
     assert "File too large" in done.stdout
     assert done.stderr == ""
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
+
+
+WITHOUT_THREADS = """
+import resource, sys, threading
+from pathlib import Path
+import torch
+from scrimp.train.checkpoint import CheckpointStore
+
+store = CheckpointStore(Path(sys.argv[1]), keep_last=2, keep_every=0)
+taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+threading.stack_size(1 << 30)
+resource.setrlimit(resource.RLIMIT_AS, (taken + (512 << 20),) * 2)
+try:
+    threading.Thread(target=print).start()
+    sys.exit("a thread could be started")
+except RuntimeError:
+    pass
+store.save(3, {f"model.{i}": torch.full((8,), float(i)) for i in range(4)}, {"position": 3}, {})
+store.wait()
+print(store.latest()[0].step)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of address space are Linux's")
+def test_a_process_that_gets_no_more_threads_writes_its_checkpoint_by_itself(tmp_path: Path) -> None:
+    """As after running out of memory, when the last checkpoint is worth most."""
+    words = [sys.executable, "-c", WITHOUT_THREADS, str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "3\n"), done.stderr

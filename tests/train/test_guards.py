@@ -53,7 +53,9 @@ def test_a_finite_step_restores_patience() -> None:
         assert guard.check(1.0, 1.0) is None
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
 def test_the_first_signal_asks_and_handlers_are_restored(number: signal.Signals, code: int) -> None:
     told: list[str] = []
     before = signal.getsignal(number)

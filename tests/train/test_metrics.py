@@ -34,8 +34,8 @@ RECORD: dict[str, Any] = {
     "tokens_per_s": 19150.123456789,
     "mfu_bf16": 0.418,
     "sol": None,
-    "peak_device_bytes": 2**40 + 1,
-    "peak_host_bytes": 2**33,
+    "tensor_peak_bytes": 2**40 + 1,
+    "process_growth_bytes": 2**33,
     "data_wait_s": 0.0,
     "step_s": 0.21,
     "skipped": False,
@@ -132,7 +132,7 @@ def test_tensorboard_shows_the_same_curve_after_a_resume(tmp_path: Path) -> None
     assert curve(tmp_path, "train/loss") == records
     speeds = set(curve(tmp_path, "speed/tokens_per_s").values())
     assert speeds == {struct.unpack("f", struct.pack("f", RECORD["tokens_per_s"]))[0]}
-    assert curve(tmp_path, "memory/peak_host_bytes")[1] == 2**33
+    assert curve(tmp_path, "memory/process_growth_bytes")[1] == 2**33
 
 
 def test_tensorboard_gets_evaluations_where_they_are(tmp_path: Path) -> None:

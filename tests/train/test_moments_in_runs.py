@@ -59,6 +59,7 @@ def test_a_run_from_before_the_setting_goes_on_as_often_as_it_likes(corpus: Path
         )
         assert load_config(path).train.moments == "auto"
     seal(old / "checkpoints" / "step-00000004", 4)
+    assert main(["verify", str(old)]) == 0
     for again in ("", "--train.moments=fp32"):
         for step in LATER:
             shutil.rmtree(old / "checkpoints" / f"step-{step:08d}", ignore_errors=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -332,19 +331,3 @@ def test_an_exported_model_has_the_parameters_as_they_were_trained(
         assert torch.equal(exported[theirs].float(), trained[mine].float())
         # Nothing quantized: an fp8 tensor has at most 255 values.
         assert len(exported[theirs].unique()) > 300
-
-
-def test_cublas_is_made_deterministic_before_anything_is_probed(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    choose, seen = setup.choose_backends, []
-
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        seen.append(os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
-        return choose(*args, **kwargs)
-
-    monkeypatch.setattr(setup, "choose_backends", watched)
-    assert main(flags(corpus, tmp_path / "run", "--precision=fp8", "--train.steps=1")) == 0
-    assert seen
-    assert set(seen) == {":4096:8"}

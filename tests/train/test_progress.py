@@ -23,8 +23,8 @@ RECORD: dict[str, Any] = {
     "tokens_per_s": 19150.0,
     "mfu_bf16": 0.418,
     "sol": 0.39,
-    "peak_device_bytes": 2**30,
-    "peak_host_bytes": 2**31,
+    "tensor_peak_bytes": 2**30,
+    "process_growth_bytes": 2**31,
     "data_wait_s": 0.01,
     "step_s": 0.5,
     "skipped": False,
@@ -72,7 +72,7 @@ def test_a_line_in_a_log_shows_every_figure_and_is_never_wrapped() -> None:
         for number in range(2, 21):
             plain.step(number)
     assert plain.lines[-1] == (
-        "step 20/1,000 · loss 3.042 · 19.1k tok/s · 8m 10s left · peak memory 1.00 GiB · "
+        "step 20/1,000 · loss 3.042 · 19.1k tok/s · 8m 10s left · tensors 1.00 GiB · "
         "MFU 41.8% of measured BF16 peak · SOL 39.0% · data wait 2.0%"
     )
 
@@ -236,7 +236,7 @@ def test_a_terminal_shows_a_bar_and_the_figures_in_two_rows() -> None:
     assert len(rows) == 2
     assert re.fullmatch(r"step 100/300 ━+[╸╺]?━* 33% 1m 40s left", rows[0])
     assert rows[1] == (
-        "loss 3.042 · 19.1k tok/s · peak memory 1.00 GiB · MFU 41.8% of measured BF16 peak · SOL 39.0% · "
+        "loss 3.042 · 19.1k tok/s · tensors 1.00 GiB · MFU 41.8% of measured BF16 peak · SOL 39.0% · "
         "data wait 2.0%"
     )
 

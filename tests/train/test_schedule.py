@@ -29,9 +29,26 @@ def test_the_rate_is_positive_at_first_and_never_above_the_peak(
     assert all(after <= before + 1e-12 for before, after in itertools.pairwise(decay))
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
-def test_the_last_step_runs_at_the_final_rate_exactly(schedule: str) -> None:
-    assert learning_rate(99, settings(schedule, 100, 10)) == pytest.approx(0.1, abs=1e-12)
+@given(st.sampled_from(["cosine", "linear", "wsd"]), st.integers(2, 400), st.data())
+def test_the_last_step_runs_at_the_final_rate_exactly(schedule: str, steps: int, data: st.DataObject) -> None:
+    warmup = data.draw(st.integers(0, steps))
+    assert learning_rate(steps - 1, settings(schedule, steps, warmup)) == pytest.approx(0.1, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "steps", "warmup", "rates"),
+    [
+        ("wsd", 3, 2, [0.5, 1.0, 0.1]),
+        ("wsd", 3, 1, [1.0, 1.0, 0.1]),
+        ("wsd", 3, 3, [0.5, 1.0, 0.1]),
+        ("cosine", 2, 2, [1.0, 0.1]),
+        ("cosine", 1, 1, [1.0]),
+        ("constant", 2, 2, [0.5, 1.0]),
+    ],
+)
+def test_short_runs(schedule: str, steps: int, warmup: int, rates: list[float]) -> None:
+    train = settings(schedule, steps, warmup)
+    assert [learning_rate(step, train) for step in range(steps)] == pytest.approx(rates)
 
 
 def test_warm_up_rises_in_equal_steps_to_the_peak() -> None:

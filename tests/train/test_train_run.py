@@ -2,11 +2,6 @@
 
 import json
 import math
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -167,36 +162,6 @@ def test_bf16_runs_resume_bit_for_bit(corpus: Path, tmp_path: Path, parameters: 
         shutil.rmtree(resumed / "checkpoints" / f"step-{step:08d}")
     assert main(["train", f"--run.dir={resumed}", "--resume"]) == 0
     assert losses(resumed) == losses(run_dir)
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_finishes_the_step_writes_a_checkpoint_and_says_how_to_continue(
-    corpus: Path, tmp_path: Path, number: signal.Signals, code: int
-) -> None:
-    run_dir = tmp_path / "signalled"
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "scrimp",
-            *flags(corpus, run_dir, "--train.steps=100000", "--train.eval-every=0"),
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    log = run_dir / "metrics.jsonl"
-    deadline = time.monotonic() + 90
-    while time.monotonic() < deadline and not (log.exists() and log.stat().st_size):
-        time.sleep(0.05)
-    process.send_signal(number)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == code, output
-    assert f"--run.dir {run_dir} --resume" in output
-    last_step = records(run_dir)[-1]["step"]
-    assert (run_dir / "checkpoints" / f"step-{last_step:08d}" / "manifest.json").exists()
-    assert records(run_dir, "events.jsonl")[-1]["kind"] == "signal"
 
 
 def test_non_finite_steps_are_skipped_recorded_and_stop_the_run(

@@ -1,16 +1,23 @@
 """Plans for other trainers: exported to what clusters use, with what cannot be expressed named."""
 
-from scrimp.adapters.export import PrecisionExport, Target, export_precision
+from scrimp.adapters.export import (
+    ExportTarget,
+    PrecisionExport,
+    export_precision,
+    plan_for,
+    runs_together,
+    whole_layer_recipes,
+)
 from scrimp.adapters.fit import Inexpressible
 from scrimp.adapters.names import Names, huggingface_names, megatron_names, of_stage, precisions_of, rename
 from scrimp.adapters.torchao import TorchaoExport, TorchaoGroup, to_torchao
 from scrimp.adapters.transformer_engine import TransformerEngineExport, to_transformer_engine
 
 __all__ = [
+    "ExportTarget",
     "Inexpressible",
     "Names",
     "PrecisionExport",
-    "Target",
     "TorchaoExport",
     "TorchaoGroup",
     "TransformerEngineExport",
@@ -18,8 +25,11 @@ __all__ = [
     "huggingface_names",
     "megatron_names",
     "of_stage",
+    "plan_for",
     "precisions_of",
     "rename",
+    "runs_together",
     "to_torchao",
     "to_transformer_engine",
+    "whole_layer_recipes",
 ]

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from scrimp.adapters.modules import Layers, choose_layers, default_layers, linear_layers, named_layers, unwrap
 from scrimp.errors import ModelError, PlanError
-from scrimp.gemm import LinearPrecision, PlannedModel, compute_dtype, swap_in
+from scrimp.gemm import LinearPrecision, PlannedModel, compute_dtype, swap_in, weight_matrix
 from scrimp.profiler import resolve_device
 
 _PLANNED = "_scrimp_planned"
@@ -21,11 +23,16 @@ _COMPUTE = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 def put_in_force(
     model: nn.Module, precisions: Mapping[str, LinearPrecision], *, seed: int = 0
 ) -> PlannedModel:
-    """Give an unwrapped model's layers these precisions; the first time, or again to the same layers."""
+    """Give an unwrapped model's layers these precisions; the first time, or again to the same layers.
+
+    Every GEMM that changes is proven when it runs next, on all ranks alike.
+    """
+    are_several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     planned = planned_of(model)
     if planned is None:
         planned = swap_in(model, precisions, seed=seed)
         setattr(model, _PLANNED, planned)
+        planned.prove({}, on_all_ranks=are_several)
         return planned
     odd = sorted(set(precisions) ^ set(planned.layers))
     if odd:
@@ -34,7 +41,9 @@ def put_in_force(
             got=f"in one of them only: {', '.join(map(repr, odd[:8]))}" + (", ..." if len(odd) > 8 else ""),
             do="call swap_out of the PlannedModel that apply gave, then apply this plan",
         )
+    before = {name: layer.precision for name, layer in planned.layers.items()}
     planned.replan(precisions)
+    planned.prove(before, on_all_ranks=are_several)
     return planned
 
 
@@ -46,7 +55,7 @@ def planned_of(model: nn.Module) -> PlannedModel | None:
 
 def device_name(model: nn.Module, weight: Tensor | None = None) -> str:
     """Name of the device of a weight, else of the model's first linear layer, as plans have it."""
-    weight = next(iter(linear_layers(model).values())).weight if weight is None else weight
+    weight = weight_matrix(next(iter(linear_layers(model).values()))) if weight is None else weight
     return resolve_device(str(weight.device)).name
 
 
@@ -76,7 +85,7 @@ def measurable(
 
 def _refuse_untrained(model: nn.Module, layers: Sequence[str], trained: Callable[[Tensor], bool]) -> None:
     linears = linear_layers(model)
-    frozen = [name for name in layers if not trained(linears[name].weight)]
+    frozen = [name for name in layers if not trained(cast(Tensor, linears[name].weight))]
     if frozen:
         raise ModelError(
             "layers to measure are not trained by this optimizer",

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from scrimp.errors import PlanError
+from scrimp.gemm import weight_matrix
 from scrimp.planner.bits import PrecisionPlan
 from scrimp.profiler.statistics import fingerprint
 from scrimp.profiler.statistics.ranks import agree
@@ -57,7 +58,7 @@ def checked_losses(losses: Iterable[Any]) -> Iterator[Tensor]:
         raise PlanError("a statistics batch has no loss", got="no micro-batch", expected="at least one")
 
 
-def refuse_other_model(plan: PrecisionPlan, linears: Mapping[str, nn.Linear]) -> None:
+def refuse_other_model(plan: PrecisionPlan, linears: Mapping[str, nn.Module]) -> None:
     """Layers that are missing or have other shapes; siblings that the plan lacks are logged."""
     missing = [name for name in plan.layers if name not in linears]
     if missing:
@@ -67,7 +68,7 @@ def refuse_other_model(plan: PrecisionPlan, linears: Mapping[str, nn.Linear]) ->
             expected=f"names such as {_some(list(linears), 4)}",
             do="measure this model",
         )
-    shapes = [tuple(linears[name].weight.shape) for name in plan.layers]
+    shapes = [tuple(weight_matrix(linears[name]).shape) for name in plan.layers]
     if fingerprint(tuple(plan.layers), shapes) != plan.model:
         raise PlanError(
             "the plan is of another model",
@@ -106,11 +107,11 @@ def refuse_other_device(plan: PrecisionPlan, device: str) -> None:
         )
 
 
-def _shapes(plan: PrecisionPlan, linears: Mapping[str, nn.Linear]) -> str:
+def _shapes(plan: PrecisionPlan, linears: Mapping[str, nn.Module]) -> str:
     """Of the planned layers as they are here, (outputs, inputs), each shape with the first that has it."""
     first: dict[tuple[int, ...], str] = {}
     for name in plan.layers:
-        first.setdefault(tuple(linears[name].weight.shape), name)
+        first.setdefault(tuple(weight_matrix(linears[name]).shape), name)
     shown = [f"{name!r} {shape}" for shape, name in first.items()]
     return "here " + ", ".join(shown[:8]) + (", ..." if len(shown) > 8 else "")
 

@@ -12,6 +12,7 @@ resumed run continues the same.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,7 +29,9 @@ from scrimp.config.snip import POLICIES, is_policy
 from scrimp.errors import PlanError
 from scrimp.gemm import LinearPrecision, PlannedModel
 from scrimp.planner.bits import Budget, PrecisionPlan, PrecisionProfile, make_plan, plan_or_nearest
-from scrimp.precision import GEMMS, RECIPES, recipe
+from scrimp.precision import GEMMS, HIGH_PRECISION, RECIPES, recipe
+
+_log = logging.getLogger("scrimp")
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,8 @@ class PlanCycle:
         self._waiting: Future[PrecisionPlan] | PrecisionPlan | None = None
         self._switch_at: int | None = None
         self._measure_seconds = 0.0
+        self._is_first_step = False
+        """Whether no step has been taken yet by the plan of now."""
 
     def begin(self, model: nn.Module, optimizer: Any, saved: Mapping[str, Any] | None) -> None:
         """Take a model over, from the start or as `to_state` left it.
@@ -123,6 +128,7 @@ class PlanCycle:
         if settings.start is not None:
             start = dict.fromkeys(names, LinearPrecision.of(settings.start))
             self.planned = put_in_force(model, start, seed=settings.seed)
+        self._is_first_step = self.planned is not None
         if saved is not None:
             self._restore(saved, model)
 
@@ -181,6 +187,7 @@ class PlanCycle:
         self.plan = dataclasses.replace(new, seconds=seconds)
         before = {} if self.planned is None else {k: v.precision for k, v in self.planned.layers.items()}
         self.planned = apply(model, self.plan, other_device=True, seed=self.settings.seed)
+        self._is_first_step = True
         changed = sum(
             layer not in before or before[layer].gemm(gemm) != precision.gemm(gemm)
             for layer, precision in self.plan.precisions.items()
@@ -193,6 +200,28 @@ class PlanCycle:
             figures["certainty"] = new.certainty
         self.history.append({"step": new.step, "reason": new.reason, **figures})
         return figures
+
+    def look_at_proof(self) -> dict[str, float]:
+        """After a plan's first step: how many GEMMs gave the numbers of their formats. One that did not has stopped the
+        step; layers that ran nothing of their plan are named in a warning."""
+        if not self._is_first_step or self.planned is None or self.planned.proof is None:
+            return {}
+        self._is_first_step = False
+        proof, layers = self.planned.proof, self.planned.layers
+        idle = [
+            name
+            for name, gemm in sorted(proof.pending)
+            if gemm == "fprop"
+            and (name, gemm) not in proof.seen
+            and not all(layers[name].precision.gemm(each) in HIGH_PRECISION for each in GEMMS)
+        ]
+        if idle:
+            _log.warning(
+                "the plan says nothing of what these layers did in its first step, for they ran none of their planned "
+                "GEMMs: %s",
+                ", ".join(idle[:8]) + (", ..." if len(idle) > 8 else ""),
+            )
+        return {"proven_gemms": float(len(proof.proven))}
 
     def close(self) -> None:
         """Let the thread go; a plan that it still makes can be awaited, and the next measurement starts another."""
@@ -222,6 +251,7 @@ class PlanCycle:
         if saved["plan"] is not None:
             self.plan = PrecisionPlan.from_json(saved["plan"], origin="the checkpoint's plan")
             self.planned = apply(model, self.plan, other_device=True, seed=self.settings.seed)
+            self._is_first_step = True
         if saved["waiting"] is not None:
             self._waiting = PrecisionPlan.from_json(saved["waiting"], origin="the checkpoint's next plan")
         self._switch_at, self.history = saved["switch_at"], list(saved["history"])

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
-from scrimp.adapters.fit import Inexpressible, summarise
+from scrimp.adapters.fit import Host, Inexpressible, Triple, compute_of, summarise
 from scrimp.adapters.names import Names, is_megatron, is_own, of_stage, precisions_of, rename
-from scrimp.adapters.torchao import to_torchao
-from scrimp.adapters.transformer_engine import to_transformer_engine
+from scrimp.adapters.torchao import to_torchao, torchao_host
+from scrimp.adapters.transformer_engine import to_transformer_engine, transformer_engine_host
 from scrimp.errors import PlanError
 from scrimp.planner import Plan
-from scrimp.planner.bits import PrecisionPlan
+from scrimp.planner.bits import PrecisionPlan, Question, make_plan
+from scrimp.precision import GEMMS, HIGH_PRECISION
 
-Target = Literal["torchao", "transformer-engine"]
+ExportTarget = Literal["torchao", "transformer-engine"]
 _FILES = {"torchao": "torchao_precision.py", "transformer-engine": "te_precision.yaml"}
+_HOSTS: dict[str, Callable[[str], Host]] = {
+    "torchao": torchao_host,
+    "transformer-engine": transformer_engine_host,
+}
 _OWN_SCALES = (
     "q, k, v and gate, up are layers of their own here, with scales of their own where Scrimp has one for all"
 )
@@ -49,7 +54,7 @@ class PrecisionExport:
 
 def export_precision(
     plan: Plan | PrecisionPlan,
-    target: Target,
+    target: ExportTarget,
     names: Names,
     *,
     approximate: bool = False,
@@ -69,9 +74,8 @@ def export_precision(
     Raises:
         PlanError: an unknown target or names, layers that have no such names, a stage that is not in the plan.
     """
-    if target not in _FILES:
-        raise PlanError("there is no such target", got=repr(target), expected=", ".join(get_args(Target)))
     precisions = plan.precisions if isinstance(plan, PrecisionPlan) else precisions_of(plan)
+    _host(target, compute_of(precisions))  # refuses what is no target
     if stage is not None:
         precisions = of_stage(precisions, *stage)
     names, notes = _as_they_are(precisions, names)
@@ -97,6 +101,49 @@ def export_precision(
         recipes.environment,
         tuple(renamed),
     )
+
+
+def runs_together(target: ExportTarget, compute: str = "bf16") -> tuple[Triple, ...]:
+    """(fprop, dgrad, wgrad) that a layer can have in a trainer: what a plan that is made for it chooses from.
+
+    Args:
+        compute: the plan's working type, bf16 or fp32.
+
+    Raises:
+        PlanError: an unknown target.
+    """
+    return tuple(_host(target, compute).runs)
+
+
+def plan_for(question: Question, target: ExportTarget | None, *, step: int) -> PrecisionPlan:
+    """Solve a question for a trainer; None: for Scrimp, which runs any formats together.
+
+    Raises:
+        PlanError: the budget cannot be reached there, or no candidates go together.
+    """
+    if target is None:
+        return make_plan(question, step=step)
+    compute = "fp32" if set(question.profile.formats) & {"fp32", "bf16"} == {"fp32"} else "bf16"
+    plan = make_plan(replace(question, together=runs_together(target, compute)), step=step)
+    return replace(plan, reason=f"{plan.reason}; only what {target} runs")
+
+
+def whole_layer_recipes(plan: Plan | PrecisionPlan, target: ExportTarget) -> tuple[str, ...]:
+    """Recipes that a trainer runs all three GEMMs of a layer in, those of the plan first."""
+    precisions = plan.precisions if isinstance(plan, PrecisionPlan) else precisions_of(plan)
+    used = dict.fromkeys(choice.gemm(gemm) for choice in precisions.values() for gemm in GEMMS)
+    whole = [row[0] for row in runs_together(target, compute_of(precisions)) if len(set(row)) == 1]
+    return tuple(
+        sorted((name for name in whole if name not in HIGH_PRECISION), key=lambda name: name not in used)
+    )
+
+
+def _host(target: ExportTarget, compute: str) -> Host:
+    if target not in _HOSTS:
+        raise PlanError(
+            "there is no such target", got=repr(target), expected=", ".join(get_args(ExportTarget))
+        )
+    return _HOSTS[target](compute)
 
 
 def _as_they_are(layers: Mapping[str, object], names: Names) -> tuple[Names, tuple[str, ...]]:

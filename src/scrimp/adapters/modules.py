@@ -2,7 +2,8 @@
 
 Wrappers   torch.compile and DistributedDataParallel put a prefix before layers' names: the module inside is planned.
            nn.DataParallel runs copies of its module that live for one pass, and is refused.
-Default    Every linear layer that the optimizer trains, but the head, routers of experts, and what cannot be planned.
+Default    Every linear layer (`scrimp.gemm.is_linear`) that the optimizer trains, but the head, routers of experts, and
+           what cannot be planned. Modules of other kinds that own a matrix are named.
 Head       A linear layer outside numbered modules (``layers.3`` is one) that has a usual name of a head, shares the
            embedding's weight, or is the last of a model whose other layers lie inside such modules. It decides
            the loss directly, and every recipe in use leaves it in high precision.
@@ -14,12 +15,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from scrimp.errors import ModelError, PlanError
+from scrimp.gemm import has_own_forward, is_linear, linear_modules
 
 HEADS = (
     "lm_head",
@@ -33,8 +35,9 @@ HEADS = (
     "qa_outputs",
 )
 ROUTERS = ("router",)
+NOT_TRAINED = "not trained by this optimizer"
 
-Layers = Iterable[str] | Callable[[str, nn.Linear], bool] | None
+Layers = Iterable[str] | Callable[[str, nn.Module], bool] | None
 """Names, or a predicate of name and layer; None: the default."""
 _log = logging.getLogger("scrimp")
 
@@ -69,16 +72,29 @@ def unwrap(model: nn.Module) -> nn.Module:
     raise ModelError("only modules are planned", got=type(model).__name__, expected="a torch.nn.Module")
 
 
-def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
+def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
     """By name; refuses a model without any."""
-    found = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    found = linear_modules(model)
     if not found:
+        others = other_matrices(model)
         raise ModelError(
             "the model has no linear layer, whose formats could be planned",
-            got=type(model).__name__,
-            expected="torch.nn.Linear modules",
+            got=f"matrices of other modules: {_listed(others)}" if others else type(model).__name__,
+            expected="torch.nn.Linear modules, or transformers' Conv1D",
         )
     return found
+
+
+def other_matrices(model: nn.Module) -> list[str]:
+    """Modules that own a matrix and are neither linear layers nor embeddings, each with its class: no plan reaches
+    their products."""
+    return [
+        f"{name} ({type(module).__name__})"
+        for name, module in model.named_modules()
+        if not is_linear(module)
+        and not isinstance(module, nn.Embedding)
+        and any(parameter.ndim >= 2 for parameter in module.parameters(recurse=False))
+    ]
 
 
 def choose_layers(model: nn.Module, trained: Callable[[Tensor], bool]) -> LayerChoice:
@@ -95,8 +111,8 @@ def choose_layers(model: nn.Module, trained: Callable[[Tensor], bool]) -> LayerC
     left_out = {}
     for name, layer in linears.items():
         reason = _obstacle(layer) or heads.get(name) or _router(name)
-        if reason is None and not trained(layer.weight):
-            reason = "not trained by this optimizer"
+        if reason is None and not trained(cast(Tensor, layer.weight)):
+            reason = NOT_TRAINED
         if reason is not None:
             left_out[name] = reason
     return LayerChoice(tuple(name for name in linears if name not in left_out), left_out)
@@ -109,15 +125,34 @@ def default_layers(model: nn.Module, trained: Callable[[Tensor], bool]) -> tuple
         ModelError: there is no linear layer, or none that can be planned.
     """
     choice = choose_layers(model, trained)
+    others = other_matrices(model)
     if not choice.layers:
+        # Where a head is all there is, the layers that were meant are of a kind that no plan reaches.
+        unreached = f"; no plan reaches {_listed(others)}" if others else ""
         raise ModelError(
             "no linear layer of the model can be planned",
-            got=_listed(f"{name} ({reason})" for name, reason in choice.left_out.items()),
-            do="name the layers yourself, with layers=",
+            got=_listed(f"{name} ({reason})" for name, reason in choice.left_out.items()) + unreached,
+            expected="trained torch.nn.Linear or transformers' Conv1D modules beside the head",
+            do=_advice(choice),
         )
     for name, reason in choice.left_out.items():
         _log.info("%s is left out of the plan: %s", name, reason)
+    if others:
+        _log.info("no plan reaches the matrices of %s", _listed(others))
     return choice.layers
+
+
+def _advice(choice: LayerChoice) -> str:
+    """What makes one of the layers that were left out one that can be planned."""
+    reasons = choice.left_out.values()
+    if any(reason == NOT_TRAINED for reason in reasons):
+        return "give the optimizer that trains them"
+    plannable = [
+        name for name, reason in choice.left_out.items() if reason.startswith(("the head", "a router"))
+    ]
+    if plannable:
+        return f"to plan one of these all the same, name it: layers={plannable[:1]}"
+    return "use torch.nn.Linear for the layers that are to be planned"
 
 
 def named_layers(model: nn.Module, layers: Layers) -> tuple[str, ...]:
@@ -147,7 +182,7 @@ def trained_by(optimizer: Any) -> Callable[[Tensor], bool]:
     return lambda parameter: parameter.requires_grad and id(parameter) in held
 
 
-def _heads(model: nn.Module, linears: dict[str, nn.Linear]) -> dict[str, str]:
+def _heads(model: nn.Module, linears: dict[str, nn.Module]) -> dict[str, str]:
     outside = [name for name in linears if not _is_numbered(name)]
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     found = {name: "the head, by its name" for name in outside if name.rpartition(".")[2] in HEADS}
@@ -171,11 +206,11 @@ def _router(name: str) -> str | None:
     return "a router of experts" if name.rpartition(".")[2] in ROUTERS else None
 
 
-def _obstacle(layer: nn.Linear) -> str | None:
+def _obstacle(layer: nn.Module) -> str | None:
     """What `swap_in` would refuse."""
     if isinstance(layer, NonDynamicallyQuantizableLinear):
         return "its attention module reads it and never calls it"
-    if not hasattr(layer, "planned") and type(layer).forward is not nn.Linear.forward:
+    if not hasattr(layer, "planned") and has_own_forward(layer):
         return f"{type(layer).__name__} has a forward of its own"
     return None
 

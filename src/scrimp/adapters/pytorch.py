@@ -47,10 +47,11 @@ from scrimp.adapters.arguments import (
     view_of,
 )
 from scrimp.adapters.checks import checked_losses, refuse_other_device, refuse_other_model, refuse_other_ranks
+from scrimp.adapters.export import ExportTarget, plan_for
 from scrimp.adapters.modules import Layers, linear_layers, trained_by, unwrap
 from scrimp.errors import PlanError
-from scrimp.gemm import PlannedModel, refuse_unrunnable
-from scrimp.planner.bits import Budget, PrecisionPlan, PrecisionProfile, Question, Weights, make_plan
+from scrimp.gemm import PlannedModel, refuse_unrunnable, weight_matrix
+from scrimp.planner.bits import Budget, PrecisionPlan, PrecisionProfile, Question, Weights
 from scrimp.profiler.statistics import Ranks, Subject, collect, untouched
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -94,8 +95,8 @@ def measure(
         seed: of the noise.
 
     Raises:
-        ModelError: no linear layer, none that is trained, a layer that the loss does not use, ranks that
-            nothing joins.
+        ModelError: no linear layer, none that is trained, a layer that the loss does not use or whose forward
+            another library has replaced, ranks that nothing joins.
         PlanError: arguments that do not fit together, an optimizer whose rule is not known.
         TrainingError: a loss that is not finite.
     """
@@ -163,6 +164,7 @@ def plan(
     solver: str = "auto",
     time_limit: float = 60.0,
     step: int | None = None,
+    target: ExportTarget | None = None,
 ) -> PrecisionPlan:
     """The formats that do least harm within a budget.
 
@@ -179,6 +181,7 @@ def plan(
         solver: auto, highs, knapsack or relaxation.
         time_limit: seconds, for the solver.
         step: updates after which the plan begins; None: where the profile was taken.
+        target: torchao or transformer-engine, to choose only what that trainer runs; None: this library.
 
     Raises:
         PlanError: the budget cannot be reached (says what can), a policy that does not exist, a current plan
@@ -196,7 +199,7 @@ def plan(
         solver=solver,
         time_limit=time_limit,
     )
-    return make_plan(question, step=profile.step if step is None else step)
+    return plan_for(question, target, step=profile.step if step is None else step)
 
 
 def question_of(
@@ -254,10 +257,11 @@ def apply(
     inner = unwrap(model)
     linears = linear_layers(inner)
     refuse_other_model(plan, linears)
-    weight = linears[next(iter(plan.layers))].weight
+    weight = weight_matrix(linears[next(iter(plan.layers))])
     if not other_device:
         refuse_other_device(plan, device_name(inner, weight))
     precisions = plan.precisions
-    shapes = {name: (linears[name].in_features, linears[name].out_features) for name in precisions}
+    widths = {name: weight_matrix(linears[name]).shape for name in precisions}
+    shapes = {name: (inputs, outputs) for name, (outputs, inputs) in widths.items()}
     refuse_unrunnable(precisions, shapes, PROBE_TOKENS, weight.device)
     return put_in_force(inner, precisions, seed=seed)

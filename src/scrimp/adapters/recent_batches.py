@@ -21,9 +21,11 @@ from torch import Tensor
 
 from scrimp.errors import CheckpointError
 from scrimp.files import write_whole
+from scrimp.json_files import decode_json
 
 Inputs = dict[str, Any]
 """Keyword arguments of one forward pass."""
+_Steps = list[list[dict[str, Any]]]
 
 
 class RecentBatches:
@@ -87,14 +89,14 @@ class RecentBatches:
         self.clear()
         if not path.exists():
             return
+        do = "delete it: the next plan is made from fewer batches"
         try:
             with safe_open(path, framework="pt") as file:
-                steps = json.loads((file.metadata() or {})["scrimp_batches"])
+                text = (file.metadata() or {})["scrimp_batches"]
+                steps = decode_json(text, _Steps, origin=str(path), error=CheckpointError, do=do)
                 for key in file.keys():  # noqa: SIM118
                     number, place, name = key.split(".", 2)
                     steps[int(number)][int(place)][name] = file.get_tensor(key).to(device)
         except (OSError, KeyError, IndexError, ValueError, SafetensorError) as error:
-            raise CheckpointError(
-                f"{path} is damaged", got=error, do="delete it: the next plan is made from fewer batches"
-            ) from None
+            raise CheckpointError(f"{path} is damaged", got=error, do=do) from None
         self._steps.extend(steps)

@@ -15,6 +15,8 @@ Exact    fp8_row is not torchao's recipe "rowwise", which rounds scales to power
          element type in dgrad and wgrad, so fp8_tensor (E5M2) and fp8_row (E4M3) do not mix there.
 Bias     torchao's own conversion for MXFP8 (`quantize_` with `MXFP8TrainingOpConfig`) drops a layer's bias
          without a word; `MXFP8Linear` keeps it, and is what is put in. FP8 tiles take no bias.
+Kinds    torchao converts torch.nn.Linear. What else a plan may hold (transformers' Conv1D) is refused, by `apply`
+         and by the file alike, before the first layer changes.
 Limits   dgrad in bf16 needs weights of the compute type: torchao does not cast them in backward under
          autocast. Tokens per device must be a multiple of 16 (float8), 32 (mxfp8) or 128 (fp8, nvfp4).
          fp8 needs a GPU from SM90 on, mxfp8 and nvfp4 from SM100 on; float8 and mxfp8 can be emulated.

@@ -54,10 +54,14 @@ def among(*patterns):
     return lambda module, fqn: isinstance(module, nn.Linear) and any(fnmatchcase(fqn, p) for p in patterns)
 '''
 _CHECK_FUNCTION = '''
-def check_widths(model, layers, multiple):
-    """Refuse what torchao would stop at halfway, before the first layer changes."""
-    for name, module in model.named_modules():
-        if layers(module, name) and (module.in_features % multiple or module.out_features % multiple):
+def check(model, layers, count, multiple):
+    """Refuse what torchao would pass over, or stop at halfway, before the first layer changes."""
+    found = {name: module for name, module in model.named_modules() if layers(module, name)}
+    if len(found) != count:
+        what = "torchao converts torch.nn.Linear, by the names that the plan has"
+        raise ValueError(f"{len(found)} linear layers of this model where the plan has {count}: {what}")
+    for name, module in found.items():
+        if module.in_features % multiple or module.out_features % multiple:
             widths = f"{module.in_features} inputs and {module.out_features} outputs"
             raise ValueError(f"{name} has {widths}: torchao needs multiples of {multiple}")
 '''
@@ -117,9 +121,8 @@ def _layers(group: TorchaoGroup, layers: str) -> list[str]:
     """The lines that select and check one group."""
     lines = ["    # fprop, dgrad, wgrad: " + ", ".join(group.recipes), f"    {layers} = among("]
     lines += [f"        {json.dumps(pattern)}," for pattern in group.patterns] + ["    )"]
-    if group.takes_any_width:
-        return lines
-    return [*lines, f"    check_widths(model, {layers}, {MULTIPLE[group.kind]})"]
+    multiple = 1 if group.takes_any_width else MULTIPLE[group.kind]
+    return [*lines, f"    check(model, {layers}, {len(group.layers)}, {multiple})"]
 
 
 def _call(group: TorchaoGroup, layers: str) -> list[str]:

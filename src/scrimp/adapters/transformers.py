@@ -88,7 +88,8 @@ class SnipCallback(TrainerCallback, ExportableState):
             seed: of the rounding noise and of the injected noise.
 
         Raises:
-            PlanError: arguments that do not fit together; what depends on the model, when training begins.
+            PlanError: arguments that do not fit together; what depends on the model or on the number of updates,
+                when training begins.
         """
         self.cycle = PlanCycle(
             CycleSettings(
@@ -146,6 +147,7 @@ class SnipCallback(TrainerCallback, ExportableState):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Take the model over, and on resuming the state of the checkpoint."""
         _refuse(args)
+        self._refuse_short_run(state.max_steps)
         model, name = unwrap(kwargs["model"]), type(self).__name__
         kept = state.stateful_callbacks.get(name) if state.global_step > 0 else None
         saved = (
@@ -173,6 +175,7 @@ class SnipCallback(TrainerCallback, ExportableState):
         step, model = state.global_step, kwargs["model"]
         if self._is_keeping and self._recent.end_step() > args.gradient_accumulation_steps:
             raise _other_loss("more forward passes in a step than it has micro-batches")
+        self._figures |= {f"snip/{name}": value for name, value in self.cycle.look_at_proof().items()}
         if self.cycle.is_switch_due(step):
             self._switch(model)
         if step == self.cycle.next_measurement(step) and self._is_worth_it(step, state):
@@ -218,6 +221,17 @@ class SnipCallback(TrainerCallback, ExportableState):
             self._hook.remove()
         self._recent.clear()
         self.cycle.close()
+
+    def _refuse_short_run(self, max_steps: int) -> None:
+        """A run that ends before its first plan begins would never have one: not what a callback was given for."""
+        first, delay = self.cycle.settings.first, self.cycle.settings.delay
+        if first + delay >= max_steps:
+            raise PlanError(
+                "the run would end before its first plan",
+                got=f"first {first:,} and switch_after {delay:,} of {max_steps:,} updates",
+                expected=f"together less than {max_steps:,}",
+                do="lower first or switch_after; for one format from beginning to end use scrimp.gemm.swap_in",
+            )
 
     def _is_worth_it(self, step: int, state: Any) -> bool:
         """Whether a plan that is measured after a step begins before the run ends."""

@@ -15,7 +15,7 @@ from typing import Annotated, Literal, Protocol
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
-from scrimp.cli.parse import expand_paths, flags_of, given_keys, option, parse
+from scrimp.cli.parse import expand_paths, flags_of, given_keys, option, parse, refuse_empty_paths
 from scrimp.config import (
     RANGES,
     Config,
@@ -29,6 +29,7 @@ from scrimp.config import (
     read_config,
     replace_values,
 )
+from scrimp.config.elsewhere import answer_for
 from scrimp.errors import ConfigError
 
 _COUNT = Range(1, 2**31 - 1)
@@ -49,13 +50,26 @@ class Train:
     file: Positional[Path | None] = None
     """TOML file with the same settings as the options below. Without one: the defaults."""
     resume: FlagCreatePairsOff[bool] = False
-    """Go on from the newest complete checkpoint in run.dir."""
+    """Go on from the newest checkpoint in run.dir that is whole and finite."""
+    resume_from: int | None = None
+    """Go on from the checkpoint of this step instead; newer ones are set aside, as checkpoints/left-step-*."""
+    restart: FlagCreatePairsOff[bool] = False
+    """With --resume: begin again at step 0 where no checkpoint can be used. The run's logs of before are dropped."""
     config: Annotated[Config, arg(name="")] = field(default_factory=Config)
 
     def execute(self, given: frozenset[str]) -> int:
         from scrimp.train import train
 
-        return train(self.config, resume=self.resume, given=given).exit_code
+        if self.resume_from is not None:
+            check_range("--resume-from", self.resume_from, _COUNT)
+        summary = train(
+            self.config,
+            resume=self.resume,
+            resume_from=self.resume_from,
+            restart=self.restart,
+            given=given,
+        )
+        return summary.exit_code
 
 
 @dataclass(frozen=True)
@@ -70,12 +84,14 @@ class Plan:
     """TOML file with the same settings as the options below. Without one: the defaults."""
     out: Path | None = None
     """Write the measured plan of precision here, as JSON."""
+    target: Literal["scrimp", "torchao", "transformer-engine"] = "scrimp"
+    """Plan within what this trainer runs, so that export-precision can say all of it."""
     config: Annotated[Config, arg(name="")] = field(default_factory=Config)
 
     def execute(self, given: frozenset[str]) -> int:
         from scrimp.train import dry_run
 
-        dry_run(self.config, given, self.out)
+        dry_run(self.config, given, self.out, None if self.target == "scrimp" else self.target)
         return 0
 
 
@@ -94,14 +110,16 @@ class Prepare:
     """bytes; bpe (trained on the corpus); or a folder with a tokenizer.json."""
     bpe_vocab_size: int = 4096
     """Vocabulary of a BPE trained on the corpus."""
-    held_out: float = 0.02
-    """Share of the documents kept for evaluation, chosen by a hash of their text."""
+    held_out: float | Path = 0.02
+    """Share of the text kept for evaluation, in documents chosen by a hash of their text; or a file
+    (or another source) to evaluate on. Of a saved data set with a validation split: 0, or that split."""
     workers: int | None = None
     """Documents encoded at a time. Unset, or not fewer than there are cores: all cores."""
 
     def execute(self, given: frozenset[str]) -> int:
         check_range("--bpe-vocab-size", self.bpe_vocab_size, RANGES["data.vocab_size"])
-        check_range("--held-out", self.held_out, RANGES["data.held_out"])
+        if not isinstance(self.held_out, Path):
+            check_range("--held-out", self.held_out, RANGES["data.held_out"])
         if self.workers is not None:
             check_range("--workers", self.workers, Range(1, 1024))
         from scrimp.data import CorpusSpec, prepare
@@ -119,17 +137,17 @@ class Prepare:
 
 @dataclass(frozen=True)
 class Verify:
-    """Check every token shard of a folder against its checksum."""
+    """Check all of a corpus, a run, a checkpoint or an exported model, and name the newest sound checkpoint."""
 
-    folder: Positional[Path]
-    """Folder that `scrimp prepare` wrote."""
+    path: Positional[Path]
+    """Its folder; what it is is told by its files."""
 
     def execute(self, given: frozenset[str]) -> int:
-        from scrimp.data import verify
+        from scrimp.train import verify_path
 
-        report = verify(self.folder)
-        print(report)
-        return 0 if report.ok else 2
+        words, is_sound = verify_path(self.path)
+        print(words)
+        return 0 if is_sound else 2
 
 
 @dataclass(frozen=True)
@@ -137,7 +155,7 @@ class Evaluate:
     """Measure a model on text it has not seen: loss, perplexity, bits per byte."""
 
     target: Positional[Path]
-    """A run folder, or a Hugging Face model folder."""
+    """A run folder, one of its checkpoints, or a Hugging Face model folder."""
     data: str
     """Text to measure on: a file, or any source that `scrimp prepare` takes."""
     text_column: str = "text"
@@ -168,7 +186,7 @@ class Generate:
     """Continue a prompt."""
 
     target: Positional[Path]
-    """A run folder, or a Hugging Face model folder."""
+    """A run folder, one of its checkpoints, or a Hugging Face model folder."""
     prompt: str
     """Text to continue."""
     tokens: int = 128
@@ -211,7 +229,7 @@ class Export:
     """Write a run's newest checkpoint as a Hugging Face folder: safetensors, config.json, tokenizer."""
 
     run: Positional[Path]
-    """Run folder."""
+    """Run folder, or one of its checkpoints."""
     out: Positional[Path]
     """New folder for the model."""
 
@@ -282,7 +300,7 @@ COMMANDS: dict[str, type[Command]] = {
     "train": Train,
     "plan": Plan,
     "prepare": Prepare,
-    "data verify": Verify,
+    "verify": Verify,
     "eval": Evaluate,
     "generate": Generate,
     "export": Export,
@@ -301,6 +319,7 @@ def build(name: str, words: Sequence[str]) -> tuple[Command, frozenset[str]]:
         SystemExit: `--help` was asked for and printed.
     """
     kind, prog = COMMANDS[name], f"scrimp {name}"
+    refuse_empty_paths(words, kind, prog)
     if kind is Train or kind is Plan:
         return _build_configured(kind, words, prog)
     return parse(kind, words, prog=prog), given_keys(words, flags_of(kind))
@@ -343,7 +362,8 @@ def _check_is_file(file: str, words: Sequence[str], prog: str) -> None:
                 do=f"remove {file!r}; if it was meant as the configuration file: it does not exist",
             )
     key, equals, value = file.partition("=")
-    near = nearest_key(key, leaves(Config)) if equals else None
+    answer = answer_for(key, leaves(Config)) if equals else None
+    near = answer.key if answer else nearest_key(key, leaves(Config)) if equals else None
     if near is not None:
         raise ConfigError(
             f"{prog}: unexpected argument {file!r}",

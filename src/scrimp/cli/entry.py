@@ -4,13 +4,16 @@
 0      done
 2      the input cannot be used: any `ScrimpError` but TrainingError, or storage that is full
 1      anything else; a traceback is shown only for what must be a bug in Scrimp
+129    ended by SIGHUP: the terminal is gone
 130    interrupted by SIGINT
+138    ended by SIGUSR1: Slurm's warning
 143    ended by SIGTERM
 =====  ========================================================================================
 
-While training, the loop answers both signals itself (it finishes the step and writes a checkpoint)
+While training, the loop answers these signals itself (it finishes the step and writes a checkpoint)
 and passes the exit code back. Everywhere else a signal ends the command at once, but through its
-`finally` blocks, so that no half-written file stays behind.
+`finally` blocks, so that no half-written file stays behind. A signal that was ignored when the
+command started (`nohup`) stays ignored.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import contextlib
 import errno
 import io
 import os
+import resource
 import signal
 import sys
 import threading
@@ -28,8 +32,8 @@ from types import FrameType
 
 from scrimp import __version__
 from scrimp.cli.show import say, show_error
-from scrimp.config import nearest_key
-from scrimp.errors import ConfigError, ScrimpError, StorageError
+from scrimp.config import nearest_word
+from scrimp.errors import ConfigError, ScrimpError, StorageError, typed
 
 _OVERVIEW = """\
 usage: scrimp COMMAND ...
@@ -39,7 +43,7 @@ Scrimp trains language models with the bits, bytes and devices you have.
   train [FILE.toml]             train a model; any setting can follow, as --train.steps 500
   plan [FILE.toml]              what that run would take; starts nothing
   prepare SRC OUT               text to token shards
-  data verify FOLDER            check token shards against their checksums
+  verify PATH                   check all of a corpus, run, checkpoint or exported model
   eval TARGET --data FILE       loss, perplexity, bits per byte of a run or model folder
   generate TARGET --prompt TEXT continue a text
   export RUN OUT                a run as a Hugging Face folder
@@ -50,6 +54,9 @@ Scrimp trains language models with the bits, bytes and devices you have.
 scrimp COMMAND --help explains a command's options; scrimp --version prints the version."""
 
 _STORAGE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+_LEAST_COLUMNS = 40
+_LEAST_ADDRESS_SPACE = 640 << 20
+"""What torch's CPU build ends the process below, from its libraries' own code; measured."""
 _PATH_ERRNOS = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR)
 
 
@@ -58,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     _prepare_process()
     try:
-        with _sigterm_unwinds():
+        with _signals_unwind():
             code = _dispatch(words)
             # Here, not at interpreter shutdown, where a closed pipe could no longer be handled.
             sys.stdout.flush()
@@ -75,14 +82,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         _silence_stdout()
         return 1
     except OSError as error:
+        if _is_no_memory(error):
+            return _no_memory(error)
         if error.errno not in _STORAGE_ERRNOS + _PATH_ERRNOS:
             return _bug()
         path = f": {str(error.filename)[:200]}" if error.filename else ""
         do = "free space or choose another folder" if error.errno in _STORAGE_ERRNOS else "give another path"
         show_error(StorageError(f"{error.strerror}{path}", do=do))
         return StorageError.exit_code
-    except Exception:
-        return _bug()
+    except Exception as error:
+        return _no_memory(error) if _is_no_memory(error) else _bug()
 
 
 def _prepare_process() -> None:
@@ -91,10 +100,49 @@ def _prepare_process() -> None:
     # use too, they spin away the very time that the slower thread needs: a step took up to seven times as
     # long. After 10,000 turns (some 20 us) they sleep; measured in docs/lab-log.md.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    _hold_closed_streams()
+    # Libraries that lay out text fail, or print one letter a line, in fewer columns.
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isdecimal() and int(columns[:6]) < _LEAST_COLUMNS:
+        os.environ["COLUMNS"] = str(_LEAST_COLUMNS)
     for stream in (sys.stdout, sys.stderr):
         # Text of a corpus has any character; a terminal that cannot show one must not end the command.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+
+
+def _hold_closed_streams() -> None:
+    """Open the null device for a standard stream that is closed: else the next file that is opened gets its
+    number, and everybody's messages."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "r" if number == 0 else "w", closefd=False))  # noqa: SIM115
+
+
+def _refuse_deleted_folder() -> None:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise StorageError("the working folder was deleted", do="change to a folder that exists") from None
+
+
+def _refuse_small_address_space() -> None:
+    """Refuse a limit within which torch's libraries end the process while they are loaded."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit != resource.RLIM_INFINITY and limit < _LEAST_ADDRESS_SPACE:
+        raise StorageError(
+            "the system gives no more memory than torch takes to load",
+            got=f"an address space of {limit >> 20:,} MiB",
+            expected=f"at least {_LEAST_ADDRESS_SPACE >> 20:,} MiB, and more for a model",
+            do="raise the limit (ulimit -v)",
+        )
 
 
 def _dispatch(words: Sequence[str]) -> int:
@@ -104,23 +152,29 @@ def _dispatch(words: Sequence[str]) -> int:
     if words[0] == "--version":
         print(f"scrimp {__version__}")
         return 0
+    _refuse_deleted_folder()
+    _refuse_small_address_space()
     # Not at the top: with tyro it takes a while, which --help and --version need not wait for.
+    from scrimp.cli.advice import in_words_of
     from scrimp.cli.commands import COMMANDS, build
 
-    for length in (1, 2):
-        name = " ".join(words[:length])
-        if name in COMMANDS:
-            command, given = build(name, words[length:])
+    name = words[0]
+    if name in COMMANDS:
+        command, given = build(name, words[1:])
+        try:
             return command.execute(given)
+        except ScrimpError as error:
+            raise in_words_of(name, COMMANDS[name], error) from None
     raise _unknown_command(words, list(COMMANDS))
 
 
 def _unknown_command(words: Sequence[str], known: list[str]) -> ConfigError:
     wanted = words[0]
-    if wanted == "data":
-        second = [name for name in known if name.startswith("data ")]
+    if list(words[:2]) == ["data", "verify"]:
         return ConfigError(
-            f"unknown command {' '.join(words[:2])!r}", expected=f"scrimp {' or '.join(second)}"
+            "unknown command 'data verify'",
+            expected="scrimp verify, of corpora, runs, checkpoints and exported models",
+            do=f"write {typed('verify', *(words[2:] or ['FOLDER']))}",
         )
     if wanted.startswith("-"):
         return ConfigError(
@@ -128,12 +182,30 @@ def _unknown_command(words: Sequence[str], known: list[str]) -> ConfigError:
             expected="scrimp COMMAND, then its options",
             do=f"write `scrimp train {wanted} ...` to train",
         )
-    near = nearest_key(wanted, known)
+    near = nearest_word(wanted, known)
     return ConfigError(
         f"unknown command {wanted!r}",
         expected=f"one of {', '.join(known)}",
         do=f"did you mean `scrimp {near}`?" if near else "see scrimp --help",
     )
+
+
+def _is_no_memory(error: Exception) -> bool:
+    """Whether the system refused memory; torch, the loader of libraries and threads each say it in their own way."""
+    refusals = (
+        "can't allocate memory",
+        "failed to map segment",
+        "Cannot allocate memory",
+        "can't start new thread",
+    )
+    return isinstance(error, MemoryError) or any(refusal in str(error) for refusal in refusals)
+
+
+def _no_memory(error: Exception) -> int:
+    lines = str(error).strip().splitlines()
+    do = "free memory, raise the limit of this process (ulimit -v), or ask for a smaller model"
+    show_error(StorageError("the system gives no more memory", got=lines[-1] if lines else None, do=do))
+    return StorageError.exit_code
 
 
 def _bug() -> int:
@@ -151,21 +223,31 @@ def _silence_stdout() -> None:
 
 
 @contextlib.contextmanager
-def _sigterm_unwinds() -> Iterator[None]:
-    """Turn SIGTERM into SystemExit(143) in this process while the command runs."""
+def _signals_unwind() -> Iterator[None]:
+    """Turn SIGTERM, SIGHUP and SIGUSR1 into SystemExit(128 + number) in this process while the command runs."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread can set signal handlers
         return
-    process = os.getpid()
+    process, is_ending = os.getpid(), False
 
     def unwind(number: int, frame: FrameType | None) -> None:
+        nonlocal is_ending
         if os.getpid() != process:
             # A forked worker inherits this handler, but is to end as quietly as without it.
             os._exit(128 + number)
+        if is_ending and number != signal.SIGTERM:
+            return  # a terminal that goes away sends SIGHUP more than once: `finally` blocks run to their end
+        is_ending = True
         raise SystemExit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, unwind)
+    ending = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    before = {
+        number: signal.signal(number, unwind)
+        for number in ending
+        if signal.getsignal(number) is not signal.SIG_IGN
+    }
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

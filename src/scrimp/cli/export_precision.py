@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from scrimp.adapters import export_precision
-from scrimp.errors import PlanError, StorageError
-from scrimp.files import write_whole
+from scrimp.adapters import PrecisionExport, export_precision, whole_layer_recipes
+from scrimp.errors import PlanError, StorageError, typed
+from scrimp.files import read_bounded, write_whole
 from scrimp.planner import Plan
 from scrimp.planner.bits import PrecisionPlan
+from scrimp.planner.schema import MAX_FILE_BYTES
 
 _GLOBS = 6
 """In a line of the terminal; the file has all."""
@@ -26,7 +27,8 @@ def export_to_file(
     """Write the file; returns 0, also where something could not be said: it is listed."""
     if out.exists():
         raise StorageError(f"{out} exists already", do="choose another name; nothing is overwritten")
-    found = export_precision(read_any_plan(source), target, names, approximate=approximate)
+    plan = read_any_plan(source)
+    found = export_precision(plan, target, names, approximate=approximate)
     write_whole(out, found.text)
     print(f"written: {out}")
     for name, value in found.environment.items():
@@ -35,7 +37,36 @@ def export_to_file(
         print(f"note: {note}")
     for line in found.not_as_planned(_GLOBS):
         print(f"not as planned: {line}")
+    if found.inexpressible:
+        print(_what_would_fit(plan, found, source, target))
     return 0
+
+
+def _what_would_fit(
+    plan: Plan | PrecisionPlan,
+    found: PrecisionExport,
+    source: Path,
+    target: Literal["torchao", "transformer-engine"],
+) -> str:
+    """How to get a plan that the target runs as it stands."""
+    layers = len({entry.layer for entry in found.inexpressible})
+    recipes = whole_layer_recipes(plan, target)
+    run = source if source.is_dir() else "RUN"
+    words = (
+        "--precision",
+        "snip",
+        "--model.weights",
+        run,
+        "--target",
+        target,
+        "--out",
+        f"{target}-plan.json",
+    )
+    return (
+        f"{layers} of {len(found.layers)} layers do not run as planned. To plan within what {target} runs: "
+        f"{typed('plan', *words)}, and export that; "
+        f"to train so: --snip.policy snip-layer --snip.formats with two or more of {', '.join(recipes)}"
+    )
 
 
 def read_any_plan(source: Path) -> Plan | PrecisionPlan:
@@ -45,10 +76,6 @@ def read_any_plan(source: Path) -> Plan | PrecisionPlan:
         PlanError: neither.
     """
     path = source / "plan.json" if source.is_dir() else source
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise PlanError(f"{path} cannot be read", got=error, do="give a run folder or a plan") from None
-    if '"scrimp_precision"' in text[:4096]:
-        return PrecisionPlan.from_json(text, origin=str(path))
-    return Plan.from_json(text, origin=str(path))
+    content = read_bounded(path, error=PlanError, do="give a run folder or a plan", at_most=MAX_FILE_BYTES)
+    kind = PrecisionPlan if b'"scrimp_precision"' in content[:4096] else Plan
+    return kind.from_json(content, origin=str(path))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import itertools
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -20,8 +21,9 @@ from typing import Any, TypeVar, Union
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from scrimp.config import leaves, nearest_key
-from scrimp.config.fields import Leaf
+from scrimp.config import leaves, nearest_key, nearest_word
+from scrimp.config.elsewhere import answer_for, answer_for_section
+from scrimp.config.fields import NUMBER_OR_PATH, Leaf
 from scrimp.config.load import expand_home
 from scrimp.errors import ConfigError
 
@@ -98,6 +100,23 @@ def given_keys(argv: Sequence[str], known: Mapping[str, Leaf]) -> frozenset[str]
     return frozenset(key for name in names if (key := _key_of(name, known)) is not None)
 
 
+def refuse_empty_paths(argv: Sequence[str], command: type[Any], prog: str) -> None:
+    """Refuse an empty text where a path belongs: `Path("")` is the working folder.
+
+    Raises:
+        ConfigError: naming the option or the argument.
+    """
+    flags = flags_of(command)
+    for before, word in itertools.pairwise(("", *argv)):
+        if word and not (word.startswith("--") and word.endswith("=")):
+            continue
+        name = word.removesuffix("=") or before
+        key = _key_of(name[2:], flags) if name.startswith("--") else None
+        if key is None or flags[key].kind is Path:
+            what = f"{prog}: an argument" if key is None else option(key)
+            raise ConfigError(f"{what} is empty", expected="a path", do=f"see {prog} --help")
+
+
 def explain(command: type[Any], argv: Sequence[str], prog: str) -> ConfigError | None:
     """The first thing wrong with a command line that tyro refused; None if it is not found."""
     flags, positionals = flags_of(command), positionals_of(command)
@@ -159,12 +178,24 @@ def _check_missing(options: Mapping[str, Leaf], seen: set[str], prog: str) -> Co
 
 
 def _unknown_option(word: str, name: str, options: Mapping[str, Leaf], prog: str) -> ConfigError:
-    near = nearest_key(name, options)
-    return ConfigError(
-        f"{prog}: unknown option {word}",
-        expected=f"a known option; the nearest is {option(near)}" if near else "a known option",
-        do=f"write {option(near)} instead, or see {prog} --help" if near else f"see {prog} --help",
-    )
+    what, see = f"{prog}: unknown option {word}", f"see {prog} --help"
+    answer = answer_for(name, options)
+    near = None if answer else nearest_key(name, options)
+    if near is None:
+        answer = answer or answer_for_section(name, options)
+    if answer is not None and answer.key is not None:
+        note = f" ({answer.note})" if answer.note else ""
+        return ConfigError(
+            what,
+            expected=f"Scrimp's name for it, {option(answer.key)}",
+            do=f"write {option(answer.key)} instead{note}",
+        )
+    if answer is not None:
+        return ConfigError(what, expected="a known option; Scrimp has none for this", do=answer.note)
+    if near is not None:
+        expected = f"a known option; the nearest is {option(near)}"
+        return ConfigError(what, expected=expected, do=f"write {option(near)} instead, or {see}")
+    return ConfigError(what, expected="a known option", do=see)
 
 
 def _check_text(leaf: Leaf, text: str) -> ConfigError | None:
@@ -173,7 +204,7 @@ def _check_text(leaf: Leaf, text: str) -> ConfigError | None:
     try:
         _converted(leaf.kind, leaf.choices, text)
     except ValueError:
-        near = nearest_key(text, leaf.choices)
+        near = nearest_word(text, leaf.choices)
         return ConfigError(
             f"{option(leaf.key)} cannot take this value",
             got=repr(text),
@@ -192,6 +223,8 @@ def _converted(kind: Any, choices: Sequence[str], text: str) -> Any:
         if text.lower() not in _FLAGS:
             raise ValueError(text)
         return _FLAGS[text.lower()]
+    if kind == NUMBER_OR_PATH:
+        return float(text) if _is_number(text) else Path(text)
     return kind(text)
 
 

@@ -6,7 +6,7 @@ import os
 import sys
 from typing import TextIO
 
-from scrimp.errors import ScrimpError
+from scrimp.errors import ScrimpError, shortened
 
 _RED_BOLD, _DIM, _RESET = "\x1b[1;31m", "\x1b[2m", "\x1b[0m"
 
@@ -39,7 +39,8 @@ def error_text(error: ScrimpError, *, color: bool) -> str:
 
 def _one_line(value: object) -> str:
     # Control characters from a file name or a corpus must not reach the terminal.
-    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in str(value))
+    text = shortened(value)
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
 def _in_color(stream: TextIO) -> bool:

@@ -6,7 +6,7 @@ The way of a configuration: `read_config` (file), the command line's overrides, 
 
 from scrimp.config.architecture import Architecture, RopeScaling
 from scrimp.config.build import base_architecture
-from scrimp.config.fields import flatten, leaves, nearest_key, replace_values
+from scrimp.config.fields import flatten, leaves, nearest_key, nearest_word, replace_values
 from scrimp.config.load import load_config, parse_config, read_config
 from scrimp.config.presets import OWN_PRESETS, PRESETS, preset
 from scrimp.config.resolve import (
@@ -57,6 +57,7 @@ __all__ = [
     "leaves",
     "load_config",
     "nearest_key",
+    "nearest_word",
     "parse_bytes",
     "parse_config",
     "preset",

@@ -18,12 +18,20 @@ from typing import Any, Literal, TypeVar, Union
 
 T = TypeVar("T")
 
+CLOSE = 0.75
+"""Likeness of two names, from 0 to 1, from which one may be a typo of the other."""
+_OWN_WORDS = ("memory", "snip")
+"""Sections whose names mean something there only."""
+
+NUMBER_OR_PATH = float | Path
+"""The type of a setting that takes either."""
 _NAMES: dict[object, str] = {
     bool: "true or false",
     int: "a whole number",
     float: "a number",
     str: "text",
     Path: "a path",
+    NUMBER_OR_PATH: "a number or a path",
 }
 
 
@@ -33,7 +41,7 @@ class Leaf:
 
     key: str
     kind: Any
-    """bool, int, float, str, Path, or a Literal."""
+    """bool, int, float, str, Path, NUMBER_OR_PATH, or a Literal."""
     optional: bool
     default: Any
 
@@ -57,8 +65,9 @@ def leaves(section: type[Any], prefix: str = "") -> dict[str, Leaf]:
         if dataclasses.is_dataclass(hint):
             found |= leaves(typing.cast(type[Any], hint), key + ".")
             continue
-        optional = typing.get_origin(hint) in (Union, types.UnionType)
-        kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)] if optional else [hint]
+        optional = type(None) in typing.get_args(hint)
+        is_union = typing.get_origin(hint) in (Union, types.UnionType) and hint != NUMBER_OR_PATH
+        kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)] if is_union else [hint]
         assert len(kinds) == 1, f"{key}: a setting has one type, or one type and None"
         found[key] = Leaf(key=key, kind=kinds[0], optional=optional, default=field.default)
     return found
@@ -101,20 +110,26 @@ def replace_values(config: T, values: Mapping[str, Any]) -> T:
 def nearest_key(key: str, known: Iterable[str]) -> str | None:
     """The known dotted key that a mistyped one most likely meant; None if nothing is near.
 
-    The right name in the wrong section comes first (`steps` or `run.steps` for `train.steps`), then
-    the most similar full key, then the most similar last part (`stpes` for `train.steps`).
+    The name must be close, the section need not be (`steps`, `run.steps` and `train.stpes` for `train.steps`). Only
+    `memory` and `snip` use words that mean something else elsewhere: `train.optimizer` is not `memory.optimizer`.
     """
-    wanted = key.lower().replace("-", "_")
-    keys = list(known)
-    if wanted in keys:
-        return wanted
-    name = wanted.rpartition(".")[2]
-    same_name = [candidate for candidate in keys if candidate.rpartition(".")[2] == name]
-    if same_name:
-        return max(same_name, key=lambda candidate: difflib.SequenceMatcher(None, wanted, candidate).ratio())
-    close = difflib.get_close_matches(wanted, keys, n=1, cutoff=0.75)
-    if close:
-        return close[0]
-    by_name = {candidate.rpartition(".")[2]: candidate for candidate in reversed(keys)}
-    close = difflib.get_close_matches(name, list(by_name), n=1, cutoff=0.6)
-    return by_name[close[0]] if close else None
+    section, _, name = key.lower().replace("-", "_").rpartition(".")
+    found: list[tuple[float, float, str]] = []
+    for candidate in known:
+        its_section, _, its_name = candidate.rpartition(".")
+        by_name, by_section = _likeness(name, its_name), _likeness(section, its_section)
+        is_elsewhere = bool(section) and its_section in _OWN_WORDS and by_section < CLOSE
+        if by_name >= CLOSE and not is_elsewhere:
+            found.append((by_name, by_section, candidate))
+    # Of equals the one that stands first among the settings.
+    return max(found, key=lambda one: one[:2])[2] if found else None
+
+
+def nearest_word(word: str, known: Iterable[str]) -> str | None:
+    """The known word that a mistyped one most likely meant; None if nothing is near."""
+    close = difflib.get_close_matches(word.lower().replace("-", "_"), list(known), n=1, cutoff=0.6)
+    return close[0] if close else None
+
+
+def _likeness(word: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, word, other).ratio()

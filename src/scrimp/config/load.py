@@ -12,14 +12,26 @@ tests/config/test_load_config.py).
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import tomllib
 import typing
 from pathlib import Path
 from typing import Any
 
-from scrimp.config.fields import Leaf, leaves, nearest_key, replace_values, sections
+from scrimp.config.elsewhere import Answer, answer_for, answer_for_section
+from scrimp.config.fields import (
+    NUMBER_OR_PATH,
+    Leaf,
+    leaves,
+    nearest_key,
+    nearest_word,
+    replace_values,
+    sections,
+)
 from scrimp.config.schema import Config
-from scrimp.errors import ConfigError
+from scrimp.errors import ConfigError, typed
+from scrimp.files import open_regular
 
 MAX_FILE_BYTES = 2**20
 """A configuration is a few KiB. Beyond this the file is something else, a corpus for example."""
@@ -64,13 +76,16 @@ def convert(leaf: Leaf, value: object, where: str = "configuration") -> Any:
     if leaf.choices:
         if value in leaf.choices and isinstance(value, str):
             return value
-        near = nearest_key(str(value), leaf.choices)
+        near = nearest_word(str(value), leaf.choices)
         raise ConfigError(
             f"{leaf.key} in {where} is not one of its choices",
             got=_shown(value),
             expected=f"one of {leaf.expected}",
             do=f"did you mean {near!r}?" if near else None,
         )
+    expected = leaf.expected
+    if leaf.kind == NUMBER_OR_PATH:
+        leaf = dataclasses.replace(leaf, kind=Path if isinstance(value, str) else float)
     # bool is a subclass of int: `steps = true` must not become one step.
     fits = isinstance(value, bool) if leaf.kind is bool else not isinstance(value, bool)
     if leaf.kind is float and fits and isinstance(value, int):
@@ -83,11 +98,15 @@ def convert(leaf: Leaf, value: object, where: str = "configuration") -> Any:
         raise ConfigError(
             f"{leaf.key} in {where} has the wrong type",
             got=_shown(value),
-            expected=leaf.expected,
+            expected=expected,
             do=_type_advice(leaf, value),
         )
     if leaf.kind is not Path:
         return value
+    if not value:
+        raise ConfigError(
+            f"{leaf.key} in {where} is empty", expected="a path", do=f"name one, or leave {leaf.key} out"
+        )
     # Asked of the text: a Path forgets the ./ of ./~, by which a folder called ~ is meant.
     path = Path(typing.cast(str, value))
     return expand_home(leaf.key, path) if typing.cast(str, value).startswith("~") else path
@@ -108,31 +127,59 @@ def expand_home(key: str, path: Path) -> Path:
 def unknown_key(key: str, where: str) -> ConfigError:
     """The error for a key of the file that no field has."""
     known = leaves(Config)
-    near = nearest_key(key, known)
+    settable = {*known, "resume"}
+    answer = answer_for(key, dict.fromkeys(settable))
+    near = None if answer else nearest_key(key, known)
     if near is None:
-        return ConfigError(
-            f"unknown key {key} in {where}", expected=f"one of {', '.join(known)}", do=f"remove {key}"
-        )
-    section, _, name = near.rpartition(".")
-    place = f"under [{section}]" if section else "at the top, before the first [section]"
+        answer = answer or answer_for_section(key, dict.fromkeys(settable))
+    what = f"unknown key {key} in {where}"
+    if answer is not None:
+        return _known_elsewhere(what, key, answer)
+    if near is None:
+        return ConfigError(what, expected=f"one of {', '.join(known)}", do=f"remove {key}")
     return ConfigError(
-        f"unknown key {key} in {where}",
+        what,
         expected=f"a known key; the nearest is {near}",
-        do=f"write `{name} = ...` {place}, or remove {key}",
+        do=f"write {_assignment(near)}, or remove {key}",
     )
+
+
+def _known_elsewhere(what: str, key: str, answer: Answer) -> ConfigError:
+    """The error for a name of another tool."""
+    if answer.key is None:
+        return ConfigError(what, expected="a known key; Scrimp has none for this", do=answer.note)
+    if answer.key == "resume":
+        do = f"remove {key}, and go on with a run by `scrimp train --run.dir RUN --resume`"
+        return ConfigError(what, expected="an option of the command line", do=do)
+    note = f" ({answer.note})" if answer.note else ""
+    return ConfigError(
+        what,
+        expected=f"Scrimp's name for it, {answer.key}",
+        do=f"write {_assignment(answer.key)}{note}, or remove {key}",
+    )
+
+
+def _assignment(key: str) -> str:
+    """How a file sets a key, and where."""
+    section, _, name = key.rpartition(".")
+    place = f"under [{section}]" if section else "at the top, before the first [section]"
+    return f"`{name} = ...` {place}"
 
 
 def _read_text(file: Path) -> str:
     try:
-        if file.is_file() and file.stat().st_size > MAX_FILE_BYTES:
+        with open_regular(file) as opened:
+            size = os.fstat(opened.fileno()).st_size
+            content = opened.read(MAX_FILE_BYTES + 1)
+        if len(content) > MAX_FILE_BYTES:
             raise ConfigError(
                 f"{file} is too large for a configuration",
-                got=f"{file.stat().st_size:,} bytes",
+                got=f"{max(size, len(content)):,} bytes",
                 expected=f"at most {MAX_FILE_BYTES:,}",
-                do=f"to train on a text file write `scrimp train --data.source {file}`",
+                do=f"to train on a text file write {typed('train', '--data.source', file)}",
             )
         # utf-8-sig: some editors put a byte order mark first, which TOML 1.0 has no place for.
-        return file.read_bytes().decode("utf-8-sig")
+        return content.decode("utf-8-sig")
     except FileNotFoundError:
         raise ConfigError(
             f"configuration file {file} does not exist",
@@ -150,7 +197,7 @@ def _read_text(file: Path) -> str:
             f"configuration file {file} is not UTF-8 text",
             got=f"byte 0x{error.object[error.start]:02x} at offset {error.start}",
             expected="a TOML file in UTF-8",
-            do=f"to train on a file write `scrimp train --data.source {file}`",
+            do=f"to train on a file write {typed('train', '--data.source', file)}",
         ) from None
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = getattr(error, "strerror", None) or error
@@ -181,7 +228,10 @@ def _read_table(table: dict[str, Any], section: type[Any], prefix: str, where: s
 
 
 def _unknown_table(key: str, table: dict[str, Any], where: str) -> ConfigError:
-    near = nearest_key(key, sections(Config))
+    for name in table:  # `[training] seq_len = 512`: the whole table may be another tool's
+        if answer_for(f"{key}.{name}", leaves(Config)):
+            return unknown_key(f"{key}.{name}", where)
+    near = nearest_word(key, sections(Config))
     if near is None and table:
         # `[optimizer] lr = 1e-3`: no section is near, but the key in it is known elsewhere.
         return unknown_key(f"{key}.{next(iter(table))}", where)

@@ -26,9 +26,11 @@ micro_batch          the largest divisor of the batch's sequences with at most 4
 lr                   min(3e-3, 0.8 / width): Adam's stable rate falls as one over the width. A
                      tenth of it when starting from trained weights, so that they are not unlearned.
 warmup_steps         a twentieth of the run, at most 2,000, at least 1.
-eval_every           a tenth of the run.
-eval_tokens          as many as four steps train on, so that ten evaluations cost about as much as
-                     thirteen steps (a forward pass is a third of a step).
+eval_every           ten evaluations a run, the one at the end included; fewer where each would have less than
+                     one step's tokens.
+eval_tokens          as many as four steps train on, fewer where all evaluations together would take more than
+                     3 % of the run's FLOPs (a forward pass is a third of a step); at least one sequence.
+                     All are equal, the one at the end too: only equal texts give comparable losses.
 checkpoint_every     a tenth of the run, at least 50; with keep_every, the largest divisor of it.
 loss_chunk           0 (all tokens at once) where the fp32 logits of a micro-batch fit into 64 MiB on a CPU
                      or 512 MiB on CUDA; else the largest power of two tokens that fits. A chunk of t
@@ -69,6 +71,12 @@ _BATCH_BY_PARAMETERS = (
 _MICRO_BATCH_TOKENS = {"cpu": 4096, "cuda": 16_384}
 _LOGIT_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
 _FP32_BYTES = 4
+_FORWARD_SHARE = 1 / 3
+"""FLOPs of a token that is evaluated, of those of a token that is trained on."""
+_EVALUATION_SHARE = 0.03
+"""Most of a run's FLOPs that evaluations take, where the user leaves them to Scrimp."""
+_EVALUATIONS, _EVALUATION_STEPS = 10, 4
+"""Most evaluations of a run, and most tokens of one, in steps' tokens, where both are left to Scrimp."""
 _MOST_MICRO_BATCH_TOKENS = 2**31 - 1  # document starts inside a micro-batch are 32-bit
 
 _Decision = tuple[Any, str]
@@ -152,7 +160,7 @@ def resolve(config: Config, architecture: Architecture, *, device_type: str) -> 
     config = decide(config, "train.micro_batch", lambda: _micro_batch(config.train, device_type))
     config = decide(config, "train.lr", lambda: _lr(config, architecture))
     config = decide(config, "train.warmup_steps", lambda: _warmup_steps(config.train.steps))
-    config = decide(config, "train.eval_every", lambda: _eval_every(config.train.steps))
+    config = decide(config, "train.eval_every", lambda: _eval_every(config.train))
     config = decide(config, "train.eval_tokens", lambda: _eval_tokens(config.train))
     config = decide(config, "train.checkpoint_every", lambda: _checkpoint_every(config.train))
     config = decide(config, "train.loss_chunk", lambda: _loss_chunk(config.train, architecture, device_type))
@@ -281,12 +289,33 @@ def _warmup_steps(steps: int) -> _Decision:
     return min(2000, max(1, steps // 20)), f"a twentieth of {steps:,} steps, 1 to 2,000"
 
 
-def _eval_every(steps: int) -> _Decision:
-    return max(1, steps // 10), f"a tenth of {steps:,} steps"
+def _evaluated_tokens(train: TrainConfig) -> int:
+    """Held-out tokens that all evaluations of the run may take together."""
+    return int(train.steps * decided(train.batch_tokens) * _EVALUATION_SHARE / _FORWARD_SHARE)
+
+
+def _eval_every(train: TrainConfig) -> _Decision:
+    each = train.eval_tokens or decided(train.batch_tokens)
+    count = max(1, min(_EVALUATIONS, _evaluated_tokens(train) // each))
+    every = -(-train.steps // count)
+    if count == _EVALUATIONS:
+        return every, f"a tenth of {train.steps:,} steps"
+    why = f"{each:,} tokens each, within {_EVALUATION_SHARE:.0%} of the run's FLOPs"
+    return every, f"{count} evaluation{'s' * (count > 1)} of at least {why}"
 
 
 def _eval_tokens(train: TrainConfig) -> _Decision:
-    return 4 * decided(train.batch_tokens), "as many as four steps train on"
+    most = _EVALUATION_STEPS * decided(train.batch_tokens)
+    every = decided(train.eval_every) or train.steps
+    count = -(-train.steps // every)
+    each = _evaluated_tokens(train) // count
+    if each >= most:
+        return most, "as many as four steps train on"
+    sequence = decided(train.sequence)
+    times = "one evaluation takes" if count == 1 else f"{count:,} evaluations take"
+    if each < sequence:
+        return sequence, "one sequence, the least"
+    return each // sequence * sequence, f"{times} at most {_EVALUATION_SHARE:.0%} of the run's FLOPs"
 
 
 def _checkpoint_every(train: TrainConfig) -> _Decision:

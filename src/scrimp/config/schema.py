@@ -50,8 +50,9 @@ class DataConfig:
     of the shards or of model.weights if there is one, else bpe."""
     vocab_size: int | None = None
     """Entries of a bpe tokenizer trained here. Unset: the model's vocabulary, at most 32,768."""
-    held_out: float = 0.02
-    """Share of the documents kept for evaluation, chosen by a hash of their text."""
+    held_out: float | Path = 0.02
+    """Share of the text kept for evaluation, in documents chosen by a hash of their text; or a file
+    (or another source) to evaluate on. Of a saved data set with a validation split: 0, or that split."""
     mask_documents: bool = True
     """Attention never crosses a document boundary inside a packed sequence."""
     cache: Path | None = None
@@ -131,9 +132,10 @@ class TrainConfig:
     """torch.compile per block. auto: on for CUDA, off on CPU."""
     eval_every: int | None = None
     """Steps between evaluations on the held-out split, besides the one at the end; 0 for only
-    that one. Unset: a tenth of the run."""
+    that one. Unset: a tenth of the run, rarer in one of less than a hundred steps or so."""
     eval_tokens: int | None = None
-    """Most held-out tokens per evaluation. Unset: as many as four steps train on."""
+    """Most held-out tokens per evaluation. Unset: as many as four steps train on, fewer where evaluations would take
+    more than 3 % of the run's FLOPs."""
     checkpoint_every: int | None = None
     """Steps between checkpoints, besides the one at the end; 0 for only that one. Unset: a
     tenth of the run, at least 50, and a divisor of keep_every."""

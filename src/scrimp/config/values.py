@@ -122,7 +122,7 @@ def check_values(config: Config) -> None:
             continue
         if known[key].choices:
             _check_choice(key, value, known[key].choices)
-        elif key in RANGES:
+        elif key in RANGES and not isinstance(value, Path):
             check_range(key, value, RANGES[key])
         elif isinstance(value, (str, Path)) and key != "snip.at":
             _check_text(key, str(value))

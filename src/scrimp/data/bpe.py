@@ -16,7 +16,7 @@ import heapq
 import json
 from collections.abc import Iterable
 
-from scrimp.data.documents import Document, Split
+from scrimp.data.documents import Document
 from scrimp.errors import DataError
 
 SAMPLE_BYTES = 32 << 20
@@ -59,7 +59,7 @@ def byte_level(vocabulary: dict[str, int], merges: list[tuple[str, str]], delimi
     return str(tokenizer.to_str(pretty=True)) + "\n"
 
 
-def sample(corpus: Iterable[Document], split: Split) -> list[str]:
+def sample(corpus: Iterable[Document]) -> list[str]:
     """The training documents with the lowest hashes within SAMPLE_BYTES, in the order of the corpus."""
     heap: list[tuple[int, int, str, int]] = []  # (-hash, -position, text, bytes): the largest hash on top
     kept = scanned = 0
@@ -67,7 +67,7 @@ def sample(corpus: Iterable[Document], split: Split) -> list[str]:
         scanned += document.num_bytes
         if scanned > SCANNED_BYTES:
             break
-        if split.is_held_out(document):
+        if document.held_out:
             continue
         heapq.heappush(heap, (-document.hash, -position, document.text, document.num_bytes))
         kept += document.num_bytes

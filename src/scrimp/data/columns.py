@@ -1,30 +1,42 @@
 """Texts out of one column of a JSONL or Parquet file.
 
-A row whose text is null is left out and counted; a missing column, or one that holds
-something else than text, is refused with the columns that there are.
+A row whose text is null is left out and counted. A missing column, one that holds something else
+than text, and text that UTF-8 cannot hold (a lone surrogate) are refused with file and row.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from scrimp.data.streams import Meter, lines
 from scrimp.errors import DataError
 from scrimp.files import storage
+from scrimp.json_files import decode_json
 
 _ROWS = 256
+_CONSTANT = re.compile(rb'"(?:[^"\\]|\\.)*+"?|NaN|-?Infinity', re.DOTALL)
+"""A string, which may not be closed, or what Python writes for a float that JSON cannot hold."""
+T = TypeVar("T")
 
 
 def missing_column(name: str, column: str, columns: Iterable[str]) -> DataError:
     """The error for a column that is not there."""
     return DataError(
         f"{name} has no column {column!r}",
-        got=f"the columns {', '.join(sorted(columns)) or '(none)'}",
+        got=f"the columns {', '.join(map(_shown, sorted(columns))) or '(none)'}",
         do="name the one with the text in data.text_column",
     )
+
+
+def _shown(column: str) -> str:
+    return column if column.isprintable() else ascii(column)
 
 
 def checked_text(value: object, column: str, where: str, skipped: dict[str, int]) -> str | None:
@@ -39,31 +51,67 @@ def checked_text(value: object, column: str, where: str, skipped: dict[str, int]
             expected="a string",
             do="name the column with the text in data.text_column",
         )
+    check_unicode(value, where)
     return value
+
+
+def check_unicode(text: str, where: str) -> None:
+    """Refuse text that UTF-8 cannot hold: JSON's escapes can spell half of a character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        around = (
+            text[max(error.start - 20, 0) : error.start + 20].encode("ascii", "backslashreplace").decode()
+        )
+        raise DataError(
+            f"{where} is not valid Unicode",
+            got=f"a lone surrogate at character {error.start:,}: …{around}…",
+            expected="text that UTF-8 can hold",
+            do="repair or remove that text",
+        ) from None
 
 
 def jsonl_texts(path: Path, column: str, meter: Meter, skipped: dict[str, int]) -> Iterator[str]:
     """The texts of a file with one JSON object per line."""
     for number, line in lines(path, meter):
         where = f"{path}, line {number:,}"
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise DataError(
-                f"{where} is not JSON",
-                got=str(error),
-                expected="one JSON object per line",
-                do="repair that line",
-            ) from error
-        if not isinstance(row, dict):
-            raise DataError(
-                f"{where} is not a JSON object", got=f"a {type(row).__name__}", expected="one object per line"
-            )
+        row = _row(line, where)
         if column not in row:
             raise missing_column(where, column, row)
-        text = checked_text(row[column], column, where, skipped)
+        value: object = _decode(bytes(row[column]), Any, where)
+        text = checked_text(value, column, where, skipped)
         if text is not None:
             yield text
+
+
+def _row(line: bytes, where: str) -> dict[str, msgspec.Raw]:
+    """The columns of a line, undecoded: beside the text any number and any name may stand."""
+    with contextlib.suppress(msgspec.MsgspecError, UnicodeError, RecursionError):
+        return msgspec.json.decode(line, type=dict[str, msgspec.Raw])
+    line = _with_numbers(line)
+    with contextlib.suppress(msgspec.MsgspecError, UnicodeError, RecursionError):
+        return msgspec.json.decode(line, type=dict[str, msgspec.Raw])
+    return _decode(line, dict[str, msgspec.Raw], where)  # names what is wrong
+
+
+def _with_numbers(line: bytes) -> bytes:
+    """A line with numbers of the same length in place of NaN and infinities, which Python's json.dumps writes."""
+    copy = bytearray(line)
+    for found in _CONSTANT.finditer(line):
+        if not found[0].startswith(b'"'):
+            copy[found.start() : found.end()] = b"0.0".ljust(len(found[0]))
+    return bytes(copy)
+
+
+def _decode(content: bytes, kind: type[T], where: str) -> T:
+    """JSON of one line; a lone surrogate in it is named as what it is."""
+    try:
+        return decode_json(content, kind, origin=where, error=DataError, do="repair or remove that line")
+    except DataError:
+        with contextlib.suppress(ValueError, RecursionError):
+            text = json.dumps(json.loads(content), ensure_ascii=False)
+            check_unicode(text, where)
+        raise
 
 
 def parquet_texts(path: Path, column: str, meter: Meter, skipped: dict[str, int]) -> Iterator[str]:
@@ -79,8 +127,8 @@ def parquet_texts(path: Path, column: str, meter: Meter, skipped: dict[str, int]
                 _check_column(path, column, file.schema_arrow)
                 done, total = 0, max(file.metadata.num_rows, 1)
                 for batch in file.iter_batches(batch_size=_ROWS, columns=[column], use_threads=False):
-                    for value in batch.column(0).to_pylist():
-                        text = checked_text(value, column, str(path), skipped)
+                    for number, value in enumerate(batch.column(0).to_pylist(), start=done + 1):
+                        text = checked_text(value, column, f"{path}, row {number:,}", skipped)
                         if text is not None:
                             yield text
                     done += batch.num_rows

@@ -1,18 +1,20 @@
 """A prepared corpus, opened for training: its tokenizer and two streams of tokens.
 
 `open_corpus` takes a folder of shards as it is, and prepares any other source once into the
-cache, under a key of its text and settings. What is checked on opening: the manifest, every
-shard's header and size; of a corpus up to 256 MiB also every byte. In a larger one every
-64 KiB block is checked when it is first read (see shards), so that an altered shard is
-never trained on at any size.
+cache, under a key of its text and settings. What is checked on opening: the manifest against its
+digest, its figures against the tokenizer and every shard's header, and the shards' sizes; of a
+corpus up to 256 MiB also every byte. In a larger one every 64 KiB block is checked when it is
+first read (see shards), so that an altered shard is never trained on at any size. A corpus of a
+version that wrote no digest is checked whole once, and gets one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from bisect import bisect_right
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +23,23 @@ import numpy.typing as npt
 
 from scrimp.data.manifest import (
     HELD_OUT,
+    MANIFEST,
     SPLITS,
     TOKENIZER,
     TRAIN,
     Manifest,
     ShardEntry,
+    corpus_digest,
+    earlier_corpus_digest,
     is_corpus,
     read_manifest,
 )
-from scrimp.data.prepare import CorpusSpec, corpus_settings, open_text_source, prepare
+from scrimp.data.prepare import EARLIER_RULES, CorpusSpec, corpus_settings, open_text_source, prepare
 from scrimp.data.progress import note
 from scrimp.data.shards import Int64Array, Shard, damaged, read_header
 from scrimp.data.sources import HUB
 from scrimp.data.tokenizer import Tokenizer, load_tokenizer
-from scrimp.errors import DataError
+from scrimp.errors import DataError, StorageError
 from scrimp.files import make_folder, user_cache
 
 CHECKED_ON_OPEN = 256 << 20
@@ -111,65 +116,86 @@ class Corpus:
                 do="run the `scrimp prepare` command that began it again, with the same options",
             )
         self.folder, self.manifest = folder, manifest
+        self.tokenizer: Tokenizer = check_tokenizer(folder, manifest)
         self.checked = check_shards(folder, manifest)
         """What was checked when the corpus was opened, in words."""
-        self.tokenizer: Tokenizer = _open_tokenizer(folder, manifest)
-        closing = manifest.document_form.get("closing_id")
+        if manifest.written_digest is None:
+            with contextlib.suppress(StorageError):  # a folder that cannot be written is counted each time
+                manifest.write(folder)
         self.train, self.held_out = (
-            TokenStream(folder, manifest.splits.get(name, []), closing_id=closing)
+            TokenStream(folder, manifest.splits.get(name, []), closing_id=manifest.tokenizer.closing_id)
             for name in (TRAIN, HELD_OUT)
         )
         self.digest: str = corpus_digest(manifest)
 
-
-def corpus_digest(manifest: Manifest) -> str:
-    """Identifies the tokens of a corpus: its shards' checksums and its tokenizer."""
-    shards = [[name, entry.sha256] for name in SPLITS for entry in manifest.splits.get(name, [])]
-    return hashlib.sha256(json.dumps([manifest.tokenizer_digest, shards]).encode()).hexdigest()
+    def is_that_of(self, digest: str) -> bool:
+        """Whether a run whose checkpoint carries `digest` saw this corpus; runs of earlier versions too."""
+        return digest in (self.digest, earlier_corpus_digest(self.manifest))
 
 
 def check_entry(folder: Path, entry: ShardEntry, *, whole: bool) -> None:
     """Check that a shard is the one of the manifest and, if `whole`, every byte of it."""
     path = folder / entry.name
-    header = read_header(path)
-    if header.sha256.hex() != entry.sha256 or header.file_bytes != entry.file_bytes:
+    counted = ShardEntry.of(entry.name, read_header(path))
+    if counted.sha256 != entry.sha256:
         raise damaged(path, "a shard of another corpus", expected="the one that corpus.json names")
+    for key, figure in asdict(counted).items():
+        if asdict(entry)[key] != figure:
+            raise DataError(
+                f"{folder / MANIFEST} and the shard {path} disagree",
+                got=f"{key} {asdict(entry)[key]:,}",
+                expected=f"{figure:,}, by the shard's header",
+                do="run `scrimp prepare` again with the same source and folder: it counts again",
+            )
     if whole:
         Shard(path).check_all()
+
+
+def check_tokenizer(folder: Path, manifest: Manifest) -> Tokenizer:
+    """The tokenizer of a corpus, which must be the one of the manifest in every figure."""
+    tokenizer = load_tokenizer(folder / TOKENIZER)
+    if tokenizer.digest != manifest.tokenizer.digest:
+        raise DataError(
+            f"the tokenizer in {folder / TOKENIZER} is not the one that the shards were made with",
+            got=f"digest {tokenizer.digest[:12]}",
+            expected=f"{str(manifest.tokenizer.digest)[:12]}",
+            do="run `scrimp prepare` again with the same source and folder: it puts the tokenizer back",
+        )
+    for key, figure in asdict(tokenizer.figures()).items():
+        if asdict(manifest.tokenizer)[key] != figure:
+            raise DataError(
+                f"{folder / MANIFEST} and the tokenizer in {folder / TOKENIZER} disagree",
+                got=f"{key} {asdict(manifest.tokenizer)[key]}",
+                expected=f"{figure}, by the tokenizer",
+                do="run `scrimp prepare` again with the same source and folder: it counts again",
+            )
+    return tokenizer
 
 
 def check_shards(folder: Path, manifest: Manifest) -> str:
     """Check the shards as far as opening does, and say how far that is."""
     entries = [entry for name in SPLITS for entry in manifest.splits.get(name, [])]
     size = sum(entry.file_bytes for entry in entries)
-    whole = size <= CHECKED_ON_OPEN
+    whole = size <= CHECKED_ON_OPEN or manifest.written_digest is None
     for entry in entries:
         check_entry(folder, entry, whole=whole)
     what = f"{len(entries)} shard{'s' if len(entries) != 1 else ''}, {size / 1e6:,.1f} MB"
     if whole:
         return f"{what}: every checksum matches"
-    return f"{what}: headers and sizes match; content is checked as it is first read (`scrimp data verify` checks all)"
+    return f"{what}: headers and sizes match; content is checked as it is first read (`scrimp verify` checks all)"
 
 
-def _open_tokenizer(folder: Path, manifest: Manifest) -> Tokenizer:
-    tokenizer = load_tokenizer(folder / TOKENIZER)
-    if tokenizer.digest != manifest.tokenizer_digest:
-        raise DataError(
-            f"the tokenizer in {folder / TOKENIZER} is not the one that the shards were made with",
-            got=f"digest {tokenizer.digest[:12]}",
-            expected=f"{str(manifest.tokenizer_digest)[:12]}",
-            do="run `scrimp prepare` again with the same source and folder: it puts the tokenizer back",
-        )
-    return tokenizer
-
-
-def open_corpus(spec: CorpusSpec, *, cache: Path | None, progress: bool = True) -> Corpus:
+def open_corpus(
+    spec: CorpusSpec, *, cache: Path | None, progress: bool = True, digest: str | None = None
+) -> Corpus:
     """The corpus of a spec: ready shards as they are, any other source prepared once into the cache.
 
     Args:
         spec: source and settings; of ready shards the held-out share is theirs.
         cache: folder for prepared shards; None for scrimp/ in the user's cache folder.
         progress: show what is being done on standard error.
+        digest: of the corpus that a run was begun with. Where the cache still holds it from an earlier version,
+            whose rules gave another split, it is opened.
     """
     path = Path(spec.source).expanduser()
     if spec.source != "stdlib" and not spec.source.startswith(HUB) and path.is_dir() and is_corpus(path):
@@ -179,7 +205,10 @@ def open_corpus(spec: CorpusSpec, *, cache: Path | None, progress: bool = True) 
     spec = replace(spec, tokenizer="bpe" if spec.tokenizer == "auto" else spec.tokenizer)
     source, given = open_text_source(spec)
     settings = corpus_settings(spec, source, given)
-    folder = (cache or user_cache()) / f"{_slug(source.name)}-{cache_key(settings)}"
+    cache = cache or user_cache()
+    if digest is not None and (earlier := _earlier(cache, source.name, settings, digest)) is not None:
+        return earlier
+    folder = cache / f"{_slug(source.name)}-{cache_key(settings)}"
     if is_corpus(folder):
         try:
             return Corpus(folder)
@@ -187,6 +216,18 @@ def open_corpus(spec: CorpusSpec, *, cache: Path | None, progress: bool = True) 
             note(f"preparing again: {error.what}", enabled=progress)
     make_folder(folder.parent)
     return Corpus(prepare(spec, folder, progress=progress))
+
+
+def _earlier(cache: Path, name: str, settings: dict[str, Any], digest: str) -> Corpus | None:
+    """The corpus with this digest that an earlier version prepared from the same text and settings."""
+    for rules in EARLIER_RULES:
+        folder = cache / f"{_slug(name)}-{cache_key(settings | {'rules': rules})}"
+        if is_corpus(folder):
+            with contextlib.suppress(DataError):  # interrupted or damaged
+                corpus = Corpus(folder)
+                if corpus.is_that_of(digest):
+                    return corpus
+    return None
 
 
 def cache_key(settings: dict[str, Any]) -> str:
@@ -209,11 +250,11 @@ def _check_wanted_tokenizer(spec: CorpusSpec, corpus: Corpus) -> None:
         case "bpe":
             fits, wanted = there == "bpe", "a BPE trained on the corpus"
         case name:
-            fits, wanted = load_tokenizer(name).digest == corpus.manifest.tokenizer_digest, name
+            fits, wanted = load_tokenizer(name).digest == corpus.manifest.tokenizer.digest, name
     if not fits:
         raise DataError(
             f"the shards in {corpus.folder} were made with another tokenizer",
-            got=f"data.tokenizer = {spec.tokenizer}",
+            got=f"tokenizer {spec.tokenizer}",
             expected=f"the tokenizer in {corpus.folder / TOKENIZER}, not {wanted}",
-            do="leave data.tokenizer at auto, or prepare the corpus again with the tokenizer you want",
+            do="use the tokenizer that the shards have, or prepare the text again with the one you want",
         )

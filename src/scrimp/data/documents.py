@@ -1,4 +1,4 @@
-"""What a document is, and on which side of the held-out split it falls.
+"""What a document is.
 
 Cutting  A long text has no document marks, so it is cut at blank lines, else at line ends,
          into pieces of about `target` characters: a piece ends at the first blank line
@@ -6,11 +6,7 @@ Cutting  A long text has no document marks, so it is cut at blank lines, else at
          between one and four targets; without one at four targets. The rule looks at the
          text only, so the pieces do not depend on how the text arrived in blocks, and
          joined they are the text again.
-Split    h(text) = blake2b of the UTF-8 text, read as a number in [0, 1). A document is held
-         out when h < held_out. The same text always falls on the same side, so that a
-         duplicate cannot leak from training into evaluation.
-Limits   In a small corpus the hash may hold out none or all. `choose_threshold` then moves
-         the threshold to the lowest (highest) hash there is, by one look through the corpus.
+Hash     blake2b of the UTF-8 text in 64 bits: which document it is, whatever file it stands in.
 Checked  tests/data/test_documents.py.
 """
 
@@ -28,7 +24,6 @@ LONGEST_DOCUMENT = MIB
 """Documents longer than this (in characters) are cut."""
 
 _BLANK_LINE = re.compile(r"\n[ \t\r]*\n")
-_HASH_SPAN = 1 << 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +34,9 @@ class Document:
     num_bytes: int
     """Length in UTF-8."""
     hash: int
-    """64-bit hash of the text: the side of the split, and the sample for training a BPE."""
+    """64-bit hash of the text: decides on which side of the split it falls, and the sample for training a BPE."""
+    held_out: bool = False
+    """Whether it is kept for evaluation; set by the split."""
 
 
 def text_target(num_bytes: int) -> int:
@@ -81,14 +78,15 @@ def documents(texts: Iterable[str]) -> Iterator[Document]:
     for text in texts:
         if len(text) <= LONGEST_DOCUMENT:
             if text and not text.isspace():
-                yield _document(text)
+                yield document_of(text)
             continue
         for piece in cut([text], LONGEST_DOCUMENT):
             if not piece.isspace():
-                yield _document(piece)
+                yield document_of(piece)
 
 
-def _document(text: str) -> Document:
+def document_of(text: str) -> Document:
+    """The document with this text."""
     try:
         encoded = text.encode()
     except UnicodeEncodeError as error:
@@ -100,46 +98,3 @@ def _document(text: str) -> Document:
         ) from error
     digest = hashlib.blake2b(encoded, digest_size=8, person=b"scrimp-document").digest()
     return Document(text, len(encoded), int.from_bytes(digest, "little"))
-
-
-@dataclass(frozen=True, slots=True)
-class Split:
-    """Decides the side of every document by its hash."""
-
-    threshold: int
-    """Documents with a hash below this are held out."""
-
-    def is_held_out(self, document: Document) -> bool:
-        """Whether the document belongs to the held-out split."""
-        return document.hash < self.threshold
-
-
-def choose_threshold(corpus: Iterable[Document], held_out: float) -> Split:
-    """The split of a corpus by its held-out share; both sides get at least one document.
-
-    Reads until both sides have been seen: about 1 / held_out documents, and the whole corpus
-    only if one side is empty.
-    """
-    if not 0.0 <= held_out < 1.0:
-        raise DataError(
-            "the held-out share is not possible", got=held_out, expected="0 or more and less than 1"
-        )
-    threshold = int(held_out * _HASH_SPAN)
-    if threshold == 0:
-        return Split(0)
-    lowest, highest, seen = _HASH_SPAN, -1, 0
-    for document in corpus:
-        seen += 1
-        lowest, highest = min(lowest, document.hash), max(highest, document.hash)
-        if lowest < threshold <= highest:
-            return Split(threshold)
-    if seen == 0:
-        return Split(threshold)  # the caller reports the empty corpus with its name
-    if lowest == highest:
-        raise DataError(
-            "the corpus is too small to hold documents out",
-            got=f"{'1 document' if seen == 1 else f'{seen} documents, all the same'}",
-            expected="at least 2 different documents",
-            do="give more text, or set data.held_out to 0 to train without evaluation",
-        )
-    return Split(lowest + 1 if lowest >= threshold else highest)

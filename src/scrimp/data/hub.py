@@ -1,11 +1,15 @@
 """Texts out of Hugging Face data sets, saved on this machine or streamed from the hub.
 
+A saved data set with a validation split of its own is evaluated on that. Of one on the hub only the
+train split is read.
+
 `datasets` is imported only here, and only when such a source is asked for. It is told to run
 no code of the data set, which its versions since 4.0 cannot do anyway.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +20,8 @@ from scrimp.data.sources import HUB, Source, fingerprint_files, walk_files
 from scrimp.data.streams import Meter
 from scrimp.errors import DataError, ScrimpError
 
+VALIDATION_SPLITS = ("validation", "valid", "val", "dev")
+"""Names under which data sets keep text for evaluation while training; `test` is for the end."""
 _ROWS = 256
 _HUB_SECONDS = 15.0
 
@@ -25,13 +31,22 @@ def _first_line(error: BaseException) -> str:
 
 
 class SavedDataset(Source):
-    """A folder written by `datasets`' save_to_disk."""
+    """A folder written by `datasets`' save_to_disk; of one with splits `split`, else its train split."""
 
-    def __init__(self, path: Path, column: str) -> None:
-        super().__init__(str(path))
-        self.path, self.column = path, column
+    def __init__(self, path: Path, column: str, split: str | None = None) -> None:
+        super().__init__(str(path) if split is None else f"{path}, split {split}")
+        self.path, self.column, self.split = path, column, split
         self._files = walk_files(path)
         self.num_bytes = sum(file.size for file in self._files)
+
+    def validation(self) -> Source | None:
+        import datasets
+
+        loaded = self._open()
+        if not isinstance(loaded, datasets.DatasetDict) or "train" not in loaded:
+            return None
+        split = next((name for name in VALIDATION_SPLITS if name in loaded), None)
+        return None if split is None else SavedDataset(self.path, self.column, split)
 
     def texts(self, meter: Meter) -> Iterator[str]:
         self.skipped = {}
@@ -41,18 +56,18 @@ class SavedDataset(Source):
         rows, start = max(table.num_rows, 1), meter.bytes
         done = 0
         for batch in table.select_columns([self.column]).iter(batch_size=_ROWS):
-            for value in batch[self.column]:
-                text = checked_text(value, self.column, self.name, self.skipped)
+            for number, value in enumerate(batch[self.column], start=done + 1):
+                text = checked_text(value, self.column, f"{self.name}, row {number:,}", self.skipped)
                 if text is not None:
                     yield text
             done += len(batch[self.column])
             meter.bytes = start + (self.num_bytes or 0) * done // rows
 
-    def _load(self) -> Any:
+    def _open(self) -> Any:
         import datasets
 
         try:
-            loaded = datasets.load_from_disk(str(self.path))
+            return datasets.load_from_disk(str(self.path))
         except Exception as error:  # whatever a damaged folder makes of it
             raise DataError(
                 f"{self.path} cannot be loaded as a saved data set",
@@ -60,6 +75,13 @@ class SavedDataset(Source):
                 expected="a folder written by save_to_disk",
                 do="save the data set again",
             ) from error
+
+    def _load(self) -> Any:
+        import datasets
+
+        loaded = self._open()
+        if self.split is not None:
+            return loaded[self.split]
         if not isinstance(loaded, datasets.DatasetDict):
             return loaded
         if "train" in loaded:
@@ -97,7 +119,7 @@ class Hub(Source):
     def texts(self, meter: Meter) -> Iterator[str]:
         self.skipped = {}
         stream = self._open()
-        while True:
+        for number in itertools.count(1):
             try:
                 row = next(stream, None)
             except ScrimpError:
@@ -108,7 +130,7 @@ class Hub(Source):
                 return
             if self.column not in row:
                 raise missing_column(self.name, self.column, row)
-            text = checked_text(row[self.column], self.column, self.name, self.skipped)
+            text = checked_text(row[self.column], self.column, f"{self.name}, row {number:,}", self.skipped)
             if text is not None:
                 meter.bytes += len(text)
                 yield text

@@ -310,10 +310,10 @@ def evaluation_batches(
     """
     if stream.num_tokens < 2:
         raise DataError(
-            "the held-out split is too small",
+            "the text to evaluate on is too short",
             got=f"{stream.num_tokens} token{'s' if stream.num_tokens != 1 else ''}",
             expected="at least 2",
-            do="give more text or a larger data.held_out",
+            do="give more text",
         )
     total = min(stream.num_tokens - 1, max(max_tokens, 1))
     starts = list(range(0, total, sequence))

@@ -6,9 +6,8 @@
     OUT/held-out-00000.tokens …     shards of the held-out split
 
 Stream     Documents are read, hashed, encoded and written in one pass, a few megabytes at a
-           time; a shard ends with the first document that fills it. Two shorter passes may
-           come before: for the held-out threshold (it ends after some 1 / held_out
-           documents) and for the sample that a BPE is trained on.
+           time; a shard ends with the first document that fills it. Passes before it look
+           which documents to hold out (see split), and sample what a BPE is trained on.
 Cores      Documents are encoded on all cores (see encoding).
 Resume     A finished shard is never written again. When a run continues, the documents of
            the finished shards at the beginning are read and hashed, not encoded, and their
@@ -22,7 +21,6 @@ Checked    tests/data/test_prepare.py: kills at random moments, worker counts, f
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -30,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from scrimp.data.bpe import sample, train_bpe
-from scrimp.data.documents import Document, Split, choose_threshold, documents
+from scrimp.data.documents import Document, documents
 from scrimp.data.encoding import encode_documents, num_cores
 from scrimp.data.manifest import (
     HELD_OUT,
@@ -40,11 +38,14 @@ from scrimp.data.manifest import (
     TRAIN,
     Manifest,
     ShardEntry,
+    TokenizerFigures,
     is_corpus,
     read_manifest,
+    shard_name,
 )
 from scrimp.data.progress import Progress, note
 from scrimp.data.sources import HUB, Source, open_source
+from scrimp.data.split import Split, split_by_share, split_by_source
 from scrimp.data.streams import Meter
 from scrimp.data.tokenizer import (
     END_OF_TEXT,
@@ -54,12 +55,18 @@ from scrimp.data.tokenizer import (
     own_tokenizer,
 )
 from scrimp.data.writing import SplitWriter
-from scrimp.errors import DataError, StorageError
+from scrimp.errors import DataError, StorageError, typed
 from scrimp.files import folder_lock, make_folder, storage
 
 SHARD_TOKENS = 1 << 26
-RULES = 1
-"""Raised when cutting, splitting or encoding change: older shards are then not continued."""
+RULES = 3
+"""Raised when cutting, splitting or encoding change: older shards are then not made again, but kept."""
+
+EARLIER_RULES = (1, 2)
+"""Rules whose corpora open, and are repaired, as they are."""
+
+WRONG_IDS = 2
+"""Rules that gave ordinary added tokens of some tokenizer folders wrong ids; nothing is added to such shards."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +81,9 @@ class CorpusSpec:
     """bytes, bpe, or a folder with a tokenizer.json. auto: that of ready shards, else bpe."""
     bpe_vocab_size: int = 4096
     """Vocabulary of a BPE trained on the corpus."""
-    held_out: float = 0.02
-    """Share of the documents kept for evaluation."""
+    held_out: float | Path = 0.02
+    """Share of the text kept for evaluation, or a source of its own for it. Of a saved data set with a
+    validation split: 0, or that split."""
 
 
 def prepare(
@@ -102,19 +110,19 @@ def prepare(
     source, given = open_text_source(spec, out)
     settings = corpus_settings(spec, source, given, shard_tokens)
     _check_out(out, settings)
-    split = None if is_corpus(out) else _look_through(source, spec.held_out, progress)
+    held_out = held_out_source(spec, source)
+    split = None if is_corpus(out) else _look_through(source, held_out, spec.held_out, progress)
     make_folder(out)
     with folder_lock(out, lambda: note(f"waiting for another process that prepares {out}", enabled=progress)):
         manifest = _begin(out, settings)
-        if split is None and manifest.threshold is None:
-            split = _look_through(source, spec.held_out, progress)
-        if split is not None:
-            manifest = replace(manifest, threshold=split.threshold)
+        if manifest.split is None:
+            split = split or _look_through(source, held_out, spec.held_out, progress)
+            manifest = replace(manifest, split=split)
             manifest.write(out)
-        assert manifest.threshold is not None
-        split = Split(manifest.threshold)
-        tokenizer, manifest = _settle_tokenizer(out, manifest, spec, source, split, given, progress)
-        _write_corpus(out, manifest, source, split, tokenizer, shard_tokens, workers, progress)
+        assert manifest.split is not None
+        text = _Text(source, held_out, manifest.split, progress)
+        tokenizer, manifest = _settle_tokenizer(out, manifest, spec, text, given)
+        _write_corpus(out, manifest, text, tokenizer, shard_tokens, workers)
     return out
 
 
@@ -132,7 +140,7 @@ def _checked_counts(spec: CorpusSpec, workers: int | None, shard_tokens: int) ->
             got=spec.bpe_vocab_size,
             expected=f"{SMALLEST_BPE} or more: the bytes and the delimiter",
         )
-    if not 0.0 <= spec.held_out < 1.0:
+    if not isinstance(spec.held_out, Path) and not 0.0 <= spec.held_out < 1.0:
         raise DataError(
             "the held-out share is not possible", got=spec.held_out, expected="0 or more and less than 1"
         )
@@ -147,7 +155,7 @@ def open_text_source(spec: CorpusSpec, out: Path | None = None) -> tuple[Source,
             raise DataError(
                 f"{path} already holds token shards",
                 expected="a source of text",
-                do="train on it as it is: data.source takes a folder of shards",
+                do=f"train on it as it is: {typed('train', '--data.source', path)}",
             )
         if out is not None and out.resolve().is_relative_to(path.resolve()):
             raise DataError(
@@ -158,28 +166,46 @@ def open_text_source(spec: CorpusSpec, out: Path | None = None) -> tuple[Source,
     return source, None if spec.tokenizer in ("auto", "bpe") else load_tokenizer(spec.tokenizer)
 
 
+def held_out_source(spec: CorpusSpec, source: Source) -> Source | None:
+    """The text that is held out whole, where it is not a share: a source of its own, or the data set's own split."""
+    if isinstance(spec.held_out, Path):
+        return open_source(str(spec.held_out), spec.text_column)
+    return source.validation() if spec.held_out else None
+
+
 def corpus_settings(
     spec: CorpusSpec, source: Source, given: Tokenizer | None, shard_tokens: int = SHARD_TOKENS
 ) -> dict[str, Any]:
     """Everything that decides the shards, as it stands in the manifest."""
+    held_out = held_out_source(spec, source)
     return {
-        "source": source.name,
+        "source": source.name.encode("utf-8", "backslashreplace").decode(),
         "fingerprint": source.fingerprint(),
         "text_column": spec.text_column,
         "tokenizer": "bpe" if given is None else given.digest,
         "bpe_vocab_size": spec.bpe_vocab_size if given is None else None,
-        "held_out": spec.held_out,
+        "held_out": spec.held_out if held_out is None else f"text {held_out.fingerprint()}",
         "shard_tokens": shard_tokens,
         "rules": RULES,
     }
 
 
 def _difference(there: dict[str, Any], now: dict[str, Any]) -> str | None:
-    """What differs between two settings, in words; the source's path may differ, its text may not."""
+    """What differs between two settings, in words; the source's path may differ, its text may not.
+
+    A corpus of earlier rules goes on by them: its split stands in its manifest.
+    """
+    goes_on = there.get("rules") in EARLIER_RULES
+    if there.get("rules") == WRONG_IDS:
+        goes_on = there.get("tokenizer") in ("bpe", load_tokenizer("bytes").digest)
     for key in now:
+        if key == "rules" and goes_on:
+            continue
         if key != "source" and there.get(key) != now[key]:
             if key == "fingerprint":
                 return "the source's text changed"
+            if key == "rules" and there.get(key) == WRONG_IDS:
+                return "shards of an earlier version, in which added tokens may have wrong ids"
             return f"{key} is {there.get(key)} there and {now[key]} now"
     return None
 
@@ -203,7 +229,7 @@ def _check_out(out: Path, settings: dict[str, Any]) -> None:
                 do="choose another folder",
             )
         return
-    difference = _difference(read_manifest(out).settings, settings)
+    difference = _difference(read_manifest(out, check=False).settings, settings)
     if difference is not None and any(name.endswith(".tokens") for name in others):
         raise DataError(
             f"{out} was begun with another source or other settings",
@@ -223,14 +249,25 @@ def _begin(out: Path, settings: dict[str, Any]) -> Manifest:
                 else:
                     path.unlink()
     if is_corpus(out):
-        manifest = read_manifest(out)
-        if _difference(manifest.settings, settings) is None:
-            return manifest
+        manifest = read_manifest(out, check=False)
+        is_begun = manifest.split is not None or manifest.settings.get("rules") == RULES
+        if is_begun and _difference(manifest.settings, settings) is None:
+            return _counted_again(out, manifest, settings) if manifest.is_altered else manifest
     if (out / TOKENIZER).exists():
         _remove_tree(out / TOKENIZER)
     manifest = Manifest(settings)
     manifest.write(out)
     return manifest
+
+
+def _counted_again(out: Path, manifest: Manifest, settings: dict[str, Any]) -> Manifest:
+    """What is left of an altered manifest: its rules, and the tokenizer that lies beside the shards."""
+    note(f"{out / MANIFEST} was altered: counting again")
+    try:
+        figures = load_tokenizer(out / TOKENIZER).figures()
+    except DataError:
+        figures = TokenizerFigures()
+    return Manifest(settings | {"rules": manifest.settings["rules"]}, figures)
 
 
 def _remove_tree(folder: Path) -> None:
@@ -240,26 +277,55 @@ def _remove_tree(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
+@dataclass(frozen=True)
+class _Text:
+    """The documents of a corpus, those of both sides."""
+
+    source: Source
+    held_out: Source | None
+    split: Split
+    progress: bool
+
+    def read(self, label: str) -> Iterator[Document]:
+        """One pass over the documents, each marked with its side."""
+        skipped: dict[str, int] = {}
+        yield from self.split.parts(_stream(self.source, label, self.progress), skipped)
+        self.source.skipped.update(skipped)
+        if self.held_out is not None:
+            for document in _stream(self.held_out, label, self.progress):
+                yield replace(document, held_out=True)
+
+
 def _stream(source: Source, label: str, progress: bool) -> Iterator[Document]:
-    """One pass over the source's documents, with a progress line."""
+    """One pass over a source's documents, with a progress line."""
     meter = Meter()
-    with Progress(label, source.num_bytes, enabled=progress) as bar:
+    with Progress(f"{label} {source.name}", source.num_bytes, enabled=progress) as bar:
         for document in documents(source.texts(meter)):
             bar.update(meter.bytes)
             yield document
 
 
-def _look_through(source: Source, held_out: float, progress: bool) -> Split:
+def _look_through(source: Source, held_out: Source | None, share: float | Path, progress: bool) -> Split:
     """The split; also finds out early whether the source can be read and holds text."""
-    stream = _stream(source, f"looking through {source.name}", progress)
-    first = next(stream, None)
-    if first is None:
-        raise DataError(
-            f"{source.name} holds no text",
-            got="only blank text" if not source.skipped else _in_words(source.skipped),
-            expected="at least one document",
-        )
-    return choose_threshold(itertools.chain([first], stream), held_out)
+
+    def read(label: str) -> Iterator[Document]:
+        stream = _stream(source, label, progress)
+        first = next(stream, None)
+        if first is None:
+            raise DataError(
+                f"{source.name} holds no text",
+                got="only blank text" if not source.skipped else _in_words(source.skipped),
+                expected="at least one document",
+            )
+        yield first
+        yield from stream
+
+    if held_out is not None:
+        return split_by_source(read, _stream(held_out, "reading", progress))
+    assert not isinstance(share, Path)
+    if share == 0.0:
+        next(read("looking through"))
+    return split_by_share(read, share)
 
 
 def _in_words(skipped: dict[str, int]) -> str:
@@ -267,23 +333,17 @@ def _in_words(skipped: dict[str, int]) -> str:
 
 
 def _settle_tokenizer(
-    out: Path,
-    manifest: Manifest,
-    spec: CorpusSpec,
-    source: Source,
-    split: Split,
-    given: Tokenizer | None,
-    progress: bool,
+    out: Path, manifest: Manifest, spec: CorpusSpec, text: _Text, given: Tokenizer | None
 ) -> tuple[Tokenizer, Manifest]:
     """The corpus's tokenizer: the one of an earlier call, the given one, or a BPE trained now."""
     folder = out / TOKENIZER
-    if manifest.tokenizer_digest is not None:
+    if manifest.tokenizer.digest is not None:
         tokenizer = given
         if tokenizer is None and folder.is_dir():
             tokenizer = load_tokenizer(folder)
-        if tokenizer is None or tokenizer.digest != manifest.tokenizer_digest:
-            tokenizer = _train(spec, source, split, progress)
-        if tokenizer.digest != manifest.tokenizer_digest:
+        if tokenizer is None or tokenizer.digest != manifest.tokenizer.digest:
+            tokenizer = _train(spec, text)
+        if tokenizer.digest != manifest.tokenizer.digest:
             raise DataError(
                 f"the tokenizer in {out} cannot be made again",
                 got="another one from the same text",
@@ -291,48 +351,38 @@ def _settle_tokenizer(
                 do="remove the folder and prepare from the beginning",
             )
     else:
-        tokenizer = given or _train(spec, source, split, progress)
+        tokenizer = given or _train(spec, text)
     tokenizer.save(folder)
-    form = {"delimiter_id": tokenizer.delimiter_id, "closing_id": tokenizer.closing_id}
-    settled = replace(
-        manifest, tokenizer_digest=tokenizer.digest, vocab_size=tokenizer.vocab_size, document_form=form
-    )
+    settled = replace(manifest, tokenizer=tokenizer.figures())
     if settled != manifest:
         settled.write(out)
     return tokenizer, settled
 
 
-def _train(spec: CorpusSpec, source: Source, split: Split, progress: bool) -> Tokenizer:
-    texts = sample(_stream(source, f"sampling {source.name} for the tokenizer", progress), split)
-    megabytes = sum(len(text) for text in texts) / 1e6
+def _train(spec: CorpusSpec, text: _Text) -> Tokenizer:
+    texts = sample(text.read("sampling for the tokenizer from"))
+    megabytes = sum(len(one) for one in texts) / 1e6
     note(
-        f"training a BPE with {spec.bpe_vocab_size:,} tokens on {megabytes:.1f} MB of text", enabled=progress
+        f"training a BPE with {spec.bpe_vocab_size:,} tokens on {megabytes:.1f} MB of text",
+        enabled=text.progress,
     )
     return own_tokenizer(train_bpe(texts, spec.bpe_vocab_size, END_OF_TEXT), "bpe")
 
 
 def _write_corpus(
-    out: Path,
-    manifest: Manifest,
-    source: Source,
-    split: Split,
-    tokenizer: Tokenizer,
-    shard_tokens: int,
-    workers: int,
-    progress: bool,
+    out: Path, manifest: Manifest, text: _Text, tokenizer: Tokenizer, shard_tokens: int, workers: int
 ) -> None:
     """The main pass: write the shards that are missing, then the complete manifest."""
     writers = {name: SplitWriter(out, name, tokenizer.dtype, shard_tokens) for name in SPLITS}
     if manifest.complete and _all_there(manifest, writers):
-        note(f"{out} is complete and intact: nothing to do", enabled=progress)
+        note(f"{out} is complete and intact: nothing to do", enabled=text.progress)
         return
 
     def side(document: Document) -> SplitWriter:
-        return writers[HELD_OUT if split.is_held_out(document) else TRAIN]
+        return writers[HELD_OUT if document.held_out else TRAIN]
 
     began = time.monotonic()
-    stream = _stream(source, f"tokenizing {source.name}", progress)
-    missing = (document for document in stream if not side(document).take_finished(document))
+    missing = (document for document in text.read("tokenizing") if not side(document).take_finished(document))
     try:
         for document, tokens in encode_documents(missing, tokenizer, workers):
             side(document).add(document, tokens)
@@ -344,23 +394,27 @@ def _write_corpus(
         raise
     entries = {name: writer.entries for name, writer in writers.items()}
     _remove_strangers(out, {entry.name for split_entries in entries.values() for entry in split_entries})
-    replace(manifest, splits=entries, skipped=dict(source.skipped), complete=True).write(out)
-    _summary(
-        out,
-        entries,
-        source,
-        sum(writer.num_tokens for writer in writers.values()),
-        time.monotonic() - began,
-        progress,
+    manifest = replace(manifest, splits=entries, skipped=dict(text.source.skipped), complete=True)
+    manifest.write(out)
+    written = sum(writer.num_tokens for writer in writers.values())
+    rate = (
+        f"{written / max(time.monotonic() - began, 1e-9):,.0f} tokens/s"
+        if written
+        else "no shard was missing"
     )
+    note(f"{out / MANIFEST}: {describe(manifest)} ({rate})", enabled=text.progress)
 
 
 def _all_there(manifest: Manifest, writers: dict[str, SplitWriter]) -> bool:
-    """Whether every shard of a complete manifest is intact."""
+    """Whether every shard of a complete manifest is there, intact and the one that the manifest names."""
     return all(
-        [entry.sha256 for entry in entries]
-        == [header.sha256.hex() for _, header in sorted(writers[name].finished.items())]
-        for name, entries in manifest.splits.items()
+        {entry.name: entry for entry in entries}
+        == {
+            name: ShardEntry.of(name, header)
+            for number, header in writers[split].finished.items()
+            for name in [shard_name(split, number)]
+        }
+        for split, entries in manifest.splits.items()
     )
 
 
@@ -372,21 +426,21 @@ def _remove_strangers(out: Path, names: set[str]) -> None:
                 path.unlink()
 
 
-def _summary(
-    out: Path,
-    entries: dict[str, list[ShardEntry]],
-    source: Source,
-    written: int,
-    seconds: float,
-    progress: bool,
-) -> None:
+def describe(manifest: Manifest) -> str:
+    """Tokens and documents of both sides, how much is held out, and what was left out."""
     parts = []
-    for name, shards in entries.items():
+    for name, shards in manifest.splits.items():
         tokens, number = (
-            sum(entry.num_tokens for entry in shards),
-            sum(entry.num_documents for entry in shards),
+            sum(getattr(entry, key) for entry in shards) for key in ("num_tokens", "num_documents")
         )
         parts.append(f"{name} {tokens:,} tokens in {number:,} documents")
-    rate = f"{written / max(seconds, 1e-9):,.0f} tokens/s" if written else "no shard was missing"
-    left_out = f"; left out: {_in_words(source.skipped)}" if source.skipped else ""
-    note(f"{out / MANIFEST}: {', '.join(parts)} ({rate}){left_out}", enabled=progress)
+    text_bytes = {name: sum(entry.text_bytes for entry in shards) for name, shards in manifest.splits.items()}
+    asked = manifest.settings.get("held_out")
+    if text_bytes.get(HELD_OUT):
+        share = f"{text_bytes[HELD_OUT] / sum(text_bytes.values()):.2%} of the text"
+        parts[-1] += f" ({share}, {asked:.2%} asked for)" if isinstance(asked, float) else f" ({share})"
+    if manifest.split is not None and manifest.split.tail is not None:
+        parts.append("cut off from the end of a document: no whole documents hold so little")
+    if manifest.skipped:
+        parts.append(f"left out: {_in_words(manifest.skipped)}")
+    return "; ".join([", ".join(parts[:2]), *parts[2:]])

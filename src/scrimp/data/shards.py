@@ -12,7 +12,7 @@ Truncation  is seen when a shard is opened: its size must be the one the header 
 Alteration  of the header or block table is seen when a shard is opened (they carry CRC-32s);
             of the body, at the latest when a block is first read: `Shard` checks each
             64 KiB block once, before its first token is used, at 1 to 3 GB/s. The SHA-256
-            of the body, which `scrimp data verify` checks, also stands in the corpus's
+            of the body, which `scrimp verify` checks, also stands in the corpus's
             manifest, so that a shard swapped for a valid one of other text is noticed.
 Writing     `ShardWriter` streams the tokens to `.NAME.partial` and renames it when it is
             complete and on the disk; memory grows with the documents' starts only.

@@ -58,6 +58,10 @@ class Source(ABC):
     def fingerprint(self) -> str:
         """Says which text this is: another fingerprint is another text."""
 
+    def validation(self) -> Source | None:
+        """The text that this data set itself keeps for evaluation."""
+        return None
+
 
 @dataclass(frozen=True)
 class SourceFile:

@@ -1,8 +1,9 @@
 """Bytes from files, compressed or not, and strict UTF-8 text from bytes.
 
-Nothing here holds more than a block. A binary file is refused by the first byte that no text
-has (NUL, or an invalid UTF-8 sequence), with its offset; an archive that ends early or is
-damaged is refused too, and never read as a shorter text.
+Nothing here holds more than a block and an archive's window, whatever a small archive expands to.
+A binary file is refused by the first byte that no text has (NUL, or an invalid UTF-8 sequence),
+with its offset; an archive that ends early or is damaged is refused too, and never read as a
+shorter text.
 """
 
 from __future__ import annotations
@@ -10,20 +11,25 @@ from __future__ import annotations
 import codecs
 import gzip
 import io
+import sys
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, cast
+from typing import BinaryIO, cast
 
 from scrimp.errors import DataError
 from scrimp.files import storage
 
-if TYPE_CHECKING:
-    import zstandard
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
 
 BLOCK = 1 << 20
 COMPRESSED = (".gz", ".zst")
+SMALL_ARCHIVE = 128 << 20
+"""Text that a smaller .zst archive can hold is found again within zstd's usual window of 128 MiB."""
 LONGEST_LINE = 256 << 20
 """A longer JSONL line is taken for a file that is not JSONL."""
 
@@ -62,46 +68,22 @@ class _MeteredFile(io.RawIOBase):
         super().close()
 
 
-class _ZstdFile(io.RawIOBase):
-    """The text of a .zst file; unlike zstandard's reader it notices an archive that ends early."""
+def _zstd(file: BinaryIO, path: Path) -> BinaryIO:
+    """The text of a .zst file; the archive's window, which the reader holds, is bounded by the archive's size."""
+    options: dict[int, int] = {
+        zstd.DecompressionParameter.window_log_max: 31 if path.stat().st_size >= SMALL_ARCHIVE else 27
+    }
+    return cast(BinaryIO, zstd.ZstdFile(io.BufferedReader(cast(io.RawIOBase, file), BLOCK), options=options))
 
-    def __init__(self, file: BinaryIO, path: Path) -> None:
-        self._file, self._path = file, path
-        self._frame: zstandard.ZstdDecompressionObj | None = None
-        self._ready = memoryview(b"")
 
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
-        while not self._ready:
-            block = self._file.read(1 << 16)
-            if not block:
-                if self._frame is not None:
-                    raise _damaged(self._path, "the archive ends in the middle")
-                return 0
-            self._ready = memoryview(self._decompress(block))
-        count = min(len(buffer), len(self._ready))
-        buffer[:count] = self._ready[:count]
-        self._ready = self._ready[count:]
-        return count
-
-    def _decompress(self, block: bytes) -> bytes:
-        import zstandard
-
-        parts: list[bytes] = []
-        while block:
-            frame = self._frame or zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
-            try:
-                parts.append(frame.decompress(block))
-            except zstandard.ZstdError as error:
-                raise _damaged(self._path, str(error)) from error
-            self._frame, block = (None, frame.unused_data) if frame.eof else (frame, b"")
-        return b"".join(parts)
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
+def _zstd_problem(path: Path, error: Exception) -> DataError:
+    if "too much memory" not in str(error):
+        return _damaged(path, str(error))
+    return DataError(
+        f"{path} needs a window of more than 128 MiB to be decompressed",
+        expected=f"that only of an archive of at least {SMALL_ARCHIVE >> 20} MiB",
+        do="decompress it first, with `zstd --decompress --long=31`",
+    )
 
 
 def _damaged(path: Path, reason: str) -> DataError:
@@ -125,11 +107,13 @@ def open_bytes(path: Path, meter: Meter) -> Iterator[BinaryIO]:
                     BinaryIO, gzip.GzipFile(fileobj=io.BufferedReader(cast(io.RawIOBase, file), BLOCK))
                 )
             case ".zst":
-                stream = io.BufferedReader(_ZstdFile(file, path), BLOCK)
+                stream = _zstd(file, path)
             case _:
                 stream = io.BufferedReader(cast(io.RawIOBase, file), BLOCK)
         try:
             yield stream
+        except zstd.ZstdError as error:
+            raise _zstd_problem(path, error) from error
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise _damaged(path, str(error)) from error
         finally:

@@ -11,9 +11,12 @@ Document form  What a document is in the token stream: [delimiter] + text. The d
                token of a document has the next document's delimiter for its target, which
                teaches the model to end. A tokenizer with different BOS and EOS tokens gives
                [BOS] + text + [EOS]; the EOS then has no meaningful target.
-Plain text     Text of a corpus that happens to contain the characters of a special token
-               ("<|endoftext|>") is encoded as those characters, never as the special token.
-               A prompt is encoded as `transformers` does it, special tokens included.
+Plain text     Text of a corpus that happens to contain the characters of a control token
+               ("<|endoftext|>", "</s>") is encoded as those characters, never as the token, also
+               where the model's own vocabulary holds it (Unigram, WordLevel). A token that text
+               cannot do without, such as "!", stays text even if the folder declares it for padding.
+               A prompt is encoded as `transformers` does it, special tokens included, but without
+               those that the template puts behind the text (T5, BERT).
 Limits         SentencePiece models without a tokenizer.json have to be converted first. Beside
                a config.json of model type qwen2, transformers 5 makes AutoTokenizer use Qwen's
                own rules whatever the folder says; PreTrainedTokenizerFast.from_pretrained
@@ -25,7 +28,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,8 +38,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from scrimp.data.manifest import TokenizerFigures
 from scrimp.errors import DataError
-from scrimp.files import make_folder, storage, write_whole
+from scrimp.files import make_folder, read_bounded, storage, write_whole
+from scrimp.json_files import decode_json
 
 if TYPE_CHECKING:
     import tokenizers
@@ -54,6 +61,18 @@ _LONGEST_COMPANION = 64 << 20
 TokenArray = npt.NDArray[np.generic]
 
 
+@contextmanager
+def _panics_refused(name: str) -> Iterator[None]:
+    """The tokenizers library panics, with an exception of its own, where a definition contradicts itself."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        what = f"the tokenizer {name} cannot encode: its tokenizer.json contradicts itself"
+        raise DataError(what, got=error, do="copy the model's own tokenizer.json into the folder") from None
+
+
 class Tokenizer:
     """A tokenizer and its special tokens.
 
@@ -68,7 +87,6 @@ class Tokenizer:
         self._plain = _load_definition(definition, name)
         self._plain.no_truncation()
         self._plain.no_padding()
-        self._plain.encode_special_tokens = True
         self.vocab_size: int = max(self._plain.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         bos, eos = _special_ids(self._plain, companions, name)
         self.delimiter_id: int = eos if bos is None else bos
@@ -77,13 +95,14 @@ class Tokenizer:
         self._eos_id = eos
         self.dtype: np.dtype[Any] = np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
         self.is_bytes = _is_bytes(definition)
+        self._encoder, self._silent = _without_control_tokens(self._plain, definition, companions, name)
 
     @cached_property
     def digest(self) -> str:
         """Identifies what the tokenizer does: its definition and special tokens, not its path."""
         definition = {
             key: value
-            for key, value in json.loads(self._definition).items()
+            for key, value in _json_object(self._definition, self.name).items()
             if key not in ("truncation", "padding")
         }
         content = json.dumps(
@@ -91,12 +110,16 @@ class Tokenizer:
         )
         return hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()
 
+    def figures(self) -> TokenizerFigures:
+        """What a corpus's manifest says of this tokenizer."""
+        return TokenizerFigures(self.digest, self.vocab_size, self.delimiter_id, self.closing_id)
+
     @cached_property
     def end_ids(self) -> frozenset[int]:
         """Ids that end a document when generating."""
         ends = {self._eos_id}
         if "generation_config.json" in self._companions:
-            declared = _json_object(self._companions["generation_config.json"]).get("eos_token_id")
+            declared = _json_object(self._companions["generation_config.json"], self.name).get("eos_token_id")
             ends.update(
                 id_
                 for id_ in (declared if isinstance(declared, list) else [declared])
@@ -114,7 +137,8 @@ class Tokenizer:
         """Documents in document form; encoded on all cores at once."""
         if self.is_bytes:
             return [self._document_form(np.frombuffer(text.encode(), dtype=np.uint8)) for text in texts]
-        encodings = self._plain.encode_batch_fast(list(texts), add_special_tokens=False)
+        with _panics_refused(self.name):
+            encodings = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
         return [self._document_form(encoding.ids) for encoding in encodings]
 
     def _document_form(self, ids: Sequence[int] | npt.NDArray[np.uint8]) -> TokenArray:
@@ -127,21 +151,15 @@ class Tokenizer:
         return form
 
     def encode_prompt(self, text: str) -> list[int]:
-        """The ids to generate from, as `transformers` encodes them; never empty, never ended."""
-        ids: list[int] = list(self._prompting.encode(text).ids)
-        if (
-            len(ids) > 1
-            and self.closing_id is not None
-            and ids[-1] == self.closing_id
-            and not text.endswith(self.closing_text)
-        ):
+        """The ids to generate from, as `transformers` encodes them; never empty, never ended by its template."""
+        with _panics_refused(self.name):
+            encoding = self._prompting.encode(text)
+        ids, added = list(encoding.ids), list(encoding.special_tokens_mask)
+        # What the template puts in front begins a document. What it puts behind ends one, and stays out.
+        while ids and added[-1]:
             ids.pop()
+            added.pop()
         return ids or [self.delimiter_id]
-
-    @cached_property
-    def closing_text(self) -> str:
-        """The characters of the closing token."""
-        return "" if self.closing_id is None else str(self._plain.id_to_token(self.closing_id))
 
     @cached_property
     def _prompting(self) -> tokenizers.Tokenizer:
@@ -152,8 +170,8 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of the ids, without special tokens; ids beyond the vocabulary give nothing."""
-        known = [int(id_) for id_ in ids if 0 <= int(id_) < self.vocab_size]
-        return str(self._plain.decode(known, skip_special_tokens=True))
+        known = [id_ for id_ in map(int, ids) if 0 <= id_ < self.vocab_size and id_ not in self._silent]
+        return str(self._plain.decode(known, skip_special_tokens=False))
 
     def files(self) -> dict[str, str]:
         """File name -> content of the folder that `transformers.AutoTokenizer` loads."""
@@ -180,18 +198,111 @@ def _load_definition(definition: str, name: str) -> tokenizers.Tokenizer:
         ) from error
 
 
-def _json_object(content: str) -> dict[str, Any]:
-    try:
-        value = json.loads(content)
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
+def _without_control_tokens(
+    tokenizer: tokenizers.Tokenizer, definition: str, companions: dict[str, str], name: str
+) -> tuple[tokenizers.Tokenizer, frozenset[int]]:
+    """The tokenizer for plain text, and the ids of special tokens, which decoded text leaves out.
+
+    No text becomes a control token: these get names that no text spells, in the model's vocabulary and
+    among the added tokens alike, so that every token keeps its id.
+    """
+    content = _json_object(definition, name)
+    model, added = content["model"], content.get("added_tokens") or []
+    special = {token["content"] for token in added if token.get("special")}
+    control = special | _declared_tokens(companions, name)
+    delimiters = [id_ for id_ in _special_ids(tokenizer, companions, name) if id_ is not None]
+    control |= {str(tokenizer.id_to_token(id_)) for id_ in delimiters}
+    control -= {"", *filter(_text_symbols(model), control)}
+    salt = hashlib.sha256(definition.encode("utf-8", "surrogatepass")).hexdigest()
+    hidden = {token: f"\U0010ffff{salt} {number}" for number, token in enumerate(sorted(control))}
+    _rename(model, hidden)
+    for token in added:
+        token["content"] = hidden.get(token["content"], token["content"])
+    content["post_processor"] = None  # it names control tokens, and documents have their own
+    encoder = _load_definition(json.dumps(content), name)
+    ids = tokenizer.get_vocab(with_added_tokens=True)
+    assert encoder.get_vocab(with_added_tokens=True) == {
+        hidden.get(token, token): id_ for token, id_ in ids.items()
+    }
+    encoder.no_truncation()
+    encoder.no_padding()
+    encoder.encode_special_tokens = True
+    return encoder, frozenset(ids[token] for token in special & control & ids.keys())
+
+
+def _text_symbols(model: dict[str, Any]) -> Callable[[str], bool]:
+    """Whether text needs a token of the model's vocabulary: a single character or byte, or a part of others.
+
+    Some folders declare such a token as a control token, too ("!" for padding); it stays text.
+    """
+    vocabulary = model.get("vocab") or {}
+    known = {piece for piece, _ in vocabulary} if isinstance(vocabulary, list) else vocabulary
+    parts = {part for merge in model.get("merges") or () for part in _merge(merge)}
+    prefix, suffix = model.get("continuing_subword_prefix") or "", model.get("end_of_word_suffix") or ""
+
+    def is_symbol(token: str) -> bool:
+        symbol = token.removeprefix(prefix).removesuffix(suffix)
+        is_byte = model.get("byte_fallback") and re.fullmatch("<0x[0-9A-F]{2}>", token)
+        return token in known and (len(symbol) == 1 or token in parts or bool(is_byte))
+
+    return is_symbol
+
+
+def _rename(model: dict[str, Any], hidden: dict[str, str]) -> None:
+    """Give tokens of a model's vocabulary other names; merges that make them are dropped."""
+    vocabulary = model.get("vocab") or {}
+    if isinstance(vocabulary, list):  # Unigram: pairs of a piece and its score
+        model["vocab"] = [[hidden.get(piece, piece), score] for piece, score in vocabulary]
+    else:
+        model["vocab"] = {hidden.get(token, token): id_ for token, id_ in vocabulary.items()}
+    if model.get("unk_token") in hidden:
+        model["unk_token"] = hidden[model["unk_token"]]
+    if model.get("merges"):
+        prefix = model.get("continuing_subword_prefix") or ""
+        model["merges"] = [
+            merge
+            for merge in model["merges"]
+            if (pair := _merge(merge))[0] + pair[1].removeprefix(prefix) not in hidden
+        ]
+
+
+def _merge(merge: str | list[str]) -> tuple[str, str]:
+    """The two parts of a merge, which older files write as one text."""
+    left, right = merge.split(" ") if isinstance(merge, str) else merge
+    return left, right
+
+
+def _declared_tokens(companions: dict[str, str], name: str) -> set[str]:
+    """The control tokens that a folder's configuration names."""
+    found: set[str] = set()
+    for file in ("tokenizer_config.json", "special_tokens_map.json"):
+        for key, declared in _json_object(companions.get(file, "{}"), f"{name}, {file}").items():
+            several: list[Any] = [declared] if key.endswith("_token") else []
+            if key in ("additional_special_tokens", "extra_special_tokens"):
+                several = [*declared.values()] if isinstance(declared, dict) else declared or []
+            for token in several if isinstance(several, list) else []:
+                token = token.get("content") if isinstance(token, dict) else token
+                if isinstance(token, str):
+                    found.add(token)
+    return found
+
+
+def _json_object(content: str, name: str) -> dict[str, Any]:
+    """The object in a tokenizer's file."""
+    return decode_json(
+        content,
+        dict[str, Any],
+        origin=f"the tokenizer {name}",
+        error=DataError,
+        do="save the tokenizer again",
+        closed=False,
+    )
 
 
 def _is_bytes(definition: str) -> bool:
     """Whether ids are bytes, so that text needs no tokenizer at all."""
     ours: dict[str, Any] = json.loads(bytes_definition())
-    theirs = _json_object(definition)
+    theirs = _json_object(definition, "bytes")
     return all(
         ours.get(key) == theirs.get(key) for key in ("model", "normalizer", "pre_tokenizer", "added_tokens")
     )
@@ -203,7 +314,7 @@ def _special_ids(
     """BOS (or None) and EOS, as the folder's files declare them."""
     declared: dict[str, int] = {}
     for file in ("tokenizer_config.json", "special_tokens_map.json"):
-        config = _json_object(companions.get(file, ""))
+        config = _json_object(companions.get(file, "{}"), f"{name}, {file}")
         for key in ("bos_token", "eos_token"):
             token = config.get(key)
             token = token.get("content") if isinstance(token, dict) else token
@@ -275,12 +386,7 @@ def _what_is_there(folder: Path) -> str:
 
 
 def _read(file: Path) -> str:
-    with storage(file, "read"):
-        content = file.read_bytes()
-    if len(content) > _LONGEST_COMPANION:
-        raise DataError(
-            f"{file} is too large", got=f"{len(content):,} bytes", expected="a tokenizer's JSON file"
-        )
+    content = read_bounded(file, error=DataError, do="save the tokenizer again", at_most=_LONGEST_COMPANION)
     try:
         return content.decode()
     except UnicodeDecodeError as error:

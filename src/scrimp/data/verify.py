@@ -1,14 +1,13 @@
-"""`scrimp data verify`: check every byte of a folder of token shards, and name what is damaged."""
+"""`scrimp verify`: check every byte and figure of a folder of token shards, and name what is damaged."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from scrimp.data.corpus import check_entry
-from scrimp.data.manifest import MANIFEST, SPLITS, TOKENIZER, read_manifest
+from scrimp.data.corpus import check_entry, check_tokenizer
+from scrimp.data.manifest import AGAIN, MANIFEST, SPLITS, TOKENIZER, read_manifest
 from scrimp.data.progress import Progress, note
-from scrimp.data.tokenizer import load_tokenizer
 from scrimp.errors import DataError
 
 
@@ -40,15 +39,19 @@ class VerifyReport:
             return f"{head}, every checksum matches"
         lines = [f"  {damage.name}: {damage.reason}" for damage in self.damaged]
         advice = (
-            "run `scrimp prepare` again with the same source and folder: it rewrites the damaged shards only"
+            "run `scrimp prepare` again with the same source and folder: it rewrites what is damaged only"
         )
+        if any(damage.reason.startswith("altered") for damage in self.damaged):
+            advice = AGAIN
         return "\n".join([f"{head}, {len(self.damaged)} damaged", *lines, advice])
 
 
 def verify(folder: Path, *, progress: bool = True) -> VerifyReport:
-    """Check every shard and the tokenizer of a corpus against their checksums."""
-    manifest = read_manifest(folder)
+    """Check every shard, the tokenizer and every figure of a corpus against their checksums."""
+    manifest = read_manifest(folder, check=False)
     found: list[Damage] = []
+    if manifest.is_altered:
+        found.append(Damage(MANIFEST, "altered: its figures do not match its digest"))
     if not manifest.complete:
         found.append(Damage(MANIFEST, "not complete: the preparation was interrupted"))
     entries = [entry for name in SPLITS for entry in manifest.splits.get(name, [])]
@@ -62,10 +65,9 @@ def verify(folder: Path, *, progress: bool = True) -> VerifyReport:
                 note(f"{entry.name}: {_reason(error)}", enabled=progress)
             done += entry.file_bytes
             bar.update(done)
-    if manifest.tokenizer_digest is not None:
+    if manifest.complete or manifest.tokenizer.digest is not None:
         try:
-            if load_tokenizer(folder / TOKENIZER).digest != manifest.tokenizer_digest:
-                found.append(Damage(TOKENIZER, "not the tokenizer that the shards were made with"))
+            check_tokenizer(folder, manifest)
         except DataError as error:
             found.append(Damage(TOKENIZER, _reason(error)))
     return VerifyReport(folder, len(entries), size, tuple(found))

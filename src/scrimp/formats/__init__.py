@@ -6,7 +6,7 @@ says which operand of which GEMM is quantized how. The names and sizes alone, wi
 """
 
 from scrimp.formats.noise import Noise
-from scrimp.formats.quantize import FakeQuantized, QuantizedTensor, fake_quantize, quantize
+from scrimp.formats.quantize import FakeQuantized, QuantizedTensor, fake_quantize, project, quantize
 from scrimp.precision import RECIPES, GemmRecipe, Operand, Recipe, recipe
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "QuantizedTensor",
     "Recipe",
     "fake_quantize",
+    "project",
     "quantize",
     "recipe",
 ]

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scrimp.formats.blocks import PIECE_ELEMENTS
+from scrimp.formats.blocks import PIECE_ELEMENTS, cut
 from scrimp.precision.formats import Element
 
 FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -46,8 +46,8 @@ def decode(payload: Tensor, element: Element, length: int) -> Tensor:
     rows = payload.reshape(math.prod(payload.shape[:-1]), payload.shape[-1])
     values = torch.empty(len(rows), length, dtype=torch.float32, device=payload.device)
     step = max(1, PIECE_ELEMENTS.get(payload.device.type, PIECE_ELEMENTS["cuda"]) // max(1, length))
-    for start in range(0, len(rows), step):
-        values[start : start + step] = _e2m1_values(rows[start : start + step], length)
+    for part in cut(len(rows), step):
+        values[part] = _e2m1_values(rows[part], length)
     return values.view(*payload.shape[:-1], length)
 
 

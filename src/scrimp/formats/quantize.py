@@ -17,7 +17,7 @@ takes the maximum over them, in place, so that sharded and whole tensors quantiz
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -215,21 +215,114 @@ def fake_quantize(
     stack, tensor_scale = _prepare(x.detach()[None], operand, axis, reduce_amax)
     out = torch.empty(stack.shape[1:], dtype=carrier, device=x.device)
     rest = torch.empty_like(out) if carrier == torch.bfloat16 and kind.name in INEXACT_IN_BF16 else None
-    outer: dict[int, Tensor] = {} if tensor_scale is None else {0: tensor_scale.reshape(1, 1)}
+    outer = None if tensor_scale is None else tensor_scale.reshape(1, 1)
+    has_row_scales = kind.rows == 1 and kind.columns is None and axis == -1
+    if has_row_scales and out.numel():
+        outer = torch.empty(len(out), 1, device=x.device)
     for piece in _rounded(stack[0], operand, axis, noise or Noise(), tensor_scale, reduce_amax):
         if kind.columns is not None:
             piece.grouped.mul_(piece.scales.decode)
+        elif has_row_scales and outer is not None:
+            outer[piece.rows] = piece.scales.decode[:, 0, :, 0]
         else:
-            outer[piece.first_group] = piece.scales.decode[:, 0, :, 0]
+            outer = piece.scales.decode[:, 0, :, 0]
         values = piece.values[:, : out.shape[1]]
         out[piece.rows] = values
         if rest is not None:
             rest[piece.rows] = values.sub_(out[piece.rows])
-    found = FakeQuantized(out, torch.cat(list(outer.values())) if outer else None, rest)
+    found = FakeQuantized(out, outer, rest)
     if operand.hadamard and not keep_rotation:
         rotated = rotate(found.dequantize(), axis, inverse=True)
         return FakeQuantized(rotated[: x.shape[0], : x.shape[1]].to(carrier), None)
     return found
+
+
+def project(
+    x: Tensor,
+    operand: Operand | None,
+    axis: int,
+    vectors: Tensor,
+    *,
+    transposed: bool = False,
+    dtype: torch.dtype | None = None,
+    noise: Noise | None = None,
+    reduce_amax: AmaxReducer | None = None,
+) -> Tensor:
+    """Q(x) V, or Q(x)^T V, in float64: a fingerprint of a quantized matrix, which never exists as a whole.
+
+    Beside the result, no tensor is larger than a piece (`PIECE_ELEMENTS`) in float64.
+
+    Args:
+        x: a matrix [R, C].
+        operand: what Q rounds to; None: x as it is.
+        axis: the scaled one.
+        vectors: V, float64 [C, n]; [R, n] where transposed.
+        dtype: what x is cast to first; None: its own type.
+
+    Returns:
+        float64 [R, n]; [C, n] where transposed.
+    """
+    num_rows, num_columns = x.shape
+    axis = axis % 2 - 2
+    out = vectors.new_zeros(num_columns if transposed else num_rows, vectors.shape[1])
+    if operand is None:
+        for rows in Groups(1, 1).pieces(num_rows, num_columns, x.device.type):
+            _add_product(out, x[rows].to(dtype or x.dtype).double(), rows, vectors, transposed=transposed)
+        return out
+    _check(x, axis, lookup_scaling(operand.scaling))
+    # Rotated values meet rotated vectors: of an axis that is summed here, else the result is rotated back.
+    is_summed = (axis == -2) == transposed
+    if operand.hadamard:
+        padded = F.pad(vectors if is_summed else out, (0, 0, 0, -x.shape[axis] % HADAMARD_SIZE))
+        vectors, out = (rotate(padded.float(), -2).double(), out) if is_summed else (vectors, padded)
+    matrix = _Read(x.detach(), dtype or x.dtype, axis if operand.hadamard else None)
+    tensor_scale = _tensor_scale([matrix], operand, x.device, reduce_amax)
+    for piece in _rounded(matrix, operand, axis, noise or Noise(), tensor_scale, reduce_amax):
+        piece.grouped.mul_(piece.scales.decode)
+        values = piece.values[:, : matrix.shape[1]].double()
+        _add_product(out, values, piece.rows, vectors, transposed=transposed)
+    if tensor_scale is not None:
+        out *= tensor_scale.double()
+    if operand.hadamard and not is_summed:
+        out = rotate(out.float(), -2, inverse=True).double()[: x.shape[axis]]
+    return out
+
+
+def _add_product(out: Tensor, values: Tensor, rows: slice, vectors: Tensor, *, transposed: bool) -> None:
+    """Some rows' part of a matrix times vectors."""
+    if transposed:
+        out.addmm_(values.T, vectors[rows])
+    else:
+        out[rows] = values @ vectors
+
+
+class _Read:
+    """A matrix that is cast and rotated as its rows are read, and never exists as a whole."""
+
+    def __init__(self, x: Tensor, dtype: torch.dtype, rotated: int | None) -> None:
+        self._x, self._dtype, self._rotated, self.device = x, dtype, rotated, x.device
+        shape = list(x.shape)
+        if rotated is not None:
+            shape[rotated] += -shape[rotated] % HADAMARD_SIZE
+        self.shape = torch.Size(shape)
+
+    def numel(self) -> int:
+        """Elements, with the padding of a rotation."""
+        return self.shape.numel()
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        if self._rotated is None:
+            return self._x[rows].to(self._dtype)
+        if self._rotated == -1:
+            padding = (0, self.shape[1] - self._x.shape[1])
+            return rotate(F.pad(self._x[rows].to(self._dtype).to(torch.float32), padding), -1)
+        # Whole groups of rows, of which some may not have been asked for.
+        first = rows.start // HADAMARD_SIZE * HADAMARD_SIZE
+        last = -(-rows.stop // HADAMARD_SIZE) * HADAMARD_SIZE
+        found = self._x[first:last].to(self._dtype).to(torch.float32)
+        return rotate(F.pad(found, (0, 0, 0, last - first - len(found))), -2)[
+            rows.start - first : rows.stop - first
+        ]
 
 
 @dataclass(frozen=True)
@@ -246,7 +339,7 @@ class _Piece:
 
 
 def _rounded(
-    matrix: Tensor,
+    matrix: Tensor | _Read,
     operand: Operand,
     axis: int,
     noise: Noise,
@@ -306,11 +399,13 @@ def _scale_and_round(
         scales = scale_rules.e8m0_scales(amax, element, no_clip=no_clip)
         return round_(grouped.mul_(scales.encode), element, noise), scales
     six = scale_rules.e4m3_scales(amax, tensor_scale, no_clip=no_clip)
+    lift = scale_rules.lift_of(tensor_scale)
+    grouped.mul_(lift)
     if not operand.four_over_six:
         return round_(grouped.mul_(six.encode), element, noise), six
     four = scale_rules.e4m3_scales(amax, tensor_scale, no_clip=no_clip, largest=4.0)
     of_six, of_four = (round_(grouped * scales.encode, element, noise) for scales in (six, four))
-    true = grouped / tensor_scale
+    true = grouped / (tensor_scale * lift)
     errors = [
         (q * scales.decode - true).square_().sum((1, 3), keepdim=True)
         for q, scales in ((of_six, six), (of_four, four))
@@ -333,17 +428,24 @@ def _prepare(
         pad = -stack.shape[axis] % HADAMARD_SIZE
         padded = F.pad(stack.to(torch.float32), (0, pad) if axis == -1 else (0, 0, 0, pad))
         stack = rotate(padded, axis)
+    return stack, _tensor_scale(list(stack), operand, stack.device, reduce_amax)
+
+
+def _tensor_scale(
+    stack: Sequence[Tensor | _Read], operand: Operand, device: torch.device, reduce_amax: AmaxReducer | None
+) -> Tensor | None:
+    """NVFP4's scale of a whole tensor, a stack of matrices; None of other scalings."""
     if not lookup_scaling(operand.scaling).has_tensor_scale:
-        return stack, None
+        return None
     found = [_largest_of_whole(matrix, Groups(*matrix.shape)) for matrix in stack]
-    amax = torch.stack(found or [torch.zeros((), device=stack.device)]).amax()
+    amax = torch.stack(found or [torch.zeros((), device=device)]).amax()
     if reduce_amax is not None:
         reduce_amax(amax)
     largest = scale_rules.FOUR_OVER_SIX_MAX if operand.four_over_six else scale_rules.E4M3_MAX
-    return stack, scale_rules.nvfp4_tensor_scale(amax, largest_block_scale=largest)
+    return scale_rules.nvfp4_tensor_scale(amax, largest_block_scale=largest)
 
 
-def _largest_of_whole(matrix: Tensor, groups: Groups) -> Tensor:
+def _largest_of_whole(matrix: Tensor | _Read, groups: Groups) -> Tensor:
     """Largest magnitudes, [A, 1, B, 1], of groups that span the rows or the columns of a matrix."""
     num_rows, num_columns = matrix.shape
     spans_rows = groups.rows == num_rows
@@ -351,13 +453,16 @@ def _largest_of_whole(matrix: Tensor, groups: Groups) -> Tensor:
         # A shard without elements takes part in the reduction: the others would wait for it.
         num_groups = 1 if groups.columns == num_columns else num_columns
         return torch.zeros(1 if spans_rows else num_rows, 1, num_groups, 1, device=matrix.device)
-    by_piece = Groups(1, groups.columns) if spans_rows else groups
-    found = [
-        largest_magnitude(by_piece.view(matrix[rows].to(torch.float32)))
-        for rows in by_piece.pieces(num_rows, num_columns, matrix.device.type)
-    ]
-    largest = torch.cat(found)
-    return largest.amax(0, keepdim=True) if spans_rows else largest
+    by_row = Groups(1, groups.columns)
+    num_found = 1 if spans_rows else num_rows
+    largest = torch.zeros(num_found, 1, num_columns // groups.columns, 1, device=matrix.device)
+    for rows in by_row.pieces(num_rows, num_columns, matrix.device.type):
+        found = largest_magnitude(by_row.view(matrix[rows].to(torch.float32)))
+        if spans_rows:
+            torch.maximum(largest, found.amax(0, keepdim=True), out=largest)
+        else:
+            largest[rows] = found
+    return largest
 
 
 def _spread(scales: Tensor, kind: Scaling, shape: torch.Size) -> Tensor:

@@ -7,14 +7,16 @@ e8m0    s = 2^(floor(log2 amax) - emax), the rule of OCP MX: the largest values 
         Biased exponents are 0 to 254; 255 is NaN. Without clipping, a subnormal amax / qmax gives 2^-126.
 e4m3    NVFP4: g = amax_tensor / (6 * 448) for the tensor, b = E4M3(amax / 6 / g) for the group, s = b g.
         b rounds to nearest and may round down, so that x / s reaches up to 6.4 and saturates; with
-        `no_clip` it rounds up.
+        `no_clip` it rounds up. g is at least 2^-126: in tensors whose largest number is below 3.2e-35 the groups'
+        scales take over, down to subnormal numbers.
 
 A group with a NaN or an infinity gets the scale NaN (E4M3 and E8M0 have one): the whole group
 dequantizes to NaN, so that an overflow is seen and never rounded away. Under one scale per tensor, and
 under NVFP4's second scale, the group is the whole tensor.
 
 x is divided by s as written for fp32 scales; for the other two it is multiplied by a reciprocal, which
-is exact for powers of two, and for NVFP4 is (1 / g) / b, as torchao and NVIDIA's kernels compute it.
+is exact for powers of two, and for NVFP4 is (1 / g) / b, as torchao and NVIDIA's kernels compute it. Where g is small
+that overflows: both x and g are then multiplied by 2^64 first, which changes no bit of the result.
 """
 
 from __future__ import annotations
@@ -27,8 +29,10 @@ from torch import Tensor
 from scrimp.precision.formats import Element
 
 SMALLEST_NORMAL = 2.0**-126
-SMALLEST_TENSOR_SCALE = 2.0**-100
-"""Small enough for any gradient, and its reciprocal over the smallest E4M3 number is still finite."""
+SMALL_TENSOR_SCALE = 2.0**-100
+"""Down to it, the reciprocal of NVFP4's second scale over the smallest E4M3 number is finite."""
+LIFT = 2.0**64
+"""What numbers under a smaller one are multiplied by before they are scaled."""
 E4M3_MAX = 448.0
 FOUR_OVER_SIX_MAX = 256.0
 """Largest block scale where a block may put its maximum at 4: 1.5 times it, 384, must be an E4M3 value."""
@@ -81,9 +85,14 @@ def e8m0_value(biased: Tensor) -> Tensor:
 
 def nvfp4_tensor_scale(amax: Tensor, *, largest_block_scale: float = E4M3_MAX) -> Tensor:
     """g, the fp32 scale of the whole tensor; 1 for zeros, NaN where a number is not finite."""
-    scale = (amax / (6.0 * largest_block_scale)).clamp_min_(SMALLEST_TENSOR_SCALE)
+    scale = (amax / (6.0 * largest_block_scale)).clamp_min_(SMALLEST_NORMAL)
     scale = torch.where(amax == 0, 1.0, scale)
     return torch.where(torch.isfinite(amax), scale, torch.nan)
+
+
+def lift_of(tensor_scale: Tensor) -> Tensor:
+    """What x and g are multiplied by before x is divided by their scales: a power of two, 1 where g is not small."""
+    return torch.where(tensor_scale < SMALL_TENSOR_SCALE, LIFT, 1.0)
 
 
 def e4m3_scales(amax: Tensor, tensor_scale: Tensor, *, no_clip: bool, largest: float = 6.0) -> GroupScales:
@@ -91,6 +100,9 @@ def e4m3_scales(amax: Tensor, tensor_scale: Tensor, *, no_clip: bool, largest: f
 
     Args:
         largest: the element value at which the group's maximum is put: 6, or 4.
+
+    Returns:
+        scales whose `encode` is for x times `lift_of(tensor_scale)`.
     """
     wanted = ((amax / largest) / tensor_scale).clamp_max_(E4M3_MAX)
     stored = wanted.to(torch.float8_e4m3fn)
@@ -101,5 +113,6 @@ def e4m3_scales(amax: Tensor, tensor_scale: Tensor, *, no_clip: bool, largest: f
         stored = torch.where(torch.isfinite(wanted), up.to(torch.float32), torch.nan).to(torch.float8_e4m3fn)
         decode = stored.to(torch.float32)
     # An all-zero group, or one too small for any scale, has b = 0: its codes are 0.
-    encode = torch.where(decode == 0, 0.0, (1.0 / tensor_scale) / decode)
+    lifted = tensor_scale * lift_of(tensor_scale)
+    encode = torch.where(decode == 0, 0.0, (1.0 / lifted) / decode)
     return GroupScales(stored, decode, encode)

@@ -8,12 +8,14 @@ low-precision kernels, and Triton's; which one is decided by what works and is f
 from scrimp.gemm.again import is_running_again, run_again
 from scrimp.gemm.backends import Backend
 from scrimp.gemm.clock import Clock
+from scrimp.gemm.fingerprints import Fingerprints, changed_gemms
 from scrimp.gemm.flops import register_flop_formulas
 from scrimp.gemm.head import head_gemms
 from scrimp.gemm.layer import BackendChooser, PlannedLayer, reference_only
 from scrimp.gemm.linear import PlannedLinear, compute_dtype, planned_linear, recomputed
-from scrimp.gemm.observe import Execution, is_running, observing
-from scrimp.gemm.select import backends_for, refuse_unrunnable
+from scrimp.gemm.linear_kinds import has_own_forward, is_linear, is_transposed, linear_modules, weight_matrix
+from scrimp.gemm.observe import Execution, is_running, observing, without_witnesses
+from scrimp.gemm.select import Recorded, backends_for, refuse_unrunnable
 from scrimp.gemm.swap import PlannedModel, swap_in
 from scrimp.precision import LinearPrecision
 
@@ -22,15 +24,22 @@ __all__ = [
     "BackendChooser",
     "Clock",
     "Execution",
+    "Fingerprints",
     "LinearPrecision",
     "PlannedLayer",
     "PlannedLinear",
     "PlannedModel",
+    "Recorded",
     "backends_for",
+    "changed_gemms",
     "compute_dtype",
+    "has_own_forward",
     "head_gemms",
+    "is_linear",
     "is_running",
     "is_running_again",
+    "is_transposed",
+    "linear_modules",
     "observing",
     "planned_linear",
     "recomputed",
@@ -39,4 +48,6 @@ __all__ = [
     "register_flop_formulas",
     "run_again",
     "swap_in",
+    "weight_matrix",
+    "without_witnesses",
 ]

@@ -13,18 +13,19 @@ import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from scrimp.errors import StorageError
-from scrimp.files import make_folder, user_cache, write_whole
+from scrimp.errors import DeviceError, StorageError
+from scrimp.files import make_folder, read_bounded, user_cache, write_whole
 from scrimp.gemm.backends.triton import is_interpreted
+from scrimp.json_files import decode_json, finite
 
 WORKS, SLOWER, WRONG, MISSING = "works", "slower than bf16", "wrong", "not available"
 STATUSES = (WORKS, SLOWER, WRONG, MISSING)
 _FORMAT = 1
 """Raised whenever the meaning of the file changes."""
+MAX_FILE_BYTES = 2**24
 
 
 @dataclass(frozen=True)
@@ -100,25 +101,23 @@ class DoctorReport:
 
     def to_json(self) -> str:
         """As `scrimp doctor --json` prints it."""
-        return json.dumps({"format": _FORMAT, **asdict(self)}, indent=1)
+        return json.dumps({"format": _FORMAT, **finite(asdict(self))}, indent=1)
 
     @classmethod
-    def from_json(cls, text: str) -> DoctorReport:
-        """Read `to_json` back.
+    def from_json(cls, text: str | bytes, *, origin: str = "the doctor's report") -> DoctorReport:
+        """Read `to_json` back; `origin` names the file in errors.
 
         Raises:
-            ValueError: not such a text.
+            DeviceError: not such a text.
         """
-        try:
-            data: dict[str, Any] = json.loads(text)
-            if data.pop("format") != _FORMAT:
-                raise ValueError("the format of another version")
-            measurements = tuple(Measurement(**entry) for entry in data["measurements"])
-            if not all(m.status in STATUSES for m in measurements):
-                raise ValueError("an unknown status")
-            return cls(Surroundings(**data["surroundings"]), str(data["typical"]), measurements)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{type(error).__name__}: {error}") from error
+        do = "run `scrimp doctor` again"
+        version = ("format", _FORMAT)
+        report = decode_json(text, cls, origin=origin, error=DeviceError, do=do, version=version)
+        for number, measurement in enumerate(report.measurements):
+            if measurement.status not in STATUSES:
+                what = f"{origin}: $.measurements[{number}].status is not known"
+                raise DeviceError(what, got=repr(measurement.status), expected=" or ".join(STATUSES), do=do)
+        return report
 
 
 def surroundings_of(device: torch.device) -> Surroundings:
@@ -140,15 +139,17 @@ def cache_file(surroundings: Surroundings) -> Path:
 def load_report(surroundings: Surroundings, tell: Callable[[str], None] | None = None) -> DoctorReport | None:
     """The kept report; None where there is none, or none that can be read, and then `tell` hears why."""
     file = cache_file(surroundings)
-    try:
-        report = DoctorReport.from_json(file.read_text(encoding="utf-8"))
-        if report.surroundings != surroundings:
-            raise ValueError("the report of another device")
-    except FileNotFoundError:
+    if not file.exists():
         return None
-    except (OSError, ValueError) as error:
+    try:
+        do = "delete it"
+        content = read_bounded(file, error=DeviceError, do=do, at_most=MAX_FILE_BYTES)
+        report = DoctorReport.from_json(content, origin=str(file))
+        if report.surroundings != surroundings:
+            raise DeviceError(f"{file} is of another device", do=do)
+    except DeviceError as error:
         if tell is not None:
-            tell(f"{file} cannot be used ({error}): measuring again")
+            tell(f"{error}: measuring again")
         return None
     return report
 

@@ -170,8 +170,10 @@ def forward(
     else:
         a = backend.prepare(x.to(dtype), uses[0])
         codes = store_input(x, weight, layer, compute, now=now) if keep_codes else None
-    y = backend.multiply("fprop", a, backend.prepare(weight.to(dtype), uses[1]), compute)
-    _tell(layer, "fprop", backend, (x, weight), uses, y)
+    y = backend.multiply("fprop", a, backend.prepare(_matrix(weight, dtype), uses[1]), compute)
+    if is_observed(layer):
+        kept = (layer.uses("wgrad", now, saved)[1], layer.uses("wgrad", now)[1]) if keep_codes else None
+        _tell(layer, "fprop", backend, (x, weight), uses, y, kept)
     return y, codes
 
 
@@ -215,7 +217,7 @@ def backward(
         recipe, uses = layer.precision.dgrad, layer.uses("dgrad", now)
         backend = layer.backend(recipe, "dgrad", len(g), weight)
         operand = for_x()
-        w = backend.prepare(weight.to(high_precision(recipe, compute)), uses[1])
+        w = backend.prepare(_matrix(weight, high_precision(recipe, compute)), uses[1])
         grad_x = backend.multiply("dgrad", operand, w, compute)
         del operand, w, for_x  # before wgrad makes its own
         _tell(layer, "dgrad", backend, (g, weight), uses, grad_x)
@@ -228,6 +230,11 @@ def backward(
         grad_weight = backend.multiply("wgrad", operand, b, compute).to(weight.dtype)
         _tell(layer, "wgrad", backend, (g, x), uses, grad_weight)
     return grad_x, grad_weight
+
+
+def _matrix(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weight in a type, its rows in a row: a weight that is kept transposed is copied for the product alone."""
+    return weight.to(dtype).contiguous()
 
 
 def _gradient_operands(
@@ -282,7 +289,8 @@ def _tell(
     operands: tuple[Tensor, Tensor | QuantizedTensor],
     uses: tuple[Use, Use],
     result: Tensor,
+    kept: tuple[Use, Use] | None = None,
 ) -> None:
-    if is_observed():
+    if is_observed(layer):
         recipe = layer.precision.gemm(gemm)
-        report(Execution(layer.name, gemm, recipe, backend.name, *operands, uses, result))
+        report(layer, Execution(layer.name, gemm, recipe, backend.name, *operands, uses, result, kept))

@@ -56,6 +56,41 @@ class PlannedLinear(nn.Linear):
         return planned_linear(x, self.weight, self.bias, self.planned)
 
 
+class PlannedTransposed(nn.Module):
+    """A linear layer that keeps its weight as [I, O] (transformers' Conv1D) and runs by a plan."""
+
+    planned: PlannedLayer
+    weight: Tensor
+    bias: Tensor
+
+    @property
+    def in_features(self) -> int:
+        """Width of the input."""
+        return self.weight.shape[0]
+
+    @property
+    def out_features(self) -> int:
+        """Width of the output."""
+        return self.weight.shape[1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x W + bias, x of any leading shape."""
+        if hasattr(self.weight, "device_mesh"):
+            raise ModelError(
+                f"{self.planned.name}: a transposed weight is not run tensor-parallel by a plan",
+                got="a DTensor in the forward pass",
+                do="leave the layer out of the plan, or shard it with FSDP only",
+            )
+        if not torch.compiler.is_compiling() and runs_plain(x, self.planned):
+            return cast(Tensor, super().forward(x))
+        return planned_linear(x, self.weight.t(), self.bias, self.planned)
+
+
+def runs_plain(x: Tensor, layer: PlannedLayer) -> bool:
+    """Whether an eager layer may take torch's own path: no GEMM is planned otherwise, and nobody observes."""
+    return layer.is_plain(COMPUTE_NAMES.get(compute_dtype(x), "")) and not is_plain_observed()
+
+
 def planned_linear(x: Tensor, weight: Tensor, bias: Tensor | None, layer: PlannedLayer) -> Tensor:
     """x W^T + bias by a layer's plan.
 
@@ -75,7 +110,7 @@ def planned_linear(x: Tensor, weight: Tensor, bias: Tensor | None, layer: Planne
     compute = compute_dtype(x)
     _check(x, weight, layer, compute)
     is_compiling = torch.compiler.is_compiling()
-    if not is_compiling and layer.is_plain(COMPUTE_NAMES[compute]) and not is_plain_observed():
+    if not is_compiling and runs_plain(x, layer):
         return F.linear(x, weight, bias)
     needs_grad = torch.is_grad_enabled()
     function = operators.CompiledLinear if is_compiling else _Linear

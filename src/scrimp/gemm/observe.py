@@ -4,12 +4,16 @@ An observer sees every execution with its operands before quantization and its r
 nobody watches this costs one test of a list per GEMM. Layers that run wholly in the compute format take
 torch's own path, which tells nobody: an observer that must see them too asks for it, and they
 then run as planned GEMMs do.
+
+An observer is called for every layer of every model. A witness is set for one layer, and told of its executions until
+it is taken away; `without_witnesses` keeps it out for a while.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
@@ -35,11 +39,16 @@ class Execution:
     uses: tuple[Use, Use]
     """How both were quantized, with the streams of their noise."""
     result: Tensor
+    kept: tuple[Use, Use] | None = None
+    """Of fprop that made codes of X for wgrad: how they were made, and how wgrad will quantize what they stand for."""
 
 
 Observer = Callable[[Execution], None]
 _observers: list[Observer] = []
 _of_plain: list[Observer] = []
+_witnesses: weakref.WeakKeyDictionary[object, Observer] = weakref.WeakKeyDictionary()
+"""By planned layer; beside the layers, so that compiled graphs see no change of them."""
+_are_witnesses_out = False
 _depth = 0
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -79,9 +88,28 @@ def observing(observer: Observer, *, plain: bool = False) -> Iterator[None]:
             _of_plain.remove(observer)
 
 
-def is_observed() -> bool:
-    """Whether anyone watches."""
-    return bool(_observers)
+def set_witness(layer: object, witness: Observer | None) -> None:
+    """Tell `witness` of one planned layer's executions from now on, in place of the one before; None: nobody."""
+    if witness is None:
+        _witnesses.pop(layer, None)
+    else:
+        _witnesses[layer] = witness
+
+
+@contextlib.contextmanager
+def without_witnesses() -> Iterator[None]:
+    """What runs inside is no part of training: other formats are tried, or nothing that is trained is run."""
+    global _are_witnesses_out
+    before, _are_witnesses_out = _are_witnesses_out, True
+    try:
+        yield
+    finally:
+        _are_witnesses_out = before
+
+
+def is_observed(layer: object) -> bool:
+    """Whether anyone watches a layer."""
+    return bool(_observers) or (layer in _witnesses and not _are_witnesses_out)
 
 
 def is_plain_observed() -> bool:
@@ -89,7 +117,9 @@ def is_plain_observed() -> bool:
     return bool(_of_plain)
 
 
-def report(execution: Execution) -> None:
-    """Tell all observers."""
+def report(layer: object, execution: Execution) -> None:
+    """Tell all observers, and the layer's witness."""
     for observer in _observers:
         observer(execution)
+    if layer in _witnesses and not _are_witnesses_out:
+        _witnesses[layer](execution)

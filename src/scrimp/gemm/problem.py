@@ -55,6 +55,12 @@ def shape_of(gemm: str, tokens: int, inputs: int, outputs: int) -> Shape:
     return sizes[gemm]
 
 
+def features_of(gemm: str, shape: Shape) -> tuple[int, int]:
+    """Inputs and outputs of the layer whose GEMM has this shape."""
+    sizes = {"fprop": (shape.k, shape.n), "dgrad": (shape.n, shape.k), "wgrad": (shape.n, shape.m)}
+    return sizes[gemm]
+
+
 @dataclass(frozen=True)
 class Use:
     """One tensor as an operand of one GEMM."""

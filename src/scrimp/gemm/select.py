@@ -4,6 +4,10 @@ Method   Back ends stand in the order of `scrimp doctor`'s kept report where the
          reference, on a CPU the reference alone. The first is taken that refuses neither the recipe nor the
          shapes and whose probe, one small GEMM run here and compared with float64, is right. Nothing is
          inferred from a capability number. Probes and choices are kept for the process.
+Recorded A run that has begun keeps to the back ends that it began with, whatever a later report says: a selection with
+         a record tries what is recorded for a layer's features first, then what is recorded for other layers,
+         then the usual order, and never asks a report which is fastest. So sizes that were not recorded (the head's
+         last chunk, an evaluation) go the same way before and after a resume.
 Shapes   Some kernels take multiples of 16 only: each shape is chosen for on its own, once.
 Checked  tests/gemm/test_select.py
 """
@@ -12,6 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 
@@ -19,26 +24,42 @@ from scrimp.errors import PlanError
 from scrimp.gemm.backends import BACKENDS, Backend
 from scrimp.gemm.doctor import SMALL, TINY, is_for_probes_only
 from scrimp.gemm.doctor_report import DoctorReport, load_report, surroundings_of
-from scrimp.gemm.problem import Shape, shape_of
+from scrimp.gemm.problem import Shape, features_of, shape_of
 from scrimp.gemm.trial import exact_result, make_trial, try_out
 from scrimp.precision import GEMMS, RECIPES, LinearPrecision
 from scrimp.precision import recipe as lookup_recipe
 
 
+@dataclass(frozen=True)
+class Recorded:
+    """Who ran a GEMM when the run began."""
+
+    recipe: str
+    gemm: str
+    inputs: int
+    outputs: int
+    """Features of the layer."""
+    backend: str
+
+
+Record = tuple[Recorded, ...]
+
+
 class BackendSelection:
     """Back ends of one device; call it with a recipe and a GEMM."""
 
-    def __init__(self, device: torch.device, only: str | None = None) -> None:
-        if only is not None and only not in BACKENDS:
-            raise PlanError("there is no such back end", got=repr(only), expected=", ".join(BACKENDS))
-        self.device, self.only = device, only
+    def __init__(self, device: torch.device, only: str | None = None, record: Record = ()) -> None:
+        for name in (*([] if only is None else [only]), *(one.backend for one in record)):
+            if name not in BACKENDS:
+                raise PlanError("there is no such back end", got=repr(name), expected=", ".join(BACKENDS))
+        self.device, self.only, self.record = device, only, record
         self._probed: dict[tuple[str, str, str], str | None] = {}
         self._chosen: dict[tuple[str, str, tuple[Shape, ...]], Backend] = {}
 
     def __call__(self, recipe: str, gemm: str, shape: Shape, device: torch.device) -> Backend:
         """The back end for a GEMM where it runs: a model may have moved since its layers were planned."""
         if device != self.device:
-            return backends_for(device, self.only).choose(recipe, gemm, (shape,))
+            return backends_for(device, self.only, self.record).choose(recipe, gemm, (shape,))
         return self.choose(recipe, gemm, (shape,))
 
     def choose(self, recipe: str, gemm: str, shapes: tuple[Shape, ...]) -> Backend:
@@ -50,7 +71,7 @@ class BackendSelection:
         key = (recipe, gemm, shapes)
         if key not in self._chosen:
             reasons = []
-            for backend in self._candidates(recipe, gemm):
+            for backend in self._candidates(recipe, gemm, shapes):
                 reason = self.refusal(backend, recipe, gemm, shapes)
                 if reason is None:
                     self._chosen[key] = backend
@@ -69,19 +90,32 @@ class BackendSelection:
         # Triton's interpreter may be demanded, for tests. torch's kernel would stop a CPU for minutes.
         if backend.name == "torch" and is_for_probes_only(backend, recipe, self.device):
             return "torch's FP8 kernel for CPUs is thousands of times slower than bf16"
+        if (
+            self.only is None
+            and self._report is not None
+            and self._report.is_wrong(recipe, gemm, backend.name)
+        ):
+            return "`scrimp doctor` found its numbers wrong here"
         return self._probe(backend, recipe, gemm)
 
-    def _candidates(self, recipe: str, gemm: str) -> Iterator[Backend]:
+    @property
+    def _report(self) -> DoctorReport | None:
+        return _kept_report(self.device) if self.device.type == "cuda" else None
+
+    def _candidates(self, recipe: str, gemm: str, shapes: tuple[Shape, ...]) -> Iterator[Backend]:
         if self.only is not None:
             yield BACKENDS[self.only]
-        elif self.device.type != "cuda":
-            yield BACKENDS["reference"]
+            return
+        usual = list(BACKENDS) if self.device.type == "cuda" else ["reference"]
+        if self.record:
+            ours = [one for one in self.record if (one.recipe, one.gemm) == (recipe, gemm)]
+            features = {features_of(gemm, shape) for shape in shapes}
+            ours.sort(key=lambda one: (one.inputs, one.outputs) not in features)
+            first = [one.backend for one in ours]
         else:
-            report = _kept_report(self.device)
-            measured = [] if report is None else report.order(recipe, gemm)
-            for name in dict.fromkeys((*measured, *BACKENDS)):
-                if report is None or not report.is_wrong(recipe, gemm, name):
-                    yield BACKENDS[name]
+            first = [] if self._report is None else self._report.order(recipe, gemm)
+        for name in dict.fromkeys((*first, *usual)):
+            yield BACKENDS[name]
 
     def _probe(self, backend: Backend, recipe: str, gemm: str) -> str | None:
         if backend.name == "reference":
@@ -97,18 +131,19 @@ class BackendSelection:
         return self._probed[key]
 
 
-def backends_for(device: torch.device, only: str | None = None) -> BackendSelection:
+def backends_for(device: torch.device, only: str | None = None, record: Record = ()) -> BackendSelection:
     """The back ends of a device, probed once per process.
 
     Args:
         only: torch, triton or reference, and no other; unset: the fastest that works.
+        record: what a run began with, and goes on with; empty: none.
 
     Raises:
-        PlanError: `only` is no back end.
+        PlanError: `only`, or one of the record, is no back end.
     """
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    return _selection(device, only)
+    return _selection(device, only, record)
 
 
 def refuse_unrunnable(
@@ -117,6 +152,7 @@ def refuse_unrunnable(
     tokens: int,
     device: torch.device,
     only: str | None = None,
+    record: Record = (),
 ) -> None:
     """Refuse a plan with a GEMM that no back end runs here, before anything runs.
 
@@ -125,11 +161,12 @@ def refuse_unrunnable(
         shapes: inputs and outputs of each layer.
         tokens: in one forward pass on this device.
         only: the back end that must run everything; unset: any.
+        record: as of `backends_for`.
 
     Raises:
         PlanError: names the layer, the reason and the nearest recipe that runs.
     """
-    selection = backends_for(device, only)
+    selection = backends_for(device, only, record)
     for layer, precision in precisions.items():
         for gemm in GEMMS:
             recipe, shape = precision.gemm(gemm), shape_of(gemm, tokens, *shapes[layer])
@@ -160,8 +197,8 @@ def _nearest(selection: BackendSelection, recipe: str, gemm: str, shape: Shape) 
 
 
 @functools.cache
-def _selection(device: torch.device, only: str | None) -> BackendSelection:
-    return BackendSelection(device, only)
+def _selection(device: torch.device, only: str | None, record: Record) -> BackendSelection:
+    return BackendSelection(device, only, record)
 
 
 @functools.cache

@@ -10,13 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
+import torch
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from scrimp.errors import ModelError, PlanError
 from scrimp.gemm.clock import Clock
+from scrimp.gemm.fingerprints import Fingerprints, changed_gemms
 from scrimp.gemm.layer import BackendChooser, PlannedLayer, check_precision
-from scrimp.gemm.linear import PlannedLinear
+from scrimp.gemm.linear import PlannedLinear, PlannedTransposed
+from scrimp.gemm.linear_kinds import has_own_forward, is_transposed, linear_modules, weight_matrix
 from scrimp.precision import LinearPrecision
 
 _CLASSES: dict[type, type] = {}
@@ -25,8 +28,12 @@ _CLASSES: dict[type, type] = {}
 class PlannedModel:
     """The planned layers of a model."""
 
-    def __init__(self, model: nn.Module, layers: dict[str, nn.Linear], clock: Clock) -> None:
+    def __init__(self, model: nn.Module, layers: dict[str, nn.Module], clock: Clock) -> None:
         self._model, self._layers, self.clock = model, layers, clock
+        self.proof: Fingerprints | None = None
+        """Of the GEMMs that the last plan changed, where someone asked for it (`prove`)."""
+        self._is_joint, self._passes = False, 0
+        """Whether all ranks prove together and wait for numbers; forward passes since."""
         self._hook = model.register_forward_pre_hook(self._tick)
 
     @property
@@ -55,6 +62,41 @@ class PlannedModel:
             layers[name].replan(precisions[name])
         return changed
 
+    def prove(self, before: Mapping[str, LinearPrecision], *, on_all_ranks: bool = False) -> Fingerprints:
+        """Prove the GEMMs that were planned otherwise before, each when it runs next; see `Fingerprints`.
+
+        A GEMM that did not run in its format raises a TrainingError where it runs, in the forward or the backward pass.
+        A rank that stopped there would leave the others waiting: with `on_all_ranks` all raise it together, when the
+        next forward pass in training begins (`check_proof`).
+
+        Args:
+            before: the precisions before this plan; layers that are not in it are new.
+            on_all_ranks: all ranks of the default process group call this, and make as many forward passes.
+        """
+        if self.proof is not None:
+            self.proof.release()
+        layers = self.layers
+        now = {name: layer.precision for name, layer in layers.items()}
+        unproven = set() if self.proof is None else self.proof.pending | self.proof.undecided
+        self.proof = Fingerprints(now, changed_gemms(before, now) | unproven, at_once=not on_all_ranks)
+        self.proof.watch(layers)
+        self._is_joint, self._passes = on_all_ranks, 0
+        return self.proof
+
+    def check_proof(self) -> None:
+        """Say what the proof has found so far: on all ranks where they prove together, each of which calls this.
+
+        The model's forward passes do it themselves, but for a model that is compiled as a whole.
+
+        Raises:
+            TrainingError: GEMMs did not run in their formats; names them, and their ranks.
+        """
+        if self.proof is None:
+            return
+        if self._is_joint:
+            self._is_joint = self.proof.join()
+        self.proof.check()
+
     def locate_shards(self) -> None:
         """Tell tensor-parallel layers which piece is theirs: before compiling; eager layers find out themselves."""
         from torch.distributed.tensor import DTensor  # slow to import, and rarely needed
@@ -78,6 +120,8 @@ class PlannedModel:
                     got=type(layer).__name__,
                     do="plan layers after they are sharded one by one, or replan them to the compute format",
                 )
+        if self.proof is not None:
+            self.proof.release()
         for layer in self._layers.values():
             _to_class(layer, type(layer).__scrimp_original__)  # type: ignore[attr-defined]
             del layer.planned
@@ -87,6 +131,11 @@ class PlannedModel:
     def _tick(self, module: nn.Module, inputs: Any) -> None:
         if module.training:
             self.clock.tick()
+            if not torch.compiler.is_compiling() and self._is_joint:
+                self._passes += 1
+                # After 1, 2, 4, 8, ... passes: a GEMM that never shows anything must not cost a wait in each.
+                if self._passes > 1 and (self._passes - 1).bit_count() == 1:
+                    self.check_proof()
 
 
 def swap_in(
@@ -111,7 +160,7 @@ def swap_in(
     """
     if not isinstance(model, nn.Module):
         raise ModelError("only modules are planned", got=type(model).__name__, expected="a torch.nn.Module")
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    linears = linear_modules(model)
     if not linears:
         raise ModelError("the model has no linear layer", got=type(model).__name__)
     precisions = _by_layer(precisions, linears)
@@ -128,18 +177,18 @@ def swap_in(
     if choose is None:
         from scrimp.gemm.select import backends_for  # late: it probes the device
 
-        choose = backends_for(next(iter(linears.values())).weight.device)
+        choose = backends_for(weight_matrix(next(iter(linears.values()))).device)
     clock = Clock(seed)
     layers = {}
     for name, precision in precisions.items():
         layer = layers[name] = linears[name]
         layer.planned = PlannedLayer(name, precision, clock, choose)  # type: ignore[assignment]
-        _to_class(layer, _planned_class(type(layer)))
+        _to_class(layer, _planned_class(layer))
     return PlannedModel(model, layers, clock)
 
 
 def _by_layer(
-    precisions: Mapping[str, LinearPrecision] | LinearPrecision | str, layers: Mapping[str, nn.Linear]
+    precisions: Mapping[str, LinearPrecision] | LinearPrecision | str, layers: Mapping[str, nn.Module]
 ) -> Mapping[str, LinearPrecision]:
     """One precision per layer, whichever way it was given."""
     if isinstance(precisions, str):
@@ -159,7 +208,7 @@ def _by_layer(
     return precisions
 
 
-def _check_layer(layer: nn.Linear, name: str) -> None:
+def _check_layer(layer: nn.Module, name: str) -> None:
     if hasattr(layer, "planned"):
         raise PlanError(f"{name} is planned already", do="call replan or swap_out of its PlannedModel")
     if isinstance(layer, NonDynamicallyQuantizableLinear):
@@ -168,7 +217,7 @@ def _check_layer(layer: nn.Linear, name: str) -> None:
             got="the output projection of nn.MultiheadAttention",
             do="leave it out: name the layers of the plan",
         )
-    if type(layer).forward is not nn.Linear.forward:
+    if has_own_forward(layer):
         raise PlanError(
             f"{name} has a forward of its own, which a plan would replace",
             got=type(layer).__name__,
@@ -176,9 +225,11 @@ def _check_layer(layer: nn.Linear, name: str) -> None:
         )
 
 
-def _planned_class(original: type) -> type:
+def _planned_class(layer: nn.Module) -> type:
+    original = type(layer)
     if original not in _CLASSES:
-        bases = (PlannedLinear,) if original is nn.Linear else (PlannedLinear, original)
+        planned = PlannedTransposed if is_transposed(layer) else PlannedLinear
+        bases = (PlannedLinear,) if original is nn.Linear else (planned, original)
         _CLASSES[original] = type(f"Planned{original.__name__}", bases, {"__scrimp_original__": original})
     return _CLASSES[original]
 

@@ -3,7 +3,13 @@
 from scrimp.model.attention import AttentionLayout
 from scrimp.model.decoder import Block, Decoder
 from scrimp.model.generation import generate
-from scrimp.model.huggingface import export_model, load_weights, read_architecture
+from scrimp.model.huggingface import (
+    check_weights,
+    export_model,
+    load_weights,
+    read_architecture,
+    stream_weights,
+)
 from scrimp.model.initialise import initialise
 from scrimp.model.loss import LossSums
 
@@ -12,9 +18,11 @@ __all__ = [
     "Block",
     "Decoder",
     "LossSums",
+    "check_weights",
     "export_model",
     "generate",
     "initialise",
     "load_weights",
     "read_architecture",
+    "stream_weights",
 ]

@@ -7,22 +7,26 @@ Method   `AttentionLayout.prepare` looks at the documents once per forward pass 
          how all blocks attend; no block decides anything, and nothing waits for a device.
 
          causal    One causal call for all rows: nothing is masked, no window is reached.
-         segments  CPU: one causal call per document, over views of the packed rows.
+         segments  CPU, not compiled: one causal call per document, over views of the packed rows; tiny documents that
+                   follow each other share a call with a small mask. A document that reaches the window takes its
+                   corner of one mask, as large as the longest of them.
          varlen    CUDA, half precision: torch's variable-length kernel, where it exists.
          pieces    The same, or causal, where all rows at once would need too much memory in the backward pass: a few
                    rows at a time (`scrimp.model.flash`).
          masked    Everything else: one call with a boolean mask of T x T per row.
 
-Rule     On the CPU segments are chosen when they hold 16 tokens or more on average and no
-         document is longer than the window. Measured for one block, forward and backward (4
-         rows of 512 tokens, 10 heads of 64, 2 threads), in ms by tokens per document:
+Rule     On the CPU several documents are always segments. Measured for one block, forward and backward (4 rows of
+         512 tokens, 10 heads of 64, 2 threads, no window), in ms by tokens per document, before tiny ones shared a
+         call:
 
                   masked   segments of 512   256   64   32   16    8
            fp32       46                41    22    9    7    8   14
            bf16       32                32    23   30   32   56   23
 
          The CPU kernel computes the masked triangle too, within blocks of 512 keys: that is
-         why cutting rows into documents saves time and masking them does not.
+         why cutting rows into documents saves time and masking them does not. Documents of fewer than 16 tokens go
+         together, up to 128 tokens a call. Results and gradients of a segment are written where they belong before the
+         next one runs: no batch takes more memory for a moment than the gradients of one row, however many it has.
 CPU      Splitting qkv, rotation, attention and their gradients are one autograd function:
          the gradients are written straight into the gradient of qkv, where plain operations
          would pad, add and concatenate them. It calls the operators that
@@ -39,7 +43,8 @@ Shapes: B rows, T tokens, S = B * T, H query heads, N KV heads, G = H + 2 N, K h
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
@@ -52,14 +57,47 @@ from torch.autograd.function import once_differentiable
 
 from scrimp.config.architecture import Architecture
 from scrimp.errors import ModelError
-from scrimp.model.flash import Pieces, attend_in_pieces, flash_operators, rows_within_bound
-from scrimp.model.functions import uses_cpu_functions
+from scrimp.model.flash import Heads, Pieces, attend_in_pieces, flash_operators, rows_at_once
+from scrimp.model.functions import runs_cpu_functions, uses_cpu_functions
 from scrimp.model.rope import rope_tables, rotate, rotate_into
 
 Route = Literal["causal", "segments", "varlen", "pieces", "masked"]
 
-SEGMENT_TOKENS = 16
-"""Mean document length from which one call per document beats one call with a mask."""
+FLASH_CAPABILITY = (8, 0)
+"""From which on flash attention runs on a GPU."""
+TINY_TOKENS = 16
+"""Documents of fewer share a call."""
+SHARED_TOKENS = 128
+"""Most tokens of a call that documents share."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Documents that are attended in one call."""
+
+    start: int
+    """First token, over all rows."""
+    lengths: tuple[int, ...]
+    """Tokens per document."""
+
+    @property
+    def stop(self) -> int:
+        """The token after the last."""
+        return self.start + sum(self.lengths)
+
+    def of(self, x_BTXK: Tensor) -> Tensor:
+        """A view of its tokens, shape (tokens, heads, K)."""
+        return x_BTXK.flatten(0, 1)[self.start : self.stop]
+
+    def mask(self, layout: AttentionLayout, like: Tensor) -> Tensor | None:
+        """What is added to its scores; None: they are causal."""
+        length = self.stop - self.start
+        if len(self.lengths) > 1:
+            return _added(allowed(1, length, self.lengths, layout.window, like.device), like.dtype)
+        if layout.window is None or length <= layout.window:
+            return None
+        assert layout.mask is not None
+        return layout.mask[..., :length, :length]
 
 
 @dataclass(frozen=True)
@@ -74,14 +112,15 @@ class AttentionLayout:
     """cos_T1K and sin_T1K of `rope_tables`."""
     route: Route
     """See the module's docstring."""
-    lengths: tuple[int, ...] = ()
-    """segments: tokens per document, over all rows."""
+    segments: tuple[Segment, ...] = ()
+    """segments: over all rows."""
     starts: Tensor | None = None
     """varlen: cumulative document starts on the device, int32."""
     mask: Tensor | None = None
-    """masked: True where a query may look at a key, (B or 1, 1, T, T)."""
+    """masked: where a query may look at a key, (B or 1, 1, T, T); segments: the same for the longest document, where it
+    reaches the window. Boolean, on a CPU what is added to scores."""
     window: int | None = None
-    """varlen: the sliding window, where any document reaches it."""
+    """segments, varlen, pieces: the sliding window, where any document reaches it."""
     pieces: Pieces | None = None
     """pieces: which rows go together."""
 
@@ -130,22 +169,17 @@ class AttentionLayout:
         pieces = _pieces(architecture, lengths, length, window, device, dtype)
         if pieces is not None:
             return make("pieces", pieces=pieces)
+        if device.type == "cpu" and not compiled and runs_cpu_functions() and (window or len(lengths) > 1):
+            return make("segments", **_segments_of(lengths, length, window, dtype))
         if len(lengths) == rows and window is None:
             return make("causal")
-        if (
-            device.type == "cpu"
-            and window is None
-            and not compiled
-            and rows * length >= SEGMENT_TOKENS * len(lengths)
-        ):
-            return make("segments", lengths=lengths)
         if varlen_runs(device, dtype, architecture.head_size):
             starts = _cumulative(lengths).to(device, non_blocking=True)
             return make("varlen", starts=starts, window=window)
         mask = allowed(rows, length, None if len(lengths) == rows else lengths, window, device)
         if device.type == "cpu":
             # Given a boolean mask, the operator would make this one anew in every block.
-            mask = torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, float("-inf"))
+            mask = _added(mask, dtype)
         return make("masked", mask=mask)
 
 
@@ -161,6 +195,37 @@ def _document_lengths(rows: int, length: int, document_starts: Tensor | None) ->
     return lengths
 
 
+def _segments(lengths: tuple[int, ...], row: int) -> tuple[Segment, ...]:
+    """Documents of several rows, tiny ones together as long as they share a row."""
+    found: list[Segment] = []
+    start = 0
+    for length in lengths:
+        last = found[-1] if found and start % row else None
+        is_tiny = last is not None and max(length, *last.lengths) < TINY_TOKENS
+        if last is not None and is_tiny and sum(last.lengths) + length <= SHARED_TOKENS:
+            found[-1] = Segment(last.start, (*last.lengths, length))
+        else:
+            found.append(Segment(start, (length,)))
+        start += length
+    return tuple(found)
+
+
+def _segments_of(
+    lengths: tuple[int, ...], row: int, window: int | None, dtype: torch.dtype
+) -> dict[str, Any]:
+    """The fields of a layout of segments."""
+    found = {"segments": _segments(lengths, row), "window": window}
+    if window is None:
+        return found
+    return {**found, "mask": _added(allowed(1, max(lengths), None, window, torch.device("cpu")), dtype)}
+
+
+def _added(may_look: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is added to scores for a boolean mask, which is overwritten."""
+    hidden = may_look.logical_not_()
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
+
+
 def _cumulative(lengths: tuple[int, ...]) -> Tensor:
     return F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(torch.int32)
 
@@ -174,11 +239,15 @@ def _pieces(
     dtype: torch.dtype,
 ) -> Pieces | None:
     """The cut of the rows; None where all may go together, or no kernel takes pieces."""
-    rows = sum(lengths) // length
-    at_once = rows_within_bound(device.type, rows, length, architecture.attention_width)
-    if not at_once or not flash_takes(device, dtype, architecture.head_size):
+    rows, bounds = sum(lengths) // length, [0, *accumulate(lengths)]
+    if not flash_takes(device, dtype, architecture.head_size):
         return None
-    bounds, step = [0, *accumulate(lengths)], at_once * length
+    documents = Counter(begin // length for begin in bounds[:-1])
+    per_row = tuple(documents[row] for row in range(rows))
+    at_once = rows_at_once(device, Heads.of(architecture, device), length, per_row)
+    if not at_once:
+        return None
+    step = at_once * length
     starts = [
         torch.tensor([one - begin for one in bounds if begin <= one <= begin + step], dtype=torch.int32)
         for begin in range(0, rows * length, step)
@@ -191,13 +260,14 @@ def allowed(
 ) -> Tensor:
     """The boolean mask, (B or 1, 1, T, T): True where a query (third) may look at a key (fourth)."""
     position_T = torch.arange(length, device=device)
-    distance_TT = position_T[:, None] - position_T[None, :]
-    mask = distance_TT >= 0
+    mask = position_T[:, None] >= position_T[None, :]
     if window is not None:
-        mask &= distance_TT < window
+        mask &= position_T[:, None] < position_T[None, :] + window
     if lengths is None:
         return mask[None, None]
-    numbers = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    numbers = torch.repeat_interleave(
+        torch.arange(len(lengths)), torch.tensor(lengths), output_size=rows * length
+    )
     document_BT = numbers.view(rows, length).to(device, non_blocking=True)
     return (mask & (document_BT[:, :, None] == document_BT[:, None, :]))[:, None]
 
@@ -211,7 +281,25 @@ def flash_takes(device: torch.device, dtype: torch.dtype, head_size: int) -> boo
     """Whether flash attention takes heads of this size and type; a CPU is asked for the sake of a GPU it stands for."""
     if dtype not in (torch.bfloat16, torch.float16) or head_size % 8 or head_size > 256:
         return False
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
+    return capability_of(device) >= FLASH_CAPABILITY
+
+
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """Of a GPU as it is; a CPU stands for one that has flash attention."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else FLASH_CAPABILITY
+
+
+def fuses_attention(
+    architecture: Architecture, dtype: torch.dtype, capability: tuple[int, int] = (8, 0)
+) -> bool:
+    """Whether a run uses one kernel for this attention on a GPU, over rows of one document.
+
+    Not in fp32, and not below compute capability 8.0: flash attention takes 16 bits from there on. The memory-efficient
+    kernel takes 32 bits and older cards, but Scrimp does not use it: that its backward pass repeats itself was not
+    tested on a GPU (`scrimp.runtime.determinism`). Scores of T x T are then in memory.
+    """
+    takes = dtype in (torch.bfloat16, torch.float16) and architecture.head_size <= 256
+    return takes and capability >= FLASH_CAPABILITY
 
 
 def varlen_kernel() -> Callable[..., Tensor] | None:
@@ -306,15 +394,12 @@ class _CpuAttention(torch.autograd.Function):
         rotate_into(turned_BTGK[:, :, : H + N], qkv_BTGK[:, :, : H + N], *layout.rope)
         # Copied too, so that one tensor is kept for the backward pass and qkv can be freed.
         turned_BTGK[:, :, H + N :].copy_(qkv_BTGK[:, :, H + N :])
-        results = [
-            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                *part.split([H, N, N], dim=1), 0.0, layout.mask is None, attn_mask=layout.mask
-            )
-            for part in _parts(turned_BTGK, layout)
-        ]
-        outs = [out.transpose(1, 2) for out, _ in results]
-        out_BTHK = outs[0] if len(outs) == 1 else torch.cat(outs, dim=1).view(*qkv_BTGK.shape[:2], H, -1)
-        ctx.save_for_backward(turned_BTGK, out_BTHK, *(lse for _, lse in results))
+        if layout.segments:
+            out_BTHK, lse = _segments_forward(turned_BTGK, layout)
+        else:
+            out, lse = _forward(turned_BTGK.transpose(1, 2), layout, layout.mask)
+            out_BTHK = out.transpose(1, 2)
+        ctx.save_for_backward(turned_BTGK, out_BTHK, lse)
         ctx.layout = layout
         return out_BTHK
 
@@ -322,44 +407,80 @@ class _CpuAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out_BTHK: Tensor) -> tuple[Tensor, None]:
         layout: AttentionLayout = ctx.layout
-        H, N = layout.num_heads, layout.num_kv_heads
-        turned_BTGK, out_BTHK, *lses = ctx.saved_tensors
-        grads = [
-            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                grad_out,
-                *part.split([H, N, N], dim=1),
-                out,
-                lse,
-                0.0,
-                layout.mask is None,
-                attn_mask=layout.mask,
-            )
-            for grad_out, part, out, lse in zip(
-                _parts(grad_out_BTHK, layout),
-                _parts(turned_BTGK, layout),
-                _parts(out_BTHK, layout),
-                lses,
-                strict=True,
-            )
-        ]
+        turned_BTGK, out_BTHK, lse = ctx.saved_tensors
+        if layout.segments:
+            return _segments_backward(grad_out_BTHK, turned_BTGK, out_BTHK, lse, layout), None
+        grad_out, turned, out = (x.transpose(1, 2) for x in (grad_out_BTHK, turned_BTGK, out_BTHK))
+        grads = _backward(grad_out, turned, out, lse, layout, layout.mask)
         grad_BTGK = torch.empty_like(turned_BTGK)
-        places = grad_BTGK.split([H, N, N], dim=2)
-        for kind, place in enumerate(places):
-            pieces = [grad[kind].transpose(1, 2) for grad in grads]
-            piece = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1).view(place.shape)
-            if kind < 2:
-                rotate_into(place, piece, *layout.rope, back=True)
-            else:
-                place.copy_(piece)
+        _turn_back(grad_BTGK, [grad.transpose(1, 2) for grad in grads], layout, *layout.rope)
         return grad_BTGK, None
 
 
-def _parts(x_BTXK: Tensor, layout: AttentionLayout) -> Iterator[Tensor]:
-    """Views of shape (rows, heads, tokens, K): all rows at once, or one document at a time."""
-    if layout.route != "segments":
-        yield x_BTXK.transpose(1, 2)
-        return
-    start, x_SXK = 0, x_BTXK.flatten(0, 1)
-    for length in layout.lengths:
-        yield x_SXK[start : start + length].transpose(0, 1)[None]
-        start += length
+def _forward(qkv_BGTK: Tensor, layout: AttentionLayout, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Results and their log-sum-exps, both by head."""
+    heads = layout.num_heads, layout.num_kv_heads, layout.num_kv_heads
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        *qkv_BGTK.split(heads, dim=1), 0.0, mask is None, attn_mask=mask
+    )
+    return out, lse
+
+
+def _backward(
+    grad_BHTK: Tensor,
+    qkv_BGTK: Tensor,
+    out_BHTK: Tensor,
+    lse: Tensor,
+    layout: AttentionLayout,
+    mask: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values, by head."""
+    heads = layout.num_heads, layout.num_kv_heads, layout.num_kv_heads
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(  # type: ignore[no-any-return]
+        grad_BHTK, *qkv_BGTK.split(heads, dim=1), out_BHTK, lse, 0.0, mask is None, attn_mask=mask
+    )
+
+
+def _turn_back(
+    place_TGK: Tensor, grads_TXK: Sequence[Tensor], layout: AttentionLayout, cos: Tensor, sin: Tensor
+) -> None:
+    """Write gradients of turned queries and keys, and of values, where they belong."""
+    heads = layout.num_heads, layout.num_kv_heads, layout.num_kv_heads
+    query, key, value = place_TGK.split(heads, dim=-2)
+    rotate_into(query, grads_TXK[0], cos, sin, back=True)
+    rotate_into(key, grads_TXK[1], cos, sin, back=True)
+    value.copy_(grads_TXK[2])
+
+
+def _by_head(x_SXK: Tensor) -> Tensor:
+    """One row of a segment's tokens, (1, heads, tokens, K)."""
+    return x_SXK.transpose(0, 1)[None]
+
+
+def _segments_forward(turned_BTGK: Tensor, layout: AttentionLayout) -> tuple[Tensor, Tensor]:
+    """Results of all rows, and log-sum-exps of shape (heads, tokens of all rows)."""
+    rows, length, _, size = turned_BTGK.shape
+    out_BTHK = turned_BTGK.new_empty(rows, length, layout.num_heads, size)
+    lse_HS = turned_BTGK.new_empty(layout.num_heads, rows * length, dtype=torch.float32)
+    for segment in layout.segments:
+        out, lse = _forward(_by_head(segment.of(turned_BTGK)), layout, segment.mask(layout, turned_BTGK))
+        _by_head(segment.of(out_BTHK)).copy_(out)
+        lse_HS[:, segment.start : segment.stop].copy_(lse[0])
+        del out, lse  # before the next ones are made
+    return out_BTHK, lse_HS
+
+
+def _segments_backward(
+    grad_out_BTHK: Tensor, turned_BTGK: Tensor, out_BTHK: Tensor, lse_HS: Tensor, layout: AttentionLayout
+) -> Tensor:
+    """The gradient of qkv."""
+    grad_BTGK, length = torch.empty_like(turned_BTGK), turned_BTGK.shape[1]
+    for segment in layout.segments:
+        grad_out, turned, out = (_by_head(segment.of(x)) for x in (grad_out_BTHK, turned_BTGK, out_BTHK))
+        lse = lse_HS[None, :, segment.start : segment.stop]
+        grads = _backward(grad_out, turned, out, lse, layout, segment.mask(layout, turned_BTGK))
+        first = segment.start % length
+        tables = (table[first : first + segment.stop - segment.start] for table in layout.rope)
+        _turn_back(segment.of(grad_BTGK), [grad[0].transpose(0, 1) for grad in grads], layout, *tables)
+        del grads  # before the next ones are made
+    return grad_BTGK

@@ -1,16 +1,31 @@
 """Flash attention over a few rows at a time: what its backward pass needs for itself stays bounded.
 
-Problem  The backward kernel sums the queries' gradients in fp32 and, where query heads share keys, gives each of them
-         key and value gradients of its own: 8 bytes per token and number of the queries, for all rows of a micro-batch
-         at once. Of 32 rows of 1,024 tokens and 28 heads of 128 that is 940 MB in every block.
-Method   Rows know nothing of each other. So the kernel runs over pieces of `rows_at_once` rows, and results and
+Problem  Training runs deterministic kernels. The backward kernel then sums the queries' gradient in several copies in
+         fp32, one for each group of blocks of keys, so that all multiprocessors have work, and adds the copies.
+         With D documents in a call, H query heads of size K, S multiprocessors and T tokens in all::
+
+             copies  n = ceil(S / (D H))
+             bytes   4 H (T + 128 D) (n K' + 1)          K' = K rounded up to 32, above 128 to 64
+                     + 4 T H K                           where query heads share keys: gradients of their own
+
+         128 rows a document, since a document may be followed by so many that nobody reads. Of 32 rows of 1,024 tokens
+         and 28 heads of 128 over 4 key heads that is 1.0 GB in every block; of one row on 132 multiprocessors 97 MB.
+Method   Rows know nothing of each other. So the kernel runs over pieces of a few rows, and results and
          gradients are written into tensors for all rows: pieces that were joined afterwards would be saved twice, by
          the kernel and by the product that reads them.
          Pieces are packed documents to the kernel (cumulative starts), so that one call serves rows with one document
          and with many, with a window and without.
-Exact    No number depends on the cut.
-Limits   One row may need more than the bound. No second derivatives. On a CPU the kernel of the CPU stands in, to trace
-         what a GPU will do, over rows of one document without a window. CUDA's calls were checked for shapes only.
+Cut      The most rows that keep the bound with documents of `MEAN_TOKENS` or more on average; where none do, those that
+         take least. A batch of shorter documents that would pass both the bound and what was planned goes row by
+         row. Fewer rows are not always less: they have more copies.
+Exact    The cut follows from settings, the batch and the device's number of multiprocessors, never from what memory is
+         free: a run repeats itself bit for bit on a device of the same kind. But it is part of the numbers. Results
+         and the gradients of keys and values do not depend on it; the queries' gradient is summed in n groups, so
+         another micro-batch, or a device with another S, rounds it otherwise.
+Limits   One row may need more than the bound, since n H is at least S: 4 S T K bytes. No second derivatives. On a CPU
+         the kernel of the CPU stands in, to trace what a GPU will do, over rows of one document without a window; its
+         sums do not depend on the cut. CUDA's calls were checked for shapes only, the bytes against the source.
+Source   torch: flash_attn/flash_api.cpp (mha_bwd, mha_varlen_bwd); FlashAttention 2: flash_bwd_launch_template.h
 Checked  tests/model/test_flash.py
 
 Shapes: B rows, T tokens, S tokens of a piece, H query heads, N KV heads, K head size.
@@ -20,27 +35,105 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from scrimp.config.architecture import Architecture
+
 State = tuple[Tensor, ...]
 """What backward needs besides queries, keys, values and results."""
 
 WORKSPACE_BYTES: dict[str, int] = {"cuda": 2**28}
 """By device: what the backward pass of one call may take, unless one row takes more. None here: no bound."""
-_PER_NUMBER = 8
+MULTIPROCESSORS = 132
+"""Of the card that is assumed where no GPU is there to be asked: an H100 SXM."""
+STAND_IN: dict[str, int] = {}
+"""Multiprocessors of the GPU that a CPU stands for, while it is traced for one."""
+MEAN_TOKENS = 128
+"""Tokens per document, on average over a piece, from which what is planned for a backward pass holds."""
+_PADDING = 128
+"""Rows that the kernel for packed documents leaves after each."""
 
 
-def rows_within_bound(device_type: str, rows: int, length: int, attention_width: int) -> int:
-    """Rows whose backward pass keeps the bound, at least one; 0 where all do."""
-    bound = WORKSPACE_BYTES.get(device_type)
+@dataclass(frozen=True)
+class Heads:
+    """What the bytes of attention depend on besides its rows."""
+
+    queries: int
+    keys: int
+    size: int
+    multiprocessors: int
+    """Of the device."""
+
+    @classmethod
+    def of(cls, architecture: Architecture, device: torch.device) -> Heads:
+        """Of a model on a device."""
+        a = architecture
+        return cls(a.num_heads, a.num_kv_heads, a.head_size, multiprocessors_of(device))
+
+
+def multiprocessors_of(device: torch.device) -> int:
+    """Of a GPU as it is; of a CPU those of the GPU that it stands for."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return STAND_IN.get(device.type, MULTIPROCESSORS)
+
+
+def backward_bytes(heads: Heads, tokens: int, documents: int) -> int:
+    """What the backward pass of one call takes for itself, deterministic, in bf16 or fp16."""
+    copies = -(-heads.multiprocessors // (documents * heads.queries))
+    step = 32 if heads.size <= 128 else 64
+    padded = -(-heads.size // step) * step
+    sums = 4 * heads.queries * (tokens + _PADDING * documents) * (copies * padded + 1)
+    own_keys = 4 * tokens * heads.queries * heads.size if heads.keys != heads.queries else 0
+    return sums + own_keys
+
+
+@cache
+def most_backward_bytes(heads: Heads, rows: int, length: int) -> int:
+    """The most that rows take together, of one document each to documents of `MEAN_TOKENS` on average."""
+    tokens = rows * length
+    most = max(rows, tokens // MEAN_TOKENS)
+    # More documents take more, except where there is one copy less of everything; of one copy, the most take most.
+    one_copy = -(-heads.multiprocessors // heads.queries)
+    counts = {*range(rows, min(most, one_copy) + 1), most}
+    return max(backward_bytes(heads, tokens, documents) for documents in counts)
+
+
+@cache
+def rows_within(bound: int, heads: Heads, rows: int, length: int) -> int:
+    """Rows of a piece: the most whose backward pass keeps a bound, else those that take least."""
+
+    def peak(at_once: int) -> int:
+        """The last piece, if smaller, may take more than the others."""
+        sizes = {at_once, rows % at_once} - {0}
+        return max(most_backward_bytes(heads, size, length) for size in sizes)
+
+    choices = range(rows, 0, -1)
+    fitting = next((at_once for at_once in choices if peak(at_once) <= bound), None)
+    return min(choices, key=peak) if fitting is None else fitting
+
+
+def rows_at_once(device: torch.device, heads: Heads, length: int, documents: tuple[int, ...]) -> int:
+    """Rows of a piece; 0 where all go together.
+
+    Args:
+        documents: in each row.
+    """
+    bound = WORKSPACE_BYTES.get(device.type)
+    rows = len(documents)
     if bound is None:
         return 0
-    fitting = max(1, bound // (_PER_NUMBER * length * attention_width))
-    return 0 if fitting >= rows else fitting
+    at_once = rows_within(bound, heads, rows, length)
+    pieces = [documents[first : first + at_once] for first in range(0, rows, at_once)]
+    most = max(bound, *(most_backward_bytes(heads, len(piece), length) for piece in pieces))
+    if any(backward_bytes(heads, len(piece) * length, sum(piece)) > most for piece in pieces):
+        at_once = 1
+    return 0 if at_once == rows else at_once
 
 
 @dataclass(frozen=True)

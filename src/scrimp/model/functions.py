@@ -62,7 +62,12 @@ def plain_operations(fused_norm: FusedNorm) -> Iterator[None]:
 
 def uses_cpu_functions(x: Tensor) -> bool:
     """Whether the hand-written CPU functions apply: not where a compiler fuses plain operations."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling() and _fused_norm.get() is None
+    return x.device.type == "cpu" and runs_cpu_functions()
+
+
+def runs_cpu_functions() -> bool:
+    """The same of any tensor on a CPU."""
+    return not torch.compiler.is_compiling() and _fused_norm.get() is None
 
 
 def float32_or_wider(dtype: torch.dtype) -> torch.dtype:

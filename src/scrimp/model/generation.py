@@ -92,13 +92,24 @@ def _check_prompt(architecture: Architecture, prompt_ids: list[int], max_tokens:
         )
     if max_tokens < 0:
         raise ConfigError("number of tokens to generate is negative", got=max_tokens, expected="0 or more")
-    if len(prompt_ids) + max_tokens > architecture.context:
+    room = architecture.context - len(prompt_ids)
+    if max_tokens > room:
         raise ModelError(
             "prompt and new tokens do not fit the model's context",
             got=f"{len(prompt_ids)} + {max_tokens} tokens",
             expected=f"at most {architecture.context}",
-            do=f"ask for at most {max(architecture.context - len(prompt_ids), 0)} tokens or shorten the prompt",
+            do=_what_fits(architecture.context, room, architecture.context - max_tokens),
         )
+
+
+def _what_fits(context: int, room: int, prompt_room: int) -> str:
+    """Advice: what of the two may stay as it is."""
+    ways = [f"ask for {room:,} or fewer new tokens"] if room > 0 else []
+    ways += [f"shorten the prompt to {prompt_room:,} or fewer tokens"] if prompt_room > 0 else []
+    return (
+        ", or ".join(ways)
+        or f"shorten the prompt to fewer than {context:,} tokens, and ask for fewer new ones"
+    )
 
 
 def _check_sampling(temperature: float, top_k: int, top_p: float) -> None:

@@ -40,6 +40,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from scrimp.formats.blocks import cut
 from scrimp.gemm import PlannedLayer, compute_dtype, head_gemms
 from scrimp.model.functions import at_least_float32, float32_or_wider
 
@@ -154,8 +155,10 @@ def _losses(logits_QV: Tensor, targets_Q: Tensor, real_Q1: Tensor, z_loss: float
     """Both sums of one chunk, shape (2,); when training, logits_QV becomes its own gradient."""
     rows = max(1, BLOCK_ELEMENTS.get(logits_QV.device.type, 2**26) // logits_QV.shape[1])
     index_Q1 = targets_Q[:, None].clamp_min(0)
-    blocks = zip(logits_QV.split(rows), index_Q1.split(rows), real_Q1.split(rows), strict=True)
-    return torch.stack([_block(*block, z_loss, training) for block in blocks]).sum(0)
+    sums_B2 = logits_QV.new_empty(-(-len(logits_QV) // rows), 2, dtype=float32_or_wider(logits_QV.dtype))
+    for part in cut(len(logits_QV), rows):
+        sums_B2[part.start // rows] = _block(logits_QV[part], index_Q1[part], real_Q1[part], z_loss, training)
+    return sums_B2.sum(0)
 
 
 def _block(logits_RV: Tensor, index_R1: Tensor, real_R1: Tensor, z_loss: float, training: bool) -> Tensor:

@@ -1,11 +1,10 @@
 """The plan and its cost models: pure functions of shapes, no devices and no torch.distributed.
 
-`flops` counts work and defines MFU and the speed of light, `memory` counts bytes, `schema` is
-the file, `build` makes the plan of a run from its configuration.
+`flops` counts work and defines MFU and the speed of light, `bytes` adds up the memory of a step and finds what fits,
+`schema` is the file, `build` makes the plan of a run from its configuration.
 """
 
 from scrimp.planner.build import (
-    account_of,
     build_plan,
     gemm_formats,
     model_fingerprint,
@@ -22,19 +21,16 @@ from scrimp.planner.flops import (
     mfu,
     peak_of_recipe,
 )
-from scrimp.planner.memory import MemoryAccount, account_memory
-from scrimp.planner.schema import Figures, Fingerprint, GemmChoice, Plan
+from scrimp.planner.schema import BackendChoice, Figures, Fingerprint, GemmChoice, Plan
 
 __all__ = [
+    "BackendChoice",
     "Figures",
     "Fingerprint",
     "Flops",
     "GemmChoice",
-    "MemoryAccount",
     "Peaks",
     "Plan",
-    "account_memory",
-    "account_of",
     "build_plan",
     "count_flops",
     "gemm_formats",

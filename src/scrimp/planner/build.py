@@ -1,8 +1,8 @@
 """Makes the plan of a run from its resolved configuration.
 
 Every GEMM by the rules of the run's precision; activations and states of every block as was decided so that
-the step fits (`scrimp.train.memory.plan`), all resident where nothing had to be. A run that cannot fit
-is refused before it starts, with the change that would help most.
+the step fits (`scrimp.train.memory.plan`), all resident where nothing had to be. Settings of the user's own that
+cannot fit are refused before the run starts, with the budget that would be enough.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ import hashlib
 import json
 from collections.abc import Mapping
 
-from scrimp.config import Architecture, Config, decided, parse_bytes
+from scrimp.config import Architecture, Config, parse_bytes
 from scrimp.config.snip import BUDGETS
 from scrimp.errors import PlanError
 from scrimp.planner.bytes.decision import MemoryDecision
 from scrimp.planner.bytes.room import Budgets, enough_text, size_text
 from scrimp.planner.flops import linear_layers
-from scrimp.planner.memory import MemoryAccount, account_memory
 from scrimp.planner.schema import BlockChoice, Figures, Fingerprint, GemmChoice, Layout, Plan, StateChoice
 from scrimp.precision import GEMMS, HIGH_PRECISION, PrecisionRules, parse_rules
+
+_RESIDENT = "everything resident"
 
 
 def model_fingerprint(architecture: Architecture) -> str:
@@ -44,33 +45,6 @@ def with_precisions(plan: Plan, rules: PrecisionRules) -> Plan:
     return dataclasses.replace(plan, gemms=gemms)
 
 
-def account_of(config: Config, architecture: Architecture) -> MemoryAccount:
-    """The memory account of a resolved configuration; of formats that are planned while training, the largest of
-    what they may become, and of the bf16 passes that measure."""
-    if not config.is_planned:
-        return _account(config, architecture, config.precision_rules)
-    rules = parse_rules(config.precision)
-    bases = (*config.candidates, rules.with_base(config.snip.start).compute)
-    accounts = [_account(config, architecture, rules.with_base(base)) for base in bases]
-    return max(accounts, key=lambda account: account.peak)
-
-
-def _account(config: Config, architecture: Architecture, rules: PrecisionRules) -> MemoryAccount:
-    train = config.train
-    assigned = rules.assign(linear_layers(architecture))
-    return account_memory(
-        architecture,
-        precision=rules.compute,
-        parameters=train.parameters,
-        master_weights=bool(train.master_weights),
-        moments=train.moments,
-        micro_batch=decided(train.micro_batch),
-        sequence=decided(train.sequence),
-        loss_chunk=decided(train.loss_chunk),
-        linears={layer: choice for layer, (choice, _) in assigned.items()},
-    )
-
-
 def build_plan(
     config: Config,
     architecture: Architecture,
@@ -80,7 +54,7 @@ def build_plan(
     torch_version: str,
     reasons: Mapping[str, str],
     memory: MemoryDecision | None = None,
-    copy_bytes: int | None = None,
+    copy_bytes: int = 0,
 ) -> Plan:
     """The plan of one run on one device; `refuse_misfit` says whether it fits.
 
@@ -88,62 +62,52 @@ def build_plan(
         config: resolved: no field of `train` is None, and the precision has a base.
         device_is_host: the device computes in host memory (a CPU).
         reasons: why settings were decided, from `scrimp.config.resolve`.
-        memory: what blocks do so that the step fits; None: everything resident.
-        copy_bytes: host memory that writing a checkpoint takes; None: the account's copy of the whole state.
+        memory: what blocks do so that the step fits; None: everything resident, of which nothing is predicted.
+        copy_bytes: host memory that writing a checkpoint takes.
 
     Raises:
         ConfigError: a rule of the precision that matches no layer, or cannot be carried out there.
     """
-    account = account_of(config, architecture)
-    copy = account.checkpoint_copy if copy_bytes is None else copy_bytes
-    peak = account.peak if memory is None else memory.account.peak
-    host = 0 if memory is None else memory.account.host_peak
-    is_one_memory = device_is_host and None in (config.budget.device_memory, config.budget.host_memory)
     return Plan(
         fingerprint=Fingerprint(
             model=model_fingerprint(architecture), device=device_name, torch=torch_version, world_size=1
         ),
         budget=_budget(config, device_is_host),
         gemms=_gemms(config, architecture, reasons),
-        blocks=_blocks(architecture, memory, account),
-        states=_states(architecture, memory, account),
+        blocks=_blocks(architecture, memory),
+        states=_states(architecture, memory),
         layout=Layout(stages=[[0, architecture.num_layers - 1]]),
-        # On a CPU the copy that a checkpoint is written from lies in the device's memory; the whole process,
-        # the interpreter and its libraries included, is predicted by nothing.
-        predicted=Figures(
-            peak_device_bytes=peak + (copy if is_one_memory else 0),
-            peak_host_bytes=(host or None) if is_one_memory else host + copy,
-            step_seconds=None if memory is None else memory.timeline.seconds,
-        ),
+        predicted=Figures() if memory is None else _predicted(memory, copy_bytes),
     )
 
 
-def _blocks(
-    architecture: Architecture, memory: MemoryDecision | None, account: MemoryAccount
-) -> dict[str, BlockChoice]:
+def _predicted(memory: MemoryDecision, copy: int) -> Figures:
+    """Tensors of a step, which a run measures; what a checkpoint takes comes on top, on the host."""
+    return Figures(
+        peak_device_bytes=memory.account.peak,
+        peak_host_bytes=memory.account.host_peak + copy,
+        step_seconds=memory.step_seconds,
+    )
+
+
+def _blocks(architecture: Architecture, memory: MemoryDecision | None) -> dict[str, BlockChoice]:
     numbers = range(architecture.num_layers)
     if memory is None:
-        return {str(i): BlockChoice("keep", _resident(account)) for i in numbers}
+        return {str(i): BlockChoice("keep", _RESIDENT) for i in numbers}
     return {str(i): BlockChoice(memory.activations[i], memory.reason) for i in numbers}
 
 
-def _states(
-    architecture: Architecture, memory: MemoryDecision | None, account: MemoryAccount
-) -> dict[str, StateChoice]:
+def _states(architecture: Architecture, memory: MemoryDecision | None) -> dict[str, StateChoice]:
     names = [*map(str, range(architecture.num_layers)), "embedding", "head"]
-    resident = StateChoice("device", "device", "device", _resident(account))
-    if memory is None:
-        return dict.fromkeys(names, resident)
+    if memory is None or memory.is_resident:
+        reason = _RESIDENT if memory is None else memory.reason
+        return dict.fromkeys(names, StateChoice("device", "device", "device", reason))
     ends = StateChoice("device", "device", "device", "what is no block stays on the device")
     blocks = {
         str(i): StateChoice(**memory.states.of(i), reason=memory.reason)
         for i in range(architecture.num_layers)
     }
     return {name: blocks.get(name, ends) for name in names}
-
-
-def _resident(account: MemoryAccount) -> str:
-    return f"everything resident takes {account.peak:,} bytes at its peak"
 
 
 def _gemms(config: Config, architecture: Architecture, reasons: Mapping[str, str]) -> dict[str, GemmChoice]:
@@ -166,54 +130,21 @@ def _gemms(config: Config, architecture: Architecture, reasons: Mapping[str, str
     }
 
 
-def refuse_misfit(
-    config: Config,
-    architecture: Architecture,
-    plan: Plan,
-    *,
-    available_bytes: int,
-    device_is_host: bool,
-    memory: MemoryDecision | None = None,
-    budgets: Budgets | None = None,
-) -> None:
-    """Refuse a run whose predicted peak exceeds its budget or the memory that is free now.
+def refuse_misfit(memory: MemoryDecision, config: Config, budgets: Budgets) -> None:
+    """Refuse settings of the user's own that do not fit; a plan that was searched for does.
 
     Where the host has memory of its own, too little of it for a checkpoint's copy makes training wait while one is
     written; it does not refuse the run.
 
     Args:
-        available_bytes: free device memory.
-        memory: what the plan was made by; None: everything resident.
-        budgets: what a user types for the bytes of a step; None: as many.
+        budgets: what a user types for the bytes of a step.
 
     Raises:
-        PlanError: with the change that would help most.
+        PlanError: with what would be enough.
     """
-    account = account_of(config, architecture)
-    copy = account.checkpoint_copy
-    if memory is not None:
-        _refuse_decision(memory, config, budgets)
-        return
-    limit = available_bytes
-    if "device_memory" in plan.budget:
-        is_one_memory = device_is_host and None in (config.budget.device_memory, config.budget.host_memory)
-        limit = min(limit, int(plan.budget["device_memory"]) - (copy if is_one_memory else 0))
-    if account.peak > limit:
-        raise PlanError(
-            "the run does not fit in memory",
-            got=f"a predicted peak of {account.peak:,} bytes",
-            expected=f"at most {max(0, limit):,} bytes"
-            + (f" beside the {copy:,} of a checkpoint's copy" if device_is_host else ""),
-            do=_advice(account, limit, config),
-        )
-
-
-def _refuse_decision(memory: MemoryDecision, config: Config, budgets: Budgets | None) -> None:
-    """Refuse settings of the user's own that do not fit; a plan that was searched for does."""
     if memory.fits:
         return
     account, machine = memory.account, memory.machine
-    budgets = budgets or Budgets(machine.device_bytes, machine.host_bytes)
     what, peak, moment = "memory", account.peak, f", {account.moment.name}"
     enough, there_is = budgets.device_for(account.peak, alone=True), budgets.device_words
     if peak <= machine.device_bytes:
@@ -230,15 +161,6 @@ def _refuse_decision(memory: MemoryDecision, config: Config, budgets: Budgets | 
         got=f"a predicted peak of {peak:,} bytes{moment}, for which {enough_text(enough)} are enough",
         expected=f"at most {there_is}",
         do=f"leave {' and '.join(given) or 'them'} out: the plan then finds what fits, or says what would",
-    )
-
-
-def _advice(account: MemoryAccount, limit: int, config: Config) -> str:
-    if account.states > limit:
-        return f"weights, gradients and optimizer states alone take {account.states:,} bytes: choose a smaller model"
-    return (
-        f"lower --train.micro-batch (now {config.train.micro_batch}) or --train.sequence "
-        f"(now {config.train.sequence}): activations take {account.activations:,} bytes"
     )
 
 

@@ -11,6 +11,8 @@ stand in ``predicted``, and after the first steps what was measured stands besid
     gemms         layer -> fprop, dgrad, wgrad (recipes), saved (what backward keeps of the input:
                   a recipe, a high precision or recompute), reason
     blocks        block number -> activations (`scrimp.config.activations`), reason
+    backends      recipe and kind of layer ("fp8 mlp.down") -> fprop, dgrad, wgrad: the back end that runs the quantized
+                  GEMM in the run, null where no plan of the run quantizes it so; written when the run begins, and kept
     states        block number, "embedding", "head" -> weights, gradients (device, host), optimizer (device,
                   host: visits the device for its update, cpu: stays on the host and is updated there), reason
     layout        degrees of each parallel axis, and the stages
@@ -28,17 +30,20 @@ import dataclasses
 import difflib
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from scrimp.config.activations import ALL_ACTIVATIONS
 from scrimp.errors import PlanError
+from scrimp.files import read_bounded
+from scrimp.json_files import decode_json, finite
 from scrimp.precision import GEMMS, RECIPES, RECOMPUTE, SAVED_CHOICES, is_recomputable
 
 VERSION = 1
 RESTORE = "copy plan.json from the newest checkpoint of the run"
+MAX_FILE_BYTES = 2**26
+"""A plan has a few hundred bytes for each layer."""
 EDITABLE = ("blocks", "states")
 FORMATS = tuple(RECIPES)
 """Recipes that a GEMM may have."""
@@ -53,6 +58,20 @@ class GemmChoice:
     wgrad: str
     saved: str
     reason: str
+
+
+@dataclass(frozen=True)
+class BackendChoice:
+    """Who runs the GEMMs of one kind of layer in one recipe; None: nothing asks for it."""
+
+    fprop: str | None = None
+    dgrad: str | None = None
+    wgrad: str | None = None
+
+    def merged(self, other: BackendChoice) -> BackendChoice:
+        """With the other's, where this one has none."""
+        pairs = {gemm: getattr(self, gemm) or getattr(other, gemm) for gemm in GEMMS}
+        return BackendChoice(**pairs)
 
 
 @dataclass(frozen=True)
@@ -97,10 +116,18 @@ class Figures:
     """Predicted or measured figures; None where there is none."""
 
     peak_device_bytes: int | None = None
+    """Of tensors on the device."""
     peak_host_bytes: int | None = None
+    """Of tensors on the host: of a step, and a checkpoint's copy and file. Predicted only."""
     step_seconds: float | None = None
     loss_divergence: float | None = None
     weight_divergence: float | None = None
+    counted_in_step: int | None = None
+    """Measured on a CPU: the step in which tensors were counted."""
+    process_peak_bytes: int | None = None
+    """Measured: the largest resident set, with interpreter, libraries and unused heap."""
+    process_growth_bytes: int | None = None
+    """Measured: by how much it grew since the model began to be built."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +155,7 @@ class Plan:
     layout: Layout
     predicted: Figures
     measured: Figures | None = None
+    backends: dict[str, BackendChoice] = field(default_factory=dict)
     written: dict[str, str] = field(default_factory=dict, compare=False)
     """Section to its digest when Scrimp wrote it: of a plan that was read, or that carries an edit on."""
 
@@ -146,11 +174,11 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as text: two-space indent, one line per layer, block and state."""
-        fields = {"scrimp_plan": VERSION, **dataclasses.asdict(self)}
+        fields = {"scrimp_plan": VERSION, **finite(dataclasses.asdict(self))}
         fields["written"] = {name: self.written.get(name) or self._digest(name) for name in EDITABLE}
         parts = []
         for key, value in fields.items():
-            if key in ("gemms", "blocks", "states"):
+            if value and key in ("gemms", "backends", "blocks", "states"):
                 rows = ",\n".join(f"    {json.dumps(name)}: {json.dumps(row)}" for name, row in value.items())
                 parts.append(f"  {json.dumps(key)}: {{\n{rows}\n  }}")
             else:
@@ -158,45 +186,14 @@ class Plan:
         return "{\n" + ",\n".join(parts) + "\n}\n"
 
     @classmethod
-    def from_json(cls, text: str, *, origin: str = "plan.json") -> Plan:
+    def from_json(cls, text: str | bytes, *, origin: str = "plan.json") -> Plan:
         """Read a plan; `origin` names the file in errors.
 
         Raises:
             PlanError: not JSON, another version, or a key or value that does not fit.
         """
-        try:
-            raw = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise PlanError(
-                f"{origin} is not JSON",
-                got=str(error),
-                do=RESTORE,
-            ) from None
-        if not isinstance(raw, dict) or raw.get("scrimp_plan") != VERSION:
-            version = raw.get("scrimp_plan") if isinstance(raw, dict) else type(raw).__name__
-            raise PlanError(
-                f"{origin} has another version",
-                got=repr(version),
-                expected=f'"scrimp_plan": {VERSION}',
-                do=RESTORE,
-            )
-        raw = {key: value for key, value in raw.items() if key != "scrimp_plan"}
-        sections: dict[str, Any] = dict(_checked(cls, raw, origin))
-        sections["fingerprint"] = Fingerprint(
-            **_checked(Fingerprint, raw["fingerprint"], f"{origin}: fingerprint")
-        )
-        sections["layout"] = Layout(**_checked(Layout, raw["layout"], f"{origin}: layout"))
-        for key, row in (("gemms", GemmChoice), ("blocks", BlockChoice), ("states", StateChoice)):
-            where = f"{origin}: {key}"
-            rows = _mapping(raw[key], where)
-            sections[key] = {
-                name: row(**_checked(row, value, f"{where}.{name}")) for name, value in rows.items()
-            }
-        for key in ("predicted", "measured"):
-            if raw.get(key) is not None:
-                sections[key] = Figures(**_checked(Figures, raw[key], f"{origin}: {key}"))
-        sections["written"] = _mapping(raw.get("written", {}), f"{origin}: written")
-        plan = cls(**sections)
+        version = ("scrimp_plan", VERSION)
+        plan = decode_json(text, cls, origin=origin, error=PlanError, do=RESTORE, version=version)
         plan.check_formats(origin)
         return plan
 
@@ -266,61 +263,13 @@ class Plan:
     @classmethod
     def read(cls, path: Path) -> Plan:
         """Read `path`; errors as for `from_json`, and PlanError when it cannot be opened."""
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise PlanError(
-                f"{path} cannot be read", got=str(error), do="give a plan.json written by Scrimp"
-            ) from None
-        return cls.from_json(text, origin=str(path))
+        content = read_bounded(
+            path, error=PlanError, do="give a plan.json written by Scrimp", at_most=MAX_FILE_BYTES
+        )
+        return cls.from_json(content, origin=str(path))
 
 
 def _no_such(what: str, name: str, known: Sequence[str]) -> PlanError:
     near = difflib.get_close_matches(name.lower(), known, 1)
     hint = f"did you mean {near[0]}? Else " if near else ""
     return PlanError(what, got=repr(name), expected=" or ".join(known), do=f"{hint}{RESTORE}")
-
-
-def _mapping(value: object, where: str) -> Mapping[str, Any]:
-    if not isinstance(value, dict):
-        raise PlanError(f"{where} is not an object", got=type(value).__name__, expected="a JSON object")
-    return value
-
-
-def _checked(kind: type, value: object, where: str) -> Mapping[str, Any]:
-    """`value` as keyword arguments of the dataclass `kind`, every key and simple type checked."""
-    rows = _mapping(value, where)
-    fields = {field.name: field for field in dataclasses.fields(kind)}
-    unknown = sorted(set(rows) - set(fields))
-    required = {
-        name
-        for name, field in fields.items()
-        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-    }
-    missing = sorted(required - set(rows))
-    if unknown or missing:
-        raise PlanError(
-            f"{where} has the wrong keys",
-            got="; ".join(
-                part
-                for part in (
-                    f"unknown {', '.join(unknown)}" if unknown else "",
-                    f"missing {', '.join(missing)}" if missing else "",
-                )
-                if part
-            ),
-            expected=", ".join(fields),
-            do=RESTORE,
-        )
-    scalars: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,)}
-    scalars |= {"int | None": (int, type(None)), "float | None": (float, int, type(None))}
-    for name, item in rows.items():
-        allowed = scalars.get(str(fields[name].type))
-        if allowed and (not isinstance(item, allowed) or isinstance(item, bool)):
-            raise PlanError(
-                f"{where}.{name} has the wrong type",
-                got=f"{item!r}",
-                expected=str(fields[name].type),
-                do=RESTORE,
-            )
-    return rows

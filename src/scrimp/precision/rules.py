@@ -57,6 +57,7 @@ SAVED_CHOICES = (
 _SAVED = "saved"
 _ATTENTION_OUT = ".attention.out"
 _PATTERN = re.compile(r"[A-Za-z0-9_.*?!\[\]-]+")
+_EXAMPLE_FORMAT = "bf16"
 _EXAMPLE = "fp8,*.wgrad=bf16,blocks.0.*=bf16"
 _NAMES_SHOWN = 8
 
@@ -244,17 +245,35 @@ def parse_rules(text: str) -> PrecisionRules:
         if "=" in part:
             rules.append(_read_rule(part))
         elif index:
-            raise ConfigError(
-                f"precision: `{part}` has no pattern and is not the first rule",
-                got=repr(text),
-                expected=f"at most one base, before all patterns: {_EXAMPLE}",
-                do=f"put it first, or write which layers it is for: *={part}",
-            )
+            raise _half_a_rule(part, text, base)
         elif part != AUTO:
             base = (
                 part if part == PLANNED else _read_formats(part, part, () if "/" in part else (AUTO, PLANNED))
             )
     return PrecisionRules(base, tuple(rules))
+
+
+def _half_a_rule(part: str, text: str, base: str | None) -> ConfigError:
+    """The error for a part behind the first that says only what runs, or only in which formats."""
+    is_format = part in (AUTO, PLANNED) or all(name.strip() in RECIPES for name in part.split("/"))
+    near = None if set(part) & set("*?[.") else next(iter(difflib.get_close_matches(part, RECIPES, 1)), None)
+    if part in GEMMS or part == _SAVED:
+        do = f"write in what, and for which layers: *.{part}={_EXAMPLE_FORMAT}"
+    elif part in (AUTO, PLANNED):
+        do = f"write {part} first" if base is None else f"leave {base} or {part} out"
+    elif is_format:
+        do = f"{'put it first, or ' if base is None else ''}write which layers it is for: *={part}"
+    else:
+        do = (
+            f"did you mean *={near}?" if near else f"write what these layers run in: {part}={_EXAMPLE_FORMAT}"
+        )
+    lacks = "no pattern" if is_format or near else "no format"
+    return ConfigError(
+        f"precision: `{part}` has {lacks} and is not the first rule",
+        got=repr(text),
+        expected=f"at most one base, before all patterns: {_EXAMPLE}",
+        do=do,
+    )
 
 
 def _read_rule(part: str) -> Rule:

@@ -12,7 +12,10 @@ Method   One real block of each class of formats, then the model without its blo
              again(level)    = backward(level) - backward(keep)
 
          since a level makes again what the one before does, and more: noise must not say otherwise.
-Limits   Blocks are not compiled, rows hold one document each. What needs more memory than there is is not measured.
+         Blocks run as they train: compiled where the run compiles them (the first pass of each level, which
+         compiles it, does not count); by deterministic kernels, which the caller sees to.
+Limits   Rows hold one document each. What needs more memory than there is is not measured. Compiling is not part of
+         the time that the caller foresees: it takes seconds a level, once, and the compiler's cache serves the run.
 Checked  tests/profiler/test_block_times.py
 """
 
@@ -35,10 +38,11 @@ from scrimp.config.activations import Activations
 from scrimp.gemm import BackendChooser, PlannedLayer, swap_in
 from scrimp.model import Block, Decoder
 from scrimp.model.attention import AttentionLayout
+from scrimp.model.compiled import MOST_GRAPHS, compile_blocks, forget_compiled, is_compiler_error
 from scrimp.planner.bytes.work import PassSeconds
 from scrimp.planner.flops import GEMM_NAMES
 from scrimp.precision import LinearPrecision
-from scrimp.profiler.memory_trace.passes import gradients_of
+from scrimp.profiler.memory_trace.passes import GradientSums, gradients_of
 
 Result = TypeVar("Result")
 CHAIN = {"cpu": 1, "cuda": 3}
@@ -63,6 +67,8 @@ class Timed:
     micro_batch: int
     sequence: int
     loss_chunk: int
+    compiled: bool = False
+    """Whether training compiles its blocks."""
 
 
 def measure_blocks(
@@ -73,7 +79,8 @@ def measure_blocks(
     *,
     rounds: int = ROUNDS,
 ) -> tuple[Mapping[str, PassSeconds], ...] | None:
-    """Level to seconds, of every class of blocks; None where memory does not suffice. Vocabulary and head are not used.
+    """Level to seconds, of every class of blocks; None where memory does not suffice, or the compiler does not work.
+    Vocabulary and head are not used.
 
     Args:
         levels: in their order, "keep" first (`scrimp.config.activations`).
@@ -84,9 +91,15 @@ def measure_blocks(
 
     def measured() -> tuple[Mapping[str, PassSeconds], ...]:
         bench = _Bench(dataclasses.replace(timed, architecture=small), device, choose, rounds)
+        if timed.compiled:
+            compile_blocks(bench.model, graphs=2 * len(levels) * len(timed.classes) + MOST_GRAPHS)
         return tuple(bench.block(cast(Block, block), levels) for block in bench.model.blocks)
 
-    return _within_memory(device, measured)
+    try:
+        return _within_memory(device, measured)
+    finally:
+        if timed.compiled:
+            forget_compiled()
 
 
 def measure_ends(
@@ -99,11 +112,12 @@ def measure_ends(
 
 
 def _within_memory(device: torch.device, measured: Callable[[], Result]) -> Result | None:
-    """What was measured; None where there was no memory for it. Nothing of it stays, nor is cached."""
+    """What was measured; None where it cannot be. Nothing of it stays, nor is cached."""
     try:
         found = measured()
     except RuntimeError as error:
-        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+        is_memory = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+        if not is_memory and not is_compiler_error(error):
             raise
         error.__traceback__ = None  # its frames hold what was measured
         found = None
@@ -137,13 +151,21 @@ class _Bench:
             model.planned_head = PlannedLayer("head", timed.head, choose=choose)
         return model
 
+    @property
+    def _sums(self) -> GradientSums:
+        return GradientSums(torch.float32 if self.timed.master_weights else None)
+
     def block(self, block: Block, levels: Sequence[str]) -> Mapping[str, PassSeconds]:
         """Level to seconds of one block."""
         forward: list[float] = []
         backward: dict[str, list[float]] = {level: [] for level in levels}
-        with gradients_of(block, master_weights=self.timed.master_weights, exist=True), self._autocast():
+        with gradients_of(block, self._sums, exist=True), self._autocast():
             layout = AttentionLayout.prepare(
-                self.timed.architecture, self.tokens, None, dtype=DTYPES[self.timed.compute]
+                self.timed.architecture,
+                self.tokens,
+                None,
+                dtype=DTYPES[self.timed.compute],
+                compiled=self.timed.compiled,
             )
             for number in range(self.rounds + 1):
                 for level in levels:
@@ -170,7 +192,7 @@ class _Bench:
     def ends(self) -> float:
         """Seconds of the model, which has no blocks."""
         seconds = []
-        with gradients_of(self.model, master_weights=self.timed.master_weights, exist=True):
+        with gradients_of(self.model, self._sums, exist=True):
             for _ in range(self.rounds + 1):
                 began = self._now()
                 with self._autocast():

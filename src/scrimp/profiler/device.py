@@ -3,6 +3,10 @@
 `auto` takes the CUDA device with the most free memory, else the CPU, and says why. Everything
 else is taken literally and refused when it is not there: a run that was asked to use a GPU
 never continues on a CPU.
+
+A GPU that was resolved is the process's current device from then on: libraries ask that one for its multiprocessors,
+its stream and its capability, whatever device their tensors lie on. cuBLAS gets the workspace with which its products
+repeat themselves (`CUBLAS_WORKSPACE_CONFIG`), unless the environment names one.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from scrimp.errors import DeviceError
-from scrimp.profiler.memory import host_memory_available
+from scrimp.profiler.host_memory import host_memory_available
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,9 @@ def resolve_device(name: str) -> Device:
 
 
 def _cuda(index: int, reason: str) -> Device:
+    # Deterministic products need it, and it is read at the first product of the process, which may be a probe's.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.cuda.set_device(index)
     free, _ = torch.cuda.mem_get_info(index)
     return Device(torch.device("cuda", index), torch.cuda.get_device_name(index), free, reason)
 

@@ -20,7 +20,8 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scrimp.errors import PlanError, StorageError
-from scrimp.files import make_folder, user_cache, write_whole
+from scrimp.files import make_folder, read_bounded, user_cache, write_whole
 from scrimp.gemm.doctor_report import Surroundings
+from scrimp.json_files import NotNegative, Positive, decode_json
 from scrimp.precision import GEMMS
 
 Array = NDArray[np.float64]
@@ -42,6 +44,21 @@ Names = Mapping[LayerShape, Mapping[str, Mapping[str, str]]]
 """Layer shape to GEMM to recipe to a name."""
 _FORMAT = 1
 """Raised whenever the meaning of the file changes."""
+MAX_FILE_BYTES = 2**24
+
+
+@dataclass(frozen=True)
+class _File:
+    """`GemmTimes` as JSON: shapes are texts (outputs x inputs), GEMM to recipe to figure below each."""
+
+    device: str
+    tokens: int
+    seconds: dict[str, dict[str, dict[str, Positive]]]
+    spread: dict[str, dict[str, dict[str, NotNegative]]]
+    backends: dict[str, dict[str, dict[str, str]]]
+    emulated: list[str]
+    compute: str
+    parameters: str
 
 
 @dataclass(frozen=True)
@@ -145,25 +162,22 @@ class GemmTimes:
         return json.dumps(data, indent=1)
 
     @classmethod
-    def from_json(cls, text: str) -> GemmTimes:
-        """Read `to_json` back.
+    def from_json(cls, text: str | bytes, *, origin: str = "the table of times") -> GemmTimes:
+        """Read `to_json` back; `origin` names the file in errors.
 
         Raises:
-            ValueError: not such a text.
+            PlanError: not such a text.
         """
+        do = "delete it: times are measured again"
+        version = ("format", _FORMAT)
+        kept = decode_json(text, _File, origin=origin, error=PlanError, do=do, version=version)
         try:
-            data: dict[str, Any] = json.loads(text)
-            if data.pop("format") != _FORMAT:
-                raise ValueError("the format of another version")
-            for name, read in (("seconds", _positive), ("spread", _not_negative), ("backends", _name)):
-                data[name] = _read_by_gemm(data[name], read)
-            data["emulated"] = frozenset(_name(recipe) for recipe in data["emulated"])
-            times = cls(**data)
-        except (KeyError, TypeError, AttributeError, OverflowError) as error:
-            raise ValueError(f"{type(error).__name__}: {error}") from error
-        if not _structure(times.seconds) == _structure(times.spread) == _structure(times.backends):
-            raise ValueError("times without their spread or back end")
-        return times
+            by_gemm = {name: _by_shape(getattr(kept, name)) for name in ("seconds", "spread", "backends")}
+        except ValueError as error:
+            raise PlanError(f"{origin} names a layer shape that is none", got=error, do=do) from None
+        if len({_structure(values) for values in by_gemm.values()}) > 1:
+            raise PlanError(f"{origin} has times without their spread or back end", do=do)
+        return cls(**{**vars(kept), **by_gemm, "emulated": frozenset(kept.emulated)})
 
     def _rows(self, shape: LayerShape, formats: Sequence[str]) -> list[list[float]]:
         if shape not in self.seconds:
@@ -232,15 +246,16 @@ def cache_file(surroundings: Surroundings, tokens: int, compute: str, parameters
 
 def load_times(file: Path, expected: GemmTimes, tell: Callable[[str], None]) -> GemmTimes:
     """The kept times; where there are none, or none that can be read (`tell` hears why), the empty `expected`."""
+    if not file.exists():
+        return expected
     try:
-        times = GemmTimes.from_json(file.read_text(encoding="utf-8"))
+        content = read_bounded(file, error=PlanError, do="delete it", at_most=MAX_FILE_BYTES)
+        times = GemmTimes.from_json(content, origin=str(file))
         for name in ("device", "tokens", "compute", "parameters"):
             if getattr(times, name) != getattr(expected, name):
-                raise ValueError(f"times of another {name}")
-    except FileNotFoundError:
-        return expected
-    except (OSError, ValueError) as error:
-        tell(f"{file} cannot be used ({error}): measuring again")
+                raise PlanError(f"{file} has times of another {name}")
+    except PlanError as error:
+        tell(f"{error}: measuring again")
         return expected
     return times
 
@@ -260,35 +275,20 @@ def _pair(shape: Sequence[int]) -> LayerShape:
     return int(shape[0]), int(shape[1])
 
 
-def _read_by_gemm(data: dict[str, Any], read: Callable[[Any], Any]) -> Any:
-    return {
-        _read_shape(shape): {gemm: {_name(r): read(v) for r, v in gemms[gemm].items()} for gemm in GEMMS}
-        for shape, gemms in data.items()
-    }
+def _by_shape(data: dict[str, dict[str, dict[str, Any]]]) -> dict[LayerShape, dict[str, dict[str, Any]]]:
+    """The file's ``"OxI"`` as shapes; ValueError where one is none, or a GEMM is missing."""
+    found = {}
+    for text, gemms in data.items():
+        sizes = text.split("x")
+        if len(sizes) != 2 or not all(re.fullmatch("[1-9][0-9]{0,17}", size, re.ASCII) for size in sizes):
+            raise ValueError(repr(text[:60]))
+        if set(gemms) != set(GEMMS):
+            raise ValueError(f"{text} with {', '.join(gemms) or 'nothing'} instead of {', '.join(GEMMS)}")
+        found[int(sizes[0]), int(sizes[1])] = gemms
+    return found
 
 
-def _read_shape(text: str) -> LayerShape:
-    outputs, inputs = text.split("x")
-    return int(outputs), int(inputs)
-
-
-def _positive(value: Any) -> float:
-    if not 0 < float(value) < math.inf:
-        raise ValueError(f"{value} is no time")
-    return float(value)
-
-
-def _not_negative(value: Any) -> float:
-    if not 0 <= float(value) < math.inf:
-        raise ValueError(f"{value} is no spread")
-    return float(value)
-
-
-def _name(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{value!r} is no name")
-    return value
-
-
-def _structure(values: Mapping[LayerShape, Mapping[str, Mapping[str, Any]]]) -> object:
-    return {shape: {gemm: set(names) for gemm, names in gemms.items()} for shape, gemms in values.items()}
+def _structure(values: Mapping[LayerShape, Mapping[str, Mapping[str, Any]]]) -> Hashable:
+    return frozenset(
+        (shape, gemm, name) for shape, gemms in values.items() for gemm in gemms for name in gemms[gemm]
+    )

@@ -4,13 +4,16 @@ Known accelerators have their dense spec-sheet rates (no sparsity; tensor cores 
 accumulation), fp8 and fp4 included where the card has units for them; a card with fp4 units also has
 those for scales of small blocks. At which rate each recipe runs says `scrimp.planner.flops`. Any other
 device, a CPU above all, is measured: the fastest of several square products per format, in this
-process, with the threads that training uses. A measured peak is a lower bound of the hardware's, so
-MFU against it is an upper bound; the origin says which it is.
+process, with the threads that training uses; on a GPU the fastest of several rounds of large products, `IN_A_ROW`
+of them launched one behind the other before the device is waited for, so that launches cost nothing.
+One process measures a device once, so that whatever it predicts, it predicts by the same rates.
+A measured peak is a lower bound of the hardware's, so MFU against it is an upper bound; the origin says which it is.
 """
 
 from __future__ import annotations
 
 import time
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -43,12 +46,20 @@ _SPEC_TFLOPS: dict[str, _Rates] = {
     "RTX 4090": _Rates(165.2, 82.6, fp8=330.3),
     "RTX 3090": _Rates(71.0, 35.6),
 }
-_SIZE = 1024
+SIZES = {"cpu": 1024, "cuda": 8192}
+"""Rows and columns of the products; smaller ones leave multiprocessors of a large GPU idle."""
+IN_A_ROW = {"cpu": 1, "cuda": 10}
+ROUNDS = 3
+"""At least so many of each format; more within `_SECONDS`."""
 _SECONDS = 0.1
 
 
+@cache
 def device_peaks(device: torch.device, name: str) -> Peaks:
-    """Peak rates of a device by width; an unknown device is measured in fp32 and bf16, in half a second."""
+    """Peak rates of a device by width; an unknown device is measured in fp32 and bf16, once per process.
+
+    Measuring takes a few tenths of a second, and as long as `ROUNDS` rounds and one product take where that is more.
+    """
     # A slice of a card or a laptop's version has other rates than the card of that name: measured too.
     words = name.split()
     is_whole_card = not {"MIG", "Laptop", "Max-Q"} & set(words)
@@ -57,7 +68,8 @@ def device_peaks(device: torch.device, name: str) -> Peaks:
             rates = {name: rate * 1e12 for name, rate in sheet._asdict().items() if rate is not None}
             return Peaks(rates, f"spec sheet of the {spec}, dense")
     rates = {"fp32": _gemm_rate(device, torch.float32), "bf16": _gemm_rate(device, torch.bfloat16)}
-    return Peaks(rates, f"measured here: best {_SIZE}x{_SIZE}x{_SIZE} products")
+    size = SIZES[device.type]
+    return Peaks(rates, f"measured here: best {size}x{size}x{size} products")
 
 
 def _contains(words: list[str], part: list[str]) -> bool:
@@ -74,16 +86,24 @@ def _contains(words: list[str], part: list[str]) -> bool:
 def _gemm_rate(device: torch.device, dtype: torch.dtype) -> float:
     generator = torch.Generator(device).manual_seed(0)
     # Random data: products of zeros run above the rate of real ones on power-limited devices.
-    left = torch.randn(_SIZE, _SIZE, generator=generator, device=device).to(dtype)
-    right = torch.randn(_SIZE, _SIZE, generator=generator, device=device).to(dtype)
+    size, in_a_row = SIZES[device.type], IN_A_ROW[device.type]
+    left, right = (torch.randn(size, size, generator=generator, device=device).to(dtype) for _ in range(2))
+    product = left @ right  # the library is loaded, and its workspace taken
+    _finish(device)
     best = float("inf")
     until = time.perf_counter() + _SECONDS
     runs = 0
-    while runs < 5 or time.perf_counter() < until:
+    while runs < ROUNDS or time.perf_counter() < until:
         start = time.perf_counter()
-        left @ right
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - start)
+        for _ in range(in_a_row):
+            torch.mm(left, right, out=product)
+        _finish(device)
+        best = min(best, (time.perf_counter() - start) / in_a_row)
         runs += 1
-    return 2.0 * _SIZE**3 / best
+    return 2.0 * size**3 / best
+
+
+def _finish(device: torch.device) -> None:
+    """Wait for this device; the current one may be another."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

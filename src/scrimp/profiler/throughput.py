@@ -13,7 +13,9 @@ import json
 from pathlib import Path
 
 from scrimp.config import Config
+from scrimp.errors import StorageError
 from scrimp.files import replaced_file, user_cache
+from scrimp.json_files import read_json
 from scrimp.planner import Plan
 
 
@@ -29,23 +31,21 @@ def _key(plan: Plan, config: Config) -> str:
 
 def recall_throughput(plan: Plan, config: Config) -> float | None:
     """Median tokens/s of the last run like this one on this machine, or None."""
-    try:
-        rates = json.loads(_file().read_text(encoding="utf-8"))
-        rate = rates.get(_key(plan, config))
-    except (OSError, ValueError, AttributeError):
-        return None
-    return float(rate) if isinstance(rate, int | float) else None
+    return _rates().get(_key(plan, config))
 
 
 def remember_throughput(plan: Plan, config: Config, tokens_per_s: float) -> None:
     """Keep a measured rate for `recall_throughput`."""
     path = _file()
     with contextlib.suppress(OSError):
-        rates: dict[str, float] = {}
-        with contextlib.suppress(OSError, ValueError):
-            read = json.loads(path.read_text(encoding="utf-8"))
-            rates = read if isinstance(read, dict) else {}
-        rates[_key(plan, config)] = round(tokens_per_s, 1)
+        rates = _rates() | {_key(plan, config): round(tokens_per_s, 1)}
         path.parent.mkdir(parents=True, exist_ok=True)
         with replaced_file(path, shared=True) as file:
             file.write(json.dumps(rates, indent=1, sort_keys=True).encode())
+
+
+def _rates() -> dict[str, float]:
+    try:
+        return read_json(_file(), dict[str, float], error=StorageError, do="delete it", at_most=2**22)
+    except StorageError:
+        return {}

@@ -53,13 +53,16 @@ def _there_is(budgets: Budgets) -> str:
     """The device's memory, and what of it a step does not get."""
     kept = [f"{format_bytes(budgets.copy)} for a checkpoint's copy"] if budgets.copy else []
     kept += [f"{format_percent(1 - budgets.share, 0)} for the allocator's gaps"] if budgets.share < 1 else []
-    return format_bytes(budgets.device) + (f" less {' and '.join(kept)}" if kept else "")
+    part = "" if budgets.free is None else f" ({format_bytes(budgets.free)} free, less what a run leaves)"
+    return format_bytes(budgets.device) + part + (f" less {' and '.join(kept)}" if kept else "")
 
 
 def _rows(decision: MemoryDecision) -> Iterator[tuple[str, str]]:
     yield "activations", runs_of(decision.activations)
     yield "states", str(decision.states)
     yield "why", decision.reason
+    if decision.step_seconds is None:
+        return
     origin = "from blocks that were timed here" if decision.seconds_origin == "measured" else "from its work"
     yield (
         "step",

@@ -28,12 +28,15 @@ from scrimp.report.units import (
 
 GEMMS: Final = ("fprop", "dgrad", "wgrad")
 STATES: Final = ("weights", "gradients", "optimizer")
+_STEP: Final = "counted_in_step"
 _COLOURS: Final = {32: "fp32", 16: "bf16", 8: "fp8", 4: "fp4"}
 _ROW_LIMIT: Final = 400
 _NAME_LIMIT: Final = 60
 _LABELS: Final = {
-    "peak_device_bytes": "peak device memory",
-    "peak_host_bytes": "peak host memory",
+    "peak_device_bytes": "tensors on the device, peak",
+    "peak_host_bytes": "tensors on the host, peak",
+    "process_peak_bytes": "process, peak resident set",
+    "process_growth_bytes": "process, growth since the model was built",
     "step_seconds": "time per step",
     "loss_divergence": "loss divergence",
     "weight_divergence": "weight divergence",
@@ -57,6 +60,8 @@ def _figures(run: RunRecord) -> Markup:
     predicted, measured = mapping(run.plan.get("predicted")), mapping(run.plan.get("measured"))
     rows = []
     for key in dict.fromkeys([*_LABELS, *predicted, *measured]):
+        if key == _STEP:
+            continue
         guess, fact = predicted.get(key), measured.get(key)
         if not is_number(fact):
             fact = _from_metrics(run, key)
@@ -65,13 +70,21 @@ def _figures(run: RunRecord) -> Markup:
         error = fact / guess - 1 if is_number(guess) and is_number(fact) and guess else None
         change = f"{error:+.1%}" if error is not None else MISSING
         cells = [figure(key, guess), figure(key, fact), change]
-        name = tag("th", _LABELS.get(key, cut(key, _NAME_LIMIT)), scope="row")
+        name = tag("th", _label_of(key, measured), scope="row")
         rows.append(tag("tr", name, *[tag("td", cell, class_="num") for cell in cells]))
     if not rows:
         return tag("p", "The plan predicts no figures.", class_="note")
     names = ("predicted", "measured", "difference")
     head = tag("tr", tag("td"), *[tag("th", name, scope="col", class_="num") for name in names])
     return _wide(tag("table", tag("thead", head), tag("tbody", *rows), class_="figures"))
+
+
+def _label_of(key: str, measured: Mapping[str, Any]) -> str:
+    """What a figure is; of tensors that were counted, in which step."""
+    step = measured.get(_STEP)
+    if key == "peak_device_bytes" and is_number(step):
+        return f"{_LABELS[key]} (counted in step {step:,})"
+    return _LABELS.get(key, cut(key, _NAME_LIMIT))
 
 
 def figure(key: str, value: object) -> str:
@@ -87,8 +100,8 @@ def figure(key: str, value: object) -> str:
 
 def _from_metrics(run: RunRecord, key: str) -> float | None:
     """What the step records measured, where the plan has no measurement yet."""
-    column = {"step_seconds": "step_s"}.get(key, key)
-    if column not in ("step_s", "peak_device_bytes", "peak_host_bytes"):
+    column = {"step_seconds": "step_s", "peak_device_bytes": "tensor_peak_bytes"}.get(key, key)
+    if column not in ("step_s", "tensor_peak_bytes", "process_peak_bytes", "process_growth_bytes"):
         return None
     values = run.recorded(column)[1]
     if not values.size:

@@ -14,19 +14,22 @@ Checked  tests/report/test_precision_record.py
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
+from scrimp.errors import StorageError
+from scrimp.files import read_bounded
+from scrimp.json_files import decode_loosely
 from scrimp.precision import GEMMS
 from scrimp.report.units import is_number
 
 VERSION: Final = 1
 PLANS_READ: Final = 60
 _NAME: Final = re.compile(r"step-(\d{1,12})(\.precision)?\.json")
+_MAX_FILE_BYTES: Final = 2**26
 _NOTES: Final = 8
 _NAME_LIMIT: Final = 200
 
@@ -239,11 +242,11 @@ def _analysis(path: Path, step: int, notes: list[str]) -> Analysis | None:
 
 def _json(path: Path, notes: list[str]) -> Mapping[str, Any] | None:
     try:
-        found = json.loads(path.read_bytes(), parse_constant=lambda _: None)
-    except OSError as error:
-        notes.append(f"plans/{path.name} cannot be read ({error.strerror}) and is not shown.")
+        found = decode_loosely(read_bounded(path, error=StorageError, do="", at_most=_MAX_FILE_BYTES))
+    except StorageError as error:
+        notes.append(f"plans/{path.name} cannot be read ({error.got}) and is not shown.")
         return None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         notes.append(f"plans/{path.name} is damaged ({str(error)[:120]}) and not shown.")
         return None
     if not isinstance(found, dict):

@@ -14,13 +14,15 @@ Checked  tests/report/test_records.py
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from scrimp.errors import CheckpointError
-from scrimp.files import storage_error
+from scrimp.files import open_regular, storage_error
+from scrimp.json_files import decode_loosely
+
+MAX_LINE_BYTES = 2**22
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
@@ -47,8 +49,8 @@ def scan_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
     """(line number, object) of every line, None for a damaged one; a torn last line is left out."""
     damaged: list[int] = []  # held back until a good line shows that they were not the last
     try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
+        with open_regular(path) as file:
+            for number, line in enumerate(_lines(file), start=1):
                 if not line.strip(b" \t\r\n\0"):
                     continue  # a power cut can leave a tail of NUL bytes
                 record = _parse(line)
@@ -65,9 +67,15 @@ def scan_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
     yield from ((earlier, None) for earlier in damaged[:-1])
 
 
+def _lines(file: BinaryIO) -> Iterator[bytes]:
+    """The lines of a file; one beyond `MAX_LINE_BYTES` comes in pieces, which are no objects."""
+    while line := file.readline(MAX_LINE_BYTES):
+        yield line
+
+
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
-        record = json.loads(line.strip(b"\0\r\n "), parse_constant=lambda _: None)
-    except (ValueError, RecursionError):
+        record = decode_loosely(line.strip(b"\0\r\n "))
+    except ValueError:
         return None
     return record if isinstance(record, dict) else None

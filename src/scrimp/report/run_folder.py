@@ -12,7 +12,6 @@ Checked  tests/report/test_run_folder.py
 
 from __future__ import annotations
 
-import json
 import math
 import tomllib
 from array import array
@@ -23,8 +22,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from scrimp.errors import CheckpointError
-from scrimp.files import storage_error
+from scrimp.errors import CheckpointError, StorageError
+from scrimp.files import read_bounded
+from scrimp.json_files import decode_loosely
 from scrimp.report.precision_record import PlanAt, read_plans
 from scrimp.report.records import scan_jsonl
 from scrimp.report.scales import Array
@@ -40,14 +40,18 @@ COLUMNS: Final = (
     "mfu_bf16",
     "mfu_bf16_full",
     "sol",
-    "peak_device_bytes",
-    "peak_host_bytes",
+    "tensor_peak_bytes",
+    "process_peak_bytes",
+    "process_growth_bytes",
     "data_wait_s",
     "step_s",
     "skipped",
     "eval_loss",
     "eval_bits_per_byte",
 )
+OLD_TENSOR_PEAK: Final = "peak_device_bytes"
+"""The allocator's peak in records of earlier versions. On a CPU it was the process's growth: read on CUDA alone."""
+MAX_FILE_BYTES: Final = 2**26
 FILES: Final = ("config.toml", "plan.json", "metrics.jsonl", "events.jsonl")
 
 
@@ -135,13 +139,15 @@ def read_run(run_dir: Path) -> RunRecord:
         )
     notes: list[str] = []
     config_text = _text(run_dir / "config.toml", notes)
-    columns = _columns(run_dir / "metrics.jsonl", notes)
+    config = _toml(config_text, notes)
+    is_cuda = str(config.get("device", "")).startswith("cuda")
+    columns = _columns(run_dir / "metrics.jsonl", notes, is_cuda=is_cuda)
     events = _events(run_dir / "events.jsonl", notes)
     return RunRecord(
         folder=run_dir,
         name=run_dir.resolve().name or str(run_dir),
         config_text=config_text,
-        config=_toml(config_text, notes),
+        config=config,
         plan=_plan(run_dir / "plan.json", notes),
         plans=read_plans(run_dir, notes),
         columns=columns,
@@ -156,19 +162,17 @@ def mapping(value: object) -> Mapping[str, Any]:
 
 
 def _text(path: Path, notes: list[str]) -> str:
-    try:
-        return path.read_bytes().decode("utf-8", "replace")
-    except FileNotFoundError:
+    if not path.exists():
         notes.append(f"{path.name} is not there.")
         return ""
-    except OSError as error:
-        raise storage_error(error, f"cannot read {path}") from error
+    content = read_bounded(path, error=StorageError, do="move it out of the folder", at_most=MAX_FILE_BYTES)
+    return content.decode("utf-8", "replace")
 
 
 def _toml(text: str, notes: list[str]) -> Mapping[str, Any]:
     try:
         return tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: also an integer of 5,000 digits
         notes.append(f"config.toml is not valid TOML ({error}); its lines are shown as they are.")
         return {}
 
@@ -178,8 +182,8 @@ def _plan(path: Path, notes: list[str]) -> Mapping[str, Any]:
     if not text:
         return {}
     try:
-        plan = json.loads(text, parse_constant=lambda _: None)
-    except (ValueError, RecursionError) as error:
+        plan = decode_loosely(text)
+    except ValueError as error:
         notes.append(f"plan.json is damaged ({error}) and not shown.")
         return {}
     if not isinstance(plan, dict):
@@ -187,7 +191,7 @@ def _plan(path: Path, notes: list[str]) -> Mapping[str, Any]:
     return mapping(plan)
 
 
-def _columns(path: Path, notes: list[str]) -> dict[str, Array]:
+def _columns(path: Path, notes: list[str], *, is_cuda: bool) -> dict[str, Array]:
     columns = {name: array("d") for name in COLUMNS}
     steps, damaged = columns["step"], []
     if not path.is_file():
@@ -200,6 +204,8 @@ def _columns(path: Path, notes: list[str]) -> dict[str, Array]:
         while steps and steps[-1] >= step:  # run again after a resume
             for column in columns.values():
                 column.pop()
+        if is_cuda and "tensor_peak_bytes" not in record:
+            record["tensor_peak_bytes"] = record.get(OLD_TENSOR_PEAK)
         for name, column in columns.items():
             column.append(_float(record.get(name)))
     _note_damage(path, damaged, notes)

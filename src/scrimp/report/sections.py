@@ -77,8 +77,8 @@ def key_figures(summary: Summary) -> Markup:
         ("throughput", format_rate(s.tokens_per_s), "median over steps"),
         ("MFU, BF16 peak", format_percent(s.mfu_causal), full),
         ("speed of light", format_percent(s.sol), "median; planned formats"),
-        ("device memory", format_bytes(s.peak_device_bytes), "peak"),
-        ("host memory", format_bytes(s.peak_host_bytes), "peak"),
+        ("tensors", format_bytes(s.tensor_peak_bytes), "on the device, peak"),
+        ("process growth", format_bytes(s.process_growth_bytes), "resident set, peak"),
     ]
     return tag("dl", *[_card(*card) for card in cards], class_="cards")
 

@@ -45,8 +45,8 @@ class Summary:
     mfu_causal: float | None
     mfu_full: float | None
     sol: float | None
-    peak_device_bytes: float | None
-    peak_host_bytes: float | None
+    tensor_peak_bytes: float | None
+    process_growth_bytes: float | None
     seconds: float | None
     num_skipped: int
 
@@ -82,8 +82,8 @@ def summarise(run: RunRecord) -> Summary:
         mfu_causal=mfu,
         mfu_full=mfu_full,
         sol=_median(run, "sol"),
-        peak_device_bytes=_largest(run, "peak_device_bytes"),
-        peak_host_bytes=_largest(run, "peak_host_bytes"),
+        tensor_peak_bytes=_largest(run, "tensor_peak_bytes"),
+        process_growth_bytes=_largest(run, "process_growth_bytes"),
         seconds=float(run.recorded("step_s")[1].sum()) if run.recorded("step_s")[1].size else None,
         num_skipped=int(np.nansum(run.columns["skipped"])),
     )

@@ -20,7 +20,7 @@ _EIGHTHS: Final = " ▏▎▍▌▋▊▉█"
 
 
 def account_table(rows: Sequence[tuple[str, int]], title: str) -> Table:
-    """Bytes by category: amount, share of the sum, and a bar."""
+    """Bytes by category: amount, share of the sum, and a bar; the sum last."""
     table = Table(title=_text(title), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("category")
     table.add_column("bytes", justify="right")
@@ -30,6 +30,8 @@ def account_table(rows: Sequence[tuple[str, int]], title: str) -> Table:
     for name, count in rows:
         share = count / total if total else 0.0
         table.add_row(_text(name), format_bytes(count), format_percent(share), Text(bar(share), style="cyan"))
+    table.add_section()
+    table.add_row(_text("total"), format_bytes(total), "", "")
     return table
 
 

@@ -12,12 +12,15 @@ Checked  tests/report/test_units.py
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Final, TypeGuard
 
 MISSING: Final = "–"
 """Shown in place of a value that was not recorded or is not finite."""
 
+_CONTROL: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""C0 but newline and tab, DEL, C1, what turns the direction of text, and halves of characters."""
 _BYTE_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _COUNT_UNITS: Final = ("", "k", "M", "B", "T")
 _FLOP_UNITS: Final = ("", "k", "M", "G", "T", "P", "E")
@@ -55,6 +58,11 @@ def format_rate(per_second: float | None, unit: str = "tok") -> str:
     """19150.0 -> ``19.2k tok/s``."""
     text = format_count(per_second)
     return text if text == MISSING else f"{text} {unit}/s"
+
+
+def printable(text: str) -> str:
+    """Text as a terminal may have it: control characters but newline and tab as Python writes them (``\\x1b``)."""
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def format_percent(share: float | None, decimals: int = 1) -> str:

@@ -1,21 +1,24 @@
 """Carries a plan out on a model, and proves that it took effect."""
 
-from scrimp.runtime.determinism import deterministic
-from scrimp.runtime.execute import (
-    Executable,
+from scrimp.model.compiled import compile_blocks
+from scrimp.runtime.backends import (
+    backends_text,
     choose_backends,
-    compile_blocks,
     describe_backends,
-    precisions_of,
     preferred_backends,
-    quantizes,
-    realise,
+    recorded_backends,
+    tune,
+    tuned_gemms,
 )
-from scrimp.runtime.proof import StepCount, prove
+from scrimp.runtime.determinism import deterministic
+from scrimp.runtime.execute import Executable, precisions_of, quantizes, realise
+from scrimp.runtime.proof import StepCount, StepProof, prove
 
 __all__ = [
     "Executable",
     "StepCount",
+    "StepProof",
+    "backends_text",
     "choose_backends",
     "compile_blocks",
     "describe_backends",
@@ -25,4 +28,7 @@ __all__ = [
     "prove",
     "quantizes",
     "realise",
+    "recorded_backends",
+    "tune",
+    "tuned_gemms",
 ]

@@ -20,24 +20,21 @@ from scrimp.config import Architecture
 from scrimp.config.activations import Activations
 from scrimp.errors import PlanError
 from scrimp.gemm import (
-    Backend,
     BackendChooser,
     PlannedLayer,
     PlannedModel,
     backends_for,
-    refuse_unrunnable,
     swap_in,
 )
-from scrimp.gemm.problem import Shape, shape_of
 from scrimp.model import Block, Decoder, LossSums
-from scrimp.planner import Plan, linear_shapes
-from scrimp.precision import GEMMS, HIGH_PRECISION, LinearPrecision
+from scrimp.planner import Plan
+from scrimp.precision import LinearPrecision
 from scrimp.runtime.memory import HostMemory, HostRoom, carry_out, uses_host, weights_on_host
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 HEAD = "head"
-MOST_GRAPHS = 64
-"""Of a block: its layers save inputs, codes or nothing, in training and evaluation, as far as plans mix them."""
+PLANNED_PROBE_TOKENS = 128
+"""Of the probe before training: a multiple of every group and of what kernels ask for."""
 
 
 @dataclass(frozen=True)
@@ -207,74 +204,6 @@ def realise(
     return executable
 
 
-def choose_backends(
-    plan: Plan,
-    architecture: Architecture,
-    device: torch.device,
-    *,
-    tokens: int,
-    head_tokens: int = 0,
-    backend: str = "auto",
-) -> BackendChooser:
-    """The back ends that run a plan in the shapes of its model: seen to work here, the fastest first.
-
-    Args:
-        tokens: of one micro-batch.
-        head_tokens: of one chunk of the loss; 0: all.
-        backend: the one that must run everything that is quantized, or auto.
-
-    Raises:
-        PlanError: no back end, or not the one that is asked for, runs a GEMM; with the nearest recipe that runs.
-    """
-    only = None if backend == "auto" else backend
-    quantized = {
-        layer: choice
-        for layer, choice in precisions_of(plan).items()
-        if set(recipes_of(choice)) - {*HIGH_PRECISION}
-    }
-    shapes = {layer: _sizes(architecture, layer) for layer in quantized}
-    refuse_unrunnable({k: v for k, v in quantized.items() if k != HEAD}, shapes, tokens, device, only)
-    if HEAD in quantized:
-        chunk = head_tokens or tokens
-        for rows in {min(chunk, tokens), tokens % chunk} - {0}:
-            refuse_unrunnable({HEAD: quantized[HEAD]}, shapes, rows, device, only)
-    return preferred_backends(device, backend)
-
-
-def preferred_backends(device: torch.device, backend: str = "auto") -> BackendChooser:
-    """What runs each GEMM if it can: of quantized ones the back end that is asked for, or the fastest."""
-    selection = backends_for(device)
-    if backend == "auto":
-        return selection
-    forced = backends_for(device, backend)
-
-    def choose(recipe: str, gemm: str, shape: Shape, device: torch.device) -> Backend:
-        return (selection if recipe in HIGH_PRECISION else forced)(recipe, gemm, shape, device)
-
-    return choose
-
-
-def describe_backends(
-    plan: Plan, architecture: Architecture, choose: BackendChooser, device: torch.device, *, tokens: int
-) -> str:
-    """Which back end runs which recipe: "fp8 by torch, nvfp4 by reference (emulated)"."""
-    chosen: dict[str, dict[str, None]] = {}
-    for layer, choice in precisions_of(plan).items():
-        for gemm in GEMMS:
-            recipe, shape = choice.gemm(gemm), shape_of(gemm, tokens, *_sizes(architecture, layer))
-            if recipe not in HIGH_PRECISION:
-                backend = choose(recipe, gemm, shape, device)
-                label = backend.name + (" (emulated)" if backend.emulates(recipe) else "")
-                chosen.setdefault(recipe, {})[label] = None
-    return ", ".join(f"{recipe} by {' and '.join(labels)}" for recipe, labels in chosen.items())
-
-
-def _sizes(architecture: Architecture, layer: str) -> tuple[int, int]:
-    """(inputs, outputs) of a layer by its name in the plan."""
-    outputs, inputs = linear_shapes(architecture)[layer.split(".", 2)[-1]]
-    return inputs, outputs
-
-
 def recipes_of(choice: LinearPrecision) -> tuple[str, str, str]:
     """The recipes of fprop, dgrad and wgrad."""
     return choice.fprop, choice.dgrad, choice.wgrad
@@ -300,18 +229,3 @@ def plan_layers(model: Decoder, plan: Plan, choose: BackendChooser, seed: int) -
     planned = swap_in(model, precisions, seed=seed, choose=choose)
     model.planned_head = PlannedLayer(HEAD, head, planned.clock, choose)
     return planned
-
-
-def compile_blocks(model: Decoder) -> None:
-    """torch.compile every block in place: equal blocks share one compiled graph.
-
-    Blocks whose plans save different things (inputs, codes, nothing) have graphs of their own. More of them than torch
-    allows would quietly run uncompiled: the limit is raised to what a block's four layers can need, and hitting
-    it is an error.
-    """
-    import torch._dynamo  # a second to import, and only needed here
-
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_GRAPHS)
-    torch._dynamo.config.fail_on_recompile_limit_hit = True
-    for block in model.blocks:
-        block.compile()

@@ -7,48 +7,47 @@ Method   Before training: one forward and backward pass over a few tokens, twice
          kinds and counts   a dispatch mode sees every matrix product after autograd and autocast have had
                             their say, and planned GEMMs report themselves. Both must equal the plan: three
                             per linear layer (fprop, dgrad, wgrad), in their formats.
-         fingerprints       of the first GEMM of each recipe, kind, back end and saved format: its result
-                            equals, up to rounding, the float64 product of operands that `scrimp.formats`
-                            quantized apart from it (of a saved input anew, not as it was saved), and
-                            differs from the product of the operands as they were.
+         fingerprints       of every layer's three GEMMs: its numbers are those of its format
+                            (`scrimp.gemm.fingerprints`).
 
          Gradients are thrown away; parameters, random state and data order are untouched.
-         In training: the planned GEMMs of the first step are counted again (`StepCount`), compiled or not.
-         What runs again in backward, where activations are recomputed, counts once.
+         In training: the first step of a plan, at the start, at a resume and at a switch, is proven on its own data,
+         compiled or not (`StepProof`). All planned GEMMs are counted, and those that the plan changed are
+         fingerprinted. What runs again in backward, where activations are recomputed, counts once.
 Limits   Attention's own products live inside one fused kernel and are not counted here. The probe
          runs before compilation.
-Checked  tests/runtime/test_proof.py, with plans that lie.
+Checked  tests/runtime/test_proof.py, tests/train/precision/test_precision_proof.py, with plans that lie.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import math
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scrimp.errors import TrainingError
-from scrimp.formats import QuantizedTensor, quantize
-from scrimp.gemm import Execution, is_running, is_running_again, observing
-from scrimp.gemm.problem import AXES, Use, high_precision, multiply
+from scrimp.gemm import (
+    Execution,
+    Fingerprints,
+    PlannedLayer,
+    changed_gemms,
+    is_running,
+    is_running_again,
+    observing,
+    without_witnesses,
+)
 from scrimp.planner import Plan
-from scrimp.precision import GEMMS, LinearPrecision, Operand
-from scrimp.runtime.execute import DTYPES, HEAD, Executable, precisions_of
+from scrimp.precision import GEMMS, LinearPrecision
+from scrimp.runtime.execute import HEAD, PLANNED_PROBE_TOKENS, Executable, precisions_of
 
 _PRODUCTS = {"mm", "addmm", "addmm_", "_addmm_activation", "linear"}
 _FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 _PROBE_TOKENS = 8
-_PLANNED_PROBE_TOKENS = 128
-"""A multiple of every group and of what kernels ask for."""
-_ROUNDING = {"bf16": 2.0**-7, "fp32": 2.0**-14}
-"""Largest relative distance from the float64 product, by working format: its rounding, and that of the sums."""
-_SMALLEST_EFFECT = 2.0**-9
-"""Least relative distance from the unquantized product: eight bits leave 0.02 or more."""
-
 Counts = Counter[tuple[str, str, str]]
 """(layer or "plain", GEMM or "", format) to number of products."""
 
@@ -97,7 +96,9 @@ class StepCount:
         plain = {
             layer for layer, choice in precisions_of(plan).items() if choice == LinearPrecision.of(compute)
         }
-        ran = Counter({key: number for key, number in self.counts.items() if key[0] not in plain})
+        ran = Counter(
+            {key: number for key, number in self.counts.items() if key[0] not in plain or key[2] != compute}
+        )
         _compare(ran, expected, "of the first step ")
 
 
@@ -118,88 +119,92 @@ def prove(executable: Executable, plan: Plan) -> None:
         TrainingError: the products that ran are not the plan's, or not in its formats.
     """
     architecture = executable.model.architecture
-    num_tokens = _PLANNED_PROBE_TOKENS if executable.planned else _PROBE_TOKENS
+    num_tokens = PLANNED_PROBE_TOKENS if executable.planned else _PROBE_TOKENS
     # Several short rows where the context is short: kernels ask for a multiple of 128 tokens in all.
     length = min(num_tokens, 1 << (architecture.context.bit_length() - 1))
     tokens_BT = (torch.arange(num_tokens) % architecture.vocab_size).view(-1, length)
     # In one chunk, whatever the run's is: every chunk would add three products of the head.
     # A few tokens, but of a tiny run they may be more than its own micro-batches have.
     probed = dataclasses.replace(executable, loss_chunk=0, most_tokens=0, longest=0)
-    planned, fingerprints = StepCount(), _Fingerprints(executable.precision)
-    with observing(planned), observing(fingerprints), _ProductCounter() as counter:
+    planned, fingerprints = StepCount(), Fingerprints(_quantized(plan, executable.precision))
+    # Witnesses wait for the first step, with its own data, and compiled.
+    with without_witnesses(), observing(planned), observing(fingerprints), _ProductCounter() as counter:
         probed.loss(tokens_BT, tokens_BT, None).total.backward()
     executable.model.zero_grad(set_to_none=True)
     _compare(counter.counts + planned.counts, expected_products(plan, executable.precision), "")
+    fingerprints.check()
 
 
-class _Fingerprints:
-    """Checks the first GEMM of each recipe, kind, back end and saved format against float64."""
-
-    def __init__(self, compute: str) -> None:
-        self._compute, self._tolerance = DTYPES[compute], _ROUNDING[compute]
-        self._seen: set[tuple[str, str, str, Operand | None]] = set()
-        self._inputs: dict[str, Tensor] = {}
-        """Layer to X as fprop read it: the codes that wgrad reads must be made of it."""
-
-    def __call__(self, execution: Execution) -> None:
-        if execution.gemm == "fprop":
-            self._inputs[execution.layer] = execution.a
-        input_X = self._inputs.pop(execution.layer, None) if execution.gemm == "wgrad" else None
-        saved = execution.b.operand if isinstance(execution.b, QuantizedTensor) else None
-        kind = (execution.recipe, execution.gemm, execution.backend, saved)
-        if kind in self._seen or execution.recipe in _FORMATS.values():
-            return
-        plain = self._operands(execution, input_X)
-        rounded = [_quantized(x, use.operand, use) for x, use in zip(plain, execution.uses, strict=True)]
-        axes = AXES[execution.gemm]
-        expected = multiply(rounded[0], axes[0], rounded[1], axes[1])
-        unquantized = multiply(plain[0].double(), axes[0], plain[1].double(), axes[1])
-        norm = float(expected.norm())
-        distance, effect = (float((execution.result.double() - y).norm()) for y in (expected, unquantized))
-        if not math.isfinite(norm) or norm == distance == 0:
-            return  # of overflows and of zeros nothing is learned: the next one of its kind may do
-        self._seen.add(kind)
-        # So written that a NaN, too, is a difference.
-        if not (distance <= self._tolerance * norm and (norm == 0 or effect >= _SMALLEST_EFFECT * norm)):
-            raise TrainingError(
-                f"{execution.layer}.{execution.gemm} did not run in {execution.recipe} on the "
-                f"{execution.backend} back end",
-                got=f"a result {distance / max(norm, 1e-30):.2g} from the recipe's, "
-                f"{effect / max(norm, 1e-30):.2g} from the unquantized one (relative)",
-                expected=f"at most {self._tolerance:.2g}, and at least {_SMALLEST_EFFECT:.2g}",
-                do="run `scrimp doctor --fresh`, and report this with its table",
-            )
-
-    def _operands(self, execution: Execution, input_X: Tensor | None) -> list[Tensor]:
-        """Both operands as they are before the recipe rounds them: in the type that quantizers read."""
-        dtype = high_precision(execution.recipe, self._compute)
-        a, b = execution.a, execution.b
-        if isinstance(b, QuantizedTensor):
-            assert input_X is not None
-            saved, use = b.operand, execution.uses[1]
-            # Not read from the codes, which may lie: made again of the input.
-            b = input_X.to(self._compute)
-            if saved != use.operand:
-                b = _quantized(b, saved, use)
-        return [a.to(dtype), b.to(dtype)]
+def _quantized(plan: Plan, compute: str) -> dict[str, LinearPrecision]:
+    """The layers whose GEMMs are planned ones; the others take torch's own path."""
+    return {
+        layer: choice
+        for layer, choice in precisions_of(plan).items()
+        if choice != LinearPrecision.of(compute)
+    }
 
 
-def _quantized(x: Tensor, operand: Operand | None, use: Use) -> Tensor:
-    """The values of a tensor in a format, in float64, made by `scrimp.formats` alone."""
-    if operand is None:
-        return x.double()
-    codes = quantize(
-        x,
-        operand.element,
-        operand.scaling,
-        use.axis,
-        operand.rounding,
-        hadamard=operand.hadamard,
-        four_over_six=operand.four_over_six,
-        noise=use.noise,
-        reduce_amax=use.reduce_amax,
-    )
-    return codes.dequantize(torch.float64)
+class StepProof:
+    """Proves the first step of a plan: how many GEMMs run, and that those which changed have their formats' numbers."""
+
+    def __init__(
+        self, executable: Executable, plan: Plan, before: Plan | None, last: StepProof | None = None
+    ) -> None:
+        """Expect a plan.
+
+        Args:
+            before: the plan of the step before; None: every GEMM is new.
+            last: the proof of that plan; what it could not prove is proven now.
+        """
+        assert executable.planned is not None
+        self._plan, self._compute = plan, executable.precision
+        layers: dict[str, PlannedLayer] = dict(executable.planned.layers)
+        if executable.model.planned_head is not None:
+            layers[HEAD] = executable.model.planned_head
+        precisions = {k: v for k, v in _quantized(plan, self._compute).items() if k in layers}
+        changed = changed_gemms({} if before is None else precisions_of(before), precisions)
+        if last is not None:
+            changed |= last.give_up()
+        self._fingerprints = Fingerprints(precisions, changed)
+        self._fingerprints.watch(layers)
+
+    @contextlib.contextmanager
+    def of_step(self, *, micro_batches: int, head_chunks: int) -> Iterator[None]:
+        """The step that runs inside is the plan's first one.
+
+        Raises:
+            TrainingError: its GEMMs are not those of the plan, or not in their formats; all are named.
+        """
+        count = StepCount()
+        with observing(count):
+            yield
+        count.check(self._plan, self._compute, micro_batches=micro_batches, head_chunks=head_chunks)
+        self._fingerprints.check()
+
+    def check(self) -> None:
+        """After another step: of a GEMM whose first run showed nothing, a later one may have."""
+        self._fingerprints.check()
+
+    def give_up(self) -> set[tuple[str, str]]:
+        """Look at nothing more; the GEMMs of which nothing could be told."""
+        self._fingerprints.release()
+        return self._fingerprints.pending | self._fingerprints.undecided
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every GEMM that was to be proven is."""
+        return not self._fingerprints.pending | self._fingerprints.undecided
+
+    @property
+    def sentence(self) -> str:
+        """What is proven, for people."""
+        proven, layers = self._fingerprints.proven, {layer for layer, _ in self._fingerprints.proven}
+        text = f"{len(proven)} GEMMs of {len(layers)} layers gave the numbers of their formats"
+        open_ones = sorted(".".join(key) for key in self._fingerprints.pending | self._fingerprints.undecided)
+        if open_ones:
+            named = ", ".join(open_ones[:4]) + (", ..." if len(open_ones) > 4 else "")
+            text += f"; nothing could be told yet of {len(open_ones)}: {named}"
+        return text
 
 
 def _compare(ran: Counts, expected: Counts, when: str) -> None:

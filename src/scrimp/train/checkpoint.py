@@ -14,9 +14,16 @@ Method   `save` copies the state to the host and returns; one background thread 
          folder steps aside to .step-00000400.replaced, still found by a reader, and goes when
          the new one has the name. The first save of a process clears what a killed one left.
          `latest` trusts no name: it verifies the checksums, from the newest downwards.
+         A state that holds a NaN or an infinity is written too, for it says what went wrong, and
+         its manifest says so: it pushes out no good checkpoint, and only the newest such stays.
+Bytes    The same run gives the same bytes in every file, in whichever folder: times that were measured
+         stand in the run's own plan.json and logs. Not so where measured times decide: blocks that
+         memory limits were timed for, and state.json of runs that plan their precision, which keeps the
+         seconds of its plans for the run's page.
 Limits   One writing process per run folder (the run's lock sees to it). An error of the thread
          is raised by the next `save`, `poll` or `wait`; the training itself can go on.
 Checked  tests/train/test_checkpoint.py, test_checkpoint_faults.py (faults made for real),
+         test_not_finite.py, test_same_bytes.py,
          test_checkpoint_kill.py (kill -9 at random moments and at every file operation)
 """
 
@@ -28,7 +35,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -37,7 +44,8 @@ from typing import Any, Final
 from torch import Tensor
 
 from scrimp.errors import CheckpointError, ScrimpError, StorageError
-from scrimp.files import storage_error, sync_folder
+from scrimp.files import storage, storage_error, sync_folder
+from scrimp.json_files import read_json
 from scrimp.report.units import format_bytes
 from scrimp.train import manifest as manifests
 from scrimp.train import tensor_files
@@ -46,6 +54,7 @@ from scrimp.train.snapshot import HostCopies
 FOLDER: Final = "checkpoints"
 STATE: Final = "state.json"
 
+_MAX_STATE_BYTES: Final = 256 << 20
 _COMPLETE: Final = re.compile(r"step-(\d{8,})")
 _REPLACED: Final = re.compile(r"\.step-(\d{8,})\.replaced")
 _LEFTOVER: Final = re.compile(r"\.step-\d{8,}\.(partial|removed)")
@@ -64,14 +73,24 @@ class Checkpoint:
     @cached_property
     def state(self) -> dict[str, Any]:
         """What `save` was given as `state`, floats exactly as they were."""
-        text = self.read_file(STATE)
+        path, do = self.folder / STATE, "use an older checkpoint"
+        saved = read_json(path, dict[str, Any], error=CheckpointError, do=do, at_most=_MAX_STATE_BYTES)
         try:
-            state = _decoded(json.loads(text))
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{self.folder / STATE} is damaged", got=error) from error
-        if not isinstance(state, dict):
-            raise CheckpointError(f"{self.folder / STATE} is damaged", expected="a JSON object")
-        return state
+            return {key: _decoded(value) for key, value in saved.items()}
+        except (ValueError, TypeError) as error:
+            raise CheckpointError(f"{path} is damaged", got=error, do=do) from error
+
+    @cached_property
+    def not_finite(self) -> tuple[str, ...]:
+        """Names of the tensors that hold a NaN or an infinity; of a checkpoint that does not say, counted."""
+        known = manifests.read_manifest(self.folder).not_finite
+        return tuple(tensor_files.not_finite(self.tensors())) if known is None else known
+
+    def refuse_not_finite(self, prefix: str = "", *, do: str) -> None:
+        """Raise CheckpointError if a tensor whose name starts with `prefix` is not finite."""
+        names = [name for name in self.not_finite if name.startswith(prefix)]
+        if names:
+            raise not_finite_error(self.folder, names, do=do)
 
     def verify(self) -> None:
         """Compare every file with the manifest. Raises CheckpointError naming the first bad one."""
@@ -98,11 +117,22 @@ class Checkpoint:
             raise CheckpointError(f"{self.folder / name} cannot be read", got=error) from error
 
 
+def not_finite_error(folder: Path, names: Sequence[str], *, do: str) -> CheckpointError:
+    """The refusal of weights, or a whole state, that holds a NaN or an infinity."""
+    more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
+    return CheckpointError(
+        f"{folder} holds numbers that are not finite",
+        got=f"NaN or infinity in {', '.join(names[:3])}{more}",
+        expected="finite numbers",
+        do=do,
+    )
+
+
 class CheckpointStore:
     """The checkpoints of one run. Making a store touches nothing; reading never writes.
 
     Args:
-        keep_last: newest checkpoints that stay.
+        keep_last: newest checkpoints that stay, of those whose numbers are all finite.
         keep_every: checkpoints at multiples of this step stay for good; 0 for none.
         room: bytes that a budget of host memory leaves for the copy and for the file that is being assembled, which
             is never smaller than the largest tensor; None: there is none.
@@ -120,6 +150,8 @@ class CheckpointStore:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._finished: list[int] = []
+        self.not_finite: dict[int, tuple[str, ...]] = {}
+        """Step to the tensors that are not finite, of the checkpoints that this store has written or looked at."""
 
     # -- writing -------------------------------------------------------------------------------
 
@@ -130,6 +162,7 @@ class CheckpointStore:
         state: Mapping[str, Any],
         files: Mapping[str, str],
         *,
+        skipped_steps: int = 0,
         wait: bool = False,
     ) -> None:
         """Write a checkpoint of `step`. When this returns, the caller may change its tensors.
@@ -140,6 +173,7 @@ class CheckpointStore:
         Args:
             state: JSON values only; comes back exactly, non-finite floats too.
             files: name to text, saved along.
+            skipped_steps: steps so far that moved no weight, for the manifest.
             wait: return when the checkpoint is complete.
 
         Raises:
@@ -160,14 +194,21 @@ class CheckpointStore:
         copies = None if wait else self._copies.take(tensors, extra_bytes=extra)
         if copies is None:  # nothing changes the tensors while the caller waits here
             live = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-            self._write(step, live, texts)
+            self._write(step, live, texts, skipped_steps)
             self._raise_error()
             return
+        arguments = (step, copies, texts, skipped_steps)
         # Not a daemon: a process that ends normally ends after the write.
-        self._thread = threading.Thread(
-            target=self._write, args=(step, copies, texts), name=f"checkpoint-{step}"
-        )
-        self._thread.start()
+        thread = threading.Thread(target=self._write, args=arguments, name=f"checkpoint-{step}")
+        try:
+            thread.start()
+        except RuntimeError as error:
+            if not manifests.is_out_of_threads(error):
+                raise
+            self._write(*arguments)
+            self._raise_error()
+        else:
+            self._thread = thread
 
     def wait(self) -> None:
         """Return when no write is going on. Raises its error."""
@@ -203,14 +244,20 @@ class CheckpointStore:
 
     def complete(self) -> list[Checkpoint]:
         """Every checkpoint that has a manifest, newest last; their contents are not checked."""
-        return [c for c in self._candidates() if (c.folder / manifests.MANIFEST).is_file()]
+        return [c for c in self.candidates() if (c.folder / manifests.MANIFEST).is_file()]
 
-    def latest(self) -> tuple[Checkpoint | None, list[CheckpointError]]:
-        """The newest checkpoint that verifies, and what is wrong with the newer ones."""
+    def latest(self, *, finite: bool = False) -> tuple[Checkpoint | None, list[CheckpointError]]:
+        """The newest checkpoint that verifies, and what is wrong with the newer ones.
+
+        Args:
+            finite: whether all its numbers must be finite too.
+        """
         errors: list[CheckpointError] = []
-        for checkpoint in reversed(self._candidates()):
+        for checkpoint in reversed(self.candidates()):
             try:
                 checkpoint.verify()
+                if finite:
+                    checkpoint.refuse_not_finite(do="use an older checkpoint")
             except CheckpointError as error:
                 if checkpoint.folder.is_dir():  # else it was pruned meanwhile by the run that goes on
                     errors.append(error)
@@ -218,7 +265,42 @@ class CheckpointStore:
                 return checkpoint, errors
         return None, errors
 
-    def _candidates(self) -> list[Checkpoint]:
+    def at(self, step: int) -> Checkpoint:
+        """The checkpoint of a step, verified.
+
+        Raises:
+            CheckpointError: there is none, or it is damaged.
+        """
+        found = {checkpoint.step: checkpoint for checkpoint in self.candidates()}
+        if step not in found:
+            known = ", ".join(f"{number:,}" for number in found) or "none at all"
+            raise CheckpointError(
+                f"{self.folder} holds no checkpoint of step {step:,}", expected=f"one of those there: {known}"
+            )
+        found[step].verify()
+        return found[step]
+
+    def set_aside_after(self, step: int) -> list[Path]:
+        """Rename the checkpoints after a step that a run goes back to, so that nobody takes them for the newest.
+
+        Returns their new paths; they stay until their owner deletes them. Raises StorageError.
+        """
+        moved = []
+        for checkpoint in reversed(self.candidates()):  # a kill in between leaves a newest one that is older
+            if checkpoint.step <= step:
+                break
+            aside, number = self.folder / f"left-{_name(checkpoint.step)}", 1
+            while aside.exists():
+                number += 1
+                aside = self.folder / f"left-{_name(checkpoint.step)}.{number}"
+            with storage(checkpoint.folder, "rename"):
+                os.rename(checkpoint.folder, aside)
+                sync_folder(self.folder)
+            moved.append(aside)
+        return moved
+
+    def candidates(self) -> list[Checkpoint]:
+        """Every folder with the name of a checkpoint, newest last, complete or not."""
         try:
             entries = os.listdir(self.folder)
         except FileNotFoundError:
@@ -234,7 +316,9 @@ class CheckpointStore:
 
     # -- the background ------------------------------------------------------------------------
 
-    def _write(self, step: int, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> None:
+    def _write(
+        self, step: int, tensors: Mapping[str, Tensor], texts: Mapping[str, str], skipped_steps: int
+    ) -> None:
         partial = self.folder / f".{_name(step)}.partial"
         try:
             shutil.rmtree(partial, ignore_errors=True)
@@ -242,13 +326,15 @@ class CheckpointStore:
             tensor_files.write_tensors(partial, tensors, max_file_bytes=self._file_bytes)
             for name, text in texts.items():
                 (partial / name).write_text(text, encoding="utf-8", newline="\n")
-            manifests.seal(partial, step)
+            bad = tuple(tensor_files.not_finite(tensors.items()))
+            manifests.seal(partial, step, not_finite=bad, skipped_steps=skipped_steps)
             self._publish(partial, step)
         except BaseException as error:  # of a thread: kept, and raised by the caller's next call
             shutil.rmtree(partial, ignore_errors=True)
             what = f"the checkpoint of step {step} was not written to {self.folder}"
             self._error = storage_error(error, what) if isinstance(error, OSError) else error
             return
+        self.not_finite[step] = bad
         self._finished.append(step)
         try:
             shutil.rmtree(self._aside(step))
@@ -277,23 +363,40 @@ class CheckpointStore:
         sync_folder(self.folder)
 
     def _prune(self, newest: int) -> None:
-        """Remove what is older than the last N good ones; a damaged one does not count as one.
+        """Remove what is older than the last N good ones, and all older ones whose numbers are not finite.
 
-        Steps beyond the newest are of a future that this run, gone back, has not reached: they
-        stay. A folder whose manifest cannot be read stays too: nobody knows what it is.
+        Good is what has its full size and finite numbers and, while the newest one is not finite, the right checksums:
+        an older one is then what the run goes on from. Steps beyond the newest are of a future that this
+        run, gone back, has not reached: they stay. A folder whose manifest cannot be read stays too: nobody knows
+        what it is.
         """
         older = [c for c in self.complete() if c.step < newest and _passes(c, manifests.read_manifest)]
-        good = [*(c.step for c in older if _passes(c, _verify_sizes)), newest]
-        if len(good) < self._keep_last:
-            return
+        bad = {c.step for c in older if self._is_finite(c) is False}
+        good = [] if self.not_finite[newest] else [newest]
+        for checkpoint in reversed(older):
+            if len(good) == self._keep_last:
+                break
+            if self._is_finite(checkpoint) and (newest in good or _passes(checkpoint, manifests.verify)):
+                good.append(checkpoint.step)
+        oldest = good[-1] if len(good) == self._keep_last else 0
         for checkpoint in older:
             is_milestone = self._keep_every > 0 and checkpoint.step % self._keep_every == 0
-            if is_milestone or checkpoint.step >= good[-self._keep_last]:
+            if is_milestone or (checkpoint.step >= oldest and checkpoint.step not in bad):
                 continue
             removed = self.folder / f".{_name(checkpoint.step)}.removed"
             # Renamed first: a kill in the middle of deleting must not leave half a checkpoint.
             os.rename(checkpoint.folder, removed)
             shutil.rmtree(removed)
+
+    def _is_finite(self, checkpoint: Checkpoint) -> bool | None:
+        """Whether all numbers of a checkpoint are finite; None if it is damaged."""
+        try:
+            _verify_sizes(checkpoint.folder)
+            if checkpoint.step not in self.not_finite:
+                self.not_finite[checkpoint.step] = checkpoint.not_finite
+        except CheckpointError:
+            return None
+        return not self.not_finite[checkpoint.step]
 
     def _raise_error(self) -> None:
         error, self._error = self._error, None

@@ -12,24 +12,31 @@ from typing import Any
 
 import torch
 
+from scrimp.adapters import ExportTarget
 from scrimp.config import Config, MemoryConfig, decided, flatten
 from scrimp.data import CorpusSpec, Progress, open_corpus
-from scrimp.errors import ConfigError, ModelError
+from scrimp.errors import ConfigError, DataError, ModelError, StorageError
 from scrimp.model import Decoder, export_model, generate
 from scrimp.planner import count_flops, gemm_formats, ideal_seconds_per_token
 from scrimp.planner.bits import PrecisionPlan
 from scrimp.planner.bytes.room import NoRoomError
 from scrimp.profiler import device_peaks, recall_throughput, resolve_device
 from scrimp.report.tables import key_value_table
-from scrimp.report.units import format_count, format_flops, format_rate
+from scrimp.report.units import format_bytes, format_count, format_flops, format_rate, printable
 from scrimp.runtime import Executable
 from scrimp.train.evaluation import Evaluation, evaluate
-from scrimp.train.memory.shown import account_tables
+from scrimp.train.export_seal import seal_export
+from scrimp.train.memory.shown import account_tables, attention_text
 from scrimp.train.precision.preview import Preview, preview
 from scrimp.train.precision.question import shares_of
 from scrimp.train.setup import Decisions, decide, expected_vocabulary, fit_vocabulary
 from scrimp.train.start import anchored
-from scrimp.train.weights import MODEL_PREFIX, Target, open_target
+from scrimp.train.weights import MODEL_PREFIX, Target, finite_weights, open_target
+
+ECHOED = 2000
+"""Characters of a prompt that `generate` prints, the last ones."""
+_TOKENS_BEFORE = 16
+"""Decoded again with a new token: a character, or a space between words, may depend on those before it."""
 
 
 def _console() -> Any:
@@ -38,7 +45,12 @@ def _console() -> Any:
     return Console(markup=False, highlight=False)
 
 
-def dry_run(config: Config, given: Collection[str] = frozenset(), out: Path | None = None) -> None:
+def dry_run(
+    config: Config,
+    given: Collection[str] = frozenset(),
+    out: Path | None = None,
+    target: ExportTarget | None = None,
+) -> None:
     """Print what a run would need and how fast it would be; prepare and start nothing.
 
     With precision snip and a run as model.weights: measure its newest checkpoint, and show the plan.
@@ -46,15 +58,18 @@ def dry_run(config: Config, given: Collection[str] = frozenset(), out: Path | No
     Args:
         given: dotted keys that the user wrote; of a run that is measured, its own settings count for others.
         out: file for the measured plan.
+        target: the trainer that the measured plan is to run in.
     """
-    measured = preview(config, given)
+    if out is not None and out.exists():
+        raise StorageError(f"{out} exists already", do="choose another name; nothing is overwritten")
+    measured = preview(config, given, target)
     if measured is not None:
         _show_measured(measured, out)
         return
-    if out is not None:
+    if out is not None or target is not None:
         raise ConfigError(
-            "there is no measured plan to write",
-            got=f"--out {out} without a run to measure",
+            "there is no measured plan" + (" to write" if out is not None else f" to make for {target}"),
+            got=("--target" if out is None else f"--out {out}") + " without a run to measure",
             expected="precision snip, and a run with a checkpoint",
             do="give --precision snip --model.weights RUN",
         )
@@ -86,7 +101,6 @@ def _decided(config: Config) -> tuple[Decisions, NoRoomError | None]:
     except NoRoomError as no_room:
         resident = MemoryConfig(activations="keep", weights="device", gradients="device", optimizer="device")
         shown = decisions_of(replace(config, memory=resident))
-        assert shown.memory is not None
         memory = replace(shown.memory, reason="nothing: everything resident, to show what it takes")
         return replace(shown, memory=memory), no_room
 
@@ -100,10 +114,11 @@ def _run_table(decisions: Decisions) -> Any:
     peaks = device_peaks(decisions.device.torch_device, decisions.device.name)
     compute = config.precision_rules.compute
     ideal = 1 / ideal_seconds_per_token(architecture, sequence, gemm_formats(plan), peaks, compute)
-    backends = decisions.describe_backends()
+    backends, attention = decisions.describe_backends(), attention_text(decisions)
     measured = (
         f"{format_rate(rate)} (measured by an earlier run)" if rate else "not measured yet on this machine"
     )
+    tuning = decisions.tuning_bytes
     rows = [
         ("parameters", f"{count:,} ({format_count(count)})"),
         ("FLOPs per token, causal form", format_flops(flops.causal)),
@@ -113,6 +128,8 @@ def _run_table(decisions: Decisions) -> Any:
         ("device", f"{decisions.device.name} ({decisions.device.spelling})"),
         ("speed of light", f"{format_rate(ideal)} (predicted; {peaks.description})"),
         *([("quantized GEMMs", backends)] if backends else []),
+        *([("shapes of tiles", f"tried before the model is made, {format_bytes(tuning)}")] if tuning else []),
+        *([("attention", attention)] if attention else []),
         ("tokens/s", measured),
     ]
     return key_value_table(rows, title=f"{config.model.weights or config.model.preset}, {config.precision}")
@@ -228,7 +245,7 @@ def evaluate_target(
             sequence=length,
             micro_batch=8,
             max_tokens=None,
-            mask_documents=True,
+            mask_documents=target.masks_documents,
             on_tokens=lambda tokens: bar.update(int(tokens * bytes_per_token)),
         )
         documents = corpus.train.num_documents
@@ -240,6 +257,7 @@ def evaluate_target(
                 ("bits per byte", f"{result.bits_per_byte:.4f}"),
                 ("tokens", f"{result.num_targets:,} in {documents:,} documents"),
                 ("sequence", f"{length:,}"),
+                ("documents", "kept apart" if target.masks_documents else "not kept apart, as trained"),
                 ("format", executable.precision),
             ],
             title=f"{folder} on {data}, measured",
@@ -259,13 +277,20 @@ def generate_text(
     seed: int = 0,
     device: str = "auto",
 ) -> str:
-    """Continue `prompt`, printing the text as it comes; returns prompt and continuation."""
+    """Continue `prompt`, printing the text as it comes; returns prompt and continuation.
+
+    Control characters are printed as Python writes them, and of a long prompt only the end.
+    """
+    _refuse_no_text(prompt)
     target = open_target(folder)
     executable = load_executable(target, device)
     prompt_ids = target.tokenizer.encode_prompt(prompt)
     ids = list(prompt_ids)
-    shown = target.tokenizer.decode(ids)
-    sys.stdout.write(shown)
+    text = target.tokenizer.decode(ids)
+    sys.stdout.write("… " * (len(text) > ECHOED) + printable(text[-ECHOED:]))
+    # The text so far is not decoded anew for each token: only what the last few give, and the new one.
+    start = max(0, len(ids) - _TOKENS_BEFORE)
+    shown = target.tokenizer.decode(ids[start:])
     for token in generate(
         executable.model,
         prompt_ids,
@@ -277,33 +302,47 @@ def generate_text(
         end_ids=target.tokenizer.end_ids,
     ):
         ids.append(token)
-        text = target.tokenizer.decode(ids)
+        text = target.tokenizer.decode(ids[start:])
         # A character may span several tokens: wait until its last byte is there.
         if text.startswith(shown) and not text.endswith("\ufffd"):
-            sys.stdout.write(text[len(shown) :])
+            sys.stdout.write(printable(text[len(shown) :]))
             sys.stdout.flush()
-            shown = text
-    text = target.tokenizer.decode(ids)
-    sys.stdout.write(text[len(shown) :] + "\n")
-    return text
+            start = max(start, len(ids) - _TOKENS_BEFORE)
+            shown = target.tokenizer.decode(ids[start:])
+    sys.stdout.write(printable(target.tokenizer.decode(ids[start:])[len(shown) :]) + "\n")
+    return target.tokenizer.decode(ids)
+
+
+def _refuse_no_text(prompt: str) -> None:
+    """Refuse a prompt with bytes that are not UTF-8: Python keeps those of a command line as lone surrogates."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            "the prompt is not UTF-8 text",
+            got=f"{prompt[error.start]!a} after {error.start:,} characters",
+            do="give it in UTF-8",
+        ) from None
 
 
 def export_run(run_dir: Path, out: Path) -> None:
-    """Write the newest checkpoint of a run as a Hugging Face folder."""
+    """Write a checkpoint, or the newest one of a run, as a Hugging Face folder."""
     target = open_target(run_dir)
     if target.checkpoint is None:
         raise ModelError(f"{run_dir} is a Hugging Face folder already", expected="a Scrimp run")
-    weights = (
-        (name.removeprefix(MODEL_PREFIX), tensor) for name, tensor in target.checkpoint.tensors(MODEL_PREFIX)
-    )
-    tokenizer = target.tokenizer
+    tokenizer, step, masks = target.tokenizer, target.checkpoint.step, target.masks_documents
+
+    def save_and_seal(folder: Path) -> None:
+        tokenizer.save(folder)
+        seal_export(folder, step, mask_documents=masks)
+
     export_model(
-        weights,
+        finite_weights(target.checkpoint),
         target.architecture,
         out,
         bos_id=tokenizer.delimiter_id,
         eos_ids=tokenizer.end_ids,
-        save_tokenizer=tokenizer.save,
+        save_tokenizer=save_and_seal,
     )
     own = '"PreTrainedTokenizerFast"' in tokenizer.files().get("tokenizer_config.json", "")
     if target.architecture.family == "qwen2" and own:

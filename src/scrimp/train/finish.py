@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scrimp.config import decided
-from scrimp.errors import ScrimpError, StorageError, TrainingError
+from scrimp.errors import ScrimpError, StorageError, TrainingError, typed
 from scrimp.files import write_whole
 from scrimp.model import Decoder, generate
 from scrimp.planner import Figures
 from scrimp.profiler import remember_throughput
 from scrimp.report import write_report
-from scrimp.report.units import format_bytes, format_rate
+from scrimp.report.units import format_bytes, format_rate, printable
 from scrimp.train.guards import StopSignals
 from scrimp.train.loop import Trainer
 from scrimp.train.memory.phases import GENERATION
@@ -36,7 +36,7 @@ class RunSummary:
 
     run_dir: Path
     exit_code: int
-    """0 done, 130 after SIGINT, 143 after SIGTERM."""
+    """0 done, else 128 and the number of the signal that ended the run."""
     step: int
     eval_loss: float | None
     report: Path
@@ -47,10 +47,13 @@ def finish(run_dir: Path, trainer: Trainer, signals: StopSignals) -> RunSummary:
 
     Raises:
         StorageError: the last checkpoint could not be written.
+        TrainingError: all steps are done, and the weights are not finite.
     """
     step, line = trainer.position.step, trainer.line
     is_done = step >= trainer.train.steps
     failure = save_last(trainer)  # first: nothing that follows may cost the weights
+    if is_done:
+        _refuse_not_finite(trainer)
     evaluation = trainer.evaluate() if is_done else None
     if is_done:
         _sample(trainer)
@@ -61,12 +64,27 @@ def finish(run_dir: Path, trainer: Trainer, signals: StopSignals) -> RunSummary:
         _write_measured_plan(run_dir, trainer)
     report = write_report(run_dir)
     if signals.received is not None and not is_done:
-        line.message(f"stopped after step {step:,}; go on with: scrimp train --run.dir {run_dir} --resume")
+        line.message(
+            f"stopped after step {step:,}; go on with {typed('train', '--run.dir', run_dir, '--resume')}"
+        )
     line.message(f"report: {report}")
     if failure is not None:
         raise failure
     code = 0 if is_done else signals.exit_code
     return RunSummary(run_dir, code, step, evaluation.loss if evaluation else None, report)
+
+
+def _refuse_not_finite(trainer: Trainer) -> None:
+    """End a run in an error where its last weights hold a NaN or an infinity: nobody can use them."""
+    step = trainer.position.step
+    names = [name for name in trainer.store.not_finite.get(step, ()) if name.startswith("model.")]
+    if names:
+        raise TrainingError(
+            f"the weights are not finite after the last step, {step:,}",
+            got=f"NaN or infinity in {', '.join(names[:3])}" + (" ..." if len(names) > 3 else ""),
+            expected="finite numbers",
+            do="lower --train.lr or raise --train.adam-eps in a new run; `--model.weights` takes an older checkpoint",
+        )
 
 
 def save_last(trainer: Trainer) -> StorageError | None:
@@ -92,6 +110,9 @@ def finish_failed(run_dir: Path, trainer: Trainer, error: TrainingError) -> None
     if not trainer.store.complete() and not trainer.is_updating:
         save_last(trainer)
     trainer.log.event("finish", trainer.position.step, str(error))
+    sound, _ = trainer.store.latest(finite=True)
+    if sound is not None and sound.step < trainer.position.step:
+        trainer.line.message(f"the newest checkpoint with finite numbers: {sound.folder}")
     with contextlib.suppress(ScrimpError):  # the run's own error is the one to show
         trainer.line.message(f"report: {write_report(run_dir)}")
 
@@ -123,23 +144,32 @@ def _sample(trainer: Trainer) -> None:
     text = tokenizer.decode(prompt_ids + ids).removeprefix(prompt)
     reason = "beginning of a document, temperature 0.8"
     trainer.log.event("sample", trainer.position.step, reason, prompt=prompt, text=text)
-    trainer.line.message(f"sample (prompt | continuation):\n{prompt} | {text}")
+    trainer.line.message(f"sample (prompt | continuation):\n{printable(prompt)} | {printable(text)}")
 
 
 def _write_measured_plan(run_dir: Path, trainer: Trainer) -> None:
     """Put what was measured beside the plan's predictions, and remember the rate."""
-    rates = trainer.rates[WARM_UP_STEPS:]
-    if not rates:
-        return
-    rate = statistics.median(rates)
+    rates, meter = trainer.rates[WARM_UP_STEPS:], trainer.meter
+    rate = statistics.median(rates) if rates else None
     measured = Figures(
-        peak_device_bytes=trainer.meter.peak_device_bytes(),
-        peak_host_bytes=trainer.meter.peak_host_bytes(),
-        step_seconds=decided(trainer.train.batch_tokens) / rate,
+        peak_device_bytes=meter.peak_device_bytes(),
+        step_seconds=None if rate is None else decided(trainer.train.batch_tokens) / rate,
+        counted_in_step=meter.counted_in_step,
+        process_peak_bytes=meter.process_peak_bytes(),
+        process_growth_bytes=meter.process_growth_bytes(),
     )
     plan = dataclasses.replace(trainer.decisions.plan, measured=measured)
     write_whole(run_dir / PLAN, plan.to_json())
-    remember_throughput(plan, trainer.config, rate)
-    trainer.line.message(
-        f"{format_rate(rate)} (median, measured); peak memory {format_bytes(measured.peak_device_bytes)} (measured)"
-    )
+    words = _memory_words(measured)
+    if rate is not None:
+        remember_throughput(plan, trainer.config, rate)
+        words = f"{format_rate(rate)} (median), {words}"
+    trainer.line.message(f"measured: {words}")
+
+
+def _memory_words(measured: Figures) -> str:
+    """Tensors and process apart."""
+    peak, step = measured.peak_device_bytes, measured.counted_in_step
+    where = "" if step is None else f" (counted in step {step:,})"
+    tensors = "" if peak is None else f"tensors at most {format_bytes(peak)}{where}, "
+    return f"{tensors}process grown by {format_bytes(measured.process_growth_bytes)}"

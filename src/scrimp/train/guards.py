@@ -10,8 +10,12 @@ Outliers    The z-score of loss and gradient norm over a window of past steps::
             Above 6 it is recorded, not acted upon. Outliers enter the window too, so that a lasting
             change of level is reported once and then becomes the new normal. The window is not
             part of the checkpoint: it decides nothing.
-Signals     The first SIGINT or SIGTERM asks the loop to finish its step and write a checkpoint;
-            the second ends the process at once, as if there had been no handler.
+Signals     SIGINT, SIGTERM, SIGHUP (the terminal or the ssh session is gone) and SIGUSR1 (Slurm's
+            warning before its time limit) ask the loop to finish its step and write a checkpoint.
+            A second SIGINT or SIGTERM ends the process at once, as if there had been no handler.
+            The others do not: a terminal that goes away sends SIGHUP more than once, and after
+            Slurm's SIGUSR1 comes its SIGTERM. A signal that was ignored when the run started
+            (`nohup`, a job in the background of a script) stays ignored.
 """
 
 from __future__ import annotations
@@ -30,6 +34,10 @@ from scrimp.errors import TrainingError
 WINDOW = 64
 MIN_VALUES = 16
 Z_LIMIT = 6.0
+INSISTENT_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+"""Sent again by who does not want to wait."""
+QUIET_SIGNALS = (signal.SIGHUP, signal.SIGUSR1)
+"""Sent again by systems, which mean nothing by it."""
 
 
 class OutlierWatch:
@@ -79,27 +87,29 @@ class NonFiniteGuard:
             raise TrainingError(
                 f"{self.in_a_row} steps in a row up to step {step} were not finite",
                 expected="finite loss and gradients",
-                do="resume from the last checkpoint with a lower --train.lr in a new run (--model.weights), or look "
-                "at the data of these steps; events.jsonl lists every skipped step",
+                do="start a new run from the newest finite checkpoint (--model.weights) with a lower --train.lr, or "
+                "look at the data of these steps; events.jsonl lists every skipped step",
             )
 
 
 class StopSignals:
-    """Turns the first SIGINT or SIGTERM into a request, and lets the second one through."""
+    """Turns the first signal that ends a run into a request, and lets a second SIGINT or SIGTERM through."""
 
     def __init__(self, notify: Callable[[str], None]) -> None:
         self.received: signal.Signals | None = None
         self._notify = notify
+        self._insisted = False
         self._previous: dict[signal.Signals, Any] = {}
 
     @property
     def exit_code(self) -> int:
-        """130 after SIGINT, 143 after SIGTERM, 0 without a signal."""
+        """128 and the signal's number: 129 SIGHUP, 130 SIGINT, 138 SIGUSR1, 143 SIGTERM; 0 without a signal."""
         return 0 if self.received is None else 128 + self.received.value
 
     def __enter__(self) -> StopSignals:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._previous[number] = signal.signal(number, self._handle)
+        for number in (*INSISTENT_SIGNALS, *QUIET_SIGNALS):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._previous[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -108,9 +118,12 @@ class StopSignals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         received = signal.Signals(number)
-        if self.received is not None:
+        insists = received in INSISTENT_SIGNALS
+        if insists and self._insisted:
             os._exit(128 + number)  # not sys.exit: it would wait for the thread that writes a checkpoint
+        self._insisted |= insists
+        if self.received is not None:
+            return
         self.received = received
-        self._notify(
-            f"{received.name}: finishing this step and writing a checkpoint; once more stops at once"
-        )
+        again = "; once more stops at once" if insists else ""
+        self._notify(f"{received.name}: finishing this step and writing a checkpoint{again}")

@@ -28,18 +28,17 @@ from scrimp.config import decided
 from scrimp.data import Batch, Corpus, Loader
 from scrimp.errors import StorageError
 from scrimp.files import write_whole
-from scrimp.gemm import observing
 from scrimp.planner import Plan, count_flops, gemm_formats, ideal_seconds_per_token, mfu
 from scrimp.planner.flops import Peaks
 from scrimp.profiler import MemoryMeter
 from scrimp.report.memory_text import runs_of
-from scrimp.runtime import Executable, StepCount
+from scrimp.runtime import Executable, StepProof
 from scrimp.runtime.memory import ArenaTooSmallError, PhaseEdges
 from scrimp.train.checkpoint import Checkpoint, CheckpointStore
 from scrimp.train.evaluation import Evaluation, evaluate
 from scrimp.train.guards import NonFiniteGuard, OutlierWatch, StopSignals
 from scrimp.train.memory.check import MemoryCheck
-from scrimp.train.memory.phases import EVALUATION, MEASURING, TRAINING, cache_of
+from scrimp.train.memory.phases import EVALUATION, MEASURING, TRAINING, cache_of, heap_of
 from scrimp.train.memory.replan import most_on_host
 from scrimp.train.memory.trouble import MemoryTrouble, is_out_of_memory
 from scrimp.train.metrics import MetricsLog
@@ -47,10 +46,14 @@ from scrimp.train.optimizer import make_optimizer
 from scrimp.train.precision.cycle import PrecisionCycle
 from scrimp.train.progress import StepLine
 from scrimp.train.run_folder import PLAN
+from scrimp.train.run_record import DIGEST, RunRecord
 from scrimp.train.schedule import learning_rate
 from scrimp.train.setup import Decisions
 
 RANDOM_STATE = "random.torch"
+COUNTED_STEP = 3
+"""Of a start, in which a CPU's tensors are counted: the first steps make what later ones find, and rates are taken
+from steps after it."""
 
 
 @dataclasses.dataclass
@@ -89,6 +92,7 @@ class Trainer:
         log: MetricsLog,
         line: StepLine,
         files: dict[str, str],
+        record: RunRecord,
     ) -> None:
         self.decisions, self.corpus, self.executable, self.peaks = decisions, corpus, executable, peaks
         self.config, self.train = decisions.config, decisions.config.train
@@ -98,6 +102,7 @@ class Trainer:
         )
         self.position = Position()
         self.rates: list[float] = []
+        self._run_record = record
         self._last_saved: int | None = None
         self.is_updating = False
         """Whether an update was broken off: what is there must not be kept."""
@@ -110,10 +115,14 @@ class Trainer:
         self._flops_per_token = count_flops(decisions.architecture, sequence).causal
         self._trouble = MemoryTrouble(decisions, executable)
         self.no_plan_takes_less = False
-        """Whether a step ran out of memory, and a plan that takes less was sought in vain."""
+        """Whether a step ran out of memory, and no plan that takes less was found."""
         self._check = MemoryCheck(decisions.memory, most_on_host(executable, self.config))
-        self.phases = PhaseEdges(cache_of(executable.device, meter), self._report_cache)
-        self._count: StepCount | None = None
+        self._count_tensors_at: int | None = None
+        """No step before this one counts a CPU's tensors; None: none does."""
+        heap = heap_of(executable.device, self._report_heap)
+        self.phases = PhaseEdges(cache_of(executable.device, meter), self._report_cache, heap)
+        self._proof: StepProof | None = None
+        self._is_first_of_plan = False
         self._ideal_seconds = 0.0
         self.cycle: PrecisionCycle | None = None
         if self.config.is_planned:
@@ -121,16 +130,23 @@ class Trainer:
             self.cycle = PrecisionCycle(
                 decisions, executable, self.optimizer, self._batches, log=log, line=line, run_dir=run_dir
             )
-        self._adopt(decisions.plan)
+        self._adopt(decisions.plan, proves_all=True)
 
     def _follow(self, cycle: PrecisionCycle) -> None:
         if cycle.plan is not self.decisions.plan:
-            self._adopt(cycle.plan)
+            self._adopt(cycle.plan, proves_all=cycle.doubt is not None)
 
-    def _adopt(self, plan: Plan) -> None:
-        """A plan is in force: its speed of light, its file in checkpoints, and its GEMMs counted in the next step."""
+    def _adopt(self, plan: Plan, *, proves_all: bool = False) -> None:
+        """A plan is in force: its speed of light, its file in checkpoints, and its GEMMs proven in the next step.
+
+        Args:
+            proves_all: not those alone that it changes.
+        """
+        self._prove_next_step(plan, None if proves_all else self.decisions.plan)
         self.decisions = dataclasses.replace(self.decisions, plan=plan)
-        self.files["plan.json"] = plan.to_json()
+        # Without what was timed on the machine: the same run gives the same bytes.
+        untimed = dataclasses.replace(plan.predicted, step_seconds=None)
+        self.files[PLAN] = dataclasses.replace(plan, predicted=untimed, measured=None).to_json()
         self.phases.plan(TRAINING, plan.predicted.peak_device_bytes or 0)
         self._ideal_seconds = ideal_seconds_per_token(
             self.decisions.architecture,
@@ -139,7 +155,14 @@ class Trainer:
             self.peaks,
             self.config.precision_rules.compute,
         )
-        self._count = StepCount() if self.executable.planned else None
+        self._count_tensors_at = self.position.step + 1
+
+    def _prove_next_step(self, plan: Plan, before: Plan | None) -> None:
+        if not self.executable.planned:
+            return
+        self._is_first_of_plan = True
+        if self._proof is None or before is None or plan.gemms != before.gemms:
+            self._proof = StepProof(self.executable, plan, before, self._proof)
 
     # -- state ---------------------------------------------------------------------------------
 
@@ -159,7 +182,7 @@ class Trainer:
         self.optimizer.restore_updates(self.position.updates)
         if self.cycle is not None:
             self.cycle.restore(checkpoint.state["precision"], self.position.step)
-            self._adopt(self.cycle.plan)
+            self._adopt(self.cycle.plan, proves_all=True)
         self._last_saved = checkpoint.step
 
     def save(self, *, wait: bool = False) -> None:
@@ -171,19 +194,27 @@ class Trainer:
         state: dict[str, Any] = {
             "position": dataclasses.asdict(self.position),
             "architecture": dataclasses.asdict(self.decisions.architecture),
-            "data_digest": self.corpus.digest,
+            "data_digest": self._run_record.data,
             "sequence": self.train.sequence,
+            DIGEST: self._run_record.digest,
         }
         if self.cycle is not None:
             state["precision"] = self.cycle.to_state()
-        self.store.save(self.position.step, self.tensors(), state, self.files, wait=wait)
+        skipped = self.position.step - self.position.updates
+        self.store.save(
+            self.position.step, self.tensors(), state, self.files, skipped_steps=skipped, wait=wait
+        )
         self._last_saved = self.position.step
 
     def report_checkpoints(self) -> None:
         """Record checkpoints that became complete; a failed one is recorded and the run goes on."""
         try:
             for step in self.store.poll():
-                self.log.event("checkpoint", step, "complete")
+                bad = self.store.not_finite[step]
+                note = f"complete, but not finite: {', '.join(bad[:3])}" if bad else "complete"
+                self.log.event("checkpoint", step, note, finite=not bad)
+                if bad:
+                    self.line.message(f"checkpoint of step {step} {note}; the last finite one stays")
         except StorageError as error:
             self.checkpoint_failed(error)
         if self.log.trouble and not self._log_trouble:
@@ -214,12 +245,13 @@ class Trainer:
         Raises:
             TrainingError: too many non-finite steps in a row.
         """
+        self._count_tensors_at = min(self.position.step + COUNTED_STEP, self.train.steps)
         with self._loader(self.position.step) as loader:
             while self.position.step < self.train.steps and signals.received is None:
                 if self.cycle is not None:
                     self.cycle.before_step(self.position.step)
                     self._follow(self.cycle)
-                result = self._step(loader)
+                result = self._counted_step(loader)
                 if self.cycle is not None:
                     self.cycle.after_step(
                         self.position.step - 1, result.loss, result.grad_norm, result.seconds
@@ -278,6 +310,9 @@ class Trainer:
         self.log.event("memory-phase", self.position.step, sentence)
         self.line.message(f"step {self.position.step}: {sentence}")
 
+    def _report_heap(self, sentence: str) -> None:
+        self.log.event("memory-phase", self.position.step, sentence)
+
     def _is_due(self, every: int | None) -> bool:
         return decided(every) > 0 and self.position.step % decided(every) == 0
 
@@ -301,6 +336,19 @@ class Trainer:
             mask_documents=self.config.data.mask_documents,
             pin=self.executable.device.type == "cuda",
         )
+
+    def _counted_step(self, loader: Loader) -> StepResult:
+        """A step; on a CPU an early one, and the first of each later plan, with its tensors counted."""
+        number = self.position.step + 1
+        if not self.meter.counts_steps or self._count_tensors_at is None or number < self._count_tensors_at:
+            return self._step(loader)
+        self._count_tensors_at = None  # before the step, in which another plan may be adopted
+        self.wait_for_checkpoint()  # whose copy is no part of a step
+        with self.meter.counting(number):
+            result = self._step(loader)
+        if self._count_tensors_at is not None:
+            self.meter.forget_counts()  # memory ran out: what was counted is of two plans
+        return result
 
     def _step(self, loader: Loader) -> StepResult:
         self.phases.switch(TRAINING)
@@ -378,6 +426,7 @@ class Trainer:
     def _change_memory(self, plan: Plan, step: int) -> None:
         """Blocks do from now on what another plan says; between two attempts at a step, or two steps."""
         self.executable.change_activations(plan)
+        self.meter.forget_counts()
         if self.cycle is not None:
             self.cycle.plan = plan
         self._adopt(plan)
@@ -390,8 +439,9 @@ class Trainer:
         """After the first steps: measured beside predicted, and another plan where they differ."""
         tokens, step = decided(self.train.batch_tokens), self.position.step
         device = self.executable.device
-        # Since training was last entered (`phases`): building and evaluation have peaks of their own.
-        peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+        # On CUDA since training was last entered (`phases`): building and evaluation have peaks of their own.
+        is_cuda = device.type == "cuda"
+        peak = torch.cuda.max_memory_allocated(device) if is_cuda else self.meter.peak_device_bytes()
         found = self._check.after_step(
             self.decisions.plan, step, [tokens / rate for rate in self.rates], peak
         )
@@ -404,21 +454,25 @@ class Trainer:
 
     @contextlib.contextmanager
     def _counting(self, micro_batches: int) -> Iterator[None]:
-        """Of the first step of a plan: the planned GEMMs that run inside must be those of the plan."""
-        if self._count is None:
+        """Of the first step of a plan: the planned GEMMs that run inside must be those of the plan, in its formats."""
+        if self._proof is None:
             yield
             return
-        with observing(self._count):
+        if not self._is_first_of_plan:
             yield
+            self._proof.check()
+            return
         tokens = decided(self.train.micro_batch) * decided(self.train.sequence)
         chunks = -(-tokens // (decided(self.train.loss_chunk) or tokens))
-        self._count.check(
-            self.decisions.plan,
-            self.config.precision_rules.compute,
-            micro_batches=micro_batches,
-            head_chunks=micro_batches * chunks,
-        )
-        self._count = None
+        with self._proof.of_step(micro_batches=micro_batches, head_chunks=micro_batches * chunks):
+            yield
+        self._is_first_of_plan = False
+        sentence, doubt = self._proof.sentence, None if self.cycle is None else self.cycle.doubt
+        if doubt is not None:
+            if self._proof.is_complete:
+                sentence += ", every planned one: the prediction was off"
+            self.line.message(f"step {self.position.step + 1}: {doubt}; {sentence}")
+        self.log.event("proof", self.position.step + 1, sentence)
 
     def _record(self, result: StepResult) -> dict[str, Any]:
         rate = decided(self.train.batch_tokens) / result.seconds
@@ -432,8 +486,9 @@ class Trainer:
             "tokens_per_s": rate,
             "mfu_bf16": mfu(self._flops_per_token, rate, self.peaks),
             "sol": self._ideal_seconds * rate,
-            "peak_device_bytes": self.meter.peak_device_bytes(),
-            "peak_host_bytes": self.meter.peak_host_bytes(),
+            "tensor_peak_bytes": self.meter.peak_device_bytes(),
+            "process_peak_bytes": self.meter.process_peak_bytes(),
+            "process_growth_bytes": self.meter.process_growth_bytes(),
             "data_wait_s": result.data_wait_seconds,
             "step_s": result.seconds,
             "skipped": result.skipped,

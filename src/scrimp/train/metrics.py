@@ -38,8 +38,9 @@ _GROUPS: Final = {
     "sol": "speed",
     "step_s": "speed",
     "data_wait_s": "speed",
-    "peak_device_bytes": "memory",
-    "peak_host_bytes": "memory",
+    "tensor_peak_bytes": "memory",
+    "process_peak_bytes": "memory",
+    "process_growth_bytes": "memory",
     "eval_loss": "evaluation",
     "eval_bits_per_byte": "evaluation",
 }

@@ -164,9 +164,10 @@ class StepLine:
             figures.append("skipped")
         if is_number(record.get("tokens_per_s")):
             figures.append(format_rate(record["tokens_per_s"]))
-        memory = record.get("peak_device_bytes") or record.get("peak_host_bytes")
-        if is_number(memory):
-            figures.append(f"peak memory {format_bytes(memory)}")
+        if is_number(record.get("tensor_peak_bytes")):
+            figures.append(f"tensors {format_bytes(record['tensor_peak_bytes'])}")
+        elif is_number(record.get("process_growth_bytes")):
+            figures.append(f"process +{format_bytes(record['process_growth_bytes'])}")
         if is_number(record.get("mfu_bf16")):
             figures.append(f"MFU {format_percent(record['mfu_bf16'])}{self._of_peak()}")
         if is_number(record.get("sol")):

@@ -21,8 +21,12 @@ from scrimp.config import (
     replace_values,
     with_later_choices,
 )
-from scrimp.errors import CheckpointError, StorageError
+from scrimp.errors import CheckpointError, StorageError, typed
 from scrimp.files import make_folder, storage
+from scrimp.report.records import read_jsonl
+from scrimp.train.manifest import MANIFEST, read_manifest
+from scrimp.train.metrics import EVENTS, METRICS
+from scrimp.train.run_record import RUN
 
 CONFIG = "config.toml"
 PLAN = "plan.json"
@@ -43,6 +47,16 @@ def choose_run_dir(config: Config, root: Path = Path("runs")) -> Path:
     return root / f"{config.model.preset}-{number:03d}"
 
 
+def run_of(folder: Path) -> Path:
+    """The run that a checkpoint lies in; any other folder, and a checkpoint that is in no run, as it is."""
+    own = folder.resolve()
+    run_dir = own.parent.parent
+    is_part = (
+        (folder / MANIFEST).is_file() and own.parent.name == CHECKPOINTS and (run_dir / CONFIG).is_file()
+    )
+    return run_dir if is_part else folder
+
+
 def refuse_used_folder(run_dir: Path) -> None:
     """Refuse a folder that exists and is not empty.
 
@@ -54,7 +68,7 @@ def refuse_used_folder(run_dir: Path) -> None:
         raise CheckpointError(
             f"{run_dir} holds a run already",
             got="one with checkpoints" if has_checkpoint else "one without a complete checkpoint",
-            do=f"continue it with `scrimp train --run.dir {run_dir} --resume`, or choose another --run.dir",
+            do=f"continue it with {typed('train', '--run.dir', run_dir, '--resume')}, or choose another --run.dir",
         )
     if run_dir.is_dir():
         strangers = sorted(entry.name for entry in run_dir.iterdir() if not _is_leftover(entry))
@@ -75,7 +89,9 @@ def _is_leftover(entry: Path) -> bool:
     """What a run leaves that was killed before its configuration, the last of its first files, was there."""
     if entry.name == CHECKPOINTS:
         return entry.is_dir() and not any(entry.iterdir())
-    return entry.name in (LOCK, TOKENIZER, PLAN) or (entry.name[0] == "." and entry.name.endswith(".partial"))
+    return entry.name in (LOCK, TOKENIZER, PLAN, RUN) or (
+        entry.name[0] == "." and entry.name.endswith(".partial")
+    )
 
 
 class FolderInUseError(StorageError):
@@ -136,6 +152,31 @@ class RunLock:
             self._file.close()
 
 
+def refuse_checkpoint(folder: Path) -> None:
+    """Refuse a checkpoint where a run is meant: it has a configuration too."""
+    if not (folder / MANIFEST).is_file():
+        return
+    run_dir, step = run_of(folder), read_manifest(folder).step
+    do = f"go on from it with `scrimp train --run.dir {run_dir} --resume-from {step}`"
+    if run_dir == folder:
+        do = f"put it into {CHECKPOINTS}/ of its run, or begin a new run with --model.weights {folder}"
+    raise CheckpointError(f"{folder} is a checkpoint", expected="the folder of its run", do=do)
+
+
+def sign_of_checkpoints(run_dir: Path) -> str | None:
+    """What the logs of a run say of checkpoints that it had; None if it never had one."""
+    events = run_dir / EVENTS
+    kinds = ("checkpoint", "resume")
+    steps = [event.get("step") for event in read_jsonl(events) if event.get("kind") in kinds]
+    saved = [step for step in steps if isinstance(step, int) and step > 0]
+    if saved:
+        return f"{EVENTS} tells of one at step {max(saved):,}"
+    log = run_dir / METRICS
+    if not events.exists() and log.exists() and log.stat().st_size:
+        return f"{METRICS} holds steps, and {EVENTS} is gone"
+    return None
+
+
 def saved_config(run_dir: Path) -> Config:
     """The resolved configuration that a run was started with."""
     path = run_dir / CONFIG
@@ -156,12 +197,12 @@ def config_to_resume(saved: Config, now: Config, given: Collection[str]) -> Conf
     Raises:
         CheckpointError: a given key differs from the saved run and decides its numbers.
     """
-    # A choice that the user left to Scrimp has been made, and is kept.
+    # A choice that the user left to Scrimp has been made, and is kept; a back end is chosen anew where auto is given.
     open_choices = (None, "auto")
     changed = {
         key: (old, new)
         for key, (old, new) in differences(saved, now).items()
-        if key in given and new not in open_choices
+        if key in given and (new not in open_choices or key == "backend")
     }
     refused = {key: pair for key, pair in changed.items() if key not in MAY_CHANGE_ON_RESUME}
     if refused:

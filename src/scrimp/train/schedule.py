@@ -3,12 +3,14 @@
 With w warm-up steps, n steps, peak p and final ratio r, at step s = 0 .. n-1::
 
     warm-up   p (s + 1) / w                                   s < w
-    cosine    p [r + (1 - r) (1 + cos(pi t)) / 2]             t = (s - w) / (n - 1 - w)
+    cosine    p [r + (1 - r) (1 + cos(pi t)) / 2]             t = (s - w) / (n - 1 - w), 1 at the last step
     linear    p [1 - (1 - r) t]
     wsd       p until the last fifth of the run, then linear to r p
     constant  p
 
-so the first step already learns (rate p / w, not 0), and the last step runs at r p exactly.
+so the first step already learns (rate p / w, not 0), and the last step runs at r p exactly, however
+short the run: a warm-up as long as the run gives its last step to r p. Only a run of one step, which
+is first and last, runs at p.
 """
 
 from __future__ import annotations
@@ -23,15 +25,17 @@ WSD_DECAY_SHARE = 0.2
 
 def learning_rate(step: int, train: TrainConfig) -> float:
     """Learning rate of 0-based `step` for a resolved configuration."""
-    peak, warmup = decided(train.lr), decided(train.warmup_steps)
+    peak, warmup, last = decided(train.lr), decided(train.warmup_steps), train.steps - 1
+    if train.schedule != "constant":
+        warmup = min(warmup, last)
     if step < warmup:
         return peak * (step + 1) / warmup
-    if train.schedule == "constant":
+    if train.schedule == "constant" or last == 0:
         return peak
     start = warmup
     if train.schedule == "wsd":
-        start = max(start, train.steps - math.ceil(WSD_DECAY_SHARE * train.steps) - 1)
-    progress = min(1.0, max(0.0, (step - start) / max(1, train.steps - 1 - start)))
+        start = max(start, last - math.ceil(WSD_DECAY_SHARE * train.steps))
+    progress = 1.0 if step >= last else max(0.0, (step - start) / (last - start))
     ratio = train.final_lr_ratio
     if train.schedule == "cosine":
         return peak * (ratio + (1 - ratio) * 0.5 * (1 + math.cos(math.pi * progress)))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import platform
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -18,13 +17,24 @@ import torch
 
 from scrimp import __version__
 from scrimp.config import Config, decided, reasons_in, to_toml
-from scrimp.errors import CheckpointError, PlanError, TrainingError
-from scrimp.files import write_whole
+from scrimp.data import Tokenizer, load_tokenizer
+from scrimp.data.tokenizer import _COMPANIONS
+from scrimp.errors import CheckpointError, ConfigError, PlanError, TrainingError
+from scrimp.files import storage, write_whole
 from scrimp.model import Decoder, initialise
-from scrimp.planner import Plan, account_of, count_flops
+from scrimp.model.compiled import is_compiler_error
+from scrimp.planner import Plan, count_flops
 from scrimp.profiler import MemoryMeter, device_peaks
 from scrimp.report.units import format_count
-from scrimp.runtime import compile_blocks, deterministic, precisions_of, prove, realise
+from scrimp.runtime import (
+    backends_text,
+    compile_blocks,
+    deterministic,
+    precisions_of,
+    prove,
+    realise,
+    tune,
+)
 from scrimp.runtime.memory import ArenaTooSmallError, uses_host
 from scrimp.train.checkpoint import CheckpointStore
 from scrimp.train.finish import RunSummary, finish, finish_failed
@@ -33,7 +43,7 @@ from scrimp.train.loop import Trainer
 from scrimp.train.memory.host_room import left_of_budget, take_host_room
 from scrimp.train.memory.limits import device_limit, refuse_beyond_memory
 from scrimp.train.memory.plan import decision_of
-from scrimp.train.memory.shown import account_text
+from scrimp.train.memory.shown import account_text, attention_text
 from scrimp.train.memory.trouble import is_out_of_memory
 from scrimp.train.metrics import MetricsLog
 from scrimp.train.progress import StepLine
@@ -43,32 +53,51 @@ from scrimp.train.run_folder import (
     TOKENIZER,
     RunLock,
     claim_new_folder,
+    drop_plans_after,
+    refuse_checkpoint,
     refuse_used_folder,
     saved_config,
 )
+from scrimp.train.run_record import make_record, read_record, write_record
 from scrimp.train.setup import Decisions
 from scrimp.train.start import Start, fresh_start, resumed_start
 from scrimp.train.weights import fill_from_weights
 
 
-def train(config: Config, *, resume: bool = False, given: Collection[str] = frozenset()) -> RunSummary:
+def train(
+    config: Config,
+    *,
+    resume: bool = False,
+    resume_from: int | None = None,
+    restart: bool = False,
+    given: Collection[str] = frozenset(),
+) -> RunSummary:
     """Train by a configuration.
 
     Args:
         resume: go on from the newest good checkpoint of `config.run.dir`.
+        resume_from: go on from the checkpoint of this step; newer ones are set aside.
+        restart: with `resume`, begin again at step 0 where no checkpoint can be used.
         given: dotted keys that the user wrote; a resumed run takes all others from its folder.
 
     Raises:
         ScrimpError: bad input (nothing was started), or a run that failed.
     """
-    # Determinism needs it, and torch looks once: at the first product on the device, which may be a probe's.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    if resume:
+    if restart and (resume_from is not None or not resume):
+        raise ConfigError(
+            "--restart does not go with --resume-from"
+            if resume_from is not None
+            else "--restart needs --resume",
+            expected="--resume --restart: go on from the newest checkpoint, or at step 0 where none can be used",
+        )
+    if resume or resume_from is not None:
         if config.run.dir is None:
             raise CheckpointError("--resume needs a run", do="name it with --run.dir")
+        refuse_checkpoint(config.run.dir)
         saved_config(config.run.dir)  # refuse what holds no run before a lock file is left in it
         with RunLock(config.run.dir):
-            return _train_in(config.run.dir, resumed_start(config.run.dir, config, given))
+            start = resumed_start(config.run.dir, config, given, from_step=resume_from, may_restart=restart)
+            return _train_in(config.run.dir, start)
     if config.run.dir is not None:
         refuse_used_folder(config.run.dir)
     start = fresh_start(config)
@@ -80,12 +109,16 @@ def _train_in(run_dir: Path, start: Start) -> RunSummary:
     start = _in_folder(run_dir, start)
     config = start.decisions.config
     files = _write_decisions(run_dir, start)
-    left = left_of_budget(config, start.decisions.device, start.room.arena.capacity if start.room else 0)
+    room = left_of_budget(config, start.decisions.device, start.room.arena.capacity if start.room else 0)
     store = CheckpointStore(
-        run_dir, keep_last=config.train.keep_last, keep_every=config.train.keep_every, room=left
+        run_dir, keep_last=config.train.keep_last, keep_every=config.train.keep_every, room=room
     )
     store.prepare()
     resume_step = start.checkpoint.step if start.checkpoint else None
+    left = []
+    if start.goes_back:
+        left = store.set_aside_after(-1 if resume_step is None else resume_step)
+        drop_plans_after(run_dir, resume_step or 0)
     with contextlib.ExitStack() as stack:
         log = stack.enter_context(contextlib.closing(MetricsLog(run_dir, resume_step=resume_step)))
         line = stack.enter_context(StepLine(total_steps=config.train.steps, first_step=resume_step or 0))
@@ -93,35 +126,44 @@ def _train_in(run_dir: Path, start: Start) -> RunSummary:
         for note in start.notes:
             line.message(note)
             log.event("checkpoint-failed", resume_step or 0, note)
+        for path in left:
+            line.message(f"left behind: {path}, which may be deleted")
         trainer = _make_trainer(start, store, log, line, files)
         stack.callback(trainer.optimizer.close)
         _announce(trainer, run_dir, start)
         if trainer.cycle is not None:
             stack.callback(trainer.cycle.close)
         try:
-            with _named_failures(trainer), deterministic(trainer.executable.device):
-                trainer.run(signals)
+            with _named_failures(trainer):
+                with deterministic(trainer.executable.device):
+                    trainer.run(signals)
+                return finish(run_dir, trainer, signals)
         except TrainingError as failure:
             finish_failed(run_dir, trainer, failure)
             raise
-        with _named_failures(trainer):
-            return finish(run_dir, trainer, signals)
 
 
 def _in_folder(run_dir: Path, start: Start) -> Start:
     """A start in its folder: a resumed run has its own plan and reasons, and takes host memory by these."""
     decisions = start.decisions
     config = dataclasses.replace(decisions.config, run=dataclasses.replace(decisions.config.run, dir=run_dir))
-    reasons = decisions.reasons
+    reasons, began_with = decisions.reasons, decisions.plan.backends
     config_path, plan_path = run_dir / CONFIG, run_dir / PLAN
     is_resumed = config_path.exists()
     if is_resumed:
         reasons = reasons_in(config_path.read_text(encoding="utf-8"), config)
-        if plan_path.exists():
-            saved = Plan.read(plan_path)
+        saved = _saved_plan(plan_path, start)
+        if saved is not None:
+            began_with = saved.backends
+            if config.is_planned and start.checkpoint is None:  # its formats are of a later step
+                saved = dataclasses.replace(saved, gemms=decisions.plan.gemms)
             if saved.fingerprint == decisions.plan.fingerprint:
                 saved.check_runnable(decisions.plan, str(plan_path))
                 decisions = _carried_on(saved, start)
+    decisions = dataclasses.replace(decisions, config=config, reasons=reasons)
+    decisions = decisions.with_recorded_backends(anew="backend" in start.given)
+    if is_resumed:  # by the back ends of its record
+        decisions.refuse_tuning_misfit()
     plan = decisions.plan
     if config.is_planned and uses_host(plan):
         raise PlanError(
@@ -132,22 +174,48 @@ def _in_folder(run_dir: Path, start: Start) -> Start:
     room = (
         take_host_room(plan, config, decisions.architecture, decisions.device) if is_resumed else start.room
     )
-    decisions = dataclasses.replace(decisions, config=config, reasons=reasons)
-    return dataclasses.replace(start, decisions=decisions, room=room)
+    ran = "" if began_with in ({}, plan.backends) else backends_text(began_with)
+    return dataclasses.replace(start, decisions=decisions, room=room, ran_by=ran)
+
+
+def _saved_plan(path: Path, start: Start) -> Plan | None:
+    """The plan of a run that goes on; where its file is gone that of the checkpoint, of which it is a copy."""
+    if path.exists():
+        return Plan.read(path)
+    if start.checkpoint is None or not (start.checkpoint.folder / PLAN).is_file():
+        return None
+    return Plan.from_json(start.checkpoint.read_file(PLAN), origin=str(start.checkpoint.folder / PLAN))
 
 
 def _write_decisions(run_dir: Path, start: Start) -> dict[str, str]:
-    """Leave config, plan and tokenizer in the run folder; the first two are in every checkpoint too."""
-    if not (run_dir / CONFIG).exists():
-        start.corpus.tokenizer.save(run_dir / TOKENIZER)
+    """Leave config, plan and tokenizer in the run folder; the first two are in every checkpoint too, without the
+    name of the folder, so that the same run gives the same checkpoints in another one."""
+    # Without a configuration, whatever else is there is of a start that was killed, perhaps with other data.
+    is_new = not (run_dir / CONFIG).exists()
+    if is_new or not (run_dir / TOKENIZER / "tokenizer.json").exists():
+        _replace_tokenizer(run_dir / TOKENIZER, start.corpus.tokenizer)
+    if is_new or read_record(run_dir) is None:
+        own = make_record(load_tokenizer(run_dir / TOKENIZER), start.corpus.digest)
+        write_record(run_dir, start.record or own)
+    config = start.decisions.config
     files = {
         PLAN: start.decisions.plan.to_json(),
-        CONFIG: to_toml(start.decisions.config, start.decisions.reasons),
+        CONFIG: to_toml(config, start.decisions.reasons),
     }
     # The configuration comes last: a folder with one can be resumed.
     for name, text in files.items():
         write_whole(run_dir / name, text)
-    return files
+    nowhere = dataclasses.replace(config, run=dataclasses.replace(config.run, dir=None))
+    return files | {CONFIG: to_toml(nowhere, start.decisions.reasons)}
+
+
+def _replace_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
+    """Write a tokenizer into a folder, and remove what another one left that would be read with it."""
+    for name in _COMPANIONS:
+        if name not in tokenizer.files():
+            with storage(folder / name, "remove"):
+                (folder / name).unlink(missing_ok=True)
+    tokenizer.save(folder)
 
 
 def _carried_on(saved: Plan, start: Start) -> Decisions:
@@ -164,7 +232,7 @@ def _carried_on(saved: Plan, start: Start) -> Decisions:
     plan = dataclasses.replace(plan, **edited)
     config, architecture, device = decisions.config, decisions.architecture, decisions.device
     memory = decision_of(plan, config, architecture, device)
-    copy = account_of(config, architecture).checkpoint_copy
+    copy = memory.costs.checkpoint_copy
     refuse_beyond_memory(memory, config, device, copy)
     machine = dataclasses.replace(memory.machine, device_bytes=device_limit(config, device, copy))
     decisions = decisions.with_memory(dataclasses.replace(memory, machine=machine))
@@ -203,9 +271,12 @@ def _make_trainer(
     line.phase("measuring the peak rate of the device")
     peaks = device_peaks(device, decisions.device.name)
     line.peak_origin = peaks.description
-    choose = decisions.backends()
+    choose, tuned = decisions.backends(), decisions.tuned_gemms()
+    if tuned:
+        line.phase("trying shapes of tiles for the GEMMs")
+        tune(tuned, device)  # before there is a model, and a proof: nothing of it lies in memory later
     line.phase("building the model")
-    meter = MemoryMeter(device)
+    meter = MemoryMeter(device, start.room.arena.owns) if start.room else MemoryMeter(device)
     executable = realise(
         decisions.plan,
         decisions.architecture,
@@ -222,8 +293,19 @@ def _make_trainer(
         most_tokens=decisions.micro_batch_tokens,
         longest=decided(config.train.sequence),
     )
+    record = read_record(decided(config.run.dir))
+    assert record is not None  # `_write_decisions` has written it
     trainer = Trainer(
-        decisions, start.corpus, executable, peaks, meter, store=store, log=log, line=line, files=files
+        decisions,
+        start.corpus,
+        executable,
+        peaks,
+        meter,
+        store=store,
+        log=log,
+        line=line,
+        files=files,
+        record=record,
     )
     if start.checkpoint is not None:
         trainer.restore(start.checkpoint)
@@ -248,8 +330,7 @@ def _named_failures(trainer: Trainer) -> Iterator[None]:
     except (RuntimeError, ArenaTooSmallError) as error:
         if is_out_of_memory(error):
             raise _out_of_memory(trainer, error) from None
-        # By module: importing the compiler's exceptions would import the compiler.
-        if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+        if is_compiler_error(error):
             raise _not_compiled(error) from None
         raise
 
@@ -296,6 +377,9 @@ def _announce(trainer: Trainer, run_dir: Path, start: Start) -> None:
     )
     trainer.line.message(f"data: {corpus.checked}")
     trainer.line.message(account_text(trainer.decisions))
+    attention = attention_text(trainer.decisions)
+    if attention:
+        trainer.line.message(f"attention: {attention}")
     _note_edited_plan(trainer)
     if config.is_planned:
         trainer.line.message(
@@ -305,6 +389,10 @@ def _announce(trainer: Trainer, run_dir: Path, start: Start) -> None:
     backends = trainer.decisions.describe_backends()
     if backends:
         trainer.line.message(f"GEMMs: {backends}")
+    if start.ran_by:
+        what = f"GEMMs ran {start.ran_by} before: the same formats, sums in another order"
+        trainer.line.message(what)
+        trainer.log.event("backends-changed", trainer.position.step, what, now=backends)
     flops = count_flops(architecture, decided(config.train.sequence))
     trainer.log.event(
         "resume" if start.checkpoint else "start",
@@ -328,6 +416,8 @@ def _announce(trainer: Trainer, run_dir: Path, start: Start) -> None:
         done = start.checkpoint.step >= config.train.steps
         say = "all steps are done already" if done else f"continuing from step {start.checkpoint.step:,}"
         trainer.line.message(say)
+    elif start.goes_back:
+        trainer.line.message("no checkpoint can be used: beginning at step 0")
 
 
 def _note_edited_plan(trainer: Trainer) -> None:

@@ -24,16 +24,19 @@ from scrimp.config import (
     resolve,
 )
 from scrimp.data import Corpus, CorpusSpec, is_corpus, load_tokenizer, open_corpus
-from scrimp.errors import CheckpointError, ConfigError, DataError, DeviceError, ModelError
+from scrimp.errors import CheckpointError, ConfigError, DataError, DeviceError, ModelError, PlanError
 from scrimp.gemm import BackendChooser
-from scrimp.planner import Plan, account_of, build_plan, linear_layers, refuse_misfit, with_precisions
+from scrimp.planner import Plan, build_plan, linear_layers, refuse_misfit, with_precisions
 from scrimp.planner.bytes.decision import MemoryDecision
 from scrimp.planner.bytes.room import Budgets
-from scrimp.precision import parse_rules
+from scrimp.precision import GEMMS, HIGH_PRECISION, parse_rules
 from scrimp.profiler import Device, resolve_device
-from scrimp.runtime import choose_backends, describe_backends
+from scrimp.runtime import choose_backends, describe_backends, recorded_backends, tuned_gemms
+from scrimp.runtime.backends import Tuned
+from scrimp.runtime.determinism import refuse_undetermined
+from scrimp.runtime.execute import DTYPES
 from scrimp.train.memory.host_room import checkpoint_bytes, largest_tensor_bytes
-from scrimp.train.memory.limits import budgets_of
+from scrimp.train.memory.limits import budgets_of, device_limit
 from scrimp.train.memory.micro_batch import decide_micro_batch
 from scrimp.train.precision.question import refuse_unreachable_share
 from scrimp.train.run_folder import TOKENIZER
@@ -54,9 +57,9 @@ class Decisions:
     plan: Plan
     reasons: dict[str, str]
     """Dotted key to the reason of an automatic choice."""
-    memory: MemoryDecision | None = None
-    """What is done so that a step fits; None: everything resident fits easily."""
-    copy_bytes: int = 0
+    memory: MemoryDecision
+    """What is done so that a step fits."""
+    copy_bytes: int
     """Predicted host memory that writing a checkpoint takes."""
 
     @property
@@ -67,11 +70,6 @@ class Decisions:
     def backends(self) -> BackendChooser:
         """What runs each GEMM on the device, in any format that a plan may give it; PlanError where nothing does,
         or not what was asked for."""
-        plans = [self.plan]
-        if self.config.is_planned:
-            rules = parse_rules(self.config.precision)
-            bases = dict.fromkeys([*self.config.candidates, self.config.snip.start])
-            plans = [with_precisions(self.plan, rules.with_base(base)) for base in bases]
         choosers = [
             choose_backends(
                 plan,
@@ -81,9 +79,77 @@ class Decisions:
                 head_tokens=decided(self.config.train.loss_chunk),
                 backend=self.config.backend,
             )
-            for plan in plans
+            for plan in self._plans()
         ]
         return choosers[0]
+
+    def _plans(self) -> list[Plan]:
+        """The plan; of formats that are planned while training, one for each that GEMMs may get."""
+        if not self.config.is_planned:
+            return [self.plan]
+        rules = parse_rules(self.config.precision)
+        bases = dict.fromkeys([*self.config.candidates, self.config.snip.start])
+        return [with_precisions(self.plan, rules.with_base(base)) for base in bases]
+
+    def with_recorded_backends(self, *, anew: bool = False) -> Decisions:
+        """The same run, its back ends in its plan: those that stand there, unless the user asks for another one; for
+        what nothing stands there, what is fastest here and now. PlanError as by `backends`.
+
+        Args:
+            anew: whatever stands there, as where the user asks for `auto`.
+        """
+        recorded = {} if anew or self.config.backend != "auto" else self.plan.backends
+        found = dataclasses.replace(self, plan=dataclasses.replace(self.plan, backends=recorded))
+        choose, rows = found.backends(), dict(recorded)
+        for plan in found._plans():
+            new = recorded_backends(
+                plan,
+                self.architecture,
+                choose,
+                self.device.torch_device,
+                tokens=self.micro_batch_tokens,
+                head_tokens=decided(self.config.train.loss_chunk),
+            )
+            rows |= {row: rows.get(row, choice).merged(choice) for row, choice in new.items()}
+        return dataclasses.replace(self, plan=dataclasses.replace(self.plan, backends=rows))
+
+    def tuned_gemms(self) -> list[Tuned]:
+        """What back ends try before the run, in any format that a plan may give a GEMM."""
+        plans = [plan for plan in self._plans() if _quantizes(plan)]
+        if not plans:  # nothing is quantized: no back end is asked for, and no device
+            return []
+        choose = self.backends()
+        return [
+            one
+            for plan in plans
+            for one in tuned_gemms(
+                plan,
+                self.architecture,
+                choose,
+                self.device.torch_device,
+                tokens=self.micro_batch_tokens,
+                head_tokens=decided(self.config.train.loss_chunk),
+                out=DTYPES[self.config.precision_rules.compute],
+            )
+        ]
+
+    @property
+    def tuning_bytes(self) -> int:
+        """Device memory that back ends take to try shapes of tiles, before the model is made; no part of a step."""
+        return max((one.nbytes for one in self.tuned_gemms()), default=0)
+
+    def refuse_tuning_misfit(self) -> None:
+        """Raise PlanError if there is not so much memory as trying shapes of tiles takes."""
+        needed, copy = self.tuning_bytes, self.memory.costs.checkpoint_copy
+        limit = device_limit(self.config, self.device, copy)
+        if needed > limit:
+            raise PlanError(
+                "there is no memory for trying which shapes of tiles are fastest",
+                got=f"{needed:,} bytes for the largest GEMM of a Triton kernel, before the model is made",
+                expected=f"at most {limit:,}",
+                do="raise --budget.device-memory or lower --train.micro-batch, or use another back end "
+                "(--backend reference runs everything)",
+            )
 
     def describe_backends(self) -> str:
         """Which back end runs which recipe, in words; empty where nothing is quantized."""
@@ -92,28 +158,20 @@ class Decisions:
             self.plan, self.architecture, self.backends(), device, tokens=self.micro_batch_tokens
         )
 
-    def with_memory(self, memory: MemoryDecision | None) -> Decisions:
+    def with_memory(self, memory: MemoryDecision) -> Decisions:
         """The same run with another decision about its memory."""
         return _decisions(self.device, self.config, self.architecture, self.reasons, memory)
 
     @property
     def budgets(self) -> Budgets:
         """The memory that there is as the user knows it."""
-        asks = self.memory is not None and self.memory.account.host_peak > 0
-        copy = account_of(self.config, self.architecture).checkpoint_copy
+        asks, copy = self.memory.account.host_peak > 0, self.memory.costs.checkpoint_copy
         return budgets_of(self.config, self.device, copy, asks_for_host=asks)
 
     def refuse_misfit(self) -> None:
-        """Raise PlanError if the run exceeds its budget or the memory that is free."""
-        refuse_misfit(
-            self.config,
-            self.architecture,
-            self.plan,
-            available_bytes=self.device.available_bytes,
-            device_is_host=self.device.is_host,
-            memory=self.memory,
-            budgets=self.budgets,
-        )
+        """Raise PlanError if a step, or what comes before the first, exceeds its budget or the memory that is free."""
+        refuse_misfit(self.memory, self.config, self.budgets)
+        self.refuse_tuning_misfit()
 
 
 def decide(config: Config, *, architecture: Architecture | None = None) -> Decisions:
@@ -125,6 +183,7 @@ def decide(config: Config, *, architecture: Architecture | None = None) -> Decis
     check_values(config)
     _refuse_ranks()
     device = resolve_device(config.device)
+    refuse_undetermined(device.torch_device)
     if architecture is None:
         weights = architecture_of_weights(config.model.weights) if config.model.weights else None
         architecture = base_architecture(config, weights)
@@ -171,14 +230,13 @@ def _decisions(
     config: Config,
     architecture: Architecture,
     reasons: dict[str, str],
-    memory: MemoryDecision | None,
+    memory: MemoryDecision,
 ) -> Decisions:
-    host_peak = 0 if memory is None else memory.account.host_peak
     copy = checkpoint_bytes(
         config,
         device,
-        account_of(config, architecture),
-        host_peak,
+        memory.costs,
+        memory.account.host_peak,
         largest_tensor=largest_tensor_bytes(architecture, config),
     )
     plan = build_plan(
@@ -241,10 +299,14 @@ def corpus_spec(config: Config) -> CorpusSpec:
     )
 
 
-def open_run_corpus(decisions: Decisions, *, progress: bool = True) -> Corpus:
-    """Open or prepare the corpus of a run and check that it suits the model."""
+def open_run_corpus(decisions: Decisions, *, progress: bool = True, digest: str | None = None) -> Corpus:
+    """Open or prepare the corpus of a run and check that it suits the model.
+
+    Args:
+        digest: of the corpus that the run was begun with, if it was.
+    """
     config = decisions.config
-    corpus = open_corpus(corpus_spec(config), cache=config.data.cache, progress=progress)
+    corpus = open_corpus(corpus_spec(config), cache=config.data.cache, progress=progress, digest=digest)
     sequence = decided(config.train.sequence)
     if corpus.train.num_tokens < sequence + 1:
         raise DataError(
@@ -324,3 +386,8 @@ def fit_vocabulary(decisions: Decisions, needed: int) -> Decisions:
             do="use the tokenizer that belongs to the model (--data.tokenizer FOLDER), or set --model.vocab-size",
         )
     return decisions
+
+
+def _quantizes(plan: Plan) -> bool:
+    """Whether any GEMM of a plan runs in a low format."""
+    return any(getattr(row, gemm) not in HIGH_PRECISION for row in plan.gemms.values() for gemm in GEMMS)

@@ -16,13 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from scrimp.config import MAY_CHANGE_ON_RESUME, Config, differences, load_config, with_later_choices
-from scrimp.data import Corpus
-from scrimp.errors import CheckpointError, DataError
+from scrimp.data import Corpus, load_tokenizer
+from scrimp.errors import CheckpointError, DataError, typed
 from scrimp.runtime.memory import HostRoom
 from scrimp.train.checkpoint import Checkpoint, CheckpointStore
 from scrimp.train.memory.host_room import take_host_room
 from scrimp.train.precision.times import fresh_times, refuse_unreachable_speed, shapes_of, wants_times
-from scrimp.train.run_folder import CONFIG, TOKENIZER, config_to_resume, saved_config
+from scrimp.train.run_folder import CONFIG, TOKENIZER, config_to_resume, saved_config, sign_of_checkpoints
+from scrimp.train.run_record import RunRecord, checked_record
 from scrimp.train.setup import (
     Decisions,
     decide,
@@ -31,7 +32,7 @@ from scrimp.train.setup import (
     open_run_corpus,
     refuse_other_tokenizer,
 )
-from scrimp.train.weights import architecture_of_checkpoint
+from scrimp.train.weights import architecture_of_checkpoint, refuse_unusable_weights
 
 KEYWORDS = frozenset({"auto", "stdlib", "bytes", "bpe"})
 """Sources and tokenizers that are names, never paths: ./stdlib is the folder."""
@@ -45,19 +46,27 @@ class Start:
     corpus: Corpus
     checkpoint: Checkpoint | None = None
     """None begins at step 0."""
+    record: RunRecord | None = None
+    """What run.json says or, where it was lost, has to say; None of a run that has none yet."""
     room: HostRoom | None = None
     """Host memory that was taken for the plan, where it needs any."""
     given: frozenset[str] = frozenset()
     """Dotted keys that the user has written for this start of a run that is resumed."""
+    ran_by: str = ""
+    """What ran its GEMMs before, where that is something else now, on another device or as the user asks."""
     notes: list[str] = field(default_factory=list)
-    """Damaged checkpoints that were passed over."""
+    """Checkpoints that were passed over, and why."""
+    goes_back: bool = False
+    """Whether the user has left newer checkpoints behind: they are set aside."""
 
 
 def fresh_start(config: Config) -> Start:
     """Decide a new run and open its data."""
     decisions = decide(anchored(config))
-    decisions.refuse_misfit()  # before a corpus is prepared in vain
+    decisions.refuse_misfit()  # before time is spent on a corpus
     decisions.backends()
+    if decisions.config.model.weights is not None:
+        refuse_unusable_weights(decisions.config.model.weights)
     _refuse_speed_out_of_reach(decisions)
     corpus = open_run_corpus(decisions)
     decisions = _fitted(decisions, corpus)
@@ -77,8 +86,19 @@ def _refuse_speed_out_of_reach(decisions: Decisions) -> None:
     refuse_unreachable_speed(decisions.config, times, shapes_of(decisions))
 
 
-def resumed_start(run_dir: Path, config: Config, given: Collection[str]) -> Start:
-    """Go on with a run from its newest good checkpoint, or from step 0 where it has none yet.
+def resumed_start(
+    run_dir: Path,
+    config: Config,
+    given: Collection[str],
+    *,
+    from_step: int | None = None,
+    may_restart: bool = False,
+) -> Start:
+    """Go on with a run from its newest checkpoint that is whole and finite, or from step 0 where it has had none yet.
+
+    Args:
+        from_step: go on from the checkpoint of this step instead.
+        may_restart: begin again at step 0 where no checkpoint can be used.
 
     Raises:
         CheckpointError: no checkpoint can be used, or it belongs to another model, configuration or
@@ -86,28 +106,83 @@ def resumed_start(run_dir: Path, config: Config, given: Collection[str]) -> Star
     """
     saved = saved_config(run_dir)
     config = config_to_resume(saved, anchored(config), given)
-    checkpoint, errors = CheckpointStore(run_dir, keep_last=1, keep_every=0).latest()
-    if checkpoint is None and errors:
-        raise CheckpointError(
-            f"no checkpoint of {run_dir} can be used",
-            got="; ".join(str(error) for error in errors),
-            do="restore one from a copy, or start a new run; nothing was changed",
-        )
+    checkpoint, errors = _chosen_checkpoint(run_dir, from_step)
+    if checkpoint is None and not may_restart:
+        _refuse_to_restart(run_dir, errors)
     if checkpoint is not None:
-        _refuse_other_configuration(checkpoint, saved, run_dir)
+        refuse_other_configuration(checkpoint, saved, run_dir)
+    record = checked_record(run_dir, run_dir / TOKENIZER, checkpoint.state if checkpoint else None)
+    has_tokenizer = (run_dir / TOKENIZER / "tokenizer.json").is_file()
     config = anchored(dataclasses.replace(config, run=dataclasses.replace(config.run, dir=run_dir)))
     config = _with_own_tokenizer(config, run_dir)
     decisions = decide(config, architecture=architecture_of_checkpoint(checkpoint) if checkpoint else None)
-    corpus = open_run_corpus(decisions)
-    if checkpoint is not None and checkpoint.state["data_digest"] != corpus.digest:
+    corpus = _own_corpus(decisions, checkpoint, record)
+    if not has_tokenizer and record is not None:  # the run gets that of its data, if it is the same
+        record.refuse_other_tokenizer(corpus.tokenizer, corpus.folder / TOKENIZER)
+    if has_tokenizer and load_tokenizer(run_dir / TOKENIZER).digest != corpus.tokenizer.digest:
         raise CheckpointError(
-            "the data are not those that the run was trained on",
-            got=f"shards with digest {corpus.digest[:12]}",
-            expected=str(checkpoint.state["data_digest"])[:12],
-            do="restore the source and the tokenizer, or start a new run with --model.weights",
+            f"the tokenizer in {run_dir / TOKENIZER} is not the one of the run's data",
+            do=f"restore it from a copy of the run, or from {corpus.folder / TOKENIZER}, which has the same",
         )
     notes = [f"passed over: {error}" for error in errors]
-    return Start(_fitted(decisions, corpus), corpus, checkpoint, given=frozenset(given), notes=notes)
+    goes_back = from_step is not None or checkpoint is None
+    return Start(
+        _fitted(decisions, corpus),
+        corpus,
+        checkpoint,
+        record,
+        given=frozenset(given),
+        notes=notes,
+        goes_back=goes_back,
+    )
+
+
+def _own_corpus(decisions: Decisions, checkpoint: Checkpoint | None, record: RunRecord | None) -> Corpus:
+    """The corpus that a run began with, by its newest checkpoint and by run.json."""
+    digests = [] if checkpoint is None else [str(checkpoint.state["data_digest"])]
+    digests += [] if record is None else [record.data]
+    corpus = open_run_corpus(decisions, digest=digests[0] if digests else None)
+    for digest in digests:
+        if not corpus.is_that_of(digest):
+            instead = " with --model.weights" if checkpoint else ""
+            raise CheckpointError(
+                "the data are not those that the run was trained on",
+                got=f"shards with digest {corpus.digest[:12]}",
+                expected=digest[:12],
+                do=f"restore the source and the tokenizer, or start a new run{instead}",
+            )
+    return corpus
+
+
+def _chosen_checkpoint(
+    run_dir: Path, from_step: int | None
+) -> tuple[Checkpoint | None, list[CheckpointError]]:
+    """The checkpoint to go on from, and what is wrong with the newer ones."""
+    store = CheckpointStore(run_dir, keep_last=1, keep_every=0)
+    if from_step is None:
+        return store.latest(finite=True)
+    checkpoint = store.at(from_step)
+    checkpoint.refuse_not_finite(do="choose an older one, or leave --resume-from out")
+    return checkpoint, []
+
+
+def _refuse_to_restart(run_dir: Path, errors: list[CheckpointError]) -> None:
+    """Refuse to begin at step 0 again where a run has been further."""
+    again = f"begin again at step 0 with {typed('train', '--run.dir', run_dir, '--resume', '--restart')}"
+    if errors:
+        raise CheckpointError(
+            f"no checkpoint of {run_dir} can be used",
+            got="; ".join(str(error) for error in errors),
+            do=f"restore one from a copy, or {again}; nothing was changed",
+        )
+    sign = sign_of_checkpoints(run_dir)
+    if sign is not None:
+        raise CheckpointError(
+            f"the checkpoints of {run_dir} are gone",
+            got=sign,
+            expected="a folder in checkpoints/",
+            do=f"put them back, or {again}, which drops its logs; nothing was changed",
+        )
 
 
 def _fitted(decisions: Decisions, corpus: Corpus) -> Decisions:
@@ -124,6 +199,9 @@ def anchored(config: Config) -> Config:
         data,
         source=_anchored_name(data.source),
         tokenizer=_anchored_name(data.tokenizer),
+        held_out=data.held_out
+        if not isinstance(data.held_out, Path)
+        else Path(_anchored_name(str(data.held_out))),
         cache=None if data.cache is None else data.cache.expanduser().absolute(),
     )
     weights = None if model.weights is None else model.weights.expanduser().absolute()
@@ -140,7 +218,7 @@ def _anchored_name(name: str) -> str:
         raise DataError(f"{name[:80]} cannot be a path", got=error, do="write the path out") from None
 
 
-def _refuse_other_configuration(checkpoint: Checkpoint, saved: Config, run_dir: Path) -> None:
+def refuse_other_configuration(checkpoint: Checkpoint, saved: Config, run_dir: Path) -> None:
     """The folder's config.toml must be the one that the checkpoint was made with."""
     then = with_later_choices(load_config(checkpoint.folder / CONFIG))
     # A tokenizer may lie elsewhere by now; that it is the same one, the digest of the data says.

@@ -7,6 +7,8 @@ Method   Tensors are laid into files of at most `MAX_FILE_BYTES` in their given 
          whose names begin alike (``model.``, ``optimizer.``) together, so that weights can be
          copied alone. ``model.safetensors.index.json`` maps names to files.
          Before anything is read into a caller's tensors, names, shapes and types are compared.
+         The same tensors give the same bytes: safetensors writes a header's metadata in an order
+         that changes from file to file, and it is put in order afterwards.
 Limits   Needs host memory for one file beside the tensors. Types that safetensors cannot give
          back (E8M0, packed E2M1) are refused when saving. One process; sharded tensors later.
 Checked  tests/train/test_checkpoint.py
@@ -18,6 +20,7 @@ import contextlib
 import json
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,10 +28,13 @@ import torch
 from torch import Tensor
 
 from scrimp.errors import CheckpointError
+from scrimp.json_files import read_json
 
 INDEX: Final = "model.safetensors.index.json"
 MAX_FILE_BYTES: Final = 512 << 20
 """DCP's writer holds a whole file in memory, so that smaller files cost less of it."""
+_PART: Final = 1 << 20
+MAX_INDEX_BYTES: Final = 64 << 20
 
 _TYPES: Final = {
     "BOOL": torch.bool,
@@ -52,6 +58,13 @@ _SINGLE_PROCESS = (
     r"torch\.distributed is disabled, unavailable or uninitialized, "
     r"assuming the intent is to (save|load) in a single process"
 )
+
+
+@dataclass(frozen=True)
+class _Index:
+    """What is read of an index; DCP writes sizes beside it."""
+
+    weight_map: dict[str, str]
 
 
 def check_types(tensors: Mapping[str, Tensor]) -> None:
@@ -94,6 +107,25 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor], *, max_file_bytes
         save(dict(tensors), storage_writer=writer, no_dist=True)
     except CheckpointException as error:
         raise _cause(error) from error
+    for file in folder.glob("*.safetensors"):
+        _order_metadata(file)
+
+
+def not_finite(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """Names of the floating-point tensors that hold a NaN or an infinity; reads one at a time."""
+    return [name for name, tensor in tensors if not is_finite(tensor)]
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether every number is finite; integers are. Takes `_PART` numbers of fp32 beside the tensor at most."""
+    if not tensor.is_floating_point():
+        return True
+    parts = tensor.detach().reshape(-1).split(_PART)
+    # The extremes pass a NaN on, and need no memory for a mask. 8-bit formats have no such operation.
+    extremes = (
+        torch.aminmax(part.float() if part.element_size() == 1 else part) for part in parts if len(part)
+    )
+    return all(bool(torch.isfinite(low) & torch.isfinite(high)) for low, high in extremes)
 
 
 def read_tensors(folder: Path, into: Mapping[str, Tensor]) -> None:
@@ -165,16 +197,27 @@ def stream_tensors(folder: Path, prefix: str) -> Iterator[tuple[str, Tensor]]:
                     yield name, file.get_tensor(name)
 
 
+def _order_metadata(file: Path) -> None:
+    """Sort the metadata in the header of a safetensors file; its length, and all else, stays."""
+    with open(file, "r+b") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+        if len(text) > size:
+            raise AssertionError(f"the header of {file.name} grew from {size} to {len(text)} bytes")
+        opened.seek(8)
+        opened.write(text.ljust(size))
+
+
 def _open_order(folder: Path) -> Iterable[tuple[Path, list[str]]]:
-    try:
-        weight_map = json.loads((folder / INDEX).read_bytes())["weight_map"]
-        files: dict[str, list[str]] = {}
-        for name, file in weight_map.items():
-            files.setdefault(Path(file).name, []).append(name)
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise CheckpointError(
-            f"{folder / INDEX} cannot be read", got=repr(error), do="use an older checkpoint"
-        ) from error
+    do = "use an older checkpoint"
+    index = read_json(
+        folder / INDEX, _Index, error=CheckpointError, do=do, at_most=MAX_INDEX_BYTES, closed=False
+    )
+    files: dict[str, list[str]] = {}
+    for name, file in index.weight_map.items():
+        files.setdefault(Path(file).name, []).append(name)
     return [(folder / file, names) for file, names in sorted(files.items())]
 
 

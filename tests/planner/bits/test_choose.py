@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -79,6 +81,55 @@ def test_no_plan_with_enough_flops_in_4_bits_is_cheaper(seed: int, least: float,
     assert cost(question, choice.formats) <= best * (1 + 1e-3) + 1e-12
     assert harm_of(choice.costs, choice.formats) == pytest.approx(cost(question, choice.formats))
     assert is_within(question, choice.formats)
+
+
+@FAST
+@given(st.integers(0, 10**6), st.floats(0, 1), st.sampled_from(["snip", "snip-layer", "min-rel-err"]))
+def test_what_goes_together_in_a_layer_is_kept_and_nothing_on_that_menu_is_cheaper(
+    seed: int, least: float, policy: str
+) -> None:
+    made = profile(3, seed=seed)
+    together = [("nvfp4", "nvfp4", "nvfp4"), ("fp8", "fp8", "bf16"), ("fp8", "fp8", "fp8"), ("mxfp8",) * 3]
+    question = Question(made, Budget(fp4_flops=least), policy, together=together)
+    choice = choose(question)
+    assert all(row in together for row in choice.recipes(made).values())
+    on_menu = [
+        formats
+        for formats in plans(made, False) + ([] if policy != "snip" else list(_mixed_plans(made)))
+        if all(tuple(made.formats[p] for p in row) in together for row in formats.tolist())
+        and share(made, formats) >= least * (1 - 1e-9)
+    ]
+    assert share(made, choice.formats) >= least - 1e-6
+    assert cost(question, choice.formats) <= min(cost(question, f) for f in on_menu) * (1 + 1e-3) + 1e-12
+    assert is_within(question, choice.formats)
+    assert not is_within(question, np.full((3, 3), BF16)), "bf16 alone is not on the menu"
+
+
+def _mixed_plans(made: PrecisionProfile) -> Iterator[np.ndarray]:
+    rows = [np.full(3, BF16), np.full(3, FP8), np.full(3, FP4), np.array([FP8, FP8, BF16])]
+    return (np.array(one) for one in itertools.product(rows, repeat=len(made.layers)))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"together": [("mxfp8",) * 3]}, "no candidates go together.*such as mxfp8"),
+        ({"together": [("fp8",) * 3], "policy": "nvfp4"}, "policy nvfp4 do not go together"),
+        ({"together": [("fp8",) * 3], "budget": SHARE}, "share of FLOPs in 4 bits"),
+    ],
+)
+def test_a_menu_that_leaves_no_plan_is_refused(options: dict[str, Any], words: str) -> None:
+    made = profile(2)
+    with pytest.raises(PlanError, match=words):
+        choose(Question(**{"profile": made, "budget": Budget(fp4_flops=0.0), **options}))
+
+
+def test_rules_that_no_row_of_the_menu_keeps_are_named() -> None:
+    made = profile(2)
+    allowed = allowed_by(made.layers, made.formats, {made.layers[1]: {"fprop": "fp8", "dgrad": "nvfp4"}})
+    together = [("fp8",) * 3, ("nvfp4",) * 3]
+    with pytest.raises(PlanError, match=f"do not go together.*{made.layers[1]}"):
+        choose(Question(made, Budget(fp4_flops=0.0), allowed=allowed, together=together))
 
 
 @FAST

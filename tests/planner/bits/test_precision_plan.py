@@ -79,13 +79,16 @@ def test_what_is_said_of_the_plan_is_so(plan: PrecisionPlan) -> None:
     ("change", "says"),
     [
         (lambda raw: raw.update(scrimp_precision=99), "another version"),
-        (lambda raw: raw.pop("layers"), "no precision plan"),
-        (lambda raw: raw["layers"]["blocks.0.mlp.down"]["gemms"].pop("wgrad"), "no precision plan"),
+        (lambda raw: raw.pop("layers"), "missing layers"),
+        (
+            lambda raw: raw["layers"]["blocks.0.mlp.down"]["gemms"].pop("wgrad"),
+            "expected fprop, dgrad, wgrad",
+        ),
         (
             lambda raw: raw["layers"]["blocks.0.mlp.down"]["gemms"]["wgrad"].update(choice="fp3"),
             "unknown recipe",
         ),
-        (lambda raw: raw.update(layers=[]), "no precision plan"),
+        (lambda raw: raw.update(layers=[]), r"\$\.layers has the wrong type"),
     ],
 )
 def test_other_files_are_refused(plan: PrecisionPlan, change: object, says: str) -> None:
@@ -103,5 +106,5 @@ def test_text_that_is_no_plan_is_refused(text: str, tmp_path: Path) -> None:
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="cannot be read"):
+    with pytest.raises(PlanError, match="is missing"):
         PrecisionPlan.read(tmp_path / "none.json")

@@ -93,27 +93,30 @@ def test_that_rewriting_alone_changes_nothing(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "message"),
     [
-        lambda facts: "not json",
-        lambda facts: "[]",
-        lambda facts: '"text"',
-        lambda facts: json.dumps({**facts, "surplus": 1}),
-        lambda facts: json.dumps({name: value for name, value in facts.items() if name != "tokens"}),
-        lambda facts: json.dumps({**facts, "batches": 3}),
-        lambda facts: json.dumps({**facts, "batches": "two"}),
-        lambda facts: json.dumps({**facts, "shapes": 5}),
+        (lambda facts: "not json", "is not JSON"),
+        (lambda facts: "[]", "has the wrong type"),
+        (lambda facts: '"text"', "has the wrong type"),
+        (lambda facts: json.dumps({**facts, "surplus": 1}), "unknown surplus"),
+        (
+            lambda facts: json.dumps({name: facts[name] for name in facts if name != "tokens"}),
+            "missing tokens",
+        ),
+        (lambda facts: json.dumps({**facts, "batches": 3}), "is no precision profile"),
+        (lambda facts: json.dumps({**facts, "batches": "two"}), r"\$\.batches has the wrong type"),
+        (lambda facts: json.dumps({**facts, "shapes": 5}), r"\$\.shapes has the wrong type"),
     ],
 )
-def test_facts_that_do_not_fit_are_refused(path: Path, change: Any) -> None:
+def test_facts_that_do_not_fit_are_refused(path: Path, change: Any, message: str) -> None:
     rewrite(path, change)
-    with pytest.raises(PlanError, match="is no precision profile"):
+    with pytest.raises(PlanError, match=message):
         PrecisionProfile.read(path)
 
 
 def test_another_version_is_named(path: Path) -> None:
     rewrite(path, lambda facts: json.dumps({**facts, "version": 2}))
-    with pytest.raises(PlanError, match="has another version - expected 1 - measure again"):
+    with pytest.raises(PlanError, match='has another version - got 2, expected "version": 1 - measure again'):
         PrecisionProfile.read(path)
 
 

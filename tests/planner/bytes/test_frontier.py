@@ -43,7 +43,7 @@ def test_nothing_is_offered_to_a_plan_that_has_everything() -> None:
 
 @pytest.mark.parametrize(
     ("gib", "gigabytes", "link", "expected"),
-    [(8, 20, 4e10, "device memory"), (6, 30, 2e10, "link"), (8, 20, 1e12, "host memory")],
+    [(8, 20, 4e10, "device memory"), (6, 30, 2e10, "link"), (10, 16, 1e12, "host memory")],
 )
 def test_what_binds_is_what_more_of_would_help_most(
     gib: int, gigabytes: int, link: float, expected: str

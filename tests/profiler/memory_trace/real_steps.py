@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from scrimp.config import Architecture, TrainConfig
 from scrimp.config.activations import Activations
@@ -105,13 +106,18 @@ class RealStep:
             return contextlib.nullcontext()
         return torch.autocast("cpu", DTYPES[self.setting.precision])
 
+    def loss_of(self, number: int, tokens: Tensor) -> Tensor:
+        """Of one micro-batch."""
+        return self.model.loss(tokens, tokens, None, chunk=self.setting.loss_chunk).total
+
     def __call__(self) -> None:
         for number, tokens in enumerate(self.tokens):
             if self.planned is not None:
                 self.planned.clock.begin(0, number * tokens.numel())
             with self.autocast():
-                sums = self.model.loss(tokens, tokens, None, chunk=self.setting.loss_chunk)
-            (sums.total / tokens.numel()).backward()
+                total = self.loss_of(number, tokens)
+            (total / tokens.numel()).backward()
+            del total  # as the loop does: the graph holds masks and tables
         self.optimizer.clip(self.optimizer.gradient_norm(), 1.0)
         self.optimizer.step(1e-3)
         self.optimizer.zero_grad()

@@ -66,6 +66,7 @@ class HostedStep(RealStep):
             with self.autocast():
                 sums = self.model.loss(tokens, tokens, None, chunk=self.setting.loss_chunk)
             (sums.total / tokens.numel()).backward()
+            del sums  # as the loop does: the graph holds masks and tables
             self.memory.end_backward()
         self.optimizer.clip(self.optimizer.gradient_norm(), 1.0)
         self.optimizer.step(1e-3)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import importlib
 import itertools
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +17,16 @@ from test_peaks import FORMATS, LLAMA, QWEN2
 from scrimp.config import Architecture
 from scrimp.config.activations import ALL_ACTIVATIONS, LEVELS
 from scrimp.errors import PlanError
+from scrimp.formats import blocks
+from scrimp.model import loss
 from scrimp.model.functions import rms_norm
 from scrimp.planner.bytes.costs import StepCosts
 from scrimp.planner.bytes.states import States, device_peak
+from scrimp.planner.flops import GEMM_NAMES
 from scrimp.precision import LinearPrecision
-from scrimp.profiler.memory_trace import trace_costs
+from scrimp.profiler.memory_trace import remembered, trace, trace_costs
+
+quantize = importlib.import_module("scrimp.formats.quantize")  # the package's name for it is a function
 
 LLAMA_1B = Architecture(
     family="llama",
@@ -111,13 +120,14 @@ def test_cuda_keeps_what_plain_operations_save() -> None:
 
 
 def test_attention_without_a_fused_kernel_holds_its_scores() -> None:
-    def kept(architecture: Architecture) -> int:
-        fp32 = {"precision": "fp32", "parameters": "fp32", "device_functions": "cuda"}
-        return traced(architecture, **fp32).classes[0].choices["keep"].kept
+    def kept(architecture: Architecture, width: str) -> int:
+        formats = {"precision": width, "parameters": width, "device_functions": "cuda"}
+        return traced(architecture, **formats).classes[0].choices["keep"].kept
 
     own_keys = dataclasses.replace(LLAMA, num_kv_heads=LLAMA.num_heads)
     scores = 4 * 2 * LLAMA.num_heads * 256 * 256
-    assert kept(LLAMA) > kept(own_keys) + scores / 2  # which hold more keys
+    for architecture in (LLAMA, own_keys):
+        assert kept(architecture, "fp32") > 2 * kept(architecture, "bf16") + scores / 2
 
 
 def test_a_trace_leaves_everything_as_it_was() -> None:
@@ -134,6 +144,55 @@ def test_a_trace_leaves_everything_as_it_was() -> None:
     assert not torch.is_autocast_enabled("cpu")
     assert torch.equal(rms_norm(x, torch.ones(8), 1e-5), expected)
     assert type(torch.ones(1)) is torch.Tensor
+
+
+@pytest.fixture
+def many_pieces(monkeypatch: pytest.MonkeyPatch) -> list[slice]:
+    """Everything is cut into more than three pieces; the pieces that were quantized."""
+    for sizes in (blocks.PIECE_ELEMENTS, loss.BLOCK_ELEMENTS):
+        for device in ("cpu", "cuda"):
+            monkeypatch.setitem(sizes, device, 2**12)
+    monkeypatch.setattr(remembered, "_KNOWN", {})
+    found: list[slice] = []
+
+    def spied(*arguments: Any) -> Iterator[Any]:
+        for piece in rounded(*arguments):
+            found.append(piece.rows)
+            yield piece
+
+    rounded = quantize._rounded
+    monkeypatch.setattr(quantize, "_rounded", spied)
+    return found
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("recipe", ["nvfp4", "fp8", "fp8_row", "fp8_tensor", "fp4", "mxfp8"])
+def test_pieces_at_the_ends_cost_what_all_pieces_do(
+    many_pieces: list[slice], monkeypatch: pytest.MonkeyPatch, recipe: str, device: str
+) -> None:
+    arguments = {
+        "linears": {
+            f"blocks.{i}.{name}": LinearPrecision.of(recipe) for i in range(3) for name in GEMM_NAMES
+        },
+        "activations": ("keep", "block"),
+        "device_functions": device,
+        "sequence": 320,
+    }
+    ends, taken = traced(**arguments), len(many_pieces)
+    monkeypatch.setattr(remembered, "_KNOWN", {})
+    monkeypatch.setattr(trace, "ends_alone", contextlib.nullcontext)
+    assert traced(**arguments) == ends
+    assert len(many_pieces) - taken > 2 * taken > 0
+
+
+def test_a_process_quantizes_once_per_shape_and_device(many_pieces: list[slice]) -> None:
+    linears = {"blocks.0.mlp.down": LinearPrecision.of("fp8")}
+    first = traced(linears=linears)
+    taken = len(many_pieces)
+    assert traced(linears=linears) == first
+    assert len(many_pieces) == taken > 0
+    traced(linears=linears, device_functions="cuda")
+    assert len(many_pieces) == 2 * taken
 
 
 def test_unknown_activations_are_refused() -> None:

@@ -106,5 +106,5 @@ def test_a_remembered_quantization_takes_the_same_bytes(recipe: str) -> None:
                 loaded = backend.load(kept[1])
                 found.append((tracker.live, tracker.peak))
                 del kept, loaded
-    assert found[0] == found[1]
-    assert found[1] == pytest.approx(found[2], abs=16)  # numbers that the reference's parts share
+    assert found[0] == pytest.approx(found[1], abs=16)  # numbers that the reference's parts share
+    assert found[1] == found[2]

@@ -15,7 +15,7 @@ from torch import Tensor
 from scrimp.cli import main
 from scrimp.config import BudgetConfig, Config, ModelConfig, TrainConfig
 from scrimp.model import Decoder
-from scrimp.planner import Plan, account_of, build_plan, refuse_misfit
+from scrimp.planner import Plan, build_plan
 from scrimp.runtime.memory import HostRoom, arena_bytes, take_room
 from scrimp.train.memory import host_room
 from scrimp.train.memory.host_room import checkpoint_bytes, largest_tensor_bytes, left_of_budget
@@ -111,8 +111,8 @@ def test_the_largest_tensor_of_a_checkpoint_is_known_before_it_is_written() -> N
 
 def test_what_a_checkpoint_takes_is_predicted_within_the_budget() -> None:
     decisions = decide(GIVEN)
-    account, device = account_of(decisions.config, decisions.architecture), decisions.device
-    copy, states = account.checkpoint_copy, account.weights + account.optimizer
+    costs, device = decisions.memory.costs, decisions.device
+    copy, states = costs.checkpoint_copy, costs.checkpoint_state
     host, arena = 10**6, arena_bytes(10**6)
     for budget, expected in (
         (arena + copy, copy),
@@ -124,7 +124,7 @@ def test_what_a_checkpoint_takes_is_predicted_within_the_budget() -> None:
         config = dataclasses.replace(
             decisions.config, budget=BudgetConfig(device_memory="1GB", host_memory=f"{budget}B")
         )
-        assert checkpoint_bytes(config, device, account, host, largest_tensor=LARGEST) == expected
+        assert checkpoint_bytes(config, device, costs, host, largest_tensor=LARGEST) == expected
         assert arena + expected <= max(arena + LARGEST, budget)
     assert decisions.copy_bytes == copy
     one_memory = dataclasses.replace(decisions.config, budget=BudgetConfig(host_memory="1B"))
@@ -139,9 +139,8 @@ def test_a_host_without_room_for_a_copy_refuses_no_run_beside_a_gpu() -> None:
     decisions = decide(dataclasses.replace(GIVEN, budget=BudgetConfig()))
     config = dataclasses.replace(decisions.config, budget=budget)
     gpu = dataclasses.replace(decisions.device, torch_device=torch.device("cuda"))
-    account = account_of(config, decisions.architecture)
-    copy = checkpoint_bytes(config, gpu, account, 0, largest_tensor=LARGEST)
-    assert copy <= 1_000_000 < account.checkpoint_copy
+    copy = checkpoint_bytes(config, gpu, decisions.memory.costs, 0, largest_tensor=LARGEST)
+    assert copy <= 1_000_000 < decisions.memory.costs.checkpoint_copy
     plan = build_plan(
         config,
         decisions.architecture,
@@ -149,10 +148,11 @@ def test_a_host_without_room_for_a_copy_refuses_no_run_beside_a_gpu() -> None:
         device_is_host=False,
         torch_version="2.13",
         reasons={},
+        memory=decisions.memory,
         copy_bytes=copy,
     )
     assert plan.predicted.peak_host_bytes == copy
-    refuse_misfit(config, decisions.architecture, plan, available_bytes=10**9, device_is_host=False)
+    dataclasses.replace(decisions, config=config, device=gpu, plan=plan, copy_bytes=copy).refuse_misfit()
 
 
 def test_a_host_that_does_not_give_the_memory_leaves_no_folder_and_no_change(

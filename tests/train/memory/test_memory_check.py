@@ -32,7 +32,6 @@ def check(
     found: Decisions, factor: float, extra: int | None = None, host_bytes: int = ENOUGH
 ) -> Comparison | None:
     """A step took so many times what was predicted, its peak so many bytes more."""
-    assert found.memory is not None
     predicted = found.plan.predicted
     seconds = [99.0] * WARM_UP + [factor * (predicted.step_seconds or 0)] * STEPS
     peak = None if extra is None else found.memory.account.peak + extra
@@ -54,7 +53,6 @@ def test_a_good_prediction_changes_nothing(found: Decisions) -> None:
 
 
 def test_a_plan_that_turns_out_too_large_is_made_anew_and_smaller(found: Decisions) -> None:
-    assert found.memory is not None
     room = found.memory.machine.device_bytes - found.memory.account.peak
     extra = room + found.memory.account.peak // 12
     comparison = check(found, 1.0, extra)
@@ -83,7 +81,6 @@ def assert_figures_follow(before: Plan, old: StepAccount, after: Plan, new: Step
 
 @pytest.mark.parametrize("factor", [0.2, 1.0, 5.0])
 def test_no_new_plan_needs_host_memory_that_the_run_has_not_taken(found: Decisions, factor: float) -> None:
-    assert found.memory is not None
     taken = found.memory.account.host_peak
     extra = found.memory.machine.device_bytes - found.memory.account.peak + found.memory.account.peak // 10
     for host_bytes in (0, taken, taken + 2**20):
@@ -99,7 +96,6 @@ def test_no_new_plan_needs_host_memory_that_the_run_has_not_taken(found: Decisio
 
 
 def test_what_the_user_decided_or_edited_stays(found: Decisions) -> None:
-    assert found.memory is not None
     mine = dataclasses.replace(found.memory, plan=None)
     seconds, peak = [1.0] * COUNT, 2 * found.memory.machine.device_bytes
     comparison = MemoryCheck(mine, ENOUGH).after_step(found.plan, COUNT, seconds, peak)

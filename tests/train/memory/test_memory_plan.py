@@ -31,7 +31,6 @@ def decided_with(**budget: str) -> Decisions:
 
 def resident_peak() -> int:
     found = decide(dataclasses.replace(CONFIG, memory=MemoryConfig(optimizer="device")))
-    assert found.memory is not None
     return found.memory.account.peak
 
 
@@ -48,16 +47,36 @@ def smallest_of(error: NoRoomError) -> int:
     return error.room.device_with_this_host
 
 
-def test_where_everything_fits_easily_nothing_is_decided() -> None:
+def test_where_everything_fits_easily_everything_stays_and_nothing_is_timed() -> None:
     found = decided_with()
-    assert found.memory is None
+    assert found.memory.is_resident
+    assert found.memory.fits
+    assert found.memory.seconds_origin is None
+    assert found.plan.predicted.step_seconds is None
     assert {block.activations for block in found.plan.blocks.values()} == {"keep"}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_on_a_gpu_the_scores_of_fp32_are_counted_where_everything_fits_easily(
+    monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
+    """A GPU as far as the decision can see: its multiprocessors and rates are given."""
+    monkeypatch.setattr(memory_plan, "multiprocessors_of", lambda device: 108)
+    monkeypatch.setattr(memory_plan, "links_of", lambda device: memory_plan.NO_LINKS)
+    train = dataclasses.replace(CONFIG.train, sequence=512, batch_tokens=4096)
+    found = decide(dataclasses.replace(CONFIG, precision=precision, train=train))
+    gpu = dataclasses.replace(
+        found.device, torch_device=torch.device("cuda", 1), name="NVIDIA H100", available_bytes=80 * 2**30
+    )
+    memory = memory_plan.decide_memory(found.config, found.architecture, gpu)
+    assert memory.seconds_origin is None
+    scores = 2 * 4 * 8 * found.architecture.num_heads * 512 * 512 * found.architecture.num_layers
+    assert (memory.account.peak > scores) is (precision == "fp32")
 
 
 def test_a_budget_that_is_too_small_for_everything_makes_blocks_recompute() -> None:
     peak, copy = resident_peak(), copy_bytes()
     found = decided_with(device_memory=f"{int(0.75 * peak) + copy}B")
-    assert found.memory is not None
     assert found.memory.account.peak <= int(0.75 * peak)
     choices = [block.activations for block in found.plan.blocks.values()]
     assert set(choices) - {"keep"}
@@ -66,10 +85,33 @@ def test_a_budget_that_is_too_small_for_everything_makes_blocks_recompute() -> N
     found.refuse_misfit()
 
 
+def test_one_account_whether_it_fits_easily_or_was_decided() -> None:
+    easily, decided = (
+        decided_with(),
+        decide(dataclasses.replace(CONFIG, memory=MemoryConfig(optimizer="device"))),
+    )
+    assert easily.memory.account == decided.memory.account
+    assert easily.plan.predicted.peak_device_bytes == decided.plan.predicted.peak_device_bytes
+    assert easily.memory.account.peak == easily.plan.predicted.peak_device_bytes
+    assert easily.memory.costs.checkpoint_copy == easily.plan.predicted.peak_host_bytes
+
+
+def test_a_budget_covers_the_copy_that_a_checkpoint_is_written_from() -> None:
+    keep = dataclasses.replace(CONFIG, memory=MemoryConfig(activations="keep", optimizer="device"))
+    figures = decide(keep).plan.predicted
+    predicted = (figures.peak_device_bytes or 0) + (figures.peak_host_bytes or 0)
+    for budget in (predicted, predicted - 1):
+        found = decide(dataclasses.replace(keep, budget=BudgetConfig(device_memory=f"{budget}B")))
+        if budget == predicted:
+            found.refuse_misfit()
+            continue
+        with pytest.raises(PlanError, match="copy"):
+            found.refuse_misfit()
+
+
 def test_two_budgets_on_a_cpu_are_two_memories() -> None:
     peak = resident_peak()
     found = decided_with(device_memory=f"{int(0.4 * peak)}B", host_memory="1GB")
-    assert found.memory is not None
     assert found.memory.account.peak <= int(0.4 * peak)
     assert found.memory.account.host_peak > 0
     assert not found.memory.states.is_resident or any("offload" in name for name in found.memory.activations)
@@ -96,7 +138,6 @@ def test_no_room_at_all_says_what_would_fit() -> None:
         decided_with(device_memory=f"{copy_bytes() + 10_000_000}B")
     smallest = smallest_of(caught.value)
     found = decided_with(device_memory=f"{smallest + copy_bytes()}B")
-    assert found.memory is not None
     assert found.memory.account.peak <= smallest
 
 
@@ -120,7 +161,6 @@ def test_states_where_the_user_wants_them_leave_activations_to_the_plan() -> Non
     )
     found = decide(config)
     assert [found.plan.states[str(i)].optimizer for i in range(4)] == ["device", "device", "host", "host"]
-    assert found.memory is not None
     assert found.memory.plan is not None
 
 
@@ -146,7 +186,6 @@ def test_unless_asked_no_plan_has_an_optimizer_on_the_cpu_which_rounds_otherwise
         except NoRoomError as error:
             smallest = smallest_of(error)
             found = decided_with(device_memory=f"{smallest}B", host_memory="1GB")
-        assert found.memory is not None
         assert found.memory.states.update == "device"
         assert found.plan.predicted.step_seconds is not None
         assert found.plan.predicted.step_seconds < 1000
@@ -155,7 +194,6 @@ def test_unless_asked_no_plan_has_an_optimizer_on_the_cpu_which_rounds_otherwise
 def test_the_arena_of_a_plan_is_within_the_budget_of_the_host() -> None:
     budget = 24 << 20
     found = decided_with(device_memory=f"{int(0.5 * resident_peak())}B", host_memory=f"{budget}B")
-    assert found.memory is not None
     assert 0 < found.memory.account.host_peak * (1 + SPARE_SHARE) + SPARE_BYTES <= budget
     assert found.plan.predicted.peak_device_bytes == found.memory.account.peak
 
@@ -185,7 +223,6 @@ def test_the_cpu_updates_what_lives_on_the_host_where_that_is_asked_for() -> Non
     states = [found.plan.states[str(i)] for i in range(4)]
     assert [state.optimizer for state in states] == ["device", "device", "cpu", "cpu"]
     assert [state.gradients for state in states] == ["device", "device", "host", "host"]
-    assert found.memory is not None
     assert "the CPU updates them after the backward pass" in str(found.memory.states)
     assert found.memory.machine.cpu_adam is not None
     assert states_of(found.plan, 4) == found.memory.states
@@ -220,13 +257,11 @@ def test_an_updater_that_fits_is_chosen_before_a_faster_one_that_does_not(
     peaks = {}
     for update in ("device", "cpu"):
         found = hosted(update=update, activations="norms")
-        assert found.memory is not None
         peaks[update] = found.memory.account.peak
     assert peaks["cpu"] < peaks["device"]
     budget = BudgetConfig(device_memory=f"{sum(peaks.values()) // 2}B", host_memory="2GB")
     setting = MemoryConfig(optimizer="host", update="fastest", activations="norms")
     tight = decide(dataclasses.replace(CONFIG, memory=setting, budget=budget))
-    assert tight.memory is not None
     assert tight.memory.fits
     assert {tight.plan.states[str(i)].optimizer for i in range(4)} == {"cpu"}
 
@@ -236,7 +271,6 @@ def test_with_updates_on_the_cpu_alone_the_search_places_states_by_itself() -> N
     peak = resident_peak()
     budget = BudgetConfig(device_memory=f"{int(0.45 * peak)}B", host_memory="1GB")
     found = decide(dataclasses.replace(CONFIG, memory=MemoryConfig(update="cpu"), budget=budget))
-    assert found.memory is not None
     assert found.memory.states.update == "cpu"
     assert found.memory.account.peak <= 0.45 * peak
 

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from scrimp.config import BudgetConfig, Config, MemoryConfig, ModelConfig, TrainConfig, parse_bytes
 from scrimp.config.fields import replace_values
 from scrimp.errors import PlanError
-from scrimp.planner import account_of
 from scrimp.planner.bytes.room import NoRoomError
 from scrimp.profiler import Device
 from scrimp.runtime.memory import arena_bytes, largest_step
@@ -80,7 +79,6 @@ def less(text: str, share: float) -> str:
 def fits(config: Config) -> Decisions:
     found = decide(config)
     found.refuse_misfit()
-    assert found.memory is not None
     assert found.memory.fits
     return found
 
@@ -109,15 +107,53 @@ def test_on_one_memory_parts_that_fit_alone_are_refused_as_a_sum() -> None:
     states = MemoryConfig(weights="host", gradients="host", optimizer="host")
     asked = dataclasses.replace(CONFIG, memory=states)
     found = decide(with_budget(asked, host_memory="1GB"))
-    assert found.memory is not None
     assert not any("offload" in name for name in found.memory.activations)  # nobody asked for that
     account = found.memory.account
     arena = arena_bytes(account.host_peak)
-    copy = account_of(found.config, found.architecture).checkpoint_copy
+    copy = found.memory.costs.checkpoint_copy
     enough = account.peak + arena + copy
-    assert decide(with_budget(asked, host_memory=f"{enough}B")).memory is not None
+    tight = f"{enough - arena // 2}B"
+    fits(with_budget(asked, host_memory=tight))  # blocks recompute instead
+    keeping = dataclasses.replace(asked, memory=dataclasses.replace(states, activations="keep"))
     with pytest.raises(PlanError, match=r"one memory(?s:.*)raise budget\.host_memory"):
-        decide(with_budget(asked, host_memory=f"{enough - arena // 2}B"))
+        decide(with_budget(keeping, host_memory=tight))
+
+
+@pytest.mark.parametrize("free", [60, 75])
+def test_what_is_free_of_one_memory_is_divided_between_both_budgets(
+    monkeypatch: pytest.MonkeyPatch, free: int
+) -> None:
+    """The plan that is fastest within each budget takes more than their memory has; another does not."""
+    found = decide(CONFIG)
+    cpu = Device(torch.device("cpu"), "a CPU", int(free * 10**6 / 0.9) + limits.PROCESS_BYTES, "")
+    monkeypatch.setattr(limits, "host_memory_available", lambda: cpu.available_bytes)
+    config = with_budget(found.config, device_memory="60MB", host_memory="900MB")
+    account = memory_plan.decide_memory(config, found.architecture, cpu).account
+    assert account.peak + limits.arena_on_cpu(config, account.host_peak) <= free * 10**6
+    with monkeypatch.context() as patch:
+        patch.setattr(memory_plan, "refuse_beyond_one_memory", lambda *_: None)
+        account = memory_plan.decide_memory(config, found.architecture, cpu).account
+    assert account.peak + limits.arena_on_cpu(config, account.host_peak) > free * 10**6
+
+
+def test_a_smaller_micro_batch_is_tried_where_only_the_sum_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = dataclasses.replace(CONFIG, memory=MemoryConfig(activations="block+offload"))
+    found = decide(with_budget(own, device_memory="900MB", host_memory="900MB"))
+    account = found.memory.account
+    free = account.peak + limits.arena_on_cpu(own, account.host_peak) - 1
+    cpu = dataclasses.replace(found.device, available_bytes=int(free / 0.9) + limits.PROCESS_BYTES)
+    monkeypatch.setattr(limits, "host_memory_available", lambda: cpu.available_bytes)
+
+    def decided(may_change: bool) -> int | None:
+        reasons = {"train.micro_batch": ""} if may_change else {}
+        config, _ = micro_batch.decide_micro_batch(cpu, found.config, found.architecture, reasons)
+        return config.train.micro_batch
+
+    assert decided(may_change=True) == 4
+    with pytest.raises(NoRoomError, match="more than the one memory"):
+        decided(may_change=False)
 
 
 def test_the_host_that_is_named_fits_with_its_arena() -> None:
@@ -192,7 +228,6 @@ def test_settings_of_the_users_own_are_refused_with_the_device_that_they_need() 
 def test_what_was_edited_is_refused_with_the_host_that_it_needs() -> None:
     own = dataclasses.replace(CONFIG, memory=MemoryConfig(activations="keep", optimizer="host"))
     found = fits(with_budget(own, device_memory="900MB", host_memory="900MB"))
-    assert found.memory is not None
     small = with_budget(own, device_memory="900MB", host_memory="15MB")
     with pytest.raises(PlanError, match=r"expected at most 15\.0 MB") as caught:
         limits.refuse_beyond_memory(found.memory, small, found.device, 0)
@@ -228,11 +263,16 @@ def test_a_gpus_budget_leaves_gaps_to_its_allocator() -> None:
 @pytest.mark.parametrize("config", [CONFIG, with_budget(device_memory="2GB")])
 def test_free_memory_need_not_hold_a_checkpoints_copy(config: Config) -> None:
     """Training waits while it is written."""
-    cpu = Device(torch.device("cpu"), "a CPU", 30 * 10**6, "")
-    assert device_limit(config, cpu, 10**9) == 30 * 10**6
+    cpu = Device(torch.device("cpu"), "a CPU", 900 * 10**6, "")
+    usable = limits.usable_of_cpu(900 * 10**6)
+    assert device_limit(config, cpu, 10**9) == usable == int(0.9 * (900 * 10**6 - limits.PROCESS_BYTES))
     budgets = budgets_of(config, cpu, 10**9)
-    assert budgets.words == "30.0 MB of device memory"
-    assert budgets.device_for(40 * 10**6, alone=True) == 40 * 10**6
+    assert budgets.words == "628.8 MB of device memory, the part of 900.0 MB free that a step may take"
+    assert budgets.device_for(700 * 10**6, alone=True) == 700 * 10**6
+
+
+def test_a_cpu_too_small_for_the_process_itself_has_nothing_for_a_step() -> None:
+    assert device_limit(CONFIG, Device(torch.device("cpu"), "a CPU", 10**8, ""), 0) == 0
 
 
 @pytest.mark.parametrize("memory", [{}, {"activations": "keep"}])

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny_run import flags, write_corpus
 
 from scrimp.cli import main
@@ -14,7 +15,7 @@ from scrimp.config import BudgetConfig, Config, MemoryConfig, ModelConfig, Train
 from scrimp.planner.bytes.costs import StepCosts
 from scrimp.planner.bytes.frontier import Alternative, frontier
 from scrimp.report import memory_text
-from scrimp.train.memory.shown import account_tables, account_text
+from scrimp.train.memory.shown import account_tables, account_text, attention_text
 from scrimp.train.setup import decide
 
 GIVEN = Config(
@@ -53,6 +54,28 @@ def test_where_something_was_decided_or_limited_the_tables_are_those_of_a_plan(
     for row in ("bytes", *rows):
         assert row in text
     assert "\n\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("precision", "capability", "reason"),
+    [
+        ("fp32", (9, 0), "fp32 on CUDA; with --precision bf16"),
+        ("bf16", (9, 0), None),
+        ("bf16", (8, 0), None),
+        ("fp8", (8, 9), None),
+        ("bf16", (7, 5), "compute capability 7.5"),
+        ("fp32", (7, 5), "compute capability 7.5"),
+    ],
+)
+def test_attention_without_a_fused_kernel_on_cuda_is_said(
+    precision: str, capability: tuple[int, int], reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decisions = decide(replace(GIVEN, precision=precision))
+    assert attention_text(decisions) is None, "a CPU has one for every format"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    gpu = replace(decisions.device, torch_device=torch.device("cuda", 0))
+    text = attention_text(replace(decisions, device=gpu))
+    assert text is None if reason is None else f"Scrimp uses no fused kernel for {reason}" in str(text)
 
 
 def test_a_run_does_not_wait_for_a_search_of_what_more_memory_would_give(

@@ -18,14 +18,12 @@ SMALL = Config(
 
 
 def seconds(found: Decisions) -> dict[str, float]:
-    assert found.memory is not None
     [kind] = found.memory.costs.classes
     return {name: cost.forward_seconds + cost.backward_seconds for name, cost in kind.choices.items()}
 
 
 def test_a_small_model_is_timed_and_the_plan_says_so() -> None:
     found = decide(SMALL)
-    assert found.memory is not None
     assert found.memory.seconds_origin == "measured"
     assert found.memory.costs.ends.seconds > 0
     assert found.plan.predicted.step_seconds == found.memory.timeline.seconds
@@ -35,7 +33,6 @@ def test_a_small_model_is_timed_and_the_plan_says_so() -> None:
 def test_what_would_take_too_long_is_predicted_from_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_times, "LIMIT_S", 1e-6)
     found = decide(SMALL)
-    assert found.memory is not None
     assert found.memory.seconds_origin == "predicted"
     assert 0 < seconds(found)["keep"] < seconds(found)["block"]
 

@@ -150,7 +150,6 @@ def taken() -> tuple[Decisions, Executable]:
 
 def account_of(decisions: Decisions, plan: Plan) -> StepAccount:
     memory = decisions.memory
-    assert memory is not None
     # Traced for every choice: the decision knows only what its user chose.
     costs = decide(replace(OFFLOADING, memory=MemoryConfig(gradients="2"))).memory
     assert costs is not None

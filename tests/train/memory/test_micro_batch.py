@@ -44,7 +44,6 @@ def test_the_fastest_is_taken_and_kept(size: int, monkeypatch: pytest.MonkeyPatc
     assert found.config.train.micro_batch < size
     assert found.config.memory.split == "fixed"
     assert "8: " in found.reasons["train.micro_batch"]
-    assert found.memory is not None
     assert found.memory.setup.micro_batches == 8 // found.config.train.micro_batch
 
 
@@ -53,10 +52,8 @@ def test_what_does_not_fit_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(NoRoomError):
         decide(dataclasses.replace(OPEN, budget=BudgetConfig(device_memory="1MB")))
     whole = decide(OPEN)
-    assert whole.memory is not None
     tight = f"{int(0.6 * whole.memory.account.peak)}B"
     found = decide(dataclasses.replace(OPEN, budget=BudgetConfig(device_memory=tight, host_memory="900MB")))
-    assert found.memory is not None
     assert found.memory.fits
 
 
@@ -72,13 +69,11 @@ def test_a_setting_of_the_users_own_gets_a_micro_batch_that_fits(monkeypatch: py
     eight = dataclasses.replace(OPEN.train, micro_batch=8)
     fixed = dataclasses.replace(keep, split="fixed", optimizer="device")
     whole = decide(dataclasses.replace(OPEN, train=eight, memory=fixed))
-    assert whole.memory is not None
     room = int(0.9 * whole.memory.account.peak)
     budget = BudgetConfig(device_memory=f"{room}B", host_memory="900MB")
     for split in ("fastest", "fixed"):
         memory = dataclasses.replace(keep, split=split)
         found = decide(dataclasses.replace(OPEN, memory=memory, budget=budget))
-        assert found.memory is not None
         assert found.memory.fits
         assert found.config.train.micro_batch != 8
 
@@ -97,7 +92,6 @@ def test_all_sizes_are_compared_by_one_yardstick(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(memory_plan, "with_seconds", timed)
     found = decide(OPEN)
-    assert found.memory is not None
     assert found.memory.seconds_origin == "predicted"
     assert {sizes[-1] for sizes in origins.values()} == {"predicted"}
     assert "measured" in origins[1]

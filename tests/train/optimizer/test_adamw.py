@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from scrimp.config import Architecture, TrainConfig
 from scrimp.errors import CheckpointError, ConfigError
 from scrimp.model import Decoder
-from scrimp.planner import account_memory
+from scrimp.profiler.memory_trace import trace_costs
 from scrimp.train.optimizer import AdamW, MomentFormat
 from scrimp.train.tensor_files import read_tensors, write_tensors
 
@@ -228,7 +228,7 @@ ARCHITECTURES = {
 def test_the_account_knows_the_bytes_of_the_state(kind: str, architecture: Architecture) -> None:
     dtype, train = settings(kind)
     optimizer = AdamW(dict(Decoder(architecture, dtype=dtype).named_parameters()), train)
-    account = account_memory(
+    costs = trace_costs(
         architecture,
         precision="bf16",
         parameters="fp32" if dtype == torch.float32 else "bf16",
@@ -238,7 +238,8 @@ def test_the_account_knows_the_bytes_of_the_state(kind: str, architecture: Archi
         sequence=64,
         loss_chunk=0,
     )
-    assert account.optimizer == sum(tensor.nbytes for _, tensor in optimizer.tensors())
+    traced = costs.ends.optimizer + sum(costs.classes[number].optimizer for number in costs.blocks)
+    assert traced == sum(tensor.nbytes for _, tensor in optimizer.tensors())
 
 
 def test_a_checkpoint_of_another_format_is_refused_by_the_tensor(tmp_path: Path) -> None:

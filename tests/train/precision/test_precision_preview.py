@@ -156,7 +156,9 @@ def test_a_plan_can_be_written_only_where_one_is_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", f"--out={tmp_path / 'plan.json'}"]) == 2
-    assert "no measured plan" in capsys.readouterr().err
+    assert "no measured plan to write" in capsys.readouterr().err
+    assert main(["plan", "--target=torchao"]) == 2
+    assert "no measured plan to make for torchao" in capsys.readouterr().err
 
 
 def test_a_dry_run_of_a_new_run_shows_what_it_starts_with(capsys: pytest.CaptureFixture[str]) -> None:
@@ -173,10 +175,27 @@ def test_a_plan_is_exported_as_code_that_runs(
     assert preview(run_dir, "--snip.formats=fp8,mxfp4", f"--out={source}") == 0
     words = ["export-precision", str(source), str(out), "--target=torchao", "--names=scrimp"]
     assert main(words) == 0
-    assert "not as planned" in capsys.readouterr().out  # torchao trains in no mxfp4
+    told = capsys.readouterr().out
+    assert "not as planned" in told  # torchao trains in no mxfp4
+    assert re.search(r"\d of 8 layers do not run as planned", told)
+    assert "--target torchao --out torchao-plan.json`" in told
+    assert "--snip.policy snip-layer" in told
     assert callable(runpy.run_path(str(out))["convert"])
     assert main(words) == 2
     assert "exists already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("target", ["torchao", "transformer-engine"])
+def test_a_plan_for_a_target_is_exported_whole(
+    run_dir: Path, tmp_path: Path, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, out = tmp_path / "plan.json", tmp_path / "out"
+    assert preview(run_dir, f"--target={target}", "--budget.fp4-flops=0.5", f"--out={source}") == 0
+    plan = PrecisionPlan.read(source)
+    assert plan.predicted["fp4_flops"] >= 0.5
+    assert f"only what {target} runs" in plan.reason
+    assert main(["export-precision", str(source), str(out), f"--target={target}"]) == 0
+    assert "not as planned" not in capsys.readouterr().out + out.read_text()
 
 
 def test_the_plan_of_a_run_is_exported_from_its_folder(run_dir: Path, tmp_path: Path) -> None:

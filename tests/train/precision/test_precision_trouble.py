@@ -11,6 +11,7 @@ from tiny_run import flags, losses, records, write_corpus
 from torch import Tensor
 
 from scrimp.cli import main
+from scrimp.gemm import Clock
 from scrimp.gemm.backends import ReferenceBackend
 from scrimp.planner import Plan
 from scrimp.precision import RECIPES
@@ -30,17 +31,27 @@ def _private_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("user-cache")))
 
 
+BREAKS_AT = 4
+"""After the first plan was proven in its first step: what is broken from there on stops no run as a lie."""
+
+
 def broken(monkeypatch: pytest.MonkeyPatch, damage: Callable[[Tensor], Tensor]) -> None:
-    """From now on four-bit gradients of weights are wrong."""
-    prepare = ReferenceBackend.prepare
+    """From a later step on four-bit gradients are wrong."""
+    prepare, begin, now = ReferenceBackend.prepare, Clock.begin, [0]
+
+    def noted(self: Clock, step: int, first_row: int = 0) -> None:
+        now[0] = step
+        begin(self, step, first_row)
 
     def damaged(self: ReferenceBackend, x: Tensor, use: object) -> object:
         operand = getattr(use, "operand", None)
-        if operand is not None and operand.element == "e2m1" and operand.rounding == "stochastic":
+        is_gradient = operand is not None and operand.element == "e2m1" and operand.rounding == "stochastic"
+        if is_gradient and now[0] >= BREAKS_AT:
             x = damage(x)
         return prepare(self, x, use)  # type: ignore[arg-type]
 
     monkeypatch.setattr(ReferenceBackend, "prepare", damaged)
+    monkeypatch.setattr(Clock, "begin", noted)
 
 
 def run(tmp_path: Path, *more: str) -> Path:

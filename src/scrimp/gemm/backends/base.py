@@ -32,6 +32,15 @@ class Backend(ABC):
         """Whether a recipe runs in other units than its own here, so that its speed is not the format's."""
         return False
 
+    def tuning_bytes(self, gemm: str, recipe: str, shape: Shape, out: torch.dtype) -> int:
+        """Device memory that `tune` takes at most."""
+        return 0
+
+    def tune(  # noqa: B027
+        self, gemm: str, recipe: str, shape: Shape, out: torch.dtype, device: torch.device
+    ) -> None:
+        """Try now what a first call of this GEMM into `out` would try, so that none of a run's own calls does."""
+
     @abstractmethod
     def prepare(self, x: Tensor, use: Use) -> Any:
         """The operand of one GEMM, in the back end's own form."""

@@ -58,7 +58,7 @@ class ReferenceBackend(Backend):
         """Values after rounding, in the tensor's own layout; in bf16 carriers where x is bf16."""
         if use.operand is None:
             return _Operand(FakeQuantized(x, None), is_plain=True)
-        is_bf16 = x.dtype == torch.bfloat16 and multiplies_bf16_fast(x.device)
+        is_bf16 = x.dtype == torch.bfloat16 and self.multiplies_bf16_fast(x.device)
         return _Operand(
             fake_quantize(
                 x,
@@ -70,6 +70,10 @@ class ReferenceBackend(Backend):
                 carrier=torch.bfloat16 if is_bf16 else torch.float32,
             )
         )
+
+    def multiplies_bf16_fast(self, device: torch.device) -> bool:
+        """Whether bf16 carriers are worth it there."""
+        return multiplies_bf16_fast(device)
 
     def load(self, codes: QuantizedTensor) -> _Operand:
         """Values of kept codes."""

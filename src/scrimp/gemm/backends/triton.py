@@ -71,6 +71,18 @@ class TritonBackend(Backend):
         """All but fp8: E2M1 on FP8 units, MX and NVFP4 on bf16 units."""
         return recipe != "fp8"
 
+    def tuning_bytes(self, gemm: str, recipe: str, shape: Shape, out: torch.dtype) -> int:
+        """Of products of tiles, whose kernel has shapes to choose from."""
+        is_tuned = operands_of(gemm, recipe)[0].scaling in TILES  # type: ignore[union-attr]
+        return kernels.tuning_bytes(shape.m, shape.n, shape.k, out) if is_tuned else 0
+
+    def tune(self, gemm: str, recipe: str, shape: Shape, out: torch.dtype, device: torch.device) -> None:
+        """Try them for this product."""
+        first, second = operands_of(gemm, recipe)
+        if first.scaling in TILES:  # type: ignore[union-attr]
+            is_block = second.scaling == "block"  # type: ignore[union-attr]
+            kernels.tune(shape.m, shape.n, shape.k, out, is_block=is_block, device=device)
+
     def prepare(self, x: Tensor, use: Use) -> TileCodes | _Values:
         """Codes of tiles and blocks; bf16 values of groups."""
         operand = use.operand

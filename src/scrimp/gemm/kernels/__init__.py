@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from scrimp.gemm.kernels.blocks import quantize_blocks
     from scrimp.gemm.kernels.fake_quantize import fake_quantize_groups, tensor_amax
     from scrimp.gemm.kernels.fused import swiglu_quantize
-    from scrimp.gemm.kernels.matmul import scaled_matmul
+    from scrimp.gemm.kernels.matmul import scaled_matmul, tune, tuning_bytes
     from scrimp.gemm.kernels.rms_norm import rms_norm_quantize
     from scrimp.gemm.kernels.tiles import quantize_tiles
 
@@ -39,6 +39,8 @@ __all__ = [
     "scaled_matmul",
     "swiglu_quantize",
     "tensor_amax",
+    "tune",
+    "tuning_bytes",
 ]
 
 _HOMES = {
@@ -49,6 +51,8 @@ _HOMES = {
     "scaled_matmul": "matmul",
     "swiglu_quantize": "fused",
     "tensor_amax": "fake_quantize",
+    "tune": "matmul",
+    "tuning_bytes": "matmul",
 }
 
 

@@ -33,6 +33,7 @@ from scrimp.gemm.kernels.launch import check_devices, check_matrix, element_cons
 from scrimp.gemm.kernels.rounding import (
     e4m3_scale,
     e8m0_scale,
+    lift_of,
     magnitude_bits,
     round_nearest,
     round_stochastic,
@@ -154,7 +155,9 @@ def fake_quantize_kernel(
     grouped = tl.reshape(block, shape)
     amax = tl.max(tl.max(magnitude_bits(grouped), 3, keep_dims=True), 1, keep_dims=True)
     if NVFP4:
-        decode, encode = e4m3_scale(amax, tl.load(tensor_scale), STOCHASTIC)
+        g = tl.load(tensor_scale)
+        decode, encode = e4m3_scale(amax, g, STOCHASTIC)
+        grouped *= lift_of(g)
     else:
         decode, encode = e8m0_scale(amax, MAX_VALUE, MAX_EXPONENT, STOCHASTIC)
     t = grouped * encode

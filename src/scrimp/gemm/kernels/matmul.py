@@ -11,9 +11,14 @@ Method   For each 128 of K a fresh product P = A_k B_k^T is made by the tensor c
          in float32 (one instruction of the tensor cores): for measuring whether 128 loses anything.
 Exact    With E2M1 operands P is a sum of at most 128 multiples of 1/4 below 36: exact in 15 bits.
 Tiles    Programs run in groups of rows of C, so that the operands of neighbours stay in the second-level cache.
-         Shapes of tiles are tried per (M, N, K) at the first call: `scaled_matmul_kernel.configs`.
+         Shapes of tiles (`scaled_matmul_kernel.configs`) are tried at the first call of each N and each bucket of M
+         and K, where numbers of tokens stand: powers of two, so that a last chunk or a shorter batch tries nothing
+         again. Triton keeps results of other types apart, so they are tried in the type that a run multiplies into. A
+         run has them tried before it begins (`tune`). Whichever wins, an element's products are added in the same
+         order.
 Limits   Operands come through pointers (cp.async), not tensor-memory descriptors; rates are not measured yet.
-Checked  tests/gemm/test_triton_matmul.py: against float64 within the bound of float32 sums.
+Checked  tests/gemm/test_triton_matmul.py: against float64, interpreted within the bound of float32 sums, on a GPU of
+         tensor cores that keep 14 bits.
 """
 # mypy: disable-error-code="import-untyped,no-untyped-def,no-untyped-call,untyped-decorator"
 
@@ -32,6 +37,8 @@ from scrimp.gemm.kernels.rounding import to_bfloat16
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 PROMOTIONS = (32, 128)
+TIMER_BYTES = 2**28
+"""What triton's timer writes between two calls, to empty the second-level cache."""
 # (M, N, warps, stages). A warp group of 4 warps holds 64 x 128 twice, product and sum, in 128 registers a thread.
 _SHAPES = (
     (128, 128, 8, 3),
@@ -52,7 +59,7 @@ def _configs() -> list[triton.Config]:
     ]
 
 
-@triton.autotune(_configs(), key=["M", "N", "K", "BLOCK_SCALED"])
+@triton.autotune(_configs(), key=["M_BUCKET", "N", "K_BUCKET", "BLOCK_SCALED"])
 @triton.jit
 def scaled_matmul_kernel(
     a,
@@ -63,6 +70,8 @@ def scaled_matmul_kernel(
     M,
     N,
     K,
+    M_BUCKET,
+    K_BUCKET,
     a_scales_row,
     a_scales_group,
     b_scales_row,
@@ -129,6 +138,31 @@ def scaled_matmul_kernel(
         tl.store(address, total, mask=mask)
 
 
+def bucket(size: int) -> int:
+    """The power of two that is not smaller."""
+    return 1 << (size - 1).bit_length()
+
+
+def tuning_bytes(m: int, n: int, k: int, out: torch.dtype) -> int:
+    """Device memory that `tune` takes at most, the timer's buffer included."""
+    groups = ceil(k / TILE)
+    return (m + n) * (k + 4 * groups) + out.itemsize * m * n + TIMER_BYTES
+
+
+def tune(m: int, n: int, k: int, out: torch.dtype, *, is_block: bool, device: torch.device) -> None:
+    """Try the shapes of tiles for a product of these sizes into `out`, on operands of its own, if that has not been
+    done."""
+    generator = torch.Generator(device).manual_seed(0)
+    codes = [
+        torch.randint(0, 120, (rows, k), dtype=torch.uint8, device=device, generator=generator)
+        for rows in (m, n)
+    ]
+    groups, rows = ceil(k / TILE), ceil(n / TILE) if is_block else n
+    scales = [torch.ones(groups, size, device=device).t() for size in (m, rows)]
+    a, b = (one.view(torch.float8_e4m3fn) for one in codes)
+    scaled_matmul(a, scales[0], b, scales[1], out)
+
+
 def scaled_matmul(
     a_codes: Tensor,
     a_scales: Tensor,
@@ -172,6 +206,8 @@ def scaled_matmul(
             m,
             n,
             k,
+            bucket(m),
+            bucket(k),
             *a_scales.stride(),
             *b_scales.stride(),
             BLOCK_SCALED=is_block,

@@ -25,6 +25,8 @@ EXPONENT_FIELD = tl.constexpr(0x7F800000)
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 MANTISSA_FIELD = tl.constexpr(0x007FFFFF)
 SMALLEST_NORMAL = tl.constexpr(2.0**-126)
+SMALL_TENSOR_SCALE = tl.constexpr(2.0**-100)
+LIFT = tl.constexpr(2.0**64)
 E4M3_MAX = tl.constexpr(448.0)
 NAN_EXPONENT = tl.constexpr(255)
 
@@ -65,8 +67,14 @@ def power_of_two(biased):
 
 
 @triton.jit
+def lift_of(tensor_scale):
+    """What x and g are multiplied by before x is divided by their scales, where the reciprocal of g would overflow."""
+    return tl.where(tensor_scale < SMALL_TENSOR_SCALE, LIFT, 1.0)
+
+
+@triton.jit
 def e4m3_scale(amax_bits, tensor_scale, NO_CLIP: tl.constexpr):
-    """(decode, encode) of an NVFP4 group: b = E4M3(amax / 6 / g), and (1 / g) / b."""
+    """(decode, encode) of an NVFP4 group: b = E4M3(amax / 6 / g), and (1 / g) / b for lifted numbers."""
     amax = amax_bits.to(tl.float32, bitcast=True)
     wanted = tl.div_rn(tl.div_rn(amax, 6.0), tensor_scale)
     wanted = tl.where(wanted > E4M3_MAX, E4M3_MAX, wanted)
@@ -74,7 +82,7 @@ def e4m3_scale(amax_bits, tensor_scale, NO_CLIP: tl.constexpr):
     decode = round_nearest(wanted, 448.0, 3, -6)
     if NO_CLIP:
         decode = tl.where(decode < wanted, decode + spacing(decode, 3, -6), decode)
-    inverse = tl.div_rn(tl.div_rn(1.0, tensor_scale), decode)
+    inverse = tl.div_rn(tl.div_rn(1.0, tensor_scale * lift_of(tensor_scale)), decode)
     return decode, tl.where(decode == 0, 0.0, inverse)
 
 

@@ -6,13 +6,15 @@ from scrimp.model.huggingface.architecture import (
     read_architecture,
 )
 from scrimp.model.huggingface.export import export_model, write_weights
-from scrimp.model.huggingface.load import load_weights
+from scrimp.model.huggingface.load import check_weights, load_weights, stream_weights
 
 __all__ = [
     "architecture_from_config",
+    "check_weights",
     "config_from_architecture",
     "export_model",
     "load_weights",
     "read_architecture",
+    "stream_weights",
     "write_weights",
 ]

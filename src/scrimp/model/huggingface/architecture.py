@@ -17,14 +17,13 @@ Checked  tests/model/test_huggingface_config.py (table of refusals; round trips 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from scrimp.config.architecture import Architecture, RopeScaling
 from scrimp.errors import ConfigError, ModelError
-from scrimp.files import storage_error
+from scrimp.json_files import read_json
 
 JSON: TypeAlias = dict[str, Any]
 
@@ -36,6 +35,8 @@ MODEL_CLASSES = {
 }
 """model_type of each supported family, and the transformers class that loads it."""
 
+_DO = "give the folder of a Hugging Face model (config.json and *.safetensors)"
+_MAX_FILE_BYTES = 2**24
 # transformers' defaults for keys that a config.json may leave out.
 _DEFAULT_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}
 _DEFAULT_HEAD_SIZE = {"qwen3": 128}
@@ -55,7 +56,8 @@ _LLAMA3_KEYS = {
 def read_architecture(folder: Path) -> Architecture:
     """The architecture of a Hugging Face folder, from its config.json alone."""
     file = Path(folder) / "config.json"
-    return architecture_from_config(read_json(file), where=str(file))
+    config = read_json(file, dict[str, Any], error=ModelError, do=_DO, at_most=_MAX_FILE_BYTES)
+    return architecture_from_config(config, where=str(file))
 
 
 def architecture_from_config(config: Mapping[str, Any], *, where: str = "config.json") -> Architecture:
@@ -119,8 +121,8 @@ class _Keys:
 
     def integer(self, key: str, default: int | None = None, *, null: int | None = None) -> int:
         value = self._value(key, default, null)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.refuse(key, expected="a positive integer")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**63:
+            raise self.refuse(key, expected="a positive integer of 64 bits")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -141,7 +143,7 @@ def _family(keys: _Keys) -> str:
     if not isinstance(family, str) or family not in MODEL_CLASSES:
         raise keys.refuse("model_type", expected=f"one of {', '.join(MODEL_CLASSES)}")
     classes = keys.config.get("architectures")
-    if classes and MODEL_CLASSES[family] not in classes:
+    if classes and (not isinstance(classes, list) or MODEL_CLASSES[family] not in classes):
         raise keys.refuse(
             "architectures", expected=MODEL_CLASSES[family], do="export a causal language model"
         )
@@ -158,16 +160,19 @@ def _refuse_unsupported(keys: _Keys, family: str) -> None:
         raise keys.refuse(
             "attention_bias", expected="false: of these families only qwen2 has biases, on q, k and v"
         )
-    if get("mlp_bias"):
-        raise keys.refuse("mlp_bias", expected="false")
     if get("partial_rotary_factor") not in (None, 1, 1.0):
         raise keys.refuse("partial_rotary_factor", expected="1.0: RoPE turns the whole head")
     if get("original_max_position_embeddings") is not None:
         raise keys.refuse(
             "original_max_position_embeddings", expected="it inside rope_parameters or rope_scaling"
         )
-    if get("attention_dropout"):
-        raise keys.refuse("attention_dropout", expected="0.0", do="set it to 0.0 to train without dropout")
+    for key, expected, do in (
+        ("mlp_bias", "false", None),
+        ("attention_dropout", "0.0", "set it to 0.0 to train without dropout"),
+        ("auto_map", "no code of its own", "Scrimp runs no code from a model folder"),
+    ):
+        if get(key):
+            raise keys.refuse(key, expected=expected, do=do)
     for key in ("quantization_config", "compression_config"):
         if get(key):
             raise keys.refuse(
@@ -176,10 +181,8 @@ def _refuse_unsupported(keys: _Keys, family: str) -> None:
                 expected="plain float32, bfloat16 or float16 weights",
                 do="use the model's unquantized weights",
             )
-    if get("auto_map"):
-        raise keys.refuse(
-            "auto_map", expected="no code of its own", do="Scrimp runs no code from a model folder"
-        )
+    if get("is_causal", True) is not True:
+        raise keys.refuse("is_causal", expected="true: every token sees only those before it")
 
 
 def _rope(keys: _Keys) -> tuple[float, RopeScaling | None]:
@@ -271,7 +274,9 @@ def _layer_kinds(keys: _Keys, family: str, num_layers: int, window: int | None) 
     full = keys.config.get("max_window_layers", _DEFAULT_MAX_WINDOW_LAYERS)
     if isinstance(full, bool) or not isinstance(full, int) or full < 0:
         raise keys.refuse("max_window_layers", expected="the number of layers without a window")
-    return {"sliding_attention" if layer >= full else "full_attention" for layer in range(num_layers)}
+    # Not layer by layer: nothing holds their number against the weights yet.
+    kinds = {"full_attention"} if full > 0 else set()
+    return kinds | ({"sliding_attention"} if full < num_layers else set())
 
 
 def config_from_architecture(
@@ -353,24 +358,3 @@ def _check_family(architecture: Architecture) -> None:
             got=f"width {a.width}, {a.num_heads} heads",
             expected="a multiple",
         )
-
-
-def read_json(file: Path) -> JSON:
-    """A JSON object from a file of a model folder."""
-    try:
-        text = file.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ModelError(
-            f"{file} is missing", do="give the folder of a Hugging Face model (config.json and *.safetensors)"
-        ) from None
-    except OSError as error:
-        raise storage_error(error, f"{file} cannot be read") from error
-    except UnicodeDecodeError:
-        raise ModelError(f"{file} is not text", expected="JSON") from None
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ModelError(f"{file} is not JSON", got=str(error)) from None
-    if not isinstance(value, dict):
-        raise ModelError(f"{file} holds no JSON object", got=type(value).__name__, expected="an object")
-    return value

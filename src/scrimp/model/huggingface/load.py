@@ -16,21 +16,25 @@ Checked  tests/model/test_huggingface_load.py (table of damaged folders),
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from scrimp.config.architecture import Architecture
 from scrimp.errors import ModelError, StorageError
 from scrimp.files import storage_error
-from scrimp.model.huggingface.architecture import read_json
+from scrimp.json_files import read_json
 from scrimp.model.huggingface.names import EMBEDDING, HEAD, fused_parameters
 
 if TYPE_CHECKING:
+    from scrimp.config.architecture import Architecture
     from scrimp.model.decoder import Decoder
 
 SINGLE_FILE = "model.safetensors"
@@ -40,7 +44,18 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 # Buffers that older versions of transformers saved with the weights; the decoder computes its own.
 _IGNORED_ENDINGS = ("rotary_emb.inv_freq", "masked_bias", "attn.bias")
 _SHOWN_NAMES = 4
+_MOST_LISTED = 10_000
+"""Layers whose tensors are listed whatever the folder holds, to name those that are missing."""
+_LONGEST_NAME = 255
+_MAX_INDEX_BYTES = 2**26
 _ROWS_AT_ONCE = 4096
+
+
+@dataclass(frozen=True)
+class _Index:
+    """What is read of an index."""
+
+    weight_map: Annotated[dict[str, str], msgspec.Meta(min_length=1)]
 
 
 @dataclass(frozen=True)
@@ -52,6 +67,17 @@ class _Stored:
     dtype: str
 
 
+def check_weights(architecture: Architecture, folder: Path) -> None:
+    """Hold an architecture against the names, shapes and formats of the stored tensors, by their headers.
+
+    Before a model of that architecture is built: nothing else bounds the sizes in a config.json.
+
+    Raises:
+        ModelError: what is missing, unexpected, mis-shaped or unreadable.
+    """
+    _checked_tensors(architecture, Path(folder))
+
+
 def load_weights(model: Decoder, folder: Path) -> None:
     """Copy the weights of a Hugging Face folder into the model, in the model's own formats.
 
@@ -61,21 +87,50 @@ def load_weights(model: Decoder, folder: Path) -> None:
     parameters = dict(model.named_parameters())
     if any(parameter.is_meta for parameter in parameters.values()):
         raise ModelError("the model has no storage to load weights into", got="the meta device")
-    stored = _stored_tensors(Path(folder))
+    stored = _checked_tensors(model.architecture, Path(folder))
     targets: dict[str, Tensor] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
     for fused in fused_parameters(model.architecture):
         for piece in fused.pieces:
             targets[piece.name] = parameters[fused.name].detach()[piece.start : piece.stop]
-            shapes[piece.name] = piece.shape
-    tied_head = HEAD in stored and model.architecture.tied_embeddings
+    _copy(stored, targets)
+
+
+def stream_weights(architecture: Architecture, folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a folder that the architecture needs, by their names there, one at a time.
+
+    ModelError as of `load_weights`, before the first one.
+    """
+    stored = _checked_tensors(architecture, Path(folder))
+    for fused in fused_parameters(architecture):
+        for piece in fused.pieces:
+            yield piece.name, _read(stored[piece.name].file, piece.name)
+
+
+def _read(file: Path, name: str) -> Tensor:
+    read: list[Tensor] = []
+    _with_file(file, lambda _, opened: read.append(opened.get_tensor(name)))
+    return read[0]
+
+
+def _checked_tensors(architecture: Architecture, folder: Path) -> dict[str, _Stored]:
+    """The tensors of a folder, which are those of the architecture."""
+    stored = _stored_tensors(folder)
+    if architecture.num_layers > max(len(stored), _MOST_LISTED):
+        raise ModelError(
+            f"{folder} holds the weights of another model",
+            got=f"{len(stored):,} tensors",
+            expected=f"{architecture.num_layers:,} layers, as num_hidden_layers in config.json says",
+            do="check that config.json and the weights belong together",
+        )
+    shapes = {piece.name: piece.shape for fused in fused_parameters(architecture) for piece in fused.pieces}
+    tied_head = HEAD in stored and architecture.tied_embeddings
     if tied_head:
         shapes[HEAD] = shapes[EMBEDDING]
-    _check_names(Path(folder), stored, shapes)
+    _check_names(folder, stored, shapes)
     _check_tensors(stored, shapes)
     if tied_head:
         _check_tied(stored[HEAD], stored[EMBEDDING])
-    _copy(stored, targets)
+    return stored
 
 
 def _stored_tensors(folder: Path) -> dict[str, _Stored]:
@@ -85,11 +140,11 @@ def _stored_tensors(folder: Path) -> dict[str, _Stored]:
         return _read_headers([single])
     if not index.is_file():
         raise _no_weights(folder)
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ModelError(f"{index} has no weight_map", expected="tensor names and the files they are in")
+    do = "download it again"
+    read = read_json(index, _Index, error=ModelError, do=do, at_most=_MAX_INDEX_BYTES, closed=False)
+    weight_map = read.weight_map
     for name in weight_map.values():
-        if not isinstance(name, str) or Path(name).name != name:
+        if Path(name).name != name or len(name) > _LONGEST_NAME:
             raise ModelError(
                 f"{index} names a file outside the folder", got=repr(name), expected="a plain file name"
             )
@@ -143,7 +198,7 @@ def _with_file(file: Path, use: Callable[[Path, Any], None]) -> None:
         with safe_open(str(file), framework="pt", device="cpu") as opened:
             use(file, opened)
     except FileNotFoundError:
-        if file.exists():  # safetensors reports a file that may not be opened as one that is not there
+        if os.path.exists(file):  # safetensors reports a file that may not be opened as one that is not there
             raise StorageError(f"{file} cannot be read", do="check its permissions") from None
         raise ModelError(f"{file} is missing", expected=f"every shard that {INDEX_FILE} names") from None
     except SafetensorError as error:

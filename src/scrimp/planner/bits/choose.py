@@ -1,18 +1,20 @@
 """From a profile and a budget to a format for every GEMM.
 
-The one place where statistics, policy, budget and solver meet. A decision is a GEMM or a layer; what a user has
+The one place where statistics, policy, budget and solver meet. A decision is a GEMM, or a layer, which takes a row
+of a menu: one format for its three GEMMs, or what another trainer runs together. What a user has
 fixed by a rule is no decision, but counts in the budget (`budget`). Layers whose statistics are not finite keep
 the highest format that was measured, unless they are fixed, and `without_statistics` names them.
 
 Checked  tests/planner/bits/test_choose.py
 
-Shapes: L layers, P formats.
+Shapes: L layers, P formats, M rows of a menu.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,6 +61,8 @@ class Question:
     """[L, 3], what a speed-up is over; None: the bf16 column of `seconds`."""
     allowed: NDArray[np.bool_] | None = None
     """[L, 3, P], formats that a GEMM may have."""
+    together: Sequence[tuple[str, str, str]] | None = None
+    """Recipes that a layer's fprop, dgrad and wgrad may have together; None: any."""
     penalties: Array | None = None
     """[L, 3], factors on costs: what earlier trouble taught."""
     current: NDArray[np.int64] | None = None
@@ -101,26 +105,53 @@ def choose(question: Question) -> Choice:
     profile, policy = question.profile, question.policy
     if not is_solved(question):
         return _by_order(question, order_of(policy, profile.layers))
-    costs = _costs(question)
-    _refuse_split_layers(question)
+    costs, menu = _costs(question), menu_of(question)
+    _refuse_split_layers(question, menu)
     program = _program(question, priced(question, costs))
-    current = None if question.current is None else _decisions(question.current, is_per_gemm(policy))
+    current = None if question.current is None else _decisions(question.current, menu)
     solution = solve(program, current=current, solver=question.solver, time_limit=question.time_limit)
-    formats = (
-        solution.choices.reshape(-1, len(GEMMS))
-        if is_per_gemm(policy)
-        else np.repeat(solution.choices[:, None], len(GEMMS), 1)
-    )
+    formats = solution.choices.reshape(-1, len(GEMMS)) if menu is None else menu[solution.choices]
     return Choice(formats, costs, share_in_4_bits(profile, formats), solution)
 
 
-def _refuse_split_layers(question: Question) -> None:
-    """Refuse rules that give the GEMMs of a layer different formats where the policy gives them one."""
-    if is_per_gemm(question.policy):
+def menu_of(question: Question) -> NDArray[np.int64] | None:
+    """[M, 3], what a layer's GEMMs may have, as indices of formats; None: each GEMM is a decision of its own.
+
+    Raises:
+        PlanError: no candidates go together.
+    """
+    formats = question.profile.formats
+    menu: list[tuple[int, ...]] | None = None
+    if question.together is not None:
+        known = [row for row in question.together if set(row) <= set(formats)]
+        menu = [tuple(formats.index(name) for name in row) for row in known]
+    if not is_per_gemm(question.policy):
+        whole: list[tuple[int, ...]] = [(p,) * len(GEMMS) for p in range(len(formats))]
+        menu = whole if menu is None else [row for row in whole if row in menu]
+    if menu is None:
+        return None
+    if not menu:
+        alone = [row[0] for row in question.together or () if len(set(row)) == 1]
+        raise PlanError(
+            "no candidates go together in one layer where the plan is to run",
+            got=", ".join(formats),
+            expected=f"candidates such as {', '.join(alone)}",
+        )
+    return np.array(menu, dtype=np.int64)
+
+
+def _refuse_split_layers(question: Question, menu: NDArray[np.int64] | None) -> None:
+    """Refuse rules that no row of the menu keeps."""
+    if menu is None:
         return
-    in_common = np.all(_allowed(question), axis=1)
-    has_one = np.any(in_common, axis=1).tolist()
+    has_one: list[bool] = np.any(_by_menu(_allowed(question), menu, np.logical_and), axis=1).tolist()
     split = [layer for layer, is_whole in zip(question.profile.layers, has_one, strict=True) if not is_whole]
+    if split and question.together is not None:
+        raise PlanError(
+            "rules fix GEMMs to formats that do not go together where the plan is to run",
+            got=", ".join(split[:4]),
+            do="fix whole layers, to a format of the target",
+        )
     if split:
         raise PlanError(
             f"{question.policy} gives a layer one format, and rules fix its GEMMs to different ones",
@@ -139,7 +170,9 @@ def is_solved(question: Question) -> bool:
 def is_within(question: Question, formats: NDArray[np.int64]) -> bool:
     """Whether a plan keeps the budget, and gives no GEMM a format that it may not have."""
     program = _program(question, priced(question, _costs(question)))
-    chosen = _decisions(formats, is_per_gemm(question.policy))
+    chosen = _decisions(formats, menu_of(question))
+    if chosen is None:
+        return False
     rows = np.arange(len(chosen))
     totals = [(limit, float(np.asarray(limit.amounts)[rows, chosen].sum())) for limit in program.limits]
     fits = all(limit.least - 1e-9 <= total <= limit.most + 1e-9 for limit, total in totals)
@@ -177,6 +210,13 @@ def share_in_4_bits(profile: PrecisionProfile, formats: NDArray[np.int64]) -> fl
     """Of the planned layers' FLOPs."""
     low = is_low(profile.formats)
     return float((profile.flops[:, None] / len(GEMMS) * low[formats]).sum())
+
+
+def low_flops(question: Question) -> Array:
+    """[L, 3, P], share of the planned layers' FLOPs that a GEMM adds in 4 bits."""
+    profile = question.profile
+    flops = profile.flops[:, None, None] / len(GEMMS) * is_low(profile.formats)[None, None, :]
+    return np.broadcast_to(flops, (len(profile.layers), len(GEMMS), len(profile.formats)))
 
 
 def is_low(formats: Sequence[str]) -> NDArray[np.bool_]:
@@ -247,16 +287,19 @@ def _spread(costs: Array, num_layers: int, per_gemm: bool) -> Array:
     return spread
 
 
-def _decisions(values: NDArray[np.int64], per_gemm: bool) -> NDArray[np.int64]:
-    return values.reshape(-1) if per_gemm else values[:, 0]
+def _decisions(formats: NDArray[np.int64], menu: NDArray[np.int64] | None) -> NDArray[np.int64] | None:
+    """[N] from a plan's formats [L, 3]; None where a layer's are not on the menu."""
+    if menu is None:
+        return formats.reshape(-1)
+    is_row = (formats[:, None, :] == menu[None, :, :]).all(axis=2)
+    return is_row.argmax(axis=1) if is_row.any(axis=1).all() else None
 
 
 def _program(question: Question, costs: Array) -> Program:
     profile, budget = question.profile, question.budget
-    flops = profile.flops[:, None, None] / len(GEMMS) * is_low(profile.formats)[None, None, :]
-    low_flops = np.broadcast_to(flops, costs.shape)
+    low = low_flops(question)
     if budget.divergence is not None:
-        return _within_harm(question, costs, low_flops)
+        return _within_harm(question, costs, low)
     stages = _stages(question)
     many = len(set(stages.tolist())) > 1
     limits = []
@@ -264,17 +307,17 @@ def _program(question: Question, costs: Array) -> Program:
         inside, where = stages == stage, f" of stage {stage}" if many else ""
         if budget.fp4_flops is not None:
             total = float(profile.flops[inside].sum())
-            amounts = _flat(question, np.where(inside[:, None, None], low_flops, 0.0)) / total
+            amounts = by_decision(question, np.where(inside[:, None, None], low, 0.0)) / total
             limits.append(Limit(f"the share of FLOPs in 4 bits{where}", amounts, least=budget.fp4_flops))
         else:
             limits.append(_time_limit(question, inside, where))
-    return Program(_flat(question, costs), tuple(limits))
+    return Program(by_decision(question, costs), tuple(limits))
 
 
-def _within_harm(question: Question, costs: Array, low_flops: Array) -> Program:
+def _within_harm(question: Question, costs: Array, low: Array) -> Program:
     """The fastest plan, or the one with most FLOPs in 4 bits, under a share of what the lowest format costs."""
-    harm, most = _flat(question, costs), question.budget.divergence
-    gain = _flat(question, low_flops.max() - low_flops if question.seconds is None else question.seconds)
+    harm, most = by_decision(question, costs), question.budget.divergence
+    gain = by_decision(question, low.max() - low if question.seconds is None else question.seconds)
     slowness = np.where(np.isfinite(harm), gain, np.inf)
     if most is None or np.isinf(most):
         return Program(slowness)
@@ -296,7 +339,7 @@ def _time_limit(question: Question, inside: NDArray[np.bool_], where: str) -> Li
         where += f", beside {other:.3g} s of other work"
     return Limit(
         f"the seconds per step of all planned GEMMs{where}",
-        _flat(question, np.where(inside[:, None, None], seconds, 0.0)),
+        by_decision(question, np.where(inside[:, None, None], seconds, 0.0)),
         most=budget.seconds_left(other, in_bf16),
     )
 
@@ -316,9 +359,16 @@ def _in_bf16(question: Question, seconds: Array) -> Array:
     return seconds[:, :, formats.index("bf16")]
 
 
-def _flat(question: Question, values: Array) -> Array:
-    """[N, P], a row per decision, from [L, 3, P]."""
-    return values.reshape(-1, values.shape[-1]) if is_per_gemm(question.policy) else values.sum(1)
+def by_decision(question: Question, values: Array) -> Array:
+    """[N, P] or [N, M], a row per decision, from what each GEMM has in each format, [L, 3, P]."""
+    menu = menu_of(question)
+    return values.reshape(-1, values.shape[-1]) if menu is None else _by_menu(values, menu, np.add)
+
+
+def _by_menu(values: NDArray[Any], menu: NDArray[np.int64], join: np.ufunc) -> NDArray[Any]:
+    """[L, M], the three GEMMs of a layer joined."""
+    joined: NDArray[Any] = join.reduce([values[:, gemm, menu[:, gemm]] for gemm in range(len(GEMMS))])
+    return joined
 
 
 def _stages(question: Question) -> NDArray[np.int64]:
@@ -345,6 +395,13 @@ def _by_order(question: Question, order: Sequence[int] | None) -> Choice:
     else:
         chosen[_protected(question, order, low)] = high
     formats = _as_allowed(np.repeat(chosen[:, None], len(GEMMS), 1), _allowed(question), profile.formats)
+    if question.together is not None and _decisions(formats, menu_of(question)) is None:
+        used = dict.fromkeys(profile.formats[p] for p in formats.reshape(-1).tolist())
+        raise PlanError(
+            f"the formats of policy {policy} do not go together where the plan is to run",
+            got=", ".join(used),
+            do="use the policy snip or snip-layer, or other candidates",
+        )
     shape = (len(profile.layers), len(GEMMS), len(profile.formats))
     return Choice(formats, np.zeros(shape), share_in_4_bits(profile, formats), None)
 

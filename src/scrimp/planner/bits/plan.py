@@ -30,7 +30,8 @@ from numpy.typing import NDArray
 
 from scrimp.config.snip import keeps_budget
 from scrimp.errors import PlanError
-from scrimp.files import write_whole
+from scrimp.files import read_bounded, write_whole
+from scrimp.json_files import decode_json, finite
 from scrimp.planner.bits.choose import Choice, Question, share_in_4_bits, without_statistics
 from scrimp.planner.bits.divergence import gemm_parts, mean_divergence
 from scrimp.planner.bits.interval import intervals
@@ -41,6 +42,8 @@ from scrimp.planner.solver import Solution, UnreachableError
 from scrimp.precision import GEMMS, RECIPES, LinearPrecision
 
 VERSION = 1
+MAX_FILE_BYTES = 2**26
+_MAKE = "make one with scrimp.plan"
 
 
 @dataclass(frozen=True)
@@ -87,11 +90,8 @@ class PrecisionPlan:
     """That were measured; 0: not known."""
     intervals: dict[str, list[float]] = field(default_factory=dict)
     """Predicted divergence to (low, high); none from one batch."""
-
-    @property
-    def granularity(self) -> str:
-        """gemm or layer."""
-        return "gemm" if is_per_gemm(self.policy) else "layer"
+    granularity: str = ""
+    """gemm or layer: what has one format."""
 
     @property
     def precisions(self) -> dict[str, LinearPrecision]:
@@ -107,36 +107,23 @@ class PrecisionPlan:
         facts = dataclasses.asdict(self)
         layers = facts.pop("layers")
         rows = ",\n".join(f"    {json.dumps(name)}: {json.dumps(row)}" for name, row in layers.items())
-        head = {"scrimp_precision": VERSION, "granularity": self.granularity, **facts}
+        head = {"scrimp_precision": VERSION, **finite(facts)}
         lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
         return "{\n" + ",\n".join([*lines, f'  "layers": {{\n{rows}\n  }}']) + "\n}\n"
 
     @classmethod
-    def from_json(cls, text: str, *, origin: str = "the plan") -> PrecisionPlan:
+    def from_json(cls, text: str | bytes, *, origin: str = "the plan") -> PrecisionPlan:
         """Read what `to_json` wrote.
 
         Raises:
             PlanError: not JSON, another version, or values that are none.
         """
-        try:
-            raw = json.loads(text)
-            if raw.pop("scrimp_precision") != VERSION:
-                raise PlanError(f"{origin} has another version", expected=VERSION)
-            raw.pop("granularity", None)
-            raw["formats"] = tuple(raw["formats"])
-            raw["layers"] = {
-                name: PlannedLinearLayer(
-                    row["flops_share"],
-                    row["stage"],
-                    {gemm: PlannedGemm(**row["gemms"][gemm]) for gemm in GEMMS},
-                )
-                for name, row in raw["layers"].items()
-            }
-            plan = cls(**raw)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise PlanError(
-                f"{origin} is no precision plan", got=error, do="make one with scrimp.plan"
-            ) from None
+        version = ("scrimp_precision", VERSION)
+        plan = decode_json(text, cls, origin=origin, error=PlanError, do=_MAKE, version=version)
+        for layer, row in plan.layers.items():
+            if set(row.gemms) != set(GEMMS):
+                what = f"{origin}: $.layers.{layer}.gemms has the wrong keys"
+                raise PlanError(what, got=", ".join(row.gemms), expected=", ".join(GEMMS), do=_MAKE)
         for layer, precision in plan.precisions.items():
             for gemm in GEMMS:
                 if precision.gemm(gemm) not in RECIPES:
@@ -152,10 +139,8 @@ class PrecisionPlan:
     @classmethod
     def read(cls, path: Path | str) -> PrecisionPlan:
         """Read a file; PlanError where that cannot be done."""
-        try:
-            return cls.from_json(Path(path).read_text(encoding="utf-8"), origin=str(path))
-        except (OSError, UnicodeDecodeError) as error:
-            raise PlanError(f"{path} cannot be read", got=error) from None
+        content = read_bounded(Path(path), error=PlanError, do=_MAKE, at_most=MAX_FILE_BYTES)
+        return cls.from_json(content, origin=str(path))
 
 
 def make_plan(question: Question, *, step: int = 0, draws: int | None = None) -> PrecisionPlan:
@@ -228,6 +213,7 @@ def describe(
         solver=_solver(solution, without_statistics(question)),
         batches=len(profile.batches),
         intervals=intervals(question, choice.formats),
+        granularity="gemm" if is_per_gemm(question.policy) else "layer",
     )
 
 

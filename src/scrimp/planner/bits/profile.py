@@ -39,6 +39,7 @@ from safetensors.numpy import load_file, save
 
 from scrimp.errors import PlanError
 from scrimp.files import write_whole
+from scrimp.json_files import decode_json
 from scrimp.precision import GEMMS
 
 VERSION = 1
@@ -63,6 +64,25 @@ class BatchStatistics:
     curvature: Array
     sensitivity: Array
     update: Array
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What a profile's file holds beside tensors; as in `PrecisionProfile`."""
+
+    model: str
+    device: str
+    step: int
+    layers: tuple[str, ...]
+    shapes: tuple[tuple[int, int], ...]
+    tokens: int
+    formats: tuple[str, ...]
+    weights: tuple[str, ...]
+    owners: tuple[int, ...]
+    optimizer: str
+    gains: str
+    batches: int
+    """How many."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,25 +207,22 @@ class PrecisionProfile:
         Raises:
             PlanError: the file is missing, damaged, or of another version.
         """
+        do = "measure again"
         try:
-            facts = json.loads(_metadata(path)["scrimp_profile"])
-            number = facts.pop("batches")
-            if facts.pop("version") != VERSION:
-                raise PlanError(f"{path} has another version", expected=VERSION, do="measure again")
+            text = _metadata(path)["scrimp_profile"]
+            version = ("version", VERSION)
+            facts = decode_json(text, _Facts, origin=str(path), error=PlanError, do=do, version=version)
             tensors = load_file(path)
             names = [field.name for field in dataclasses.fields(BatchStatistics)]
             batches = tuple(
                 BatchStatistics(
                     **{name: _value(name, tensors[f"{index}.{name}"]) for name in names}  # type: ignore[arg-type]
                 )
-                for index in range(number)
+                for index in range(facts.batches)
             )
-            facts["shapes"] = tuple(tuple(pair) for pair in facts["shapes"])
-            for name in ("layers", "formats", "weights", "owners"):
-                facts[name] = tuple(facts[name])
-            return cls(**facts, batches=batches)
-        except (OSError, KeyError, TypeError, ValueError, AttributeError, SafetensorError) as error:
-            raise PlanError(f"{path} is no precision profile", got=error, do="measure again") from None
+            return cls(**{**vars(facts), "batches": batches})
+        except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
+            raise PlanError(f"{path} is no precision profile", got=error, do=do) from None
 
 
 def _value(name: str, tensor: NDArray[np.float64]) -> float | Array:

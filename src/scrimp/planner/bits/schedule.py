@@ -21,10 +21,8 @@ import numpy as np
 
 from scrimp.errors import PlanError
 from scrimp.planner.bits.budget import Budget
-from scrimp.planner.bits.choose import Question, choose, is_low, is_solved, priced
-from scrimp.planner.bits.policies import is_per_gemm
+from scrimp.planner.bits.choose import Question, by_decision, choose, is_solved, low_flops, priced
 from scrimp.planner.solver import Limit, Program, solve
-from scrimp.precision import GEMMS
 
 
 @dataclass(frozen=True)
@@ -48,12 +46,8 @@ def split(question: Question, main_steps: int, final_steps: int, weight: float) 
     if not main_steps or not final_steps or not is_solved(question):
         return Phases(share, share)
     once = choose(question)  # refuses what cannot be reached, in the user's terms
-    costs, flops = priced(question, once.costs), question.profile.flops
-    if is_per_gemm(question.policy):
-        costs, flops = costs.reshape(-1, costs.shape[-1]), np.repeat(flops / len(GEMMS), len(GEMMS))
-    else:
-        costs = costs.sum(axis=1)
-    low = flops[:, None] * is_low(question.profile.formats)[None, :]
+    costs = by_decision(question, priced(question, once.costs))
+    low = by_decision(question, low_flops(question))
     total = main_steps + final_steps
     program = Program(
         np.concatenate([costs * main_steps, costs * final_steps * weight]) / total,

@@ -18,7 +18,6 @@ from scrimp.planner.bytes.states import (
     class_of,
     moments,
     undo_bytes,
-    weight_buffers,
 )
 
 
@@ -55,11 +54,14 @@ def account_step(
         for name in CLASSES
     }
     rows = [
-        ("weights", here["weights"] - away["weights"] + weight_buffers(costs, states)),
+        ("weights", here["weights"] - away["weights"] + moment.weights),
         ("gradients", moment.gradients),
         ("optimizer states", here["optimizer"] - away["optimizer"]),
         ("activations", moment.activations),
-        ("tokens, tables and copies", costs.resident),
+        (
+            "tokens, tables and copies",
+            costs.resident - (costs.tables if moment.phase == "update" else 0),
+        ),
     ]
     rows.append((moment.name, moment.bytes - sum(nbytes for _, nbytes in rows)))
     at_home = (kind.weights for i, kind in enumerate(kinds) if states.weights[i] or states.on_cpu(i))

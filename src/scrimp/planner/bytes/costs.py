@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from scrimp.errors import PlanError
 
+CHECKPOINT_FILE_BYTES = 512 * 2**20
+
 
 @dataclass(frozen=True)
 class BlockCost:
@@ -54,6 +56,12 @@ class BlockClass:
     """Name of the activations' choice to cost."""
     parameters: int = 0
     """Numbers of the weights, for the CPU's Adam; 0: what gradients in bf16 say."""
+    update_peak: int = 0
+    """Temporary memory of its update."""
+    norm_peak: int = 0
+    """Temporary memory of the norm of one of its gradients."""
+    norms: int = 0
+    """Of the norms themselves, which stay on the device where the gradients leave."""
 
 
 @dataclass(frozen=True)
@@ -104,9 +112,25 @@ class StepCosts:
     boundary: int
     """The residual stream between two blocks."""
     optimizer_peak: int = 0
-    """Temporary memory of the optimizer step."""
+    """Temporary memory of the update of what lives on the device."""
+    norm_peak: int = 0
+    """Temporary memory of the gradients' norm, which is over before the update."""
     resident: int = 0
     """Whatever else stays on the device: tokens, RoPE tables, copies of weights in other formats."""
+    tables: int = 0
+    """Of these, what ends with the backward pass: RoPE tables, a mask."""
+
+    @property
+    def checkpoint_state(self) -> int:
+        """Bytes of what a checkpoint holds: weights, masters, moments, wherever they live."""
+        parts: list[BlockClass | EndsCost] = [self.ends, *(self.classes[number] for number in self.blocks)]
+        return sum(part.weights + part.optimizer for part in parts)
+
+    @property
+    def checkpoint_copy(self) -> int:
+        """Host bytes while a checkpoint is written beside the training: a copy of the state, and the one file of it
+        that is being assembled."""
+        return self.checkpoint_state + min(self.checkpoint_state, CHECKPOINT_FILE_BYTES)
 
 
 def chosen_costs(costs: StepCosts, choices: Sequence[str]) -> list[BlockCost]:

@@ -27,8 +27,9 @@ class MemoryDecision:
     reason: str
     plan: MemoryPlan | None
     """What the search found; None where the user decided."""
-    seconds_origin: str = "predicted"
-    """Where the seconds of blocks come from: measured on this device, or predicted from their work."""
+    seconds_origin: str | None = "predicted"
+    """Where the seconds of blocks come from: measured on this device, or predicted from their work; None: nobody asked
+    for them."""
 
     def changed(self, plan: MemoryPlan, reason: str) -> MemoryDecision:
         """The decision with another plan of the same costs."""
@@ -46,6 +47,11 @@ class MemoryDecision:
     def timeline(self) -> Timeline:
         """Predicted seconds of a step."""
         return step_timeline(self.costs, self.states, self.activations, self.setup, self.machine)
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Predicted; None where the seconds of blocks are not known."""
+        return None if self.seconds_origin is None else self.timeline.seconds
 
     @property
     def is_resident(self) -> bool:

@@ -162,7 +162,8 @@ def _table(kind: BlockClass, accumulates: bool, free: Sequence[int], tick: float
 
 def _needs(table: _Table, floor: Floor, block: int) -> tuple[Array, Array]:
     """[C] bytes of a block's forward (its casts come on top) and backward pass beside kept and in flight."""
-    return table.forward + floor.resident, table.backward + float(floor.backward[block])
+    backward = np.maximum(table.backward + float(floor.backward[block]), float(floor.sent[block]))
+    return table.forward + float(floor.forward[block]), backward
 
 
 def _room(steps: list[_Table], needs: list[tuple[Array, Array]], limits: _Limits) -> tuple[Array, Array]:

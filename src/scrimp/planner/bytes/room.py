@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 from scrimp.errors import PlanError
 from scrimp.planner.bytes.costs import StepCosts
+from scrimp.planner.bytes.feasible import any_that_fits
 from scrimp.planner.bytes.labels import HOST, SECONDS, Array, fastest
 from scrimp.planner.bytes.machine import Machine, Setup
 from scrimp.planner.bytes.splits import Split, chain, corners
@@ -25,6 +26,8 @@ from scrimp.planner.bytes.states import Floor, floor_of
 
 _UNLIMITED = 1 << 62
 _EFFORT = 48
+_NONE_FITS = "the run does not fit in memory, whatever is recomputed or offloaded"
+_NONE_FOUND = "none of the plans that were tried fits in memory, and there are more than were tried"
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,8 @@ class Budgets:
     """Of the host's bytes, those that may be pinned; None: all."""
     host_for: Callable[[int], int] = int
     """From bytes of a step on the host to a budget that is enough for them."""
+    free: int | None = None
+    """Free memory that `device` is the part of which a run may take; None: `device` is all there is."""
 
     def device_for(self, step: int, *, alone: bool = False) -> int:
         """A device's budget that is enough for so many bytes of a step.
@@ -71,7 +76,8 @@ class Budgets:
         """What there is of the device, and what of it a step does not get."""
         kept = f", {1 - self.share:.0%} of it for the allocator's gaps" if self.share < 1 else ""
         beside = f", of which a checkpoint's copy takes {size_text(self.copy)}" if self.copy else ""
-        return f"{size_text(self.device)} of device memory{kept}{beside}"
+        part = "" if self.free is None else f", the part of {size_text(self.free)} free that a step may take"
+        return f"{size_text(self.device)} of device memory{part}{kept}{beside}"
 
     @property
     def words(self) -> str:
@@ -101,11 +107,30 @@ def smallest(costs: StepCosts, machine: Machine, setup: Setup, only: Split | Non
     room = room_of(costs, machine, setup, only)
     budgets = Budgets(machine.device_bytes, machine.host_bytes, pinned=machine.pinned_bytes)
     states = None if only is None else str(only.states(len(costs.blocks)))
-    return no_room(room, budgets, beside_host=room, states=states, advice=["a smaller micro-batch"])
+    return no_room(
+        room,
+        budgets,
+        beside_host=room,
+        states=states,
+        advice=["a smaller micro-batch"],
+        is_certain=nothing_fits_for_sure(costs, machine, setup, only),
+    )
+
+
+def nothing_fits_for_sure(costs: StepCosts, machine: Machine, setup: Setup, only: Split | None) -> bool:
+    """Of a problem for which no plan was found: whether there is none, as far as `feasible` can say."""
+    splits = [None] if only is None else _splits(costs, machine, setup, only)
+    return all(any_that_fits(costs, machine, setup, split).is_certain for split in splits)
 
 
 def no_room(
-    room: Room, budgets: Budgets, *, beside_host: Room | None, states: str | None, advice: Sequence[str]
+    room: Room,
+    budgets: Budgets,
+    *,
+    beside_host: Room | None,
+    states: str | None,
+    advice: Sequence[str],
+    is_certain: bool,
 ) -> NoRoomError:
     """The refusal in words.
 
@@ -114,6 +139,7 @@ def no_room(
         beside_host: where the host has a budget of its own; None: nothing of a step may live there.
         states: where the user put them, if that was decided.
         advice: what else would help.
+        is_certain: there is no plan; else none was found.
     """
     ways = []
     if room.device_with_this_host is not None:
@@ -130,7 +156,7 @@ def no_room(
             f"{enough_text(device)} of device memory, the smallest possible, with {enough_text(host)} of the host's"
         )
     return NoRoomError(
-        "the run does not fit in memory, whatever is recomputed or offloaded"
+        (_NONE_FITS if is_certain else _NONE_FOUND)
         + ("" if states is None else f", with {states}, as memory.* says"),
         got=budgets.words,
         do=f"these would fit: {'; '.join(ways)}" + "".join(f"; or {one}" for one in advice),
@@ -225,7 +251,8 @@ class _Room:
         passes = max(max(c.forward_peak, c.peak_of_backward(self.accumulates)) for o in choices for c in o)
         peak = passes + max(c.host for o in choices for c in o)  # in flight is what another block sends
         total = sum(most[number] for number in self.costs.blocks) + self.costs.boundary + peak
-        return max(floor.rest, total + max(floor.head, int(floor.backward.max(initial=0)), floor.resident))
+        beside = (int(bytes_.max(initial=0)) for bytes_ in (floor.forward, floor.backward, floor.sent))
+        return max(floor.rest, total + max(floor.head, *beside))
 
 
 def size_text(nbytes: int) -> str:

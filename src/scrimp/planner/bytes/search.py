@@ -10,14 +10,15 @@ Method   A placement of states is how many blocks of each class are on the host 
          as something gets faster (or as fast with less on the host). A placement whose bound is above the plan that it
          must beat is not solved. Everything resident is the first candidate.
          Then every point of ProTrain's space (`protrain`): peaks are not monotone, so all are looked at, but for
-         those that the bound or the host rules out. Of few blocks every placement is.
+         those that the bound or the host rules out. Of few blocks every placement is. Where nothing was found, every
+         placement is judged before the run is refused (`feasible`).
 What is  exact   ProTrain's space, by the simulation; the activations of one placement for least computing, as long as
-exact            `is_exact`; the bounds
+exact            `is_exact`; the bounds; whether anything fits, within the limits of `feasible`
          not     the descent over placements; weights of the first, gradients and states of the last blocks only;
                  one updater for all; the choice by computing and offloaded bytes before the simulation. Regret is
                  measured against all placements of small problems by the same simulation.
 Source   docs/memory.md; ProTrain's search over (persistent chunks, buffers, swapped, checkpointed blocks).
-Checked  tests/planner/bytes/test_search.py
+Checked  tests/planner/bytes/test_search.py, test_feasible.py
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from dataclasses import dataclass
 
 from scrimp.planner.bytes.bound import Bound
 from scrimp.planner.bytes.costs import BlockCost, StepCosts, chosen_costs
+from scrimp.planner.bytes.feasible import any_that_fits
 from scrimp.planner.bytes.labels import Front, fastest
 from scrimp.planner.bytes.machine import Machine, Setup
 from scrimp.planner.bytes.protrain import Points
@@ -92,6 +94,8 @@ def find(costs: StepCosts, machine: Machine, setup: Setup, split: Split | None =
     run = _Search(costs, machine, setup)
     if split is not None:
         run.look_at_points(split.within(len(costs.blocks)))
+        if run.best is None:
+            run.look_for_any(split.within(len(costs.blocks)))
         return None if run.best is None else run.finish()
     updaters = setup.updaters_on(machine)
     for corner in corners(len(costs.blocks), updaters):
@@ -101,6 +105,8 @@ def find(costs: StepCosts, machine: Machine, setup: Setup, split: Split | None =
             run.look_at(link)
     run.descend()
     run.look_at_small_spaces()
+    if run.best is None and run.look_for_any():
+        run.descend()
     return None if run.best is None else run.finish()
 
 
@@ -167,6 +173,16 @@ class _Search:
             names = self.names_of(self.points[k])
             if device_peak(self.costs, states, names, self.setup.accumulates) <= self.machine.device_bytes:
                 self._consider(split, self._plan_of(states, names, bound, is_exact=False))
+
+    def look_for_any(self, only: Split | None = None) -> bool:
+        """Any plan that fits, whatever it takes; whether there is one."""
+        found = any_that_fits(self.costs, self.machine, self.setup, only)
+        if found.split is None:
+            return False
+        states = found.split.states(self.blocks)
+        bound = Bound.of(self.costs, states, self.setup, self.machine)
+        self._consider(found.split, self._plan_of(states, found.activations, bound, is_exact=False))
+        return True
 
     def _limit(self) -> float:
         """Seconds that a plan must be below to be better."""

@@ -5,17 +5,18 @@ Problem  Model states are most of the memory of a large model. Each class can le
          sum "saved bytes times blocks" is wrong by a quarter as soon as no large head hides it.
 Method   Per block and class, device or host::
 
-             weights    come in twice per micro-batch, before forward and before backward, into one of two buffers of
-                        the largest such block; the two used last in forward are still there for backward
+             weights    come in twice per micro-batch, before forward and before backward, one block ahead; the two
+                        used last in forward are still there for backward
              gradients  leave after the block's backward pass; with several micro-batches their sums come in before it
-             optimizer  update "device": states (and gradients, weights, if on the host) stream through two buffers
+             optimizer  update "device": states (and gradients, weights, if on the host) stream through, two blocks at a
+                        time
                         update "cpu": gradients go to the host, Adam runs there, new weights come back
                         update "cpu early": the same from within the backward pass, so that it may have to be undone
 
          Device bytes of a step with blocks i = 0 .. L-1, the residual stream between two of them one `boundary`::
 
-             Z          resident + weights and states on the device + weight buffers
-                        (+ all gradients on the device, where several micro-batches add to them)
+             Z          resident + weights and states that live on the device
+                        (+ all gradients there, where several micro-batches add to them)
              at[i]      boundary + sum of kept[j] for j < i     live when block i begins
              casts[i]   sum of cast[j] for j < i
              flight[i]  host[i - 1]                             on its way down, or back up: a block's copies down are
@@ -23,18 +24,20 @@ Method   Per block and class, device or host::
                                                                 block's before the head), and come up while the next
                                                                 block runs backward (`scrimp.runtime.memory.offload`)
              G[i]       gradients on the device that exist before block i's backward pass and are not in Z
-             leaving    largest gradients on their way
+             V, M       weights and gradients that live on the host and are on the device just then (`visits`)
 
-             forward of i   Z + at[i] + flight[i] + casts[i] + forward_peak[i]
-             head, loss     Z + at[L] + casts[L] + head_peak
-             backward of i  Z + G[i] + leaving + at[i] + boundary + flight[i] + backward_peak[i]
-             embedding      Z + G[all] + leaving + boundary + embedding_peak
-             update         Z + all gradients + optimizer_peak + stream buffers
+             forward of i   Z + V[i] + at[i] + flight[i] + casts[i] + forward_peak[i]
+             head, loss     Z + V + at[L] + casts[L] + head_peak
+             backward of i  Z + V[i] + M[i] + G[i] + at[i] + boundary + flight[i] + backward_peak[i]
+             its end        the same with the norm of its gradients, where they leave, instead of the pass
+             embedding      Z + M + G[all] + boundary + embedding_peak
+             norm           Z - tables + all gradients on the device + norm_peak
+             update         Z - tables + all gradients on the device + optimizer_peak + two neighbours of the
+                            streamed blocks
 
          G[i] holds the gradients of the head and of the blocks after i. Where gradients exist already (`accumulates`)
          they belong to Z, and G holds only what waits for a second gradient of the same weight (a tied head's).
-         backward_peak holds the gradients that the pass makes. Without accumulation those that leave are one further
-         block; with it, the sum that came in is one more, and the one that comes for the block before another.
+         backward_peak holds the gradients that the pass makes.
 
          Evaluation has no line of its own: of the same micro-batch it holds a part of what the forward passes and the
          head hold, since nothing is saved for backward and no gradients exist.
@@ -46,7 +49,8 @@ Limits   Embedding and head stay on the device. Live bytes of tensors: the alloc
 Source   docs/memory.md; LLMQ's switches, ProTrain's chunks; differences of a trace (`scrimp.profiler.memory_trace`).
 Checked  tests/planner/bytes/test_step_moments.py, test_states.py: a simulation of every allocation, and
          lists of what is there;
-         tests/profiler/memory_trace/test_peaks.py, test_host_states.py, test_evaluation.py: real steps.
+         tests/profiler/memory_trace/test_peaks.py, test_host_states.py, test_placements.py, test_evaluation.py: real
+         steps.
 """
 
 from __future__ import annotations
@@ -60,6 +64,13 @@ from numpy.typing import NDArray
 from scrimp.errors import PlanError
 from scrimp.planner.bytes.costs import BlockClass, StepCosts, chosen_costs
 from scrimp.planner.bytes.machine import Update
+from scrimp.planner.bytes.visits import (
+    MovingGradients,
+    VisitingWeights,
+    moving_gradients,
+    streamed_peak,
+    visiting_weights,
+)
 
 CLASSES = ("weights", "gradients", "optimizer")
 _UPDATED: dict[Update, str] = {
@@ -146,10 +157,12 @@ class States:
 class Floor:
     """Bytes of a step that the activations do not change, by moment."""
 
-    resident: int
-    """Z: there all the time."""
+    forward: NDArray[np.int64]
+    """[L]: beside at[i], flight[i], casts[i] and forward_peak[i]."""
     backward: NDArray[np.int64]
-    """[L]: beside at[i], flight[i] and backward_peak[i]; of forward it is Z."""
+    """[L]: beside at[i], flight[i] and backward_peak[i]."""
+    sent: NDArray[np.int64]
+    """[L]: beside at[i] and flight[i], when the norms of gradients are taken that leave; 0 where none do."""
     head: int
     embedding: int
     """Its backward pass."""
@@ -176,6 +189,8 @@ class Moment:
     """Of these, what waits for its backward pass or is on its way."""
     gradients: int
     """Of these, gradients that are not being made right now."""
+    weights: int
+    """Of these, weights that live on the host."""
 
     @property
     def name(self) -> str:
@@ -201,30 +216,43 @@ def floor_of(costs: StepCosts, states: States, accumulates: bool) -> Floor:
             "states of another model", got=f"{len(states.weights)} blocks", expected=f"{len(costs.blocks)}"
         )
     kinds = [class_of(costs, i) for i in range(len(costs.blocks))]
-    ends = costs.ends
+    ends, boundary = costs.ends, costs.boundary
     own = np.array(_gradients_here(costs, states), np.int64)
     gradients = int(own.sum()) + ends.gradients
-    resident = _resident(costs, kinds, states) + (gradients if accumulates else 0)
-    if accumulates:
-        before_all, later = ends.waiting, np.full_like(own, ends.waiting)
-    else:
-        before_all = ends.head_gradients + int(own.sum())
-        later = before_all - np.cumsum(own)
-    leaving = max((k.gradients for k in _where(kinds, states.gradients)), default=0) * (
-        3 if accumulates else 1
-    )
-    embedding = before_all + leaving + costs.boundary + ends.peak_of_embedding(accumulates)
-    update = (0 if accumulates else gradients) + costs.optimizer_peak + _stream_buffers(kinds, states)
+    resident = _resident(costs, kinds, states)
+    always = resident + (gradients if accumulates else 0)
+    before_all = ends.waiting if accumulates else ends.head_gradients + int(own.sum())
+    later = before_all - (0 if accumulates else np.cumsum(own))
+    weights, moving = _visits(kinds, states, accumulates)
     host, pinned = _host(kinds, states)
     return Floor(
-        resident=resident,
-        backward=resident + later + leaving + costs.boundary,
-        head=resident + ends.peak_of_head(accumulates),
-        embedding=resident + embedding,
-        update=resident + update,
+        forward=always + weights.forward,
+        backward=always + weights.backward + later + moving.backward + boundary,
+        sent=_sent(kinds, states, always + weights.backward + later + moving.coming + boundary),
+        head=always + weights.head + ends.peak_of_head(accumulates),
+        embedding=always + before_all + moving.embedding + boundary + ends.peak_of_embedding(accumulates),
+        update=_update(costs, kinds, states, resident - costs.tables + gradients),
         host=host,
         pinned=pinned,
     )
+
+
+def _visits(
+    kinds: Sequence[BlockClass], states: States, accumulates: bool
+) -> tuple[VisitingWeights, MovingGradients]:
+    return (
+        visiting_weights([kind.weights for kind in kinds], states.weights),
+        moving_gradients([kind.gradients for kind in kinds], states.gradients, accumulates),
+    )
+
+
+def _sent(kinds: Sequence[BlockClass], states: States, beside: NDArray[np.int64]) -> NDArray[np.int64]:
+    """When the norms are taken of gradients that leave: the block's own weights have left, its gradients have not."""
+    found = np.zeros(len(kinds), np.int64)
+    for i, kind in enumerate(kinds):
+        if states.gradients[i]:
+            found[i] = beside[i] - kind.weights * states.weights[i] + kind.gradients + kind.norm_peak
+    return found
 
 
 def device_peak(costs: StepCosts, states: States, activations: Sequence[str], accumulates: bool) -> int:
@@ -246,20 +274,32 @@ def moments(
         PlanError: choices or states of another model.
     """
     floor, ends = floor_of(costs, states, accumulates), costs.ends
+    kinds = [class_of(costs, i) for i in range(len(costs.blocks))]
+    weights, moving = _visits(kinds, states, accumulates)
     everything = ends.gradients + sum(_gradients_here(costs, states))
     existing = everything if accumulates else 0
+    resident = _resident(costs, kinds, states) + existing
     at, flight, cast = costs.boundary, 0, 0
     for i, block in enumerate(chosen_costs(costs, activations)):
-        live, held = at + flight, int(floor.backward[i])
-        yield Moment("forward", i, floor.resident + live + cast + block.forward_peak, live + cast, existing)
+        live, visits = at + flight, int(weights.backward[i])
+        before = int(floor.forward[i]) + live + cast
+        yield Moment(
+            "forward", i, before + block.forward_peak, live + cast, existing, int(weights.forward[i])
+        )
+        gradients = int(floor.backward[i]) - resident - visits - costs.boundary + existing
         making = block.peak_of_backward(accumulates)
-        gradients = held - floor.resident - costs.boundary + existing
-        yield Moment("backward", i, held + live + making, live, gradients)
+        if making + int(floor.backward[i]) >= int(floor.sent[i]):
+            yield Moment("backward", i, int(floor.backward[i]) + live + making, live, gradients, visits)
+        else:
+            own = kinds[i].gradients
+            gradients += own - int(moving.backward[i] - moving.coming[i])
+            visits -= kinds[i].weights * states.weights[i]
+            yield Moment("backward", i, int(floor.sent[i]) + live, live, gradients, visits)
         at, flight, cast = at + block.kept, block.host, cast + block.cast
-    yield Moment("head", None, floor.head + at + cast, at + cast, existing)
+    yield Moment("head", None, floor.head + at + cast, at + cast, existing, weights.head)
     making = costs.boundary + ends.peak_of_embedding(accumulates)
-    yield Moment("embedding", None, floor.embedding, 0, floor.embedding - floor.resident - making + existing)
-    yield Moment("update", None, floor.update, 0, everything)
+    yield Moment("embedding", None, floor.embedding, 0, floor.embedding - resident - making + existing, 0)
+    yield Moment("update", None, floor.update, 0, everything, 0)
 
 
 def host_bytes(costs: StepCosts, states: States, activations: Sequence[str]) -> tuple[int, int]:
@@ -283,7 +323,7 @@ def _gradients_here(costs: StepCosts, states: States) -> list[int]:
     return [0 if host else class_of(costs, i).gradients for i, host in enumerate(states.gradients)]
 
 
-def _where(kinds: Sequence[BlockClass], flags: Sequence[bool], wanted: bool = True) -> list[BlockClass]:
+def _where(kinds: Sequence[BlockClass], flags: Sequence[bool], wanted: bool) -> list[BlockClass]:
     return [kind for kind, flag in zip(kinds, flags, strict=True) if flag is wanted]
 
 
@@ -291,27 +331,19 @@ def _resident(costs: StepCosts, kinds: Sequence[BlockClass], states: States) -> 
     """Z without gradients."""
     weights = sum(kind.weights for kind in _where(kinds, states.weights, False))
     optimizer = sum(kind.optimizer for kind in _where(kinds, states.optimizer, False))
-    buffers = weight_buffers(costs, states)
-    return costs.resident + costs.ends.weights + costs.ends.optimizer + weights + optimizer + buffers
+    norms = sum(kind.norms for kind in _where(kinds, states.gradients, True))
+    return costs.resident + costs.ends.weights + costs.ends.optimizer + weights + optimizer + norms
 
 
-def weight_buffers(costs: StepCosts, states: States) -> int:
-    """Bytes of the device in which weights that live on the host visit it."""
-    return _two([class_of(costs, i).weights for i, leaves in enumerate(states.weights) if leaves])
-
-
-def _two(sizes: Sequence[int]) -> int:
-    """Bytes of two buffers, or of one if only one block uses them."""
-    return min(len(sizes), 2) * max(sizes, default=0)
-
-
-def _stream_buffers(kinds: Sequence[BlockClass], states: States) -> int:
-    """Gradients and states of streamed blocks during the update; weights have buffers already."""
-    sizes = []
+def _update(costs: StepCosts, kinds: Sequence[BlockClass], states: States, beside: int) -> int:
+    """The larger of the norm, which is over before anything streams, and the update."""
+    sizes, scratch = [], []
     for i, kind in enumerate(kinds):
         if states.streams(i):
-            sizes.append(kind.optimizer * states.optimizer[i] + kind.gradients * states.gradients[i])
-    return _two(sizes)
+            away = kind.weights * states.weights[i] + kind.gradients * states.gradients[i]
+            sizes.append(away + kind.optimizer * states.optimizer[i])
+            scratch.append(kind.update_peak)
+    return beside + max(costs.norm_peak, streamed_peak(sizes, scratch, costs.optimizer_peak))
 
 
 def _host(kinds: Sequence[BlockClass], states: States) -> tuple[int, int]:

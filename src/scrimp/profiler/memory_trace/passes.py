@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from scrimp.model import Decoder
+from scrimp.model.loss import cross_entropy_sums
 from scrimp.profiler.memory_trace.tracker import StorageTracker
 
 Autocast = Callable[[], contextlib.AbstractContextManager[object]]
@@ -45,31 +46,42 @@ class EndsTrace:
     """Live after the backward pass."""
 
 
+@dataclass(frozen=True)
+class GradientSums:
+    """How the optimizer sums the gradients of micro-batches."""
+
+    dtype: torch.dtype | None
+    """Of sums that a hook adds each gradient to as soon as it is complete (`scrimp.train.optimizer`); None: autograd
+    sums them itself."""
+    scratch: Callable[[Tensor], int] = lambda parameter: 0
+    """From a parameter to bytes that adding to an existing sum takes."""
+
+
 @contextlib.contextmanager
-def gradients_of(module: nn.Module, *, master_weights: bool, exist: bool) -> Iterator[None]:
+def gradients_of(module: nn.Module, how: GradientSums, *, exist: bool) -> Iterator[None]:
     """Inside, gradients go where the optimizer wants them, and at the end they are freed.
 
     Args:
-        master_weights: each is added to an fp32 sum as soon as it is complete, and freed
-            (`scrimp.train.optimizer`).
         exist: sums of earlier micro-batches are there.
     """
     sums: dict[nn.Parameter, Tensor] = {}
 
     def collect(parameter: nn.Parameter) -> None:
-        assert parameter.grad is not None
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
         if parameter in sums:
-            sums[parameter] += parameter.grad
+            scratch = torch.empty(how.scratch(parameter), dtype=torch.uint8, device=gradient.device)
+            sums[parameter] += gradient
+            del scratch
         else:
-            sums[parameter] = parameter.grad.float()
-        parameter.grad = None
+            sums[parameter] = gradient.to(how.dtype)
 
     hooks = []
     for parameter in module.parameters():
-        if master_weights:
+        if how.dtype is not None:
             hooks.append(parameter.register_post_accumulate_grad_hook(collect))
-        if exist and master_weights:
-            sums[parameter] = torch.zeros_like(parameter, dtype=torch.float32)
+        if exist and how.dtype is not None:
+            sums[parameter] = torch.zeros_like(parameter, dtype=how.dtype)
         elif exist:
             parameter.grad = torch.zeros_like(parameter)
     try:
@@ -111,22 +123,23 @@ def trace_block(block: Block, stream: Tensor, tracker: StorageTracker, autocast:
 def trace_ends(
     model: Decoder, tokens: Tensor, *, chunk: int, tracker: StorageTracker, autocast: Autocast
 ) -> EndsTrace:
-    """Trace a model that has no blocks, inside the tracker and `gradients_of`."""
+    """Trace what of a model is no block, inside the tracker and `gradients_of`."""
     marks, start = _Marks(tracker), tracker.live
-    boundary = 0
-
-    def embedded(module: nn.Module, inputs: object, output: Tensor) -> None:
-        nonlocal boundary
-        boundary = output.nbytes
-        output.register_hook(lambda _: marks.set("head over"))
-
-    hook = model.embedding.register_forward_hook(embedded)
-    try:
-        with autocast():
-            sums = model.loss(tokens, tokens, None, chunk=chunk)
-        torch.autograd.backward(sums.total / tokens.numel())
-    finally:
-        hook.remove()
+    with autocast():
+        x = model.embedding(tokens)
+        boundary = x.nbytes
+        x.register_hook(lambda _: marks.set("head over"))
+        hidden = model.final_norm(x)
+        del x
+        sums = cross_entropy_sums(
+            hidden.flatten(0, 1),
+            model.head_weight,
+            tokens.flatten(),
+            chunk=chunk,
+            planned=model.planned_head,
+        )
+        del hidden
+    torch.autograd.backward(sums.total / tokens.numel())
     head = marks.live["head over"]
     return EndsTrace(
         head_peak=marks.peak["head over"] - start - boundary,

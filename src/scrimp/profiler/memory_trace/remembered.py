@@ -1,9 +1,9 @@
 """The reference back end under a trace: each quantization runs once, and afterwards only its bytes are repeated.
 
-Problem  The reference quantizes piece by piece; of a large layer that is thousands of operators, in every pass of every
-         choice of activations again, though the bytes are the same each time.
-Method   Per operand and shape the first run is measured: what came out, and the most that lived meanwhile. Later ones
-         allocate the same results, and tell the tracker of the same peak.
+Problem  The reference quantizes piece by piece, with dozens of operators, in every pass of every choice of activations
+         again, though the bytes are the same each time; and a run is traced several times before it starts.
+Method   Per operand, shape and device the first run of the process is measured: what came out, and the most that lived
+         meanwhile. It and all later ones return tensors of these sizes, and tell the tracker of the same peak.
 Limits   For fake tensors only: repeated results hold no numbers.
 Checked  tests/profiler/memory_trace/test_tracker.py: equal to a trace without it.
 """
@@ -23,14 +23,16 @@ from scrimp.gemm.problem import Shape, Use
 from scrimp.profiler.memory_trace.tracker import StorageTracker
 
 Maker = Callable[[], Any]
+_KNOWN: dict[Hashable, tuple[int, Maker]] = {}
+"""Bytes that lived beside the results, and what makes results of the same sizes."""
 
 
 class RememberedBackend(ReferenceBackend):
-    """The reference's bytes. Set `tracker` before each trace."""
+    """The reference's bytes. Set `tracker` before each trace, and whether CUDA's way is traced."""
 
     def __init__(self) -> None:
         self.tracker: StorageTracker | None = None
-        self._known: dict[Hashable, tuple[int, Maker]] = {}
+        self.stands_for_cuda = False
 
     def choose(self, recipe: str, gemm: str, shape: Shape, device: torch.device) -> RememberedBackend:
         """Itself, as a `scrimp.gemm.BackendChooser`."""
@@ -43,6 +45,10 @@ class RememberedBackend(ReferenceBackend):
         return self._remember(
             ("prepare", *_key(x, use)), lambda: super(RememberedBackend, self).prepare(x, use)
         )
+
+    def multiplies_bf16_fast(self, device: torch.device) -> bool:
+        """On CUDA always, whatever the CPU that traces it does."""
+        return self.stands_for_cuda or super().multiplies_bf16_fast(device)
 
     def store(self, x: Tensor, use: Use) -> QuantizedTensor:
         """As the reference."""
@@ -59,12 +65,13 @@ class RememberedBackend(ReferenceBackend):
         tracker = self.tracker
         if tracker is None:
             return run()
-        if key not in self._known:
+        key = (self.stands_for_cuda, key)
+        if key not in _KNOWN:
             with tracker.measuring() as measured:
                 result = run()
-            self._known[key] = measured.peak, _maker(result)
-            return result
-        extra, make = self._known[key]
+            _KNOWN[key] = measured.peak, _maker(result)
+            del result
+        extra, make = _KNOWN[key]
         tracker.touch(extra)
         return make()
 

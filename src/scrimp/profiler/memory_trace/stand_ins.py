@@ -5,7 +5,8 @@ So fake CPU tensors take CUDA's path through the model (`scrimp.model.functions.
 instead of the CPU's own functions, pieces as large as on CUDA. For the two kernels that CUDA fuses stands what saves
 the same: for RMSNorm a function without numbers, for flash attention the CPU's operator.
 
-Attention in fp32 over shared keys has no fused kernel on CUDA: there the plain product of scores is traced, as it runs.
+Attention in fp32 has no fused kernel on CUDA that is deterministic: there the plain product of scores is traced, as it
+runs.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from scrimp.config import Architecture
 from scrimp.formats import blocks
 from scrimp.model import flash, functions, loss
 from scrimp.profiler.memory_trace.workspace import WorkspaceRule, cpu_workspace, cuda_workspace
@@ -26,36 +26,39 @@ from scrimp.profiler.memory_trace.workspace import WorkspaceRule, cpu_workspace,
 DeviceFunctions = Literal["cpu", "cuda"]
 GRANULES: dict[str, int] = {"cpu": 1, "cuda": 512}
 """Bytes of which an allocation is a multiple."""
-WORKSPACES: dict[str, WorkspaceRule] = {"cpu": cpu_workspace, "cuda": cuda_workspace}
+
+
+def workspace_rule(device: DeviceFunctions, multiprocessors: int) -> WorkspaceRule:
+    """What kernels take beside their results; multiprocessors: of a GPU."""
+    return cuda_workspace(multiprocessors) if device == "cuda" else cpu_workspace
 
 
 @contextlib.contextmanager
-def standing_for(device: DeviceFunctions, *, fuses_attention: bool = True) -> Iterator[None]:
+def standing_for(
+    device: DeviceFunctions, *, fuses_attention: bool = True, multiprocessors: int = flash.MULTIPROCESSORS
+) -> Iterator[None]:
     """Inside, CPU tensors take the path of another device through the model.
 
     Args:
-        fuses_attention: the device has a kernel for this attention (`fuses_attention`).
+        fuses_attention: the device has a kernel for this attention (`scrimp.model.attention.fuses_attention`).
+        multiprocessors: of the GPU that is stood for.
     """
     with contextlib.ExitStack() as stack:
         if device == "cuda":
             stack.enter_context(functions.plain_operations(fused_norm))
             for sizes in (loss.BLOCK_ELEMENTS, blocks.PIECE_ELEMENTS, flash.WORKSPACE_BYTES):
-                stack.enter_context(_size_of_cuda(sizes))
+                stack.enter_context(_with_entry(sizes, sizes["cuda"]))
+            stack.enter_context(_with_entry(flash.STAND_IN, multiprocessors))
             if not fuses_attention:
                 stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         yield
 
 
-def fuses_attention(architecture: Architecture, precision: str) -> bool:
-    """Whether CUDA's attention is one kernel: in fp32 it has none for key heads that query heads share."""
-    return precision != "fp32" or architecture.num_heads == architecture.num_kv_heads
-
-
 @contextlib.contextmanager
-def _size_of_cuda(sizes: dict[str, int]) -> Iterator[None]:
-    """Work of a CPU in pieces as large as CUDA's: they only decide how much exists at once."""
+def _with_entry(sizes: dict[str, int], of_cpu: int) -> Iterator[None]:
+    """A CPU's entry is a GPU's."""
     before = dict(sizes)
-    sizes["cpu"] = sizes["cuda"]
+    sizes["cpu"] = of_cpu
     try:
         yield
     finally:

@@ -8,8 +8,11 @@ Method   The real model (`scrimp.model.Decoder`, planned layers, the chunked los
          embedding, norm and loss run without blocks. `scrimp.planner.bytes.states` adds the differences up.
          A choice "+offload" is derived: what autograd saves of a block waits on the host instead, its input
          included (`saved`).
-Limits   Rows hold one document each: attention by documents or masks holds a little more. Planned layers are traced in
-         the reference back end, an upper bound for fused ones. Kernels' own memory: `workspace`.
+         How many documents a row holds is not known: traced is what takes most (`documents`). A CPU's eager blocks
+         attend document by document; the worst is a document that fills its row. Where documents need masks, each row
+         has one.
+Limits   Planned layers are traced in the reference back end, an upper bound for fused ones. Kernels' own memory:
+         `workspace`.
 Checked  tests/profiler/memory_trace: within 2 % of torch's profiler in real steps.
 """
 
@@ -18,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,38 +32,44 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from scrimp.config import Architecture
 from scrimp.config.activations import Activations
 from scrimp.formats import hadamard
+from scrimp.formats.blocks import ends_alone
 from scrimp.gemm import PlannedLayer, swap_in
 from scrimp.gemm.clock import Clock
 from scrimp.model import Decoder
-from scrimp.model.attention import AttentionLayout
+from scrimp.model.attention import (
+    SHARED_TOKENS,
+    AttentionLayout,
+    Segment,
+    flash_takes,
+    fuses_attention,
+)
+from scrimp.model.flash import MULTIPROCESSORS
 from scrimp.planner.bytes.costs import BlockClass, BlockCost, EndsCost, StepCosts
 from scrimp.planner.flops import GEMM_NAMES
-from scrimp.planner.memory import BYTES, MOMENT_BLOCK
 from scrimp.precision import LinearPrecision
 from scrimp.profiler.memory_trace.passes import (
     Autocast,
     BlockTrace,
+    GradientSums,
     gradients_of,
     trace_block,
     trace_ends,
 )
 from scrimp.profiler.memory_trace.remembered import RememberedBackend
 from scrimp.profiler.memory_trace.saved import saved_bytes
+from scrimp.profiler.memory_trace.scratch import MOMENT_BLOCK, PIECE_ELEMENTS, sum_scratch, update_scratch
 from scrimp.profiler.memory_trace.stand_ins import (
     GRANULES,
-    WORKSPACES,
     DeviceFunctions,
-    fuses_attention,
     standing_for,
+    workspace_rule,
 )
 from scrimp.profiler.memory_trace.tracker import StorageTracker
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CPU = torch.device("cpu")
-UPDATE_PIECE = {"cpu": 2**17, "cuda": 2**20}
-"""Elements that an update which is no fused one works on at once."""
-UPDATE_BYTES = 30
-"""Of each: seven fp32 arrays and noise."""
+LOSS_SCALARS = 16
+"""Numbers of a loss that are on the device at once: its sums, the total of a step, what is differentiated."""
 
 
 def trace_costs(
@@ -76,6 +85,9 @@ def trace_costs(
     linears: Mapping[str, LinearPrecision] | None = None,
     activations: Sequence[str] = ("keep",),
     device_functions: DeviceFunctions = "cpu",
+    multiprocessors: int = MULTIPROCESSORS,
+    documents: bool = False,
+    compiled: bool = False,
 ) -> StepCosts:
     """Bytes of a step of one device that holds the whole model; seconds are left 0.
 
@@ -90,6 +102,9 @@ def trace_costs(
         linears: layer name (``blocks.0.mlp.down``, ``head``) to choice; None: all in `precision`.
         activations: the choices that each block may have (`scrimp.config.activations`).
         device_functions: which device's way through the model is traced (cpu, cuda).
+        multiprocessors: of the GPU; attention's backward pass takes memory by them.
+        documents: rows may hold several documents, which attention keeps apart.
+        compiled: torch.compile runs the blocks, which decides how attention keeps them apart.
 
     Raises:
         PlanError: an unknown choice.
@@ -104,21 +119,30 @@ def trace_costs(
         (micro_batch, sequence),
         device_functions,
         moments,
+        multiprocessors,
+        documents,
+        compiled,
     )
     plans, head = _formats(linears or {}, LinearPrecision.of(precision), architecture.num_layers)
     classes = list(dict.fromkeys(plans))
     with _apart():
         model = step.build(classes, head)
-        ends, optimizer_peak = step.ends(model, loss_chunk), step.optimizer_peak(model)
+        ends, optimizer_peak, norm_peak = (
+            step.ends(model, loss_chunk),
+            step.optimizer_peak(model),
+            step.norm_peak(model.parameters()),
+        )
         traced = tuple(step.block_class(block, choices) for block in list(model.blocks))
-        boundary, resident = step.stream_bytes(), step.resident_bytes()
+        boundary, resident, tables = step.stream_bytes(), step.resident_bytes(), step.table_bytes()
     return StepCosts(
         classes=traced,
         blocks=tuple(classes.index(plan) for plan in plans),
         ends=ends,
         boundary=boundary,
         optimizer_peak=optimizer_peak,
+        norm_peak=norm_peak,
         resident=resident,
+        tables=tables,
     )
 
 
@@ -134,7 +158,7 @@ def _formats(
 
 @contextlib.contextmanager
 def _apart() -> Iterator[None]:
-    """Fake tensors, and none of the caller's modes."""
+    """Fake tensors, none of the caller's modes, and of what is cut into pieces only the ends."""
     for inverse in (False, True):
         hadamard.rotate(
             torch.zeros(1, hadamard.SIZE), -1, inverse=inverse
@@ -143,6 +167,7 @@ def _apart() -> Iterator[None]:
         torch.inference_mode(False),
         torch.enable_grad(),
         _outside_autocast(),
+        ends_alone(),
         FakeTensorMode(allow_non_fake_inputs=True),
     ):
         yield
@@ -184,6 +209,9 @@ class _Step:
     """Micro-batch and sequence."""
     device_functions: DeviceFunctions
     moments: str
+    multiprocessors: int
+    documents: bool
+    compiled: bool
     backend: RememberedBackend = dataclasses.field(default_factory=RememberedBackend)
 
     @property
@@ -247,6 +275,9 @@ class _Step:
             **self._states(block),
             choices={str(choice): costs[str(choice)] for choice in choices},
             parameters=sum(parameter.numel() for parameter in block.parameters()),
+            update_peak=self.optimizer_peak(block),
+            norm_peak=max(self.norm_peak([parameter]) for parameter in block.parameters()),
+            norms=sum(self._scalars(1) for _ in block.parameters()),
         )
 
     def _block(self, block: nn.Module, *, exist: bool) -> BlockTrace:
@@ -271,12 +302,30 @@ class _Step:
     def _tracing(self, module: nn.Module, *, exist: bool) -> Iterator[StorageTracker]:
         """A new tracker, on the device's way through the model, with gradients new or existing."""
         device = self.device_functions
-        tracker = StorageTracker(granule=GRANULES[device], workspace=WORKSPACES[device])
-        gradients = gradients_of(module, master_weights=self.master_weights, exist=exist)
-        self.backend.tracker = tracker
-        fuses = fuses_attention(self.architecture, self.precision)
-        with standing_for(device, fuses_attention=fuses), gradients, tracker:
+        rule = workspace_rule(device, self.multiprocessors)
+        tracker = StorageTracker(granule=GRANULES[device], workspace=rule)
+        gradients = gradients_of(module, self._sums, exist=exist)
+        self.backend.tracker, self.backend.stands_for_cuda = tracker, device == "cuda"
+        with self._standing(), gradients, tracker:
             yield tracker
+
+    def _standing(self) -> contextlib.AbstractContextManager[None]:
+        """The device's way through the model."""
+        return standing_for(
+            self.device_functions,
+            fuses_attention=fuses_attention(self.architecture, DTYPES[self.precision]),
+            multiprocessors=self.multiprocessors,
+        )
+
+    @property
+    def _sums(self) -> GradientSums:
+        """How `scrimp.train.optimizer` sums gradients."""
+        if self.master_weights:
+            return GradientSums(torch.float32)
+        if self.parameters == "bf16":
+            piece = PIECE_ELEMENTS[self.device_functions]
+            return GradientSums(torch.bfloat16, lambda parameter: sum_scratch(parameter, piece))
+        return GradientSums(None)
 
     def _states(self, module: nn.Module) -> dict[str, int]:
         """Weights, gradients and optimizer states of a module, as `scrimp.train.optimizer` holds them."""
@@ -290,7 +339,8 @@ class _Step:
     def _moments(self, parameter: Tensor, state: int) -> int:
         """Both averages of a parameter."""
         if self.moments != "8bit":
-            return 2 * parameter.numel() * BYTES.get(self.moments, state)
+            size = state if self.moments == "auto" else DTYPES[self.moments].itemsize
+            return 2 * parameter.numel() * size
         if parameter.dim() < 2:
             return 2 * 4 * parameter.numel()
         rows, columns = parameter.shape
@@ -302,34 +352,60 @@ class _Step:
         return torch.empty(size, dtype=DTYPES[self.parameters], device=CPU)
 
     def _layout(self) -> AttentionLayout:
+        """That of rows which need most."""
+        rows, length = self.shape
         tokens = torch.zeros(self.shape, dtype=torch.int64, device=CPU)
-        with standing_for(self.device_functions):
-            return AttentionLayout.prepare(self.architecture, tokens, None, dtype=DTYPES[self.precision])
+        dtype, is_cpu = DTYPES[self.precision], self.device_functions == "cpu"
+        with self._standing():
+            found = AttentionLayout.prepare(
+                self.architecture, tokens, None, dtype=dtype, compiled=self.compiled
+            )
+        # a kernel that knows documents needs no mask for them
+        keeps_apart = not is_cpu and flash_takes(CPU, dtype, self.architecture.head_size)
+        if keeps_apart or not self.documents:
+            return found
+        if is_cpu and not self.compiled:
+            return dataclasses.replace(found, route="segments", segments=_worst_segments(rows, length))
+        mask = torch.empty((rows, 1, length, length), dtype=dtype, device=CPU)
+        return dataclasses.replace(found, route="masked", mask=mask)
 
     def stream_bytes(self) -> int:
         """The boundary."""
         return self._stream().nbytes
 
     def resident_bytes(self) -> int:
-        """Tokens, targets, rotation tables and a mask."""
-        layout = self._layout()
-        mask = 0 if layout.mask is None else layout.mask.nbytes
-        return 2 * 8 * self.shape[0] * self.shape[1] + sum(table.nbytes for table in layout.rope) + mask
+        """Tokens, targets, numbers of the loss, tables."""
+        return 2 * 8 * self.shape[0] * self.shape[1] + self._scalars(LOSS_SCALARS) + self.table_bytes()
 
-    def optimizer_peak(self, model: Decoder) -> int:
-        """Of the gradients' norm, or of an update that is no fused one; fused AdamW and copies from master weights
-        take nothing."""
+    def table_bytes(self) -> int:
+        """Rotation tables and a mask."""
+        return sum(tensor.nbytes for tensor in self._layout().tensors)
+
+    def _scalars(self, count: int) -> int:
+        """Bytes of so many numbers that are tensors of their own."""
+        return count * max(4, GRANULES[self.device_functions])
+
+    def norm_peak(self, parameters: Iterable[Tensor]) -> int:
+        """Temporary memory of the norm of these parameters' gradients."""
         dtype = torch.float32 if self.master_weights else DTYPES[self.parameters]
-        gradients = [torch.zeros_like(parameter, dtype=dtype) for parameter in model.parameters()]
+        gradients = [torch.zeros_like(parameter, dtype=dtype) for parameter in parameters]
         with self._tracing(nn.Module(), exist=False) as tracker:
             torch._foreach_norm(gradients, 2, dtype=torch.float32)
-        largest = max(parameter.numel() for parameter in model.parameters())
-        return max(tracker.peak, self._update_scratch(largest))
+        return tracker.peak
 
-    def _update_scratch(self, largest: int) -> int:
-        """Of the arrays that `scrimp.train.optimizer.update` works in, for the largest parameter."""
+    def optimizer_peak(self, model: nn.Module) -> int:
+        """Of an update that is no fused one; fused AdamW and copies from master weights take nothing."""
         is_fused = (self.master_weights or self.parameters == "fp32") and self.moments in ("auto", "fp32")
-        return 0 if is_fused else UPDATE_BYTES * min(UPDATE_PIECE[self.device_functions], largest)
+        if is_fused:
+            return 0
+        piece = PIECE_ELEMENTS[self.device_functions]
+        return update_scratch(model.parameters(), piece, eight_bit=self.moments == "8bit")
+
+
+def _worst_segments(rows: int, length: int) -> tuple[Segment, ...]:
+    """Rows of one document, and once more a call that tiny documents share: no batch takes more for a call."""
+    tiny = Segment(0, (1,) * min(length, SHARED_TOKENS))
+    return (*(Segment(row * length, (length,)) for row in range(rows)), tiny)
 
 
 def _without_blocks(model: Decoder) -> Decoder:

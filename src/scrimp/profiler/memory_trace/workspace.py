@@ -7,14 +7,15 @@ CPU     Operators on numbers of two widths first copy the narrower operands to t
             forward   4 t (q k + 2 q + q K)            backward   4 t (2 q k + q)
 
         and both tiles once more in bf16 where inputs are.
-CUDA    Nothing is copied to widen. Flash attention's backward pass sums the queries' gradient in fp32, and gives each
-        query head key gradients of its own where heads share keys::
+CUDA    Nothing is copied to widen. Flash attention's backward pass sums the queries' gradient in several fp32 copies,
+        by the formula of `scrimp.model.flash`; counted for the worst of one document in each row to documents of 128
+        tokens on average.
 
-            4 B T H K + 4 B T H  [+ 2 B T H K elements where H > N]
-
-Limits  oneDNN's packed operands of bf16 products (below 6 MiB each) and the packed keys of attention are not counted:
-        they depend on the processor. cuBLAS's workspace is taken once and stays.
-Source  ATen/TensorIterator.cpp, ATen/native/cpu/FlashAttentionKernel.cpp, flash_attn/flash_api.cpp (mha_bwd)
+Limits  Shorter documents take more on CUDA, up to the bound of `scrimp.model.flash` where rows can be cut.
+        oneDNN's packed operands of bf16 products and the packed keys of attention are not counted: they depend on the
+        processor (docs/memory.md says what was measured). Small steps under autocast are too low by that.
+        cuBLAS's workspace is taken once and stays.
+Source  ATen/TensorIterator.cpp, ATen/native/cpu/FlashAttentionKernel.cpp
 Checked tests/profiler/memory_trace/test_tracker.py: the CPU's against torch's profiler.
 """
 
@@ -25,6 +26,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from scrimp.model.flash import Heads, most_backward_bytes
 
 WorkspaceRule = Callable[[Any, Any, Any], int]
 """From operator, its positional and its named arguments to bytes."""
@@ -56,13 +59,16 @@ def cpu_workspace(operator: Any, args: Any, named: Any) -> int:
     return _widened([value for value in (*args, *named.values()) if isinstance(value, Tensor)])
 
 
-def cuda_workspace(operator: Any, args: Any, named: Any) -> int:
+def cuda_workspace(multiprocessors: int) -> WorkspaceRule:
     """Bytes that a CUDA kernel takes, where the CPU's attention operator stands for CUDA's."""
-    if operator is not _FLASH_BACKWARD:
-        return 0
-    query, key = args[1], args[2]
-    own_keys = 2 * query.nbytes if key.shape[1] != query.shape[1] else 0
-    return int(4 * query.numel() + 4 * query.numel() // query.shape[-1] + own_keys)
+
+    def rule(operator: Any, args: Any, named: Any) -> int:
+        if operator is not _FLASH_BACKWARD:
+            return 0
+        (rows, heads, length, size), keys = args[1].shape, args[2].shape[1]
+        return most_backward_bytes(Heads(heads, keys, size, multiprocessors), rows, length)
+
+    return rule
 
 
 def _widened(tensors: list[Tensor]) -> int:

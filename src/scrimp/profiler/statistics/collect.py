@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from scrimp.errors import ModelError, PlanError, TrainingError
-from scrimp.gemm import Execution, PlannedModel, observing
+from scrimp.gemm import Execution, PlannedModel, is_transposed, observing, weight_matrix
 from scrimp.planner.bits.profile import BatchStatistics, PrecisionProfile
 from scrimp.precision import GEMMS, LinearPrecision, recipe
 from scrimp.profiler.statistics.branches import BranchTape
@@ -50,6 +50,8 @@ from scrimp.profiler.statistics.updates import Updates, norms_of
 Array = NDArray[np.float64]
 GAINS = ("ratios", "blocks", "exact")
 NOISE_SHARE = 0.05
+_IDLE = "its forward is replaced, or never called"
+_CUT_OFF = "no gradient reaches it"
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ def collect(
     Raises:
         PlanError: an unknown format or layer, an unknown way of finding gains, or one that the model has no
             structure for; no batch; a format whose groups straddle tensor-parallel ranks.
-        ModelError: a layer to measure that is not trained.
+        ModelError: a layer to measure that is not trained, or layers that do not run their planned GEMMs.
         TrainingError: a loss that is not finite, or gradients of an unfinished step.
     """
     names = tuple(layers if layers is not None else subject.planned.layers)
@@ -208,10 +210,14 @@ class _Measurement:
             raise ModelError("a layer that is to be planned is not trained", got=", ".join(missing[:8]))
         owned = {layer: weight for layer, weight in owned.items() if weight in self.weights}
         self.owned = {layer: self.weights.index(weight) for layer, weight in owned.items()}
-        self.shapes = tuple(tuple(parameters[owned[layer]].shape) for layer in layers)
+        self.whole: dict[str, tuple[int, int]] = {
+            layer: tuple(weight_matrix(modules[layer]).shape)  # type: ignore[misc]
+            for layer in planned
+        }
+        self.shapes = tuple(self.whole[layer] for layer in layers)
+        self.transposed = {layer for layer in planned if is_transposed(modules[layer])}
         norms = norms_of({name: parameters[name] for name in self.weights}, ranks)
         self.norms_of_weights = [norms[name] for name in self.weights]
-        self.whole = {layer: tuple(modules[layer].weight.shape) for layer in planned}
         self.stream: _Stream | None = None
         if structure is not None and gains != "exact":
             where = places(structure, self.weights, {weight: layer for layer, weight in owned.items()})
@@ -252,13 +258,36 @@ class _Measurement:
         self.gradient_norms = self.updates.gradient_norms
         sizes = self.updates.sizes(gradients)
         moves = self.updates.sensitivities(
-            gradients, lambda index: watch.error_shape(layer_of[index]) if index in layer_of else None, seed
+            gradients, lambda index: self._error_shape(watch, layer_of.get(index)), seed
         )
         self.subject.optimizer.zero_grad()
         if measures_gains or self.last_gains is None:
+            self._refuse_idle(watch)
             self.last_gains = self._gains(batch, watch, seed)
         self.clean = {}
         return self._statistics(loss, watch, self.last_gains, moves, sizes)
+
+    def _refuse_idle(self, watch: NormWatch) -> None:
+        """Layers of which the clean pass shows nothing: zeros would be taken for costs."""
+        watched = self.layers if self.stream is None else tuple(self.subject.planned.layers)
+        reasons = []
+        for name in watched:
+            fprop, *backward = (watch.runs.get((name, gemm)) for gemm in GEMMS)
+            if not fprop or not any(backward):
+                reasons.append(f"{name} ({_CUT_OFF if fprop else _IDLE})")
+        if not reasons:
+            return
+        raise ModelError(
+            "layers cannot be measured, for they do not run their planned GEMMs",
+            got=", ".join(reasons[:8]) + (", ..." if len(reasons) > 8 else ""),
+            expected="forward and backward of every planned layer, by its own forward method",
+            do="name the others with layers=, and measure with gains='exact'",
+        )
+
+    def _error_shape(self, watch: NormWatch, layer: str | None) -> Tensor | None:
+        """Where errors of a weight's gradient lie, in the layout of the parameter; None for no planned layer."""
+        found = None if layer is None else watch.error_shape(layer)
+        return found.t() if found is not None and layer in self.transposed else found
 
     def _pass(self, batch: Any) -> float:
         """Forward and backward over all micro-batches; gives their loss."""
@@ -373,7 +402,7 @@ class _Measurement:
             device=self.subject.device_name,
             step=self.subject.step,
             layers=self.layers,
-            shapes=self.shapes,  # type: ignore[arg-type]
+            shapes=self.shapes,
             tokens=self.tokens,
             formats=self.formats,
             weights=self.weights,

@@ -81,6 +81,8 @@ class NormWatch:
         self.results: dict[ErrorKey, float] = defaultdict(float)
         """|change of the GEMM's result|^2 by the error of one operand."""
         self.tokens: dict[str, int] = defaultdict(int)
+        self.runs: dict[tuple[str, str], float] = defaultdict(float)
+        """(layer, GEMM) to how often it ran."""
         self.columns: dict[tuple[str, str], Tensor] = {}
         """(layer, g or x) to the squares of each feature, summed over tokens."""
         self._weight_errors = {} if weight_errors is None else weight_errors
@@ -90,6 +92,7 @@ class NormWatch:
         layer, gemm = execution.layer, execution.gemm
         if layer not in self._layers or (gemm == "fprop" and is_recomputing()):
             return
+        self.runs[layer, gemm] += 1
         names = _NAMES[gemm]
         b = execution.b.dequantize() if isinstance(execution.b, QuantizedTensor) else execution.b
         operands = execution.a, b
@@ -137,6 +140,7 @@ class NormWatch:
             copies = {name: self._ranks.copies(is_cut=(cut, name) in _CUT) for name in once}
             squares = {(layer, name): factor / copies[name] for name, factor in once.items()}
             self._sum(self.squares, squares)
+            self._sum(self.runs, {(layer, gemm): 1.0 for gemm in GEMMS})
             keys = [
                 (layer, gemm, recipe, operand)
                 for gemm in GEMMS

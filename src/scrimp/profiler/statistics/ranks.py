@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from scrimp.errors import ModelError
-from scrimp.gemm import PlannedLayer
+from scrimp.gemm import PlannedLayer, weight_matrix
 from scrimp.precision import LinearPrecision
 from scrimp.profiler.statistics.structure import is_norm
 
@@ -185,7 +185,7 @@ class Ranks:
 
         for (name, layer), recipe in itertools.product(layers.items(), recipes):
             if layer.shard is not None:
-                whole = cast(Tensor, model.get_submodule(name).weight).shape
+                whole = weight_matrix(model.get_submodule(name)).shape
                 check_cut(layer, whole, LinearPrecision.of(recipe))
 
     def of_whole(self, piece: Tensor, width: int | None, make: Callable[[Tensor], Tensor]) -> Tensor:

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from scrimp.gemm import PlannedModel
+from scrimp.gemm import PlannedModel, without_witnesses
 
 
 class ForwardState:
@@ -64,7 +64,7 @@ def untouched(model: nn.Module, planned: PlannedModel) -> Iterator[None]:
     for parameter, _ in gradients:
         parameter.grad = None
     try:
-        with torch.compiler.set_stance("force_eager"):
+        with torch.compiler.set_stance("force_eager"), without_witnesses():
             yield
     finally:
         planned.replan(precisions)

@@ -174,7 +174,7 @@ class HostArena:
         self.is_pinned = device.type == "cuda" if pins is None else pins
         self._slabs: list[Tensor] = []
         self._pinned: list[Tensor] = []
-        self._finalizer = weakref.finalize(self, _release, self._slabs, self._pinned)
+        self._finalizer = weakref.finalize(self, _release, self._slabs, self._pinned, device)
         self._acquire(_slab_sizes(nbytes, slab_bytes), device)
         self._gaps = [Gaps(len(slab)) for slab in self._slabs]
         self._lock = threading.Lock()
@@ -325,10 +325,10 @@ def _limit(nbytes: int) -> str:
     return "unlimited" if nbytes == resource.RLIM_INFINITY else f"{nbytes:,} bytes"
 
 
-def _release(slabs: list[Tensor], pinned: list[Tensor]) -> None:
+def _release(slabs: list[Tensor], pinned: list[Tensor], device: torch.device) -> None:
     with contextlib.suppress(RuntimeError):  # at exit CUDA may be gone, and the pins with it
         if pinned:
-            torch.cuda.synchronize()  # copies may still run
+            torch.cuda.synchronize(device)  # copies may still run
         for slab in pinned:
             torch.cuda.cudart().cudaHostUnregister(slab.data_ptr())
     pinned.clear()

@@ -1,12 +1,11 @@
 """After the first steps: what was predicted of a step beside what was measured, and a new plan where they differ.
 
-Method   The median of `STEPS` steps after `WARM_UP` (libraries choose their kernels, caches fill), and the allocator's
-         peak on a GPU. Where a prediction is off by more than `TOLERANCE`, costs and limits are corrected
-         (`scrimp.planner.bytes.correct`) and activations searched for anew; states stay where they are. The blocks
-         change if what they do now no longer fits, or if the new plan is predicted faster by `GAIN`: less is not
-         worth a change. No number of the run changes by it.
-Limits   Once per start of a run. What a user has set stays. On a CPU the resident set does not say what tensors take:
-         only the seconds are compared.
+Method   The median of `STEPS` steps after `WARM_UP` (libraries choose their kernels, caches fill), and the peak of
+         tensors: the allocator's on a GPU, counted in one step on a CPU. Where a prediction is off by more than
+         `TOLERANCE`, costs and limits are corrected (`scrimp.planner.bytes.correct`) and activations searched for
+         anew; states stay where they are. The blocks change if what they do now no longer fits, or if the new plan
+         is predicted faster by `GAIN`: less is not worth a change. No number of the run changes by it.
+Limits   Once per start of a run. What a user has set stays.
 Checked  tests/train/memory/test_memory_check.py
 """
 
@@ -44,11 +43,11 @@ class MemoryCheck:
     """Compares once, for one start of a run.
 
     Args:
-        memory: what was decided; None: everything resident, without a prediction of seconds.
+        memory: what was decided.
         host_bytes: that a step may take in the host memory of the run: no plan of its blocks may need more.
     """
 
-    def __init__(self, memory: MemoryDecision | None, host_bytes: int) -> None:
+    def __init__(self, memory: MemoryDecision, host_bytes: int) -> None:
         self._memory, self._host_bytes = memory, host_bytes
         self._is_done = False
 
@@ -76,7 +75,7 @@ class MemoryCheck:
     def _anew(self, plan: Plan, step: int, measured: Figures) -> Plan | None:
         """A plan by what was measured, if it is better."""
         memory = self._memory
-        if memory is None or memory.plan is None or not _is_as_decided(plan, memory):
+        if memory.plan is None or not _is_as_decided(plan, memory):
             return None
         now = corrected(memory, seconds=measured.step_seconds, device_bytes=measured.peak_device_bytes)
         machine = dataclasses.replace(now.machine, host_bytes=self._host_bytes)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from scrimp.config import Architecture, Config, parse_bytes
 from scrimp.planner import Plan
-from scrimp.planner.memory import MemoryAccount
+from scrimp.planner.bytes.costs import StepCosts
 from scrimp.profiler import Device, host_memory_available
 from scrimp.runtime.memory import HostRoom, arena_bytes, take_room
 from scrimp.train.memory.limits import compiled_share, copy_is_on_device
@@ -57,7 +57,7 @@ def largest_tensor_bytes(architecture: Architecture, config: Config) -> int:
 
 
 def checkpoint_bytes(
-    config: Config, device: Device, account: MemoryAccount, host_peak: int, *, largest_tensor: int
+    config: Config, device: Device, costs: StepCosts, host_peak: int, *, largest_tensor: int
 ) -> int:
     """Predicted host memory that writing a checkpoint takes: a copy and a file, or a file alone, for which training
     waits.
@@ -67,8 +67,8 @@ def checkpoint_bytes(
         largest_tensor: bytes of the largest one in the checkpoint.
     """
     arena = arena_bytes(int(host_peak * compiled_share(config))) if host_peak else 0
-    left, copy = left_of_budget(config, device, arena), account.checkpoint_copy
+    left, copy = left_of_budget(config, device, arena), costs.checkpoint_copy
     if left is None or copy <= left:
         return copy
     # A file holds one tensor at least.
-    return min(copy - account.weights - account.optimizer, max(left, largest_tensor))
+    return min(copy - costs.checkpoint_state, max(left, largest_tensor))

@@ -18,15 +18,15 @@ from typing import TypeGuard
 
 from scrimp.config import Architecture, Config, Resolution, decided, replace_values, resolve
 from scrimp.errors import ConfigError
-from scrimp.planner import account_of
 from scrimp.planner.bytes.decision import MemoryDecision
 from scrimp.planner.bytes.room import NoRoomError
 from scrimp.profiler import Device
 from scrimp.report.units import format_duration
+from scrimp.train.memory.limits import OneMemoryError
 from scrimp.train.memory.plan import decide_memory
 from scrimp.train.memory.refusal import refusal_of
 
-Found = tuple[Config, MemoryDecision | None]
+Found = tuple[Config, MemoryDecision]
 
 
 def decide_micro_batch(
@@ -80,7 +80,6 @@ def _all_that_fit(sized: _Sized, *, may_measure: bool) -> list[tuple[Config, Mem
             if not found:
                 raise sized.refusal(size) from None
             break
-        assert memory is not None
         if found and not memory.fits:  # a setting of the user's own is not searched for, and raises nothing
             break
         found.append((changed, memory))
@@ -115,7 +114,7 @@ def _first_that_fits(
 
 
 def _does_fit(found: Found | None) -> TypeGuard[Found]:
-    return found is not None and (found[1] is None or found[1].fits)
+    return found is not None and found[1].fits
 
 
 @dataclass(frozen=True)
@@ -134,15 +133,8 @@ class _Sized:
             NoRoomError: nothing fits.
         """
         changed = self._at(size)
-        account = account_of(changed, self.architecture)
         memory = decide_memory(
-            changed,
-            self.architecture,
-            self.device,
-            resident_bytes=account.peak,
-            copy_bytes=account.checkpoint_copy,
-            must_predict=must_predict,
-            may_measure=may_measure,
+            changed, self.architecture, self.device, must_predict=must_predict, may_measure=may_measure
         )
         return changed, memory
 
@@ -155,6 +147,12 @@ class _Sized:
 
     def refusal(self, size: int) -> NoRoomError:
         """What would fit, with no other micro-batch than this."""
+        try:
+            self.plan(size, may_measure=False)
+        except OneMemoryError as error:  # its parts fit: sizes for each would help nobody
+            return error
+        except NoRoomError:
+            pass
         return refusal_of(self._at(size), self.architecture, self.device)
 
     def _at(self, size: int) -> Config:

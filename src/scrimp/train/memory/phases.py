@@ -3,6 +3,7 @@
 Method   Training is one phase from evaluation to evaluation; evaluation, the sample at the end, and measuring precision
          are others. Each begins where its work begins: the allocator is read at these edges, never in a step. The
          planned peak of training is the plan's; those of the others are measured the first time.
+         On a CPU the process's heap is given back there instead (`scrimp.train.memory.heap`).
 Meter    A phase has its own peak, so the allocator's is reset at its beginning. The run's peak, over all phases, is
          kept by the memory meter.
 Checked  tests/train/memory/test_memory_phases.py; the policy itself: `scrimp.runtime.memory.phases`
@@ -10,11 +11,14 @@ Checked  tests/train/memory/test_memory_phases.py; the policy itself: `scrimp.ru
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from scrimp.profiler import MemoryMeter
 from scrimp.runtime.memory import CudaCache
 from scrimp.runtime.memory.phases import Cache
+from scrimp.train.memory.heap import HostHeap
 
 TRAINING, EVALUATION, GENERATION, MEASURING = "training", "evaluation", "generation", "measuring"
 
@@ -35,3 +39,8 @@ class MeteredCache(CudaCache):
 def cache_of(device: torch.device, meter: MemoryMeter) -> Cache | None:
     """The caching allocator of a device; None where it has none, as a CPU."""
     return MeteredCache(device, meter) if device.type == "cuda" else None
+
+
+def heap_of(device: torch.device, report: Callable[[str], None]) -> HostHeap | None:
+    """The process's heap, where the tensors of a run lie in it."""
+    return HostHeap(report) if device.type == "cpu" else None

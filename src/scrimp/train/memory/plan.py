@@ -1,10 +1,10 @@
 """Decides what is done so that a step fits: traces the model, knows the machine, and asks the planner.
 
-Method   Where everything resident takes a small share of the memory by its formula (`scrimp.planner.memory`),
-         nothing has to be decided and nothing is traced. Else the model is traced in its shapes for every
-         choice that a block may have, seconds and rates come from short measurements
-         (`scrimp.train.memory.times`); `scrimp.planner.bytes.search` finds the fastest plan that fits,
-         with everything resident as its first candidate.
+Method   The model is traced in its shapes, first with everything resident. Where that takes a small share of the
+         memory, nothing has to be decided and nothing is timed. Else it is traced for every choice that a block may
+         have, seconds and rates come from short measurements (`scrimp.train.memory.times`);
+         `scrimp.planner.bytes.search` finds the fastest plan that fits. Where every block may keep everything
+         (beside the states that the user has placed), that is taken unless the plan is faster by `CLEARLY`.
 Limits   On a CPU "device" and host are one memory: nothing is offloaded, unless both budgets are given, which limit
          two parts of it. Statistics of `precision snip` need the states of all blocks at once: beside it nothing is
          offloaded.
@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
+import torch
+
 from scrimp.config import Architecture, Config, TrainConfig, decided
 from scrimp.config.activations import (
     ALL_ACTIVATIONS,
@@ -27,6 +29,7 @@ from scrimp.config.activations import (
     blocks_on_host,
 )
 from scrimp.errors import PlanError
+from scrimp.model.flash import multiprocessors_of
 from scrimp.planner import Plan
 from scrimp.planner.bytes.account import account_step
 from scrimp.planner.bytes.costs import StepCosts
@@ -43,17 +46,24 @@ from scrimp.profiler.links import LinkRates
 from scrimp.profiler.memory_trace import trace_costs
 from scrimp.runtime.memory import uses_host
 from scrimp.train.memory.limits import (
+    OneMemoryError,
+    arena_on_cpu,
     compiled_share,
     copy_is_on_device,
     device_limit,
     host_limit,
+    one_memory,
     refuse_beyond_one_memory,
 )
+from scrimp.train.memory.said import said_if_slow
 from scrimp.train.memory.times import linears_of, links_of, with_seconds
 from scrimp.train.optimizer.rate import cpu_update_rate
 
 SMALL_SHARE = 0.5
-"""Of the memory: a run whose formula says less keeps everything, without a trace."""
+"""Share of the memory: a run that takes less keeps everything, and nothing is timed."""
+CLEARLY = 0.03
+"""Share of the seconds of a step: as little as a run's own check calls worth a change (`check.GAIN`). Seconds are
+measured, and noise of a percent must not decide between two runs."""
 NO_LINKS = LinkRates(*[1e10] * 6)
 
 
@@ -62,32 +72,70 @@ def decide_memory(
     architecture: Architecture,
     device: Device,
     *,
-    resident_bytes: int,
-    copy_bytes: int,
     must_predict: bool = False,
     may_measure: bool = True,
-) -> MemoryDecision | None:
-    """What a step does so that it fits; None: everything resident fits easily, by its formula.
+) -> MemoryDecision:
+    """What a step does so that it fits.
 
     Args:
         config: resolved.
-        resident_bytes: peak of a step that keeps everything, by formula.
-        copy_bytes: of the host copy that a checkpoint is written from.
         must_predict: decide in any case, for the seconds of a step.
         may_measure: blocks may be timed.
 
     Raises:
-        NoRoomError: nothing fits; what would, `scrimp.train.memory.refusal` says.
+        NoRoomError: nothing fits; what would, `scrimp.train.memory.refusal` says. OneMemoryError where only the sum
+            of what fits part by part does not.
     """
-    setting, split = config.memory.activations, split_of(config, architecture.num_layers)
-    is_small = resident_bytes <= SMALL_SHARE * device_limit(config, device, copy_bytes) and not must_predict
-    if setting in ("auto", "keep") and split is None and is_small:
-        return None
-    problem = problem_of(config, architecture, device, copy_bytes)
+    if not must_predict and (resident := _resident(config, architecture, device)) is not None:
+        return resident
+    problem = problem_of(config, architecture, device)
     found = _decide(problem, config, architecture, device, may_measure=may_measure)
-    if found.fits:
-        refuse_beyond_one_memory(found, config, device, copy_bytes)
+    if not found.fits:
+        return found
+    try:
+        refuse_beyond_one_memory(found, config, device, problem.costs.checkpoint_copy)
+    except OneMemoryError:
+        if config.memory.activations != "auto" or (shared := _shared(problem, config, device)) is None:
+            raise
+        found = _decide(shared, config, architecture, device, may_measure=may_measure)
     return found
+
+
+def _shared(problem: Problem, config: Config, device: Device) -> Problem | None:
+    """The same with a CPU's one memory divided between step and host, of eight ways the fastest; None: nothing fits."""
+    limit, copy, _ = one_memory(config, device, problem.costs.checkpoint_copy)
+    ways = []
+    for eighths in range(9):
+        host = problem.machine.host_bytes * eighths // 8
+        left = limit - copy - arena_on_cpu(config, host)
+        if left <= 0:
+            break
+        machine = dataclasses.replace(
+            problem.machine, host_bytes=host, device_bytes=min(problem.machine.device_bytes, left)
+        )
+        way = dataclasses.replace(problem, machine=machine)
+        plan = way.fastest()
+        if plan is not None:
+            ways.append((plan.seconds, eighths, way))
+    return min(ways)[2] if ways else None
+
+
+def _resident(config: Config, architecture: Architecture, device: Device) -> MemoryDecision | None:
+    """Everything on the device, where it takes a small share of it; None where it does not, or the user has said
+    something else."""
+    blocks = architecture.num_layers
+    if config.memory.activations not in ("auto", "keep") or split_of(config, blocks) is not None:
+        return None
+    costs = traced(config, architecture, device.torch_device, ("keep",))
+    limit = device_limit(config, device, costs.checkpoint_copy)
+    machine = _machine(config, NO_LINKS, limit, host_limit(config, device), with_cpu=False)
+    problem = Problem(costs, machine, _setup_of(config), split=None)
+    found = problem.decision(("keep",) * blocks, States.split(blocks), "", origin=None)
+    if found.account.peak > SMALL_SHARE * limit:
+        return None
+    return dataclasses.replace(
+        found, reason=f"everything resident takes {found.account.peak:,} bytes at its peak"
+    )
 
 
 def _decide(
@@ -124,10 +172,23 @@ class Problem:
     """Where the user wants states; None: nothing is said of them."""
 
     def fastest(self) -> MemoryPlan | None:
-        """The fastest plan, with the fastest of the updaters that may be; None where nothing fits."""
+        """The fastest plan, with the fastest of the updaters that may be, or the one that keeps everything where it is
+        not clearly slower; None where nothing fits."""
         if self.split is None:
-            return find(self.costs, self.machine, self.setup)
-        plans = [find(self.costs, self.machine, self.setup, one) for one in self.by_updater(self.split)]
+            plan = find(self.costs, self.machine, self.setup)
+        else:
+            plan = self._fastest_of(self.costs, self.split)
+        if plan is None or (set(plan.activations) == {"keep"} and plan.states.is_resident):
+            return plan
+        kinds = tuple(
+            dataclasses.replace(kind, choices={"keep": kind.choices["keep"]}) for kind in self.costs.classes
+        )
+        kept = self._fastest_of(dataclasses.replace(self.costs, classes=kinds), self.split or Split())
+        return plan if kept is None or plan.seconds < (1 - CLEARLY) * kept.seconds else kept
+
+    def _fastest_of(self, costs: StepCosts, split: Split) -> MemoryPlan | None:
+        """The fastest plan with states in these places."""
+        plans = [find(costs, self.machine, self.setup, one) for one in self.by_updater(split)]
         return min((plan for plan in plans if plan is not None), key=lambda plan: plan.seconds, default=None)
 
     def decided(self, setting: str) -> MemoryDecision:
@@ -153,7 +214,7 @@ class Problem:
         states: States,
         reason: str,
         plan: MemoryPlan | None = None,
-        origin: str = "predicted",
+        origin: str | None = "predicted",
     ) -> MemoryDecision:
         """A choice with its account."""
         account = account_step(self.costs, states, activations, accumulates=self.setup.accumulates)
@@ -168,8 +229,8 @@ class Problem:
         return list(dict.fromkeys(found))
 
 
-def problem_of(config: Config, architecture: Architecture, device: Device, copy_bytes: int) -> Problem:
-    """Trace a configuration, and find out what there is for it; arguments as of `decide_memory`.
+def problem_of(config: Config, architecture: Architecture, device: Device) -> Problem:
+    """Trace a configuration, and find out what there is for it.
 
     Raises:
         PlanError: something is to live on the host beside `precision snip`.
@@ -182,16 +243,16 @@ def problem_of(config: Config, architecture: Architecture, device: Device, copy_
     choices = _choices(
         assigned, may_offload=host > 0 and not config.is_planned and not copy_is_on_device(config, device)
     )
-    costs = traced(config, architecture, device.torch_device.type, choices)
+    costs = traced(config, architecture, device.torch_device, choices)
     rates = _rates(device)
     costs, _ = with_seconds(costs, config, architecture, device, rates, may_measure=False)
-    limit = device_limit(config, device, copy_bytes)
+    limit = device_limit(config, device, costs.checkpoint_copy)
     machine = _machine(config, rates, limit, host, with_cpu=config.memory.update != "device")
     return Problem(costs, machine, _setup_of(config), split)
 
 
 def _rates(device: Device) -> LinkRates:
-    return links_of(device.torch_device.type)
+    return links_of(device.torch_device)
 
 
 def asks_for_host(config: Config, num_blocks: int) -> bool:
@@ -229,8 +290,8 @@ def decision_of(plan: Plan, config: Config, architecture: Architecture, device: 
     activations = tuple(plan.blocks[str(i)].activations for i in range(architecture.num_layers))
     choices = ALL_ACTIVATIONS if uses_host(plan) else LEVELS
     # Where nothing moves, their rates decide nothing; measuring takes memory that there may be none of.
-    rates = links_of(device.torch_device.type) if uses_host(plan) else NO_LINKS
-    costs = traced(config, architecture, device.torch_device.type, choices)
+    rates = links_of(device.torch_device) if uses_host(plan) else NO_LINKS
+    costs = traced(config, architecture, device.torch_device, choices)
     costs, _ = with_seconds(costs, config, architecture, device, rates, may_measure=False)
     states = states_of(plan, architecture.num_layers, speculates=config.memory.speculate)
     setup = dataclasses.replace(_setup_of(config), updaters=(states.update,))
@@ -265,7 +326,7 @@ def host_bytes_of(plan: Plan, config: Config, architecture: Architecture, device
     if not uses_host(plan):
         return 0
     activations = [plan.blocks[str(i)].activations for i in range(architecture.num_layers)]
-    costs = traced(config, architecture, device.torch_device.type, tuple(dict.fromkeys(activations)))
+    costs = traced(config, architecture, device.torch_device, tuple(dict.fromkeys(activations)))
     states = states_of(plan, architecture.num_layers, speculates=config.memory.speculate)
     account = account_step(costs, states, activations, accumulates=True)
     return int(account.host_peak * compiled_share(config))
@@ -294,28 +355,39 @@ def _choices(assigned: Sequence[Activations] | None, *, may_offload: bool) -> tu
 
 
 def traced(
-    config: Config, architecture: Architecture, device_type: str, choices: tuple[str, ...]
+    config: Config, architecture: Architecture, device: torch.device, choices: tuple[str, ...]
 ) -> StepCosts:
-    """Of formats that are planned while training, those of the candidate that takes most."""
+    """Costs of a step; where formats are planned while training, the largest: of a candidate, of the start, or of the
+    high-precision passes that measure. What takes seconds is said on stderr."""
     rules = parse_rules(config.precision)
     bases = [config.precision_rules]
     if rules.is_planned:
-        bases = [rules.with_base(base) for base in dict.fromkeys([*config.candidates, config.snip.start])]
-    return max(
-        (_traced_base(config.train, architecture, device_type, choices, base) for base in bases),
-        key=lambda costs: sum(
-            max(choice.kept for choice in costs.classes[number].choices.values()) for number in costs.blocks
-        ),
-    )
+        start = rules.with_base(config.snip.start)
+        names = dict.fromkeys([*config.candidates, config.snip.start, start.compute])
+        bases = [rules.with_base(name) for name in names]
+    with said_if_slow("tracing the model ..."):
+        found = [
+            _traced_base(config.train, architecture, device, choices, base, config.data.mask_documents)
+            for base in bases
+        ]
+    return max(found, key=_most)
+
+
+def _most(costs: StepCosts) -> int:
+    """Peak of a step whose blocks keep as much as any of their choices."""
+    names = [max(kind.choices, key=lambda name: kind.choices[name].kept) for kind in costs.classes]
+    blocks = len(costs.blocks)
+    return device_peak(costs, States.split(blocks), [names[number] for number in costs.blocks], True)
 
 
 @cache
 def _traced_base(
     train: TrainConfig,
     architecture: Architecture,
-    device_type: str,
+    device: torch.device,
     choices: tuple[str, ...],
     rules: PrecisionRules,
+    mask_documents: bool,
 ) -> StepCosts:
     """A configuration is traced several times: while its micro-batch is looked for, when it is refused, and when its
     data are open."""
@@ -330,5 +402,8 @@ def _traced_base(
         loss_chunk=decided(train.loss_chunk),
         linears=linears_of(rules, architecture),
         activations=choices,
-        device_functions="cuda" if device_type == "cuda" else "cpu",
+        device_functions="cuda" if device.type == "cuda" else "cpu",
+        multiprocessors=multiprocessors_of(device),
+        documents=mask_documents,
+        compiled=train.compile == "on",
     )

@@ -18,11 +18,18 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from scrimp.config import Architecture, Config, decided, replace_values
-from scrimp.planner import account_of
 from scrimp.planner.bytes.costs import StepCosts
-from scrimp.planner.bytes.room import NoRoomError, Room, enough_text, no_room, room_of, smallest_device
+from scrimp.planner.bytes.room import (
+    NoRoomError,
+    Room,
+    enough_text,
+    no_room,
+    nothing_fits_for_sure,
+    room_of,
+    smallest_device,
+)
 from scrimp.profiler import Device, host_memory_available
-from scrimp.train.memory.limits import HOST_SHARE, budgets_of, copy_is_on_device
+from scrimp.train.memory.limits import budgets_of, copy_is_on_device, usable_of_cpu
 from scrimp.train.memory.plan import (
     Problem,
     asks_for_host,
@@ -42,10 +49,8 @@ def refusal_of(config: Config, architecture: Architecture, device: Device) -> No
     Args:
         config: resolved; nothing fits with it, nor with any other micro-batch that may be taken.
     """
-    copy = account_of(config, architecture).checkpoint_copy
-    asks = asks_for_host(config, architecture.num_layers)
-    budgets = budgets_of(config, device, copy, asks_for_host=asks)
-    problem = problem_of(config, architecture, device, copy)
+    problem, asks = problem_of(config, architecture, device), asks_for_host(config, architecture.num_layers)
+    budgets = budgets_of(config, device, problem.costs.checkpoint_copy, asks_for_host=asks)
     room = room_of(problem.costs, problem.machine, problem.setup, problem.split)
     placed = None
     if problem.split is not None:
@@ -56,6 +61,7 @@ def refusal_of(config: Config, architecture: Architecture, device: Device) -> No
         beside_host=_beside_host(config, architecture, device, room),
         states=placed,
         advice=[*_numbers(config, architecture, device, problem, room), *_advice(config)],
+        is_certain=nothing_fits_for_sure(problem.costs, problem.machine, problem.setup, problem.split),
     )
 
 
@@ -68,9 +74,9 @@ def _beside_host(config: Config, architecture: Architecture, device: Device, roo
     given = config.budget.device_memory
     both = {
         "budget.device_memory": given or f"{device.available_bytes}B",
-        "budget.host_memory": f"{int(HOST_SHARE * host_memory_available())}B",
+        "budget.host_memory": f"{usable_of_cpu(host_memory_available())}B",
     }
-    problem = problem_of(replace_values(config, both), architecture, device, copy_bytes=0)
+    problem = problem_of(replace_values(config, both), architecture, device)
     found = room_of(problem.costs, problem.machine, problem.setup, problem.split)
     # Beside a budget of the host alone there is still one memory.
     return found if given else Room(found.device, found.its_host, found.device_with_this_host, None)
@@ -89,7 +95,7 @@ def _numbers(
         costs = _with_other_numbers(problem.costs, changed, architecture, device)
         least = smallest_device(costs, problem.machine, problem.setup, problem.split)
         if least is not None and least < now:
-            budgets = budgets_of(changed, device, account_of(changed, architecture).checkpoint_copy)
+            budgets = budgets_of(changed, device, costs.checkpoint_copy)
             flag = key.replace("_", "-")
             ways.append(f"--{flag} {value} ({enough_text(budgets.device_for(least, alone=True))})")
     if ways:
@@ -109,7 +115,7 @@ def _with_other_numbers(
     costs: StepCosts, changed: Config, architecture: Architecture, device: Device
 ) -> StepCosts:
     """Costs at another format of moments or chunk of the loss; what blocks do with their activations is untouched."""
-    now = traced(changed, architecture, device.torch_device.type, ("keep",))
+    now = traced(changed, architecture, device.torch_device, ("keep",))
     pairs = zip(costs.classes, now.classes, strict=True)
     classes = tuple(replace(kind, optimizer=other.optimizer) for kind, other in pairs)
     return replace(now, classes=classes)

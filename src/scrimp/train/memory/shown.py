@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.table import Table
 
-from scrimp.planner import account_of
+from scrimp.model.attention import FLASH_CAPABILITY, capability_of, fuses_attention
 from scrimp.planner.bytes.splits import Split
 from scrimp.report.memory_text import memory_tables
-from scrimp.report.tables import account_table
 from scrimp.report.units import format_bytes, format_duration
+from scrimp.runtime.execute import DTYPES
 from scrimp.train.memory.plan import split_of
 from scrimp.train.setup import Decisions
 
@@ -29,25 +29,35 @@ def account_tables(decisions: Decisions, *, alternatives: bool = True) -> Iterat
     Args:
         alternatives: what more memory would give, too.
     """
-    account, copy = account_of(decisions.config, decisions.architecture), decisions.copy_bytes
-    waits = copy < account.checkpoint_copy
-    if decisions.memory is not None:
-        split = split_of(decisions.config, decisions.architecture.num_layers)
-        # With the updater that was found.
-        split = None if split is None else Split.of(decisions.memory.states)
-        yield from memory_tables(
-            decisions.memory,
-            copy,
-            budgets=decisions.budgets,
-            split=split,
-            waits=waits,
-            alternatives=alternatives,
-        )
-        return
-    name = "file of a checkpoint, training waits" if waits else "copy for a checkpoint"
-    rows = [*account.rows(), (f"{name}, on the host", copy)]
-    peak = format_bytes(decisions.plan.predicted.peak_device_bytes)
-    yield account_table(rows, title=f"predicted bytes, peak on the device {peak}")
+    memory, copy = decisions.memory, decisions.copy_bytes
+    split = split_of(decisions.config, decisions.architecture.num_layers)
+    yield from memory_tables(
+        memory,
+        copy,
+        budgets=decisions.budgets,
+        split=None if split is None else Split.of(memory.states),  # with the updater that was found
+        waits=copy < memory.costs.checkpoint_copy,
+        alternatives=alternatives,
+    )
+
+
+def attention_text(decisions: Decisions) -> str | None:
+    """What attention does where a run uses no fused kernel for it on a GPU; None where it does, and on a CPU."""
+    compute, architecture = decisions.config.precision_rules.compute, decisions.architecture
+    if decisions.device.is_host:
+        return None
+    capability = capability_of(decisions.device.torch_device)
+    if fuses_attention(architecture, DTYPES[compute], capability):
+        return None
+    reason = f"heads of {architecture.head_size}"
+    advice = ""
+    if capability < FLASH_CAPABILITY:
+        reason = f"compute capability {capability[0]}.{capability[1]}"
+    elif compute == "fp32":
+        reason, advice = "fp32", "; with --precision bf16 it does"
+    return (
+        f"scores of every pair of tokens in memory: Scrimp uses no fused kernel for {reason} on CUDA{advice}"
+    )
 
 
 def account_text(decisions: Decisions) -> str:
@@ -55,11 +65,13 @@ def account_text(decisions: Decisions) -> str:
     not wait for; else one line."""
     memory, budget = decisions.memory, decisions.config.budget
     has_budget = budget.device_memory is not None or budget.host_memory is not None
-    if not has_budget and (memory is None or memory.is_resident):
+    if not has_budget and memory.is_resident:
         predicted = decisions.plan.predicted
-        seconds = predicted.step_seconds
-        return f"memory: everything resident, predicted peak {format_bytes(predicted.peak_device_bytes)}" + (
-            "" if seconds is None else f", a step in {format_duration(seconds)} (predicted)"
+        copy, seconds = decisions.copy_bytes if decisions.device.is_host else 0, memory.step_seconds
+        return (
+            f"memory: everything resident, predicted peak {format_bytes(predicted.peak_device_bytes)}"
+            + (f", and {format_bytes(copy)} for a checkpoint's copy" if copy else "")
+            + ("" if seconds is None else f", a step in {format_duration(seconds)} (predicted)")
         )
     console = Console(file=io.StringIO(), width=min(WIDEST, shutil.get_terminal_size((WIDEST, 24)).columns))
     with console.capture() as capture:

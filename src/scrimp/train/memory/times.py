@@ -3,7 +3,11 @@
 Method   The roofline of `scrimp.planner.bytes.work` is always there. Where it says that measuring takes at most
          `LIMIT_S` seconds, real blocks are timed in its place (`scrimp.profiler.block_times`), in as many rounds as
          fit into that time; where it says more, or there is no memory for it, the roofline stays. So with the ends
-         (embedding, norm, head, loss), whose roofline is scaled as the blocks' has proven wrong.
+         (embedding, norm, head, loss), whose roofline is scaled as the blocks' has proven wrong. What a level makes
+         again takes no less than its roofline: noise often measures nothing, and where levels tie, a search for what
+         fits would let every block recompute.
+         Blocks are timed as they train: by deterministic kernels, compiled where the run compiles them. Compiling them
+         at every level is not in that limit; the run finds them in the compiler's cache.
 Limits   A block's seconds do not depend on where its states live; copies beside computing are the timeline's affair.
 Checked  tests/train/memory/test_memory_times.py
 """
@@ -146,7 +150,9 @@ class _Model:
             measured = _ends_once(timed, device, backend, ends_rounds) if ends_rounds else slower * ends
         except PlanError:
             return None  # a format that nothing runs here: refused by name when the plan is there
-        return None if measured is None else (found, measured)
+        if measured is None:
+            return None
+        return [_at_least(*pair) for pair in zip(found, classes, strict=True)], measured
 
     def _timed(self) -> Timed:
         linears, train = linears_of(self.config.precision_rules, self.architecture), self.config.train
@@ -162,7 +168,18 @@ class _Model:
             micro_batch=decided(train.micro_batch),
             sequence=decided(train.sequence),
             loss_chunk=decided(train.loss_chunk),
+            compiled=train.compile == "on",
         )
+
+
+def _at_least(
+    measured: Mapping[str, PassSeconds], roofline: Mapping[str, PassSeconds]
+) -> dict[str, PassSeconds]:
+    """Of one class of blocks, with no less to make again than the device's peak rates take."""
+    return {
+        level: dataclasses.replace(one, again=max(one.again, roofline[level].again))
+        for level, one in measured.items()
+    }
 
 
 def _passes(seconds: PassSeconds) -> float:
@@ -181,7 +198,8 @@ def _rounds(seconds: float) -> int:
 def _blocks_once(
     timed: Timed, levels: tuple[str, ...], device: torch.device, backend: str, rounds: int
 ) -> tuple[Mapping[str, PassSeconds], ...] | None:
-    print("timing the model's blocks ...", file=sys.stderr, flush=True)
+    doing = "compiling and timing" if timed.compiled else "timing"
+    print(f"{doing} the model's blocks ...", file=sys.stderr, flush=True)
     with deterministic(device):
         return measure_blocks(timed, levels, device, preferred_backends(device, backend), rounds=rounds)
 
@@ -193,6 +211,6 @@ def _ends_once(timed: Timed, device: torch.device, backend: str, rounds: int) ->
 
 
 @cache
-def links_of(device_type: str) -> LinkRates:
-    """Measured once per process."""
-    return measure_links(torch.device(device_type))
+def links_of(device: torch.device) -> LinkRates:
+    """Measured once per process and device."""
+    return measure_links(device)

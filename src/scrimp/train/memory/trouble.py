@@ -82,10 +82,9 @@ class MemoryTrouble:
         """The plan of now, within the memory that the run may take."""
         decisions = self._decisions
         now = decision_of(plan, decisions.config, decisions.architecture, decisions.device)
-        limit = 0 if decisions.memory is None else decisions.memory.machine.device_bytes
         machine = dataclasses.replace(
             now.machine,
-            device_bytes=max(now.account.peak, limit),
+            device_bytes=max(now.account.peak, decisions.memory.machine.device_bytes),
             host_bytes=most_on_host(self._executable, decisions.config),
         )
         return dataclasses.replace(now, machine=machine)

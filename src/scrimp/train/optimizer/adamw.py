@@ -195,7 +195,8 @@ class AdamW:
             step,
         )
         scratch: dict[torch.device, Scratch] = {}
-        for name in gradients.keys() - set(fused):
+        others = sorted(gradients.keys() - set(fused), key=lambda name: (-gradients[name].numel(), name))
+        for name in others:  # the largest first: arrays to work in never grow
             target, noise = self._targets[name], self._noise("update", name)
             arrays = scratch.setdefault(target.device, Scratch(target.device))
             update(target, gradients[name], self._moments[name], step, noise, scratch=arrays)

@@ -97,6 +97,8 @@ class PrecisionCycle:
         """Of the step that is being taken, from 1: what logs and files say."""
         self._note: str | None = None
         """To be told before the next step."""
+        self.doubt: str | None = None
+        """Why every GEMM of the plan of now is proven in the next step, not those alone that it changed."""
         self.state = CycleState(self._recipes_of(decisions.plan))
 
     def _recipes_of(self, plan: Plan) -> guard.Recipes:
@@ -157,7 +159,7 @@ class PrecisionCycle:
 
     def before_step(self, step: int) -> None:
         """Switch, measure or probe, whichever is due; `plan` is then another one."""
-        self._number = step + 1
+        self._number, self.doubt = step + 1, None
         self._tell_note()
         switches = self.state.waiting is not None and step >= self.state.waiting["at"]
         if switches:
@@ -188,6 +190,12 @@ class PrecisionCycle:
         if note is not None:
             self._log.event("device", self._number, note)
             self._line.message(note)
+
+    def _tell_doubt(self) -> None:
+        if self.doubt is not None:
+            meaning = "the prediction is off, as it often is, or formats are not in force"
+            sentence = f"{self.doubt}; either {meaning}: every planned GEMM is proven in this step"
+            self._log.event("doubt", self._number, sentence)  # the console hears of it when it is answered
 
     def _low_share(self) -> float:
         return low_share(self.state.recipes, self._shares)
@@ -280,6 +288,7 @@ class PrecisionCycle:
             solver=found.solver,
             seconds=seconds,
         )
+        self._tell_doubt()
         note = found.solver.get("note", "")
         self._line.message(
             f"step {self._number}: {found.reason}; {predicted['fp4_flops'] or 0.0:.1%} of FLOPs in 4 bits"
@@ -318,6 +327,7 @@ class PrecisionCycle:
         measured = {"loss_divergence": abs(found.loss_gap), "weight_divergence": found.update_change}
         if all(map(math.isfinite, measured.values())):
             self._analysis = dataclasses.replace(self._analysis, measured=measured)
+        self.doubt = guard.doubt(self._analysis, found.update_change)
 
     def _judge(self, step: int, found: Probe, sign: str | None) -> None:
         """Record a probe, which a sign of trouble asked for or the calendar, and promote if the plan is to blame."""

@@ -6,6 +6,12 @@ Evidence   data have outliers too. A sign only asks for a probe of the batch tha
            (`scrimp.profiler.statistics`); probes also come every `snip.probe_every` steps. The plan is to blame
            where the loss in its formats is more than 2 % above that in bf16, or the noise in the gradient is more
            than twice the gradient; of a step that is not finite no more evidence is asked.
+Doubt      after a switch the measured weight divergence may lie far from the predicted one, below as well as above:
+           formats that are not in force harm nothing. That alone proves nothing either, for predictions err by more
+           than their intervals (docs/lab-log.md): it asks for a proof of every planned GEMM in the next step, which
+           stops a run that lies. Far is outside of the prediction's interval for one batch: the mean of n batches is
+           known to D exp(+-h), one more batch, as a probe is, to D exp(+-h sqrt(n + 1)). Of one batch alone there
+           is no interval, and only a plan that changes nothing at all is doubted.
 Promotion  first the GEMMs that cost most for their FLOPs go up one format (4 bits to 8, 8 to 16) until a tenth
            of the FLOPs has moved; the second time all of 4 bits go to the candidate of most bits; the third to bf16.
            GEMMs that a rule fixes stay.
@@ -23,6 +29,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from scrimp.planner.bits import PrecisionPlan
 from scrimp.precision import GEMMS, RECIPES
 from scrimp.profiler.statistics import Probe
 
@@ -85,6 +92,27 @@ def verdict(found: Probe) -> str | None:
     if found.gradient_to_noise < LEAST_GRADIENT_TO_NOISE:
         return f"the gradient is only {found.gradient_to_noise:.2f} times the quantization noise in it"
     return None
+
+
+def doubt(found: PrecisionPlan, measured: float) -> str | None:
+    """Why a measured weight divergence asks for a proof of the plan's numbers, or None."""
+    predicted = found.predicted.get("weight_divergence")
+    if not predicted or not math.isfinite(measured):
+        return None
+    if measured == 0:
+        return f"the next update is the same in bf16, where the plan was predicted to change it by {predicted:.2g}"
+    if "weight_divergence" not in found.intervals or not found.batches:
+        return None
+    low, high = (
+        predicted * (bound / predicted) ** math.sqrt(found.batches + 1)
+        for bound in found.intervals["weight_divergence"]
+    )
+    if low <= measured <= high:
+        return None
+    return (
+        f"the plan changes the next update by {measured:.2g}, far {'below' if measured < low else 'above'} the "
+        f"{predicted:.2g} predicted ({low:.2g} to {high:.2g} for one batch)"
+    )
 
 
 def promote(

@@ -12,22 +12,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from scrimp.config import Config, decided, flatten, load_config, replace_values
+from scrimp.adapters import ExportTarget, plan_for
+from scrimp.config import Config, decided, flatten, replace_values
 from scrimp.config.snip import BUDGETS
 from scrimp.data import Batch, Loader
 from scrimp.errors import CheckpointError, ConfigError
 from scrimp.model import Decoder
-from scrimp.planner.bits import PrecisionPlan, make_plan
+from scrimp.planner.bits import PrecisionPlan
 from scrimp.precision import parse_rules
 from scrimp.runtime import realise
 from scrimp.train.checkpoint import Checkpoint
 from scrimp.train.optimizer import AdamW
 from scrimp.train.precision.meter import PrecisionMeter
 from scrimp.train.precision.question import Horizon, ask, formats_to_measure
-from scrimp.train.run_folder import CONFIG
+from scrimp.train.run_folder import saved_config
 from scrimp.train.setup import Decisions, decide, open_run_corpus
 from scrimp.train.start import anchored
-from scrimp.train.weights import architecture_of_checkpoint, is_run, newest_checkpoint
+from scrimp.train.weights import architecture_of_checkpoint, checkpoint_of, is_run
 
 _OF_ITS_OWN = frozenset({"model.weights", "run.dir"})
 """What the user gives to name the run, not to change it."""
@@ -42,8 +43,11 @@ class Preview:
     step: int
 
 
-def preview(config: Config, given: Collection[str]) -> Preview | None:
+def preview(config: Config, given: Collection[str], target: ExportTarget | None = None) -> Preview | None:
     """Measure and plan; None where model.weights names no run with a checkpoint.
+
+    Args:
+        target: the trainer that the plan is to run in; None: this one.
 
     Raises:
         CheckpointError: the run has no optimizer state that fits; PlanError: the budget cannot be reached.
@@ -51,8 +55,8 @@ def preview(config: Config, given: Collection[str]) -> Preview | None:
     folder = config.model.weights
     if folder is None or not config.is_planned or not is_run(folder):
         return None
-    checkpoint = newest_checkpoint(folder)
-    saved, now = load_config(folder / CONFIG), flatten(config)
+    checkpoint = checkpoint_of(folder)
+    saved, now = saved_config(folder), flatten(config)
     changes = {key: now[key] for key in given if key not in _OF_ITS_OWN}
     if any(f"budget.{name}" in given for name in BUDGETS):
         # One budget takes the place of another, and is no second one.
@@ -63,7 +67,7 @@ def preview(config: Config, given: Collection[str]) -> Preview | None:
         own = dataclasses.replace(own, snip=config.snip, budget=config.budget)
     _refuse_seconds(own)
     decisions = decide(anchored(own), architecture=architecture_of_checkpoint(checkpoint))
-    return Preview(_measured(decisions, checkpoint), decisions, checkpoint.step)
+    return Preview(_measured(decisions, checkpoint, target), decisions, checkpoint.step)
 
 
 def _refuse_seconds(config: Config) -> None:
@@ -76,7 +80,7 @@ def _refuse_seconds(config: Config) -> None:
         )
 
 
-def _measured(decisions: Decisions, checkpoint: Checkpoint) -> PrecisionPlan:
+def _measured(decisions: Decisions, checkpoint: Checkpoint, target: ExportTarget | None) -> PrecisionPlan:
     config = decisions.config
     meter = _meter(decisions, checkpoint)
     layers = [layer for layer in decisions.plan.gemms if layer != "head"]
@@ -89,14 +93,14 @@ def _measured(decisions: Decisions, checkpoint: Checkpoint) -> PrecisionPlan:
     formats = formats_to_measure(config, pinned, [name for row in start.values() for name in row])
     profile = meter.measure(checkpoint.step, formats)
     question = ask(config, profile, Horizon(checkpoint.step, None, 0.0), pinned, start, None, {})
-    return make_plan(question, step=checkpoint.step)
+    return plan_for(question, target, step=checkpoint.step)
 
 
 def _meter(decisions: Decisions, checkpoint: Checkpoint) -> PrecisionMeter:
     """The model and its optimizer as they were at the checkpoint."""
     config = decisions.config
-    corpus = open_run_corpus(decisions)
-    if corpus.digest != checkpoint.state["data_digest"]:
+    corpus = open_run_corpus(decisions, digest=checkpoint.state["data_digest"])
+    if not corpus.is_that_of(checkpoint.state["data_digest"]):
         raise CheckpointError(
             "the data are not those that the run was trained on",
             do="give its source and tokenizer, as they stand in its config.toml",

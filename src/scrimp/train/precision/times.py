@@ -14,13 +14,13 @@ Checked  tests/train/precision/test_precision_times.py
 from __future__ import annotations
 
 import json
-import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -29,6 +29,7 @@ from scrimp.config.snip import WHOLE_LAYERS
 from scrimp.errors import PlanError
 from scrimp.files import write_whole
 from scrimp.gemm.doctor_report import surroundings_of
+from scrimp.json_files import NotNegative, read_json
 from scrimp.planner import linear_shapes
 from scrimp.planner.bits import allowed_by
 from scrimp.precision import GEMMS, parse_rules
@@ -60,6 +61,14 @@ class StepTimes:
         return self.table.candidates(shapes, formats)
 
 
+@dataclass(frozen=True)
+class _Kept:
+    """The file."""
+
+    table: msgspec.Raw
+    other: NotNegative | None
+
+
 def wants_times(config: Config, device_type: str) -> bool:
     """Whether a budget is in seconds, or asks for the fastest plan on a device with units for low formats."""
     budget = config.budget
@@ -75,20 +84,13 @@ def measured_times(
     train, path = decisions.config.train, run_dir / FILE
     per_step = decided(train.batch_tokens) // (decided(train.micro_batch) * decided(train.sequence))
     if path.exists():
-        try:
-            kept = json.loads(path.read_text(encoding="utf-8"))
-            other = None if kept["other"] is None else float(kept["other"])
-            if other is not None and not 0 <= other < math.inf:
-                raise ValueError(f"{other} seconds")
-            table = GemmTimes.from_json(json.dumps(kept["table"]))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise PlanError(
-                f"{path} is damaged", got=error, do="delete it: times are measured again"
-            ) from None
+        do = "delete it: times are measured again"
+        kept = read_json(path, _Kept, error=PlanError, do=do, at_most=2**24)
+        table = GemmTimes.from_json(bytes(kept.table), origin=f"{path}: table")
         # A resumed run may have another micro-batch, and another device.
         here = surroundings_of(decisions.device.torch_device).device
         if (table.tokens, table.device) == (decisions.micro_batch_tokens, here):
-            return StepTimes(table, per_step, other)
+            return StepTimes(table, per_step, kept.other)
     return fresh_times(decisions, progress)
 
 

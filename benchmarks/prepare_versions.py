@@ -1,0 +1,154 @@
+"""CPU time of `scrimp prepare` against that of an earlier version, in one process.
+
+Subject  `prepare` of this working tree: passes for the held-out split, encoding, shards.
+Peer     `prepare` of another source folder, such as a worktree of an earlier commit.
+Fair     In turn in one process, process CPU time, the same source, a tokenizer that was trained once before.
+         Each side runs with its own modules; the interpreter's table of modules is exchanged between turns.
+
+    git worktree add ../before COMMIT
+    python benchmarks/prepare_versions.py --before ../before/src --text FILE
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+from environment import RESULTS, cpu_name, facts, markdown_table, num_cores, write_pair
+
+COLUMNS = ("source", "tokenizer", "MB", "before, CPU s", "now, CPU s", "now / before")
+
+
+class Version:
+    """One version of the package, with modules of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = str(folder)
+        self.modules: dict[str, ModuleType] = {}
+
+    def prepare(self, source: str, tokenizer: str, out: Path) -> float:
+        """CPU seconds of preparing a source."""
+        for name in [name for name in sys.modules if name.partition(".")[0] == "scrimp"]:
+            del sys.modules[name]
+        sys.modules.update(self.modules)
+        sys.path.insert(0, self.folder)
+        try:
+            data = importlib.import_module("scrimp.data")
+            assert str(data.__file__).startswith(self.folder)
+            began = time.process_time()
+            data.prepare(data.CorpusSpec(source=source, tokenizer=tokenizer), out, progress=False)
+            return time.process_time() - began
+        finally:
+            sys.path.remove(self.folder)
+            self.modules = {
+                name: sys.modules[name] for name in sys.modules if name.partition(".")[0] == "scrimp"
+            }
+
+
+def spread(values: list[float]) -> str:
+    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+
+
+def measure(
+    versions: dict[str, Version], source: str, kind: str, repeats: int, scratch: Path
+) -> dict[str, object]:
+    """Both versions on one source, in turn; a first turn of each is not counted."""
+    tokenizer = kind
+    if kind == "bpe":
+        versions["now"].prepare(source, "bpe", scratch / "trained")
+        tokenizer = str(scratch / "trained" / "tokenizer")
+    seconds: dict[str, list[float]] = {name: [] for name in versions}
+    for repeat in range(repeats + 1):
+        for name, version in versions.items():
+            taken = version.prepare(source, tokenizer, scratch / f"{name}-{repeat}")
+            if repeat:
+                seconds[name].append(taken)
+    shards = (scratch / "now-1").glob("*.tokens")
+    num_bytes = 0
+    for shard in shards:
+        num_bytes += int.from_bytes(shard.read_bytes()[32:40], "little")
+    ratios = [now / before for now, before in zip(seconds["now"], seconds["before"], strict=True)]
+    name = source if source == "stdlib" else Path(source).name
+    return {"source": name, "tokenizer": kind, "text_bytes": num_bytes, "seconds": seconds, "ratios": ratios}
+
+
+def table(report: dict) -> str:
+    """The report in Markdown."""
+    rows = [
+        [
+            result["source"], result["tokenizer"], f"{result['text_bytes'] / 1e6:.1f}",
+            spread(result["seconds"]["before"]), spread(result["seconds"]["now"]), spread(result["ratios"]),
+        ]
+        for result in report["results"]
+    ]  # fmt: skip
+    return "\n".join(
+        [
+            "# CPU time of `scrimp prepare` with and without the comparison of 13-grams",
+            "",
+            f"Before: commit {report['before'][:12]}, a held-out split by hash alone. Process CPU time of",
+            "all threads, measured in turn in one process; median (least to most) of",
+            f"{report['repeats']} repeats. The machine was shared: load {report['load_before']:.1f} before on",
+            f"{report['cores']} cores. The BPE was trained before the clock started;",
+            "with `bytes` there is nothing to encode, and what is left is reading, hashing and writing.",
+            "",
+            *markdown_table(COLUMNS, rows),
+            "",
+            f"- Command: `{report['command']}`",
+            f"- Commit: {report['commit']}",
+            f"- Hardware: {report['cpu']}, {report['cores']} cores",
+            f"- Versions: {', '.join(f'{name} {version}' for name, version in report['versions'].items())}",
+            "",
+        ]
+    )
+
+
+def main(clock: Callable[[], datetime.date] = datetime.date.today) -> None:
+    parser = argparse.ArgumentParser(description="CPU time of scrimp prepare against an earlier version")
+    parser.add_argument("--before", type=Path, required=True, help="src folder of the earlier version")
+    parser.add_argument("--before-commit", required=True, help="its commit")
+    parser.add_argument(
+        "--text",
+        type=Path,
+        action="append",
+        default=[],
+        help="a text file to measure; the standard library without one",
+    )
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
+    arguments = parser.parse_args()
+    found = facts("tokenizers", "numpy")
+    report = {
+        "benchmark": "prepare-split",
+        "date": clock().isoformat(),
+        "command": found["command"],
+        "commit": found["commit"],
+        "before": arguments.before_commit,
+        "cpu": cpu_name(),
+        "cores": num_cores(),
+        "load_before": os.getloadavg()[0],
+        "versions": found["versions"],
+        "repeats": arguments.repeats,
+        "results": [],
+    }
+    here = Path(__file__).resolve().parent.parent / "src"
+    versions = {"before": Version(arguments.before.resolve()), "now": Version(here)}
+    for source in map(str, arguments.text or ["stdlib"]):
+        for kind in ("bpe", "bytes"):
+            print(f"measuring {source}, {kind}", file=sys.stderr)
+            with tempfile.TemporaryDirectory(prefix="scrimp-benchmark-") as scratch:
+                report["results"].append(measure(versions, source, kind, arguments.repeats, Path(scratch)))
+    write_pair(arguments.out, f"{report['date']}-prepare-split", report, table(report))
+    print(table(report))
+
+
+if __name__ == "__main__":
+    main()

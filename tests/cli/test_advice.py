@@ -1,0 +1,167 @@
+"""Advice can be typed as it stands: every option and setting that a message names exists where it is said."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import scrimp
+from scrimp.cli import main
+from scrimp.cli.advice import in_words_of
+from scrimp.cli.commands import COMMANDS, Prepare
+from scrimp.cli.parse import flags_of, option
+from scrimp.config import Config, leaves
+from scrimp.errors import DataError
+from scrimp.precision import parse_rules
+
+SOURCE = Path(scrimp.__file__).parent
+FLAG = re.compile(r"(?<![\w-])--([a-z][a-z0-9_.-]*[a-z0-9])")
+CALL = re.compile(r"scrimp ([a-z-]+)((?:(?!scrimp )[^`;])*)")
+KEY = re.compile(r"(?<![\w./-])((?:run|data|model|train|budget|memory|snip)\.[a-z_0-9]+)(?![\w(])")
+OF_OTHER_PROGRAMS = {"ulimit", "decompress", "long", "te-precision-config-file", "help", "version"}
+OF_ONE_COMMAND = {
+    "cli/doctor.py": "doctor",
+    "cli/export_precision.py": "export-precision",
+    "adapters/names.py": "export-precision",
+}
+HOLE = "{}"
+
+
+def options(command: str) -> set[str]:
+    names = {option(key)[2:] for key in flags_of(COMMANDS[command])}
+    switched_off = {
+        name.rpartition(".")[0] + ".no-" + name.rpartition(".")[2] for name in names if "." in name
+    }
+    return names | switched_off
+
+
+def texts() -> Iterator[tuple[str, str]]:
+    """File and text of every string in the source that is no docstring; what is filled in later is {}."""
+    for path in sorted(SOURCE.rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        inside, docstrings = set(), set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.JoinedStr):
+                inside.update(id(part) for part in ast.walk(node) if part is not node)
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+                docstrings.add(id(node.value))
+        for node in ast.walk(tree):
+            name = path.relative_to(SOURCE).as_posix()
+            if isinstance(node, ast.JoinedStr):
+                parts = (part.value if isinstance(part, ast.Constant) else HOLE for part in node.values)
+                yield name, "".join(map(str, parts))
+            elif (
+                isinstance(node, ast.Constant)
+                and isinstance(node.value, str)
+                and id(node) not in docstrings | inside
+            ):
+                yield name, node.value
+
+
+def test_every_option_in_a_message_exists_in_its_command() -> None:
+    seen = 0
+    everywhere = set().union(*(options(command) for command in COMMANDS))
+    for file, text in texts():
+        rest = text
+        for call in CALL.finditer(text):
+            if call[1] in COMMANDS:
+                for flag in FLAG.findall(call[2]):
+                    assert flag in options(call[1]) | OF_OTHER_PROGRAMS, f"{file}: {text}"
+                    seen += 1
+                rest = rest.replace(call[0], "")
+        for flag in FLAG.findall(rest):
+            known = options(OF_ONE_COMMAND.get(file, "train")) | options("plan")
+            if file in ("cli/commands.py", "cli/advice.py", "cli/entry.py"):
+                known = everywhere
+            assert flag in known | OF_OTHER_PROGRAMS, f"{file}: {text}"
+            seen += 1
+    assert seen > 50, "the harvest finds the messages"
+
+
+def test_every_setting_in_advice_exists() -> None:
+    known, found = leaves(Config), 0
+    for path in sorted(SOURCE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not (isinstance(node, ast.keyword) and node.arg in ("do", "expected")):
+                continue
+            for part in ast.walk(node.value):
+                if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                    for key in KEY.findall(part.value):
+                        assert key in known, f"{path.name}: {part.value}"
+                        found += 1
+    assert found > 40, "the harvest finds the advice"
+
+
+def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(words) == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("column", [None, "body"])
+def test_prepare_names_its_own_options(
+    column: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.jsonl").write_text('{"title": "one"}\n{"title": "two"}\n', encoding="utf-8")
+    words = ["prepare", str(tmp_path / "a.jsonl"), str(tmp_path / "out")]
+    text = refused(words + ([] if column is None else ["--text-column", column]), capsys)
+    assert "--text-column" in text
+    assert not KEY.search(text.replace(str(tmp_path), ""))
+    assert main([*words, "--text-column", "title", "--tokenizer", "bytes"]) == 0
+
+
+def test_prepare_says_how_to_hold_nothing_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.txt").write_text("one document", encoding="utf-8")
+    words = ["prepare", str(tmp_path / "a.txt"), str(tmp_path / "out"), "--tokenizer", "bytes"]
+    assert "set --held-out to 0" in refused(words, capsys)
+    assert main([*words, "--held-out", "0"]) == 0
+
+
+def test_prepare_of_shards_and_of_nothing_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.txt").write_text("one document", encoding="utf-8")
+    out = str(tmp_path / "out")
+    assert main(["prepare", str(tmp_path / "a.txt"), out, "--tokenizer", "bytes", "--held-out", "0"]) == 0
+    capsys.readouterr()
+    assert f"`scrimp train --data.source {out}`" in refused(["prepare", out, str(tmp_path / "again")], capsys)
+    assert "the spelling of SRC" in refused(["prepare", str(tmp_path / "absent"), out + "2"], capsys)
+
+
+def test_an_error_keeps_its_kind_and_what_is_a_command_line() -> None:
+    error = DataError(
+        "data.text_column is wrong",
+        got="model.data.text_column",
+        do="set --data.text-column, data.held_out, or run `scrimp train --data.text-column x`; see train.lr",
+    )
+    said = in_words_of("prepare", Prepare, error)
+    assert said is error
+    assert said.what == "--text-column is wrong"
+    assert said.got == "model.data.text_column"
+    assert (
+        said.do == "set --text-column, --held-out, or run `scrimp train --data.text-column x`; see train.lr"
+    )
+
+
+@pytest.mark.parametrize(
+    ("rules", "advice"),
+    [
+        ("fp8,*.wgrad", "*.wgrad=bf16"),
+        ("fp8,wgrad", "*.wgrad=bf16"),
+        ("fp8,blocks.0.*", "blocks.0.*=bf16"),
+        ("fp8,bf16", "*=bf16"),
+        ("fp8,fp8/fp8/bf16", "*=fp8/fp8/bf16"),
+        ("fp8,bf61", "*=bf16"),
+    ],
+)
+def test_advice_on_half_a_rule_is_a_rule(rules: str, advice: str) -> None:
+    with pytest.raises(scrimp.errors.ConfigError) as wrong:
+        parse_rules(rules)
+    assert (wrong.value.do or "").removesuffix("?").endswith(advice)
+    parse_rules(f"fp8,{advice}")
+
+
+def test_a_base_is_not_moved_before_another() -> None:
+    for rules, advice in (("*.wgrad=bf16,snip", "write snip first"), ("fp8,snip", "leave fp8 or snip out")):
+        with pytest.raises(scrimp.errors.ConfigError) as wrong:
+            parse_rules(rules)
+        assert wrong.value.do == advice

@@ -1,0 +1,117 @@
+"""Deterministic settings: what they were comes back, and cuBLAS's workspace is there before a product."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from scrimp.config import BudgetConfig, Config, ModelConfig, TrainConfig
+from scrimp.errors import DeviceError
+from scrimp.profiler.links import LinkRates
+from scrimp.runtime import deterministic
+from scrimp.runtime.determinism import WORKSPACE
+from scrimp.train.memory import plan as memory_plan
+from scrimp.train.memory import times
+from scrimp.train.setup import decide
+
+GPU = torch.device("cuda", 0)
+CONFIG = Config(
+    device="cuda:0",
+    precision="bf16",
+    model=ModelConfig(num_layers=2, vocab_size=512),
+    budget=BudgetConfig(device_memory="4GB"),
+    train=TrainConfig(batch_tokens=512, sequence=128, micro_batch=2, compile="off"),
+)
+
+
+def settings() -> tuple[bool, ...]:
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,
+        torch.backends.cuda.mem_efficient_sdp_enabled(),
+    )
+
+
+@pytest.fixture
+def kept_settings() -> Any:
+    before = settings()
+    yield
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    torch.utils.deterministic.fill_uninitialized_memory = before[2]
+    torch.backends.cuda.enable_mem_efficient_sdp(before[3])
+
+
+@pytest.mark.parametrize(
+    "before",
+    [(False, False, True, True), (True, False, False, False), (True, True, True, False)],
+    ids=["torch's own", "deterministic before", "warnings only"],
+)
+@pytest.mark.parametrize("fails", [False, True])
+def test_settings_come_back_as_they_were(before: tuple[bool, ...], fails: bool, kept_settings: None) -> None:
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    torch.utils.deterministic.fill_uninitialized_memory = before[2]
+    torch.backends.cuda.enable_mem_efficient_sdp(before[3])
+    try:
+        with deterministic(GPU):
+            assert settings() == (True, False, False, False)
+            if fails:
+                raise KeyError
+    except KeyError:
+        pass
+    assert settings() == before
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU as far as a decision sees it; nothing runs there."""
+    fakes = {
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "mem_get_info": lambda index: (80 * 2**30, 80 * 2**30),
+        "get_device_name": lambda index: "NVIDIA H100 80GB HBM3",
+        "get_device_properties": lambda device: SimpleNamespace(multi_processor_count=132),
+        "get_device_capability": lambda device: (9, 0),
+        "set_device": lambda index: None,
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    rates = LinkRates(1e12, *(1e10 for _ in range(len(LinkRates.__dataclass_fields__) - 1)))
+    monkeypatch.setattr(memory_plan, "links_of", lambda device: rates)
+
+
+def test_a_plan_on_a_gpu_times_its_blocks_with_cublas_made_deterministic(
+    gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(WORKSPACE, raising=False)
+    seen: list[str | None] = []
+
+    def measured(*arguments: Any, **more: Any) -> None:
+        assert torch.are_deterministic_algorithms_enabled()
+        seen.append(os.environ.get(WORKSPACE))
+
+    monkeypatch.setattr(times, "measure_blocks", measured)
+    resident = decide(CONFIG)
+    assert not seen, "far below the budget nothing is timed"
+    tight = BudgetConfig(device_memory=f"{int(1.3 * resident.memory.account.peak)}B")
+    decide(replace(CONFIG, budget=tight))  # as `scrimp plan` does, which trains nothing
+    assert seen
+    assert set(seen) == {":4096:8"}
+
+
+def test_a_workspace_of_the_users_stays_if_products_repeat_themselves_with_it(
+    gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resident = replace(CONFIG, budget=BudgetConfig())
+    monkeypatch.setenv(WORKSPACE, ":16:8")
+    decide(resident)
+    assert os.environ[WORKSPACE] == ":16:8"
+    monkeypatch.setenv(WORKSPACE, ":0:0")
+    with pytest.raises(DeviceError, match="repeating") as refused:
+        decide(resident)
+    assert refused.value.got == f"{WORKSPACE}=:0:0"
