@@ -109,6 +109,16 @@ def decode_json(
     return value
 
 
+def as_typed(value: object, kind: type[T], *, origin: str, error: type[ScrimpError], do: str) -> T:
+    """Plain values that came out of JSON, as `kind`, by the rules of `decode_json`. NaN and infinities are floats."""
+    twin = _twin(typing.cast(Hashable, kind), True)
+    try:
+        msgspec.convert(value, twin)
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as problem:
+        raise _misfit(json.dumps(value), twin, str(problem), origin, error, do) from None
+
+
 def decode_loosely(content: bytes | str) -> object:
     """JSON as plain values, for readers that show whatever can be shown.
 

@@ -112,7 +112,7 @@ def test_prepare_names_its_own_options(
 
 
 def test_prepare_says_how_to_hold_nothing_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "a.txt").write_text("one document", encoding="utf-8")
+    (tmp_path / "a.txt").write_text("1", encoding="utf-8")
     words = ["prepare", str(tmp_path / "a.txt"), str(tmp_path / "out"), "--tokenizer", "bytes"]
     assert "set --held-out to 0" in refused(words, capsys)
     assert main([*words, "--held-out", "0"]) == 0

@@ -30,8 +30,9 @@ from scrimp.report.run_folder import read_run
 from scrimp.train import manifest as checkpoint_manifest
 from scrimp.train.checkpoint import Checkpoint
 from scrimp.train.precision import times as step_times
+from scrimp.train.run_state import read_state
 from scrimp.train.tensor_files import describe
-from scrimp.train.weights import architecture_of_checkpoint, architecture_of_weights, open_target
+from scrimp.train.weights import architecture_of_weights, open_target
 
 Load = Callable[[Path], object]
 
@@ -159,7 +160,7 @@ def _read_lines(name: str) -> Load:
 
 def _read_state(at: Path) -> None:
     (folder,) = (at / "run/checkpoints").glob("step-*")
-    architecture_of_checkpoint(Checkpoint(2, folder))
+    read_state(Checkpoint(2, folder))
 
 
 def _read_model(at: Path) -> None:

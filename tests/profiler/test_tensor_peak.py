@@ -58,7 +58,8 @@ def test_what_is_apart_does_not_count() -> None:
 def test_a_tensor_without_memory_is_passed_by() -> None:
     empty = counted(lambda: None)
     plain = torch._to_functional_tensor(torch.empty(0)).new_ones(MIB)  # what tracing a model leaves behind
-    assert type(plain) is torch.Tensor and plain.device.type == "cpu"
+    assert type(plain) is torch.Tensor
+    assert plain.device.type == "cpu"
     with pytest.raises(RuntimeError, match="invalid python storage"):
         plain.untyped_storage().data_ptr()
     assert counted(lambda: None) == empty

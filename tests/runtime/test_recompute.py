@@ -138,7 +138,7 @@ def test_only_what_is_read_runs_again(level: str, products: int, attention: int)
         executable.loss(*batch(), None).total.backward()
     blocks = len(executable.model.blocks)
     assert found.counts["product"] - plain.counts["product"] == products * blocks
-    assert found.counts["attention"] - plain.counts["attention"] == attention * blocks
+    assert found.counts["attention"] == (1 + attention) * plain.counts["attention"] > 0
 
 
 @pytest.mark.parametrize("level", ["norms", "mlp", "block"])

@@ -73,14 +73,16 @@ def _storages(is_apart: Callable[[Tensor], bool]) -> list[torch.UntypedStorage]:
     tensors = [thing for thing in gc.get_objects() if type(thing) in (Tensor, nn.Parameter)]
     gradients = [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
     for tensor in (*tensors, *gradients):
-        if tensor.device.type == "cpu" and tensor.layout is torch.strided and _has_memory(tensor) and not is_apart(tensor):
+        if _is_in_memory(tensor) and not is_apart(tensor):
             storage = tensor.untyped_storage()
             found[storage.data_ptr()] = storage
     return list(found.values())
 
 
-def _has_memory(tensor: Tensor) -> bool:
-    """False where a tensor only says that it is on the CPU, as what a trace of the compiler leaves behind does."""
+def _is_in_memory(tensor: Tensor) -> bool:
+    """Whether it is on the CPU, and does not only say so, as what a trace of the compiler leaves behind does."""
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        return False
     try:
         tensor.untyped_storage().data_ptr()
     except RuntimeError:  # no attribute tells: "access the data pointer on an invalid python storage"

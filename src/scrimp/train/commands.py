@@ -29,6 +29,7 @@ from scrimp.train.export_seal import seal_export
 from scrimp.train.memory.shown import account_tables, attention_text
 from scrimp.train.precision.preview import Preview, preview
 from scrimp.train.precision.question import shares_of
+from scrimp.train.run_state import read_state
 from scrimp.train.setup import Decisions, decide, expected_vocabulary, fit_vocabulary
 from scrimp.train.start import anchored
 from scrimp.train.weights import MODEL_PREFIX, Target, finite_weights, open_target
@@ -228,7 +229,7 @@ def evaluate_target(
             got=sequence,
             expected=f"1 to {target.architecture.context}",
         )
-    trained = target.checkpoint.state["sequence"] if target.checkpoint else 2048
+    trained = read_state(target.checkpoint).sequence if target.checkpoint else 2048
     length = sequence or min(trained, target.architecture.context)
     executable = load_executable(target, device)
     with contextlib.ExitStack() as stack:

@@ -46,7 +46,8 @@ from scrimp.train.optimizer import make_optimizer
 from scrimp.train.precision.cycle import PrecisionCycle
 from scrimp.train.progress import StepLine
 from scrimp.train.run_folder import PLAN
-from scrimp.train.run_record import DIGEST, RunRecord
+from scrimp.train.run_record import RunRecord
+from scrimp.train.run_state import Position, RunState, read_state
 from scrimp.train.schedule import learning_rate
 from scrimp.train.setup import Decisions
 
@@ -54,15 +55,6 @@ RANDOM_STATE = "random.torch"
 COUNTED_STEP = 3
 """Of a start, in which a CPU's tensors are counted: the first steps make what later ones find, and rates are taken
 from steps after it."""
-
-
-@dataclasses.dataclass
-class Position:
-    """How far a run is; with the tensors, its whole state. Samples and tokens follow from the step."""
-
-    step: int = 0
-    updates: int = 0
-    """Steps that moved the weights: those that were not skipped."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,10 +170,11 @@ class Trainer:
         tensors = self.tensors()
         checkpoint.load(tensors)
         torch.set_rng_state(tensors[RANDOM_STATE])
-        self.position = Position(**checkpoint.state["position"])
+        state = read_state(checkpoint)
+        self.position = state.position
         self.optimizer.restore_updates(self.position.updates)
         if self.cycle is not None:
-            self.cycle.restore(checkpoint.state["precision"], self.position.step)
+            self.cycle.restore(state.precision, self.position.step)
             self._adopt(self.cycle.plan, proves_all=True)
         self._last_saved = checkpoint.step
 
@@ -191,18 +184,17 @@ class Trainer:
             if wait:
                 self.store.wait()
             return
-        state: dict[str, Any] = {
-            "position": dataclasses.asdict(self.position),
-            "architecture": dataclasses.asdict(self.decisions.architecture),
-            "data_digest": self._run_record.data,
-            "sequence": self.train.sequence,
-            DIGEST: self._run_record.digest,
-        }
-        if self.cycle is not None:
-            state["precision"] = self.cycle.to_state()
+        state = RunState(
+            self.position,
+            self.decisions.architecture,
+            self._run_record.data,
+            decided(self.train.sequence),
+            self._run_record.digest,
+            None if self.cycle is None else self.cycle.to_state(),
+        )
         skipped = self.position.step - self.position.updates
         self.store.save(
-            self.position.step, self.tensors(), state, self.files, skipped_steps=skipped, wait=wait
+            self.position.step, self.tensors(), state.to_json(), self.files, skipped_steps=skipped, wait=wait
         )
         self._last_saved = self.position.step
 

@@ -17,19 +17,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from scrimp.data import Tokenizer, load_tokenizer
 from scrimp.errors import CheckpointError
 from scrimp.files import write_whole
 from scrimp.json_files import read_json
+from scrimp.train.run_state import RunState
 
 RUN: Final = "run.json"
-DIGEST: Final = "run_digest"
-"""Its key in a checkpoint's state."""
 VERSION: Final = 1
 _RESTORE: Final = "restore it from a copy of the run"
 
@@ -95,7 +93,7 @@ def read_record(run_dir: Path) -> RunRecord | None:
     return record
 
 
-def checked_record(run_dir: Path, tokenizer: Path, state: Mapping[str, Any] | None) -> RunRecord | None:
+def checked_record(run_dir: Path, tokenizer: Path, state: RunState | None) -> RunRecord | None:
     """The record of a run, compared with its tokenizer and with one of its checkpoints.
 
     Where run.json is missing, the record that the tokenizer and the checkpoint give, if it has the digest that the
@@ -114,11 +112,11 @@ def checked_record(run_dir: Path, tokenizer: Path, state: Mapping[str, Any] | No
     has_tokenizer = (tokenizer / "tokenizer.json").is_file()
     if record is not None and has_tokenizer:
         record.refuse_other_tokenizer(load_tokenizer(tokenizer), tokenizer)
-    carried = None if state is None else state.get(DIGEST)
+    carried = None if state is None else state.run_digest
     if state is None or carried is None:
         return record
     if record is None and has_tokenizer:
-        record = make_record(load_tokenizer(tokenizer), str(state.get("data_digest")))
+        record = make_record(load_tokenizer(tokenizer), state.data_digest)
     if record is None or record.digest != carried:
         problem = "is missing" if is_missing else "is not the one of the run's checkpoints"
         got = None if record is None else record.digest[:12]
@@ -127,7 +125,7 @@ def checked_record(run_dir: Path, tokenizer: Path, state: Mapping[str, Any] | No
         raise CheckpointError(
             f"{run_dir / RUN} {problem}",
             got=got,
-            expected=f"one with digest {str(carried)[:12]}, which the checkpoint carries",
+            expected=f"one with digest {carried[:12]}, which the checkpoint carries",
             do=f"restore it and {tokenizer.name}/ from a copy of the run",
         )
     return record

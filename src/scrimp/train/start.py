@@ -21,9 +21,11 @@ from scrimp.errors import CheckpointError, DataError, typed
 from scrimp.runtime.memory import HostRoom
 from scrimp.train.checkpoint import Checkpoint, CheckpointStore
 from scrimp.train.memory.host_room import take_host_room
+from scrimp.train.precision.state import read_cycle
 from scrimp.train.precision.times import fresh_times, refuse_unreachable_speed, shapes_of, wants_times
 from scrimp.train.run_folder import CONFIG, TOKENIZER, config_to_resume, saved_config, sign_of_checkpoints
 from scrimp.train.run_record import RunRecord, checked_record
+from scrimp.train.run_state import RunState, read_state
 from scrimp.train.setup import (
     Decisions,
     decide,
@@ -32,7 +34,7 @@ from scrimp.train.setup import (
     open_run_corpus,
     refuse_other_tokenizer,
 )
-from scrimp.train.weights import architecture_of_checkpoint, refuse_unusable_weights
+from scrimp.train.weights import refuse_unusable_weights
 
 KEYWORDS = frozenset({"auto", "stdlib", "bytes", "bpe"})
 """Sources and tokenizers that are names, never paths: ./stdlib is the folder."""
@@ -111,12 +113,15 @@ def resumed_start(
         _refuse_to_restart(run_dir, errors)
     if checkpoint is not None:
         refuse_other_configuration(checkpoint, saved, run_dir)
-    record = checked_record(run_dir, run_dir / TOKENIZER, checkpoint.state if checkpoint else None)
+    state = read_state(checkpoint) if checkpoint else None
+    record = checked_record(run_dir, run_dir / TOKENIZER, state)
     has_tokenizer = (run_dir / TOKENIZER / "tokenizer.json").is_file()
     config = anchored(dataclasses.replace(config, run=dataclasses.replace(config.run, dir=run_dir)))
     config = _with_own_tokenizer(config, run_dir)
-    decisions = decide(config, architecture=architecture_of_checkpoint(checkpoint) if checkpoint else None)
-    corpus = _own_corpus(decisions, checkpoint, record)
+    decisions = decide(config, architecture=state.architecture if state else None)
+    if state is not None and config.is_planned:
+        read_cycle(state.precision)  # refused before anything is changed
+    corpus = _own_corpus(decisions, state, record)
     if not has_tokenizer and record is not None:  # the run gets that of its data, if it is the same
         record.refuse_other_tokenizer(corpus.tokenizer, corpus.folder / TOKENIZER)
     if has_tokenizer and load_tokenizer(run_dir / TOKENIZER).digest != corpus.tokenizer.digest:
@@ -137,14 +142,14 @@ def resumed_start(
     )
 
 
-def _own_corpus(decisions: Decisions, checkpoint: Checkpoint | None, record: RunRecord | None) -> Corpus:
+def _own_corpus(decisions: Decisions, state: RunState | None, record: RunRecord | None) -> Corpus:
     """The corpus that a run began with, by its newest checkpoint and by run.json."""
-    digests = [] if checkpoint is None else [str(checkpoint.state["data_digest"])]
+    digests = [] if state is None else [state.data_digest]
     digests += [] if record is None else [record.data]
     corpus = open_run_corpus(decisions, digest=digests[0] if digests else None)
     for digest in digests:
         if not corpus.is_that_of(digest):
-            instead = " with --model.weights" if checkpoint else ""
+            instead = " with --model.weights" if state else ""
             raise CheckpointError(
                 "the data are not those that the run was trained on",
                 got=f"shards with digest {corpus.digest[:12]}",

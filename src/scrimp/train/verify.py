@@ -32,9 +32,9 @@ from scrimp.train.export_seal import SEAL, read_seal
 from scrimp.train.manifest import MANIFEST, read_manifest, verify_files
 from scrimp.train.metrics import EVENTS, METRICS
 from scrimp.train.run_folder import CHECKPOINTS, CONFIG, PLAN, TOKENIZER, saved_config
-from scrimp.train.run_record import DIGEST, RUN, RunRecord, checked_record, read_record
+from scrimp.train.run_record import RUN, RunRecord, checked_record, read_record
+from scrimp.train.run_state import read_state
 from scrimp.train.start import refuse_other_configuration
-from scrimp.train.weights import architecture_of_checkpoint
 
 CORPUS, MODEL = "corpus.json", "config.json"
 
@@ -115,7 +115,7 @@ def _whole(checkpoint: Checkpoint) -> str:
     names = tensor_files.not_finite(checkpoint.tensors())
     if names:
         raise not_finite_error(checkpoint.folder, names, do="use an older checkpoint")
-    architecture_of_checkpoint(checkpoint)
+    read_state(checkpoint)
     load_config(checkpoint.folder / CONFIG)
     Plan.read(checkpoint.folder / PLAN)
     size = sum(record.bytes for record in manifest.files.values())
@@ -177,7 +177,7 @@ def _record(run_dir: Path) -> str:
 
 def _of_this_run(checkpoint: Checkpoint, run_dir: Path) -> str:
     words = _whole(checkpoint)
-    record = checked_record(run_dir, run_dir / TOKENIZER, checkpoint.state)
+    record = checked_record(run_dir, run_dir / TOKENIZER, read_state(checkpoint))
     if record is not None:
         _refuse_other_data(checkpoint, record)
     refuse_other_configuration(checkpoint, saved_config(run_dir), run_dir)
@@ -186,11 +186,11 @@ def _of_this_run(checkpoint: Checkpoint, run_dir: Path) -> str:
 
 def _refuse_other_data(checkpoint: Checkpoint, record: RunRecord) -> None:
     """Refuse a checkpoint that saw other data than the run; one of an earlier version may name them in another form."""
-    digest = checkpoint.state.get("data_digest")
-    if checkpoint.state.get(DIGEST) is not None and digest != record.data:
+    state = read_state(checkpoint)
+    if state.run_digest is not None and state.data_digest != record.data:
         raise CheckpointError(
             f"{checkpoint.folder} was trained on other data than its run",
-            got=f"data with digest {str(digest)[:12]}",
+            got=f"data with digest {state.data_digest[:12]}",
             expected=f"{record.data[:12]}, as {RUN} says",
             do="use an older checkpoint",
         )

@@ -9,7 +9,6 @@ chooses what to take instead.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,13 +20,13 @@ from torch import Tensor
 from scrimp.config import Architecture
 from scrimp.data import Tokenizer, load_tokenizer
 from scrimp.errors import CheckpointError, ModelError
-from scrimp.json_files import decode_json
 from scrimp.model import Decoder, check_weights, load_weights, read_architecture, stream_weights
 from scrimp.train.checkpoint import Checkpoint, CheckpointStore, not_finite_error
 from scrimp.train.export_seal import read_seal
 from scrimp.train.manifest import MANIFEST, read_manifest
 from scrimp.train.run_folder import CHECKPOINTS, CONFIG, TOKENIZER, run_of, saved_config
 from scrimp.train.run_record import checked_record, read_record
+from scrimp.train.run_state import read_state
 from scrimp.train.tensor_files import is_finite, not_finite
 
 MODEL_PREFIX = "model."
@@ -83,17 +82,6 @@ def finite_weights(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
         yield name.removeprefix(MODEL_PREFIX), tensor
 
 
-def architecture_of_checkpoint(checkpoint: Checkpoint) -> Architecture:
-    """The architecture that a checkpoint's weights belong to."""
-    return decode_json(
-        json.dumps(checkpoint.state.get("architecture")),
-        Architecture,
-        origin=f"{checkpoint.folder}: architecture",
-        error=CheckpointError,
-        do="use an older checkpoint, or the version of Scrimp that wrote it",
-    )
-
-
 def architecture_of_weights(folder: Path) -> Architecture:
     """The architecture of a run or a Hugging Face folder.
 
@@ -101,7 +89,7 @@ def architecture_of_weights(folder: Path) -> Architecture:
         ModelError: the folder is neither, or not a model that the decoder supports.
     """
     _refuse_stranger(folder)
-    return architecture_of_checkpoint(checkpoint_of(folder)) if is_run(folder) else _of_huggingface(folder)
+    return read_state(checkpoint_of(folder)).architecture if is_run(folder) else _of_huggingface(folder)
 
 
 def _of_huggingface(folder: Path) -> Architecture:
@@ -134,7 +122,7 @@ def refuse_unusable_weights(folder: Path) -> None:
         return
     checkpoint = checkpoint_of(folder)
     if tokenizer_of_weights(folder) is not None:
-        checked_record(run_of(folder), run_of(folder) / TOKENIZER, checkpoint.state)
+        checked_record(run_of(folder), run_of(folder) / TOKENIZER, read_state(checkpoint))
     for _ in finite_weights(checkpoint):
         pass
 
@@ -225,12 +213,13 @@ def open_target(folder: Path) -> Target:
     """
     _refuse_stranger(folder)
     checkpoint = checkpoint_of(folder) if is_run(folder) else None
-    architecture = architecture_of_checkpoint(checkpoint) if checkpoint else _of_huggingface(folder)
+    state = read_state(checkpoint) if checkpoint else None
+    architecture = state.architecture if state else _of_huggingface(folder)
     tokenizer_folder = tokenizer_of_weights(folder)
     if tokenizer_folder is None:
         raise _no_tokenizer(folder)
-    if checkpoint is not None:
-        checked_record(run_of(folder), tokenizer_folder, checkpoint.state)
+    if state is not None:
+        checked_record(run_of(folder), tokenizer_folder, state)
     tokenizer = load_tokenizer(tokenizer_folder)
     if tokenizer.vocab_size > architecture.vocab_size:
         raise ModelError(

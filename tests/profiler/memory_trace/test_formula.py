@@ -20,7 +20,7 @@ from scrimp.gemm.backends import reference
 from scrimp.planner import linear_layers
 from scrimp.planner.bytes.costs import StepCosts
 from scrimp.precision import parse_rules
-from scrimp.profiler.memory_trace import trace_costs
+from scrimp.profiler.memory_trace import remembered, trace_costs
 
 SIZES = {"fp32": 4, "bf16": 2}
 TOKENS = 2 * 256
@@ -106,6 +106,7 @@ def test_a_gpus_emulated_products_do_not_depend_on_the_cpu_that_traces_them(
     def peaks(device: str) -> list[int]:
         found = []
         for is_fast in (True, False):
+            monkeypatch.setattr(remembered, "_KNOWN", {})  # it has met these products
             monkeypatch.setattr(reference, "multiplies_bf16_fast", lambda _, answer=is_fast: answer)
             (kind,) = traced(LLAMA, "fp8", device_functions=device).classes
             found.append(kind.choices["keep"].forward_peak)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from models import Bench, MlpModel, batch, bench, decoder
 from torch import Tensor, nn
 
+from scrimp.errors import ModelError
 from scrimp.planner.bits.profile import BatchStatistics, PrecisionProfile
 from scrimp.profiler.statistics.gains import NOISES
 from scrimp.profiler.statistics.stream import gaussian, generator_of
@@ -166,18 +167,18 @@ def test_layers_that_share_an_input_share_their_backward_gains() -> None:
     assert not np.array_equal(found.forward[..., first], found.forward[..., second])
 
 
-def test_layers_that_do_not_run_or_give_zero_have_no_gains() -> None:
+def test_a_layer_that_gives_zero_has_no_gains_and_one_that_never_runs_is_refused() -> None:
     model = MlpModel(bias=False)
-    model.spare = nn.Linear(4, 4)
     nn.init.zeros_(model.blocks[0].down.weight)  # type: ignore[union-attr, arg-type]
-    made = bench(model)
-    profile, found = statistics(made)
-    spare, zero = profile.layers.index("spare"), profile.layers.index("blocks.0.down")
-    for index in (spare, zero):
-        assert (found.forward[..., index] == 0).all()
-        assert found.curvature[index] == 0
-    assert (found.backward[..., spare] == 0).all()
+    profile, found = statistics(bench(model))
+    zero = profile.layers.index("blocks.0.down")
+    assert (found.forward[..., zero] == 0).all()
+    assert found.curvature[zero] == 0
     assert not profile.unusable()
+    idle = MlpModel(bias=False)
+    idle.spare = nn.Linear(4, 4)
+    with pytest.raises(ModelError, match=r"spare \(its forward is replaced, or never called\)"):
+        statistics(bench(idle))
 
 
 def test_recomputed_blocks_give_the_same_gains() -> None:

@@ -235,7 +235,7 @@ class Runtime:
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     runtime = Runtime(99)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
     monkeypatch.setattr(
         torch.Tensor, "is_pinned", lambda self: self.data_ptr() in {pointer for pointer, _ in runtime.pinned}

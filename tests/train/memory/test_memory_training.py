@@ -276,7 +276,7 @@ def test_an_edited_plan_that_takes_more_than_there_is_is_refused_and_kept(
     assert main(["train", f"--run.dir={run_dir}", "--resume", *words]) == 2
     shown = " ".join(capsys.readouterr().err.split())
     assert "more device memory than there is now" in shown
-    assert "within the budget" in shown
+    assert "a checkpoint's copy takes" in shown  # of the one memory that a CPU has
     assert (run_dir / "plan.json").read_text(encoding="utf-8") == text
 
 

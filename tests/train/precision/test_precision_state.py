@@ -14,7 +14,7 @@ from scrimp.config import Config, SnipConfig, TrainConfig
 from scrimp.planner import Figures, Plan
 from scrimp.train.precision.guard import GuardState
 from scrimp.train.precision.question import is_due
-from scrimp.train.precision.state import TIMED_STEPS, CycleState, carried_on
+from scrimp.train.precision.state import TIMED_STEPS, CycleState, Waiting, carried_on
 from scrimp.train.setup import decide
 
 CONFIG = Config(
@@ -30,13 +30,13 @@ def measurements(of: CycleState, step: int) -> list[int]:
     """Steps at which a run that goes on measures, as the cycle does: a plan waits `delay` steps for its switch."""
     found = []
     for at in range(step, CONFIG.train.steps):
-        if of.waiting is not None and at >= of.waiting["at"]:
+        if of.waiting is not None and at >= of.waiting.at:
             of.waiting = None
         if of.must_measure(CONFIG, at):
             found.append(at)
             if of.measure_from is not None and at >= of.measure_from:
                 of.measure_from = None
-            of.waiting = {"at": at + 3, "plan": None}
+            of.waiting = Waiting(at + 3)
     return found
 
 
@@ -53,7 +53,7 @@ def test_a_run_that_stays_on_its_device_measures_by_the_calendar() -> None:
 def test_the_step_that_a_moved_run_names_is_the_one_that_it_measures_at(
     step: int, waits: int | None, hold: int, in_seconds: bool
 ) -> None:
-    waiting = None if waits is None else {"at": step + waits, "plan": "{}"}
+    waiting = None if waits is None else Waiting(step + waits, "{}")
     moved = state(waiting=waiting, guard=GuardState(hold_until=hold))
     said = moved.move(CONFIG, step, "an A", "a B", in_seconds=in_seconds)
     found = measurements(moved, step)

@@ -17,6 +17,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -40,7 +41,7 @@ from scrimp.planner.bytes.search import MemoryPlan, find
 from scrimp.planner.bytes.splits import Split
 from scrimp.planner.bytes.states import States, device_peak, host_bytes
 from scrimp.planner.bytes.timeline import step_timeline
-from scrimp.precision import PrecisionRules, parse_rules
+from scrimp.precision import LinearPrecision, PrecisionRules, parse_rules
 from scrimp.profiler import Device
 from scrimp.profiler.links import LinkRates
 from scrimp.profiler.memory_trace import trace_costs
@@ -380,7 +381,6 @@ def _most(costs: StepCosts) -> int:
     return device_peak(costs, States.split(blocks), [names[number] for number in costs.blocks], True)
 
 
-@cache
 def _traced_base(
     train: TrainConfig,
     architecture: Architecture,
@@ -389,9 +389,7 @@ def _traced_base(
     rules: PrecisionRules,
     mask_documents: bool,
 ) -> StepCosts:
-    """A configuration is traced several times: while its micro-batch is looked for, when it is refused, and when its
-    data are open."""
-    return trace_costs(
+    return _costs(
         architecture,
         precision=rules.compute,
         parameters=train.parameters,
@@ -400,10 +398,19 @@ def _traced_base(
         micro_batch=decided(train.micro_batch),
         sequence=decided(train.sequence),
         loss_chunk=decided(train.loss_chunk),
-        linears=linears_of(rules, architecture),
+        linears=tuple(linears_of(rules, architecture).items()),
         activations=choices,
         device_functions="cuda" if device.type == "cuda" else "cpu",
         multiprocessors=multiprocessors_of(device),
         documents=mask_documents,
         compiled=train.compile == "on",
     )
+
+
+@cache
+def _costs(
+    architecture: Architecture, *, linears: tuple[tuple[str, LinearPrecision], ...], **settings: Any
+) -> StepCosts:
+    """As `trace_costs`, once: a configuration is asked for while its micro-batch is looked for, when it is refused, and
+    when its data are open."""
+    return trace_costs(architecture, linears=dict(linears), **settings)

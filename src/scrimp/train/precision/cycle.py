@@ -49,7 +49,7 @@ from scrimp.train.precision.question import (
     replanned,
     shares_of,
 )
-from scrimp.train.precision.state import CycleState, carried_on
+from scrimp.train.precision.state import CycleState, Waiting, carried_on, read_cycle
 from scrimp.train.precision.times import (
     StepTimes,
     gemm_seconds,
@@ -113,17 +113,15 @@ class PrecisionCycle:
     def to_state(self) -> dict[str, Any]:
         """For the checkpoint; waits for the solver, whose plan is part of it."""
         if self._solution is not None and self.state.waiting is not None:
-            self.state.waiting["plan"] = self._solution.result().to_json()
+            self.state.waiting.plan = self._solution.result().to_json()
         analysis = None if self._analysis is None else self._analysis.to_json()
         return {**dataclasses.asdict(self.state), "analysis": analysis, "plan": self.plan.to_json()}
 
-    def restore(self, saved: dict[str, Any], step: int) -> None:
+    def restore(self, saved: dict[str, Any] | None, step: int) -> None:
         """Go on from the checkpoint of a step: its plan is put in force and into the run's folder, and
         plans that came later are dropped there, as later lines of the logs are."""
-        saved = dict(saved)
-        analysis, plan = saved.pop("analysis"), Plan.from_json(saved.pop("plan"))
-        self.state = CycleState.from_json(saved)
-        self._analysis = None if analysis is None else PrecisionPlan.from_json(analysis)
+        found = read_cycle(saved)
+        self.state, self._analysis, plan = found.state, found.analysis, found.plan
         self.plan = carried_on(self.plan, plan, trains=step < self._config.train.steps)
         then, now = plan.fingerprint.device, self.plan.fingerprint.device
         if then != now:
@@ -161,7 +159,7 @@ class PrecisionCycle:
         """Switch, measure or probe, whichever is due; `plan` is then another one."""
         self._number, self.doubt = step + 1, None
         self._tell_note()
-        switches = self.state.waiting is not None and step >= self.state.waiting["at"]
+        switches = self.state.waiting is not None and step >= self.state.waiting.at
         if switches:
             self._switch(step)
         if self.state.must_measure(self._config, step):
@@ -216,7 +214,7 @@ class PrecisionCycle:
         state = dataclasses.replace(self.state)
         if self.state.measure_from is not None and step >= self.state.measure_from:
             self.state.measure_from = None
-        self.state.waiting = {"at": step + decided(snip.delay), "plan": None}
+        self.state.waiting = Waiting(step + decided(snip.delay))
         self._solution = self._solver.submit(self._solve, profile, horizon, state, pinned, times)
 
     def _times_of_a_step(self) -> StepTimes | None:
@@ -256,7 +254,11 @@ class PrecisionCycle:
         assert waiting is not None
         began = time.perf_counter()
         solution, self._solution = self._solution, None
-        found = solution.result() if solution is not None else PrecisionPlan.from_json(waiting["plan"])
+        if solution is not None:
+            found = solution.result()
+        else:
+            assert waiting.plan is not None  # it came from a checkpoint, which holds it (see `read_cycle`)
+            found = PrecisionPlan.from_json(waiting.plan)
         stall = time.perf_counter() - began
         seconds = {
             "measure": self._measure_seconds,

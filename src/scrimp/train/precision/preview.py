@@ -26,9 +26,10 @@ from scrimp.train.optimizer import AdamW
 from scrimp.train.precision.meter import PrecisionMeter
 from scrimp.train.precision.question import Horizon, ask, formats_to_measure
 from scrimp.train.run_folder import saved_config
+from scrimp.train.run_state import read_state
 from scrimp.train.setup import Decisions, decide, open_run_corpus
 from scrimp.train.start import anchored
-from scrimp.train.weights import architecture_of_checkpoint, checkpoint_of, is_run
+from scrimp.train.weights import checkpoint_of, is_run
 
 _OF_ITS_OWN = frozenset({"model.weights", "run.dir"})
 """What the user gives to name the run, not to change it."""
@@ -66,7 +67,7 @@ def preview(config: Config, given: Collection[str], target: ExportTarget | None 
         # What was decided for other formats would be taken for the user's own choice.
         own = dataclasses.replace(own, snip=config.snip, budget=config.budget)
     _refuse_seconds(own)
-    decisions = decide(anchored(own), architecture=architecture_of_checkpoint(checkpoint))
+    decisions = decide(anchored(own), architecture=read_state(checkpoint).architecture)
     return Preview(_measured(decisions, checkpoint, target), decisions, checkpoint.step)
 
 
@@ -99,8 +100,9 @@ def _measured(decisions: Decisions, checkpoint: Checkpoint, target: ExportTarget
 def _meter(decisions: Decisions, checkpoint: Checkpoint) -> PrecisionMeter:
     """The model and its optimizer as they were at the checkpoint."""
     config = decisions.config
-    corpus = open_run_corpus(decisions, digest=checkpoint.state["data_digest"])
-    if not corpus.is_that_of(checkpoint.state["data_digest"]):
+    state = read_state(checkpoint)
+    corpus = open_run_corpus(decisions, digest=state.data_digest)
+    if not corpus.is_that_of(state.data_digest):
         raise CheckpointError(
             "the data are not those that the run was trained on",
             do="give its source and tokenizer, as they stand in its config.toml",
@@ -125,7 +127,7 @@ def _meter(decisions: Decisions, checkpoint: Checkpoint) -> PrecisionMeter:
     tensors |= {f"optimizer.{name}": tensor for name, tensor in optimizer.tensors()}
     tensors["random.torch"] = torch.get_rng_state()  # a copy: the process's own stays
     checkpoint.load(tensors)
-    optimizer.restore_updates(checkpoint.state["position"]["updates"])
+    optimizer.restore_updates(state.position.updates)
 
     def batches(step: int, count: int) -> Iterator[list[Batch]]:
         train = config.train

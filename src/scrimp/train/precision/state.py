@@ -19,12 +19,27 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from scrimp.config import Config
+from scrimp.errors import CheckpointError
+from scrimp.json_files import as_typed
 from scrimp.planner import Plan
+from scrimp.planner.bits import PrecisionPlan
 from scrimp.train.precision.guard import GuardState, Recipes
 from scrimp.train.precision.question import is_due
 
+_ORIGIN = "the checkpoint's precision"
+_DO = "use an older checkpoint"
 TIMED_STEPS = 10
 """After a move the first ones are slow: their median is what counts."""
+
+
+@dataclass
+class Waiting:
+    """A plan that was asked for, and is put in force later."""
+
+    at: int
+    """The step of the switch."""
+    plan: str | None = None
+    """What to switch to, as JSON; None while it is being solved."""
 
 
 @dataclass
@@ -33,14 +48,13 @@ class CycleState:
 
     recipes: Recipes
     """Of the planned layers, now."""
-    previous: list[Any] | None = None
+    previous: list[list[list[float]]] | None = None
     """Costs of the last statistics, [L][3][P], and the P formats that they are of."""
     previous_formats: list[str] = field(default_factory=list)
     first_switch: int | None = None
     spent: float = 0.0
     """Share of FLOPs in 4 bits, summed over the steps since the first plan."""
-    waiting: dict[str, Any] | None = None
-    """at: the step of the switch; plan: what to switch to."""
+    waiting: Waiting | None = None
     step_seconds: list[float] = field(default_factory=list)
     """Of the last steps, until the seconds beside the GEMMs are known."""
     measure_from: int | None = None
@@ -49,9 +63,12 @@ class CycleState:
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> CycleState:
-        """Of a checkpoint."""
-        recipes = {layer: tuple(names) for layer, names in saved["recipes"].items()}
-        return cls(**{**saved, "recipes": recipes, "guard": GuardState(**saved["guard"])})
+        """The state that a checkpoint keeps.
+
+        Raises:
+            CheckpointError: a key is missing or unknown, or a value has the wrong type.
+        """
+        return as_typed(saved, cls, origin=_ORIGIN, error=CheckpointError, do=_DO)
 
     def must_measure(self, config: Config, step: int) -> bool:
         """Whether statistics are taken before this step."""
@@ -79,8 +96,47 @@ class CycleState:
 
     def _next_measurement(self, config: Config, step: int) -> int | None:
         free = dataclasses.replace(self, waiting=None)
-        first = step if self.waiting is None else max(step, self.waiting["at"])
+        first = step if self.waiting is None else max(step, self.waiting.at)
         return next((at for at in range(first, config.train.steps) if free.must_measure(config, at)), None)
+
+
+@dataclass(frozen=True)
+class _SavedPlans:
+    """As texts."""
+
+    plan: str
+    analysis: str | None
+
+
+@dataclass(frozen=True)
+class SavedCycle:
+    """What a checkpoint keeps of a precision cycle."""
+
+    state: CycleState
+    plan: Plan
+    """The plan in force."""
+    analysis: PrecisionPlan | None
+    """The last choice of formats with its costs; None before the first."""
+
+
+def read_cycle(saved: Mapping[str, Any] | None) -> SavedCycle:
+    """What `PrecisionCycle.to_state` gave a checkpoint.
+
+    Raises:
+        CheckpointError: a key is missing or unknown, or a value has the wrong type.
+        PlanError: a plan inside cannot be read.
+    """
+    rest = dict(saved or {})
+    names = [field.name for field in dataclasses.fields(_SavedPlans)]
+    texts = {name: rest.pop(name) for name in names if name in rest}
+    plans = as_typed(texts, _SavedPlans, origin=_ORIGIN, error=CheckpointError, do=_DO)
+    state = CycleState.from_json(rest)
+    if state.waiting is not None:
+        if state.waiting.plan is None:
+            raise CheckpointError(f"{_ORIGIN}: the plan that is waiting is missing", do=_DO)
+        PrecisionPlan.from_json(state.waiting.plan)
+    analysis = None if plans.analysis is None else PrecisionPlan.from_json(plans.analysis)
+    return SavedCycle(state, Plan.from_json(plans.plan), analysis)
 
 
 def carried_on(here: Plan, saved: Plan, *, trains: bool = True) -> Plan:
