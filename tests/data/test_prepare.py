@@ -160,13 +160,13 @@ def test_finished_shards_are_not_encoded_again(
     spec, out = spec_of(text_file), tmp_path / "out"
     whole = content(prepare(spec, out, shard_tokens=10_000, progress=False))
     sizes: list[int] = []
-    real = Tokenizer.encode_batch
+    real = Tokenizer.encode_raw
 
-    def counting(self: Tokenizer, texts: list[str]) -> list[np.ndarray]:
-        sizes.extend(map(len, texts))
-        return real(self, texts)
+    def counting(self: Tokenizer, raw: bytes) -> np.ndarray:
+        sizes.append(len(raw))
+        return real(self, raw)
 
-    monkeypatch.setattr(Tokenizer, "encode_batch", counting)
+    monkeypatch.setattr(Tokenizer, "encode_raw", counting)
     prepare(spec, out, shard_tokens=10_000, progress=False)
     assert sizes == []
     last = max(out.glob("train-*.tokens"))
@@ -334,9 +334,12 @@ def test_a_full_disk_keeps_what_is_finished_and_can_be_continued(
         prepare(spec, small_disk / "other", progress=False)
 
 
-def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
+def test_memory_does_not_grow_with_the_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import tracemalloc
 
+    from scrimp.data import passes
+
+    monkeypatch.setattr(passes, "HELD_BYTES", 1 << 20)
     peaks = []
     for number, blocks in enumerate((8, 40)):
         source = tmp_path / f"{number}.txt"

@@ -31,12 +31,17 @@ class Document:
     """One document, and the numbers that follow from its text alone."""
 
     text: str
-    num_bytes: int
-    """Length in UTF-8."""
+    raw: bytes
+    """The text in UTF-8."""
     hash: int
     """64-bit hash of the text: decides on which side of the split it falls, and the sample for training a BPE."""
     held_out: bool = False
     """Whether it is kept for evaluation; set by the split."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Length in UTF-8."""
+        return len(self.raw)
 
 
 def text_target(num_bytes: int) -> int:
@@ -97,4 +102,4 @@ def document_of(text: str) -> Document:
             do="repair or remove that document",
         ) from error
     digest = hashlib.blake2b(encoded, digest_size=8, person=b"scrimp-document").digest()
-    return Document(text, len(encoded), int.from_bytes(digest, "little"))
+    return Document(text, encoded, int.from_bytes(digest, "little"))

@@ -53,7 +53,7 @@ def encode_documents(
     pool = ThreadPoolExecutor(threads, thread_name_prefix="scrimp-encode")
     try:
         for group in _groups(corpus):
-            pending.append((group, pool.submit(encode, [document.text for document in group])))
+            pending.append((group, pool.submit(encode, group)))
             if len(pending) > threads + 1:
                 done, future = pending.popleft()
                 yield from zip(done, future.result(), strict=True)
@@ -64,8 +64,10 @@ def encode_documents(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _encoder(tokenizer: Tokenizer, workers: int) -> Callable[[list[str]], list[TokenArray]]:
+def _encoder(tokenizer: Tokenizer, workers: int) -> Callable[[list[Document]], list[TokenArray]]:
     """Encodes a group: on all cores, or (for fewer workers) one document at a time per thread."""
+    if tokenizer.is_bytes:
+        return lambda group: [tokenizer.encode_raw(document.raw) for document in group]
     if workers >= num_cores():
-        return tokenizer.encode_batch
-    return lambda texts: [tokenizer.encode(text) for text in texts]
+        return lambda group: tokenizer.encode_batch([document.text for document in group])
+    return lambda group: [tokenizer.encode(document.text) for document in group]

@@ -7,7 +7,8 @@
 
 Stream     Documents are read, hashed, encoded and written in one pass, a few megabytes at a
            time; a shard ends with the first document that fills it. Passes before it look
-           which documents to hold out (see split), and sample what a BPE is trained on.
+           which documents to hold out (see split), and sample what a BPE is trained on; the
+           documents of a small source are held meanwhile, not read again (see passes).
 Cores      Documents are encoded on all cores (see encoding).
 Resume     A finished shard is never written again. When a run continues, the documents of
            the finished shards at the beginning are read and hashed, not encoded, and their
@@ -28,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from scrimp.data.bpe import sample, train_bpe
-from scrimp.data.documents import Document, documents
+from scrimp.data.documents import Document
 from scrimp.data.encoding import encode_documents, num_cores
 from scrimp.data.manifest import (
     HELD_OUT,
@@ -43,10 +44,10 @@ from scrimp.data.manifest import (
     read_manifest,
     shard_name,
 )
-from scrimp.data.progress import Progress, note
+from scrimp.data.passes import Passes
+from scrimp.data.progress import note
 from scrimp.data.sources import HUB, Source, open_source
 from scrimp.data.split import Split, split_by_share, split_by_source
-from scrimp.data.streams import Meter
 from scrimp.data.tokenizer import (
     END_OF_TEXT,
     SMALLEST_BPE,
@@ -111,18 +112,20 @@ def prepare(
     settings = corpus_settings(spec, source, given, shard_tokens)
     _check_out(out, settings)
     held_out = held_out_source(spec, source)
-    split = None if is_corpus(out) else _look_through(source, held_out, spec.held_out, progress)
+    text = Passes(source, progress)
+    own = None if held_out is None else Passes(held_out, progress)
+    split = None if is_corpus(out) else _look_through(text, own, spec.held_out)
     make_folder(out)
     with folder_lock(out, lambda: note(f"waiting for another process that prepares {out}", enabled=progress)):
         manifest = _begin(out, settings)
         if manifest.split is None:
-            split = split or _look_through(source, held_out, spec.held_out, progress)
+            split = split or _look_through(text, own, spec.held_out)
             manifest = replace(manifest, split=split)
             manifest.write(out)
         assert manifest.split is not None
-        text = _Text(source, held_out, manifest.split, progress)
-        tokenizer, manifest = _settle_tokenizer(out, manifest, spec, text, given)
-        _write_corpus(out, manifest, text, tokenizer, shard_tokens, workers)
+        sides = _Sides(text, own, manifest.split)
+        tokenizer, manifest = _settle_tokenizer(out, manifest, spec, sides, given)
+        _write_corpus(out, manifest, sides, tokenizer, shard_tokens, workers)
     return out
 
 
@@ -255,9 +258,7 @@ def _begin(out: Path, settings: dict[str, Any]) -> Manifest:
             return _counted_again(out, manifest, settings) if manifest.is_altered else manifest
     if (out / TOKENIZER).exists():
         _remove_tree(out / TOKENIZER)
-    manifest = Manifest(settings)
-    manifest.write(out)
-    return manifest
+    return Manifest(settings)
 
 
 def _counted_again(out: Path, manifest: Manifest, settings: dict[str, Any]) -> Manifest:
@@ -278,40 +279,31 @@ def _remove_tree(folder: Path) -> None:
 
 
 @dataclass(frozen=True)
-class _Text:
+class _Sides:
     """The documents of a corpus, those of both sides."""
 
-    source: Source
-    held_out: Source | None
+    text: Passes
+    held_out: Passes | None
     split: Split
-    progress: bool
 
     def read(self, label: str) -> Iterator[Document]:
         """One pass over the documents, each marked with its side."""
         skipped: dict[str, int] = {}
-        yield from self.split.parts(_stream(self.source, label, self.progress), skipped)
-        self.source.skipped.update(skipped)
+        yield from self.split.parts(self.text.read(label), skipped)
+        self.text.source.skipped.update(skipped)
         if self.held_out is not None:
-            for document in _stream(self.held_out, label, self.progress):
+            for document in self.held_out.read(label):
                 yield replace(document, held_out=True)
 
 
-def _stream(source: Source, label: str, progress: bool) -> Iterator[Document]:
-    """One pass over a source's documents, with a progress line."""
-    meter = Meter()
-    with Progress(f"{label} {source.name}", source.num_bytes, enabled=progress) as bar:
-        for document in documents(source.texts(meter)):
-            bar.update(meter.bytes)
-            yield document
-
-
-def _look_through(source: Source, held_out: Source | None, share: float | Path, progress: bool) -> Split:
+def _look_through(text: Passes, held_out: Passes | None, share: float | Path) -> Split:
     """The split; also finds out early whether the source can be read and holds text."""
 
     def read(label: str) -> Iterator[Document]:
-        stream = _stream(source, label, progress)
+        stream = text.read(label)
         first = next(stream, None)
         if first is None:
+            source = text.source
             raise DataError(
                 f"{source.name} holds no text",
                 got="only blank text" if not source.skipped else _in_words(source.skipped),
@@ -321,7 +313,7 @@ def _look_through(source: Source, held_out: Source | None, share: float | Path, 
         yield from stream
 
     if held_out is not None:
-        return split_by_source(read, _stream(held_out, "reading", progress))
+        return split_by_source(read, held_out.read("reading"))
     assert not isinstance(share, Path)
     if share == 0.0:
         next(read("looking through"))
@@ -333,7 +325,7 @@ def _in_words(skipped: dict[str, int]) -> str:
 
 
 def _settle_tokenizer(
-    out: Path, manifest: Manifest, spec: CorpusSpec, text: _Text, given: Tokenizer | None
+    out: Path, manifest: Manifest, spec: CorpusSpec, sides: _Sides, given: Tokenizer | None
 ) -> tuple[Tokenizer, Manifest]:
     """The corpus's tokenizer: the one of an earlier call, the given one, or a BPE trained now."""
     folder = out / TOKENIZER
@@ -342,7 +334,7 @@ def _settle_tokenizer(
         if tokenizer is None and folder.is_dir():
             tokenizer = load_tokenizer(folder)
         if tokenizer is None or tokenizer.digest != manifest.tokenizer.digest:
-            tokenizer = _train(spec, text)
+            tokenizer = _train(spec, sides)
         if tokenizer.digest != manifest.tokenizer.digest:
             raise DataError(
                 f"the tokenizer in {out} cannot be made again",
@@ -351,7 +343,7 @@ def _settle_tokenizer(
                 do="remove the folder and prepare from the beginning",
             )
     else:
-        tokenizer = given or _train(spec, text)
+        tokenizer = given or _train(spec, sides)
     tokenizer.save(folder)
     settled = replace(manifest, tokenizer=tokenizer.figures())
     if settled != manifest:
@@ -359,30 +351,32 @@ def _settle_tokenizer(
     return tokenizer, settled
 
 
-def _train(spec: CorpusSpec, text: _Text) -> Tokenizer:
-    texts = sample(text.read("sampling for the tokenizer from"))
+def _train(spec: CorpusSpec, sides: _Sides) -> Tokenizer:
+    texts = sample(sides.read("sampling for the tokenizer from"))
     megabytes = sum(len(one) for one in texts) / 1e6
     note(
         f"training a BPE with {spec.bpe_vocab_size:,} tokens on {megabytes:.1f} MB of text",
-        enabled=text.progress,
+        enabled=sides.text.progress,
     )
     return own_tokenizer(train_bpe(texts, spec.bpe_vocab_size, END_OF_TEXT), "bpe")
 
 
 def _write_corpus(
-    out: Path, manifest: Manifest, text: _Text, tokenizer: Tokenizer, shard_tokens: int, workers: int
+    out: Path, manifest: Manifest, sides: _Sides, tokenizer: Tokenizer, shard_tokens: int, workers: int
 ) -> None:
     """The main pass: write the shards that are missing, then the complete manifest."""
     writers = {name: SplitWriter(out, name, tokenizer.dtype, shard_tokens) for name in SPLITS}
     if manifest.complete and _all_there(manifest, writers):
-        note(f"{out} is complete and intact: nothing to do", enabled=text.progress)
+        note(f"{out} is complete and intact: nothing to do", enabled=sides.text.progress)
         return
 
     def side(document: Document) -> SplitWriter:
         return writers[HELD_OUT if document.held_out else TRAIN]
 
     began = time.monotonic()
-    missing = (document for document in text.read("tokenizing") if not side(document).take_finished(document))
+    missing = (
+        document for document in sides.read("tokenizing") if not side(document).take_finished(document)
+    )
     try:
         for document, tokens in encode_documents(missing, tokenizer, workers):
             side(document).add(document, tokens)
@@ -394,7 +388,7 @@ def _write_corpus(
         raise
     entries = {name: writer.entries for name, writer in writers.items()}
     _remove_strangers(out, {entry.name for split_entries in entries.values() for entry in split_entries})
-    manifest = replace(manifest, splits=entries, skipped=dict(text.source.skipped), complete=True)
+    manifest = replace(manifest, splits=entries, skipped=dict(sides.text.source.skipped), complete=True)
     manifest.write(out)
     written = sum(writer.num_tokens for writer in writers.values())
     rate = (
@@ -402,7 +396,7 @@ def _write_corpus(
         if written
         else "no shard was missing"
     )
-    note(f"{out / MANIFEST}: {describe(manifest)} ({rate})", enabled=text.progress)
+    note(f"{out / MANIFEST}: {describe(manifest)} ({rate})", enabled=sides.text.progress)
 
 
 def _all_there(manifest: Manifest, writers: dict[str, SplitWriter]) -> bool:

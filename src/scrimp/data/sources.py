@@ -158,13 +158,14 @@ def walk_files(root: Path, *, suffix: str = "", left_out: Iterable[str] = ()) ->
         raise error
 
     with storage(root, "read the folder"):
+        above = len(os.path.join(root, ""))
         for folder, folders, names in os.walk(root, onerror=refuse):
             folders[:] = [name for name in folders if not name.startswith(".") and name not in left_out]
             for name in names:
                 if name.startswith(".") or not name.endswith(suffix):
                     continue
-                path = Path(folder, name)
-                if (file := source_file(path, path.relative_to(root).as_posix())) is not None:
+                path = os.path.join(folder, name)
+                if (file := source_file(Path(path), path[above:].replace(os.sep, "/"))) is not None:
                     found.append(file)
     return sorted(found, key=lambda file: file.name)
 

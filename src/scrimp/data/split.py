@@ -9,9 +9,8 @@ Inside     Where fewer than 8 documents that fit hold less than half the share (
 By source  A file of its own, or a data set's own validation split, is held out whole. Training documents
            that hold 80 % of the 13-grams of a held-out one are left out.
 Fixed      All of this depends on the text alone. What was decided is kept in the manifest.
-Cost       Two passes over the text, and for each candidate about 1.5 KB of memory. `prepare` with a BPE takes
-           0.94 to 1.15 times the CPU time of a split by hash alone, within its noise; with the bytes tokenizer,
-           which has nothing to encode, 3.2 to 3.6 times (measured: benchmarks/prepare_versions.py).
+Cost       Two passes over the text (one reads it, where it is small: see passes), and for each candidate
+           about 2 KB of memory.
 Limits     See grams for what a near document is, and the errors of finding one.
 Checked    tests/data/test_split.py.
 """
@@ -132,16 +131,16 @@ class _Survey:
         self.num_documents = self.num_bytes = 0
         self.candidates: dict[int, _Candidate] = {}
         self.largest: list[tuple[int, int]] = []
-        threshold, lowest = int(_CANDIDATES * share * _HASH_SPAN), [-_HASH_SPAN] * _LOWEST
-        for batch in batched(self._counted(corpus, threshold, lowest), 1 << 18):
-            found = grams([document.text for document in batch])
+        for batch in batched(self._counted(corpus, int(_CANDIDATES * share * _HASH_SPAN)), 1 << 18):
+            found = grams([document.raw for document in batch])
             for number, document in enumerate(batch):
                 self.candidates[document.hash].sketch = sketch(found.of(number))
-        bound = max(threshold, -lowest[0])
-        self.candidates = {hash_: one for hash_, one in sorted(self.candidates.items()) if hash_ <= bound}
+        self.candidates = dict(sorted(self.candidates.items()))
 
-    def _counted(self, corpus: Iterable[Document], threshold: int, lowest: list[int]) -> Iterator[Document]:
-        """Count every document; pass on those that become candidates."""
+    def _counted(self, corpus: Iterable[Document], threshold: int) -> Iterator[Document]:
+        """Count every document; pass on those that are candidates, the last few of them at the end."""
+        lowest = [-_HASH_SPAN] * _LOWEST
+        waiting: dict[int, Document] = {}  # of the lowest so far, those above the threshold
         for document in corpus:
             self.num_documents += 1
             self.num_bytes += document.num_bytes
@@ -152,11 +151,19 @@ class _Survey:
                     heapq.heappop(self.largest)
             if (known := self.candidates.get(document.hash)) is not None:
                 known.copies += 1
-            elif document.hash < threshold or document.hash < -lowest[0]:
+                continue
+            is_candidate = document.hash < threshold
+            if document.hash < -lowest[0]:
+                highest = -heapq.heapreplace(lowest, -document.hash)
+                if waiting.pop(highest, None) is not None:
+                    del self.candidates[highest]
+                if not is_candidate:
+                    waiting[document.hash] = document
+            if is_candidate or document.hash in waiting:
                 self.candidates[document.hash] = _Candidate(document.hash, document.num_bytes, copies=1)
-                if document.hash < -lowest[0]:
-                    heapq.heapreplace(lowest, -document.hash)
+            if is_candidate:
                 yield document
+        yield from waiting.values()
 
 
 def split_by_share(read: Pass, share: float) -> Split:
@@ -225,16 +232,16 @@ def _take(candidates: dict[int, _Candidate], target: float, total: int) -> froze
 def _compare(corpus: Iterable[Document], candidates: list[_Candidate]) -> None:
     """Note for every candidate which documents hold most of it."""
     index = SketchIndex([one.sketch for one in candidates if one.sketch is not None])
-    by_hash = {one.hash for one in candidates}
+    number_of = {one.hash: number for number, one in enumerate(candidates)}
     for batch in batched(corpus):
-        for number, found in index.near(grams([document.text for document in batch])):
+        own = [number_of.get(document.hash, -1) for document in batch]
+        for number, found in index.near(grams([document.raw for document in batch]), own):
             other, one = batch[number].hash, candidates[found]
-            if other in by_hash:
-                if other != one.hash and other not in one.held_by:
-                    one.held_by += (other,)
-            else:
+            if own[number] < 0:
                 one.is_near = True
                 index.settle(found)
+            elif other not in one.held_by:
+                one.held_by += (other,)
         for found in index.crowded():
             candidates[found].is_near = True
 
@@ -253,7 +260,7 @@ def _tail(read: Pass, largest: list[int], target: float) -> tuple[int, int] | No
                     equal.add(part.hash)
                 yield part
 
-    found = grams([tail.text for tail in tails])
+    found = grams([tail.raw for tail in tails])
     candidates = [
         _Candidate(tail.hash, tail.num_bytes, sketch(found.of(number))) for number, tail in enumerate(tails)
     ]
@@ -298,7 +305,7 @@ def split_by_source(read: Pass, held_out: Iterable[Document]) -> Split:
     hashes: set[int] = set()
     sketches: list[Hashes] = []
     for batch in batched(held_out):
-        found = grams([document.text for document in batch])
+        found = grams([document.raw for document in batch])
         for number, document in enumerate(batch):
             if document.hash not in hashes:
                 hashes.add(document.hash)
@@ -309,7 +316,7 @@ def split_by_source(read: Pass, held_out: Iterable[Document]) -> Split:
     left_out: set[int] = set()
     kept = 0
     for batch in batched(read("comparing the documents of")):
-        near = {number for number, _ in index.near(grams([document.text for document in batch]))}
+        near = {number for number, _ in index.near(grams([document.raw for document in batch]))}
         for number, document in enumerate(batch):
             if number in near or document.hash in hashes:
                 left_out.add(document.hash)

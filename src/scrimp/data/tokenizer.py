@@ -95,7 +95,8 @@ class Tokenizer:
         self._eos_id = eos
         self.dtype: np.dtype[Any] = np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
         self.is_bytes = _is_bytes(definition)
-        self._encoder, self._silent = _without_control_tokens(self._plain, definition, companions, name)
+        if not self.is_bytes:  # bytes are encoded without it
+            _ = self._hidden
 
     @cached_property
     def digest(self) -> str:
@@ -109,6 +110,11 @@ class Tokenizer:
             [definition, self.delimiter_id, self.closing_id], sort_keys=True, ensure_ascii=False
         )
         return hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()
+
+    @cached_property
+    def _hidden(self) -> tuple[tokenizers.Tokenizer, frozenset[int]]:
+        """The tokenizer for plain text, and the ids that decoded text leaves out."""
+        return _without_control_tokens(self._plain, self._definition, self._companions, self.name)
 
     def figures(self) -> TokenizerFigures:
         """What a corpus's manifest says of this tokenizer."""
@@ -136,10 +142,14 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[TokenArray]:
         """Documents in document form; encoded on all cores at once."""
         if self.is_bytes:
-            return [self._document_form(np.frombuffer(text.encode(), dtype=np.uint8)) for text in texts]
+            return [self.encode_raw(text.encode()) for text in texts]
         with _panics_refused(self.name):
-            encodings = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
+            encodings = self._hidden[0].encode_batch_fast(list(texts), add_special_tokens=False)
         return [self._document_form(encoding.ids) for encoding in encodings]
+
+    def encode_raw(self, raw: bytes) -> TokenArray:
+        """The ids of one document in UTF-8, of a tokenizer whose ids are bytes."""
+        return self._document_form(np.frombuffer(raw, dtype=np.uint8))
 
     def _document_form(self, ids: Sequence[int] | npt.NDArray[np.uint8]) -> TokenArray:
         closing = self.closing_id is not None
@@ -170,7 +180,8 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of the ids, without special tokens; ids beyond the vocabulary give nothing."""
-        known = [id_ for id_ in map(int, ids) if 0 <= id_ < self.vocab_size and id_ not in self._silent]
+        _, silent = self._hidden
+        known = [id_ for id_ in map(int, ids) if 0 <= id_ < self.vocab_size and id_ not in silent]
         return str(self._plain.decode(known, skip_special_tokens=False))
 
     def files(self) -> dict[str, str]:
@@ -301,7 +312,10 @@ def _json_object(content: str, name: str) -> dict[str, Any]:
 
 def _is_bytes(definition: str) -> bool:
     """Whether ids are bytes, so that text needs no tokenizer at all."""
-    ours: dict[str, Any] = json.loads(bytes_definition())
+    bytes_ = bytes_definition()
+    if definition == bytes_:
+        return True
+    ours: dict[str, Any] = json.loads(bytes_)
     theirs = _json_object(definition, "bytes")
     return all(
         ours.get(key) == theirs.get(key) for key in ("model", "normalizer", "pre_tokenizer", "added_tokens")

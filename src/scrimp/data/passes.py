@@ -1,0 +1,62 @@
+"""The documents of a source, read several times.
+
+`prepare` goes through a source up to four times: what to hold out, what is like it, what to train a
+BPE on, and the shards. Reading a source means to decode, cut and hash it, so that the documents of
+one that takes up to 64 MiB of memory are held after the first whole pass; a larger one is read again.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+from scrimp.data.documents import Document, documents
+from scrimp.data.progress import Progress
+from scrimp.data.sources import Source
+from scrimp.data.streams import Meter
+
+HELD_BYTES = 64 << 20
+_PER_DOCUMENT = 192
+"""Bytes of memory that a document takes beside its text."""
+
+
+class Passes:
+    """Reads a source's documents from the first to the last, as often as they are asked for.
+
+    Args:
+        source: where the documents come from.
+        progress: show a progress line.
+    """
+
+    def __init__(self, source: Source, progress: bool) -> None:
+        self.source, self.progress = source, progress
+        self._held: list[Document] | None = None
+
+    def read(self, label: str) -> Iterator[Document]:
+        """One pass; the label says what for."""
+        name = f"{label} {self.source.name}"
+        if self._held is None:
+            yield from self._read(name)
+            return
+        done, total = 0, sum(document.num_bytes for document in self._held)
+        with Progress(name, total, enabled=self.progress) as bar:
+            for document in self._held:
+                done += document.num_bytes
+                bar.update(done)
+                yield document
+
+    def _read(self, name: str) -> Iterator[Document]:
+        meter = Meter()
+        held: list[Document] = []
+        size = 0
+        with Progress(name, self.source.num_bytes, enabled=self.progress) as bar:
+            for document in documents(self.source.texts(meter)):
+                bar.update(meter.bytes)
+                if size <= HELD_BYTES:
+                    size += sys.getsizeof(document.text) + len(document.raw) + _PER_DOCUMENT
+                    held.append(document)
+                    if size > HELD_BYTES:
+                        held.clear()
+                yield document
+        if size <= HELD_BYTES:
+            self._held = held

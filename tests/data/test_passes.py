@@ -1,0 +1,63 @@
+"""A small source is read once, a large one again for every pass; both give the same documents."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+
+from scrimp.data import passes
+from scrimp.data.passes import Passes
+from scrimp.data.sources import Source
+from scrimp.data.streams import Meter
+
+TEXTS = [f"text {number} " * 50 for number in range(40)]
+
+
+class Counted(Source):
+    """Counts how many texts were asked for."""
+
+    def __init__(self) -> None:
+        super().__init__("counted")
+        self.asked = 0
+
+    def texts(self, meter: Meter) -> Iterator[str]:
+        for text in TEXTS:
+            self.asked += 1
+            yield text
+
+    def fingerprint(self) -> str:
+        return "counted"
+
+
+@pytest.mark.parametrize(("held_bytes", "times"), [(1 << 20, 1), (10_000, 3), (0, 3)])
+def test_documents_are_held_as_far_as_memory_goes(
+    monkeypatch: pytest.MonkeyPatch, held_bytes: int, times: int
+) -> None:
+    monkeypatch.setattr(passes, "HELD_BYTES", held_bytes)
+    source = Counted()
+    text = Passes(source, progress=False)
+    for _ in range(3):
+        assert [document.text for document in text.read("reading")] == TEXTS
+    assert source.asked == times * len(TEXTS)
+
+
+def test_a_pass_that_ended_early_is_not_taken_for_the_whole() -> None:
+    text = Passes(Counted(), progress=False)
+    assert len(list(itertools.islice(text.read("reading"), 3))) == 3
+    assert [document.text for document in text.read("reading")] == TEXTS
+
+
+def test_many_small_documents_count_with_what_they_take_beside_their_text(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import tracemalloc
+
+    monkeypatch.setattr(passes, "HELD_BYTES", 1 << 20)
+    monkeypatch.setattr(f"{__name__}.TEXTS", [chr(97 + number % 26) for number in range(200_000)])
+    text = Passes(Counted(), progress=False)
+    tracemalloc.start()
+    assert sum(1 for _ in text.read("reading")) == len(TEXTS)
+    assert tracemalloc.get_traced_memory()[1] < 1.5 * (1 << 20)
+    tracemalloc.stop()
