@@ -51,6 +51,9 @@ def test_equal_hashes_are_equal_13_grams_wherever_a_text_stands(texts: list[str]
         words = words_of(text)
         count = max(len(words) - GRAM_WORDS + 1, 0)
         places = together.at(together.first[number] + np.arange(count))
+        assert [
+            int(together.at(together.first[number] + [start])[0]) for start in range(count)
+        ] == places.tolist()
         for start in range(count):
             one = tuple(words[start : start + GRAM_WORDS])
             assert names.setdefault(int(places[start]), one) == one

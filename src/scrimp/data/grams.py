@@ -95,6 +95,8 @@ class Grams:
 
     def at(self, places: Numbers) -> Hashes:
         """The hashes of the 13 words from each of these on."""
+        if len(places) * GRAM_WORDS > len(self.starts):  # text that repeats itself
+            return _hashes(self.quick, self.words[self.starts])[places]
         words = self.words[self.starts[places + np.arange(GRAM_WORDS)[:, None]]]
         return _hashes(self.quick[places], words).reshape(-1)
 
