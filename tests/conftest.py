@@ -7,7 +7,7 @@ import os
 # Several test processes share the cores: threads that wait by spinning make each of them two to three times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-import torch  # noqa: E402
+import torch
 
 if not torch.cuda.is_available():
     # Triton's kernels run in its interpreter, which it looks for when it is imported.
