@@ -1,10 +1,14 @@
-"""Without a GPU triton's kernels run in its interpreter; it is chosen by the environment, before triton is imported."""
+"""What has to be in the environment before torch and triton are imported."""
 
 from __future__ import annotations
 
 import os
 
+# Several test processes share the cores: threads that wait by spinning make each of them two to three times slower.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import torch
 
 if not torch.cuda.is_available():
+    # Triton's kernels run in its interpreter, which it looks for when it is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -16,6 +16,7 @@ from scrimp.config.architecture import Architecture
 from scrimp.model import Decoder, attention, flash, initialise
 from scrimp.model.attention import AttentionLayout, attend
 from scrimp.model.flash import (
+    Gpu,
     Heads,
     Pieces,
     attend_in_pieces,
@@ -35,7 +36,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 
 @pytest.fixture
 def one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(flash.STAND_IN, "cpu", 1)
+    monkeypatch.setitem(flash.STAND_IN, "cpu", Gpu(1))
 
 
 def inputs(dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
@@ -286,7 +287,7 @@ def test_the_trace_of_a_gpu_knows_the_bound_and_no_second_copy(monkeypatch: pyte
             sequence=512,
             loss_chunk=512,
             device_functions="cuda",
-            multiprocessors=16,
+            gpu=Gpu(16),
         )
         cost = costs.classes[0].choices["keep"]
         return cost.kept, cost.backward_peak

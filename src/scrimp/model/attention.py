@@ -57,7 +57,15 @@ from torch.autograd.function import once_differentiable
 
 from scrimp.config.architecture import Architecture
 from scrimp.errors import ModelError
-from scrimp.model.flash import Heads, Pieces, attend_in_pieces, flash_operators, rows_at_once
+from scrimp.model.flash import (
+    STAND_IN,
+    Gpu,
+    Heads,
+    Pieces,
+    attend_in_pieces,
+    flash_operators,
+    rows_at_once,
+)
 from scrimp.model.functions import runs_cpu_functions, uses_cpu_functions
 from scrimp.model.rope import rope_tables, rotate, rotate_into
 
@@ -177,7 +185,7 @@ class AttentionLayout:
             starts = _cumulative(lengths).to(device, non_blocking=True)
             return make("varlen", starts=starts, window=window)
         mask = allowed(rows, length, None if len(lengths) == rows else lengths, window, device)
-        if device.type == "cpu":
+        if device.type == "cpu" and not STAND_IN:
             # Given a boolean mask, the operator would make this one anew in every block.
             mask = _added(mask, dtype)
         return make("masked", mask=mask)
@@ -279,27 +287,40 @@ def varlen_runs(device: torch.device, dtype: torch.dtype, head_size: int) -> boo
 
 def flash_takes(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
     """Whether flash attention takes heads of this size and type; a CPU is asked for the sake of a GPU it stands for."""
-    if dtype not in (torch.bfloat16, torch.float16) or head_size % 8 or head_size > 256:
-        return False
-    return capability_of(device) >= FLASH_CAPABILITY
+    return not head_size % 8 and _flash_runs(dtype, head_size, capability_of(device))
+
+
+def _flash_runs(dtype: torch.dtype, head_size: int, capability: tuple[int, int]) -> bool:
+    """The same where torch pads heads to whole multiples of 8, which it does in a call without documents or a mask."""
+    takes = dtype in (torch.bfloat16, torch.float16) and head_size <= 256
+    return takes and capability >= FLASH_CAPABILITY
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:
-    """Of a GPU as it is; a CPU stands for one that has flash attention."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else FLASH_CAPABILITY
+    """Of a GPU as it is; of a CPU that of the GPU that it stands for."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device)
+    return STAND_IN.get(device.type, Gpu()).capability
 
 
 def fuses_attention(
-    architecture: Architecture, dtype: torch.dtype, capability: tuple[int, int] = (8, 0)
+    architecture: Architecture,
+    dtype: torch.dtype,
+    capability: tuple[int, int] = FLASH_CAPABILITY,
+    *,
+    masks: bool = False,
 ) -> bool:
-    """Whether a run uses one kernel for this attention on a GPU, over rows of one document.
+    """Whether a run uses one kernel for this attention on a GPU.
 
     Not in fp32, and not below compute capability 8.0: flash attention takes 16 bits from there on. The memory-efficient
     kernel takes 32 bits and older cards, but Scrimp does not use it: that its backward pass repeats itself was not
     tested on a GPU (`scrimp.runtime.determinism`). Scores of T x T are then in memory.
+
+    Args:
+        masks: documents or a window keep tokens apart, which flash attention does for heads of whole multiples of 8.
     """
-    takes = dtype in (torch.bfloat16, torch.float16) and architecture.head_size <= 256
-    return takes and capability >= FLASH_CAPABILITY
+    size = architecture.head_size
+    return _flash_runs(dtype, size, capability) and not (masks and size % 8)
 
 
 def varlen_kernel() -> Callable[..., Tensor] | None:

@@ -49,14 +49,22 @@ State = tuple[Tensor, ...]
 
 WORKSPACE_BYTES: dict[str, int] = {"cuda": 2**28}
 """By device: what the backward pass of one call may take, unless one row takes more. None here: no bound."""
-MULTIPROCESSORS = 132
-"""Of the card that is assumed where no GPU is there to be asked: an H100 SXM."""
-STAND_IN: dict[str, int] = {}
-"""Multiprocessors of the GPU that a CPU stands for, while it is traced for one."""
 MEAN_TOKENS = 128
 """Tokens per document, on average over a piece, from which what is planned for a backward pass holds."""
 _PADDING = 128
 """Rows that the kernel for packed documents leaves after each."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What attention depends on of a card; where there is none to be asked, an H100 SXM is assumed."""
+
+    multiprocessors: int = 132
+    capability: tuple[int, int] = (9, 0)
+
+
+STAND_IN: dict[str, Gpu] = {}
+"""The GPU that a CPU stands for, while it is traced for one."""
 
 
 @dataclass(frozen=True)
@@ -73,14 +81,15 @@ class Heads:
     def of(cls, architecture: Architecture, device: torch.device) -> Heads:
         """Of a model on a device."""
         a = architecture
-        return cls(a.num_heads, a.num_kv_heads, a.head_size, multiprocessors_of(device))
+        return cls(a.num_heads, a.num_kv_heads, a.head_size, gpu_of(device).multiprocessors)
 
 
-def multiprocessors_of(device: torch.device) -> int:
-    """Of a GPU as it is; of a CPU those of the GPU that it stands for."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).multi_processor_count)
-    return STAND_IN.get(device.type, MULTIPROCESSORS)
+def gpu_of(device: torch.device) -> Gpu:
+    """A GPU as it is; of a CPU the GPU that it stands for."""
+    if device.type != "cuda":
+        return STAND_IN.get(device.type, Gpu())
+    count = int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return Gpu(count, torch.cuda.get_device_capability(device))
 
 
 def backward_bytes(heads: Heads, tokens: int, documents: int) -> int:

@@ -74,7 +74,7 @@ class HostedStep(RealStep):
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("format_", ["fp32", "masters"])
+@pytest.mark.parametrize("format_", ["fp32", "masters", "autocast"])
 @pytest.mark.parametrize("name", PLACES)
 def test_predicted_bytes_of_device_and_host_are_those_that_are_taken(
     name: str, format_: str, micro_batches: int
@@ -93,4 +93,4 @@ def test_predicted_bytes_of_device_and_host_are_those_that_are_taken(
     there = costs.ends.weights + costs.ends.optimizer + 2 * 8 * setting.rows * setting.sequence
     there += sum(part.weights for part, host in zip(parts, states.weights, strict=True) if not host)
     there += sum(part.optimizer for part, host in zip(parts, states.optimizer, strict=True) if not host)
-    assert account.peak - there == pytest.approx(real, rel=0.01)
+    assert real <= account.peak - there <= 1.01 * real

@@ -96,9 +96,9 @@ def predicted_and_real(setting: Setting) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_the_predicted_peak_is_within_two_percent_of_the_allocators(name: str) -> None:
+def test_the_predicted_peak_is_the_allocators_or_up_to_two_percent_more(name: str) -> None:
     predicted, real = predicted_and_real(SETTINGS[name])
-    assert predicted == pytest.approx(real, rel=0.02), f"{predicted / real - 1:+.3%}"
+    assert real <= predicted <= 1.02 * real, f"{predicted / real - 1:+.3%}"
 
 
 def test_there_are_at_least_forty_configurations() -> None:

@@ -19,6 +19,7 @@ from scrimp.config.activations import ALL_ACTIVATIONS, LEVELS
 from scrimp.errors import PlanError
 from scrimp.formats import blocks
 from scrimp.model import loss
+from scrimp.model.flash import Gpu
 from scrimp.model.functions import rms_norm
 from scrimp.planner.bytes.costs import StepCosts
 from scrimp.planner.bytes.states import States, device_peak
@@ -128,6 +129,45 @@ def test_attention_without_a_fused_kernel_holds_its_scores() -> None:
     scores = 4 * 2 * LLAMA.num_heads * 256 * 256
     for architecture in (LLAMA, own_keys):
         assert kept(architecture, "fp32") > 2 * kept(architecture, "bf16") + scores / 2
+
+
+@pytest.mark.parametrize("kv_heads", [2, 4])
+@pytest.mark.parametrize("parameters", ["bf16", "fp32"])
+def test_older_gpus_hold_the_scores_of_attention_in_bf16(parameters: str, kv_heads: int) -> None:
+    def kept(capability: tuple[int, int]) -> int:
+        costs = traced(a, device_functions="cuda", gpu=Gpu(72, capability), parameters=parameters)
+        return costs.classes[0].choices["keep"].kept
+
+    a = dataclasses.replace(LLAMA, num_kv_heads=kv_heads)
+    rows, length, heads, size = 2, 256, a.num_heads, a.head_size
+    tokens = rows * length
+    # In fp32: a softmax for every pair of tokens, queries, and keys and values repeated for every query head.
+    unfused = 4 * heads * (rows * length**2 + 3 * tokens * size)
+    # Softmax sums, rotated queries and keys, and the values as a view of the whole of qkv.
+    fused = 4 * tokens * heads + 2 * tokens * size * (2 * heads + 3 * kv_heads)
+    assert kept((7, 5)) - kept((8, 0)) == unfused - fused
+    assert kept((7, 0)) == kept((7, 5))
+    assert kept((8, 0)) == kept((8, 9)) == kept((9, 0)) == kept((12, 0))
+
+
+def test_where_no_kernel_keeps_documents_apart_a_gpu_has_a_mask_of_bytes() -> None:
+    def tables(documents: bool, capability: tuple[int, int], head_size: int = 32) -> int:
+        a = dataclasses.replace(LLAMA, head_size=head_size)
+        gpu = Gpu(72, capability)
+        return traced(a, device_functions="cuda", documents=documents, gpu=gpu).tables
+
+    mask = 2 * 256 * 256
+    assert tables(True, (7, 5)) - tables(False, (7, 5)) == mask
+    assert tables(True, (8, 0)) == tables(False, (8, 0))
+    assert tables(True, (8, 0), 36) - tables(False, (8, 0), 36) == mask  # no whole multiple of 8
+
+
+def test_a_kernel_that_knows_windows_takes_no_mask() -> None:
+    mistral = dataclasses.replace(LLAMA, family="mistral", sliding_window=128)
+    fused, old = (Gpu(72, capability) for capability in ((8, 0), (7, 5)))
+    assert traced(mistral, device_functions="cuda", gpu=fused) == traced(device_functions="cuda", gpu=fused)
+    tables = [traced(a, device_functions="cuda", gpu=old).tables for a in (LLAMA, mistral)]
+    assert tables[1] - tables[0] == 256 * 256
 
 
 def test_a_trace_leaves_everything_as_it_was() -> None:

@@ -15,7 +15,7 @@ from scrimp.gemm.backends import ReferenceBackend
 from scrimp.gemm.problem import AXES, Use, operands_of
 from scrimp.profiler.memory_trace import StorageTracker
 from scrimp.profiler.memory_trace.remembered import RememberedBackend
-from scrimp.profiler.memory_trace.workspace import cpu_workspace
+from scrimp.profiler.memory_trace.workspace import WorkspaceRule, cpu_workspace, cuda_workspace
 
 
 @pytest.mark.parametrize(
@@ -74,11 +74,37 @@ def hidden_bytes(run: object) -> int:
     return peak - sum(t.nbytes for t in results[0] if isinstance(t, torch.Tensor))  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("length", [64, 256, 1024])
-def test_workspace_of_attention(length: int) -> None:
-    q, k = torch.randn(1, 2, length, 32), torch.randn(1, 2, length, 32)
+def query_and_key(dtype: torch.dtype, rows: int, heads: int, length: int, size: int) -> list[torch.Tensor]:
+    """As a block has them: two query heads per key, side by side by token."""
+    qk = torch.randn(rows, length, heads + heads // 2, size).to(dtype).transpose(1, 2)
+    return list(qk.split([heads, heads // 2], dim=1))
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 30, 32), (2, 4, 65, 33), (1, 2, 256, 32), (2, 8, 1025, 48)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_workspace_of_attention(dtype: torch.dtype, shape: tuple[int, int, int, int]) -> None:
+    q, k = query_and_key(dtype, *shape)
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     assert cpu_workspace(flash, (q, k, k, 0.0, True), {}) == hidden_bytes(lambda: flash(q, k, k, 0.0, True))
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 65, 33), (1, 2, 256, 32), (2, 8, 1025, 48)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_workspace_of_attentions_backward_pass(dtype: torch.dtype, shape: tuple[int, int, int, int]) -> None:
+    torch.set_num_threads(1)  # the profiler sees the products of one
+    q, k = query_and_key(dtype, *shape)
+    out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, k, 0.0, True)
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    arguments = torch.ones_like(out), q, k, k, out, sums, 0.0, True
+    hidden = hidden_bytes(lambda: flash(*arguments))
+    assert hidden <= cpu_workspace(flash, arguments, {}) <= 1.6 * hidden
+
+
+@pytest.mark.parametrize("rule", [cpu_workspace, cuda_workspace(132)])
+def test_workspace_of_a_softmax_that_knows_empty_rows(rule: WorkspaceRule) -> None:
+    scores, softmax = torch.randn(2, 4, 96, 128), torch.ops.aten._safe_softmax.default
+    hidden = hidden_bytes(lambda: (softmax(scores, -1),))
+    assert hidden <= rule(softmax, (scores, -1), {}) <= hidden + 3 * 512
 
 
 def test_workspace_of_mixed_widths() -> None:

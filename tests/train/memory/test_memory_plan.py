@@ -11,6 +11,7 @@ import torch
 from scrimp.config import BudgetConfig, Config, MemoryConfig, ModelConfig, TrainConfig
 from scrimp.config.activations import LEVELS
 from scrimp.errors import ConfigError, PlanError
+from scrimp.model.flash import Gpu
 from scrimp.planner.bytes.room import NoRoomError
 from scrimp.planner.bytes.states import States, device_peak
 from scrimp.runtime.memory.carry import SPARE_BYTES, SPARE_SHARE
@@ -56,12 +57,15 @@ def test_where_everything_fits_easily_everything_stays_and_nothing_is_timed() ->
     assert {block.activations for block in found.plan.blocks.values()} == {"keep"}
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_on_a_gpu_the_scores_of_fp32_are_counted_where_everything_fits_easily(
-    monkeypatch: pytest.MonkeyPatch, precision: str
+@pytest.mark.parametrize(
+    ("precision", "capability", "is_counted"),
+    [("fp32", (9, 0), True), ("bf16", (9, 0), False), ("bf16", (7, 5), True)],
+)
+def test_on_a_gpu_the_scores_of_unfused_attention_are_counted_where_everything_fits_easily(
+    monkeypatch: pytest.MonkeyPatch, precision: str, capability: tuple[int, int], is_counted: bool
 ) -> None:
-    """A GPU as far as the decision can see: its multiprocessors and rates are given."""
-    monkeypatch.setattr(memory_plan, "multiprocessors_of", lambda device: 108)
+    """A GPU as far as the decision can see: what attention depends on and rates are given."""
+    monkeypatch.setattr(memory_plan, "gpu_of", lambda device: Gpu(108, capability))
     monkeypatch.setattr(memory_plan, "links_of", lambda device: memory_plan.NO_LINKS)
     train = dataclasses.replace(CONFIG.train, sequence=512, batch_tokens=4096)
     found = decide(dataclasses.replace(CONFIG, precision=precision, train=train))
@@ -71,7 +75,7 @@ def test_on_a_gpu_the_scores_of_fp32_are_counted_where_everything_fits_easily(
     memory = memory_plan.decide_memory(found.config, found.architecture, gpu)
     assert memory.seconds_origin is None
     scores = 2 * 4 * 8 * found.architecture.num_heads * 512 * 512 * found.architecture.num_layers
-    assert (memory.account.peak > scores) is (precision == "fp32")
+    assert (memory.account.peak > scores) is is_counted
 
 
 def test_a_budget_that_is_too_small_for_everything_makes_blocks_recompute() -> None:

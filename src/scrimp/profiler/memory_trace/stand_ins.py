@@ -5,15 +5,15 @@ So fake CPU tensors take CUDA's path through the model (`scrimp.model.functions.
 instead of the CPU's own functions, pieces as large as on CUDA. For the two kernels that CUDA fuses stands what saves
 the same: for RMSNorm a function without numbers, for flash attention the CPU's operator.
 
-Attention in fp32 has no fused kernel on CUDA that is deterministic: there the plain product of scores is traced, as it
-runs.
+Where a run uses no fused attention on CUDA (fp32, compute capability below 8.0), the plain product of scores is
+traced, as it runs.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -24,38 +24,39 @@ from scrimp.model import flash, functions, loss
 from scrimp.profiler.memory_trace.workspace import WorkspaceRule, cpu_workspace, cuda_workspace
 
 DeviceFunctions = Literal["cpu", "cuda"]
+Entry = TypeVar("Entry")
 GRANULES: dict[str, int] = {"cpu": 1, "cuda": 512}
 """Bytes of which an allocation is a multiple."""
 
 
-def workspace_rule(device: DeviceFunctions, multiprocessors: int) -> WorkspaceRule:
-    """What kernels take beside their results; multiprocessors: of a GPU."""
-    return cuda_workspace(multiprocessors) if device == "cuda" else cpu_workspace
+def workspace_rule(device: DeviceFunctions, gpu: flash.Gpu) -> WorkspaceRule:
+    """What kernels take beside their results."""
+    return cuda_workspace(gpu.multiprocessors) if device == "cuda" else cpu_workspace
 
 
 @contextlib.contextmanager
 def standing_for(
-    device: DeviceFunctions, *, fuses_attention: bool = True, multiprocessors: int = flash.MULTIPROCESSORS
+    device: DeviceFunctions, *, fuses_attention: bool = True, gpu: flash.Gpu | None = None
 ) -> Iterator[None]:
     """Inside, CPU tensors take the path of another device through the model.
 
     Args:
         fuses_attention: the device has a kernel for this attention (`scrimp.model.attention.fuses_attention`).
-        multiprocessors: of the GPU that is stood for.
+        gpu: that is stood for.
     """
     with contextlib.ExitStack() as stack:
         if device == "cuda":
             stack.enter_context(functions.plain_operations(fused_norm))
             for sizes in (loss.BLOCK_ELEMENTS, blocks.PIECE_ELEMENTS, flash.WORKSPACE_BYTES):
                 stack.enter_context(_with_entry(sizes, sizes["cuda"]))
-            stack.enter_context(_with_entry(flash.STAND_IN, multiprocessors))
+            stack.enter_context(_with_entry(flash.STAND_IN, gpu or flash.Gpu()))
             if not fuses_attention:
                 stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         yield
 
 
 @contextlib.contextmanager
-def _with_entry(sizes: dict[str, int], of_cpu: int) -> Iterator[None]:
+def _with_entry(sizes: dict[str, Entry], of_cpu: Entry) -> Iterator[None]:
     """A CPU's entry is a GPU's."""
     before = dict(sizes)
     sizes["cpu"] = of_cpu

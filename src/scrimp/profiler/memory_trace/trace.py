@@ -43,7 +43,7 @@ from scrimp.model.attention import (
     flash_takes,
     fuses_attention,
 )
-from scrimp.model.flash import MULTIPROCESSORS
+from scrimp.model.flash import Gpu
 from scrimp.planner.bytes.costs import BlockClass, BlockCost, EndsCost, StepCosts
 from scrimp.planner.flops import GEMM_NAMES
 from scrimp.precision import LinearPrecision
@@ -85,7 +85,7 @@ def trace_costs(
     linears: Mapping[str, LinearPrecision] | None = None,
     activations: Sequence[str] = ("keep",),
     device_functions: DeviceFunctions = "cpu",
-    multiprocessors: int = MULTIPROCESSORS,
+    gpu: Gpu | None = None,
     documents: bool = False,
     compiled: bool = False,
 ) -> StepCosts:
@@ -102,7 +102,8 @@ def trace_costs(
         linears: layer name (``blocks.0.mlp.down``, ``head``) to choice; None: all in `precision`.
         activations: the choices that each block may have (`scrimp.config.activations`).
         device_functions: which device's way through the model is traced (cpu, cuda).
-        multiprocessors: of the GPU; attention's backward pass takes memory by them.
+        gpu: where `device_functions` is cuda; whether attention is fused follows from its compute capability, and what
+            its backward pass takes from its multiprocessors. None: an H100.
         documents: rows may hold several documents, which attention keeps apart.
         compiled: torch.compile runs the blocks, which decides how attention keeps them apart.
 
@@ -119,7 +120,7 @@ def trace_costs(
         (micro_batch, sequence),
         device_functions,
         moments,
-        multiprocessors,
+        gpu or Gpu(),
         documents,
         compiled,
     )
@@ -209,7 +210,7 @@ class _Step:
     """Micro-batch and sequence."""
     device_functions: DeviceFunctions
     moments: str
-    multiprocessors: int
+    gpu: Gpu
     documents: bool
     compiled: bool
     backend: RememberedBackend = dataclasses.field(default_factory=RememberedBackend)
@@ -302,7 +303,7 @@ class _Step:
     def _tracing(self, module: nn.Module, *, exist: bool) -> Iterator[StorageTracker]:
         """A new tracker, on the device's way through the model, with gradients new or existing."""
         device = self.device_functions
-        rule = workspace_rule(device, self.multiprocessors)
+        rule = workspace_rule(device, self.gpu)
         tracker = StorageTracker(granule=GRANULES[device], workspace=rule)
         gradients = gradients_of(module, self._sums, exist=exist)
         self.backend.tracker, self.backend.stands_for_cuda = tracker, device == "cuda"
@@ -311,11 +312,11 @@ class _Step:
 
     def _standing(self) -> contextlib.AbstractContextManager[None]:
         """The device's way through the model."""
-        return standing_for(
-            self.device_functions,
-            fuses_attention=fuses_attention(self.architecture, DTYPES[self.precision]),
-            multiprocessors=self.multiprocessors,
-        )
+        window = self.architecture.sliding_window
+        masks = self.documents or (window is not None and window < self.shape[1])
+        dtype, capability = DTYPES[self.precision], self.gpu.capability
+        fuses = fuses_attention(self.architecture, dtype, capability, masks=masks)
+        return standing_for(self.device_functions, fuses_attention=fuses, gpu=self.gpu)
 
     @property
     def _sums(self) -> GradientSums:
@@ -360,13 +361,17 @@ class _Step:
             found = AttentionLayout.prepare(
                 self.architecture, tokens, None, dtype=dtype, compiled=self.compiled
             )
-        # a kernel that knows documents needs no mask for them
-        keeps_apart = not is_cpu and flash_takes(CPU, dtype, self.architecture.head_size)
+            keeps_apart = not is_cpu and flash_takes(CPU, dtype, self.architecture.head_size)
+        if keeps_apart and found.mask is not None:
+            return dataclasses.replace(
+                found, route="causal", mask=None
+            )  # the kernel knows windows and documents
         if keeps_apart or not self.documents:
             return found
         if is_cpu and not self.compiled:
             return dataclasses.replace(found, route="segments", segments=_worst_segments(rows, length))
-        mask = torch.empty((rows, 1, length, length), dtype=dtype, device=CPU)
+        kind = dtype if is_cpu else torch.bool
+        mask = torch.empty((rows, 1, length, length), dtype=kind, device=CPU)
         return dataclasses.replace(found, route="masked", mask=mask)
 
     def stream_bytes(self) -> int:

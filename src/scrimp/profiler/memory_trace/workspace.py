@@ -6,16 +6,22 @@ CPU     Operators on numbers of two widths first copy the narrower operands to t
 
             forward   4 t (q k + 2 q + q K)            backward   4 t (2 q k + q)
 
-        and both tiles once more in bf16 where inputs are.
+        and both tiles once more in bf16 where inputs are. With AMX the forward pass packs all keys and values (B rows
+        of N key heads, T tokens) where each thread has enough work with them::
+
+            pack      4 B N T K + 2 t k K, and where K is odd one column more of each query, key and value
+
+        Products in bf16 take what `products` says. In attention's backward pass each thread multiplies its own tiles,
+        and takes that once for itself.
+Both    Attention without a fused kernel takes a softmax that knows rows without any key: one byte for each number.
 CUDA    Nothing is copied to widen. Flash attention's backward pass sums the queries' gradient in several fp32 copies,
         by the formula of `scrimp.model.flash`; counted for the worst of one document in each row to documents of 128
         tokens on average.
 
 Limits  Shorter documents take more on CUDA, up to the bound of `scrimp.model.flash` where rows can be cut.
-        oneDNN's packed operands of bf16 products and the packed keys of attention are not counted: they depend on the
-        processor (docs/memory.md says what was measured). Small steps under autocast are too low by that.
+        torch's profiler sees the memory of one thread's products in attention's backward pass, not of all.
         cuBLAS's workspace is taken once and stays.
-Source  ATen/TensorIterator.cpp, ATen/native/cpu/FlashAttentionKernel.cpp
+Source  ATen/TensorIterator.cpp, ATen/native/cpu/FlashAttentionKernel.cpp, ATen/native/transformers/attention.cpp
 Checked tests/profiler/memory_trace/test_tracker.py: the CPU's against torch's profiler.
 """
 
@@ -28,6 +34,7 @@ import torch
 from torch import Tensor
 
 from scrimp.model.flash import Heads, most_backward_bytes
+from scrimp.profiler.memory_trace.products import product_bytes, unit_here
 
 WorkspaceRule = Callable[[Any, Any, Any], int]
 """From operator, its positional and its named arguments to bytes."""
@@ -36,8 +43,21 @@ _aten = torch.ops.aten
 _FLASH = _aten._scaled_dot_product_flash_attention_for_cpu.default
 _FLASH_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _NORMS = (_aten.linalg_vector_norm.default, _aten._foreach_norm.Scalar)
+_SOFTMAX = _aten._safe_softmax.default
+_PRODUCTS = {
+    _aten.mm.default: 0,
+    _aten.mm.out: 0,
+    _aten.addmm.default: 1,
+    _aten.addmm.out: 1,
+    _aten.addmm_.default: 1,
+}
+"""Operator to place of the left operand."""
 _COPIES = (_aten.copy_.default, _aten._foreach_copy_.default)
 _KEYS = 512
+_LEAST_PACKED = 64
+_SCALAR = 4
+_ROUNDED_UP = 3 * 512
+"""Three allocations on CUDA, each up to its granule."""
 
 
 def no_workspace(operator: Any, args: Any, named: Any) -> int:
@@ -50,6 +70,10 @@ def cpu_workspace(operator: Any, args: Any, named: Any) -> int:
     if operator is _FLASH or operator is _FLASH_BACKWARD:
         is_backward = operator is _FLASH_BACKWARD
         return _cpu_attention(*args[1:3] if is_backward else args[:2], is_backward=is_backward)
+    if operator in _PRODUCTS:
+        return _product(*args[_PRODUCTS[operator] :][:2])
+    if operator is _SOFTMAX:
+        return _empty_rows(args[0])
     if operator in _NORMS:
         wide = named.get("dtype")
         tensors = args[0] if isinstance(args[0], list | tuple) else [args[0]]
@@ -63,6 +87,8 @@ def cuda_workspace(multiprocessors: int) -> WorkspaceRule:
     """Bytes that a CUDA kernel takes, where the CPU's attention operator stands for CUDA's."""
 
     def rule(operator: Any, args: Any, named: Any) -> int:
+        if operator is _SOFTMAX:
+            return _empty_rows(args[0]) + _ROUNDED_UP
         if operator is not _FLASH_BACKWARD:
             return 0
         (rows, heads, length, size), keys = args[1].shape, args[2].shape[1]
@@ -78,6 +104,19 @@ def _widened(tensors: list[Tensor]) -> int:
     return 0 if widest is None else sum(x.numel() * widest.itemsize for x in floats if x.dtype != widest)
 
 
+def _empty_rows(scores: Tensor) -> int:
+    """Which numbers are -inf, which rows hold nothing else, and a zero for these."""
+    return scores.numel() + scores.numel() // scores.shape[-1] + scores.itemsize
+
+
+def _product(left: Tensor, right: Tensor) -> int:
+    if left.dtype != torch.bfloat16:
+        return 0
+    transposed = left.stride(0) == 1 and left.stride(1) > 1
+    (m, k), n = left.shape, right.shape[1]
+    return product_bytes(m, n, k, unit_here(), torch.get_num_threads(), transposed=transposed)
+
+
 def _cpu_attention(query: Tensor, key: Tensor, *, is_backward: bool) -> int:
     length, head_size = query.shape[2:]
     queries = 256 if length >= 768 else 64 if length >= 192 else 32
@@ -85,4 +124,40 @@ def _cpu_attention(query: Tensor, key: Tensor, *, is_backward: bool) -> int:
     tiles = 2 if is_backward else 1
     numbers = tiles * queries * keys + (queries if is_backward else queries * (2 + head_size))
     reduced = tiles * queries * keys * query.itemsize if query.itemsize < 4 else 0
-    return torch.get_num_threads() * (4 * numbers + reduced)
+    found = torch.get_num_threads() * (4 * numbers + reduced)
+    if query.dtype != torch.bfloat16:
+        return found
+    return found + (
+        _tile_products(length, queries, keys, head_size) if is_backward else _packed(query, key, queries)
+    )
+
+
+def _packed(query: Tensor, key: Tensor, queries: int) -> int:
+    """Keys and values, packed for AMX by the forward pass."""
+    (rows, heads, length, size), (key_heads, total), threads = (
+        query.shape,
+        key.shape[1:3],
+        torch.get_num_threads(),
+    )
+    tasks = rows * heads * -(-length // queries)
+    is_worth_it = (tasks + threads - 1) / threads * queries >= 4 * rows * key_heads
+    if unit_here() != "amx" or min(length, total) < _LEAST_PACKED or not is_worth_it:
+        return 0
+    even, keys = size + size % 2, min(_KEYS, total)
+    values = total + total % 2 + (keys % 2) * ((total - 1) // keys)
+    odd = queries * even * (size % 2) + queries * (keys % 2)
+    return 2 * (rows * key_heads * (even * total + values * size) + threads * (keys * size + odd))
+
+
+def _tile_products(length: int, queries: int, keys: int, size: int) -> int:
+    """Scratch of the products of one tile of queries by keys; the last tile of a row may be a smaller one."""
+    unit, threads = unit_here(), torch.get_num_threads()
+    found = 0
+    for q in {queries, length % queries or queries}:
+        for k in {keys, length % keys or keys}:
+            shapes = ((q, k, size, False), (q, size, k, False), (k, size, q, True))
+            most = max(
+                product_bytes(m, n, depth, unit, threads, transposed=turned) for m, n, depth, turned in shapes
+            )
+            found = max(found, most)
+    return threads * (found + _SCALAR) if found else 0

@@ -30,7 +30,7 @@ from scrimp.config.activations import (
     blocks_on_host,
 )
 from scrimp.errors import PlanError
-from scrimp.model.flash import multiprocessors_of
+from scrimp.model.flash import gpu_of
 from scrimp.planner import Plan
 from scrimp.planner.bytes.account import account_step
 from scrimp.planner.bytes.costs import StepCosts
@@ -401,7 +401,7 @@ def _traced_base(
         linears=tuple(linears_of(rules, architecture).items()),
         activations=choices,
         device_functions="cuda" if device.type == "cuda" else "cpu",
-        multiprocessors=multiprocessors_of(device),
+        gpu=gpu_of(device),
         documents=mask_documents,
         compiled=train.compile == "on",
     )

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.table import Table
 
+from scrimp.config import decided
 from scrimp.model.attention import FLASH_CAPABILITY, capability_of, fuses_attention
 from scrimp.planner.bytes.splits import Split
 from scrimp.report.memory_text import memory_tables
@@ -46,8 +47,11 @@ def attention_text(decisions: Decisions) -> str | None:
     compute, architecture = decisions.config.precision_rules.compute, decisions.architecture
     if decisions.device.is_host:
         return None
-    capability = capability_of(decisions.device.torch_device)
-    if fuses_attention(architecture, DTYPES[compute], capability):
+    capability, window = capability_of(decisions.device.torch_device), architecture.sliding_window
+    masks = decisions.config.data.mask_documents or (
+        window is not None and window < decided(decisions.config.train.sequence)
+    )
+    if fuses_attention(architecture, DTYPES[compute], capability, masks=masks):
         return None
     reason = f"heads of {architecture.head_size}"
     advice = ""

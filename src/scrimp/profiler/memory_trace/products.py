@@ -1,0 +1,109 @@
+"""What oneDNN takes for a product of bf16 matrices on a CPU: an upper bound.
+
+Problem  torch gives products of bf16 matrices to oneDNN. It copies operands into tiles and sums in fp32 beside the
+         result, in memory of torch's allocator. How it cuts a product follows from a cost model, the caches and the
+         number of threads, and changes with its version: an exact rule would be a copy of its source.
+Method   What the source allows at most. With M x K times K x N, t threads, and sizes rounded up to tiles::
+
+             AVX512 without bf16             4 M N + 13 kB t
+             left operand as it is stored    t (13 kB + min(2 K N + R, C)), and 4 M N where K > 1,024
+             transposed (a weight's
+             gradient)                       t (13 kB + min(128 K + 2 K min(M, 256) + S, C))
+             K shared out to threads         and 4 M N t
+
+         Each thread has one block of each operand, all of them no larger than what its second-level cache allows, C.
+         R is the left operand's rows where they are copied, S the sums of a block where K is cut. Above K = 1,024 a
+         thread sums all of its part of the result. Where there is too little work for all threads, each may take a part
+         of K and sum all of the result. Without AVX512 torch's own kernel runs, which takes nothing.
+Limits   Upper bounds. On two threads of a processor with AMX they are 0.06 to 0.08 MB too high (median) up to
+         K = 1,024, and 1.3 to 1.6 MB above, at most 13 MB. A second-level cache of more than 2 MB a core may pass them.
+         ARM was not measured.
+Source   oneDNN 3.12: brgemm_matmul_utils.cpp (init_scratchpad), amx_blocking_heuristics.cpp
+         torch: ATen/native/mkldnn/Matmul.cpp
+Checked  tests/profiler/memory_trace/test_products.py; docs/lab-log.md: 7,140 products
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+Unit = Literal["amx", "avx512_bf16", "avx512", "none"]
+"""What a processor multiplies bf16 with, as far as oneDNN tells it apart."""
+
+_LEAST = 16**3
+"""Multiplications up to which torch multiplies itself."""
+_EACH = 13_440
+"""Tiles and addresses of a thread."""
+_CACHE = 13 * 2**17
+"""Most of the blocks of a thread: three quarters of a second-level cache of 2 MiB, and 8 % for tails."""
+_TILE_DEPTH, _TILE_COLUMNS, _TILE_ROWS = 32, 64, 64
+_BLOCK_ROWS = 256
+_WIDEST = {"amx": 6 * 64, "avx512_bf16": 16 * 64}
+"""Columns of a block of sums."""
+
+
+def unit_here() -> Unit:
+    """Of this processor."""
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return "none"
+    if torch.cpu._is_amx_tile_supported():
+        return "amx"
+    return "avx512_bf16" if torch.cpu._is_avx512_bf16_supported() else "avx512"
+
+
+def product_bytes(m: int, n: int, k: int, unit: Unit, threads: int, *, transposed: bool) -> int:
+    """Bytes beside operands and result.
+
+    Args:
+        m, n, k: M x K times K x N.
+        transposed: the left operand is stored by columns.
+    """
+    if unit == "none" or m * n * k <= _LEAST:
+        return 0
+    sums = 4 * m * n
+    if unit == "avx512":
+        return sums + threads * _EACH
+    blocks = _of_transposed(m, n, k, unit) if transposed else _of_plain(m, n, k, unit)
+    shared = sums if k > 1024 and not transposed else 0
+    if _shares_depth(m, n, k, unit, threads, transposed=transposed):
+        shared = sums * threads
+    return threads * (_EACH + min(blocks, _CACHE)) + shared
+
+
+def _of_plain(m: int, n: int, k: int, unit: Unit) -> int:
+    """Blocks of a thread where the left operand is read as it is."""
+    depth = _up(k, _TILE_DEPTH)
+    rows = 0
+    if unit == "avx512_bf16" and m >= 1024:  # strides of large powers of two are copied away
+        rows = _BLOCK_ROWS
+    elif k % _TILE_DEPTH:
+        rows = min(_up(m, 16), _TILE_ROWS)
+    sums = 0 if unit == "amx" else 4 * min(m, _BLOCK_ROWS) * min(n, _TILE_COLUMNS)
+    return 2 * depth * _up(n, _TILE_COLUMNS) + 2 * rows * (depth + _TILE_DEPTH) + sums
+
+
+def _of_transposed(m: int, n: int, k: int, unit: Unit) -> int:
+    """Blocks of a thread where the left operand is turned."""
+    depth = _up(k, _TILE_DEPTH)
+    if k % _TILE_DEPTH:  # a tail makes a block of its own, as large as the others
+        depth = min(2 * depth, _up(k, 1024) + 4 * _TILE_DEPTH)
+    rows = min(_up(m, _TILE_ROWS) + (_TILE_ROWS if m > _TILE_ROWS else 0), _BLOCK_ROWS)
+    is_cut = unit != "amx" or k > 512 or k % _TILE_DEPTH > 0
+    sums = 4 * min(m, _BLOCK_ROWS) * min(n, _WIDEST[unit]) if is_cut else 0
+    return 2 * depth * _TILE_COLUMNS + 2 * rows * (depth + _TILE_DEPTH) + sums
+
+
+def _shares_depth(m: int, n: int, k: int, unit: Unit, threads: int, *, transposed: bool) -> bool:
+    """Whether threads may take parts of K, and each sum all of the result."""
+    if k <= 1024:
+        return False
+    if not transposed:
+        return unit == "amx" and threads > 1 and 16 * m * n < threads * _CACHE
+    is_narrow = threads * _TILE_COLUMNS > n and k >= 2048 and k & (k - 1) == 0
+    return threads >= 16 if unit == "amx" else is_narrow
+
+
+def _up(number: int, unit: int) -> int:
+    return -(-number // unit) * unit

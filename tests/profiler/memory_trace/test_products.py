@@ -1,0 +1,82 @@
+"""What products of bf16 matrices take on this processor, by torch's profiler, and what is said of them."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+from real_steps import allocator_peak
+from torch import Tensor
+
+from scrimp.profiler.memory_trace.products import product_bytes, unit_here
+from scrimp.profiler.memory_trace.workspace import cpu_workspace
+
+SIZES = (16, 17, 64, 100, 192, 512, 576, 1024, 1632, 2048, 4096)
+LARGEST = 2**28
+"""Multiplications of a product."""
+LAYOUTS = ("forward", "dgrad", "wgrad")
+
+
+def operands(layout: str, m: int, n: int, k: int) -> tuple[Tensor, Tensor]:
+    """As a linear layer stores them."""
+    left = (
+        torch.zeros(k, m, dtype=torch.bfloat16).t()
+        if layout == "wgrad"
+        else torch.zeros(m, k, dtype=torch.bfloat16)
+    )
+    right = (
+        torch.zeros(n, k, dtype=torch.bfloat16).t()
+        if layout == "forward"
+        else torch.zeros(k, n, dtype=torch.bfloat16)
+    )
+    return left, right
+
+
+def hidden_bytes(left: Tensor, right: Tensor) -> int:
+    return allocator_peak(lambda: torch.mm(left, right)) - 2 * left.shape[0] * right.shape[1]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 16])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_product_takes_at_most_what_is_said(layout: str, threads: int) -> None:
+    torch.set_num_threads(threads)
+    shapes = [
+        shape for shape in itertools.product(SIZES, repeat=3) if shape[0] * shape[1] * shape[2] <= LARGEST
+    ]
+    for m, n, k in random.Random(threads).sample(shapes, 30):
+        left, right = operands(layout, m, n, k)
+        said = cpu_workspace(torch.ops.aten.mm.default, (left, right), {})
+        assert hidden_bytes(left, right) <= said, (m, n, k)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_products_of_the_smallest_preset_leave_little_room(layout: str) -> None:
+    """llama-3m: at most 2 MB, of steps that take more than 100."""
+    width, ffn, vocabulary, tokens = 192, 512, 4096, 1024
+    for outputs, inputs in ((3 * width, width), (2 * ffn, width), (width, ffn), (vocabulary, width)):
+        m, n, k = {
+            "forward": (tokens, outputs, inputs),
+            "dgrad": (tokens, inputs, outputs),
+            "wgrad": (outputs, inputs, tokens),
+        }[layout]
+        said = product_bytes(m, n, k, unit_here(), 2, transposed=layout == "wgrad")
+        room = said - hidden_bytes(*operands(layout, m, n, k))
+        assert 0 <= room <= 2_000_000, (m, n, k, room)
+
+
+def test_fp32_and_tiny_products_take_nothing() -> None:
+    mm = torch.ops.aten.mm.default
+    assert cpu_workspace(mm, (torch.ones(64, 64), torch.ones(64, 64)), {}) == 0
+    tiny = torch.ones(16, 16, dtype=torch.bfloat16)
+    assert cpu_workspace(mm, (tiny, tiny), {}) == hidden_bytes(tiny, tiny) == 0
+
+
+def test_the_bias_and_a_sum_change_nothing() -> None:
+    left, right = operands("forward", 512, 192, 256)
+    bias, total = torch.zeros(192, dtype=torch.bfloat16), torch.zeros(512, 192, dtype=torch.bfloat16)
+    said = cpu_workspace(torch.ops.aten.mm.default, (left, right), {})
+    assert cpu_workspace(torch.ops.aten.addmm.default, (bias, left, right), {}) == said
+    assert allocator_peak(lambda: torch.addmm(bias, left, right)) - total.nbytes <= said
+    assert allocator_peak(lambda: total.addmm_(left, right)) <= said
