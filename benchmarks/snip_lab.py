@@ -30,8 +30,8 @@ from scrimp.runtime.execute import DTYPES
 from scrimp.train.checkpoint import CheckpointStore
 from scrimp.train.evaluation import evaluate
 from scrimp.train.optimizer import AdamW
+from scrimp.train.run_state import read_state
 from scrimp.train.setup import decide, open_run_corpus
-from scrimp.train.weights import architecture_of_checkpoint
 
 Choices = Mapping[str, Sequence[str]]
 """Layer to recipes of fprop, dgrad, wgrad."""
@@ -49,7 +49,8 @@ class Lab:
         config = load_config(trunk / "config.toml")
         store = CheckpointStore(trunk, keep_last=1, keep_every=0)
         checkpoint = next(c for c in store.complete() if step in (0, c.step))
-        architecture = architecture_of_checkpoint(checkpoint)
+        state = read_state(checkpoint)
+        architecture = state.architecture
         self.decisions = decide(config, architecture=architecture)
         self.train_config = self.decisions.config.train
         self.corpus = open_run_corpus(self.decisions, progress=False)
@@ -64,7 +65,7 @@ class Lab:
         self.start, self._updates = step, 0
         if step:
             checkpoint.load(tensors)
-            self._updates = checkpoint.state["position"]["updates"]
+            self._updates = state.position.updates
         self._tensors, self._saved = tensors, {name: t.clone() for name, t in tensors.items()}
         names = [name for name, module in self.model.named_modules() if isinstance(module, torch.nn.Linear)]
         self.layers = [name for name in names if name != "head"]
