@@ -391,6 +391,7 @@ def _traced_base(
 ) -> StepCosts:
     return _costs(
         architecture,
+        torch.get_num_threads(),
         precision=rules.compute,
         parameters=train.parameters,
         master_weights=bool(train.master_weights),
@@ -409,8 +410,12 @@ def _traced_base(
 
 @cache
 def _costs(
-    architecture: Architecture, *, linears: tuple[tuple[str, LinearPrecision], ...], **settings: Any
+    architecture: Architecture,
+    num_threads: int,
+    *,
+    linears: tuple[tuple[str, LinearPrecision], ...],
+    **settings: Any,
 ) -> StepCosts:
-    """As `trace_costs`, once: a configuration is asked for while its micro-batch is looked for, when it is refused, and
-    when its data are open."""
+    """`trace_costs`, once: a configuration is asked for while its micro-batch is looked for, when it is refused, and
+    when its data are open. Kernels of a CPU take memory by the number of threads, which the trace reads from torch."""
     return trace_costs(architecture, linears=dict(linears), **settings)
