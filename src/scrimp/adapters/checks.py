@@ -108,7 +108,7 @@ def refuse_other_device(plan: PrecisionPlan, device: str) -> None:
 
 
 def _shapes(plan: PrecisionPlan, linears: Mapping[str, nn.Module]) -> str:
-    """Of the planned layers as they are here, (outputs, inputs), each shape with the first that has it."""
+    """The planned layers' shapes here, (outputs, inputs), each with the first layer that has it, as text."""
     first: dict[tuple[int, ...], str] = {}
     for name in plan.layers:
         first.setdefault(tuple(weight_matrix(linears[name]).shape), name)

@@ -39,7 +39,7 @@ class Inexpressible:
     gemm: str
     """fprop, dgrad or wgrad; saved, where what backward keeps of the input is another."""
     recipe: str
-    """As planned."""
+    """The recipe that the plan asks for."""
     instead: str
     """What runs."""
     why: str

@@ -116,7 +116,7 @@ class SnipCallback(TrainerCallback, ExportableState):
 
     @property
     def plan(self) -> PrecisionPlan | None:
-        """Of now; None before the first."""
+        """The current plan; None before the first."""
         return self.cycle.plan
 
     @property

@@ -93,8 +93,8 @@ def assign_activations(text: str, num_blocks: int) -> list[Activations]:
 
 
 def blocks_on_host(key: str, text: str, num_blocks: int) -> int | None:
-    """Of how many blocks a class of states lives on the host, by memory.weights, .gradients or .optimizer; None: the
-    plan decides.
+    """The number of blocks whose weights, gradients or optimizer states live on the host, as memory.weights, .gradients
+    or .optimizer asks for; None: the plan decides.
 
     Raises:
         ConfigError: neither a place nor a number of blocks that the model has.

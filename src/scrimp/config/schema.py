@@ -220,11 +220,11 @@ class SnipConfig:
     """How errors are followed through the model: ratios (few passes), blocks (per block), exact (per layer).
     auto: ratios where the model has a residual stream."""
     loss_weight: float = 1.0
-    """Of the loss divergence in a GEMM's cost."""
+    """Weight of the loss divergence in a GEMM's cost."""
     update_weight: float = 1.0
-    """Of the weight divergence in a GEMM's cost."""
+    """Weight of the weight divergence in a GEMM's cost."""
     curvature_weight: float = 0.0
-    """Of the mean second-order change of the loss in a GEMM's cost."""
+    """Weight of the mean second-order change of the loss in a GEMM's cost."""
     final_share: float = 0.0
     """Last share of the run that may have a plan of higher precision, within the budget of the whole; 0 for none."""
     final_weight: float = 4.0

@@ -72,13 +72,13 @@ class QuantizedTensor:
     payload: Tensor
     """float8, or uint8 with two 4-bit codes a byte; the tensor's axes, the scaled one moved last."""
     scales: Tensor
-    """Of the groups, in the payload's axes: float32, float8_e4m3fn, or uint8 biased exponents."""
+    """Scales of the groups, in the payload's axes: float32, float8_e4m3fn, or uint8 biased exponents."""
     tensor_scale: Tensor | None
     """NVFP4's fp32 scale of the whole tensor."""
     operand: Operand
     axis: int
     shape: torch.Size
-    """Of the original tensor."""
+    """Shape of the original tensor."""
 
     @property
     def nbytes(self) -> int:
@@ -109,7 +109,7 @@ class QuantizedTensor:
         return replace(self, payload=nothing, scales=nothing, tensor_scale=None)
 
     def dequantize_matrix(self) -> FakeQuantized:
-        """Of a matrix: the values and the scale that leaves a GEMM's sum; rotated values stay rotated."""
+        """The values of a matrix, and the scale that can be taken out of a GEMM's sum; rotated values stay rotated."""
         is_upright = self.axis % 2 == 1
         values = self._values()
         outer = self.tensor_scale

@@ -46,7 +46,7 @@ class GroupScales:
     """Scales of groups, all of one broadcastable shape."""
 
     stored: Tensor
-    """As kept: float32, float8_e4m3fn, or uint8 biased exponents."""
+    """The scales as they are kept: float32, float8_e4m3fn, or uint8 biased exponents."""
     decode: Tensor
     """float32: what a code is multiplied by (without the tensor's scale)."""
     encode: Tensor

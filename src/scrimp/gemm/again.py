@@ -38,7 +38,7 @@ Operators = Collection[Any]
 
 
 class _Local(threading.local):
-    """Of each thread: autograd runs backward passes in threads of its own."""
+    """State of one thread: autograd runs backward passes in threads of its own."""
 
     is_again = False
     handled: PlannedLayer | None = None

@@ -87,7 +87,7 @@ class _Stopwatch:
         self.device = device
 
     def seconds(self, backend: Backend, trial: Trial, sizes: Sizes) -> tuple[float, float]:
-        """Of a GEMM with its quantization, and of the bf16 product alone, measured in turns."""
+        """Seconds of a GEMM with its quantization, and of the bf16 product alone, measured in turns."""
         plain = make_trial(trial.gemm, "bf16", sizes, self.device, torch.bfloat16)
         times: tuple[list[float], list[float]] = [], []
         self._once(BACKENDS["torch"], plain)

@@ -40,9 +40,9 @@ class Measurement:
     error: float | None = None
     """Relative distance from float64; None where it did not run."""
     seconds: float | None = None
-    """Of one GEMM with its quantization."""
+    """Time of one GEMM with its quantization."""
     bf16_seconds: float | None = None
-    """Of bf16 at the same sizes."""
+    """Time of the bf16 product at the same sizes."""
     sizes: str = ""
     """Where it was timed."""
 
@@ -100,7 +100,7 @@ class DoctorReport:
         return [m for m in self.measurements if m.status == WRONG]
 
     def to_json(self) -> str:
-        """As `scrimp doctor --json` prints it."""
+        """The JSON text that `scrimp doctor --json` prints."""
         return json.dumps({"format": _FORMAT, **finite(asdict(self))}, indent=1)
 
     @classmethod

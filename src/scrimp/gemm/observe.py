@@ -40,7 +40,7 @@ class Execution:
     """How both were quantized, with the streams of their noise."""
     result: Tensor
     kept: tuple[Use, Use] | None = None
-    """Of fprop that made codes of X for wgrad: how they were made, and how wgrad will quantize what they stand for."""
+    """Where fprop made codes of X for wgrad: how they were made, and how wgrad will quantize what they stand for."""
 
 
 Observer = Callable[[Execution], None]

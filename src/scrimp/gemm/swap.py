@@ -31,7 +31,7 @@ class PlannedModel:
     def __init__(self, model: nn.Module, layers: dict[str, nn.Module], clock: Clock) -> None:
         self._model, self._layers, self.clock = model, layers, clock
         self.proof: Fingerprints | None = None
-        """Of the GEMMs that the last plan changed, where someone asked for it (`prove`)."""
+        """The proof of the GEMMs that the last plan changed, where someone asked for it (`prove`)."""
         self._is_joint, self._passes = False, 0
         """Whether all ranks prove together and wait for numbers; forward passes since."""
         self._hook = model.register_forward_pre_hook(self._tick)

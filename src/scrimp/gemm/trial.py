@@ -46,7 +46,7 @@ _NOISE = Noise(1)
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a linear layer and its batch."""
+    """Sizes of a linear layer and its batch."""
 
     tokens: int
     inputs: int

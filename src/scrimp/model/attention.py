@@ -297,7 +297,7 @@ def _flash_runs(dtype: torch.dtype, head_size: int, capability: tuple[int, int])
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:
-    """Of a GPU as it is; of a CPU that of the GPU that it stands for."""
+    """A GPU's own compute capability; on a CPU, that of the GPU that it stands for."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device)
     return STAND_IN.get(device.type, Gpu()).capability

@@ -10,7 +10,7 @@ from __future__ import annotations
 from scrimp.model.decoder import Decoder
 
 MOST_GRAPHS = 64
-"""Of a block: its layers save inputs, codes or nothing, in training and evaluation, as far as plans mix them."""
+"""Most graphs of one block: its layers save inputs, codes or nothing, in training and evaluation, as plans mix them."""
 
 
 def compile_blocks(model: Decoder, graphs: int = MOST_GRAPHS) -> None:

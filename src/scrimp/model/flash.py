@@ -75,17 +75,17 @@ class Heads:
     keys: int
     size: int
     multiprocessors: int
-    """Of the device."""
+    """The device's number of multiprocessors."""
 
     @classmethod
     def of(cls, architecture: Architecture, device: torch.device) -> Heads:
-        """Of a model on a device."""
+        """The heads of a model on a device."""
         a = architecture
         return cls(a.num_heads, a.num_kv_heads, a.head_size, gpu_of(device).multiprocessors)
 
 
 def gpu_of(device: torch.device) -> Gpu:
-    """A GPU as it is; of a CPU the GPU that it stands for."""
+    """A GPU as it is; on a CPU, the GPU that it stands for."""
     if device.type != "cuda":
         return STAND_IN.get(device.type, Gpu())
     count = int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -157,7 +157,7 @@ class Pieces:
 
     @property
     def left(self) -> int | None:
-        """As the kernel counts: the keys to the left without the query's own."""
+        """Keys to the left without the query's own, which is how the kernel counts; None: all."""
         return None if self.window is None else self.window - 1
 
 

@@ -42,7 +42,7 @@ from torch.autograd.function import once_differentiable
 from scrimp.gemm import compute_dtype
 
 FusedNorm = Callable[[Tensor, Tensor, float], Tensor]
-"""Of x, weight and eps: what stands for CUDA's kernel."""
+"""A function of x, weight and eps that stands for CUDA's kernel."""
 _fused_norm: ContextVar[FusedNorm | None] = ContextVar("fused_norm", default=None)
 
 

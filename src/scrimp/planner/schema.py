@@ -116,9 +116,9 @@ class Figures:
     """Predicted or measured figures; None where there is none."""
 
     peak_device_bytes: int | None = None
-    """Of tensors on the device."""
+    """Peak of the tensors on the device."""
     peak_host_bytes: int | None = None
-    """Of tensors on the host: of a step, and a checkpoint's copy and file. Predicted only."""
+    """Peak of the tensors on the host: those of a step, and a checkpoint's copy and file. Predicted only."""
     step_seconds: float | None = None
     loss_divergence: float | None = None
     weight_divergence: float | None = None
@@ -161,7 +161,7 @@ class Plan:
 
     @property
     def edited(self) -> list[str]:
-        """Of a plan that was read: the sections (blocks, states) that somebody else has changed."""
+        """The sections (blocks, states) of a plan that was read which somebody else has changed."""
         return [name for name in EDITABLE if self.written.get(name, "") not in ("", self._digest(name))]
 
     def _digest(self, name: str) -> str:

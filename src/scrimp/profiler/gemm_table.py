@@ -67,9 +67,9 @@ class GemmTimes:
 
     device: str
     tokens: int
-    """Of one micro-batch on this device."""
+    """Tokens of one micro-batch on this device."""
     seconds: ByGemm
-    """Of one micro-batch."""
+    """Seconds for one micro-batch."""
     spread: ByGemm = field(default_factory=dict)
     """Width of the middle half of the repeats over the time."""
     backends: Names = field(default_factory=dict)

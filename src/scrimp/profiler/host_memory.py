@@ -69,7 +69,7 @@ class _Mount:
 
 
 def _left_by_groups(root: Path) -> Iterator[int]:
-    """Of each group of the process that has a limit, the bytes that it leaves."""
+    """Yield the bytes that are left in each control group of the process that has a limit."""
     groups = _own_groups(root)
     for mount in _mounts(root):
         own = groups.get(mount.files)

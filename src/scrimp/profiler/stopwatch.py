@@ -155,7 +155,7 @@ def _flush_bytes(device: torch.device) -> int:
 
 
 def _last_cache_bytes() -> int:
-    """Of the CPU's largest cache, as Linux tells it."""
+    """Bytes of the CPU's largest cache, as Linux reports it."""
     found = []
     for file in _CACHES.glob("index*/size"):
         try:

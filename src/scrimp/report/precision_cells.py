@@ -84,7 +84,7 @@ class CellFacts:
     other: str
     """The next best format."""
     change: str
-    """Of the harm, by that format."""
+    """How that format would change the harm."""
     certainty: str
     """Percent, rounded down."""
 

@@ -42,7 +42,7 @@ class Move:
     harm_now: float
     harm_other: float
     share: float | None
-    """Of the FLOPs of all linear layers, this GEMM alone; None where unknown."""
+    """This GEMM's share of the FLOPs of all linear layers; None where unknown."""
     certainty: float | None
 
     @property

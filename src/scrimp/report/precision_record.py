@@ -70,7 +70,7 @@ class Analysis:
     solver_note: str
     gap: float | None
     seconds: Mapping[str, float]
-    """Of measuring, solving, and training that stood still."""
+    """Time spent on measuring and solving, and time that training stood still."""
     shares: Mapping[str, float]
     """Layer to its share of the FLOPs of all linear layers, three GEMMs together."""
     stages: Mapping[str, int]

@@ -162,7 +162,7 @@ def event_table(run: RunRecord) -> Markup | None:
 
 
 def some_of_each_kind(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Of many events of one kind the first and the last."""
+    """All events of a kind where they are few; the first and the last where they are many."""
     places: dict[str, list[int]] = {}
     for index, event in enumerate(events):
         places.setdefault(str(event.get("kind")), []).append(index)

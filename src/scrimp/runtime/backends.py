@@ -110,7 +110,7 @@ class Tuned:
     recipe: str
     shape: Shape
     out: torch.dtype
-    """Of the product: the working format of the run."""
+    """Type of the product: the working format of the run."""
 
     @property
     def nbytes(self) -> int:

@@ -34,7 +34,7 @@ from scrimp.runtime.memory import HostMemory, HostRoom, carry_out, uses_host, we
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 HEAD = "head"
 PLANNED_PROBE_TOKENS = 128
-"""Of the probe before training: a multiple of every group and of what kernels ask for."""
+"""Tokens of the probe before training: a multiple of every group and of what kernels ask for."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class Executable:
     host: HostMemory | None = None
     """The host's part of the memory, where the plan has any."""
     most_tokens: int = 0
-    """Of a micro-batch, for which the memory was planned; 0: not said."""
+    """Tokens of a micro-batch for which the memory was planned; 0: not given."""
     longest: int = 0
-    """Tokens of a sequence, for which it was planned; 0: not said."""
+    """Tokens of a sequence for which it was planned; 0: not given."""
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         """Casts GEMM inputs to bf16 where the parameters are fp32."""
@@ -86,7 +86,11 @@ class Executable:
             )
 
     def _refuse_unplanned(self, rows: int, length: int) -> None:
-        """As many tokens in fewer, longer sequences take more: attention's workspace grows with their length."""
+        """Refuse a micro-batch that the memory was not planned for.
+
+        Sequences count as well as tokens: as many tokens in fewer, longer sequences take more, since attention's
+        workspace grows with their length.
+        """
         if 0 < self.longest < length:
             what, most = "a sequence is longer than the planned one", f"{self.longest:,} tokens in a sequence"
         elif 0 < self.most_tokens < rows * length:

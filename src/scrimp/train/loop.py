@@ -53,8 +53,8 @@ from scrimp.train.setup import Decisions
 
 RANDOM_STATE = "random.torch"
 COUNTED_STEP = 3
-"""Of a start, in which a CPU's tensors are counted: the first steps make what later ones find, and rates are taken
-from steps after it."""
+"""The step, from a start on, in which a CPU's tensors are counted: the first steps make what later ones find, and
+rates are taken from the steps after it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -446,7 +446,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def _counting(self, micro_batches: int) -> Iterator[None]:
-        """Of the first step of a plan: the planned GEMMs that run inside must be those of the plan, in its formats."""
+        """Check in a plan's first step that the planned GEMMs that run inside are those of the plan, in its formats."""
         if self._proof is None:
             yield
             return

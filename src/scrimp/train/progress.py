@@ -184,7 +184,7 @@ class StepLine:
         return " of measured BF16 peak" if self.peak_origin.startswith("measured") else " of spec BF16 peak"
 
     def _fitting(self, figures: list[str], width: int) -> str:
-        """As many figures as one row holds: a wrapped live line would leave rests behind."""
+        """The first figures, as many as one row holds: a wrapped live line would leave pieces behind."""
         while len(figures) > 1 and len(" · ".join(figures)) > width:
             figures = figures[:-1]
         return " · ".join(figures)

@@ -72,7 +72,7 @@ class TritonBackend(Backend):
         return recipe != "fp8"
 
     def tuning_bytes(self, gemm: str, recipe: str, shape: Shape, out: torch.dtype) -> int:
-        """Of products of tiles, whose kernel has shapes to choose from."""
+        """Bytes for products of tiles, whose kernel has shapes to choose from; 0 for all others."""
         is_tuned = operands_of(gemm, recipe)[0].scaling in TILES  # type: ignore[union-attr]
         return kernels.tuning_bytes(shape.m, shape.n, shape.k, out) if is_tuned else 0
 

@@ -23,7 +23,7 @@ TILE = 128
 CODE_TYPES = {"e2m1": torch.float8_e4m3fn, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 """E2M1 values are stored as the E4M3 codes of the same values: FP4 arithmetic on FP8 tensor cores."""
 WARPS_NEAREST, WARPS_STOCHASTIC = 8, 16
-"""Of a program with a block of 128 x 128. Nearest: two programs fit a multiprocessor at 128 registers; with noise
+"""Warps of a program with a block of 128 x 128. Nearest: two programs fit a multiprocessor at 128 registers; with noise
 128 do not suffice, and one program should have more warps. By registers alone: times are not measured yet."""
 INPUT_TYPES = (torch.bfloat16, torch.float32)
 

@@ -56,7 +56,7 @@ class Question:
     seconds: Array | None = None
     """[L, 3, P], measured, of each GEMM in each format."""
     other_seconds: float = 0.0
-    """Of a step beside the planned GEMMs; counts in a budget of time."""
+    """Seconds that a step takes beside the planned GEMMs; they count in a budget of time."""
     bf16_seconds: Array | None = None
     """[L, 3], what a speed-up is over; None: the bf16 column of `seconds`."""
     allowed: NDArray[np.bool_] | None = None
@@ -207,7 +207,7 @@ def priced(question: Question, costs: Array) -> Array:
 
 
 def share_in_4_bits(profile: PrecisionProfile, formats: NDArray[np.int64]) -> float:
-    """Of the planned layers' FLOPs."""
+    """Share of the planned layers' FLOPs that run in 4 bits."""
     low = is_low(profile.formats)
     return float((profile.flops[:, None] / len(GEMMS) * low[formats]).sum())
 

@@ -61,7 +61,7 @@ class Weights:
     """How the terms of the cost are weighted against each other."""
 
     loss: float = 1.0
-    """Of the loss divergence."""
+    """Weight of the loss divergence."""
     update: float = 1.0
     """beta, of the weight divergence."""
     curvature: float = 0.0
@@ -70,7 +70,7 @@ class Weights:
 
 @dataclass(frozen=True, eq=False)
 class Divergence:
-    """Of one batch, or averaged over several; each term apart."""
+    """The divergence of one batch, or averaged over several; each term apart."""
 
     loss: Array
     """[L, P] LD of X and W together."""

@@ -57,7 +57,7 @@ def intervals(question: Question, formats: NDArray[np.int64]) -> dict[str, list[
 
 
 def root_interval(squares: Array, sizes: Array) -> tuple[float, float]:
-    """Of the root of mean(squares) / mean(sizes), both [n] of independent batches; see the module."""
+    """The interval of the root of mean(squares) / mean(sizes), both [n] of independent batches; see the module."""
     number, mean, size = len(squares), float(squares.mean()), float(sizes.mean())
     if not mean > 0 or not size > 0:
         return (0.0, 0.0) if mean == 0 else (math.nan, math.nan)

@@ -103,7 +103,7 @@ class PrecisionPlan:
         return found
 
     def to_json(self) -> str:
-        """As text, one line per layer."""
+        """The plan as JSON text, one line per layer."""
         facts = dataclasses.asdict(self)
         layers = facts.pop("layers")
         rows = ",\n".join(f"    {json.dumps(name)}: {json.dumps(row)}" for name, row in layers.items())

@@ -95,7 +95,7 @@ class Bound:
         )
 
     def seconds(self, passes: float, offloaded: float = 0) -> float:
-        """Of a step whose blocks compute and offload so much (seconds, bytes) per micro-batch."""
+        """Least seconds of a step whose blocks compute and offload so much (seconds, bytes) per micro-batch."""
         later = self.setup.micro_batches - 1
         total = self._micro_batch(passes, offloaded, 0)
         if later:
@@ -115,7 +115,7 @@ class Bound:
         return self.ends + max(seconds)
 
     def _on_device(self) -> float:
-        """Of the updates there, which no backward pass hides."""
+        """Least seconds of the device's updates, which no backward pass hides."""
         return max(self.update, self._link(self.update_up + self.returned, self.update_down))
 
     def _link(self, up: float, down: float) -> float:

@@ -61,7 +61,7 @@ class BlockClass:
     norm_peak: int = 0
     """Temporary memory of the norm of one of its gradients."""
     norms: int = 0
-    """Of the norms themselves, which stay on the device where the gradients leave."""
+    """Bytes of the norms themselves, which stay on the device where the gradients leave."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,12 @@ class EndsCost:
     """Most during head, loss and their backward pass above what was live after the last block, gradients of head and
     final norm included."""
     head_gradients: int
-    """Of the gradients above, those that exist once the head's backward pass is over."""
+    """The part of the gradients above that exists once the head's backward pass is over."""
     embedding_peak: int
     """Most during the embedding's backward pass above what was live before it, without the boundary's gradient."""
     waiting: int = 0
-    """Of the head's gradients, what waits for a second gradient of the same weight (tied embeddings) and is no
-    existing one even where they accumulate."""
+    """The part of the head's gradients that waits for a second gradient of the same weight (tied embeddings); it is new
+    even where gradients accumulate."""
     accumulating_head_peak: int | None = None
     """`head_peak` where gradients exist already; None: the same."""
     accumulating_embedding_peak: int | None = None
@@ -118,7 +118,7 @@ class StepCosts:
     resident: int = 0
     """Whatever else stays on the device: tokens, RoPE tables, copies of weights in other formats."""
     tables: int = 0
-    """Of these, what ends with the backward pass: RoPE tables, a mask."""
+    """The part of `resident` that ends with the backward pass: RoPE tables, a mask."""
 
     @property
     def checkpoint_state(self) -> int:

@@ -142,7 +142,7 @@ def _run(costs: StepCosts, tables: Sequence[_Table], limits: _Limits, effort: in
 
 
 def _most_seconds(costs: StepCosts) -> float:
-    """Of all blocks, each at its slowest."""
+    """Seconds of all blocks, each at its slowest."""
     slowest = [max(c.forward_seconds + c.backward_seconds for c in k.choices.values()) for k in costs.classes]
     return sum(slowest[number] for number in costs.blocks)
 

@@ -30,7 +30,7 @@ class Machine:
     device_memory: float
     """Bytes/s of the device's own memory: what bounds an update there."""
     pinned_bytes: int | None = None
-    """Of the host's bytes, those that may be pinned; None: all."""
+    """The part of the host's bytes that may be pinned; None: all."""
 
     def __post_init__(self) -> None:
         rates = (self.upload, self.download, self.upload_together, self.download_together)
@@ -55,7 +55,7 @@ class Setup:
     """What is fixed while the planner looks for a plan."""
 
     micro_batches: int = 1
-    """Of one optimizer step."""
+    """Micro-batches of one optimizer step."""
     waits_for_norm: bool = True
     """Whether no update that is not early can start before the last gradient exists: clipping needs the norm of all
     of them, and so does skipping a step whose norm is not finite."""
@@ -67,7 +67,7 @@ class Setup:
             raise PlanError("a step has at least one micro-batch", got=self.micro_batches)
 
     def updaters_on(self, machine: Machine) -> tuple[Update, ...]:
-        """Of `updaters`, those that the machine has; the device where it has none."""
+        """Those of `updaters` that the machine has; the device where it has none."""
         found = tuple(one for one in self.updaters if one == "device" or machine.cpu_adam is not None)
         return found or ("device",)
 

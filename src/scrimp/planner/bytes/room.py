@@ -53,11 +53,11 @@ class Budgets:
     host: int
     """The same; 0: nothing of a step may live there."""
     copy: int = 0
-    """Of a checkpoint, where it lies in the device's memory: as long as the host has no budget of its own."""
+    """Bytes of a checkpoint's copy in the device's memory: it lies there while the host has no budget of its own."""
     share: float = 1.0
-    """Of the device's budget, that a step may take."""
+    """Share of the device's budget that a step may take."""
     pinned: int | None = None
-    """Of the host's bytes, those that may be pinned; None: all."""
+    """The part of the host's bytes that may be pinned; None: all."""
     host_for: Callable[[int], int] = int
     """From bytes of a step on the host to a budget that is enough for them."""
     free: int | None = None
@@ -118,7 +118,7 @@ def smallest(costs: StepCosts, machine: Machine, setup: Setup, only: Split | Non
 
 
 def nothing_fits_for_sure(costs: StepCosts, machine: Machine, setup: Setup, only: Split | None) -> bool:
-    """Of a problem for which no plan was found: whether there is none, as far as `feasible` can say."""
+    """Whether a problem for which no plan was found has none, as far as `feasible` can say."""
     splits = [None] if only is None else _splits(costs, machine, setup, only)
     return all(any_that_fits(costs, machine, setup, split).is_certain for split in splits)
 

@@ -23,7 +23,7 @@ class Split:
 
     @classmethod
     def of(cls, states: States) -> Split:
-        """As many blocks of each class, with the same updater."""
+        """The split with as many blocks of each class on the host as `states` has, and the same updater."""
         return cls(sum(states.weights), sum(states.gradients), sum(states.optimizer), states.update)
 
     def states(self, blocks: int) -> States:
@@ -37,7 +37,7 @@ class Split:
         )
 
     def within(self, blocks: int) -> Split:
-        """As it is carried out: numbers from 0 to the blocks, gradients with CPU Adam's blocks."""
+        """The split as it is carried out: numbers from 0 to the blocks, and gradients with CPU Adam's blocks."""
         counts = {name: min(max(getattr(self, name), 0), blocks) for name in CLASSES}
         if self.update != "device":
             counts["gradients"] = max(counts["gradients"], counts["optimizer"])

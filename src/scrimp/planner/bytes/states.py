@@ -82,7 +82,7 @@ _UPDATED: dict[Update, str] = {
 
 @dataclass(frozen=True)
 class States:
-    """Of each block, first to last: whether a class lives on the host."""
+    """Whether each class of states lives on the host, for every block from first to last."""
 
     weights: tuple[bool, ...]
     gradients: tuple[bool, ...]
@@ -108,7 +108,7 @@ class States:
         optimizer: int = 0,
         update: Update = "device",
     ) -> States:
-        """As many blocks of each class on the host.
+        """Put the given number of blocks of each class on the host.
 
         Weights of the first blocks: the last are used again first. Gradients and optimizer states of the last: their
         gradients come first, so that least accumulates, and CPU Adam's tail is shortest.
@@ -186,11 +186,11 @@ class Moment:
     bytes: int
     """On the device."""
     activations: int
-    """Of these, what waits for its backward pass or is on its way."""
+    """The part of `bytes` that waits for its backward pass or is on its way."""
     gradients: int
-    """Of these, gradients that are not being made right now."""
+    """The part of `bytes` that is gradients, without those being made right now."""
     weights: int
-    """Of these, weights that live on the host."""
+    """The part of `bytes` that is weights whose home is the host."""
 
     @property
     def name(self) -> str:
@@ -319,7 +319,7 @@ def undo_bytes(costs: StepCosts, states: States) -> int:
 
 
 def _gradients_here(costs: StepCosts, states: States) -> list[int]:
-    """Of each block, 0 where they leave."""
+    """Gradient bytes that each block keeps on the device: 0 where they leave."""
     return [0 if host else class_of(costs, i).gradients for i, host in enumerate(states.gradients)]
 
 

@@ -46,7 +46,7 @@ class Timeline:
 
     seconds: float
     compute: float
-    """Of the model: forward, backward, what is made again."""
+    """Seconds in which the model computes: forward, backward, what is made again."""
     lanes: Mapping[str, float]
     """Busy, by lane: compute (updates on the device too), upload, download, cpu."""
     exposed: Mapping[str, float]

@@ -50,7 +50,7 @@ class MovingGradients:
     backward: Bytes
     """While each block runs backward, without those that its pass makes."""
     coming: Bytes
-    """Of these, sums of the block before that are on their way."""
+    """The part of `backward` that is sums of the block before, on their way."""
     embedding: int
 
 

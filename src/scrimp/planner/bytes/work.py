@@ -55,7 +55,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class PassSeconds:
-    """Of one block and one micro-batch."""
+    """Seconds of one block's passes over one micro-batch."""
 
     forward: float
     backward: float
@@ -127,7 +127,7 @@ class _Parts:
         return sum(self.product(name, gemm) for name in GEMM_NAMES for gemm in gemms)
 
     def moved(self, elements: float) -> float:
-        """Of reading and writing so many elements."""
+        """Seconds for reading and writing so many elements."""
         return elements * COMPUTE_BYTES[self.compute] / self.rates.bandwidth
 
     @property

@@ -62,7 +62,7 @@ class Subject:
     planned: PlannedModel
     optimizer: OptimizerView
     losses: Callable[[Any], Iterator[Tensor]]
-    """Of one statistics batch: each micro-batch's share of the batch's mean loss, with its graph."""
+    """From one statistics batch to each micro-batch's share of the batch's mean loss, with its graph."""
     compute: str
     """Format of the clean passes, fp32 or bf16."""
     device_name: str = "cpu"
@@ -148,7 +148,7 @@ def _nobody(execution: Execution) -> None:
 
 
 def _structure(subject: Subject, batch: Any) -> Structure | None:
-    """Of all planned layers, measured or not; from the first micro-batch."""
+    """The structure of all planned layers, measured or not, found with the first micro-batch."""
     before = ForwardState(subject.model, subject.planned)
     try:
         return find_structure(

@@ -110,9 +110,9 @@ class NodeGains:
         self.forward = np.zeros((len(NOISES), 2, num_weights, num_nodes))
         self.curvature = np.zeros(num_nodes)
         self.exits = np.zeros((len(NOISES), 2, num_weights, num_nodes - 1))
-        """Of an exit's input gradient on the entries of its sub-layer."""
+        """Gains of an exit's input gradient on the entries of its sub-layer."""
         self.entries = np.zeros_like(self.exits)
-        """Of an entry's output on the weights of its sub-layer."""
+        """Gains of an entry's output on the weights of its sub-layer."""
 
     def add_exits(self, row: int, changes: Changes, moved: Array) -> None:
         """From a backward run: how far noise at each exit has moved the weights."""

@@ -161,7 +161,7 @@ class NormWatch:
         sums.update(zip(factors, total.tolist(), strict=True))
 
     def _join_columns(self, layer: str, name: str, width: int, factor: float) -> None:
-        """Of all features, wherever they lie."""
+        """Put together the column sums of all features, whichever ranks hold them."""
         own, shard = self.columns.get((layer, name)), self._layers[layer].shard
         whole = np.zeros(width)
         if own is not None:

@@ -50,7 +50,7 @@ class Piece:
     """What one rank holds of a parameter."""
 
     shape: tuple[int, ...]
-    """Of the whole."""
+    """Shape of the whole parameter."""
     copies: int
     """Ranks that hold the same."""
     cut: Callable[[Tensor], Tensor]
@@ -287,7 +287,7 @@ def _data_parallel(model: nn.Module) -> tuple[int, int, Any]:
 
 
 def _mesh_of(modules: Sequence[Any]) -> Any:
-    """Of the data-parallel ranks of FSDP2, which torch tells nobody in public."""
+    """The mesh of FSDP2's data-parallel ranks, for which torch has no public function."""
     for module in modules:
         state = module._get_fsdp_state()
         groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
@@ -297,7 +297,7 @@ def _mesh_of(modules: Sequence[Any]) -> Any:
 
 
 def _tensor_mesh(model: nn.Module, data_mesh: Any) -> Any:
-    """Of the tensor-parallel ranks, from the parameters; None where there are none."""
+    """The mesh of the tensor-parallel ranks, taken from the parameters; None where there are none."""
     found: dict[tuple[int, ...], Any] = {}
     for name, parameter in model.named_parameters():
         mesh = entire = getattr(parameter, "device_mesh", None)

@@ -76,7 +76,7 @@ class OptimizerView(Protocol):
 
     @property
     def name(self) -> str:
-        """Of the update rule."""
+        """Name of the update rule."""
         ...
 
     def gradients(self) -> dict[str, Tensor]:
@@ -132,7 +132,7 @@ def sensitivity(
 
 
 def _rms(gradient: Tensor) -> float:
-    """Of the whole, where shards of it lie on several ranks; a collective then."""
+    """Root mean square of the whole gradient; a collective where its shards lie on several ranks."""
     if not hasattr(gradient, "device_mesh"):
         return float(gradient.float().square().mean().sqrt())
     norm = cast(Any, torch.linalg.vector_norm(gradient.float())).full_tensor()
@@ -165,7 +165,7 @@ class TorchOptimizer:
 
     @classmethod
     def as_gradients(cls, optimizer: Any, model: nn.Module, *, max_norm: float = 0.0) -> TorchOptimizer:
-        """Of any optimizer: updates taken as each parameter's gradient over its own rms."""
+        """A view of any optimizer: each parameter's update is taken as its gradient over the gradient's rms."""
         view = cls.__new__(cls)
         view._start("gradient", optimizer, model, max_norm)
         return view
@@ -176,7 +176,7 @@ class TorchOptimizer:
         self._parameters: Mapping[str, nn.Parameter] = dict(model.named_parameters())
 
     def gradients(self) -> dict[str, Tensor]:
-        """Of all parameters that have one."""
+        """The gradients of all parameters that have one, by name."""
         return {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
 
     def rule(self, name: str) -> UpdateRule | None:
@@ -207,10 +207,10 @@ class TorchOptimizer:
         )
 
     def clip_factor(self, norm: float) -> float:
-        """As torch.nn.utils.clip_grad_norm_ would."""
+        """The factor that torch.nn.utils.clip_grad_norm_ would multiply by."""
         return min(1.0, self._max_norm / (norm + 1e-6)) if self._max_norm > 0 else 1.0
 
     def zero_grad(self) -> None:
-        """Of all parameters, trained or not."""
+        """Forget the gradients of all parameters, trained or not."""
         for parameter in self._parameters.values():
             parameter.grad = None

@@ -35,7 +35,7 @@ class ForwardState:
         self._random_of_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
 
     def restore(self) -> None:
-        """As they were, buffers in their own memory."""
+        """Put everything back as it was, the buffers in their own memory."""
         with torch.no_grad():
             for module, tensors, values in self._buffers:
                 for name, tensor in tensors.items():

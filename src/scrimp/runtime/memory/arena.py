@@ -284,7 +284,7 @@ def rounded(nbytes: int) -> int:
 
 
 def _slab_sizes(nbytes: int, slab_bytes: int) -> list[int]:
-    """As equal as the alignment allows, so that no slab is a remnant."""
+    """Sizes of the slabs, as equal as the alignment allows, so that no slab is a remnant."""
     units, most = nbytes // ALIGNMENT, slab_bytes // ALIGNMENT
     pieces = -(-units // most)
     return [(units // pieces + (i < units % pieces)) * ALIGNMENT for i in range(pieces)]

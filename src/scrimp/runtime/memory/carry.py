@@ -54,7 +54,7 @@ class HostRoom:
     arena: HostArena
     link: Link
     places: dict[int, Place] = field(default_factory=dict)
-    """Of weights that were made in it, by their address."""
+    """Places of the weights that were made in it, by their address."""
 
     def make_weights(self, block: nn.Module) -> None:
         """Give a block without memory its weights here, so that they never lie anywhere else on the host."""

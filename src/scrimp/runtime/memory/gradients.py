@@ -73,7 +73,7 @@ class _Home:
         self.sent: Ticket | None = None
         """The last copy home."""
         self.norm: Tensor | None = None
-        """Of the sum, a scalar on the device."""
+        """Norm of the sum, a scalar on the device."""
 
 
 class HostGradients:

@@ -35,7 +35,7 @@ class Geometry:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Geometry:
-        """Of a strided tensor."""
+        """The geometry of a strided tensor."""
         return cls(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def on(self, memory: Tensor) -> Tensor:

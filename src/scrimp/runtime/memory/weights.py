@@ -87,7 +87,7 @@ class HostWeights:
         return {guest.tensor: guest.home for guests in self._guests.values() for guest in guests}
 
     def guests(self, block: int) -> list[Guest]:
-        """Of one block; none where its weights are on the device."""
+        """The guests of one block; none where its weights are on the device."""
         return self._guests.get(block, [])
 
     def leave(self) -> None:

@@ -48,7 +48,7 @@ def left_of_budget(config: Config, device: Device, arena: int) -> int | None:
 
 
 def largest_tensor_bytes(architecture: Architecture, config: Config) -> int:
-    """Of one tensor of a checkpoint: of the weights, their masters or moments."""
+    """Bytes of the largest tensor of a checkpoint: of the weights, their masters or moments."""
     ffn = 2 * architecture.ffn_width
     numbers = max(architecture.vocab_size, ffn) * architecture.width
     train = config.train

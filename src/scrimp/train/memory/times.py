@@ -40,7 +40,7 @@ Origin = Literal["measured", "predicted"]
 Seconds = tuple[Sequence[Mapping[str, PassSeconds]], float]
 """Level to seconds by class of blocks, and of the ends."""
 LIMIT_S = 5.0
-"""Of measuring blocks, and again of measuring the ends, as the roofline predicts it."""
+"""Most seconds for measuring blocks, and again for measuring the ends, as the roofline predicts them."""
 FEWEST_ROUNDS = 2
 
 
@@ -175,7 +175,7 @@ class _Model:
 def _at_least(
     measured: Mapping[str, PassSeconds], roofline: Mapping[str, PassSeconds]
 ) -> dict[str, PassSeconds]:
-    """Of one class of blocks, with no less to make again than the device's peak rates take."""
+    """Seconds of one class of blocks, where what is made again takes no less than at the device's peak rates."""
     return {
         level: dataclasses.replace(one, again=max(one.again, roofline[level].again))
         for level, one in measured.items()

@@ -68,7 +68,7 @@ class AdamW:
         """What is updated: parameters, or their masters."""
         self._moments: dict[str, Moments] = {}
         self._rounded_sums: dict[str, RoundedSum] = {}
-        """Of bf16 parameters without masters."""
+        """Sums of the gradients of bf16 parameters without masters."""
         self.num_updates = 0
         for name, parameter in self._parameters.items():
             self._add(name, parameter)

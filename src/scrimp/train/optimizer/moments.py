@@ -43,7 +43,7 @@ MomentFormat = Literal["fp32", "bf16", "8bit"]
 BLOCK = 128
 """Elements of a row that share a scale."""
 _DROPPED_BITS = 19
-"""Of fp32's 23 mantissa bits, 4 stay."""
+"""Mantissa bits that are dropped: 4 of fp32's 23 stay."""
 _SHIFT = 2.0**-15
 """c: 112 << 4 in the upper bits of fp32, a multiple of 256, so that a byte's wrap-around subtracts it."""
 _SHIFT_CODE = 112 << 4

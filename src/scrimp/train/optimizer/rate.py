@@ -22,7 +22,7 @@ from scrimp.train.optimizer.rounding import Scratch
 from scrimp.train.optimizer.update import Step, update
 
 ROWS, COLUMNS = 1024, 4096
-"""Of the matrix that is updated: 16 MB in fp32, which no cache holds four of."""
+"""Size of the matrix that is updated: 16 MB in fp32, of which no cache holds four."""
 REPEATS: Final = 3
 
 

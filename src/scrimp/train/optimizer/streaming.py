@@ -89,7 +89,7 @@ class Homes:
 
     @property
     def streamed(self) -> list[int]:
-        """Of these, those that the device updates."""
+        """Those blocks of `away` that the device updates."""
         return [block for block in self.away if block not in self.cpu]
 
 
@@ -126,11 +126,11 @@ class StreamedAdamW(AdamW):
         """Parameter to the guests among its tensors, by their name in a checkpoint."""
         self._names: dict[int, list[str]] = {block: [] for block in homes.away}
         self._host_weights: dict[str, _HostWeight] = {}
-        """Of the parameters that the CPU updates."""
+        """Host values of the parameters that the CPU updates."""
         self._slots: dict[str, GradientSlot] = {}
         self._clip_factor = 1.0
         self._early_lr: float | None = None
-        """Of updates that begin before the norm is known; None: they do not."""
+        """Learning rate of updates that begin before the norm is known; None: they do not."""
         super().__init__(parameters, train, seed=seed)
         slots = {block: [self.slot(name) for name in self._names[block]] for block in sorted(homes.gradients)}
         self.host_gradients = HostGradients(slots, homes.arena, homes.link)
@@ -189,7 +189,7 @@ class StreamedAdamW(AdamW):
             yield self._host_weights[name].values
 
     def slot(self, name: str) -> GradientSlot:
-        """As `AdamW.slot`; what the CPU updates has its sum on the device all the same."""
+        """Like `AdamW.slot`; what the CPU updates has its sum on the device all the same."""
         return self._slots.get(name) or super().slot(name)
 
     # -- a step --------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ class StreamedAdamW(AdamW):
         return float(torch.linalg.vector_norm(torch.stack([norm for norm in in_order if norm is not None])))
 
     def clip(self, norm: float, limit: float) -> None:
-        """As `AdamW.clip`; gradients at home are scaled when they come."""
+        """Clip like `AdamW.clip`; gradients at home are scaled when they come."""
         super().clip(norm, limit)
         clips = limit > 0 and math.isfinite(norm) and norm > limit
         self._clip_factor = limit / norm if clips else 1.0
@@ -355,7 +355,7 @@ class StreamedAdamW(AdamW):
                 yield f"{name}.{suffix}", tensor if guest is None else guest.home
 
     def restore_updates(self, num_updates: int) -> None:
-        """As `AdamW.restore_updates`; the CPU's copies of weights are those of the device again."""
+        """Restore like `AdamW.restore_updates`, and copy the device's weights to the CPU's again."""
         super().restore_updates(num_updates)
         for weight in self._host_weights.values():
             if weight.lives_on_device:

@@ -94,7 +94,7 @@ class PrecisionCycle:
         self._measure_seconds = 0.0
         self._times: StepTimes | None = None
         self._number = 0
-        """Of the step that is being taken, from 1: what logs and files say."""
+        """Number of the step that is being taken, counted from 1 as in logs and files."""
         self._note: str | None = None
         """To be told before the next step."""
         self.doubt: str | None = None

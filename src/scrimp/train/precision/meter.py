@@ -17,7 +17,7 @@ from scrimp.train.optimizer import AdamW
 from scrimp.train.setup import Decisions
 
 MOST_MICRO_BATCHES = 4
-"""Of a step, that a statistics batch takes."""
+"""Most micro-batches of a step that a statistics batch takes."""
 
 Batches = Callable[[int, int], Iterator[list[Batch]]]
 """From a step and a number of steps to their micro-batches."""

@@ -206,7 +206,7 @@ def replanned(plan: Plan, rules: PrecisionRules, recipes: Recipes, analysis: Pre
 
 
 def divergences_of(analysis: PrecisionPlan, recipes: Recipes) -> tuple[float | None, float | None]:
-    """Of loss and weights, as an analysis predicts them of formats that need not be those that it chose."""
+    """Divergences of loss and weights that an analysis predicts for formats, which need not be those that it chose."""
     chosen = recipes_in(analysis)
 
     def rescaled(predicted: float | None, part: str) -> float | None:

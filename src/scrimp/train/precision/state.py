@@ -47,7 +47,7 @@ class CycleState:
     """All that decides how a run goes on; JSON values."""
 
     recipes: Recipes
-    """Of the planned layers, now."""
+    """Current recipes of the planned layers."""
     previous: list[list[list[float]]] | None = None
     """Costs of the last statistics, [L][3][P], and the P formats that they are of."""
     previous_formats: list[str] = field(default_factory=list)
@@ -56,7 +56,7 @@ class CycleState:
     """Share of FLOPs in 4 bits, summed over the steps since the first plan."""
     waiting: Waiting | None = None
     step_seconds: list[float] = field(default_factory=list)
-    """Of the last steps, until the seconds beside the GEMMs are known."""
+    """Times of the last steps, kept until the seconds beside the GEMMs are known."""
     measure_from: int | None = None
     """Beside the calendar, from this step on: the plan of now is by another device's seconds."""
     guard: GuardState = field(default_factory=GuardState)
@@ -102,7 +102,7 @@ class CycleState:
 
 @dataclass(frozen=True)
 class _SavedPlans:
-    """As texts."""
+    """The saved plans as texts."""
 
     plan: str
     analysis: str | None

@@ -122,7 +122,7 @@ def keep_times(run_dir: Path, times: StepTimes) -> None:
 
 
 def gemm_seconds(times: StepTimes, shapes: dict[str, tuple[int, int]], recipes: Recipes) -> float:
-    """Of a step's planned GEMMs in given formats."""
+    """Seconds of a step's planned GEMMs in given formats."""
     total = 0.0
     for layer, row in recipes.items():
         names = tuple(dict.fromkeys(row))
@@ -192,7 +192,7 @@ def refuse_unreachable_speed(config: Config, times: StepTimes, shapes: dict[str,
 
 
 def _fastest_seconds(config: Config, times: StepTimes, shapes: dict[str, tuple[int, int]]) -> float:
-    """Of a step's planned GEMMs, in the fastest formats that a plan may give them."""
+    """Seconds of a step's planned GEMMs in the fastest formats that a plan may give them."""
     layers, sizes = list(shapes), list(shapes.values())
     pinned = parse_rules(config.precision).pinned(layers)
     fixed = [name for gemms in pinned.values() for name in gemms.values()]
@@ -209,7 +209,7 @@ def _fastest_seconds(config: Config, times: StepTimes, shapes: dict[str, tuple[i
 
 
 def _compute_seconds(config: Config, times: StepTimes, shapes: dict[str, tuple[int, int]]) -> float:
-    """Of a step's planned GEMMs, unquantized."""
+    """Seconds of a step's planned GEMMs, unquantized."""
     return float(times.seconds(list(shapes.values()), [config.precision_rules.compute]).sum())
 
 
