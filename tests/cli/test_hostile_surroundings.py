@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from typing import Any
 
 import pytest
 from tiny_run import flags, scrimp, write_corpus
+
+from scrimp.errors import LONGEST
 
 QUICK = 60.0
 
@@ -133,7 +136,8 @@ def test_a_named_pipe_is_no_configuration(tmp_path: Path) -> None:
     ],
 )
 def test_a_long_word_is_not_printed_whole(words: list[str], tmp_path: Path) -> None:
-    refusal(called([word.replace("LONG", "x" * 100_000) for word in words], cwd=tmp_path))
+    told = refusal(called([word.replace("LONG", "x" * 100_000) for word in words], cwd=tmp_path))
+    assert max(map(len, re.findall("x+", told)), default=0) <= LONGEST
 
 
 # -- prompts -----------------------------------------------------------------------------------

@@ -173,7 +173,8 @@ def test_a_closed_pipe_does_not_end_the_run() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     file = os.fdopen(writer, "w")
-    line = StepLine(total_steps=5, console=Console(file=file))
+    console = Console(file=file)
+    line = StepLine(total_steps=5, console=console)
     saved = os.dup(1)  # rich sends standard output to nowhere when a pipe is closed
     try:
         with line:
@@ -183,16 +184,19 @@ def test_a_closed_pipe_does_not_end_the_run() -> None:
     finally:
         os.dup2(saved, 1)
         os.close(saved)
+    assert console.quiet  # the pipe did break, and nothing more is tried
     with contextlib.suppress(BrokenPipeError):
         file.close()
 
 
 def test_a_closed_stream_does_not_end_the_run() -> None:
     file = io.StringIO()
-    with StepLine(total_steps=5, console=Console(file=file)) as line:
+    console = Console(file=file)
+    with StepLine(total_steps=5, console=console) as line:
         file.close()
         line.update(RECORD)
         line.message("still here")
+    assert console.quiet  # the stream did refuse, and nothing more is tried
 
 
 def test_a_message_of_a_signal_handler_in_the_middle_of_printing_is_shown_after_it() -> None:
