@@ -54,7 +54,7 @@ class Train:
     resume_from: int | None = None
     """Go on from the checkpoint of this step instead; newer ones are set aside, as checkpoints/left-step-*."""
     restart: FlagCreatePairsOff[bool] = False
-    """With --resume: begin again at step 0 where no checkpoint can be used. The run's logs of before are dropped."""
+    """With --resume: begin again at step 0 where no checkpoint can be used. The run's earlier logs are dropped."""
     config: Annotated[Config, arg(name="")] = field(default_factory=Config)
 
     def execute(self, given: frozenset[str]) -> int:

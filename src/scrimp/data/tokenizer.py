@@ -56,6 +56,7 @@ _COMPANIONS = (
     "generation_config.json",
     "chat_template.jinja",
 )
+"""Files beside tokenizer.json that are read along with it."""
 _LONGEST_COMPANION = 64 << 20
 
 TokenArray = npt.NDArray[np.generic]
@@ -193,6 +194,14 @@ class Tokenizer:
         make_folder(folder)
         for name, content in self.files().items():
             write_whole(folder / name, content.encode("utf-8", "surrogatepass"))
+
+    def replace(self, folder: Path) -> None:
+        """Write the tokenizer's files into `folder`, and remove what another one left that would be read with them."""
+        for name in _COMPANIONS:
+            if name not in self.files():
+                with storage(folder / name, "remove"):
+                    (folder / name).unlink(missing_ok=True)
+        self.save(folder)
 
 
 def _load_definition(definition: str, name: str) -> tokenizers.Tokenizer:

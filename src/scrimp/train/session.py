@@ -17,10 +17,9 @@ import torch
 
 from scrimp import __version__
 from scrimp.config import Config, decided, reasons_in, to_toml
-from scrimp.data import Tokenizer, load_tokenizer
-from scrimp.data.tokenizer import _COMPANIONS
+from scrimp.data import load_tokenizer
 from scrimp.errors import CheckpointError, ConfigError, PlanError, TrainingError
-from scrimp.files import storage, write_whole
+from scrimp.files import write_whole
 from scrimp.model import Decoder, initialise
 from scrimp.model.compiled import is_compiler_error
 from scrimp.planner import Plan, count_flops
@@ -193,7 +192,7 @@ def _write_decisions(run_dir: Path, start: Start) -> dict[str, str]:
     # Without a configuration, whatever else is there is of a start that was killed, perhaps with other data.
     is_new = not (run_dir / CONFIG).exists()
     if is_new or not (run_dir / TOKENIZER / "tokenizer.json").exists():
-        _replace_tokenizer(run_dir / TOKENIZER, start.corpus.tokenizer)
+        start.corpus.tokenizer.replace(run_dir / TOKENIZER)
     if is_new or read_record(run_dir) is None:
         own = make_record(load_tokenizer(run_dir / TOKENIZER), start.corpus.digest)
         write_record(run_dir, start.record or own)
@@ -207,15 +206,6 @@ def _write_decisions(run_dir: Path, start: Start) -> dict[str, str]:
         write_whole(run_dir / name, text)
     nowhere = dataclasses.replace(config, run=dataclasses.replace(config.run, dir=None))
     return files | {CONFIG: to_toml(nowhere, start.decisions.reasons)}
-
-
-def _replace_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
-    """Write a tokenizer into a folder, and remove what another one left that would be read with it."""
-    for name in _COMPANIONS:
-        if name not in tokenizer.files():
-            with storage(folder / name, "remove"):
-                (folder / name).unlink(missing_ok=True)
-    tokenizer.save(folder)
 
 
 def _carried_on(saved: Plan, start: Start) -> Decisions:
