@@ -118,6 +118,15 @@ def test_saved_and_loaded_is_the_same_tokenizer(tmp_path: Path, bpe: Tokenizer, 
     assert bpe.digest != load_tokenizer("bytes").digest
 
 
+def test_a_replaced_tokenizer_leaves_nothing_that_is_read_with_the_new_one(tmp_path: Path) -> None:
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": "the"}))
+    (tmp_path / "notes.txt").write_text("mine")
+    ours = load_tokenizer("bytes")
+    ours.replace(tmp_path)
+    assert load_tokenizer(tmp_path).files() == ours.files()
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
 def save_foreign(
     folder: Path, *, bos: str | None, eos: str | None, vocab_size: int = 500, **config: object
 ) -> Path:
