@@ -32,7 +32,7 @@ def test_a_plan_reads_back_as_it_was_written() -> None:
     assert Plan.from_json(plan.to_json()) == plan
 
 
-def test_recorded_back_ends_read_back_and_plans_of_before_have_none() -> None:
+def test_recorded_back_ends_read_back_and_earlier_plans_have_none() -> None:
     rows = {"fp8 mlp.down": BackendChoice("torch", "triton"), "fp4 head": BackendChoice(wgrad="reference")}
     plan = dataclasses.replace(make_plan(), backends=rows)
     assert Plan.from_json(plan.to_json()).backends == rows

@@ -45,7 +45,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def made_bench(name: str) -> Bench:
-    """In the middle of a run: quantized, with gradients of before, in a mode of its own."""
+    """In the middle of a run: quantized, with earlier gradients, in a mode of its own."""
     torch.manual_seed(5)
     made = bench(MODELS[name](), steps=2)
     made.planned.replan(LinearPrecision("fp8", "fp4", "nvfp4", "fp8"))

@@ -5,7 +5,7 @@ layer are as before when the context ends, whatever happened inside. Weights and
 never written; gradients that an optimizer keeps elsewhere are its own affair.
 
 Passes that are to be compared must all start from the same place: dropout draws the same masks, and statistics of
-batch normalisation are those of before. `ForwardState` holds what a forward pass reads and changes.
+batch normalisation are the earlier ones. `ForwardState` holds what a forward pass reads and changes.
 
 Checked  tests/profiler/statistics/test_untouched.py: bit by bit, also after an exception.
 """
