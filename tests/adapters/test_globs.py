@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,6 +23,7 @@ GRIDS = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(names=st.one_of(st.lists(NAMES, min_size=1, max_size=30), GRIDS), data=st.data())
 def test_reading_the_patterns_gives_the_choices_back_in_any_order(

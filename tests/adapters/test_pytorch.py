@@ -43,6 +43,7 @@ def assert_equal(a: PrecisionProfile, b: PrecisionProfile) -> None:
 # -- import ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_importing_scrimp_imports_no_torch_and_its_names_come_when_asked_for() -> None:
     code = (
         "import sys, scrimp\n"
@@ -135,6 +136,7 @@ def test_layers_by_name_and_by_predicate_are_the_same() -> None:
     assert_equal(by_name, by_rule)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_measured_as_the_plain_one(profile: PrecisionProfile) -> None:
     model, optimizer = trained()
     compiled = torch.compile(model, backend="eager")

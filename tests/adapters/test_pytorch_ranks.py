@@ -98,6 +98,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return spawn(RANKS, run, tmp_path_factory.mktemp("ranks"), request.param)
 
 
+@pytest.mark.slow
 def test_a_measured_run_goes_on_as_if_it_had_not_been_measured(found: list[dict[str, Any]]) -> None:
     for of_rank in found:
         never, measured = of_rank["digests"]
@@ -161,6 +162,7 @@ def prove(rank: int, wrap: Callable[[nn.Module], nn.Module], lying: str | None) 
     return {"taken": taken, "said": said, "proven": set(planned.proof.proven)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [copied, sharded, cut])
 def test_a_lie_on_one_rank_stops_all_of_them_by_name(
     wrap: Callable[[nn.Module], nn.Module], tmp_path: Path

@@ -185,6 +185,7 @@ def test_statistics_are_of_the_last_steps_with_their_accumulated_micro_batches(
     assert len({round(loss, 4) for loss in logged[:5]}) == 5
 
 
+@pytest.mark.slow
 def test_the_run_switches_at_its_step_however_long_solving_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,6 +229,7 @@ def test_a_run_too_short_for_its_first_plan_is_refused_before_its_first_step(tmp
 # -- records and checkpoints -------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_figures_are_in_the_trainers_records(tmp_path: Path) -> None:
     note, snip = Note(), SnipCallback(0.75, first=2, every=3, switch_after=1)
     run = trainer(tmp_path, note, max_steps=7)
@@ -264,6 +266,7 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     return run, folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("step", "restores"), [(2, False), (4, True), (5, False), (6, True)])
 def test_a_run_that_is_resumed_anywhere_in_the_cycle_ends_the_same(
     whole_run: tuple[Any, Path], step: int, restores: bool
@@ -346,6 +349,7 @@ class OwnLoss(transformers.Trainer):  # type: ignore[misc]
         return model(**inputs).loss + model(**inputs).loss
 
 
+@pytest.mark.slow
 def test_an_optimizer_of_unknown_rule_is_refused_before_training_and_taken_by_its_gradients(
     tmp_path: Path,
 ) -> None:
@@ -382,6 +386,7 @@ def test_a_budget_out_of_reach_stops_the_run_and_says_what_can_be_reached(tmp_pa
         run.train()
 
 
+@pytest.mark.slow
 def test_a_budget_that_gets_out_of_reach_leaves_the_nearest_plan_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

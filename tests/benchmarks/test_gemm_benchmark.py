@@ -207,6 +207,7 @@ def test_layers_of_a_model_are_added_up_by_time_and_not_by_ratio() -> None:
     assert fp8[3:6] == ["20 (2.00)", "-", "-"]
 
 
+@pytest.mark.slow
 def test_a_small_run_names_what_is_emulated_and_what_did_not_run(tmp_path: Path) -> None:
     words = ("--tokens=16", "--repeats=1", "--layers", "attention.out", "--recipes", "fp8", "--threads=1")
     paths = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])

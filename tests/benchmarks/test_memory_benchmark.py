@@ -59,6 +59,7 @@ def scaled(run: dict[str, Any], factor: float) -> None:
 # -- real runs ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_real_configurations_hold_and_are_written(result: dict[str, Any]) -> None:
     assert [held for _, held, _ in result["checks"]] == [True] * 3, result["checks"]
     assert result["status"] == 0
@@ -223,6 +224,7 @@ def everything() -> dict[str, tuple[str, ...]]:
     return found
 
 
+@pytest.mark.slow
 def test_every_configuration_for_a_gpu_can_be_resolved() -> None:
     for options in everything().values():
         command, _ = build("train", list(options))

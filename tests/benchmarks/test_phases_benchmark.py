@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LOAD = phases.LOADS["cpu"]
 
 
+@pytest.mark.slow
 def test_on_a_cpu_every_policy_runs_and_nothing_is_written(tmp_path: Path) -> None:
     words = ("--device=cpu", "--policies", "default", "pools", "--iterations=1", "--out", str(tmp_path))
     done = subprocess.run(

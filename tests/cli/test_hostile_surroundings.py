@@ -68,6 +68,7 @@ def test_a_closed_standard_stream_changes_no_exit_code(closed: tuple[int, ...], 
     assert done.stdout.startswith(b"scrimp ") == (1 not in closed)
 
 
+@pytest.mark.slow
 def test_messages_never_end_in_a_file_that_took_a_closed_streams_number(tmp_path: Path) -> None:
     source = write_corpus(tmp_path)
     words = ["prepare", str(source), str(tmp_path / "out"), "--tokenizer", "bytes"]
@@ -88,6 +89,7 @@ def test_a_deleted_working_folder_is_named(tmp_path: Path) -> None:
     assert "the working folder was deleted" in refusal(done)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mebibytes", [400, 700])
 def test_a_limit_of_the_address_space_is_named(mebibytes: int, run_dir: Path) -> None:
     def limit() -> None:
@@ -97,6 +99,7 @@ def test_a_limit_of_the_address_space_is_named(mebibytes: int, run_dir: Path) ->
     assert "the system gives no more memory" in refusal(called(words, preexec_fn=limit))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", ["0", "1", "2", "3", "5", "x"])
 def test_help_and_tables_can_be_read_in_few_columns(columns: str) -> None:
     done = called(["eval", "--help"], env={"COLUMNS": columns})
@@ -168,6 +171,7 @@ def test_control_characters_never_reach_the_terminal(run_dir: Path) -> None:
 # -- model folders -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -201,6 +205,7 @@ def test_sizes_are_held_against_the_stored_tensors(
     assert b"Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_config_of_gigabytes_is_not_read(model_dir: Path, tmp_path: Path) -> None:
     with open(tmp_path / "config.json", "wb") as file:
         file.truncate(3 * 2**30)

@@ -20,6 +20,7 @@ def squeezed(text: str) -> str:
     return " ".join(text.split())
 
 
+@pytest.mark.slow
 def test_the_account_before_a_refusal_is_of_the_budget_that_was_given(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -35,6 +36,7 @@ def test_the_account_before_a_refusal_is_of_the_budget_that_was_given(
     assert "micro-batch" not in error  # one sequence was tried
 
 
+@pytest.mark.slow
 def test_states_that_were_placed_stay_in_what_more_memory_would_give(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

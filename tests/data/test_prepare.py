@@ -334,6 +334,7 @@ def test_a_full_disk_keeps_what_is_finished_and_can_be_continued(
         prepare(spec, small_disk / "other", progress=False)
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import tracemalloc
 

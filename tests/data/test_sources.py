@@ -51,6 +51,7 @@ def test_stdlib_is_the_library_without_tests_and_installed_packages() -> None:
     assert sum(1 for _ in documents(source.texts(Meter()))) > 300
 
 
+@pytest.mark.slow
 def test_a_text_file_comes_back_whole_whatever_its_compression(tmp_path: Path, text_file: Path) -> None:
     content = text_file.read_bytes() * 40
     files = {

@@ -336,6 +336,7 @@ def test_compiled_layers_are_proven_and_nothing_compiles_anew(gemm: str | None) 
     assert counter.frame_count == graphs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["fp8", "fp4", "mxfp8", "nvfp4"])
 def test_lies_of_triton_kernels_are_found(recipe: str) -> None:
     pytest.importorskip("triton", reason="triton is not installed")

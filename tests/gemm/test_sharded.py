@@ -179,6 +179,7 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Group:
     return {name: [of_rank[name] for of_rank in found] for name in found[0]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(CASES)), ids=lambda number: str(CASES[number]))
 def test_pieces_give_the_result_and_gradients_of_the_whole_layer(group: Group, number: int) -> None:
     for of_rank in group["measure"]:

@@ -53,6 +53,7 @@ def succeeds(script: str, **changes: str) -> None:
     assert done.returncode == 0, done.stderr[-2000:] + done.stdout
 
 
+@pytest.mark.slow
 def test_without_triton_a_kernel_is_refused_by_name() -> None:
     succeeds(WITHOUT_TRITON)
 

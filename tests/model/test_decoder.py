@@ -117,6 +117,7 @@ def test_bf16_parameters_train_without_autocast() -> None:
     assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.bfloat16}
 
 
+@pytest.mark.slow
 def test_compiled_blocks_give_the_same_loss_and_gradients() -> None:
     """Traced by torch.compile's front end alone, which needs no C++ compiler; no graph break allowed."""
     model, (tokens, targets) = filled(FAMILIES["qwen3"]), batch()

@@ -72,6 +72,7 @@ def test_bf16_weights_with_masters_are_timed_as_they_are_trained() -> None:
     assert ends > 0
 
 
+@pytest.mark.slow
 def test_blocks_of_a_run_that_compiles_are_timed_compiled() -> None:
     counted = torch._dynamo.utils.counters["stats"]
     seen = {}

@@ -183,6 +183,7 @@ def test_names_of_choices() -> None:
     assert not Activations("mlp").recomputes("qkv")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "nvfp4"])
 def test_compiled_blocks_recompute_too(precision: str) -> None:
     _, kept = realised(precision, "fp32", UNTIED)

@@ -61,6 +61,7 @@ def test_a_host_too_small_is_told_how_much_it_needs() -> None:
     assert search(costs, replace(machine, pinned_bytes=enough), Setup(4)).pinned_bytes <= enough
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None)
 @given(costs=step_costs(), machine=machines())
 def test_figures_of_any_problem_fit(costs: StepCosts, machine: Machine) -> None:

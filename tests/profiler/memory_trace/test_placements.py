@@ -129,6 +129,7 @@ def test_rows_of_documents_take_what_is_predicted_and_never_more(
     assert real <= predicted <= 1.02 * real, f"{predicted / real - 1:+.3%}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 2, 4])
 @pytest.mark.parametrize("format_", ["fp32", "bf16"])
 @pytest.mark.parametrize("architecture", [WIDE, WINDOW], ids=["wide heads", "window"])

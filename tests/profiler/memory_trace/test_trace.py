@@ -205,6 +205,7 @@ def many_pieces(monkeypatch: pytest.MonkeyPatch) -> list[slice]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("recipe", ["nvfp4", "fp8", "fp8_row", "fp8_tensor", "fp4", "mxfp8"])
 def test_pieces_at_the_ends_cost_what_all_pieces_do(

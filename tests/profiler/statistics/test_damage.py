@@ -112,6 +112,7 @@ def predicted(real: tuple[str, Real], method: Method | None = None) -> tuple[Div
     return mean_divergence(real[1].profile, method), FORMATS.index(real[0])
 
 
+@pytest.mark.slow
 def test_the_damage_to_the_update_is_ranked_over_all_gemms(real: tuple[str, Real]) -> None:
     found, p = predicted(real)
     assert spearman(found.update[:, :, p], real[1].update) >= 0.9

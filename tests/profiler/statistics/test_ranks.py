@@ -266,6 +266,7 @@ def check(case: Case, found: Sequence[tuple[PrecisionProfile, Probe]]) -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[str(case) for case in CASES])
 def test_ranks_find_together_what_one_process_finds(found: Found, number: int) -> None:
     check(CASES[number], [of_rank[number] for of_rank in found])
@@ -319,6 +320,7 @@ def refusals(rank: int) -> dict[str, str]:
     return said
 
 
+@pytest.mark.slow
 def test_ranks_that_are_joined_in_other_ways_are_refused_by_name(tmp_path: Path) -> None:
     for said in spawn(RANKS, refusals, tmp_path):
         assert said["plain"].startswith("ModelError: nothing joins the ranks")

@@ -88,6 +88,7 @@ def ranks(folder: Path, is_mixed: bool) -> list[dict[str, Passed]]:
     return spawn(RANKS, on_a_rank, folder, is_mixed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("is_mixed", [False, True], ids=["fp32", "mixed"])
 def test_activations_under_fsdp_change_no_bit(

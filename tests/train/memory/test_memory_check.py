@@ -38,6 +38,7 @@ def check(
     return MemoryCheck(found.memory, host_bytes).after_step(found.plan, COUNT, seconds, peak)
 
 
+@pytest.mark.slow
 def test_too_few_steps_say_nothing_and_enough_say_it_once(found: Decisions) -> None:
     one = MemoryCheck(found.memory, ENOUGH)
     assert one.after_step(found.plan, COUNT - 1, [1.0] * (COUNT - 1), None) is None

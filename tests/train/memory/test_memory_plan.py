@@ -293,6 +293,7 @@ def test_settings_that_contradict_each_other_are_refused_by_name(memory: dict[st
         decide(dataclasses.replace(CONFIG, memory=MemoryConfig(**memory)))
 
 
+@pytest.mark.slow
 def test_no_optimizer_runs_on_the_cpu_beside_snip() -> None:
     config = dataclasses.replace(
         CONFIG,

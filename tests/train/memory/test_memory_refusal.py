@@ -83,6 +83,7 @@ def fits(config: Config) -> Decisions:
     return found
 
 
+@pytest.mark.slow
 def test_on_one_memory_the_device_and_both_budgets_that_are_named_fit() -> None:
     text = refusal(with_budget(device_memory="9MB"))
     assert "got 9.00 MB of device memory, of which a checkpoint's copy takes" in text
@@ -168,6 +169,7 @@ def test_the_host_that_is_named_fits_with_its_arena() -> None:
     fits(with_budget(device_memory=size("SIZE of device memory with this host", text), host_memory="12.5MB"))
 
 
+@pytest.mark.slow
 def test_settings_that_change_numbers_fit_where_they_are_named() -> None:
     one = dataclasses.replace(CONFIG, train=dataclasses.replace(CONFIG.train, micro_batch=1))
     text = refusal(with_budget(one, device_memory="9MB"))
@@ -181,6 +183,7 @@ def test_settings_that_change_numbers_fit_where_they_are_named() -> None:
         assert is_refused(with_budget(changed, device_memory=less(device, 0.97)))
 
 
+@pytest.mark.slow
 def test_a_smaller_chunk_of_the_loss_fits_where_it_is_named() -> None:
     wide = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, vocab_size=32_000))
     wide = dataclasses.replace(wide, train=dataclasses.replace(CONFIG.train, loss_chunk=0))

@@ -228,6 +228,7 @@ def refused(rank: int) -> list[str]:
     return messages
 
 
+@pytest.mark.slow
 def test_what_is_no_shard_is_refused_by_name(tmp_path: Path) -> None:
     plain, half, empty, gradients = spawn(1, refused, tmp_path)[0]
     assert "last.weight" in plain
