@@ -100,6 +100,7 @@ def test_a_meter_keeps_the_largest_count_and_its_step_until_it_is_told_to_forget
     assert meter.peak_device_bytes() is meter.counted_in_step is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [(), ("--precision=fp4",)])
 def test_a_run_counts_one_step_and_no_number_of_it_changes(
     words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

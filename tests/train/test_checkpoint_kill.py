@@ -92,6 +92,7 @@ def count_kills(kill: Kill, run_dir: Path, first: int, stride: int) -> int:
     raise AssertionError("the victim never came to its end")
 
 
+@pytest.mark.slow
 def test_a_kill_before_any_seventh_file_operation_keeps_the_newest_checkpoint(
     kill: Kill, tmp_path: Path
 ) -> None:

@@ -155,6 +155,7 @@ def test_a_host_without_room_for_a_copy_refuses_no_run_beside_a_gpu() -> None:
     dataclasses.replace(decisions, config=config, device=gpu, plan=plan, copy_bytes=copy).refuse_misfit()
 
 
+@pytest.mark.slow
 def test_a_host_that_does_not_give_the_memory_leaves_no_folder_and_no_change(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

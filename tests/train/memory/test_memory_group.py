@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from control_group import nested_group
 from tiny_run import write_corpus
 
@@ -22,6 +23,7 @@ LIMIT = 600_000_000
 """Everything resident takes 700 MB of the whole process."""
 
 
+@pytest.mark.slow
 def test_a_run_in_a_nested_group_recomputes_instead_of_being_killed(tmp_path: Path) -> None:
     words = [
         "train",

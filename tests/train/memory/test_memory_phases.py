@@ -94,6 +94,7 @@ def test_a_release_is_an_event_of_its_step_and_a_line(
     assert sentence in " ".join((shown.out + shown.err).split())
 
 
+@pytest.mark.slow
 def test_measuring_precision_is_a_phase(
     corpus: Path, tmp_path: Path, cache: Recorder, calls: list[str]
 ) -> None:

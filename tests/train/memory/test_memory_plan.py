@@ -202,6 +202,7 @@ def test_the_arena_of_a_plan_is_within_the_budget_of_the_host() -> None:
     assert found.plan.predicted.peak_device_bytes == found.memory.account.peak
 
 
+@pytest.mark.slow
 def test_a_micro_batch_that_was_left_open_becomes_smaller_where_nothing_else_fits() -> None:
     with pytest.raises(NoRoomError) as caught:
         decided_with(device_memory=f"{copy_bytes() + 10_000_000}B")

@@ -194,6 +194,7 @@ def test_a_smaller_chunk_of_the_loss_fits_where_it_is_named() -> None:
     assert is_refused(with_budget(wide, device_memory=device))
 
 
+@pytest.mark.slow
 def test_beside_snip_no_host_is_named() -> None:
     snip = replace_values(CONFIG, {"precision": "snip", "snip.formats": "bf16,nvfp4"})
     text = refusal(with_budget(snip, device_memory="9MB"))
@@ -278,6 +279,7 @@ def test_a_cpu_too_small_for_the_process_itself_has_nothing_for_a_step() -> None
     assert device_limit(CONFIG, Device(torch.device("cpu"), "a CPU", 10**8, ""), 0) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", [{}, {"activations": "keep"}])
 def test_blocks_are_timed_for_the_micro_batch_that_is_taken_alone(
     monkeypatch: pytest.MonkeyPatch, memory: dict[str, Any]

@@ -37,6 +37,7 @@ def test_what_would_take_too_long_is_predicted_from_its_work(monkeypatch: pytest
     assert 0 < seconds(found)["keep"] < seconds(found)["block"]
 
 
+@pytest.mark.slow
 def test_a_format_that_nothing_runs_is_still_refused_by_name() -> None:
     # A width that 4-bit blocks of 16 do not divide.
     odd = dataclasses.replace(SMALL.model, width=72, num_heads=3, num_kv_heads=3, ffn_width=100)

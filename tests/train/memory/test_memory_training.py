@@ -115,6 +115,7 @@ ON_CPU = ["--memory.optimizer=host", "--memory.update=cpu"]
 EARLY = [*ON_CPU, "--memory.speculate"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "some"),
     [
@@ -165,6 +166,7 @@ def test_the_arena_holds_what_the_account_says(
     assert found[0].arena.peak <= 1.2 * predicted  # of tensors as small as these a place is rounded up
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_the_cpu_as_updater_by_a_setting_or_an_edited_plan(
     corpus: Path, tmp_path: Path
 ) -> None:
@@ -198,6 +200,7 @@ def test_an_update_that_fails_on_the_cpu_ends_the_run_by_its_own_name(
     assert not [one for one in threading.enumerate() if one.name.startswith("scrimp-update")]
 
 
+@pytest.mark.slow
 def test_a_step_that_is_given_up_takes_early_updates_back(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,6 +283,7 @@ def test_an_edited_plan_that_takes_more_than_there_is_is_refused_and_kept(
     assert (run_dir / "plan.json").read_text(encoding="utf-8") == text
 
 
+@pytest.mark.slow
 def test_an_edited_plan_sends_nothing_to_the_host_beside_snip(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -100,6 +100,7 @@ def test_a_step_that_runs_out_of_memory_is_taken_again_with_less(tmp_path: Path)
     assert {block.activations for block in blocks.values()} != {"keep"}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of address space are Linux's")
 def test_where_nothing_takes_less_the_run_stops_by_name(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path)
@@ -243,6 +244,7 @@ def test_a_step_that_fills_the_arena_is_taken_again_with_less_of_it(
     assert (figures[1].peak_host_bytes or 0) < decided(figures[0].peak_host_bytes)
 
 
+@pytest.mark.slow
 def test_an_arena_that_no_activations_fit_into_ends_the_run_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -47,6 +47,7 @@ def test_the_fastest_is_taken_and_kept(size: int, monkeypatch: pytest.MonkeyPatc
     assert found.memory.setup.micro_batches == 8 // found.config.train.micro_batch
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     slow_from(9, monkeypatch)
     with pytest.raises(NoRoomError):

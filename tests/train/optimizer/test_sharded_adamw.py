@@ -173,6 +173,7 @@ def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
     return all(torch.equal(left[name], right[name]) for name in left)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_mixed", [False, True], ids=["fp32", "mixed"])
 @pytest.mark.parametrize("on_host", ["()", "(0,)", "(1, 2)", "(0, 1, 2)"])
 def test_shards_are_updated_as_by_torch(found, on_host: str, is_mixed: bool) -> None:

@@ -78,6 +78,7 @@ def test_predictions_stand_beside_what_a_probe_measured(whole: Path) -> None:
     assert 0.2 < plan.measured["weight_divergence"] / plan.predicted["weight_divergence"] < 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [1, FIRST, FIRST + 1, FIRST + DELAY, FIRST + DELAY + 1, FIRST + EVERY + 1])
 def test_a_run_that_was_killed_after_any_step_goes_on_the_same(
     whole: Path, corpus: Path, tmp_path: Path, step: int
@@ -102,6 +103,7 @@ def keep_checkpoints(run_dir: Path, last: int) -> None:
             shutil.rmtree(folder)
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_upon_another_device_says_so_once(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -136,6 +138,7 @@ def test_measuring_and_keeping_the_plan_changes_no_bit(corpus: Path, tmp_path: P
     assert losses(tmp_path / "planned") == losses(tmp_path / "plain")
 
 
+@pytest.mark.slow
 def test_rules_beside_snip_are_kept(corpus: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     rules = "--precision=snip,blocks.0.*=bf16,*.wgrad=fp8"
@@ -177,6 +180,7 @@ def test_what_cannot_be_planned_is_refused_before_a_folder_is_made(
     assert not run_dir.exists()
 
 
+@pytest.mark.slow
 def test_a_baseline_is_a_policy_of_the_same_door(corpus: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     assert main(flags(corpus, run_dir, *SNIP, "--snip.policy=first-last", "--budget.fp4-flops=0.5")) == 0
@@ -184,6 +188,7 @@ def test_a_baseline_is_a_policy_of_the_same_door(corpus: Path, tmp_path: Path) -
     assert {gemms["blocks.0.mlp.down"].wgrad, gemms["blocks.0.mlp.gate_up"].wgrad} == {"fp8"}
 
 
+@pytest.mark.slow
 def test_the_last_part_of_a_run_may_take_less_of_the_budget(corpus: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     words = ["--snip.final-share=0.3", "--snip.final-weight=50", "--budget.fp4-flops=0.5"]

@@ -123,6 +123,7 @@ def test_statistics_that_are_not_finite_are_named(
     assert words in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.slow
 def test_a_budget_takes_the_place_of_the_one_that_the_run_had(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     words = [
@@ -161,6 +162,7 @@ def test_a_plan_can_be_written_only_where_one_is_measured(
     assert "no measured plan to make for torchao" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_dry_run_of_a_new_run_shows_what_it_starts_with(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--precision=snip"]) == 0
     shown = capsys.readouterr().out

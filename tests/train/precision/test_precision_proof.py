@@ -114,6 +114,7 @@ def test_one_operand_of_one_layer_that_stays_bf16_after_a_switch_stops_the_run(
     assert max(losses(tmp_path / "run")) == SWITCH - 1  # no update was made of a step that lied
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", ["mxfp4", "bf16"])
 def test_a_wgrad_in_the_wrong_recipe_after_a_switch_stops_the_run(
     wrong: str,

@@ -127,6 +127,7 @@ def test_only_budgets_in_seconds_need_times() -> None:
     assert not wants_times(config(divergence=0.5), "cpu")
 
 
+@pytest.mark.slow
 def test_on_a_cpu_a_generous_step_time_is_kept_by_bf16_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,6 +168,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     return calls
 
 
+@pytest.mark.slow
 def test_a_run_with_a_budget_in_seconds_times_the_device_that_it_moved_to(
     timed: list[tuple[str, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,6 +230,7 @@ def test_damaged_seconds_are_refused(timed: list[tuple[str, ...]], tmp_path: Pat
         measured_times(decisions(4), tmp_path, lambda *_: None)
 
 
+@pytest.mark.slow
 def test_a_speedup_that_emulation_cannot_give_is_refused_before_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
