@@ -40,6 +40,7 @@ def resumed_at_four(whole: Path, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", FORMATS.values(), ids=FORMATS)
 def test_a_resumed_run_repeats_the_same_losses(
     corpus: Path, tmp_path: Path, options: tuple[str, ...]

@@ -52,6 +52,7 @@ def runs(corpus: Path) -> dict[str, Path]:
 # ---- learning
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_the_loss_falls_in_every_precision(runs: dict[str, Path], precision: str) -> None:
     by_step = losses(runs[precision])
@@ -67,6 +68,7 @@ def test_a_quantized_run_is_near_the_bf16_run_and_not_the_same(runs: dict[str, P
     assert all(found[step] == pytest.approx(plain[step], rel=0.05) for step in plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_speed_is_measured_against_both_peaks(runs: dict[str, Path], precision: str) -> None:
     for record in records(runs[precision]):
@@ -106,6 +108,7 @@ def test_file_and_command_line_give_the_same_run(runs: dict[str, Path], corpus: 
     assert losses(run_dir) == losses(runs[MIXED])
 
 
+@pytest.mark.slow
 def test_the_saved_configuration_of_a_run_reproduces_it(runs: dict[str, Path], tmp_path: Path) -> None:
     again = tmp_path / "again"
     precision = "nvfp4,head=fp8"
@@ -113,6 +116,7 @@ def test_the_saved_configuration_of_a_run_reproduces_it(runs: dict[str, Path], t
     assert losses(again) == losses(runs[precision])
 
 
+@pytest.mark.slow
 def test_another_seed_draws_other_noise(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,6 +227,7 @@ def of_cut(corpus: Path, run_dir: Path, micro_batch: int) -> torch.Tensor:
     return torch.tensor(list(losses(run_dir).values()), dtype=torch.float64)
 
 
+@pytest.mark.slow
 def test_cutting_the_batch_at_tiles_draws_the_same_noise(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -170,6 +170,7 @@ def test_a_recorded_back_end_that_is_wrong_by_now_is_refused_by_name_with_what_t
     assert "fp8 by torch" in changed[-1]["reason"]
 
 
+@pytest.mark.slow
 def test_asking_for_auto_on_resume_records_anew(begun: Path, tmp_path: Path, machine: Machine) -> None:
     run_dir = half_way(begun, tmp_path / "run")
     assert resume(run_dir, "--backend", "reference") == 0

@@ -98,6 +98,7 @@ def test_a_run_that_never_had_a_checkpoint_begins_at_its_beginning(
     assert losses(copy) == losses(whole)
 
 
+@pytest.mark.slow
 def test_a_run_that_plans_its_formats_begins_again_in_those_of_its_start(
     corpus: Path, tmp_path: Path
 ) -> None:

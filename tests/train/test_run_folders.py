@@ -169,6 +169,7 @@ def test_weights_without_their_tokenizer_are_not_trained_on_other_ids(
     assert "has no tokenizer" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_small_loss_chunk_and_a_small_context_pass_the_proof(corpus: Path, tmp_path: Path) -> None:
     assert main(flags(corpus, tmp_path / "chunk", "--train.steps=1", "--train.loss-chunk=4")) == 0
     more = ("--train.steps=1", "--model.context=4", "--train.sequence=4", "--train.batch-tokens=16")
@@ -186,6 +187,7 @@ def test_a_path_that_cannot_be_one_is_bad_input(tmp_path: Path) -> None:
         assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_compiler_that_does_not_work_is_named(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,6 +205,7 @@ def test_the_plan_of_a_ready_tokenizer_counts_its_rows(capsys: pytest.CaptureFix
     assert f"{3_000_384 - (4096 - rows) * 192:,}" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_plan_that_does_not_fit_is_shown_before_it_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model.preset=llama-3-70b", "--device=cpu"]) == 2
     out = capsys.readouterr()

@@ -31,6 +31,7 @@ def differing(one: Path, other: Path) -> list[str]:
     return [name for name, content in first.items() if content != second[name]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_runs_write_the_same_checkpoints(tmp_path: Path, kind: str) -> None:
     """In processes of their own: the order of some metadata changes with each."""

@@ -130,6 +130,7 @@ def test_a_damaged_checkpoint_is_named_and_the_older_one_used(
     assert losses(run_dir) == losses(finished)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_cutting_the_batch_otherwise_changes_the_loss_only_by_rounding(
     corpus: Path, tmp_path: Path, precision: str

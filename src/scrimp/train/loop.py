@@ -111,6 +111,8 @@ class Trainer:
         self._check = MemoryCheck(decisions.memory, most_on_host(executable, self.config))
         self._count_tensors_at: int | None = None
         """No step before this one counts a CPU's tensors; None: none does."""
+        self._ran_out_of_memory = False
+        """Since when no step counts tensors: the profiler needs memory, too, and ends the process where it gets none."""
         heap = heap_of(executable.device, self._report_heap)
         self.phases = PhaseEdges(cache_of(executable.device, meter), self._report_cache, heap)
         self._proof: StepProof | None = None
@@ -147,7 +149,7 @@ class Trainer:
             self.peaks,
             self.config.precision_rules.compute,
         )
-        self._count_tensors_at = self.position.step + 1
+        self._count_tensors_at = None if self._ran_out_of_memory else self.position.step + 1
 
     def _prove_next_step(self, plan: Plan, before: Plan | None) -> None:
         if not self.executable.planned:
@@ -338,8 +340,8 @@ class Trainer:
         self.wait_for_checkpoint()  # whose copy is no part of a step
         with self.meter.counting(number):
             result = self._step(loader)
-        if self._count_tensors_at is not None:
-            self.meter.forget_counts()  # memory ran out: what was counted is of two plans
+        if self._ran_out_of_memory:
+            self.meter.forget_counts()  # what was counted is of two plans
         return result
 
     def _step(self, loader: Loader) -> StepResult:
@@ -413,6 +415,7 @@ class Trainer:
         if plan is None:
             self.no_plan_takes_less = True
             raise trouble
+        self._ran_out_of_memory = True
         self._change_memory(plan, step)
 
     def _change_memory(self, plan: Plan, step: int) -> None:

@@ -68,6 +68,7 @@ def evaluation_peak(step: RealStep, stream: TokenStream) -> int:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EVALUATED)
 def test_evaluation_takes_less_than_forward_pass_and_head_of_a_step(name: str, stream: TokenStream) -> None:
     setting = EVALUATED[name]

@@ -73,6 +73,7 @@ class HostedStep(RealStep):
         self.optimizer.zero_grad()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("format_", ["fp32", "masters", "autocast"])
 @pytest.mark.parametrize("name", PLACES)

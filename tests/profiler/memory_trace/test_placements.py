@@ -117,6 +117,7 @@ def predicted_and_real(setting: Setting, tokens: tuple[int, int]) -> tuple[int, 
     return predicted, allocator_peak(step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [(1, 3), (4, 12), (10, 40), (64, 200)])
 @pytest.mark.parametrize("level", ["keep", "block", "attention"])
 @pytest.mark.parametrize("format_", ["fp32", "bf16"])

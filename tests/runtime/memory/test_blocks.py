@@ -148,6 +148,7 @@ MIXTURES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mixture", MIXTURES)
 @pytest.mark.parametrize(
     ("dtype", "autocasts", "recipe", "level"),

@@ -34,6 +34,7 @@ def run(corpus: Path, run_dir: Path, *words: str) -> dict[int, float]:
     return losses(run_dir)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [[], SNIP], ids=["fp32", "snip"])
 def test_a_run_that_recomputes_has_the_losses_of_one_that_keeps(
     corpus: Path, tmp_path: Path, words: list[str]

@@ -98,6 +98,7 @@ def test_all_sizes_are_compared_by_one_yardstick(monkeypatch: pytest.MonkeyPatch
     assert "measured" in origins[1]
 
 
+@pytest.mark.slow
 def test_the_chunks_of_the_loss_follow_the_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     slow_from(2, monkeypatch)
     wide = dataclasses.replace(OPEN.model, vocab_size=128_000, width=64, num_heads=2, num_kv_heads=1)
