@@ -112,7 +112,7 @@ class Trainer:
         self._count_tensors_at: int | None = None
         """No step before this one counts a CPU's tensors; None: none does."""
         self._ran_out_of_memory = False
-        """Since when no step counts tensors: the profiler needs memory, too, and ends the process where it gets none."""
+        """Then no step counts tensors any more: the profiler ends the process where it gets no memory."""
         heap = heap_of(executable.device, self._report_heap)
         self.phases = PhaseEdges(cache_of(executable.device, meter), self._report_cache, heap)
         self._proof: StepProof | None = None

@@ -95,6 +95,7 @@ def predicted_and_real(setting: Setting) -> tuple[int, int]:
     return peak - states - tokens, allocator_peak(step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_predicted_peak_is_the_allocators_or_up_to_two_percent_more(name: str) -> None:
     predicted, real = predicted_and_real(SETTINGS[name])
