@@ -146,3 +146,61 @@ def test_a_document_that_too_many_resemble_is_told_once(monkeypatch: pytest.Monk
     assert index.crowded() == [0]
     assert index.crowded() == []
     assert list(index.near(grams([" ".join(words)]))) == []
+
+
+def test_every_word_of_a_13_gram_counts_however_short_it_is() -> None:
+    texts = [" ".join(words) for words in itertools.product(("foo", "bar"), repeat=GRAM_WORDS)]
+    together = grams(texts)
+    assert len({int(together.of(number)[0]) for number in range(len(texts))}) == 2**GRAM_WORDS
+
+
+def rows(columns: list[list[str]], values: list[list[str]]) -> str:
+    """Lines of one template, each with its own values."""
+    return "\n".join(
+        " ".join(word for fixed, value in zip(columns, row, strict=True) for word in (*fixed, value))
+        for row in values
+    )
+
+
+@pytest.mark.parametrize(
+    ("fixed", "columns", "changed", "is_near"),
+    [(9, 10, [3], True), (9, 10, [0, 2, 4, 6], False), (9, 2, [1], False)],
+)
+def test_lines_of_one_template_are_estimated_as_any_text(
+    fixed: int, columns: int, changed: list[int], is_near: bool
+) -> None:
+    """Most of their 13-grams begin with the same words: a sketch of those that begin alike says nothing."""
+    found = 0
+    for seed in range(20):
+        draw = random.Random(seed)
+        template = [[f"w{draw.randrange(99)}" for _ in range(fixed)] for _ in range(columns)]
+        values = [[f"id{draw.randrange(10**6):06d}" for _ in range(columns)] for _ in range(100)]
+        one = rows(template, values)
+        for row in values:
+            for column in changed:
+                row[column] = f"id{draw.randrange(10**6):06d}"
+        other = rows(template, values)
+        share = len(grams_of(one) & grams_of(other)) / len(grams_of(one))
+        assert (share > 0.85) if is_near else (share < 0.55)
+        found += bool(near([one], [other]))
+    assert found == (20 if is_near else 0)
+
+
+def test_common_wording_finds_nobody() -> None:
+    """Documents that differ in little and are not near are not all compared with each other."""
+    draw = random.Random(0)
+    text = "the weather report of the northern station and the temperature that was measured there {} in the shade {}"
+    texts = [text.format(draw.getrandbits(30), draw.getrandbits(30)) for _ in range(300)]
+    found = grams(texts)
+    index = SketchIndex([sketch(found.of(number)) for number in range(len(texts))])
+    compared = 0
+    compare = index._compare
+
+    def counted(own, owners):  # type: ignore[no-untyped-def]
+        nonlocal compared
+        compared += len(owners)
+        return compare(own, owners)
+
+    index._compare = counted  # type: ignore[method-assign]
+    assert not [pair for pair in index.near(found) if pair[0] != pair[1]]
+    assert compared < 20 * len(texts)

@@ -6,12 +6,12 @@ Words    are runs of ASCII letters, digits, underscores and of characters beyond
          three or four bytes in UTF-8 (as of scripts without spaces) begins a word of its own. A word
          is known by its first eight bytes, up to the next break and of seven bits each, ASCII without
          regard to case: longer words that begin alike are equal. Every 13 words in a row have a hash of 64 bits.
-Sketch   A held-out document is known by the 128 lowest of its hashes (Broder, 1997), and one of fewer
-         13-grams by all. As many of them as occur in another document are an estimate of the share
-         of its 13-grams that stand there.
-Search   Only the rarest of a sketch are looked up in an index: as many that a near document must hold
-         at least 8 of them (the prefix filter of Chaudhuri et al., 2006). Only of documents that do is the
-         whole sketch compared.
+Sketch   A held-out document is known by 128 of its hashes, those that are lowest once they are mixed (Broder,
+         1997), and one of fewer 13-grams by all. As many of them as occur in another document are an
+         estimate of the share of its 13-grams that stand there.
+Search   Only the rarest of a sketch are looked up in an index: so many that a near document holds at least 8 of
+         them, or fewer where there are not as many rare ones (the prefix filter of Chaudhuri et al., 2006). Only of
+         documents that do is the whole sketch compared.
 Speed    The upper 24 bits of a hash come from the first two letters of each of the first eight words alone.
          They are what is computed for all text, with numpy for some 128 KiB at a time; the rest of a hash
          only where they are those of a hash in the index.
@@ -41,6 +41,8 @@ SKETCH_GRAMS = 128
 _NEAR_IN_SKETCH = 88
 _HITS = 8
 """Of the rarest of a sketch, so many must occur before the whole of it is compared."""
+_RARE = 16
+"""A hash in more sketches is common wording. It finds nobody, and every document that holds it would be compared."""
 _MOST_FAILURES = 1000
 """A document that so many others resemble without being near is not worth more comparing."""
 _PAIRS = 1 << 12
@@ -130,6 +132,7 @@ def _hashes(quick: Hashes, words: Hashes) -> Hashes:
     hashes = words
     for distance in (1, 2, 4, GRAM_WORDS - 8):  # 2, 4 and 8 words; 8, and the 8 that begin 5 words later
         hashes = hashes[:-distance] * _BASE**distance + hashes[distance:]
+    hashes *= _BASE  # else the last word's first letters would be shifted out
     hashes >>= np.uint64(_QUICK_BITS)
     hashes |= quick & _QUICK
     return hashes
@@ -137,7 +140,14 @@ def _hashes(quick: Hashes, words: Hashes) -> Hashes:
 
 def sketch(hashes: Hashes) -> Hashes:
     """What a held-out document is known by, from its hashes in rising order."""
-    return hashes[:SKETCH_GRAMS].copy()
+    if len(hashes) <= SKETCH_GRAMS:
+        return hashes.copy()
+    # Text from a template shares the upper bits of a hash, line by line: unmixed, the lowest would be of one place.
+    mixed = hashes ^ (hashes << np.uint64(_QUICK_BITS))
+    mixed *= np.uint64(0xBF58476D1CE4E5B9)
+    mixed ^= mixed >> np.uint64(31)
+    mixed *= np.uint64(0x94D049BB133111EB)
+    return np.sort(hashes[np.argpartition(mixed, SKETCH_GRAMS)[:SKETCH_GRAMS]])
 
 
 def _needed(size: int) -> int:
@@ -172,6 +182,9 @@ class SketchIndex:
         hashes, owners = np.concatenate(self._sketches), np.repeat(np.arange(len(sizes)), sizes)
         _, inverse, counts = np.unique(hashes, return_inverse=True, return_counts=True)
         order = np.lexsort((hashes, counts[inverse], owners))
+        # Where fewer are rare than must be looked up, a near document need not hold as many of them.
+        rare = np.bincount(owners[counts[inverse] <= _RARE], minlength=len(sizes))
+        self._hits = np.clip(rare - (sizes - self._needed), np.minimum(self._needed, 1), self._hits)
         rank = np.arange(len(order)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
         order = order[rank < (sizes - self._needed + self._hits)[owners]]
         order = order[np.argsort(hashes[order], kind="stable")]

@@ -53,7 +53,7 @@ def test_a_product_takes_at_most_what_is_said(layout: str, threads: int) -> None
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_products_of_the_smallest_preset_leave_little_room(layout: str) -> None:
-    """llama-3m: at most 2 MB, of steps that take more than 100."""
+    """llama-3m: at most 2.5 MB, of steps that take more than 100."""
     width, ffn, vocabulary, tokens = 192, 512, 4096, 1024
     for outputs, inputs in ((3 * width, width), (2 * ffn, width), (width, ffn), (vocabulary, width)):
         m, n, k = {
@@ -63,7 +63,7 @@ def test_products_of_the_smallest_preset_leave_little_room(layout: str) -> None:
         }[layout]
         said = product_bytes(m, n, k, unit_here(), 2, transposed=layout == "wgrad")
         room = said - hidden_bytes(*operands(layout, m, n, k))
-        assert 0 <= room <= 2_000_000, (m, n, k, room)
+        assert 0 <= room <= 2_500_000, (m, n, k, room)
 
 
 def test_fp32_and_tiny_products_take_nothing() -> None:
