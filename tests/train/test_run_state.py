@@ -74,6 +74,11 @@ WRONG = [
     ("precision.plan", None),
     ("precision.plan", "{}"),
     ("precision.analysis", 3),
+    ("precision.recipes", {}),
+    ("precision.guard.losses", [1.0]),
+    ("precision.guard.penalties", {"blocks.0.mlp.down": [2.0]}),
+    ("precision.previous_formats", ["fp3"]),
+    ("sequence", 100_000),
 ]
 
 
@@ -89,6 +94,8 @@ def test_a_forged_state_is_refused_by_key(
     (forged.folder / STATE).write_text(json.dumps(state))
     _cover(forged.folder)
     before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    assert main(["verify", str(forged.folder)]) == 2
+    capsys.readouterr()
     assert main(["train", "--run.dir", str(tmp_path / "run"), "--resume"]) == 2
     said = capsys.readouterr().err
     assert "Traceback" not in said

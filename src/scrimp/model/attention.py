@@ -291,7 +291,7 @@ def flash_takes(device: torch.device, dtype: torch.dtype, head_size: int) -> boo
 
 
 def _flash_runs(dtype: torch.dtype, head_size: int, capability: tuple[int, int]) -> bool:
-    """The same where torch pads heads to whole multiples of 8, which it does in a call without documents or a mask."""
+    """Whether flash attention runs where torch pads heads to multiples of 8: in calls without documents or a mask."""
     takes = dtype in (torch.bfloat16, torch.float16) and head_size <= 256
     return takes and capability >= FLASH_CAPABILITY
 

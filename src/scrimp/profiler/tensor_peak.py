@@ -10,8 +10,9 @@ Method   Storages that live at the beginning are found among the objects of the 
          No operator runs differently under the profiler, so no number changes; a dispatch mode would make some take
          other paths. The storages of the beginning are held until the end, because the profiler cannot say how
          large a block is whose allocation it did not see.
-Limits   Counts this thread and autograd's work for it, not helper threads. What libraries allocate past torch's
-         allocator (oneDNN) is in no event. Cost in process CPU time, llama-3m: a few per cent of the step in fp32,
+Limits   Counts this thread and autograd's work for it, not helper threads: of what attention's backward pass takes
+         for every thread, one share is seen. What libraries allocate past torch's allocator is in no event. Cost
+         in process CPU time, llama-3m: a few per cent of the step in fp32,
          40 % of it in emulated fp4, whose steps have 30 times as many operators.
 Checked  tests/profiler/test_tensor_peak.py
 """

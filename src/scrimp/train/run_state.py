@@ -2,7 +2,7 @@
 
 Problem  `state.json` decides how a run goes on. A manifest covers it, but whoever hands a checkpoint over can write
          both: a text where the step belongs must end as a refusal, not in the depths of the loop.
-Method   The state is read into `RunState` once, strictly, before anything is built (see `scrimp.json_files`).
+Method   The state is read into `RunState` strictly, before anything is built (see `scrimp.json_files`).
 Limits   The two plans inside (`precision.plan`, `precision.analysis`) are texts here; their own readers check them.
 Checked  tests/train/test_run_state.py; with mutated files in tests/hostile/
 """
@@ -69,8 +69,9 @@ def read_state(checkpoint: Checkpoint) -> RunState:
             expected=f"step {checkpoint.step}, as the folder's name says, and at most as many updates",
             do=_DO,
         )
-    if state.sequence < 1:
+    if not 1 <= state.sequence <= state.architecture.context:
+        expected = f"1 to {state.architecture.context}, the model's context"
         raise CheckpointError(
-            f"{origin}: sequence is impossible", got=state.sequence, expected="1 or more", do=_DO
+            f"{origin}: sequence is impossible", got=state.sequence, expected=expected, do=_DO
         )
     return state

@@ -31,6 +31,7 @@ from scrimp.train.checkpoint import Checkpoint, CheckpointStore, not_finite_erro
 from scrimp.train.export_seal import SEAL, read_seal
 from scrimp.train.manifest import MANIFEST, read_manifest, verify_files
 from scrimp.train.metrics import EVENTS, METRICS
+from scrimp.train.precision.state import read_cycle
 from scrimp.train.run_folder import CHECKPOINTS, CONFIG, PLAN, TOKENIZER, saved_config
 from scrimp.train.run_record import RUN, RunRecord, checked_record, read_record
 from scrimp.train.run_state import read_state
@@ -115,8 +116,9 @@ def _whole(checkpoint: Checkpoint) -> str:
     names = tensor_files.not_finite(checkpoint.tensors())
     if names:
         raise not_finite_error(checkpoint.folder, names, do="use an older checkpoint")
-    read_state(checkpoint)
-    load_config(checkpoint.folder / CONFIG)
+    state = read_state(checkpoint)
+    if load_config(checkpoint.folder / CONFIG).is_planned:
+        read_cycle(state.precision)
     Plan.read(checkpoint.folder / PLAN)
     size = sum(record.bytes for record in manifest.files.values())
     skipped = f", {manifest.skipped_steps:,} steps skipped" if manifest.skipped_steps else ""

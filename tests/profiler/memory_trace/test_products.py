@@ -10,6 +10,7 @@ import torch
 from real_steps import allocator_peak
 from torch import Tensor
 
+from scrimp.profiler.memory_trace import products
 from scrimp.profiler.memory_trace.products import product_bytes, unit_here
 from scrimp.profiler.memory_trace.workspace import cpu_workspace
 
@@ -80,3 +81,22 @@ def test_the_bias_and_a_sum_change_nothing() -> None:
     assert cpu_workspace(torch.ops.aten.addmm.default, (bias, left, right), {}) == said
     assert allocator_peak(lambda: torch.addmm(bias, left, right)) - total.nbytes <= said
     assert allocator_peak(lambda: total.addmm_(left, right)) <= said
+
+
+@pytest.mark.parametrize(
+    ("allowed", "unit"),
+    [
+        ("AVX2", "none"),
+        ("AVX512_CORE", "avx512"),
+        ("avx512_core_bf16", "avx512_bf16"),
+        ("AVX512_CORE_AMX", "amx"),
+    ],
+)
+def test_what_onednn_is_held_to_is_what_counts(
+    allowed: str, unit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "_unit_of_processor", lambda: "amx")
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", allowed)
+    assert unit_here() == unit
+    monkeypatch.setattr(products, "_unit_of_processor", lambda: "none")
+    assert unit_here() == "none"  # it cannot give what is not there

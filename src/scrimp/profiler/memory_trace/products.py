@@ -11,13 +11,13 @@ Method   What the source allows at most. With M x K times K x N, t threads, and 
              gradient)                       t (13 kB + min(128 K + 2 K min(M, 256) + S, C))
              K shared out to threads         and 4 M N t
 
-         Each thread has one block of each operand, all of them no larger than what its second-level cache allows, C.
-         R is the left operand's rows where they are copied, S the sums of a block where K is cut. Above K = 1,024 a
-         thread sums all of its part of the result. Where there is too little work for all threads, each may take a part
-         of K and sum all of the result. Without AVX512 torch's own kernel runs, which takes nothing.
-Limits   Upper bounds. On two threads of a processor with AMX they are 0.06 to 0.08 MB too high (median) up to
-         K = 1,024, and 1.3 to 1.6 MB above, at most 13 MB. A second-level cache of more than 2 MB a core may pass them.
-         ARM was not measured.
+         C is what the second-level cache of a core allows: each thread has one block of each operand, all of them no
+         larger. R is the left operand's rows where they are copied, S the sums of a block where K is cut. Above
+         K = 1,024 a thread sums all of its part of the result. Where there is too little work for all threads, each
+         may take a part of K and sum all of the result. Without AVX512 torch's own kernel runs, which takes nothing.
+Limits   Upper bounds for sides of 16 or more; below, 9 of 3,366 products took up to 45 kB more. On two threads of a
+         processor with AMX they are 0.06 to 0.08 MB too high (median) up to K = 1,024, and 1.3 to 1.6 MB above, at
+         most 13 MB. A second-level cache of more than 2 MB a core may pass them. ARM was not measured.
 Source   oneDNN 3.12: brgemm_matmul_utils.cpp (init_scratchpad), amx_blocking_heuristics.cpp
          torch: ATen/native/mkldnn/Matmul.cpp
 Checked  tests/profiler/memory_trace/test_products.py; docs/lab-log.md: 7,140 products
@@ -25,6 +25,7 @@ Checked  tests/profiler/memory_trace/test_products.py; docs/lab-log.md: 7,140 pr
 
 from __future__ import annotations
 
+import os
 from typing import Literal
 
 import torch
@@ -32,6 +33,12 @@ import torch
 Unit = Literal["amx", "avx512_bf16", "avx512", "none"]
 """What a processor multiplies bf16 with, as far as oneDNN tells it apart."""
 
+_UNITS: tuple[Unit, ...] = ("none", "avx512", "avx512_bf16", "amx")
+_ALLOWED: dict[str, Unit] = {
+    **dict.fromkeys(("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2"), "none"),
+    **dict.fromkeys(("AVX512_CORE", "AVX512_CORE_VNNI"), "avx512"),
+    **dict.fromkeys(("AVX512_CORE_BF16", "AVX512_CORE_FP16"), "avx512_bf16"),
+}
 _LEAST = 16**3
 """Multiplications up to which torch multiplies itself."""
 _EACH = 13_440
@@ -45,7 +52,12 @@ _WIDEST = {"amx": 6 * 64, "avx512_bf16": 16 * 64}
 
 
 def unit_here() -> Unit:
-    """Of this processor."""
+    """What this processor has, up to what ONEDNN_MAX_CPU_ISA allows oneDNN."""
+    allowed = _ALLOWED.get(os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper(), "amx")
+    return min(_unit_of_processor(), allowed, key=_UNITS.index)
+
+
+def _unit_of_processor() -> Unit:
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return "none"
     if torch.cpu._is_amx_tile_supported():

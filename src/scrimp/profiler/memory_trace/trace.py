@@ -363,9 +363,8 @@ class _Step:
             )
             keeps_apart = not is_cpu and flash_takes(CPU, dtype, self.architecture.head_size)
         if keeps_apart and found.mask is not None:
-            return dataclasses.replace(
-                found, route="causal", mask=None
-            )  # the kernel knows windows and documents
+            # The kernel knows windows and documents.
+            return dataclasses.replace(found, route="causal", mask=None)
         if keeps_apart or not self.documents:
             return found
         if is_cpu and not self.compiled:

@@ -30,7 +30,6 @@ from typing import Any
 
 from scrimp.config import decided
 from scrimp.files import make_folder, write_whole
-from scrimp.planner import Plan
 from scrimp.planner.bits import PrecisionPlan, PrecisionProfile, plan_or_nearest
 from scrimp.precision import parse_rules
 from scrimp.profiler.statistics import Probe
@@ -49,7 +48,7 @@ from scrimp.train.precision.question import (
     replanned,
     shares_of,
 )
-from scrimp.train.precision.state import CycleState, Waiting, carried_on, read_cycle
+from scrimp.train.precision.state import CycleState, Waiting, carried_on, planned_recipes, read_cycle
 from scrimp.train.precision.times import (
     StepTimes,
     gemm_seconds,
@@ -99,14 +98,7 @@ class PrecisionCycle:
         """To be told before the next step."""
         self.doubt: str | None = None
         """Why every GEMM of the plan of now is proven in the next step, not those alone that it changed."""
-        self.state = CycleState(self._recipes_of(decisions.plan))
-
-    def _recipes_of(self, plan: Plan) -> guard.Recipes:
-        return {
-            layer: (choice.fprop, choice.dgrad, choice.wgrad)
-            for layer, choice in precisions_of(plan).items()
-            if layer != "head"
-        }
+        self.state = CycleState(planned_recipes(decisions.plan))
 
     # -- checkpoints ---------------------------------------------------------------------------
 

@@ -23,6 +23,8 @@ from scrimp.errors import CheckpointError
 from scrimp.json_files import as_typed
 from scrimp.planner import Plan
 from scrimp.planner.bits import PrecisionPlan
+from scrimp.precision import GEMMS, RECIPES
+from scrimp.runtime import precisions_of
 from scrimp.train.precision.guard import GuardState, Recipes
 from scrimp.train.precision.question import is_due
 
@@ -136,7 +138,41 @@ def read_cycle(saved: Mapping[str, Any] | None) -> SavedCycle:
             raise CheckpointError(f"{_ORIGIN}: the plan that is waiting is missing", do=_DO)
         PrecisionPlan.from_json(state.waiting.plan)
     analysis = None if plans.analysis is None else PrecisionPlan.from_json(plans.analysis)
-    return SavedCycle(state, Plan.from_json(plans.plan), analysis)
+    plan = Plan.from_json(plans.plan)
+    _refuse_impossible(state, plan)
+    return SavedCycle(state, plan, analysis)
+
+
+def planned_recipes(plan: Plan) -> Recipes:
+    """The formats of the layers whose formats are planned: all but the head."""
+    return {
+        layer: (choice.fprop, choice.dgrad, choice.wgrad)
+        for layer, choice in precisions_of(plan).items()
+        if layer != "head"
+    }
+
+
+def _refuse_impossible(state: CycleState, plan: Plan) -> None:
+    """Values of the right type that no run writes."""
+    layers, guard = planned_recipes(plan), state.guard
+    num_formats = len(state.previous_formats)
+    names = {*state.previous_formats, *(name for row in state.recipes.values() for name in row)}
+    wrong = {
+        f"{', '.join(sorted(names - set(RECIPES)))} in recipes or previous_formats": not names
+        <= set(RECIPES),
+        "recipes of other layers than the plan's": state.recipes.keys() != layers.keys(),
+        "guard.penalties": not guard.penalties.keys() <= layers.keys()
+        or any(len(row) != len(GEMMS) for row in guard.penalties.values()),
+        "guard.losses, of another number than guard.norms": len(guard.losses) != len(guard.norms),
+        "previous, of another shape than its formats": any(
+            len(layer) != len(GEMMS) or any(len(row) != num_formats for row in layer)
+            for layer in state.previous or ()
+        ),
+        "a waiting step below 0": state.waiting is not None and state.waiting.at < 0,
+    }
+    for what, is_wrong in wrong.items():
+        if is_wrong:
+            raise CheckpointError(f"{_ORIGIN} is impossible", got=what, do=_DO)
 
 
 def carried_on(here: Plan, saved: Plan, *, trains: bool = True) -> Plan:
