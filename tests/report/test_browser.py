@@ -121,7 +121,7 @@ def test_the_charts_have_the_points_of_the_run(page, tmp_path):
     assert points["lr"] == [200]
     assert points["grad-norm"] == [199, 199]
     assert points["utilisation"] == [200, 200, 200]
-    assert points["memory"] == [200, 2]
+    assert points["memory"] == [200, 200, 2]
     assert len(re.findall(r'<svg class="plot"[^>]*tabindex="0"', seen.dom)) == len(points)  # the script ran
 
 
