@@ -40,7 +40,7 @@ NEAR_SHARE = 0.8
 SKETCH_GRAMS = 128
 _NEAR_IN_SKETCH = 88
 _HITS = 8
-"""Of the rarest of a sketch, so many must occur before the whole of it is compared."""
+"""How many of the rarest hashes of a sketch must occur before the whole sketch is compared."""
 _RARE = 16
 """A hash in more sketches is common wording. It finds nobody, and every document that holds it would be compared."""
 _MOST_FAILURES = 1000

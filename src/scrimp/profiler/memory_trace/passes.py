@@ -51,10 +51,10 @@ class GradientSums:
     """How the optimizer sums the gradients of micro-batches."""
 
     dtype: torch.dtype | None
-    """Of sums that a hook adds each gradient to as soon as it is complete (`scrimp.train.optimizer`); None: autograd
-    sums them itself."""
+    """The sums' type, where a hook adds each gradient to them as soon as it is complete (`scrimp.train.optimizer`);
+    None: autograd sums gradients itself."""
     scratch: Callable[[Tensor], int] = lambda parameter: 0
-    """From a parameter to bytes that adding to an existing sum takes."""
+    """Bytes that adding a parameter's gradient to an existing sum takes."""
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ MIN_BYTES = 16 * 1024
 
 @dataclass(frozen=True)
 class SavedBytes:
-    """Of the storages that a block's forward pass saves, its input among them."""
+    """Bytes that a block's forward pass saves, its input among them."""
 
     moved: int
     """Go to the host."""

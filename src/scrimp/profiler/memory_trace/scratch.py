@@ -24,11 +24,11 @@ _BEFORE_NOISE = 4
 _NOISE = 2
 """hash, bits."""
 _HASH_BYTES = 24
-"""Of one row or column, while its hash is made: three int64."""
+"""Bytes for one row or column while its hash is made: three int64."""
 _SCALARS = 64
 """Numbers that are tensors of their own."""
 _SCALE_ARRAYS = 6
-"""Of one number per block."""
+"""Arrays that hold one number per block."""
 
 
 def update_scratch(parameters: Iterable[Tensor], piece: int, *, eight_bit: bool) -> int:
@@ -61,7 +61,8 @@ def sum_scratch(parameter: Tensor, piece: int) -> int:
 
 
 def _peak(shape: tuple[int, int], most: int, piece: int, before: int, extra: float) -> int:
-    """Of one matrix: while hashes are made, and after that; from its second piece on all arrays exist."""
+    """Most bytes that one matrix takes: while hashes are made, or after that, when from its second piece on all arrays
+    exist."""
     rows, columns = _piece(shape, piece)[0], shape[1]
     arrays = before + (_NOISE if _is_cut(shape, piece) else 0)
     of_rows = arrays * most + _HASH_BYTES * rows + 4 * columns

@@ -150,7 +150,7 @@ def trace_costs(
 def _formats(
     linears: Mapping[str, LinearPrecision], plain: LinearPrecision, num_blocks: int
 ) -> tuple[list[tuple[LinearPrecision, ...]], LinearPrecision]:
-    """Of each block's layers, in the order of `GEMM_NAMES`, and of the head."""
+    """The formats of each block's layers, in the order of `GEMM_NAMES`, and those of the head."""
     blocks = [
         tuple(linears.get(f"blocks.{i}.{name}", plain) for name in GEMM_NAMES) for i in range(num_blocks)
     ]
@@ -398,7 +398,7 @@ class _Step:
         return tracker.peak
 
     def optimizer_peak(self, model: nn.Module) -> int:
-        """Of an update that is no fused one; fused AdamW and copies from master weights take nothing."""
+        """Bytes that an update takes unless it is fused; fused AdamW and copies from master weights take nothing."""
         is_fused = (self.master_weights or self.parameters == "fp32") and self.moments in ("auto", "fp32")
         if is_fused:
             return 0
