@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Callable
@@ -12,7 +13,15 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from scrimp.data import Batch, Loader, SampleIndex, TokenStream, evaluation_batches, evaluation_text_bytes
+from scrimp.data import (
+    Batch,
+    Loader,
+    SampleIndex,
+    TokenStream,
+    evaluation_batches,
+    evaluation_text_bytes,
+    held_bytes,
+)
 from scrimp.data.loader import IGNORED
 from scrimp.errors import DataError
 
@@ -248,6 +257,31 @@ def test_batches_are_ready_before_they_are_asked_for_and_waiting_is_measured(
     with load(stream) as loader:
         next(loader)
         assert loader.wait_seconds > 0.08
+
+
+@pytest.mark.parametrize("mask", [False, True])
+def test_batches_take_no_more_memory_than_is_said(stream: TokenStream, mask: bool) -> None:
+    def num_bytes() -> int:
+        batches = [thing for thing in gc.get_objects() if type(thing) is Batch]
+        tensors = [
+            tensor for one in batches for tensor in (one.tokens_BT, one.targets_BT, one.document_starts)
+        ]
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+    gc.collect()
+    before = num_bytes()
+    with Loader(
+        stream, sequence=4, sequences_per_step=2, micro_batch=1, seed=0, mask_documents=mask
+    ) as loader:
+        running = next(loader)
+        most = held_bytes(8, mask_documents=mask)
+        tokens_and_targets = held_bytes(8, mask_documents=False)
+        deadline = time.monotonic() + 10
+        while num_bytes() - before < tokens_and_targets and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.05)
+        assert tokens_and_targets <= num_bytes() - before <= most
+        del running
 
 
 def test_closing_ends_the_thread_and_the_iteration(stream: TokenStream) -> None:

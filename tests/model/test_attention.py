@@ -12,7 +12,7 @@ from decoder_reference import LLAMA
 from torch import Tensor
 
 from scrimp.config.architecture import Architecture
-from scrimp.model import attention
+from scrimp.model import attention, segments
 from scrimp.model.attention import AttentionLayout, attend, varlen_kernel
 from scrimp.profiler.memory_trace.tracker import StorageTracker
 
@@ -69,8 +69,8 @@ CASES = {
 def test_every_route_is_exact_forward_and_backward(name: str, compiled: bool) -> None:
     starts, window = CASES[name]
     layout = prepare(starts, window, compiled=compiled)
-    in_compiled = "causal" if (starts, window) == (None, None) else "masked"
-    assert layout.route == (in_compiled if compiled else "segments")
+    apart = "masked" if compiled else "segments"
+    assert layout.route == ("causal" if (starts, window) == (None, None) else apart)
     generator = torch.Generator().manual_seed(0)
     qkv = torch.randn(ROWS, LENGTH, HEADS + 2 * KV, K, generator=generator).requires_grad_()
     weight = torch.randn(ROWS, LENGTH, HEADS, K, generator=generator)
@@ -130,10 +130,14 @@ def test_document_starts_that_do_not_fit_the_rows_are_a_bug_of_the_caller() -> N
             prepare(wrong)
 
 
-def test_a_row_per_document_is_one_causal_call_under_compile_and_a_call_per_row_without() -> None:
-    qkv = torch.randn(ROWS, LENGTH, HEADS + 2 * KV, K).requires_grad_()
-    together, apart = (prepare([0, 40, 80], compiled=compiled) for compiled in (True, False))
+def test_rows_of_one_document_go_together_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, starts = torch.zeros(5, LENGTH, dtype=torch.int64), torch.arange(0, 5 * LENGTH + 1, LENGTH)
+    together = AttentionLayout.prepare(LLAMA, tokens, starts, dtype=torch.float32)
+    monkeypatch.setattr(segments, "ROWS_TOKENS", 2 * LENGTH)
+    apart = AttentionLayout.prepare(LLAMA, tokens, starts, dtype=torch.float32)
     assert (together.route, apart.route) == ("causal", "segments")
+    assert [segment.rows for segment in apart.segments] == [2, 2, 1]
+    qkv = torch.randn(5, LENGTH, HEADS + 2 * KV, K).requires_grad_()
     results = [attend(qkv, layout) for layout in (together, apart)]
     assert torch.equal(*results)
     assert torch.equal(*(torch.autograd.grad(out.square().sum(), qkv)[0] for out in results))
@@ -145,7 +149,10 @@ def test_one_row_of_one_document_is_one_causal_call() -> None:
 
 
 @pytest.mark.parametrize("starts", [[0, 40, 80], [0, 39, 40, 79, 80]], ids=["rows", "documents"])
-def test_segments_take_memory_for_one_of_them_at_a_time(starts: list[int]) -> None:
+def test_segments_take_memory_for_one_of_them_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, starts: list[int]
+) -> None:
+    monkeypatch.setattr(segments, "ROWS_TOKENS", LENGTH)
     layout = prepare(starts)
     qkv = torch.randn(ROWS, LENGTH, HEADS + 2 * KV, K).requires_grad_()
     with StorageTracker() as tracker:

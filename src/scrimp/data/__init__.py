@@ -6,7 +6,7 @@ shards -> windows -> batches                 `open_corpus` and `Loader`, in a gl
 
 from scrimp.data.corpus import Corpus, TokenStream, open_corpus
 from scrimp.data.index import SampleIndex
-from scrimp.data.loader import Batch, Loader, evaluation_batches, evaluation_text_bytes
+from scrimp.data.loader import Batch, Loader, evaluation_batches, evaluation_text_bytes, held_bytes
 from scrimp.data.manifest import is_corpus
 from scrimp.data.prepare import CorpusSpec, prepare
 from scrimp.data.progress import Progress
@@ -25,6 +25,7 @@ __all__ = [
     "VerifyReport",
     "evaluation_batches",
     "evaluation_text_bytes",
+    "held_bytes",
     "is_corpus",
     "load_tokenizer",
     "open_corpus",

@@ -11,7 +11,7 @@ Documents  `document_starts` are the borders attention must not cross, over the 
            B * T tokens: every row begins a document, whatever it continues. The last token of
            a document has the next document's delimiter as target; where the tokenizer ends
            documents with its own EOS, the EOS has no target (IGNORED).
-Thread     A daemon thread keeps `prefetch` steps ready, and in pinned memory if asked. An error
+Thread     A daemon thread keeps `PREFETCHED_STEPS` steps ready, and in pinned memory if asked. An error
            in it surfaces in the main thread at the step that it belongs to.
 Checked    tests/data/test_loader.py, against a brute-force loader.
 
@@ -38,6 +38,8 @@ from scrimp.errors import DataError
 
 IGNORED = -100
 """Target that does not count, as in PyTorch's cross-entropy."""
+PREFETCHED_STEPS = 2
+"""Steps whose batches are kept ready."""
 _POLL_SECONDS = 0.1
 
 Int64Array = npt.NDArray[np.int64]
@@ -111,6 +113,14 @@ def _batch(
         borders.append(np.array([len(rows) * sequence]))
         document_starts = torch.from_numpy(np.concatenate(borders).astype(np.int32))
     return Batch(tokens_BT, torch.from_numpy(targets), document_starts, int((targets != IGNORED).sum()))
+
+
+def held_bytes(tokens_per_step: int, *, mask_documents: bool) -> int:
+    """Most bytes of batches at once: of the step that runs, of those that are ready, and of one that waits for a place.
+
+    Each token takes its id, its target and, if documents are masked, a document start at worst.
+    """
+    return (PREFETCHED_STEPS + 2) * tokens_per_step * (8 + 8 + 4 * mask_documents)
 
 
 class _Producer:
@@ -189,7 +199,6 @@ class Loader:
         world_size: ranks that share every step; divides sequences_per_step.
         mask_documents: give document starts with the batches.
         pin: put batches in pinned memory (where there is CUDA).
-        prefetch: steps kept ready.
     """
 
     def __init__(
@@ -205,7 +214,6 @@ class Loader:
         world_size: int = 1,
         mask_documents: bool = True,
         pin: bool = False,
-        prefetch: int = 2,
     ) -> None:
         _check_counts(sequence, sequences_per_step, micro_batch, rank, world_size)
         producer = _Producer(
@@ -226,7 +234,7 @@ class Loader:
         self.wait_seconds: float = 0.0
         """Time the last `next` waited for its batches."""
         self._per_step = sequences_per_step
-        self._ready: queue.Queue[list[Batch] | _Failure] = queue.Queue(maxsize=max(prefetch, 1))
+        self._ready: queue.Queue[list[Batch] | _Failure] = queue.Queue(maxsize=PREFETCHED_STEPS)
         self._stop = threading.Event()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(

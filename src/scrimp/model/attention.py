@@ -7,9 +7,7 @@ Method   `AttentionLayout.prepare` looks at the documents once per forward pass 
          how all blocks attend; no block decides anything, and nothing waits for a device.
 
          causal    One causal call for all rows: nothing is masked, no window is reached.
-         segments  CPU, not compiled: one causal call per document, over views of the packed rows; tiny documents that
-                   follow each other share a call with a small mask. A document that reaches the window takes its
-                   corner of one mask, as large as the longest of them.
+         segments  CPU, not compiled: one causal call per document, over views of the packed rows (see segments).
          varlen    CUDA, half precision: torch's variable-length kernel, where it exists.
          pieces    The same, or causal, where all rows at once would need too much memory in the backward pass: a few
                    rows at a time (`scrimp.model.flash`).
@@ -24,9 +22,7 @@ Rule     On the CPU several documents are always segments. Measured for one bloc
            bf16       32                32    23   30   32   56   23
 
          The CPU kernel computes the masked triangle too, within blocks of 512 keys: that is
-         why cutting rows into documents saves time and masking them does not. Documents of fewer than 16 tokens go
-         together, up to 128 tokens a call. Results and gradients of a segment are written where they belong before the
-         next one runs: no batch takes more memory for a moment than the gradients of one row, however many it has.
+         why cutting rows into documents saves time and masking them does not.
 CPU      Splitting qkv, rotation, attention and their gradients are one autograd function:
          the gradients are written straight into the gradient of qkv, where plain operations
          would pad, add and concatenate them. It calls the operators that
@@ -67,45 +63,14 @@ from scrimp.model.flash import (
     rows_at_once,
 )
 from scrimp.model.functions import runs_cpu_functions, uses_cpu_functions
+from scrimp.model.masks import added, allowed
 from scrimp.model.rope import rope_tables, rotate, rotate_into
+from scrimp.model.segments import Segment, segments_of, window_mask
 
 Route = Literal["causal", "segments", "varlen", "pieces", "masked"]
 
 FLASH_CAPABILITY = (8, 0)
 """From which on flash attention runs on a GPU."""
-TINY_TOKENS = 16
-"""Documents of fewer share a call."""
-SHARED_TOKENS = 128
-"""Most tokens of a call that documents share."""
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Documents that are attended in one call."""
-
-    start: int
-    """First token, over all rows."""
-    lengths: tuple[int, ...]
-    """Tokens per document."""
-
-    @property
-    def stop(self) -> int:
-        """The token after the last."""
-        return self.start + sum(self.lengths)
-
-    def of(self, x_BTXK: Tensor) -> Tensor:
-        """A view of its tokens, shape (tokens, heads, K)."""
-        return x_BTXK.flatten(0, 1)[self.start : self.stop]
-
-    def mask(self, layout: AttentionLayout, like: Tensor) -> Tensor | None:
-        """What is added to its scores; None: they are causal."""
-        length = self.stop - self.start
-        if len(self.lengths) > 1:
-            return _added(allowed(1, length, self.lengths, layout.window, like.device), like.dtype)
-        if layout.window is None or length <= layout.window:
-            return None
-        assert layout.mask is not None
-        return layout.mask[..., :length, :length]
 
 
 @dataclass(frozen=True)
@@ -178,7 +143,11 @@ class AttentionLayout:
         if pieces is not None:
             return make("pieces", pieces=pieces)
         if device.type == "cpu" and not compiled and runs_cpu_functions() and (window or len(lengths) > 1):
-            return make("segments", **_segments_of(lengths, length, window, dtype))
+            segments = segments_of(lengths, length)
+            if len(segments) > 1 or window is not None or len(segments[0].lengths) > 1:
+                return make(
+                    "segments", segments=segments, window=window, mask=window_mask(lengths, window, dtype)
+                )
         if len(lengths) == rows and window is None:
             return make("causal")
         if varlen_runs(device, dtype, architecture.head_size):
@@ -187,7 +156,7 @@ class AttentionLayout:
         mask = allowed(rows, length, None if len(lengths) == rows else lengths, window, device)
         if device.type == "cpu" and not STAND_IN:
             # Given a boolean mask, the operator would make this one anew in every block.
-            mask = _added(mask, dtype)
+            mask = added(mask, dtype)
         return make("masked", mask=mask)
 
 
@@ -201,37 +170,6 @@ def _document_lengths(rows: int, length: int, document_starts: Tensor | None) ->
     assert min(lengths) > 0, "document starts do not rise"
     assert set(range(0, rows * length, length)) <= set(starts), "a document crosses rows"
     return lengths
-
-
-def _segments(lengths: tuple[int, ...], row: int) -> tuple[Segment, ...]:
-    """Documents of several rows, tiny ones together as long as they share a row."""
-    found: list[Segment] = []
-    start = 0
-    for length in lengths:
-        last = found[-1] if found and start % row else None
-        is_tiny = last is not None and max(length, *last.lengths) < TINY_TOKENS
-        if last is not None and is_tiny and sum(last.lengths) + length <= SHARED_TOKENS:
-            found[-1] = Segment(last.start, (*last.lengths, length))
-        else:
-            found.append(Segment(start, (length,)))
-        start += length
-    return tuple(found)
-
-
-def _segments_of(
-    lengths: tuple[int, ...], row: int, window: int | None, dtype: torch.dtype
-) -> dict[str, Any]:
-    """The fields of a layout of segments."""
-    found = {"segments": _segments(lengths, row), "window": window}
-    if window is None:
-        return found
-    return {**found, "mask": _added(allowed(1, max(lengths), None, window, torch.device("cpu")), dtype)}
-
-
-def _added(may_look: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is added to scores for a boolean mask, which is overwritten."""
-    hidden = may_look.logical_not_()
-    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
 
 
 def _cumulative(lengths: tuple[int, ...]) -> Tensor:
@@ -261,23 +199,6 @@ def _pieces(
         for begin in range(0, rows * length, step)
     ]
     return Pieces(at_once, tuple(one.to(device, non_blocking=True) for one in starts), window)
-
-
-def allowed(
-    rows: int, length: int, lengths: tuple[int, ...] | None, window: int | None, device: torch.device
-) -> Tensor:
-    """The boolean mask, (B or 1, 1, T, T): True where a query (third) may look at a key (fourth)."""
-    position_T = torch.arange(length, device=device)
-    mask = position_T[:, None] >= position_T[None, :]
-    if window is not None:
-        mask &= position_T[:, None] < position_T[None, :] + window
-    if lengths is None:
-        return mask[None, None]
-    numbers = torch.repeat_interleave(
-        torch.arange(len(lengths)), torch.tensor(lengths), output_size=rows * length
-    )
-    document_BT = numbers.view(rows, length).to(device, non_blocking=True)
-    return (mask & (document_BT[:, :, None] == document_BT[:, None, :]))[:, None]
 
 
 def varlen_runs(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
@@ -473,20 +394,16 @@ def _turn_back(
     value.copy_(grads_TXK[2])
 
 
-def _by_head(x_SXK: Tensor) -> Tensor:
-    """One row of a segment's tokens, (1, heads, tokens, K)."""
-    return x_SXK.transpose(0, 1)[None]
-
-
 def _segments_forward(turned_BTGK: Tensor, layout: AttentionLayout) -> tuple[Tensor, Tensor]:
     """Results of all rows, and log-sum-exps of shape (heads, tokens of all rows)."""
     rows, length, _, size = turned_BTGK.shape
     out_BTHK = turned_BTGK.new_empty(rows, length, layout.num_heads, size)
     lse_HS = turned_BTGK.new_empty(layout.num_heads, rows * length, dtype=torch.float32)
     for segment in layout.segments:
-        out, lse = _forward(_by_head(segment.of(turned_BTGK)), layout, segment.mask(layout, turned_BTGK))
-        _by_head(segment.of(out_BTHK)).copy_(out)
-        lse_HS[:, segment.start : segment.stop].copy_(lse[0])
+        mask = segment.mask(layout.mask, layout.window, turned_BTGK)
+        out, lse = _forward(segment.of(turned_BTGK).transpose(1, 2), layout, mask)
+        segment.of(out_BTHK).copy_(out.transpose(1, 2))
+        segment.of_sums(lse_HS).copy_(lse)
         del out, lse  # before the next ones are made
     return out_BTHK, lse_HS
 
@@ -497,11 +414,13 @@ def _segments_backward(
     """The gradient of qkv."""
     grad_BTGK, length = torch.empty_like(turned_BTGK), turned_BTGK.shape[1]
     for segment in layout.segments:
-        grad_out, turned, out = (_by_head(segment.of(x)) for x in (grad_out_BTHK, turned_BTGK, out_BTHK))
-        lse = lse_HS[None, :, segment.start : segment.stop]
-        grads = _backward(grad_out, turned, out, lse, layout, segment.mask(layout, turned_BTGK))
+        grad_out, turned, out = (
+            segment.of(x).transpose(1, 2) for x in (grad_out_BTHK, turned_BTGK, out_BTHK)
+        )
+        mask = segment.mask(layout.mask, layout.window, turned_BTGK)
+        grads = _backward(grad_out, turned, out, segment.of_sums(lse_HS), layout, mask)
         first = segment.start % length
-        tables = (table[first : first + segment.stop - segment.start] for table in layout.rope)
-        _turn_back(segment.of(grad_BTGK), [grad[0].transpose(0, 1) for grad in grads], layout, *tables)
+        tables = (table[first : first + segment.length] for table in layout.rope)
+        _turn_back(segment.of(grad_BTGK), [grad.transpose(1, 2) for grad in grads], layout, *tables)
         del grads  # before the next ones are made
     return grad_BTGK

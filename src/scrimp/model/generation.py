@@ -27,8 +27,8 @@ from torch import Tensor
 
 from scrimp.config.architecture import Architecture
 from scrimp.errors import ConfigError, ModelError
-from scrimp.model.attention import allowed
 from scrimp.model.decoder import Attention, Block, Decoder
+from scrimp.model.masks import allowed
 from scrimp.model.rope import rope_tables, rotate
 
 CACHE_TOKENS = 256

@@ -332,9 +332,11 @@ class Trainer:
         )
 
     def _counted_step(self, loader: Loader) -> StepResult:
-        """A step; on a CPU an early one, and the first of each later plan, with its tensors counted."""
-        number = self.position.step + 1
-        if not self.meter.counts_steps or self._count_tensors_at is None or number < self._count_tensors_at:
+        """A step; on a CPU an early one, and an early one of each later plan, with its tensors counted."""
+        number, counts_at = self.position.step + 1, self._count_tensors_at
+        # A step that proves its GEMMs holds copies of operands for that.
+        proves = self._is_first_of_plan and number < self.train.steps
+        if not self.meter.counts_steps or counts_at is None or number < counts_at or proves:
             return self._step(loader)
         self._count_tensors_at = None  # before the step, in which another plan may be adopted
         self.wait_for_checkpoint()  # whose copy is no part of a step

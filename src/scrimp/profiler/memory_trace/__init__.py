@@ -3,7 +3,7 @@
 `trace_costs` makes the planner's costs, `StorageTracker` counts the bytes of any code.
 """
 
-from scrimp.profiler.memory_trace.trace import trace_costs
+from scrimp.profiler.memory_trace.trace import batch_bytes, trace_costs
 from scrimp.profiler.memory_trace.tracker import StorageTracker
 
-__all__ = ["StorageTracker", "trace_costs"]
+__all__ = ["StorageTracker", "batch_bytes", "trace_costs"]

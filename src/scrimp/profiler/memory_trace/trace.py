@@ -9,7 +9,7 @@ Method   The real model (`scrimp.model.Decoder`, planned layers, the chunked los
          A choice "+offload" is derived: what autograd saves of a block waits on the host instead, its input
          included (`saved`).
          How many documents a row holds is not known: traced is what takes most (`documents`). A CPU's eager blocks
-         attend document by document; the worst is a document that fills its row. Where documents need masks, each row
+         attend segment by segment; the worst are documents that fill their rows. Where documents need masks, each row
          has one.
 Limits   Planned layers are traced in the reference back end, an upper bound for fused ones. Kernels' own memory:
          `workspace`.
@@ -37,13 +37,12 @@ from scrimp.gemm import PlannedLayer, swap_in
 from scrimp.gemm.clock import Clock
 from scrimp.model import Decoder
 from scrimp.model.attention import (
-    SHARED_TOKENS,
     AttentionLayout,
-    Segment,
     flash_takes,
     fuses_attention,
 )
 from scrimp.model.flash import Gpu
+from scrimp.model.segments import worst_segments
 from scrimp.planner.bytes.costs import BlockClass, BlockCost, EndsCost, StepCosts
 from scrimp.planner.flops import GEMM_NAMES
 from scrimp.precision import LinearPrecision
@@ -368,7 +367,7 @@ class _Step:
         if keeps_apart or not self.documents:
             return found
         if is_cpu and not self.compiled:
-            return dataclasses.replace(found, route="segments", segments=_worst_segments(rows, length))
+            return dataclasses.replace(found, route="segments", segments=worst_segments(rows, length))
         kind = dtype if is_cpu else torch.bool
         mask = torch.empty((rows, 1, length, length), dtype=kind, device=CPU)
         return dataclasses.replace(found, route="masked", mask=mask)
@@ -379,7 +378,7 @@ class _Step:
 
     def resident_bytes(self) -> int:
         """Tokens, targets, numbers of the loss, tables."""
-        return 2 * 8 * self.shape[0] * self.shape[1] + self._scalars(LOSS_SCALARS) + self.table_bytes()
+        return batch_bytes(*self.shape) + self._scalars(LOSS_SCALARS) + self.table_bytes()
 
     def table_bytes(self) -> int:
         """Rotation tables and a mask."""
@@ -406,10 +405,9 @@ class _Step:
         return update_scratch(model.parameters(), piece, eight_bit=self.moments == "8bit")
 
 
-def _worst_segments(rows: int, length: int) -> tuple[Segment, ...]:
-    """Rows of one document, and once more a call that tiny documents share: no batch takes more for a call."""
-    tiny = Segment(0, (1,) * min(length, SHARED_TOKENS))
-    return (*(Segment(row * length, (length,)) for row in range(rows)), tiny)
+def batch_bytes(rows: int, length: int) -> int:
+    """Tokens and targets of a micro-batch."""
+    return 2 * 8 * rows * length
 
 
 def _without_blocks(model: Decoder) -> Decoder:

@@ -29,6 +29,7 @@ from scrimp.config.activations import (
     assign_activations,
     blocks_on_host,
 )
+from scrimp.data import held_bytes
 from scrimp.errors import PlanError
 from scrimp.model.flash import gpu_of
 from scrimp.planner import Plan
@@ -44,7 +45,7 @@ from scrimp.planner.bytes.timeline import step_timeline
 from scrimp.precision import LinearPrecision, PrecisionRules, parse_rules
 from scrimp.profiler import Device
 from scrimp.profiler.links import LinkRates
-from scrimp.profiler.memory_trace import trace_costs
+from scrimp.profiler.memory_trace import batch_bytes, trace_costs
 from scrimp.runtime.memory import uses_host
 from scrimp.train.memory.limits import (
     OneMemoryError,
@@ -371,7 +372,17 @@ def traced(
             _traced_base(config.train, architecture, device, choices, base, config.data.mask_documents)
             for base in bases
         ]
-    return max(found, key=_most)
+    return _with_batches(max(found, key=_most), config, device)
+
+
+def _with_batches(costs: StepCosts, config: Config, device: torch.device) -> StepCosts:
+    """With all batches that are ready, on a CPU; a GPU has those of one micro-batch, which the trace counts."""
+    if device.type == "cuda":
+        return costs
+    train = config.train
+    held = held_bytes(decided(train.batch_tokens), mask_documents=config.data.mask_documents)
+    traced = batch_bytes(decided(train.micro_batch), decided(train.sequence))
+    return dataclasses.replace(costs, resident=costs.resident + held - traced)
 
 
 def _most(costs: StepCosts) -> int:
