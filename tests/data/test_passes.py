@@ -36,6 +36,20 @@ def test_documents_are_held_as_far_as_memory_goes(
     monkeypatch: pytest.MonkeyPatch, held_bytes: int, times: int
 ) -> None:
     monkeypatch.setattr(passes, "HELD_BYTES", held_bytes)
+    monkeypatch.setattr(passes, "host_memory_available", lambda: 0)
+    source = Counted()
+    text = Passes(source, progress=False)
+    for _ in range(3):
+        assert [document.text for document in text.read("reading")] == TEXTS
+    assert source.asked == times * len(TEXTS)
+
+
+@pytest.mark.parametrize(("available", "times"), [(1 << 20, 1), (10_000, 3)])
+def test_an_eighth_of_the_free_memory_is_taken(
+    monkeypatch: pytest.MonkeyPatch, available: int, times: int
+) -> None:
+    monkeypatch.setattr(passes, "HELD_BYTES", 0)
+    monkeypatch.setattr(passes, "host_memory_available", lambda: available)
     source = Counted()
     text = Passes(source, progress=False)
     for _ in range(3):
@@ -55,6 +69,7 @@ def test_many_small_documents_count_with_what_they_take_beside_their_text(
     import tracemalloc
 
     monkeypatch.setattr(passes, "HELD_BYTES", 1 << 20)
+    monkeypatch.setattr(passes, "host_memory_available", lambda: 0)
     monkeypatch.setattr(f"{__name__}.TEXTS", [chr(97 + number % 26) for number in range(200_000)])
     text = Passes(Counted(), progress=False)
     tracemalloc.start()

@@ -61,7 +61,7 @@ def byte_level(vocabulary: dict[str, int], merges: list[tuple[str, str]], delimi
 
 def sample(corpus: Iterable[Document]) -> list[str]:
     """The training documents with the lowest hashes within SAMPLE_BYTES, in the order of the corpus."""
-    heap: list[tuple[int, int, str, int]] = []  # (-hash, -position, text, bytes): the largest hash on top
+    heap: list[tuple[int, int, Document]] = []  # (-hash, -position, document): the largest hash on top
     kept = scanned = 0
     for position, document in enumerate(corpus):
         scanned += document.num_bytes
@@ -69,11 +69,11 @@ def sample(corpus: Iterable[Document]) -> list[str]:
             break
         if document.held_out:
             continue
-        heapq.heappush(heap, (-document.hash, -position, document.text, document.num_bytes))
+        heapq.heappush(heap, (-document.hash, -position, document))
         kept += document.num_bytes
         while kept > SAMPLE_BYTES and len(heap) > 1:
-            kept -= heapq.heappop(heap)[3]
-    return [text for _, _, text, _ in sorted(heap, key=lambda entry: -entry[1])]
+            kept -= heapq.heappop(heap)[2].num_bytes
+    return [document.text for _, _, document in sorted(heap, key=lambda entry: -entry[1])]
 
 
 def train_bpe(texts: list[str], vocab_size: int, delimiter: str) -> str:

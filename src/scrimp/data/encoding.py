@@ -20,7 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from scrimp.data.documents import Document
 from scrimp.data.tokenizer import TokenArray, Tokenizer
 
-_GROUP_CHARACTERS = 1 << 19
+_GROUP_BYTES = 1 << 19
 _GROUP_DOCUMENTS = 2048
 
 
@@ -35,8 +35,8 @@ def _groups(corpus: Iterable[Document]) -> Iterator[list[Document]]:
     size = 0
     for document in corpus:
         group.append(document)
-        size += len(document.text)
-        if size >= _GROUP_CHARACTERS or len(group) >= _GROUP_DOCUMENTS:
+        size += document.num_bytes
+        if size >= _GROUP_BYTES or len(group) >= _GROUP_DOCUMENTS:
             yield group
             group, size = [], 0
     if group:

@@ -2,20 +2,24 @@
 
 `prepare` goes through a source up to four times: what to hold out, what is like it, what to train a
 BPE on, and the shards. Reading a source means to decode, cut and hash it, so that the documents of
-one that takes up to 64 MiB of memory are held after the first whole pass; a larger one is read again.
+one that fits into an eighth of the host memory that is free, or into 64 MiB, are held after the first
+whole pass; a larger one is read again.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 
 from scrimp.data.documents import Document, documents
 from scrimp.data.progress import Progress
 from scrimp.data.sources import Source
 from scrimp.data.streams import Meter
+from scrimp.host_memory import host_memory_available
 
 HELD_BYTES = 64 << 20
+"""Documents of this size together are held however little memory is free."""
+_SHARE = 8
+"""One in this many bytes of free host memory may be taken for documents."""
 _PER_DOCUMENT = 192
 """Bytes of memory that a document takes beside its text."""
 
@@ -48,15 +52,15 @@ class Passes:
     def _read(self, name: str) -> Iterator[Document]:
         meter = Meter()
         held: list[Document] = []
-        size = 0
+        size, most = 0, max(HELD_BYTES, host_memory_available() // _SHARE)
         with Progress(name, self.source.num_bytes, enabled=self.progress) as bar:
             for document in documents(self.source.texts(meter)):
                 bar.update(meter.bytes)
-                if size <= HELD_BYTES:
-                    size += sys.getsizeof(document.text) + len(document.raw) + _PER_DOCUMENT
+                if size <= most:
+                    size += document.num_bytes + _PER_DOCUMENT
                     held.append(document)
-                    if size > HELD_BYTES:
+                    if size > most:
                         held.clear()
                 yield document
-        if size <= HELD_BYTES:
+        if size <= most:
             self._held = held

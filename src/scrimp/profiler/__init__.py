@@ -1,7 +1,7 @@
 """What this machine is and what a run cost on it: device, peak rates, memory, throughput."""
 
+from scrimp.host_memory import host_memory_available
 from scrimp.profiler.device import Device, resolve_device
-from scrimp.profiler.host_memory import host_memory_available
 from scrimp.profiler.memory import MemoryMeter
 from scrimp.profiler.peaks import device_peaks
 from scrimp.profiler.throughput import recall_throughput, remember_throughput

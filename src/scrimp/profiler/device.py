@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from scrimp.errors import DeviceError
-from scrimp.profiler.host_memory import host_memory_available
+from scrimp.host_memory import host_memory_available
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 Tensors are what a plan predicts: on CUDA the allocator knows their peak (`max_memory_allocated`), on a CPU they are
 counted in chosen steps (`scrimp.profiler.tensor_peak`). The resident set of the process is another figure: it holds
 the interpreter, libraries, and heap that was freed but not given back, and no plan predicts it.
-What is free: `scrimp.profiler.host_memory`.
+What is free: `scrimp.host_memory`.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ class HostArena:
     Args:
         nbytes: rounded down to whole 512 bytes.
         device: whose copies go here; of a CUDA device the memory is pinned.
-        available: bytes that host and control group have free (`scrimp.profiler.host_memory_available`);
+        available: bytes that host and control group have free (`scrimp.host_memory`);
             None: not checked.
         pins: whether to pin; None: where the device is CUDA. Copies to memory that is not pinned are slower
             and make the host wait.

@@ -19,7 +19,7 @@ Method   /proc/self/cgroup names the process's group in each hierarchy, /proc/se
          there is none, the mount's own.
 Limits   Of groups above the mount version 2 shows nothing. Swap is not memory. Elsewhere than on Linux all physical
          memory is the best that is known.
-Checked  tests/profiler/test_host_memory.py: file trees of systemd, Slurm and containers; a real nested group where the
+Checked  tests/test_host_memory.py: file trees of systemd, Slurm and containers; a real nested group where the
          machine allows one.
 """
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from control_group import nested_group
 
-from scrimp.profiler.host_memory import host_memory_available
+from scrimp.host_memory import host_memory_available
 
 GB = 10**9
 FREE = 20 * GB
