@@ -9,10 +9,11 @@ Inside     Where fewer than 8 documents that fit hold less than half the share (
 By source  A file of its own, or a data set's own validation split, is held out whole. Training documents
            that hold 80 % of the 13-grams of a held-out one are left out.
 Fixed      All of this depends on the text alone. What was decided is kept in the manifest.
-Cost       Two passes over the text (one reads it, where it is small: see passes), and for each candidate
-           about 2 KB of memory. `prepare` with a BPE takes 0.98 to 1.10 times the CPU time of a split by hash
-           alone, within its noise; with the bytes tokenizer, which has nothing to encode, 1.29 to 1.39 times
-           (measured: benchmarks/prepare_versions.py), and 1.6 to 2.0 times where the text is read anew.
+Cost       Two passes over the text (one reads it, where memory holds it: see passes), and for each candidate
+           about 2 KB of memory. Against a split by hash alone (benchmarks/prepare_versions.py, on a busy
+           machine) `prepare` with a BPE takes 0.98 to 1.04 times the processor time; with the bytes tokenizer,
+           which has nothing to encode, 1.4 to 1.5 times, and 1.0 to 1.6 times the wall time. Where the text
+           is read anew for each pass it is 2.5 and 2.3 times (180 MB of Python source).
 Limits     See grams for what a near document is, and the errors of finding one.
 Checked    tests/data/test_split.py.
 """
