@@ -33,7 +33,7 @@ from scrimp.formats import QuantizedTensor
 from scrimp.gemm import kernels
 from scrimp.gemm.backends import BACKENDS
 from scrimp.gemm.backends.operands import TileCodes, unpack_e2m1
-from scrimp.gemm.trial import Sizes, make_trial
+from scrimp.gemm.probe import Sizes, make_trial
 from scrimp.precision import Operand
 
 TILE, MOST_BITS = 128, 24

@@ -41,8 +41,8 @@ from scrimp.errors import ScrimpError
 from scrimp.formats import Noise
 from scrimp.gemm import BackendChooser, backends_for, kernels, swap_in
 from scrimp.gemm.backends import BACKENDS, Backend
+from scrimp.gemm.probe import Sizes, Trial
 from scrimp.gemm.problem import AXES, COLUMNS, Shape, operands_of
-from scrimp.gemm.trial import Sizes, Trial
 from scrimp.planner import linear_shapes
 from scrimp.precision import (
     GEMMS,

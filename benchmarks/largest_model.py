@@ -3,7 +3,7 @@
 Question  Which model can be trained in full (all weights, AdamW) on a card of so many GB beside a host of so
           many?
 Method    For each model: a trace of its step on fake tensors along CUDA's way through the code
-          (`trace_costs`), then the planner (`scrimp.planner.bytes.search`) with what a run may use
+          (`trace_costs`), then the planner (`scrimp.planner.memory.search`) with what a run may use
           (`scrimp.train.memory.limits`) of a card whose context takes `CONTEXT_BYTES`, and of a host that has all
           but `HOST_RESERVE` free. Micro-batch of one sequence. bf16 weights without masters, rounded
           stochastically; moments in bf16 (8 bytes a parameter) or 8 bits (6.03).
@@ -27,12 +27,12 @@ from environment import RESULTS, facts, markdown_table, write_pair
 from scrimp.config import PRESETS, preset
 from scrimp.config.activations import ALL_ACTIVATIONS, Activations
 from scrimp.planner import Peaks
-from scrimp.planner.bytes.account import account_step
-from scrimp.planner.bytes.costs import StepCosts
-from scrimp.planner.bytes.machine import Machine, Setup
-from scrimp.planner.bytes.search import MemoryPlan, find
-from scrimp.planner.bytes.work import Rates, block_seconds
 from scrimp.planner.flops import GEMM_NAMES
+from scrimp.planner.memory.account import account_step
+from scrimp.planner.memory.costs import StepCosts
+from scrimp.planner.memory.machine import Machine, Setup
+from scrimp.planner.memory.search import MemoryPlan, find
+from scrimp.planner.memory.work import Rates, block_seconds
 from scrimp.precision import LinearPrecision
 from scrimp.profiler.memory_trace import trace_costs
 from scrimp.report.memory_text import runs_of

@@ -19,9 +19,9 @@ from pathlib import Path
 from environment import RESULTS, facts, markdown_table, write_pair
 from largest_model import machine_of, traced_costs
 
-from scrimp.planner.bytes.machine import Setup
-from scrimp.planner.bytes.room import NoRoomError
-from scrimp.planner.bytes.search import search
+from scrimp.planner.memory.machine import Setup
+from scrimp.planner.memory.room import NoRoomError
+from scrimp.planner.memory.search import search
 
 MACHINES = ((80, 1024), (80, 640), (48, 1024), (40, 700), (24, 1024), (16, 256))
 """GB of the card and of the host."""

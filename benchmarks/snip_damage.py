@@ -1,7 +1,7 @@
 """Predicted against measured damage of single GEMMs: which predictions are compared, and how sure Spearman is.
 
 Rows      What `pairs` gives. `update` rows compare all GEMMs of all layers, or those of one GEMM; `loss` rows
-          compare layers, since only fprop moves the loss. Methods: `scrimp.planner.bits.divergence.Method`.
+          compare layers, since only fprop moves the loss. Methods: `scrimp.planner.precision.divergence.Method`.
 Interval  95 % by bootstrap: GEMMs are drawn with replacement, ties have their mean rank, and the 2.5th and 97.5th
           percentile of the draws' correlations are taken. It says how much the figure hangs on which GEMMs the
           model happens to have, not how it would be at other seeds.
@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scrimp.errors import PlanError
-from scrimp.planner.bits.divergence import SNIP, Method, local_errors, mean_divergence
-from scrimp.planner.bits.profile import PrecisionProfile
+from scrimp.planner.precision.divergence import SNIP, Method, local_errors, mean_divergence
+from scrimp.planner.precision.profile import PrecisionProfile
 from scrimp.precision import GEMMS
 
 Array = NDArray[np.float64]

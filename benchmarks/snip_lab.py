@@ -21,12 +21,12 @@ from scrimp.config import decided, load_config
 from scrimp.data import Batch, Loader
 from scrimp.gemm import LinearPrecision, swap_in
 from scrimp.model import Decoder, initialise
-from scrimp.planner.bits.profile import PrecisionProfile
+from scrimp.planner.precision.profile import PrecisionProfile
 from scrimp.precision import GEMMS
-from scrimp.profiler.statistics import Subject, collect
-from scrimp.profiler.statistics.stream import square
 from scrimp.runtime import Executable
 from scrimp.runtime.execute import DTYPES
+from scrimp.statistics import Subject, collect
+from scrimp.statistics.stream import square
 from scrimp.train.checkpoint import CheckpointStore
 from scrimp.train.evaluation import evaluate
 from scrimp.train.optimizer import AdamW

@@ -23,12 +23,12 @@ import torch
 from snip_lab import Choices, Lab
 
 from scrimp.config import decided
-from scrimp.planner.bits.choose import Budget, Question, choose
-from scrimp.planner.bits.plan import make_plan
-from scrimp.planner.bits.profile import PrecisionProfile
 from scrimp.planner.flops import count_flops
+from scrimp.planner.precision.choose import Budget, Question, choose
+from scrimp.planner.precision.plan import make_plan
+from scrimp.planner.precision.profile import PrecisionProfile
 from scrimp.profiler.memory import MemoryMeter
-from scrimp.profiler.statistics import Subject, probe
+from scrimp.statistics import Subject, probe
 
 HOST = torch.device("cpu")
 LR = 1e-4

@@ -22,7 +22,7 @@ import numpy as np
 from snip_damage import profiles, read_profile
 
 from scrimp.files import write_whole
-from scrimp.planner.bits.profile import PrecisionProfile
+from scrimp.planner.precision.profile import PrecisionProfile
 from scrimp.precision import GEMMS, recipe
 
 Recipes = Mapping[str, Sequence[str]]

@@ -48,9 +48,9 @@ from snip_overhead import measure
 from snip_plans import write_plans
 from snip_report import Grid, write_report
 
-from scrimp.planner.bits.choose import Budget, Question, choose
-from scrimp.planner.bits.divergence import SNIP, Weights, mean_divergence
-from scrimp.planner.bits.profile import PrecisionProfile
+from scrimp.planner.precision.choose import Budget, Question, choose
+from scrimp.planner.precision.divergence import SNIP, Weights, mean_divergence
+from scrimp.planner.precision.profile import PrecisionProfile
 
 PARTS = ("trunk", "damage", "train", "plans", "overhead", "report", "keep", "restore")
 KEPT = "snip-study-rows.jsonl"

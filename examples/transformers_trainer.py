@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
 
-from scrimp.adapters.transformers import SnipCallback
+from scrimp.integrations.transformers import SnipCallback
 from scrimp.report.precision_text import precision_map_text
 
 CONTEXT = 64

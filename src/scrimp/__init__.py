@@ -15,11 +15,11 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from scrimp.adapters.pytorch import apply, measure, plan
-    from scrimp.adapters.transformers import SnipCallback
+    from scrimp.api.pytorch import apply, measure, plan
     from scrimp.errors import ScrimpError
     from scrimp.gemm import PlannedModel
-    from scrimp.planner.bits import Budget, PrecisionPlan, PrecisionProfile, Weights
+    from scrimp.integrations.transformers import SnipCallback
+    from scrimp.planner.precision import Budget, PrecisionPlan, PrecisionProfile, Weights
 
 __version__ = "0.1.0"
 __all__ = [
@@ -37,11 +37,11 @@ __all__ = [
 ]
 
 _HOMES = {
-    **dict.fromkeys(("apply", "measure", "plan"), "scrimp.adapters.pytorch"),
-    **dict.fromkeys(("Budget", "PrecisionPlan", "PrecisionProfile", "Weights"), "scrimp.planner.bits"),
+    **dict.fromkeys(("apply", "measure", "plan"), "scrimp.api.pytorch"),
+    **dict.fromkeys(("Budget", "PrecisionPlan", "PrecisionProfile", "Weights"), "scrimp.planner.precision"),
     "PlannedModel": "scrimp.gemm",
     "ScrimpError": "scrimp.errors",
-    "SnipCallback": "scrimp.adapters.transformers",
+    "SnipCallback": "scrimp.integrations.transformers",
 }
 """Public name to the module that defines it."""
 

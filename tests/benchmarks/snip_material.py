@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from snip_gaps import BASELINES, Cell, Cells, Setting
 
-from scrimp.planner.bits.profile import BatchStatistics, PrecisionProfile
+from scrimp.planner.precision.profile import BatchStatistics, PrecisionProfile
 
 SETTING = Setting(300, "fp4", "fp8")
 LAYERS = tuple(f"blocks.{i}.{name}" for i in range(4) for name in ("attention.qkv", "mlp.down"))

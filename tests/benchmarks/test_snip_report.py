@@ -21,7 +21,7 @@ from snip_plans import churn, plan_row, read_plans, shares_by_kind, stability
 from snip_report import Grid, damage_row, write_report
 
 from scrimp.config import Config, TrainConfig, preset, resolve
-from scrimp.planner.bits.profile import PrecisionProfile
+from scrimp.planner.precision.profile import PrecisionProfile
 
 # -- plans -------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ OF_OTHER_PROGRAMS = {"ulimit", "decompress", "long", "te-precision-config-file",
 OF_ONE_COMMAND = {
     "cli/doctor.py": "doctor",
     "cli/export_precision.py": "export-precision",
-    "adapters/names.py": "export-precision",
+    "export/names.py": "export-precision",
 }
 HOLE = "{}"
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scrimp.config import Config, leaves, load_config, nearest_key, read_config, replace_values
-from scrimp.config.load import MAX_FILE_BYTES, _read_table
+from scrimp.config.read_toml import MAX_FILE_BYTES, _read_table
 from scrimp.errors import ConfigError
 from scrimp.precision import GEMMS, RECIPES, RECOMPUTE, parse_rules
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from scrimp.gemm.convert import PlannedModel, swap_in
 from scrimp.gemm.layer import reference_only
 from scrimp.gemm.observe import Execution, observing
-from scrimp.gemm.swap import PlannedModel, swap_in
 from scrimp.precision import RECIPES, LinearPrecision
 
 QUANTIZED = tuple(name for name, entry in RECIPES.items() if entry.fprop is not None)

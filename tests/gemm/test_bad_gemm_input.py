@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from scrimp.errors import DeviceError, ModelError, PlanError
 from scrimp.formats import Noise
 from scrimp.gemm.backends import BACKENDS, Backend
+from scrimp.gemm.convert import swap_in
 from scrimp.gemm.problem import Use
-from scrimp.gemm.swap import swap_in
 from scrimp.precision import Operand
 
 PAIRS = [

@@ -26,8 +26,8 @@ from scrimp.gemm.doctor_report import (
     cache_file,
     surroundings_of,
 )
+from scrimp.gemm.probe import Sizes, disagreement, exact_result, make_trial
 from scrimp.gemm.problem import Shape
-from scrimp.gemm.trial import Sizes, disagreement, exact_result, make_trial
 from scrimp.precision import GEMMS, RECIPES
 
 CPU = torch.device("cpu")

@@ -30,7 +30,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from scrimp.errors import ScrimpError
-from scrimp.gemm.swap import PlannedModel
+from scrimp.gemm.convert import PlannedModel
 
 RANKS = 2
 WIDTH, HIDDEN = 256, 512

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from scrimp.formats import Noise, Operand, QuantizedTensor, fake_quantize
 from scrimp.formats.codes import decode
-from scrimp.gemm.trial import ACCUMULATOR_STEP, INSTRUCTION_K
+from scrimp.gemm.probe import ACCUMULATOR_STEP, INSTRUCTION_K
 from scrimp.precision import lookup_element
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -19,7 +19,7 @@ def sums_step(device: str = DEVICE, promote_every: int = TILE) -> float:
     """What the sum of a tile of E4M3 codes may lose, relative to its sum of magnitudes.
 
     Interpreted, every addend is rounded to float32. FP8 tensor cores are reported to keep about 14 bits of the largest
-    addend at each instruction of 32: what that may lose is derived in `scrimp.gemm.trial`. A lost instruction costs
+    addend at each instruction of 32: what that may lose is derived in `scrimp.gemm.probe`. A lost instruction costs
     forty times more.
     """
     if device == "cpu":

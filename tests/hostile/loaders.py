@@ -12,16 +12,16 @@ import torch
 from mutations import BYTES, STRUCTURAL, Change, of_json_lines, of_safetensors
 from tiny_run import flags, scrimp, write_corpus
 
-from scrimp.adapters.recent_batches import RecentBatches
 from scrimp.config import Config, load_config
 from scrimp.data import load_tokenizer
 from scrimp.data.corpus import Corpus
 from scrimp.errors import DeviceError, PlanError
 from scrimp.files import read_bounded
 from scrimp.gemm.doctor_report import STATUSES, DoctorReport, Measurement, Surroundings
+from scrimp.integrations.recent_batches import RecentBatches
 from scrimp.json_files import read_json
 from scrimp.planner import Plan
-from scrimp.planner.bits import PrecisionPlan, PrecisionProfile
+from scrimp.planner.precision import PrecisionPlan, PrecisionProfile
 from scrimp.precision import GEMMS
 from scrimp.profiler.gemm_table import GemmTimes
 from scrimp.profiler.throughput import recall_throughput
@@ -29,10 +29,10 @@ from scrimp.report import read_jsonl
 from scrimp.report.run_folder import read_run
 from scrimp.train import manifest as checkpoint_manifest
 from scrimp.train.checkpoint import Checkpoint
-from scrimp.train.precision import times as step_times
+from scrimp.train.precision import gemm_seconds as step_times
 from scrimp.train.run_state import read_state
 from scrimp.train.tensor_files import describe
-from scrimp.train.weights import architecture_of_weights, open_target
+from scrimp.train.trained_weights import architecture_of_weights, open_target
 
 Load = Callable[[Path], object]
 
@@ -111,7 +111,7 @@ def _shard_model(folder: Path) -> None:
 def _write_small_files(folder: Path) -> None:
     from profiles import names, profile
 
-    from scrimp.planner.bits import Budget, Question, make_plan
+    from scrimp.planner.precision import Budget, Question, make_plan
 
     measured = profile(names(2), ("fp8", "nvfp4"), batches=2)
     measured.write(folder / "profile.safetensors")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scrimp.report.scales import Scale, axis, downsample, log_ticks, nice_ticks, smooth
+from scrimp.report.axes import Scale, axis, downsample, log_ticks, nice_ticks, smooth
 
 NUMBERS = st.floats(min_value=-1e9, max_value=1e9, allow_nan=False)
 

@@ -12,11 +12,11 @@ import torch
 
 from scrimp.config import BudgetConfig, Config, ModelConfig, TrainConfig
 from scrimp.errors import DeviceError
-from scrimp.profiler.links import LinkRates
+from scrimp.profiler.bandwidth import LinkRates
 from scrimp.runtime import deterministic
 from scrimp.runtime.determinism import WORKSPACE
-from scrimp.train.memory import plan as memory_plan
-from scrimp.train.memory import times
+from scrimp.train.memory import block_seconds as times
+from scrimp.train.memory import decide as memory_plan
 from scrimp.train.setup import decide
 
 GPU = torch.device("cuda", 0)

@@ -12,7 +12,7 @@ from scrimp.cli import main
 from scrimp.data import CorpusSpec, open_corpus
 from scrimp.train.commands import evaluate_target, load_executable
 from scrimp.train.evaluation import evaluate
-from scrimp.train.weights import open_target
+from scrimp.train.trained_weights import open_target
 
 
 @pytest.mark.parametrize("masked", [True, False])

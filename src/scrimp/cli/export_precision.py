@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from scrimp.adapters import PrecisionExport, export_precision, whole_layer_recipes
 from scrimp.errors import PlanError, StorageError, typed
+from scrimp.export import PrecisionExport, export_precision, whole_layer_recipes
 from scrimp.files import read_bounded, write_whole
 from scrimp.planner import Plan
-from scrimp.planner.bits import PrecisionPlan
+from scrimp.planner.precision import PrecisionPlan
 from scrimp.planner.schema import MAX_FILE_BYTES
 
 _GLOBS = 6

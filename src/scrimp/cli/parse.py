@@ -24,7 +24,7 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 from scrimp.config import leaves, nearest_key, nearest_word
 from scrimp.config.elsewhere import answer_for, answer_for_section
 from scrimp.config.fields import NUMBER_OR_PATH, Leaf
-from scrimp.config.load import expand_home
+from scrimp.config.read_toml import expand_home
 from scrimp.errors import ConfigError
 
 CommandT = TypeVar("CommandT")

@@ -7,8 +7,8 @@ The way of a configuration: `read_config` (file), the command line's overrides, 
 from scrimp.config.architecture import Architecture, RopeScaling
 from scrimp.config.build import base_architecture
 from scrimp.config.fields import flatten, leaves, nearest_key, nearest_word, replace_values
-from scrimp.config.load import load_config, parse_config, read_config
 from scrimp.config.presets import OWN_PRESETS, PRESETS, preset
+from scrimp.config.read_toml import load_config, parse_config, read_config
 from scrimp.config.resolve import (
     MAY_CHANGE_ON_RESUME,
     Resolution,
@@ -16,7 +16,6 @@ from scrimp.config.resolve import (
     resolve,
     with_later_choices,
 )
-from scrimp.config.save import reasons_in, to_toml
 from scrimp.config.schema import (
     BudgetConfig,
     Config,
@@ -29,6 +28,7 @@ from scrimp.config.schema import (
     decided,
 )
 from scrimp.config.values import RANGES, Range, check_device, check_range, check_values, parse_bytes
+from scrimp.config.write_toml import reasons_in, to_toml
 
 __all__ = [
     "MAY_CHANGE_ON_RESUME",

@@ -5,9 +5,9 @@
 low-precision kernels, and Triton's; which one is decided by what works and is fastest on the device.
 """
 
-from scrimp.gemm.again import is_running_again, run_again
 from scrimp.gemm.backends import Backend
 from scrimp.gemm.clock import Clock
+from scrimp.gemm.convert import PlannedModel, swap_in
 from scrimp.gemm.fingerprints import Fingerprints, changed_gemms
 from scrimp.gemm.flops import register_flop_formulas
 from scrimp.gemm.head import head_gemms
@@ -15,8 +15,8 @@ from scrimp.gemm.layer import BackendChooser, PlannedLayer, reference_only
 from scrimp.gemm.linear import PlannedLinear, compute_dtype, planned_linear, recomputed
 from scrimp.gemm.linear_kinds import has_own_forward, is_linear, is_transposed, linear_modules, weight_matrix
 from scrimp.gemm.observe import Execution, is_running, observing, without_witnesses
+from scrimp.gemm.recompute import is_running_again, run_again
 from scrimp.gemm.select import Recorded, backends_for, refuse_unrunnable
-from scrimp.gemm.swap import PlannedModel, swap_in
 from scrimp.precision import LinearPrecision
 
 __all__ = [

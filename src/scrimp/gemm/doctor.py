@@ -1,7 +1,7 @@
 """`scrimp doctor`: run every recipe, GEMM and back end on a device; what works, what is wrong, what is slow.
 
 Method   Per recipe and GEMM every back end that does not refuse is judged at small sizes, one of them ragged, all
-         elements against float64 (trial.py), then at typical sizes, some rows of the result. It is timed there with
+         elements against float64 (probe.py), then at typical sizes, some rows of the result. It is timed there with
          quantization of both operands counted, against a bf16 product of the same sizes, in turns, so
          that a disturbance meets both. A GPU's time is the median of the rounds, a CPU's the best.
 CPU      torch's FP8 kernel for CPUs needs 30 s for a GEMM of 2048 x 1024 x 1024, and Triton's interpreter
@@ -31,7 +31,7 @@ from scrimp.gemm.doctor_report import (
     load_report,
     surroundings_of,
 )
-from scrimp.gemm.trial import Exact, Sizes, Trial, exact_result, make_trial, random_matrix, try_out
+from scrimp.gemm.probe import Exact, Sizes, Trial, exact_result, make_trial, random_matrix, try_out
 from scrimp.precision import GEMMS, HIGH_PRECISION, RECIPES
 
 SMALL = (Sizes(256, 256, 256), Sizes(200, 136, 264))

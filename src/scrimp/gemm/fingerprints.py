@@ -8,7 +8,7 @@ Method   The first run of each GEMM is compared with `scrimp.formats` by random 
              F = Q(A) (Q(B) V)        Y V: what came out, and its difference from this    R = Y V - F
 
          1.  |R| is at most the rounding of the working format: 2^-7 of |F| in bf16, 2^-14 in fp32
-             (on CUDA 2^-7 too: FP8 tensor cores keep 14 bits of a sum, see `scrimp.gemm.trial`).
+             (on CUDA 2^-7 too: FP8 tensor cores keep 14 bits of a sum, see `scrimp.gemm.probe`).
          2.  R does not point to a lie. Were an operand left as it is, A in place of Q(A), the result would be
              F + D, with D = A (Q(B) V) - F: the share <R, D> / <D, D> is 1 where that happened and 0 where not.
              It finds an error of quantization that is hidden under the rounding of the result.
@@ -44,10 +44,10 @@ from torch import Tensor
 
 from scrimp.errors import TrainingError
 from scrimp.formats import QuantizedTensor, project, quantize
-from scrimp.gemm.again import is_running_again
 from scrimp.gemm.layer import PlannedLayer
 from scrimp.gemm.observe import Execution, set_witness
 from scrimp.gemm.problem import AXES, COLUMNS, Use, high_precision, operands_of
+from scrimp.gemm.recompute import is_running_again
 from scrimp.precision import GEMMS, HIGH_PRECISION, OPERANDS, RECOMPUTE, LinearPrecision
 
 VECTORS = 8

@@ -26,9 +26,9 @@ from torch.autograd.function import once_differentiable
 from scrimp.errors import DeviceError, ModelError, PlanError
 from scrimp.formats import QuantizedTensor
 from scrimp.gemm import operators
-from scrimp.gemm.again import is_handled, only_saves, run_again
 from scrimp.gemm.layer import PlannedLayer, backward, forward, store_input
 from scrimp.gemm.observe import is_plain_observed
+from scrimp.gemm.recompute import is_handled, only_saves, run_again
 from scrimp.gemm.storage import RECOMPUTED
 from scrimp.precision import HIGH_PRECISION, RECOMPUTE
 

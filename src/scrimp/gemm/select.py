@@ -24,8 +24,8 @@ from scrimp.errors import PlanError
 from scrimp.gemm.backends import BACKENDS, Backend
 from scrimp.gemm.doctor import SMALL, TINY, is_for_probes_only
 from scrimp.gemm.doctor_report import DoctorReport, load_report, surroundings_of
+from scrimp.gemm.probe import exact_result, make_trial, try_out
 from scrimp.gemm.problem import Shape, features_of, shape_of
-from scrimp.gemm.trial import exact_result, make_trial, try_out
 from scrimp.precision import GEMMS, RECIPES, LinearPrecision
 from scrimp.precision import recipe as lookup_recipe
 

@@ -1,7 +1,7 @@
 """Makes the plan of a run from its resolved configuration.
 
 Every GEMM by the rules of the run's precision; activations and states of every block as was decided so that
-the step fits (`scrimp.train.memory.plan`), all resident where nothing had to be. Settings of the user's own that
+the step fits (`scrimp.train.memory.decide`), all resident where nothing had to be. Settings of the user's own that
 cannot fit are refused before the run starts, with the budget that would be enough.
 """
 
@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from scrimp.config import Architecture, Config, parse_bytes
 from scrimp.config.snip import BUDGETS
 from scrimp.errors import PlanError
-from scrimp.planner.bytes.decision import MemoryDecision
-from scrimp.planner.bytes.room import Budgets, enough_text, size_text
 from scrimp.planner.flops import linear_layers
+from scrimp.planner.memory.decision import MemoryDecision
+from scrimp.planner.memory.room import Budgets, enough_text, size_text
 from scrimp.planner.schema import BlockChoice, Figures, Fingerprint, GemmChoice, Layout, Plan, StateChoice
 from scrimp.precision import GEMMS, HIGH_PRECISION, PrecisionRules, parse_rules
 

@@ -1,6 +1,6 @@
 """Seconds of a block's passes and of the model's ends, measured on the device before the plan is made.
 
-Problem  A plan weighs making again against moving. A roofline (`scrimp.planner.bytes.work`) knows neither how near its
+Problem  A plan weighs making again against moving. A roofline (`scrimp.planner.memory.work`) knows neither how near its
          peak a product of these sizes comes nor what the launches cost: it can be wrong by half.
 Method   One real block of each class of formats, then the model without its blocks (embedding, final norm, head, loss),
          with random weights in the micro-batch's shapes and gradients that exist already. Forward and backward of
@@ -39,10 +39,10 @@ from scrimp.gemm import BackendChooser, PlannedLayer, swap_in
 from scrimp.model import Block, Decoder
 from scrimp.model.attention import AttentionLayout
 from scrimp.model.compiled import MOST_GRAPHS, compile_blocks, forget_compiled, is_compiler_error
-from scrimp.planner.bytes.work import PassSeconds
 from scrimp.planner.flops import GEMM_NAMES
+from scrimp.planner.memory.work import PassSeconds
 from scrimp.precision import LinearPrecision
-from scrimp.profiler.memory_trace.passes import GradientSums, gradients_of
+from scrimp.profiler.memory_trace.block_passes import GradientSums, gradients_of
 
 Result = TypeVar("Result")
 CHAIN = {"cpu": 1, "cuda": 3}

@@ -23,8 +23,8 @@ from typing import Final, Literal
 
 import numpy as np
 
+from scrimp.report.axes import Array, Point, Scale, axis, bucket_medians, bucket_slices, downsample
 from scrimp.report.html import Markup, join, tag
-from scrimp.report.scales import Array, Point, Scale, axis, bucket_medians, bucket_slices, downsample
 from scrimp.report.units import format_count, format_integer
 
 BUCKETS: Final = 480

@@ -7,11 +7,11 @@ from itertools import groupby
 
 from rich.table import Table
 
-from scrimp.planner.bytes.decision import MemoryDecision
-from scrimp.planner.bytes.frontier import Alternative, binding, frontier
-from scrimp.planner.bytes.room import Budgets
-from scrimp.planner.bytes.splits import Split
-from scrimp.planner.bytes.timeline import Timeline
+from scrimp.planner.memory.decision import MemoryDecision
+from scrimp.planner.memory.frontier import Alternative, binding, frontier
+from scrimp.planner.memory.placement import Split
+from scrimp.planner.memory.room import Budgets
+from scrimp.planner.memory.timeline import Timeline
 from scrimp.report.tables import account_table, key_value_table
 from scrimp.report.units import format_bytes, format_duration, format_percent
 

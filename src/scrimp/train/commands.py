@@ -12,27 +12,27 @@ from typing import Any
 
 import torch
 
-from scrimp.adapters import ExportTarget
 from scrimp.config import Config, MemoryConfig, decided, flatten
 from scrimp.data import CorpusSpec, Progress, open_corpus
 from scrimp.errors import ConfigError, DataError, ModelError, StorageError
+from scrimp.export import ExportTarget
 from scrimp.model import Decoder, export_model, generate
 from scrimp.planner import count_flops, gemm_formats, ideal_seconds_per_token
-from scrimp.planner.bits import PrecisionPlan
-from scrimp.planner.bytes.room import NoRoomError
+from scrimp.planner.memory.room import NoRoomError
+from scrimp.planner.precision import PrecisionPlan
 from scrimp.profiler import device_peaks, recall_throughput, resolve_device
 from scrimp.report.tables import key_value_table
 from scrimp.report.units import format_bytes, format_count, format_flops, format_rate, printable
 from scrimp.runtime import Executable
 from scrimp.train.evaluation import Evaluation, evaluate
 from scrimp.train.export_seal import seal_export
-from scrimp.train.memory.shown import account_tables, attention_text
+from scrimp.train.memory.account_table import account_tables, attention_text
 from scrimp.train.precision.preview import Preview, preview
 from scrimp.train.precision.question import shares_of
 from scrimp.train.run_state import read_state
 from scrimp.train.setup import Decisions, decide, expected_vocabulary, fit_vocabulary
 from scrimp.train.start import anchored
-from scrimp.train.weights import MODEL_PREFIX, Target, finite_weights, open_target
+from scrimp.train.trained_weights import MODEL_PREFIX, Target, finite_weights, open_target
 
 ECHOED = 2000
 """Characters of a prompt that `generate` prints, the last ones."""

@@ -37,10 +37,11 @@ from scrimp.runtime.memory import ArenaTooSmallError, PhaseEdges
 from scrimp.train.checkpoint import Checkpoint, CheckpointStore
 from scrimp.train.evaluation import Evaluation, evaluate
 from scrimp.train.guards import NonFiniteGuard, OutlierWatch, StopSignals
+from scrimp.train.learning_rate import learning_rate
 from scrimp.train.memory.check import MemoryCheck
+from scrimp.train.memory.oom import MemoryTrouble, is_out_of_memory
 from scrimp.train.memory.phases import EVALUATION, MEASURING, TRAINING, cache_of, heap_of
 from scrimp.train.memory.replan import most_on_host
-from scrimp.train.memory.trouble import MemoryTrouble, is_out_of_memory
 from scrimp.train.metrics import MetricsLog
 from scrimp.train.optimizer import make_optimizer
 from scrimp.train.precision.cycle import PrecisionCycle
@@ -48,7 +49,6 @@ from scrimp.train.progress import StepLine
 from scrimp.train.run_folder import PLAN
 from scrimp.train.run_record import RunRecord
 from scrimp.train.run_state import Position, RunState, read_state
-from scrimp.train.schedule import learning_rate
 from scrimp.train.setup import Decisions
 
 RANDOM_STATE = "random.torch"

@@ -39,11 +39,11 @@ from scrimp.train.checkpoint import CheckpointStore
 from scrimp.train.finish import RunSummary, finish, finish_failed
 from scrimp.train.guards import StopSignals
 from scrimp.train.loop import Trainer
+from scrimp.train.memory.account_table import account_text, attention_text
+from scrimp.train.memory.decide import decision_of
 from scrimp.train.memory.host_room import left_of_budget, take_host_room
 from scrimp.train.memory.limits import device_limit, refuse_beyond_memory
-from scrimp.train.memory.plan import decision_of
-from scrimp.train.memory.shown import account_text, attention_text
-from scrimp.train.memory.trouble import is_out_of_memory
+from scrimp.train.memory.oom import is_out_of_memory
 from scrimp.train.metrics import MetricsLog
 from scrimp.train.progress import StepLine
 from scrimp.train.run_folder import (
@@ -60,7 +60,7 @@ from scrimp.train.run_folder import (
 from scrimp.train.run_record import make_record, read_record, write_record
 from scrimp.train.setup import Decisions
 from scrimp.train.start import Start, fresh_start, resumed_start
-from scrimp.train.weights import fill_from_weights
+from scrimp.train.trained_weights import fill_from_weights
 
 
 def train(

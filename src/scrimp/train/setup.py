@@ -27,8 +27,8 @@ from scrimp.data import Corpus, CorpusSpec, is_corpus, load_tokenizer, open_corp
 from scrimp.errors import CheckpointError, ConfigError, DataError, DeviceError, ModelError, PlanError
 from scrimp.gemm import BackendChooser
 from scrimp.planner import Plan, build_plan, linear_layers, refuse_misfit, with_precisions
-from scrimp.planner.bytes.decision import MemoryDecision
-from scrimp.planner.bytes.room import Budgets
+from scrimp.planner.memory.decision import MemoryDecision
+from scrimp.planner.memory.room import Budgets
 from scrimp.precision import GEMMS, HIGH_PRECISION, parse_rules
 from scrimp.profiler import Device, resolve_device
 from scrimp.runtime import choose_backends, describe_backends, recorded_backends, tuned_gemms
@@ -40,7 +40,7 @@ from scrimp.train.memory.limits import budgets_of, device_limit
 from scrimp.train.memory.micro_batch import decide_micro_batch
 from scrimp.train.precision.question import refuse_unreachable_share
 from scrimp.train.run_folder import TOKENIZER
-from scrimp.train.weights import architecture_of_weights, tokenizer_of_weights
+from scrimp.train.trained_weights import architecture_of_weights, tokenizer_of_weights
 
 BPE_LIMIT = 32_768
 VOCAB_MULTIPLE = 64

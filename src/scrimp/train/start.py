@@ -21,8 +21,8 @@ from scrimp.errors import CheckpointError, DataError, typed
 from scrimp.runtime.memory import HostRoom
 from scrimp.train.checkpoint import Checkpoint, CheckpointStore
 from scrimp.train.memory.host_room import take_host_room
+from scrimp.train.precision.gemm_seconds import fresh_times, refuse_unreachable_speed, shapes_of, wants_times
 from scrimp.train.precision.state import read_cycle
-from scrimp.train.precision.times import fresh_times, refuse_unreachable_speed, shapes_of, wants_times
 from scrimp.train.run_folder import CONFIG, TOKENIZER, config_to_resume, saved_config, sign_of_checkpoints
 from scrimp.train.run_record import RunRecord, checked_record
 from scrimp.train.run_state import RunState, read_state
@@ -34,7 +34,7 @@ from scrimp.train.setup import (
     open_run_corpus,
     refuse_other_tokenizer,
 )
-from scrimp.train.weights import refuse_unusable_weights
+from scrimp.train.trained_weights import refuse_unusable_weights
 
 KEYWORDS = frozenset({"auto", "stdlib", "bytes", "bpe"})
 """Sources and tokenizers that are names, never paths: ./stdlib is the folder."""

@@ -14,8 +14,8 @@ from scrimp.config.activations import LEVELS
 from scrimp.data import TokenStream
 from scrimp.data.manifest import ShardEntry
 from scrimp.data.shards import ShardWriter
-from scrimp.planner.bytes.costs import StepCosts
-from scrimp.planner.bytes.states import States, moments
+from scrimp.planner.memory.costs import StepCosts
+from scrimp.planner.memory.states import States, moments
 from scrimp.profiler.memory_trace import trace_costs
 from scrimp.runtime import Executable
 from scrimp.train.evaluation import evaluate

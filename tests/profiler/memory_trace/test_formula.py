@@ -18,7 +18,7 @@ from test_peaks import LLAMA, QWEN2, QWEN3
 from scrimp.config import Architecture
 from scrimp.gemm.backends import reference
 from scrimp.planner import linear_layers
-from scrimp.planner.bytes.costs import StepCosts
+from scrimp.planner.memory.costs import StepCosts
 from scrimp.precision import parse_rules
 from scrimp.profiler.memory_trace import remembered, trace_costs
 

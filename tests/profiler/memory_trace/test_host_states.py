@@ -9,8 +9,8 @@ from real_steps import CPU, RealStep, Setting, allocator_peak
 from test_peaks import FORMATS, LLAMA
 
 from scrimp.config import TrainConfig
-from scrimp.planner.bytes.account import account_step
-from scrimp.planner.bytes.states import States
+from scrimp.planner.memory.account import account_step
+from scrimp.planner.memory.states import States
 from scrimp.profiler.memory_trace import trace_costs
 from scrimp.runtime.memory import BlockMemory, HostArena, HostWeights, LateLink
 from scrimp.runtime.memory.arena import ALIGNMENT

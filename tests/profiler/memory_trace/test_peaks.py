@@ -10,8 +10,8 @@ from real_steps import RealStep, Setting, allocator_peak
 
 from scrimp.config import Architecture
 from scrimp.config.activations import LEVELS
-from scrimp.planner.bytes.account import account_step
-from scrimp.planner.bytes.states import States
+from scrimp.planner.memory.account import account_step
+from scrimp.planner.memory.states import States
 from scrimp.profiler.memory_trace import trace_costs
 
 LLAMA = Architecture(

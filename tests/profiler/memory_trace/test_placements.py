@@ -12,8 +12,8 @@ from test_host_states import HostedStep
 from test_peaks import FORMATS, LLAMA, MISTRAL, QWEN3
 
 from scrimp.config import Architecture
-from scrimp.planner.bytes.account import account_step
-from scrimp.planner.bytes.states import States
+from scrimp.planner.memory.account import account_step
+from scrimp.planner.memory.states import States
 from scrimp.profiler.memory_trace import trace_costs
 
 BLOCKS = 6

@@ -21,9 +21,9 @@ from scrimp.formats import blocks
 from scrimp.model import loss
 from scrimp.model.flash import Gpu
 from scrimp.model.functions import rms_norm
-from scrimp.planner.bytes.costs import StepCosts
-from scrimp.planner.bytes.states import States, device_peak
 from scrimp.planner.flops import GEMM_NAMES
+from scrimp.planner.memory.costs import StepCosts
+from scrimp.planner.memory.states import States, device_peak
 from scrimp.precision import LinearPrecision
 from scrimp.profiler.memory_trace import remembered, trace, trace_costs
 

@@ -15,8 +15,8 @@ from scrimp.config.activations import Activations
 from scrimp.gemm import swap_in
 from scrimp.model import Decoder, initialise
 from scrimp.runtime.memory import ActivationOffload, HostArena, LateLink
-from scrimp.runtime.memory.blocks import BlockMemory
 from scrimp.runtime.memory.gradients import HostGradients, OwnGradient
+from scrimp.runtime.memory.streamed_blocks import BlockMemory
 from scrimp.runtime.memory.weights import HostWeights
 
 ARCHITECTURE = Architecture(

@@ -8,10 +8,10 @@ import pytest
 
 from scrimp.config import Config, MemoryConfig, ModelConfig, TrainConfig
 from scrimp.config.activations import LEVELS
-from scrimp.planner.bytes.search import find
-from scrimp.planner.bytes.work import PassSeconds
-from scrimp.train.memory import times
-from scrimp.train.memory.plan import CLEARLY, Problem
+from scrimp.planner.memory.search import find
+from scrimp.planner.memory.work import PassSeconds
+from scrimp.train.memory import block_seconds as times
+from scrimp.train.memory.decide import CLEARLY, Problem
 from scrimp.train.setup import Decisions, decide
 
 # States are the user's, so that blocks are timed though everything fits.

@@ -9,7 +9,7 @@ from tiny_run import flags, records, write_corpus
 from scrimp.cli import main
 from scrimp.config import BudgetConfig, Config, ModelConfig, TrainConfig
 from scrimp.planner import Plan
-from scrimp.planner.bytes.account import StepAccount, account_step
+from scrimp.planner.memory.account import StepAccount, account_step
 from scrimp.train.memory.check import STEPS, WARM_UP, Comparison, MemoryCheck
 from scrimp.train.setup import Decisions, decide
 

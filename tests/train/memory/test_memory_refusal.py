@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from scrimp.config import BudgetConfig, Config, MemoryConfig, ModelConfig, TrainConfig, parse_bytes
 from scrimp.config.fields import replace_values
 from scrimp.errors import PlanError
-from scrimp.planner.bytes.room import NoRoomError
+from scrimp.planner.memory.room import NoRoomError
 from scrimp.profiler import Device
 from scrimp.runtime.memory import arena_bytes, largest_step
 from scrimp.runtime.memory.carry import least_host
+from scrimp.train.memory import block_seconds as memory_times
+from scrimp.train.memory import decide as memory_plan
 from scrimp.train.memory import limits, micro_batch
-from scrimp.train.memory import plan as memory_plan
-from scrimp.train.memory import times as memory_times
 from scrimp.train.memory.limits import budgets_of, device_limit, host_limit
 from scrimp.train.setup import Decisions, decide
 

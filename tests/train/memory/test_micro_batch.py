@@ -9,10 +9,10 @@ import pytest
 
 from scrimp.config import BudgetConfig, Config, MemoryConfig, ModelConfig, TrainConfig
 from scrimp.errors import ConfigError
-from scrimp.planner.bytes.correct import scaled_costs
-from scrimp.planner.bytes.costs import StepCosts
-from scrimp.planner.bytes.room import NoRoomError
-from scrimp.train.memory import plan as memory_plan
+from scrimp.planner.memory.correct import scaled_costs
+from scrimp.planner.memory.costs import StepCosts
+from scrimp.planner.memory.room import NoRoomError
+from scrimp.train.memory import decide as memory_plan
 from scrimp.train.setup import decide
 
 OPEN = Config(

@@ -11,7 +11,7 @@ from tiny_run import flags, losses, records, scrimp, write_corpus
 
 from scrimp.cli import main
 from scrimp.planner import Plan
-from scrimp.planner.bits import PrecisionPlan
+from scrimp.planner.precision import PrecisionPlan
 
 STEPS = 14
 FIRST, EVERY, DELAY = 3, 5, 2

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from scrimp.precision import RECIPES
-from scrimp.profiler.statistics import Probe
+from scrimp.statistics import Probe
 from scrimp.train.precision.guard import (
     MIN_VALUES,
     PENALTY,

@@ -14,7 +14,7 @@ from tiny_run import flags, write_corpus
 
 from scrimp.cli import main
 from scrimp.planner import Plan
-from scrimp.planner.bits import PrecisionPlan, PrecisionProfile
+from scrimp.planner.precision import PrecisionPlan, PrecisionProfile
 from scrimp.train.precision import meter as precision_meter
 
 

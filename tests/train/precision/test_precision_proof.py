@@ -15,7 +15,7 @@ from scrimp.cli import main
 from scrimp.gemm.backends import ReferenceBackend
 from scrimp.gemm.layer import PlannedLayer
 from scrimp.gemm.problem import Use
-from scrimp.planner.bits import PrecisionPlan
+from scrimp.planner.precision import PrecisionPlan
 from scrimp.train.precision import guard
 from scrimp.train.precision.guard import doubt
 

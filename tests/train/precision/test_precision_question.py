@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from scrimp.config import BudgetConfig, Config, SnipConfig, TrainConfig
-from scrimp.planner.bits import Budget, PrecisionProfile, Question, choose, make_plan
+from scrimp.planner.precision import Budget, PrecisionProfile, Question, choose, make_plan
 from scrimp.precision import GEMMS
 from scrimp.profiler.gemm_times import GemmTimes
+from scrimp.train.precision.gemm_seconds import StepTimes
 from scrimp.train.precision.question import Horizon, ask, divergences_of, recipes_in
-from scrimp.train.precision.times import StepTimes
 
 sys.path.append(str(Path(__file__).parents[2] / "planner" / "bits"))
 from profiles import profile

@@ -18,9 +18,8 @@ from scrimp.errors import PlanError
 from scrimp.gemm.doctor_report import surroundings_of
 from scrimp.planner import Plan
 from scrimp.profiler.gemm_times import GemmTimes
-from scrimp.train.precision import times as precision_times
-from scrimp.train.precision.state import TIMED_STEPS
-from scrimp.train.precision.times import (
+from scrimp.train.precision import gemm_seconds as precision_times
+from scrimp.train.precision.gemm_seconds import (
     StepTimes,
     gemm_seconds,
     keep_times,
@@ -29,6 +28,7 @@ from scrimp.train.precision.times import (
     refuse_unreachable_speed,
     wants_times,
 )
+from scrimp.train.precision.state import TIMED_STEPS
 from scrimp.train.setup import Decisions, decide
 
 SHAPES = {"a": (64, 32), "b": (32, 64)}

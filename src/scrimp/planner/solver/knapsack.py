@@ -3,7 +3,7 @@
 Problem  Choose a format per decision so that sums of one amount (FLOPs, seconds) stay within limits: one over
          everything, and one for each pipeline stage.
 Method   Amounts are counted in whole units from the end of their range that has less room: units over the least,
-         or under the most, that the decisions can add. `scrimp.planner.solver.tables` then holds the least cost
+         or under the most, that the decisions can add. `scrimp.planner.solver.cost_tables` then holds the least cost
          by units, a table per limit. The best plan is read from the table of the widest limit.
          Amounts without a common unit (measured seconds) are rounded to a 50 000th of the room of the widest
          limit. The plan is checked with real sums, and a limit that it breaks is narrowed by the overrun, until
@@ -22,11 +22,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from scrimp.planner.solver.cost_tables import Spans, build_table, count_cells, read_table
 from scrimp.planner.solver.moves import exchange, improve
 from scrimp.planner.solver.nesting import CannotTabulateError, Group, Measure, measure, nested_groups
 from scrimp.planner.solver.relaxation import relax
 from scrimp.planner.solver.standard import TOLERANCE, Choices, Floats, StandardForm, propagate
-from scrimp.planner.solver.tables import Spans, build_table, count_cells, read_table
 
 _RESOLUTION = 50_000
 _MOST_CELLS = 600_000_000

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from scrimp.profiler.memory_trace.passes import Autocast
+from scrimp.profiler.memory_trace.block_passes import Autocast
 
 MIN_BYTES = 16 * 1024
 """Smaller storages stay on the device."""

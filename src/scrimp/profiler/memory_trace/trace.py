@@ -5,7 +5,7 @@ Problem  Formulas for saved and temporary tensors are wrong as soon as the code 
 Method   The real model (`scrimp.model.Decoder`, planned layers, the chunked loss) runs on fake tensors: shapes
          without memory, so the time does not depend on the size. Blocks of equal formats are one class; one
          block of each class runs alone, per choice of activations and with new and existing gradients (`passes`);
-         embedding, norm and loss run without blocks. `scrimp.planner.bytes.states` adds the differences up.
+         embedding, norm and loss run without blocks. `scrimp.planner.memory.states` adds the differences up.
          A choice "+offload" is derived: what autograd saves of a block waits on the host instead, its input
          included (`saved`).
          How many documents a row holds is not known: traced is what takes most (`documents`). A CPU's eager blocks
@@ -43,10 +43,10 @@ from scrimp.model.attention import (
 )
 from scrimp.model.flash import Gpu
 from scrimp.model.segments import worst_segments
-from scrimp.planner.bytes.costs import BlockClass, BlockCost, EndsCost, StepCosts
 from scrimp.planner.flops import GEMM_NAMES
+from scrimp.planner.memory.costs import BlockClass, BlockCost, EndsCost, StepCosts
 from scrimp.precision import LinearPrecision
-from scrimp.profiler.memory_trace.passes import (
+from scrimp.profiler.memory_trace.block_passes import (
     Autocast,
     BlockTrace,
     GradientSums,

@@ -15,9 +15,9 @@ from scrimp.config.activations import Activations
 from scrimp.model import Decoder
 from scrimp.planner import Plan
 from scrimp.runtime.memory.arena import HostArena, Place
-from scrimp.runtime.memory.blocks import BlockMemory
 from scrimp.runtime.memory.link import CudaLink, HostLink, Link
 from scrimp.runtime.memory.offload import ActivationOffload
+from scrimp.runtime.memory.streamed_blocks import BlockMemory
 from scrimp.runtime.memory.weights import HostWeights
 
 SPARE_SHARE = 0.03

@@ -2,7 +2,7 @@
 
 Method   The median of `STEPS` steps after `WARM_UP` (libraries choose their kernels, caches fill), and the peak of
          tensors: the allocator's on a GPU, counted in one step on a CPU. Where a prediction is off by more than
-         `TOLERANCE`, costs and limits are corrected (`scrimp.planner.bytes.correct`) and activations searched for
+         `TOLERANCE`, costs and limits are corrected (`scrimp.planner.memory.correct`) and activations searched for
          anew; states stay where they are. The blocks change if what they do now no longer fits, or if the new plan
          is predicted faster by `GAIN`: less is not worth a change. No number of the run changes by it.
 Limits   Once per start of a run. What a user has set stays.
@@ -17,11 +17,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from scrimp.planner import Figures, Plan
-from scrimp.planner.bytes.correct import corrected
-from scrimp.planner.bytes.decision import MemoryDecision
-from scrimp.planner.bytes.search import find
+from scrimp.planner.memory.correct import corrected
+from scrimp.planner.memory.decision import MemoryDecision
+from scrimp.planner.memory.search import find
 from scrimp.report.units import format_bytes, format_duration, format_percent
-from scrimp.train.memory.plan import states_of
+from scrimp.train.memory.decide import states_of
 from scrimp.train.memory.replan import replanned, same_states
 
 WARM_UP, STEPS = 3, 5

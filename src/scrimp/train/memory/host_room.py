@@ -18,11 +18,11 @@ from __future__ import annotations
 
 from scrimp.config import Architecture, Config, parse_bytes
 from scrimp.planner import Plan
-from scrimp.planner.bytes.costs import StepCosts
+from scrimp.planner.memory.costs import StepCosts
 from scrimp.profiler import Device, host_memory_available
 from scrimp.runtime.memory import HostRoom, arena_bytes, take_room
+from scrimp.train.memory.decide import host_bytes_of
 from scrimp.train.memory.limits import compiled_share, copy_is_on_device
-from scrimp.train.memory.plan import host_bytes_of
 
 
 def take_host_room(plan: Plan, config: Config, architecture: Architecture, device: Device) -> HostRoom | None:

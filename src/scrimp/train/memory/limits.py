@@ -6,7 +6,7 @@ Method   Limits are bytes that a step may take by its account; `Budgets` is thei
          by part is checked once more as a sum where both parts are one memory. `usable_of_card`, `usable_of_cpu`
          and `usable_of_host` are the one definition of how much of a memory a plan may fill, for runs, documents and
          benchmarks.
-Checked  tests/train/memory/test_memory_plan.py, test_memory_refusal.py
+Checked  tests/train/memory/test_decide.py, test_memory_refusal.py
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import math
 
 from scrimp.config import Config, parse_bytes
 from scrimp.errors import PlanError
-from scrimp.planner.bytes.decision import MemoryDecision
-from scrimp.planner.bytes.room import Budgets, NoRoomError, enough_text, size_text
+from scrimp.planner.memory.decision import MemoryDecision
+from scrimp.planner.memory.room import Budgets, NoRoomError, enough_text, size_text
 from scrimp.profiler import Device, host_memory_available
 from scrimp.runtime.memory import arena_bytes, largest_step
 from scrimp.runtime.memory.carry import least_host

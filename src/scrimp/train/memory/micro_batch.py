@@ -18,12 +18,12 @@ from typing import TypeGuard
 
 from scrimp.config import Architecture, Config, Resolution, decided, replace_values, resolve
 from scrimp.errors import ConfigError
-from scrimp.planner.bytes.decision import MemoryDecision
-from scrimp.planner.bytes.room import NoRoomError
+from scrimp.planner.memory.decision import MemoryDecision
+from scrimp.planner.memory.room import NoRoomError
 from scrimp.profiler import Device
 from scrimp.report.units import format_duration
+from scrimp.train.memory.decide import decide_memory
 from scrimp.train.memory.limits import OneMemoryError
-from scrimp.train.memory.plan import decide_memory
 from scrimp.train.memory.refusal import refusal_of
 
 Found = tuple[Config, MemoryDecision]

@@ -1,6 +1,6 @@
 """What a run that fits nowhere is told: sizes that are enough when they are typed, and settings that take less.
 
-Method   What would fit is asked of the planner (`scrimp.planner.bytes.room`) three times::
+Method   What would fit is asked of the planner (`scrimp.planner.memory.room`) three times::
 
              this host      the problem as it was refused
              two budgets    on a CPU, where device and host are one memory as long as not both have budgets: the same
@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from scrimp.config import Architecture, Config, decided, replace_values
-from scrimp.planner.bytes.costs import StepCosts
-from scrimp.planner.bytes.room import (
+from scrimp.planner.memory.costs import StepCosts
+from scrimp.planner.memory.room import (
     NoRoomError,
     Room,
     enough_text,
@@ -29,13 +29,13 @@ from scrimp.planner.bytes.room import (
     smallest_device,
 )
 from scrimp.profiler import Device, host_memory_available
-from scrimp.train.memory.limits import budgets_of, copy_is_on_device, usable_of_cpu
-from scrimp.train.memory.plan import (
+from scrimp.train.memory.decide import (
     Problem,
     asks_for_host,
     problem_of,
     traced,
 )
+from scrimp.train.memory.limits import budgets_of, copy_is_on_device, usable_of_cpu
 
 SMALL_CHUNK = 512
 """Tokens: with fewer a GPU's head would wait for its memory (`scrimp.config.resolve`)."""

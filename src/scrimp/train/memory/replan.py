@@ -3,7 +3,7 @@
 Blocks, their reason, and all figures that were predicted of a step are the new plan's: what is compared or read
 later is what runs. States, budget and formats stay.
 
-Checked  tests/train/memory/test_memory_trouble.py, tests/train/memory/test_memory_check.py
+Checked  tests/train/memory/test_out_of_memory.py, tests/train/memory/test_memory_check.py
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import dataclasses
 
 from scrimp.config import Config
 from scrimp.planner import Plan
-from scrimp.planner.bytes.account import StepAccount
-from scrimp.planner.bytes.search import MemoryPlan
-from scrimp.planner.bytes.splits import Split
-from scrimp.planner.bytes.states import States
+from scrimp.planner.memory.account import StepAccount
+from scrimp.planner.memory.placement import Split
+from scrimp.planner.memory.search import MemoryPlan
+from scrimp.planner.memory.states import States
 from scrimp.planner.schema import BlockChoice
 from scrimp.runtime import Executable
 from scrimp.runtime.memory import largest_step

@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from scrimp.config import TrainConfig
 from scrimp.errors import ConfigError
 from scrimp.formats import Noise
-from scrimp.profiler.statistics import UpdateRule
 from scrimp.runtime.memory.gradients import GradientSlot, OwnGradient
+from scrimp.statistics import UpdateRule
 from scrimp.train.optimizer.moments import MomentFormat, Moments, as_matrix, dense
 from scrimp.train.optimizer.rounding import Scratch, to_bf16
 from scrimp.train.optimizer.update import Step, Workspace, is_fused, update, update_fused
@@ -130,7 +130,7 @@ class AdamW:
         """Set the count of updates that bias correction and noise use, after loading `tensors`."""
         self.num_updates = num_updates
 
-    # -- for statistics (`scrimp.profiler.statistics.OptimizerView`) ---------------------------
+    # -- for statistics (`scrimp.statistics.OptimizerView`) ---------------------------
 
     name = "adamw"
 

@@ -37,7 +37,6 @@ from torch import Tensor, nn
 
 from scrimp.config import TrainConfig
 from scrimp.errors import PlanError, TrainingError
-from scrimp.profiler.statistics import UpdateRule
 from scrimp.runtime.memory import (
     HeldGradient,
     HostArena,
@@ -50,6 +49,7 @@ from scrimp.runtime.memory import (
 )
 from scrimp.runtime.memory.gradients import GradientSlot
 from scrimp.runtime.memory.visiting import Guest, settle
+from scrimp.statistics import UpdateRule
 from scrimp.train.optimizer.adamw import AdamW, moment_format
 from scrimp.train.optimizer.cpu_update import CpuUpdates
 from scrimp.train.optimizer.moments import Moments

@@ -12,7 +12,7 @@ state is the formats of now, the costs that the last statistics gave, what the g
 budget has spent, and a plan that waits for its step.
 
 Budget    Of FLOPs in 4 bits, from the first plan on. With `snip.final_share` the last part of the run may take less of
-          it and the time before more (`scrimp.planner.bits.schedule`).
+          it and the time before more (`scrimp.planner.precision.schedule`).
 Files     plan.json is the plan of now; plans/step-*.json every plan, plans/step-*.precision.json the analysis
           behind it.
 Checked   tests/train/precision/test_precision_cycle.py: kill and resume at every phase, bit-equal runs when
@@ -30,13 +30,23 @@ from typing import Any
 
 from scrimp.config import decided
 from scrimp.files import make_folder, write_whole
-from scrimp.planner.bits import PrecisionPlan, PrecisionProfile, plan_or_nearest
+from scrimp.planner.precision import PrecisionPlan, PrecisionProfile, plan_or_nearest
 from scrimp.precision import parse_rules
-from scrimp.profiler.statistics import Probe
 from scrimp.runtime import Executable, precisions_of
+from scrimp.statistics import Probe
 from scrimp.train.metrics import MetricsLog
 from scrimp.train.optimizer import AdamW
 from scrimp.train.precision import guard
+from scrimp.train.precision.gemm_seconds import (
+    StepTimes,
+    gemm_seconds,
+    keep_times,
+    measured_times,
+    other_than_gemms,
+    refuse_unreachable_speed,
+    shapes_of,
+    wants_times,
+)
 from scrimp.train.precision.meter import Batches, PrecisionMeter
 from scrimp.train.precision.question import (
     Horizon,
@@ -49,16 +59,6 @@ from scrimp.train.precision.question import (
     shares_of,
 )
 from scrimp.train.precision.state import CycleState, Waiting, carried_on, planned_recipes, read_cycle
-from scrimp.train.precision.times import (
-    StepTimes,
-    gemm_seconds,
-    keep_times,
-    measured_times,
-    other_than_gemms,
-    refuse_unreachable_speed,
-    shapes_of,
-    wants_times,
-)
 from scrimp.train.progress import StepLine
 from scrimp.train.run_folder import PLAN, PLANS, drop_plans_after
 from scrimp.train.setup import Decisions

@@ -3,7 +3,7 @@
 Signs      a loss above the mean of the last 100 steps by 4 deviations; a gradient norm above 3 times their median;
            a step that was not finite.
 Evidence   data have outliers too. A sign only asks for a probe of the batch that showed it
-           (`scrimp.profiler.statistics`); probes also come every `snip.probe_every` steps. The plan is to blame
+           (`scrimp.statistics`); probes also come every `snip.probe_every` steps. The plan is to blame
            where the loss in its formats is more than 2 % above that in bf16, or the noise in the gradient is more
            than twice the gradient; of a step that is not finite no more evidence is asked.
 Doubt      after a switch the measured weight divergence may lie far from the predicted one, below as well as above:
@@ -29,9 +29,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from scrimp.planner.bits import PrecisionPlan
+from scrimp.planner.precision import PrecisionPlan
 from scrimp.precision import GEMMS, RECIPES
-from scrimp.profiler.statistics import Probe
+from scrimp.statistics import Probe
 
 WINDOW = 100
 MIN_VALUES = 20

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from torch import Tensor
 
 from scrimp.data import Batch
-from scrimp.planner.bits import PrecisionProfile
-from scrimp.profiler.statistics import Probe, Subject, collect, probe
+from scrimp.planner.precision import PrecisionProfile
 from scrimp.runtime import Executable
+from scrimp.statistics import Probe, Subject, collect, probe
 from scrimp.train.optimizer import AdamW
 from scrimp.train.setup import Decisions
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from scrimp.adapters import ExportTarget, plan_for
 from scrimp.config import Config, decided, flatten, replace_values
 from scrimp.config.snip import BUDGETS
 from scrimp.data import Batch, Loader
 from scrimp.errors import CheckpointError, ConfigError
+from scrimp.export import ExportTarget, plan_for
 from scrimp.model import Decoder
-from scrimp.planner.bits import PrecisionPlan
+from scrimp.planner.precision import PrecisionPlan
 from scrimp.precision import parse_rules
 from scrimp.runtime import realise
 from scrimp.train.checkpoint import Checkpoint
@@ -29,7 +29,7 @@ from scrimp.train.run_folder import saved_config
 from scrimp.train.run_state import read_state
 from scrimp.train.setup import Decisions, decide, open_run_corpus
 from scrimp.train.start import anchored
-from scrimp.train.weights import checkpoint_of, is_run
+from scrimp.train.trained_weights import checkpoint_of, is_run
 
 _OF_ITS_OWN = frozenset({"model.weights", "run.dir"})
 """What the user gives to name the run, not to change it."""

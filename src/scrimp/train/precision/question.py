@@ -17,11 +17,11 @@ from scrimp.config import Architecture, Config, decided
 from scrimp.config.snip import BUDGETS, WHOLE_LAYERS, chosen_steps
 from scrimp.errors import PlanError
 from scrimp.planner import GemmChoice, Plan, linear_layers, linear_shapes
-from scrimp.planner.bits import Budget, PrecisionPlan, PrecisionProfile, Question, Weights, split
-from scrimp.planner.bits.schedule import at_share
+from scrimp.planner.precision import Budget, PrecisionPlan, PrecisionProfile, Question, Weights, split
+from scrimp.planner.precision.schedule import at_share
 from scrimp.precision import GEMMS, RECIPES, PrecisionRules
+from scrimp.train.precision.gemm_seconds import StepTimes, open_formats
 from scrimp.train.precision.guard import Recipes
-from scrimp.train.precision.times import StepTimes, open_formats
 
 LOW_BITS = 4
 _SMOOTHED = ("snip", "snip-layer")

@@ -22,7 +22,7 @@ from scrimp.config import Config
 from scrimp.errors import CheckpointError
 from scrimp.json_files import as_typed
 from scrimp.planner import Plan
-from scrimp.planner.bits import PrecisionPlan
+from scrimp.planner.precision import PrecisionPlan
 from scrimp.precision import GEMMS, RECIPES
 from scrimp.runtime import precisions_of
 from scrimp.train.precision.guard import GuardState, Recipes

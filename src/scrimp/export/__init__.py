@@ -1,0 +1,35 @@
+"""Plans for other trainers: exported to what clusters use, with what cannot be expressed named."""
+
+from scrimp.export.export_precision import (
+    ExportTarget,
+    PrecisionExport,
+    export_precision,
+    plan_for,
+    runs_together,
+    whole_layer_recipes,
+)
+from scrimp.export.fit import Inexpressible
+from scrimp.export.names import Names, huggingface_names, megatron_names, of_stage, precisions_of, rename
+from scrimp.export.torchao import TorchaoExport, TorchaoGroup, to_torchao
+from scrimp.export.transformer_engine import TransformerEngineExport, to_transformer_engine
+
+__all__ = [
+    "ExportTarget",
+    "Inexpressible",
+    "Names",
+    "PrecisionExport",
+    "TorchaoExport",
+    "TorchaoGroup",
+    "TransformerEngineExport",
+    "export_precision",
+    "huggingface_names",
+    "megatron_names",
+    "of_stage",
+    "plan_for",
+    "precisions_of",
+    "rename",
+    "runs_together",
+    "to_torchao",
+    "to_transformer_engine",
+    "whole_layer_recipes",
+]

@@ -1,0 +1,255 @@
+"""A precision plan as torchao's low-precision training: one configuration per group of layers.
+
+Which of Scrimp's recipes torchao 0.18 trains linear layers in, and by what:
+
+==============================  ==========================================================================
+fp8_tensor, fp8_row, bf16       `Float8LinearConfig`: each GEMM on its own (a cast per operand and GEMM)
+mxfp8; mxfp8/mxfp8/bf16         `MXFP8Linear`, scales by the floor rule of OCP MX, as Scrimp's [prototype]
+fp8                             `Float8BlockwiseLinearConfig`: 1x128 tiles, W 128x128, fp32 scales [prototype]
+nvfp4                           `NVFP4TrainingConfig` [prototype]
+fp4, mxfp4                      nothing
+==============================  ==========================================================================
+
+Exact    fp8_row is not torchao's recipe "rowwise", which rounds scales to powers of two: it is the same
+         casts without that. A GEMM in bf16 has both its casts DISABLED. The output's gradient has one
+         element type in dgrad and wgrad, so fp8_tensor (E5M2) and fp8_row (E4M3) do not mix there.
+Bias     torchao's own conversion for MXFP8 (`quantize_` with `MXFP8TrainingOpConfig`) drops a layer's bias
+         without a word; `MXFP8Linear` keeps it, and is what is put in. FP8 tiles take no bias.
+Kinds    torchao converts torch.nn.Linear. What else a plan may hold (transformers' Conv1D) is refused, by `apply`
+         and by the file alike, before the first layer changes.
+Limits   dgrad in bf16 needs weights of the compute type: torchao does not cast them in backward under
+         autocast. Tokens per device must be a multiple of 16 (float8), 32 (mxfp8) or 128 (fp8, nvfp4).
+         fp8 needs a GPU from SM90 on, mxfp8 and nvfp4 from SM100 on; float8 and mxfp8 can be emulated.
+Source   torchao 0.18: float8/config.py, float8/float8_linear.py, prototype/moe_training/mxfp8_linear.py,
+         prototype/moe_training/nvfp4_training/, prototype/blockwise_fp8_training/linear.py.
+Checked  tests/export/test_torchao.py: what runs and what is named; tests/export/test_torchao_model.py:
+         converted layers give the numbers of Scrimp's reference in both passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+from scrimp.export.fit import Host, Inexpressible, Triple, compute_of, fit
+from scrimp.export.globs import collapse
+from scrimp.precision import GEMMS, HIGH_PRECISION, OPERANDS, LinearPrecision, recipe
+
+if TYPE_CHECKING:
+    from torch import nn
+
+FLOAT8, MXFP8, BLOCKWISE, NVFP4 = "float8", "mxfp8", "blockwise", "nvfp4"
+MULTIPLE = {FLOAT8: 16, MXFP8: 32, BLOCKWISE: 128, NVFP4: 128}
+"""What a layer's widths, and the tokens of a micro-batch, must be multiples of."""
+_WHOLE = {"fp8": BLOCKWISE, "nvfp4": NVFP4}
+"""Recipes that a layer runs in all three GEMMs or in none."""
+_GRANULARITY = {"tensor": "TENSORWISE", "row": "AXISWISE"}
+_CASTS = {
+    "cast_config_input": ("fprop", "x"),
+    "cast_config_weight": ("fprop", "w"),
+    "cast_config_grad_output": ("dgrad", "g"),
+    "cast_config_weight_for_grad_input": ("dgrad", "w"),
+    "cast_config_grad_output_for_grad_weight": ("wgrad", "g"),
+    "cast_config_input_for_grad_weight": ("wgrad", "x"),
+}
+"""Field of Float8LinearConfig to the GEMM and the operand that it casts."""
+_USUAL_ELEMENTS = {"x": "e4m3", "w": "e4m3", "g": "e5m2"}
+"""torchao's, for an operand that is cast in no GEMM."""
+_NVFP4_NOTE = (
+    "nvfp4: torchao raises block scales below 2^-6 to 2^-6, and rounds wgrad's rotated operands to bf16"
+)
+
+
+@dataclass(frozen=True)
+class Cast:
+    """How Float8LinearConfig casts one operand for one GEMM, in torchao's words."""
+
+    scaling_type: str
+    scaling_granularity: str
+    element: str
+
+
+@dataclass(frozen=True)
+class TorchaoGroup:
+    """Layers that share a configuration."""
+
+    recipes: Triple
+    """fprop, dgrad, wgrad."""
+    layers: tuple[str, ...]
+    patterns: tuple[str, ...]
+    """Globs that match these layers and no other layer of the plan."""
+    emulate: bool = False
+
+    @property
+    def kind(self) -> str:
+        """float8, mxfp8, blockwise or nvfp4: which of torchao's conversions it is."""
+        if self.recipes[0] in _WHOLE:
+            return _WHOLE[self.recipes[0]]
+        return MXFP8 if self.recipes[0] == "mxfp8" else FLOAT8
+
+    @property
+    def takes_any_width(self) -> bool:
+        """Whether the layers' widths need not be multiples of anything."""
+        return self.emulate and self.kind == FLOAT8
+
+    @property
+    def config(self) -> Any:
+        """torchao's configuration object.
+
+        Raises:
+            DeviceError: torchao is not installed.
+        """
+        from scrimp.export.torchao_model import build_config
+
+        return build_config(self)
+
+    def module_filter_fn(self, module: nn.Module, fqn: str) -> bool:
+        """Whether a module is a linear layer of this group: what torchao's conversions take as filter.
+
+        Args:
+            fqn: the module's name in the model.
+        """
+        from torch import nn
+
+        return isinstance(module, nn.Linear) and fqn in self.layers
+
+
+@dataclass(frozen=True)
+class TorchaoExport:
+    """A plan in torchao's terms."""
+
+    groups: tuple[TorchaoGroup, ...]
+    plain: tuple[str, ...]
+    """Layers that stay as they are."""
+    inexpressible: tuple[Inexpressible, ...] = ()
+    notes: tuple[str, ...] = ()
+    """What torchao computes otherwise within a recipe that it has."""
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """All layers that were exported."""
+        return (*self.plain, *(layer for group in self.groups for layer in group.layers))
+
+    @property
+    def text(self) -> str:
+        """A Python file whose `convert(model)` needs torchao and nothing of Scrimp."""
+        from scrimp.export.torchao_file import write_file
+
+        return write_file(self)
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        """Convert the planned layers, before compiling and sharding; parameters keep their names and memory.
+
+        Returns:
+            The model; another module only where the model itself is one linear layer.
+
+        Raises:
+            ModelError: a layer that the model does not have, or that torchao cannot convert; nothing has changed.
+            DeviceError: torchao is not installed.
+        """
+        from scrimp.export.torchao_model import convert
+
+        return convert(model, self.groups)
+
+
+def to_torchao(
+    precisions: Mapping[str, LinearPrecision], *, approximate: bool = False, emulate: bool = False
+) -> TorchaoExport:
+    """A plan's precisions as torchao's configurations.
+
+    Args:
+        precisions: by the layers' names in the model that will be converted.
+        approximate: layers that torchao cannot run as planned take the nearest that it can, with no fewer bits.
+        emulate: float8 and mxfp8 by torchao's emulation, which needs no GPU.
+
+    Raises:
+        PlanError: no layers, or an unknown recipe.
+    """
+    compute = compute_of(precisions)
+    runs, left_out = fit(precisions, torchao_host(compute), compute=compute, approximate=approximate)
+    patterns: dict[Triple, list[str]] = {}
+    for pattern, recipes in collapse(runs):
+        patterns.setdefault(recipes, []).append(pattern)
+    layers = {recipes: tuple(name for name in runs if runs[name] == recipes) for recipes in patterns}
+    plain: Triple = (compute, compute, compute)
+    groups = tuple(
+        TorchaoGroup(recipes, layers[recipes], tuple(globs), emulate)
+        for recipes, globs in patterns.items()
+        if recipes != plain
+    )
+    by_kind = {group.kind: group for group in groups}
+    notes = [_NVFP4_NOTE] if NVFP4 in by_kind else []
+    notes += [_multiples_note(group) for group in by_kind.values() if not group.takes_any_width]
+    return TorchaoExport(groups, layers.get(plain, ()), left_out, tuple(notes))
+
+
+def _multiples_note(group: TorchaoGroup) -> str:
+    names = dict.fromkeys(name for name in group.recipes if name not in HIGH_PRECISION)
+    what = "float8" if group.kind == FLOAT8 else next(iter(names))
+    return f"{what}: both widths of a layer, and the tokens on a device, must be multiples of {MULTIPLE[group.kind]}"
+
+
+def torchao_host(compute: str) -> Host:
+    """All that torchao runs, with GEMMs that are not quantized in `compute` (bf16 or fp32)."""
+    float8 = [name for name in ("fp8_row", "fp8_tensor") if _is_float8(name)]
+    mixes: list[Triple] = [
+        (fprop, dgrad, wgrad)
+        for fprop, dgrad, wgrad in product((compute, *float8), repeat=3)
+        if _gradient_elements(dgrad, wgrad) <= 1
+    ]
+    whole: list[Triple] = [("mxfp8", "mxfp8", "mxfp8"), ("mxfp8", "mxfp8", compute)]
+    if compute == "bf16":  # their layers give bf16 whatever the input's type
+        whole += [(name, name, name) for name in _WHOLE]
+    return Host("torchao", [*mixes, *whole], _explain)
+
+
+def float8_casts(recipes: Triple) -> dict[str, Cast]:
+    """The six casts of a Float8LinearConfig: each operand of each GEMM as its recipe has it, or not at all."""
+    by_gemm: dict[str, str] = dict(zip(GEMMS, recipes, strict=True))
+    elements = dict(_USUAL_ELEMENTS)
+    chosen: dict[str, tuple[str, str]] = {}
+    for name, (gemm, tensor) in _CASTS.items():
+        entry = recipe(by_gemm[gemm]).gemm(gemm)
+        if entry is None:
+            chosen[name] = ("DISABLED", "TENSORWISE")
+            continue
+        operand = (entry.a, entry.b)[OPERANDS[gemm].index(tensor)]
+        elements[tensor] = operand.element
+        chosen[name] = ("DYNAMIC", _GRANULARITY[operand.scaling])
+    return {name: Cast(*chosen[name], elements[tensor]) for name, (_, tensor) in _CASTS.items()}
+
+
+def _is_float8(name: str) -> bool:
+    """Whether every operand of a recipe is one that a CastConfig can say."""
+    gemms = [recipe(name).gemm(gemm) for gemm in GEMMS]
+    operands = [operand for entry in gemms if entry is not None for operand in (entry.a, entry.b)]
+    return bool(operands) and all(
+        operand.element in ("e4m3", "e5m2")
+        and operand.scaling in _GRANULARITY
+        and operand.rounding == "nearest"
+        and not operand.hadamard
+        for operand in operands
+    )
+
+
+def _gradient_elements(dgrad: str, wgrad: str) -> int:
+    """In how many element types the output's gradient is read."""
+    entries = recipe(dgrad).dgrad, recipe(wgrad).wgrad
+    return len({entry.a.element for entry in entries if entry is not None})
+
+
+def _explain(recipes: Triple) -> str:
+    names = [name for name in dict.fromkeys(recipes) if name not in HIGH_PRECISION]
+    for name in names:
+        if name not in (*_WHOLE, "mxfp8") and not _is_float8(name):
+            return f"torchao trains no linear layer in {name}"
+    for name in names:
+        if name in _WHOLE:
+            if len(set(recipes)) == 1:
+                return f"torchao's {name} layer gives bf16, and the plan computes in fp32"
+            return f"torchao's {name} layer runs all three GEMMs in it"
+    if "mxfp8" in names:
+        return "torchao's mxfp8 layer leaves only wgrad unquantized, and mixes with no other recipe"
+    return "torchao reads the output's gradient in one element type, E4M3 or E5M2, in dgrad and wgrad"

@@ -1,0 +1,297 @@
+"""The fastest activations for a given placement of states: a dynamic program over blocks with Pareto labels.
+
+Problem  Each of L blocks takes one of up to 14 choices, so that every moment of the walk (`states`) stays under the
+         device's bytes, all offloaded bytes under the host's, and the blocks compute least. With offload, least
+         computing is not fastest: whoever asks wants all combinations of (offloaded bytes, seconds) of which none is
+         worse in both.
+Method   What later blocks see of earlier ones are five figures: the sums of kept, cast and offloaded bytes and of
+         seconds, and the last block's bytes in flight. Less of each can only help: a label (one such five) that is
+         not below another in any of them is dropped. Nothing else is lost, so that the labels after the last block
+         are exact, up to seconds being counted in billionths of a step.
+         Bytes in flight count as nothing where any choice of the next block has room beside them.
+         A label is dropped too when no rest could bring it home: least kept bytes against the tightest later
+         moment, least seconds against `within`. Where every block can have its fastest choice without offload,
+         that is the answer.
+Limits   Labels multiply. Above `effort` of them, the range of kept and offloaded bytes is cut into cells and the
+         cheapest of each cell stays (and those with least of each): still plans that fit, but
+         maybe not the fastest; `Front.is_exact` says which. Measured: tests/planner/memory/test_search.py.
+Source   docs/memory.md; the multiple-choice knapsack's dynamic program (Kellerer, Pferschy, Pisinger, chapter 11).
+Checked  tests/planner/memory/test_activation_dp.py: all placements of small problems.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scrimp.planner.memory.costs import BlockClass, StepCosts
+from scrimp.planner.memory.states import Floor
+
+Array = NDArray[np.float64]
+KEPT, FLIGHT, CAST, HOST, SECONDS = range(5)
+TICK = 1e-9
+_CHUNK = 512
+_HOST_CELLS = 8
+_AT_ONCE = 4
+
+
+@dataclass(frozen=True)
+class Front:
+    """Combinations of which none is worse in offloaded bytes and in seconds."""
+
+    host: Array
+    """[N]"""
+    seconds: Array
+    """[N], of all blocks, forward and backward, one micro-batch."""
+    choices: list[list[str]]
+    """[N][L] names."""
+    is_exact: bool
+
+
+@dataclass(frozen=True)
+class _Table:
+    """One class's choices that are not worse than another in everything."""
+
+    names: list[str]
+    figures: Array
+    """[C, 5] in the order of the labels; seconds in ticks, of which all blocks have at most 1 / TICK."""
+    forward: Array
+    """[C] peaks."""
+    backward: Array
+
+    def of(self, which: Sequence[int] | NDArray[np.int64]) -> _Table:
+        """Some of the choices."""
+        names = [self.names[k] for k in which]
+        index = np.asarray(which, np.int64)
+        return _Table(names, self.figures[index], self.forward[index], self.backward[index])
+
+    def plain(self) -> _Table:
+        """The fastest choice alone, if it does not offload; nothing otherwise."""
+        order = np.lexsort((self.figures[:, KEPT], self.figures[:, HOST], self.figures[:, SECONDS]))
+        return self.of([int(order[0])] if self.figures[order[0], HOST] == 0 else [])
+
+
+def fastest(
+    costs: StepCosts,
+    floor: Floor,
+    *,
+    accumulates: bool,
+    device_bytes: int,
+    host_bytes: int,
+    within: float = float("inf"),
+    effort: int = 128,
+    free: Sequence[int] = (),
+) -> Front:
+    """All best combinations of one placement of states.
+
+    Args:
+        floor: bytes that the states take.
+        device_bytes: for everything on the device.
+        host_bytes: for offloaded activations.
+        within: seconds of all blocks above which nobody is interested.
+        effort: labels per block above which they are thinned.
+        free: figures (HOST, SECONDS) that count as nothing: fewer labels where only feasibility is asked.
+    """
+    tick = TICK * max(_most_seconds(costs), 1e-30)
+    tables = [_table(kind, accumulates, free, tick) for kind in costs.classes]
+    limits = _Limits(floor, device_bytes, host_bytes, within / tick + len(costs.blocks))
+    plain = [table.plain() for table in tables]
+    if SECONDS not in free and all(table.names for table in plain):
+        front = _run(costs, plain, limits, effort, tick)
+        if len(front.host):
+            return front
+    return _run(costs, tables, limits, effort, tick)
+
+
+@dataclass(frozen=True)
+class _Limits:
+    floor: Floor
+    device_bytes: int
+    host_bytes: int
+    within: float
+
+
+def _run(costs: StepCosts, tables: Sequence[_Table], limits: _Limits, effort: int, tick: float) -> Front:
+    """The dynamic program."""
+    steps = [tables[number] for number in costs.blocks]
+    needs = [_needs(table, limits.floor, i) for i, table in enumerate(steps)]
+    room, ever = _room(steps, needs, limits)
+    rest = np.cumsum([0.0, *(table.figures[:, SECONDS].min() for table in reversed(steps))])[::-1]
+    labels = np.array([[costs.boundary, 0.0, 0.0, 0.0, 0.0]])
+    if costs.boundary > ever[0] or limits.floor.rest > limits.device_bytes:
+        labels = labels[:0]
+    history: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
+    is_exact = True
+    for i, table in enumerate(steps):
+        labels, parents, chosen = _extend(labels, table, needs[i], limits.device_bytes)
+        _forget_flight(labels, needs[i + 1] if i + 1 < len(needs) else None, limits.device_bytes)
+        fits = (labels[:, KEPT] + labels[:, FLIGHT] <= room[i + 1]) & (labels[:, KEPT] <= ever[i + 1])
+        fits &= labels[:, HOST] <= limits.host_bytes
+        fits &= labels[:, SECONDS] + rest[i + 1] <= limits.within
+        keep, thinned = _prune(labels, np.flatnonzero(fits), effort)
+        is_exact &= not thinned
+        labels = labels[keep]
+        history.append((parents[keep], chosen[keep]))
+    last = labels[:, [KEPT, CAST]].sum(axis=1) + limits.floor.head <= limits.device_bytes
+    ends = _staircase(labels, np.flatnonzero(last))
+    choices = [_trace(steps, history, int(k)) for k in ends]
+    return Front(labels[ends, HOST], labels[ends, SECONDS] * tick, choices, is_exact)
+
+
+def _most_seconds(costs: StepCosts) -> float:
+    """Seconds of all blocks, each at its slowest."""
+    slowest = [max(c.forward_seconds + c.backward_seconds for c in k.choices.values()) for k in costs.classes]
+    return sum(slowest[number] for number in costs.blocks)
+
+
+def _table(kind: BlockClass, accumulates: bool, free: Sequence[int], tick: float) -> _Table:
+    names, items = list(kind.choices), list(kind.choices.values())
+    seconds = [round((c.forward_seconds + c.backward_seconds) / tick) for c in items]
+    bytes_ = [[c.kept, c.host, c.cast, c.host] for c in items]
+    figures = np.column_stack([np.array(bytes_, np.float64), np.array(seconds, np.float64)])
+    figures[:, list(free)] = 0.0
+    forward = np.array([c.forward_peak for c in items], np.float64)
+    backward = np.array([c.peak_of_backward(accumulates) for c in items], np.float64)
+    return _Table(names, figures, forward, backward).of(
+        _undominated(np.column_stack([figures, forward, backward]))
+    )
+
+
+def _needs(table: _Table, floor: Floor, block: int) -> tuple[Array, Array]:
+    """[C] bytes of a block's forward (its casts come on top) and backward pass beside kept and in flight."""
+    backward = np.maximum(table.backward + float(floor.backward[block]), float(floor.sent[block]))
+    return table.forward + float(floor.forward[block]), backward
+
+
+def _room(steps: list[_Table], needs: list[tuple[Array, Array]], limits: _Limits) -> tuple[Array, Array]:
+    """[L + 1] bytes before a block above which no rest fits: kept and in flight, for the block; kept, for all later."""
+    least = [np.maximum(*need).min() for need in needs]
+    room = limits.device_bytes - np.array([*least, -np.inf])
+    ever = np.append(room[:-1], float(limits.device_bytes - limits.floor.head))
+    for i in reversed(range(len(steps))):
+        kept, flight = steps[i].figures[:, KEPT], steps[i].figures[:, FLIGHT]
+        ever[i] = min(room[i], ever[i + 1] - kept.min(), room[i + 1] - (kept + flight).min())
+    return room, ever
+
+
+def _extend(
+    labels: Array, table: _Table, needs: tuple[Array, Array], device_bytes: int
+) -> tuple[Array, NDArray[np.int64], NDArray[np.int64]]:
+    """Each label with each choice that its block's passes leave room for."""
+    at = labels[:, KEPT] + labels[:, FLIGHT]
+    fits = (at + labels[:, CAST])[:, None] + needs[0] <= device_bytes
+    fits &= at[:, None] + needs[1] <= device_bytes
+    parents, chosen = np.nonzero(fits)
+    new = labels[parents] + table.figures[chosen]
+    new[:, FLIGHT] = table.figures[chosen, FLIGHT]
+    return new, parents, chosen
+
+
+def _forget_flight(labels: Array, needs: tuple[Array, Array] | None, device_bytes: int) -> None:
+    """What is in flight counts as nothing where any choice of the next block has room beside it."""
+    if needs is None:  # the head waits for it
+        labels[:, FLIGHT] = 0.0
+        return
+    at = labels[:, KEPT] + labels[:, FLIGHT]
+    roomy = (at + labels[:, CAST] + needs[0].max() <= device_bytes) & (at + needs[1].max() <= device_bytes)
+    labels[roomy, FLIGHT] = 0.0
+
+
+def _prune(labels: Array, alive: NDArray[np.int64], effort: int) -> tuple[NDArray[np.int64], bool]:
+    """Those of the alive that stay, and whether labels that nothing is better than had to go."""
+    thinned = len(alive) > _AT_ONCE * effort
+    if thinned:
+        alive = _thin(labels, alive, effort)
+    keep = alive[_undominated(labels[alive])]
+    if len(keep) > effort:
+        return _thin(labels, keep, effort), True
+    return keep, thinned
+
+
+def _undominated(figures: Array) -> NDArray[np.int64]:
+    """[N, D]: rows for which no other is at most the same in everything; the first of equal ones."""
+    if len(figures) < 2:
+        return np.arange(len(figures))
+    varying = np.flatnonzero(figures.min(0) < figures.max(0))
+    if not len(varying):
+        return np.arange(1)
+    order = np.lexsort(figures[:, varying].T)
+    sorted_ = np.ascontiguousarray(figures[order][:, varying].T)
+    keep = np.zeros(0, np.int64)
+    for start in range(0, len(order), _CHUNK):
+        part = np.arange(start, min(start + _CHUNK, len(order)))
+        part = part[~_is_beaten(sorted_, keep, part)]
+        inner = _is_beaten(sorted_, part, part, earlier=True)
+        keep = np.concatenate([keep, part[~inner]])
+    return np.sort(order[keep])
+
+
+def _is_beaten(
+    rows: Array, by: NDArray[np.int64], which: NDArray[np.int64], earlier: bool = False
+) -> NDArray[np.bool_]:
+    """Which of `which` have one in `by` that is at most the same in everything (and stands before it)."""
+    limit = which if earlier else np.full_like(which, rows.shape[1])
+    beaten = np.asarray(by[:, None] < limit[None, :], np.bool_)
+    for row in rows[:-1]:
+        np.logical_and(beaten, row[by][:, None] <= row[which], out=beaten)
+    result: NDArray[np.bool_] = np.asarray(beaten.any(axis=0), np.bool_)
+    return result
+
+
+def _thin(labels: Array, alive: NDArray[np.int64], effort: int) -> NDArray[np.int64]:
+    """The cheapest of each cell of kept and offloaded bytes, about `effort` in all.
+
+    Bytes cost what they save between the label with least of them and the fastest: within a cell more would win.
+    """
+    found = labels[alive]
+    kept, host, seconds = found[:, KEPT] + found[:, FLIGHT], found[:, HOST], found[:, SECONDS]
+    frugal, fast = _least(kept, seconds), _least(seconds, kept)
+    at_home = _least(host, seconds)
+    cost = seconds + _price(kept, seconds, frugal, fast) * kept + _price(host, seconds, at_home, fast) * host
+    host_cells = _HOST_CELLS if np.ptp(host) > 0 else 1
+    cells = _cells(kept, max(effort // host_cells, 1)) * host_cells + _cells(host, host_cells)
+    order = np.lexsort((cost, cells))
+    first = np.ones(len(order), np.bool_)
+    first[1:] = cells[order][1:] != cells[order][:-1]
+    which: NDArray[np.int64] = alive[np.unique(np.concatenate([order[first], [frugal, at_home, fast]]))]
+    return which
+
+
+def _price(amount: Array, seconds: Array, least: int, fast: int) -> float:
+    """Seconds that one byte saves."""
+    more = amount[fast] - amount[least]
+    return float(max(seconds[least] - seconds[fast], 0.0) / more) if more > 0 else 0.0
+
+
+def _least(first: Array, second: Array) -> int:
+    """Index of the least; of equal ones, that with the least second value."""
+    return int(np.where(first == first.min(), second, np.inf).argmin())
+
+
+def _cells(values: Array, count: int) -> NDArray[np.int64]:
+    """Which of `count` cells; the least value has one of its own."""
+    low, high = values.min(), values.max()
+    if high <= low or count < 2:
+        return np.zeros(len(values), np.int64)
+    cells = np.minimum((values - low) * ((count - 1) / (high - low)), count - 2).astype(np.int64) + 1
+    found: NDArray[np.int64] = np.where(values == low, 0, cells)
+    return found
+
+
+def _staircase(labels: Array, which: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Those of which no other has fewer offloaded bytes and fewer seconds; most seconds last."""
+    found: NDArray[np.int64] = which[_undominated(labels[which][:, [HOST, SECONDS]])]
+    return found
+
+
+def _trace(
+    steps: list[_Table], history: list[tuple[NDArray[np.int64], NDArray[np.int64]]], label: int
+) -> list[str]:
+    names = []
+    for table, (parents, chosen) in zip(reversed(steps), reversed(history), strict=True):
+        names.append(table.names[chosen[label]])
+        label = int(parents[label])
+    return names[::-1]

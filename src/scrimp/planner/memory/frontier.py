@@ -1,0 +1,109 @@
+"""What more memory would give, and what binds.
+
+Checked  tests/planner/memory/test_frontier.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from scrimp.errors import PlanError
+from scrimp.planner.memory.costs import StepCosts
+from scrimp.planner.memory.machine import Machine, Setup
+from scrimp.planner.memory.placement import Split
+from scrimp.planner.memory.search import MemoryPlan, search
+from scrimp.planner.memory.states import States, device_peak
+
+Binding = Literal["device memory", "host memory", "link", "computing"]
+MORE = (1.125, 1.25, 1.5, 2.0)
+WORTH = 0.005
+_MORE_OF_ONE = 1.25
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A faster plan on a larger device."""
+
+    more_bytes: int
+    """On the device, above what there is."""
+    faster: float
+    """Share of the seconds that it saves."""
+    plan: MemoryPlan
+
+
+def frontier(
+    costs: StepCosts,
+    machine: Machine,
+    plan: MemoryPlan,
+    budgets: Iterable[int] | None = None,
+    *,
+    split: Split | None = None,
+) -> list[Alternative]:
+    """The fastest plans that need a larger device, each faster than the one before by at least `WORTH`.
+
+    Args:
+        plan: of `machine`, from `search`.
+        budgets: bytes of the devices; None: some multiples, and what everything resident needs.
+        split: the placement of states, where the user decided; None: any.
+    """
+    if budgets is None:
+        resident = resident_bytes(costs, plan.setup)
+        budgets = {*(int(machine.device_bytes * by) for by in MORE), max(resident, machine.device_bytes)}
+    found: list[Alternative] = []
+    fastest = plan.seconds
+    for budget in sorted(budgets):
+        if budget <= machine.device_bytes:
+            continue
+        other = search(costs, replace(machine, device_bytes=budget), plan.setup, split)
+        more = other.device_bytes - machine.device_bytes
+        if more > 0 and other.seconds < fastest * (1 - WORTH):
+            found.append(Alternative(more, 1 - other.seconds / plan.seconds, other))
+            fastest = other.seconds
+    return found
+
+
+def binding(
+    costs: StepCosts, machine: Machine, plan: MemoryPlan, *, split: Split | None = None
+) -> tuple[Binding, float]:
+    """What the plan would gain most from having a quarter more of, and the share of its seconds; arguments as of
+    `frontier`.
+
+    "computing" where none of device memory, host memory and link gives `WORTH`.
+    """
+    wider: dict[Binding, Machine] = {
+        "device memory": replace(machine, device_bytes=int(machine.device_bytes * _MORE_OF_ONE)),
+        "host memory": replace(
+            machine,
+            host_bytes=int(machine.host_bytes * _MORE_OF_ONE),
+            pinned_bytes=None if machine.pinned_bytes is None else int(machine.pinned_bytes * _MORE_OF_ONE),
+        ),
+        "link": replace(
+            machine,
+            upload=machine.upload * _MORE_OF_ONE,
+            download=machine.download * _MORE_OF_ONE,
+            upload_together=machine.upload_together * _MORE_OF_ONE,
+            download_together=machine.download_together * _MORE_OF_ONE,
+        ),
+    }
+    gains = {
+        name: 1 - search(costs, other, plan.setup, split).seconds / plan.seconds
+        for name, other in wider.items()
+    }
+    best = max(gains, key=lambda name: gains[name])
+    return (best, gains[best]) if gains[best] >= WORTH else ("computing", 0.0)
+
+
+def resident_bytes(costs: StepCosts, setup: Setup) -> int:
+    """Bytes of the device with everything on it and every block's fastest choice that does not offload."""
+    names = []
+    for kind in costs.classes:
+        kept = {name: cost for name, cost in kind.choices.items() if not cost.host}
+        if not kept:
+            raise PlanError("a block has no choice without offload", got=", ".join(kind.choices))
+        names.append(
+            min(kept, key=lambda n: (kept[n].forward_seconds + kept[n].backward_seconds, kept[n].kept))
+        )
+    activations = [names[number] for number in costs.blocks]
+    return device_peak(costs, States.split(len(costs.blocks)), activations, setup.accumulates)

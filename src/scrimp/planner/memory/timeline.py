@@ -1,0 +1,233 @@
+"""Seconds of a step from its costs: what copies hide under computing, and what they do not.
+
+Problem  Offloaded bytes cost nothing while the model computes longer than they travel, and all of their time otherwise.
+Method   A simulation of lanes (`lanes`): compute, upload, download, CPU Adam, with these rules::
+
+             forward of i    waits for its weights (two buffers: they start when the block before the last user is
+                             done) and for the activations that blocks before i - 1 sent
+             head            waits for all activations that were sent
+             backward of i   waits for its weights (the two blocks used last are still there), its activations (they
+                             start when the backward pass of i + 1 begins, the last block's after the head), the sum
+                             of its gradients so far (from the second micro-batch on), and a free gradient buffer
+             gradients       leave after the block's backward pass
+             update          after the whole backward pass and the gradients' last copy; only CPU Adam that is early, or
+                             need not wait for the norm, starts as gradients of the last micro-batch arrive. Streamed
+                             blocks come in, are updated and leave through two buffers, first block first; the first
+                             two come while the device updates what lives there. CPU Adam goes last block first; its
+                             new weights are copied back after the device's updates if they live there. What is early
+                             is copied before: `EARLY` times the work
+
+         With one kind of copy, uniform blocks and computing C, copying P seconds per block this is ProTrain's
+         sum of max(C_i, P_i), plus the first copy or the last block, which nothing can hide: P + (L - 1) max(C, P) + C;
+         and T_fwd + max(T_bwd + T_device_update, T_cpu_update) up to the last block's copies.
+
+Limits   Copies of a micro-batch are waited for before the next one begins. A streamed update does not overlap backward.
+         An update on the device is bound by its memory: weights and states read and written, gradients read. Early
+         updates count as if none were taken back and done again.
+Source   docs/memory.md; ProTrain section 3 (chunk prefetch, T_iter); LLMQ's double buffering.
+Checked  tests/planner/memory/test_timeline.py
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from scrimp.planner.memory.costs import BlockClass, BlockCost, StepCosts, chosen_costs
+from scrimp.planner.memory.machine import Machine, Setup
+from scrimp.planner.memory.states import States, class_of
+from scrimp.planner.memory.stream_simulator import COMPUTE, CPU, DOWNLOAD, LANES, UPLOAD, Kind, Lanes, Run
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Predicted seconds of one optimizer step."""
+
+    seconds: float
+    compute: float
+    """Seconds in which the model computes: forward, backward, what is made again."""
+    lanes: Mapping[str, float]
+    """Busy, by lane: compute (updates on the device too), upload, download, cpu."""
+    exposed: Mapping[str, float]
+    """By kind (weights, activations, gradients, update): while the model does not compute."""
+    hidden: Mapping[str, float]
+    """By kind: under computing."""
+
+    @property
+    def bottleneck(self) -> str:
+        """The lane that is busy longest."""
+        return max(self.lanes, key=lambda lane: self.lanes[lane])
+
+
+def step_timeline(
+    costs: StepCosts, states: States, activations: Sequence[str], setup: Setup, machine: Machine
+) -> Timeline:
+    """The timeline of a step.
+
+    Raises:
+        PlanError: choices or states of another model.
+    """
+    step = _Step(costs, states, chosen_costs(costs, activations))
+    only = setup.micro_batches == 1
+    runs = [(1, step.simulate(machine, setup, sums=not only, last=True))]
+    if not only:
+        runs.append((1, step.simulate(machine, setup, sums=False, last=False)))
+        if setup.micro_batches > 2:
+            runs.append((setup.micro_batches - 2, step.simulate(machine, setup, sums=True, last=False)))
+    return _add(runs)
+
+
+EARLY = 2.0
+"""Seconds of an early update by those of one that is not: per parameter in fp32, the update moves 28 bytes (weight and
+two moments read and written, the gradient read), the copies that it can be taken back from 24."""
+
+
+def cpu_numbers(kind: BlockClass, states: States) -> float:
+    """Parameters that CPU Adam would update in the time of one block's update there."""
+    return parameters_of(kind) * (EARLY if states.is_early else 1.0)
+
+
+def parameters_of(kind: BlockClass) -> int:
+    """Numbers of a block's weights."""
+    return kind.parameters or kind.gradients // 2
+
+
+def update_bytes(kind: BlockClass) -> int:
+    """Traffic of the device's memory when it updates a block."""
+    return 2 * kind.weights + kind.gradients + 2 * kind.optimizer
+
+
+def streamed_bytes(kind: BlockClass, states: States, block: int) -> tuple[int, int]:
+    """Bytes up and down of one block's update on the device."""
+    down = kind.weights * states.weights[block] + kind.optimizer * states.optimizer[block]
+    return down + kind.gradients * states.gradients[block], down
+
+
+def resident_update_bytes(costs: StepCosts, states: States) -> int:
+    """Traffic of the device's memory for all that is updated without the host."""
+    ends = costs.ends
+    total = 2 * ends.weights + ends.gradients + 2 * ends.optimizer
+    for i in range(len(costs.blocks)):
+        if not states.streams(i) and not states.on_cpu(i):
+            total += update_bytes(class_of(costs, i))
+    return total
+
+
+def _add(runs: Sequence[tuple[int, Run]]) -> Timeline:
+    """Runs one after the other, each so many times."""
+    kinds: tuple[Kind, ...] = ("weights", "activations", "gradients", "update")
+    exposed = {str(kind): math.fsum(times * run.exposed[kind] for times, run in runs) for kind in kinds}
+    busy = {str(kind): math.fsum(times * run.busy[kind] for times, run in runs) for kind in kinds}
+    return Timeline(
+        seconds=sum(times * run.seconds for times, run in runs),
+        compute=sum(times * run.busy["compute"] for times, run in runs),
+        lanes={name: sum(times * run.lanes[i] for times, run in runs) for i, name in enumerate(LANES)},
+        exposed=exposed,
+        hidden={kind: max(0.0, busy[kind] - exposed[kind]) for kind in exposed},
+    )
+
+
+class _Step:
+    """Builds the tasks of one micro-batch, the update with the last."""
+
+    def __init__(self, costs: StepCosts, states: States, blocks: Sequence[BlockCost]) -> None:
+        self.costs, self.states, self.blocks = costs, states, blocks
+        self.classes = [class_of(costs, i) for i in range(len(blocks))]
+        self.away = [i for i, host in enumerate(states.weights) if host]
+
+    def simulate(self, machine: Machine, setup: Setup, *, sums: bool, last: bool) -> Run:
+        """One micro-batch; with sums of gradients to be brought in, and the update if it is the last."""
+        self.lanes = Lanes()
+        self._forward()
+        self._backward(sums)
+        if last:
+            self._update(machine, setup)
+        return self.lanes.run(machine)
+
+    def _forward(self) -> None:
+        add = self.lanes.add
+        forward: list[int] = []
+        self.sent: dict[int, int] = {}
+        settled: int | None = None
+        free = _Buffers()
+        for i, block in enumerate(self.blocks):
+            weights = None
+            if self.states.weights[i]:
+                weights = add(UPLOAD, self.classes[i].weights, "weights", [free.wait()])
+            forward.append(add(COMPUTE, block.forward_seconds, "compute", [weights, settled]))
+            if self.states.weights[i]:
+                free.used(forward[-1])
+            settled = self.sent.get(i - 1, settled)
+            if block.host:
+                self.sent[i] = add(DOWNLOAD, block.host, "activations", [forward[-1]])
+        self.end = add(COMPUTE, self.costs.ends.seconds, "compute", list(self.sent.values())[-1:])
+
+    def _backward(self, sums: bool) -> None:
+        add = self.lanes.add
+        self.gradients: dict[int, int] = {}
+        weights, leaving = _Buffers(still_there=self.away[-2:]), _Buffers()
+        begins = before = self.end
+        for i in reversed(range(len(self.blocks))):
+            block, kind = self.blocks[i], self.classes[i]
+            needs: list[int | None] = []
+            if self.states.weights[i] and not weights.has(i):
+                needs.append(add(UPLOAD, kind.weights, "weights", [weights.wait()]))
+            if block.host:
+                needs.append(add(UPLOAD, block.host, "activations", [self.sent[i], begins]))
+            room = leaving.wait() if self.states.gradients[i] else None
+            if self.states.gradients[i] and sums:
+                needs.append(add(UPLOAD, kind.gradients, "gradients", [self.end, room]))
+            begins, before = before, add(COMPUTE, block.backward_seconds, "compute", [*needs, room])
+            if self.states.weights[i]:
+                weights.used(before)
+            if self.states.gradients[i]:
+                self.gradients[i] = add(DOWNLOAD, kind.gradients, "gradients", [before])
+                leaving.used(self.gradients[i])
+        self.end = before
+
+    def _update(self, machine: Machine, setup: Setup) -> None:
+        states, begins = self.states, [self.end, *list(self.gradients.values())[-1:]]
+        done = self._update_on_device(machine, begins)
+        for i in reversed(range(len(self.blocks))):
+            if states.on_cpu(i):
+                kind, waits = self.classes[i], setup.waits_for_norm and not states.is_early
+                ready = [self.gradients[i], self.end if waits else None]
+                seconds = cpu_numbers(kind, states) / (machine.cpu_adam or math.inf)
+                adam = self.lanes.add(CPU, seconds, "update", ready)
+                if not states.weights[i]:
+                    self.lanes.add(UPLOAD, kind.weights, "update", [adam, done])
+
+    def _update_on_device(self, machine: Machine, begins: Sequence[int]) -> int:
+        """What is there, then what comes for it; the last task."""
+        add, states, memory = self.lanes.add, self.states, machine.device_memory
+        last = add(COMPUTE, resident_update_bytes(self.costs, states) / memory, "update", begins)
+        free = _Buffers()
+        for i, kind in enumerate(self.classes):
+            if states.streams(i):
+                up, down = streamed_bytes(kind, states, i)
+                come = add(UPLOAD, up, "update", [*begins, free.wait()])
+                done = add(COMPUTE, update_bytes(kind) / memory, "update", [come, last])
+                last = add(DOWNLOAD, down, "update", [done])
+                free.used(last)
+        return last
+
+
+class _Buffers:
+    """Two buffers that are taken in turn: the next copy waits for the one before the last user."""
+
+    def __init__(self, still_there: Sequence[int] = ()) -> None:
+        self._users: list[int] = []
+        self._still_there = set(still_there)
+
+    def has(self, block: int) -> bool:
+        """Whether the block's weights were left from the pass before."""
+        return block in self._still_there
+
+    def used(self, task: int) -> None:
+        """The task after whose end the buffer is free."""
+        self._users.append(task)
+
+    def wait(self) -> int | None:
+        """The task to wait for before a buffer is filled."""
+        return self._users[-2] if len(self._users) > 1 else None

@@ -1,0 +1,218 @@
+"""What else one could pay attention to: SNIP's baselines, as costs and orders of the same program.
+
+Every policy chooses between the same formats with the same share of FLOPs in 4 bits. With H the quantized format of
+most bits among the candidates (bf16 where only one width is quantized) and P the one of fewest::
+
+    snip           per GEMM, cost V (eq. 8)               snip-layer     per layer, V of its three GEMMs
+    snip-paper     per layer, cost Q (eq. 7), with the paper's errors and sensitivities as reconstructed
+    uniform        one format everywhere, by its name     random:SEED    cost(P) ~ U(0, 1), cost(H) = 0
+    min-abs-err    |eX| + |eW| + |eG|                     min-rel-err    |eX|/|X| + |eW|/|W| + |eG|/|G|
+    first-last     blocks 0, L-1, 1, L-2, ... in H while it fits into the share that is not 4-bit
+    layer-type     all down, then out, then qkv, then gate and up, each from the last block backwards, likewise
+    last-blocks    whole blocks from the last backwards in the reference format until they hold 15 % of
+                   FLOPs (NVIDIA's rule); the rest in P, whatever the budget
+    last-blocks-matched   whole blocks from the last backwards in H while the next one fits into the share that is
+                   not 4-bit: a model of few blocks may have more in 4 bits than was asked for
+
+With `uniform` and `last-blocks`, formats do not depend on the budget (`scrimp.config.snip.keeps_budget`).
+
+Source   SNIP (arXiv 2602.01410) and NVFP4 pre-training (arXiv 2509.25149), as reconstructed in the spec's section 9.
+Checked  tests/planner/precision/test_policies.py
+
+Shapes: L layers, P formats.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scrimp.config.snip import POLICIES
+from scrimp.errors import PlanError
+from scrimp.planner.precision.divergence import (
+    SNIP,
+    Method,
+    Weights,
+    gemm_costs,
+    layer_costs,
+    mean_divergence,
+)
+from scrimp.planner.precision.profile import PrecisionProfile
+from scrimp.precision import GEMMS, recipe
+
+Array = NDArray[np.float64]
+LAST_SHARE = 0.15
+HIGH_BITS = 16
+_TYPES = (
+    ("down", "down_proj", "fc2", "w2", "linear_fc2", "dense_4h_to_h", "mlp.c_proj"),
+    ("out", "o_proj", "out_proj", "wo", "linear_proj", "dense", "c_proj", "proj"),
+    ("v", "v_proj", "wv", "value"),
+    ("k", "k_proj", "wk", "key"),
+    ("q", "q_proj", "wq", "query", "qkv", "qkv_proj", "linear_qkv", "query_key_value", "in_proj", "c_attn"),
+    ("up", "up_proj", "gate_up", "gate_up_proj", "linear_fc1", "fc1", "w3", "dense_h_to_4h", "c_fc"),
+    ("gate", "gate_proj", "w1"),
+)
+"""Kinds of layers, by the ends of their names, in the order in which `layer-type` protects them."""
+
+
+def is_per_gemm(policy: str) -> bool:
+    """Whether a policy decides for each GEMM, not for each layer."""
+    return policy == "snip"
+
+
+def costs_of(
+    policy: str,
+    profile: PrecisionProfile,
+    *,
+    weights: Weights | None = None,
+    method: Method | None = None,
+) -> Array:
+    """Costs of a policy that solves the program: [3 L, P] per GEMM (layer by layer), or [L, P] per layer.
+
+    A layer whose statistics are not finite costs as much as the worst of the others: whoever smooths or compares
+    costs need not know of it.
+
+    Raises:
+        PlanError: a policy that does not exist, or that orders layers instead.
+    """
+    costs = _raw_costs(policy, profile, weights, method)
+    by_layer = costs.reshape(len(profile.layers), -1, costs.shape[-1])
+    bad = np.isin(profile.layers, profile.unusable())
+    if bad.any():
+        by_layer = by_layer.copy()
+        by_layer[bad] = 0.0 if bad.all() else by_layer[~bad].max(axis=0)
+    return by_layer.reshape(costs.shape)
+
+
+def _raw_costs(
+    policy: str, profile: PrecisionProfile, weights: Weights | None, method: Method | None
+) -> Array:
+    name, _, seed = policy.partition(":")
+    if policy in ("snip", "snip-layer"):
+        costs = gemm_costs(profile, mean_divergence(profile, method), weights)
+        return costs.reshape(-1, costs.shape[-1]) if name == "snip" else costs.sum(1)
+    if policy == "snip-paper":
+        return layer_costs(profile, mean_divergence(profile, SNIP), weights)
+    if name == "random" and (seed.isdecimal() or policy == name):
+        return _random(profile, int(seed or 0))
+    if policy in ("min-abs-err", "min-rel-err"):
+        return _local(profile, relative=name == "min-rel-err")
+    raise PlanError(
+        "there is no such policy",
+        got=policy,
+        expected=", ".join(POLICIES),
+        do="random takes a seed, as random:1",
+    )
+
+
+def harm_of_lowest(policy: str, profile: PrecisionProfile, weights: Weights) -> float:
+    """What everything in the lowest format costs by a policy: the unit of a budget of divergence."""
+    if policy in ("snip", "snip-layer", "snip-paper"):
+        return weights.loss + weights.update + weights.curvature or 1.0
+    _, low = extremes(profile.formats)
+    return float(costs_of(policy, profile)[:, low].sum()) or 1.0
+
+
+def order_of(policy: str, layers: Sequence[str]) -> list[int] | None:
+    """The order in which a policy protects layers; None for one that solves the program."""
+    if policy == "last-blocks-matched":
+        return sorted(range(len(layers)), key=lambda i: -_block(layers[i]))
+    if policy == "first-last":
+        return _first_last(layers)
+    if policy == "layer-type":
+        return sorted(range(len(layers)), key=lambda i: (_kind(layers[i]), -_block(layers[i])))
+    return None
+
+
+def protect(order: Iterable[int], shares: Array, unprotected: float) -> NDArray[np.bool_]:
+    """[L], which layers keep the higher format: each in order, if it fits into what need not be 4-bit.
+
+    Args:
+        shares: of FLOPs, by layer.
+        unprotected: share that must be in 4 bits.
+    """
+    room, kept = 1.0 - unprotected + 1e-9, np.zeros(len(shares), dtype=bool)
+    for index in order:
+        if shares[index] <= room:
+            kept[index] = True
+            room -= shares[index]
+    return kept
+
+
+def protect_blocks(layers: Sequence[str], shares: Array, unprotected: float) -> NDArray[np.bool_]:
+    """[L], whether a layer is of the last blocks that fit whole into what need not be 4-bit; as `protect`."""
+    room, kept = 1.0 - unprotected + 1e-9, np.zeros(len(layers), dtype=bool)
+    blocks = np.array([_block(layer) for layer in layers])
+    for block in sorted(set(blocks.tolist()), reverse=True):
+        room -= shares[blocks == block].sum()
+        if room < 0:
+            break
+        kept |= blocks == block
+    return kept
+
+
+def last_blocks(layers: Sequence[str], shares: Array, share: float = LAST_SHARE) -> NDArray[np.bool_]:
+    """[L], whether a layer is of the last blocks that together hold a share of the FLOPs."""
+    kept = np.zeros(len(layers), dtype=bool)
+    blocks = np.array([_block(layer) for layer in layers])
+    for block in sorted(set(blocks.tolist()), reverse=True):
+        if shares[kept].sum() >= share - 1e-9:
+            break
+        kept |= blocks == block
+    return kept
+
+
+def extremes(formats: Sequence[str]) -> tuple[int, int]:
+    """Indices of H and P, see the module; the first of equals, and the same where there is one width alone."""
+    bits = [recipe(name).bits for name in formats]
+    low = bits.index(min(bits))
+    above = sorted({count for count in bits if count > bits[low]})
+    quantized = [count for count in above if count < HIGH_BITS]
+    high = max(quantized) if quantized else min(above, default=bits[low])
+    return bits.index(high), low
+
+
+def _random(profile: PrecisionProfile, seed: int) -> Array:
+    generator = np.random.default_rng([seed, zlib.crc32(profile.model.encode())])
+    _, low = extremes(profile.formats)
+    costs = np.zeros((len(profile.layers), len(profile.formats)))
+    costs[:, low] = generator.uniform(size=len(profile.layers))
+    return costs
+
+
+def _local(profile: PrecisionProfile, *, relative: bool) -> Array:
+    fprop, dgrad = GEMMS.index("fprop"), GEMMS.index("dgrad")
+    total = np.zeros((len(profile.layers), len(profile.formats)))
+    for batch in profile.batches:
+        for errors, norms in (
+            (batch.errors[:, fprop, :, 0], batch.x),
+            (batch.errors[:, fprop, :, 1], batch.w),
+            (batch.errors[:, dgrad, :, 0], batch.g),
+        ):
+            total += errors / np.maximum(norms[:, None], 1e-300) if relative else errors
+    return total / len(profile.batches)
+
+
+def _first_last(layers: Sequence[str]) -> list[int]:
+    blocks = sorted({_block(layer) for layer in layers})
+    outside_in: list[int] = []
+    while blocks:
+        outside_in.append(blocks.pop(0))
+        if blocks:
+            outside_in.append(blocks.pop())
+    place = {block: i for i, block in enumerate(outside_in)}
+    return sorted(range(len(layers)), key=lambda i: (place[_block(layers[i])], _kind(layers[i])))
+
+
+def _block(layer: str) -> int:
+    """The first part of a layer's name that is a number; -1 without one."""
+    return next((int(part) for part in layer.split(".") if part.isdecimal()), -1)
+
+
+def _kind(layer: str) -> int:
+    """Place of a layer's kind in the order of `_TYPES`; after all of them where no name fits."""
+    ends = tuple(tuple(f".{name}" for name in names) for names in _TYPES)
+    return next((i for i, names in enumerate(ends) if f".{layer}".lower().endswith(names)), len(_TYPES))

@@ -1,0 +1,165 @@
+"""Noise inside a branch of the residual stream: how errors move the weights of their own sub-layer.
+
+Problem  Between two nodes an error meets what the branch does: softmax averages it, a gate multiplies it. Ratios
+         taken on the stream know nothing of that, and formulas are off by a factor of two.
+Method   One more pass per kind of noise, in which every sub-layer is on its own: noise enters at the outputs of all
+         entries, but each exit gives its clean result to the stream, and takes its clean gradient from it.
+         So no noise travels, and the change of a planned weight is due to its own branch::
+
+             F[k<-l] = |change of gW_k| / |noise in the entries|            k, l in one sub-layer
+
+         For backward noise no pass is needed: what reaches the gradient of an exit's input reaches the
+         entries only through it, wherever it came from::
+
+             B[k<-exit] = |change of gW_k| / |change of gX_exit|            k an entry, in the backward runs
+
+Limits   The gradient that branches give back to the stream is noisy, and nothing cuts it off from what lies before
+         the first exit: the embedding, and the norms. Their changes in this pass are not read.
+         Noise enters all entries at once: one gain stands for each of them.
+Memory   On the host: result and gradient of every exit, and the gradient of its input.
+Checked  tests/statistics/test_branches.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from scrimp.statistics.ranks import ALONE, Ranks, cut_of, local
+from scrimp.statistics.stream import gaussian, generator_of, is_recomputing, square
+from scrimp.statistics.structure import Structure
+
+
+class BranchTape:
+    """Hooks at the exits and entries of every sub-layer."""
+
+    def __init__(self, model: nn.Module, structure: Structure, ranks: Ranks = ALONE) -> None:
+        modules = dict(model.named_modules())
+        self._ranks = ranks
+        self._exits = [modules[sub.exit] for sub in structure.sublayers]
+        self._entries = [[modules[name] for name in sub.entries] for sub in structure.sublayers]
+        self._kept: dict[tuple[str, int, int], Tensor] = {}
+        self.micro_batch = 0
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Keep what exits give and get: the clean run."""
+        self._kept.clear()
+        with self._hooks(self._exits, self._record):
+            yield
+
+    @contextlib.contextmanager
+    def comparing(self, changes: dict[int, float]) -> Iterator[None]:
+        """Sum |change of gX_exit|^2 by sub-layer."""
+
+        def compare(number: int) -> Callable[[nn.Module, Any, Tensor], None]:
+            def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
+                micro_batch, x = self.micro_batch, inputs[0]
+                if is_recomputing():
+                    return
+
+                def on_gradient(g: Tensor) -> None:
+                    clean = self._kept["gx", number, micro_batch].to(g.device)
+                    copies = self._ranks.copies(is_cut=cut_of(module) == "inputs")
+                    changes[number] += square(local(g).float() - clean.float()) / copies
+
+                if x.requires_grad:
+                    x.register_hook(on_gradient)
+
+            return hook
+
+        with self._hooks(self._exits, compare):
+            yield
+        self._join(changes, self._ranks.share**2)
+
+    @contextlib.contextmanager
+    def isolated(self, kind: str, share: float, seed: int) -> Iterator[dict[int, float]]:
+        """Every sub-layer on its own, noise at its entries' outputs; yields |z|^2 by sub-layer."""
+        injected: dict[int, float] = defaultdict(float)
+
+        def cut(number: int) -> Callable[[nn.Module, Any, Tensor], Tensor]:
+            def hook(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+                if not torch.is_grad_enabled():
+                    return output
+                y, g = (self._kept[name, number, self.micro_batch].to(output.device) for name in ("y", "g"))
+                clean: Tensor = _Clean.apply(output, y, g)  # type: ignore[no-untyped-call]
+                return clean
+
+            return hook
+
+        def disturb(number: int) -> Callable[[nn.Module, Any, Tensor], Tensor]:
+            def hook(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+                if not torch.is_grad_enabled():
+                    return output
+                is_cut = cut_of(module) == "outputs"
+                width = cast(int, module.out_features) if is_cut else None
+                draw = 0 if kind == "weights" else self._ranks.draw(self.micro_batch)
+                generator = generator_of(output.device, seed, number, id_of[id(module)], draw)
+                z = self._ranks.of_whole(
+                    output.detach(), width, lambda whole: gaussian(whole, share, kind, generator)
+                )
+                if not is_recomputing():
+                    injected[number] += square(z) / self._ranks.copies(is_cut=is_cut)
+                return output + z
+
+            return hook
+
+        id_of = {id(module): i for group in self._entries for i, module in enumerate(group)}
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._hooks(self._exits, cut))
+            for number, group in enumerate(self._entries):
+                for module in group:
+                    stack.callback(module.register_forward_hook(disturb(number)).remove)
+            yield injected
+        self._join(injected, 1.0)
+
+    def _join(self, sums: dict[int, float], factor: float) -> None:
+        """Over all ranks."""
+        if self._ranks.size == 1:
+            return
+        numbers = range(len(self._exits))
+        total = self._ranks.sum([sums.get(number, 0.0) * factor for number in numbers])
+        sums.update(zip(numbers, total.tolist(), strict=True))
+
+    def _record(self, number: int) -> Callable[[nn.Module, Any, Tensor], Tensor | None]:
+        def hook(module: nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
+            key, x = (number, self.micro_batch), inputs[0]
+            if not output.requires_grad or is_recomputing():
+                return None
+            self._keep(("y", *key), output)
+            if x.requires_grad:
+                x.register_hook(lambda g: self._keep(("gx", *key), g))
+            # A copy, because hooks of a view are lost when the model adds to it in place.
+            result = output.clone()
+            result.register_hook(lambda g: self._keep(("g", *key), g))
+            return result
+
+        return hook
+
+    def _keep(self, key: tuple[str, int, int], value: Tensor) -> None:
+        self._kept[key] = local(value).to("cpu", copy=True)
+
+    @contextlib.contextmanager
+    def _hooks(self, modules: list[nn.Module], make: Callable[[int], Any]) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for number, module in enumerate(modules):
+                stack.callback(module.register_forward_hook(make(number)).remove)
+            yield
+
+
+class _Clean(torch.autograd.Function):
+    """Gives a kept value for a result, and a kept gradient for whatever gradient comes."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
+        ctx.gradient = gradient
+        return value.clone()  # which the model may change in place
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.gradient, None, None

@@ -1,0 +1,232 @@
+"""How far an error in one layer's GEMM moves the gradients of all weights: gains, by injected noise.
+
+With k a watched weight and l a planned layer::
+
+    B[k<-l] = |change of gW_k| / |noise in gX_l|        F[k<-l] = |change of gW_k| / |noise in Y_l|
+
+on the same batch, weights and random state. Three ways, from exact to cheap:
+
+exact    (R1) a backward pass per distinct input and a forward pass per layer, noise at that very point. The oracle,
+         and the only way where no residual stream is found.
+blocks   (R2) a backward and a forward pass per node of the stream, noise into the stream there.
+ratios   (R3, the default) two passes for each kind of noise, which enters once into the last node's gradient and once
+         into the first node's activation; at every node the change that arrives there counts as injected::
+
+             Bn[k,j] = |dgW_k| / |dR_j|                      backward run, k before j
+             Fn[k,j] = |dgW_k| / |dx_j|                      forward run, k after j
+             Fn[k,j] = Bn[k,j] |dR_j| / |dx_j|               forward run, k before j
+
+For blocks and ratios, l in sub-layer s (between nodes s and s + 1) reaches the stream through its branch::
+
+    B[k<-l] = a Bn[k,s], k before s;    a = |R_s - R_(s+1)| / |summed gX at l's input|
+    F[k<-l] = c Fn[k,s+1];              c = |Y_exit| / |Y_l|
+
+and the weights of its own sub-layer as `branches` measures. The ratio is never taken at the linear layer
+itself, which would charge it with the noise of the skip path.
+
+Two kinds  Errors of X and G are independent between tokens, and average out in a weight's gradient; an error of W
+           is one linear map that all tokens share, and does not. SNIP's reconstruction has noise of the first kind
+           alone, and understates weight errors; here every pass is made with both.
+Isolation  Gains inside a sub-layer come from two more passes, in which no noise travels: see `branches`. So the
+           ratios need six passes in all, blocks 4 (S + 1) + 2.
+Updates    Each pass also takes the change of the *update* that its noise causes, through the optimizer's state: where
+           gradients are large their errors are large too, and AdamW divides by just that.
+Curvature  z' H z / |z|^2 along the noise, for the mean of the second-order change of the loss: at the nodes
+           <dx, dR> / |dx|^2 of the forward run, times c^2; exact: <z, G(Y + z) - G(Y)> / |z|^2.
+Limits     c takes noise in Y_l to reach the stream as Y_l itself does. On a small decoder that understates what qkv
+           does by two thirds (softmax treats noise and signal differently), and what others do by less than half.
+Source     SNIP (arXiv 2602.01410), reconstruction eq. (2), (5) and R1 to R3.
+Checked    tests/statistics/test_gains.py: R2 and R3 against R1; test_exact.py: R1 against gradients that
+           are disturbed by hand.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scrimp.statistics.stream import Changes, Injection, StreamTape
+from scrimp.statistics.structure import Structure
+
+Array = NDArray[np.float64]
+NOISES = ("tokens", "weights")
+"""Kinds of injected noise: independent between tokens, and one linear map of all of them."""
+
+
+@dataclass(frozen=True)
+class Gains:
+    """By noise of tokens and of weights, and of gradients and of relative updates."""
+
+    backward: Array
+    """[2, 2, K, L]."""
+    forward: Array
+    """[2, 2, K, L]."""
+    curvature: Array
+    """[L]."""
+
+
+@dataclass(frozen=True)
+class CleanRun:
+    """What the clean pass measured, by layer."""
+
+    norms: Mapping[tuple[str, str], float]
+    """(layer, x w y g gx) to norm."""
+    input_gradients: Mapping[str, float]
+    """Norm of the summed gradient at a layer's input."""
+
+
+def places(structure: Structure, weights: tuple[str, ...], owners: Mapping[str, str]) -> NDArray[np.int64]:
+    """[K], sub-layer of each watched weight: -1 before the stream (embedding), S after it (head).
+
+    Args:
+        weights: in the order in which the model defines them; what belongs to no planned layer is
+            before the stream if it comes before all that do, and after it if after them, or by its name.
+        owners: weight to the planned layer that it belongs to.
+    """
+    last = len(structure.sublayers)
+    by_owner = [structure.place(owners[weight]) if weight in owners else None for weight in weights]
+    planned = [index for index, place in enumerate(by_owner) if place is not None]
+    found: list[int] = []
+    for index, (weight, place) in enumerate(zip(weights, by_owner, strict=True)):
+        if place is not None:
+            found.append(place)
+        elif "head" in weight or "output" in weight or index > max(planned, default=-1):
+            found.append(last)
+        else:
+            found.append(-1 if index < min(planned) else found[-1])
+    return np.array(found)
+
+
+class NodeGains:
+    """Gains of the nodes of a stream, [K, S + 1], by whichever passes."""
+
+    def __init__(self, num_weights: int, num_nodes: int) -> None:
+        self.backward = np.zeros((len(NOISES), 2, num_weights, num_nodes))
+        self.forward = np.zeros((len(NOISES), 2, num_weights, num_nodes))
+        self.curvature = np.zeros(num_nodes)
+        self.exits = np.zeros((len(NOISES), 2, num_weights, num_nodes - 1))
+        """Gains of an exit's input gradient on the entries of its sub-layer."""
+        self.entries = np.zeros_like(self.exits)
+        """Gains of an entry's output on the weights of its sub-layer."""
+
+    def add_exits(self, row: int, changes: Changes, moved: Array) -> None:
+        """From a backward run: how far noise at each exit has moved the weights."""
+        for s in range(self.exits.shape[-1]):
+            if changes.exits[s] > 0:
+                self.exits[row, ..., s] = moved / _root(changes.exits[s])
+
+    def add_entries(self, passes: Passes, seed: int) -> None:
+        """One pass of isolated branches per kind of noise."""
+        for row, kind in enumerate(NOISES):
+            injected, moved = passes.isolated(kind, seed + row)
+            for s in range(self.entries.shape[-1]):
+                self.entries[row, ..., s] = moved / _root(injected.get(s, 0.0))
+
+
+@dataclass
+class Passes:
+    """Disturbed passes over one batch; each gives [2, K] norms of the changes of gradients and updates."""
+
+    stream: Callable[[Injection], tuple[Changes, Array]]
+    """Noise at a node."""
+    isolated: Callable[[str, int], tuple[Mapping[int, float], Array]]
+    """Noise of a kind in every branch on its own, by seed; also its |z|^2 by sub-layer."""
+    first: int = 0
+    """The first node whose activation has a gradient."""
+
+
+def by_ratios(
+    structure: Structure, where: NDArray[np.int64], passes: Passes, share: float, seed: int
+) -> NodeGains:
+    """R3: two passes for each kind of noise."""
+    last = len(structure.sublayers)
+    gains = NodeGains(len(where), last + 1)
+    for row, kind in enumerate(NOISES):
+        changes, moved = passes.stream(Injection(last, "backward", kind, share, seed + 2 * row))
+        for j in range(last + 1):
+            gains.backward[row, ..., j] = np.where(where < j, moved / _root(changes.gradient[j]), 0.0)
+        gains.add_exits(row, changes, moved)
+        changes, moved = passes.stream(Injection(passes.first, "forward", kind, share, seed + 2 * row + 1))
+        for j in range(passes.first, last + 1):
+            arriving = _root(changes.activation[j])
+            back = gains.backward[row, ..., j] * math.sqrt(changes.gradient[j]) / arriving
+            gains.forward[row, ..., j] = np.where(where < j, back, moved / arriving)
+            if kind == "tokens":
+                gains.curvature[j] = changes.product[j] / arriving**2
+    gains.add_entries(passes, seed + 100)
+    return gains
+
+
+def by_blocks(
+    structure: Structure, where: NDArray[np.int64], passes: Passes, share: float, seed: int
+) -> NodeGains:
+    """R2: two passes per node for each kind of noise."""
+    num_nodes = len(structure.nodes)
+    gains = NodeGains(len(where), num_nodes)
+    for (row, kind), j in itertools.product(enumerate(NOISES), range(num_nodes)):
+        key = seed + 4 * j + 2 * row
+        changes, moved = passes.stream(Injection(j, "backward", kind, share, key))
+        gains.backward[row, ..., j] = np.where(where < j, moved / _root(changes.injected[j]), 0.0)
+        if j == num_nodes - 1:
+            gains.add_exits(row, changes, moved)
+        changes, moved = passes.stream(Injection(j, "forward", kind, share, key + 1))
+        gains.forward[row, ..., j] = moved / _root(changes.injected[j])
+        if kind == "tokens":
+            gains.curvature[j] = changes.product[j] / _root(changes.injected[j]) ** 2
+    gains.add_entries(passes, seed + 1000)
+    return gains
+
+
+def of_layers(
+    nodes: NodeGains,
+    structure: Structure,
+    where: NDArray[np.int64],
+    layers: tuple[str, ...],
+    owned: Mapping[str, int],
+    clean: CleanRun,
+    tape: StreamTape,
+) -> Gains:
+    """From nodes to layers, by the branch that joins them.
+
+    Args:
+        layers: that gains are wanted of.
+        owned: layer to the index of its weight, of all that are trained.
+        clean: of all layers of the stream.
+    """
+    backward = np.zeros((len(NOISES), 2, len(where), len(layers)))
+    forward, curvature = np.zeros_like(backward), np.zeros(len(layers))
+    for index, layer in enumerate(layers):
+        s = structure.place(layer)
+        assert s is not None
+        sub = structure.sublayers[s]
+        through = _ratio(_root(tape.branch_squares[s]), clean.input_gradients[layer])
+        backward[..., index] = np.where(where < s, through * nodes.backward[..., s], 0.0)
+        reach = _ratio(clean.norms[sub.exit, "y"], clean.norms[layer, "y"])
+        forward[..., index] = reach * nodes.forward[..., s + 1]
+        curvature[index] = reach**2 * nodes.curvature[s + 1]
+        entries, own = (
+            [owned[name] for name in names if name in owned]
+            for names in (sub.entries, (*sub.entries, sub.exit))
+        )
+        if layer == sub.exit:
+            backward[:, :, entries, index] = nodes.exits[:, :, entries, s]
+        else:
+            stream, branch = forward[:, :, own, index], nodes.entries[:, :, own, s]
+            forward[:, :, own, index] = np.hypot(stream, branch)
+    return Gains(backward, forward, curvature)
+
+
+def _root(square: float) -> float:
+    """The norm; infinite where nothing arrived, so that ratios are 0."""
+    return math.sqrt(square) if square > 0 else math.inf
+
+
+def _ratio(above: float, below: float) -> float:
+    if not math.isfinite(above):  # nothing joined the stream here
+        return 0.0
+    return above / below if below > 0 else 0.0

@@ -1,0 +1,210 @@
+"""Norms and quantization errors of every GEMM, from one ordinary pass in the compute type.
+
+Problem  What a format does to an operand depends on the very tensor: its outliers, the axis that its scales run
+         along, the rounding of its recipe. And an error counts by what it is multiplied with.
+Method   `NormWatch` observes the planned GEMMs as they run, and quantizes both operands of each as every candidate
+         format would: scaled along the axis that the GEMM sums over, stochastic where its recipe is. A rotated
+         operand is compared after rotating back, which keeps the norm. For errors that are independent
+         between elements, with k along the summed axis::
+
+             |change of A B|^2 = sum_k |eA_k|^2 |B_k|^2 + |A_k|^2 |eB_k|^2
+
+         SNIP's reconstruction has the norms of whole matrices there, as if energy were spread evenly over k; outlier
+         features, rotations and tokens with large gradients make that wrong by up to a factor of two.
+Sums     Squares add over the micro-batches of a statistics batch, those of W and its error apart: all of them share
+         the one weight, whose error is therefore computed once (nearest rounding has no luck).
+Limits   Errors of W act on all tokens alike, and are not independent of X; the result's norm takes them as if.
+Source   SNIP (arXiv 2602.01410), reconstruction eq. (4), and the sums by index instead of norms.
+Checked  tests/statistics/test_norms.py: against quantized copies and products in float64.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from scrimp.formats import QuantizedTensor, fake_quantize
+from scrimp.gemm import Execution, PlannedLayer
+from scrimp.gemm.problem import AXES, Use, operands_of
+from scrimp.precision import GEMMS, OPERANDS
+from scrimp.statistics.ranks import ALONE, Ranks
+from scrimp.statistics.stream import is_recomputing, square
+
+_NAMES = {"fprop": ("x", "w", "y"), "dgrad": ("g", "w", "gx"), "wgrad": ("g", "x", "gw")}
+"""First operand, second operand and result."""
+_COUNTED_IN = {"x": "fprop", "w": "fprop", "y": "fprop", "g": "dgrad", "gx": "dgrad"}
+"""The GEMM that a tensor's norm is taken from, of those that read it."""
+
+_CUT = {("outputs", name) for name in ("w", "y", "g")} | {("inputs", name) for name in ("x", "w", "gx")}
+"""What lies in pieces on tensor-parallel ranks."""
+_PARTIAL = {("outputs", "gx"), ("inputs", "y")}
+"""What is a sum over them."""
+
+ErrorKey = tuple[str, str, str, int]
+"""Layer, GEMM, recipe, operand."""
+
+
+class NormWatch:
+    """An observer; sums of one statistics batch.
+
+    Args:
+        layers: whose norms are taken.
+        recipes: candidate formats.
+        weight_errors: of earlier batches, read and added to.
+        quantized: layers whose errors are taken; None: all.
+        ranks: that the layers run on.
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[str, PlannedLayer],
+        recipes: Sequence[str],
+        weight_errors: dict[ErrorKey, Tensor] | None = None,
+        quantized: Collection[str] | None = None,
+        ranks: Ranks = ALONE,
+    ) -> None:
+        self._ranks = ranks
+        self._layers = layers
+        self._quantized = layers.keys() if quantized is None else quantized
+        self._recipes = [
+            name for name in recipes if any(operands_of(gemm, name) != (None, None) for gemm in GEMMS)
+        ]
+        self.squares: dict[tuple[str, str], float] = defaultdict(float)
+        """(layer, tensor) to |tensor|^2."""
+        self.errors: dict[ErrorKey, float] = defaultdict(float)
+        """|Q(A) - A|^2; of a weight once, however many micro-batches read it."""
+        self.results: dict[ErrorKey, float] = defaultdict(float)
+        """|change of the GEMM's result|^2 by the error of one operand."""
+        self.tokens: dict[str, int] = defaultdict(int)
+        self.runs: dict[tuple[str, str], float] = defaultdict(float)
+        """(layer, GEMM) to how often it ran."""
+        self.columns: dict[tuple[str, str], Tensor] = {}
+        """(layer, g or x) to the squares of each feature, summed over tokens."""
+        self._weight_errors = {} if weight_errors is None else weight_errors
+
+    def __call__(self, execution: Execution) -> None:
+        """Observe one GEMM."""
+        layer, gemm = execution.layer, execution.gemm
+        if layer not in self._layers or (gemm == "fprop" and is_recomputing()):
+            return
+        self.runs[layer, gemm] += 1
+        names = _NAMES[gemm]
+        b = execution.b.dequantize() if isinstance(execution.b, QuantizedTensor) else execution.b
+        operands = execution.a, b
+        for name, value in zip(names, (*operands, execution.result), strict=True):
+            if _COUNTED_IN.get(name) == gemm:
+                self._count(layer, name, value)
+        if layer not in self._quantized:
+            return
+        along = [_squares_along(value, axis) for value, axis in zip(operands, AXES[gemm], strict=True)]
+        for recipe in self._recipes:
+            for operand, value in enumerate(operands):
+                key = (layer, gemm, recipe, operand)
+                error = self._error(key, value)
+                before = 0.0 if names[operand] == "w" else self.errors[key]
+                self.errors[key] = before + float(error.sum())
+                self.results[key] += float(torch.dot(error, along[1 - operand]))
+
+    def _count(self, layer: str, name: str, value: Tensor) -> None:
+        if (self._cut(layer), name) in _PARTIAL:
+            value = self._ranks.reduced(value)
+        if name == "w":
+            self.squares[layer, name] = square(value)
+        else:
+            self.squares[layer, name] += square(value)
+        if name == "x":
+            self.tokens[layer] += len(value)
+        if name in ("x", "g"):
+            squares = value.float().square().sum(0)
+            before = self.columns.get((layer, name))
+            self.columns[layer, name] = squares if before is None else before.add_(squares)
+
+    def join(self, shapes: Mapping[str, tuple[int, int]]) -> None:
+        """Sums over all ranks, the same on each; after the pass, by all of them.
+
+        Args:
+            shapes: [O, I] of whole weights, by layer.
+        """
+        if self._ranks.size == 1:
+            return
+        data, share = self._ranks.data_size, self._ranks.share
+        once = {"x": 1.0, "w": 1.0 / data, "y": 1.0, "g": share**2, "gx": share**2}
+        by_gemm = {"fprop": 1.0, "dgrad": share**2, "wgrad": share**2}
+        for layer in sorted(self._layers):
+            cut = self._cut(layer)
+            copies = {name: self._ranks.copies(is_cut=(cut, name) in _CUT) for name in once}
+            squares = {(layer, name): factor / copies[name] for name, factor in once.items()}
+            self._sum(self.squares, squares)
+            self._sum(self.runs, {(layer, gemm): 1.0 for gemm in GEMMS})
+            keys = [
+                (layer, gemm, recipe, operand)
+                for gemm in GEMMS
+                for recipe in self._recipes
+                for operand in (0, 1)
+            ]
+            self._sum(self.errors, {key: squares[layer, OPERANDS[key[1]][key[3]]] for key in keys})
+            of_results = self._ranks.copies(is_cut=cut is not None)
+            self._sum(self.results, {key: by_gemm[key[1]] / of_results for key in keys})
+            for name, width in zip(("g", "x"), shapes[layer], strict=True):
+                self._join_columns(layer, name, width, squares[layer, name])
+        rows = self._ranks.sum([self.tokens.get(layer, 0) for layer in sorted(self._layers)])
+        for layer, number in zip(sorted(self._layers), rows.tolist(), strict=True):
+            self.tokens[layer] = round(number / self._ranks.tensor_size)
+
+    def _sum(self, sums: dict[Any, float], factors: Mapping[Any, float]) -> None:
+        total = self._ranks.sum([sums.get(key, 0.0) * factor for key, factor in factors.items()])
+        sums.update(zip(factors, total.tolist(), strict=True))
+
+    def _join_columns(self, layer: str, name: str, width: int, factor: float) -> None:
+        """Put together the column sums of all features, whichever ranks hold them."""
+        own, shard = self.columns.get((layer, name)), self._layers[layer].shard
+        whole = np.zeros(width)
+        if own is not None:
+            first = shard.first_feature if shard is not None and (shard.split, name) in _CUT else 0
+            whole[first : first + len(own)] = own.double().cpu().numpy() * factor
+        total = torch.from_numpy(self._ranks.sum(whole)).float()
+        self.columns[layer, name] = total if own is None else total.to(own.device)
+
+    def _cut(self, layer: str) -> str | None:
+        shard = self._layers[layer].shard
+        return None if shard is None else shard.split
+
+    def error_shape(self, layer: str) -> Tensor | None:
+        """[O, I], where errors of a layer's weight gradient lie: |G_o| |X_i|, with a mean square of 1.
+
+        The error of an operand is about a share of its size, feature by feature.
+        """
+        g, x = self.columns.get((layer, "g")), self.columns.get((layer, "x"))
+        if g is None or x is None or not float(g.sum()) or not float(x.sum()):
+            return None
+        return torch.outer((g / g.mean()).sqrt_(), (x / x.mean()).sqrt_())
+
+    def _error(self, key: ErrorKey, value: Tensor) -> Tensor:
+        """Squares of an operand's error, along the axis that the GEMM sums over."""
+        layer, gemm, recipe, operand = key
+        if key in self._weight_errors:
+            return self._weight_errors[key]
+        planned = self._layers[layer]
+        found = squared_error(value, planned.uses(gemm, planned.clock.now, recipe)[operand])
+        if OPERANDS[gemm][operand] == "w":
+            self._weight_errors[key] = found
+        return found
+
+
+def squared_error(value: Tensor, use: Use) -> Tensor:
+    """[K], |Q(A) - A|^2 of one operand by its index along the axis that the GEMM sums over."""
+    if use.operand is None:
+        return torch.zeros(value.shape[use.axis], device=value.device)
+    quantized = fake_quantize(value, use.operand, use.axis, noise=use.noise, reduce_amax=use.reduce_amax)
+    return _squares_along(quantized.dequantize().sub_(value), use.axis)
+
+
+def _squares_along(value: Tensor, axis: int) -> Tensor:
+    """[K], the squares summed over the other axis."""
+    norms: Tensor = torch.linalg.vector_norm(value, dim=-2 if axis % 2 == 1 else -1, dtype=torch.float32)
+    return norms.square_()

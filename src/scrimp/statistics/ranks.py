@@ -1,0 +1,331 @@
+"""Statistics of a model that trains on several ranks: what each rank adds to the sums, and what it holds a copy of.
+
+Problem  A rank sees its own rows of the batch (DDP, FSDP2), its shards of parameters, gradients and the optimizer's
+         state (FSDP2), or its columns of some tensors (tensor parallel). The planner needs the numbers of the whole.
+Method   Every statistic is a sum of squares, or of products. Each rank adds its part, divided by the number of ranks
+         that hold the same part; one all-reduce in FP64 over all ranks adds these up, so that all hold equal numbers::
+
+             data parallel     X, Y, G, gX and their errors: sum; W and its error: copies
+             FSDP2             W, gW, changes of gradients and updates: sum over shards
+             tensor parallel   what a layer cuts (`Shard.cut_axes`): sum; the rest: copies; partial sums (gX of
+                               column-parallel, Y of row-parallel layers) are reduced before they are squared
+
+Gradients  Both data-parallel kinds average gradients over ranks: the loss is the mean of the ranks' mean losses, and
+           what a rank sees of G and gX is D times the global mean loss's, D data-parallel ranks. It counts by 1/D.
+Noise      Independent between data-parallel ranks: micro-batch m of rank r draws as number m D + r, as if one process
+           ran the ranks' micro-batches in turn. Ranks that hold copies draw the same, pieces draw the
+           whole and take their part. Stochastic rounding is told apart by the clock: loops begin it by row.
+Limits     Ranks must run equally many micro-batches, of equally many tokens. Gradients that are summed instead of
+           averaged (`set_gradient_divide_factor`, a communication hook) are not noticed. Refused by name:
+           sequence parallel, FSDP1, and ranks that hold parts that no one here knows of (pipeline stages).
+Source     SNIP (arXiv 2602.01410), reconstruction section 6, all-reduce.
+Checked    tests/statistics/test_ranks.py: on gloo, against one process on the whole batch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from scrimp.errors import ModelError
+from scrimp.gemm import PlannedLayer, weight_matrix
+from scrimp.precision import LinearPrecision
+from scrimp.statistics.structure import is_norm
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one rank holds of a parameter."""
+
+    shape: tuple[int, ...]
+    """Shape of the whole parameter."""
+    copies: int
+    """Ranks that hold the same."""
+    cut: Callable[[Tensor], Tensor]
+    """From a tensor like the whole to what lies here."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks that train one model together; by default one process alone."""
+
+    size: int = 1
+    data_size: int = 1
+    """Ranks, or groups of tensor-parallel ranks, that read different rows."""
+    data_rank: int = 0
+    tensor_mesh: Any = None
+    """DeviceMesh of the ranks that share the tensors of this one's rows; None: each holds them whole."""
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Ranks:
+        """Find out from a model how it is trained; between two steps, on all ranks.
+
+        Parameters that FSDP2 left whole after a forward pass become shards again.
+
+        Args:
+            model: with its wrappers: a DistributedDataParallel, or one that `fully_shard` or
+                `parallelize_module` was applied to.
+
+        Raises:
+            ModelError: ranks that nothing joins, or that are joined in a way that is not known here.
+        """
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+            return cls()
+        data_size, data_rank, data_mesh = _data_parallel(model)
+        mesh = _tensor_mesh(model, data_mesh)
+        tensor_size = 1 if mesh is None else mesh.size()
+        if data_size * tensor_size != dist.get_world_size():
+            raise ModelError(
+                "ranks hold parts of the training that statistics are not reduced over",
+                got=f"{dist.get_world_size()} ranks: {data_size} of data parallel x {tensor_size} of tensor parallel",
+                expected="DistributedDataParallel, fully_shard or tensor parallel over all ranks of the default group",
+                do="measure in one process, write the plan to a file, and apply it on every rank",
+            )
+        return cls(dist.get_world_size(), data_size, data_rank, mesh)
+
+    @property
+    def tensor_size(self) -> int:
+        """Ranks that read the same rows."""
+        return self.size // self.data_size
+
+    @property
+    def share(self) -> float:
+        """What a gradient of this rank's loss counts in the one that all ranks reduce."""
+        return 1.0 / self.data_size
+
+    def draw(self, micro_batch: int) -> int:
+        """Number of a micro-batch among those of all ranks."""
+        return micro_batch * self.data_size + self.data_rank
+
+    def copies(self, *, is_cut: bool) -> int:
+        """Tensor-parallel ranks that hold the same part of an activation."""
+        return 1 if is_cut else self.tensor_size
+
+    def sum(self, values: Iterable[float] | Array) -> Array:
+        """Sums over all ranks, in float64; equal on every rank."""
+        own = np.asarray(values if isinstance(values, np.ndarray) else list(values), dtype=np.float64)
+        if self.size == 1 or not own.size:
+            return own
+        total = torch.from_numpy(own.copy()).to(communication_device())
+        dist.all_reduce(total)
+        found: Array = total.cpu().numpy()
+        return found
+
+    def mean(self, loss: float) -> float:
+        """Loss of all ranks from each one's own."""
+        return float(self.sum([loss])[0]) / self.size
+
+    def norms(self, norms: Array, pieces: Sequence[Piece]) -> Array:
+        """Norms of whole tensors from those of what lies here.
+
+        Args:
+            norms: [..., K].
+            pieces: K.
+        """
+        if self.size == 1:
+            return norms
+        copies = np.array([piece.copies for piece in pieces], dtype=np.float64)
+        return np.sqrt(self.sum(norms**2 / copies))
+
+    def piece(self, value: Tensor) -> Piece:
+        """What lies here of a parameter or its gradient.
+
+        Raises:
+            ModelError: shards, and one process alone.
+        """
+        shape = tuple(value.shape)
+        if not hasattr(value, "device_mesh"):
+            return Piece(shape, self.size, lambda whole: whole)
+        from torch.distributed.tensor import distribute_tensor
+
+        mesh, placements = value.device_mesh, cast(Any, value).placements
+        shards = math.prod(mesh.size(d) for d, p in enumerate(placements) if not p.is_replicate())
+        if shards > self.size:
+            raise ModelError(
+                "a parameter lies on more ranks than are measured",
+                got=f"{shards} shards, {self.size} rank",
+                do="give ranks=Ranks.of(model), on all ranks",
+            )
+
+        def cut(whole: Tensor) -> Tensor:
+            return local(distribute_tensor(whole, mesh, placements, src_data_rank=None))
+
+        return Piece(shape, self.size // shards, cut)
+
+    def reduced(self, partial: Tensor) -> Tensor:
+        """The sum of a partial sum of the tensor-parallel ranks, in float32."""
+        total = partial.detach().to(torch.float32, copy=True)
+        if self.tensor_mesh is not None:
+            dist.all_reduce(total, group=self.tensor_mesh.get_group())
+        return total
+
+    def refuse_straddling(
+        self, model: nn.Module, layers: Mapping[str, PlannedLayer], recipes: Iterable[str]
+    ) -> None:
+        """Refuse candidates that tensor-parallel layers could not run; after a forward pass.
+
+        Raises:
+            PlanError: groups of a recipe straddle the cut of a layer.
+        """
+        if self.tensor_mesh is None:
+            return
+        from scrimp.gemm.sharded import check_cut
+
+        for (name, layer), recipe in itertools.product(layers.items(), recipes):
+            if layer.shard is not None:
+                whole = weight_matrix(model.get_submodule(name)).shape
+                check_cut(layer, whole, LinearPrecision.of(recipe))
+
+    def of_whole(self, piece: Tensor, width: int | None, make: Callable[[Tensor], Tensor]) -> Tensor:
+        """The part that lies here of what is made of a tensor whose last axis is cut.
+
+        Args:
+            piece: [..., columns of this rank].
+            width: of the whole; None: it is not cut.
+        """
+        if self.tensor_mesh is None or width is None:
+            return make(piece)
+        from torch.distributed.tensor import DTensor, Shard
+
+        shape = torch.Size([*piece.shape[:-1], width])
+        stride = torch.empty(shape, device="meta").stride()
+        mesh, cuts = self.tensor_mesh, [Shard(piece.dim() - 1)]
+        whole = DTensor.from_local(
+            piece.detach().contiguous(), mesh, cuts, run_check=False, shape=shape, stride=stride
+        )
+        each = -(-width // mesh.size())  # DTensor cuts as torch.chunk does
+        first = min(width, each * mesh.get_local_rank())
+        return make(whole.full_tensor())[..., first : first + piece.shape[-1]]
+
+
+ALONE = Ranks()
+
+
+def local(value: Tensor) -> Tensor:
+    """What lies on this rank, outside of any graph; partial sums are reduced first."""
+    value = value.detach()
+    if not hasattr(value, "device_mesh"):
+        return value
+    from torch.distributed.tensor import Replicate
+
+    sharded = cast(Any, value)
+    if any(placement.is_partial() for placement in sharded.placements):
+        whole = [Replicate() if placement.is_partial() else placement for placement in sharded.placements]
+        sharded = sharded.redistribute(placements=whole)
+    here: Tensor = sharded.to_local()
+    return here
+
+
+def cut_of(module: nn.Module) -> str | None:
+    """Which features of a planned layer are cut by tensor parallelism: "outputs", "inputs" or None."""
+    shard = getattr(getattr(module, "planned", None), "shard", None)
+    return None if shard is None else cast(str, shard.split)
+
+
+def settle(model: nn.Module) -> None:
+    """FSDP2: make shards again of what a forward pass without a backward pass has left whole."""
+    for module in model.modules():
+        if hasattr(module, "reshard") and hasattr(module, "_get_fsdp_state"):
+            cast(Any, module).reshard()
+
+
+def communication_device() -> torch.device:
+    """Where the default process group wants its tensors."""
+    if "cpu:" in dist.get_backend_config():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _data_parallel(model: nn.Module) -> tuple[int, int, Any]:
+    """How many ranks read different rows, which one this is, and FSDP2's DeviceMesh of them if it has one."""
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    settle(model)
+    modules = list(model.modules())
+    copied = [module for module in modules if isinstance(module, nn.parallel.DistributedDataParallel)]
+    sharded = [module for module in modules if isinstance(module, FSDPModule)]
+    if any(isinstance(module, FullyShardedDataParallel) for module in modules) or (copied and sharded):
+        raise ModelError(
+            "statistics are not reduced over ranks that train this way",
+            got="FullyShardedDataParallel" if not copied else "DistributedDataParallel of sharded parameters",
+            expected="fully_shard, or DistributedDataParallel",
+        )
+    if copied:
+        if copied[0].gradient_as_bucket_view and any(p.grad is not None for p in model.parameters()):
+            raise ModelError(
+                "gradients lie in the buckets that measuring writes to",
+                got="gradient_as_bucket_view, and gradients",
+                do="call zero_grad before",
+            )
+        group = copied[0].process_group
+        return group.size(), group.rank(), None
+    if sharded:
+        mesh, place = _mesh_of(sharded), 0
+        for axis, coordinate in enumerate(mesh.get_coordinate() or ()):
+            place = place * mesh.size(axis) + coordinate
+        return mesh.size(), place, mesh
+    if not any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
+        raise ModelError(
+            "nothing joins the ranks: each would measure its own data",
+            got=f"{dist.get_world_size()} ranks, and a model without wrappers",
+            expected="the model as training calls it: in DistributedDataParallel, or after fully_shard",
+            do="measure and plan in one process, write the plan to a file, and apply it on every rank",
+        )
+    return 1, 0, None
+
+
+def _mesh_of(modules: Sequence[Any]) -> Any:
+    """The mesh of FSDP2's data-parallel ranks, for which torch has no public function."""
+    for module in modules:
+        state = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+        if groups[0] is not None:
+            return groups[0].mesh_info.mesh
+    raise ModelError("fully_shard was applied to modules without parameters", got=type(modules[0]).__name__)
+
+
+def _tensor_mesh(model: nn.Module, data_mesh: Any) -> Any:
+    """The mesh of the tensor-parallel ranks, taken from the parameters; None where there are none."""
+    found: dict[tuple[int, ...], Any] = {}
+    for name, parameter in model.named_parameters():
+        mesh = entire = getattr(parameter, "device_mesh", None)
+        if mesh is None:
+            continue
+        if data_mesh is not None:
+            if mesh.ndim == data_mesh.ndim:
+                continue
+            names = [axis for axis in mesh.mesh_dim_names if axis not in data_mesh.mesh_dim_names]
+            mesh = mesh[names[0]] if len(names) == 1 else mesh
+        if mesh.ndim != 1 or is_norm(model.get_submodule(name.rpartition(".")[0])):
+            raise ModelError(
+                "statistics are not reduced over a model that is cut this way",
+                got=f"{name}: {cast(Any, parameter).placements} on {entire}",
+                expected="layers cut by ColwiseParallel and RowwiseParallel on one axis; norms and the stream whole",
+                do="measure without sequence parallel: the plan holds with it too",
+            )
+        found[tuple(mesh.mesh.flatten().tolist())] = mesh
+    if len(found) > 1:
+        raise ModelError("layers are cut over different ranks", got=", ".join(map(str, found)))
+    return next(iter(found.values()), None)
+
+
+def agree(text: str) -> bool:
+    """Whether all ranks give the same text; a collective where there are several."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return True
+    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+    ends = torch.tensor([number, -number], dtype=torch.int64, device=communication_device())
+    dist.all_reduce(ends, dist.ReduceOp.MAX)
+    return int(ends[0]) == -int(ends[1])
