@@ -1,7 +1,7 @@
 """Seconds of a step from its costs: what copies hide under computing, and what they do not.
 
 Problem  Offloaded bytes cost nothing while the model computes longer than they travel, and all of their time otherwise.
-Method   A simulation of lanes (`lanes`): compute, upload, download, CPU Adam, with these rules::
+Method   A simulation of lanes (`stream_simulator`): compute, upload, download, CPU Adam, with these rules::
 
              forward of i    waits for its weights (two buffers: they start when the block before the last user is
                              done) and for the activations that blocks before i - 1 sent
