@@ -4,8 +4,8 @@ Question  A change that must not change a number (a redesign, a layout, what is 
           it change one?
 Method    Each case runs with the package of one checkout, then with that of the other, in processes of their own, with
           one number of threads, on the same text. The losses and gradient norms of all steps and the digest of the
-          last weights are compared. A case that differs between two runs of one version would show nothing: with
-          --twice the second checkout is the first one again.
+          last weights are compared (of transformers' callback what its Trainer logs). A case that differs between two
+          runs of one version would show nothing: with --twice the second checkout is the first one again.
 Cases     demo      `make demo`: formats planned while training, from the standard library's text
           offload   bf16 weights, 8-bit moments, blocks that recompute, weights, gradients and states on the host
           resumed   formats planned while training, resumed from the middle
@@ -35,15 +35,16 @@ Found = dict[str, Any]
 _CALLBACK = """
 import hashlib, json, runpy, sys, transformers
 train = transformers.Trainer.train
-def traced(self):
+def then_print(self):
+    self.args.logging_steps = self.state.logging_steps = 1
     done = train(self)
     digest = hashlib.sha256()
     for name, tensor in sorted(self.model.state_dict().items()):
         digest.update(name.encode() + tensor.float().numpy().tobytes())
-    losses = [record.get("loss") for record in self.state.log_history]
+    losses = [[one["loss"], one["grad_norm"]] for one in self.state.log_history if "loss" in one]
     print("FOUND", json.dumps({"losses": losses, "weights": digest.hexdigest()}))
     return done
-transformers.Trainer.train = traced
+transformers.Trainer.train = then_print
 del sys.argv[0]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
@@ -57,10 +58,11 @@ def main() -> int:
     parser.add_argument("before", type=Path, help="a checkout of the earlier version")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--twice", action="store_true", help="compare the earlier version with itself")
-    parser.add_argument("--steps", type=int, default=150, help="of the demo; other cases are shorter")
+    parser.add_argument("--steps", type=int, default=150, help="of the demo; others follow from it")
     options = parser.parse_args()
     before, console = options.before.resolve(), Console()
-    after, differs = before if options.twice else ROOT, False
+    after = before if options.twice else ROOT
+    differs = False
     for name in options.cases:
         began = time.monotonic()
         with console.status(name):
@@ -128,6 +130,9 @@ def _callback(tree: Path, folder: Path, steps: int) -> Found:
 
 def _python(tree: Path, *words: str) -> str:
     environment = {**os.environ, "PYTHONPATH": str(tree / "src"), "OMP_NUM_THREADS": "2"}
+    probe = [sys.executable, "-c", "import scrimp; print(scrimp.__file__)"]
+    loaded = subprocess.run(probe, env=environment, capture_output=True, text=True, check=True).stdout.strip()
+    assert Path(loaded).is_relative_to(tree), f"{tree} was asked for, {loaded} was imported"
     done = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{tree.name}: {' '.join(words[:6])} ended with {done.returncode}\n{done.stderr[-2000:]}")

@@ -190,7 +190,7 @@ def test_a_system_without_control_groups_has_what_is_free(tmp_path: Path) -> Non
 def test_a_real_process_in_a_real_nested_group_knows_its_limit() -> None:
     code = (
         "import pathlib, sys; pathlib.Path(sys.argv[1], 'cgroup.procs').write_text('0');"
-        "from scrimp.profiler import host_memory_available; print(host_memory_available())"
+        "from scrimp.host_memory import host_memory_available; print(host_memory_available())"
     )
     with nested_group(1_500_000_000) as group:
         found = subprocess.run(

@@ -80,14 +80,13 @@ def read_bounded(path: Path, *, error: type[ScrimpError], do: str | None, at_mos
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
-            content = b"" if size > at_most else file.read(at_most + 1)
+            content = b"" if size > at_most else file.read(size)  # more would be allocated before it is read
     except FileNotFoundError as problem:
         raise error(f"{path} is missing", do=do) from problem
     except (OSError, ValueError) as problem:  # ValueError: a NUL in the path
         number, got = getattr(problem, "errno", None), getattr(problem, "strerror", None) or problem
         advice = _ADVICE[number] if number in (errno.EACCES, errno.EPERM, errno.EMFILE) else do
         raise error(f"{path} cannot be read", got=got, do=advice) from problem
-    size = max(size, len(content))
     if size > at_most:
         raise error(f"{path} is too large", got=f"{size:,} bytes", expected=f"at most {at_most:,}", do=do)
     return content

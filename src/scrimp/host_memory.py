@@ -26,6 +26,7 @@ Checked  tests/test_host_memory.py: file trees of systemd, Slurm and containers;
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import re
 from collections.abc import Iterator
@@ -40,6 +41,14 @@ def host_memory_available(root: Path = Path("/")) -> int:
         root: of the file system that is read.
     """
     return min([_system_available(root), *_left_by_groups(root)])
+
+
+def trim_heap() -> bool:
+    """Give whole pages of freed heap back to the system; whether the C library can do that (glibc)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+    return trim is not None
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -76,3 +80,23 @@ def test_many_small_documents_count_with_what_they_take_beside_their_text(
     assert sum(1 for _ in text.read("reading")) == len(TEXTS)
     assert tracemalloc.get_traced_memory()[1] < 1.5 * (1 << 20)
     tracemalloc.stop()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc gives heap back, and /proc tells")
+def test_what_was_held_leaves_the_process(tmp_path: Path) -> None:
+    """A run plans with the memory that is free when its text is prepared."""
+    for name, count in (("small", 1000), ("large", 400_000)):
+        lines = (json.dumps({"text": f"line {number} " * 12}) + "\n" for number in range(count))
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    script = (
+        "import os, sys; from scrimp.data import CorpusSpec, passes, prepare\n"
+        "from pathlib import Path; from scrimp.profiler.memory import resident_bytes\n"
+        "passes.HELD_BYTES, folder = 1 << 20, Path(sys.argv[1])\n"
+        "for name in ('small', 'large'):\n"
+        "    before, spec = resident_bytes(), CorpusSpec(source=str(folder / f'{name}.jsonl'), tokenizer='bytes')\n"
+        "    prepare(spec, folder / name, progress=False)\n"
+        "print(resident_bytes() - before)\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 30 << 20, "the documents, of 60 MB with their objects, are still there"

@@ -22,6 +22,7 @@ from scrimp.gemm import (
     Backend,
     Fingerprints,
     PlannedModel,
+    fingerprints,
     observing,
     reference_only,
     swap_in,
@@ -78,6 +79,7 @@ def test_layers_that_do_as_planned_are_proven(recipe: str, dtype: torch.dtype, s
     proof = told(plan)
     step(layers, dtype=dtype)
     proof.check()
+    assert not fingerprints._signs.cache_info().currsize  # no later step holds them
     assert proof.proven == {(name, gemm) for name in plan.layers for gemm in GEMMS}
     assert not proof.pending
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -69,8 +70,8 @@ CASES = {
 def test_every_route_is_exact_forward_and_backward(name: str, compiled: bool) -> None:
     starts, window = CASES[name]
     layout = prepare(starts, window, compiled=compiled)
-    apart = "masked" if compiled else "segments"
-    assert layout.route == ("causal" if (starts, window) == (None, None) else apart)
+    in_compiled = "causal" if (starts, window) == (None, None) else "masked"
+    assert layout.route == (in_compiled if compiled else "segments")
     generator = torch.Generator().manual_seed(0)
     qkv = torch.randn(ROWS, LENGTH, HEADS + 2 * KV, K, generator=generator).requires_grad_()
     weight = torch.randn(ROWS, LENGTH, HEADS, K, generator=generator)
@@ -132,20 +133,18 @@ def test_document_starts_that_do_not_fit_the_rows_are_a_bug_of_the_caller() -> N
 
 def test_rows_of_one_document_go_together_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, starts = torch.zeros(5, LENGTH, dtype=torch.int64), torch.arange(0, 5 * LENGTH + 1, LENGTH)
-    together = AttentionLayout.prepare(LLAMA, tokens, starts, dtype=torch.float32)
+    lay_out = partial(AttentionLayout.prepare, LLAMA, tokens, starts, dtype=torch.float32)
+    all_at_once, together = lay_out(compiled=True), lay_out()
     monkeypatch.setattr(segments, "ROWS_TOKENS", 2 * LENGTH)
-    apart = AttentionLayout.prepare(LLAMA, tokens, starts, dtype=torch.float32)
-    assert (together.route, apart.route) == ("causal", "segments")
+    apart = lay_out()
+    assert (all_at_once.route, together.route, apart.route) == ("causal", "segments", "segments")
+    assert [segment.rows for segment in together.segments] == [5]
     assert [segment.rows for segment in apart.segments] == [2, 2, 1]
     qkv = torch.randn(5, LENGTH, HEADS + 2 * KV, K).requires_grad_()
-    results = [attend(qkv, layout) for layout in (together, apart)]
-    assert torch.equal(*results)
-    assert torch.equal(*(torch.autograd.grad(out.square().sum(), qkv)[0] for out in results))
-
-
-def test_one_row_of_one_document_is_one_causal_call() -> None:
-    tokens = torch.zeros(1, LENGTH, dtype=torch.int64)
-    assert AttentionLayout.prepare(LLAMA, tokens, None, dtype=torch.float32).route == "causal"
+    first, *others = [attend(qkv, layout) for layout in (all_at_once, together, apart)]
+    gradient, *same = [torch.autograd.grad(out.square().sum(), qkv)[0] for out in (first, *others)]
+    assert all(torch.equal(first, other) for other in others)
+    assert all(torch.equal(gradient, other) for other in same)
 
 
 @pytest.mark.parametrize("starts", [[0, 40, 80], [0, 39, 40, 79, 80]], ids=["rows", "documents"])

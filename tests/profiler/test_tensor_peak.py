@@ -1,5 +1,6 @@
 """What lives on a CPU is counted in bytes of tensors, and counting changes nothing."""
 
+import gc
 import json
 import threading
 from pathlib import Path
@@ -26,6 +27,7 @@ def counted(act, *, is_apart=lambda _: False) -> int:
 
 
 def test_the_peak_is_of_what_lived_before_and_what_was_made_and_freed() -> None:
+    gc.collect()  # what earlier tests left would go meanwhile
     empty = counted(lambda: None)
     kept = torch.ones(MIB)  # 4 MiB
 
@@ -126,6 +128,20 @@ def test_a_run_counts_one_step_and_no_number_of_it_changes(
     assert f"(counted in step {COUNTED_STEP})" in done.stdout
     assert "profiler_start" not in done.stderr
     assert "process grown by" in done.stdout
+
+
+@pytest.mark.parametrize(("steps", "counted"), [(2, 2), (4, 2), (1, 1)])
+def test_a_step_that_proves_a_plan_is_not_counted_unless_it_is_the_last(
+    steps: int, counted: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first step of a plan holds copies of operands for its proof, which no prediction includes."""
+    monkeypatch.setattr("scrimp.train.loop.COUNTED_STEP", 1)
+    corpus = write_corpus(tmp_path)
+    words = ("--precision=fp8", f"--train.steps={steps}", "--train.eval-every=0")
+    assert main(flags(corpus, tmp_path / "run", *words)) == 0
+    measured = Plan.read(tmp_path / "run" / "plan.json").measured
+    assert measured is not None
+    assert measured.counted_in_step == counted
 
 
 def test_a_run_of_two_steps_counts_the_last(tmp_path: Path) -> None:

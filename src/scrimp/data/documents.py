@@ -31,7 +31,7 @@ class Document:
     """One document, and the numbers that follow from its text alone."""
 
     raw: bytes
-    """The text in UTF-8, which takes half the memory or less of a string with characters beyond ASCII."""
+    """The text in UTF-8: one emoji makes a string of ASCII four times as large."""
     hash: int
     """64-bit hash of the text: decides on which side of the split it falls, and the sample for training a BPE."""
     held_out: bool = False

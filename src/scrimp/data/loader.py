@@ -118,7 +118,8 @@ def _batch(
 def held_bytes(tokens_per_step: int, *, mask_documents: bool) -> int:
     """Most bytes of batches at once: of the step that runs, of those that are ready, and of one that waits for a place.
 
-    Each token takes its id, its target and, if documents are masked, a document start at worst.
+    Each token takes its id, its target and, if documents are masked, a document start, which is more than there can be:
+    a document has two tokens or more.
     """
     return (PREFETCHED_STEPS + 2) * tokens_per_step * (8 + 8 + 4 * mask_documents)
 

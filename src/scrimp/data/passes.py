@@ -8,13 +8,14 @@ whole pass; a larger one is read again.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 from scrimp.data.documents import Document, documents
 from scrimp.data.progress import Progress
 from scrimp.data.sources import Source
 from scrimp.data.streams import Meter
-from scrimp.host_memory import host_memory_available
+from scrimp.host_memory import host_memory_available, trim_heap
 
 HELD_BYTES = 64 << 20
 """Documents of this size together are held however little memory is free."""
@@ -48,6 +49,14 @@ class Passes:
                 done += document.num_bytes
                 bar.update(done)
                 yield document
+
+    def forget(self) -> None:
+        """Hold nothing any more, and give the memory back: what follows plans with what is free."""
+        size = sum(document.num_bytes for document in self._held or ())
+        self._held = None
+        if size > HELD_BYTES:
+            gc.collect()  # threads that encoded them still hold some, in cycles
+            trim_heap()
 
     def _read(self, name: str) -> Iterator[Document]:
         meter = Meter()

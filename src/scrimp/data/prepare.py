@@ -126,6 +126,9 @@ def prepare(
         sides = _Sides(text, own, manifest.split)
         tokenizer, manifest = _settle_tokenizer(out, manifest, spec, sides, given)
         _write_corpus(out, manifest, sides, tokenizer, shard_tokens, workers)
+    for one in (text, own):
+        if one is not None:
+            one.forget()
     return out
 
 

@@ -12,8 +12,8 @@ Fixed      All of this depends on the text alone. What was decided is kept in th
 Cost       Two passes over the text (one reads it, where memory holds it: see passes), and for each candidate
            about 2 KB of memory. Against a split by hash alone (benchmarks/prepare_versions.py, on a busy
            machine) `prepare` with a BPE takes 0.98 to 1.04 times the processor time; with the bytes tokenizer,
-           which has nothing to encode, 1.4 to 1.5 times, and 1.0 to 1.6 times the wall time. Where the text
-           is read anew for each pass it is 2.5 and 2.3 times (180 MB of Python source).
+           which has nothing to encode, 1.4 to 1.5 times, and 1.0 to 1.6 times the wall time. Where each pass reads
+           the text anew, 2.5 times the processor and 2.3 times the wall time (180 MB, three repeats).
 Limits     See grams for what a near document is, and the errors of finding one.
 Checked    tests/data/test_split.py.
 """

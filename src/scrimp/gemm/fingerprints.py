@@ -144,7 +144,7 @@ class Fingerprints:
         Raises:
             TrainingError: GEMMs did not run in their formats; names them.
         """
-        _signs.cache_clear()  # no step that proves nothing is to hold them
+        _signs.cache_clear()  # only a step that proves something needs them
         if not self.lies:
             return
         first, *others = sorted(self.lies, key=lambda lie: (lie.layer, GEMMS.index(lie.gemm)))

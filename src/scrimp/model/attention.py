@@ -7,13 +7,13 @@ Method   `AttentionLayout.prepare` looks at the documents once per forward pass 
          how all blocks attend; no block decides anything, and nothing waits for a device.
 
          causal    One causal call for all rows: nothing is masked, no window is reached.
-         segments  CPU, not compiled: one causal call per document, over views of the packed rows (see segments).
+         segments  CPU, not compiled: calls over neighbouring documents of the packed rows (see segments).
          varlen    CUDA, half precision: torch's variable-length kernel, where it exists.
          pieces    The same, or causal, where all rows at once would need too much memory in the backward pass: a few
                    rows at a time (`scrimp.model.flash`).
          masked    Everything else: one call with a boolean mask of T x T per row.
 
-Rule     On the CPU several documents are always segments. Measured for one block, forward and backward (4 rows of
+Rule     On the CPU rows are always cut into segments. Measured for one block, forward and backward (4 rows of
          512 tokens, 10 heads of 64, 2 threads, no window), in ms by tokens per document, before tiny ones shared a
          call:
 
@@ -142,12 +142,9 @@ class AttentionLayout:
         pieces = _pieces(architecture, lengths, length, window, device, dtype)
         if pieces is not None:
             return make("pieces", pieces=pieces)
-        if device.type == "cpu" and not compiled and runs_cpu_functions() and (window or len(lengths) > 1):
-            segments = segments_of(lengths, length)
-            if len(segments) > 1 or window is not None or len(segments[0].lengths) > 1:
-                return make(
-                    "segments", segments=segments, window=window, mask=window_mask(lengths, window, dtype)
-                )
+        if device.type == "cpu" and not compiled and runs_cpu_functions():
+            mask = window_mask(lengths, window, dtype)
+            return make("segments", segments=segments_of(lengths, length), window=window, mask=mask)
         if len(lengths) == rows and window is None:
             return make("causal")
         if varlen_runs(device, dtype, architecture.head_size):
@@ -404,7 +401,7 @@ def _segments_forward(turned_BTGK: Tensor, layout: AttentionLayout) -> tuple[Ten
         out, lse = _forward(segment.of(turned_BTGK).transpose(1, 2), layout, mask)
         segment.of(out_BTHK).copy_(out.transpose(1, 2))
         segment.of_sums(lse_HS).copy_(lse)
-        del out, lse  # before the next ones are made
+        del out, lse, mask  # before the next ones are made
     return out_BTHK, lse_HS
 
 
@@ -422,5 +419,5 @@ def _segments_backward(
         first = segment.start % length
         tables = (table[first : first + segment.length] for table in layout.rope)
         _turn_back(segment.of(grad_BTGK), [grad.transpose(1, 2) for grad in grads], layout, *tables)
-        del grads  # before the next ones are made
+        del grads, mask  # before the next ones are made
     return grad_BTGK

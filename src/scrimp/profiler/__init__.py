@@ -1,6 +1,5 @@
 """What this machine is and what a run cost on it: device, peak rates, memory, throughput."""
 
-from scrimp.host_memory import host_memory_available
 from scrimp.profiler.device import Device, resolve_device
 from scrimp.profiler.memory import MemoryMeter
 from scrimp.profiler.peaks import device_peaks
@@ -10,7 +9,6 @@ __all__ = [
     "Device",
     "MemoryMeter",
     "device_peaks",
-    "host_memory_available",
     "recall_throughput",
     "remember_throughput",
     "resolve_device",

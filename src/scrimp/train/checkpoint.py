@@ -332,7 +332,7 @@ class CheckpointStore:
         except BaseException as error:  # of a thread: kept, and raised by the caller's next call
             shutil.rmtree(partial, ignore_errors=True)
             what = f"the checkpoint of step {step} was not written to {self.folder}"
-            self._error = storage_error(error, what) if isinstance(error, OSError) else error
+            self._error = _as_storage_error(error, what)
             return
         self.not_finite[step] = bad
         self._finished.append(step)
@@ -402,6 +402,18 @@ class CheckpointStore:
         error, self._error = self._error, None
         if error is not None:
             raise error
+
+
+def _as_storage_error(error: BaseException, what: str) -> BaseException:
+    """The same error as one that a run survives, where it is of the disk or of memory."""
+    if isinstance(error, OSError):
+        return storage_error(error, what)
+    # safetensors, in Rust, panics where a byte string of Python cannot be made.
+    if isinstance(error, MemoryError) or type(error).__name__ == "PanicException":
+        return StorageError(
+            what, got="no memory to write it with", do="free memory, or lower what the run takes of it"
+        )
+    return error
 
 
 def _name(step: int) -> str:

@@ -113,7 +113,7 @@ def finish_failed(run_dir: Path, trainer: Trainer, error: TrainingError) -> None
     sound, _ = trainer.store.latest(finite=True)
     if sound is not None and sound.step < trainer.position.step:
         trainer.line.message(f"the newest checkpoint with finite numbers: {sound.folder}")
-    with contextlib.suppress(ScrimpError):  # the run's own error is the one to show
+    with contextlib.suppress(ScrimpError, MemoryError):  # the run's own error is the one to show
         trainer.line.message(f"report: {write_report(run_dir)}")
 
 

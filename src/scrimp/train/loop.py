@@ -301,7 +301,7 @@ class Trainer:
         return result
 
     def _report_cache(self, sentence: str) -> None:
-        self.log.event("memory-phase", self.position.step, sentence)
+        self._report_heap(sentence)
         self.line.message(f"step {self.position.step}: {sentence}")
 
     def _report_heap(self, sentence: str) -> None:
@@ -332,10 +332,9 @@ class Trainer:
         )
 
     def _counted_step(self, loader: Loader) -> StepResult:
-        """A step; on a CPU an early one, and an early one of each later plan, with its tensors counted."""
+        """A step; on a CPU an early one of each plan with its tensors counted."""
         number, counts_at = self.position.step + 1, self._count_tensors_at
-        # A step that proves its GEMMs holds copies of operands for that.
-        proves = self._is_first_of_plan and number < self.train.steps
+        proves = self._is_first_of_plan and number < self.train.steps  # and holds copies of operands
         if not self.meter.counts_steps or counts_at is None or number < counts_at or proves:
             return self._step(loader)
         self._count_tensors_at = None  # before the step, in which another plan may be adopted

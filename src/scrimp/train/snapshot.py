@@ -22,7 +22,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from scrimp.profiler import host_memory_available
+from scrimp.host_memory import host_memory_available
 
 SLAB_BYTES: Final = 256 << 20
 _ALIGNMENT: Final = 64

@@ -5,8 +5,8 @@ Problem  The search looks at few placements, and thins its labels. At the edge o
 Method   Device and host bytes of a placement (w, g, o) are sums over its three numbers, so that all (L + 1)^3 of them
          are judged at once, in arrays: what blocks must offload at least is the lower convex hull of their choices'
          (kept, offloaded) bytes, at what head, last backward pass and update leave of the device. A placement whose
-         host bytes are then above the host's is impossible. The others are solved by `activation_dp` for bytes alone, those
-         with most room first.
+         host bytes are then above the host's is impossible. The others are solved by `activation_dp` for bytes
+         alone, those with most room first.
 Limits   Complete as long as no more placements are possible than `MOST` and no labels were thinned; `Answer.is_certain`
          says so. Weights of the first blocks, gradients and states of the last, one updater for all.
 Checked  tests/planner/memory/test_feasible.py: all placements and activations of small problems, at their edges.

@@ -3,10 +3,10 @@
 Problem  "It does not fit" helps nobody. What is named instead must fit when it is typed: a budget is more than the
          bytes of a step. Of a host's budget the arena keeps a spare share, of a device's the caching allocator; on a
          CPU a checkpoint's copy lies in the same memory as the step.
-Method   Feasibility asks for no seconds, so that `activation_dp` has few labels; bytes of the device are found by bisection,
-         to a thousandth, always from above: what is named does fit. Placements are those of `placement`: all or none of
-         each class, and quarters. `Room` is in bytes of a step by the account, `Budgets` turns these into what a
-         user types, and sizes are shown rounded up.
+Method   Feasibility asks for no seconds, so that `activation_dp` has few labels; bytes of the device are found by
+         bisection, to a thousandth, always from above: what is named does fit. Placements are those of `placement`: all
+         or none of each class, and quarters. `Room` is in bytes of a step by the account, `Budgets` turns these into
+         what a user types, and sizes are shown rounded up.
 Checked  tests/planner/memory/test_room.py; tests/train/memory/test_memory_refusal.py: printed figures, fed back
 """
 

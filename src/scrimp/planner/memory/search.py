@@ -3,8 +3,9 @@
 Problem  States of any block can leave the device, activations be kept, made again or offloaded: 8^L 14^L plans. Peaks
          are not monotone in them.
 Method   A placement of states is how many blocks of each class are on the host (`States.split`) and who updates them.
-         For one placement, `activation_dp` gives the activations with least computing for every amount of offload; those with
-         the least lower bound (`bound`) are simulated (`timeline`), fastest first, until the bound passes the best.
+         For one placement, `activation_dp` gives the activations with least computing for every amount of offload.
+         Those with the least lower bound (`bound`) are simulated (`timeline`), fastest first, until the bound passes
+         the best.
          Placements: first all and none of each class, CPU Adam also of parts; then, from the fastest of each
          updater, one class at a time less or more, or one less and another more, by steps L/2, L/4, ... 1, as long
          as something gets faster (or as fast with less on the host). A placement whose bound is above the plan that it

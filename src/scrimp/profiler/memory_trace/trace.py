@@ -36,11 +36,7 @@ from scrimp.formats.blocks import ends_alone
 from scrimp.gemm import PlannedLayer, swap_in
 from scrimp.gemm.clock import Clock
 from scrimp.model import Decoder
-from scrimp.model.attention import (
-    AttentionLayout,
-    flash_takes,
-    fuses_attention,
-)
+from scrimp.model.attention import AttentionLayout, flash_takes, fuses_attention
 from scrimp.model.flash import Gpu
 from scrimp.model.segments import worst_segments
 from scrimp.planner.flops import GEMM_NAMES

@@ -376,13 +376,13 @@ def traced(
 
 
 def _with_batches(costs: StepCosts, config: Config, device: torch.device) -> StepCosts:
-    """With all batches that are ready, on a CPU; a GPU has those of one micro-batch, which the trace counts."""
+    """With all batches that the loader holds, on a CPU; a GPU has those of one micro-batch, which the trace counts."""
     if device.type == "cuda":
         return costs
     train = config.train
     held = held_bytes(decided(train.batch_tokens), mask_documents=config.data.mask_documents)
-    traced = batch_bytes(decided(train.micro_batch), decided(train.sequence))
-    return dataclasses.replace(costs, resident=costs.resident + held - traced)
+    counted = batch_bytes(decided(train.micro_batch), decided(train.sequence))
+    return dataclasses.replace(costs, resident=costs.resident + held - counted)
 
 
 def _most(costs: StepCosts) -> int:

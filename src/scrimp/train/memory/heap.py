@@ -11,9 +11,9 @@ Checked  tests/train/memory/test_heap.py; figures in docs/lab-log.md
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 
+from scrimp.host_memory import trim_heap
 from scrimp.profiler.memory import resident_bytes
 
 CREEP_BYTES = 32 * 2**20
@@ -29,16 +29,14 @@ class HostHeap:
 
     def __init__(self, report: Callable[[str], None]) -> None:
         self._report = report
-        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         self._last = 0
         """Resident bytes after the last trim."""
 
     def at_edge(self, phase: str) -> None:
         """The next phase begins."""
         before = resident_bytes()
-        if self._trim is None or before is None or before < self._last + CREEP_BYTES:
+        if before is None or before < self._last + CREEP_BYTES or not trim_heap():
             return
-        self._trim(0)
         self._last = resident_bytes() or before
         given = before - self._last
         if given >= CREEP_BYTES:

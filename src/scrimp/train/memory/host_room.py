@@ -17,9 +17,10 @@ Checked  tests/train/memory/test_host_room.py
 from __future__ import annotations
 
 from scrimp.config import Architecture, Config, parse_bytes
+from scrimp.host_memory import host_memory_available
 from scrimp.planner import Plan
 from scrimp.planner.memory.costs import StepCosts
-from scrimp.profiler import Device, host_memory_available
+from scrimp.profiler import Device
 from scrimp.runtime.memory import HostRoom, arena_bytes, take_room
 from scrimp.train.memory.decide import host_bytes_of
 from scrimp.train.memory.limits import compiled_share, copy_is_on_device

@@ -15,9 +15,10 @@ import math
 
 from scrimp.config import Config, parse_bytes
 from scrimp.errors import PlanError
+from scrimp.host_memory import host_memory_available
 from scrimp.planner.memory.decision import MemoryDecision
 from scrimp.planner.memory.room import Budgets, NoRoomError, enough_text, size_text
-from scrimp.profiler import Device, host_memory_available
+from scrimp.profiler import Device
 from scrimp.runtime.memory import arena_bytes, largest_step
 from scrimp.runtime.memory.carry import least_host
 

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from scrimp.config import Architecture, Config, decided, replace_values
+from scrimp.host_memory import host_memory_available
 from scrimp.planner.memory.costs import StepCosts
 from scrimp.planner.memory.room import (
     NoRoomError,
@@ -28,7 +29,7 @@ from scrimp.planner.memory.room import (
     room_of,
     smallest_device,
 )
-from scrimp.profiler import Device, host_memory_available
+from scrimp.profiler import Device
 from scrimp.train.memory.decide import (
     Problem,
     asks_for_host,
