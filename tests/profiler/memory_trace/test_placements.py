@@ -23,6 +23,9 @@ SHAPES = ((2, 512), (1, 256), (2, 128))
 """Of less, what may be taken for products in bf16 would be more than a share."""
 LEVELS = (("keep",), ("block",), ("mlp", "keep"), ("norms",))
 
+HIDDEN = 1.05
+"""The profiler sees the products of one of two threads in attention's backward pass: of 5 MB more than 2 %."""
+
 
 def placement(draw: random.Random) -> States:
     """Any blocks of each class, or so many of them."""
@@ -78,7 +81,8 @@ def test_any_placement_takes_what_is_predicted_and_never_more(seed: int) -> None
     step.place(states)
     real = allocator_peak(step)
     step.optimizer.close()
-    assert real <= predicted <= 1.022 * real, f"{predicted / real - 1:+.3%} {setting} {states}"
+    most = HIDDEN if setting.precision == "bf16" and setting.rows == 1 else 1.022
+    assert real <= predicted <= most * real, f"{predicted / real - 1:+.3%} {setting} {states}"
 
 
 class DocumentStep(RealStep):
@@ -146,6 +150,5 @@ def test_where_attention_sets_the_peak_the_worst_documents_take_what_is_predicte
     found = [predicted_and_real(setting, tokens) for tokens in kinds]
     assert all(real <= predicted for predicted, real in found)
     predicted, real = found[0][0], max(real for _, real in found)
-    # The profiler sees the products of one of two threads in attention's backward pass: of 5 MB more than 2 %.
-    most = 1.05 if format_ == "bf16" and rows == 1 else 1.02
+    most = HIDDEN if format_ == "bf16" and rows == 1 else 1.02
     assert predicted <= most * real, f"{predicted / real - 1:+.3%}"
