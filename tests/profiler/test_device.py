@@ -8,11 +8,11 @@ import torch
 
 from scrimp.config import Config, base_architecture, resolve
 from scrimp.errors import DeviceError
+from scrimp.host_memory import host_memory_available
 from scrimp.planner import Plan, build_plan, peak_of_recipe
 from scrimp.profiler import (
     MemoryMeter,
     device_peaks,
-    host_memory_available,
     peaks,
     recall_throughput,
     remember_throughput,
