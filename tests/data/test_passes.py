@@ -95,7 +95,8 @@ def test_what_was_held_leaves_the_process(tmp_path: Path) -> None:
         "passes.HELD_BYTES, folder = 1 << 20, Path(sys.argv[1])\n"
         "for name in ('small', 'large'):\n"
         "    before, source = resident_bytes(), str(folder / f'{name}.jsonl')\n"
-        "    prepare(CorpusSpec(source, tokenizer='bytes', held_out=0.0), folder / name, progress=False)\n"
+        "    spec = CorpusSpec(source=source, tokenizer='bytes', held_out=0.0)\n"
+        "    prepare(spec, folder / name, progress=False)\n"
         "print(resident_bytes() - before)\n"
     )
     command = [sys.executable, "-c", script, str(tmp_path)]
