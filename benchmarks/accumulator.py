@@ -39,7 +39,7 @@ from scrimp.precision import Operand
 TILE, MOST_BITS = 128, 24
 GAPS = {"bits in one instruction": 1, "bits 128 apart": TILE}
 Product = Callable[[TileCodes, TileCodes], Tensor]
-"""Of codes with tiles (or blocks) along K, in float32."""
+"""Multiplies codes with tiles (or blocks) along K, in float32."""
 
 
 def main() -> None:

@@ -128,7 +128,7 @@ def check_smoke(session: Session) -> Outcome:
 
 
 def last_line(done: subprocess.CompletedProcess[str]) -> str:
-    """Of what a failed command said."""
+    """The last line that a failed command said."""
     return ((done.stderr or done.stdout).strip().splitlines() or ["it said nothing"])[-1][-300:]
 
 

@@ -51,7 +51,7 @@ class Settings:
     micro_batch: int
     head_chunks: int
     attention_chunks: int
-    """Of its backward pass."""
+    """Chunks of attention's backward pass."""
     switches: tuple[str, ...]
 
 
@@ -63,7 +63,7 @@ ON_H100 = {
     "bf16": Settings(4, 2, 2, ()),
     "fp8": Settings(16, 4, 4, ("recompute_ffn", "recompute_rms_norm", "offload_residual")),
 }
-"""Of Qwen2.5-7B: benchmarks/H100x1.md of LLMQ at b77d969."""
+"""Settings for Qwen2.5-7B: benchmarks/H100x1.md of LLMQ at b77d969."""
 
 
 def settings_of(part: str, precision: str) -> Settings:
@@ -73,7 +73,7 @@ def settings_of(part: str, precision: str) -> Settings:
 
 @dataclass(frozen=True)
 class Speed:
-    """Of one system."""
+    """How fast one system is."""
 
     name: str
     rates: tuple[float, ...]

@@ -58,9 +58,9 @@ CONTEXT_BYTES = 1 << 30
 """Where no run on the full device measured it."""
 CONTEXT_SPARE = 64 * MIB
 ROOM_SHARE = 0.9
-"""Of the device, that runs side by side may need."""
+"""Share of the device that runs side by side may need."""
 STEPPING_SHARE = 0.75
-"""Of the time that is left to a part, after which a reference case begins no step: one may take a while."""
+"""Share of a part's time after which a reference case begins no step: one may take a while."""
 RunDict = dict[str, Any]
 
 

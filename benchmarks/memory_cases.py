@@ -191,7 +191,7 @@ CARDS: dict[str, tuple[Card, ...]] = {
         ),
     ),
 }
-"""Of each: bit-equal losses on the full device, where it fits too."""
+"""Each must have bit-equal losses on the full device, where it fits too."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ class Size:
 
     case: Case
     budgets: tuple[float, ...] = (0.7, 0.5, 0.35)
-    """Of the peak with everything resident: plans are searched within these."""
+    """Shares of the peak with everything resident: plans are searched within these."""
     others: tuple[str, ...] = ("mlp", "block", "keep+offload")
     """Levels of all blocks that are timed besides."""
 
@@ -223,7 +223,7 @@ class Reference:
     host_bytes: int
     """The whole process."""
     host_reserve: int
-    """Of these, what the plan leaves: interpreter and CUDA's libraries."""
+    """What the plan leaves of these: interpreter and CUDA's libraries."""
     batch_tokens: int
     options: tuple[str, ...]
     """The micro-batch is left to Scrimp."""

@@ -34,7 +34,7 @@ def failure_of(run: Run) -> str:
 
 
 def peak_error(run: Run) -> float:
-    """Of the predicted peak, as a share of the measured one; negative: predicted too little."""
+    """Error of the predicted peak, as a share of the measured one; negative: predicted too little."""
     return float(run["predicted"]["device"] / run["device"] - 1)
 
 
@@ -86,7 +86,7 @@ def times_near(runs: Sequence[Run]) -> Outcome:
 
 
 def time_error(run: Run) -> float:
-    """Of the predicted step, as a share of the measured one; all of it where nothing was predicted."""
+    """Error of the predicted step, as a share of the measured one; all of it where nothing was predicted."""
     predicted = run["predicted"]["seconds"]
     return -1.0 if predicted is None else float(predicted / step_seconds(run)[0] - 1)
 

@@ -26,7 +26,7 @@ UNTIMED = ("peaks",)
 
 
 def columns_of(part: str) -> tuple[str, ...]:
-    """Of the rows of a part."""
+    """The columns of a part's table."""
     return BYTES if part in UNTIMED else BYTES + SECONDS
 
 

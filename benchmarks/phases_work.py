@@ -53,7 +53,7 @@ class Load:
     device: str
     preset: str
     prompts: int
-    """Of an iteration; two samples of each are generated."""
+    """Prompts of an iteration; two samples of each are generated."""
     prompt_tokens: tuple[int, int]
     """Fewest and most."""
     new_tokens: tuple[int, int]

@@ -41,7 +41,7 @@ class Cadence:
 
     @classmethod
     def default(cls) -> Cadence:
-        """Of `precision = snip` in a long run."""
+        """The cadence of `precision = snip` in a long run."""
         config = Config(train=TrainConfig(steps=LONG_RUN))
         every = decide_every(config)[0]
         config = replace(config, snip=SnipConfig(every=every))
@@ -56,7 +56,7 @@ class Larger:
     sequence: int = 2048
     micro_batch: int = 4
     micro_batches: int = 4
-    """Of a statistics batch: as many as the cycle takes at most."""
+    """Micro-batches of a statistics batch: as many as the cycle takes at most."""
     batch_tokens: int = 524_288
     flops_per_s: float = 4e14
     """An assumed rate of a large device, about 40 % of an H100's peak."""
@@ -67,7 +67,7 @@ class Larger:
 
 
 def median(values: Sequence[float]) -> float:
-    """Of seconds."""
+    """The median of some seconds."""
     return statistics.median(values)
 
 

@@ -45,7 +45,7 @@ class Setting:
     """What gaps are compared within."""
 
     step: int
-    """Of the trunk, from which all go on."""
+    """Step of the trunk from which all go on."""
     low: str
     high: str
 
@@ -63,7 +63,7 @@ class Cell:
     """As in file names; empty for policies that know none."""
     policy: str
     share: float
-    """Of the planned FLOPs in 4 bits."""
+    """Share of the planned FLOPs in 4 bits."""
     held_out: float
     in_plan: float
     losses: tuple[float, ...]

@@ -163,7 +163,7 @@ def damage(options: argparse.Namespace) -> None:
 
 
 def predictions(profile: PrecisionProfile, low: str) -> dict[str, Any]:
-    """Of loss [L] and update [L, 3], by Scrimp's method and by SNIP's."""
+    """Predicted changes of loss [L] and update [L, 3], by Scrimp's method and by SNIP's."""
     p = profile.formats.index(low)
     found = {"scrimp": mean_divergence(profile), "snip": mean_divergence(profile, SNIP)}
     return {
@@ -315,7 +315,7 @@ def plans(options: argparse.Namespace) -> None:
 
 
 def overhead(options: argparse.Namespace) -> None:
-    """Of the first seed and phase."""
+    """Time that SNIP adds, for the first seed and phase."""
     seed, phase = options.seeds[0], options.phases[0]
     path = options.work / "overhead" / f"seed{seed}-step{phase}-{options.high}-{options.low}.json"
     if path.exists():

@@ -44,7 +44,7 @@ class Switched:
 
     @property
     def ratios(self) -> list[float]:
-        """Of each pair."""
+        """Step with the proof over step without it, pair by pair."""
         return [with_proof / without for with_proof, without in zip(self.proven, self.plain, strict=True)]
 
 

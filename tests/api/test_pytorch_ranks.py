@@ -46,7 +46,7 @@ def cut(model: nn.Module) -> nn.Module:
 
 
 def digest(model: nn.Module) -> str:
-    """Of what this rank holds of all parameters, to the last bit."""
+    """A digest of what this rank holds of all parameters, to the last bit."""
     found = hashlib.sha256()
     for parameter in model.parameters():
         here = getattr(parameter, "to_local", lambda parameter=parameter: parameter)()

@@ -108,7 +108,7 @@ def test_short_documents_are_compared_exactly(num_words: int) -> None:
 
 @pytest.mark.parametrize(("share", "least", "most"), [(0.9, 200, 200), (0.8, 197, 200), (0.5, 0, 1)])
 def test_long_documents_are_found_as_often_as_is_said(share: float, least: int, most: int) -> None:
-    """Of 200 pairs at 80 % the expected number of misses is 0.2; of 200 at 50 % of false ones 0.002."""
+    """With 200 pairs the expected number of misses at 80 % is 0.2, that of false finds at 50 % 0.002."""
     held_out, others = [], []
     for seed in range(200):
         words = numbered(seed, 1000)

@@ -74,7 +74,7 @@ def test_a_plan_goes_to_torchao_as_a_python_file(names: str, down: str) -> None:
 
 
 def foreign(*names: str) -> PrecisionPlan:
-    """Of a model that has other names than Scrimp's decoder, as `scrimp.plan` makes it."""
+    """A plan of a model that has other names than Scrimp's decoder, as `scrimp.plan` makes it."""
     gemms = {gemm: PlannedGemm("fp4", {}, {}, {}) for gemm in GEMMS}
     layers = {name: PlannedLinearLayer(1 / len(names), 0, gemms) for name in names}
     return PrecisionPlan("0123", "cpu", "snip", ("fp4",), {"fp4_flops": 1.0}, layers, {})

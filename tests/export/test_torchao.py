@@ -161,7 +161,7 @@ def test_files_for_gpus_alone_are_python_and_select_their_layers(triple: Triple)
 
 @pytest.mark.parametrize(("name", "multiple"), [("fp8_row", 16), ("mxfp8", 32), ("fp8", 128), ("nvfp4", 128)])
 def test_the_file_says_and_checks_what_widths_must_be_multiples_of(name: str, multiple: int) -> None:
-    """Of all groups, before the first layer changes: torchao itself would stop halfway."""
+    """All groups are checked before the first layer changes: torchao itself would stop halfway."""
     exported = export({"a": ("fp8_tensor",) * 3, "b": (name,) * 3})
     assert f"must be multiples of {multiple}." in exported.text
     namespace: dict[str, object] = {}

@@ -51,7 +51,7 @@ def test_a_row_has_the_noise_of_its_place_in_the_batch() -> None:
 
 @pytest.mark.parametrize("cuts", [(0, 128), (0, 32, 96), (0, 5, 6, 77)])
 def test_micro_batches_give_the_input_gradients_of_the_whole_batch(cuts: tuple[int, ...]) -> None:
-    """Of mxfp4, whose products and their sums here are exact in fp32, whatever their order."""
+    """In mxfp4, whose products and their sums here are exact in fp32, whatever their order."""
     x, g = random(160, 128), random(160, 64, seed=9)
     layer = planned("mxfp4", 128, 64)
     clock = layer.planned.clock  # type: ignore[union-attr]
@@ -73,7 +73,7 @@ def test_micro_batches_give_the_input_gradients_of_the_whole_batch(cuts: tuple[i
 
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_dgrad_and_wgrad_round_the_gradient_by_streams_of_their_own(is_compiled: bool) -> None:
-    """Of mxfp4, whose products are exact here: equal bit for bit to a product of values rounded by those streams."""
+    """In mxfp4, whose products are exact here: equal bit for bit to a product of values rounded by those streams."""
     layer, x, g = planned("mxfp4", 64, 32, bias=False), random(48, 64), random(48, 32, seed=9)
     clock = Clock(seed=5)
     clock.begin(6, first_row=11)

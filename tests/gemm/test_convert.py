@@ -270,7 +270,7 @@ def test_another_recipe_for_one_gemm_changes_the_result_of_that_gemm_only(gemm: 
 
 
 def losses(model: nn.Module, loss: Callable[[Tensor], Tensor], steps: int = 3) -> list[float]:
-    """Of a few steps on one batch."""
+    """The losses of a few steps on one batch."""
     tokens = torch.randint(64, (4, 16), generator=torch.Generator().manual_seed(0))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     found = []

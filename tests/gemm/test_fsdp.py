@@ -46,7 +46,7 @@ def batch(rank: int) -> Tensor:
 
 
 def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-    """Of one rank's rows."""
+    """The loss of one rank's rows."""
     y: Tensor = model(x)
     return (y.float() - 1).square().mean()
 
@@ -115,7 +115,7 @@ Outcomes = list[list[tuple[float, dict[str, Tensor], int]]]
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    """Of every rank: one group of processes runs all cases."""
+    """The results of every rank: one group of processes runs all cases."""
     return spawn(RANKS, train_sharded, tmp_path_factory.mktemp("fsdp"))
 
 

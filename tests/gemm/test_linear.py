@@ -236,7 +236,7 @@ def test_each_gemm_takes_the_recipe_that_the_plan_names() -> None:
 
 
 def bytes_by_plan(saved: str, tokens: int, features: int) -> int:
-    """Of a saved X [tokens, features], by the accounting."""
+    """Bytes of a saved X [tokens, features], by the accounting."""
     if saved in ("bf16", "fp32"):
         return tokens * features * (2 if saved == "bf16" else 4)
     entry = recipe(saved).wgrad

@@ -24,7 +24,7 @@ from loaders import Loader, make_material
 from scrimp.errors import ScrimpError
 
 SECONDS = 10
-"""Of one call."""
+"""How long one call may take."""
 GROWTH = 2**19
 """KiB that the process may grow by in one call."""
 

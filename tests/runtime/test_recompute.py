@@ -74,7 +74,7 @@ def test_blocks_may_differ() -> None:
 
 
 def kept_bytes(executable: Executable) -> int:
-    """Of all storages that autograd holds between the passes, parameters aside."""
+    """Bytes of all storages that autograd holds between the passes, parameters aside."""
     own = {p.untyped_storage().data_ptr() for p in executable.model.parameters()}
     kept: dict[int, int] = {}
 

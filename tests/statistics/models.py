@@ -154,7 +154,7 @@ class Bench:
         return Subject(self.model, self.planned, self.view, make_losses or self.losses, self.compute)
 
     def gradients(self, number: int) -> dict[str, Tensor]:
-        """Of one batch, as the model is now; nothing stays behind."""
+        """The gradients of one batch, as the model is now; nothing stays behind."""
         for loss in self.losses(batch(number)):
             loss.backward()
         found = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
@@ -205,7 +205,7 @@ def bench(
 
 @functools.cache
 def trained_state(steps: int, layers: int, width: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Of the decoder after some steps: its own state and its optimizer's."""
+    """The decoder after some steps: its own state and its optimizer's."""
     made = bench(decoder(layers, width), steps=steps)
     return made.model.state_dict(), made.optimizer.state_dict()
 

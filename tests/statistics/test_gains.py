@@ -27,7 +27,7 @@ def trained() -> Bench:
 
 @pytest.fixture(scope="module")
 def profiles(trained: Bench) -> Mapping[str, PrecisionProfile]:
-    """Of one batch, by each way of finding gains."""
+    """Profiles of one batch, by the way of finding gains."""
     return {gains: trained.collect(500, FORMATS, gains=gains) for gains in ("exact", "ratios", "blocks")}
 
 

@@ -170,7 +170,7 @@ def found_by(rank: int, cases: Sequence[Case]) -> list[tuple[PrecisionProfile, P
 
 
 def probe_of(subject: Subject, numbers: Sequence[int], case: Case, ranks: Ranks | None = None) -> Probe:
-    """Of a plan in the last format."""
+    """A probe of a plan in the last format."""
     subject.planned.replan(LinearPrecision.of(case.formats[-1]))
     return probe(subject, numbers, ranks=ranks)
 
@@ -251,7 +251,7 @@ Found = list[list[tuple[PrecisionProfile, Probe]]]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """Of every rank, by case: one group of processes runs all."""
+    """The results of every rank, by case: one group of processes runs all."""
     return spawn(RANKS, found_by, tmp_path_factory.mktemp("ranks"), CASES)
 
 

@@ -120,7 +120,7 @@ def test_the_saved_configuration_of_a_run_reproduces_it(runs: dict[str, Path], t
 def test_another_seed_draws_other_noise(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the same parameters over the same data: the run's own seed would change those too."""
+    """The parameters and the data are the same: the run's own seed would change those too."""
     realise, found = session.realise, []
     for seed in (0, 1):
 

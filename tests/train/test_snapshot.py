@@ -11,7 +11,7 @@ from scrimp.train.checkpoint import CheckpointStore
 from scrimp.train.snapshot import HostCopies
 
 TENSORS = {f"model.{i}": torch.full((250,), float(i)) for i in range(4)}
-"""Of 1,000 bytes each."""
+"""Each has 1,000 bytes."""
 
 
 @pytest.mark.parametrize(("room", "fits"), [(None, True), (4500, True), (4499, False), (0, False)])

@@ -44,7 +44,7 @@ def test_what_is_sound_is_said_to_be(
 
 
 CHANGEABLE = {"report.html", ".lock", "config.toml", "plan.json", "metrics.jsonl", "events.jsonl"}
-"""Of a run: what its user may edit, and what grows."""
+"""What a user may edit of a run, and what grows."""
 
 
 @pytest.mark.parametrize("kind", ["corpus", "run", "checkpoint", "model"])

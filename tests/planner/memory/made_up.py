@@ -17,7 +17,7 @@ MACHINE = Machine(
     cpu_adam=1e9,
     device_memory=9e11,
 )
-"""Of the size of a consumer card on PCIe 4 x16."""
+"""A machine like a consumer card on PCIe 4 x16."""
 QWEN_7B = {"width": 3584, "ffn": 18944, "heads": 28, "kv_heads": 4, "blocks": 28, "vocabulary": 152064}
 QWEN_14B = {"width": 5120, "ffn": 13824, "heads": 40, "kv_heads": 8, "blocks": 48, "vocabulary": 152064}
 

@@ -16,7 +16,7 @@ FORMATS = ("bf16", "fp8", "nvfp4")
 
 
 def names(blocks: int) -> tuple[str, ...]:
-    """Of the decoder's layers."""
+    """The names of the decoder's layers."""
     return tuple(f"blocks.{block}.{layer}" for block in range(blocks) for layer in LAYERS)
 
 

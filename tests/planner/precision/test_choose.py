@@ -34,7 +34,7 @@ BF16, FP8, FP4 = range(3)
 
 
 def share(made: PrecisionProfile, formats: np.ndarray) -> float:
-    """Of FLOPs in 4 bits, counted GEMM by GEMM."""
+    """The share of FLOPs in 4 bits, counted GEMM by GEMM."""
     total = spent = 0.0
     for (outputs, inputs), row in zip(made.shapes, formats.tolist(), strict=True):
         for p in row:
@@ -53,7 +53,7 @@ def plans(made: PrecisionProfile, per_gemm: bool) -> list[np.ndarray]:
 
 
 def cost(question: Question, formats: np.ndarray) -> float:
-    """By the policy alone."""
+    """The cost by the policy alone."""
     costs = costs_of(question.policy, question.profile, weights=question.weights, method=question.method)
     if question.policy == "snip":
         return float(costs[np.arange(len(costs)), formats.reshape(-1)].sum())

@@ -14,7 +14,7 @@ from scrimp.planner.precision.choose import share_in_4_bits
 from scrimp.precision import GEMMS
 
 _, FP8, FP4 = range(3)
-"""Of profiles' formats: bf16, fp8, nvfp4."""
+"""Places of the profiles' formats: bf16, fp8, nvfp4."""
 
 
 @settings(max_examples=30, deadline=None)

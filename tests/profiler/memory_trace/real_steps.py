@@ -54,7 +54,7 @@ class Setting:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Of `trace_costs`."""
+        """The arguments of `trace_costs`."""
         return {
             "precision": self.precision,
             "parameters": self.parameters,
@@ -107,7 +107,7 @@ class RealStep:
         return torch.autocast("cpu", DTYPES[self.setting.precision])
 
     def loss_of(self, number: int, tokens: Tensor) -> Tensor:
-        """Of one micro-batch."""
+        """The loss of one micro-batch."""
         return self.model.loss(tokens, tokens, None, chunk=self.setting.loss_chunk).total
 
     def __call__(self) -> None:

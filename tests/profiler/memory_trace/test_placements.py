@@ -20,7 +20,7 @@ BLOCKS = 6
 ANY = dataclasses.replace(LLAMA, num_layers=BLOCKS, vocab_size=96)
 """With a small head, so that blocks set the peak."""
 SHAPES = ((2, 512), (1, 256), (2, 128))
-"""Of less, what may be taken for products in bf16 would be more than a share."""
+"""With fewer tokens, what may be taken for products in bf16 would be more than a share."""
 LEVELS = (("keep",), ("block",), ("mlp", "keep"), ("norms",))
 
 HIDDEN = 1.05

@@ -174,7 +174,7 @@ def test_every_mixture_trains_as_if_all_were_resident(
 
 
 def device_bytes(model: Decoder) -> int:
-    """Of parameters and gradients outside the arena."""
+    """Bytes of parameters and gradients outside the arena."""
     tensors = [t for p in model.parameters() for t in (p, p.grad) if t is not None]
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 

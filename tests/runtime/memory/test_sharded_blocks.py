@@ -39,7 +39,7 @@ CHOICES = (*LEVELS[1:], "keep+offload", "mlp+offload", "block+offload")
 
 @dataclass(frozen=True)
 class Passed:
-    """Of one choice on one rank."""
+    """What one choice gave on one rank."""
 
     loss: Tensor
     gradients: dict[str, Tensor]

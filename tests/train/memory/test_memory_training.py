@@ -39,7 +39,7 @@ def run(corpus: Path, run_dir: Path, *words: str) -> dict[int, float]:
 def test_a_run_that_recomputes_has_the_losses_of_one_that_keeps(
     corpus: Path, tmp_path: Path, words: list[str]
 ) -> None:
-    """Of SNIP too: its statistics see every layer once, however often it runs."""
+    """SNIP's losses too: its statistics see every layer once, however often it runs."""
     expected = run(corpus, tmp_path / "keep", *words, "--memory.activations=keep")
     offload = () if words else ("keep+offload", "block+offload,1=mlp+offload")
     for setting in (*offload, "block", "qkv,1=norms"):

@@ -249,7 +249,7 @@ def test_a_step_that_fills_the_arena_is_taken_again_with_less_of_it(
 def test_an_arena_that_no_activations_fit_into_ends_the_run_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of a device that holds what this plan leaves on it, and nothing more."""
+    """The device holds what this plan leaves on it, and nothing more."""
     words = ["--train.steps=1", "--model.num-layers=6", "--memory.activations=block+offload"]
     words += ["--train.eval-every=0", "--budget.host-memory=1GB", "--model.vocab-size=320"]
     corpus, run_dir = write_corpus(tmp_path), tmp_path / "run"
