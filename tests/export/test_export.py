@@ -9,7 +9,7 @@ import yaml
 
 from scrimp.config import Config, base_architecture, resolve
 from scrimp.errors import PlanError
-from scrimp.export import export_precision, precisions_of
+from scrimp.export import export_precision
 from scrimp.planner import Plan, build_plan
 from scrimp.planner.precision.plan import PlannedGemm, PlannedLinearLayer, PrecisionPlan
 from scrimp.precision import GEMMS
@@ -101,7 +101,7 @@ def test_names_that_megatron_does_not_have_are_not_exported_to_it() -> None:
 
 def test_choices_are_taken_from_the_plan_as_they_are() -> None:
     plan = make_plan(MIXED)
-    precisions = precisions_of(plan)
+    precisions = plan.gemms
     assert precisions["blocks.1.mlp.down"].wgrad == plan.gemms["blocks.1.mlp.down"].wgrad == "bf16"
     assert precisions["blocks.1.mlp.gate_up"].saved == plan.gemms["blocks.1.mlp.gate_up"].saved
     assert list(precisions) == list(plan.gemms)

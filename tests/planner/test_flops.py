@@ -9,7 +9,7 @@ from scrimp.errors import PlanError
 from scrimp.model import Decoder, initialise
 from scrimp.planner import Peaks, count_flops, ideal_seconds_per_token, linear_layers, mfu, peak_of_recipe
 from scrimp.planner.flops import GEMM_NAMES
-from scrimp.precision import GEMMS, RECIPES
+from scrimp.precision import RECIPES, LinearPrecision
 
 SMALL = Architecture(
     family="llama",
@@ -65,12 +65,12 @@ def test_a_window_costs_what_a_count_of_the_pairs_says() -> None:
 def test_speed_of_light_weighs_every_gemm_by_its_format() -> None:
     layers = [f"blocks.{i}.{name}" for i in range(2) for name in GEMM_NAMES] + ["head"]
     peaks = Peaks({"fp32": 1e9, "bf16": 2e9}, "test")
-    slow = {layer: {"fprop": "fp32", "dgrad": "fp32", "wgrad": "fp32"} for layer in layers}
-    fast = {layer: {"fprop": "bf16", "dgrad": "bf16", "wgrad": "bf16"} for layer in layers}
+    slow = dict.fromkeys(layers, LinearPrecision.of("fp32"))
+    fast = dict.fromkeys(layers, LinearPrecision.of("bf16"))
     flops = count_flops(SMALL, 32)
     assert ideal_seconds_per_token(SMALL, 32, slow, peaks) == pytest.approx(flops.causal / 1e9)
     assert ideal_seconds_per_token(SMALL, 32, fast, peaks) == pytest.approx(flops.causal / 2e9)
-    mixed = fast | {"blocks.1.mlp.down": {"fprop": "bf16", "dgrad": "bf16", "wgrad": "fp32"}}
+    mixed = fast | {"blocks.1.mlp.down": LinearPrecision("bf16", "bf16", "fp32", "bf16")}
     extra = 2 * SMALL.width * SMALL.ffn_width / 2e9
     assert ideal_seconds_per_token(SMALL, 32, mixed, peaks) == pytest.approx(flops.causal / 2e9 + extra)
 
@@ -112,14 +112,14 @@ def test_a_recipe_runs_at_the_rate_of_units_that_apply_its_scales(recipe, a100, 
 def test_every_recipe_has_a_speed_of_light() -> None:
     flops = count_flops(SMALL, 32)
     for name in RECIPES:
-        gemms = {layer: dict.fromkeys(GEMMS, name) for layer in linear_layers(SMALL)}
+        gemms = dict.fromkeys(linear_layers(SMALL), LinearPrecision.of(name))
         rate = {"fp32": 1, "fp8": 32, "fp8_tensor": 32, "fp8_row": 32, "fp4": 32}.get(name, 16)
         expected = (flops.blocks + flops.head) / rate + flops.attention_causal / (1 if name == "fp32" else 16)
         assert ideal_seconds_per_token(SMALL, 32, gemms, H100) == pytest.approx(expected)
 
 
 def test_attention_runs_in_the_compute_format_whatever_the_head_does() -> None:
-    gemms = {layer: dict.fromkeys(GEMMS, "fp8") for layer in linear_layers(SMALL)}
+    gemms = dict.fromkeys(linear_layers(SMALL), LinearPrecision.of("fp8"))
     gap = ideal_seconds_per_token(SMALL, 32, gemms, H100, "fp32") - ideal_seconds_per_token(
         SMALL, 32, gemms, H100, "bf16"
     )

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from scrimp.errors import PlanError
 from scrimp.export.fit import Host, Inexpressible, Triple, compute_of, summarise
-from scrimp.export.names import Names, is_megatron, is_own, of_stage, precisions_of, rename
+from scrimp.export.names import Names, is_megatron, is_own, of_stage, rename
 from scrimp.export.torchao import to_torchao, torchao_host
 from scrimp.export.transformer_engine import to_transformer_engine, transformer_engine_host
 from scrimp.planner import Plan
@@ -74,7 +74,7 @@ def export_precision(
     Raises:
         PlanError: an unknown target or names, layers that have no such names, a stage that is not in the plan.
     """
-    precisions = plan.precisions if isinstance(plan, PrecisionPlan) else precisions_of(plan)
+    precisions = plan.precisions if isinstance(plan, PrecisionPlan) else plan.gemms
     _host(target, compute_of(precisions))  # refuses what is no target
     if stage is not None:
         precisions = of_stage(precisions, *stage)
@@ -130,7 +130,7 @@ def plan_for(question: Question, target: ExportTarget | None, *, step: int) -> P
 
 def whole_layer_recipes(plan: Plan | PrecisionPlan, target: ExportTarget) -> tuple[str, ...]:
     """Recipes that a trainer runs all three GEMMs of a layer in, those of the plan first."""
-    precisions = plan.precisions if isinstance(plan, PrecisionPlan) else precisions_of(plan)
+    precisions = plan.precisions if isinstance(plan, PrecisionPlan) else plan.gemms
     used = dict.fromkeys(choice.gemm(gemm) for choice in precisions.values() for gemm in GEMMS)
     whole = [row[0] for row in runs_together(target, compute_of(precisions)) if len(set(row)) == 1]
     return tuple(

@@ -149,4 +149,4 @@ def _triple(layer: str, precision: LinearPrecision) -> Triple:
         raise PlanError(f"{layer} has no precision", got=repr(precision), expected="a LinearPrecision")
     for gemm in GEMMS:
         recipe(precision.gemm(gemm))
-    return precision.fprop, precision.dgrad, precision.wgrad
+    return precision.recipes

@@ -24,8 +24,6 @@ from collections.abc import Callable, Mapping
 from typing import Literal, TypeVar, get_args
 
 from scrimp.errors import PlanError
-from scrimp.planner import Plan
-from scrimp.precision import LinearPrecision
 
 Names = Literal["scrimp", "huggingface", "megatron"]
 Choice = TypeVar("Choice")
@@ -114,14 +112,6 @@ def of_stage(choices: Mapping[str, Choice], first: int, last: int) -> dict[str, 
         elif first <= int(found[1]) <= last:
             chosen[f"blocks.{int(found[1]) - first}.{found[2]}"] = choice
     return chosen
-
-
-def precisions_of(plan: Plan) -> dict[str, LinearPrecision]:
-    """A plan's choices as exports take them."""
-    return {
-        layer: LinearPrecision(choice.fprop, choice.dgrad, choice.wgrad, choice.saved)
-        for layer, choice in plan.gemms.items()
-    }
 
 
 def _translate(layer: str, table: Mapping[str, tuple[str, ...]], blocks: str, head: str) -> tuple[str, ...]:

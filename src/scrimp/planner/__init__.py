@@ -6,7 +6,6 @@
 
 from scrimp.planner.build import (
     build_plan,
-    gemm_formats,
     model_fingerprint,
     refuse_misfit,
     with_precisions,
@@ -21,19 +20,17 @@ from scrimp.planner.flops import (
     mfu,
     peak_of_recipe,
 )
-from scrimp.planner.schema import BackendChoice, Figures, Fingerprint, GemmChoice, Plan
+from scrimp.planner.schema import BackendChoice, Figures, Fingerprint, Plan
 
 __all__ = [
     "BackendChoice",
     "Figures",
     "Fingerprint",
     "Flops",
-    "GemmChoice",
     "Peaks",
     "Plan",
     "build_plan",
     "count_flops",
-    "gemm_formats",
     "ideal_seconds_per_token",
     "linear_layers",
     "linear_shapes",

@@ -18,8 +18,8 @@ from scrimp.errors import PlanError
 from scrimp.planner.flops import linear_layers
 from scrimp.planner.memory.decision import MemoryDecision
 from scrimp.planner.memory.room import Budgets, enough_text, size_text
-from scrimp.planner.schema import BlockChoice, Figures, Fingerprint, GemmChoice, Layout, Plan, StateChoice
-from scrimp.precision import GEMMS, HIGH_PRECISION, PrecisionRules, parse_rules
+from scrimp.planner.schema import BlockChoice, Figures, Fingerprint, Layout, Plan, StateChoice
+from scrimp.precision import HIGH_PRECISION, LinearPrecision, PrecisionRules, parse_rules
 
 _RESIDENT = "everything resident"
 
@@ -30,19 +30,9 @@ def model_fingerprint(architecture: Architecture) -> str:
     return f"{architecture.family}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
-def gemm_formats(plan: Plan) -> dict[str, dict[str, str]]:
-    """Layer to recipe per GEMM, as `ideal_seconds_per_token` takes it."""
-    return {layer: {gemm: getattr(choice, gemm) for gemm in GEMMS} for layer, choice in plan.gemms.items()}
-
-
 def with_precisions(plan: Plan, rules: PrecisionRules) -> Plan:
     """A plan whose GEMMs are as these rules say."""
-    assigned = rules.assign(list(plan.gemms))
-    gemms = {
-        layer: GemmChoice(**dataclasses.asdict(choice), reason=reason)
-        for layer, (choice, reason) in assigned.items()
-    }
-    return dataclasses.replace(plan, gemms=gemms)
+    return dataclasses.replace(plan, gemms=rules.assign(list(plan.gemms)))
 
 
 def build_plan(
@@ -110,7 +100,9 @@ def _states(architecture: Architecture, memory: MemoryDecision | None) -> dict[s
     return {name: blocks.get(name, ends) for name in names}
 
 
-def _gemms(config: Config, architecture: Architecture, reasons: Mapping[str, str]) -> dict[str, GemmChoice]:
+def _gemms(
+    config: Config, architecture: Architecture, reasons: Mapping[str, str]
+) -> dict[str, LinearPrecision]:
     rules = config.precision_rules
     # Where one high precision is all there is, its own reason says more than its name.
     is_plain = rules.base in HIGH_PRECISION and not rules.rules
@@ -119,14 +111,12 @@ def _gemms(config: Config, architecture: Architecture, reasons: Mapping[str, str
         pinned = parse_rules(config.precision).pinned(linear_layers(architecture))
         start = f"until the first plan: {reasons.get('snip.start', 'set by the user')}"
         return {
-            layer: GemmChoice(
-                **dataclasses.asdict(choice), reason=reason if layer in pinned or layer == "head" else start
-            )
-            for layer, (choice, reason) in rules.assign(linear_layers(architecture)).items()
+            layer: choice if layer in pinned or layer == "head" else dataclasses.replace(choice, reason=start)
+            for layer, choice in rules.assign(linear_layers(architecture)).items()
         }
     return {
-        layer: GemmChoice(**dataclasses.asdict(choice), reason=only or reason)
-        for layer, (choice, reason) in rules.assign(linear_layers(architecture)).items()
+        layer: dataclasses.replace(choice, reason=only or choice.reason)
+        for layer, choice in rules.assign(linear_layers(architecture)).items()
     }
 
 

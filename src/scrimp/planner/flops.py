@@ -40,7 +40,7 @@ from dataclasses import dataclass
 
 from scrimp.config import Architecture
 from scrimp.errors import PlanError
-from scrimp.precision import GEMMS, RECIPES, lookup_scaling, recipe
+from scrimp.precision import RECIPES, LinearPrecision, lookup_scaling, recipe
 
 GEMM_NAMES = ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")
 _WIDTHS = ("fp32", "bf16", "fp8", "fp4")
@@ -155,26 +155,25 @@ def linear_shapes(architecture: Architecture) -> dict[str, tuple[int, int]]:
 def ideal_seconds_per_token(
     architecture: Architecture,
     sequence: int,
-    gemm_formats: Mapping[str, Mapping[str, str]],
+    gemms: Mapping[str, LinearPrecision],
     peaks: Peaks,
     compute: str | None = None,
 ) -> float:
     """Seconds per token at the speed of light.
 
     Args:
-        gemm_formats: layer name (``blocks.0.mlp.down``, ``head``) to the recipe of each of its
-            three GEMMs (``fprop``, ``dgrad``, ``wgrad``).
+        gemms: layer name (``blocks.0.mlp.down``, ``head``) to its formats, as in a plan.
         compute: working format, which attention runs in: fp32 or bf16. None: fp32 where the head's
             fprop is, as in every plan whose rules leave the head alone.
     """
     flops = count_flops(architecture, sequence)
     shapes = linear_shapes(architecture)
     seconds = 0.0
-    for layer, formats in gemm_formats.items():
+    for layer, formats in gemms.items():
         outputs, inputs = shapes[layer if layer == "head" else layer.split(".", 2)[2]]
-        seconds += sum(2.0 * outputs * inputs / peak_of_recipe(peaks, formats[gemm]) for gemm in GEMMS)
-    head = gemm_formats.get("head", {"fprop": "bf16"})
-    attention = compute or ("fp32" if head["fprop"] == "fp32" else "bf16")
+        seconds += sum(2.0 * outputs * inputs / peak_of_recipe(peaks, recipe) for recipe in formats.recipes)
+    head = gemms.get("head", LinearPrecision.of("bf16"))
+    attention = compute or ("fp32" if head.fprop == "fp32" else "bf16")
     return seconds + flops.attention_causal / peaks[attention]
 
 

@@ -38,7 +38,7 @@ from scrimp.config.activations import ALL_ACTIVATIONS
 from scrimp.errors import PlanError
 from scrimp.files import read_bounded
 from scrimp.json_files import decode_json, finite
-from scrimp.precision import GEMMS, RECIPES, RECOMPUTE, SAVED_CHOICES, is_recomputable
+from scrimp.precision import GEMMS, RECIPES, RECOMPUTE, SAVED_CHOICES, LinearPrecision, is_recomputable
 
 VERSION = 1
 RESTORE = "copy plan.json from the newest checkpoint of the run"
@@ -47,17 +47,6 @@ MAX_FILE_BYTES = 2**26
 EDITABLE = ("blocks", "states")
 FORMATS = tuple(RECIPES)
 """Recipes that a GEMM may have."""
-
-
-@dataclass(frozen=True)
-class GemmChoice:
-    """Recipes of the three GEMMs of one linear layer, and what backward keeps of its input."""
-
-    fprop: str
-    dgrad: str
-    wgrad: str
-    saved: str
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -149,7 +138,7 @@ class Plan:
 
     fingerprint: Fingerprint
     budget: dict[str, float | int]
-    gemms: dict[str, GemmChoice]
+    gemms: dict[str, LinearPrecision]
     blocks: dict[str, BlockChoice]
     states: dict[str, StateChoice]
     layout: Layout

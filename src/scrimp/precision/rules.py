@@ -34,7 +34,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Literal
 
@@ -64,13 +64,20 @@ _NAMES_SHOWN = 8
 
 @dataclass(frozen=True)
 class LinearPrecision:
-    """One linear layer: a recipe for each GEMM, and what backward keeps of the input."""
+    """One linear layer: a recipe for each GEMM, what backward keeps of the input, and why. In rules, plans, `plan.json`
+    and layers that run it is the same; layers of equal formats are equal, whatever the reasons."""
 
     fprop: str
     dgrad: str
     wgrad: str
     saved: str
     """bf16, fp32, a recipe (X as its wgrad operand), or recompute."""
+    reason: str = field(default="", compare=False)
+
+    @property
+    def recipes(self) -> tuple[str, str, str]:
+        """Those of fprop, dgrad and wgrad."""
+        return self.fprop, self.dgrad, self.wgrad
 
     @classmethod
     def of(cls, name: str) -> LinearPrecision:
@@ -166,7 +173,7 @@ class PrecisionRules:
         """The same rules on another base."""
         return replace(self, base=base)
 
-    def assign(self, layers: Sequence[str]) -> dict[str, tuple[LinearPrecision, str]]:
+    def assign(self, layers: Sequence[str]) -> dict[str, LinearPrecision]:
         """What each layer runs in, and why.
 
         Args:
@@ -196,7 +203,7 @@ class PrecisionRules:
             return self.compute, "attention keeps its output anyway"
         return wgrad, ""
 
-    def _choose(self, layer: str) -> tuple[LinearPrecision, str]:
+    def _choose(self, layer: str) -> LinearPrecision:
         compute = self.compute
         base, why = self.base or compute, f"precision {self.base}"
         if layer == HEAD and base != compute:
@@ -218,7 +225,7 @@ class PrecisionRules:
                 expected=f"a pattern for {' or '.join(RECOMPUTABLE)}, whose inputs are made from kept tensors",
                 do=f"write such as *.mlp.down.saved={RECOMPUTE}",
             )
-        return LinearPrecision(**chosen), "; ".join(dict.fromkeys(reasons.values()))
+        return LinearPrecision(**chosen, reason="; ".join(dict.fromkeys(reasons.values())))
 
 
 def is_recomputable(layer: str) -> bool:

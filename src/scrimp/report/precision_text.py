@@ -45,7 +45,7 @@ _GEMM_CELL: Final = 6
 
 @runtime_checkable
 class ThreeGemms(Protocol):
-    """Formats of a layer's GEMMs: a `LinearPrecision`, a plan's `GemmChoice`."""
+    """Formats of a layer's GEMMs, as a `LinearPrecision` has them."""
 
     @property
     def fprop(self) -> str: ...

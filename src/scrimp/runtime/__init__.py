@@ -11,7 +11,7 @@ from scrimp.runtime.backends import (
     tuned_gemms,
 )
 from scrimp.runtime.determinism import deterministic
-from scrimp.runtime.execute import Executable, precisions_of, quantizes, realise
+from scrimp.runtime.execute import Executable, quantizes, realise
 from scrimp.runtime.proof import StepCount, StepProof, prove
 
 __all__ = [
@@ -23,7 +23,6 @@ __all__ = [
     "compile_blocks",
     "describe_backends",
     "deterministic",
-    "precisions_of",
     "preferred_backends",
     "prove",
     "quantizes",

@@ -28,7 +28,7 @@ from scrimp.gemm.backends import BACKENDS
 from scrimp.gemm.problem import Shape, features_of, shape_of
 from scrimp.planner import BackendChoice, Plan, linear_shapes
 from scrimp.precision import GEMMS, HIGH_PRECISION
-from scrimp.runtime.execute import HEAD, PLANNED_PROBE_TOKENS, precisions_of, recipes_of
+from scrimp.runtime.execute import HEAD, PLANNED_PROBE_TOKENS
 
 
 def choose_backends(
@@ -54,9 +54,7 @@ def choose_backends(
     only = None if backend == "auto" else backend
     record = () if only else _record_of(plan, architecture)
     quantized = {
-        layer: choice
-        for layer, choice in precisions_of(plan).items()
-        if set(recipes_of(choice)) - {*HIGH_PRECISION}
+        layer: choice for layer, choice in plan.gemms.items() if set(choice.recipes) - {*HIGH_PRECISION}
     }
     shapes = {layer: _sizes(architecture, layer) for layer in quantized}
     in_blocks = {layer: choice for layer, choice in quantized.items() if layer != HEAD}
@@ -185,7 +183,7 @@ def _quantized(
         head_tokens: rows of the head's GEMMs; 0: as many as the others'.
     """
     seen = set()
-    for layer, choice in precisions_of(plan).items():
+    for layer, choice in plan.gemms.items():
         rows = (head_tokens or tokens) if layer == HEAD else tokens
         for gemm in GEMMS:
             recipe, kind = choice.gemm(gemm), _kind(layer)

@@ -208,27 +208,14 @@ def realise(
     return executable
 
 
-def recipes_of(choice: LinearPrecision) -> tuple[str, str, str]:
-    """The recipes of fprop, dgrad and wgrad."""
-    return choice.fprop, choice.dgrad, choice.wgrad
-
-
-def precisions_of(plan: Plan) -> dict[str, LinearPrecision]:
-    """Layer to the recipes of its GEMMs and what it saves."""
-    return {
-        layer: LinearPrecision(choice.fprop, choice.dgrad, choice.wgrad, choice.saved)
-        for layer, choice in plan.gemms.items()
-    }
-
-
 def quantizes(plan: Plan, compute: str) -> bool:
     """Whether any GEMM differs from the working format, or any input is not simply saved."""
-    return any(choice != LinearPrecision.of(compute) for choice in precisions_of(plan).values())
+    return any(choice != LinearPrecision.of(compute) for choice in plan.gemms.values())
 
 
 def plan_layers(model: Decoder, plan: Plan, choose: BackendChooser, seed: int) -> PlannedModel:
     """Swap the blocks' linear layers for planned ones, and plan the head's GEMMs inside the loss."""
-    precisions = precisions_of(plan)
+    precisions = dict(plan.gemms)
     head = precisions.pop(HEAD)
     planned = swap_in(model, precisions, seed=seed, choose=choose)
     model.planned_head = PlannedLayer(HEAD, head, planned.clock, choose)

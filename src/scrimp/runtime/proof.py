@@ -43,7 +43,7 @@ from scrimp.gemm import (
 )
 from scrimp.planner import Plan
 from scrimp.precision import GEMMS, LinearPrecision
-from scrimp.runtime.execute import HEAD, PLANNED_PROBE_TOKENS, Executable, precisions_of
+from scrimp.runtime.execute import HEAD, PLANNED_PROBE_TOKENS, Executable
 
 _PRODUCTS = {"mm", "addmm", "addmm_", "_addmm_activation", "linear"}
 _FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
@@ -93,9 +93,7 @@ class StepCount:
         for (layer, gemm, recipe), number in expected_products(plan, compute).items():
             if layer != "plain":
                 expected[layer, gemm, recipe] = number * (head_chunks if layer == HEAD else micro_batches)
-        plain = {
-            layer for layer, choice in precisions_of(plan).items() if choice == LinearPrecision.of(compute)
-        }
+        plain = {layer for layer, choice in plan.gemms.items() if choice == LinearPrecision.of(compute)}
         ran = Counter(
             {key: number for key, number in self.counts.items() if key[0] not in plain or key[2] != compute}
         )
@@ -105,7 +103,7 @@ class StepCount:
 def expected_products(plan: Plan, compute: str) -> Counts:
     """The GEMMs of one forward and backward pass over one chunk of tokens."""
     counts: Counts = Counter()
-    for layer, choice in precisions_of(plan).items():
+    for layer, choice in plan.gemms.items():
         is_plain = choice == LinearPrecision.of(compute)
         for gemm in GEMMS:
             counts[("plain", "", choice.gemm(gemm)) if is_plain else (layer, gemm, choice.gemm(gemm))] += 1
@@ -137,11 +135,7 @@ def prove(executable: Executable, plan: Plan) -> None:
 
 def _quantized(plan: Plan, compute: str) -> dict[str, LinearPrecision]:
     """The layers whose GEMMs are planned ones; the others take torch's own path."""
-    return {
-        layer: choice
-        for layer, choice in precisions_of(plan).items()
-        if choice != LinearPrecision.of(compute)
-    }
+    return {layer: choice for layer, choice in plan.gemms.items() if choice != LinearPrecision.of(compute)}
 
 
 class StepProof:
@@ -162,7 +156,7 @@ class StepProof:
         if executable.model.planned_head is not None:
             layers[HEAD] = executable.model.planned_head
         precisions = {k: v for k, v in _quantized(plan, self._compute).items() if k in layers}
-        changed = changed_gemms({} if before is None else precisions_of(before), precisions)
+        changed = changed_gemms({} if before is None else before.gemms, precisions)
         if last is not None:
             changed |= last.give_up()
         self._fingerprints = Fingerprints(precisions, changed)

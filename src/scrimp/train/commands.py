@@ -17,7 +17,7 @@ from scrimp.data import CorpusSpec, Progress, open_corpus
 from scrimp.errors import ConfigError, DataError, ModelError, StorageError
 from scrimp.export import ExportTarget
 from scrimp.model import Decoder, export_model, generate
-from scrimp.planner import count_flops, gemm_formats, ideal_seconds_per_token
+from scrimp.planner import count_flops, ideal_seconds_per_token
 from scrimp.planner.memory.room import NoRoomError
 from scrimp.planner.precision import PrecisionPlan
 from scrimp.profiler import device_peaks, recall_throughput, resolve_device
@@ -114,7 +114,7 @@ def _run_table(decisions: Decisions) -> Any:
     rate = recall_throughput(plan, config)
     peaks = device_peaks(decisions.device.torch_device, decisions.device.name)
     compute = config.precision_rules.compute
-    ideal = 1 / ideal_seconds_per_token(architecture, sequence, gemm_formats(plan), peaks, compute)
+    ideal = 1 / ideal_seconds_per_token(architecture, sequence, plan.gemms, peaks, compute)
     backends, attention = decisions.describe_backends(), attention_text(decisions)
     measured = (
         f"{format_rate(rate)} (measured by an earlier run)" if rate else "not measured yet on this machine"

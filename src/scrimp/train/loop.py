@@ -28,7 +28,7 @@ from scrimp.config import decided
 from scrimp.data import Batch, Corpus, Loader
 from scrimp.errors import StorageError
 from scrimp.files import write_whole
-from scrimp.planner import Plan, count_flops, gemm_formats, ideal_seconds_per_token, mfu
+from scrimp.planner import Plan, count_flops, ideal_seconds_per_token, mfu
 from scrimp.planner.flops import Peaks
 from scrimp.profiler import MemoryMeter
 from scrimp.report.memory_text import runs_of
@@ -145,7 +145,7 @@ class Trainer:
         self._ideal_seconds = ideal_seconds_per_token(
             self.decisions.architecture,
             decided(self.train.sequence),
-            gemm_formats(plan),
+            plan.gemms,
             self.peaks,
             self.config.precision_rules.compute,
         )

@@ -29,7 +29,6 @@ from scrimp.runtime import (
     backends_text,
     compile_blocks,
     deterministic,
-    precisions_of,
     prove,
     realise,
     tune,
@@ -416,7 +415,7 @@ def _note_edited_plan(trainer: Trainer) -> None:
     if trainer.config.is_planned:
         return
     rules = trainer.config.precision_rules.assign(list(plan.gemms))
-    edited = [layer for layer, choice in precisions_of(plan).items() if choice != rules[layer][0]]
+    edited = [layer for layer, choice in plan.gemms.items() if choice != rules[layer]]
     if edited:
         note = (
             f"plan.json differs from `precision` in {len(edited)} layers, {edited[0]} first: the plan counts"

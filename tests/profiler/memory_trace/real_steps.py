@@ -43,8 +43,7 @@ class Setting:
         """Layer to formats, where any differs."""
         if not self.rules:
             return {}
-        assigned = parse_rules(self.rules).assign(linear_layers(self.architecture))
-        return {layer: choice for layer, (choice, _) in assigned.items()}
+        return parse_rules(self.rules).assign(linear_layers(self.architecture))
 
     @property
     def choices(self) -> list[str]:

@@ -38,8 +38,7 @@ def traced(architecture: Architecture, precision: str, **changes: object) -> Ste
         "loss_chunk": 0,
         **changes,
     }
-    assigned = rules.assign(linear_layers(architecture))
-    linears = {layer: choice for layer, (choice, _) in assigned.items()}
+    linears = rules.assign(linear_layers(architecture))
     return trace_costs(architecture, linears=linears, **arguments)  # type: ignore[arg-type]
 
 

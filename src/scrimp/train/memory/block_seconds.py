@@ -46,7 +46,7 @@ FEWEST_ROUNDS = 2
 
 def linears_of(rules: PrecisionRules, architecture: Architecture) -> dict[str, LinearPrecision]:
     """Formats of every linear layer."""
-    return {layer: choice for layer, (choice, _) in rules.assign(linear_layers(architecture)).items()}
+    return rules.assign(linear_layers(architecture))
 
 
 def with_seconds(

@@ -32,7 +32,7 @@ from scrimp.config import decided
 from scrimp.files import make_folder, write_whole
 from scrimp.planner.precision import PrecisionPlan, PrecisionProfile, plan_or_nearest
 from scrimp.precision import parse_rules
-from scrimp.runtime import Executable, precisions_of
+from scrimp.runtime import Executable
 from scrimp.statistics import Probe
 from scrimp.train.metrics import MetricsLog
 from scrimp.train.optimizer import AdamW
@@ -306,7 +306,7 @@ class PrecisionCycle:
     def _put_in_force(self) -> None:
         planned = self._executable.planned
         assert planned is not None
-        precisions = precisions_of(self.plan)
+        precisions = dict(self.plan.gemms)
         planned.replan({layer: precisions[layer] for layer in planned.layers})
 
     # -- evidence ------------------------------------------------------------------------------

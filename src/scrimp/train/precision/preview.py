@@ -86,11 +86,7 @@ def _measured(decisions: Decisions, checkpoint: Checkpoint, target: ExportTarget
     meter = _meter(decisions, checkpoint)
     layers = [layer for layer in decisions.plan.gemms if layer != "head"]
     pinned = parse_rules(config.precision).pinned(layers)
-    start = {
-        layer: (choice.fprop, choice.dgrad, choice.wgrad)
-        for layer, choice in decisions.plan.gemms.items()
-        if layer != "head"
-    }
+    start = {layer: choice.recipes for layer, choice in decisions.plan.gemms.items() if layer != "head"}
     formats = formats_to_measure(config, pinned, [name for row in start.values() for name in row])
     profile = meter.measure(checkpoint.step, formats)
     question = ask(config, profile, Horizon(checkpoint.step, None, 0.0), pinned, start, None, {})

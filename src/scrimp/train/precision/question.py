@@ -16,7 +16,7 @@ import numpy as np
 from scrimp.config import Architecture, Config, decided
 from scrimp.config.snip import BUDGETS, WHOLE_LAYERS, chosen_steps
 from scrimp.errors import PlanError
-from scrimp.planner import GemmChoice, Plan, linear_layers, linear_shapes
+from scrimp.planner import Plan, linear_layers, linear_shapes
 from scrimp.planner.precision import Budget, PrecisionPlan, PrecisionProfile, Question, Weights, split
 from scrimp.planner.precision.schedule import at_share
 from scrimp.precision import GEMMS, RECIPES, PrecisionRules
@@ -80,10 +80,7 @@ def low_share(recipes: Recipes, shares: Mapping[str, float]) -> float:
 
 def recipes_in(found: PrecisionPlan) -> Recipes:
     """What an analysis chose."""
-    return {
-        layer: (row.gemms["fprop"].choice, row.gemms["dgrad"].choice, row.gemms["wgrad"].choice)
-        for layer, row in found.layers.items()
-    }
+    return {layer: choice.recipes for layer, choice in found.precisions.items()}
 
 
 def harm_in(analysis: PrecisionPlan | None, recipes: Recipes) -> dict[str, tuple[float, float, float]]:
@@ -197,7 +194,7 @@ def replanned(plan: Plan, rules: PrecisionRules, recipes: Recipes, analysis: Pre
     gemms = dict(plan.gemms)
     for layer, row in recipes.items():
         precision = rules.with_recipes(layer, *row)
-        gemms[layer] = GemmChoice(**dataclasses.asdict(precision), reason=_reason(layer, row, analysis, plan))
+        gemms[layer] = dataclasses.replace(precision, reason=_reason(layer, row, analysis, plan))
     predicted = plan.predicted
     if analysis is not None:
         loss, update = divergences_of(analysis, recipes)

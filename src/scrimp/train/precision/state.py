@@ -24,7 +24,6 @@ from scrimp.json_files import as_typed
 from scrimp.planner import Plan
 from scrimp.planner.precision import PrecisionPlan
 from scrimp.precision import GEMMS, RECIPES
-from scrimp.runtime import precisions_of
 from scrimp.train.precision.guard import GuardState, Recipes
 from scrimp.train.precision.question import is_due
 
@@ -145,11 +144,7 @@ def read_cycle(saved: Mapping[str, Any] | None) -> SavedCycle:
 
 def planned_recipes(plan: Plan) -> Recipes:
     """The formats of the layers whose formats are planned: all but the head."""
-    return {
-        layer: (choice.fprop, choice.dgrad, choice.wgrad)
-        for layer, choice in precisions_of(plan).items()
-        if layer != "head"
-    }
+    return {layer: choice.recipes for layer, choice in plan.gemms.items() if layer != "head"}
 
 
 def _refuse_impossible(state: CycleState, plan: Plan) -> None:
