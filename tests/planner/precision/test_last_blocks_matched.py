@@ -18,8 +18,11 @@ _, FP8, FP4 = range(3)
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.integers(0, 10**6), st.floats(0, 1), st.booleans())
-def test_matched_last_blocks_are_the_most_that_the_budget_allows(seed: int, least: float, fix: bool) -> None:
+@given(st.integers(0, 10**6), st.integers(0, 1000), st.booleans())
+def test_matched_last_blocks_are_the_most_that_the_budget_allows(
+    seed: int, thousandths: int, fix: bool
+) -> None:
+    least = thousandths / 1000  # finer ones may lie within the tolerance of a share
     made = profile(names(5), seed=seed)
     fixed = {layer: dict.fromkeys(GEMMS, "fp8") for layer in made.layers[8:12]} if fix else {}
     allowed = allowed_by(made.layers, made.formats, fixed)
