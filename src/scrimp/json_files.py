@@ -45,6 +45,8 @@ T = TypeVar("T")
 _Integer = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 _Text = Annotated[str, msgspec.Meta(pattern=r"\A[^\x00-\x08\x0b-\x1f\x7f-\x9f]*\Z")]
 _UNSEEN: Final[Any] = object()
+_LARGEST: Final = 10**MAX_DIGITS
+_SCALARS: Final = (str, float, bool, type(None))
 _LOOK_AGAIN: Final = 2**22
 _SHOWN: Final = 60
 
@@ -193,7 +195,7 @@ def _twin(kind: Hashable, closed: bool, version: str | None = None) -> Any:
 def _excess(value: object, depth: int = MAX_DEPTH) -> tuple[str, str] | None:
     """Key and reason of the first thing below a field typed `Any` that is out of bounds."""
     if isinstance(value, int):
-        return None if abs(value) < 10**MAX_DIGITS else ("", f"an integer of more than {MAX_DIGITS} digits")
+        return None if abs(value) < _LARGEST else ("", f"an integer of more than {MAX_DIGITS} digits")
     if isinstance(value, dict):
         inner: Iterable[tuple[object, object]] = value.items()
     elif isinstance(value, list | tuple):
@@ -205,6 +207,9 @@ def _excess(value: object, depth: int = MAX_DEPTH) -> tuple[str, str] | None:
     if depth == 0:
         return "", f"more than {MAX_DEPTH} levels of lists and objects"
     for key, item in inner:
+        # A vocabulary has a hundred thousand numbers, and as many pairs of texts.
+        if type(item) in _SCALARS or (type(item) is int and -_LARGEST < item < _LARGEST):
+            continue
         found = _excess(item, depth - 1)
         if found is not None:
             return _step(key) + found[0], found[1]
