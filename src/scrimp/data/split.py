@@ -10,10 +10,11 @@ By source  A file of its own, or a data set's own validation split, is held out 
            that hold 80 % of the 13-grams of a held-out one are left out.
 Fixed      All of this depends on the text alone. What was decided is kept in the manifest.
 Cost       Two passes over the text (one reads it, where memory holds it: see passes), and for each candidate
-           about 2 KB of memory. Against a split by hash alone (benchmarks/prepare_versions.py, on a busy
-           machine) `prepare` with a BPE takes 0.98 to 1.04 times the processor time; with the bytes tokenizer,
-           which has nothing to encode, 1.4 to 1.5 times, and 1.0 to 1.6 times the wall time. Where each pass reads
-           the text anew, 2.5 times the processor and 2.3 times the wall time (180 MB, three repeats).
+           about 2 KB of memory. Against a split by hash alone (benchmarks/prepare_versions.py, on a busy machine)
+           `prepare` takes, in wall time: where it trains a BPE, as by default, 0.95 to 1.05 times (1 MB, four calls
+           each); with a BPE that is there 1.18 to 1.21 times, of which half is a constant 30 ms; with the bytes
+           tokenizer, which has nothing to encode, 1.3 to 1.4 times. Where each pass reads the text anew, 2.3 times
+           (180 MB, three repeats).
 Limits     See grams for what a near document is, and the errors of finding one.
 Checked    tests/data/test_split.py.
 """
