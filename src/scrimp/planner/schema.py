@@ -20,8 +20,8 @@ stand in ``predicted``, and after the first steps what was measured stands besid
     measured      the same keys after the first steps, or null
     written       digests of blocks and states as Scrimp wrote them: what its user has changed since is known by them
 
-Reading refuses an unknown version, an unknown or missing key, and a value of a wrong type,
-each by its path in the file. This module is pure: it touches no device.
+Reading refuses an unknown version, an unknown or missing key (but for a layer's reason), and a
+value of a wrong type, each by its path in the file. This module is pure: it touches no device.
 """
 
 from __future__ import annotations

@@ -20,12 +20,14 @@ from scrimp.config import Config, decided, reasons_in, to_toml
 from scrimp.data import load_tokenizer
 from scrimp.errors import CheckpointError, ConfigError, PlanError, TrainingError
 from scrimp.files import write_whole
+from scrimp.gemm import BackendChooser
 from scrimp.model import Decoder, initialise
 from scrimp.model.compiled import is_compiler_error
 from scrimp.planner import Plan, count_flops
 from scrimp.profiler import MemoryMeter, device_peaks
 from scrimp.report.units import format_count
 from scrimp.runtime import (
+    Executable,
     backends_text,
     compile_blocks,
     deterministic,
@@ -249,14 +251,6 @@ def _make_trainer(
     config, device = decisions.config, decisions.device.torch_device
     torch.manual_seed(config.run.seed)
 
-    def fill(model: Decoder) -> None:
-        if start.checkpoint is not None:
-            return  # every parameter is loaded from the checkpoint below
-        if config.model.weights is not None:
-            fill_from_weights(model, config.model.weights)
-        else:
-            initialise(model, config.run.seed)
-
     line.phase("measuring the peak rate of the device")
     peaks = device_peaks(device, decisions.device.name)
     line.peak_origin = peaks.description
@@ -266,22 +260,7 @@ def _make_trainer(
         tune(tuned, device)  # before there is a model, and a proof: nothing of it lies in memory later
     line.phase("building the model")
     meter = MemoryMeter(device, start.room.arena.owns) if start.room else MemoryMeter(device)
-    executable = realise(
-        decisions.plan,
-        decisions.architecture,
-        fill,
-        device=device,
-        parameters=config.train.parameters,
-        compute=config.precision_rules.compute,
-        seed=config.run.seed,
-        loss_chunk=decided(config.train.loss_chunk),
-        z_loss=config.train.z_loss,
-        choose=choose,
-        replans=config.is_planned,
-        room=start.room,
-        most_tokens=decisions.micro_batch_tokens,
-        longest=decided(config.train.sequence),
-    )
+    executable = _realised(start, choose)
     record = read_record(decided(config.run.dir))
     assert record is not None  # `_write_decisions` has written it
     trainer = Trainer(
@@ -309,6 +288,37 @@ def _make_trainer(
         line.phase("compiling the blocks during the first step")
         compile_blocks(executable.model)
     return trainer
+
+
+def _realised(start: Start, choose: BackendChooser) -> Executable:
+    """The model of the plan, with its first weights where no checkpoint is loaded into it later."""
+    decisions = start.decisions
+    config, device = decisions.config, decisions.device.torch_device
+
+    def fill(model: Decoder) -> None:
+        if start.checkpoint is not None:
+            return  # every parameter is loaded from the checkpoint later
+        if config.model.weights is not None:
+            fill_from_weights(model, config.model.weights)
+        else:
+            initialise(model, config.run.seed)
+
+    return realise(
+        decisions.plan,
+        decisions.architecture,
+        fill,
+        device=device,
+        parameters=config.train.parameters,
+        compute=config.precision_rules.compute,
+        seed=config.run.seed,
+        loss_chunk=decided(config.train.loss_chunk),
+        z_loss=config.train.z_loss,
+        choose=choose,
+        replans=config.is_planned,
+        room=start.room,
+        most_tokens=decisions.micro_batch_tokens,
+        longest=decided(config.train.sequence),
+    )
 
 
 @contextlib.contextmanager
