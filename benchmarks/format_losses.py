@@ -89,8 +89,8 @@ def train(recipe: str, seed: int, options: argparse.Namespace) -> None:
     else:
         command += ["--precision", recipe, "--run.seed", str(seed), "--model.preset", options.preset]
         command += ["--train.steps", str(options.steps), "--train.batch-tokens", str(options.batch_tokens)]
-        command += ["--train.eval-every", str(options.steps), "--train.eval-tokens", str(options.eval_tokens)]
-        command += ["--train.checkpoint-every", "60", "--device", options.device]
+        command += ["--evaluation.every", str(options.steps), "--evaluation.tokens", str(options.eval_tokens)]
+        command += ["--checkpoint.every", "60", "--device", options.device]
     print(f"{recipe}, seed {seed}", flush=True)
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 

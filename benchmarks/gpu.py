@@ -73,8 +73,8 @@ RUN = (
     "--device=cuda",
     "--model.preset=llama-20m",
     "--train.steps=40",
-    "--train.checkpoint-every=20",
-    "--train.keep-last=3",
+    "--checkpoint.every=20",
+    "--checkpoint.keep-last=3",
 )
 SMOKE_RUN = ("--device=cuda", "--model.preset=llama-3m", "--train.steps=4", "--data.tokenizer=bytes")
 BF16 = ("--precision=bf16", *RUN)

@@ -104,7 +104,7 @@ class Bench(Session):
         own += [f"--allocator-bytes={allocator_bytes}"] if allocator_bytes and self.device == "cuda" else []
         own += [f"--seconds={seconds}"] if seconds else []
         common = [f"--device={self.device}", f"--data.source={self.shards}", f"--run.dir={folder}"]
-        common += [f"--train.steps={steps}", "--train.eval-every=0", "--train.checkpoint-every=0"]
+        common += [f"--train.steps={steps}", "--evaluation.every=0", "--checkpoint.every=0"]
         began = time.perf_counter()
         failure = self._started([*own, "--", *common, *options])
         path = Path(f"{folder}.json")

@@ -12,9 +12,9 @@ from scrimp.config import preset
 
 GIB = 2**30
 MIB = 2**20
-ROUNDED = ("--train.parameters=bf16", "--train.master-weights=false")
+ROUNDED = ("--train.parameters=bf16", "--optimizer.master-weights=false")
 """bf16 weights without masters: 8 bytes a parameter with gradient and bf16 moments."""
-ROUNDED8 = (*ROUNDED, "--train.moments=8bit")
+ROUNDED8 = (*ROUNDED, "--optimizer.moments=8bit")
 TRACED = "--memory.optimizer=device"
 """Where it is: but a setting, so that the step is traced even where everything fits easily by its formula."""
 ALL_ON_HOST = ("--memory.weights=host", "--memory.gradients=host", "--memory.optimizer=host")
@@ -237,18 +237,20 @@ REFERENCES: dict[str, dict[str, Reference]] = {
     "cuda": {
         "qwen7b": Reference("qwen2.5-7b", 16 * GIB, 57 * _GB, 5 * _GB, 65_536, SPEED),
         "qwen7b-8bit": Reference(
-            "qwen2.5-7b", 16 * GIB, 57 * _GB, 5 * _GB, 65_536, (*SPEED, "--train.moments=8bit")
+            "qwen2.5-7b", 16 * GIB, 57 * _GB, 5 * _GB, 65_536, (*SPEED, "--optimizer.moments=8bit")
         ),
         "qwen14b": Reference(
-            "qwen2.5-14b", 24 * GIB, 110 * _GB, 5 * _GB, 65_536, (*SPEED, "--train.moments=8bit")
+            "qwen2.5-14b", 24 * GIB, 110 * _GB, 5 * _GB, 65_536, (*SPEED, "--optimizer.moments=8bit")
         ),
         # All of an 80 GB card, and the tokens of a step of LLMQ's tables.
         "qwen7b-card": Reference("qwen2.5-7b", 76 * GIB, 110 * _GB, 5 * _GB, 524_288, SPEED),
     },
     "cpu": {
         "qwen7b": Reference(TINY, 40 * MIB, 2 * _GB, _GB, 2048, TINY_SPEED),
-        "qwen7b-8bit": Reference(TINY, 40 * MIB, 2 * _GB, _GB, 2048, (*TINY_SPEED, "--train.moments=8bit")),
-        "qwen14b": Reference(TINY, 30 * MIB, 2 * _GB, _GB, 2048, (*TINY_SPEED, "--train.moments=8bit")),
+        "qwen7b-8bit": Reference(
+            TINY, 40 * MIB, 2 * _GB, _GB, 2048, (*TINY_SPEED, "--optimizer.moments=8bit")
+        ),
+        "qwen14b": Reference(TINY, 30 * MIB, 2 * _GB, _GB, 2048, (*TINY_SPEED, "--optimizer.moments=8bit")),
         "qwen7b-card": Reference(TINY, 400 * MIB, 2 * _GB, _GB, 4096, TINY_SPEED),
     },
 }

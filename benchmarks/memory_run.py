@@ -58,13 +58,14 @@ class Figures:
     def decided(self, trainer: Trainer) -> None:
         """Note what is predicted, before anything runs."""
         decisions = trainer.decisions
-        train, memory = decisions.config.train, decisions.memory
+        train, optimizer = decisions.config.train, decisions.config.optimizer
+        memory = decisions.memory
         self.found["settings"] = {
             "model": decisions.config.model.preset,
             "precision": decisions.config.precision,
             "parameters": train.parameters,
-            "master_weights": train.master_weights,
-            "moments": train.moments,
+            "master_weights": optimizer.master_weights,
+            "moments": optimizer.moments,
             "micro_batch": train.micro_batch,
             "sequence": train.sequence,
             "batch_tokens": train.batch_tokens,

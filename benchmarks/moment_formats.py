@@ -32,10 +32,10 @@ from environment import RESULTS, cpu, facts, markdown_table, write_pair
 from moment_codes import Rounding, exact, float8, mirrored, positive, rounding, shifted
 from torch import Tensor, nn
 
-from scrimp.config import Architecture, TrainConfig
+from scrimp.config import Architecture, OptimizerConfig
 from scrimp.formats import Noise
 from scrimp.model import Decoder, initialise
-from scrimp.train.optimizer import AdamW, MomentFormat, Moments, Step, update
+from scrimp.optim import AdamW, MomentFormat, Moments, Step, update
 
 MODEL = Architecture(
     family="llama",
@@ -50,7 +50,7 @@ MODEL = Architecture(
 )
 ROWS, SEQUENCE = 8, 128
 PEAK_LR, WARMUP, CLIP = 3e-3, 20, 1.0
-TRAIN = TrainConfig(weight_decay=0.1, beta1=0.9, beta2=0.95, clip=CLIP)
+TRAIN = OptimizerConfig(weight_decay=0.1, beta1=0.9, beta2=0.95, clip=CLIP)
 FORMATS: tuple[MomentFormat, ...] = ("fp32", "bf16", "8bit")
 Weights = dict[str, Tensor]
 
@@ -138,7 +138,7 @@ class Candidate:
 
 
 def ours(weights: Weights, format_: MomentFormat, dtype: torch.dtype) -> Candidate:
-    """As `scrimp.train.optimizer` does it."""
+    """As `scrimp.optim` does it."""
     typed = {name: w.to(dtype) for name, w in weights.items()}
     moments = {name: Moments.zeros(format_, w) for name, w in typed.items()}
 
@@ -307,7 +307,7 @@ def losses(name: str, steps: int, seeds: list[int]) -> dict[str, Any]:
     found = []
     for seed in seeds:
         model = model_of(dtype, seed)
-        train = TrainConfig(
+        train = OptimizerConfig(
             weight_decay=0.1, beta2=TRAIN.beta2, clip=CLIP, master_weights=master, moments=format_
         )
         optimizer = AdamW(dict(model.named_parameters()), train, seed=seed)

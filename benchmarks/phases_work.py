@@ -32,10 +32,10 @@ import torch
 from scrimp.config import Config, ModelConfig, TrainConfig, preset, resolve
 from scrimp.data.loader import IGNORED
 from scrimp.model import generate, initialise
+from scrimp.optim import make_optimizer
 from scrimp.planner import build_plan
 from scrimp.runtime import Executable, realise
 from scrimp.runtime.memory import CudaCache, PhaseEdges
-from scrimp.train.optimizer import make_optimizer
 
 POLICIES = ("default", "always", "measured", "expandable", "pools")
 PHASES = ("generation", "scoring", "training")
@@ -137,7 +137,7 @@ class Work:
         self._config = resolve(config, self._architecture, device_type=load.device).config
         self.trained, self.reference = self._model(seed=0), self._model(seed=1)
         self.reference.model.requires_grad_(False)
-        self._optimizer = make_optimizer(self.trained, self._config.train, seed=0)
+        self._optimizer = make_optimizer(self.trained, self._config.optimizer, seed=0)
 
     def _model(self, seed: int) -> Executable:
         config = self._config
@@ -215,7 +215,7 @@ class Work:
             total += sums.cross_entropy.detach()
             del sums
             first_row += tokens_BT.numel()
-        self._optimizer.clip(self._optimizer.gradient_norm(), self._config.train.clip)
+        self._optimizer.clip(self._optimizer.gradient_norm(), self._config.optimizer.clip)
         self._optimizer.step(LEARNING_RATE)
         self._optimizer.zero_grad()
         return float(total) / num_targets

@@ -90,23 +90,35 @@ def _demo(tree: Path, folder: Path, steps: int) -> Found:
 def _offload(tree: Path, folder: Path, steps: int) -> Found:
     placed = [f"--memory.{kind}=2" for kind in ("weights", "gradients", "optimizer")]
     limits = ["--budget.device-memory=2GB", "--budget.host-memory=2GB"]
-    formats = ["--precision=bf16", "--train.parameters=bf16", "--train.moments=8bit"]
+    formats = ["--precision=bf16", "--train.parameters=bf16"]
+    settings = "[train]\nmoments = '8bit'\n"
     blocks = "--memory.activations=keep,0-1=norms+offload,2=block"
-    return _train(tree, folder, *formats, *placed, *limits, blocks, f"--train.steps={max(steps // 5, 4)}")
+    return _train(
+        tree,
+        folder,
+        *formats,
+        *placed,
+        *limits,
+        blocks,
+        f"--train.steps={max(steps // 5, 4)}",
+        settings=settings,
+    )
 
 
 def _resumed(tree: Path, folder: Path, steps: int) -> Found:
     count = max(steps // 3, 20)
     every = count // 2
-    words = ["--precision=snip", f"--train.steps={count}", f"--train.checkpoint-every={every}"]
-    words += ["--snip.first=5", "--snip.every=10"]
-    _train(tree, folder, *words)
-    return _train(tree, folder, *words, f"--resume-from={every}")
+    words = ["--precision=snip", f"--train.steps={count}", "--snip.first=5", "--snip.every=10"]
+    settings = f"[train]\ncheckpoint_every = {every}\n"
+    _train(tree, folder, *words, settings=settings)
+    return _train(tree, folder, *words, f"--resume-from={every}", settings=settings)
 
 
-def _train(tree: Path, folder: Path, *words: str) -> Found:
-    run = folder / "run"
-    _python(tree, "-m", "scrimp", "train", *words, f"--run.dir={run}", "--train.eval-every=0")
+def _train(tree: Path, folder: Path, *words: str, settings: str = "[train]\n") -> Found:
+    """Train by command-line words and settings whose names changed: a file may have the old ones."""
+    run, file = folder / "run", folder / "settings.toml"
+    file.write_text(settings + "eval_every = 0\n", encoding="utf-8")
+    _python(tree, "-m", "scrimp", "train", str(file), *words, f"--run.dir={run}")
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     (weights,) = sorted((run / "checkpoints").glob("step-*"))[-1:]
     tensors = sorted(weights.rglob("*.safetensors"))

@@ -21,6 +21,7 @@ from scrimp.config import decided, load_config
 from scrimp.data import Batch, Loader
 from scrimp.gemm import LinearPrecision, swap_in
 from scrimp.model import Decoder, initialise
+from scrimp.optim import AdamW
 from scrimp.planner.precision.profile import PrecisionProfile
 from scrimp.precision import GEMMS
 from scrimp.runtime import Executable
@@ -29,7 +30,6 @@ from scrimp.statistics import Subject, collect
 from scrimp.statistics.stream import square
 from scrimp.train.checkpoint import CheckpointStore
 from scrimp.train.evaluation import evaluate
-from scrimp.train.optimizer import AdamW
 from scrimp.train.run_state import read_state
 from scrimp.train.setup import decide, open_run_corpus
 
@@ -58,7 +58,7 @@ class Lab:
         dtype = DTYPES[self.train_config.parameters]
         self.model = Decoder(architecture, device=self.device, dtype=dtype)
         initialise(self.model, config.run.seed)
-        self.optimizer = AdamW(dict(self.model.named_parameters()), self.train_config)
+        self.optimizer = AdamW(dict(self.model.named_parameters()), self.decisions.config.optimizer)
         tensors = {f"model.{name}": p.detach() for name, p in self.model.named_parameters()}
         tensors |= {f"optimizer.{name}": tensor for name, tensor in self.optimizer.tensors()}
         tensors["random.torch"] = torch.get_rng_state()
@@ -159,7 +159,7 @@ class Lab:
                 total += float(loss.detach())
             norm = self.optimizer.gradient_norm()
             if math.isfinite(norm) and math.isfinite(total):
-                self.optimizer.clip(norm, self.train_config.clip)
+                self.optimizer.clip(norm, self.decisions.config.optimizer.clip)
                 self.optimizer.step(lr(done))
             self.optimizer.zero_grad()
             losses.append(total)

@@ -121,9 +121,16 @@ def trunk(options: argparse.Namespace) -> None:
             command += ["--run.seed", str(seed), "--model.preset", options.preset, "--precision", "bf16"]
             command += ["--train.steps", str(options.trunk_steps), "--train.sequence", "256"]
             command += ["--train.batch-tokens", "4096", "--train.micro-batch", "8"]
-            command += ["--train.schedule", "constant", "--train.warmup-steps", "50", "--train.lr", "2e-3"]
-            command += ["--train.checkpoint-every", "150", "--train.keep-every", "150"]
-            command += ["--train.eval-every", "150", "--train.eval-tokens", "65536"]
+            command += [
+                "--schedule.name",
+                "constant",
+                "--schedule.warmup-steps",
+                "50",
+                "--optimizer.lr",
+                "2e-3",
+            ]
+            command += ["--checkpoint.every", "150", "--checkpoint.keep-every", "150"]
+            command += ["--evaluation.every", "150", "--evaluation.tokens", "65536"]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 

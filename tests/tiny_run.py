@@ -21,7 +21,7 @@ TINY = [
     "--model.ffn-width=64",
     "--train.sequence=64",
     "--train.batch-tokens=256",
-    "--train.eval-tokens=512",
+    "--evaluation.tokens=512",
 ]
 
 

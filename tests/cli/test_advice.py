@@ -131,14 +131,15 @@ def test_an_error_keeps_its_kind_and_what_is_a_command_line() -> None:
     error = DataError(
         "data.text_column is wrong",
         got="model.data.text_column",
-        do="set --data.text-column, data.held_out, or run `scrimp train --data.text-column x`; see train.lr",
+        do="set --data.text-column, data.held_out, or run `scrimp train --data.text-column x`; see optimizer.lr",
     )
     said = in_words_of("prepare", Prepare, error)
     assert said is error
     assert said.what == "--text-column is wrong"
     assert said.got == "model.data.text_column"
     assert (
-        said.do == "set --text-column, --held-out, or run `scrimp train --data.text-column x`; see train.lr"
+        said.do
+        == "set --text-column, --held-out, or run `scrimp train --data.text-column x`; see optimizer.lr"
     )
 
 

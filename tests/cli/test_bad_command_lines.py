@@ -33,11 +33,11 @@ OPTIONS = [
     (["train", "--train.steps", "5.0"], ["--train.steps", "'5.0'", "a whole number"]),
     (["train", "--train.steps"], ["--train.steps", "no value"]),
     (["train", "--train.steps", "--resume"], ["--train.steps", "no value"]),
-    (["train", "--train.lr", "fast"], ["--train.lr", "'fast'", "a number"]),
-    (["train", "--train.master-weights", "maybe"], ["--train.master-weights", "true or false"]),
+    (["train", "--optimizer.lr", "fast"], ["--optimizer.lr", "'fast'", "a number"]),
+    (["train", "--optimizer.master-weights", "maybe"], ["--optimizer.master-weights", "true or false"]),
     (["train", "--precision", "bf61"], ["precision names an unknown recipe", "did you mean bf16"]),
     (["train", "--precision", "bf16,fp8"], ["no pattern and is not the first rule"]),
-    (["train", "--train.schedule", "cosin"], ["--train.schedule", "did you mean cosine"]),
+    (["train", "--schedule.name", "cosin"], ["--schedule.name", "did you mean cosine"]),
     (
         ["train", "--data.mask-documents", "false"],
         ["--data.mask-documents takes no value", "'false'", "no-mask-documents"],
@@ -46,10 +46,10 @@ OPTIONS = [
     (["train", "a.toml", "b.toml"], ["'b.toml'"]),
     (["train", "--train.steps", "0"], ["train.steps", "got", "1 or more"]),
     (["train", "--train.steps", "-5"], ["train.steps", "-5", "1 or more"]),
-    (["train", "--train.lr", "nan"], ["train.lr", "nan"]),
-    (["train", "--train.lr", "-1e-3"], ["train.lr", "-0.001"]),
+    (["train", "--optimizer.lr", "nan"], ["optimizer.lr", "nan"]),
+    (["train", "--optimizer.lr", "-1e-3"], ["optimizer.lr", "-0.001"]),
     (["train", "--data.held-out", "1"], ["data.held_out", "below 1"]),
-    (["train", "--train.beta2", "1.5"], ["train.beta2", "1.5"]),
+    (["train", "--optimizer.beta2", "1.5"], ["optimizer.beta2", "1.5"]),
     (["train", "--run.seed", "-1"], ["run.seed", "-1"]),
     (["train", "--budget.device-memory", "16"], ["budget.device_memory", "16GB", "16GiB"]),
     (["train", "--device", "gpu"], ["device", "'gpu'", "cuda:N"]),
@@ -85,7 +85,7 @@ FILES = [
     ("[train]\nprecision = 'bf16'\n", ["train.precision", "precision", "before the first"]),
     ("[train]\nsteps = 'five'\n", ["train.steps", "'five'", "a whole number"]),
     ("[train]\nsteps = 0\n", ["train.steps", "1 or more"]),
-    ("[train]\nschedule = 'cosin'\n", ["train.schedule", "'cosine'"]),
+    ("[schedule]\nname = 'cosin'\n", ["schedule.name", "'cosine'"]),
     ("[trian]\nsteps = 5\n", ["[trian]", "[train]"]),
     ("[train\nsteps = 5\n", ["not valid TOML", "line 1"]),
     ("[budget]\nhost_memory = '64'\n", ["budget.host_memory", "16GB"]),
@@ -139,7 +139,7 @@ def test_an_option_cannot_hide_a_mistake_in_the_file(calls, capsys, tmp_path) ->
 
 
 WORDS = st.sampled_from(
-    ["--train.steps", "--train.lr", "--resume", "--data.no-mask-documents", "--precision"]
+    ["--train.steps", "--optimizer.lr", "--resume", "--data.no-mask-documents", "--precision"]
 )
 GARBAGE = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=6)
 LOOSE = st.sampled_from(

@@ -36,12 +36,12 @@ def test_options_override_the_file_which_overrides_the_defaults(calls, tmp_path)
         {
             "precision": "fp32",
             "train.steps": 5,
-            "train.lr": 0.01,
+            "optimizer.lr": 0.01,
             "data.mask_documents": False,
             "run.dir": Path("a"),
         },
     )
-    assert keywords["given"] == {"precision", "train.steps", "train.lr", "data.mask_documents", "run.dir"}
+    assert keywords["given"] == {"precision", "train.steps", "optimizer.lr", "data.mask_documents", "run.dir"}
 
 
 @pytest.mark.parametrize(
@@ -75,10 +75,10 @@ def test_an_option_with_its_default_value_counts_as_given(calls) -> None:
     [
         (["--data.no-mask-documents"], {"data.mask_documents": False}),
         (["--data.no_mask_documents"], {"data.mask_documents": False}),
-        (["--train.master-weights", "true"], {"train.master_weights": True}),
-        (["--train.master-weights", "False"], {"train.master_weights": False}),
-        (["--train.lr", "1e-3"], {"train.lr": 1e-3}),
-        (["--train.lr", "1"], {"train.lr": 1.0}),
+        (["--optimizer.master-weights", "true"], {"optimizer.master_weights": True}),
+        (["--optimizer.master-weights", "False"], {"optimizer.master_weights": False}),
+        (["--optimizer.lr", "1e-3"], {"optimizer.lr": 1e-3}),
+        (["--optimizer.lr", "1"], {"optimizer.lr": 1.0}),
         (["--budget.device-memory", "16GiB"], {"budget.device_memory": "16GiB"}),
         (["--device", "cuda:1"], {"device": "cuda:1"}),
         (["--run.seed", "7", "--run.seed", "8"], {"run.seed": 8}),
@@ -97,7 +97,7 @@ def test_values_of_every_type(calls, words, values) -> None:
 def test_an_option_can_unset_what_the_file_sets(calls, tmp_path, word) -> None:
     file = tmp_path / "my.toml"
     file.write_text('[train]\nlr = 0.01\n[run]\ndir = "a"\n')
-    main(["train", str(file), "--train.lr", word, "--run.dir", word])
+    main(["train", str(file), "--optimizer.lr", word, "--run.dir", word])
     assert trained(calls)[0] == Config()
 
 

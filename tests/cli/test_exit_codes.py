@@ -167,12 +167,12 @@ def test_a_closed_pipe_inside_a_command_is_1(calls, capfd) -> None:
         os.close(saved)
 
 
-ERROR = ConfigError("train.lr is wrong", got="a\x1b[31m\nb", expected=3, do="lower it")
+ERROR = ConfigError("optimizer.lr is wrong", got="a\x1b[31m\nb", expected=3, do="lower it")
 
 
 def test_an_error_is_a_block_of_lines_without_control_characters() -> None:
     assert error_text(ERROR, color=False).split("\n") == [
-        "error: train.lr is wrong",
+        "error: optimizer.lr is wrong",
         "  got      a\\x1b[31m\\nb",
         "  expected 3",
         "  do       lower it",

@@ -18,11 +18,12 @@ CONFIG = """
 --data.no-mask-documents --data.cache
 --model.preset --model.weights --model.vocab-size --model.context --model.num-layers --model.width
 --model.num-heads --model.num-kv-heads --model.ffn-width
---train.steps --train.sequence --train.batch-tokens --train.micro-batch --train.lr --train.schedule
---train.warmup-steps --train.final-lr-ratio --train.weight-decay --train.beta1 --train.beta2 --train.adam-eps
---train.clip --train.z-loss --train.parameters --train.master-weights --train.moments --train.loss-chunk
+--train.steps --train.sequence --train.batch-tokens --train.micro-batch --optimizer.lr --schedule.name
+--schedule.warmup-steps --schedule.final-lr-ratio --optimizer.weight-decay --optimizer.beta1
+--optimizer.beta2 --optimizer.eps
+--optimizer.clip --objective.z-loss --train.parameters --optimizer.master-weights --optimizer.moments --train.loss-chunk
 --train.compile
---train.eval-every --train.eval-tokens --train.checkpoint-every --train.keep-last --train.keep-every
+--evaluation.every --evaluation.tokens --checkpoint.every --checkpoint.keep-last --checkpoint.keep-every
 --train.nonfinite-patience
 --budget.device-memory --budget.host-memory --budget.fp4-flops --budget.step-seconds --budget.speedup
 --budget.divergence

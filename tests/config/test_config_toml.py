@@ -78,6 +78,10 @@ def test_unset_values_are_left_out_and_sections_come_in_order() -> None:
         "data",
         "model",
         "train",
+        "objective",
+        "optimizer",
+        "schedule",
+        "checkpoint",
         "memory",
         "snip",
     ]

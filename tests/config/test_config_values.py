@@ -72,7 +72,7 @@ def test_a_range_says_what_it_allows() -> None:
         ("precision", "", "precision is empty"),
         ("precision", "fp8,bf16", "not the first rule"),
         ("precision", "fp8,*.wgrad=fp88", "did you mean fp8?"),
-        ("train.schedule", "cosin", "train.schedule"),
+        ("schedule.name", "cosin", "schedule.name"),
         ("model.preset", "llama-60", "llama-60m"),
         ("budget.device_memory", "16", "budget.device_memory"),
         ("budget.host_memory", "0GB", "budget.host_memory"),

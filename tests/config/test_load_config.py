@@ -49,13 +49,13 @@ def test_values_of_a_file_replace_defaults_and_the_rest_stays(write) -> None:
             "device": "cuda:1",
             "run.dir": Path("runs/a"),
             "train.steps": 7,
-            "train.lr": 1.0,
-            "train.master_weights": True,
+            "optimizer.lr": 1.0,
+            "optimizer.master_weights": True,
         },
     )
     assert config == expected
-    assert isinstance(config.train.lr, float)
-    assert given == {"device", "run.dir", "train.steps", "train.lr", "train.master_weights"}
+    assert isinstance(config.optimizer.lr, float)
+    assert given == {"device", "run.dir", "train.steps", "optimizer.lr", "optimizer.master_weights"}
 
 
 def test_a_setting_given_with_its_default_value_counts_as_given(write) -> None:
@@ -88,11 +88,11 @@ def test_byte_order_mark_and_empty_file_are_accepted(write) -> None:
         ("[run]\nsteps = 5", "run.steps", "train.steps"),
         ("[train]\nseed = 5", "train.seed", "run.seed"),
         ("[train]\nbatch-tokens = 5", "train.batch-tokens", "train.batch_tokens"),
-        ("[train]\nLR = 5", "train.LR", "train.lr"),
+        ("[train]\nLR = 5", "train.LR", "optimizer.lr"),
         ("[train]\nprecision = 'bf16'", "train.precision", "precision"),
-        ("[optimizer]\nlr = 5", "optimizer.lr", "train.lr"),
+        ("[optim]\nlr = 5", "[optim]", "[optimizer]"),
         ("[trian]\nsteps = 5", "[trian]", "[train]"),
-        ("[train.optimizer]\nlr = 5", "train.optimizer.lr", "train.lr"),
+        ("[train.optimizer]\nlr = 5", "[train.optimizer]", "[optimizer]"),
         ("learning_rate = 5", "learning_rate", "expected"),
         ("[data]\nheldout = 0.1", "data.heldout", "data.held_out"),
         ("[zzz]", "[zzz]", "[train]"),
@@ -115,9 +115,9 @@ def test_unknown_key_is_refused_with_the_nearest_known(write, text, key, nearest
         ("[train]\nsteps = [5]", "train.steps", "a whole number"),
         ("[train]\nsteps = 2024-01-01", "train.steps", "a whole number"),
         ("[train.steps]\nvalue = 5", "train.steps", "a whole number"),
-        ("[train]\nlr = 'auto'", "train.lr", "leave train.lr out"),
-        ("[train]\nlr = false", "train.lr", "a number"),
-        ("[train]\nlr = 1" + "0" * 400, "train.lr", "a number"),
+        ("[optimizer]\nlr = 'auto'", "optimizer.lr", "leave optimizer.lr out"),
+        ("[optimizer]\nlr = false", "optimizer.lr", "a number"),
+        ("[optimizer]\nlr = 1" + "0" * 400, "optimizer.lr", "a number"),
         ("[data]\nsource = 5", "data.source", "in quotes"),
         ("[data]\nmask_documents = 1", "data.mask_documents", "true or false"),
         ("[data]\nmask_documents = 'false'", "data.mask_documents", "without quotes"),
@@ -127,7 +127,7 @@ def test_unknown_key_is_refused_with_the_nearest_known(write, text, key, nearest
         ("precision = 16", "precision", "in quotes"),
         ("precision = ['fp8', '*.wgrad=bf16']", "precision", "text"),
         ("[precision]\nbase = 'fp8'", "precision", "text"),
-        ("[train]\nschedule = 'cosin'", "train.schedule", "'cosine'"),
+        ("[schedule]\nname = 'cosin'", "schedule.name", "'cosine'"),
         ("train = 5", "train", "a section"),
     ],
 )
@@ -206,7 +206,7 @@ def test_every_setting_has_a_docstring() -> None:
     ("wrong", "right"),
     [
         ("stpes", "train.steps"),
-        ("train.wieght_decay", "train.weight_decay"),
+        ("train.wieght_decay", "optimizer.weight_decay"),
         ("qqqqqq", None),
         ("seed", "run.seed"),
     ],

@@ -71,13 +71,13 @@ GIVEN = st.fixed_dictionaries(
         "train.batch_tokens": optional(st.integers(1, 3000) | st.sampled_from([4096, 65_536, 102_400])),
         "train.micro_batch": optional(st.integers(1, 20)),
         "train.steps": st.integers(1, 100_000),
-        "train.keep_every": st.sampled_from([0, 1, 7, 500, 1000]),
-        "train.lr": optional(st.just(0.01)),
-        "train.warmup_steps": optional(st.integers(0, 50)),
+        "checkpoint.keep_every": st.sampled_from([0, 1, 7, 500, 1000]),
+        "optimizer.lr": optional(st.just(0.01)),
+        "schedule.warmup_steps": optional(st.integers(0, 50)),
         "train.loss_chunk": optional(st.integers(0, 100)),
-        "train.checkpoint_every": optional(st.integers(0, 100)),
+        "checkpoint.every": optional(st.integers(0, 100)),
         "train.parameters": st.sampled_from(["auto", "fp32", "bf16"]),
-        "train.master_weights": st.sampled_from([None, True, False]),
+        "optimizer.master_weights": st.sampled_from([None, True, False]),
         "precision": st.sampled_from(
             ["auto", "fp32", "bf16", "fp8", "*.wgrad=bf16", "auto,head=fp8", "fp32,*=nvfp4", "fp4/fp8/bf16"]
         ),
@@ -97,7 +97,9 @@ def test_the_result_is_complete_and_consistent_or_refused(
         event("refused")
         return  # which contradictions are refused: test_contradictions_are_named
     values = flatten(result.config)
-    open_keys = [key for key in values if key.startswith("train.") and values[key] in (None, "auto")]
+    # Of `model` and `budget` what stays open means none.
+    sections = ("train.", "optimizer.", "schedule.", "evaluation.", "checkpoint.")
+    open_keys = [key for key in values if key.startswith(sections) and values[key] in (None, "auto")]
     assert open_keys == []
     assert result.config.precision_rules.base is not None
     # What was given stays, and what was decided has a reason.
@@ -110,10 +112,11 @@ def test_the_result_is_complete_and_consistent_or_refused(
     assert 1 <= train.sequence <= model.context
     assert train.batch_tokens % train.sequence == 0
     assert (train.batch_tokens // train.sequence) % train.micro_batch == 0
-    assert train.warmup_steps <= train.steps
-    assert not (train.parameters == "fp32" and train.master_weights)
+    assert result.config.schedule.warmup_steps <= train.steps
+    assert not (train.parameters == "fp32" and result.config.optimizer.master_weights)
     assert not (train.parameters == "bf16" and result.config.precision.split(",")[0] == "fp32")
-    assert not train.keep_every or train.keep_every % train.checkpoint_every == 0
+    checkpoint = result.config.checkpoint
+    assert not checkpoint.keep_every or checkpoint.keep_every % checkpoint.every == 0
     check_values(result.config)
 
 
@@ -170,10 +173,10 @@ def test_micro_batch_is_larger_on_cuda() -> None:
     assert decided({}, model, "cuda").train.micro_batch * 1024 == 16_384
 
 
-def test_learning_rate_falls_with_the_width_and_is_a_tenth_from_weights() -> None:
-    assert decided({}, SMALL).train.lr == 3e-3
-    assert decided({}, BY_SIZE[3]).train.lr == pytest.approx(0.8 / 1024, rel=1e-2)
-    fine = decided({"model.weights": Path("folder")}, BY_SIZE[3]).train.lr
+def test_schedule_falls_with_the_width_and_is_a_tenth_from_weights() -> None:
+    assert decided({}, SMALL).optimizer.lr == 3e-3
+    assert decided({}, BY_SIZE[3]).optimizer.lr == pytest.approx(0.8 / 1024, rel=1e-2)
+    fine = decided({"model.weights": Path("folder")}, BY_SIZE[3]).optimizer.lr
     assert fine == pytest.approx(0.08 / 1024, rel=1e-2)
 
 
@@ -182,8 +185,9 @@ def test_learning_rate_falls_with_the_width_and_is_a_tenth_from_weights() -> Non
     [(1, 1, 1, 50), (300, 15, 30, 50), (10_000, 500, 1000, 1000), (10**6, 2000, 10**5, 10**5)],
 )
 def test_intervals_follow_the_length_of_the_run(steps, warmup, evaluate, checkpoint) -> None:
-    train = decided({"train.steps": steps}).train
-    assert (train.warmup_steps, train.eval_every, train.checkpoint_every) == (warmup, evaluate, checkpoint)
+    config = decided({"train.steps": steps})
+    found = (config.schedule.warmup_steps, config.evaluation.every, config.checkpoint.every)
+    assert found == (warmup, evaluate, checkpoint)
 
 
 @given(
@@ -198,29 +202,30 @@ def test_evaluations_left_to_scrimp_take_at_most_3_percent_of_the_flops(steps, b
     given_values = {
         "train.steps": steps,
         "train.batch_tokens": batch,
-        "train.eval_every": every,
-        "train.eval_tokens": tokens,
+        "evaluation.every": every,
+        "evaluation.tokens": tokens,
     }
-    train = decided({key: value for key, value in given_values.items() if value is not None}).train
+    config = decided({key: value for key, value in given_values.items() if value is not None})
+    train, evaluation = config.train, config.evaluation
     count = len(
-        {step for step in range(1, steps + 1) if train.eval_every and step % train.eval_every == 0} | {steps}
+        {step for step in range(1, steps + 1) if evaluation.every and step % evaluation.every == 0} | {steps}
     )
-    share = count * train.eval_tokens / 3 / (steps * batch)
+    share = count * evaluation.tokens / 3 / (steps * batch)
     if every is None:
-        assert 1 <= train.eval_every <= steps
+        assert 1 <= evaluation.every <= steps
         assert count <= 10
     if tokens is None:
-        assert train.sequence <= train.eval_tokens <= 4 * batch
-    is_least = (tokens is None and train.eval_tokens == train.sequence) or (every is None and count == 1)
+        assert train.sequence <= evaluation.tokens <= 4 * batch
+    is_least = (tokens is None and evaluation.tokens == train.sequence) or (every is None and count == 1)
     if (every is None or tokens is None) and not is_least:
         assert share <= 0.03
     if every is None and tokens is None and steps >= 12:
-        assert 0.01 < share <= 0.03 or train.eval_tokens == 4 * batch
+        assert 0.01 < share <= 0.03 or evaluation.tokens == 4 * batch
 
 
 def test_checkpoints_fall_on_the_steps_that_are_kept_for_good() -> None:
-    assert decided({"train.keep_every": 70}).train.checkpoint_every == 35
-    assert decided({"train.keep_every": 100}).train.checkpoint_every == 50
+    assert decided({"checkpoint.keep_every": 70}).checkpoint.every == 35
+    assert decided({"checkpoint.keep_every": 100}).checkpoint.every == 50
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
@@ -237,15 +242,19 @@ def test_logits_of_a_chunk_stay_within_the_limit(model: Architecture, device_typ
 
 def test_formats_follow_the_device() -> None:
     on_cpu, on_cuda = decided({}), decided({}, device_type="cuda")
-    assert (on_cpu.precision, on_cpu.train.parameters, on_cpu.train.master_weights) == ("fp32", "fp32", False)
-    assert (on_cuda.precision, on_cuda.train.parameters, on_cuda.train.master_weights) == (
+    assert (on_cpu.precision, on_cpu.train.parameters, on_cpu.optimizer.master_weights) == (
+        "fp32",
+        "fp32",
+        False,
+    )
+    assert (on_cuda.precision, on_cuda.train.parameters, on_cuda.optimizer.master_weights) == (
         "bf16",
         "bf16",
         True,
     )
     assert (on_cpu.train.compile, on_cuda.train.compile) == ("off", "on")
     mixed = decided({"train.parameters": "fp32"}, device_type="cuda")
-    assert (mixed.precision, mixed.train.master_weights) == ("bf16", False)
+    assert (mixed.precision, mixed.optimizer.master_weights) == ("bf16", False)
 
 
 @pytest.mark.parametrize(
@@ -271,8 +280,11 @@ def test_rules_without_a_base_get_the_one_of_the_device(text: str, on_cpu: str, 
 )
 def test_parameters_have_the_compute_format(precision: str, parameters: str) -> None:
     for device_type in ("cpu", "cuda"):
-        train = decided({"precision": precision}, device_type=device_type).train
-        assert (train.parameters, train.master_weights) == (parameters, parameters == "bf16")
+        config = decided({"precision": precision}, device_type=device_type)
+        assert (config.train.parameters, config.optimizer.master_weights) == (
+            parameters,
+            parameters == "bf16",
+        )
 
 
 @pytest.mark.parametrize(
@@ -289,13 +301,13 @@ def test_parameters_have_the_compute_format(precision: str, parameters: str) -> 
         ({"train.batch_tokens": 4099}, ["train.batch_tokens", "4,096 or 4,352"]),
         # 16 times a prime: only a sequence of 16 tokens divides it, which nobody means.
         ({"train.batch_tokens": 16 * 1009}, ["train.batch_tokens", "multiple of 256"]),
-        ({"train.steps": 10, "train.warmup_steps": 11}, ["train.warmup_steps", "at most 10"]),
+        ({"train.steps": 10, "schedule.warmup_steps": 11}, ["schedule.warmup_steps", "at most 10"]),
         ({"precision": "fp32", "train.parameters": "bf16"}, ["train.parameters", "precision"]),
         ({"precision": "fp32,*=fp8", "train.parameters": "bf16"}, ["train.parameters", "precision"]),
-        ({"train.parameters": "fp32", "train.master_weights": True}, ["train.master_weights"]),
-        ({"train.master_weights": True}, ["train.master_weights", "fp32"]),
-        ({"train.keep_every": 70, "train.checkpoint_every": 50}, ["train.keep_every", "multiple of 50"]),
-        ({"train.keep_every": 70, "train.checkpoint_every": 0}, ["train.keep_every", "above 0"]),
+        ({"train.parameters": "fp32", "optimizer.master_weights": True}, ["optimizer.master_weights"]),
+        ({"optimizer.master_weights": True}, ["optimizer.master_weights", "fp32"]),
+        ({"checkpoint.keep_every": 70, "checkpoint.every": 50}, ["checkpoint.keep_every", "multiple of 50"]),
+        ({"checkpoint.keep_every": 70, "checkpoint.every": 0}, ["checkpoint.keep_every", "above 0"]),
     ],
 )
 def test_contradictions_are_named(given_values, parts) -> None:
@@ -340,7 +352,14 @@ def test_precisions_differ_by_what_they_mean(before: str, now: str, same: bool) 
 
 def test_keys_that_may_change_on_resume_exist_and_leave_the_experiment_alone() -> None:
     assert set(leaves(Config)) > MAY_CHANGE_ON_RESUME
-    decisive = {"run.seed", "data.source", "train.lr", "train.batch_tokens", "train.sequence", "precision"}
+    decisive = {
+        "run.seed",
+        "data.source",
+        "optimizer.lr",
+        "train.batch_tokens",
+        "train.sequence",
+        "precision",
+    }
     assert not decisive & MAY_CHANGE_ON_RESUME
 
 

@@ -105,7 +105,7 @@ def test_a_run_counts_one_step_and_no_number_of_it_changes(
     words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     corpus = write_corpus(tmp_path)
-    common = (*words, "--train.steps=5", "--train.eval-every=0")
+    common = (*words, "--train.steps=5", "--evaluation.every=0")
     done = scrimp(*flags(corpus, tmp_path / "counted", *common))
     assert done.returncode == 0, done.stderr
     assert "profil" not in done.stderr  # torch's profiler says nothing of itself
@@ -137,7 +137,7 @@ def test_a_step_that_proves_a_plan_is_not_counted_unless_it_is_the_last(
     """The first step of a plan holds copies of operands for its proof, which no prediction includes."""
     monkeypatch.setattr("scrimp.train.loop.COUNTED_STEP", 1)
     corpus = write_corpus(tmp_path)
-    words = ("--precision=fp8", f"--train.steps={steps}", "--train.eval-every=0")
+    words = ("--precision=fp8", f"--train.steps={steps}", "--evaluation.every=0")
     assert main(flags(corpus, tmp_path / "run", *words)) == 0
     measured = Plan.read(tmp_path / "run" / "plan.json").measured
     assert measured is not None

@@ -16,7 +16,7 @@ def test_a_whole_run_is_read_without_a_note(tmp_path):
     run = read_run(write_run(tmp_path / "run", 50))
     assert run.notes == []
     assert run.num_steps == 50
-    assert run.setting("train.lr") == 0.003
+    assert run.setting("optimizer.lr") == 0.003
     assert set(run.columns) == set(COLUMNS)
     np.testing.assert_array_equal(run.columns["loss"], [record["loss"] for record in metrics(50)])
 

@@ -13,12 +13,12 @@ import torch
 from models import Batch, MlpModel, batch, bench, decoder, linear_names
 from torch import Tensor, nn
 
-from scrimp.config import TrainConfig
+from scrimp.config import OptimizerConfig
 from scrimp.errors import ModelError, PlanError, TrainingError
 from scrimp.gemm import LinearPrecision
+from scrimp.optim import AdamW
 from scrimp.planner.precision.profile import PrecisionProfile
 from scrimp.statistics import GAINS, Subject, TorchOptimizer, collect, fingerprint
-from scrimp.train.optimizer import AdamW
 
 FORMATS = ("bf16", "fp8", "fp4")
 module = importlib.import_module("scrimp.statistics.collect")
@@ -80,7 +80,7 @@ def test_losses_gradients_and_updates_are_those_of_the_step() -> None:
     assert all(rule.lr == group["lr"] for rule in rules.values())
 
 
-def test_learning_rates_count_relative_to_the_largest() -> None:
+def test_schedules_count_relative_to_the_largest() -> None:
     def make(parameters: Any, lr: float) -> torch.optim.Optimizer:
         first, *rest = list(parameters)
         return torch.optim.AdamW([{"params": [first], "lr": lr / 10}, {"params": rest}], lr=lr)
@@ -268,7 +268,7 @@ def test_a_loss_that_is_not_finite_is_refused() -> None:
 
 def test_gradients_of_an_unfinished_step_are_refused_where_the_optimizer_keeps_them() -> None:
     made = bench(MlpModel())
-    train = TrainConfig(master_weights=True, weight_decay=0.0, beta1=0.9, beta2=0.95, adam_eps=1e-8, clip=1.0)
+    train = OptimizerConfig(master_weights=True, weight_decay=0.0, beta1=0.9, beta2=0.95, eps=1e-8, clip=1.0)
     optimizer = AdamW(dict(made.model.named_parameters()), train)
     subject = Subject(made.model, made.planned, optimizer, made.losses, "fp32")
     next(made.losses(batch(1))).backward()

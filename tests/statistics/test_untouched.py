@@ -11,11 +11,11 @@ import torch
 from models import Batch, Bench, MlpModel, batch, bench, decoder, losses
 from torch import Tensor, nn
 
-from scrimp.config import TrainConfig
+from scrimp.config import OptimizerConfig
 from scrimp.errors import TrainingError
 from scrimp.gemm import LinearPrecision
+from scrimp.optim import AdamW
 from scrimp.statistics import GAINS, Subject, collect, untouched
-from scrimp.train.optimizer import AdamW
 
 FORMATS = ("bf16", "fp8", "fp4")
 
@@ -177,8 +177,8 @@ def test_an_optimizer_with_master_weights_is_left_alone(after: int | None) -> No
     for measures in (False, True):
         model = decoder().to(torch.bfloat16)
         made = bench(model, compute="bf16")
-        train = TrainConfig(
-            master_weights=True, weight_decay=0.1, beta1=0.9, beta2=0.95, adam_eps=1e-8, clip=1.0
+        train = OptimizerConfig(
+            master_weights=True, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8, clip=1.0
         )
         optimizer = AdamW(dict(model.named_parameters()), train)
 

@@ -24,7 +24,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_dir(corpus: Path) -> Path:
     """A finished run that the cases below must not harm."""
     folder = corpus.parent / "run"
-    assert main(flags(corpus, folder, "--train.steps=4", "--train.checkpoint-every=2")) == 0
+    assert main(flags(corpus, folder, "--train.steps=4", "--checkpoint.every=2")) == 0
     return folder
 
 
@@ -102,7 +102,7 @@ def no_space(scratch: Path, corpus: Path, run: Path, exported: Path) -> list[str
     )
     if mounted.returncode:
         pytest.skip("NOT RUN: this user cannot mount a small file system")
-    return flags(corpus, small / "new", "--train.steps=4", "--train.checkpoint-every=2")
+    return flags(corpus, small / "new", "--train.steps=4", "--checkpoint.every=2")
 
 
 def no_permission(scratch: Path, corpus: Path, run: Path, exported: Path) -> list[str]:

@@ -22,7 +22,7 @@ def test_eval_keeps_documents_apart_only_if_training_did(
     run_dir = tmp_path / "run"
     options = [
         "--train.steps=2",
-        "--train.lr=0.1",
+        "--optimizer.lr=0.1",
         "--data.mask-documents" if masked else "--data.no-mask-documents",
     ]
     assert main(flags(write_corpus(tmp_path), run_dir, *options)) == 0

@@ -36,7 +36,7 @@ def finish(process: subprocess.Popen[bytes]) -> None:
 def test_a_run_killed_at_random_moments_ends_with_the_same_losses(tmp_path: Path, kills: int) -> None:
     corpus = write_corpus(tmp_path)
     steps = STEPS if kills < 10 else 5 * STEPS
-    more = (f"--train.steps={steps}", "--train.checkpoint-every=1", "--train.eval-every=0")
+    more = (f"--train.steps={steps}", "--checkpoint.every=1", "--evaluation.every=0")
     whole, drilled = tmp_path / "whole", tmp_path / "drilled"
     finish(train(flags(corpus, whole, *more)))
     rng = random.Random(kills)

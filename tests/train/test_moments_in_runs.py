@@ -14,10 +14,14 @@ from scrimp.config import load_config
 from scrimp.train.manifest import seal
 
 FORMATS = {
-    "bf16 without masters": ("--precision=bf16", "--train.master-weights=false"),
-    "8-bit without masters": ("--precision=bf16", "--train.master-weights=false", "--train.moments=8bit"),
-    "8-bit with masters": ("--precision=bf16", "--train.moments=8bit"),
-    "8-bit of fp32": ("--precision=fp32", "--train.moments=8bit"),
+    "bf16 without masters": ("--precision=bf16", "--optimizer.master-weights=false"),
+    "8-bit without masters": (
+        "--precision=bf16",
+        "--optimizer.master-weights=false",
+        "--optimizer.moments=8bit",
+    ),
+    "8-bit with masters": ("--precision=bf16", "--optimizer.moments=8bit"),
+    "8-bit of fp32": ("--precision=fp32", "--optimizer.moments=8bit"),
 }
 LATER = (8, 12)
 
@@ -28,7 +32,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(corpus: Path, folder: Path, *more: str) -> Path:
-    steps = ("--train.steps=12", "--train.checkpoint-every=4", "--train.keep-last=3", "--train.micro-batch=2")
+    steps = ("--train.steps=12", "--checkpoint.every=4", "--checkpoint.keep-last=3", "--train.micro-batch=2")
     assert main(flags(corpus, folder, *steps, *more)) == 0
     return folder
 
@@ -58,20 +62,20 @@ def test_a_run_from_before_the_setting_goes_on_as_often_as_it_likes(corpus: Path
         path.write_text(
             re.sub(r"(?m)^moments *=.*\n", "", path.read_text(encoding="utf-8")), encoding="utf-8"
         )
-        assert load_config(path).train.moments == "auto"
+        assert load_config(path).optimizer.moments == "auto"
     seal(old / "checkpoints" / "step-00000004", 4)
     assert main(["verify", str(old)]) == 0
-    for again in ("", "--train.moments=fp32"):
+    for again in ("", "--optimizer.moments=fp32"):
         for step in LATER:
             shutil.rmtree(old / "checkpoints" / f"step-{step:08d}", ignore_errors=True)
         assert main(["train", f"--run.dir={old}", "--resume", *again.split()]) == 0
         assert losses(old) == losses(whole)
-    assert load_config(old / "config.toml").train.moments == "fp32"
+    assert load_config(old / "config.toml").optimizer.moments == "fp32"
 
 
 def test_other_moments_are_refused_on_resume_by_name(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole = run(corpus, tmp_path / "whole")
-    assert main(["train", f"--run.dir={whole}", "--resume", "--train.moments=8bit"]) == 2
-    assert "train.moments = 8bit" in capsys.readouterr().err
+    assert main(["train", f"--run.dir={whole}", "--resume", "--optimizer.moments=8bit"]) == 2
+    assert "optimizer.moments = 8bit" in capsys.readouterr().err

@@ -17,7 +17,7 @@ from scrimp.train import manifest as manifests
 from scrimp.train.checkpoint import Checkpoint, CheckpointStore
 from scrimp.train.loop import Trainer
 
-EVERY_TWO = ("--train.checkpoint-every=2", "--train.keep-last=2", "--train.eval-every=0")
+EVERY_TWO = ("--checkpoint.every=2", "--checkpoint.keep-last=2", "--evaluation.every=0")
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +117,7 @@ def test_resume_takes_the_last_finite_checkpoint_and_says_so(
 def test_a_resumed_run_can_be_told_the_step(
     copy: Path, whole: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["train", f"--run.dir={copy}", "--resume-from=2", "--train.keep-last=20"]) == 0
+    assert main(["train", f"--run.dir={copy}", "--resume-from=2", "--checkpoint.keep-last=20"]) == 0
     assert "continuing from step 2" in capsys.readouterr().out
     assert losses(copy) == losses(whole)
     assert (copy / "checkpoints" / "left-step-00000020" / "manifest.json").exists()

@@ -44,7 +44,7 @@ def runs(corpus: Path) -> dict[str, Path]:
     """A finished run of each precision, from the same parameters over the same data."""
     folders = {name: corpus.parent / f"run-{index}" for index, name in enumerate(PRECISIONS)}
     for name, folder in folders.items():
-        more = ("--train.checkpoint-every=8", "--train.keep-last=3", "--train.loss-chunk=64")
+        more = ("--checkpoint.every=8", "--checkpoint.keep-last=3", "--train.loss-chunk=64")
         assert main(flags(corpus, folder, f"--precision={name}", f"--train.steps={STEPS}", *more)) == 0
     return folders
 

@@ -83,7 +83,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("XDG_CACHE_HOME", str(corpus.parent / "user-cache"))
         Machine(patch)
         run_dir = corpus.parent / "run"
-        more = ("--precision=fp8,*.mlp.down=nvfp4", f"--train.steps={STEPS}", "--train.checkpoint-every=6")
+        more = ("--precision=fp8,*.mlp.down=nvfp4", f"--train.steps={STEPS}", "--checkpoint.every=6")
         assert main(flags(corpus, run_dir, *more)) == 0
         yield run_dir
 

@@ -12,7 +12,7 @@ from tiny_run import flags, losses, records, write_corpus
 
 from scrimp.cli import main
 
-MORE = ("--train.steps=6", "--train.checkpoint-every=2", "--train.eval-every=0")
+MORE = ("--train.steps=6", "--checkpoint.every=2", "--evaluation.every=0")
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def test_a_run_that_plans_its_formats_begins_again_in_those_of_its_start(
         "--snip.delay=1",
         "--train.micro-batch=2",
     )
-    assert main(flags(corpus, run_dir, "--train.steps=6", "--train.eval-every=0", *snip)) == 0
+    assert main(flags(corpus, run_dir, "--train.steps=6", "--evaluation.every=0", *snip)) == 0
     before, plan = losses(run_dir), (run_dir / "plan.json").read_text(encoding="utf-8")
     plans = sorted(path.name for path in (run_dir / "plans").iterdir())
     shutil.rmtree(run_dir / "checkpoints")

@@ -35,7 +35,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def finished(corpus: Path) -> Path:
     run_dir = corpus.parent / "finished"
     assert (
-        main(flags(corpus, run_dir, "--train.steps=6", "--train.checkpoint-every=2", "--train.keep-last=3"))
+        main(flags(corpus, run_dir, "--train.steps=6", "--checkpoint.every=2", "--checkpoint.keep-last=3"))
         == 0
     )
     return run_dir
@@ -92,7 +92,7 @@ def test_the_same_command_with_resume_goes_on(
     monkeypatch.chdir(corpus.parent)
     words = [
         *["train", *TINY, "--data.source=corpus.txt", "--data.cache=cache", f"--run.dir={tmp_path / 'run'}"],
-        *["--precision=auto", "--train.steps=6", "--train.checkpoint-every=2"],
+        *["--precision=auto", "--train.steps=6", "--checkpoint.every=2"],
     ]
     assert main(words) == 0
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000006")
@@ -114,7 +114,7 @@ def test_an_edited_configuration_is_refused_on_resume(
 def test_a_change_that_resuming_allows_is_kept_with_the_reasons(finished: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "changed"
     shutil.copytree(finished, run_dir)
-    assert main(["train", f"--run.dir={run_dir}", "--resume", "--train.eval-tokens=128"]) == 0
+    assert main(["train", f"--run.dir={run_dir}", "--resume", "--evaluation.tokens=128"]) == 0
     text = (run_dir / "config.toml").read_text(encoding="utf-8")
     assert "eval_tokens = 128\n" in text
     assert "warmup_steps = 1  # a twentieth of 6 steps" in text
@@ -148,8 +148,7 @@ def test_a_failed_checkpoint_does_not_keep_the_last_one_from_being_written(
     monkeypatch.setattr(CheckpointStore, "save", full_once)
     run_dir = tmp_path / "run"
     assert (
-        main(flags(corpus, run_dir, "--train.steps=5", "--train.checkpoint-every=4", "--train.eval-every=0"))
-        == 0
+        main(flags(corpus, run_dir, "--train.steps=5", "--checkpoint.every=4", "--evaluation.every=0")) == 0
     )
     assert failures == [4]
     kinds = [event["kind"] for event in records(run_dir, "events.jsonl")]
@@ -234,9 +233,9 @@ def test_a_run_goes_on_when_the_folder_of_its_tokenizer_is_gone(
 ) -> None:
     tokenizer, run_dir = tmp_path / "tokenizer", tmp_path / "run"
     shutil.copytree(finished / "tokenizer", tokenizer)
-    more = ("--train.steps=6", "--train.checkpoint-every=2")
+    more = ("--train.steps=6", "--checkpoint.every=2")
     words = [word for word in flags(corpus, run_dir, *more) if word != TINY[1]]
-    assert main([*words, f"--data.tokenizer={tokenizer}", "--train.keep-last=3"]) == 0
+    assert main([*words, f"--data.tokenizer={tokenizer}", "--checkpoint.keep-last=3"]) == 0
     shutil.rmtree(tokenizer)
     for step in (6, 4):  # the second time config.toml names the run's own copy, the checkpoint the folder
         shutil.rmtree(run_dir / "checkpoints" / f"step-{step:08d}")

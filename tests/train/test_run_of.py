@@ -17,7 +17,7 @@ GENERATE = ("--prompt=def", "--tokens=2", "--device=cpu")
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("run-of")
-    more = ("--train.steps=4", "--train.checkpoint-every=2", "--data.no-mask-documents")
+    more = ("--train.steps=4", "--checkpoint.every=2", "--data.no-mask-documents")
     assert main(flags(write_corpus(root), root / "run", *more)) == 0
     return root / "run"
 

@@ -14,7 +14,7 @@ from scrimp.data import load_tokenizer
 from scrimp.train import manifest as manifests
 from scrimp.train.run_record import make_record, read_record, write_record
 
-MORE = ("--train.steps=6", "--train.checkpoint-every=2", "--train.eval-every=0", "--data.vocab-size=300")
+MORE = ("--train.steps=6", "--checkpoint.every=2", "--evaluation.every=0", "--data.vocab-size=300")
 
 
 @pytest.fixture(scope="module")

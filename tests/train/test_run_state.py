@@ -26,7 +26,7 @@ SNIP = ("--precision=snip", "--train.steps=6", "--snip.first=1", "--snip.every=2
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("state")
-    more = ("--snip.probe-every=0", "--train.checkpoint-every=4", "--train.keep-every=4")
+    more = ("--snip.probe-every=0", "--checkpoint.every=4", "--checkpoint.keep-every=4")
     assert main(flags(write_corpus(folder), folder / "run", *SNIP, *more)) == 0
     shutil.rmtree(folder / "run/checkpoints/step-00000006")
     return folder / "run"

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from tiny_run import flags, scrimp, write_corpus
 
-MORE = ("--train.steps=6", "--train.checkpoint-every=3", "--train.eval-every=0")
+MORE = ("--train.steps=6", "--checkpoint.every=3", "--evaluation.every=0")
 KINDS = {
     "plain": (),
-    "bf16": ("--precision=bf16", "--train.parameters=bf16", "--train.moments=8bit"),
+    "bf16": ("--precision=bf16", "--train.parameters=bf16", "--optimizer.moments=8bit"),
     "offloaded": (
         *("--memory.activations=block", "--memory.gradients=host"),
         *("--memory.optimizer=host", "--memory.update=cpu"),

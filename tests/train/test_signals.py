@@ -18,7 +18,7 @@ from tiny_run import flags, records, write_corpus
 
 from scrimp.train.checkpoint import CheckpointStore
 
-ENDLESS = ("--train.steps=100000", "--train.eval-every=0")
+ENDLESS = ("--train.steps=100000", "--evaluation.every=0")
 
 
 @pytest.fixture(scope="module")

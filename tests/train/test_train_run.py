@@ -28,7 +28,7 @@ def finished(corpus: Path) -> Path:
     """A run of 30 steps with checkpoints every 10, never interrupted."""
     run_dir = corpus.parent / "finished"
     assert (
-        main(flags(corpus, run_dir, "--train.steps=30", "--train.checkpoint-every=10", "--train.keep-last=3"))
+        main(flags(corpus, run_dir, "--train.steps=30", "--checkpoint.every=10", "--checkpoint.keep-last=3"))
         == 0
     )
     return run_dir
@@ -110,8 +110,8 @@ def test_a_used_folder_is_refused_without_resume(
 def test_a_changed_setting_is_refused_on_resume_by_its_name(
     finished: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    assert main(["train", f"--run.dir={finished}", "--resume", "--train.lr=0.5"]) == 2
-    assert "train.lr = 0.5" in capsys.readouterr().err
+    assert main(["train", f"--run.dir={finished}", "--resume", "--optimizer.lr=0.5"]) == 2
+    assert "optimizer.lr = 0.5" in capsys.readouterr().err
 
 
 def test_a_damaged_checkpoint_is_named_and_the_older_one_used(
@@ -154,10 +154,10 @@ def test_bf16_runs_resume_bit_for_bit(corpus: Path, tmp_path: Path, parameters: 
         "--precision=bf16",
         f"--train.parameters={parameters}",
         "--train.steps=12",
-        "--train.checkpoint-every=4",
+        "--checkpoint.every=4",
     )
     run_dir, resumed = tmp_path / "whole", tmp_path / "resumed"
-    assert main(flags(corpus, run_dir, *more, "--train.keep-last=3")) == 0
+    assert main(flags(corpus, run_dir, *more, "--checkpoint.keep-last=3")) == 0
     shutil.copytree(run_dir, resumed)
     for step in (8, 12):
         shutil.rmtree(resumed / "checkpoints" / f"step-{step:08d}")

@@ -23,7 +23,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("verify")
     corpus = write_corpus(root)
     assert main(["prepare", str(corpus), str(root / "corpus"), "--tokenizer=bytes"]) == 0
-    more = ("--train.steps=6", "--train.checkpoint-every=2", "--train.eval-every=0")
+    more = ("--train.steps=6", "--checkpoint.every=2", "--evaluation.every=0")
     assert main(flags(corpus, root / "run", *more)) == 0
     assert main(["export", str(root / "run"), str(root / "model")]) == 0
     checkpoint = root / "run" / "checkpoints" / "step-00000006"

@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from scrimp.config.renamed import RENAMED
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -80,40 +82,40 @@ _ANSWERS: dict[str, Answer] = {
         "max_sequence_length max_length block_size cutoff_len context_length",
     ),
     # -- optimizer and schedule
-    **_named("train.lr", "learning_rate max_lr peak_lr"),
+    **_named("optimizer.lr", "learning_rate max_lr peak_lr"),
     **_named(
-        "train.lr",
+        "optimizer.lr",
         "matrix_lr embedding_lr unembedding_lr scalar_lr muon_lr",
         note="one learning rate for all weights",
     ),
-    **_named("train.schedule", "lr_scheduler_type lr_scheduler lr_schedule scheduler decay_type lr_decay"),
+    **_named("schedule.name", "lr_scheduler_type lr_scheduler lr_schedule scheduler decay_type lr_decay"),
     **_named(
-        "train.warmup_steps",
+        "schedule.warmup_steps",
         "warmup_ratio warmup warmup_iters num_warmup_steps lr_warmup_steps",
         note="a number of steps",
     ),
     **_named(
-        "train.final_lr_ratio",
+        "schedule.final_lr_ratio",
         "min_lr min_lr_ratio min_lr_factor cosine_min_lr_ratio final_lr_frac eta_min",
-        note="as a share of train.lr",
+        note="as a share of optimizer.lr",
     ),
     **_none(
-        "leave it out: train.schedule wsd decays over the last fifth of the run",
+        "leave it out: schedule.name wsd decays over the last fifth of the run",
         "decay_ratio warmdown_ratio warmdown_iters cooldown_steps",
     ),
     **_none(
-        "leave it out: the optimizer is AdamW; train.moments sets the format of its averages and "
+        "leave it out: the optimizer is AdamW; optimizer.moments sets the format of its averages and "
         "memory.optimizer where they live",
         "optimizer optim optimizer_type optimizer_name optim_args",
     ),
-    **_named("train.beta1", "adam_beta1 adam_beta_1"),
-    **_named("train.beta2", "adam_beta2 adam_beta_2"),
-    **_named("train.adam_eps", "adam_epsilon epsilon eps"),
+    **_named("optimizer.beta1", "adam_beta1 adam_beta_1"),
+    **_named("optimizer.beta2", "adam_beta2 adam_beta_2"),
+    **_named("optimizer.eps", "adam_epsilon epsilon"),
     **_named(
-        "train.clip",
+        "optimizer.clip",
         "max_grad_norm max_norm grad_clip gradient_clipping gradient_clip_val clip_grad_norm clip_grad",
     ),
-    **_named("train.weight_decay", "wd"),
+    **_named("optimizer.weight_decay", "wd"),
     **_none("leave it out: Scrimp keeps no average of the weights", "ema use_ema ema_decay model_ema"),
     **_none("leave it out: the loss is plain cross-entropy", "label_smoothing label_smoothing_factor"),
     **_none("leave it out: Scrimp drops nothing out", "dropout attention_dropout hidden_dropout"),
@@ -207,24 +209,24 @@ _ANSWERS: dict[str, Answer] = {
         "overwrite_output_dir",
     ),
     **_named(
-        "train.checkpoint_every",
+        "checkpoint.every",
         "save_steps save_interval save_every save_strategy save_freq checkpoint_interval saves_per_epoch",
         note="a number of steps",
     ),
-    **_named("train.keep_last", "save_total_limit keep_latest_k max_checkpoints"),
+    **_named("checkpoint.keep_last", "save_total_limit keep_latest_k max_checkpoints"),
     **_named(
         "resume",
         "resume_from_checkpoint resume_from auto_resume_from_checkpoints auto_resume",
         note="beside run.dir, the folder of the run",
     ),
     **_named(
-        "train.eval_every",
+        "evaluation.every",
         "eval_steps eval_interval eval_freq eval_strategy evaluation_strategy evals_per_epoch "
         "val_interval val_every val_check_interval do_eval",
         note="a number of steps",
     ),
     **_named(
-        "train.eval_tokens",
+        "evaluation.tokens",
         "eval_iters eval_batches max_eval_samples val_tokens eval_max_steps",
         note="held-out tokens",
     ),
@@ -276,10 +278,10 @@ _ANSWERS: dict[str, Answer] = {
     "model.name": Answer("model.preset", "model.weights FOLDER starts from weights"),
     "model.path": Answer("model.weights", "a folder"),
     "optimizer.name": Answer(None, "leave it out: the optimizer is AdamW"),
-    "checkpoint.interval": Answer("train.checkpoint_every"),
+    "checkpoint.interval": Answer("checkpoint.every"),
     "checkpoint.folder": Answer("run.dir"),
     "activation_checkpoint.mode": Answer("memory.activations", "auto recomputes what does not fit"),
-    "lr_scheduler.type": Answer("train.schedule"),
+    "lr_scheduler.type": Answer("schedule.name"),
 }
 
 
@@ -290,7 +292,10 @@ def answer_for(name: str, known: Mapping[str, object]) -> Answer | None:
         name: as written, with dots or without, dashes or underscores.
         known: dotted keys of what can be set where the name was written.
     """
-    parts = name.lower().replace("-", "_").removeprefix("no_").split(".")
+    old = name.lower().replace("-", "_")
+    if RENAMED.get(old) in known:
+        return Answer(RENAMED[old], "its name since settings are grouped by component")
+    parts = old.removeprefix("no_").split(".")
     return _first((".".join(parts[-2:]), parts[-1]), known)
 
 

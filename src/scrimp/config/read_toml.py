@@ -29,6 +29,7 @@ from scrimp.config.fields import (
     replace_values,
     sections,
 )
+from scrimp.config.renamed import RENAMED
 from scrimp.config.schema import Config
 from scrimp.errors import ConfigError, typed
 from scrimp.files import open_regular
@@ -68,7 +69,22 @@ def parse_config(text: str, *, where: str = "configuration") -> dict[str, Any]:
             expected='lines such as `steps = 500` under [train], with text in quotes: source = "corpus.txt"',
             do="correct that line; to train on a text file write `scrimp train --data.source FILE`",
         ) from None
-    return _read_table(table, Config, "", where)
+    values = _read_table(table, Config, "", where)
+    return _with_new_names(values, where)
+
+
+def _with_new_names(values: dict[str, Any], where: str) -> dict[str, Any]:
+    """The values by the names that settings have today."""
+    twice = [old for old in values if RENAMED.get(old) in values]
+    if twice:
+        old, new = twice[0], RENAMED[twice[0]]
+        raise ConfigError(
+            f"{old} in {where} is the old name of {new}, which is set too",
+            got=f"{old} = {values[old]!r}, {new} = {values[new]!r}",
+            expected="one of the two",
+            do=f"remove {old}",
+        )
+    return {RENAMED.get(key, key): value for key, value in values.items()}
 
 
 def convert(leaf: Leaf, value: object, where: str = "configuration") -> Any:
@@ -220,6 +236,9 @@ def _read_table(table: dict[str, Any], section: type[Any], prefix: str, where: s
             values |= _read_table(value, inner[name], key + ".", where)
         elif key in own:
             values[key] = convert(own[key], value, where)
+        elif key in RENAMED:
+            leaf = dataclasses.replace(leaves(Config)[RENAMED[key]], key=key)
+            values[key] = convert(leaf, value, where)
         elif isinstance(value, dict):
             raise _unknown_table(key, value, where)
         else:

@@ -89,11 +89,11 @@ MAY_CHANGE_ON_RESUME: frozenset[str] = frozenset(
         "data.cache",
         "budget.device_memory",
         "budget.host_memory",
-        "train.eval_every",
-        "train.eval_tokens",
-        "train.checkpoint_every",
-        "train.keep_last",
-        "train.keep_every",
+        "evaluation.every",
+        "evaluation.tokens",
+        "checkpoint.every",
+        "checkpoint.keep_last",
+        "checkpoint.keep_every",
         "train.nonfinite_patience",
         # How the same step is carried out: the same run but for rounding.
         "device",
@@ -119,7 +119,7 @@ class Resolution:
     config: Config
     architecture: Architecture
     reasons: dict[str, str]
-    """By dotted key (`train.lr`), only for what Scrimp decided."""
+    """By dotted key (`optimizer.lr`), only for what Scrimp decided."""
 
 
 def resolve(config: Config, architecture: Architecture, *, device_type: str) -> Resolution:
@@ -151,21 +151,21 @@ def resolve(config: Config, architecture: Architecture, *, device_type: str) -> 
             config = decide(config, "budget.fp4_flops", snip.decide_share)
         snip.check_candidates(config)
     config = decide(config, "train.parameters", lambda: _parameters(config))
-    config = decide(config, "train.master_weights", lambda: _master_weights(config.train.parameters))
-    config = decide(config, "train.moments", lambda: _moments(config.train))
+    config = decide(config, "optimizer.master_weights", lambda: _master_weights(config.train.parameters))
+    config = decide(config, "optimizer.moments", lambda: _moments(config))
     _check_formats(config)
     config = decide(config, "train.sequence", lambda: _sequence(config.train, architecture))
     config = decide(config, "train.batch_tokens", lambda: _batch_tokens(config.train, architecture))
     _check_batch(config.train, architecture)
     config = decide(config, "train.micro_batch", lambda: _micro_batch(config.train, device_type))
-    config = decide(config, "train.lr", lambda: _lr(config, architecture))
-    config = decide(config, "train.warmup_steps", lambda: _warmup_steps(config.train.steps))
-    config = decide(config, "train.eval_every", lambda: _eval_every(config.train))
-    config = decide(config, "train.eval_tokens", lambda: _eval_tokens(config.train))
-    config = decide(config, "train.checkpoint_every", lambda: _checkpoint_every(config.train))
+    config = decide(config, "optimizer.lr", lambda: _lr(config, architecture))
+    config = decide(config, "schedule.warmup_steps", lambda: _warmup_steps(config.train.steps))
+    config = decide(config, "evaluation.every", lambda: _eval_every(config))
+    config = decide(config, "evaluation.tokens", lambda: _eval_tokens(config))
+    config = decide(config, "checkpoint.every", lambda: _checkpoint_every(config))
     config = decide(config, "train.loss_chunk", lambda: _loss_chunk(config.train, architecture, device_type))
     config = decide(config, "train.compile", lambda: _compile(device_type))
-    _check_schedule(config.train)
+    _check_schedule(config)
     check_memory(config.memory, architecture.num_layers)
     if config.is_planned:
         config = decide(config, "snip.first", lambda: snip.decide_first(config))
@@ -181,8 +181,8 @@ def resolve(config: Config, architecture: Architecture, *, device_type: str) -> 
 
 def with_later_choices(saved: Config) -> Config:
     """A configuration that a run was saved with, its choices that Scrimp did not have then made as it did."""
-    if saved.train.moments == "auto" and saved.train.parameters != "auto":
-        return replace_values(saved, {"train.moments": _moments(saved.train)[0]})
+    if saved.optimizer.moments == "auto" and saved.train.parameters != "auto":
+        return replace_values(saved, {"optimizer.moments": _moments(saved)[0]})
     return saved
 
 
@@ -221,8 +221,8 @@ def _master_weights(parameters: str) -> _Decision:
     return False, "the parameters are fp32 themselves"
 
 
-def _moments(train: TrainConfig) -> _Decision:
-    if train.parameters == "bf16" and train.master_weights is False:
+def _moments(config: Config) -> _Decision:
+    if config.train.parameters == "bf16" and config.optimizer.master_weights is False:
         return "bf16", "as fine as the bf16 parameters that they move"
     return "fp32", "as fine as the fp32 weights that they move"
 
@@ -294,8 +294,9 @@ def _evaluated_tokens(train: TrainConfig) -> int:
     return int(train.steps * decided(train.batch_tokens) * _EVALUATION_SHARE / _FORWARD_SHARE)
 
 
-def _eval_every(train: TrainConfig) -> _Decision:
-    each = train.eval_tokens or decided(train.batch_tokens)
+def _eval_every(config: Config) -> _Decision:
+    train = config.train
+    each = config.evaluation.tokens or decided(train.batch_tokens)
     count = max(1, min(_EVALUATIONS, _evaluated_tokens(train) // each))
     every = -(-train.steps // count)
     if count == _EVALUATIONS:
@@ -304,9 +305,10 @@ def _eval_every(train: TrainConfig) -> _Decision:
     return every, f"{count} evaluation{'s' * (count > 1)} of at least {why}"
 
 
-def _eval_tokens(train: TrainConfig) -> _Decision:
+def _eval_tokens(config: Config) -> _Decision:
+    train = config.train
     most = _EVALUATION_STEPS * decided(train.batch_tokens)
-    every = decided(train.eval_every) or train.steps
+    every = decided(config.evaluation.every) or train.steps
     count = -(-train.steps // every)
     each = _evaluated_tokens(train) // count
     if each >= most:
@@ -318,12 +320,13 @@ def _eval_tokens(train: TrainConfig) -> _Decision:
     return each // sequence * sequence, f"{times} at most {_EVALUATION_SHARE:.0%} of the run's FLOPs"
 
 
-def _checkpoint_every(train: TrainConfig) -> _Decision:
-    every = max(50, train.steps // 10)
-    reason = f"a tenth of {train.steps:,} steps, at least 50"
-    if train.keep_every and train.keep_every % every:
-        every = _largest_divisor(train.keep_every, every)
-        reason = f"the largest divisor of train.keep_every {train.keep_every:,} up to {reason}"
+def _checkpoint_every(config: Config) -> _Decision:
+    steps, keep_every = config.train.steps, config.checkpoint.keep_every
+    every = max(50, steps // 10)
+    reason = f"a tenth of {steps:,} steps, at least 50"
+    if keep_every and keep_every % every:
+        every = _largest_divisor(keep_every, every)
+        reason = f"the largest divisor of checkpoint.keep_every {keep_every:,} up to {reason}"
     return every, reason
 
 
@@ -352,12 +355,12 @@ def _check_formats(config: Config) -> None:
             expected="fp32 parameters, or another base of precision than fp32",
             do="set precision = bf16, or leave train.parameters at auto",
         )
-    if train.parameters == "fp32" and train.master_weights:
+    if train.parameters == "fp32" and config.optimizer.master_weights:
         raise ConfigError(
-            "train.master_weights contradicts train.parameters",
+            "optimizer.master_weights contradicts train.parameters",
             got="an fp32 copy of parameters that are fp32 themselves",
             expected="train.parameters bf16, or no master weights",
-            do="leave train.master_weights out, or set train.parameters = bf16 and precision = bf16",
+            do="leave optimizer.master_weights out, or set train.parameters = bf16 and precision = bf16",
         )
 
 
@@ -395,21 +398,22 @@ def _check_batch(train: TrainConfig, architecture: Architecture) -> None:
         )
 
 
-def _check_schedule(train: TrainConfig) -> None:
-    if (train.warmup_steps or 0) > train.steps:
+def _check_schedule(config: Config) -> None:
+    warmup, steps = config.schedule.warmup_steps or 0, config.train.steps
+    if warmup > steps:
         raise ConfigError(
-            "train.warmup_steps is longer than the run",
-            got=f"{train.warmup_steps:,} of train.steps {train.steps:,}",
-            expected=f"at most {train.steps:,}",
-            do="lower train.warmup_steps, or leave it out",
+            "schedule.warmup_steps is longer than the run",
+            got=f"{warmup:,} of train.steps {steps:,}",
+            expected=f"at most {steps:,}",
+            do="lower schedule.warmup_steps, or leave it out",
         )
-    every = train.checkpoint_every or 0
-    if train.keep_every and (every == 0 or train.keep_every % every):
+    every, keep_every = config.checkpoint.every or 0, config.checkpoint.keep_every
+    if keep_every and (every == 0 or keep_every % every):
         raise ConfigError(
-            "train.keep_every is not a multiple of train.checkpoint_every",
-            got=f"to keep every {train.keep_every:,} of checkpoints written every {every:,} steps",
-            expected=f"a multiple of {every:,}" if every else "train.checkpoint_every above 0",
-            do="change train.keep_every, or leave train.checkpoint_every out",
+            "checkpoint.keep_every is not a multiple of checkpoint.every",
+            got=f"to keep every {keep_every:,} of checkpoints written every {every:,} steps",
+            expected=f"a multiple of {every:,}" if every else "checkpoint.every above 0",
+            do="change checkpoint.keep_every, or leave checkpoint.every out",
         )
 
 

@@ -15,7 +15,7 @@ from typing import Literal, TypeVar
 from scrimp.precision import PrecisionRules, parse_rules
 
 GainsName = Literal["auto", "ratios", "blocks", "exact"]
-Schedule = Literal["cosine", "linear", "wsd", "constant"]
+ScheduleName = Literal["cosine", "linear", "wsd", "constant"]
 Switch = Literal["auto", "on", "off"]
 ParameterType = Literal["auto", "fp32", "bf16"]
 MomentsType = Literal["auto", "fp32", "bf16", "8bit"]
@@ -86,7 +86,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """The training loop."""
+    """The steps of a run, and what each one trains on."""
 
     steps: int = 200
     """Optimizer steps."""
@@ -97,55 +97,85 @@ class TrainConfig:
     micro_batch: int | None = None
     """Sequences per forward pass, a divisor of the batch's sequences. Unset: as many as keep
     a forward pass efficient without holding more activations than needed."""
+    parameters: ParameterType = "auto"
+    """Format of the trained parameters. auto: the precision's own."""
+    loss_chunk: int | None = None
+    """Tokens whose logits exist at once; 0 computes all at once. Unset: 0 if they fit into 64 MiB
+    (512 MiB on CUDA), else the power of two that does."""
+    compile: Switch = "auto"
+    """torch.compile per block. auto: on for CUDA, off on CPU."""
+    nonfinite_patience: int = 5
+    """Skipped steps in a row (non-finite loss or gradients) after which the run stops."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveConfig:
+    """What is trained: how a batch becomes a loss."""
+
+    z_loss: float = 0.0
+    """Weight of the squared log-partition penalty; 0 switches it off."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """How gradients move the weights."""
+
     lr: float | None = None
     """Peak learning rate. Unset: min(3e-3, 0.8 / width), a tenth of that from model.weights."""
-    schedule: Schedule = "cosine"
-    """Shape of the learning rate after warm-up; wsd is constant, then linear over the last fifth."""
-    warmup_steps: int | None = None
-    """Steps of linear warm-up. Unset: a twentieth of the run, at most 2,000."""
-    final_lr_ratio: float = 0.1
-    """Last learning rate as a share of the peak (not used by constant)."""
     weight_decay: float = 0.1
     """Decoupled decay, on matrices only."""
     beta1: float = 0.9
     """AdamW: decay of the first moment."""
     beta2: float = 0.95
     """AdamW: decay of the second moment."""
-    adam_eps: float = 1e-8
+    eps: float = 1e-8
     """AdamW: added to the root of the second moment."""
     clip: float = 1.0
     """Largest global gradient norm; 0 switches clipping off."""
-    z_loss: float = 0.0
-    """Weight of the squared log-partition penalty; 0 switches it off."""
-    parameters: ParameterType = "auto"
-    """Format of the trained parameters. auto: the precision's own."""
     master_weights: bool | None = None
     """true or false: keep an fp32 copy of bf16 parameters in the optimizer. Unset: true for
     bf16 parameters."""
     moments: MomentsType = "auto"
     """Format of AdamW's two moving averages; 8bit with a scale per 128. auto: fp32 with fp32 parameters or master
     weights, else bf16."""
-    loss_chunk: int | None = None
-    """Tokens whose logits exist at once; 0 computes all at once. Unset: 0 if they fit into 64 MiB
-    (512 MiB on CUDA), else the power of two that does."""
-    compile: Switch = "auto"
-    """torch.compile per block. auto: on for CUDA, off on CPU."""
-    eval_every: int | None = None
-    """Steps between evaluations on the held-out split, besides the one at the end; 0 for only
-    that one. Unset: a tenth of the run, rarer in one of less than a hundred steps or so."""
-    eval_tokens: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """The learning rate over the run."""
+
+    name: ScheduleName = "cosine"
+    """Shape after warm-up; wsd is constant, then linear over the last fifth."""
+    warmup_steps: int | None = None
+    """Steps of linear warm-up. Unset: a twentieth of the run, at most 2,000."""
+    final_lr_ratio: float = 0.1
+    """Last learning rate as a share of the peak (not used by constant)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """Evaluations on the held-out split."""
+
+    every: int | None = None
+    """Steps between evaluations, besides the one at the end; 0 for only that one. Unset: a tenth of the run,
+    rarer in one of less than a hundred steps or so."""
+    tokens: int | None = None
     """Most held-out tokens per evaluation. Unset: as many as four steps train on, fewer where evaluations would take
     more than 3 % of the run's FLOPs."""
-    checkpoint_every: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Checkpoints, and which of them are kept."""
+
+    every: int | None = None
     """Steps between checkpoints, besides the one at the end; 0 for only that one. Unset: a
     tenth of the run, at least 50, and a divisor of keep_every."""
     keep_last: int = 2
     """Newest checkpoints kept."""
     keep_every: int = 0
     """Checkpoints at multiples of this step are kept for good; 0 for none. A multiple of
-    checkpoint_every."""
-    nonfinite_patience: int = 5
-    """Skipped steps in a row (non-finite loss or gradients) after which the run stops."""
+    checkpoint.every."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,6 +271,11 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     budget: BudgetConfig = field(default_factory=BudgetConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     snip: SnipConfig = field(default_factory=SnipConfig)

@@ -132,7 +132,7 @@ def decide_share() -> Decision:
 
 def decide_first(config: Config) -> Decision:
     """Step of the first plan."""
-    warmup = decided(config.train.warmup_steps)
+    warmup = decided(config.schedule.warmup_steps)
     return min(warmup, config.train.steps), f"after the warm-up of {warmup:,} steps"
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from scrimp.config.fields import flatten
+from scrimp.config.renamed import RENAMED
 from scrimp.config.schema import Config
 
 
@@ -48,8 +49,9 @@ def reasons_in(text: str, config: Config) -> dict[str, str]:
         if line.startswith("["):
             section = line.strip("[]") + "."
             continue
-        key = section + line.partition(" = ")[0]
-        before = f"{key.rpartition('.')[2]} = {_toml(values.get(key))}  # "
+        name = line.partition(" = ")[0]
+        key = RENAMED.get(section + name, section + name)
+        before = f"{name} = {_toml(values.get(key))}  # "
         if line.startswith(before):
             reasons[key] = line.removeprefix(before)
     return reasons

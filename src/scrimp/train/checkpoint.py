@@ -447,7 +447,7 @@ def _refuse_full_disk(folder: Path, needed: int) -> None:
             f"no space for a checkpoint in {folder}",
             got=f"{format_bytes(free)} free",
             expected=f"{format_bytes(needed)}, {format_bytes(needed - free)} more",
-            do="free space, or lower --train.keep-last",
+            do="free space, or lower --checkpoint.keep-last",
         )
 
 

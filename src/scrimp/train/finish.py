@@ -83,7 +83,8 @@ def _refuse_not_finite(trainer: Trainer) -> None:
             f"the weights are not finite after the last step, {step:,}",
             got=f"NaN or infinity in {', '.join(names[:3])}" + (" ..." if len(names) > 3 else ""),
             expected="finite numbers",
-            do="lower --train.lr or raise --train.adam-eps in a new run; `--model.weights` takes an older checkpoint",
+            do="lower --optimizer.lr or raise --optimizer.eps in a new run; `--model.weights` takes an "
+            "older checkpoint",
         )
 
 

@@ -87,8 +87,8 @@ class NonFiniteGuard:
             raise TrainingError(
                 f"{self.in_a_row} steps in a row up to step {step} were not finite",
                 expected="finite loss and gradients",
-                do="start a new run from the newest finite checkpoint (--model.weights) with a lower --train.lr, or "
-                "look at the data of these steps; events.jsonl lists every skipped step",
+                do="start a new run from the newest finite checkpoint (--model.weights) with a lower "
+                "--optimizer.lr, or look at the data of these steps; events.jsonl lists every skipped step",
             )
 
 

@@ -28,6 +28,7 @@ from scrimp.config import decided
 from scrimp.data import Batch, Corpus, Loader
 from scrimp.errors import StorageError
 from scrimp.files import write_whole
+from scrimp.optim import make_optimizer
 from scrimp.planner import Plan, count_flops, ideal_seconds_per_token, mfu
 from scrimp.planner.flops import Peaks
 from scrimp.profiler import MemoryMeter
@@ -37,18 +38,17 @@ from scrimp.runtime.memory import ArenaTooSmallError, PhaseEdges
 from scrimp.train.checkpoint import Checkpoint, CheckpointStore
 from scrimp.train.evaluation import Evaluation, evaluate
 from scrimp.train.guards import NonFiniteGuard, OutlierWatch, StopSignals
-from scrimp.train.learning_rate import learning_rate
 from scrimp.train.memory.check import MemoryCheck
 from scrimp.train.memory.oom import MemoryTrouble, is_out_of_memory
 from scrimp.train.memory.phases import EVALUATION, MEASURING, TRAINING, cache_of, heap_of
 from scrimp.train.memory.replan import most_on_host
 from scrimp.train.metrics import MetricsLog
-from scrimp.train.optimizer import make_optimizer
 from scrimp.train.precision.cycle import PrecisionCycle
 from scrimp.train.progress import StepLine
 from scrimp.train.run_folder import PLAN
 from scrimp.train.run_record import RunRecord
 from scrimp.train.run_state import Position, RunState, read_state
+from scrimp.train.schedule import Schedule
 from scrimp.train.setup import Decisions
 
 RANDOM_STATE = "random.torch"
@@ -90,8 +90,12 @@ class Trainer:
         self.config, self.train = decisions.config, decisions.config.train
         self.store, self.log, self.line, self.files, self.meter = store, log, line, files, meter
         self.optimizer = make_optimizer(
-            executable, self.train, seed=self.config.run.seed, speculates=self.config.memory.speculate
+            executable,
+            self.config.optimizer,
+            seed=self.config.run.seed,
+            speculates=self.config.memory.speculate,
         )
+        self._lr = Schedule.build(self.config)
         self.position = Position()
         self.rates: list[float] = []
         self._run_record = record
@@ -253,14 +257,14 @@ class Trainer:
                     self._follow(self.cycle)
                 record = self._record(result)
                 self._check_predictions()
-                if self._is_due(self.train.eval_every):
+                if self._is_due(self.config.evaluation.every):
                     record |= self._evaluation_record()
                 self.log.step(record)
                 self.line.update(record)
                 self._watch(result)
                 self.report_checkpoints()
                 self._non_finite.stop_if_exhausted(self.position.step)
-                if self._is_due(self.train.checkpoint_every) and self.position.step < self.train.steps:
+                if self._is_due(self.config.checkpoint.every) and self.position.step < self.train.steps:
                     self.wait_for_checkpoint()  # one that failed must not keep this one from being tried
                     try:
                         self.save()
@@ -289,7 +293,7 @@ class Trainer:
             self.corpus.held_out,
             sequence=decided(self.train.sequence),
             micro_batch=decided(self.train.micro_batch),
-            max_tokens=decided(self.train.eval_tokens),
+            max_tokens=decided(self.config.evaluation.tokens),
             mask_documents=self.config.data.mask_documents,
         )
         sentence = f"held-out loss {result.loss:.4f}, {result.bits_per_byte:.4f} bits per byte"
@@ -355,10 +359,10 @@ class Trainer:
             total = self._passes(batches, num_targets)
         norm = self.optimizer.gradient_norm()
         loss = float(total) / max(1, num_targets)
-        lr = learning_rate(self.position.step, self.train)
+        lr = self._lr(self.position.step)
         reason = self._non_finite.check(loss, norm)
         if reason is None:
-            self.optimizer.clip(norm, self.train.clip)
+            self.optimizer.clip(norm, self.config.optimizer.clip)
             self.is_updating = True  # from here to the end the state is of no step
             self.optimizer.step(lr)
             self.is_updating = False
@@ -391,7 +395,7 @@ class Trainer:
         total, first_row = torch.zeros((), device=self.executable.device), 0
         for batch in batches:
             if batch is batches[-1]:
-                self.optimizer.will_step(learning_rate(self.position.step, self.train))
+                self.optimizer.will_step(self._lr(self.position.step))
             self.executable.begin(self.position.step, first_row)
             sums = self.executable.loss(batch.tokens_BT, batch.targets_BT, batch.document_starts)
             (sums.total / max(1, num_targets)).backward()

@@ -111,7 +111,7 @@ def _train_in(run_dir: Path, start: Start) -> RunSummary:
     files = _write_decisions(run_dir, start)
     room = left_of_budget(config, start.decisions.device, start.room.arena.capacity if start.room else 0)
     store = CheckpointStore(
-        run_dir, keep_last=config.train.keep_last, keep_every=config.train.keep_every, room=room
+        run_dir, keep_last=config.checkpoint.keep_last, keep_every=config.checkpoint.keep_every, room=room
     )
     store.prepare()
     resume_step = start.checkpoint.step if start.checkpoint else None
@@ -312,7 +312,7 @@ def _realised(start: Start, choose: BackendChooser) -> Executable:
         compute=config.precision_rules.compute,
         seed=config.run.seed,
         loss_chunk=decided(config.train.loss_chunk),
-        z_loss=config.train.z_loss,
+        z_loss=config.objective.z_loss,
         choose=choose,
         replans=config.is_planned,
         room=start.room,

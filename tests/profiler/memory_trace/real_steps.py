@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scrimp.config import Architecture, TrainConfig
+from scrimp.config import Architecture, OptimizerConfig
 from scrimp.config.activations import Activations
 from scrimp.gemm import PlannedLayer, PlannedModel, backends_for, swap_in
 from scrimp.model import Decoder, initialise
+from scrimp.optim import AdamW
 from scrimp.planner import linear_layers
 from scrimp.precision import LinearPrecision, parse_rules
 from scrimp.runtime.memory import ActivationOffload, BlockMemory, HostArena, LateLink
-from scrimp.train.optimizer import AdamW
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CPU = torch.device("cpu")
@@ -86,7 +86,7 @@ class RealStep:
             block.activations = Activations.parse(choice)  # type: ignore[assignment]
         if any(choice.endswith("+offload") for choice in s.choices):
             self._offload()
-        train = TrainConfig(master_weights=s.master_weights)
+        train = OptimizerConfig(master_weights=s.master_weights)
         self.optimizer = AdamW(dict(self.model.named_parameters()), train)
         shape = s.micro_batches, s.rows, s.sequence
         self.tokens = torch.arange(shape[0] * shape[1] * shape[2]).view(shape) % s.architecture.vocab_size

@@ -8,14 +8,14 @@ import pytest
 from real_steps import CPU, RealStep, Setting, allocator_peak
 from test_peaks import FORMATS, LLAMA
 
-from scrimp.config import TrainConfig
+from scrimp.config import OptimizerConfig
+from scrimp.optim import StreamedAdamW
+from scrimp.optim.streaming import Homes
 from scrimp.planner.memory.account import account_step
 from scrimp.planner.memory.states import States
 from scrimp.profiler.memory_trace import trace_costs
 from scrimp.runtime.memory import BlockMemory, HostArena, HostWeights, LateLink
 from scrimp.runtime.memory.arena import ALIGNMENT
-from scrimp.train.optimizer import StreamedAdamW
-from scrimp.train.optimizer.streaming import Homes
 
 DEEP = dataclasses.replace(LLAMA, num_layers=6)
 PLACES = {
@@ -53,7 +53,7 @@ class HostedStep(RealStep):
         )
         for parameter in self.model.parameters():
             parameter._post_accumulate_grad_hooks = None  # of the resident optimizer
-        train = TrainConfig(master_weights=self.setting.master_weights)
+        train = OptimizerConfig(master_weights=self.setting.master_weights)
         self.optimizer = StreamedAdamW(dict(self.model.named_parameters()), train, homes)
         self.memory = BlockMemory(len(numbers), weights=weights, gradients=self.optimizer.host_gradients)
         self.model.run_block = self.memory

@@ -13,7 +13,7 @@ from tiny_run import flags, losses, records, write_corpus
 from torch import Tensor
 
 from scrimp.cli import main
-from scrimp.config import BudgetConfig, Config, ModelConfig, TrainConfig
+from scrimp.config import BudgetConfig, Config, ModelConfig, TrainConfig, replace_values
 from scrimp.model import Decoder
 from scrimp.planner import Plan, build_plan
 from scrimp.runtime.memory import HostRoom, arena_bytes, take_room
@@ -70,7 +70,7 @@ def test_a_budget_of_the_host_holds_the_arena_and_what_a_checkpoint_takes(
     seen, found = Seen(monkeypatch), {}
 
     def run(name: str, budget: int) -> int:
-        words = ["--train.steps=2", "--train.checkpoint-every=1", "--memory.activations=keep+offload"]
+        words = ["--train.steps=2", "--checkpoint.every=1", "--memory.activations=keep+offload"]
         budgets = ["--budget.device-memory=1GB", f"--budget.host-memory={budget}B"]
         assert main(flags(corpus, tmp_path / name, *words, *budgets)) == 0
         found[name] = losses(tmp_path / name)
@@ -100,12 +100,17 @@ def test_the_largest_tensor_of_a_checkpoint_is_known_before_it_is_written() -> N
     decisions = decide(GIVEN)
     model = Decoder(decisions.architecture, device=torch.device("meta"))
     largest = max(parameter.numel() for parameter in model.parameters())
-    for train, nbytes in (
-        (TrainConfig(parameters="bf16", master_weights=False, moments="bf16"), 2),
-        (TrainConfig(parameters="bf16", master_weights=True, moments="bf16"), 4),
-        (TrainConfig(parameters="fp32", master_weights=False, moments="8bit"), 4),
+    for parameters, master_weights, moments, nbytes in (
+        ("bf16", False, "bf16", 2),
+        ("bf16", True, "bf16", 4),
+        ("fp32", False, "8bit", 4),
     ):
-        config = dataclasses.replace(decisions.config, train=train)
+        given = {
+            "train.parameters": parameters,
+            "optimizer.master_weights": master_weights,
+            "optimizer.moments": moments,
+        }
+        config = replace_values(decisions.config, given)
         assert largest_tensor_bytes(decisions.architecture, config) == nbytes * largest
 
 

@@ -37,8 +37,8 @@ def test_a_run_in_a_nested_group_recomputes_instead_of_being_killed(tmp_path: Pa
         "--train.batch-tokens=4096",
         "--train.micro-batch=16",
         "--train.steps=2",
-        "--train.eval-every=0",
-        "--train.eval-tokens=256",
+        "--evaluation.every=0",
+        "--evaluation.tokens=256",
     ]
     with nested_group(LIMIT) as group:
         found = subprocess.run(

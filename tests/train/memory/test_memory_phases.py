@@ -20,7 +20,7 @@ from scrimp.runtime.memory.phases import CacheReading
 from scrimp.train import loop
 from scrimp.train.memory.phases import EVALUATION, GENERATION, MEASURING, TRAINING, MeteredCache, cache_of
 
-WORDS = ["--train.steps=4", "--train.eval-every=2", "--train.checkpoint-every=0"]
+WORDS = ["--train.steps=4", "--evaluation.every=2", "--checkpoint.every=0"]
 SNIP = ["--precision=snip", "--snip.first=2", "--snip.every=9", "--snip.delay=1", "--snip.batches=1"]
 
 
@@ -99,7 +99,7 @@ def test_a_release_is_an_event_of_its_step_and_a_line(
 def test_measuring_precision_is_a_phase(
     corpus: Path, tmp_path: Path, cache: Recorder, calls: list[str]
 ) -> None:
-    words = [*WORDS, *SNIP, "--train.eval-every=0"]
+    words = [*WORDS, *SNIP, "--evaluation.every=0"]
     assert main(flags(corpus, tmp_path / "run", *words)) == 0
     found = phases(calls)
     assert found[:3] == [TRAINING, MEASURING, TRAINING]

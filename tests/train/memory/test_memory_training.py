@@ -13,12 +13,12 @@ import torch
 from tiny_run import flags, losses, write_corpus
 
 from scrimp.cli import main
+from scrimp.optim import StreamedAdamW
 from scrimp.planner import Plan
 from scrimp.runtime import execute
 from scrimp.runtime.memory import HostMemory, carry_out
 from scrimp.runtime.memory.carry import SPARE_BYTES, SPARE_SHARE
 from scrimp.train.loop import Trainer
-from scrimp.train.optimizer import StreamedAdamW
 
 STEPS = 6
 SNIP = ["--precision=snip", "--snip.first=2", "--snip.every=3", "--snip.delay=1", "--snip.batches=1"]
@@ -54,7 +54,7 @@ def test_a_run_that_recomputes_has_the_losses_of_one_that_keeps(
 def test_a_run_may_go_on_with_other_activations(corpus: Path, tmp_path: Path) -> None:
     expected = run(corpus, tmp_path / "whole")
     run_dir = tmp_path / "run"
-    assert main(flags(corpus, run_dir, f"--train.steps={STEPS}", "--train.checkpoint-every=3")) == 0
+    assert main(flags(corpus, run_dir, f"--train.steps={STEPS}", "--checkpoint.every=3")) == 0
     shutil.rmtree(run_dir / "checkpoints" / f"step-{STEPS:08d}")
     words = [f"--run.dir={run_dir}", "--resume"]
     assert main(["train", *words, "--memory.activations=block"]) == 0
@@ -85,7 +85,7 @@ def test_a_plan_that_was_edited_recomputes_on_every_resume(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_dir = tmp_path / "run"
-    expected = run(corpus, run_dir, "--train.checkpoint-every=3")
+    expected = run(corpus, run_dir, "--checkpoint.every=3")
     text = (run_dir / "plan.json").read_text(encoding="utf-8")
     plan = json.loads(text)
     plan["blocks"]["1"]["activations"] = "attention"
@@ -102,7 +102,7 @@ def test_a_plan_that_was_edited_recomputes_on_every_resume(
 
 @pytest.mark.parametrize("words", [["--precision=bf16", "--train.parameters=bf16"], []], ids=["bf16", "fp32"])
 def test_states_on_the_host_change_no_loss(corpus: Path, tmp_path: Path, words: list[str]) -> None:
-    more = [*words, "--train.micro-batch=2", "--train.clip=0.1"]
+    more = [*words, "--train.micro-batch=2", "--optimizer.clip=0.1"]
     expected = run(corpus, tmp_path / "device", *more)
     settings = ["--memory.optimizer=host", "--memory.gradients=1", "--memory.weights=host"]
     for number, some in enumerate((settings[:1], settings, [*settings, "--memory.activations=keep+offload"])):
@@ -120,10 +120,15 @@ EARLY = [*ON_CPU, "--memory.speculate"]
 @pytest.mark.parametrize(
     ("words", "some"),
     [
-        (["--train.clip=0.3"], ON_CPU),
-        (["--precision=bf16", "--train.parameters=bf16", "--train.clip=0.3"], EARLY),
+        (["--optimizer.clip=0.3"], ON_CPU),
+        (["--precision=bf16", "--train.parameters=bf16", "--optimizer.clip=0.3"], EARLY),
         (
-            ["--precision=bf16", "--train.parameters=bf16", "--train.master-weights=false", "--train.clip=0"],
+            [
+                "--precision=bf16",
+                "--train.parameters=bf16",
+                "--optimizer.master-weights=false",
+                "--optimizer.clip=0",
+            ],
             [*EARLY, "--memory.weights=1", "--memory.activations=block+offload"],
         ),
     ],
@@ -136,7 +141,7 @@ def test_updates_on_the_cpu_change_no_loss(
     more = [*words, "--train.micro-batch=1"]
     expected = run(corpus, tmp_path / "device", *more)
     run_dir = tmp_path / "cpu"
-    assert run(corpus, run_dir, *more, *some, "--train.checkpoint-every=3") == expected
+    assert run(corpus, run_dir, *more, *some, "--checkpoint.every=3") == expected
     shutil.rmtree(run_dir / "checkpoints" / f"step-{STEPS:08d}")
     assert main(["train", f"--run.dir={run_dir}", "--resume"]) == 0
     assert losses(run_dir) == expected
@@ -172,7 +177,7 @@ def test_a_run_goes_on_with_the_cpu_as_updater_by_a_setting_or_an_edited_plan(
     corpus: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    expected = run(corpus, run_dir, "--train.checkpoint-every=3")
+    expected = run(corpus, run_dir, "--checkpoint.every=3")
     shutil.copytree(run_dir, tmp_path / "edited")
     plan = json.loads((run_dir / "plan.json").read_text(encoding="utf-8"))
     plan["states"]["1"] |= {"optimizer": "cpu", "gradients": "host"}
@@ -206,7 +211,7 @@ def test_a_step_that_is_given_up_takes_early_updates_back(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory runs out at the end of a backward pass, when blocks have been updated already."""
-    more = ["--memory.activations=auto", "--train.micro-batch=1", "--train.clip=0"]
+    more = ["--memory.activations=auto", "--train.micro-batch=1", "--optimizer.clip=0"]
     expected = run(corpus, tmp_path / "whole", *more)
     once, failed = Trainer._passes_once, []
 
@@ -225,7 +230,7 @@ def test_a_step_that_is_given_up_takes_early_updates_back(
 def test_a_run_goes_on_with_its_states_elsewhere(corpus: Path, tmp_path: Path) -> None:
     expected = run(corpus, tmp_path / "whole")
     run_dir = tmp_path / "run"
-    assert run(corpus, run_dir, "--train.checkpoint-every=3", "--memory.optimizer=host") == expected
+    assert run(corpus, run_dir, "--checkpoint.every=3", "--memory.optimizer=host") == expected
     for words in (["--memory.optimizer=device", "--memory.weights=host"], ["--memory.weights=device"]):
         shutil.rmtree(run_dir / "checkpoints" / f"step-{STEPS:08d}")
         assert main(["train", f"--run.dir={run_dir}", "--resume", *words]) == 0
@@ -243,7 +248,7 @@ def test_a_budget_that_changes_on_resume_changes_the_plan_and_its_figures(
 ) -> None:
     """What is recorded is what runs."""
     run_dir = tmp_path / "run"
-    expected = run(corpus, run_dir, "--train.checkpoint-every=3", "--memory.weights=device")
+    expected = run(corpus, run_dir, "--checkpoint.every=3", "--memory.weights=device")
     budget = with_copy(run_dir) - 400_000
     shutil.rmtree(run_dir / "checkpoints" / f"step-{STEPS:08d}")
     words = [f"--budget.device-memory={budget}B", "--memory.weights=auto"]
@@ -256,7 +261,7 @@ def test_a_budget_that_changes_on_resume_changes_the_plan_and_its_figures(
 
 def test_a_plan_that_an_earlier_resume_wrote_is_no_edit(corpus: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    expected = run(corpus, run_dir, "--train.checkpoint-every=3")
+    expected = run(corpus, run_dir, "--checkpoint.every=3")
     for setting in ("block", "norms"):  # both from the checkpoint of step 3
         shutil.rmtree(run_dir / "checkpoints" / f"step-{STEPS:08d}")
         assert main(["train", f"--run.dir={run_dir}", "--resume", f"--memory.activations={setting}"]) == 0
@@ -268,7 +273,7 @@ def test_an_edited_plan_that_takes_more_than_there_is_is_refused_and_kept(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_dir = tmp_path / "run"
-    run(corpus, run_dir, "--train.checkpoint-every=3", "--memory.activations=block")
+    run(corpus, run_dir, "--checkpoint.every=3", "--memory.activations=block")
     peak = with_copy(run_dir)
     plan = json.loads((run_dir / "plan.json").read_text(encoding="utf-8"))
     for number in plan["blocks"]:

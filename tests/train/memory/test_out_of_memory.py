@@ -37,9 +37,9 @@ WIDE = [
     "--train.batch-tokens=4096",
     "--train.micro-batch=32",
     "--train.steps=5",
-    "--train.eval-tokens=512",
-    "--train.eval-every=0",
-    "--train.checkpoint-every=0",
+    "--evaluation.tokens=512",
+    "--evaluation.every=0",
+    "--checkpoint.every=0",
 ]
 SCRIPT = """
 import resource, sys
@@ -251,7 +251,7 @@ def test_an_arena_that_no_activations_fit_into_ends_the_run_by_name(
 ) -> None:
     """The device holds what this plan leaves on it, and nothing more."""
     words = ["--train.steps=1", "--model.num-layers=6", "--memory.activations=block+offload"]
-    words += ["--train.eval-every=0", "--budget.host-memory=1GB", "--model.vocab-size=320"]
+    words += ["--evaluation.every=0", "--budget.host-memory=1GB", "--model.vocab-size=320"]
     corpus, run_dir = write_corpus(tmp_path), tmp_path / "run"
     assert main(flags(corpus, tmp_path / "free", *words, "--budget.device-memory=1GB")) == 0
     peak = Plan.read(tmp_path / "free" / "plan.json").predicted.peak_device_bytes
@@ -271,7 +271,7 @@ def test_where_no_plan_was_sought_none_is_blamed(
 
     monkeypatch.setattr(loop, "evaluate", full)
     corpus = write_corpus(tmp_path)
-    assert main(flags(corpus, tmp_path / "run", "--train.steps=5", "--train.eval-every=1")) == 1
+    assert main(flags(corpus, tmp_path / "run", "--train.steps=5", "--evaluation.every=1")) == 1
     shown = " ".join(capsys.readouterr().err.split())
     assert "the device ran out of memory after step 1 got" in shown
     assert "no plan" not in shown

@@ -25,7 +25,7 @@ SNIP = [
     f"--snip.delay={DELAY}",
     "--snip.probe-every=4",
     "--train.micro-batch=2",
-    "--train.eval-every=7",
+    "--evaluation.every=7",
 ]
 
 
@@ -38,7 +38,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def whole(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that was never interrupted, with a checkpoint of every step."""
     run_dir = tmp_path_factory.mktemp("whole") / "run"
-    assert main(flags(corpus, run_dir, *SNIP, "--train.checkpoint-every=1", "--train.keep-every=1")) == 0
+    assert main(flags(corpus, run_dir, *SNIP, "--checkpoint.every=1", "--checkpoint.keep-every=1")) == 0
     return run_dir
 
 
@@ -228,7 +228,7 @@ def test_kill_dash_nine_in_the_middle_of_a_run(whole: Path, corpus: Path, tmp_pa
     import time
 
     run_dir = tmp_path / "run"
-    words = flags(corpus, run_dir, *SNIP, "--train.checkpoint-every=1", "--train.keep-every=1")
+    words = flags(corpus, run_dir, *SNIP, "--checkpoint.every=1", "--checkpoint.keep-every=1")
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     for kill_at in (4, 6, 9):
         process = subprocess.Popen(

@@ -31,7 +31,7 @@ SNIP = [
     f"--snip.delay={DELAY}",
     "--snip.probe-every=0",
     "--budget.fp4-flops=1.0",
-    "--train.eval-every=0",
+    "--evaluation.every=0",
     "--train.micro-batch=2",
 ]
 
@@ -49,7 +49,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def honest(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("honest") / "run"
-    assert main(flags(corpus, run_dir, *SNIP, "--train.checkpoint-every=1", "--train.keep-every=1")) == 0
+    assert main(flags(corpus, run_dir, *SNIP, "--checkpoint.every=1", "--checkpoint.keep-every=1")) == 0
     return run_dir
 
 

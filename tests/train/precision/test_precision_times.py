@@ -174,7 +174,7 @@ def test_a_run_with_a_budget_in_seconds_times_the_device_that_it_moved_to(
 ) -> None:
     run_dir = tmp_path / "run"
     words = ["--precision=snip", "--snip.formats=bf16,nvfp4", "--snip.first=2", "--snip.delay=1"]
-    words += ["--snip.every=0", "--train.steps=18", "--train.checkpoint-every=5", "--train.keep-every=5"]
+    words += ["--snip.every=0", "--train.steps=18", "--checkpoint.every=5", "--checkpoint.keep-every=5"]
     assert main(flags(write_corpus(tmp_path), run_dir, *words, "--budget.step-seconds=1000")) == 0
     for step in (10, 15, 18):
         shutil.rmtree(run_dir / "checkpoints" / f"step-{step:08d}")

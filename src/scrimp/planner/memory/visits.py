@@ -15,7 +15,7 @@ Method   The runtime's own rules (`scrimp.runtime.memory`), walked block by bloc
                         embedding       those of block 0, if they leave
              update     two neighbours among the blocks that are streamed, with all that comes for them
 
-Source   scrimp.runtime.memory.weights, gradients; scrimp.train.optimizer.streaming
+Source   scrimp.runtime.memory.weights, gradients; scrimp.optim.streaming
 Checked  tests/profiler/memory_trace/test_placements.py: real steps; tests/planner/memory/test_visits.py
 """
 

@@ -51,7 +51,7 @@ class GradientSums:
     """How the optimizer sums the gradients of micro-batches."""
 
     dtype: torch.dtype | None
-    """The sums' type, where a hook adds each gradient to them as soon as it is complete (`scrimp.train.optimizer`);
+    """The sums' type, where a hook adds each gradient to them as soon as it is complete (`scrimp.optim`);
     None: autograd sums gradients itself."""
     scratch: Callable[[Tensor], int] = lambda parameter: 0
     """Bytes that adding a parameter's gradient to an existing sum takes."""

@@ -1,10 +1,10 @@
 """Temporary memory of updates and gradient sums that are no fused kernel: arrays of one piece of a matrix.
 
-Method   `scrimp.train.optimizer` works through a matrix in pieces of rows, in arrays that it uses again, the largest
+Method   `scrimp.optim` works through a matrix in pieces of rows, in arrays that it uses again, the largest
          matrix first. So what it holds is so many fp32 or int32 arrays of the largest piece, and hashes of rows and
          columns, which are made from three int64 arrays. 8-bit moments take one array more for signs, one where a row
          is no whole number of blocks, and the scales.
-Limits   The numbers of arrays are those of `scrimp.train.optimizer.update` and `rounding`.
+Limits   The numbers of arrays are those of `scrimp.optim.update` and `rounding`.
 Checked  tests/profiler/memory_trace/test_scratch.py: the updates themselves, counted by torch's profiler.
 """
 

@@ -315,7 +315,7 @@ class _Step:
 
     @property
     def _sums(self) -> GradientSums:
-        """How `scrimp.train.optimizer` sums gradients."""
+        """How `scrimp.optim` sums gradients."""
         if self.master_weights:
             return GradientSums(torch.float32)
         if self.parameters == "bf16":
@@ -324,7 +324,7 @@ class _Step:
         return GradientSums(None)
 
     def _states(self, module: nn.Module) -> dict[str, int]:
-        """Weights, gradients and optimizer states of a module, as `scrimp.train.optimizer` holds them."""
+        """Weights, gradients and optimizer states of a module, as `scrimp.optim` holds them."""
         count = sum(parameter.numel() for parameter in module.parameters())
         own = DTYPES[self.parameters].itemsize
         state = 4 if self.master_weights else own

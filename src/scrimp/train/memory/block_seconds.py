@@ -164,7 +164,7 @@ class _Model:
             linears["head"],
             compute=self.config.precision_rules.compute,
             parameters=train.parameters,
-            master_weights=bool(train.master_weights),
+            master_weights=bool(self.config.optimizer.master_weights),
             micro_batch=decided(train.micro_batch),
             sequence=decided(train.sequence),
             loss_chunk=decided(train.loss_chunk),

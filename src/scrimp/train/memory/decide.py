@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from scrimp.config import Architecture, Config, TrainConfig, decided
+from scrimp.config import Architecture, Config, decided
 from scrimp.config.activations import (
     ALL_ACTIVATIONS,
     LEVELS,
@@ -32,6 +32,7 @@ from scrimp.config.activations import (
 from scrimp.data import held_bytes
 from scrimp.errors import PlanError
 from scrimp.model.flash import gpu_of
+from scrimp.optim.rate import cpu_update_rate
 from scrimp.planner import Plan
 from scrimp.planner.memory.account import account_step
 from scrimp.planner.memory.costs import StepCosts
@@ -59,7 +60,6 @@ from scrimp.train.memory.limits import (
     refuse_beyond_one_memory,
 )
 from scrimp.train.memory.notice import said_if_slow
-from scrimp.train.optimizer.rate import cpu_update_rate
 
 SMALL_SHARE = 0.5
 """Share of the memory: a run that takes less keeps everything, and nothing is timed."""
@@ -320,7 +320,8 @@ def _machine(
 ) -> Machine:
     """With the CPU's rate for the formats of this run, where it may update anything."""
     machine = rates.machine(device_bytes=device_bytes, host_bytes=host_bytes)
-    return dataclasses.replace(machine, cpu_adam=cpu_update_rate(config.train) if with_cpu else None)
+    rate = cpu_update_rate(config.train.parameters, config.optimizer) if with_cpu else None
+    return dataclasses.replace(machine, cpu_adam=rate)
 
 
 def host_bytes_of(plan: Plan, config: Config, architecture: Architecture, device: Device) -> int:
@@ -368,10 +369,7 @@ def traced(
         names = dict.fromkeys([*config.candidates, config.snip.start, start.compute])
         bases = [rules.with_base(name) for name in names]
     with said_if_slow("tracing the model ..."):
-        found = [
-            _traced_base(config.train, architecture, device, choices, base, config.data.mask_documents)
-            for base in bases
-        ]
+        found = [_traced_base(config, architecture, device, choices, base) for base in bases]
     return _with_batches(max(found, key=_most), config, device)
 
 
@@ -393,20 +391,20 @@ def _most(costs: StepCosts) -> int:
 
 
 def _traced_base(
-    train: TrainConfig,
+    config: Config,
     architecture: Architecture,
     device: torch.device,
     choices: tuple[str, ...],
     rules: PrecisionRules,
-    mask_documents: bool,
 ) -> StepCosts:
+    train = config.train
     return _costs(
         architecture,
         torch.get_num_threads(),
         precision=rules.compute,
         parameters=train.parameters,
-        master_weights=bool(train.master_weights),
-        moments=train.moments,
+        master_weights=bool(config.optimizer.master_weights),
+        moments=config.optimizer.moments,
         micro_batch=decided(train.micro_batch),
         sequence=decided(train.sequence),
         loss_chunk=decided(train.loss_chunk),
@@ -414,7 +412,7 @@ def _traced_base(
         activations=choices,
         device_functions="cuda" if device.type == "cuda" else "cpu",
         gpu=gpu_of(device),
-        documents=mask_documents,
+        documents=config.data.mask_documents,
         compiled=train.compile == "on",
     )
 

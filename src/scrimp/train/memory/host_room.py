@@ -52,8 +52,10 @@ def largest_tensor_bytes(architecture: Architecture, config: Config) -> int:
     """Bytes of the largest tensor of a checkpoint: of the weights, their masters or moments."""
     ffn = 2 * architecture.ffn_width
     numbers = max(architecture.vocab_size, ffn) * architecture.width
-    train = config.train
-    is_bf16 = train.parameters == "bf16" and not train.master_weights and train.moments != "fp32"
+    optimizer = config.optimizer
+    is_bf16 = (
+        config.train.parameters == "bf16" and not optimizer.master_weights and optimizer.moments != "fp32"
+    )
     return numbers * (2 if is_bf16 else 4)
 
 

@@ -105,8 +105,8 @@ def _numbers(
 
 def _changes(config: Config) -> Iterator[tuple[str, str | int]]:
     train = config.train
-    for moments in _MOMENTS[_MOMENTS.index(train.moments) + 1 :]:
-        yield "train.moments", moments
+    for moments in _MOMENTS[_MOMENTS.index(config.optimizer.moments) + 1 :]:
+        yield "optimizer.moments", moments
     all_tokens = decided(train.micro_batch) * decided(train.sequence)
     if (decided(train.loss_chunk) or all_tokens) > SMALL_CHUNK:
         yield "train.loss_chunk", SMALL_CHUNK

@@ -30,12 +30,12 @@ from typing import Any
 
 from scrimp.config import decided
 from scrimp.files import make_folder, write_whole
+from scrimp.optim import AdamW
 from scrimp.planner.precision import PrecisionPlan, PrecisionProfile, plan_or_nearest
 from scrimp.precision import parse_rules
 from scrimp.runtime import Executable
 from scrimp.statistics import Probe
 from scrimp.train.metrics import MetricsLog
-from scrimp.train.optimizer import AdamW
 from scrimp.train.precision import guard
 from scrimp.train.precision.gemm_seconds import (
     StepTimes,

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from torch import Tensor
 
 from scrimp.data import Batch
+from scrimp.optim import AdamW
 from scrimp.planner.precision import PrecisionProfile
 from scrimp.runtime import Executable
 from scrimp.statistics import Probe, Subject, collect, probe
-from scrimp.train.optimizer import AdamW
 from scrimp.train.setup import Decisions
 
 MOST_MICRO_BATCHES = 4

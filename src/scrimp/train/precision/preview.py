@@ -18,11 +18,11 @@ from scrimp.data import Batch, Loader
 from scrimp.errors import CheckpointError, ConfigError
 from scrimp.export import ExportTarget, plan_for
 from scrimp.model import Decoder
+from scrimp.optim import AdamW
 from scrimp.planner.precision import PrecisionPlan
 from scrimp.precision import parse_rules
 from scrimp.runtime import realise
 from scrimp.train.checkpoint import Checkpoint
-from scrimp.train.optimizer import AdamW
 from scrimp.train.precision.meter import PrecisionMeter
 from scrimp.train.precision.question import Horizon, ask, formats_to_measure
 from scrimp.train.run_folder import saved_config
@@ -112,11 +112,11 @@ def _meter(decisions: Decisions, checkpoint: Checkpoint) -> PrecisionMeter:
         compute=config.precision_rules.compute,
         seed=config.run.seed,
         loss_chunk=decided(config.train.loss_chunk),
-        z_loss=config.train.z_loss,
+        z_loss=config.objective.z_loss,
         choose=decisions.backends(),
         replans=True,
     )
-    optimizer = AdamW(dict(executable.model.named_parameters()), config.train, seed=config.run.seed)
+    optimizer = AdamW(dict(executable.model.named_parameters()), config.optimizer, seed=config.run.seed)
     tensors: dict[str, Tensor] = {
         f"model.{name}": p.detach() for name, p in executable.model.named_parameters()
     }

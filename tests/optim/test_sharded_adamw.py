@@ -14,15 +14,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from scrimp.config import TrainConfig
+from scrimp.config import OptimizerConfig
 from scrimp.errors import PlanError
+from scrimp.optim import AdamW, Homes
+from scrimp.optim.sharded import ShardedAdamW
 from scrimp.runtime.memory import HostArena, HostWeights, LateLink
-from scrimp.train.optimizer import AdamW, Homes
-from scrimp.train.optimizer.sharded import ShardedAdamW
 
 RANKS = 2
 CPU = torch.device("cpu")
-TRAIN = TrainConfig(clip=0.0, weight_decay=0.1, master_weights=False, moments="fp32")
+TRAIN = OptimizerConfig(clip=0.0, weight_decay=0.1, master_weights=False, moments="fp32")
 MICRO_BATCHES = 2
 
 
@@ -62,7 +62,7 @@ def homes(optimizer: frozenset[int]) -> Homes:
     return Homes(arena, link, block_of, HostWeights({}, arena, link), frozenset(), optimizer)
 
 
-def make(model: Small, train: TrainConfig = TRAIN, on_host: tuple[int, ...] = ()) -> ShardedAdamW:
+def make(model: Small, train: OptimizerConfig = TRAIN, on_host: tuple[int, ...] = ()) -> ShardedAdamW:
     return ShardedAdamW(dict(model.named_parameters()), train, homes(frozenset(on_host)), seed=5)
 
 

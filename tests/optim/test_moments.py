@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from scrimp.formats import Noise
-from scrimp.train.optimizer.moments import BLOCK, Moment, MomentFormat, Moments, dense
-from scrimp.train.optimizer.rounding import NoiseTable, Scratch
+from scrimp.optim.moments import BLOCK, Moment, MomentFormat, Moments, dense
+from scrimp.optim.rounding import NoiseTable, Scratch
 
 CPU = torch.device("cpu")
 C = 2.0**-15

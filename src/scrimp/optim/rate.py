@@ -3,7 +3,7 @@
 torch's fused AdamW does a parameter in fp32 in about a nanosecond, stochastic rounding of bf16 weights or 8-bit moments
 takes ten times that: a plan that took one rate for the other would be wrong by as much.
 
-Checked  tests/train/optimizer/test_rate.py
+Checked  tests/optim/test_rate.py
 """
 
 from __future__ import annotations
@@ -14,27 +14,28 @@ from typing import Final
 
 import torch
 
-from scrimp.config import TrainConfig
+from scrimp.config import OptimizerConfig
 from scrimp.formats import Noise
-from scrimp.train.optimizer.adamw import moment_format
-from scrimp.train.optimizer.moments import MomentFormat, Moments
-from scrimp.train.optimizer.rounding import Scratch
-from scrimp.train.optimizer.update import Step, update
+from scrimp.optim.adamw import moment_format
+from scrimp.optim.moments import MomentFormat, Moments
+from scrimp.optim.rounding import Scratch
+from scrimp.optim.update import Step, update
 
 ROWS, COLUMNS = 1024, 4096
 """Size of the matrix that is updated: 16 MB in fp32, of which no cache holds four."""
 REPEATS: Final = 3
 
 
-def cpu_update_rate(train: TrainConfig) -> float:
+def cpu_update_rate(parameters: str, settings: OptimizerConfig) -> float:
     """Parameters per second, all threads; measured once per process and format, in a few tenths of a second.
 
     Args:
-        train: resolved.
+        parameters: their format, fp32 or bf16.
+        settings: resolved.
     """
-    is_bf16 = train.parameters == "bf16"
-    target = torch.float32 if train.master_weights or not is_bf16 else torch.bfloat16
-    return _rate(target, bool(train.master_weights), moment_format(train, target))
+    is_bf16 = parameters == "bf16"
+    target = torch.float32 if settings.master_weights or not is_bf16 else torch.bfloat16
+    return _rate(target, bool(settings.master_weights), moment_format(settings, target))
 
 
 @cache

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from test_streaming import ARCHITECTURE, CPU, FORMATS
 from torch import Tensor
 
-from scrimp.config import TrainConfig
+from scrimp.config import OptimizerConfig
 from scrimp.errors import PlanError, TrainingError
 from scrimp.model import Decoder, initialise
+from scrimp.optim import AdamW, StreamedAdamW
+from scrimp.optim.cpu_update import CpuUpdates
+from scrimp.optim.streaming import Homes
 from scrimp.runtime.memory import BlockMemory, HostArena, HostLink, HostWeights, LateLink
-from scrimp.train.optimizer import AdamW, StreamedAdamW
-from scrimp.train.optimizer.cpu_update import CpuUpdates
-from scrimp.train.optimizer.streaming import Homes
 
 LR = 1e-2
 MADE: list[Made] = []
@@ -34,7 +34,7 @@ class Made:
     """A model and its optimizer."""
 
     dtype: torch.dtype
-    train: TrainConfig
+    train: OptimizerConfig
     cpu: Iterable[int] | None = None
     """Blocks that the CPU updates; None: everything is resident."""
     weights: Iterable[int] = ()

@@ -16,7 +16,7 @@ Limits   About seven fp32 arrays of a piece live at once: 4 MiB on a CPU, 30 MiB
          One operation after another: on one core 8 ns per parameter with bf16 weights and moments, 13 ns with 8
          bits, beside 1 ns of the fused update in fp32; on CUDA some 80 small kernels per piece, not fused yet.
 Source   Loshchilov & Hutter, arXiv 1711.05101.
-Checked  tests/train/optimizer/test_update.py: float64, any piece size, shards, torch's own AdamW.
+Checked  tests/optim/test_update.py: float64, any piece size, shards, torch's own AdamW.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from scrimp.formats import Noise
-from scrimp.train.optimizer.moments import BLOCK, Moments, Place, as_matrix
-from scrimp.train.optimizer.rounding import NoiseTable, Scratch, to_bf16
+from scrimp.optim.moments import BLOCK, Moments, Place, as_matrix
+from scrimp.optim.rounding import NoiseTable, Scratch, to_bf16
 
 PIECE_ELEMENTS = {"cpu": 2**17, "cuda": 2**20}
 """Elements that are updated at once: a CPU's cache holds them; on CUDA a kernel has enough to do."""

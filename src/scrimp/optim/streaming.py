@@ -22,7 +22,7 @@ Limits   Without speculation the update waits for the last backward pass, as cli
          skipping a step whose norm is not finite. SNIP's statistics read moments and gradients of all layers
          at once: a plan does not put both together.
 Source   LLMQ streams optimizer states the same way; docs/memory.md
-Checked  tests/train/optimizer/test_streaming.py, test_cpu_update.py
+Checked  tests/optim/test_streaming.py, test_cpu_update.py
 """
 
 from __future__ import annotations
@@ -35,8 +35,11 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from scrimp.config import TrainConfig
+from scrimp.config import OptimizerConfig
 from scrimp.errors import PlanError, TrainingError
+from scrimp.optim.adamw import AdamW, moment_format
+from scrimp.optim.cpu_update import CpuUpdates
+from scrimp.optim.moments import Moments
 from scrimp.runtime.memory import (
     HeldGradient,
     HostArena,
@@ -50,9 +53,6 @@ from scrimp.runtime.memory import (
 from scrimp.runtime.memory.gradients import GradientSlot
 from scrimp.runtime.memory.visiting import Guest, settle
 from scrimp.statistics import UpdateRule
-from scrimp.train.optimizer.adamw import AdamW, moment_format
-from scrimp.train.optimizer.cpu_update import CpuUpdates
-from scrimp.train.optimizer.moments import Moments
 
 _BUFFERS = 2
 """Blocks that are on the device at once for their update."""
@@ -116,7 +116,7 @@ class StreamedAdamW(AdamW):
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
-        train: TrainConfig,
+        settings: OptimizerConfig,
         homes: Homes,
         *,
         seed: int = 0,
@@ -131,7 +131,7 @@ class StreamedAdamW(AdamW):
         self._clip_factor = 1.0
         self._early_lr: float | None = None
         """Learning rate of updates that begin before the norm is known; None: they do not."""
-        super().__init__(parameters, train, seed=seed)
+        super().__init__(parameters, settings, seed=seed)
         slots = {block: [self.slot(name) for name in self._names[block]] for block in sorted(homes.gradients)}
         self.host_gradients = HostGradients(slots, homes.arena, homes.link)
         self.host_gradients.after_sending = self._begin_early
@@ -166,14 +166,14 @@ class StreamedAdamW(AdamW):
         if guest is None:
             weight.values.copy_(parameter.detach())
         target, slot = weight.values, OwnGradient(parameter)
-        if self._train.master_weights:
+        if self._settings.master_weights:
             target = self._settled(target.float())
             like = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
             self._slots[name] = HeldGradient(like)
         elif parameter.dtype == torch.float32:
             self._slots[name] = slot
         self._targets[name] = target
-        zeros = Moments.zeros(moment_format(self._train, target.dtype), target).tensors()
+        zeros = Moments.zeros(moment_format(self._settings, target.dtype), target).tensors()
         self._moments[name] = Moments.over({key: self._settled(tensor) for key, tensor in zeros.items()})
         self._collect(name, parameter, self._slots.get(name, slot))
 
@@ -322,7 +322,7 @@ class StreamedAdamW(AdamW):
         if gradients and factor != 1.0:
             torch._foreach_mul_(list(gradients.values()), factor)
         self._update_by(gradients, lr)
-        if self._train.master_weights:
+        if self._settings.master_weights:
             for name in self._names[block]:
                 self._host_weights[name].values.copy_(self._targets[name])
 

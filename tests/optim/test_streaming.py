@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from scrimp.config import Architecture, TrainConfig
+from scrimp.config import Architecture, OptimizerConfig
 from scrimp.errors import PlanError
 from scrimp.model import Decoder, initialise
+from scrimp.optim import AdamW, StreamedAdamW
+from scrimp.optim.streaming import Homes
 from scrimp.runtime.memory import BlockMemory, HostArena, HostWeights, LateLink
-from scrimp.train.optimizer import AdamW, StreamedAdamW
-from scrimp.train.optimizer.streaming import Homes
 
 ARCHITECTURE = Architecture(
     family="llama",
@@ -29,7 +29,7 @@ ARCHITECTURE = Architecture(
     context=32,
 )
 CPU = torch.device("cpu")
-TRAIN = TrainConfig(clip=0.05, weight_decay=0.1, master_weights=False, moments="fp32")
+TRAIN = OptimizerConfig(clip=0.05, weight_decay=0.1, master_weights=False, moments="fp32")
 FORMATS = {
     "fp32": (torch.float32, TRAIN),
     "masters": (torch.bfloat16, dataclasses.replace(TRAIN, master_weights=True)),
@@ -45,7 +45,7 @@ MIXTURES = {
 }
 
 
-def make(dtype: torch.dtype, train: TrainConfig, mixture: str | None) -> tuple[Decoder, AdamW, Any]:
+def make(dtype: torch.dtype, train: OptimizerConfig, mixture: str | None) -> tuple[Decoder, AdamW, Any]:
     model = Decoder(ARCHITECTURE, dtype=dtype)
     initialise(model, 0)
     if mixture is None:

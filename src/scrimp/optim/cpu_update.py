@@ -16,7 +16,7 @@ Exact    Bytes are copied, never computed back.
 Limits   An early update that is taken back is done twice. What fails in the thread fails whoever waits for that
          block; of an update that is taken back nobody asks how it went.
 Source   CPU Adam under the backward pass: ProTrain; speculation and rollback: SuperOffload; docs/memory.md
-Checked  tests/train/optimizer/test_cpu_update.py
+Checked  tests/optim/test_cpu_update.py
 """
 
 from __future__ import annotations

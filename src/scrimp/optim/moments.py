@@ -24,7 +24,7 @@ Limits   Elements below 1/700 of the largest |g| of their block get updates that
          of their way with m in 8 bits and 1.4 % with v; to nearest, 2.4 and 1.0 %. E4M3 would drift by 6.3 and
          2.7 %, 5 mantissa bits by less, but with a range that outliers exceed (`benchmarks/moment_formats.py`).
 Source   Block-wise 8-bit moments: Dettmers et al., arXiv 2110.02861; stochastic rounding in LLMQ (specs/memory.md).
-Checked  tests/train/optimizer/test_moments.py: codes against float64, means, slow averages, zeros and outliers.
+Checked  tests/optim/test_moments.py: codes against float64, means, slow averages, zeros and outliers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from scrimp.train.optimizer.rounding import Scratch, high_bits, to_bf16
+from scrimp.optim.rounding import Scratch, high_bits, to_bf16
 
 MomentFormat = Literal["fp32", "bf16", "8bit"]
 BLOCK = 128

@@ -6,33 +6,32 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scrimp.config import TrainConfig
-from scrimp.train.learning_rate import learning_rate
+from scrimp.train.schedule import Schedule
 
 SCHEDULES = ("cosine", "linear", "wsd", "constant")
 
 
-def settings(schedule: str, steps: int, warmup: int, ratio: float = 0.1) -> TrainConfig:
-    return TrainConfig(schedule=schedule, steps=steps, warmup_steps=warmup, lr=1.0, final_lr_ratio=ratio)
+def settings(schedule: str, steps: int, warmup: int, ratio: float = 0.1) -> Schedule:
+    return Schedule(schedule, steps, 1.0, warmup, ratio)
 
 
 @given(st.sampled_from(SCHEDULES), st.integers(1, 400), st.floats(0, 1), st.floats(0, 1))
 def test_the_rate_is_positive_at_first_and_never_above_the_peak(
     schedule: str, steps: int, warmup_share: float, ratio: float
 ) -> None:
-    train = settings(schedule, steps, int(warmup_share * steps), ratio)
-    rates = [learning_rate(step, train) for step in range(steps)]
+    lr = settings(schedule, steps, int(warmup_share * steps), ratio)
+    rates = [lr(step) for step in range(steps)]
     assert rates[0] > 0
     assert max(rates) <= 1.0 + 1e-12
     assert min(rates) >= 0.0
-    decay = rates[train.warmup_steps :]
+    decay = rates[lr.warmup_steps :]
     assert all(after <= before + 1e-12 for before, after in itertools.pairwise(decay))
 
 
 @given(st.sampled_from(["cosine", "linear", "wsd"]), st.integers(2, 400), st.data())
 def test_the_last_step_runs_at_the_final_rate_exactly(schedule: str, steps: int, data: st.DataObject) -> None:
     warmup = data.draw(st.integers(0, steps))
-    assert learning_rate(steps - 1, settings(schedule, steps, warmup)) == pytest.approx(0.1, abs=1e-12)
+    assert settings(schedule, steps, warmup)(steps - 1) == pytest.approx(0.1, abs=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -47,22 +46,20 @@ def test_the_last_step_runs_at_the_final_rate_exactly(schedule: str, steps: int,
     ],
 )
 def test_short_runs(schedule: str, steps: int, warmup: int, rates: list[float]) -> None:
-    train = settings(schedule, steps, warmup)
-    assert [learning_rate(step, train) for step in range(steps)] == pytest.approx(rates)
+    lr = settings(schedule, steps, warmup)
+    assert [lr(step) for step in range(steps)] == pytest.approx(rates)
 
 
 def test_warm_up_rises_in_equal_steps_to_the_peak() -> None:
-    train = settings("cosine", 100, 10)
-    assert [learning_rate(step, train) for step in range(10)] == pytest.approx(
-        [0.1 * k for k in range(1, 11)]
-    )
+    lr = settings("cosine", 100, 10)
+    assert [lr(step) for step in range(10)] == pytest.approx([0.1 * k for k in range(1, 11)])
 
 
 def test_wsd_is_flat_until_its_last_fifth() -> None:
-    train = settings("wsd", 100, 10)
-    assert {learning_rate(step, train) for step in range(10, 80)} == {1.0}
-    assert learning_rate(80, train) < 1.0
+    lr = settings("wsd", 100, 10)
+    assert {lr(step) for step in range(10, 80)} == {1.0}
+    assert lr(80) < 1.0
 
 
 def test_constant_keeps_the_peak() -> None:
-    assert learning_rate(99, settings("constant", 100, 10)) == 1.0
+    assert settings("constant", 100, 10)(99) == 1.0

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from scrimp.config import TrainConfig
+from scrimp.config import OptimizerConfig
+from scrimp.optim.adamw import AdamW
+from scrimp.optim.moments import MomentFormat, Moments
+from scrimp.optim.streaming import Homes, StreamedAdamW
+from scrimp.optim.update import Step, update
 from scrimp.runtime import Executable
-from scrimp.train.optimizer.adamw import AdamW
-from scrimp.train.optimizer.moments import MomentFormat, Moments
-from scrimp.train.optimizer.streaming import Homes, StreamedAdamW
-from scrimp.train.optimizer.update import Step, update
 
 __all__ = [
     "AdamW",
@@ -22,7 +22,7 @@ __all__ = [
 
 
 def make_optimizer(
-    executable: Executable, train: TrainConfig, *, seed: int, speculates: bool = False
+    executable: Executable, settings: OptimizerConfig, *, seed: int, speculates: bool = False
 ) -> AdamW:
     """The optimizer of a run: with states on the host where the plan has them there.
 
@@ -31,7 +31,7 @@ def make_optimizer(
     """
     parameters, host = dict(executable.model.named_parameters()), executable.host
     if host is None:
-        return AdamW(parameters, train, seed=seed)
+        return AdamW(parameters, settings, seed=seed)
     homes = Homes(
         host.arena,
         host.link,
@@ -43,8 +43,8 @@ def make_optimizer(
         speculates,
     )
     if not homes.away:
-        return AdamW(parameters, train, seed=seed)
-    optimizer = StreamedAdamW(parameters, train, homes, seed=seed)
+        return AdamW(parameters, settings, seed=seed)
+    optimizer = StreamedAdamW(parameters, settings, homes, seed=seed)
     host.blocks.gradients = optimizer.host_gradients
     return optimizer
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from scrimp.formats import Noise
-from scrimp.train.optimizer import MomentFormat, Moments, Step, update
-from scrimp.train.optimizer.moments import dense
+from scrimp.optim import MomentFormat, Moments, Step, update
+from scrimp.optim.moments import dense
 
 STEP = Step(number=1, lr=0.01, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 FORMATS = ["fp32", "bf16", "8bit"]

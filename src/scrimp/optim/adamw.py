@@ -8,14 +8,14 @@ Method   `master_weights` keeps an fp32 copy of every bf16 parameter. Each bf16 
          After the step the parameter is the master rounded to nearest.
          Without master weights bf16 parameters themselves are updated and rounded stochastically, and so are
          the bf16 sums of their gradients from the second micro-batch on: both move by the right amount on average.
-         `moments` says how the averages are stored, see `scrimp.train.optimizer.moments`. Where weights and
+         `moments` says how the averages are stored, see `scrimp.optim.moments`. Where weights and
          moments are fp32, the update is torch's fused AdamW (decoupled decay, Loshchilov & Hutter, arXiv
          1711.05101). Decay goes to matrices only, not to norms and biases.
 State    Moments exist from the start, so that a checkpoint has the same tensors at every step:
          ``<parameter>.exp_avg``, ``.exp_avg_sq``, ``.master``, and of 8-bit moments ``.exp_avg_scale`` and
          ``.exp_avg_sq_scale``. The count of updates is one integer, and the key of all rounding noise with the
          run's seed and the parameter's name: a resumed run rounds as it would have.
-Checked  tests/train/optimizer/test_adamw.py
+Checked  tests/optim/test_adamw.py
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from scrimp.config import TrainConfig
+from scrimp.config import OptimizerConfig
 from scrimp.errors import ConfigError
 from scrimp.formats import Noise
+from scrimp.optim.moments import MomentFormat, Moments, as_matrix, dense
+from scrimp.optim.rounding import Scratch, to_bf16
+from scrimp.optim.update import Step, Workspace, is_fused, update, update_fused
 from scrimp.runtime.memory.gradients import GradientSlot, OwnGradient
 from scrimp.statistics import UpdateRule
-from scrimp.train.optimizer.moments import MomentFormat, Moments, as_matrix, dense
-from scrimp.train.optimizer.rounding import Scratch, to_bf16
-from scrimp.train.optimizer.update import Step, Workspace, is_fused, update, update_fused
 
 
 class RoundedSum:
@@ -52,16 +52,18 @@ class AdamW:
 
     Args:
         parameters: float32 or bfloat16, by name.
-        train: decay rates, clipping, `master_weights` and `moments`; auto as `scrimp.config.resolve` decides it.
+        settings: decay rates, clipping, `master_weights` and `moments`; auto as `scrimp.config.resolve` decides it.
         seed: of the rounding noise.
 
     Raises:
         ConfigError: a parameter of another type.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], train: TrainConfig, *, seed: int = 0) -> None:
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], settings: OptimizerConfig, *, seed: int = 0
+    ) -> None:
         _refuse_types(parameters)
-        self._train = train
+        self._settings = settings
         self._seed = Noise(seed)
         self._parameters = dict(parameters)
         self._targets: dict[str, Tensor] = {}
@@ -76,15 +78,15 @@ class AdamW:
     def _add(self, name: str, parameter: nn.Parameter) -> None:
         """Make the states of a parameter, and collect its gradients where autograd is not to sum them."""
         target: Tensor = parameter
-        if self._train.master_weights:
+        if self._settings.master_weights:
             target = parameter.detach().float().clone()
         self._targets[name] = target
-        self._moments[name] = Moments.zeros(moment_format(self._train, target.dtype), target.detach())
+        self._moments[name] = Moments.zeros(moment_format(self._settings, target.dtype), target.detach())
         self._collect(name, parameter, OwnGradient(target))
 
     def _collect(self, name: str, parameter: nn.Parameter, slot: GradientSlot) -> None:
         """Sum the gradients of a parameter in a slot, where autograd is not to sum them."""
-        if self._train.master_weights:
+        if self._settings.master_weights:
             parameter.register_post_accumulate_grad_hook(_collect_into(slot))
         elif parameter.dtype == torch.bfloat16:
             self._rounded_sums[name] = RoundedSum(parameter)
@@ -144,9 +146,11 @@ class AdamW:
 
     def rule(self, name: str) -> UpdateRule:
         """How a parameter is updated: every one at the same learning rate. 8-bit moments are decoded into copies."""
-        moments, like, train = self._moments[name], self._targets[name], self._train
+        moments, like, settings = self._moments[name], self._targets[name], self._settings
         averages = dense(moments.mean, like), dense(moments.square, like)
-        return UpdateRule("adamw", 1.0, *averages, self.num_updates, train.beta1, train.beta2, train.adam_eps)
+        return UpdateRule(
+            "adamw", 1.0, *averages, self.num_updates, settings.beta1, settings.beta2, settings.eps
+        )
 
     def slot(self, name: str) -> GradientSlot:
         """Where the sum of a parameter's gradients is found while it is on the device."""
@@ -154,7 +158,7 @@ class AdamW:
 
     def clip_factor(self, norm: float) -> float:
         """What `clip` multiplies gradients of this norm by."""
-        limit = self._train.clip
+        limit = self._settings.clip
         return limit / norm if limit > 0 and norm > limit else 1.0
 
     # -- parts ---------------------------------------------------------------------------------
@@ -162,14 +166,14 @@ class AdamW:
     def _state(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """End of its name and storage of every state tensor of one parameter."""
         yield from self._moments[name].tensors().items()
-        if self._train.master_weights:
+        if self._settings.master_weights:
             yield "master", self._targets[name]
 
     def _update_names(self, names: Sequence[str], lr: float) -> None:
         """Update some parameters, those that have a gradient, by the step after `num_updates`."""
         gradients = self.gradients()
         self._update_by({name: gradients[name] for name in names if name in gradients}, lr)
-        if self._train.master_weights and names:
+        if self._settings.master_weights and names:
             with torch.no_grad():
                 torch._foreach_copy_([self._parameters[n] for n in names], [self._targets[n] for n in names])
 
@@ -180,9 +184,9 @@ class AdamW:
             self._update(some, self._numbers(lr, decayed))
 
     def _numbers(self, lr: float, decayed: bool) -> Step:
-        train = self._train
-        decay = train.weight_decay if decayed else 0.0
-        return Step(self.num_updates + 1, lr, train.beta1, train.beta2, train.adam_eps, decay)
+        settings = self._settings
+        decay = settings.weight_decay if decayed else 0.0
+        return Step(self.num_updates + 1, lr, settings.beta1, settings.beta2, settings.eps, decay)
 
     def _update(self, gradients: Mapping[str, Tensor], step: Step) -> None:
         fused = [
@@ -244,11 +248,11 @@ def _add_rounded(total: Tensor, gradient: Tensor, noise: Noise) -> None:
         piece.copy_(to_bf16(exact, next(work.noise(place)), work.scratch))
 
 
-def moment_format(train: TrainConfig, dtype: torch.dtype) -> MomentFormat:
+def moment_format(settings: OptimizerConfig, dtype: torch.dtype) -> MomentFormat:
     """What the averages of a target of this type are kept in."""
-    if train.moments == "auto":
+    if settings.moments == "auto":
         return "fp32" if dtype == torch.float32 else "bf16"
-    return train.moments
+    return settings.moments
 
 
 def _refuse_types(parameters: Mapping[str, nn.Parameter]) -> None:

@@ -14,8 +14,8 @@ Method   A float's neighbours in a format of fewer mantissa bits differ by 1 in 
 
          which costs 3 operations instead of 7 for a key of its own.
 Limits   NaN and infinity come out as NaN.
-Checked  tests/train/optimizer/test_rounding.py: the hash against `Noise.uniform`, means, correlation of neighbours,
-         keys and streams; tests/train/optimizer/test_update.py: over steps.
+Checked  tests/optim/test_rounding.py: the hash against `Noise.uniform`, means, correlation of neighbours,
+         keys and streams; tests/optim/test_update.py: over steps.
 """
 
 from __future__ import annotations

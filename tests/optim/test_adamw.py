@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from scrimp.config import Architecture, TrainConfig
+from scrimp.config import Architecture, OptimizerConfig
 from scrimp.errors import CheckpointError, ConfigError
 from scrimp.model import Decoder
+from scrimp.optim import AdamW, MomentFormat
 from scrimp.profiler.memory_trace import trace_costs
-from scrimp.train.optimizer import AdamW, MomentFormat
 from scrimp.train.tensor_files import read_tensors, write_tensors
 
-TRAIN = TrainConfig(master_weights=False, weight_decay=0.1, beta1=0.9, beta2=0.95)
+TRAIN = OptimizerConfig(master_weights=False, weight_decay=0.1, beta1=0.9, beta2=0.95)
 KINDS: dict[str, tuple[torch.dtype, bool, MomentFormat]] = {
     f"{dtype}{'+master' * master}, {moments}": (getattr(torch, dtype), master, moments)
     for dtype, master in (("float32", False), ("bfloat16", True), ("bfloat16", False))
@@ -48,7 +48,7 @@ def state_of(optimizer: AdamW, named: dict[str, nn.Parameter]) -> dict[str, Tens
     return dict(optimizer.tensors()) | {name: p.detach() for name, p in named.items()}
 
 
-def settings(kind: str) -> tuple[torch.dtype, TrainConfig]:
+def settings(kind: str) -> tuple[torch.dtype, OptimizerConfig]:
     dtype, master, moments = KINDS[kind]
     return dtype, dataclasses.replace(TRAIN, master_weights=master, moments=moments)
 

@@ -8,14 +8,14 @@ Method   The optimizer sees plain tensors: each rank's own rows, in the memory t
 
              |g|^2 = sum over ranks of |g_rank|^2            one all-reduce of a scalar in float64
 
-         States visit the device block by block as in `scrimp.train.optimizer.streaming`. Where FSDP2 itself keeps
+         States visit the device block by block as in `scrimp.optim.streaming`. Where FSDP2 itself keeps
          shards on the host (`CPUOffloadPolicy`), they are updated there, by torch's fused kernel for CPUs.
 Exact    Bit-equal to `torch.optim.AdamW` on the same `DTensor`s where nothing is clipped; the norm may differ from
          torch's in the last bits, since sums are in another order. Rounding noise of 8-bit moments is each rank's own.
 Limits   float32 shards on one mesh with one dimension: for products in bf16 give FSDP2 `param_dtype=torch.bfloat16`,
          which makes masters needless. Weights and gradients of shards stay where FSDP2 has them. State tensors are
          of this rank's rows: another number of ranks cannot read them.
-Checked  tests/train/optimizer/test_sharded_adamw.py
+Checked  tests/optim/test_sharded_adamw.py
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from scrimp.config import TrainConfig
+from scrimp.config import OptimizerConfig
 from scrimp.errors import PlanError
-from scrimp.train.optimizer.streaming import Homes, StreamedAdamW
+from scrimp.optim.streaming import Homes, StreamedAdamW
 
 
 class ShardedAdamW(StreamedAdamW):
@@ -47,7 +47,12 @@ class ShardedAdamW(StreamedAdamW):
     """
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], train: TrainConfig, homes: Homes, *, seed: int = 0
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        settings: OptimizerConfig,
+        homes: Homes,
+        *,
+        seed: int = 0,
     ) -> None:
         if homes.weights.blocks or homes.gradients or homes.cpu:
             raise PlanError(
@@ -63,7 +68,7 @@ class ShardedAdamW(StreamedAdamW):
             name: nn.Parameter(mine) for name, shard in self._shards.items() if (mine := _rows(shard)).numel()
         }
         # Ranks draw apart: rows of one parameter would else share their noise.
-        super().__init__(rows, train, homes, seed=seed * self._mesh.size() + self._mesh.get_local_rank())
+        super().__init__(rows, settings, homes, seed=seed * self._mesh.size() + self._mesh.get_local_rank())
 
     def gradient_norm(self) -> float:
         """Global 2-norm of all gradients of all ranks; every rank must ask."""

@@ -1,0 +1,28 @@
+"""Settings under the names that they had in earlier versions.
+
+Files are kept for years, command lines are typed: a settings file or a run folder with the old name of a setting is
+read as if it had the new one, and on the command line the old name is answered with the new one.
+"""
+
+from __future__ import annotations
+
+RENAMED: dict[str, str] = {
+    "train.lr": "optimizer.lr",
+    "train.weight_decay": "optimizer.weight_decay",
+    "train.beta1": "optimizer.beta1",
+    "train.beta2": "optimizer.beta2",
+    "train.adam_eps": "optimizer.eps",
+    "train.clip": "optimizer.clip",
+    "train.master_weights": "optimizer.master_weights",
+    "train.moments": "optimizer.moments",
+    "train.schedule": "schedule.name",
+    "train.warmup_steps": "schedule.warmup_steps",
+    "train.final_lr_ratio": "schedule.final_lr_ratio",
+    "train.z_loss": "objective.z_loss",
+    "train.eval_every": "evaluation.every",
+    "train.eval_tokens": "evaluation.tokens",
+    "train.checkpoint_every": "checkpoint.every",
+    "train.keep_last": "checkpoint.keep_last",
+    "train.keep_every": "checkpoint.keep_every",
+}
+"""Old dotted key to new one."""
