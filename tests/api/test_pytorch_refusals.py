@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from small_nets import VOCABULARY, WIDTH, batch, is_plain, loss, net, trained
 from torch import Tensor, nn
 
 import scrimp
 from scrimp.api.arguments import MOST_BATCHES
 from scrimp.errors import ModelError, PlanError, ScrimpError, TrainingError
+from scrimp.world import World
 
 
 def without_linears() -> nn.Module:
@@ -189,7 +189,6 @@ def test_layers_that_this_optimizer_does_not_update_are_refused_by_name() -> Non
 
 def test_several_ranks_that_nothing_joins_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = trained()
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(World, "current", lambda: World(size=4))
     with pytest.raises(ModelError, match=r"4 ranks.*apply it on every rank"):
         scrimp.measure(model, optimizer, [batch(0)], loss)

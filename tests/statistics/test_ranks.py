@@ -33,6 +33,7 @@ from scrimp.gemm import LinearPrecision, swap_in
 from scrimp.gemm.layer import reference_only
 from scrimp.planner.precision.profile import BatchStatistics, PrecisionProfile
 from scrimp.statistics import Probe, Ranks, Subject, collect, probe
+from scrimp.world import World
 
 RANKS, MICRO_BATCHES, ROWS = 2, 4, 2
 FORMATS = ("fp8", "fp4", "fp8_tensor", "nvfp4")
@@ -281,7 +282,8 @@ def test_data_and_tensor_parallel_ranks_find_together_what_one_process_finds(tmp
 def test_no_two_micro_batches_of_a_batch_draw_the_same_noise(
     data_size: int, tensor_size: int, number: int
 ) -> None:
-    ranks = [Ranks(data_size * tensor_size, data_size, rank) for rank in range(data_size)]
+    world = World(size=data_size * tensor_size)
+    ranks = [Ranks(world, data_size, rank) for rank in range(data_size)]
     drawn = [of_rank.draw(micro_batch) for of_rank in ranks for micro_batch in range(number)]
     assert sorted(drawn) == list(range(data_size * number))
 

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from scrimp.api.modules import Layers, choose_layers, default_layers, linear_layers, named_layers, unwrap
 from scrimp.errors import ModelError, PlanError
 from scrimp.gemm import LinearPrecision, PlannedModel, compute_dtype, swap_in, weight_matrix
 from scrimp.profiler import resolve_device
+from scrimp.world import World
 
 _PLANNED = "_scrimp_planned"
 """Attribute of a model; no part of its state dict."""
@@ -27,7 +27,7 @@ def put_in_force(
 
     Every GEMM that changes is proven when it runs next, on all ranks alike.
     """
-    are_several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    are_several = World.current().size > 1
     planned = planned_of(model)
     if planned is None:
         planned = swap_in(model, precisions, seed=seed)

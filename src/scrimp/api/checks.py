@@ -7,24 +7,23 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from scrimp.errors import PlanError
 from scrimp.gemm import weight_matrix
 from scrimp.planner.precision import PrecisionPlan
 from scrimp.statistics import fingerprint
-from scrimp.statistics.ranks import agree
+from scrimp.world import World
 
 _log = logging.getLogger("scrimp")
 
 
 def refuse_ranks() -> None:
     """Several ranks: each would measure its own data, and plan for itself."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if (size := World.current().size) > 1:
         raise PlanError(
             "this measures in one process",
-            got=f"{dist.get_world_size()} ranks",
+            got=f"{size} ranks",
             expected="one process",
             do="call scrimp.measure in a loop of your own; or plan in one process, write the plan to a file, and "
             "apply it on every rank",
@@ -87,7 +86,7 @@ def refuse_other_model(plan: PrecisionPlan, linears: Mapping[str, nn.Module]) ->
 
 def refuse_other_ranks(plan: PrecisionPlan) -> None:
     """Ranks that ran by different plans would make different updates; a collective where there are several."""
-    if not agree(f"{plan.model} {plan.precisions}"):
+    if not World.current().same(f"{plan.model} {plan.precisions}"):
         raise PlanError(
             "the ranks were given different plans",
             got="another choice of formats on some rank",

@@ -36,10 +36,9 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from scrimp.errors import TrainingError
@@ -49,6 +48,7 @@ from scrimp.gemm.observe import Execution, set_witness
 from scrimp.gemm.problem import AXES, COLUMNS, Use, high_precision, operands_of
 from scrimp.gemm.recompute import is_running_again
 from scrimp.precision import GEMMS, HIGH_PRECISION, OPERANDS, RECOMPUTE, LinearPrecision
+from scrimp.world import World
 
 VECTORS = 8
 ROUNDING = {torch.bfloat16: 2.0**-7, torch.float32: 2.0**-14}
@@ -160,10 +160,9 @@ class Fingerprints:
     def join(self) -> bool:
         """Know of the lies on all ranks of the default process group, all of which call this; whether one of them
         still waits for numbers."""
-        found: list[tuple[list[Lie], bool]] = [([], False)] * dist.get_world_size()
-        dist.all_gather_object(found, (self.lies, bool(self.pending)))
+        found = World.current().gathered([list(map(asdict, self.lies)), bool(self.pending)])
         lies = (
-            replace(lie, rank=rank if lie.rank is None else lie.rank)
+            Lie(**lie | {"rank": rank if lie["rank"] is None else lie["rank"]})
             for rank, (of_rank, _) in enumerate(found)
             for lie in of_rank
         )

@@ -40,7 +40,7 @@ from scrimp.statistics.branches import BranchTape
 from scrimp.statistics.exact import Sites, exact_gains, watching_sites
 from scrimp.statistics.gains import CleanRun, Gains, Passes, by_blocks, by_ratios, of_layers, places
 from scrimp.statistics.norms import ErrorKey, NormWatch
-from scrimp.statistics.ranks import ALONE, Ranks, agree, local, settle
+from scrimp.statistics.ranks import ALONE, Ranks, local, settle
 from scrimp.statistics.sensitivity import OptimizerView
 from scrimp.statistics.stream import Changes, Injection, StreamTape, square
 from scrimp.statistics.structure import Structure, find_structure
@@ -114,7 +114,7 @@ def collect(
             if measurement is None:
                 structure = _structure(subject, batch)
                 if ranks.size > 1:
-                    structure = structure if agree(repr(structure)) else None
+                    structure = structure if ranks.world.same(repr(structure)) else None
                     ranks.refuse_straddling(subject.model, subject.planned.layers, formats)
                 way = _way(gains, structure)
                 measurement = _Measurement(subject, names, tuple(formats), way, structure, noise, ranks)

@@ -24,11 +24,10 @@ Checked    tests/statistics/test_ranks.py: on gloo, against one process on the w
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
@@ -41,6 +40,7 @@ from scrimp.errors import ModelError
 from scrimp.gemm import PlannedLayer, weight_matrix
 from scrimp.precision import LinearPrecision
 from scrimp.statistics.structure import is_norm
+from scrimp.world import World
 
 Array = NDArray[np.float64]
 
@@ -61,7 +61,7 @@ class Piece:
 class Ranks:
     """The ranks that train one model together; by default one process alone."""
 
-    size: int = 1
+    world: World = field(default_factory=World)
     data_size: int = 1
     """Ranks, or groups of tensor-parallel ranks, that read different rows."""
     data_rank: int = 0
@@ -81,19 +81,25 @@ class Ranks:
         Raises:
             ModelError: ranks that nothing joins, or that are joined in a way that is not known here.
         """
-        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        world = World.current()
+        if world.size == 1:
             return cls()
         data_size, data_rank, data_mesh = _data_parallel(model)
         mesh = _tensor_mesh(model, data_mesh)
         tensor_size = 1 if mesh is None else mesh.size()
-        if data_size * tensor_size != dist.get_world_size():
+        if data_size * tensor_size != world.size:
             raise ModelError(
                 "ranks hold parts of the training that statistics are not reduced over",
-                got=f"{dist.get_world_size()} ranks: {data_size} of data parallel x {tensor_size} of tensor parallel",
+                got=f"{world.size} ranks: {data_size} of data parallel x {tensor_size} of tensor parallel",
                 expected="DistributedDataParallel, fully_shard or tensor parallel over all ranks of the default group",
                 do="measure in one process, write the plan to a file, and apply it on every rank",
             )
-        return cls(dist.get_world_size(), data_size, data_rank, mesh)
+        return cls(world, data_size, data_rank, mesh)
+
+    @property
+    def size(self) -> int:
+        """All ranks."""
+        return self.world.size
 
     @property
     def tensor_size(self) -> int:
@@ -116,12 +122,7 @@ class Ranks:
     def sum(self, values: Iterable[float] | Array) -> Array:
         """Sums over all ranks, in float64; equal on every rank."""
         own = np.asarray(values if isinstance(values, np.ndarray) else list(values), dtype=np.float64)
-        if self.size == 1 or not own.size:
-            return own
-        total = torch.from_numpy(own.copy()).to(communication_device())
-        dist.all_reduce(total)
-        found: Array = total.cpu().numpy()
-        return found
+        return self.world.sum(own)
 
     def mean(self, loss: float) -> float:
         """Loss of all ranks from each one's own."""
@@ -241,13 +242,6 @@ def settle(model: nn.Module) -> None:
             cast(Any, module).reshard()
 
 
-def communication_device() -> torch.device:
-    """Where the default process group wants its tensors."""
-    if "cpu:" in dist.get_backend_config():
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
-
-
 def _data_parallel(model: nn.Module) -> tuple[int, int, Any]:
     """How many ranks read different rows, which one this is, and FSDP2's DeviceMesh of them if it has one."""
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -279,7 +273,7 @@ def _data_parallel(model: nn.Module) -> tuple[int, int, Any]:
     if not any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
         raise ModelError(
             "nothing joins the ranks: each would measure its own data",
-            got=f"{dist.get_world_size()} ranks, and a model without wrappers",
+            got=f"{World.current().size} ranks, and a model without wrappers",
             expected="the model as training calls it: in DistributedDataParallel, or after fully_shard",
             do="measure and plan in one process, write the plan to a file, and apply it on every rank",
         )
@@ -319,13 +313,3 @@ def _tensor_mesh(model: nn.Module, data_mesh: Any) -> Any:
     if len(found) > 1:
         raise ModelError("layers are cut over different ranks", got=", ".join(map(str, found)))
     return next(iter(found.values()), None)
-
-
-def agree(text: str) -> bool:
-    """Whether all ranks give the same text; a collective where there are several."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return True
-    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-    ends = torch.tensor([number, -number], dtype=torch.int64, device=communication_device())
-    dist.all_reduce(ends, dist.ReduceOp.MAX)
-    return int(ends[0]) == -int(ends[1])

@@ -1,0 +1,301 @@
+"""Where a run runs: this process's rank among those that train one model together, and how they stay of one mind.
+
+Problem  Ranks that train together must do the same next: one that stops at a signal, skips a step or takes another plan
+         while the others go on leaves them waiting in a collective for ever. What a rank sees is its own: wall time,
+         free memory, a signal, a NaN, a full disk.
+Method   A decision that rests on something local is taken through a `World`: what each rank saw is gathered, and all
+         decide by the same rule (`any`, `largest`, ...), or one rank decides and tells the others (`told`, `once`).
+         Files are written by one rank (`is_writer`).
+         Every question is one exchange of JSON texts: an all-gather of `BLOCK` bytes, and a second one where a text is
+         longer. A text also names what was asked, so that ranks that are at different places find out, and it may say
+         "I failed" in place of an answer::
+
+             with world.together("opening the data"):     rank 3 raises here ...
+                 ...                                      ... the others at their next question, or at the end
+
+         So a failure needs no collective of its own: it answers whatever the others ask next. Nobody asks
+         after that: an error that all ranks know passes through outer `together` blocks in silence.
+Errors   On the other ranks a failure is raised as the class of `scrimp.errors` that it belongs to there, so that
+         handlers of these classes act on all ranks alike; of any other exception, as TrainingError.
+One rank The trivial case: no collective, no import of torch.distributed, values as they are.
+Limits   Only what is asked through a World notices a failure: a rank that waits in a model's own collectives (a
+         backward pass) waits until torch's timeout. The default group of processes alone; every rank must ask, in
+         the same order, from one thread. Tuples come back as lists.
+Checked  tests/test_world.py, on gloo
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from scrimp import errors
+from scrimp.errors import ScrimpError, TrainingError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+
+BLOCK = 256
+"""Bytes that every rank sends in the first exchange; the first `HEADER` say how long its text is."""
+HEADER = 8
+_KNOWN = "scrimp_is_known_to_all_ranks"
+"""Attribute of an exception that all ranks have been told of."""
+
+Made = TypeVar("Made")
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks that train one model together; by default one process alone."""
+
+    rank: int = 0
+    size: int = 1
+
+    @classmethod
+    def current(cls) -> World:
+        """The default process group of torch.distributed; one process where there is none."""
+        dist = sys.modules.get("torch.distributed")
+        if dist is None or not dist.is_available() or not dist.is_initialized():
+            return cls()
+        return cls(dist.get_rank(), dist.get_world_size())
+
+    @property
+    def is_writer(self) -> bool:
+        """Whether this rank writes the files of the run, which all read."""
+        return self.rank == 0
+
+    # -- decisions -----------------------------------------------------------------------------
+
+    def any(self, flag: bool) -> bool:
+        """Whether it is so on any rank."""
+        return True in self.gathered(bool(flag))
+
+    def all(self, flag: bool) -> bool:
+        """Whether it is so on all ranks."""
+        return False not in self.gathered(bool(flag))
+
+    def largest(self, number: float) -> float:
+        """The largest of the ranks' numbers; NaN where one of them is. Whole numbers stay whole."""
+        return _extreme(max, self.gathered(number))
+
+    def smallest(self, number: float) -> float:
+        """The smallest of the ranks' numbers; NaN where one of them is. Whole numbers stay whole."""
+        return _extreme(min, self.gathered(number))
+
+    def same(self, value: Any) -> bool:
+        """Whether all ranks give the same value, which may be long: its digest is what they compare."""
+        if self.size == 1:
+            return True
+        digests = self.gathered(hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest())
+        return len(set(digests)) == 1
+
+    def agree(self, what: str, value: Any, *, do: str | None = None) -> None:
+        """Refuse to go on where ranks differ.
+
+        Args:
+            what: that must be the same, as a sentence names it: "the plan".
+            value: of this rank.
+            do: advice.
+
+        Raises:
+            TrainingError: on every rank, with the ranks and what each of them has.
+        """
+        if not self.same(value):
+            raise TrainingError(
+                f"ranks differ in {what}",
+                got=differences_text(self.gathered(errors.shortened(value))),
+                expected="the same on all ranks",
+                do=do,
+            )
+
+    # -- what all ranks know -------------------------------------------------------------------
+
+    def gathered(self, value: Any) -> list[Any]:
+        """What each rank gives, in the order of ranks: JSON values, floats exactly as they were."""
+        return [value] if self.size == 1 else self._ask("gathered", value)
+
+    def told(self, value: Any) -> Any:
+        """What rank 0 gives, on every rank: a JSON value."""
+        return value if self.size == 1 else self._ask("told", value if self.is_writer else None)[0]
+
+    def once(
+        self,
+        doing: str,
+        make: Callable[[], Made],
+        *,
+        write: Callable[[Made], Any] = _as_it_is,
+        read: Callable[[Any], Made] = _as_it_is,
+    ) -> Made:
+        """What rank 0 makes, on every rank; the others wait. What `make` raises there is raised on all.
+
+        Args:
+            doing: what it is, for errors: "timing the blocks".
+            make: called on rank 0 alone; it must ask the other ranks nothing.
+            write: from what is made to a JSON value.
+            read: back again.
+        """
+        if self.size == 1:
+            return make()
+        with self.together(doing):
+            return read(self.told(write(make()) if self.is_writer else None))
+
+    def sum(self, numbers: NDArray[np.generic]) -> NDArray[Any]:
+        """Sums over ranks, element by element, of float64 or int64; equal on every rank.
+
+        Raises:
+            TrainingError: on every rank, where they give arrays of different shapes or types.
+        """
+        if self.size == 1:
+            return numbers
+        import torch
+        import torch.distributed as dist
+
+        self.agree("the shape of what they add up", [str(numbers.dtype), *numbers.shape])
+        if not numbers.size:
+            return numbers
+        total = torch.from_numpy(numbers.copy()).to(_device())
+        dist.all_reduce(total)
+        return total.cpu().numpy()
+
+    def barrier(self) -> None:
+        """Wait until all ranks are here."""
+        if self.size > 1:
+            self._ask("barrier", None)
+
+    @contextlib.contextmanager
+    def together(self, doing: str) -> Iterator[None]:
+        """What fails on one rank inside fails on all: at once, or where they next ask something, or at the end.
+
+        Args:
+            doing: what is being done, for the errors of other ranks: "opening the data".
+        """
+        if self.size == 1:
+            yield
+            return
+        try:
+            yield
+            self._ask("together", doing)
+        except Exception as error:
+            if not getattr(error, _KNOWN, False):
+                setattr(error, _KNOWN, True)
+                self._ask("together", doing, failure=failure_of(error, doing))
+            raise
+
+    def _ask(self, asked: str, value: Any, *, failure: Mapping[str, Any] | None = None) -> list[Any]:
+        """One exchange; the answers of all ranks. Where this rank tells of its failure, none are read."""
+        message = {"asked": asked, "value": value} if failure is None else {"failure": failure}
+        found = [json.loads(text) for text in _exchange(json.dumps(message).encode())]
+        failures = {rank: one["failure"] for rank, one in enumerate(found) if "failure" in one}
+        if failure is not None:
+            return []
+        error: ScrimpError
+        if failures:
+            error = error_of(*next(iter(failures.items())))
+        elif len({one["asked"] for one in found}) == 1:
+            return [one["value"] for one in found]
+        else:
+            error = TrainingError(
+                "ranks are at different places of the program",
+                got=differences_text([one["asked"] for one in found]),
+                do="report this: a decision was taken on one rank alone",
+            )
+        setattr(error, _KNOWN, True)
+        raise error
+
+
+ALONE = World()
+
+
+def differences_text(values: list[Any]) -> str:
+    """Values with the ranks that have them, as a sentence lists them: "a on ranks 0 and 2; b on rank 1"."""
+    ranks: dict[str, list[str]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(str(value), []).append(str(rank))
+    return "; ".join(
+        f"{value} on rank{'s' * (len(who) > 1)} "
+        + (f"{', '.join(who[:-1])} and {who[-1]}" if len(who) > 1 else who[0])
+        for value, who in ranks.items()
+    )
+
+
+def failure_of(error: Exception, doing: str) -> dict[str, str | None]:
+    """An exception as other ranks are told of it."""
+    if not isinstance(error, ScrimpError):
+        text = f"{type(error).__name__}: {errors.shortened(error)}"
+        return {"kind": "TrainingError", "what": f"{doing} failed", "got": text, "expected": None, "do": None}
+    family = (kind.__name__ for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
+    rest = {
+        name: None if (part := getattr(error, name)) is None else str(part)
+        for name in ("got", "expected", "do")
+    }
+    return {"kind": next(family), "what": f"{doing} failed: {error.what}", **rest}
+
+
+def error_of(rank: int, failure: Mapping[str, Any]) -> ScrimpError:
+    """The failure of another rank as an exception here."""
+    kind: type[ScrimpError] = getattr(errors, failure["kind"])
+    parts = {name: failure[name] for name in ("got", "expected", "do")}
+    return kind(f"rank {rank}: {failure['what']}", **parts)
+
+
+def framed(text: bytes) -> tuple[bytes, bytes]:
+    """The first block of a text, with its length, and what is left of it for a second exchange."""
+    room = BLOCK - HEADER
+    first = len(text).to_bytes(HEADER, "little") + text[:room].ljust(room, b"\0")
+    return first, text[room:]
+
+
+def unframed(first: bytes, rest: bytes) -> bytes:
+    """The text of a block and what followed it, padded or not."""
+    return (first[HEADER:] + rest)[: length_of(first)]
+
+
+def length_of(first: bytes) -> int:
+    """Bytes of the text that a block begins."""
+    return int.from_bytes(first[:HEADER], "little")
+
+
+def _extreme(choose: Callable[[list[float]], float], numbers: list[float]) -> float:
+    return math.nan if any(map(math.isnan, numbers)) else choose(numbers)
+
+
+def _exchange(text: bytes) -> list[bytes]:
+    """The texts of all ranks."""
+    first, rest = framed(text)
+    firsts = _all_gather(first)
+    longest = max(map(length_of, firsts)) - (BLOCK - HEADER)
+    rests = _all_gather(rest.ljust(longest, b"\0")) if longest > 0 else [b""] * len(firsts)
+    return [unframed(*pair) for pair in zip(firsts, rests, strict=True)]
+
+
+def _all_gather(block: bytes) -> list[bytes]:
+    """As many bytes of every rank."""
+    import torch
+    import torch.distributed as dist
+
+    own = torch.frombuffer(bytearray(block), dtype=torch.uint8).to(_device())
+    found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, own)
+    return [one.cpu().numpy().tobytes() for one in found]
+
+
+def _device() -> torch.device:
+    """Where the default process group wants its tensors."""
+    import torch
+    import torch.distributed as dist
+
+    if "cpu:" in dist.get_backend_config():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
