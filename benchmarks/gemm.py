@@ -43,7 +43,7 @@ from scrimp.gemm import BackendChooser, backends_for, kernels, swap_in
 from scrimp.gemm.backends import BACKENDS, Backend
 from scrimp.gemm.probe import Sizes, Trial
 from scrimp.gemm.problem import AXES, COLUMNS, Shape, operands_of
-from scrimp.planner import linear_shapes
+from scrimp.models import spec_of
 from scrimp.precision import (
     GEMMS,
     HIGH_PRECISION,
@@ -183,7 +183,7 @@ def cases(options: argparse.Namespace) -> list[Case]:
     found = []
     for model in options.models:
         try:
-            shapes = linear_shapes(preset(model))
+            shapes = {name: (one.outputs, one.inputs) for name, one in spec_of(preset(model)).shapes.items()}
         except ScrimpError as error:
             raise SystemExit(str(error)) from None
         shapes.pop("head")

@@ -26,8 +26,8 @@ from environment import RESULTS, facts, markdown_table, write_pair
 
 from scrimp.config import PRESETS, preset
 from scrimp.config.activations import ALL_ACTIVATIONS, Activations
+from scrimp.models import spec_of
 from scrimp.planner import Peaks
-from scrimp.planner.flops import GEMM_NAMES
 from scrimp.planner.memory.account import account_step
 from scrimp.planner.memory.costs import StepCosts
 from scrimp.planner.memory.machine import Machine, Setup
@@ -107,12 +107,12 @@ def traced_costs(name: str, moments: str, sequence: int) -> StepCosts:
         activations=ALL_ACTIVATIONS,
         device_functions="cuda",
     )
-    linears = dict.fromkeys(GEMM_NAMES, LinearPrecision.of("bf16"))
+    linears = dict.fromkeys(spec_of(architecture).shapes, LinearPrecision.of("bf16"))
     (kind,) = costs.classes
     timed = {}
     for choice, cost in kind.choices.items():
         seconds = block_seconds(
-            architecture,
+            spec_of(architecture).block(0),
             linears,
             Activations.parse(choice),
             CARD,

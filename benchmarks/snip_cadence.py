@@ -24,6 +24,7 @@ from typing import Any
 from scrimp.config import Config, TrainConfig, preset
 from scrimp.config.schema import SnipConfig
 from scrimp.config.snip import decide_delay, decide_every, decide_probe
+from scrimp.models import spec_of
 from scrimp.planner.flops import count_flops
 
 LONG_RUN = 1_000_000
@@ -112,7 +113,7 @@ def stall(record: Mapping[str, Any], cadence: Cadence) -> float:
 def extrapolated(record: Mapping[str, Any], cadence: Cadence, larger: Larger | None = None) -> dict[str, Any]:
     """The stall of a re-plan of a larger model, by counted FLOPs; estimated from measurements."""
     larger = larger or Larger()
-    flops = count_flops(preset(larger.preset), larger.sequence).causal
+    flops = count_flops(spec_of(preset(larger.preset)), larger.sequence).causal
     seconds = median(record["step"]["bf16"]["seconds"])
     passes = stall(record, cadence) / seconds
     regular = cadence.every // cadence.probe_every * median(record["probe"]["seconds"]) / seconds

@@ -23,6 +23,7 @@ import torch
 from snip_lab import Choices, Lab
 
 from scrimp.config import decided
+from scrimp.models import spec_of
 from scrimp.planner.flops import count_flops
 from scrimp.planner.precision.choose import Budget, Question, choose
 from scrimp.planner.precision.plan import make_plan
@@ -96,7 +97,7 @@ def _facts(lab: Lab, high: str, low: str) -> dict[str, Any]:
         "layers": len(lab.layers),
         "tokens": decided(train.batch_tokens),
         "sequence": decided(train.sequence),
-        "flops_per_token": count_flops(architecture, decided(train.sequence)).causal,
+        "flops_per_token": count_flops(spec_of(architecture), decided(train.sequence)).causal,
     }
 
 

@@ -186,7 +186,11 @@ def test_help_on_precision_names_every_recipe_and_every_kind_of_rule() -> None:
     examples = re.findall(r"[\w.*/]+=[\w=.*,]+", text)
     assert len(examples) >= 5
     for example in [text.split("Example: ")[1].strip(), *examples]:
-        assert parse_rules(example.strip(",")).with_base("fp8").assign(["blocks.0.mlp.down", "head"])
+        assert (
+            parse_rules(example.strip(","))
+            .with_base("fp8")
+            .assign({"blocks.0.mlp.down": "made", "head": "alone"})
+        )
 
 
 def test_every_unset_setting_is_unset_by_default() -> None:

@@ -9,10 +9,10 @@ import pytest
 
 import scrimp
 from scrimp.cli import main
-from scrimp.config import PRESETS, MemoryConfig, load_config
+from scrimp.config import PRESETS, MemoryConfig, load_config, preset
 from scrimp.config.activations import LEVELS, OFFLOAD
 from scrimp.config.snip import BUDGETS, POLICIES
-from scrimp.planner.flops import GEMM_NAMES
+from scrimp.models import spec_of
 from scrimp.precision import RECIPES, parse_rules, storage_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -140,7 +140,7 @@ def test_the_precision_guide_names_every_recipe_and_its_rules_are_valid() -> Non
         assert f"`{recipe}`" in guide
     rules = re.search(r"```\n(fp8 .*?)```", guide, flags=re.DOTALL)
     assert rules
-    layers = [f"blocks.0.{name}" for name in GEMM_NAMES] + ["head"]
+    layers = spec_of(preset("llama-3m")).origins
     for line in rules[1].splitlines():
         assert parse_rules(line.split()[0]).assign(layers)
 

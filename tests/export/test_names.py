@@ -60,7 +60,7 @@ def test_a_pipeline_stage_counts_its_blocks_from_zero() -> None:
     "layer", ["blocks.0.mlp.up", "model.layers.0.mlp.down_proj", "heads", "blocks.x.mlp.down", ""]
 )
 def test_a_layer_that_the_decoder_does_not_have_is_refused(layer: str) -> None:
-    with pytest.raises(PlanError, match="no linear layer of the decoder"):
+    with pytest.raises(PlanError, match="no linear layer of a Scrimp model"):
         rename({layer: 1}, "megatron")
 
 

@@ -7,8 +7,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from scrimp.config import Architecture, preset
 from scrimp.errors import PlanError
 from scrimp.model import Decoder, initialise
-from scrimp.planner import Peaks, count_flops, ideal_seconds_per_token, linear_layers, mfu, peak_of_recipe
-from scrimp.planner.flops import GEMM_NAMES
+from scrimp.models import spec_of
+from scrimp.planner import Peaks, count_flops, ideal_seconds_per_token, mfu, peak_of_recipe
 from scrimp.precision import RECIPES, LinearPrecision
 
 SMALL = Architecture(
@@ -37,7 +37,7 @@ SMALL = Architecture(
     ],
 )
 def test_causal_flops_equal_the_published_figures(name: str, sequence: int, gigaflops: float) -> None:
-    assert count_flops(preset(name), sequence).causal / 1e9 == pytest.approx(gigaflops, rel=2e-3)
+    assert count_flops(spec_of(preset(name)), sequence).causal / 1e9 == pytest.approx(gigaflops, rel=2e-3)
 
 
 def test_matrix_flops_equal_torchs_counter() -> None:
@@ -49,7 +49,7 @@ def test_matrix_flops_equal_torchs_counter() -> None:
     products = sum(
         n for op, n in counter.get_flop_counts()["Global"].items() if str(op) in ("aten.mm", "aten.addmm")
     )
-    flops = count_flops(SMALL, 32)
+    flops = count_flops(spec_of(SMALL), 32)
     assert products == 32 * (flops.blocks + flops.head)
 
 
@@ -58,21 +58,25 @@ def test_a_window_costs_what_a_count_of_the_pairs_says() -> None:
     pairs = sum(min(query + 1, 16) for query in range(64))
     counted = 12 * SMALL.num_layers * SMALL.attention_width * pairs / 64
     # The convention counts half of the diagonal, as the causal form of the whole sequence does.
-    assert count_flops(windowed, 64).attention_causal == pytest.approx(counted, rel=0.05)
-    assert count_flops(windowed, 8).attention_causal == count_flops(SMALL, 8).attention_causal
+    assert count_flops(spec_of(windowed), 64).attention_causal == pytest.approx(counted, rel=0.05)
+    assert (
+        count_flops(spec_of(windowed), 8).attention_causal == count_flops(spec_of(SMALL), 8).attention_causal
+    )
 
 
 def test_speed_of_light_weighs_every_gemm_by_its_format() -> None:
-    layers = [f"blocks.{i}.{name}" for i in range(2) for name in GEMM_NAMES] + ["head"]
+    layers = spec_of(SMALL).layers()
     peaks = Peaks({"fp32": 1e9, "bf16": 2e9}, "test")
     slow = dict.fromkeys(layers, LinearPrecision.of("fp32"))
     fast = dict.fromkeys(layers, LinearPrecision.of("bf16"))
-    flops = count_flops(SMALL, 32)
-    assert ideal_seconds_per_token(SMALL, 32, slow, peaks) == pytest.approx(flops.causal / 1e9)
-    assert ideal_seconds_per_token(SMALL, 32, fast, peaks) == pytest.approx(flops.causal / 2e9)
+    flops = count_flops(spec_of(SMALL), 32)
+    assert ideal_seconds_per_token(spec_of(SMALL), 32, slow, peaks) == pytest.approx(flops.causal / 1e9)
+    assert ideal_seconds_per_token(spec_of(SMALL), 32, fast, peaks) == pytest.approx(flops.causal / 2e9)
     mixed = fast | {"blocks.1.mlp.down": LinearPrecision("bf16", "bf16", "fp32", "bf16")}
     extra = 2 * SMALL.width * SMALL.ffn_width / 2e9
-    assert ideal_seconds_per_token(SMALL, 32, mixed, peaks) == pytest.approx(flops.causal / 2e9 + extra)
+    assert ideal_seconds_per_token(spec_of(SMALL), 32, mixed, peaks) == pytest.approx(
+        flops.causal / 2e9 + extra
+    )
 
 
 def test_mfu_is_a_share_of_the_bf16_peak() -> None:
@@ -110,32 +114,17 @@ def test_a_recipe_runs_at_the_rate_of_units_that_apply_its_scales(recipe, a100, 
 
 
 def test_every_recipe_has_a_speed_of_light() -> None:
-    flops = count_flops(SMALL, 32)
+    flops = count_flops(spec_of(SMALL), 32)
     for name in RECIPES:
-        gemms = dict.fromkeys(linear_layers(SMALL), LinearPrecision.of(name))
+        gemms = dict.fromkeys(spec_of(SMALL).layers(), LinearPrecision.of(name))
         rate = {"fp32": 1, "fp8": 32, "fp8_tensor": 32, "fp8_row": 32, "fp4": 32}.get(name, 16)
         expected = (flops.blocks + flops.head) / rate + flops.attention_causal / (1 if name == "fp32" else 16)
-        assert ideal_seconds_per_token(SMALL, 32, gemms, H100) == pytest.approx(expected)
+        assert ideal_seconds_per_token(spec_of(SMALL), 32, gemms, H100) == pytest.approx(expected)
 
 
 def test_attention_runs_in_the_compute_format_whatever_the_head_does() -> None:
-    gemms = dict.fromkeys(linear_layers(SMALL), LinearPrecision.of("fp8"))
-    gap = ideal_seconds_per_token(SMALL, 32, gemms, H100, "fp32") - ideal_seconds_per_token(
-        SMALL, 32, gemms, H100, "bf16"
+    gemms = dict.fromkeys(spec_of(SMALL).layers(), LinearPrecision.of("fp8"))
+    fp32, bf16 = (
+        ideal_seconds_per_token(spec_of(SMALL), 32, gemms, H100, compute) for compute in ("fp32", "bf16")
     )
-    assert gap == pytest.approx(count_flops(SMALL, 32).attention_causal * (1 - 1 / 16))
-
-
-def test_peaks_say_which_widths_are_native_and_how_the_other_recipes_count() -> None:
-    low = "fp8 fp8_tensor fp8_row mxfp8 fp4 nvfp4 mxfp4"
-    assert A100.description == f"A100; native fp32 bf16, {low} at the bf16 rate"
-    assert (
-        H100.description
-        == "H100; native fp32 bf16 fp8, mxfp8 nvfp4 mxfp4 at the bf16 rate, fp4 at the fp8 rate"
-    )
-    assert B200.description == "B200; native fp32 bf16 fp8 fp4, fp4 at the fp8 rate"
-
-
-def test_an_unknown_recipe_has_no_peak() -> None:
-    with pytest.raises(PlanError, match="did you mean fp8"):
-        peak_of_recipe(B200, "fp88")
+    assert fp32 - bf16 == pytest.approx(count_flops(spec_of(SMALL), 32).attention_causal * (1 - 1 / 16))

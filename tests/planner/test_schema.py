@@ -7,6 +7,7 @@ import pytest
 
 from scrimp.config import BudgetConfig, Config, base_architecture, resolve
 from scrimp.errors import ConfigError, PlanError
+from scrimp.models import spec_of
 from scrimp.planner import BackendChoice, Plan, build_plan
 from scrimp.precision import RECIPES
 
@@ -24,6 +25,7 @@ def make_plan(precision: str = "auto", **budget: str) -> Plan:
     )
 
 
+LAYERS = spec_of(base_architecture(Config(), None)).origins
 RESOLUTION = resolve(Config(), base_architecture(Config(), None), device_type="cpu")
 
 
@@ -82,8 +84,6 @@ def test_a_format_that_cannot_run_is_refused_by_layer_and_gemm() -> None:
     [
         ("blocks.1.mlp.down", "fp88", r"blocks\.1\.mlp\.down\.saved cannot be fp88.*did you mean fp8\?"),
         ("blocks.1.mlp.down", "offload", r"blocks\.1\.mlp\.down\.saved cannot be offload"),
-        ("blocks.1.attention.out", "recompute", r"input of blocks\.1\.attention\.out cannot be recomputed"),
-        ("head", "recompute", "input of head cannot be recomputed"),
     ],
 )
 def test_an_input_that_cannot_be_kept_that_way_is_refused_by_layer(
@@ -93,6 +93,15 @@ def test_an_input_that_cannot_be_kept_that_way_is_refused_by_layer(
     raw["gemms"][layer]["saved"] = saved
     with pytest.raises(PlanError, match=named):
         Plan.from_json(json.dumps(raw))
+
+
+@pytest.mark.parametrize("layer", ["blocks.1.attention.out", "head"])
+def test_an_input_that_nothing_makes_again_is_refused_by_layer(layer: str) -> None:
+    plan = make_plan()
+    row = dataclasses.replace(plan.gemms[layer], saved="recompute")
+    edited = dataclasses.replace(plan, gemms=plan.gemms | {layer: row})
+    with pytest.raises(PlanError, match=rf"input of {layer} cannot be recomputed"):
+        edited.check_runnable(plan, "plan.json", LAYERS)
 
 
 @pytest.mark.parametrize("precision", [*RECIPES, "fp8/fp4/bf16,*.mlp.down.saved=recompute,head=fp8_row"])
@@ -139,44 +148,52 @@ def test_text_that_is_not_json_is_refused() -> None:
 
 def test_an_edited_plan_is_refused_where_it_cannot_be_carried_out() -> None:
     plan = make_plan()
-    plan.check_runnable(plan, "plan.json")
+    plan.check_runnable(plan, "plan.json", LAYERS)
     block = dataclasses.replace(plan.blocks["1"], activations="recompute")
     state = dataclasses.replace(plan.states["head"], optimizer="host")
     for section, name, row in (("blocks", "1", block), ("states", "head", state)):
         edited = dataclasses.replace(plan, **{section: getattr(plan, section) | {name: row}})
         with pytest.raises(PlanError, match=rf"{section}\.{name}.* cannot be"):
-            edited.check_runnable(plan, "plan.json")
+            edited.check_runnable(plan, "plan.json", LAYERS)
     again = dataclasses.replace(plan.blocks["1"], activations="mlp")
-    dataclasses.replace(plan, blocks=plan.blocks | {"1": again}).check_runnable(plan, "plan.json")
+    dataclasses.replace(plan, blocks=plan.blocks | {"1": again}).check_runnable(plan, "plan.json", LAYERS)
     reworded = dataclasses.replace(plan.blocks["1"], reason="because")
-    dataclasses.replace(plan, blocks=plan.blocks | {"1": reworded}).check_runnable(plan, "plan.json")
+    dataclasses.replace(plan, blocks=plan.blocks | {"1": reworded}).check_runnable(plan, "plan.json", LAYERS)
 
 
 def test_who_updates_a_block_can_be_edited() -> None:
     plan = make_plan()
     on_cpu = dataclasses.replace(plan.states["1"], optimizer="cpu", gradients="host")
-    dataclasses.replace(plan, states=plan.states | {"1": on_cpu}).check_runnable(plan, "plan.json")
+    dataclasses.replace(plan, states=plan.states | {"1": on_cpu}).check_runnable(plan, "plan.json", LAYERS)
     without_gradients = dataclasses.replace(on_cpu, gradients="device")
     with pytest.raises(PlanError, match=r"states\.1 cannot be .*optimizer cpu needs gradients host"):
-        dataclasses.replace(plan, states=plan.states | {"1": without_gradients}).check_runnable(plan, "p")
+        dataclasses.replace(plan, states=plan.states | {"1": without_gradients}).check_runnable(
+            plan, "p", LAYERS
+        )
     visits = dataclasses.replace(plan.states["0"], optimizer="host")
     with pytest.raises(PlanError, match="host in block 0, cpu in block 1"):
-        dataclasses.replace(plan, states=plan.states | {"0": visits, "1": on_cpu}).check_runnable(plan, "p")
+        dataclasses.replace(plan, states=plan.states | {"0": visits, "1": on_cpu}).check_runnable(
+            plan, "p", LAYERS
+        )
     weights = dataclasses.replace(plan.states["1"], weights="cpu")
     with pytest.raises(PlanError, match=r"states\.1"):
-        dataclasses.replace(plan, states=plan.states | {"1": weights}).check_runnable(plan, "p")
+        dataclasses.replace(plan, states=plan.states | {"1": weights}).check_runnable(plan, "p", LAYERS)
 
 
 def test_another_known_recipe_can_be_carried_out_in_an_edited_plan() -> None:
     plan = make_plan()
     row = dataclasses.replace(plan.gemms["blocks.1.mlp.down"], dgrad="bf16", wgrad="mxfp4", saved="recompute")
-    dataclasses.replace(plan, gemms=plan.gemms | {"blocks.1.mlp.down": row}).check_runnable(plan, "plan.json")
+    dataclasses.replace(plan, gemms=plan.gemms | {"blocks.1.mlp.down": row}).check_runnable(
+        plan, "plan.json", LAYERS
+    )
     unknown = dataclasses.replace(row, dgrad="int4")
     with pytest.raises(PlanError, match=r"blocks\.1\.mlp\.down\.dgrad cannot run in int4"):
-        dataclasses.replace(plan, gemms=plan.gemms | {"blocks.1.mlp.down": unknown}).check_runnable(plan, "p")
+        dataclasses.replace(plan, gemms=plan.gemms | {"blocks.1.mlp.down": unknown}).check_runnable(
+            plan, "p", LAYERS
+        )
     for gemms in (plan.gemms | {"blocks.9.mlp.down": row}, dict(list(plan.gemms.items())[1:])):
         with pytest.raises(PlanError, match="gemms are not those of the model"):
-            dataclasses.replace(plan, gemms=gemms).check_runnable(plan, "plan.json")
+            dataclasses.replace(plan, gemms=gemms).check_runnable(plan, "plan.json", LAYERS)
 
 
 def test_what_its_user_changed_is_known_and_reasons_do_not_count() -> None:

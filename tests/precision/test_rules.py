@@ -14,13 +14,23 @@ from scrimp.precision import (
     RECIPES,
     RECOMPUTE,
     SAVED_CHOICES,
+    InputOrigin,
     LinearPrecision,
     PrecisionRules,
     parse_rules,
 )
 
-NAMES = ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")
-LAYERS = [f"blocks.{block}.{name}" for block in range(12) for name in NAMES] + ["head"]
+ORIGINS: dict[str, InputOrigin] = {
+    "attention.qkv": "made",
+    "attention.out": "kept",
+    "mlp.gate_up": "made",
+    "mlp.down": "made",
+}
+NAMES = tuple(ORIGINS)
+LAYERS: dict[str, InputOrigin] = {
+    **{f"blocks.{block}.{name}": origin for block in range(12) for name, origin in ORIGINS.items()},
+    "head": "alone",
+}
 GEMMS = ("fprop", "dgrad", "wgrad")
 
 
@@ -178,7 +188,7 @@ def test_every_mistake_is_named(text: str, parts: list[str]) -> None:
 
 def test_many_kinds_of_layers_are_shortened() -> None:
     with pytest.raises(ConfigError) as caught:
-        parse_rules("fp8,x=bf16").assign([f"{letter}.proj" for letter in "abcdefghijkl"])
+        parse_rules("fp8,x=bf16").assign({f"{letter}.proj": "alone" for letter in "abcdefghijkl"})
     assert "h.proj and 4 more" in str(caught.value)
 
 
@@ -259,7 +269,7 @@ def test_the_last_rule_that_names_a_setting_decides_it(base: str, rules: list[st
 def test_a_rule_at_the_end_wins_over_all_before(base: str, rules: list[str], gemm: str, name: str) -> None:
     before = assigned(",".join([base, *rules]))
     after = assigned(",".join([base, *rules, f"*.{gemm}={name}"]))
-    for layer in LAYERS[:-1]:
+    for layer in list(LAYERS)[:-1]:
         assert after[layer].gemm(gemm) == name
         others = [other for other in GEMMS if other != gemm]
         assert [after[layer].gemm(other) for other in others] == [

@@ -1,4 +1,6 @@
-"""Names of the decoder's linear layers elsewhere: Hugging Face's Llama family, Megatron-Core's GPT.
+"""Names of a model's linear layers elsewhere: in Hugging Face's models, in Megatron-Core's GPT.
+
+Each kind of model says what its layers are called there (`ModelSpec.names_elsewhere`); of Llama's, for example:
 
 =====================  ===========================================  =======================================
 Scrimp                 Hugging Face                                 Megatron-Core
@@ -19,55 +21,48 @@ Checked  tests/export/test_names.py: transformers' models have exactly these lay
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Literal, TypeVar, get_args
 
 from scrimp.errors import PlanError
+from scrimp.models import HEAD, Elsewhere, all_kinds, full_name, place
 
 Names = Literal["scrimp", "huggingface", "megatron"]
 Choice = TypeVar("Choice")
 
-_LAYER = re.compile(r"blocks\.(\d+)\.(.+)")
-_HEAD = "head"
-_HUGGINGFACE = {
-    "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "attention.out": ("self_attn.o_proj",),
-    "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "mlp.down": ("mlp.down_proj",),
-}
-_MEGATRON = {
-    "attention.qkv": ("self_attention.linear_qkv",),
-    "attention.out": ("self_attention.linear_proj",),
-    "mlp.gate_up": ("mlp.linear_fc1",),
-    "mlp.down": ("mlp.linear_fc2",),
-}
 MEGATRON_HEAD = "output_layer"
 
 
 def huggingface_names(layer: str) -> tuple[str, ...]:
-    """The linear layers of a Hugging Face Llama, Qwen or Mistral that a layer of the decoder stands for.
+    """The linear layers of a Hugging Face model that a layer of a Scrimp model stands for.
 
     Raises:
-        PlanError: no layer of the decoder.
+        PlanError: no layer of a Scrimp model.
     """
-    return _translate(layer, _HUGGINGFACE, "model.layers", "lm_head")
+    if layer == HEAD:
+        return ("lm_head",)
+    block, names = _elsewhere(layer)
+    return tuple(f"model.layers.{block}.{name}" for name in names.huggingface)
 
 
 def megatron_names(layer: str) -> tuple[str, ...]:
     """The one layer of a Megatron-Core GPT, by its path in the model.
 
     Raises:
-        PlanError: no layer of the decoder.
+        PlanError: no layer of a Scrimp model.
     """
-    return _translate(layer, _MEGATRON, "decoder.layers", MEGATRON_HEAD)
+    if layer == HEAD:
+        return (MEGATRON_HEAD,)
+    block, names = _elsewhere(layer)
+    return (f"decoder.layers.{block}.{names.megatron}",)
 
 
 def rename(choices: Mapping[str, Choice], names: Names) -> dict[str, Choice]:
-    """Choices by the decoder's names under other names; "scrimp" leaves any names as they are.
+    """Choices by a Scrimp model's names under other names; "scrimp" leaves any names as they are.
 
     Raises:
-        PlanError: a name that is not the decoder's, names that do not exist.
+        PlanError: a name that is no Scrimp model's, names that do not exist.
     """
     translators: dict[str, Callable[[str], tuple[str, ...]]] = {
         "scrimp": lambda layer: (layer,),
@@ -80,9 +75,9 @@ def rename(choices: Mapping[str, Choice], names: Names) -> dict[str, Choice]:
 
 
 def is_own(layer: str) -> bool:
-    """Whether a layer has the name of one of the decoder's; else a plan is of somebody else's model."""
-    found = _LAYER.fullmatch(layer)
-    return layer == _HEAD or (found is not None and found[2] in _HUGGINGFACE)
+    """Whether a layer has the name of one of a Scrimp model's; else a plan is of somebody else's model."""
+    block, name = place(layer)
+    return layer == HEAD or (block is not None and name in _names())
 
 
 def is_megatron(layer: str) -> bool:
@@ -96,7 +91,7 @@ def of_stage(choices: Mapping[str, Choice], first: int, last: int) -> dict[str, 
     Raises:
         PlanError: a range without blocks, or with blocks that are not there.
     """
-    blocks = {int(found[1]) for layer in choices if (found := _LAYER.fullmatch(layer))}
+    blocks = {block for layer in choices if (block := place(layer)[0]) is not None}
     missing = sorted(set(range(first, last + 1)) - blocks)
     if missing or first > last:
         raise PlanError(
@@ -106,23 +101,27 @@ def of_stage(choices: Mapping[str, Choice], first: int, last: int) -> dict[str, 
         )
     chosen = {}
     for layer, choice in choices.items():
-        found = _LAYER.fullmatch(layer)
-        if found is None:
+        block, name = place(layer)
+        if block is None:
             chosen[layer] = choice
-        elif first <= int(found[1]) <= last:
-            chosen[f"blocks.{int(found[1]) - first}.{found[2]}"] = choice
+        elif first <= block <= last:
+            chosen[full_name(block - first, name)] = choice
     return chosen
 
 
-def _translate(layer: str, table: Mapping[str, tuple[str, ...]], blocks: str, head: str) -> tuple[str, ...]:
-    found = _LAYER.fullmatch(layer)
-    if layer == _HEAD:
-        return (head,)
-    if found is None or found[2] not in table:
+def _elsewhere(layer: str) -> tuple[int, Elsewhere]:
+    block, name = place(layer)
+    if block is None or name not in _names():
         raise PlanError(
-            "this is no linear layer of the decoder",
+            "this is no linear layer of a Scrimp model",
             got=repr(layer),
-            expected=f"head, or blocks.N. and {', '.join(table)}",
+            expected=f"head, or blocks.N. and {', '.join(_names())}",
             do='keep the names that the plan has: --names scrimp, in Python names="scrimp"',
         )
-    return tuple(f"{blocks}.{int(found[1])}.{name}" for name in table[found[2]])
+    return block, _names()[name]
+
+
+@cache
+def _names() -> dict[str, Elsewhere]:
+    """Name in a block to names elsewhere, of all kinds: one name means the same in each of them."""
+    return {name: there for kind in all_kinds() for name, there in kind.names_elsewhere.items()}

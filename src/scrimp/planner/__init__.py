@@ -15,8 +15,6 @@ from scrimp.planner.flops import (
     Peaks,
     count_flops,
     ideal_seconds_per_token,
-    linear_layers,
-    linear_shapes,
     mfu,
     peak_of_recipe,
 )
@@ -32,8 +30,6 @@ __all__ = [
     "build_plan",
     "count_flops",
     "ideal_seconds_per_token",
-    "linear_layers",
-    "linear_shapes",
     "mfu",
     "model_fingerprint",
     "peak_of_recipe",

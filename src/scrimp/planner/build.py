@@ -15,11 +15,11 @@ from collections.abc import Mapping
 from scrimp.config import Architecture, Config, parse_bytes
 from scrimp.config.snip import BUDGETS
 from scrimp.errors import PlanError
-from scrimp.planner.flops import linear_layers
+from scrimp.models import HEAD, spec_of
 from scrimp.planner.memory.decision import MemoryDecision
 from scrimp.planner.memory.room import Budgets, enough_text, size_text
 from scrimp.planner.schema import BlockChoice, Figures, Fingerprint, Layout, Plan, StateChoice
-from scrimp.precision import HIGH_PRECISION, LinearPrecision, PrecisionRules, parse_rules
+from scrimp.precision import HIGH_PRECISION, InputOrigin, LinearPrecision, PrecisionRules, parse_rules
 
 _RESIDENT = "everything resident"
 
@@ -30,9 +30,13 @@ def model_fingerprint(architecture: Architecture) -> str:
     return f"{architecture.family}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
-def with_precisions(plan: Plan, rules: PrecisionRules) -> Plan:
-    """A plan whose GEMMs are as these rules say."""
-    return dataclasses.replace(plan, gemms=rules.assign(list(plan.gemms)))
+def with_precisions(plan: Plan, rules: PrecisionRules, layers: Mapping[str, InputOrigin]) -> Plan:
+    """A plan whose GEMMs are as these rules say.
+
+    Args:
+        layers: of its model (`ModelSpec.origins`).
+    """
+    return dataclasses.replace(plan, gemms=rules.assign(layers))
 
 
 def build_plan(
@@ -103,20 +107,20 @@ def _states(architecture: Architecture, memory: MemoryDecision | None) -> dict[s
 def _gemms(
     config: Config, architecture: Architecture, reasons: Mapping[str, str]
 ) -> dict[str, LinearPrecision]:
-    rules = config.precision_rules
+    rules, layers = config.precision_rules, spec_of(architecture).origins
     # Where one high precision is all there is, its own reason says more than its name.
     is_plain = rules.base in HIGH_PRECISION and not rules.rules
     only = reasons.get("precision", "set by the user") if is_plain else None
     if config.is_planned:
-        pinned = parse_rules(config.precision).pinned(linear_layers(architecture))
+        pinned = parse_rules(config.precision).pinned(list(layers))
         start = f"until the first plan: {reasons.get('snip.start', 'set by the user')}"
         return {
-            layer: choice if layer in pinned or layer == "head" else dataclasses.replace(choice, reason=start)
-            for layer, choice in rules.assign(linear_layers(architecture)).items()
+            layer: choice if layer in pinned or layer == HEAD else dataclasses.replace(choice, reason=start)
+            for layer, choice in rules.assign(layers).items()
         }
     return {
         layer: dataclasses.replace(choice, reason=only or choice.reason)
-        for layer, choice in rules.assign(linear_layers(architecture)).items()
+        for layer, choice in rules.assign(layers).items()
     }
 
 

@@ -4,12 +4,14 @@ Problem  A rate in tokens per second says nothing about how well a device is use
          do, and they answer different questions.
 Method   Matrices cost 2 FLOPs per weight and token forward, 4 backward; the embedding look-up
          costs none. With N_mm = all block matrices + the LM head once (tied or not), A the
-         attention width, s the sequence and L the layers, per trained token::
+         attention width, s the sequence and L the layers, all of them from the model's
+         specification (`scrimp.models`), per trained token::
 
              full    6 N_mm + 12 L A s       (PaLM, TorchTitan)
              causal  6 N_mm +  6 L A s       (Megatron-Bridge, LLMQ): half the scores are masked
 
-         A sliding window w < s replaces s by w (full) and s/2 by w - w^2 / 2s (causal).
+         A sliding window w < s replaces s by w (full) and s/2 by w - w^2 / 2s (causal), in the
+         blocks that have one.
          MFU is causal FLOPs per second over the device's BF16 peak. The speed of light (SOL)
          is ideal time over measured time, where the ideal runs every GEMM at the peak of the
          recipe that it has in the plan, and attention at the peak of the compute format::
@@ -38,11 +40,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from scrimp.config import Architecture
 from scrimp.errors import PlanError
+from scrimp.models import HEAD, ModelSpec
 from scrimp.precision import RECIPES, LinearPrecision, lookup_scaling, recipe
 
-GEMM_NAMES = ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")
 _WIDTHS = ("fp32", "bf16", "fp8", "fp4")
 
 
@@ -121,39 +122,25 @@ def peak_of_recipe(peaks: Peaks, name: str) -> float:
     return peaks[rate_of_recipe(peaks, name)]
 
 
-def count_flops(architecture: Architecture, sequence: int) -> Flops:
-    """FLOPs per trained token of a decoder at one sequence length (tokens)."""
-    window = min(architecture.sliding_window or sequence, sequence)
-    causal_keys = sequence / 2 if window == sequence else window - window**2 / (2 * sequence)
-    per_key = 12.0 * architecture.num_layers * architecture.attention_width
+def count_flops(spec: ModelSpec, sequence: int) -> Flops:
+    """FLOPs per trained token of a model at one sequence length (tokens)."""
+    matrices, causal, full = 0, 0.0, 0.0
+    for block, count in spec.equal_blocks.items():
+        matrices += count * block.matrix_parameters
+        causal_keys, all_keys = block.attention.keys(sequence)
+        per_key = 12.0 * count * block.attention.width
+        causal += per_key * causal_keys
+        full += per_key * all_keys
     return Flops(
-        blocks=6.0 * architecture.num_layers * architecture.block_matmul_parameters,
-        head=6.0 * architecture.head_parameters,
-        attention_causal=per_key * causal_keys,
-        attention_full=per_key * window,
+        blocks=6.0 * matrices,
+        head=6.0 * spec.head.parameters,
+        attention_causal=causal,
+        attention_full=full,
     )
-
-
-def linear_layers(architecture: Architecture) -> list[str]:
-    """Full names of all linear layers, as the plan has them: those of each block, then the head."""
-    return [f"blocks.{i}.{name}" for i in range(architecture.num_layers) for name in GEMM_NAMES] + ["head"]
-
-
-def linear_shapes(architecture: Architecture) -> dict[str, tuple[int, int]]:
-    """(outputs, inputs) of each linear layer of one block, and of the head."""
-    a = architecture
-    shapes = (
-        (a.qkv_width, a.width),
-        (a.width, a.attention_width),
-        (2 * a.ffn_width, a.width),
-        (a.width, a.ffn_width),
-        (a.vocab_size, a.width),
-    )
-    return dict(zip((*GEMM_NAMES, "head"), shapes, strict=True))
 
 
 def ideal_seconds_per_token(
-    architecture: Architecture,
+    spec: ModelSpec,
     sequence: int,
     gemms: Mapping[str, LinearPrecision],
     peaks: Peaks,
@@ -166,13 +153,12 @@ def ideal_seconds_per_token(
         compute: working format, which attention runs in: fp32 or bf16. None: fp32 where the head's
             fprop is, as in every plan whose rules leave the head alone.
     """
-    flops = count_flops(architecture, sequence)
-    shapes = linear_shapes(architecture)
+    flops = count_flops(spec, sequence)
     seconds = 0.0
     for layer, formats in gemms.items():
-        outputs, inputs = shapes[layer if layer == "head" else layer.split(".", 2)[2]]
-        seconds += sum(2.0 * outputs * inputs / peak_of_recipe(peaks, recipe) for recipe in formats.recipes)
-    head = gemms.get("head", LinearPrecision.of("bf16"))
+        size = 2.0 * spec.linear(layer).parameters
+        seconds += sum(size / peak_of_recipe(peaks, recipe) for recipe in formats.recipes)
+    head = gemms.get(HEAD, LinearPrecision.of("bf16"))
     attention = compute or ("fp32" if head.fprop == "fp32" else "bf16")
     return seconds + flops.attention_causal / peaks[attention]
 

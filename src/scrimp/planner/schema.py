@@ -30,7 +30,7 @@ import dataclasses
 import difflib
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,7 +38,7 @@ from scrimp.config.activations import ALL_ACTIVATIONS
 from scrimp.errors import PlanError
 from scrimp.files import read_bounded
 from scrimp.json_files import decode_json, finite
-from scrimp.precision import GEMMS, RECIPES, RECOMPUTE, SAVED_CHOICES, LinearPrecision, is_recomputable
+from scrimp.precision import GEMMS, RECIPES, RECOMPUTE, SAVED_CHOICES, InputOrigin, LinearPrecision
 
 VERSION = 1
 RESTORE = "copy plan.json from the newest checkpoint of the run"
@@ -187,7 +187,7 @@ class Plan:
         return plan
 
     def check_formats(self, origin: str) -> None:
-        """Refuse recipes that do not exist, by layer and GEMM, and inputs that cannot be kept that way."""
+        """Refuse recipes that do not exist, by layer and GEMM, and inputs that nobody can keep that way."""
         for layer, choice in self.gemms.items():
             for gemm in GEMMS:
                 name = getattr(choice, gemm)
@@ -196,9 +196,6 @@ class Plan:
             if choice.saved not in SAVED_CHOICES:
                 what = f"{origin}: {layer}.saved cannot be {choice.saved}"
                 raise _no_such(what, choice.saved, SAVED_CHOICES)
-            if choice.saved == RECOMPUTE and not is_recomputable(layer):
-                kept = tuple(name for name in SAVED_CHOICES if name != RECOMPUTE)
-                raise _no_such(f"{origin}: the input of {layer} cannot be recomputed", RECOMPUTE, kept)
 
     def check_activations(self, origin: str) -> None:
         """Refuse choices of blocks that do not exist, or that this version cannot carry out."""
@@ -207,7 +204,7 @@ class Plan:
                 what = f"{origin}: blocks.{number}.activations cannot be {choice.activations}"
                 raise _no_such(what, choice.activations, ALL_ACTIVATIONS)
 
-    def check_runnable(self, decided: Plan, origin: str) -> None:
+    def check_runnable(self, decided: Plan, origin: str, layers: Mapping[str, InputOrigin]) -> None:
         """Refuse what differs from `decided` and cannot be carried out yet, rather than ignore it.
 
         Any GEMM may have any recipe that `check_formats` knows: a linear layer casts its operands. Any block may make
@@ -215,6 +212,7 @@ class Plan:
 
         Args:
             decided: the plan that this version makes for the same run.
+            layers: of the model (`ModelSpec.origins`).
         """
         self.check_formats(origin)
         self.check_activations(origin)
@@ -234,9 +232,17 @@ class Plan:
                         do=f"{RESTORE}: embedding and head stay on the device, a block's states there or on the host; "
                         "optimizer cpu needs gradients host",
                     )
+        self._check_recomputed(origin, layers)
         self._check_updaters(origin)
         if self.layout != decided.layout:
             raise PlanError(f"{origin}: layout cannot be carried out", expected="one device", do=RESTORE)
+
+    def _check_recomputed(self, origin: str, layers: Mapping[str, InputOrigin]) -> None:
+        """Refuse to recompute inputs that nothing makes again."""
+        for layer, choice in self.gemms.items():
+            if choice.saved == RECOMPUTE and layers[layer] != "made":
+                kept = tuple(name for name in SAVED_CHOICES if name != RECOMPUTE)
+                raise _no_such(f"{origin}: the input of {layer} cannot be recomputed", RECOMPUTE, kept)
 
     def _check_updaters(self, origin: str) -> None:
         """Refuse blocks that the device updates from host memory beside blocks that the CPU updates there."""

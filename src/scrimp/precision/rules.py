@@ -25,7 +25,7 @@ Compute  The working format of activations: fp32 if the base is fp32, else bf16.
 Saved    What backward keeps of the input X: a high-precision name; a recipe name (X as that recipe's
          wgrad reads it); or recompute, where X is made from tensors that are kept anyway. By
          default the codes that wgrad reads, which changes no number, or the compute format where
-         wgrad quantizes nothing, and for attention.out, whose input attention keeps for itself.
+         wgrad quantizes nothing, and where what made X keeps it for itself, as attention does.
 Checked  tests/precision/test_rules.py, against a second reading of this grammar.
 """
 
@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Literal
@@ -46,8 +46,9 @@ PLANNED = "snip"
 """The base of which formats are chosen by measurement."""
 HEAD = "head"
 RECOMPUTE = "recompute"
-RECOMPUTABLE = ("attention.qkv", "mlp.gate_up", "mlp.down")
-"""Layers whose input is made from tensors that are kept anyway: a norm's input, gate and up."""
+InputOrigin = Literal["alone", "made", "kept"]
+"""Where a layer's input comes from: nobody else keeps it; it is made from tensors that are kept anyway (a norm's input,
+gate and up), so that it may be recomputed; or what made it keeps it for itself (attention its output)."""
 SAVED_CHOICES = (
     *(name for name, entry in RECIPES.items() if entry.wgrad is not None or name in HIGH_PRECISION),
     RECOMPUTE,
@@ -55,7 +56,6 @@ SAVED_CHOICES = (
 """What backward may keep of a layer's input."""
 
 _SAVED = "saved"
-_ATTENTION_OUT = ".attention.out"
 _PATTERN = re.compile(r"[A-Za-z0-9_.*?!\[\]-]+")
 _EXAMPLE_FORMAT = "bf16"
 _EXAMPLE = "fp8,*.wgrad=bf16,blocks.0.*=bf16"
@@ -173,37 +173,43 @@ class PrecisionRules:
         """The same rules on another base."""
         return replace(self, base=base)
 
-    def assign(self, layers: Sequence[str]) -> dict[str, LinearPrecision]:
+    def assign(self, layers: Mapping[str, InputOrigin]) -> dict[str, LinearPrecision]:
         """What each layer runs in, and why.
 
         Args:
-            layers: full names, such as ``blocks.3.mlp.down`` and ``head``.
+            layers: full names, such as ``head``, and where their inputs come from.
 
         Raises:
             ConfigError: no base, a pattern that matches nothing, recompute where nothing can be recomputed.
         """
         for rule in self.rules:
             if not any(rule.matches(layer) for layer in layers):
-                raise _matches_nothing(rule, layers)
-        return {layer: self._choose(layer) for layer in layers}
+                raise _matches_nothing(rule, list(layers))
+        return {layer: self._choose(layer, layers) for layer in layers}
 
-    def with_recipes(self, layer: str, fprop: str, dgrad: str, wgrad: str) -> LinearPrecision:
-        """A layer that runs in these recipes and saves what the rules say, by default what wgrad reads."""
+    def with_recipes(
+        self, layer: str, origin: InputOrigin, fprop: str, dgrad: str, wgrad: str
+    ) -> LinearPrecision:
+        """A layer that runs in these recipes and saves what the rules say, by default what wgrad reads.
+
+        Args:
+            origin: where its input comes from.
+        """
         saved = next(
             (rule.formats for rule in reversed(self.rules) if rule.target == _SAVED and rule.matches(layer)),
             None,
         )
-        return LinearPrecision(fprop, dgrad, wgrad, saved or self._saved(layer, wgrad)[0])
+        return LinearPrecision(fprop, dgrad, wgrad, saved or self._saved(origin, wgrad)[0])
 
-    def _saved(self, layer: str, wgrad: str) -> tuple[str, str]:
+    def _saved(self, origin: InputOrigin, wgrad: str) -> tuple[str, str]:
         """What backward keeps by default, and why if it is not what wgrad reads."""
         if recipe(wgrad).saved != "quantized":
             return self.compute, ""
-        if layer.endswith(_ATTENTION_OUT):
+        if origin == "kept":
             return self.compute, "attention keeps its output anyway"
         return wgrad, ""
 
-    def _choose(self, layer: str) -> LinearPrecision:
+    def _choose(self, layer: str, layers: Mapping[str, InputOrigin]) -> LinearPrecision:
         compute = self.compute
         base, why = self.base or compute, f"precision {self.base}"
         if layer == HEAD and base != compute:
@@ -215,22 +221,26 @@ class PrecisionRules:
                 chosen |= rule.settings
                 reasons |= dict.fromkeys(rule.settings, f"rule `{rule}`")
         if _SAVED not in chosen:
-            chosen[_SAVED], why = self._saved(layer, chosen["wgrad"])
+            chosen[_SAVED], why = self._saved(layers[layer], chosen["wgrad"])
             if why:
                 reasons[_SAVED] = why
-        if chosen[_SAVED] == RECOMPUTE and not is_recomputable(layer):
+        if chosen[_SAVED] == RECOMPUTE and layers[layer] != "made":
+            made = [_ending(name) for name, origin in layers.items() if origin == "made"]
+            able = list(dict.fromkeys(made))
             raise ConfigError(
                 f"precision: the input of {layer} cannot be recomputed",
                 got=reasons[_SAVED],
-                expected=f"a pattern for {' or '.join(RECOMPUTABLE)}, whose inputs are made from kept tensors",
-                do=f"write such as *.mlp.down.saved={RECOMPUTE}",
+                expected=f"a pattern for {' or '.join(able)}, whose inputs are made from kept tensors"
+                if able
+                else "a format: no layer here has an input that is made from kept tensors",
+                do=f"write such as *.{able[-1]}.saved={RECOMPUTE}" if able else None,
             )
         return LinearPrecision(**chosen, reason="; ".join(dict.fromkeys(reasons.values())))
 
 
-def is_recomputable(layer: str) -> bool:
-    """Whether a layer's input may be recomputed instead of saved."""
-    return any(layer.endswith(f".{name}") for name in RECOMPUTABLE)
+def _ending(layer: str) -> str:
+    """What follows the number of a block in a layer's name."""
+    return re.sub(r"^.*?\.\d+\.", "", layer)
 
 
 def parse_rules(text: str) -> PrecisionRules:
@@ -349,7 +359,7 @@ def _matches_nothing(rule: Rule, layers: Sequence[str]) -> ConfigError:
         expected=f"a pattern for {_shorten(layers)}",
         do=hint
         if HEAD in layers and fnmatchcase(HEAD, rule.layers)
-        else "write such as *.mlp.down or blocks.0.*",
+        else f"write such as *.{_ending(next(iter(layers), HEAD))} or blocks.0.*",
     )
 
 

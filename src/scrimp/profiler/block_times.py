@@ -39,7 +39,7 @@ from scrimp.gemm import BackendChooser, PlannedLayer, swap_in
 from scrimp.model import Block, Decoder
 from scrimp.model.attention import AttentionLayout
 from scrimp.model.compiled import MOST_GRAPHS, compile_blocks, forget_compiled, is_compiler_error
-from scrimp.planner.flops import GEMM_NAMES
+from scrimp.models import spec_of
 from scrimp.planner.memory.work import PassSeconds
 from scrimp.precision import LinearPrecision
 from scrimp.profiler.memory_trace.block_passes import GradientSums, gradients_of
@@ -58,7 +58,7 @@ class Timed:
 
     architecture: Architecture
     classes: Sequence[Sequence[LinearPrecision]]
-    """Formats of a block's layers, in the order of `GEMM_NAMES`, of every class of blocks."""
+    """Formats of a block's layers, in their order, of every class of blocks."""
     head: LinearPrecision
     compute: str
     """Working format, fp32 or bf16."""
@@ -144,7 +144,8 @@ class _Bench:
             for parameter in model.parameters():
                 parameter.normal_(0.0, _STANDARD_DEVIATION, generator=self.generator)
         for block, formats in zip(model.blocks, timed.classes, strict=True):
-            changed = {n: one for n, one in zip(GEMM_NAMES, formats, strict=True) if one != plain}
+            names = [linear.name for linear in spec_of(small).block(0).linears]
+            changed = {name: one for name, one in zip(names, formats, strict=True) if one != plain}
             if changed:
                 swap_in(block, changed, choose=choose)
         if timed.head != plain:

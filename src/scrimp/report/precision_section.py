@@ -13,7 +13,7 @@ from typing import Any, Final
 from scrimp.config import base_architecture, load_config
 from scrimp.config.snip import keeps_budget
 from scrimp.errors import ScrimpError
-from scrimp.planner import linear_shapes
+from scrimp.models import place, spec_of
 from scrimp.report.html import Markup, cut, join, tag
 from scrimp.report.precision_cells import map_data, num_changed, percent, signed
 from scrimp.report.precision_choices import Direction, Move, flop_shares, nearest, total_harm
@@ -90,13 +90,14 @@ def _layer_shares(run: RunRecord, plan: PlanAt) -> dict[str, float] | None:
         config = load_config(run.folder / "config.toml")
         if config.model.weights is not None:
             return None
-        shapes = linear_shapes(base_architecture(config, None))
+        shapes = spec_of(base_architecture(config, None)).shapes
     except ScrimpError:  # an older or a damaged configuration: GEMMs are counted instead
         return None
-    kinds = {layer: layer.split(".", 2)[-1] for layer in plan.choices if layer.startswith("blocks.")}
+    places = {layer: place(layer) for layer in plan.choices}
+    kinds = {layer: kind for layer, (block, kind) in places.items() if block is not None}
     if any(kind not in shapes for kind in kinds.values()):
         return None
-    return {layer: float(shapes[kind][0] * shapes[kind][1]) for layer, kind in kinds.items()}
+    return {layer: float(shapes[kind].parameters) for layer, kind in kinds.items()}
 
 
 # -- predicted and measured -------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import numpy as np
 
 from scrimp.config import base_architecture, load_config
 from scrimp.errors import ScrimpError
+from scrimp.models import spec_of
 from scrimp.planner import Flops, count_flops
 from scrimp.report.run_folder import RunRecord
 from scrimp.report.units import format_integer, is_number
@@ -97,7 +98,9 @@ def model_size(run: RunRecord) -> tuple[float | None, Flops | None]:
         if config.model.weights is not None or config.train.sequence is None:
             return parameters, None
         architecture = base_architecture(config, None)
-        return parameters or architecture.num_parameters, count_flops(architecture, config.train.sequence)
+        return parameters or architecture.num_parameters, count_flops(
+            spec_of(architecture), config.train.sequence
+        )
     except ScrimpError:  # an older or a damaged configuration: the page does without
         return parameters, None
 

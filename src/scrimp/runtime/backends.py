@@ -26,7 +26,8 @@ from scrimp.errors import PlanError
 from scrimp.gemm import Backend, BackendChooser, Recorded, backends_for, refuse_unrunnable
 from scrimp.gemm.backends import BACKENDS
 from scrimp.gemm.problem import Shape, features_of, shape_of
-from scrimp.planner import BackendChoice, Plan, linear_shapes
+from scrimp.models import place, spec_of
+from scrimp.planner import BackendChoice, Plan
 from scrimp.precision import GEMMS, HIGH_PRECISION
 from scrimp.runtime.execute import HEAD, PLANNED_PROBE_TOKENS
 
@@ -201,11 +202,11 @@ def _record_of(plan: Plan, architecture: Architecture) -> tuple[Recorded, ...]:
     found = []
     for row, choice in plan.backends.items():
         recipe, _, kind = row.partition(" ")
-        if kind not in linear_shapes(architecture):
+        if kind not in spec_of(architecture).shapes:
             raise PlanError(
                 "plan.json: backends has a row of no layer",
                 got=repr(row),
-                expected="a recipe and one of " + ", ".join(linear_shapes(architecture)),
+                expected="a recipe and one of " + ", ".join(spec_of(architecture).shapes),
                 do="copy plan.json from the newest checkpoint of the run",
             )
         named = {gemm: getattr(choice, gemm) for gemm in GEMMS}
@@ -255,10 +256,10 @@ def _runs_all(
 
 
 def _kind(layer: str) -> str:
-    return layer.split(".", 2)[-1]
+    return place(layer)[1]
 
 
 def _sizes(architecture: Architecture, layer: str) -> tuple[int, int]:
     """(inputs, outputs) of a layer by its name in the plan, or by its kind."""
-    outputs, inputs = linear_shapes(architecture)[_kind(layer) if layer.startswith("blocks.") else layer]
-    return inputs, outputs
+    linear = spec_of(architecture).linear(layer)
+    return linear.inputs, linear.outputs

@@ -17,6 +17,7 @@ from scrimp.data import CorpusSpec, Progress, open_corpus
 from scrimp.errors import ConfigError, DataError, ModelError, StorageError
 from scrimp.export import ExportTarget
 from scrimp.model import Decoder, export_model, generate
+from scrimp.models import spec_of
 from scrimp.planner import count_flops, ideal_seconds_per_token
 from scrimp.planner.memory.room import NoRoomError
 from scrimp.planner.precision import PrecisionPlan
@@ -110,11 +111,11 @@ def _run_table(decisions: Decisions) -> Any:
     """What a run is, and how fast it would be."""
     config, architecture, plan = decisions.config, decisions.architecture, decisions.plan
     sequence, count = decided(config.train.sequence), architecture.num_parameters
-    flops = count_flops(architecture, sequence)
+    flops = count_flops(spec_of(architecture), sequence)
     rate = recall_throughput(plan, config)
     peaks = device_peaks(decisions.device.torch_device, decisions.device.name)
     compute = config.precision_rules.compute
-    ideal = 1 / ideal_seconds_per_token(architecture, sequence, plan.gemms, peaks, compute)
+    ideal = 1 / ideal_seconds_per_token(spec_of(architecture), sequence, plan.gemms, peaks, compute)
     backends, attention = decisions.describe_backends(), attention_text(decisions)
     measured = (
         f"{format_rate(rate)} (measured by an earlier run)" if rate else "not measured yet on this machine"

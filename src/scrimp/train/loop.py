@@ -28,6 +28,7 @@ from scrimp.config import decided
 from scrimp.data import Batch, Corpus, Loader
 from scrimp.errors import StorageError
 from scrimp.files import write_whole
+from scrimp.models import spec_of
 from scrimp.optim import make_optimizer
 from scrimp.planner import Plan, count_flops, ideal_seconds_per_token, mfu
 from scrimp.planner.flops import Peaks
@@ -108,7 +109,7 @@ class Trainer:
         self._outliers = (OutlierWatch("loss"), OutlierWatch("gradient norm"))
         sequence = decided(self.train.sequence)
         self._sequences_per_step = decided(self.train.batch_tokens) // sequence
-        self._flops_per_token = count_flops(decisions.architecture, sequence).causal
+        self._flops_per_token = count_flops(spec_of(decisions.architecture), sequence).causal
         self._trouble = MemoryTrouble(decisions, executable)
         self.no_plan_takes_less = False
         """Whether a step ran out of memory, and no plan that takes less was found."""
@@ -147,7 +148,7 @@ class Trainer:
         self.files[PLAN] = dataclasses.replace(plan, predicted=untimed, measured=None).to_json()
         self.phases.plan(TRAINING, plan.predicted.peak_device_bytes or 0)
         self._ideal_seconds = ideal_seconds_per_token(
-            self.decisions.architecture,
+            spec_of(self.decisions.architecture),
             decided(self.train.sequence),
             plan.gemms,
             self.peaks,

@@ -23,6 +23,7 @@ from scrimp.files import write_whole
 from scrimp.gemm import BackendChooser
 from scrimp.model import Decoder, initialise
 from scrimp.model.compiled import is_compiler_error
+from scrimp.models import spec_of
 from scrimp.planner import Plan, count_flops
 from scrimp.profiler import MemoryMeter, device_peaks
 from scrimp.report.units import format_count
@@ -158,7 +159,7 @@ def _in_folder(run_dir: Path, start: Start) -> Start:
             if config.is_planned and start.checkpoint is None:  # its formats are of a later step
                 saved = dataclasses.replace(saved, gemms=decisions.plan.gemms)
             if saved.fingerprint == decisions.plan.fingerprint:
-                saved.check_runnable(decisions.plan, str(plan_path))
+                saved.check_runnable(decisions.plan, str(plan_path), spec_of(decisions.architecture).origins)
                 decisions = _carried_on(saved, start)
     decisions = dataclasses.replace(decisions, config=config, reasons=reasons)
     decisions = decisions.with_recorded_backends(anew="backend" in start.given)
@@ -392,7 +393,7 @@ def _announce(trainer: Trainer, run_dir: Path, start: Start) -> None:
         what = f"GEMMs ran {start.ran_by} before: the same formats, sums in another order"
         trainer.line.message(what)
         trainer.log.event("backends-changed", trainer.position.step, what, now=backends)
-    flops = count_flops(architecture, decided(config.train.sequence))
+    flops = count_flops(spec_of(architecture), decided(config.train.sequence))
     trainer.log.event(
         "resume" if start.checkpoint else "start",
         trainer.position.step,
@@ -424,7 +425,7 @@ def _note_edited_plan(trainer: Trainer) -> None:
     plan = trainer.decisions.plan
     if trainer.config.is_planned:
         return
-    rules = trainer.config.precision_rules.assign(list(plan.gemms))
+    rules = trainer.config.precision_rules.assign(spec_of(trainer.decisions.architecture).origins)
     edited = [layer for layer, choice in plan.gemms.items() if choice != rules[layer]]
     if edited:
         note = (

@@ -26,7 +26,8 @@ from scrimp.config import (
 from scrimp.data import Corpus, CorpusSpec, is_corpus, load_tokenizer, open_corpus
 from scrimp.errors import CheckpointError, ConfigError, DataError, DeviceError, ModelError, PlanError
 from scrimp.gemm import BackendChooser
-from scrimp.planner import Plan, build_plan, linear_layers, refuse_misfit, with_precisions
+from scrimp.models import spec_of
+from scrimp.planner import Plan, build_plan, refuse_misfit, with_precisions
 from scrimp.planner.memory.decision import MemoryDecision
 from scrimp.planner.memory.room import Budgets
 from scrimp.precision import GEMMS, HIGH_PRECISION, parse_rules
@@ -89,7 +90,8 @@ class Decisions:
             return [self.plan]
         rules = parse_rules(self.config.precision)
         bases = dict.fromkeys([*self.config.candidates, self.config.snip.start])
-        return [with_precisions(self.plan, rules.with_base(base)) for base in bases]
+        layers = spec_of(self.architecture).origins
+        return [with_precisions(self.plan, rules.with_base(base), layers) for base in bases]
 
     def with_recorded_backends(self, *, anew: bool = False) -> Decisions:
         """The same run, its back ends in its plan: those that stand there, unless the user asks for another one; for
@@ -219,7 +221,7 @@ def _plan_for(
     device: Device, config: Config, architecture: Architecture, reasons: dict[str, str]
 ) -> Decisions:
     if config.is_planned:
-        pinned = parse_rules(config.precision).pinned(linear_layers(architecture))
+        pinned = parse_rules(config.precision).pinned(list(spec_of(architecture).origins))
         refuse_unreachable_share(config, architecture, pinned)
     config, memory = decide_micro_batch(device, config, architecture, reasons)
     return _decisions(device, config, architecture, reasons, memory)

@@ -8,31 +8,31 @@ import pytest
 
 from scrimp.config import preset
 from scrimp.config.activations import LEVELS, Activations
+from scrimp.models import spec_of
 from scrimp.planner import Peaks, count_flops
-from scrimp.planner.flops import GEMM_NAMES
 from scrimp.planner.memory.work import PassSeconds, Rates, block_seconds
 from scrimp.precision import LinearPrecision
 
-ARCHITECTURE = preset("llama-3m")
+SPEC = spec_of(preset("llama-3m"))
 RATES = Rates(Peaks({"fp32": 1e12, "bf16": 4e12, "fp8": 8e12}, "made up"), bandwidth=1e11, efficiency=1.0)
 
 
 def seconds(
     level: str = "keep", recipe: str = "bf16", rates: Rates = RATES, sequence: int = 256
 ) -> PassSeconds:
-    linears = dict.fromkeys(GEMM_NAMES, LinearPrecision.of(recipe))
+    linears = dict.fromkeys(SPEC.shapes, LinearPrecision.of(recipe))
     return block_seconds(
-        ARCHITECTURE, linears, Activations(level), rates, tokens=1, sequence=sequence, compute="bf16"
+        SPEC.block(0), linears, Activations(level), rates, tokens=1, sequence=sequence, compute="bf16"
     )
 
 
 def test_with_memory_that_costs_nothing_the_passes_are_the_models_flops() -> None:
     rates = Rates(RATES.peaks, bandwidth=float("inf"), efficiency=1.0)
     found = seconds(rates=rates)
-    flops = count_flops(ARCHITECTURE, 256)
+    flops = count_flops(SPEC, 256)
     # Six FLOPs a parameter and token; attention's backward counts twice its forward there, 2.5 times here.
     expected = flops.blocks + flops.attention_causal * 3.5 / 3
-    assert (found.forward + found.backward) * 4e12 * ARCHITECTURE.num_layers == pytest.approx(expected)
+    assert (found.forward + found.backward) * 4e12 * SPEC.num_blocks == pytest.approx(expected)
 
 
 def test_each_level_makes_more_again_and_never_the_whole_forward_pass() -> None:

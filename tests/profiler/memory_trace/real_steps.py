@@ -14,8 +14,8 @@ from scrimp.config import Architecture, OptimizerConfig
 from scrimp.config.activations import Activations
 from scrimp.gemm import PlannedLayer, PlannedModel, backends_for, swap_in
 from scrimp.model import Decoder, initialise
+from scrimp.models import spec_of
 from scrimp.optim import AdamW
-from scrimp.planner import linear_layers
 from scrimp.precision import LinearPrecision, parse_rules
 from scrimp.runtime.memory import ActivationOffload, BlockMemory, HostArena, LateLink
 
@@ -43,7 +43,7 @@ class Setting:
         """Layer to formats, where any differs."""
         if not self.rules:
             return {}
-        return parse_rules(self.rules).assign(linear_layers(self.architecture))
+        return parse_rules(self.rules).assign(spec_of(self.architecture).origins)
 
     @property
     def choices(self) -> list[str]:

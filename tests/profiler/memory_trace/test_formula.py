@@ -17,7 +17,7 @@ from test_peaks import LLAMA, QWEN2, QWEN3
 
 from scrimp.config import Architecture
 from scrimp.gemm.backends import reference
-from scrimp.planner import linear_layers
+from scrimp.models import spec_of
 from scrimp.planner.memory.costs import StepCosts
 from scrimp.precision import parse_rules
 from scrimp.profiler.memory_trace import remembered, trace_costs
@@ -38,7 +38,7 @@ def traced(architecture: Architecture, precision: str, **changes: object) -> Ste
         "loss_chunk": 0,
         **changes,
     }
-    linears = rules.assign(linear_layers(architecture))
+    linears = rules.assign(spec_of(architecture).origins)
     return trace_costs(architecture, linears=linears, **arguments)  # type: ignore[arg-type]
 
 

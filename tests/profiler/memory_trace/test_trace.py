@@ -21,7 +21,7 @@ from scrimp.formats import blocks
 from scrimp.model import loss
 from scrimp.model.flash import Gpu
 from scrimp.model.functions import rms_norm
-from scrimp.planner.flops import GEMM_NAMES
+from scrimp.models import spec_of
 from scrimp.planner.memory.costs import StepCosts
 from scrimp.planner.memory.states import States, device_peak
 from scrimp.precision import LinearPrecision
@@ -213,7 +213,7 @@ def test_pieces_at_the_ends_cost_what_all_pieces_do(
 ) -> None:
     arguments = {
         "linears": {
-            f"blocks.{i}.{name}": LinearPrecision.of(recipe) for i in range(3) for name in GEMM_NAMES
+            layer: LinearPrecision.of(recipe) for layer in spec_of(LLAMA).layers() if layer != "head"
         },
         "activations": ("keep", "block"),
         "device_functions": device,

@@ -39,7 +39,7 @@ from scrimp.model import Decoder
 from scrimp.model.attention import AttentionLayout, flash_takes, fuses_attention
 from scrimp.model.flash import Gpu
 from scrimp.model.segments import worst_segments
-from scrimp.planner.flops import GEMM_NAMES
+from scrimp.models import HEAD, ModelSpec, full_name, spec_of
 from scrimp.planner.memory.costs import BlockClass, BlockCost, EndsCost, StepCosts
 from scrimp.precision import LinearPrecision
 from scrimp.profiler.memory_trace.block_passes import (
@@ -119,7 +119,7 @@ def trace_costs(
         documents,
         compiled,
     )
-    plans, head = _formats(linears or {}, LinearPrecision.of(precision), architecture.num_layers)
+    plans, head = _formats(linears or {}, LinearPrecision.of(precision), spec_of(architecture))
     classes = list(dict.fromkeys(plans))
     with _apart():
         model = step.build(classes, head)
@@ -143,13 +143,14 @@ def trace_costs(
 
 
 def _formats(
-    linears: Mapping[str, LinearPrecision], plain: LinearPrecision, num_blocks: int
+    linears: Mapping[str, LinearPrecision], plain: LinearPrecision, spec: ModelSpec
 ) -> tuple[list[tuple[LinearPrecision, ...]], LinearPrecision]:
-    """The formats of each block's layers, in the order of `GEMM_NAMES`, and those of the head."""
+    """The formats of each block's layers, in their order, and those of the head."""
     blocks = [
-        tuple(linears.get(f"blocks.{i}.{name}", plain) for name in GEMM_NAMES) for i in range(num_blocks)
+        tuple(linears.get(full_name(index, one.name), plain) for one in block.linears)
+        for index, block in enumerate(spec.blocks)
     ]
-    return blocks, linears.get("head", plain)
+    return blocks, linears.get(HEAD, plain)
 
 
 @contextlib.contextmanager
@@ -224,7 +225,8 @@ class _Step:
         if head != plain:
             model.planned_head = PlannedLayer("head", head, clock, self.backend.choose)
         for block, plan in zip(model.blocks, classes, strict=True):
-            changed = {name: choice for name, choice in zip(GEMM_NAMES, plan, strict=True) if choice != plain}
+            names = [one.name for one in spec_of(architecture).block(0).linears]
+            changed = {name: choice for name, choice in zip(names, plan, strict=True) if choice != plain}
             if changed:
                 for layer in swap_in(block, changed, choose=self.backend.choose).layers.values():
                     layer.clock = clock

@@ -26,8 +26,8 @@ import torch
 from scrimp.config import Architecture, Config, decided
 from scrimp.config.activations import LEVELS, Activations
 from scrimp.errors import PlanError
-from scrimp.planner import Peaks, linear_layers
-from scrimp.planner.flops import GEMM_NAMES
+from scrimp.models import HEAD, full_name, spec_of
+from scrimp.planner import Peaks
 from scrimp.planner.memory.costs import BlockCost, StepCosts
 from scrimp.planner.memory.work import PassSeconds, Rates, block_seconds, ends_seconds
 from scrimp.precision import LinearPrecision, PrecisionRules
@@ -46,7 +46,7 @@ FEWEST_ROUNDS = 2
 
 def linears_of(rules: PrecisionRules, architecture: Architecture) -> dict[str, LinearPrecision]:
     """Formats of every linear layer."""
-    return rules.assign(linear_layers(architecture))
+    return rules.assign(spec_of(architecture).origins)
 
 
 def with_seconds(
@@ -110,12 +110,12 @@ class _Model:
         tokens = decided(train.micro_batch) * decided(train.sequence)
         linears = linears_of(self.config.precision_rules, self.architecture)
         peaks: Peaks = device_peaks(self.device.torch_device, self.device.name)
-        work = Rates(peaks, self.rates.device_memory)
+        work, spec = Rates(peaks, self.rates.device_memory), spec_of(self.architecture)
         classes = [
             {
                 level: block_seconds(
-                    self.architecture,
-                    {name: linears[f"blocks.{block}.{name}"] for name in GEMM_NAMES},
+                    spec.block(block),
+                    {one.name: linears[full_name(block, one.name)] for one in spec.block(block).linears},
                     Activations.parse(level),
                     work,
                     tokens=tokens,
@@ -126,7 +126,7 @@ class _Model:
             }
             for block in self.first_blocks
         ]
-        ends = ends_seconds(self.architecture, linears["head"], work, tokens=tokens, compute=compute)
+        ends = ends_seconds(spec, linears[HEAD], work, tokens=tokens, compute=compute)
         return classes, ends
 
     def measured(self, predicted: Seconds) -> Seconds | None:
@@ -156,12 +156,14 @@ class _Model:
 
     def _timed(self) -> Timed:
         linears, train = linears_of(self.config.precision_rules, self.architecture), self.config.train
+        spec = spec_of(self.architecture)
         return Timed(
             self.architecture,
             tuple(
-                tuple(linears[f"blocks.{block}.{name}"] for name in GEMM_NAMES) for block in self.first_blocks
+                tuple(linears[full_name(block, one.name)] for one in spec.block(block).linears)
+                for block in self.first_blocks
             ),
-            linears["head"],
+            linears[HEAD],
             compute=self.config.precision_rules.compute,
             parameters=train.parameters,
             master_weights=bool(self.config.optimizer.master_weights),

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from scrimp.config import Architecture, Config, parse_bytes
 from scrimp.host_memory import host_memory_available
+from scrimp.models import spec_of
 from scrimp.planner import Plan
 from scrimp.planner.memory.costs import StepCosts
 from scrimp.profiler import Device
@@ -50,8 +51,7 @@ def left_of_budget(config: Config, device: Device, arena: int) -> int | None:
 
 def largest_tensor_bytes(architecture: Architecture, config: Config) -> int:
     """Bytes of the largest tensor of a checkpoint: of the weights, their masters or moments."""
-    ffn = 2 * architecture.ffn_width
-    numbers = max(architecture.vocab_size, ffn) * architecture.width
+    numbers = spec_of(architecture).largest_matrix
     optimizer = config.optimizer
     is_bf16 = (
         config.train.parameters == "bf16" and not optimizer.master_weights and optimizer.moments != "fp32"

@@ -30,6 +30,7 @@ from typing import Any
 
 from scrimp.config import decided
 from scrimp.files import make_folder, write_whole
+from scrimp.models import spec_of
 from scrimp.optim import AdamW
 from scrimp.planner.precision import PrecisionPlan, PrecisionProfile, plan_or_nearest
 from scrimp.precision import parse_rules
@@ -298,7 +299,11 @@ class PrecisionCycle:
         )
         self.state.recipes = {**self.state.recipes, **recipes}
         self.plan = replanned(
-            self.plan, self._rules.with_base(self._config.snip.start), self.state.recipes, self._analysis
+            self.plan,
+            self._rules.with_base(self._config.snip.start),
+            self.state.recipes,
+            self._analysis,
+            spec_of(self._decisions.architecture).origins,
         )
         self._put_in_force()
         return changed

@@ -30,7 +30,7 @@ from scrimp.errors import PlanError
 from scrimp.files import write_whole
 from scrimp.gemm.doctor_report import surroundings_of
 from scrimp.json_files import NotNegative, read_json
-from scrimp.planner import linear_shapes
+from scrimp.models import HEAD, spec_of
 from scrimp.planner.precision import allowed_by
 from scrimp.precision import GEMMS, parse_rules
 from scrimp.profiler.gemm_times import GemmTimes, measure_gemm_times
@@ -98,7 +98,8 @@ def fresh_times(decisions: Decisions, progress: Callable[[str, int, int], None])
     """The table of a run that has none yet: measured, or from the user's cache."""
     config, train = decisions.config, decisions.config.train
     per_step = decided(train.batch_tokens) // (decided(train.micro_batch) * decided(train.sequence))
-    shapes = [shape for name, shape in linear_shapes(decisions.architecture).items() if name != "head"]
+    linears = spec_of(decisions.architecture).shapes
+    shapes = [(one.outputs, one.inputs) for name, one in linears.items() if name != HEAD]
     rules = config.precision_rules
     pinned = parse_rules(config.precision).pinned(list(shapes_of(decisions)))
     fixed = [name for gemms in pinned.values() for name in gemms.values()]
@@ -215,5 +216,6 @@ def _compute_seconds(config: Config, times: StepTimes, shapes: dict[str, tuple[i
 
 def shapes_of(decisions: Decisions) -> dict[str, tuple[int, int]]:
     """Planned layer to (outputs, inputs)."""
-    sizes = linear_shapes(decisions.architecture)
-    return {layer: sizes[layer.split(".", 2)[-1]] for layer in decisions.plan.gemms if layer != "head"}
+    spec = spec_of(decisions.architecture)
+    linears = {layer: spec.linear(layer) for layer in decisions.plan.gemms if layer != HEAD}
+    return {layer: (linear.outputs, linear.inputs) for layer, linear in linears.items()}

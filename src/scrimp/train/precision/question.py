@@ -16,10 +16,11 @@ import numpy as np
 from scrimp.config import Architecture, Config, decided
 from scrimp.config.snip import BUDGETS, WHOLE_LAYERS, chosen_steps
 from scrimp.errors import PlanError
-from scrimp.planner import Plan, linear_layers, linear_shapes
+from scrimp.models import HEAD, spec_of
+from scrimp.planner import Plan
 from scrimp.planner.precision import Budget, PrecisionPlan, PrecisionProfile, Question, Weights, split
 from scrimp.planner.precision.schedule import at_share
-from scrimp.precision import GEMMS, RECIPES, PrecisionRules
+from scrimp.precision import GEMMS, RECIPES, InputOrigin, PrecisionRules
 from scrimp.train.precision.gemm_seconds import StepTimes, open_formats
 from scrimp.train.precision.guard import Recipes
 
@@ -58,12 +59,8 @@ def final_step(config: Config) -> int:
 
 def shares_of(architecture: Architecture) -> dict[str, float]:
     """Layer to its share of the blocks' linear FLOPs."""
-    shapes = linear_shapes(architecture)
-    sizes = {
-        layer: float(np.prod(shapes[layer.split(".", 2)[-1]]))
-        for layer in linear_layers(architecture)
-        if layer != "head"
-    }
+    linears = spec_of(architecture).layers()
+    sizes = {layer: float(linear.parameters) for layer, linear in linears.items() if layer != HEAD}
     total = sum(sizes.values())
     return {layer: size / total for layer, size in sizes.items()}
 
@@ -189,11 +186,21 @@ def _in_its_phase(config: Config, question: Question, horizon: Horizon) -> Quest
     return at_share(question, phases.main if left > final else phases.final)
 
 
-def replanned(plan: Plan, rules: PrecisionRules, recipes: Recipes, analysis: PrecisionPlan | None) -> Plan:
-    """A plan with other formats, their reasons and predictions."""
+def replanned(
+    plan: Plan,
+    rules: PrecisionRules,
+    recipes: Recipes,
+    analysis: PrecisionPlan | None,
+    layers: Mapping[str, InputOrigin],
+) -> Plan:
+    """A plan with other formats, their reasons and predictions.
+
+    Args:
+        layers: of the model (`ModelSpec.origins`).
+    """
     gemms = dict(plan.gemms)
     for layer, row in recipes.items():
-        precision = rules.with_recipes(layer, *row)
+        precision = rules.with_recipes(layer, layers[layer], *row)
         gemms[layer] = dataclasses.replace(precision, reason=_reason(layer, row, analysis, plan))
     predicted = plan.predicted
     if analysis is not None:

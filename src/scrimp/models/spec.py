@@ -1,0 +1,227 @@
+"""The specification of a model: all that code outside of a model's own file may know of it.
+
+Problem  Planner, profiler, runtime, statistics and exports need a model's matrices, FLOPs, bytes and names. If each
+         knew how a decoder is made, another kind of decoder would be an edit in each.
+Method   A `ModelSpec` says what a model consists of: blocks that add to a residual stream, one after the other, between
+         an embedding and a head. Each block lists its linear layers (`LinearSpec`), its attention (`AttentionSpec`),
+         and the traffic of what is neither (`Traffic`). FLOPs and bytes are arithmetic over these; see
+         `scrimp.planner.flops` and `scrimp.planner.memory.work`.
+Names    A linear layer is called ``blocks.3.mlp.down``: the block's number, then its name in the block. The head is
+         called ``head``. `full_name` and `place` are the only two functions that know this form. Layers of other
+         people's models keep the names that they have there.
+Kinds    Each is one file in `scrimp.models.kinds`, chosen by `Architecture.family`.
+Limits   Layers of the same name have the same shape in every block: a plan records one back end for each name.
+Checked  tests/models/test_spec.py: against the parameters and the linear layers of the modules themselves.
+
+Pure: importing it needs no torch.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+from scrimp.config.activations import LEVELS
+from scrimp.config.architecture import Architecture, RopeScaling
+from scrimp.errors import ModelError
+from scrimp.precision import HEAD, InputOrigin
+
+_IN_BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
+
+
+def full_name(block: int, name: str) -> str:
+    """A layer's name in a plan, by its block's number and its name there."""
+    return f"blocks.{block}.{name}"
+
+
+def place(layer: str) -> tuple[int | None, str]:
+    """A layer's block and its name there; of the head, and of layers of other models, None and the whole name."""
+    found = _IN_BLOCK.fullmatch(layer)
+    return (None, layer) if found is None else (int(found[1]), found[2])
+
+
+@dataclass(frozen=True)
+class LinearSpec:
+    """One linear layer: Y = X W^T, W of (outputs, inputs)."""
+
+    name: str
+    """In its block, such as mlp.down; of the head, head."""
+    outputs: int
+    inputs: int
+    origin: InputOrigin = "alone"
+    """Where its input comes from: whether backward may make it again (`scrimp.precision`)."""
+    again: str = ""
+    """Level of recomputation from which on backward multiplies it again; empty: never."""
+
+    @property
+    def parameters(self) -> int:
+        """Elements of W."""
+        return self.outputs * self.inputs
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary positions."""
+
+    theta: float
+    """Base of the frequencies."""
+    scaling: RopeScaling | None = None
+    """Llama 3's stretch of the low frequencies."""
+    factor: float = 1.0
+    """All frequencies are divided by it (transformers' rope_type "linear")."""
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """Causal attention of one block."""
+
+    num_heads: int
+    """Query heads."""
+    num_kv_heads: int
+    """Key heads, and as many value heads."""
+    head_size: int
+    rope: Rope
+    window: int | None = None
+    """Tokens that a position may look back on, itself included; None is unlimited."""
+
+    @property
+    def width(self) -> int:
+        """All query heads side by side."""
+        return self.num_heads * self.head_size
+
+    def keys(self, sequence: int) -> tuple[float, int]:
+        """Keys that a token meets on average: those it may look at, and all that a full square of scores holds.
+
+        A window w < s replaces s/2 by w - w^2 / 2s, and s by w.
+        """
+        window = min(self.window or sequence, sequence)
+        causal = window / 2 if window == sequence else window - window**2 / (2 * sequence)
+        return causal, window
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Operations that read and write whole activations and multiply no matrices: norms, gates, rotation, sums."""
+
+    forward: int
+    """Elements per token, read and written."""
+    backward: int
+    again: str = ""
+    """Level of recomputation from which on backward runs them again; empty: never."""
+
+
+@dataclass(frozen=True)
+class BlockSpec:
+    """One block. Blocks that are equal cost the same."""
+
+    linears: tuple[LinearSpec, ...]
+    """In the order in which they run."""
+    attention: AttentionSpec
+    traffic: tuple[Traffic, ...]
+    vectors: int
+    """Parameters that are no matrix: norms and biases."""
+
+    @property
+    def matrix_parameters(self) -> int:
+        """Elements of its weight matrices."""
+        return sum(linear.parameters for linear in self.linears)
+
+    @property
+    def parameters(self) -> int:
+        """All of its parameters."""
+        return self.matrix_parameters + self.vectors
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """What a linear layer is called in other libraries, within its block there."""
+
+    huggingface: tuple[str, ...]
+    """Those that are stacked in it, in order."""
+    megatron: str
+
+
+@dataclass(frozen=True)
+class ModelSpec(ABC):
+    """A model of one kind and one size. `spec_of` makes it."""
+
+    architecture: Architecture
+
+    names_elsewhere: ClassVar[Mapping[str, Elsewhere]]
+    """Name in a block to names in other libraries."""
+    levels: ClassVar[tuple[str, ...]] = LEVELS
+    """Levels of recomputation that its blocks know (`scrimp.config.activations`), in their order."""
+
+    @abstractmethod
+    def block(self, index: int) -> BlockSpec:
+        """What one block consists of."""
+
+    @property
+    def num_blocks(self) -> int:
+        """How many there are."""
+        return self.architecture.num_layers
+
+    @cached_property
+    def blocks(self) -> tuple[BlockSpec, ...]:
+        """All of them, in order."""
+        return tuple(self.block(index) for index in range(self.num_blocks))
+
+    @cached_property
+    def equal_blocks(self) -> dict[BlockSpec, int]:
+        """Blocks that differ, and how many there are of each."""
+        return dict(Counter(self.blocks))
+
+    @property
+    def head(self) -> LinearSpec:
+        """The layer that gives the logits."""
+        return LinearSpec(HEAD, self.architecture.vocab_size, self.architecture.width)
+
+    @property
+    def parameters(self) -> int:
+        """All trained parameters: embedding, blocks, final norm, and the head unless it is the embedding."""
+        matrices = self.head.parameters * (1 if self.architecture.tied_embeddings else 2)
+        return matrices + sum(block.parameters for block in self.blocks) + self.architecture.width
+
+    @property
+    def largest_matrix(self) -> int:
+        """Elements of its largest parameter."""
+        return max(self.head.parameters, *(linear.parameters for linear in self.shapes.values()))
+
+    def layers(self) -> dict[str, LinearSpec]:
+        """All linear layers by their names in a plan: those of each block, then the head."""
+        return dict(self._layers())
+
+    def _layers(self) -> Iterator[tuple[str, LinearSpec]]:
+        for index, block in enumerate(self.blocks):
+            for linear in block.linears:
+                yield full_name(index, linear.name), linear
+        yield HEAD, self.head
+
+    @cached_property
+    def origins(self) -> dict[str, InputOrigin]:
+        """Where the input of each linear layer comes from: what rules of precision are given to."""
+        return {name: linear.origin for name, linear in self.layers().items()}
+
+    @cached_property
+    def shapes(self) -> dict[str, LinearSpec]:
+        """Linear layers by their names in a block, each once, then the head."""
+        found = {linear.name: linear for block in self.equal_blocks for linear in block.linears}
+        return {**found, HEAD: self.head}
+
+    def linear(self, layer: str) -> LinearSpec:
+        """A layer by its name in a plan, or in its block.
+
+        Raises:
+            ModelError: the model has no such layer.
+        """
+        name = place(layer)[1]
+        if name not in self.shapes:
+            raise ModelError(
+                "the model has no such linear layer", got=repr(layer), expected=", ".join(self.shapes)
+            )
+        return self.shapes[name]
