@@ -32,8 +32,8 @@ import torch
 from torch import Tensor
 
 from scrimp.cli import main as scrimp
-from scrimp.model import Decoder
-from scrimp.model.initialise import initial_value
+from scrimp.models.decoder import Decoder
+from scrimp.models.initialise import initial_value
 from scrimp.report.memory_text import runs_of
 from scrimp.train import RunSummary, session
 from scrimp.train.guards import StopSignals

@@ -34,7 +34,8 @@ from torch import Tensor, nn
 
 from scrimp.config import Architecture, OptimizerConfig
 from scrimp.formats import Noise
-from scrimp.model import Decoder, initialise
+from scrimp.models.decoder import Decoder
+from scrimp.models.initialise import initialise
 from scrimp.optim import AdamW, MomentFormat, Moments, Step, update
 
 MODEL = Architecture(

@@ -3,8 +3,8 @@
 An iteration is one of reward-ranked fine-tuning: two samples of every prompt are generated, a frozen reference model
 scores them by their probability, the model takes one step of AdamW on the better of each pair.
 
-generation  `scrimp.model.generate`, all sequences at once, a token of each in turn: caches of keys and values of as
-            many lengths live beside each other, grow in pieces of 256 tokens, and end one by one
+generation  `scrimp.models.generation.generate`, all sequences at once, a token of each in turn: caches of keys and
+            values of as many lengths live beside each other, grow in pieces of 256 tokens, and end one by one
 scoring     one forward pass per sequence, each of another length
 training    micro-batches padded to their longest, forward, backward, update
 
@@ -31,7 +31,8 @@ import torch
 
 from scrimp.config import Config, ModelConfig, TrainConfig, preset, resolve
 from scrimp.data.loader import IGNORED
-from scrimp.model import generate, initialise
+from scrimp.models.generation import generate
+from scrimp.models.initialise import initialise
 from scrimp.optim import make_optimizer
 from scrimp.planner import build_plan
 from scrimp.runtime import Executable, realise

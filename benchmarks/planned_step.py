@@ -30,7 +30,7 @@ from torch import Tensor
 
 from scrimp.config import Config, ModelConfig, TrainConfig, preset, resolve
 from scrimp.gemm import LinearPrecision
-from scrimp.model import initialise
+from scrimp.models.initialise import initialise
 from scrimp.planner import build_plan
 from scrimp.runtime import Executable, compile_blocks, realise
 

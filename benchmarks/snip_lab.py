@@ -20,7 +20,8 @@ import torch
 from scrimp.config import decided, load_config
 from scrimp.data import Batch, Loader
 from scrimp.gemm import LinearPrecision, swap_in
-from scrimp.model import Decoder, initialise
+from scrimp.models.decoder import Decoder
+from scrimp.models.initialise import initialise
 from scrimp.optim import AdamW
 from scrimp.planner.precision.profile import PrecisionProfile
 from scrimp.precision import GEMMS

@@ -44,7 +44,9 @@ from torch import Tensor, nn
 
 from scrimp.config import load_config, preset, resolve
 from scrimp.config.architecture import Architecture
-from scrimp.model import Decoder, export_model, initialise
+from scrimp.models.decoder import Decoder
+from scrimp.models.huggingface import export_model
+from scrimp.models.initialise import initialise
 
 QWEN_SMALL = Architecture(
     family="qwen2",

@@ -13,7 +13,7 @@ Limits   Some network file systems cannot flush a folder or lock one. Both are t
          such a system orders its names by itself, or nobody can.
 Checked  tests/test_files.py, and in the rooms that write: tests/train/test_checkpoint_kill.py
          (kill -9 before every operation), tests/data/test_prepare.py (full disks),
-         tests/model/test_huggingface_export.py, tests/report/test_page.py
+         tests/models/test_huggingface_export.py, tests/report/test_page.py
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from scrimp.data.loader import IGNORED
-from scrimp.model import generate
+from scrimp.models.generation import generate
 
 ROOT = Path(__file__).resolve().parents[2]
 LOAD = phases.LOADS["cpu"]

@@ -14,7 +14,7 @@ from triton_cases import DEVICE, assert_same_codes
 from scrimp.errors import PlanError
 from scrimp.formats import quantize
 from scrimp.gemm.kernels import bytes_moved, rms_norm_quantize, swiglu_quantize
-from scrimp.model.functions import swiglu
+from scrimp.models.functions import swiglu
 
 TYPES = (torch.bfloat16, torch.float32)
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from scrimp.config import Architecture, OptimizerConfig
 from scrimp.errors import CheckpointError, ConfigError
-from scrimp.model import Decoder
+from scrimp.models.decoder import Decoder
 from scrimp.optim import AdamW, MomentFormat
 from scrimp.profiler.memory_trace import trace_costs
 from scrimp.train.tensor_files import read_tensors, write_tensors

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from scrimp.config import OptimizerConfig
 from scrimp.errors import PlanError, TrainingError
-from scrimp.model import Decoder, initialise
+from scrimp.models.decoder import Decoder
+from scrimp.models.initialise import initialise
 from scrimp.optim import AdamW, StreamedAdamW
 from scrimp.optim.cpu_update import CpuUpdates
 from scrimp.optim.streaming import Homes

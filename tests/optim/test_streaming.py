@@ -12,7 +12,8 @@ from torch import Tensor
 
 from scrimp.config import Architecture, OptimizerConfig
 from scrimp.errors import PlanError
-from scrimp.model import Decoder, initialise
+from scrimp.models.decoder import Decoder
+from scrimp.models.initialise import initialise
 from scrimp.optim import AdamW, StreamedAdamW
 from scrimp.optim.streaming import Homes
 from scrimp.runtime.memory import BlockMemory, HostArena, HostWeights, LateLink

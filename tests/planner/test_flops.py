@@ -6,8 +6,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from scrimp.config import Architecture, preset
 from scrimp.errors import PlanError
-from scrimp.model import Decoder, initialise
 from scrimp.models import spec_of
+from scrimp.models.decoder import Decoder
+from scrimp.models.initialise import initialise
 from scrimp.planner import Peaks, count_flops, ideal_seconds_per_token, mfu, peak_of_recipe
 from scrimp.precision import RECIPES, LinearPrecision
 

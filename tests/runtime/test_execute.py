@@ -12,7 +12,8 @@ from torch import Tensor
 from scrimp.errors import PlanError
 from scrimp.gemm import BackendChooser, Execution, observing, reference_only
 from scrimp.gemm.backends import ReferenceBackend
-from scrimp.model import Decoder, initialise
+from scrimp.models.decoder import Decoder
+from scrimp.models.initialise import initialise
 from scrimp.planner import Plan
 from scrimp.planner.schema import StateChoice
 from scrimp.precision import GEMMS

@@ -13,7 +13,7 @@ from scrimp.formats import QuantizedTensor
 from scrimp.gemm import BackendChooser, observing, reference_only
 from scrimp.gemm.backends import ReferenceBackend
 from scrimp.gemm.problem import Use
-from scrimp.model import initialise
+from scrimp.models.initialise import initialise
 from scrimp.planner import Plan, build_plan
 from scrimp.precision import GEMMS
 from scrimp.runtime import Executable, StepCount, prove, realise

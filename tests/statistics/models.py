@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from scrimp.config.architecture import Architecture
 from scrimp.gemm import LinearPrecision, PlannedModel, swap_in
 from scrimp.gemm.layer import reference_only
-from scrimp.model import Decoder, initialise
+from scrimp.models.decoder import Decoder
+from scrimp.models.initialise import initialise
 from scrimp.planner.precision.profile import PrecisionProfile
 from scrimp.statistics import Subject, TorchOptimizer, collect
 

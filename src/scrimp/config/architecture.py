@@ -2,7 +2,7 @@
 
 One frozen dataclass for the whole Llama family. What differs between Llama 3, Qwen 2.5,
 Qwen 3 and Mistral is five switches (RoPE scaling, QKV bias, QK norm, tied embeddings,
-sliding window); everything else is sizes. It is pure data: `scrimp.model` builds modules
+sliding window); everything else is sizes. It is pure data: `scrimp.models` builds modules
 from it, `scrimp.planner` counts FLOPs and bytes from it, and neither needs the other.
 
 Notation used everywhere: L layers, D width, H query heads, N KV heads, K head size,

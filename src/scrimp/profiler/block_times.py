@@ -36,10 +36,10 @@ from torch import Tensor
 from scrimp.config import Architecture
 from scrimp.config.activations import Activations
 from scrimp.gemm import BackendChooser, PlannedLayer, swap_in
-from scrimp.model import Block, Decoder
-from scrimp.model.attention import AttentionLayout
-from scrimp.model.compiled import MOST_GRAPHS, compile_blocks, forget_compiled, is_compiler_error
 from scrimp.models import spec_of
+from scrimp.models.attention import AttentionLayout
+from scrimp.models.compiled import MOST_GRAPHS, compile_blocks, forget_compiled, is_compiler_error
+from scrimp.models.decoder import Block, Decoder
 from scrimp.planner.memory.work import PassSeconds
 from scrimp.precision import LinearPrecision
 from scrimp.profiler.memory_trace.block_passes import GradientSums, gradients_of

@@ -1,6 +1,6 @@
 """Carries a plan out on a model, and proves that it took effect."""
 
-from scrimp.model.compiled import compile_blocks
+from scrimp.models.compiled import compile_blocks
 from scrimp.runtime.backends import (
     backends_text,
     choose_backends,

@@ -26,7 +26,8 @@ from scrimp.gemm import (
     backends_for,
     swap_in,
 )
-from scrimp.model import Block, Decoder, LossSums
+from scrimp.models.decoder import Block, Decoder
+from scrimp.models.loss import LossSums
 from scrimp.planner import Plan
 from scrimp.precision import LinearPrecision
 from scrimp.runtime.memory import HostMemory, HostRoom, carry_out, uses_host, weights_on_host

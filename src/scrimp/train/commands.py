@@ -16,8 +16,10 @@ from scrimp.config import Config, MemoryConfig, decided, flatten
 from scrimp.data import CorpusSpec, Progress, open_corpus
 from scrimp.errors import ConfigError, DataError, ModelError, StorageError
 from scrimp.export import ExportTarget
-from scrimp.model import Decoder, export_model, generate
 from scrimp.models import spec_of
+from scrimp.models.decoder import Decoder
+from scrimp.models.generation import generate
+from scrimp.models.huggingface import export_model
 from scrimp.planner import count_flops, ideal_seconds_per_token
 from scrimp.planner.memory.room import NoRoomError
 from scrimp.planner.precision import PrecisionPlan

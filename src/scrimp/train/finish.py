@@ -15,7 +15,8 @@ from pathlib import Path
 from scrimp.config import decided
 from scrimp.errors import ScrimpError, StorageError, TrainingError, typed
 from scrimp.files import write_whole
-from scrimp.model import Decoder, generate
+from scrimp.models.decoder import Decoder
+from scrimp.models.generation import generate
 from scrimp.planner import Figures
 from scrimp.profiler import remember_throughput
 from scrimp.report import write_report

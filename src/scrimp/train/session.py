@@ -21,9 +21,10 @@ from scrimp.data import load_tokenizer
 from scrimp.errors import CheckpointError, ConfigError, PlanError, TrainingError
 from scrimp.files import write_whole
 from scrimp.gemm import BackendChooser
-from scrimp.model import Decoder, initialise
-from scrimp.model.compiled import is_compiler_error
 from scrimp.models import spec_of
+from scrimp.models.compiled import is_compiler_error
+from scrimp.models.decoder import Decoder
+from scrimp.models.initialise import initialise
 from scrimp.planner import Plan, count_flops
 from scrimp.profiler import MemoryMeter, device_peaks
 from scrimp.report.units import format_count

@@ -20,7 +20,8 @@ from torch import Tensor
 from scrimp.config import Architecture
 from scrimp.data import Tokenizer, load_tokenizer
 from scrimp.errors import CheckpointError, ModelError
-from scrimp.model import Decoder, check_weights, load_weights, read_architecture, stream_weights
+from scrimp.models.decoder import Decoder
+from scrimp.models.huggingface import check_weights, load_weights, read_architecture, stream_weights
 from scrimp.train.checkpoint import Checkpoint, CheckpointStore, not_finite_error
 from scrimp.train.export_seal import read_seal
 from scrimp.train.manifest import MANIFEST, read_manifest

@@ -13,8 +13,9 @@ from torch import Tensor
 from scrimp.config import Architecture, OptimizerConfig
 from scrimp.config.activations import Activations
 from scrimp.gemm import PlannedLayer, PlannedModel, backends_for, swap_in
-from scrimp.model import Decoder, initialise
 from scrimp.models import spec_of
+from scrimp.models.decoder import Decoder
+from scrimp.models.initialise import initialise
 from scrimp.optim import AdamW
 from scrimp.precision import LinearPrecision, parse_rules
 from scrimp.runtime.memory import ActivationOffload, BlockMemory, HostArena, LateLink

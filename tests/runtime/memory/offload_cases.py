@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from scrimp.config import Architecture
 from scrimp.config.activations import Activations
 from scrimp.gemm import PlannedModel, reference_only, swap_in
-from scrimp.model import Decoder, initialise
+from scrimp.models.decoder import Decoder
+from scrimp.models.initialise import initialise
 from scrimp.runtime.memory import ActivationOffload, HostArena, HostLink, Link
 
 CPU = torch.device("cpu")

@@ -13,7 +13,8 @@ from torch import Tensor
 from scrimp.config import Architecture
 from scrimp.config.activations import Activations
 from scrimp.gemm import swap_in
-from scrimp.model import Decoder, initialise
+from scrimp.models.decoder import Decoder
+from scrimp.models.initialise import initialise
 from scrimp.runtime.memory import ActivationOffload, HostArena, LateLink
 from scrimp.runtime.memory.gradients import HostGradients, OwnGradient
 from scrimp.runtime.memory.streamed_blocks import BlockMemory

@@ -635,7 +635,8 @@ def test_a_link_that_fails_loses_no_place() -> None:
 def test_on_cuda_losses_and_gradients_are_equal_and_memory_falls() -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    from scrimp.model import Decoder, initialise
+    from scrimp.models.decoder import Decoder
+    from scrimp.models.initialise import initialise
     from scrimp.runtime.memory import CudaLink, HostArena
 
     device = torch.device("cuda", 0)

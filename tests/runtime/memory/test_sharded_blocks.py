@@ -16,13 +16,14 @@ from torch.distributed.tensor import DTensor
 
 from scrimp.config import Architecture
 from scrimp.config.activations import LEVELS, Activations
-from scrimp.model import Block, Decoder, initialise
+from scrimp.models.decoder import Block, Decoder
+from scrimp.models.initialise import initialise
 from scrimp.runtime.memory import ActivationOffload, BlockMemory, HostArena, LateLink
 
 RANKS = 2
 CPU = torch.device("cpu")
 ARCHITECTURE = Architecture(
-    family="qwen2.5",
+    family="qwen2",
     vocab_size=96,
     num_layers=3,
     width=64,

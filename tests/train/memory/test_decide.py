@@ -12,7 +12,7 @@ from scrimp.config import BudgetConfig, Config, MemoryConfig, ModelConfig, Train
 from scrimp.config.activations import LEVELS
 from scrimp.data import held_bytes
 from scrimp.errors import ConfigError, PlanError
-from scrimp.model.flash import Gpu
+from scrimp.models.flash import Gpu
 from scrimp.planner.memory.room import NoRoomError
 from scrimp.planner.memory.states import States, device_peak
 from scrimp.runtime.memory.carry import SPARE_BYTES, SPARE_SHARE

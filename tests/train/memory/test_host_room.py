@@ -14,7 +14,7 @@ from torch import Tensor
 
 from scrimp.cli import main
 from scrimp.config import BudgetConfig, Config, ModelConfig, TrainConfig, replace_values
-from scrimp.model import Decoder
+from scrimp.models.decoder import Decoder
 from scrimp.planner import Plan, build_plan
 from scrimp.runtime.memory import HostRoom, arena_bytes, take_room
 from scrimp.train.memory import host_room

@@ -2,7 +2,7 @@
 
 Problem  Only GEMMs read the result of a norm or of SwiGLU. Written in bfloat16 and quantized by another kernel it
          crosses memory three times more than needed.
-Method   The same arithmetic as `scrimp.model.functions`, then `tiles.py` on the registers:
+Method   The same arithmetic as `scrimp.models.functions`, then `tiles.py` on the registers:
 
              rms_norm  r = 1 / sqrt(mean(x^2) + eps),  y = bf16((x r) w)          in float32
              swiglu    s = T(silu(gate)),  y = T(s up)                  T: rounding to the input's type

@@ -15,8 +15,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from scrimp.model import Decoder
-from scrimp.model.loss import cross_entropy_sums
+from scrimp.models.decoder import Decoder
+from scrimp.models.loss import cross_entropy_sums
 from scrimp.profiler.memory_trace.tracker import StorageTracker
 
 Autocast = Callable[[], contextlib.AbstractContextManager[object]]

@@ -1,7 +1,7 @@
 """What a plan's device would run, traced on this one.
 
 A plan for CUDA is often made where there is no GPU, and torch's CPU wheel refuses a backward pass of fake CUDA tensors.
-So fake CPU tensors take CUDA's path through the model (`scrimp.model.functions.plain_operations`): plain operations
+So fake CPU tensors take CUDA's path through the model (`scrimp.models.functions.plain_operations`): plain operations
 instead of the CPU's own functions, pieces as large as on CUDA. For the two kernels that CUDA fuses stands what saves
 the same: for RMSNorm a function without numbers, for flash attention the CPU's operator.
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from scrimp.formats import blocks
-from scrimp.model import flash, functions, loss
+from scrimp.models import flash, functions, loss
 from scrimp.profiler.memory_trace.workspace import WorkspaceRule, cpu_workspace, cuda_workspace
 
 DeviceFunctions = Literal["cpu", "cuda"]
@@ -41,7 +41,7 @@ def standing_for(
     """Inside, CPU tensors take the path of another device through the model.
 
     Args:
-        fuses_attention: the device has a kernel for this attention (`scrimp.model.attention.fuses_attention`).
+        fuses_attention: the device has a kernel for this attention (`scrimp.models.attention.fuses_attention`).
         gpu: that is stood for.
     """
     with contextlib.ExitStack() as stack:

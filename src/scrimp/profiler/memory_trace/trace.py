@@ -2,7 +2,7 @@
 
 Problem  Formulas for saved and temporary tensors are wrong as soon as the code changes, and peaks lie inside
          operations that nobody listed.
-Method   The real model (`scrimp.model.Decoder`, planned layers, the chunked loss) runs on fake tensors: shapes
+Method   The real model (`scrimp.models.decoder.Decoder`, planned layers, the chunked loss) runs on fake tensors: shapes
          without memory, so the time does not depend on the size. Blocks of equal formats are one class; one
          block of each class runs alone, per choice of activations and with new and existing gradients (`passes`);
          embedding, norm and loss run without blocks. `scrimp.planner.memory.states` adds the differences up.
@@ -35,11 +35,11 @@ from scrimp.formats import hadamard
 from scrimp.formats.blocks import ends_alone
 from scrimp.gemm import PlannedLayer, swap_in
 from scrimp.gemm.clock import Clock
-from scrimp.model import Decoder
-from scrimp.model.attention import AttentionLayout, flash_takes, fuses_attention
-from scrimp.model.flash import Gpu
-from scrimp.model.segments import worst_segments
 from scrimp.models import HEAD, ModelSpec, full_name, spec_of
+from scrimp.models.attention import AttentionLayout, flash_takes, fuses_attention
+from scrimp.models.decoder import Decoder
+from scrimp.models.flash import Gpu
+from scrimp.models.segments import worst_segments
 from scrimp.planner.memory.costs import BlockClass, BlockCost, EndsCost, StepCosts
 from scrimp.precision import LinearPrecision
 from scrimp.profiler.memory_trace.block_passes import (

@@ -15,10 +15,10 @@ CPU     Operators on numbers of two widths first copy the narrower operands to t
         and takes that once for itself.
 Both    Attention without a fused kernel takes a softmax that knows rows without any key: one byte for each number.
 CUDA    Nothing is copied to widen. Flash attention's backward pass sums the queries' gradient in several fp32 copies,
-        by the formula of `scrimp.model.flash`; counted for the worst of one document in each row to documents of 128
+        by the formula of `scrimp.models.flash`; counted for the worst of one document in each row to documents of 128
         tokens on average.
 
-Limits  Shorter documents take more on CUDA, up to the bound of `scrimp.model.flash` where rows can be cut.
+Limits  Shorter documents take more on CUDA, up to the bound of `scrimp.models.flash` where rows can be cut.
         torch's profiler sees the memory of one thread's products in attention's backward pass, not of all.
         cuBLAS's workspace is taken once and stays.
 Source  ATen/TensorIterator.cpp, ATen/native/cpu/FlashAttentionKernel.cpp, ATen/native/transformers/attention.cpp
@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scrimp.model.flash import Heads, most_backward_bytes
+from scrimp.models.flash import Heads, most_backward_bytes
 from scrimp.profiler.memory_trace.products import product_bytes, unit_here
 
 WorkspaceRule = Callable[[Any, Any, Any], int]

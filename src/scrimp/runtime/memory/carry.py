@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from scrimp.config.activations import Activations
-from scrimp.model import Decoder
+from scrimp.models.decoder import Decoder
 from scrimp.planner import Plan
 from scrimp.runtime.memory.arena import HostArena, Place
 from scrimp.runtime.memory.link import CudaLink, HostLink, Link

@@ -14,7 +14,8 @@ from functools import partial
 
 from torch import Tensor
 
-from scrimp.model import AttentionLayout, Block
+from scrimp.models.attention import AttentionLayout
+from scrimp.models.decoder import Block
 from scrimp.runtime.memory.gradients import HostGradients
 from scrimp.runtime.memory.offload import ActivationOffload
 from scrimp.runtime.memory.weights import HostWeights

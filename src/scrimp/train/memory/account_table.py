@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from scrimp.config import decided
-from scrimp.model.attention import FLASH_CAPABILITY, capability_of, fuses_attention
+from scrimp.models.attention import FLASH_CAPABILITY, capability_of, fuses_attention
 from scrimp.planner.memory.placement import Split
 from scrimp.report.memory_text import memory_tables
 from scrimp.report.units import format_bytes, format_duration

@@ -31,7 +31,7 @@ from scrimp.config.activations import (
 )
 from scrimp.data import held_bytes
 from scrimp.errors import PlanError
-from scrimp.model.flash import gpu_of
+from scrimp.models.flash import gpu_of
 from scrimp.optim.rate import cpu_update_rate
 from scrimp.planner import Plan
 from scrimp.planner.memory.account import account_step

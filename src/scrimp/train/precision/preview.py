@@ -17,7 +17,7 @@ from scrimp.config.snip import BUDGETS
 from scrimp.data import Batch, Loader
 from scrimp.errors import CheckpointError, ConfigError
 from scrimp.export import ExportTarget, plan_for
-from scrimp.model import Decoder
+from scrimp.models.decoder import Decoder
 from scrimp.optim import AdamW
 from scrimp.planner.precision import PrecisionPlan
 from scrimp.precision import parse_rules

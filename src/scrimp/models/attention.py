@@ -1,0 +1,423 @@
+"""Causal attention within documents: who may look at whom, and the kernel that does it.
+
+Problem  Rows are packed: several documents follow each other in one row of T tokens. A token
+         may look at itself and at earlier tokens of its own document, and with a sliding
+         window of w only at the last w of them, itself included.
+Method   `AttentionLayout.prepare` looks at the documents once per forward pass and chooses
+         how all blocks attend; no block decides anything, and nothing waits for a device.
+
+         causal    One causal call for all rows: nothing is masked, no window is reached.
+         segments  CPU, not compiled: calls over neighbouring documents of the packed rows (see segments).
+         varlen    CUDA, half precision: torch's variable-length kernel, where it exists.
+         pieces    The same, or causal, where all rows at once would need too much memory in the backward pass: a few
+                   rows at a time (`scrimp.models.flash`).
+         masked    Everything else: one call with a boolean mask of T x T per row.
+
+Rule     On the CPU rows are always cut into segments. Measured for one block, forward and backward (4 rows of
+         512 tokens, 10 heads of 64, 2 threads, no window), in ms by tokens per document, before tiny ones shared a
+         call:
+
+                  masked   segments of 512   256   64   32   16    8
+           fp32       46                41    22    9    7    8   14
+           bf16       32                32    23   30   32   56   23
+
+         The CPU kernel computes the masked triangle too, within blocks of 512 keys: that is
+         why cutting rows into documents saves time and masking them does not.
+CPU      Splitting qkv, rotation, attention and their gradients are one autograd function:
+         the gradients are written straight into the gradient of qkv, where plain operations
+         would pad, add and concatenate them. It calls the operators that
+         `scaled_dot_product_attention` itself dispatches to on the CPU.
+Limits   The CPU function has no second derivatives. The varlen route is checked for shapes
+         only where there is no GPU; it is taken only if the kernel's signature has the
+         arguments that it is called with, and the masked route otherwise.
+Checked  tests/models/test_attention.py: every route against a float64 softmax over an explicit
+         mask, forward and backward; test_decoder.py: packed documents against each alone.
+
+Shapes: B rows, T tokens, S = B * T, H query heads, N KV heads, G = H + 2 N, K head size.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any, Literal, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from scrimp.config.architecture import Architecture
+from scrimp.errors import ModelError
+from scrimp.models.flash import (
+    STAND_IN,
+    Gpu,
+    Heads,
+    Pieces,
+    attend_in_pieces,
+    flash_operators,
+    rows_at_once,
+)
+from scrimp.models.functions import runs_cpu_functions, uses_cpu_functions
+from scrimp.models.masks import added, allowed
+from scrimp.models.rope import rope_tables, rotate, rotate_into
+from scrimp.models.segments import Segment, segments_of, window_mask
+
+Route = Literal["causal", "segments", "varlen", "pieces", "masked"]
+
+FLASH_CAPABILITY = (8, 0)
+"""From which on flash attention runs on a GPU."""
+
+
+@dataclass(frozen=True)
+class AttentionLayout:
+    """How every block of one forward pass attends."""
+
+    num_heads: int
+    """Query heads of qkv; the rest is half keys, half values."""
+    num_kv_heads: int
+    """Key heads, and as many value heads."""
+    rope: tuple[Tensor, Tensor]
+    """cos_T1K and sin_T1K of `rope_tables`."""
+    route: Route
+    """See the module's docstring."""
+    segments: tuple[Segment, ...] = ()
+    """segments: over all rows."""
+    starts: Tensor | None = None
+    """varlen: cumulative document starts on the device, int32."""
+    mask: Tensor | None = None
+    """masked: where a query may look at a key, (B or 1, 1, T, T); segments: the same for the longest document, where it
+    reaches the window. Boolean, on a CPU what is added to scores."""
+    window: int | None = None
+    """segments, varlen, pieces: the sliding window, where any document reaches it."""
+    pieces: Pieces | None = None
+    """pieces: which rows go together."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Those that all blocks share."""
+        starts = () if self.pieces is None else self.pieces.starts
+        found = (*self.rope, self.starts, self.mask, *starts)
+        return tuple(tensor for tensor in found if tensor is not None)
+
+    @classmethod
+    def prepare(
+        cls,
+        architecture: Architecture,
+        tokens_BT: Tensor,
+        document_starts: Tensor | None,
+        *,
+        dtype: torch.dtype,
+        compiled: bool = False,
+    ) -> AttentionLayout:
+        """Choose the route for these rows.
+
+        Args:
+            architecture: head counts, RoPE and window.
+            tokens_BT: for its shape and device.
+            document_starts: cumulative starts over the flattened rows, on the CPU.
+            dtype: what attention computes in.
+            compiled: whether torch.compile runs the blocks; then lengths that change with
+                every batch must not become part of the program.
+        """
+        rows, length = tokens_BT.shape
+        device = tokens_BT.device
+        if length > architecture.context:
+            raise ModelError(
+                "sequence is longer than the model's context",
+                got=f"{length} tokens",
+                expected=f"at most {architecture.context}",
+                do="use shorter sequences or a model with a longer context",
+            )
+        heads = architecture.num_heads, architecture.num_kv_heads
+        make = partial(cls, *heads, rope_tables(architecture, 0, length, device=device))
+        lengths = _document_lengths(rows, length, document_starts)
+        window = architecture.sliding_window
+        if window is not None and window >= max(lengths):
+            window = None
+        pieces = _pieces(architecture, lengths, length, window, device, dtype)
+        if pieces is not None:
+            return make("pieces", pieces=pieces)
+        if device.type == "cpu" and not compiled and runs_cpu_functions():
+            mask = window_mask(lengths, window, dtype)
+            return make("segments", segments=segments_of(lengths, length), window=window, mask=mask)
+        if len(lengths) == rows and window is None:
+            return make("causal")
+        if varlen_runs(device, dtype, architecture.head_size):
+            starts = _cumulative(lengths).to(device, non_blocking=True)
+            return make("varlen", starts=starts, window=window)
+        mask = allowed(rows, length, None if len(lengths) == rows else lengths, window, device)
+        if device.type == "cpu" and not STAND_IN:
+            # Given a boolean mask, the operator would make this one anew in every block.
+            mask = added(mask, dtype)
+        return make("masked", mask=mask)
+
+
+def _document_lengths(rows: int, length: int, document_starts: Tensor | None) -> tuple[int, ...]:
+    if document_starts is None:
+        return (length,) * rows
+    # On the CPU, as Decoder.forward asks, so that reading it waits for nothing.
+    starts = document_starts.tolist()
+    lengths = tuple(stop - start for start, stop in pairwise(starts))
+    assert (starts[0], starts[-1]) == (0, rows * length), "document starts do not cover the rows"
+    assert min(lengths) > 0, "document starts do not rise"
+    assert set(range(0, rows * length, length)) <= set(starts), "a document crosses rows"
+    return lengths
+
+
+def _cumulative(lengths: tuple[int, ...]) -> Tensor:
+    return F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(torch.int32)
+
+
+def _pieces(
+    architecture: Architecture,
+    lengths: tuple[int, ...],
+    length: int,
+    window: int | None,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Pieces | None:
+    """The cut of the rows; None where all may go together, or no kernel takes pieces."""
+    rows, bounds = sum(lengths) // length, [0, *accumulate(lengths)]
+    if not flash_takes(device, dtype, architecture.head_size):
+        return None
+    documents = Counter(begin // length for begin in bounds[:-1])
+    per_row = tuple(documents[row] for row in range(rows))
+    at_once = rows_at_once(device, Heads.of(architecture, device), length, per_row)
+    if not at_once:
+        return None
+    step = at_once * length
+    starts = [
+        torch.tensor([one - begin for one in bounds if begin <= one <= begin + step], dtype=torch.int32)
+        for begin in range(0, rows * length, step)
+    ]
+    return Pieces(at_once, tuple(one.to(device, non_blocking=True) for one in starts), window)
+
+
+def varlen_runs(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
+    """Whether flash attention, which the variable-length kernel calls unchecked, takes this model here."""
+    return device.type == "cuda" and varlen_kernel() is not None and flash_takes(device, dtype, head_size)
+
+
+def flash_takes(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
+    """Whether flash attention takes heads of this size and type; a CPU is asked for the sake of a GPU it stands for."""
+    return not head_size % 8 and _flash_runs(dtype, head_size, capability_of(device))
+
+
+def _flash_runs(dtype: torch.dtype, head_size: int, capability: tuple[int, int]) -> bool:
+    """Whether flash attention runs where torch pads heads to multiples of 8: in calls without documents or a mask."""
+    takes = dtype in (torch.bfloat16, torch.float16) and head_size <= 256
+    return takes and capability >= FLASH_CAPABILITY
+
+
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """A GPU's own compute capability; on a CPU, that of the GPU that it stands for."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device)
+    return STAND_IN.get(device.type, Gpu()).capability
+
+
+def fuses_attention(
+    architecture: Architecture,
+    dtype: torch.dtype,
+    capability: tuple[int, int] = FLASH_CAPABILITY,
+    *,
+    masks: bool = False,
+) -> bool:
+    """Whether a run uses one kernel for this attention on a GPU.
+
+    Not in fp32, and not below compute capability 8.0: flash attention takes 16 bits from there on. The memory-efficient
+    kernel takes 32 bits and older cards, but Scrimp does not use it: that its backward pass repeats itself was not
+    tested on a GPU (`scrimp.runtime.determinism`). Scores of T x T are then in memory.
+
+    Args:
+        masks: documents or a window keep tokens apart, which flash attention does for heads of whole multiples of 8.
+    """
+    size = architecture.head_size
+    return _flash_runs(dtype, size, capability) and not (masks and size % 8)
+
+
+def varlen_kernel() -> Callable[..., Tensor] | None:
+    """torch's variable-length attention, or None where it lacks what we need."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    parameters = inspect.signature(varlen_attn).parameters
+    positional = ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]
+    if list(parameters)[:7] != positional or "window_size" not in parameters:
+        return None
+    kernel = cast("Callable[..., Tensor]", varlen_attn)
+    return (
+        partial(kernel, enable_gqa=True) if "enable_gqa" in parameters else partial(_with_own_heads, kernel)
+    )
+
+
+def _with_own_heads(
+    kernel: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any
+) -> Tensor:
+    """Give every query head its own keys and values: torch 2.11's kernel does not share them."""
+    groups = q.shape[1] // k.shape[1]
+    if groups > 1:
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    return kernel(q, k, v, *rest, **options)
+
+
+def attend(qkv_BTGK: Tensor, layout: AttentionLayout) -> Tensor:
+    """out_BTHK of unrotated queries, keys and values, the heads of each side by side."""
+    if uses_cpu_functions(qkv_BTGK):
+        assert layout.route != "pieces", "pieces are for plain operations"
+        return cast(Tensor, _CpuAttention.apply(qkv_BTGK, layout))  # type: ignore[no-untyped-call]
+    assert layout.route != "segments", "segments are for the CPU function"
+    H, N = layout.num_heads, layout.num_kv_heads
+    qk, v = qkv_BTGK.split([H + N, N], dim=2)
+    q, k = rotate(qk, *layout.rope).split([H, N], dim=2)
+    if layout.route == "varlen":
+        return _varlen(q, k, v, layout)
+    if layout.pieces is not None:
+        return attend_in_pieces(q, k, v, layout.pieces)
+    out_BHTK = F.scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        attn_mask=layout.mask,
+        is_causal=layout.mask is None,
+        enable_gqa=H != N,
+    )
+    return out_BHTK.transpose(1, 2)
+
+
+def attention_operators() -> frozenset[Any]:
+    """The kernels that attention ends in: what recomputation keeps the results of, where attention is not to run
+    again."""
+    names = (
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+    )
+    found = [getattr(torch.ops.aten, name).default for name in names if hasattr(torch.ops.aten, name)]
+    varlen = getattr(getattr(torch.ops, "torch_attn", None), "_varlen_attn", None)
+    found += flash_operators()
+    return frozenset([*found, *([varlen.default] if varlen is not None else [])])
+
+
+def _varlen(q_BTHK: Tensor, k_BTNK: Tensor, v_BTNK: Tensor, layout: AttentionLayout) -> Tensor:
+    kernel = varlen_kernel()
+    assert kernel is not None
+    assert layout.starts is not None
+    length = q_BTHK.shape[1]
+    # Flash attention's window counts the keys to the left without the query's own.
+    left = -1 if layout.window is None else layout.window - 1
+    out_SHK = kernel(
+        q_BTHK.flatten(0, 1),
+        k_BTNK.flatten(0, 1),
+        v_BTNK.flatten(0, 1),
+        layout.starts,
+        layout.starts,
+        length,  # an upper bound of the documents' lengths, equal in every step: nothing recompiles
+        length,
+        window_size=(left, 0),
+    )
+    return out_SHK.view(q_BTHK.shape)
+
+
+class _CpuAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, qkv_BTGK: Tensor, layout: AttentionLayout) -> Tensor:
+        H, N = layout.num_heads, layout.num_kv_heads
+        turned_BTGK = torch.empty_like(qkv_BTGK)
+        rotate_into(turned_BTGK[:, :, : H + N], qkv_BTGK[:, :, : H + N], *layout.rope)
+        # Copied too, so that one tensor is kept for the backward pass and qkv can be freed.
+        turned_BTGK[:, :, H + N :].copy_(qkv_BTGK[:, :, H + N :])
+        if layout.segments:
+            out_BTHK, lse = _segments_forward(turned_BTGK, layout)
+        else:
+            out, lse = _forward(turned_BTGK.transpose(1, 2), layout, layout.mask)
+            out_BTHK = out.transpose(1, 2)
+        ctx.save_for_backward(turned_BTGK, out_BTHK, lse)
+        ctx.layout = layout
+        return out_BTHK
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out_BTHK: Tensor) -> tuple[Tensor, None]:
+        layout: AttentionLayout = ctx.layout
+        turned_BTGK, out_BTHK, lse = ctx.saved_tensors
+        if layout.segments:
+            return _segments_backward(grad_out_BTHK, turned_BTGK, out_BTHK, lse, layout), None
+        grad_out, turned, out = (x.transpose(1, 2) for x in (grad_out_BTHK, turned_BTGK, out_BTHK))
+        grads = _backward(grad_out, turned, out, lse, layout, layout.mask)
+        grad_BTGK = torch.empty_like(turned_BTGK)
+        _turn_back(grad_BTGK, [grad.transpose(1, 2) for grad in grads], layout, *layout.rope)
+        return grad_BTGK, None
+
+
+def _forward(qkv_BGTK: Tensor, layout: AttentionLayout, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Results and their log-sum-exps, both by head."""
+    heads = layout.num_heads, layout.num_kv_heads, layout.num_kv_heads
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        *qkv_BGTK.split(heads, dim=1), 0.0, mask is None, attn_mask=mask
+    )
+    return out, lse
+
+
+def _backward(
+    grad_BHTK: Tensor,
+    qkv_BGTK: Tensor,
+    out_BHTK: Tensor,
+    lse: Tensor,
+    layout: AttentionLayout,
+    mask: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values, by head."""
+    heads = layout.num_heads, layout.num_kv_heads, layout.num_kv_heads
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(  # type: ignore[no-any-return]
+        grad_BHTK, *qkv_BGTK.split(heads, dim=1), out_BHTK, lse, 0.0, mask is None, attn_mask=mask
+    )
+
+
+def _turn_back(
+    place_TGK: Tensor, grads_TXK: Sequence[Tensor], layout: AttentionLayout, cos: Tensor, sin: Tensor
+) -> None:
+    """Write gradients of turned queries and keys, and of values, where they belong."""
+    heads = layout.num_heads, layout.num_kv_heads, layout.num_kv_heads
+    query, key, value = place_TGK.split(heads, dim=-2)
+    rotate_into(query, grads_TXK[0], cos, sin, back=True)
+    rotate_into(key, grads_TXK[1], cos, sin, back=True)
+    value.copy_(grads_TXK[2])
+
+
+def _segments_forward(turned_BTGK: Tensor, layout: AttentionLayout) -> tuple[Tensor, Tensor]:
+    """Results of all rows, and log-sum-exps of shape (heads, tokens of all rows)."""
+    rows, length, _, size = turned_BTGK.shape
+    out_BTHK = turned_BTGK.new_empty(rows, length, layout.num_heads, size)
+    lse_HS = turned_BTGK.new_empty(layout.num_heads, rows * length, dtype=torch.float32)
+    for segment in layout.segments:
+        mask = segment.mask(layout.mask, layout.window, turned_BTGK)
+        out, lse = _forward(segment.of(turned_BTGK).transpose(1, 2), layout, mask)
+        segment.of(out_BTHK).copy_(out.transpose(1, 2))
+        segment.of_sums(lse_HS).copy_(lse)
+        del out, lse, mask  # before the next ones are made
+    return out_BTHK, lse_HS
+
+
+def _segments_backward(
+    grad_out_BTHK: Tensor, turned_BTGK: Tensor, out_BTHK: Tensor, lse_HS: Tensor, layout: AttentionLayout
+) -> Tensor:
+    """The gradient of qkv."""
+    grad_BTGK, length = torch.empty_like(turned_BTGK), turned_BTGK.shape[1]
+    for segment in layout.segments:
+        grad_out, turned, out = (
+            segment.of(x).transpose(1, 2) for x in (grad_out_BTHK, turned_BTGK, out_BTHK)
+        )
+        mask = segment.mask(layout.mask, layout.window, turned_BTGK)
+        grads = _backward(grad_out, turned, out, segment.of_sums(lse_HS), layout, mask)
+        first = segment.start % length
+        tables = (table[first : first + segment.length] for table in layout.rope)
+        _turn_back(segment.of(grad_BTGK), [grad.transpose(1, 2) for grad in grads], layout, *tables)
+        del grads, mask  # before the next ones are made
+    return grad_BTGK

@@ -1,0 +1,202 @@
+"""Text from a decoder: one token at a time, with the keys and values of the past kept.
+
+Problem  Token t + 1 needs the keys and values of all t tokens before it, in every block.
+         Computed anew they make a text of n tokens cost n^2 forward passes of one token.
+Method   The prompt runs through the blocks once; each block's rotated keys and its values stay
+         in a cache, and every further token attends to it. The cache is allocated in pieces
+         of 256 tokens, so that a short text does not pay for the longest context.
+Choice   temperature 0: the most probable token. Otherwise softmax(logits / temperature),
+         cut to the top_k most probable tokens and then to the smallest set of them that
+         holds top_p of the probability, drawn by a generator of its own on the CPU: the same
+         seed gives the same text whatever else draws random numbers.
+Limits   One sequence. With a sliding window the whole past is kept; attention reads its end.
+Checked  tests/models/test_generation.py: against full recomputation, token by token.
+
+Shapes: T new tokens, P past tokens, D width, H query heads, N KV heads, G = H + 2 N,
+K head size, V vocabulary; 1 is the single row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from scrimp.config.architecture import Architecture
+from scrimp.errors import ConfigError, ModelError
+from scrimp.models.decoder import Attention, Block, Decoder
+from scrimp.models.masks import allowed
+from scrimp.models.rope import rope_tables, rotate
+
+CACHE_TOKENS = 256
+"""Tokens by which a cache grows."""
+
+
+def generate(
+    model: Decoder,
+    prompt_ids: list[int],
+    *,
+    max_tokens: int,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    end_ids: frozenset[int] = frozenset(),
+) -> Iterator[int]:
+    """Continue a prompt, yielding each token id as it is chosen.
+
+    Args:
+        model: the decoder, on any device.
+        prompt_ids: at least one token.
+        max_tokens: most tokens to produce.
+        temperature: 0 for the most probable token, else the divisor of the logits.
+        top_k: keep this many tokens; 0 for all.
+        top_p: keep the most probable tokens that hold this share.
+        seed: of the draws.
+        end_ids: tokens that end the text; they are not yielded.
+
+    Raises:
+        ModelError: the prompt is empty, has unknown ids, or does not fit the context.
+        ConfigError: a sampling setting is out of range.
+    """
+    _check_prompt(model.architecture, prompt_ids, max_tokens)
+    _check_sampling(temperature, top_k, top_p)
+    generator = torch.Generator().manual_seed(seed)
+
+    def tokens() -> Iterator[int]:
+        caches = [_Cache() for _ in model.blocks]
+        new = list(prompt_ids)
+        for _ in range(max_tokens):
+            token = choose(_next_logits(model, new, caches), temperature, top_k, top_p, generator)
+            if token in end_ids:
+                return
+            yield token
+            new = [token]
+
+    return tokens()
+
+
+def _check_prompt(architecture: Architecture, prompt_ids: list[int], max_tokens: int) -> None:
+    if not prompt_ids:
+        raise ModelError("the prompt has no tokens", expected="at least one", do="give a prompt")
+    unknown = next((i for i in prompt_ids if not 0 <= i < architecture.vocab_size), None)
+    if unknown is not None:
+        raise ModelError(
+            "the prompt holds a token that the model does not know",
+            got=f"id {unknown}",
+            expected=f"0 to {architecture.vocab_size - 1}",
+            do="use the tokenizer that the model was trained with",
+        )
+    if max_tokens < 0:
+        raise ConfigError("number of tokens to generate is negative", got=max_tokens, expected="0 or more")
+    room = architecture.context - len(prompt_ids)
+    if max_tokens > room:
+        raise ModelError(
+            "prompt and new tokens do not fit the model's context",
+            got=f"{len(prompt_ids)} + {max_tokens} tokens",
+            expected=f"at most {architecture.context}",
+            do=_what_fits(architecture.context, room, architecture.context - max_tokens),
+        )
+
+
+def _what_fits(context: int, room: int, prompt_room: int) -> str:
+    """Advice: what of the two may stay as it is."""
+    ways = [f"ask for {room:,} or fewer new tokens"] if room > 0 else []
+    ways += [f"shorten the prompt to {prompt_room:,} or fewer tokens"] if prompt_room > 0 else []
+    return (
+        ", or ".join(ways)
+        or f"shorten the prompt to fewer than {context:,} tokens, and ask for fewer new ones"
+    )
+
+
+def _check_sampling(temperature: float, top_k: int, top_p: float) -> None:
+    for name, value, fits, expected in (
+        ("temperature", temperature, 0.0 <= temperature < float("inf"), "0 or more"),
+        ("top_k", top_k, top_k >= 0, "0 (all tokens) or more"),
+        ("top_p", top_p, 0.0 < top_p <= 1.0, "more than 0, at most 1"),
+    ):
+        if not fits:
+            raise ConfigError(f"{name} is out of range", got=value, expected=expected)
+
+
+def choose(logits_V: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator) -> int:
+    """One token id from the logits of a position."""
+    if temperature == 0.0:
+        return int(logits_V.argmax())
+    p_V = torch.softmax(logits_V.double().cpu() / temperature, dim=-1)
+    p_V, order_V = p_V.sort(descending=True, stable=True)
+    if top_k:
+        p_V = p_V[:top_k] / p_V[:top_k].sum()
+    # A token stays if those before it do not yet hold top_p: never fewer than one.
+    p_V = p_V[p_V.cumsum(0) - p_V < top_p]
+    return int(order_V[torch.multinomial(p_V, 1, generator=generator)])
+
+
+class _Cache:
+    """Keys and values of one block, (1, N, capacity, K), of which the first `length` are filled."""
+
+    def __init__(self) -> None:
+        self.length = 0
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+
+    def append(self, k_1NTK: Tensor, v_1NTK: Tensor) -> tuple[Tensor, Tensor]:
+        """Add new tokens; all keys and values so far."""
+        stop = self.length + k_1NTK.shape[2]
+        self.keys = self._written(self.keys, k_1NTK, stop)
+        self.values = self._written(self.values, v_1NTK, stop)
+        self.length = stop
+        return self.keys[:, :, :stop], self.values[:, :, :stop]
+
+    def _written(self, store: Tensor | None, new_1NTK: Tensor, stop: int) -> Tensor:
+        if store is None or stop > store.shape[2]:
+            capacity = -(-stop // CACHE_TOKENS) * CACHE_TOKENS
+            grown = new_1NTK.new_empty((*new_1NTK.shape[:2], capacity, new_1NTK.shape[3]))
+            if store is not None:
+                grown[:, :, : self.length] = store[:, :, : self.length]
+            store = grown
+        store[:, :, self.length : stop] = new_1NTK
+        return store
+
+
+@torch.no_grad()
+def _next_logits(model: Decoder, new_ids: list[int], caches: list[_Cache]) -> Tensor:
+    """Logits after the new tokens, logits_V; their keys and values join the caches."""
+    start = caches[0].length
+    x_1TD = model.embedding(torch.tensor([new_ids], device=model.head_weight.device))
+    tables = rope_tables(model.architecture, start, start + len(new_ids), device=x_1TD.device)
+    blocks = cast("Iterable[Block]", model.blocks)
+    for index, (block, cache) in enumerate(zip(blocks, caches, strict=True)):
+        with model.block_at_hand(index):
+            qkv_1TGK = block.attention.heads(x_1TD, block.attention_norm)
+            out_1THK = _attend(block.attention, qkv_1TGK, tables, cache, model.architecture.sliding_window)
+            x_1TD = x_1TD + block.attention.out(out_1THK.flatten(2))
+            x_1TD = x_1TD + block.mlp(x_1TD, block.mlp_norm)
+    return model.logits(model.final_norm(x_1TD[0, -1]))
+
+
+def _attend(
+    attention: Attention,
+    qkv_1TGK: Tensor,
+    tables: tuple[Tensor, Tensor],
+    cache: _Cache,
+    window: int | None,
+) -> Tensor:
+    H, N = attention.num_heads, attention.num_kv_heads
+    T = qkv_1TGK.shape[1]
+    qk, v = qkv_1TGK.split([H + N, N], dim=2)
+    q, k = rotate(qk, *tables).split([H, N], dim=2)
+    assert T == 1 or cache.length == 0, "only the prompt comes in more than one token"
+    k_1NPK, v_1NPK = cache.append(k.transpose(1, 2), v.transpose(1, 2))
+    mask = None
+    if window is not None and window < T:
+        mask = allowed(1, T, None, window, q.device)
+    elif window is not None and T == 1:
+        k_1NPK, v_1NPK = k_1NPK[:, :, -window:], v_1NPK[:, :, -window:]
+    out_1HTK = F.scaled_dot_product_attention(
+        q.transpose(1, 2), k_1NPK, v_1NPK, attn_mask=mask, is_causal=T > 1 and mask is None, enable_gqa=H != N
+    )
+    return out_1HTK.transpose(1, 2)

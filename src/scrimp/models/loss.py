@@ -1,0 +1,183 @@
+"""Cross-entropy in chunks, so that the full logits never exist.
+
+Problem  The logits are the largest tensor of a small model's step: 8,192 tokens over 32,000
+         entries are 1 GiB in float32, their log-probabilities and gradients as much again.
+Method   Per chunk of tokens: logits = h W^T, their log-softmax, the loss, and at once the
+         gradients. With p = softmax(logits), lse = logsumexp(logits), y the target and c the
+         weight of the z-loss:
+
+             loss            = lse - logits[y] + c lse^2
+             d loss / logits = p (1 + 2 c lse) - onehot(y)
+
+         The gradients of h and of W need this chunk alone. They are made in the forward
+         pass, kept (S*D and V*D numbers) and scaled by the incoming gradient in the backward
+         pass: nothing is computed twice and no logits outlive their chunk. Without gradients
+         (evaluation) only the losses are computed.
+Sums     The result is a sum over the real targets, not a mean: the caller divides by the
+         number of targets of the whole batch, so that the loss does not depend on how the
+         batch is cut into micro-batches. Targets of -100 count nothing.
+Types    GEMMs run in the compute type (autocast's, else that of h) or as a plan says, softmax and sums in
+         float32, and the weight's gradient is summed over chunks in float32. Float64 stays
+         float64.
+Memory   One chunk x V in the compute type: the logits become their own gradient in place, a
+         block of rows at a time. Blocks are a matter of speed: on the CPU their float32
+         copies stay in the cache (measured in docs/lab-log.md), on CUDA they are so large that
+         launching kernels should cost nothing (not measured). More tokens per chunk mean fewer
+         additions to the weight's gradient, which cost bf16 time (benchmarks/loss_memory.py).
+Limits   One backward pass per forward pass, through both sums with equal weight; anything
+         else is refused. No second derivatives.
+Checked  tests/models/test_loss.py
+
+Shapes: S tokens (B*T), D width, V vocabulary; a chunk has Q of the S tokens, a block R of the Q.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from scrimp.formats.blocks import cut
+from scrimp.gemm import PlannedLayer, compute_dtype, head_gemms
+from scrimp.models.functions import at_least_float32, float32_or_wider
+
+IGNORED = -100
+"""Target of a position that has none."""
+BLOCK_ELEMENTS = {"cpu": 2**21, "cuda": 2**26}
+"""Logits whose softmax is computed at once, by device type."""
+
+
+@dataclass(frozen=True)
+class LossSums:
+    """Sums over the real targets of one forward pass: scalars, differentiable together."""
+
+    cross_entropy: Tensor
+    """Negative log-probabilities of the targets."""
+    z: Tensor
+    """z_loss times the squared log-partitions."""
+
+    @property
+    def total(self) -> Tensor:
+        """What to differentiate: cross_entropy + z."""
+        return self.cross_entropy + self.z
+
+
+def cross_entropy_sums(
+    hidden_SD: Tensor,
+    weight_VD: Tensor,
+    targets_S: Tensor,
+    *,
+    chunk: int = 0,
+    z_loss: float = 0.0,
+    planned: PlannedLayer | None = None,
+) -> LossSums:
+    """The loss of hidden states against targets, with the head's GEMM inside.
+
+    Args:
+        hidden_SD: hidden states after the final norm.
+        weight_VD: the head's matrix.
+        targets_S: token ids, or -100 to ignore.
+        chunk: tokens whose logits exist at once; 0 for all.
+        z_loss: weight of the squared log-partition.
+        planned: formats of the head's three GEMMs; None: the compute type.
+    """
+    training = torch.is_grad_enabled()
+    chunk = chunk or len(targets_S)
+    cross_entropy, z = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
+        hidden_SD, weight_VD, targets_S, chunk, z_loss, compute_dtype(hidden_SD), training, planned
+    )
+    return LossSums(cross_entropy, z)
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_SD: Tensor,
+        weight_VD: Tensor,
+        targets_S: Tensor,
+        chunk: int,
+        z_loss: float,
+        compute: torch.dtype,
+        training: bool,
+        planned: PlannedLayer | None,
+    ) -> tuple[Tensor, Tensor]:
+        needs_hidden, needs_weight = (training and needed for needed in ctx.needs_input_grad[:2])
+        sums = hidden_SD.new_zeros(2, dtype=float32_or_wider(compute))
+        grad_hidden = torch.empty_like(hidden_SD) if needs_hidden else None
+        grad_weight: Tensor | None = None
+        with torch.autocast(hidden_SD.device.type, enabled=False):
+            head = head_gemms(weight_VD, planned, compute)
+            for start in range(0, len(targets_S), chunk):
+                part = slice(start, start + chunk)
+                hidden, targets = hidden_SD[part].to(compute), targets_S[part]
+                real_Q1 = (targets != IGNORED)[:, None]
+                logits_QV = head.fprop(hidden)
+                sums += _losses(logits_QV, targets, real_Q1, z_loss, needs_hidden or needs_weight)
+                # From here on logits_QV holds the gradient.
+                if grad_hidden is not None or needs_weight:
+                    grad_part, grad_weight = head.backward(
+                        grad_weight,
+                        logits_QV,
+                        hidden,
+                        real_Q1,
+                        start,
+                        needs_hidden=needs_hidden,
+                        needs_weight=needs_weight,
+                    )
+                    if grad_hidden is not None and grad_part is not None:
+                        grad_hidden[part] = grad_part
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight_VD.dtype)
+        ctx.gradients, ctx.z_loss = (grad_hidden, grad_weight), z_loss
+        ctx.set_materialize_grads(False)
+        return sums[0].clone(), sums[1].clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_ce: Tensor | None, grad_z: Tensor | None) -> tuple[Tensor | None, ...]:
+        if ctx.gradients is None:
+            raise RuntimeError(
+                "the loss was differentiated twice; its gradients are kept for one backward pass"
+            )
+        if ctx.z_loss and not _same(grad_ce, grad_z):
+            raise RuntimeError("cross_entropy and z must be differentiated together: use LossSums.total")
+        # Taken out of ctx, so that autograd can hand on these tensors without a copy.
+        gradients, ctx.gradients = ctx.gradients, None
+        hidden, weight = (None if g is None or grad_ce is None else g.mul_(grad_ce) for g in gradients)
+        return hidden, weight, *[None] * 6
+
+
+def _losses(logits_QV: Tensor, targets_Q: Tensor, real_Q1: Tensor, z_loss: float, training: bool) -> Tensor:
+    """Both sums of one chunk, shape (2,); when training, logits_QV becomes its own gradient."""
+    rows = max(1, BLOCK_ELEMENTS.get(logits_QV.device.type, 2**26) // logits_QV.shape[1])
+    index_Q1 = targets_Q[:, None].clamp_min(0)
+    sums_B2 = logits_QV.new_empty(-(-len(logits_QV) // rows), 2, dtype=float32_or_wider(logits_QV.dtype))
+    for part in cut(len(logits_QV), rows):
+        sums_B2[part.start // rows] = _block(logits_QV[part], index_Q1[part], real_Q1[part], z_loss, training)
+    return sums_B2.sum(0)
+
+
+def _block(logits_RV: Tensor, index_R1: Tensor, real_R1: Tensor, z_loss: float, training: bool) -> Tensor:
+    wide_RV = at_least_float32(logits_RV)
+    target_logit_R1 = wide_RV.gather(1, index_R1)
+    log_p_RV = torch.log_softmax(wide_RV, dim=-1)
+    nll_R1 = -log_p_RV.gather(1, index_R1)
+    lse_R1 = target_logit_R1 + nll_R1
+    if training:
+        # wide_RV is logits_RV itself, or its float32 copy.
+        grad_RV = torch.exp(log_p_RV, out=wide_RV)
+        if z_loss:
+            grad_RV.mul_(1 + 2 * z_loss * lse_R1)
+        grad_RV.scatter_add_(1, index_R1, grad_RV.new_full((), -1.0).expand_as(index_R1))
+        if grad_RV is not logits_RV:
+            logits_RV.copy_(grad_RV)
+    return torch.stack([nll_R1, z_loss * lse_R1.square()]).masked_fill_(~real_R1, 0.0).sum(dim=(1, 2))
+
+
+def _same(first: Tensor | None, second: Tensor | None) -> bool:
+    # One object in the usual case (cross_entropy + z) / n; only otherwise are values read.
+    return first is second or (first is not None and second is not None and torch.equal(first, second))

@@ -1,0 +1,103 @@
+"""Small random transformers models of every family, for the Hugging Face tests."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from scrimp.models.decoder import Decoder
+from scrimp.models.huggingface import load_weights, read_architecture
+
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+torch.set_num_threads(1)
+
+VOCABULARY = 97
+LENGTH = 100  # beyond the original context of the scaled model, and beyond the window of the others
+
+_SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+def _rope(theta: float = 10_000.0, **scaling: Any) -> dict[str, Any]:
+    return {
+        "rope_parameters": {"rope_theta": theta, "rope_type": "llama3" if scaling else "default", **scaling}
+    }
+
+
+_LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama"},
+    "llama with as many KV heads": {"model_type": "llama", "num_key_value_heads": 4, "rms_norm_eps": 1e-5},
+    "llama with one KV head": {"model_type": "llama", "num_key_value_heads": 1, **_rope(500_000.0)},
+    "llama with scaled RoPE": {"model_type": "llama", **_rope(500_000.0, **_LLAMA3)},
+    "llama with scaled RoPE, tied": {
+        "model_type": "llama",
+        "tie_word_embeddings": True,
+        **_rope(10_000.0, **_LLAMA3),
+    },
+    "llama with a free head size": {"model_type": "llama", "head_dim": 8},
+    "qwen2 tied": {"model_type": "qwen2", "tie_word_embeddings": True, **_rope(1e6)},
+    "qwen2 untied": {"model_type": "qwen2", **_rope(1e6)},
+    "qwen2 with a window in all layers": {
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 24,
+        "max_window_layers": 0,
+    },
+    "qwen3 with a free head size": {"model_type": "qwen3", "head_dim": 32, **_rope(1e6)},
+    "qwen3 tied": {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True, **_rope(1e6)},
+    "mistral with a window": {"model_type": "mistral", "sliding_window": 24},
+    "mistral without a window": {"model_type": "mistral", "sliding_window": None, **_rope(1e6)},
+}
+
+
+def reference_model(name: str, *, seed: int = 0) -> Any:
+    """A transformers model whose every parameter, norms and biases too, is random."""
+    config = AutoConfig.for_model(**{**_SIZES, **FAMILIES[name]})
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def reference_folder(name: str, folder: Path, **save: Any) -> tuple[Any, Path]:
+    """The model and the folder that transformers saved it in."""
+    model = reference_model(name)
+    model.save_pretrained(folder, **save)
+    return model, folder
+
+
+def scrimp_model(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
+    """Scrimp's decoder with the weights of a Hugging Face folder."""
+    model = Decoder(read_architecture(folder), dtype=dtype)
+    load_weights(model, folder)
+    return model
+
+
+def random_tokens(rows: int = 2, length: int = LENGTH, seed: int = 1) -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))

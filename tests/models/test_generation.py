@@ -1,0 +1,111 @@
+"""Generation with a cache against full recomputation, and the rules of sampling."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from decoder_reference import FAMILIES, LLAMA, filled, packed_logits, weights_of
+
+from scrimp.errors import ConfigError, ModelError
+from scrimp.models import generation
+from scrimp.models.decoder import Decoder
+from scrimp.models.generation import choose, generate
+
+PROMPT = [3, 14, 15, 9, 26, 5, 35, 8, 9]
+
+
+def greedy_by_recomputation(model: Decoder, count: int) -> list[int]:
+    ids, weights = list(PROMPT), weights_of(model)
+    for _ in range(count):
+        logits = packed_logits(model.architecture, weights, torch.tensor([ids]), [0, len(ids)])
+        ids.append(int(logits[-1].argmax()))
+    return ids[len(PROMPT) :]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_text_with_a_cache_equals_full_recomputation(family: str) -> None:
+    model = filled(FAMILIES[family])
+    assert list(generate(model, PROMPT, max_tokens=30)) == greedy_by_recomputation(model, 30)
+
+
+def test_a_cache_that_grows_many_times_gives_the_same_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = filled(LLAMA)
+    monkeypatch.setattr(generation, "CACHE_TOKENS", 4)
+    assert list(generate(model, PROMPT, max_tokens=30)) == greedy_by_recomputation(model, 30)
+
+
+def test_a_prompt_shorter_than_the_window_and_a_single_token_work() -> None:
+    model = filled(FAMILIES["mistral"])
+    ids = list(generate(model, [7], max_tokens=20))
+    logits = packed_logits(model.architecture, weights_of(model), torch.tensor([[7, *ids[:-1]]]), [0, 20])
+    assert ids == logits.argmax(-1).tolist()
+
+
+def test_bf16_models_generate() -> None:
+    assert len(list(generate(filled(LLAMA, dtype=torch.bfloat16), PROMPT, max_tokens=5))) == 5
+
+
+def test_the_seed_decides_the_draws() -> None:
+    model = filled(LLAMA)
+    texts = [list(generate(model, PROMPT, max_tokens=20, temperature=1.0, seed=seed)) for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_an_end_token_ends_the_text_and_is_not_part_of_it() -> None:
+    model = filled(LLAMA)
+    whole = list(generate(model, PROMPT, max_tokens=30))
+    end = whole[10]
+    assert list(generate(model, PROMPT, max_tokens=30, end_ids=frozenset({end}))) == whole[: whole.index(end)]
+
+
+def test_the_context_may_be_filled_but_not_passed() -> None:
+    model = filled(LLAMA)
+    assert len(list(generate(model, PROMPT, max_tokens=64 - 9))) == 55
+    with pytest.raises(
+        ModelError,
+        match=r"got 9 \+ 56 tokens, expected at most 64 - ask for 55 or fewer new tokens, or shorten the prompt to 8",
+    ):
+        generate(model, PROMPT, max_tokens=56)
+
+
+def test_bad_input_is_refused_before_the_first_token() -> None:
+    model = filled(LLAMA)
+    for prompt in ([], [61], [-1]):
+        with pytest.raises(ModelError):
+            generate(model, prompt, max_tokens=1)
+    for settings in (
+        {"temperature": -1.0},
+        {"top_k": -1},
+        {"top_p": 0.0},
+        {"top_p": 1.5},
+        {"max_tokens": -1},
+    ):
+        with pytest.raises(ConfigError):
+            generate(model, PROMPT, **{"max_tokens": 1, **settings})  # type: ignore[arg-type]
+
+
+def draws(logits: list[float], **settings: float) -> Counter[int]:
+    generator = torch.Generator().manual_seed(0)
+    options = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, **settings}
+    return Counter(choose(torch.tensor(logits), generator=generator, **options) for _ in range(2000))  # type: ignore[arg-type]
+
+
+LOGITS = [0.0, 2.0, 1.0, -1.0]
+
+
+def test_draws_follow_the_softmax_at_the_temperature() -> None:
+    counts = draws(LOGITS, temperature=0.5)
+    for token, p in enumerate(torch.softmax(torch.tensor(LOGITS) / 0.5, 0).tolist()):
+        assert abs(counts[token] / 2000 - p) < 0.03
+
+
+def test_top_k_and_top_p_keep_the_most_probable_tokens() -> None:
+    assert set(draws(LOGITS, top_k=2)) == {1, 2}
+    # Probabilities: .64, .24, .09, .03.
+    assert set(draws(LOGITS, top_p=0.6)) == {1}
+    assert set(draws(LOGITS, top_p=0.65)) == {1, 2}
+    assert set(draws(LOGITS, top_p=0.9)) == {1, 2, 0}
+    assert set(draws(LOGITS, top_k=3, top_p=0.95)) == {1, 2, 0}
+    assert set(draws(LOGITS, temperature=0.0)) == {1}
