@@ -36,8 +36,11 @@ from scrimp.models.decoder import Decoder
 from scrimp.models.initialise import initial_value
 from scrimp.report.memory_text import runs_of
 from scrimp.train import RunSummary, session
+from scrimp.train.callbacks import Callback, CheckMemory, Record
 from scrimp.train.guards import StopSignals
-from scrimp.train.loop import StepResult, Trainer
+from scrimp.train.loop import Trainer
+from scrimp.train.run import Run
+from scrimp.train.step import StepResult
 
 PIECE_ELEMENTS = 2**22
 
@@ -55,9 +58,9 @@ class Figures:
     """By `time.monotonic`: no step begins later."""
     found: dict[str, Any] = field(default_factory=dict)
 
-    def decided(self, trainer: Trainer) -> None:
+    def decided(self, run: Run) -> None:
         """Note what is predicted, before anything runs."""
-        decisions = trainer.decisions
+        decisions = run.decisions
         train, optimizer = decisions.config.train, decisions.config.optimizer
         memory = decisions.memory
         self.found["settings"] = {
@@ -87,21 +90,21 @@ class Figures:
         }
 
     @contextlib.contextmanager
-    def steps(self, trainer: Trainer) -> Iterator[None]:
+    def steps(self, run: Run) -> Iterator[None]:
         """Around all steps; the figures are written at their end, whatever it is."""
         self.found |= {"losses": [], "seconds": [], "error": None}
-        measure = _on_cuda if trainer.executable.device.type == "cuda" else _on_cpu
+        measure = _on_cuda if run.executable.device.type == "cuda" else _on_cpu
         try:
-            with measure(trainer, self.found):
+            with measure(run, self.found):
                 yield
         except Exception as error:
             self.found["error"] = f"{type(error).__name__}: {error}"[:500]
             raise
         finally:
-            host = trainer.executable.host
+            host = run.executable.host
             arena = None if host is None else {"capacity": host.arena.capacity, "used": host.arena.peak}
-            self.found |= {"host": trainer.meter.process_peak_bytes(), "arena": arena}
-            self.found["events"] = _events(trainer)
+            self.found |= {"host": run.meter.process_peak_bytes(), "arena": arena}
+            self.found["events"] = _events(run)
             self.result.write_text(json.dumps(self.found), encoding="utf-8")
 
     def stop_if_late(self) -> None:
@@ -116,31 +119,39 @@ class Figures:
 
 
 class MeasuredTrainer(Trainer):
-    """A trainer whose steps are watched."""
+    """A trainer whose steps are watched. Its first plan stays, right or wrong: it is the one that is measured."""
 
-    def __init__(self, *arguments: Any, figures: Figures, **named: Any) -> None:
-        super().__init__(*arguments, **named)
+    def __init__(self, run: Run, figures: Figures) -> None:
+        super().__init__(run)
         self._figures = figures
-        figures.decided(self)
+        figures.decided(run)
+        kept = (callback for callback in self.callbacks if not isinstance(callback, CheckMemory))
+        self.callbacks = [WatchedSteps(figures), *kept]
 
-    def run(self, signals: StopSignals) -> None:
+    def train(self, signals: StopSignals) -> None:
         """As ever, until the time is up."""
-        with self._figures.steps(self), contextlib.suppress(TimeIsUpError):
-            super().run(signals)
+        with self._figures.steps(self.run), contextlib.suppress(TimeIsUpError):
+            super().train(signals)
 
-    def _check_predictions(self) -> None:
-        """The first plan stays, right or wrong: it is the one that is measured."""
 
-    def _step(self, *arguments: Any) -> StepResult:
+class WatchedSteps(Callback):
+    """Notes every step."""
+
+    def __init__(self, figures: Figures) -> None:
+        self._figures = figures
+
+    def before_step(self) -> None:
+        """End the run if its time is over."""
         self._figures.stop_if_late()
-        result = super()._step(*arguments)
+
+    def after_step(self, result: StepResult, record: Record) -> None:
+        """Note what it measured."""
         self._figures.took(result)
-        return result
 
 
 @contextlib.contextmanager
-def _on_cuda(trainer: Trainer, found: dict[str, Any]) -> Iterator[None]:
-    device = trainer.executable.device
+def _on_cuda(run: Run, found: dict[str, Any]) -> Iterator[None]:
+    device = run.executable.device
     torch.cuda.synchronize(device)
     found["building"] = torch.cuda.max_memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -163,8 +174,8 @@ def _trouble(device: torch.device) -> dict[str, int]:
 
 
 @contextlib.contextmanager
-def _on_cpu(trainer: Trainer, found: dict[str, Any]) -> Iterator[None]:
-    resident = _resident_bytes(trainer)
+def _on_cpu(run: Run, found: dict[str, Any]) -> Iterator[None]:
+    resident = _resident_bytes(run)
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profile:
@@ -178,17 +189,17 @@ def _on_cpu(trainer: Trainer, found: dict[str, Any]) -> Iterator[None]:
     found["trouble"] = {"num_ooms": 0, "num_alloc_retries": 0}
 
 
-def _resident_bytes(trainer: Trainer) -> int:
+def _resident_bytes(run: Run) -> int:
     """Weights and optimizer states that are not at home in the host's arena."""
-    host = trainer.executable.host
-    tensors: list[Tensor] = [value for _, value in trainer.executable.parameters()]
-    tensors += [value for _, value in trainer.optimizer.tensors()]
+    host = run.executable.host
+    tensors: list[Tensor] = [value for _, value in run.executable.parameters()]
+    tensors += [value for _, value in run.optimizer.tensors()]
     return sum(tensor.nbytes for tensor in tensors if host is None or not host.arena.owns(tensor))
 
 
-def _events(trainer: Trainer) -> list[str]:
+def _events(run: Run) -> list[str]:
     """Kinds of what the run recorded besides its steps."""
-    path = Path(str(trainer.config.run.dir)) / "events.jsonl"
+    path = Path(str(run.config.run.dir)) / "events.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return [json.loads(line)["kind"] for line in lines]
 
@@ -212,7 +223,7 @@ def fill(model: Decoder, seed: int) -> None:
 
 def stop_here(run_dir: Path, trainer: Trainer, signals: StopSignals) -> RunSummary:
     """In place of a run's end."""
-    return RunSummary(run_dir, 0, trainer.position.step, None, run_dir)
+    return RunSummary(run_dir, 0, trainer.run.step, None, run_dir)
 
 
 def main() -> int:

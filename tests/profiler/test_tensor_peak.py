@@ -1,5 +1,6 @@
 """What lives on a CPU is counted in bytes of tensors, and counting changes nothing."""
 
+import contextlib
 import gc
 import json
 import threading
@@ -14,7 +15,7 @@ from scrimp.cli import main
 from scrimp.planner import Plan
 from scrimp.profiler import MemoryMeter
 from scrimp.profiler.tensor_peak import counting_tensors
-from scrimp.train.loop import COUNTED_STEP, Trainer
+from scrimp.train.memory.counted_steps import COUNTED_STEP, CountedSteps
 
 MIB = 2**20
 
@@ -109,7 +110,7 @@ def test_a_run_counts_one_step_and_no_number_of_it_changes(
     done = scrimp(*flags(corpus, tmp_path / "counted", *common))
     assert done.returncode == 0, done.stderr
     assert "profil" not in done.stderr  # torch's profiler says nothing of itself
-    monkeypatch.setattr(Trainer, "_counted_step", Trainer._step)
+    monkeypatch.setattr(CountedSteps, "around", lambda self: contextlib.nullcontext())
     assert main(flags(corpus, tmp_path / "plain", *common)) == 0
     assert losses(tmp_path / "counted") == losses(tmp_path / "plain")
     found = records(tmp_path / "counted")
@@ -135,7 +136,7 @@ def test_a_step_that_proves_a_plan_is_not_counted_unless_it_is_the_last(
     steps: int, counted: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first step of a plan holds copies of operands for its proof, which no prediction includes."""
-    monkeypatch.setattr("scrimp.train.loop.COUNTED_STEP", 1)
+    monkeypatch.setattr("scrimp.train.memory.counted_steps.COUNTED_STEP", 1)
     corpus = write_corpus(tmp_path)
     words = ("--precision=fp8", f"--train.steps={steps}", "--evaluation.every=0")
     assert main(flags(corpus, tmp_path / "run", *words)) == 0

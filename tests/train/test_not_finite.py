@@ -15,7 +15,7 @@ from scrimp.cli import main
 from scrimp.errors import CheckpointError
 from scrimp.train import manifest as manifests
 from scrimp.train.checkpoint import Checkpoint, CheckpointStore
-from scrimp.train.loop import Trainer
+from scrimp.train.step import Stepper
 
 EVERY_TWO = ("--checkpoint.every=2", "--checkpoint.keep-last=2", "--evaluation.every=0")
 
@@ -27,16 +27,16 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def poisoned_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     """After this step one weight is NaN, as after an overflow or a fault of the memory."""
-    taken = Trainer._step
+    taken = Stepper.take
 
-    def take(self: Trainer, loader: object) -> object:
+    def take(self: Stepper, loader: object) -> object:
         result = taken(self, loader)  # type: ignore[arg-type]
-        if self.position.step == step:
+        if self.run.step == step:
             with torch.no_grad():
-                next(iter(self.executable.model.parameters()))[0, 0] = torch.nan
+                next(iter(self.run.executable.model.parameters()))[0, 0] = torch.nan
         return result
 
-    monkeypatch.setattr(Trainer, "_step", take)
+    monkeypatch.setattr(Stepper, "take", take)
 
 
 @pytest.fixture(scope="module")

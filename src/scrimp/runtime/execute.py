@@ -134,6 +134,11 @@ class Executable:
         if self.host is not None:
             self.host.blocks.leaving = frozenset(leaving)
 
+    def change_formats(self, plan: Plan) -> None:
+        """Let the blocks' planned layers run in the formats of a plan; between two steps."""
+        assert self.planned is not None, "formats change only in a model that was made for it"
+        self.planned.replan({layer: plan.gemms[layer] for layer in self.planned.layers})
+
     def give_up(self) -> None:
         """A step was broken off: nothing of it waits or is on its way."""
         if self.host is not None:

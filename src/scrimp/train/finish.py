@@ -12,7 +12,6 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
-from scrimp.config import decided
 from scrimp.errors import ScrimpError, StorageError, TrainingError, typed
 from scrimp.files import write_whole
 from scrimp.models.decoder import Decoder
@@ -24,6 +23,7 @@ from scrimp.report.units import format_bytes, format_rate, printable
 from scrimp.train.guards import StopSignals
 from scrimp.train.loop import Trainer
 from scrimp.train.memory.phases import GENERATION
+from scrimp.train.run import Run
 from scrimp.train.run_folder import PLAN
 
 SAMPLE_TOKENS = 96
@@ -50,19 +50,19 @@ def finish(run_dir: Path, trainer: Trainer, signals: StopSignals) -> RunSummary:
         StorageError: the last checkpoint could not be written.
         TrainingError: all steps are done, and the weights are not finite.
     """
-    step, line = trainer.position.step, trainer.line
-    is_done = step >= trainer.train.steps
+    step, line = trainer.run.step, trainer.run.line
+    is_done = step >= trainer.run.train.steps
     failure = save_last(trainer)  # first: nothing that follows may cost the weights
     if is_done:
         _refuse_not_finite(trainer)
-    evaluation = trainer.evaluate() if is_done else None
+    evaluation = trainer.evaluations.evaluate() if is_done else None
     if is_done:
-        _sample(trainer)
-        trainer.log.event("finish", step, "all steps done")
+        _sample(trainer.run)
+        trainer.run.event("finish", "all steps done")
     elif signals.received is not None:
-        trainer.log.event("signal", step, f"{signals.received.name}: the run can be resumed")
+        trainer.run.event("signal", f"{signals.received.name}: the run can be resumed")
     if failure is None:
-        _write_measured_plan(run_dir, trainer)
+        _write_measured_plan(run_dir, trainer.run)
     report = write_report(run_dir)
     if signals.received is not None and not is_done:
         line.message(
@@ -77,8 +77,8 @@ def finish(run_dir: Path, trainer: Trainer, signals: StopSignals) -> RunSummary:
 
 def _refuse_not_finite(trainer: Trainer) -> None:
     """End a run in an error where its last weights hold a NaN or an infinity: nobody can use them."""
-    step = trainer.position.step
-    names = [name for name in trainer.store.not_finite.get(step, ()) if name.startswith("model.")]
+    step = trainer.run.step
+    names = [name for name in trainer.run.store.not_finite.get(step, ()) if name.startswith("model.")]
     if names:
         raise TrainingError(
             f"the weights are not finite after the last step, {step:,}",
@@ -91,14 +91,14 @@ def _refuse_not_finite(trainer: Trainer) -> None:
 
 def save_last(trainer: Trainer) -> StorageError | None:
     """Write a checkpoint of this step and wait for it; the error if that fails."""
-    trainer.line.phase("writing the checkpoint")
-    trainer.wait_for_checkpoint()  # an earlier one that failed must not keep this one from being tried
+    trainer.run.line.phase("writing the checkpoint")
+    trainer.checkpoints.wait()  # an earlier one that failed must not keep this one from being tried
     try:
-        trainer.save(wait=True)
+        trainer.checkpoints.save(wait=True)
     except StorageError as error:
-        trainer.checkpoint_failed(error)
+        trainer.checkpoints.failed(error)
         return error
-    trainer.report_checkpoints()
+    trainer.checkpoints.report()
     return None
 
 
@@ -108,28 +108,28 @@ def finish_failed(run_dir: Path, trainer: Trainer, error: TrainingError) -> None
     Skipped steps have not moved the weights: they are the last ones that came from finite gradients, worth a
     checkpoint where the run has none. Older checkpoints are never pushed out by it.
     """
-    trainer.wait_for_checkpoint()
-    if not trainer.store.complete() and not trainer.is_updating:
+    trainer.checkpoints.wait()
+    if not trainer.run.store.complete() and not trainer.stepper.is_updating:
         save_last(trainer)
-    trainer.log.event("finish", trainer.position.step, str(error))
-    sound, _ = trainer.store.latest(finite=True)
-    if sound is not None and sound.step < trainer.position.step:
-        trainer.line.message(f"the newest checkpoint with finite numbers: {sound.folder}")
+    trainer.run.event("finish", str(error))
+    sound, _ = trainer.run.store.latest(finite=True)
+    if sound is not None and sound.step < trainer.run.step:
+        trainer.run.line.message(f"the newest checkpoint with finite numbers: {sound.folder}")
     with contextlib.suppress(ScrimpError, MemoryError):  # the run's own error is the one to show
-        trainer.line.message(f"report: {write_report(run_dir)}")
+        trainer.run.line.message(f"report: {write_report(run_dir)}")
 
 
-def _sample(trainer: Trainer) -> None:
+def _sample(run: Run) -> None:
     """Continue the beginning of a document, held out where there is one, as a reader would judge."""
-    trainer.line.phase("generating a sample")
-    trainer.phases.switch(GENERATION)
-    corpus = trainer.corpus
+    run.line.phase("generating a sample")
+    run.phases.switch(GENERATION)
+    corpus = run.corpus
     tokenizer, stream = corpus.tokenizer, corpus.held_out if corpus.held_out.num_tokens else corpus.train
-    context = trainer.decisions.architecture.context
+    context = run.decisions.architecture.context
     prompt_ids = [int(i) for i in stream.read(0, min(16, stream.num_tokens, max(1, context - 1)))]
-    model: Decoder = trainer.executable.model
+    model: Decoder = run.executable.model
     model.eval()
-    with trainer.executable.autocast():
+    with run.executable.autocast():
         ids = list(
             generate(
                 model,
@@ -137,7 +137,7 @@ def _sample(trainer: Trainer) -> None:
                 max_tokens=min(SAMPLE_TOKENS, context - len(prompt_ids)),
                 temperature=0.8,
                 top_p=0.95,
-                seed=trainer.config.run.seed,
+                seed=run.config.run.seed,
                 end_ids=tokenizer.end_ids,
             )
         )
@@ -145,28 +145,28 @@ def _sample(trainer: Trainer) -> None:
     prompt = tokenizer.decode(prompt_ids)
     text = tokenizer.decode(prompt_ids + ids).removeprefix(prompt)
     reason = "beginning of a document, temperature 0.8"
-    trainer.log.event("sample", trainer.position.step, reason, prompt=prompt, text=text)
-    trainer.line.message(f"sample (prompt | continuation):\n{printable(prompt)} | {printable(text)}")
+    run.event("sample", reason, prompt=prompt, text=text)
+    run.line.message(f"sample (prompt | continuation):\n{printable(prompt)} | {printable(text)}")
 
 
-def _write_measured_plan(run_dir: Path, trainer: Trainer) -> None:
+def _write_measured_plan(run_dir: Path, run: Run) -> None:
     """Put what was measured beside the plan's predictions, and remember the rate."""
-    rates, meter = trainer.rates[WARM_UP_STEPS:], trainer.meter
+    rates, meter = run.rates[WARM_UP_STEPS:], run.meter
     rate = statistics.median(rates) if rates else None
     measured = Figures(
         peak_device_bytes=meter.peak_device_bytes(),
-        step_seconds=None if rate is None else decided(trainer.train.batch_tokens) / rate,
+        step_seconds=None if rate is None else run.batch_tokens / rate,
         counted_in_step=meter.counted_in_step,
         process_peak_bytes=meter.process_peak_bytes(),
         process_growth_bytes=meter.process_growth_bytes(),
     )
-    plan = dataclasses.replace(trainer.decisions.plan, measured=measured)
+    plan = dataclasses.replace(run.plans.plan, measured=measured)
     write_whole(run_dir / PLAN, plan.to_json())
     words = _memory_words(measured)
     if rate is not None:
-        remember_throughput(plan, trainer.config, rate)
+        remember_throughput(plan, run.config, rate)
         words = f"{format_rate(rate)} (median), {words}"
-    trainer.line.message(f"measured: {words}")
+    run.line.message(f"measured: {words}")
 
 
 def _memory_words(measured: Figures) -> str:

@@ -25,6 +25,7 @@ from scrimp.models import spec_of
 from scrimp.models.compiled import is_compiler_error
 from scrimp.models.decoder import Decoder
 from scrimp.models.initialise import initialise
+from scrimp.optim import make_optimizer
 from scrimp.planner import Plan, count_flops
 from scrimp.profiler import MemoryMeter, device_peaks
 from scrimp.report.units import format_count
@@ -48,7 +49,9 @@ from scrimp.train.memory.host_room import left_of_budget, take_host_room
 from scrimp.train.memory.limits import device_limit, refuse_beyond_memory
 from scrimp.train.memory.oom import is_out_of_memory
 from scrimp.train.metrics import MetricsLog
+from scrimp.train.plan_in_force import PlanInForce
 from scrimp.train.progress import StepLine
+from scrimp.train.run import Run
 from scrimp.train.run_folder import (
     CONFIG,
     PLAN,
@@ -131,14 +134,12 @@ def _train_in(run_dir: Path, start: Start) -> RunSummary:
         for path in left:
             line.message(f"left behind: {path}, which may be deleted")
         trainer = _make_trainer(start, store, log, line, files)
-        stack.callback(trainer.optimizer.close)
-        _announce(trainer, run_dir, start)
-        if trainer.cycle is not None:
-            stack.callback(trainer.cycle.close)
+        stack.callback(trainer.close)
+        _announce(trainer.run, run_dir, start)
         try:
             with _named_failures(trainer):
-                with deterministic(trainer.executable.device):
-                    trainer.run(signals)
+                with deterministic(trainer.run.executable.device):
+                    trainer.train(signals)
                 return finish(run_dir, trainer, signals)
         except TrainingError as failure:
             finish_failed(run_dir, trainer, failure)
@@ -265,27 +266,23 @@ def _make_trainer(
     executable = _realised(start, choose)
     record = read_record(decided(config.run.dir))
     assert record is not None  # `_write_decisions` has written it
-    trainer = Trainer(
-        decisions,
-        start.corpus,
-        executable,
-        peaks,
-        meter,
-        store=store,
-        log=log,
-        line=line,
-        files=files,
-        record=record,
+    optimizer = make_optimizer(
+        executable, config.optimizer, seed=config.run.seed, speculates=config.memory.speculate
     )
+    plans = PlanInForce(decisions.plan)
+    run = Run(
+        decisions, start.corpus, executable, optimizer, plans, meter, peaks, store, log, line, record, files
+    )
+    trainer = Trainer(run)
     if start.checkpoint is not None:
-        trainer.restore(start.checkpoint)
+        trainer.checkpoints.restore(start.checkpoint)
     # Of the weights that are trained: before, a resumed run's parameters are whatever lay in memory.
-    prove(executable, trainer.decisions.plan)
+    prove(executable, plans.plan)
     if trainer.cycle is not None:
         trainer.cycle.prepare()
         if start.checkpoint is None:
             trainer.cycle.write_start()
-    trainer.optimizer.zero_grad()  # it sums gradients itself where weights have masters: the probe's too
+    optimizer.zero_grad()  # it sums gradients itself where weights have masters: the probe's too
     if config.train.compile == "on":
         line.phase("compiling the blocks during the first step")
         compile_blocks(executable.model)
@@ -337,11 +334,11 @@ def _named_failures(trainer: Trainer) -> Iterator[None]:
 
 
 def _out_of_memory(trainer: Trainer, error: Exception) -> TrainingError:
-    train, step = trainer.train, trainer.position.step
+    train, step, stepper = trainer.run.train, trainer.run.step, trainer.stepper
     when = f"after step {step}"
-    if trainer.is_updating:
+    if stepper.is_updating:
         when = f"in the update of step {step + 1}, which cannot be taken again"
-    elif trainer.no_plan_takes_less:
+    elif stepper.no_plan_takes_less:
         when = f"in step {step + 1}, and no plan takes less"
     if isinstance(error, ArenaTooSmallError):
         return TrainingError(
@@ -367,43 +364,42 @@ def _not_compiled(error: Exception) -> TrainingError:
     )
 
 
-def _announce(trainer: Trainer, run_dir: Path, start: Start) -> None:
-    config, architecture = trainer.config, trainer.decisions.architecture
-    corpus, device = trainer.corpus, trainer.decisions.device
-    trainer.line.message(
+def _announce(run: Run, run_dir: Path, start: Start) -> None:
+    config, architecture = run.config, run.decisions.architecture
+    corpus, device = run.corpus, run.decisions.device
+    run.line.message(
         f"{config.model.weights or config.model.preset}: {format_count(architecture.num_parameters)} parameters in "
         f"{config.train.parameters}, GEMMs in {config.precision}, {device.name}; "
         f"{format_count(corpus.train.num_tokens)} training tokens, "
         f"{format_count(corpus.held_out.num_tokens)} held out; {run_dir}"
     )
-    trainer.line.message(f"data: {corpus.checked}")
-    trainer.line.message(account_text(trainer.decisions))
-    attention = attention_text(trainer.decisions)
+    run.line.message(f"data: {corpus.checked}")
+    run.line.message(account_text(run.decisions))
+    attention = attention_text(run.decisions)
     if attention:
-        trainer.line.message(f"attention: {attention}")
-    _note_edited_plan(trainer)
+        run.line.message(f"attention: {attention}")
+    _note_edited_plan(run)
     if config.is_planned:
-        trainer.line.message(
+        run.line.message(
             f"precision is planned: {config.snip.formats} per GEMM, first at step {config.snip.first}, "
             f"every {config.snip.every} steps; until then {config.snip.start}"
         )
-    backends = trainer.decisions.describe_backends()
+    backends = run.decisions.describe_backends()
     if backends:
-        trainer.line.message(f"GEMMs: {backends}")
+        run.line.message(f"GEMMs: {backends}")
     if start.ran_by:
         what = f"GEMMs ran {start.ran_by} before: the same formats, sums in another order"
-        trainer.line.message(what)
-        trainer.log.event("backends-changed", trainer.position.step, what, now=backends)
+        run.line.message(what)
+        run.event("backends-changed", what, now=backends)
     flops = count_flops(spec_of(architecture), decided(config.train.sequence))
-    trainer.log.event(
+    run.event(
         "resume" if start.checkpoint else "start",
-        trainer.position.step,
         f"from {start.checkpoint.folder.name}" if start.checkpoint else "from the beginning",
         device=device.name,
         parameters=architecture.num_parameters,
         flops_per_token_causal=flops.causal,
         flops_per_token_full=flops.full,
-        peak_origin=trainer.peaks.origin,
+        peak_origin=run.peaks.origin,
         backends=backends,
         environment={
             "scrimp": __version__,
@@ -416,21 +412,21 @@ def _announce(trainer: Trainer, run_dir: Path, start: Start) -> None:
     if start.checkpoint:
         done = start.checkpoint.step >= config.train.steps
         say = "all steps are done already" if done else f"continuing from step {start.checkpoint.step:,}"
-        trainer.line.message(say)
+        run.line.message(say)
     elif start.goes_back:
-        trainer.line.message("no checkpoint can be used: beginning at step 0")
+        run.line.message("no checkpoint can be used: beginning at step 0")
 
 
-def _note_edited_plan(trainer: Trainer) -> None:
+def _note_edited_plan(run: Run) -> None:
     """Say so where plan.json no longer says what a fixed `precision` does; it is carried out as it stands."""
-    plan = trainer.decisions.plan
-    if trainer.config.is_planned:
+    plan = run.plans.plan
+    if run.config.is_planned:
         return
-    rules = trainer.config.precision_rules.assign(spec_of(trainer.decisions.architecture).origins)
+    rules = run.config.precision_rules.assign(spec_of(run.decisions.architecture).origins)
     edited = [layer for layer, choice in plan.gemms.items() if choice != rules[layer]]
     if edited:
         note = (
             f"plan.json differs from `precision` in {len(edited)} layers, {edited[0]} first: the plan counts"
         )
-        trainer.line.message(note)
-        trainer.log.event("plan", trainer.position.step, note)
+        run.line.message(note)
+        run.event("plan", note)

@@ -17,8 +17,8 @@ from scrimp.planner import Plan
 from scrimp.profiler import MemoryMeter
 from scrimp.runtime.memory import PhaseEdges
 from scrimp.runtime.memory.phases import CacheReading
-from scrimp.train import loop
 from scrimp.train.memory.phases import EVALUATION, GENERATION, MEASURING, TRAINING, MeteredCache, cache_of
+from scrimp.train.step import Stepper
 
 WORDS = ["--train.steps=4", "--evaluation.every=2", "--checkpoint.every=0"]
 SNIP = ["--precision=snip", "--snip.first=2", "--snip.every=9", "--snip.delay=1", "--snip.batches=1"]
@@ -51,7 +51,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def cache(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     recorder = Recorder()
-    monkeypatch.setattr(loop, "cache_of", lambda device, meter: recorder)
+    monkeypatch.setattr("scrimp.train.run.cache_of", lambda device, meter: recorder)
     return recorder
 
 
@@ -110,20 +110,20 @@ def test_a_step_that_ran_out_of_memory_stays_in_its_phase_with_the_peak_of_the_n
     corpus: Path, tmp_path: Path, cache: Recorder, calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planned: list[tuple[str, int]] = []
-    plan, passes, failures = PhaseEdges.plan, loop.Trainer._passes_once, [1]
+    plan, passes, failures = PhaseEdges.plan, Stepper._passes_once, [1]
 
     def noted(self: PhaseEdges, phase: str, peak: int) -> None:
         planned.append((phase, peak))
         plan(self, phase, peak)
 
-    def fails_once(self: loop.Trainer, batches: list, num_targets: int) -> torch.Tensor:
-        if self.position.step in failures:
-            failures.remove(self.position.step)
+    def fails_once(self: Stepper, batches: list, num_targets: int) -> torch.Tensor:
+        if self.run.step in failures:
+            failures.remove(self.run.step)
             raise torch.OutOfMemoryError("CUDA out of memory")
         return passes(self, batches, num_targets)
 
     monkeypatch.setattr(PhaseEdges, "plan", noted)
-    monkeypatch.setattr(loop.Trainer, "_passes_once", fails_once)
+    monkeypatch.setattr(Stepper, "_passes_once", fails_once)
     run_dir = tmp_path / "run"
     assert main(flags(corpus, run_dir, *WORDS)) == 0
     assert len(losses(run_dir)) == 4
@@ -138,7 +138,7 @@ def test_an_evaluation_that_fails_ends_the_run_and_its_phases(
     def fails(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(loop, "evaluate", fails)
+    monkeypatch.setattr("scrimp.train.callbacks.evaluations.evaluate", fails)
     assert main(flags(corpus, tmp_path / "run", *WORDS)) == 1
     assert phases(calls) == [TRAINING, EVALUATION]
 

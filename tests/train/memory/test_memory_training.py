@@ -18,7 +18,7 @@ from scrimp.planner import Plan
 from scrimp.runtime import execute
 from scrimp.runtime.memory import HostMemory, carry_out
 from scrimp.runtime.memory.carry import SPARE_BYTES, SPARE_SHARE
-from scrimp.train.loop import Trainer
+from scrimp.train.step import Stepper
 
 STEPS = 6
 SNIP = ["--precision=snip", "--snip.first=2", "--snip.every=3", "--snip.delay=1", "--snip.batches=1"]
@@ -213,16 +213,16 @@ def test_a_step_that_is_given_up_takes_early_updates_back(
     """Memory runs out at the end of a backward pass, when blocks have been updated already."""
     more = ["--memory.activations=auto", "--train.micro-batch=1", "--optimizer.clip=0"]
     expected = run(corpus, tmp_path / "whole", *more)
-    once, failed = Trainer._passes_once, []
+    once, failed = Stepper._passes_once, []
 
-    def short(self: Trainer, *words: Any) -> torch.Tensor:
+    def short(self: Stepper, *words: Any) -> torch.Tensor:
         total = once(self, *words)
-        if self.position.step == 2 and not failed:
-            failed.append(self.position.step)
+        if self.run.step == 2 and not failed:
+            failed.append(self.run.step)
             raise torch.OutOfMemoryError("no room for a gradient")
         return total
 
-    monkeypatch.setattr(Trainer, "_passes_once", short)
+    monkeypatch.setattr(Stepper, "_passes_once", short)
     assert run(corpus, tmp_path / "run", *more, *EARLY, "--memory.weights=1") == expected
     assert failed == [2]
 

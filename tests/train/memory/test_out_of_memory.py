@@ -19,7 +19,7 @@ from scrimp.planner import Plan
 from scrimp.planner.memory.account import StepAccount, account_step
 from scrimp.runtime import Executable, realise
 from scrimp.runtime.memory import ArenaTooSmallError, Place, arena_bytes, largest_step
-from scrimp.train import loop
+from scrimp.train import step as training_step
 from scrimp.train.memory.host_room import take_host_room
 from scrimp.train.memory.oom import STEP, MemoryTrouble, is_out_of_memory
 from scrimp.train.memory.replan import ROUNDED, most_on_host
@@ -44,12 +44,12 @@ WIDE = [
 SCRIPT = """
 import resource, sys
 from scrimp.cli import main
-from scrimp.train.loop import Trainer
+from scrimp.train.step import Stepper
 
-spare, passes = int(sys.argv[1]), Trainer._passes_once
+spare, passes = int(sys.argv[1]), Stepper._passes_once
 
 def limited(self, *arguments):
-    if self.position.step == 3:  # the first steps have loaded all that is loaded once, and counted tensors
+    if self.run.step == 3:  # the first steps have loaded all that is loaded once, and counted tensors
         with open("/proc/self/statm", encoding="ascii") as statm:
             size = int(statm.read().split()[0]) * resource.getpagesize()
         limit = resource.getrlimit(resource.RLIMIT_AS)
@@ -57,7 +57,7 @@ def limited(self, *arguments):
             resource.setrlimit(resource.RLIMIT_AS, (size + spare, limit[1]))
     return passes(self, *arguments)
 
-Trainer._passes_once = limited
+Stepper._passes_once = limited
 sys.exit(main(sys.argv[2:]))
 """
 
@@ -217,7 +217,7 @@ def test_the_arena_of_a_plan_is_enough_for_the_same_plan(host_peak: int, share: 
 def filled(monkeypatch: pytest.MonkeyPatch, left: int) -> list[Place]:
     """Runs find their arena full but for so many bytes more than their weights and states take."""
     kept: list[Place] = []
-    make = loop.MemoryTrouble.__init__
+    make = training_step.MemoryTrouble.__init__
 
     def after(self: MemoryTrouble, decisions: Decisions, executable: Executable) -> None:
         make(self, decisions, executable)
@@ -225,7 +225,7 @@ def filled(monkeypatch: pytest.MonkeyPatch, left: int) -> list[Place]:
         arena = executable.host.arena
         kept.append(arena.take(arena.largest_gap - left))
 
-    monkeypatch.setattr(loop.MemoryTrouble, "__init__", after)
+    monkeypatch.setattr(training_step.MemoryTrouble, "__init__", after)
     return kept
 
 
@@ -269,7 +269,7 @@ def test_where_no_plan_was_sought_none_is_blamed(
     def full(*words: Any, **named: Any) -> None:
         torch.empty(1 << 60)
 
-    monkeypatch.setattr(loop, "evaluate", full)
+    monkeypatch.setattr("scrimp.train.callbacks.evaluations.evaluate", full)
     corpus = write_corpus(tmp_path)
     assert main(flags(corpus, tmp_path / "run", "--train.steps=5", "--evaluation.every=1")) == 1
     shown = " ".join(capsys.readouterr().err.split())

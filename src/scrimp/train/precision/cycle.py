@@ -25,18 +25,14 @@ import dataclasses
 import math
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 from scrimp.config import decided
 from scrimp.files import make_folder, write_whole
 from scrimp.models import spec_of
-from scrimp.optim import AdamW
 from scrimp.planner.precision import PrecisionPlan, PrecisionProfile, plan_or_nearest
 from scrimp.precision import parse_rules
-from scrimp.runtime import Executable
 from scrimp.statistics import Probe
-from scrimp.train.metrics import MetricsLog
 from scrimp.train.precision import guard
 from scrimp.train.precision.gemm_seconds import (
     StepTimes,
@@ -48,7 +44,7 @@ from scrimp.train.precision.gemm_seconds import (
     shapes_of,
     wants_times,
 )
-from scrimp.train.precision.meter import Batches, PrecisionMeter
+from scrimp.train.precision.meter import PrecisionMeter
 from scrimp.train.precision.question import (
     Horizon,
     ask,
@@ -60,31 +56,18 @@ from scrimp.train.precision.question import (
     shares_of,
 )
 from scrimp.train.precision.state import CycleState, Waiting, carried_on, planned_recipes, read_cycle
-from scrimp.train.progress import StepLine
-from scrimp.train.run_folder import PLAN, PLANS, drop_plans_after
-from scrimp.train.setup import Decisions
+from scrimp.train.run import Run
+from scrimp.train.run_folder import PLANS, drop_plans_after
 
 
 class PrecisionCycle:
     """The cycle of one run."""
 
-    def __init__(
-        self,
-        decisions: Decisions,
-        executable: Executable,
-        optimizer: AdamW,
-        batches: Batches,
-        *,
-        log: MetricsLog,
-        line: StepLine,
-        run_dir: Path,
-    ) -> None:
-        self.plan = decisions.plan
-        """The plan of now."""
-        self._decisions, self._config = decisions, decisions.config
-        self._executable = executable
-        self._meter = PrecisionMeter(decisions, executable, optimizer, batches)
-        self._log, self._line, self._run_dir = log, line, run_dir
+    def __init__(self, run: Run) -> None:
+        decisions = run.decisions
+        self._decisions, self._config, self._plans = decisions, decisions.config, run.plans
+        self._meter = PrecisionMeter(decisions, run.executable, run.optimizer, run.batches)
+        self._log, self._line, self._run_dir = run.log, run.line, decided(run.config.run.dir)
         self._rules = parse_rules(self._config.precision)
         self._layers = [layer for layer in decisions.plan.gemms if layer != "head"]
         self._shares = shares_of(decisions.architecture)
@@ -97,8 +80,6 @@ class PrecisionCycle:
         """Number of the step that is being taken, counted from 1 as in logs and files."""
         self._note: str | None = None
         """To be told before the next step."""
-        self.doubt: str | None = None
-        """Why every GEMM of the plan of now is proven in the next step, not those alone that it changed."""
         self.state = CycleState(planned_recipes(decisions.plan))
 
     # -- checkpoints ---------------------------------------------------------------------------
@@ -108,20 +89,19 @@ class PrecisionCycle:
         if self._solution is not None and self.state.waiting is not None:
             self.state.waiting.plan = self._solution.result().to_json()
         analysis = None if self._analysis is None else self._analysis.to_json()
-        return {**dataclasses.asdict(self.state), "analysis": analysis, "plan": self.plan.to_json()}
+        return {**dataclasses.asdict(self.state), "analysis": analysis, "plan": self._plans.plan.to_json()}
 
     def restore(self, saved: dict[str, Any] | None, step: int) -> None:
         """Go on from the checkpoint of a step: its plan is put in force and into the run's folder, and
         plans that came later are dropped there, as later lines of the logs are."""
         found = read_cycle(saved)
         self.state, self._analysis, plan = found.state, found.analysis, found.plan
-        self.plan = carried_on(self.plan, plan, trains=step < self._config.train.steps)
-        then, now = plan.fingerprint.device, self.plan.fingerprint.device
+        carried = carried_on(self._plans.plan, plan, trains=step < self._config.train.steps)
+        then, now = plan.fingerprint.device, carried.fingerprint.device
         if then != now:
             self._note = self.state.move(self._config, step, then, now, in_seconds=self._wants_times())
-        self._put_in_force()
         drop_plans_after(self._run_dir, step)
-        write_whole(self._run_dir / PLAN, self.plan.to_json())
+        self._plans.change(carried)
 
     def prepare(self) -> None:
         """Before the first step: times of GEMMs, where the budget needs them.
@@ -149,8 +129,8 @@ class PrecisionCycle:
     # -- between steps -------------------------------------------------------------------------
 
     def before_step(self, step: int) -> None:
-        """Switch, measure or probe, whichever is due; `plan` is then another one."""
-        self._number, self.doubt = step + 1, None
+        """Switch, measure or probe, whichever is due; another plan is then in force."""
+        self._number, self._plans.doubt = step + 1, None
         self._tell_note()
         switches = self.state.waiting is not None and step >= self.state.waiting.at
         if switches:
@@ -162,7 +142,7 @@ class PrecisionCycle:
             self._judge(step, self._probe(step), None)
 
     def after_step(self, step: int, loss: float, norm: float, seconds: float) -> None:
-        """Look at a step that was taken; `plan` may then be another one."""
+        """Look at a step that was taken; another plan may then be in force."""
         if self._times is not None and self._times.other is None:
             self.state.step_seconds = [*self.state.step_seconds, seconds][-guard.MIN_VALUES :]
         self._number = step + 1
@@ -183,9 +163,9 @@ class PrecisionCycle:
             self._line.message(note)
 
     def _tell_doubt(self) -> None:
-        if self.doubt is not None:
+        if self._plans.doubt is not None:
             meaning = "the prediction is off, as it often is, or formats are not in force"
-            sentence = f"{self.doubt}; either {meaning}: every planned GEMM is proven in this step"
+            sentence = f"{self._plans.doubt}; either {meaning}: every planned GEMM is proven in this step"
             self._log.event("doubt", self._number, sentence)  # the console hears of it when it is answered
 
     def _low_share(self) -> float:
@@ -298,21 +278,11 @@ class PrecisionCycle:
             for old, new in zip(self.state.recipes[layer], row, strict=True)
         )
         self.state.recipes = {**self.state.recipes, **recipes}
-        self.plan = replanned(
-            self.plan,
-            self._rules.with_base(self._config.snip.start),
-            self.state.recipes,
-            self._analysis,
-            spec_of(self._decisions.architecture).origins,
-        )
-        self._put_in_force()
+        rules = self._rules.with_base(self._config.snip.start)
+        layers = spec_of(self._decisions.architecture).origins
+        recipes = self.state.recipes
+        self._plans.change(replanned(self._plans.plan, rules, recipes, self._analysis, layers))
         return changed
-
-    def _put_in_force(self) -> None:
-        planned = self._executable.planned
-        assert planned is not None
-        precisions = dict(self.plan.gemms)
-        planned.replan({layer: precisions[layer] for layer in planned.layers})
 
     # -- evidence ------------------------------------------------------------------------------
 
@@ -326,7 +296,7 @@ class PrecisionCycle:
         measured = {"loss_divergence": abs(found.loss_gap), "weight_divergence": found.update_change}
         if all(map(math.isfinite, measured.values())):
             self._analysis = dataclasses.replace(self._analysis, measured=measured)
-        self.doubt = guard.doubt(self._analysis, found.update_change)
+        self._plans.doubt = guard.doubt(self._analysis, found.update_change)
 
     def _judge(self, step: int, found: Probe, sign: str | None) -> None:
         """Record a probe, which a sign of trouble asked for or the calendar, and promote if the plan is to blame."""
@@ -381,8 +351,6 @@ class PrecisionCycle:
     def _write(self, *, analysis: bool = True) -> None:
         folder = self._run_dir / PLANS
         make_folder(folder)
-        text = self.plan.to_json()
         if analysis and self._analysis is not None:
             self._analysis.write(folder / f"step-{self._number:08d}.precision.json")
-        write_whole(folder / f"step-{self._number:08d}.json", text)
-        write_whole(self._run_dir / PLAN, text)
+        write_whole(folder / f"step-{self._number:08d}.json", self._plans.plan.to_json())
