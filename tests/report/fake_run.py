@@ -31,8 +31,12 @@ steps = {steps}
 sequence = 256  # by the size of the model, 3.1M parameters
 batch_tokens = 4096
 micro_batch = 8
+
+[optimizer]
 lr = 0.003
-schedule = "cosine"
+
+[schedule]
+name = "cosine"
 warmup_steps = 20
 """
 

@@ -116,7 +116,7 @@ def test_a_change_that_resuming_allows_is_kept_with_the_reasons(finished: Path, 
     shutil.copytree(finished, run_dir)
     assert main(["train", f"--run.dir={run_dir}", "--resume", "--evaluation.tokens=128"]) == 0
     text = (run_dir / "config.toml").read_text(encoding="utf-8")
-    assert "eval_tokens = 128\n" in text
+    assert "tokens = 128\n" in text
     assert "warmup_steps = 1  # a twentieth of 6 steps" in text
 
 

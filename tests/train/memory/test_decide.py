@@ -249,7 +249,7 @@ def test_speculation_is_in_the_account_of_the_host() -> None:
 def test_the_fastest_updater_is_chosen_by_the_rate_of_the_cpu(
     monkeypatch: pytest.MonkeyPatch, rate: float, expected: str, activations: str
 ) -> None:
-    monkeypatch.setattr(memory_plan, "cpu_update_rate", lambda train: rate)
+    monkeypatch.setattr(memory_plan, "cpu_update_rate", lambda parameters, settings: rate)
     found = hosted(update="fastest", activations=activations)
     assert {found.plan.states[str(i)].optimizer for i in range(4)} == {expected}
 
@@ -257,7 +257,7 @@ def test_the_fastest_updater_is_chosen_by_the_rate_of_the_cpu(
 def test_an_updater_that_fits_is_chosen_before_a_faster_one_that_does_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(memory_plan, "cpu_update_rate", lambda train: 1e3)
+    monkeypatch.setattr(memory_plan, "cpu_update_rate", lambda parameters, settings: 1e3)
     peaks = {}
     for update in ("device", "cpu"):
         found = hosted(update=update, activations="norms")
