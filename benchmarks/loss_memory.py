@@ -27,7 +27,7 @@ from rich.table import Table
 from step import allocator_peak
 from torch import Tensor
 
-from scrimp.models.loss import cross_entropy_sums
+from scrimp.objectives.cross_entropy import cross_entropy_sums
 
 CHUNKS = (0, 1024, 256, 64)
 COLUMNS = ("loss", "precision", "peak MiB", "of which gradients MiB", "median ms (fastest, slowest)")

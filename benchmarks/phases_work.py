@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 from scrimp.config import Config, ModelConfig, TrainConfig, preset, resolve
+from scrimp.data import Batch
 from scrimp.data.loader import IGNORED
 from scrimp.models.generation import generate
 from scrimp.models.initialise import initialise
@@ -201,7 +202,7 @@ class Work:
     def _score(self, text: Text) -> float:
         """Log-probability of what was generated, by the reference model."""
         tokens_BT, targets_BT = batch_of([text])
-        return -float(self.reference.loss(tokens_BT, targets_BT, None).cross_entropy)
+        return -float(self.reference.loss(Batch.of(tokens_BT, targets_BT)).loss)
 
     def _train(self, step: int, kept: list[Text]) -> float:
         size, executable = self.load.micro_batch, self.trained
@@ -210,10 +211,10 @@ class Work:
         for start in range(0, len(kept), size):
             tokens_BT, targets_BT = batch_of(kept[start : start + size])
             executable.begin(step, first_row)
-            sums = executable.loss(tokens_BT, targets_BT, None)
+            sums = executable.loss(Batch.of(tokens_BT, targets_BT))
             (sums.total / num_targets).backward()
             executable.end_backward()
-            total += sums.cross_entropy.detach()
+            total += sums.loss.detach()
             del sums
             first_row += tokens_BT.numel()
         self._optimizer.clip(self._optimizer.gradient_norm(), self._config.optimizer.clip)

@@ -29,6 +29,7 @@ from rich.console import Console
 from torch import Tensor
 
 from scrimp.config import Config, ModelConfig, TrainConfig, preset, resolve
+from scrimp.data import Batch
 from scrimp.gemm import LinearPrecision
 from scrimp.models.initialise import initialise
 from scrimp.planner import build_plan
@@ -146,7 +147,7 @@ def step(executable: Executable, tokens_BT: Tensor) -> float:
     synchronise(executable.device)
     start = time.perf_counter()
     executable.begin(0, 0)
-    executable.loss(tokens_BT, tokens_BT, None).total.backward()
+    executable.loss(Batch.of(tokens_BT, tokens_BT)).total.backward()
     synchronise(executable.device)
     seconds = time.perf_counter() - start
     executable.model.zero_grad(set_to_none=True)

@@ -110,7 +110,7 @@ class Lab:
         targets, first_row = sum(batch.num_targets for batch in micro_batches), 0
         for batch in micro_batches:
             self.executable.begin(step, first_row)
-            sums = self.executable.loss(batch.tokens_BT, batch.targets_BT, batch.document_starts)
+            sums = self.executable.loss(batch)
             first_row += batch.tokens_BT.numel()
             yield sums.total / targets
 

@@ -44,9 +44,11 @@ from torch import Tensor, nn
 
 from scrimp.config import load_config, preset, resolve
 from scrimp.config.architecture import Architecture
+from scrimp.data import Batch
 from scrimp.models.decoder import Decoder
 from scrimp.models.huggingface import export_model
 from scrimp.models.initialise import initialise
+from scrimp.objectives.next_token import NEXT_TOKEN
 
 QWEN_SMALL = Architecture(
     family="qwen2",
@@ -232,7 +234,7 @@ def sides(
 
     def our_loss(tokens: Tensor) -> Tensor:
         with autocast():
-            sums = model.loss(tokens[:, :-1], tokens[:, 1:], chunk=chunk)
+            sums = NEXT_TOKEN.loss(model, Batch.of(tokens[:, :-1], tokens[:, 1:]), chunk=chunk)
         return sums.total / tokens[:, 1:].numel()
 
     def peer_loss(tokens: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from planned_step import make, synchronise
 from rich.console import Console
 from torch import Tensor
 
+from scrimp.data import Batch
 from scrimp.gemm import LinearPrecision
 from scrimp.runtime import Executable
 
@@ -100,7 +101,7 @@ def step(executable: Executable, tokens_BT: Tensor) -> float:
     synchronise(executable.device)
     start = clock()
     executable.begin(0, 0)
-    executable.loss(tokens_BT, tokens_BT, None).total.backward()
+    executable.loss(Batch.of(tokens_BT, tokens_BT)).total.backward()
     synchronise(executable.device)
     seconds = clock() - start
     executable.model.zero_grad(set_to_none=True)

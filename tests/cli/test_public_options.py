@@ -21,7 +21,8 @@ CONFIG = """
 --train.steps --train.sequence --train.batch-tokens --train.micro-batch --optimizer.lr --schedule.name
 --schedule.warmup-steps --schedule.final-lr-ratio --optimizer.weight-decay --optimizer.beta1
 --optimizer.beta2 --optimizer.eps
---optimizer.clip --objective.z-loss --train.parameters --optimizer.master-weights --optimizer.moments --train.loss-chunk
+--optimizer.clip --objective.name --objective.z-loss
+--train.parameters --optimizer.master-weights --optimizer.moments --train.loss-chunk
 --train.compile
 --evaluation.every --evaluation.tokens --checkpoint.every --checkpoint.keep-last --checkpoint.keep-every
 --train.nonfinite-patience

@@ -16,7 +16,7 @@ from scrimp.formats import quantize
 from scrimp.gemm import Clock, LinearPrecision, PlannedLayer, head_gemms
 from scrimp.gemm.observe import Execution
 from scrimp.gemm.problem import AXES, multiply, operands_of
-from scrimp.models.loss import IGNORED, cross_entropy_sums
+from scrimp.objectives.cross_entropy import IGNORED, cross_entropy_sums
 
 TOKENS, WIDTH, VOCABULARY = 384, 64, 160
 FP32 = 1e-6

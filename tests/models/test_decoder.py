@@ -9,6 +9,7 @@ import torch
 from decoder_reference import FAMILIES, LLAMA, filled, packed_logits, summed_loss, weights_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from losses import next_token_loss
 
 from scrimp.errors import ModelError
 from scrimp.models.decoder import Decoder
@@ -51,13 +52,13 @@ def test_logits_equal_each_document_run_alone(family: str, starts: list[int]) ->
 def test_loss_and_every_gradient_equal_the_reference(family: str, starts: list[int]) -> None:
     architecture = FAMILIES[family]
     model, (tokens, targets) = filled(architecture), batch()
-    sums = model.loss(tokens, targets, starts_tensor(starts), chunk=7, z_loss=1e-2)
+    sums = next_token_loss(model, tokens, targets, starts_tensor(starts), chunk=7, z_loss=1e-2)
     (sums.total / 43).backward()
     weights = weights_of(model)
     ce, z = summed_loss(packed_logits(architecture, weights, tokens, starts), targets.flatten(), 1e-2)
     ((ce + z) / 43).backward()
-    torch.testing.assert_close(sums.cross_entropy.double(), ce, atol=0, rtol=1e-5)
-    torch.testing.assert_close(sums.z.double(), z, atol=0, rtol=1e-5)
+    torch.testing.assert_close(sums.loss.double(), ce, atol=0, rtol=1e-5)
+    torch.testing.assert_close(sums.penalty.double(), z, atol=0, rtol=1e-5)
     for name, parameter in model.named_parameters():
         expected = weights[name].grad
         assert parameter.grad is not None
@@ -91,15 +92,15 @@ def test_a_later_token_changes_nothing_before_it() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bf16_autocast_stays_near_float32(family: str, starts: list[int]) -> None:
     model, (tokens, targets) = filled(FAMILIES[family]), batch()
-    exact = model.loss(tokens, targets, starts_tensor(starts))
+    exact = next_token_loss(model, tokens, targets, starts_tensor(starts))
     exact.total.backward()
     gradients = {name: p.grad for name, p in model.named_parameters()}
     model.zero_grad(set_to_none=True)
     with torch.autocast("cpu", torch.bfloat16):
         assert model(tokens, starts_tensor(starts)).dtype == torch.bfloat16
-        rounded = model.loss(tokens, targets, starts_tensor(starts), chunk=16)
+        rounded = next_token_loss(model, tokens, targets, starts_tensor(starts), chunk=16)
     rounded.total.backward()
-    torch.testing.assert_close(rounded.cross_entropy, exact.cross_entropy, rtol=0.02, atol=0)
+    torch.testing.assert_close(rounded.loss, exact.loss, rtol=0.02, atol=0)
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
         assert parameter.grad.dtype == torch.float32
@@ -109,11 +110,11 @@ def test_bf16_autocast_stays_near_float32(family: str, starts: list[int]) -> Non
 
 def test_bf16_parameters_train_without_autocast() -> None:
     model, (tokens, targets) = filled(FAMILIES["qwen3"], dtype=torch.bfloat16), batch()
-    sums = model.loss(tokens, targets, chunk=10)
+    sums = next_token_loss(model, tokens, targets, chunk=10)
     sums.total.backward()
-    exact = filled(FAMILIES["qwen3"]).loss(tokens, targets)
-    assert sums.cross_entropy.dtype == torch.float32
-    torch.testing.assert_close(sums.cross_entropy, exact.cross_entropy, rtol=0.02, atol=0)
+    exact = next_token_loss(filled(FAMILIES["qwen3"]), tokens, targets)
+    assert sums.loss.dtype == torch.float32
+    torch.testing.assert_close(sums.loss, exact.loss, rtol=0.02, atol=0)
     assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.bfloat16}
 
 
@@ -121,13 +122,13 @@ def test_bf16_parameters_train_without_autocast() -> None:
 def test_compiled_blocks_give_the_same_loss_and_gradients() -> None:
     """Traced by torch.compile's front end alone, which needs no C++ compiler; no graph break allowed."""
     model, (tokens, targets) = filled(FAMILIES["qwen3"]), batch()
-    plain = model.loss(tokens, targets, starts_tensor(PACKED))
+    plain = next_token_loss(model, tokens, targets, starts_tensor(PACKED))
     plain.total.backward()
     gradients = {name: p.grad for name, p in model.named_parameters()}
     model.zero_grad(set_to_none=True)
     for block in model.blocks:
         block.compile(backend="aot_eager", fullgraph=True)
-    compiled = model.loss(tokens, targets, starts_tensor(PACKED))
+    compiled = next_token_loss(model, tokens, targets, starts_tensor(PACKED))
     compiled.total.backward()
     torch.testing.assert_close(compiled.total, plain.total, rtol=1e-6, atol=0)
     for name, parameter in model.named_parameters():

@@ -9,6 +9,7 @@ import random
 import pytest
 import torch
 from decoder_reference import LLAMA
+from losses import next_token_loss
 from torch import Tensor
 
 from scrimp.config.activations import Activations
@@ -244,7 +245,7 @@ def test_blocks_that_recompute_give_the_same_gradients_in_pieces(
         initialise(model, 0)
         for block in model.blocks:
             block.activations = Activations.parse(activations)  # type: ignore[assignment]
-        model.loss(tokens[:, :-1], tokens[:, 1:]).total.backward()
+        next_token_loss(model, tokens[:, :-1], tokens[:, 1:]).total.backward()
         found.append({name: parameter.grad for name, parameter in model.named_parameters()})
     for name, gradient in found[0].items():
         assert gradient is not None

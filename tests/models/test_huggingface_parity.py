@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hf_families import FAMILIES, VOCABULARY, random_tokens, reference_folder, reference_model, scrimp_model
+from losses import next_token_loss
 from transformers import AutoModelForCausalLM
 
 from scrimp.models.decoder import Decoder
@@ -36,7 +37,7 @@ def test_logits_and_gradients_equal_those_of_transformers(name: str, tmp_path: P
     assert (logits_BTV - expected_BTV).abs().max() <= LOGIT_ERROR
 
     F.cross_entropy(expected_BTV.flatten(0, 1), targets_BT.flatten()).backward()
-    (model.loss(tokens_BT, targets_BT).total / targets_BT.numel()).backward()
+    (next_token_loss(model, tokens_BT, targets_BT).total / targets_BT.numel()).backward()
     ours = dict(model.named_parameters())
     theirs = dict(reference.named_parameters())
     for fused in fused_parameters(model.architecture):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from losses import next_token_loss
 from torch import Tensor
 
 from scrimp.config import Architecture, OptimizerConfig
@@ -70,7 +71,7 @@ def step(model: Decoder, optimizer: AdamW, memory: Any, number: int) -> float:
     generator = torch.Generator().manual_seed(number)
     for _ in range(2):
         tokens = torch.randint(64, (2, 17), generator=generator)
-        model.loss(tokens[:, :-1], tokens[:, 1:]).total.div(64).backward()
+        next_token_loss(model, tokens[:, :-1], tokens[:, 1:]).total.div(64).backward()
         if memory is not None:
             memory.end_backward()
     norm = optimizer.gradient_norm()
@@ -141,7 +142,7 @@ def test_a_skipped_step_leaves_no_gradient_behind() -> None:
     plain, streamed = (make(*FORMATS["fp32"], which) for which in (None, "all"))
     for model, optimizer, memory in (plain, streamed):
         tokens = torch.arange(34).view(2, 17)
-        model.loss(tokens[:, :-1], tokens[:, 1:]).total.backward()
+        next_token_loss(model, tokens[:, :-1], tokens[:, 1:]).total.backward()
         if memory is not None:
             memory.end_backward()
         optimizer.gradient_norm()

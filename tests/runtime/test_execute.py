@@ -9,6 +9,7 @@ import torch
 from test_proof import ARCHITECTURE, UNTIED, realised
 from torch import Tensor
 
+from scrimp.data import Batch
 from scrimp.errors import PlanError
 from scrimp.gemm import BackendChooser, Execution, observing, reference_only
 from scrimp.gemm.backends import ReferenceBackend
@@ -34,7 +35,7 @@ def batch(rows: int = 2, length: int = 64) -> tuple[Tensor, Tensor]:
 def passed(executable: Executable) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and gradients of one micro-batch."""
     executable.model.zero_grad()
-    loss = executable.loss(*batch(), None).total
+    loss = executable.loss(Batch.of(*batch())).total
     loss.backward()
     found = {name: p.grad for name, p in executable.model.named_parameters()}
     return loss.detach(), {name: grad for name, grad in found.items() if grad is not None}
@@ -90,10 +91,10 @@ def test_activations_do_not_leave_where_no_host_memory_was_taken() -> None:
 def test_a_micro_batch_beyond_the_planned_one_is_refused_before_it_runs() -> None:
     _, executable = realised("bf16", "bf16", ARCHITECTURE)
     small = dataclasses.replace(executable, most_tokens=2 * 64, longest=64)
-    assert torch.isfinite(small.loss(*batch(2, 64), None).total)
+    assert torch.isfinite(small.loss(Batch.of(*batch(2, 64))).total)
     for rows, length, says in ((3, 64, "larger than the plan"), (1, 128, "longer than the planned one")):
         with pytest.raises(PlanError, match=says):
-            small.loss(*batch(rows, length), None)
+            small.loss(Batch.of(*batch(rows, length)))
 
 
 def test_a_plan_with_a_part_on_the_host_is_no_model_without_room_there() -> None:

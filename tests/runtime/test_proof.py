@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from scrimp.config import Architecture, Config, TrainConfig, resolve
+from scrimp.data import Batch
 from scrimp.errors import TrainingError
 from scrimp.formats import QuantizedTensor
 from scrimp.gemm import BackendChooser, observing, reference_only
@@ -294,7 +295,7 @@ def step(executable: Executable, micro_batches: int = 1) -> StepCount:
     tokens = (torch.arange(96) % 64).unsqueeze(0)
     with observing(count):
         for _ in range(micro_batches):
-            executable.loss(tokens, tokens, None).total.backward()
+            executable.loss(Batch.of(tokens, tokens)).total.backward()
     return count
 
 

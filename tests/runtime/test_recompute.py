@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scrimp.config.activations import LEVELS, Activations
+from scrimp.data import Batch
 from scrimp.errors import PlanError, TrainingError
 from scrimp.gemm import observing
 from scrimp.runtime import Executable, prove
@@ -40,7 +41,7 @@ def passed(executable: Executable, starts: Tensor | None) -> tuple[Tensor, dict[
     losses = []
     for micro_batch in range(2):
         executable.begin(3, 128 * micro_batch)
-        total = executable.loss(*batch(), starts).total
+        total = executable.loss(Batch.of(*batch(), starts)).total
         total.backward()
         losses.append(total.detach())
     return torch.stack(losses), {
@@ -85,7 +86,7 @@ def kept_bytes(executable: Executable) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        total = executable.loss(*batch(), None).total
+        total = executable.loss(Batch.of(*batch())).total
     total.backward()
     return sum(kept.values())
 
@@ -132,10 +133,10 @@ def test_only_what_is_read_runs_again(level: str, products: int, attention: int)
     """The last product of a part is read by nobody: down and, but for the whole block, out do not run again."""
     _, executable = realised("fp32", "fp32", UNTIED)
     with Products() as plain:
-        executable.loss(*batch(), None).total.backward()
+        executable.loss(Batch.of(*batch())).total.backward()
     set_level(executable, level)
     with Products() as found:
-        executable.loss(*batch(), None).total.backward()
+        executable.loss(Batch.of(*batch())).total.backward()
     blocks = len(executable.model.blocks)
     assert found.counts["product"] - plain.counts["product"] == products * blocks
     assert found.counts["attention"] == (1 + attention) * plain.counts["attention"] > 0
@@ -147,7 +148,7 @@ def test_planned_products_that_nobody_reads_do_not_run_again(level: str) -> None
     set_level(executable, level)
     ran: Counter[tuple[str, str]] = Counter()
     with observing(lambda execution: ran.update([(execution.layer, execution.gemm)])):
-        executable.loss(*batch(), None).total.backward()
+        executable.loss(Batch.of(*batch())).total.backward()
     runs = {"norms": (1, 1, 1), "mlp": (1, 1, 2), "block": (2, 2, 2)}[level]
     for layer, number in zip(("attention.qkv", "attention.out", "mlp.gate_up"), runs, strict=True):
         assert ran[f"blocks.0.{layer}", "fprop"] == number, layer
@@ -169,9 +170,9 @@ def test_the_proof_holds_at_every_level(precision: str, level: str) -> None:
 def test_evaluation_keeps_nothing_and_says_the_same() -> None:
     _, executable = realised("fp8", "fp32", UNTIED)
     with torch.no_grad():
-        expected = executable.loss(*batch(), None).total
+        expected = executable.loss(Batch.of(*batch())).total
         set_level(executable, "block")
-        assert torch.equal(executable.loss(*batch(), None).total, expected)
+        assert torch.equal(executable.loss(Batch.of(*batch())).total, expected)
 
 
 def test_names_of_choices() -> None:

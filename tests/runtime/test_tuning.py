@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from scrimp.data import Batch
+
 pytest.importorskip("triton", reason="triton is not installed")
 
 import triton
@@ -78,7 +80,7 @@ def test_the_layers_of_a_run_try_nothing_in_either_working_format(tried: list[An
     count = len(tried)
     assert count > 0
     tokens = torch.randint(UNTIED.vocab_size, (2, 33), generator=torch.Generator().manual_seed(0))
-    executable.loss(tokens[:, :-1], tokens[:, 1:], None).total.backward()
+    executable.loss(Batch.of(tokens[:, :-1], tokens[:, 1:])).total.backward()
     assert len(tried) == count, "the run's own products found their shapes"
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from losses import next_token_loss
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -118,7 +119,7 @@ def losses(model: nn.Module, micro_batches: Batch, dtype: torch.dtype | None = N
     for tokens, goal in micro_batches:
         with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
             if isinstance(model, Decoder):
-                total = model.loss(tokens, goal).total
+                total = next_token_loss(model, tokens, goal).total
             else:
                 output = model(tokens)
                 logits = output if isinstance(output, Tensor) else output.logits

@@ -112,6 +112,8 @@ class TrainConfig:
 class ObjectiveConfig:
     """What is trained: how a batch becomes a loss."""
 
+    name: str = "next-token"
+    """next-token: predict every token of documents from those before it."""
     z_loss: float = 0.0
     """Weight of the squared log-partition penalty; 0 switches it off."""
 

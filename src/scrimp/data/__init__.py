@@ -6,7 +6,14 @@ shards -> windows -> batches                 `open_corpus` and `Loader`, in a gl
 
 from scrimp.data.corpus import Corpus, TokenStream, open_corpus
 from scrimp.data.index import SampleIndex
-from scrimp.data.loader import Batch, Loader, evaluation_batches, evaluation_text_bytes, held_bytes
+from scrimp.data.loader import (
+    IGNORED,
+    Batch,
+    Loader,
+    evaluation_batches,
+    evaluation_text_bytes,
+    held_bytes,
+)
 from scrimp.data.manifest import is_corpus
 from scrimp.data.prepare import CorpusSpec, prepare
 from scrimp.data.progress import Progress
@@ -14,6 +21,7 @@ from scrimp.data.tokenizer import Tokenizer, load_tokenizer
 from scrimp.data.verify import VerifyReport, verify
 
 __all__ = [
+    "IGNORED",
     "Batch",
     "Corpus",
     "CorpusSpec",

@@ -24,7 +24,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 import numpy as np
@@ -59,10 +59,21 @@ class Batch:
     num_targets: int
     """Targets that count."""
 
+    @classmethod
+    def of(cls, tokens_BT: Tensor, targets_BT: Tensor, document_starts: Tensor | None = None) -> Batch:
+        """A batch of tensors, its targets counted."""
+        return cls(tokens_BT, targets_BT, document_starts, int((targets_BT != IGNORED).sum()))
+
     def pin(self) -> Batch:
         """The same batch in pinned host memory."""
-        return Batch(
-            self.tokens_BT.pin_memory(), self.targets_BT.pin_memory(), self.document_starts, self.num_targets
+        return replace(self, tokens_BT=self.tokens_BT.pin_memory(), targets_BT=self.targets_BT.pin_memory())
+
+    def to(self, device: torch.device) -> Batch:
+        """The same batch on a device; document starts stay on the CPU."""
+        return replace(
+            self,
+            tokens_BT=self.tokens_BT.to(device, non_blocking=True),
+            targets_BT=self.targets_BT.to(device, non_blocking=True),
         )
 
 

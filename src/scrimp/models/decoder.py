@@ -40,7 +40,6 @@ from scrimp.config.architecture import Architecture
 from scrimp.gemm import PlannedLayer, compute_dtype, recomputed, run_again
 from scrimp.models.attention import AttentionLayout, attend, attention_operators
 from scrimp.models.functions import rms_norm, swiglu
-from scrimp.models.loss import LossSums, cross_entropy_sums
 
 KEEP = Activations()
 
@@ -185,7 +184,7 @@ class BlockRunner(Protocol):
 
 
 class Decoder(nn.Module):
-    """Tokens in, hidden states, logits or the loss out.
+    """Tokens in, hidden states or logits out.
 
     Args:
         architecture: sizes and switches.
@@ -246,31 +245,3 @@ class Decoder(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of every vocabulary entry for hidden states of any leading shape."""
         return F.linear(hidden, self.head_weight)
-
-    def loss(
-        self,
-        tokens_BT: Tensor,
-        targets_BT: Tensor,
-        document_starts: Tensor | None = None,
-        *,
-        chunk: int = 0,
-        z_loss: float = 0.0,
-    ) -> LossSums:
-        """Sums over the real targets; divide by their number in the whole batch.
-
-        Args:
-            tokens_BT: as in `forward`.
-            targets_BT: the next token of each position, -100 where there is none.
-            document_starts: as in `forward`.
-            chunk: tokens whose logits exist at once; 0 for all.
-            z_loss: weight of the squared log-partition.
-        """
-        hidden_BTD = self(tokens_BT, document_starts)
-        return cross_entropy_sums(
-            hidden_BTD.flatten(0, 1),
-            self.head_weight,
-            targets_BT.flatten(),
-            chunk=chunk,
-            z_loss=z_loss,
-            planned=self.planned_head,
-        )

@@ -35,11 +35,14 @@ from torch import Tensor
 
 from scrimp.config import Architecture
 from scrimp.config.activations import Activations
+from scrimp.data import Batch
 from scrimp.gemm import BackendChooser, PlannedLayer, swap_in
 from scrimp.models import spec_of
 from scrimp.models.attention import AttentionLayout
 from scrimp.models.compiled import MOST_GRAPHS, compile_blocks, forget_compiled, is_compiler_error
 from scrimp.models.decoder import Block, Decoder
+from scrimp.objectives import Objective
+from scrimp.objectives.next_token import NEXT_TOKEN
 from scrimp.planner.memory.work import PassSeconds
 from scrimp.precision import LinearPrecision
 from scrimp.profiler.memory_trace.block_passes import GradientSums, gradients_of
@@ -67,6 +70,7 @@ class Timed:
     micro_batch: int
     sequence: int
     loss_chunk: int
+    objective: Objective = NEXT_TOKEN
     compiled: bool = False
     """Whether training compiles its blocks."""
 
@@ -192,12 +196,12 @@ class _Bench:
 
     def ends(self) -> float:
         """Seconds of the model, which has no blocks."""
-        seconds = []
+        seconds, batch = [], Batch.of(self.tokens, self.tokens)
         with gradients_of(self.model, self._sums, exist=True):
             for _ in range(self.rounds + 1):
                 began = self._now()
                 with self._autocast():
-                    sums = self.model.loss(self.tokens, self.tokens, None, chunk=self.timed.loss_chunk)
+                    sums = self.timed.objective.loss(self.model, batch, chunk=self.timed.loss_chunk)
                 torch.autograd.backward(sums.total / self.tokens.numel())
                 seconds.append(self._now() - began)
                 del sums

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from scrimp.config import Architecture
 from scrimp.config.activations import Activations
+from scrimp.data import Batch
 from scrimp.errors import PlanError
 from scrimp.gemm import (
     BackendChooser,
@@ -27,7 +28,8 @@ from scrimp.gemm import (
     swap_in,
 )
 from scrimp.models.decoder import Block, Decoder
-from scrimp.models.loss import LossSums
+from scrimp.objectives import LossSums, Objective
+from scrimp.objectives.next_token import NEXT_TOKEN
 from scrimp.planner import Plan
 from scrimp.precision import LinearPrecision
 from scrimp.runtime.memory import HostMemory, HostRoom, carry_out, uses_host, weights_on_host
@@ -48,8 +50,8 @@ class Executable:
     """Working format of the activations, fp32 or bf16: every GEMM that is not quantized runs in it."""
     loss_chunk: int = 0
     """Tokens whose logits exist at once; 0 for all."""
-    z_loss: float = 0.0
-    """Weight of the squared log-partition penalty."""
+    objective: Objective = NEXT_TOKEN
+    """What is trained."""
     planned: PlannedModel | None = None
     """The planned layers of the blocks, where the plan quantizes anything."""
     host: HostMemory | None = None
@@ -72,19 +74,15 @@ class Executable:
         if self.planned is not None:
             self.planned.clock.begin(step, first_row)
 
-    def loss(self, tokens_BT: Tensor, targets_BT: Tensor, document_starts: Tensor | None) -> LossSums:
-        """Summed loss of one micro-batch; the tensors may still be on the host.
+    def loss(self, batch: Batch) -> LossSums:
+        """Summed loss of one micro-batch; its tensors may still be on the host.
 
         Raises:
             PlanError: more tokens, or longer sequences, than the plan has memory for.
         """
-        self._refuse_unplanned(*tokens_BT.shape)
-        tokens_BT = tokens_BT.to(self.device, non_blocking=True)
-        targets_BT = targets_BT.to(self.device, non_blocking=True)
+        self._refuse_unplanned(*batch.tokens_BT.shape)
         with self.autocast():
-            return self.model.loss(
-                tokens_BT, targets_BT, document_starts, chunk=self.loss_chunk, z_loss=self.z_loss
-            )
+            return self.objective.loss(self.model, batch.to(self.device), chunk=self.loss_chunk)
 
     def _refuse_unplanned(self, rows: int, length: int) -> None:
         """Refuse a micro-batch that the memory was not planned for.
@@ -164,7 +162,7 @@ def realise(
     compute: str,
     seed: int = 0,
     loss_chunk: int = 0,
-    z_loss: float = 0.0,
+    objective: Objective = NEXT_TOKEN,
     choose: BackendChooser | None = None,
     replans: bool = False,
     room: HostRoom | None = None,
@@ -178,6 +176,7 @@ def realise(
         parameters: their format, fp32 or bf16.
         compute: working format of the activations.
         seed: of the rounding noise.
+        objective: what is trained.
         choose: back end per recipe and GEMM (`choose_backends`); unset: what works for every shape.
         replans: formats will change, so that layers are planned even where nothing is quantized yet.
         room: host memory that was taken for the plan (`take_room`), where it needs any.
@@ -209,7 +208,9 @@ def realise(
     if replans or quantizes(plan, compute):
         planned = plan_layers(model, plan, choose or backends_for(device), seed)
     host = None if room is None else carry_out(plan, model, room)
-    executable = Executable(model, device, compute, loss_chunk, z_loss, planned, host, most_tokens, longest)
+    executable = Executable(
+        model, device, compute, loss_chunk, objective, planned, host, most_tokens, longest
+    )
     executable.change_activations(plan)
     return executable
 

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from scrimp.data import Batch
 from scrimp.errors import TrainingError
 from scrimp.gemm import (
     Execution,
@@ -79,12 +80,12 @@ class StepCount:
             return
         self.counts[execution.layer, execution.gemm, execution.recipe] += 1
 
-    def check(self, plan: Plan, compute: str, *, micro_batches: int, head_chunks: int) -> None:
+    def check(self, plan: Plan, compute: str, *, micro_batches: int, head_passes: int) -> None:
         """Compare one step with the plan.
 
         Args:
             compute: the working format; layers that run in it alone may go their own way, uncounted.
-            head_chunks: chunks of tokens that the loss of the whole step was computed in.
+            head_passes: how often the loss of the whole step runs the head (`Objective.head_passes`).
 
         Raises:
             TrainingError: the GEMMs that ran are not those of the plan.
@@ -92,7 +93,7 @@ class StepCount:
         expected: Counts = Counter()
         for (layer, gemm, recipe), number in expected_products(plan, compute).items():
             if layer != "plain":
-                expected[layer, gemm, recipe] = number * (head_chunks if layer == HEAD else micro_batches)
+                expected[layer, gemm, recipe] = number * (head_passes if layer == HEAD else micro_batches)
         plain = {layer for layer, choice in plan.gemms.items() if choice == LinearPrecision.of(compute)}
         ran = Counter(
             {key: number for key, number in self.counts.items() if key[0] not in plain or key[2] != compute}
@@ -127,7 +128,7 @@ def prove(executable: Executable, plan: Plan) -> None:
     planned, fingerprints = StepCount(), Fingerprints(_quantized(plan, executable.precision))
     # Witnesses wait for the first step, with its own data, and compiled.
     with without_witnesses(), observing(planned), observing(fingerprints), _ProductCounter() as counter:
-        probed.loss(tokens_BT, tokens_BT, None).total.backward()
+        probed.loss(Batch.of(tokens_BT, tokens_BT)).total.backward()
     executable.model.zero_grad(set_to_none=True)
     _compare(counter.counts + planned.counts, expected_products(plan, executable.precision), "")
     fingerprints.check()
@@ -163,7 +164,7 @@ class StepProof:
         self._fingerprints.watch(layers)
 
     @contextlib.contextmanager
-    def of_step(self, *, micro_batches: int, head_chunks: int) -> Iterator[None]:
+    def of_step(self, *, micro_batches: int, head_passes: int) -> Iterator[None]:
         """The step that runs inside is the plan's first one.
 
         Raises:
@@ -172,7 +173,7 @@ class StepProof:
         count = StepCount()
         with observing(count):
             yield
-        count.check(self._plan, self._compute, micro_batches=micro_batches, head_chunks=head_chunks)
+        count.check(self._plan, self._compute, micro_batches=micro_batches, head_passes=head_passes)
         self._fingerprints.check()
 
     def check(self) -> None:

@@ -63,9 +63,9 @@ def evaluate(
             max_tokens=limit,
             mask_documents=mask_documents,
         ):
-            sums = executable.loss(batch.tokens_BT, batch.targets_BT, batch.document_starts)
-            total += sums.cross_entropy.double().cpu()
-            num_targets += batch.num_targets
+            sums = executable.loss(batch)
+            total += sums.loss.double().cpu()
+            num_targets += executable.objective.count(batch)
             on_tokens(num_targets)
     executable.model.train(was_training)
     if num_targets == 0:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from scrimp import __version__
+from scrimp import __version__, objectives
 from scrimp.config import Config, decided, reasons_in, to_toml
 from scrimp.data import load_tokenizer
 from scrimp.errors import CheckpointError, ConfigError, PlanError, TrainingError
@@ -311,7 +311,7 @@ def _realised(start: Start, choose: BackendChooser) -> Executable:
         compute=config.precision_rules.compute,
         seed=config.run.seed,
         loss_chunk=decided(config.train.loss_chunk),
-        z_loss=config.objective.z_loss,
+        objective=objectives.build(config.objective),
         choose=choose,
         replans=config.is_planned,
         room=start.room,

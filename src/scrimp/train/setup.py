@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from scrimp import objectives
 from scrimp.config import (
     OWN_PRESETS,
     Architecture,
@@ -183,6 +184,7 @@ def decide(config: Config, *, architecture: Architecture | None = None) -> Decis
         architecture: of a run that is resumed; None derives it from the configuration.
     """
     check_values(config)
+    objectives.check(config.objective)
     _refuse_ranks()
     device = resolve_device(config.device)
     refuse_undetermined(device.torch_device)

@@ -1,9 +1,9 @@
 """One optimizer step, and what is done where memory does not suffice for it.
 
-A step, over micro-batches i of a batch with N real targets in all::
+A step, over micro-batches i of a batch of N targets in all, as the objective counts::
 
-    loss = sum_i cross_entropy_i / N        so that cutting the batch otherwise changes nothing
-    backward of (cross_entropy_i + z_i) / N for each i, gradients add up; under the last one the optimizer may begin
+    loss = sum_i loss_i / N                 so that cutting the batch otherwise changes nothing
+    backward of (loss_i + penalty_i) / N for each i, gradients add up; under the last one the optimizer may begin
     skip if loss or gradient norm is not finite; clip; update; next
 
 A step whose passes run out of memory is given up, and taken again by a plan that takes less
@@ -13,6 +13,7 @@ A step whose passes run out of memory is given up, and taken again by a plan tha
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +39,8 @@ class StepResult:
     skipped: bool
     seconds: float
     data_wait_seconds: float
+    metrics: Mapping[str, float]
+    """What the objective records besides the loss, per target."""
 
 
 class Stepper:
@@ -50,6 +53,7 @@ class Stepper:
         self.guard = NonFiniteGuard(run.train.nonfinite_patience)
         self.is_updating = False
         """Whether an update was broken off: what is there must not be kept."""
+        self._metric_sums: dict[str, Tensor | float] = {}
         self.ran_out_of_memory = False
         self.no_plan_takes_less = False
         """Whether a step ran out of memory, and no plan that takes less was found."""
@@ -60,12 +64,13 @@ class Stepper:
         run.phases.switch(TRAINING)
         start = time.perf_counter()
         batches = next(loader)
-        num_targets = sum(batch.num_targets for batch in batches)
+        num_targets = sum(map(run.executable.objective.count, batches))
         total = self._passes(batches, num_targets)
         while total is None:  # out of memory, and by now with a plan that takes less
             total = self._passes(batches, num_targets)
         norm = optimizer.gradient_norm()
         loss = float(total) / max(1, num_targets)
+        metrics = {name: float(metric) / max(1, num_targets) for name, metric in self._metric_sums.items()}
         lr = self._lr(run.step)
         reason = self.guard.check(loss, norm)
         if reason is None:
@@ -80,7 +85,7 @@ class Stepper:
         run.position.step += 1
         run.position.updates = optimizer.num_updates
         waited = loader.wait_seconds
-        return StepResult(loss, norm, lr, reason is not None, time.perf_counter() - start, waited)
+        return StepResult(loss, norm, lr, reason is not None, time.perf_counter() - start, waited, metrics)
 
     def _passes(self, batches: list[Batch], num_targets: int) -> Tensor | None:
         """Forward and backward of a step's micro-batches: the sum of the losses; None if memory ran out, and the plan
@@ -101,14 +106,17 @@ class Stepper:
         run = self.run
         # Sums stay on the device: reading one per micro-batch would make the host wait each time.
         total, first_row = torch.zeros((), device=run.executable.device), 0
+        self._metric_sums = {}
         for batch in batches:
             if batch is batches[-1]:
                 run.optimizer.will_step(self._lr(run.step))
             run.executable.begin(run.step, first_row)
-            sums = run.executable.loss(batch.tokens_BT, batch.targets_BT, batch.document_starts)
+            sums = run.executable.loss(batch)
             (sums.total / max(1, num_targets)).backward()
             run.executable.end_backward()
-            total += sums.cross_entropy.detach()
+            total += sums.loss.detach()
+            for name, metric in sums.metrics.items():
+                self._metric_sums[name] = self._metric_sums.get(name, 0.0) + metric
             del sums  # the graph, and with it masks and tables, before the next one is made
             first_row += batch.tokens_BT.numel()
         return total

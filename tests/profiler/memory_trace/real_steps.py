@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from losses import next_token_loss
 from torch import Tensor
 
 from scrimp.config import Architecture, OptimizerConfig
@@ -108,7 +109,7 @@ class RealStep:
 
     def loss_of(self, number: int, tokens: Tensor) -> Tensor:
         """The loss of one micro-batch."""
-        return self.model.loss(tokens, tokens, None, chunk=self.setting.loss_chunk).total
+        return next_token_loss(self.model, tokens, tokens, None, chunk=self.setting.loss_chunk).total
 
     def __call__(self) -> None:
         for number, tokens in enumerate(self.tokens):

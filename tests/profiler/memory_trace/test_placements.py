@@ -7,6 +7,7 @@ import random
 
 import pytest
 import torch
+from losses import next_token_loss
 from real_steps import RealStep, Setting, allocator_peak
 from test_host_states import HostedStep
 from test_peaks import FORMATS, LLAMA, MISTRAL, QWEN3
@@ -91,7 +92,9 @@ class DocumentStep(RealStep):
     starts: list[torch.Tensor]
 
     def loss_of(self, number: int, tokens: torch.Tensor) -> torch.Tensor:
-        return self.model.loss(tokens, tokens, self.starts[number], chunk=self.setting.loss_chunk).total
+        return next_token_loss(
+            self.model, tokens, tokens, self.starts[number], chunk=self.setting.loss_chunk
+        ).total
 
 
 def document_starts(draw: random.Random, setting: Setting, least: int, most: int) -> torch.Tensor:

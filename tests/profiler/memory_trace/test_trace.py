@@ -18,9 +18,10 @@ from scrimp.config import Architecture
 from scrimp.config.activations import ALL_ACTIVATIONS, LEVELS
 from scrimp.errors import PlanError
 from scrimp.formats import blocks
-from scrimp.models import loss, spec_of
+from scrimp.models import spec_of
 from scrimp.models.flash import Gpu
 from scrimp.models.functions import rms_norm
+from scrimp.objectives import cross_entropy as loss
 from scrimp.planner.memory.costs import StepCosts
 from scrimp.planner.memory.states import States, device_peak
 from scrimp.precision import LinearPrecision

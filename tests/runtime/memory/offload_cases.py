@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from losses import next_token_loss
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -70,7 +71,10 @@ class Run:
         stream = torch.randint(64, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(seed))
         uses_autocast = self.precision in ("bf16 autocast", "fp8", "nvfp4")
         with torch.autocast("cpu", torch.bfloat16, enabled=uses_autocast):
-            return self.model.loss(stream[:, :-1], stream[:, 1:], starts).total / stream[:, 1:].numel()
+            return (
+                next_token_loss(self.model, stream[:, :-1], stream[:, 1:], starts).total
+                / stream[:, 1:].numel()
+            )
 
     def step(self, number: int, micro_batches: int = 2) -> list[Tensor]:
         """Losses and gradients of one step, and the weights move."""

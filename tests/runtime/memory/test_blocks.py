@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 import pytest
 import torch
+from losses import next_token_loss
 from torch import Tensor
 
 from scrimp.config import Architecture
@@ -55,7 +56,7 @@ def make_model(dtype: torch.dtype, recipe: str | None, level: str = "keep") -> D
 
 def run_pass(model: Decoder, tokens: Tensor, autocasts: bool) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16, enabled=autocasts):
-        sums = model.loss(tokens[:, :-1], tokens[:, 1:])
+        sums = next_token_loss(model, tokens[:, :-1], tokens[:, 1:])
     (sums.total / tokens[:, 1:].numel()).backward()
     return sums.total.detach()
 
@@ -234,7 +235,7 @@ def test_evaluation_leaves_no_weights_behind_and_a_broken_pass_can_be_reset() ->
     offloaded = Offloaded(make_model(torch.float32, None), ALL, ALL, ALL)
     model, tokens = offloaded.model, batches(0)[0]
     with torch.no_grad():
-        expected = model.loss(tokens[:, :-1], tokens[:, 1:]).total
+        expected = next_token_loss(model, tokens[:, :-1], tokens[:, 1:]).total
     failing = model.blocks[2].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run_pass(model, tokens, False)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from scrimp.models.decoder import Decoder
-from scrimp.models.loss import cross_entropy_sums
+from scrimp.objectives import Objective
 from scrimp.profiler.memory_trace.tracker import StorageTracker
 
 Autocast = Callable[[], contextlib.AbstractContextManager[object]]
@@ -121,9 +121,16 @@ def trace_block(block: Block, stream: Tensor, tracker: StorageTracker, autocast:
 
 
 def trace_ends(
-    model: Decoder, tokens: Tensor, *, chunk: int, tracker: StorageTracker, autocast: Autocast
+    model: Decoder,
+    objective: Objective,
+    tokens: Tensor,
+    *,
+    chunk: int,
+    tracker: StorageTracker,
+    autocast: Autocast,
 ) -> EndsTrace:
-    """Trace what of a model is no block, inside the tracker and `gradients_of`."""
+    """Trace what of a model is no block, and the loss that the objective makes of hidden states, inside the tracker
+    and `gradients_of`."""
     marks, start = _Marks(tracker), tracker.live
     with autocast():
         x = model.embedding(tokens)
@@ -131,13 +138,7 @@ def trace_ends(
         x.register_hook(lambda _: marks.set("head over"))
         hidden = model.final_norm(x)
         del x
-        sums = cross_entropy_sums(
-            hidden.flatten(0, 1),
-            model.head_weight,
-            tokens.flatten(),
-            chunk=chunk,
-            planned=model.planned_head,
-        )
+        sums = objective.head_loss(model, hidden.flatten(0, 1), tokens.flatten(), chunk=chunk)
         del hidden
     torch.autograd.backward(sums.total / tokens.numel())
     head = marks.live["head over"]

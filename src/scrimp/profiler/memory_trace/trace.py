@@ -2,8 +2,8 @@
 
 Problem  Formulas for saved and temporary tensors are wrong as soon as the code changes, and peaks lie inside
          operations that nobody listed.
-Method   The real model (`scrimp.models.decoder.Decoder`, planned layers, the chunked loss) runs on fake tensors: shapes
-         without memory, so the time does not depend on the size. Blocks of equal formats are one class; one
+Method   The real model (`scrimp.models.decoder.Decoder`, planned layers, the objective's loss) runs on fake tensors:
+         shapes without memory, so the time does not depend on the size. Blocks of equal formats are one class; one
          block of each class runs alone, per choice of activations and with new and existing gradients (`passes`);
          embedding, norm and loss run without blocks. `scrimp.planner.memory.states` adds the differences up.
          A choice "+offload" is derived: what autograd saves of a block waits on the host instead, its input
@@ -40,6 +40,8 @@ from scrimp.models.attention import AttentionLayout, flash_takes, fuses_attentio
 from scrimp.models.decoder import Decoder
 from scrimp.models.flash import Gpu
 from scrimp.models.segments import worst_segments
+from scrimp.objectives import Objective
+from scrimp.objectives.next_token import NEXT_TOKEN
 from scrimp.planner.memory.costs import BlockClass, BlockCost, EndsCost, StepCosts
 from scrimp.precision import LinearPrecision
 from scrimp.profiler.memory_trace.block_passes import (
@@ -77,6 +79,7 @@ def trace_costs(
     micro_batch: int,
     sequence: int,
     loss_chunk: int,
+    objective: Objective = NEXT_TOKEN,
     linears: Mapping[str, LinearPrecision] | None = None,
     activations: Sequence[str] = ("keep",),
     device_functions: DeviceFunctions = "cpu",
@@ -94,6 +97,7 @@ def trace_costs(
         micro_batch: sequences per forward pass.
         sequence: tokens per sequence.
         loss_chunk: tokens whose logits exist at once; 0 for all.
+        objective: whose loss is traced.
         linears: layer name (``blocks.0.mlp.down``, ``head``) to choice; None: all in `precision`.
         activations: the choices that each block may have (`scrimp.config.activations`).
         device_functions: which device's way through the model is traced (cpu, cuda).
@@ -124,7 +128,7 @@ def trace_costs(
     with _apart():
         model = step.build(classes, head)
         ends, optimizer_peak, norm_peak = (
-            step.ends(model, loss_chunk),
+            step.ends(model, objective, loss_chunk),
             step.optimizer_peak(model),
             step.norm_peak(model.parameters()),
         )
@@ -232,7 +236,7 @@ class _Step:
                     layer.clock = clock
         return model
 
-    def ends(self, model: Decoder, loss_chunk: int) -> EndsCost:
+    def ends(self, model: Decoder, objective: Objective, loss_chunk: int) -> EndsCost:
         """All that is no block."""
         bare = _without_blocks(model)
         tokens = torch.zeros(self.shape, dtype=torch.int64, device=CPU)
@@ -240,7 +244,9 @@ class _Step:
         for exist in (False, True):
             with self._tracing(bare, exist=exist) as tracker:
                 found.append(
-                    trace_ends(bare, tokens, chunk=loss_chunk, tracker=tracker, autocast=self.autocast)
+                    trace_ends(
+                        bare, objective, tokens, chunk=loss_chunk, tracker=tracker, autocast=self.autocast
+                    )
                 )
         new, added = found
         return EndsCost(

@@ -25,6 +25,7 @@ class MeasureStep(Callback):
         rate = run.batch_tokens / result.seconds
         run.rates.append(rate)
         record |= {
+            **result.metrics,
             "step": run.step,
             "tokens": run.step * run.batch_tokens,
             "loss": result.loss,

@@ -23,6 +23,7 @@ from typing import Literal, cast
 
 import torch
 
+from scrimp import objectives
 from scrimp.config import Architecture, Config, decided
 from scrimp.config.activations import LEVELS, Activations
 from scrimp.errors import PlanError
@@ -170,6 +171,7 @@ class _Model:
             micro_batch=decided(train.micro_batch),
             sequence=decided(train.sequence),
             loss_chunk=decided(train.loss_chunk),
+            objective=objectives.build(self.config.objective),
             compiled=train.compile == "on",
         )
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from scrimp import objectives
 from scrimp.config import Architecture, Config, decided
 from scrimp.config.activations import (
     ALL_ACTIVATIONS,
@@ -408,6 +409,7 @@ def _traced_base(
         micro_batch=decided(train.micro_batch),
         sequence=decided(train.sequence),
         loss_chunk=decided(train.loss_chunk),
+        objective=objectives.build(config.objective),
         linears=tuple(linears_of(rules, architecture).items()),
         activations=choices,
         device_functions="cuda" if device.type == "cuda" else "cpu",

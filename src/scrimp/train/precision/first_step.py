@@ -48,8 +48,10 @@ class FirstStepProof:
             self._proof.check()
             return
         run = self._run
-        chunks = -(-run.micro_batch_tokens // (decided(run.train.loss_chunk) or run.micro_batch_tokens))
-        with self._proof.of_step(micro_batches=micro_batches, head_chunks=micro_batches * chunks):
+        passes = run.executable.objective.head_passes(
+            run.micro_batch_tokens, decided(run.train.loss_chunk)
+        )
+        with self._proof.of_step(micro_batches=micro_batches, head_passes=micro_batches * passes):
             yield
         self._is_first = False
         self._tell(self._proof)

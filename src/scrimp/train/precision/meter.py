@@ -57,9 +57,9 @@ class PrecisionMeter:
 
     def _losses(self, step: int, micro_batches: list[Batch]) -> Iterator[Tensor]:
         taken, first_row = micro_batches[:MOST_MICRO_BATCHES], 0
-        targets = max(1, sum(batch.num_targets for batch in taken))
+        targets = max(1, sum(map(self._executable.objective.count, taken)))
         for batch in taken:
             self._executable.begin(step, first_row)
-            sums = self._executable.loss(batch.tokens_BT, batch.targets_BT, batch.document_starts)
+            sums = self._executable.loss(batch)
             first_row += batch.tokens_BT.numel()
             yield sums.total / targets

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from scrimp import objectives
 from scrimp.config import Config, decided, flatten, replace_values
 from scrimp.config.snip import BUDGETS
 from scrimp.data import Batch, Loader
@@ -112,7 +113,7 @@ def _meter(decisions: Decisions, checkpoint: Checkpoint) -> PrecisionMeter:
         compute=config.precision_rules.compute,
         seed=config.run.seed,
         loss_chunk=decided(config.train.loss_chunk),
-        z_loss=config.objective.z_loss,
+        objective=objectives.build(config.objective),
         choose=decisions.backends(),
         replans=True,
     )

@@ -26,43 +26,27 @@ Memory   One chunk x V in the compute type: the logits become their own gradient
          additions to the weight's gradient, which cost bf16 time (benchmarks/loss_memory.py).
 Limits   One backward pass per forward pass, through both sums with equal weight; anything
          else is refused. No second derivatives.
-Checked  tests/models/test_loss.py
+Checked  tests/objectives/test_cross_entropy.py
 
 Shapes: S tokens (B*T), D width, V vocabulary; a chunk has Q of the S tokens, a block R of the Q.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from scrimp.data import IGNORED
 from scrimp.formats.blocks import cut
 from scrimp.gemm import PlannedLayer, compute_dtype, head_gemms
 from scrimp.models.functions import at_least_float32, float32_or_wider
+from scrimp.objectives.base import LossSums
 
-IGNORED = -100
-"""Target of a position that has none."""
 BLOCK_ELEMENTS = {"cpu": 2**21, "cuda": 2**26}
 """Logits whose softmax is computed at once, by device type."""
-
-
-@dataclass(frozen=True)
-class LossSums:
-    """Sums over the real targets of one forward pass: scalars, differentiable together."""
-
-    cross_entropy: Tensor
-    """Negative log-probabilities of the targets."""
-    z: Tensor
-    """z_loss times the squared log-partitions."""
-
-    @property
-    def total(self) -> Tensor:
-        """What to differentiate: cross_entropy + z."""
-        return self.cross_entropy + self.z
 
 
 def cross_entropy_sums(
@@ -74,7 +58,7 @@ def cross_entropy_sums(
     z_loss: float = 0.0,
     planned: PlannedLayer | None = None,
 ) -> LossSums:
-    """The loss of hidden states against targets, with the head's GEMM inside.
+    """The cross-entropy of hidden states against targets, and the z-loss as its penalty, with the head's GEMM inside.
 
     Args:
         hidden_SD: hidden states after the final norm.
@@ -144,7 +128,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 "the loss was differentiated twice; its gradients are kept for one backward pass"
             )
         if ctx.z_loss and not _same(grad_ce, grad_z):
-            raise RuntimeError("cross_entropy and z must be differentiated together: use LossSums.total")
+            raise RuntimeError("loss and penalty must be differentiated together: use LossSums.total")
         # Taken out of ctx, so that autograd can hand on these tensors without a copy.
         gradients, ctx.gradients = ctx.gradients, None
         hidden, weight = (None if g is None or grad_ce is None else g.mul_(grad_ce) for g in gradients)
@@ -179,5 +163,5 @@ def _block(logits_RV: Tensor, index_R1: Tensor, real_R1: Tensor, z_loss: float, 
 
 
 def _same(first: Tensor | None, second: Tensor | None) -> bool:
-    # One object in the usual case (cross_entropy + z) / n; only otherwise are values read.
+    # One object in the usual case (loss + penalty) / n; only otherwise are values read.
     return first is second or (first is not None and second is not None and torch.equal(first, second))

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from scrimp.models.loss import cross_entropy_sums
+from scrimp.objectives.cross_entropy import cross_entropy_sums
 
 
 def case(tokens: int = 23, width: int = 8, vocabulary: int = 31) -> tuple[Tensor, Tensor, Tensor]:
@@ -40,8 +40,8 @@ def test_any_chunk_gives_the_loss_and_gradients_spelled_out(
     sums = cross_entropy_sums(hidden, weight, targets, chunk=chunk, z_loss=z_loss)
     (0.25 * sums.total).backward()
     ce, z, grad_hidden, grad_weight = expected(hidden, weight, targets, z_loss)
-    torch.testing.assert_close(sums.cross_entropy.double(), ce, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(sums.z.double(), z, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(sums.loss.double(), ce, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(sums.penalty.double(), z, rtol=1e-5, atol=1e-6)
     assert hidden.grad is not None
     assert weight.grad is not None
     torch.testing.assert_close(hidden.grad.double(), grad_hidden.expand_as(hidden), rtol=1e-4, atol=1e-6)
@@ -64,7 +64,7 @@ def test_confident_and_hopeless_targets_keep_a_finite_loss() -> None:
     weight = torch.tensor([[300.0], [-300.0], [0.0]], requires_grad=True)
     sums = cross_entropy_sums(hidden, weight, torch.tensor([0, 1]))
     sums.total.backward()
-    assert sums.cross_entropy.item() == 600
+    assert sums.loss.item() == 600
     torch.testing.assert_close(hidden.grad, torch.tensor([[0.0], [600.0]]))
 
 
@@ -73,8 +73,8 @@ def test_nothing_is_differentiated_without_gradients() -> None:
     with torch.no_grad():
         sums = cross_entropy_sums(hidden, weight, targets, chunk=4)
     assert not sums.total.requires_grad
-    kept = cross_entropy_sums(hidden, weight, targets, chunk=4).cross_entropy
-    torch.testing.assert_close(sums.cross_entropy, kept.detach(), rtol=0, atol=0)
+    kept = cross_entropy_sums(hidden, weight, targets, chunk=4).loss
+    torch.testing.assert_close(sums.loss, kept.detach(), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
@@ -98,8 +98,8 @@ def test_bf16_autocast_over_float32_weights_keeps_float32_gradients_near_the_exa
         sums = cross_entropy_sums(hidden, weight, targets, chunk=chunk)
     (0.25 * sums.total).backward()
     ce, _, grad_hidden, grad_weight = expected(hidden, weight, targets, 0.0)
-    assert sums.cross_entropy.dtype == torch.float32
-    torch.testing.assert_close(sums.cross_entropy.double(), ce, rtol=0.01, atol=0)
+    assert sums.loss.dtype == torch.float32
+    torch.testing.assert_close(sums.loss.double(), ce, rtol=0.01, atol=0)
     for tensor, right in ((hidden, grad_hidden), (weight, grad_weight)):
         assert tensor.grad is not None
         assert tensor.grad.dtype == torch.float32
@@ -108,13 +108,13 @@ def test_bf16_autocast_over_float32_weights_keeps_float32_gradients_near_the_exa
 
 def test_the_sums_cannot_be_differentiated_apart_when_there_is_a_z_loss() -> None:
     with pytest.raises(RuntimeError, match="differentiated together"):
-        cross_entropy_sums(*case(), z_loss=0.1).cross_entropy.backward()
+        cross_entropy_sums(*case(), z_loss=0.1).loss.backward()
     unequal = cross_entropy_sums(*case(), z_loss=0.1)
     with pytest.raises(RuntimeError, match="differentiated together"):
-        (unequal.cross_entropy + 2 * unequal.z).backward()
+        (unequal.loss + 2 * unequal.penalty).backward()
     hidden, weight, targets = case()
     equal = cross_entropy_sums(hidden, weight, targets, z_loss=0.1)
-    (0.25 * equal.cross_entropy + 0.25 * equal.z).backward()
+    (0.25 * equal.loss + 0.25 * equal.penalty).backward()
     assert hidden.grad is not None
     torch.testing.assert_close(
         hidden.grad.double(), expected(hidden, weight, targets, 0.1)[2], rtol=1e-4, atol=1e-6
