@@ -305,7 +305,7 @@ STEPS = ["fp8", "nvfp4,head=fp8", "fp4,*.wgrad=bf16,blocks.0.*=bf16,*.mlp.down.s
 @pytest.mark.parametrize("precision", STEPS)
 def test_a_true_step_is_counted_as_the_plan_says(precision: str) -> None:
     plan, executable = realised(precision, "fp32", UNTIED, loss_chunk=32)
-    step(executable, 2).check(plan, "bf16", micro_batches=2, head_chunks=6)
+    step(executable, 2).check(plan, "bf16", micro_batches=2, head_passes=6)
 
 
 @pytest.mark.parametrize("precision", STEPS)
@@ -318,7 +318,7 @@ def test_a_missing_or_an_extra_gemm_of_a_step_is_named(precision: str) -> None:
         with pytest.raises(
             TrainingError, match="of the first step that ran are not those of the plan"
         ) as caught:
-            count.check(plan, "bf16", micro_batches=1, head_chunks=3)
+            count.check(plan, "bf16", micro_batches=1, head_passes=3)
         got = str(caught.value).partition("expected")[0]
         assert word in got
 
@@ -332,12 +332,12 @@ def test_a_step_in_another_recipe_or_cut_otherwise_is_stopped() -> None:
             dataclasses.replace(plan, gemms=plan.gemms | {"head": choice}),
             "bf16",
             micro_batches=1,
-            head_chunks=3,
+            head_passes=3,
         )
     with pytest.raises(TrainingError, match="head"):
-        count.check(plan, "bf16", micro_batches=1, head_chunks=4)
+        count.check(plan, "bf16", micro_batches=1, head_passes=4)
     with pytest.raises(TrainingError, match=r"blocks\.0"):
-        count.check(plan, "bf16", micro_batches=2, head_chunks=3)
+        count.check(plan, "bf16", micro_batches=2, head_passes=3)
 
 
 def test_a_short_context_is_probed_by_several_rows() -> None:
