@@ -48,9 +48,7 @@ class FirstStepProof:
             self._proof.check()
             return
         run = self._run
-        passes = run.executable.objective.head_passes(
-            run.micro_batch_tokens, decided(run.train.loss_chunk)
-        )
+        passes = run.executable.objective.head_passes(run.micro_batch_tokens, decided(run.train.loss_chunk))
         with self._proof.of_step(micro_batches=micro_batches, head_passes=micro_batches * passes):
             yield
         self._is_first = False
