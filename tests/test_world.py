@@ -6,17 +6,19 @@ import json
 import math
 import subprocess
 import sys
+import time
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from distributed import spawn
 from hypothesis import given
 from hypothesis import strategies as st
 
 from scrimp import errors
-from scrimp.errors import CheckpointError, ScrimpError, StorageError, TrainingError
-from scrimp.world import BLOCK, HEADER, World, error_of, failure_of, framed, unframed
+from scrimp.errors import CheckpointError, ScrimpError, StorageError
+from scrimp.world import BLOCK, HEADER, RankFailedError, World, error_of, failure_of, framed, unframed
 
 LONG = "ä" * 1000
 """Longer than a block, in bytes of more than one each."""
@@ -46,6 +48,7 @@ def answers(rank: int) -> dict[str, Any]:
         "whole sum": world.sum(np.array([[2**60 + rank]])).tolist(),
         "once": world.once("counting", lambda: complex(rank, 1), write=repr, read=complex),
         "barrier": world.barrier(),
+        "writer first": in_turn(world),
     }
 
 
@@ -164,6 +167,16 @@ def failures() -> dict[str, tuple[str, str]]:
     return found
 
 
+def in_turn(world: World) -> str:
+    """What the first rank leaves in the store where ranks meet, which the others could not find before."""
+    store = torch.distributed.distributed_c10d._get_default_store()
+    with world.writer_first("writing"):
+        if world.is_writer:
+            time.sleep(0.2)
+            store.set("left", "written")
+        return "written" if store.check(["left"]) else "nothing"
+
+
 def both(rank: int) -> tuple[dict[str, Any], dict[str, tuple[str, str]]]:
     """All that ranks are asked, in one start of their processes."""
     return answers(rank), failures()
@@ -194,6 +207,7 @@ def test_every_rank_gets_the_same_answers(ranks: Found) -> None:
             "whole sum": [[2**60 * size + sum(everyone)]],
             "once": complex(0, 1),
             "barrier": None,
+            "writer first": "written",
         },
     )
     for rank, (found, _) in enumerate(ranks):
@@ -216,11 +230,11 @@ def test_what_fails_on_one_rank_ends_all_of_them_by_the_same_class(ranks: Found)
             f"rank {last}: opening the data failed: no space - got 1 byte, expected 2 bytes - free some",
         )
         assert found["while_others_ask"] == (
-            "TrainingError",
-            f"rank {last}: planning failed - got ZeroDivisionError: by zero",
+            "RankFailedError",
+            f"rank {last}: planning failed: ZeroDivisionError: by zero",
         )
         assert found["inside_another"] == ("CheckpointError", f"rank {last}: a step failed: damaged")
-        assert found["not_json"][0] == "TrainingError"
+        assert found["not_json"][0] == "RankFailedError"
 
 
 def test_what_all_ranks_handle_goes_on_and_what_all_raise_stays_their_own(ranks: Found) -> None:
@@ -233,8 +247,8 @@ def test_what_the_writer_alone_does_fails_on_all(ranks: Found) -> None:
     (_, writer), *others = ranks
     assert writer["on_the_writer_alone"] == ("DeviceLostError", "gone")
     for _, found in others:
-        sentence = "rank 0: timing failed - got DeviceLostError: gone"
-        assert found["on_the_writer_alone"] == ("TrainingError", sentence)
+        sentence = "rank 0: timing failed: DeviceLostError: gone"
+        assert found["on_the_writer_alone"] == ("RankFailedError", sentence)
 
 
 def test_ranks_that_differ_are_named_on_all_of_them(ranks: Found) -> None:
@@ -292,6 +306,7 @@ def test_a_failure_is_told_whole(
 ) -> None:
     failure = json.loads(json.dumps(failure_of(kind(what, got=got, expected=expected, do=do), "a step")))
     error = error_of(rank, failure)
+    assert isinstance(error, ScrimpError)
     assert type(error) is kind
     assert error.exit_code == kind.exit_code
     assert error.what == f"rank {rank}: a step failed: {what}"
@@ -300,5 +315,5 @@ def test_a_failure_is_told_whole(
 
 def test_a_failure_of_no_class_that_others_know_is_told_in_words() -> None:
     error = error_of(1, failure_of(DeviceLostError("gone"), "a step"))
-    assert type(error) is TrainingError
-    assert str(error) == "rank 1: a step failed - got DeviceLostError: gone"
+    assert type(error) is RankFailedError
+    assert str(error) == "rank 1: a step failed: DeviceLostError: gone"

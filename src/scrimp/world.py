@@ -16,7 +16,8 @@ Method   A decision that rests on something local is taken through a `World`: wh
          So a failure needs no collective of its own: it answers whatever the others ask next. Nobody asks
          after that: an error that all ranks know passes through outer `together` blocks in silence.
 Errors   On the other ranks a failure is raised as the class of `scrimp.errors` that it belongs to there, so that
-         handlers of these classes act on all ranks alike; of any other exception, as TrainingError.
+         handlers of these classes act on all ranks alike; of any other exception, as `RankFailedError`, which no
+         handler takes for its own.
 One rank The trivial case: no collective, no import of torch.distributed, values as they are.
 Limits   Only what is asked through a World notices a failure: a rank that waits in a model's own collectives (a
          backward pass) waits until torch's timeout. The default group of processes alone; every rank must ask, in
@@ -50,6 +51,10 @@ _KNOWN = "scrimp_is_known_to_all_ranks"
 """Attribute of an exception that all ranks have been told of."""
 
 Made = TypeVar("Made")
+
+
+class RankFailedError(Exception):
+    """Another rank failed by what is no error of Scrimp."""
 
 
 def _as_it_is(value: Any) -> Any:
@@ -148,8 +153,12 @@ class World:
         """
         if self.size == 1:
             return make()
-        with self.together(doing):
-            return read(self.told(write(make()) if self.is_writer else None))
+        try:
+            made = write(make()) if self.is_writer else None
+        except Exception as error:
+            self._fail(error, doing)
+            raise
+        return read(self.told(made))
 
     def sum(self, numbers: NDArray[np.generic]) -> NDArray[Any]:
         """Sums over ranks, element by element, of float64 or int64; equal on every rank.
@@ -175,6 +184,16 @@ class World:
             self._ask("barrier", None)
 
     @contextlib.contextmanager
+    def writer_first(self, doing: str) -> Iterator[None]:
+        """All ranks do the same, the others when the writer is done: it leaves files that they find."""
+        with self.together(doing):
+            if not self.is_writer:
+                self.barrier()
+            yield
+            if self.is_writer:
+                self.barrier()
+
+    @contextlib.contextmanager
     def together(self, doing: str) -> Iterator[None]:
         """What fails on one rank inside fails on all: at once, or where they next ask something, or at the end.
 
@@ -188,10 +207,14 @@ class World:
             yield
             self._ask("together", doing)
         except Exception as error:
-            if not getattr(error, _KNOWN, False):
-                setattr(error, _KNOWN, True)
-                self._ask("together", doing, failure=failure_of(error, doing))
+            self._fail(error, doing)
             raise
+
+    def _fail(self, error: Exception, doing: str) -> None:
+        """Answer with a failure what the others ask next, unless they know of it."""
+        if not getattr(error, _KNOWN, False):
+            setattr(error, _KNOWN, True)
+            self._ask("failed", None, failure=failure_of(error, doing))
 
     def _ask(self, asked: str, value: Any, *, failure: Mapping[str, Any] | None = None) -> list[Any]:
         """One exchange; the answers of all ranks. Where this rank tells of its failure, none are read."""
@@ -200,7 +223,7 @@ class World:
         failures = {rank: one["failure"] for rank, one in enumerate(found) if "failure" in one}
         if failure is not None:
             return []
-        error: ScrimpError
+        error: Exception
         if failures:
             error = error_of(*next(iter(failures.items())))
         elif len({one["asked"] for one in found}) == 1:
@@ -234,7 +257,7 @@ def failure_of(error: Exception, doing: str) -> dict[str, str | None]:
     """An exception as other ranks are told of it."""
     if not isinstance(error, ScrimpError):
         text = f"{type(error).__name__}: {errors.shortened(error)}"
-        return {"kind": "TrainingError", "what": f"{doing} failed", "got": text, "expected": None, "do": None}
+        return {"kind": None, "what": f"{doing} failed: {text}"}
     family = (kind.__name__ for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
     rest = {
         name: None if (part := getattr(error, name)) is None else str(part)
@@ -243,8 +266,10 @@ def failure_of(error: Exception, doing: str) -> dict[str, str | None]:
     return {"kind": next(family), "what": f"{doing} failed: {error.what}", **rest}
 
 
-def error_of(rank: int, failure: Mapping[str, Any]) -> ScrimpError:
+def error_of(rank: int, failure: Mapping[str, Any]) -> Exception:
     """The failure of another rank as an exception here."""
+    if failure["kind"] is None:
+        return RankFailedError(f"rank {rank}: {failure['what']}")
     kind: type[ScrimpError] = getattr(errors, failure["kind"])
     parts = {name: failure[name] for name in ("got", "expected", "do")}
     return kind(f"rank {rank}: {failure['what']}", **parts)

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 
 from scrimp.errors import CheckpointError
 from scrimp.train import checkpoint as checkpoints
+from scrimp.train import exact_json, snapshot, tensor_files
 from scrimp.train import manifest as manifests
-from scrimp.train import snapshot, tensor_files
 from scrimp.train.checkpoint import CheckpointStore
 
 FILES = {"config.toml": 'precision = "fp32"  # größer\n', "plan.json": "{}\n"}
@@ -165,8 +165,8 @@ def test_files_hold_at_most_the_limit_or_one_tensor(sizes: list[int], limit: int
 @given(st.floats(allow_nan=False), st.floats(allow_nan=False))
 def test_floats_of_the_state_round_trip_exactly(first: float, second: float) -> None:
     state = {"a": first, "b": [{"c": second}]}
-    text = json.dumps(checkpoints._encoded(state), allow_nan=False)
-    assert checkpoints._decoded(json.loads(text)) == state
+    text = json.dumps(exact_json.encoded(state), allow_nan=False)
+    assert exact_json.decoded(json.loads(text)) == state
 
 
 def test_nan_in_the_state_is_kept_and_other_objects_are_refused(tmp_path: Path) -> None:

@@ -62,6 +62,7 @@ def test_the_first_signal_asks_and_handlers_are_restored(number: signal.Signals,
     with StopSignals(told.append) as signals:
         assert signals.exit_code == 0
         os.kill(os.getpid(), number)
+        assert signals.should_stop()
         assert signals.received == number
         assert signals.exit_code == code
         assert len(told) == 1

@@ -2,13 +2,14 @@
 
 from scrimp.profiler.device import Device, resolve_device
 from scrimp.profiler.memory import MemoryMeter
-from scrimp.profiler.peaks import device_peaks
+from scrimp.profiler.peaks import device_peaks, peaks_of
 from scrimp.profiler.throughput import recall_throughput, remember_throughput
 
 __all__ = [
     "Device",
     "MemoryMeter",
     "device_peaks",
+    "peaks_of",
     "recall_throughput",
     "remember_throughput",
     "resolve_device",

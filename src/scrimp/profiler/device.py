@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import os
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from scrimp.errors import DeviceError
 from scrimp.host_memory import host_memory_available
+from scrimp.world import ALONE, World
 
 
 @dataclass(frozen=True)
@@ -29,9 +30,11 @@ class Device:
     name: str
     """The vendor's name, as in 'NVIDIA H100 80GB HBM3'."""
     available_bytes: int
-    """Device memory that was free when it was resolved."""
+    """Device memory that was free when it was resolved; of several ranks, where the least was."""
     reason: str
     """Why this device."""
+    world: World = field(default_factory=World)
+    """The ranks that train together, each on such a device: what is decided by its figures is decided by all."""
 
     @property
     def is_host(self) -> bool:
@@ -44,12 +47,24 @@ class Device:
         return str(self.torch_device)
 
 
-def resolve_device(name: str) -> Device:
+def resolve_device(name: str, world: World = ALONE) -> Device:
     """The device called `name`: auto, cpu, cuda or cuda:N.
+
+    Args:
+        world: ranks that compute together, each on the device of its own that it calls so.
 
     Raises:
         DeviceError: an unknown name, or a CUDA device that is not there.
+        TrainingError: ranks have devices of different kinds.
     """
+    with world.together("finding the device"):
+        device = _own_device(name)
+        world.agree("their devices", device.name, do="start all ranks on one kind of device")
+        return replace(device, available_bytes=int(world.smallest(device.available_bytes)), world=world)
+
+
+def _own_device(name: str) -> Device:
+    """The device of this process alone."""
     if name == "auto":
         if torch.cuda.is_available():
             free = [torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count())]

@@ -13,12 +13,14 @@ A measured peak is a lower bound of the hardware's, so MFU against it is an uppe
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from functools import cache
 from typing import NamedTuple
 
 import torch
 
 from scrimp.planner import Peaks
+from scrimp.profiler.device import Device
 
 
 class _Rates(NamedTuple):
@@ -70,6 +72,16 @@ def device_peaks(device: torch.device, name: str) -> Peaks:
     rates = {"fp32": _gemm_rate(device, torch.float32), "bf16": _gemm_rate(device, torch.bfloat16)}
     size = SIZES[device.type]
     return Peaks(rates, f"measured here: best {size}x{size}x{size} products")
+
+
+def peaks_of(device: Device) -> Peaks:
+    """The peak rates that all ranks reckon with: those that the first of them finds."""
+    return device.world.once(
+        "measuring the peak rate of the device",
+        lambda: device_peaks(device.torch_device, device.name),
+        write=asdict,
+        read=lambda found: Peaks(**found),
+    )
 
 
 def _contains(words: list[str], part: list[str]) -> bool:

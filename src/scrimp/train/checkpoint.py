@@ -21,7 +21,8 @@ Bytes    The same run gives the same bytes in every file, in whichever folder: t
          memory limits were timed for, and state.json of runs that plan their precision, which keeps the
          seconds of its plans for the run's page.
 Limits   One writing process per run folder (the run's lock sees to it). An error of the thread
-         is raised by the next `save`, `poll` or `wait`; the training itself can go on.
+         is raised by the next `save`, `poll` or `wait`; the training itself can go on. Of several
+         ranks, which all call these, one writes what it holds; its errors are raised on all.
 Checked  tests/train/test_checkpoint.py, test_checkpoint_faults.py (faults made for real),
          test_not_finite.py, test_same_bytes.py,
          test_checkpoint_kill.py (kill -9 at random moments and at every file operation)
@@ -30,7 +31,6 @@ Checked  tests/train/test_checkpoint.py, test_checkpoint_faults.py (faults made 
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import shutil
@@ -49,7 +49,9 @@ from scrimp.json_files import read_json
 from scrimp.report.units import format_bytes
 from scrimp.train import manifest as manifests
 from scrimp.train import tensor_files
+from scrimp.train.exact_json import decoded, encoded
 from scrimp.train.snapshot import HostCopies
+from scrimp.world import ALONE, World
 
 FOLDER: Final = "checkpoints"
 STATE: Final = "state.json"
@@ -60,7 +62,6 @@ _REPLACED: Final = re.compile(r"\.step-(\d{8,})\.replaced")
 _LEFTOVER: Final = re.compile(r"\.step-\d{8,}\.(partial|removed)")
 _HEADER_BYTES: Final = 512
 """Generous size of one tensor's entry in a file's header and in the index."""
-_SPECIAL: Final = "$float"
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Checkpoint:
         path, do = self.folder / STATE, "use an older checkpoint"
         saved = read_json(path, dict[str, Any], error=CheckpointError, do=do, at_most=_MAX_STATE_BYTES)
         try:
-            return {key: _decoded(value) for key, value in saved.items()}
+            return {key: decoded(value) for key, value in saved.items()}
         except (ValueError, TypeError) as error:
             raise CheckpointError(f"{path} is damaged", got=error, do=do) from error
 
@@ -136,12 +137,21 @@ class CheckpointStore:
         keep_every: checkpoints at multiples of this step stay for good; 0 for none.
         room: bytes that a budget of host memory leaves for the copy and for the file that is being assembled, which
             is never smaller than the largest tensor; None: there is none.
+        world: the ranks of the run.
     """
 
-    def __init__(self, run_dir: Path, *, keep_last: int, keep_every: int, room: int | None = None) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        keep_last: int,
+        keep_every: int,
+        room: int | None = None,
+        world: World = ALONE,
+    ) -> None:
         if keep_last < 1 or keep_every < 0:
             raise ValueError(f"keep_last {keep_last} must be at least 1, keep_every {keep_every} at least 0")
-        self.folder = run_dir / FOLDER
+        self.folder, self._world = run_dir / FOLDER, world
         self._keep_last, self._keep_every = keep_last, keep_every
         self._copies = HostCopies(room)
         most = tensor_files.MAX_FILE_BYTES
@@ -179,9 +189,23 @@ class CheckpointStore:
         Raises:
             StorageError: no space, no permission, or the previous write failed.
         """
-        self.wait()
+        self._world.once(
+            f"writing the checkpoint of step {step}",
+            lambda: self._save(step, tensors, state, files, skipped_steps, wait),
+        )
+
+    def _save(
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        state: Mapping[str, Any],
+        files: Mapping[str, str],
+        skipped_steps: int,
+        wait: bool,
+    ) -> None:
+        self._finish()
         tensor_files.check_types(tensors)
-        texts = {STATE: json.dumps(_encoded(state), indent=1, allow_nan=False) + "\n", **_checked(files)}
+        texts = {STATE: json.dumps(encoded(state), indent=1, allow_nan=False) + "\n", **_checked(files)}
         try:
             self.prepare()
             num_bytes = sum(tensor.nbytes + _HEADER_BYTES for tensor in tensors.values())
@@ -212,6 +236,9 @@ class CheckpointStore:
 
     def wait(self) -> None:
         """Return when no write is going on. Raises its error."""
+        self._world.once("writing a checkpoint", self._finish)
+
+    def _finish(self) -> None:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -219,9 +246,15 @@ class CheckpointStore:
 
     def poll(self) -> list[int]:
         """Steps whose checkpoints became complete since the last call. Raises a write's error."""
+        found = self._world.once("writing a checkpoint", self._finished_since)
+        self.not_finite |= {step: tuple(names) for step, names in found}
+        return [step for step, _ in found]
+
+    def _finished_since(self) -> list[tuple[int, tuple[str, ...]]]:
+        """Steps, each with the tensors that are not finite."""
         self._raise_error()
         finished, self._finished = self._finished, []
-        return finished
+        return [(step, self.not_finite[step]) for step in finished]
 
     def prepare(self) -> None:
         """Make the folder, and clear what a killed process left in it. Called by the first save."""
@@ -449,26 +482,3 @@ def _refuse_full_disk(folder: Path, needed: int) -> None:
             expected=f"{format_bytes(needed)}, {format_bytes(needed - free)} more",
             do="free space, or lower --checkpoint.keep-last",
         )
-
-
-def _encoded(value: Any) -> Any:
-    """`value` as strict JSON: floats that JSON lacks become ``{"$float": "nan"}``."""
-    if isinstance(value, Mapping):
-        if not all(isinstance(key, str) for key in value) or _SPECIAL in value:
-            raise TypeError(f"keys of a checkpoint's state must be strings, not {list(value)}")
-        return {key: _encoded(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_encoded(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return {_SPECIAL: repr(float(value))}
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise TypeError(f"{type(value).__name__} is no JSON value: {value!r}")
-
-
-def _decoded(value: Any) -> Any:
-    if isinstance(value, dict):
-        if value.keys() == {_SPECIAL}:
-            return float(value[_SPECIAL])
-        return {key: _decoded(item) for key, item in value.items()}
-    return [_decoded(item) for item in value] if isinstance(value, list) else value

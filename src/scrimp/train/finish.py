@@ -63,7 +63,8 @@ def finish(run_dir: Path, trainer: Trainer, signals: StopSignals) -> RunSummary:
         trainer.run.event("signal", f"{signals.received.name}: the run can be resumed")
     if failure is None:
         _write_measured_plan(run_dir, trainer.run)
-    report = write_report(run_dir)
+    world = trainer.run.decisions.world
+    report = world.once("writing the report", lambda: write_report(run_dir), write=str, read=Path)
     if signals.received is not None and not is_done:
         line.message(
             f"stopped after step {step:,}; go on with {typed('train', '--run.dir', run_dir, '--resume')}"
@@ -108,10 +109,14 @@ def finish_failed(run_dir: Path, trainer: Trainer, error: TrainingError) -> None
     Skipped steps have not moved the weights: they are the last ones that came from finite gradients, worth a
     checkpoint where the run has none. Older checkpoints are never pushed out by it.
     """
+    world = trainer.run.decisions.world
     trainer.checkpoints.wait()
-    if not trainer.run.store.complete() and not trainer.stepper.is_updating:
+    has_any = world.once("looking for checkpoints", lambda: bool(trainer.run.store.complete()))
+    if not has_any and not world.any(trainer.stepper.is_updating):
         save_last(trainer)
     trainer.run.event("finish", str(error))
+    if not world.is_writer:
+        return
     sound, _ = trainer.run.store.latest(finite=True)
     if sound is not None and sound.step < trainer.run.step:
         trainer.run.line.message(f"the newest checkpoint with finite numbers: {sound.folder}")
@@ -160,6 +165,8 @@ def _write_measured_plan(run_dir: Path, run: Run) -> None:
         process_peak_bytes=meter.process_peak_bytes(),
         process_growth_bytes=meter.process_growth_bytes(),
     )
+    if not run.decisions.world.is_writer:
+        return
     plan = dataclasses.replace(run.plans.plan, measured=measured)
     write_whole(run_dir / PLAN, plan.to_json())
     words = _memory_words(measured)

@@ -2,7 +2,8 @@
 
 Non-finite  A step whose loss or gradient norm is not finite is skipped: the optimizer does not
             move, the step is recorded, the data go on. After `patience` in a row the run stops,
-            because the weights themselves are then the likely cause.
+            because the weights themselves are then the likely cause. Of several ranks one that is not finite
+            makes all skip.
 Outliers    The z-score of loss and gradient norm over a window of past steps::
 
                 z = (x - mean) / max(deviation, 1e-3 |mean|)     over the last 64 finite values
@@ -15,7 +16,8 @@ Signals     SIGINT, SIGTERM, SIGHUP (the terminal or the ssh session is gone) an
             A second SIGINT or SIGTERM ends the process at once, as if there had been no handler.
             The others do not: a terminal that goes away sends SIGHUP more than once, and after
             Slurm's SIGUSR1 comes its SIGTERM. A signal that was ignored when the run started
-            (`nohup`, a job in the background of a script) stays ignored.
+            (`nohup`, a job in the background of a script) stays ignored. One that any rank gets ends the run on
+            all of them, after the same step.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from types import FrameType
 from typing import Any
 
 from scrimp.errors import TrainingError
+from scrimp.world import ALONE, World
 
 WINDOW = 64
 MIN_VALUES = 16
@@ -65,17 +68,21 @@ class OutlierWatch:
 class NonFiniteGuard:
     """Counts skipped steps in a row."""
 
-    def __init__(self, patience: int) -> None:
-        self.patience = patience
+    def __init__(self, patience: int, world: World = ALONE) -> None:
+        self.patience, self._world = patience, world
         self.in_a_row = 0
 
     def check(self, loss: float, grad_norm: float) -> str | None:
-        """Reason to skip this step, or None."""
-        if math.isfinite(loss) and math.isfinite(grad_norm):
+        """Reason to skip this step on all ranks, each of which asks; or None."""
+        is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
+        found = self._world.gathered(None if is_finite else f"loss {loss}, gradient norm {grad_norm}")
+        reasons = {rank: reason for rank, reason in enumerate(found) if reason is not None}
+        if not reasons:
             self.in_a_row = 0
             return None
         self.in_a_row += 1
-        return f"loss {loss}, gradient norm {grad_norm}"
+        rank, reason = next(iter(reasons.items()))
+        return reason if self._world.size == 1 else f"rank {rank}: {reason}"
 
     def stop_if_exhausted(self, step: int) -> None:
         """End the run after too many skipped steps.
@@ -95,11 +102,28 @@ class NonFiniteGuard:
 class StopSignals:
     """Turns the first signal that ends a run into a request, and lets a second SIGINT or SIGTERM through."""
 
-    def __init__(self, notify: Callable[[str], None]) -> None:
+    def __init__(self, notify: Callable[[str], None], world: World = ALONE) -> None:
         self.received: signal.Signals | None = None
-        self._notify = notify
+        """The signal that ends the run, on all ranks; `should_stop` finds out."""
+        self._notify, self._world = notify, world
+        self._sent: signal.Signals | None = None
+        """To this process."""
         self._insisted = False
         self._previous: dict[signal.Signals, Any] = {}
+
+    def should_stop(self) -> bool:
+        """Whether a signal ends the run; all ranks ask, between the same two steps."""
+        if self.received is not None:
+            return True
+        found = self._world.gathered(None if self._sent is None else self._sent.value)
+        sent = {rank: number for rank, number in enumerate(found) if number is not None}
+        if not sent:
+            return False
+        rank, number = next(iter(sent.items()))
+        self.received = signal.Signals(number)
+        if self._sent is None:
+            self._notify(f"{self.received.name} on rank {rank}: writing a checkpoint")
+        return True
 
     @property
     def exit_code(self) -> int:
@@ -122,8 +146,8 @@ class StopSignals:
         if insists and self._insisted:
             os._exit(128 + number)  # not sys.exit: it would wait for the thread that writes a checkpoint
         self._insisted |= insists
-        if self.received is not None:
+        if self._sent is not None:
             return
-        self.received = received
+        self._sent = received
         again = "; once more stops at once" if insists else ""
         self._notify(f"{received.name}: finishing this step and writing a checkpoint{again}")

@@ -70,7 +70,7 @@ class Trainer:
         """
         run = self.run
         with run.loader(run.step) as loader:
-            while run.step < run.train.steps and signals.received is None:
+            while run.step < run.train.steps and not signals.should_stop():
                 for callback in self.callbacks:
                     callback.before_step()
                 with self._counted.around():
@@ -88,7 +88,8 @@ class Trainer:
         if plan.gemms != before.gemms:
             run.executable.change_formats(plan)
         run.phases.plan(TRAINING, plan.predicted.peak_device_bytes or 0)
-        write_whole(decided(run.config.run.dir) / PLAN, plan.to_json())
+        if run.decisions.world.is_writer:
+            write_whole(decided(run.config.run.dir) / PLAN, plan.to_json())
 
     def close(self) -> None:
         """Leave nothing running."""

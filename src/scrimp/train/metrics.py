@@ -9,6 +9,7 @@ Method   ``metrics.jsonl`` and ``events.jsonl``: one JSON object per line, hande
 Limits   A line survives the death of the process at once, a loss of power only after the
          system has written it out. If the disk is full, lines wait in memory and follow when
          there is space; `trouble` says so meanwhile, and `close` raises if they are lost.
+         Of several ranks one writes: what the others hand over is not kept.
 Checked  tests/train/test_metrics.py
 """
 
@@ -27,6 +28,7 @@ from scrimp.errors import StorageError
 from scrimp.files import replaced_file, storage_error
 from scrimp.report.records import read_jsonl, scan_jsonl
 from scrimp.train.event_file import EventFile
+from scrimp.world import ALONE, World
 
 METRICS: Final = "metrics.jsonl"
 EVENTS: Final = "events.jsonl"
@@ -53,14 +55,18 @@ class MetricsLog:
     Args:
         resume_step: step of the checkpoint that the run goes on from: later lines are dropped,
             for they will be written again. None: the run begins, at step 0.
+        world: the ranks of the run; all but the writer touch no file.
 
     Raises:
         StorageError: a file cannot be written. CheckpointError: a file is damaged.
     """
 
-    def __init__(self, run_dir: Path, *, resume_step: int | None) -> None:
+    def __init__(self, run_dir: Path, *, resume_step: int | None, world: World = ALONE) -> None:
         self.trouble: StorageError | None = None
         """Why lines are waiting in memory, while they are."""
+        self._writes = world.is_writer
+        if not self._writes:
+            return
         with contextlib.ExitStack() as stack:
             try:
                 run_dir.mkdir(parents=True, exist_ok=True)
@@ -76,6 +82,8 @@ class MetricsLog:
 
     def step(self, record: Mapping[str, float | int | None]) -> None:
         """Write the figures of one step; ``record["step"]`` is its number. Does not raise OSError."""
+        if not self._writes:
+            return
         self._append(self._metrics, record)
         if self._tensorboard is None:
             return
@@ -92,11 +100,15 @@ class MetricsLog:
 
     def event(self, kind: str, step: int, reason: str, **fields: Any) -> None:
         """Write that something happened after `step` steps, and why. Does not raise OSError."""
+        if not self._writes:
+            return
         time = datetime.now(UTC).isoformat(timespec="milliseconds")
         self._append(self._events, {"kind": kind, "step": step, "time": time, "reason": reason, **fields})
 
     def close(self) -> None:
         """Write what waits, and close. Raises StorageError if lines are lost."""
+        if not self._writes:
+            return
         self._close_tensorboard()
         try:
             self._metrics.write(b"")

@@ -34,6 +34,7 @@ from scrimp.report.units import (
     format_rate,
     is_number,
 )
+from scrimp.world import ALONE, World
 
 LOG_SECONDS: Final = 5.0
 REFRESH_PER_SECOND: Final = 4
@@ -47,6 +48,7 @@ class StepLine:
         total_steps: steps of the whole run.
         first_step: where this process begins: the step of the checkpoint, or 0.
         console: where to write; standard output if None.
+        world: the ranks of the run; all but the writer show nothing.
     """
 
     peak_origin: str = ""
@@ -59,9 +61,11 @@ class StepLine:
         first_step: int = 0,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
+        world: World = ALONE,
     ) -> None:
         self._total, self._step = total_steps, first_step
         self._console = console or Console()
+        self._console.quiet |= not world.is_writer
         self._clock = clock
         self._record: Mapping[str, Any] = {}
         self._phase = ""
@@ -69,7 +73,7 @@ class StepLine:
         self._last_line = float("-inf")
         self._line_is_due = False
         self._seconds, self._waiting = _Average(), _Average()
-        self._is_live = self._console.is_terminal and not self._console.is_dumb_terminal
+        self._is_live = world.is_writer and self._console.is_terminal and not self._console.is_dumb_terminal
         self._is_printing = False
         self._postponed: list[str] = []
         self._live: Live | None = None

@@ -2,7 +2,8 @@
 
 A run never writes into a folder that holds anything it did not put there, and never starts over
 in one that holds a checkpoint. Two processes cannot train in one folder: the lock is an
-advisory file lock, which the system releases however the process ends.
+advisory file lock, which the system releases however the process ends. Of several ranks that train together the writer
+chooses and locks the folder for all.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from scrimp.report.records import read_jsonl
 from scrimp.train.manifest import MANIFEST, read_manifest
 from scrimp.train.metrics import EVENTS, METRICS
 from scrimp.train.run_record import RUN
+from scrimp.world import ALONE, World
 
 CONFIG = "config.toml"
 PLAN = "plan.json"
@@ -99,38 +101,48 @@ class FolderInUseError(StorageError):
 
 
 @contextlib.contextmanager
-def claim_new_folder(config: Config) -> Iterator[Path]:
+def claim_new_folder(config: Config, world: World = ALONE) -> Iterator[Path]:
     """Hold the folder of a new run, locked. Where the user named none, the next free one is taken, also when
     several runs start at once.
 
     Raises:
         CheckpointError, StorageError: the folder that the user named came into use meanwhile.
     """
+    with contextlib.ExitStack() as stack:
+        yield world.once("making the run's folder", lambda: _claimed(config, stack), write=str, read=Path)
+
+
+def _claimed(config: Config, stack: contextlib.ExitStack) -> Path:
+    """The folder of a new run, whose lock a stack now holds."""
     while True:
         run_dir = choose_run_dir(config)
-        with contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as attempt:
             try:
-                stack.enter_context(RunLock(run_dir))
+                attempt.enter_context(RunLock(run_dir))
                 refuse_used_folder(run_dir)
             except (CheckpointError, FolderInUseError):
                 if config.run.dir is not None:
                     raise
                 continue  # another run has taken it meanwhile: the next number is free
-            yield run_dir
-            return
+            stack.enter_context(attempt.pop_all())
+            return run_dir
 
 
 class RunLock:
-    """Holds the lock of a run folder, creating the folder where needed."""
+    """Holds the lock of a run folder, creating the folder where needed; in the writer's process, for all ranks."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self._run_dir = run_dir
+    def __init__(self, run_dir: Path, world: World = ALONE) -> None:
+        self._run_dir, self._world = run_dir, world
         self._file: IO[bytes] | None = None
 
     def __enter__(self) -> RunLock:
+        self._world.once(f"locking {self._run_dir}", self._take)
+        return self
+
+    def _take(self) -> None:
         make_folder(self._run_dir)
         with storage(self._run_dir, "write to"):
-            self._file = open(self._run_dir / LOCK, "ab")
+            self._file = open(self._run_dir / LOCK, "ab")  # noqa: SIM115 - closed by `__exit__`
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -145,7 +157,6 @@ class RunLock:
                 got=error.strerror or str(error),
                 do="choose a --run.dir on a file system with locks",
             ) from None
-        return self
 
     def __exit__(self, *exception: object) -> None:
         if self._file is not None:

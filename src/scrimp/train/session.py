@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from scrimp import __version__, objectives, user_code
-from scrimp.config import Config, decided, flatten, reasons_in, to_toml
+from scrimp import __version__, objectives
+from scrimp.config import Config, decided, reasons_in, to_toml
 from scrimp.data import load_tokenizer
 from scrimp.errors import CheckpointError, ConfigError, PlanError, TrainingError
 from scrimp.files import write_whole
@@ -27,7 +27,7 @@ from scrimp.models.decoder import Decoder
 from scrimp.models.initialise import initialise
 from scrimp.optim import make_optimizer
 from scrimp.planner import Plan, count_flops
-from scrimp.profiler import MemoryMeter, device_peaks
+from scrimp.profiler import MemoryMeter, peaks_of
 from scrimp.report.units import format_count
 from scrimp.runtime import (
     Executable,
@@ -67,6 +67,7 @@ from scrimp.train.run_record import make_record, read_record, write_record
 from scrimp.train.setup import Decisions
 from scrimp.train.start import Start, fresh_start, resumed_start
 from scrimp.train.trained_weights import fill_from_weights
+from scrimp.world import World
 
 
 def train(
@@ -95,39 +96,45 @@ def train(
             else "--restart needs --resume",
             expected="--resume --restart: go on from the newest checkpoint, or at step 0 where none can be used",
         )
-    if resume or resume_from is not None:
-        if config.run.dir is None:
-            raise CheckpointError("--resume needs a run", do="name it with --run.dir")
-        refuse_checkpoint(config.run.dir)
-        saved_config(config.run.dir)  # refuse what holds no run before a lock file is left in it
-        with RunLock(config.run.dir):
-            start = resumed_start(config.run.dir, config, given, from_step=resume_from, may_restart=restart)
-            return _train_in(config.run.dir, start)
-    if config.run.dir is not None:
-        refuse_used_folder(config.run.dir)
-    start = fresh_start(config)
-    with claim_new_folder(config) as run_dir:
-        return _train_in(run_dir, start)
+    world = World.current()
+    with world.together("the run"):
+        if resume or resume_from is not None:
+            if config.run.dir is None:
+                raise CheckpointError("--resume needs a run", do="name it with --run.dir")
+            refuse_checkpoint(config.run.dir)
+            saved_config(config.run.dir)  # refuse what holds no run before a lock file is left in it
+            with RunLock(config.run.dir, world):
+                start = resumed_start(
+                    config.run.dir, config, given, from_step=resume_from, may_restart=restart, world=world
+                )
+                return _train_in(config.run.dir, start)
+        if config.run.dir is not None:
+            refuse_used_folder(config.run.dir)
+        start = fresh_start(config, world)
+        with claim_new_folder(config, world) as run_dir:
+            return _train_in(run_dir, start)
 
 
 def _train_in(run_dir: Path, start: Start) -> RunSummary:
     start = _in_folder(run_dir, start)
-    config = start.decisions.config
-    files = _write_decisions(run_dir, start)
+    config, world = start.decisions.config, start.decisions.world
+    files = world.once("writing the run's first files", lambda: _write_decisions(run_dir, start))
     room = left_of_budget(config, start.decisions.device, start.room.arena.capacity if start.room else 0)
     store = CheckpointStore(
-        run_dir, keep_last=config.checkpoint.keep_last, keep_every=config.checkpoint.keep_every, room=room
+        run_dir,
+        keep_last=config.checkpoint.keep_last,
+        keep_every=config.checkpoint.keep_every,
+        room=room,
+        world=world,
     )
-    store.prepare()
     resume_step = start.checkpoint.step if start.checkpoint else None
-    left = []
-    if start.goes_back:
-        left = store.set_aside_after(-1 if resume_step is None else resume_step)
-        drop_plans_after(run_dir, resume_step or 0)
+    left = world.once("clearing the run's folder", lambda: _cleared(run_dir, store, start))
     with contextlib.ExitStack() as stack:
-        log = stack.enter_context(contextlib.closing(MetricsLog(run_dir, resume_step=resume_step)))
-        line = stack.enter_context(StepLine(total_steps=config.train.steps, first_step=resume_step or 0))
-        signals = stack.enter_context(StopSignals(line.message))
+        log = MetricsLog(run_dir, resume_step=resume_step, world=world)
+        stack.callback(log.close)
+        line = StepLine(total_steps=config.train.steps, first_step=resume_step or 0, world=world)
+        stack.enter_context(line)
+        signals = stack.enter_context(StopSignals(line.message, world))
         for note in start.notes:
             line.message(note)
             log.event("checkpoint-failed", resume_step or 0, note)
@@ -137,13 +144,24 @@ def _train_in(run_dir: Path, start: Start) -> RunSummary:
         stack.callback(trainer.close)
         _announce(trainer.run, run_dir, start)
         try:
-            with _named_failures(trainer):
+            with world.together("training"), _named_failures(trainer):
                 with deterministic(trainer.run.executable.device):
                     trainer.train(signals)
                 return finish(run_dir, trainer, signals)
         except TrainingError as failure:
             finish_failed(run_dir, trainer, failure)
             raise
+
+
+def _cleared(run_dir: Path, store: CheckpointStore, start: Start) -> list[str]:
+    """Clear what a killed process left; where the run goes back, the checkpoints that were set aside."""
+    store.prepare()
+    if not start.goes_back:
+        return []
+    step = start.checkpoint.step if start.checkpoint else None
+    left = store.set_aside_after(-1 if step is None else step)
+    drop_plans_after(run_dir, step or 0)
+    return list(map(str, left))
 
 
 def _in_folder(run_dir: Path, start: Start) -> Start:
@@ -198,8 +216,7 @@ def _write_decisions(run_dir: Path, start: Start) -> dict[str, str]:
     if is_new or not (run_dir / TOKENIZER / "tokenizer.json").exists():
         start.corpus.tokenizer.replace(run_dir / TOKENIZER)
     if is_new or read_record(run_dir) is None:
-        code = user_code.digests(flatten(start.decisions.config))
-        own = make_record(load_tokenizer(run_dir / TOKENIZER), start.corpus.digest, code)
+        own = make_record(load_tokenizer(run_dir / TOKENIZER), start.corpus.digest)
         write_record(run_dir, start.record or own)
     config = start.decisions.config
     files = {
@@ -256,7 +273,7 @@ def _make_trainer(
     torch.manual_seed(config.run.seed)
 
     line.phase("measuring the peak rate of the device")
-    peaks = device_peaks(device, decisions.device.name)
+    peaks = peaks_of(decisions.device)
     line.peak_origin = peaks.description
     choose, tuned = decisions.backends(), decisions.tuned_gemms()
     if tuned:

@@ -28,7 +28,7 @@ from scrimp.data import Corpus, CorpusSpec, is_corpus, load_tokenizer, open_corp
 from scrimp.errors import CheckpointError, ConfigError, DataError, DeviceError, ModelError, PlanError
 from scrimp.gemm import BackendChooser
 from scrimp.models import spec_of
-from scrimp.planner import Plan, build_plan, refuse_misfit, with_precisions
+from scrimp.planner import BackendChoice, Plan, build_plan, refuse_misfit, with_precisions
 from scrimp.planner.memory.decision import MemoryDecision
 from scrimp.planner.memory.room import Budgets
 from scrimp.precision import GEMMS, HIGH_PRECISION, parse_rules
@@ -43,6 +43,7 @@ from scrimp.train.memory.micro_batch import decide_micro_batch
 from scrimp.train.precision.question import refuse_unreachable_share
 from scrimp.train.run_folder import TOKENIZER
 from scrimp.train.trained_weights import architecture_of_weights, tokenizer_of_weights
+from scrimp.world import ALONE, World
 
 BPE_LIMIT = 32_768
 VOCAB_MULTIPLE = 64
@@ -63,6 +64,11 @@ class Decisions:
     """What is done so that a step fits."""
     copy_bytes: int
     """Predicted host memory that writing a checkpoint takes."""
+
+    @property
+    def world(self) -> World:
+        """The ranks of the run."""
+        return self.device.world
 
     @property
     def micro_batch_tokens(self) -> int:
@@ -114,6 +120,12 @@ class Decisions:
                 head_tokens=decided(self.config.train.loss_chunk),
             )
             rows |= {row: rows.get(row, choice).merged(choice) for row, choice in new.items()}
+        rows = self.world.once(  # of several ranks those that the first finds fastest
+            "choosing back ends",
+            lambda: rows,
+            write=lambda found: {row: dataclasses.asdict(choice) for row, choice in found.items()},
+            read=lambda told: {row: BackendChoice(**choice) for row, choice in told.items()},
+        )
         return dataclasses.replace(self, plan=dataclasses.replace(self.plan, backends=rows))
 
     def tuned_gemms(self) -> list[Tuned]:
@@ -177,16 +189,17 @@ class Decisions:
         self.refuse_tuning_misfit()
 
 
-def decide(config: Config, *, architecture: Architecture | None = None) -> Decisions:
+def decide(config: Config, *, architecture: Architecture | None = None, world: World = ALONE) -> Decisions:
     """Resolve a configuration on this machine; starts nothing and reads no corpus.
 
     Args:
+        world: the ranks of the run, all of which decide alike.
         architecture: of a run that is resumed; None derives it from the configuration.
     """
     check_values(config)
     objectives.check(config.objective)
-    _refuse_ranks()
-    device = resolve_device(config.device)
+    _refuse_ranks(world)
+    device = resolve_device(config.device, world)
     refuse_undetermined(device.torch_device)
     if architecture is None:
         weights = architecture_of_weights(config.model.weights) if config.model.weights else None
@@ -207,13 +220,15 @@ def decide(config: Config, *, architecture: Architecture | None = None) -> Decis
     return _plan_for(device, resolved, resolution.architecture, reasons)
 
 
-def _refuse_ranks() -> None:
-    """Refuse a launcher's several ranks: each would train a copy of its own."""
+def _refuse_ranks(world: World) -> None:
+    """Refuse several ranks: each would train a copy of its own."""
     ranks = os.environ.get("WORLD_SIZE", "1")
-    if ranks != "1":
+    if ranks != "1" or world.size > 1:
         raise DeviceError(
             "this version trains on one device",
-            got=f"WORLD_SIZE={ranks} in the environment, set by torchrun or Slurm",
+            got=f"WORLD_SIZE={ranks} in the environment, set by torchrun or Slurm"
+            if ranks != "1"
+            else f"a process group of {world.size} ranks",
             expected="one process",
             do="start `scrimp train` itself, without a launcher",
         )
@@ -226,7 +241,9 @@ def _plan_for(
         pinned = parse_rules(config.precision).pinned(list(spec_of(architecture).origins))
         refuse_unreachable_share(config, architecture, pinned)
     config, memory = decide_micro_batch(device, config, architecture, reasons)
-    return _decisions(device, config, architecture, reasons, memory)
+    decisions = _decisions(device, config, architecture, reasons, memory)
+    device.world.agree("the plan of the run", decisions.plan.to_json(), do="give all ranks the same settings")
+    return decisions
 
 
 def _decisions(
@@ -310,7 +327,10 @@ def open_run_corpus(decisions: Decisions, *, progress: bool = True, digest: str 
         digest: of the corpus that the run was begun with, if it was.
     """
     config = decisions.config
-    corpus = open_corpus(corpus_spec(config), cache=config.data.cache, progress=progress, digest=digest)
+    world = decisions.world
+    with world.writer_first("opening the data"):  # which prepares them; the others find shards
+        corpus = open_corpus(corpus_spec(config), cache=config.data.cache, progress=progress, digest=digest)
+    world.agree("the data", corpus.digest, do="give all ranks the same source and the same cache")
     sequence = decided(config.train.sequence)
     if corpus.train.num_tokens < sequence + 1:
         raise DataError(

@@ -14,17 +14,9 @@ import sys
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from scrimp import user_code
-from scrimp.config import (
-    MAY_CHANGE_ON_RESUME,
-    Config,
-    differences,
-    flatten,
-    load_config,
-    replace_values,
-    with_later_choices,
-)
+from scrimp.config import MAY_CHANGE_ON_RESUME, Config, differences, load_config, with_later_choices
 from scrimp.data import Corpus, load_tokenizer
 from scrimp.errors import CheckpointError, DataError, typed
 from scrimp.runtime.memory import HostRoom
@@ -44,6 +36,7 @@ from scrimp.train.setup import (
     refuse_other_tokenizer,
 )
 from scrimp.train.trained_weights import refuse_unusable_weights
+from scrimp.world import ALONE, World
 
 KEYWORDS = frozenset({"auto", "stdlib", "bytes", "bpe"})
 """Sources and tokenizers that are names, never paths: ./stdlib is the folder."""
@@ -71,9 +64,9 @@ class Start:
     """Whether the user has left newer checkpoints behind: they are set aside."""
 
 
-def fresh_start(config: Config) -> Start:
+def fresh_start(config: Config, world: World = ALONE) -> Start:
     """Decide a new run and open its data."""
-    decisions = decide(anchored(config))
+    decisions = decide(anchored(config), world=world)
     decisions.refuse_misfit()  # before time is spent on a corpus
     decisions.backends()
     if decisions.config.model.weights is not None:
@@ -104,12 +97,14 @@ def resumed_start(
     *,
     from_step: int | None = None,
     may_restart: bool = False,
+    world: World = ALONE,
 ) -> Start:
     """Go on with a run from its newest checkpoint that is whole and finite, or from step 0 where it has had none yet.
 
     Args:
         from_step: go on from the checkpoint of this step instead.
         may_restart: begin again at step 0 where no checkpoint can be used.
+        world: the ranks of the run.
 
     Raises:
         CheckpointError: no checkpoint can be used, or it belongs to another model, configuration or
@@ -117,20 +112,17 @@ def resumed_start(
     """
     saved = saved_config(run_dir)
     config = config_to_resume(saved, anchored(config), given)
-    checkpoint, errors = _chosen_checkpoint(run_dir, from_step)
+    checkpoint, errors = _chosen_checkpoint(run_dir, from_step, world)
     if checkpoint is None and not may_restart:
         _refuse_to_restart(run_dir, errors)
     if checkpoint is not None:
         refuse_other_configuration(checkpoint, saved, run_dir)
     state = read_state(checkpoint) if checkpoint else None
-    code = user_code.digests(flatten(config))
-    record = checked_record(run_dir, run_dir / TOKENIZER, state, code)
-    if record is not None:
-        record.refuse_other_code(code)
+    record = checked_record(run_dir, run_dir / TOKENIZER, state)
     has_tokenizer = (run_dir / TOKENIZER / "tokenizer.json").is_file()
     config = anchored(dataclasses.replace(config, run=dataclasses.replace(config.run, dir=run_dir)))
     config = _with_own_tokenizer(config, run_dir)
-    decisions = decide(config, architecture=state.architecture if state else None)
+    decisions = decide(config, architecture=state.architecture if state else None, world=world)
     if state is not None and config.is_planned:
         read_cycle(state.precision)  # refused before anything is changed
     corpus = _own_corpus(decisions, state, record)
@@ -172,24 +164,37 @@ def _own_corpus(decisions: Decisions, state: RunState | None, record: RunRecord 
 
 
 def _chosen_checkpoint(
-    run_dir: Path, from_step: int | None
-) -> tuple[Checkpoint | None, list[CheckpointError]]:
-    """The checkpoint to go on from, and what is wrong with the newer ones."""
+    run_dir: Path, from_step: int | None, world: World
+) -> tuple[Checkpoint | None, list[str]]:
+    """The checkpoint to go on from, and what is wrong with the newer ones; verified by one rank."""
     store = CheckpointStore(run_dir, keep_last=1, keep_every=0)
-    if from_step is None:
-        return store.latest(finite=True)
-    checkpoint = store.at(from_step)
-    checkpoint.refuse_not_finite(do="choose an older one, or leave --resume-from out")
-    return checkpoint, []
+
+    def choose() -> tuple[Checkpoint | None, list[str]]:
+        if from_step is None:
+            checkpoint, errors = store.latest(finite=True)
+            return checkpoint, [str(error) for error in errors]
+        checkpoint = store.at(from_step)
+        checkpoint.refuse_not_finite(do="choose an older one, or leave --resume-from out")
+        return checkpoint, []
+
+    def write(found: tuple[Checkpoint | None, list[str]]) -> Any:
+        checkpoint, errors = found
+        return None if checkpoint is None else [checkpoint.step, str(checkpoint.folder)], errors
+
+    def read(told: Any) -> tuple[Checkpoint | None, list[str]]:
+        place, errors = told
+        return None if place is None else Checkpoint(place[0], Path(place[1])), errors
+
+    return world.once("choosing a checkpoint", choose, write=write, read=read)
 
 
-def _refuse_to_restart(run_dir: Path, errors: list[CheckpointError]) -> None:
+def _refuse_to_restart(run_dir: Path, errors: list[str]) -> None:
     """Refuse to begin at step 0 again where a run has been further."""
     again = f"begin again at step 0 with {typed('train', '--run.dir', run_dir, '--resume', '--restart')}"
     if errors:
         raise CheckpointError(
             f"no checkpoint of {run_dir} can be used",
-            got="; ".join(str(error) for error in errors),
+            got="; ".join(errors),
             do=f"restore one from a copy, or {again}; nothing was changed",
         )
     sign = sign_of_checkpoints(run_dir)
@@ -222,9 +227,7 @@ def anchored(config: Config) -> Config:
         cache=None if data.cache is None else data.cache.expanduser().absolute(),
     )
     weights = None if model.weights is None else model.weights.expanduser().absolute()
-    config = dataclasses.replace(config, data=data, model=dataclasses.replace(model, weights=weights))
-    code = user_code.code_in(flatten(config))
-    return replace_values(config, {key: user_code.anchored(value) for key, value in code.items()})
+    return dataclasses.replace(config, data=data, model=dataclasses.replace(model, weights=weights))
 
 
 def _anchored_name(name: str) -> str:

@@ -50,7 +50,7 @@ class Stepper:
         self.run, self._proof = run, proof
         self._lr = Schedule.build(run.config)
         self._trouble = MemoryTrouble(run.decisions, run.executable)
-        self.guard = NonFiniteGuard(run.train.nonfinite_patience)
+        self.guard = NonFiniteGuard(run.train.nonfinite_patience, run.decisions.world)
         self.is_updating = False
         """Whether an update was broken off: what is there must not be kept."""
         self._metric_sums: dict[str, Tensor | float] = {}
@@ -90,15 +90,20 @@ class Stepper:
     def _passes(self, batches: list[Batch], num_targets: int) -> Tensor | None:
         """Forward and backward of a step's micro-batches: the sum of the losses; None if memory ran out, and the plan
         was changed to one that takes less."""
+        total: Tensor | None = None
+        trouble: Exception | None = None
         try:
             with self._proof.around(len(batches)):
-                return self._passes_once(batches, num_targets)
+                total = self._passes_once(batches, num_targets)
         except (RuntimeError, ArenaTooSmallError) as error:
             if not is_out_of_memory(error):
                 raise
             # Its frames hold what the step had kept; the plan is made when they are gone.
             error.__traceback__ = None
             trouble = error
+        trouble = self._trouble.of_any_rank(trouble)
+        if trouble is None:
+            return total
         self._take_less(trouble)
         return None
 

@@ -18,7 +18,8 @@ class CheckMemory(Callback):
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._check = MemoryCheck(run.decisions.memory, most_on_host(run.executable, run.config))
+        decisions, on_host = run.decisions, most_on_host(run.executable, run.config)
+        self._check = MemoryCheck(decisions.memory, on_host, decisions.world)
 
     def after_step(self, result: StepResult, record: Record) -> None:
         """Compare as soon as enough steps were made."""

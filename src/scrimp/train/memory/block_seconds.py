@@ -7,7 +7,8 @@ Method   The roofline of `scrimp.planner.memory.work` is always there. Where it 
          again takes no less than its roofline: noise often measures nothing, and where levels tie, a search for what
          fits would let every block recompute.
          Blocks are timed as they train: by deterministic kernels, compiled where the run compiles them. Compiling them
-         at every level is not in that limit; the run finds them in the compiler's cache.
+         at every level is not in that limit; the run finds them in the compiler's cache. Of several ranks the first
+         measures for all, which must come to one plan.
 Limits   A block's seconds do not depend on where its states live; copies beside computing are the timeline's affair.
 Checked  tests/train/memory/test_block_seconds.py
 """
@@ -19,7 +20,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 
@@ -32,12 +33,14 @@ from scrimp.planner import Peaks
 from scrimp.planner.memory.costs import BlockCost, StepCosts
 from scrimp.planner.memory.work import PassSeconds, Rates, block_seconds, ends_seconds
 from scrimp.precision import LinearPrecision, PrecisionRules
-from scrimp.profiler import Device, device_peaks
+from scrimp.profiler import Device, peaks_of
 from scrimp.profiler.bandwidth import LinkRates, measure_links
 from scrimp.profiler.block_times import CHAIN, ROUNDS, Timed, measure_blocks, measure_ends
 from scrimp.runtime import deterministic, preferred_backends
 
 Origin = Literal["measured", "predicted"]
+Blocks = tuple[Mapping[str, PassSeconds], ...]
+"""Level to measured seconds, by class of blocks."""
 Seconds = tuple[Sequence[Mapping[str, PassSeconds]], float]
 """Level to seconds by class of blocks, and of the ends."""
 LIMIT_S = 5.0
@@ -110,7 +113,7 @@ class _Model:
         train, compute = self.config.train, self.config.precision_rules.compute
         tokens = decided(train.micro_batch) * decided(train.sequence)
         linears = linears_of(self.config.precision_rules, self.architecture)
-        peaks: Peaks = device_peaks(self.device.torch_device, self.device.name)
+        peaks: Peaks = peaks_of(self.device)
         work, spec = Rates(peaks, self.rates.device_memory), spec_of(self.architecture)
         classes = [
             {
@@ -142,13 +145,22 @@ class _Model:
         # The vocabulary may change when the corpus is there: blocks are not timed again for it.
         blocks = dataclasses.replace(timed, architecture=dataclasses.replace(self.architecture, vocab_size=1))
         try:
-            found = _blocks_once(blocks, tuple(self.levels), device, backend, rounds)
+            found = self.device.world.once(
+                "timing the model's blocks",
+                lambda: _blocks_once(blocks, tuple(self.levels), device, backend, rounds),
+                write=_blocks_as_json,
+                read=_blocks_from_json,
+            )
             if found is None:
                 return None
             # As much slower as blocks are, where the ends themselves would take too long.
             slower = _passes(found[0]["keep"]) / _passes(classes[0]["keep"])
             ends_rounds = _rounds(slower * ends)
-            measured = _ends_once(timed, device, backend, ends_rounds) if ends_rounds else slower * ends
+            measured: float | None = slower * ends
+            if ends_rounds:
+                measured = self.device.world.once(
+                    "timing the model's ends", lambda: _ends_once(timed, device, backend, ends_rounds)
+                )
         except PlanError:
             return None  # a format that nothing runs here: refused by name when the plan is there
         if measured is None:
@@ -176,6 +188,14 @@ class _Model:
         )
 
 
+def _blocks_as_json(found: Blocks | None) -> Any:
+    return found and [{level: dataclasses.asdict(one) for level, one in kind.items()} for kind in found]
+
+
+def _blocks_from_json(told: Any) -> Blocks | None:
+    return told and tuple({level: PassSeconds(**one) for level, one in kind.items()} for kind in told)
+
+
 def _at_least(
     measured: Mapping[str, PassSeconds], roofline: Mapping[str, PassSeconds]
 ) -> dict[str, PassSeconds]:
@@ -201,7 +221,7 @@ def _rounds(seconds: float) -> int:
 @cache
 def _blocks_once(
     timed: Timed, levels: tuple[str, ...], device: torch.device, backend: str, rounds: int
-) -> tuple[Mapping[str, PassSeconds], ...] | None:
+) -> Blocks | None:
     doing = "compiling and timing" if timed.compiled else "timing"
     print(f"{doing} the model's blocks ...", file=sys.stderr, flush=True)
     with deterministic(device):
@@ -214,7 +234,16 @@ def _ends_once(timed: Timed, device: torch.device, backend: str, rounds: int) ->
         return measure_ends(timed, device, preferred_backends(device, backend), rounds=rounds)
 
 
+def links_of(device: Device) -> LinkRates:
+    """The rates that all ranks reckon with; measured by the first of them, once per process and device."""
+    return device.world.once(
+        "measuring bandwidths",
+        lambda: _links_once(device.torch_device),
+        write=dataclasses.asdict,
+        read=lambda found: LinkRates(**found),
+    )
+
+
 @cache
-def links_of(device: torch.device) -> LinkRates:
-    """Measured once per process and device."""
+def _links_once(device: torch.device) -> LinkRates:
     return measure_links(device)

@@ -5,6 +5,7 @@ Method   The median of `STEPS` steps after `WARM_UP` (libraries choose their ker
          `TOLERANCE`, costs and limits are corrected (`scrimp.planner.memory.correct`) and activations searched for
          anew; states stay where they are. The blocks change if what they do now no longer fits, or if the new plan
          is predicted faster by `GAIN`: less is not worth a change. No number of the run changes by it.
+         Of several ranks the slowest and the fullest count.
 Limits   Once per start of a run. What a user has set stays.
 Checked  tests/train/memory/test_memory_check.py
 """
@@ -23,6 +24,7 @@ from scrimp.planner.memory.search import find
 from scrimp.report.units import format_bytes, format_duration, format_percent
 from scrimp.train.memory.decide import states_of
 from scrimp.train.memory.replan import replanned, same_states
+from scrimp.world import ALONE, World
 
 WARM_UP, STEPS = 3, 5
 TOLERANCE = 0.05
@@ -47,8 +49,8 @@ class MemoryCheck:
         host_bytes: that a step may take in the host memory of the run: no plan of its blocks may need more.
     """
 
-    def __init__(self, memory: MemoryDecision, host_bytes: int) -> None:
-        self._memory, self._host_bytes = memory, host_bytes
+    def __init__(self, memory: MemoryDecision, host_bytes: int, world: World = ALONE) -> None:
+        self._memory, self._host_bytes, self._world = memory, host_bytes, world
         self._is_done = False
 
     def after_step(
@@ -65,7 +67,9 @@ class MemoryCheck:
         if self._is_done or len(seconds) < WARM_UP + STEPS:
             return None
         self._is_done = True
-        measured = Figures(peak_device_bytes=peak, step_seconds=statistics.median(seconds[WARM_UP:]))
+        peaks = [one for one in self._world.gathered(peak) if one is not None]
+        slowest = self._world.largest(statistics.median(seconds[WARM_UP:]))
+        measured = Figures(peak_device_bytes=max(peaks, default=None), step_seconds=slowest)
         words, is_off = _compare(plan.predicted, measured)
         if not words:
             return None

@@ -131,7 +131,7 @@ def _resident(config: Config, architecture: Architecture, device: Device) -> Mem
         return None
     costs = traced(config, architecture, device.torch_device, ("keep",))
     limit = device_limit(config, device, costs.checkpoint_copy)
-    machine = _machine(config, NO_LINKS, limit, host_limit(config, device), with_cpu=False)
+    machine = _machine(config, device, NO_LINKS, limit, host_limit(config, device), with_cpu=False)
     problem = Problem(costs, machine, _setup_of(config), split=None)
     found = problem.decision(("keep",) * blocks, States.split(blocks), "", origin=None)
     if found.account.peak > SMALL_SHARE * limit:
@@ -250,12 +250,12 @@ def problem_of(config: Config, architecture: Architecture, device: Device) -> Pr
     rates = _rates(device)
     costs, _ = with_seconds(costs, config, architecture, device, rates, may_measure=False)
     limit = device_limit(config, device, costs.checkpoint_copy)
-    machine = _machine(config, rates, limit, host, with_cpu=config.memory.update != "device")
+    machine = _machine(config, device, rates, limit, host, with_cpu=config.memory.update != "device")
     return Problem(costs, machine, _setup_of(config), split)
 
 
 def _rates(device: Device) -> LinkRates:
-    return links_of(device.torch_device)
+    return links_of(device)
 
 
 def asks_for_host(config: Config, num_blocks: int) -> bool:
@@ -293,13 +293,14 @@ def decision_of(plan: Plan, config: Config, architecture: Architecture, device: 
     activations = tuple(plan.blocks[str(i)].activations for i in range(architecture.num_layers))
     choices = ALL_ACTIVATIONS if uses_host(plan) else LEVELS
     # Where nothing moves, their rates decide nothing; measuring takes memory that there may be none of.
-    rates = links_of(device.torch_device) if uses_host(plan) else NO_LINKS
+    rates = links_of(device) if uses_host(plan) else NO_LINKS
     costs = traced(config, architecture, device.torch_device, choices)
     costs, _ = with_seconds(costs, config, architecture, device, rates, may_measure=False)
     states = states_of(plan, architecture.num_layers, speculates=config.memory.speculate)
     setup = dataclasses.replace(_setup_of(config), updaters=(states.update,))
     account = account_step(costs, states, activations, accumulates=setup.accumulates)
-    machine = _machine(config, rates, account.peak, account.host_peak, with_cpu=states.update != "device")
+    with_cpu = states.update != "device"
+    machine = _machine(config, device, rates, account.peak, account.host_peak, with_cpu=with_cpu)
     return MemoryDecision(costs, machine, setup, activations, states, account, "the plan of the run", None)
 
 
@@ -317,11 +318,15 @@ def _setup_of(config: Config) -> Setup:
 
 
 def _machine(
-    config: Config, rates: LinkRates, device_bytes: int, host_bytes: int, *, with_cpu: bool
+    config: Config, device: Device, rates: LinkRates, device_bytes: int, host_bytes: int, *, with_cpu: bool
 ) -> Machine:
     """With the CPU's rate for the formats of this run, where it may update anything."""
     machine = rates.machine(device_bytes=device_bytes, host_bytes=host_bytes)
-    rate = cpu_update_rate(config.train.parameters, config.optimizer) if with_cpu else None
+    rate = None
+    if with_cpu:
+        rate = device.world.once(
+            "timing updates on the CPU", lambda: cpu_update_rate(config.train.parameters, config.optimizer)
+        )
     return dataclasses.replace(machine, cpu_adam=rate)
 
 

@@ -28,17 +28,18 @@ from scrimp.train.memory.limits import compiled_share, copy_is_on_device
 
 
 def take_host_room(plan: Plan, config: Config, architecture: Architecture, device: Device) -> HostRoom | None:
-    """Take the host memory of a plan; None where it needs none.
+    """Take the host memory of a plan, on all ranks or none; None where it needs none.
 
     Raises:
         HostBudgetError, PinningRefusedError: the host does not give so much.
     """
-    return take_room(
-        plan,
-        device.torch_device,
-        host_bytes=host_bytes_of(plan, config, architecture, device),
-        host_available=host_memory_available(),
-    )
+    with device.world.together("taking host memory"):
+        return take_room(
+            plan,
+            device.torch_device,
+            host_bytes=host_bytes_of(plan, config, architecture, device),
+            host_available=host_memory_available(),
+        )
 
 
 def left_of_budget(config: Config, device: Device, arena: int) -> int | None:

@@ -5,7 +5,7 @@ Problem  A budget is more than the bytes of a step: a GPU's allocator keeps gaps
 Method   Limits are bytes that a step may take by its account; `Budgets` is their inverse, for messages. What fits part
          by part is checked once more as a sum where both parts are one memory. `usable_of_card`, `usable_of_cpu`
          and `usable_of_host` are the one definition of how much of a memory a plan may fill, for runs, documents and
-         benchmarks.
+         benchmarks. Of several ranks the one with the least free memory decides for all.
 Checked  tests/train/memory/test_decide.py, test_memory_refusal.py
 """
 
@@ -80,6 +80,11 @@ def budgets_of(config: Config, device: Device, copy_bytes: int, *, asks_for_host
 def _free(device: Device) -> int:
     """Bytes of the device that are free; on a CPU what a step may take of them."""
     return usable_of_cpu(device.available_bytes) if device.is_host else device.available_bytes
+
+
+def host_free(device: Device) -> int:
+    """Bytes of host memory that are free now, on the rank that has the least."""
+    return int(device.world.smallest(host_memory_available()))
 
 
 def _device_share(device: Device) -> float:
@@ -192,7 +197,7 @@ def host_limit(config: Config, device: Device, *, is_asked_for: bool = False) ->
     """
     if _may_not_use_host(config, device, is_asked_for):
         return 0
-    free, given = host_memory_available(), config.budget.host_memory
+    free, given = host_free(device), config.budget.host_memory
     usable = largest_step(usable_of_cpu(free)) if device.is_host else usable_of_host(free)
     if given is not None:
         usable = min(usable, largest_step(parse_bytes(given)))
@@ -203,7 +208,7 @@ def _host_budget(config: Config, device: Device, is_asked_for: bool) -> int:
     """What there is of the host: free, and within the budget; 0: nothing may live there."""
     if _may_not_use_host(config, device, is_asked_for):
         return 0
-    free, given = host_memory_available(), config.budget.host_memory
+    free, given = host_free(device), config.budget.host_memory
     free = usable_of_cpu(free) if device.is_host else int(HOST_SHARE * free)
     return free if given is None else min(free, parse_bytes(given))
 

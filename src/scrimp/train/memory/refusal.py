@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from scrimp.config import Architecture, Config, decided, replace_values
-from scrimp.host_memory import host_memory_available
 from scrimp.planner.memory.costs import StepCosts
 from scrimp.planner.memory.room import (
     NoRoomError,
@@ -36,7 +35,7 @@ from scrimp.train.memory.decide import (
     problem_of,
     traced,
 )
-from scrimp.train.memory.limits import budgets_of, copy_is_on_device, usable_of_cpu
+from scrimp.train.memory.limits import budgets_of, copy_is_on_device, host_free, usable_of_cpu
 
 SMALL_CHUNK = 512
 """Tokens: with fewer a GPU's head would wait for its memory (`scrimp.config.resolve`)."""
@@ -75,7 +74,7 @@ def _beside_host(config: Config, architecture: Architecture, device: Device, roo
     given = config.budget.device_memory
     both = {
         "budget.device_memory": given or f"{device.available_bytes}B",
-        "budget.host_memory": f"{usable_of_cpu(host_memory_available())}B",
+        "budget.host_memory": f"{usable_of_cpu(host_free(device))}B",
     }
     problem = problem_of(replace_values(config, both), architecture, device)
     found = room_of(problem.costs, problem.machine, problem.setup, problem.split)

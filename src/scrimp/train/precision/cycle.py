@@ -11,6 +11,8 @@ something took: with the state in the checkpoint a run that was killed anywhere 
 state is the formats of now, the costs that the last statistics gave, what the guard has seen, what the
 budget has spent, and a plan that waits for its step.
 
+Ranks     All measure and probe; the writer solves, and tells the others its plan and what its probes found. Of a step's
+          loss, norm and seconds the largest of any rank counts.
 Budget    Of FLOPs in 4 bits, from the first plan on. With `snip.final_share` the last part of the run may take less of
           it and the time before more (`scrimp.planner.precision.schedule`).
 Files     plan.json is the plan of now; plans/step-*.json every plan, plans/step-*.precision.json the analysis
@@ -66,6 +68,7 @@ class PrecisionCycle:
     def __init__(self, run: Run) -> None:
         decisions = run.decisions
         self._decisions, self._config, self._plans = decisions, decisions.config, run.plans
+        self._world = decisions.world
         self._meter = PrecisionMeter(decisions, run.executable, run.optimizer, run.batches)
         self._log, self._line, self._run_dir = run.log, run.line, decided(run.config.run.dir)
         self._rules = parse_rules(self._config.precision)
@@ -86,8 +89,8 @@ class PrecisionCycle:
 
     def to_state(self) -> dict[str, Any]:
         """For the checkpoint; waits for the solver, whose plan is part of it."""
-        if self._solution is not None and self.state.waiting is not None:
-            self.state.waiting.plan = self._solution.result().to_json()
+        if self.state.waiting is not None and (found := self._solved()) is not None:
+            self.state.waiting.plan = found.to_json()
         analysis = None if self._analysis is None else self._analysis.to_json()
         return {**dataclasses.asdict(self.state), "analysis": analysis, "plan": self._plans.plan.to_json()}
 
@@ -100,7 +103,8 @@ class PrecisionCycle:
         then, now = plan.fingerprint.device, carried.fingerprint.device
         if then != now:
             self._note = self.state.move(self._config, step, then, now, in_seconds=self._wants_times())
-        drop_plans_after(self._run_dir, step)
+        if self._world.is_writer:
+            drop_plans_after(self._run_dir, step)
         self._plans.change(carried)
 
     def prepare(self) -> None:
@@ -117,7 +121,11 @@ class PrecisionCycle:
 
         self._times = measured_times(self._decisions, self._run_dir, progress)
         refuse_unreachable_speed(self._config, self._times, shapes_of(self._decisions))
-        keep_times(self._run_dir, self._times)
+        self._keep_times(self._times)
+
+    def _keep_times(self, times: StepTimes) -> None:
+        if self._world.is_writer:
+            keep_times(self._run_dir, times)
 
     def _wants_times(self) -> bool:
         return wants_times(self._config, self._decisions.device.torch_device.type)
@@ -143,6 +151,7 @@ class PrecisionCycle:
 
     def after_step(self, step: int, loss: float, norm: float, seconds: float) -> None:
         """Look at a step that was taken; another plan may then be in force."""
+        loss, norm, seconds = map(self._world.largest, (loss, norm, seconds))
         if self._times is not None and self._times.other is None:
             self.state.step_seconds = [*self.state.step_seconds, seconds][-guard.MIN_VALUES :]
         self._number = step + 1
@@ -188,7 +197,8 @@ class PrecisionCycle:
         if self.state.measure_from is not None and step >= self.state.measure_from:
             self.state.measure_from = None
         self.state.waiting = Waiting(step + decided(snip.delay))
-        self._solution = self._solver.submit(self._solve, profile, horizon, state, pinned, times)
+        if self._world.is_writer:
+            self._solution = self._solver.submit(self._solve, profile, horizon, state, pinned, times)
 
     def _times_of_a_step(self) -> StepTimes | None:
         """With the seconds beside the GEMMs; before any step has been timed they count as none, for this plan."""
@@ -199,7 +209,7 @@ class PrecisionCycle:
         times = dataclasses.replace(self._times, other=other_than_gemms(timed or [gemms], gemms))
         if timed:
             self._times, self.state.step_seconds = times, []
-            keep_times(self._run_dir, times)
+            self._keep_times(times)
         return times
 
     def _solve(
@@ -222,14 +232,21 @@ class PrecisionCycle:
         )
         return plan_or_nearest(question, step=horizon.step + decided(self._config.snip.delay))
 
+    def _solved(self) -> PrecisionPlan | None:
+        """What the solver found, when it is done; None where the plan that waits came from a checkpoint."""
+        return self._world.once(
+            "solving for a plan",
+            lambda: None if self._solution is None else self._solution.result(),
+            write=lambda found: None if found is None else found.to_json(),
+            read=lambda text: None if text is None else PrecisionPlan.from_json(text),
+        )
+
     def _switch(self, step: int) -> None:
         waiting, self.state.waiting = self.state.waiting, None
         assert waiting is not None
         began = time.perf_counter()
-        solution, self._solution = self._solution, None
-        if solution is not None:
-            found = solution.result()
-        else:
+        found, self._solution = self._solved(), None
+        if found is None:
             assert waiting.plan is not None  # it came from a checkpoint, which holds it (see `read_cycle`)
             found = PrecisionPlan.from_json(waiting.plan)
         stall = time.perf_counter() - began
@@ -288,7 +305,7 @@ class PrecisionCycle:
 
     def _probe(self, step: int) -> Probe:
         self._line.phase("comparing with bf16")
-        return self._meter.probe(step)
+        return Probe(**self._world.told(dataclasses.asdict(self._meter.probe(step))))
 
     def _measure_what_was_predicted(self, step: int) -> None:
         assert self._analysis is not None
@@ -349,6 +366,8 @@ class PrecisionCycle:
         self._write(analysis=False)
 
     def _write(self, *, analysis: bool = True) -> None:
+        if not self._world.is_writer:
+            return
         folder = self._run_dir / PLANS
         make_folder(folder)
         if analysis and self._analysis is not None:

@@ -80,7 +80,11 @@ def measured_times(
     decisions: Decisions, run_dir: Path, progress: Callable[[str, int, int], None]
 ) -> StepTimes:
     """The table of this run: the one in its folder if it is of this device and micro-batch, else measured (or from
-    the user's cache) and left there."""
+    the user's cache) and left there. The first of several ranks measures for all."""
+    return _once(decisions, lambda: _measured(decisions, run_dir, progress))
+
+
+def _measured(decisions: Decisions, run_dir: Path, progress: Callable[[str, int, int], None]) -> StepTimes:
     train, path = decisions.config.train, run_dir / FILE
     per_step = decided(train.batch_tokens) // (decided(train.micro_batch) * decided(train.sequence))
     if path.exists():
@@ -91,11 +95,25 @@ def measured_times(
         here = surroundings_of(decisions.device.torch_device).device
         if (table.tokens, table.device) == (decisions.micro_batch_tokens, here):
             return StepTimes(table, per_step, kept.other)
-    return fresh_times(decisions, progress)
+    return _fresh(decisions, progress)
 
 
 def fresh_times(decisions: Decisions, progress: Callable[[str, int, int], None]) -> StepTimes:
-    """The table of a run that has none yet: measured, or from the user's cache."""
+    """The table of a run that has none yet: measured, or from the user's cache. The first of several ranks measures
+    for all."""
+    return _once(decisions, lambda: _fresh(decisions, progress))
+
+
+def _once(decisions: Decisions, make: Callable[[], StepTimes]) -> StepTimes:
+    return decisions.world.once(
+        "timing GEMMs",
+        make,
+        write=lambda times: [times.table.to_json(), times.micro_batches, times.other],
+        read=lambda told: StepTimes(GemmTimes.from_json(told[0], origin="the first rank's"), *told[1:]),
+    )
+
+
+def _fresh(decisions: Decisions, progress: Callable[[str, int, int], None]) -> StepTimes:
     config, train = decisions.config, decisions.config.train
     per_step = decided(train.batch_tokens) // (decided(train.micro_batch) * decided(train.sequence))
     linears = spec_of(decisions.architecture).shapes
