@@ -32,8 +32,8 @@ import torch
 from torch import Tensor
 
 from scrimp.cli import main as scrimp
-from scrimp.models.decoder import Decoder
 from scrimp.models.initialise import initial_value
+from scrimp.models.model import Model
 from scrimp.report.memory_text import runs_of
 from scrimp.train import RunSummary, session
 from scrimp.train.callbacks import Callback, CheckMemory, Record
@@ -205,7 +205,7 @@ def _events(run: Run) -> list[str]:
 
 
 @torch.no_grad()
-def fill(model: Decoder, seed: int) -> None:
+def fill(model: Model, seed: int) -> None:
     """Initial weights from one random piece of each standard deviation and format, repeated."""
     pieces: dict[tuple[torch.dtype, torch.device], Tensor] = {}
     like = torch.empty(PIECE_ELEMENTS // 1024, 1024, device="meta")

@@ -34,8 +34,8 @@ from torch import Tensor, nn
 
 from scrimp.config import Architecture, OptimizerConfig
 from scrimp.formats import Noise
-from scrimp.models.decoder import Decoder
 from scrimp.models.initialise import initialise
+from scrimp.models.model import Model, build_model
 from scrimp.optim import AdamW, MomentFormat, Moments, Step, update
 
 MODEL = Architecture(
@@ -104,14 +104,14 @@ def batches(seed: int, *, held_out: bool = False) -> Iterator[Tensor]:
         yield torch.stack([data[s : s + SEQUENCE + 1] for s in starts])
 
 
-def model_of(dtype: torch.dtype, seed: int) -> Decoder:
+def model_of(dtype: torch.dtype, seed: int) -> Model:
     """A decoder with its start values."""
-    model = Decoder(MODEL, dtype=dtype)
+    model = build_model(MODEL, dtype=dtype)
     initialise(model, seed)
     return model
 
 
-def loss_of(model: Decoder, rows: Tensor) -> Tensor:
+def loss_of(model: Model, rows: Tensor) -> Tensor:
     """Mean cross-entropy."""
     logits = model.head(model(rows[:, :-1])).float()
     return F.cross_entropy(logits.reshape(-1, MODEL.vocab_size), rows[:, 1:].reshape(-1))

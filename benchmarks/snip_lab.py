@@ -20,8 +20,8 @@ import torch
 from scrimp.config import decided, load_config
 from scrimp.data import Batch, Loader
 from scrimp.gemm import LinearPrecision, swap_in
-from scrimp.models.decoder import Decoder
 from scrimp.models.initialise import initialise
+from scrimp.models.model import build_model
 from scrimp.optim import AdamW
 from scrimp.planner.precision.profile import PrecisionProfile
 from scrimp.precision import GEMMS
@@ -57,7 +57,7 @@ class Lab:
         self.corpus = open_run_corpus(self.decisions, progress=False)
         self.device = self.decisions.device.torch_device
         dtype = DTYPES[self.train_config.parameters]
-        self.model = Decoder(architecture, device=self.device, dtype=dtype)
+        self.model = build_model(architecture, device=self.device, dtype=dtype)
         initialise(self.model, config.run.seed)
         self.optimizer = AdamW(dict(self.model.named_parameters()), self.decisions.config.optimizer)
         tensors = {f"model.{name}": p.detach() for name, p in self.model.named_parameters()}

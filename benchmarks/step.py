@@ -45,10 +45,12 @@ from torch import Tensor, nn
 from scrimp.config import load_config, preset, resolve
 from scrimp.config.architecture import Architecture
 from scrimp.data import Batch
-from scrimp.models.decoder import Decoder
 from scrimp.models.huggingface import export_model
 from scrimp.models.initialise import initialise
 from scrimp.objectives.next_token import NEXT_TOKEN
+from scrimp.models.huggingface import export_model
+from scrimp.models.initialise import initialise
+from scrimp.models.model import Model, build_model
 
 QWEN_SMALL = Architecture(
     family="qwen2",
@@ -219,7 +221,7 @@ def sides(
     architecture: Architecture, precision: str, chunk: int, options: argparse.Namespace
 ) -> tuple[Side, Side]:
     """Both models with the same weights, and their steps."""
-    model = Decoder(architecture)
+    model = build_model(architecture)
     initialise(model, 0)
     peer = transformers_model(model, architecture).to(options.device)
     model.to(options.device)
@@ -245,7 +247,7 @@ def sides(
     return side("ours", model, our_loss), side("peer", peer, peer_loss)
 
 
-def transformers_model(model: Decoder, architecture: Architecture) -> nn.Module:
+def transformers_model(model: Model, architecture: Architecture) -> nn.Module:
     """The transformers model with our weights, through an exported folder."""
     from transformers import AutoModelForCausalLM
 

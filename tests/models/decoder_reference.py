@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from scrimp.config.architecture import Architecture, RopeScaling
-from scrimp.models.decoder import Decoder
+from scrimp.models.model import Model, build_model
 
 LLAMA = Architecture(
     family="llama",
@@ -40,9 +40,9 @@ FAMILIES = {
 }
 
 
-def filled(architecture: Architecture, *, seed: int = 1, dtype: torch.dtype = torch.float32) -> Decoder:
+def filled(architecture: Architecture, *, seed: int = 1, dtype: torch.dtype = torch.float32) -> Model:
     """A decoder whose weights are all random, the norms' and biases' too, and large enough to matter."""
-    model = Decoder(architecture, dtype=dtype)
+    model = build_model(architecture, dtype=dtype)
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=generator)
@@ -50,7 +50,7 @@ def filled(architecture: Architecture, *, seed: int = 1, dtype: torch.dtype = to
     return model
 
 
-def weights_of(model: Decoder) -> dict[str, Tensor]:
+def weights_of(model: Model) -> dict[str, Tensor]:
     """Float64 copies that can be differentiated."""
     return {name: p.detach().double().requires_grad_() for name, p in model.named_parameters()}
 

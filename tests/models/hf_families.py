@@ -12,8 +12,8 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from scrimp.models.decoder import Decoder
 from scrimp.models.huggingface import load_weights, read_architecture
+from scrimp.models.model import Model, build_model
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -92,9 +92,9 @@ def reference_folder(name: str, folder: Path, **save: Any) -> tuple[Any, Path]:
     return model, folder
 
 
-def scrimp_model(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
+def scrimp_model(folder: Path, dtype: torch.dtype = torch.float32) -> Model:
     """Scrimp's decoder with the weights of a Hugging Face folder."""
-    model = Decoder(read_architecture(folder), dtype=dtype)
+    model = build_model(read_architecture(folder), dtype=dtype)
     load_weights(model, folder)
     return model
 

@@ -12,11 +12,11 @@ import torch
 from decoder_reference import LLAMA
 from torch import Tensor
 
-from scrimp.config.architecture import Architecture
-from scrimp.models import attention, segments
+from scrimp.models import attention, segments, spec_of
 from scrimp.models.attention import AttentionLayout, attend, varlen_kernel
 from scrimp.profiler.memory_trace.tracker import StorageTracker
 
+ATTENDS = spec_of(LLAMA).block(0).attention
 ROWS, LENGTH, HEADS, KV, K = 2, 40, 4, 2, 8
 DOCUMENTS = [0, 3, 30, 40, 41, 80]
 
@@ -28,10 +28,10 @@ def prepare(
     compiled: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> AttentionLayout:
-    architecture: Architecture = replace(LLAMA, sliding_window=window)
+    attends = replace(ATTENDS, window=window)
     document_starts = None if starts is None else torch.tensor(starts, dtype=torch.int32)
     tokens = torch.zeros(ROWS, LENGTH, dtype=torch.int64)
-    return AttentionLayout.prepare(architecture, tokens, document_starts, dtype=dtype, compiled=compiled)
+    return AttentionLayout.prepare(attends, tokens, document_starts, dtype=dtype, compiled=compiled)
 
 
 def expected(qkv: Tensor, starts: list[int] | None, window: int | None) -> Tensor:
@@ -133,7 +133,7 @@ def test_document_starts_that_do_not_fit_the_rows_are_a_bug_of_the_caller() -> N
 
 def test_rows_of_one_document_go_together_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, starts = torch.zeros(5, LENGTH, dtype=torch.int64), torch.arange(0, 5 * LENGTH + 1, LENGTH)
-    lay_out = partial(AttentionLayout.prepare, LLAMA, tokens, starts, dtype=torch.float32)
+    lay_out = partial(AttentionLayout.prepare, ATTENDS, tokens, starts, dtype=torch.float32)
     all_at_once, together = lay_out(compiled=True), lay_out()
     monkeypatch.setattr(segments, "ROWS_TOKENS", 2 * LENGTH)
     apart = lay_out()
@@ -182,11 +182,11 @@ def test_the_varlen_kernel_is_found_and_takes_our_arguments() -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_cuda_routes_agree_with_the_reference(name: str) -> None:
     starts, window = CASES[name]
-    architecture = replace(LLAMA, sliding_window=window)
+    attends = replace(ATTENDS, window=window)
     tokens = torch.zeros(ROWS, LENGTH, dtype=torch.int64, device="cuda")
     document_starts = None if starts is None else torch.tensor(starts, dtype=torch.int32)
     for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 0.02)):
-        layout = AttentionLayout.prepare(architecture, tokens, document_starts, dtype=dtype)
+        layout = AttentionLayout.prepare(attends, tokens, document_starts, dtype=dtype)
         qkv = torch.randn(ROWS, LENGTH, HEADS + 2 * KV, K, device="cuda", dtype=dtype)
         reference = qkv.cpu().double().requires_grad_()
         qkv.requires_grad_()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from losses import next_token_loss
 
 from scrimp.errors import ModelError
-from scrimp.models.decoder import Decoder
+from scrimp.models.model import build_model
 
 ROWS, LENGTH = 2, 24
 PACKED = [0, 5, 6, 24, 30, 48]
@@ -138,24 +138,26 @@ def test_compiled_blocks_give_the_same_loss_and_gradients() -> None:
 
 def test_parameter_names_and_shapes_are_the_agreed_ones() -> None:
     shapes = {
-        name: tuple(p.shape) for name, p in Decoder(FAMILIES["qwen3"], device="meta").named_parameters()
+        name: tuple(p.shape) for name, p in build_model(FAMILIES["qwen3"], device="meta").named_parameters()
     }
     assert shapes["blocks.1.attention.qkv.weight"] == (8 * 12, 32)
     assert shapes["blocks.0.attention.q_norm.weight"] == (12,)
     assert shapes["blocks.0.attention.out.weight"] == (32, 4 * 12)
     assert shapes["blocks.0.mlp.gate_up.weight"] == (96, 32)
     assert shapes["head.weight"] == (61, 32)
-    assert "blocks.0.attention.qkv.bias" in dict(Decoder(FAMILIES["qwen2"], device="meta").named_parameters())
+    assert "blocks.0.attention.qkv.bias" in dict(
+        build_model(FAMILIES["qwen2"], device="meta").named_parameters()
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parameter_count_is_the_architectures(family: str) -> None:
-    model = Decoder(FAMILIES[family], device="meta")
+    model = build_model(FAMILIES[family], device="meta")
     assert sum(p.numel() for p in model.parameters()) == FAMILIES[family].num_parameters
 
 
 def test_tied_head_is_the_embedding() -> None:
-    model = Decoder(FAMILIES["qwen2"], device="meta")
+    model = build_model(FAMILIES["qwen2"], device="meta")
     assert model.head_weight is model.embedding.weight
 
 
@@ -168,5 +170,5 @@ def test_a_sequence_beyond_the_context_is_refused() -> None:
 
 def test_building_a_decoder_draws_no_random_numbers() -> None:
     before = torch.get_rng_state()
-    Decoder(LLAMA)
+    build_model(LLAMA)
     assert torch.equal(before, torch.get_rng_state())

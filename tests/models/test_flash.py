@@ -14,9 +14,8 @@ from torch import Tensor
 
 from scrimp.config.activations import Activations
 from scrimp.config.architecture import Architecture
-from scrimp.models import attention, flash
+from scrimp.models import attention, flash, spec_of
 from scrimp.models.attention import AttentionLayout, attend
-from scrimp.models.decoder import Decoder
 from scrimp.models.flash import (
     Gpu,
     Heads,
@@ -28,10 +27,12 @@ from scrimp.models.flash import (
     rows_within,
 )
 from scrimp.models.initialise import initialise
+from scrimp.models.model import build_model
 from scrimp.profiler.memory_trace import trace_costs
 
 ROWS, LENGTH, HEADS, KV, K = 7, 40, 4, 2, 8
 CPU = torch.device("cpu")
+ATTENDS = spec_of(LLAMA).block(0).attention
 ONE_COPY = Heads(HEADS, KV, K, 1)
 """A device with one multiprocessor: whatever the cut, gradients are summed in one copy."""
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -202,7 +203,7 @@ def test_every_piece_starts_its_own_documents(monkeypatch: pytest.MonkeyPatch) -
     cuts = [0, 7, 40, 80, 81, 119, 120, 160, 199, 200, 240, 280]
     tokens = torch.zeros(ROWS, LENGTH, dtype=torch.int64)
     layout = AttentionLayout.prepare(
-        LLAMA, tokens, torch.tensor(cuts, dtype=torch.int32), dtype=torch.bfloat16, compiled=True
+        ATTENDS, tokens, torch.tensor(cuts, dtype=torch.int32), dtype=torch.bfloat16, compiled=True
     )
     assert layout.route == "pieces"
     assert layout.pieces is not None
@@ -223,7 +224,7 @@ def test_plain_operations_take_pieces(monkeypatch: pytest.MonkeyPatch, one_copy:
     outs = []
     for bound in (10**9, backward_bytes(ONE_COPY, 2 * LENGTH, 2)):
         monkeypatch.setitem(flash.WORKSPACE_BYTES, "cpu", bound)
-        layout = AttentionLayout.prepare(LLAMA, tokens, None, dtype=torch.bfloat16)
+        layout = AttentionLayout.prepare(ATTENDS, tokens, None, dtype=torch.bfloat16)
         assert layout.route == ("causal" if bound == 10**9 else "pieces")
         out = attend(qkv, layout)
         outs.append((out.detach(), *torch.autograd.grad(out.float().square().sum(), qkv)))
@@ -241,7 +242,7 @@ def test_blocks_that_recompute_give_the_same_gradients_in_pieces(
     found = []
     for bound, activations in ((10**9, "keep"), (backward_bytes(ONE_COPY, 2 * 32, 2), level)):
         monkeypatch.setitem(flash.WORKSPACE_BYTES, "cpu", bound)
-        model = Decoder(LLAMA, dtype=torch.bfloat16)
+        model = build_model(LLAMA, dtype=torch.bfloat16)
         initialise(model, 0)
         for block in model.blocks:
             block.activations = Activations.parse(activations)  # type: ignore[assignment]

@@ -10,13 +10,13 @@ from decoder_reference import FAMILIES, LLAMA, filled, packed_logits, weights_of
 
 from scrimp.errors import ConfigError, ModelError
 from scrimp.models import generation
-from scrimp.models.decoder import Decoder
 from scrimp.models.generation import choose, generate
+from scrimp.models.model import Model
 
 PROMPT = [3, 14, 15, 9, 26, 5, 35, 8, 9]
 
 
-def greedy_by_recomputation(model: Decoder, count: int) -> list[int]:
+def greedy_by_recomputation(model: Model, count: int) -> list[int]:
     ids, weights = list(PROMPT), weights_of(model)
     for _ in range(count):
         logits = packed_logits(model.architecture, weights, torch.tensor([ids]), [0, len(ids)])

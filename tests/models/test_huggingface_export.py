@@ -20,14 +20,14 @@ from safetensors.torch import load_file
 from scrimp.config import Architecture
 from scrimp.errors import ConfigError, ModelError, StorageError
 from scrimp.files import whole_folder
-from scrimp.models.decoder import Decoder
 from scrimp.models.huggingface import architecture_from_config, export_model, load_weights
 from scrimp.models.huggingface.shards import ShardWriter
 from scrimp.models.initialise import initialise
+from scrimp.models.model import Model, build_model
 
 
-def random_model(name: str = "llama") -> Decoder:
-    model = Decoder(architecture_from_config(reference_model(name).config.to_dict()))
+def random_model(name: str = "llama") -> Model:
+    model = build_model(architecture_from_config(reference_model(name).config.to_dict()))
     initialise(model, seed=3)
     return model
 
@@ -64,7 +64,7 @@ def test_a_sharded_export_holds_the_same_tensors_as_a_single_file(max_bytes: int
             stored = sum(opened.get_tensor(name).nbytes for name in names)
         assert stored <= max_bytes or len(names) == 1
 
-    back = Decoder(model.architecture)
+    back = build_model(model.architecture)
     load_weights(back, tmp_path / "many")
     assert_same(back.state_dict(), model.state_dict())
 
@@ -94,7 +94,7 @@ def test_a_stream_is_exported_with_one_parameter_in_memory(tmp_path: Path) -> No
         ffn_width=128,
         context=64,
     )
-    shapes = {name: p.shape for name, p in Decoder(architecture, device="meta").named_parameters()}
+    shapes = {name: p.shape for name, p in build_model(architecture, device="meta").named_parameters()}
     seen: list[weakref.ref[torch.Tensor]] = []
 
     def read(name: str) -> tuple[str, torch.Tensor]:
@@ -113,7 +113,7 @@ def test_a_stream_is_exported_with_one_parameter_in_memory(tmp_path: Path) -> No
     assert (tmp_path / "out" / "model.safetensors").stat().st_size < 2 * architecture.num_parameters + header
 
 
-def _stream_of(model: Decoder, change: str) -> list[tuple[str, torch.Tensor]]:
+def _stream_of(model: Model, change: str) -> list[tuple[str, torch.Tensor]]:
     stream = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
     name, tensor = stream[3]
     changes = {

@@ -14,9 +14,9 @@ from hf_families import reference_folder, scrimp_model
 from safetensors.torch import load_file, save_file
 
 from scrimp.errors import ModelError, ScrimpError, StorageError
-from scrimp.models.decoder import Decoder
 from scrimp.models.huggingface import load_weights, read_architecture
 from scrimp.models.initialise import initialise
+from scrimp.models.model import Model, build_model
 
 Tensors = dict[str, torch.Tensor]
 Q = "model.layers.1.self_attn.q_proj.weight"
@@ -30,7 +30,7 @@ def edited(folder: Path, edit: Callable[[Tensors], object]) -> None:
     save_file(tensors, file)
 
 
-def parameters(model: Decoder) -> Tensors:
+def parameters(model: Model) -> Tensors:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
@@ -154,7 +154,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_folder_is_named_and_leaves_the_model_as_it_was(case: str, tmp_path: Path) -> None:
     _, folder = reference_folder("llama", tmp_path / "model")
-    model = Decoder(read_architecture(folder))
+    model = build_model(read_architecture(folder))
     initialise(model, seed=0)
     before = parameters(model)
     change, message = WRONG[case]
@@ -175,21 +175,21 @@ def test_weights_of_another_architecture_are_refused(tmp_path: Path) -> None:
     _, llama = reference_folder("llama", tmp_path / "llama")
     _, qwen = reference_folder("qwen2 untied", tmp_path / "qwen")
     with pytest.raises(ModelError, match=r"unexpected: .*k_proj\.bias.* and \d more"):
-        load_weights(Decoder(read_architecture(llama)), qwen)
+        load_weights(build_model(read_architecture(llama)), qwen)
     with pytest.raises(ModelError, match=r"missing: .*k_proj\.bias"):
-        load_weights(Decoder(read_architecture(qwen)), llama)
+        load_weights(build_model(read_architecture(qwen)), llama)
 
 
 def test_a_model_without_storage_is_refused(tmp_path: Path) -> None:
     _, folder = reference_folder("llama", tmp_path)
     with pytest.raises(ModelError, match="no storage"):
-        load_weights(Decoder(read_architecture(folder), device="meta"), folder)
+        load_weights(build_model(read_architecture(folder), device="meta"), folder)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
 def test_an_unreadable_file_is_a_storage_error(tmp_path: Path) -> None:
     _, folder = reference_folder("llama", tmp_path)
-    model = Decoder(read_architecture(folder))
+    model = build_model(read_architecture(folder))
     (folder / "model.safetensors").chmod(0)
     with pytest.raises(StorageError, match=r"model\.safetensors cannot be read"):
         load_weights(model, folder)
@@ -197,7 +197,7 @@ def test_an_unreadable_file_is_a_storage_error(tmp_path: Path) -> None:
 
 def test_a_folder_in_the_place_of_a_shard_is_an_error_that_names_it(tmp_path: Path) -> None:
     _, folder = reference_folder("llama", tmp_path)
-    model = Decoder(read_architecture(folder))
+    model = build_model(read_architecture(folder))
     _index({Q: "shard.safetensors"})(folder)
     (folder / "shard.safetensors").mkdir()
     with pytest.raises(ScrimpError, match=r"shard\.safetensors"):

@@ -8,9 +8,9 @@ import pytest
 import torch
 from hf_families import FAMILIES, reference_model
 
-from scrimp.models.decoder import Decoder
 from scrimp.models.huggingface import architecture_from_config
 from scrimp.models.huggingface.names import fused_parameters, split_parameter
+from scrimp.models.model import build_model
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -18,7 +18,7 @@ def test_pieces_are_the_tensors_of_transformers_and_tile_the_parameters(name: st
     reference = reference_model(name)
     architecture = architecture_from_config(reference.config.to_dict())
     table = fused_parameters(architecture)
-    model = Decoder(architecture, device="meta")
+    model = build_model(architecture, device="meta")
     assert {f.name: f.shape for f in table} == {n: tuple(p.shape) for n, p in model.named_parameters()}
     for fused in table:
         edges = [0, *(piece.stop for piece in fused.pieces)]

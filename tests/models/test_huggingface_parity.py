@@ -15,11 +15,11 @@ from hf_families import FAMILIES, VOCABULARY, random_tokens, reference_folder, r
 from losses import next_token_loss
 from transformers import AutoModelForCausalLM
 
-from scrimp.models.decoder import Decoder
 from scrimp.models.generation import generate
 from scrimp.models.huggingface import export_model, load_weights, read_architecture
 from scrimp.models.huggingface.names import fused_parameters, split_parameter
 from scrimp.models.initialise import initialise
+from scrimp.models.model import build_model
 
 LOGIT_ERROR = 1e-5
 GRADIENT_ERROR = 1e-4
@@ -97,7 +97,7 @@ def test_bfloat16_goes_out_and_in_without_a_change(name: str, tmp_path: Path) ->
     export_model(model, model.architecture, tmp_path / "half", dtype=torch.bfloat16)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "half")
     assert loaded.dtype == torch.bfloat16
-    back = Decoder(model.architecture, dtype=torch.float32)
+    back = build_model(model.architecture, dtype=torch.float32)
     load_weights(back, tmp_path / "half")
     for name_, parameter in model.named_parameters():
         assert torch.equal(back.get_parameter(name_), parameter.to(torch.bfloat16).float()), name_
@@ -115,7 +115,7 @@ def test_first_weights_are_distributed_as_those_of_transformers(name: str, tmp_p
     torch.manual_seed(0)
     fresh = AutoModelForCausalLM.from_config(config)
     fresh.save_pretrained(tmp_path)
-    model = Decoder(read_architecture(tmp_path))
+    model = build_model(read_architecture(tmp_path))
     initialise(model, seed=0)
     ours = dict(model.named_parameters())
     theirs = dict(fresh.named_parameters())

@@ -7,12 +7,12 @@ from dataclasses import replace
 import torch
 from decoder_reference import FAMILIES, LLAMA
 
-from scrimp.models.decoder import Decoder
 from scrimp.models.initialise import initialise
+from scrimp.models.model import build_model
 
 
 def weights(seed: int, **changes: object) -> dict[str, torch.Tensor]:
-    model = Decoder(replace(LLAMA, **changes))  # type: ignore[arg-type]
+    model = build_model(replace(LLAMA, **changes))  # type: ignore[arg-type]
     initialise(model, seed)
     return dict(model.named_parameters())
 
@@ -33,7 +33,7 @@ def test_a_parameter_keeps_its_weights_when_others_come_or_go() -> None:
 
 
 def test_matrices_are_normal_002_norms_one_and_biases_zero() -> None:
-    model = Decoder(replace(FAMILIES["qwen2"], width=128, ffn_width=256, qk_norm=True))
+    model = build_model(replace(FAMILIES["qwen2"], width=128, ffn_width=256, qk_norm=True))
     initialise(model, 0)
     for name, parameter in model.state_dict().items():
         if name.endswith("bias"):
@@ -47,7 +47,7 @@ def test_matrices_are_normal_002_norms_one_and_biases_zero() -> None:
 
 def test_bf16_parameters_are_the_float32_ones_rounded() -> None:
     exact = weights(5)
-    model = Decoder(LLAMA, dtype=torch.bfloat16)
+    model = build_model(LLAMA, dtype=torch.bfloat16)
     initialise(model, 5)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, exact[name].bfloat16()), name

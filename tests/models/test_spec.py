@@ -9,7 +9,7 @@ from scrimp.config import PRESETS
 from scrimp.config.activations import LEVELS
 from scrimp.errors import ModelError
 from scrimp.models import all_kinds, full_name, place, spec_of
-from scrimp.models.decoder import Decoder
+from scrimp.models.model import build_model
 
 NAMES = ("llama-3m", "llama-1b", "qwen2.5-0.5b", "qwen3-0.6b", "mistral-7b")
 
@@ -17,7 +17,7 @@ NAMES = ("llama-3m", "llama-1b", "qwen2.5-0.5b", "qwen3-0.6b", "mistral-7b")
 @pytest.mark.parametrize("name", NAMES)
 def test_layers_and_parameters_are_those_of_the_module(name: str) -> None:
     spec = spec_of(PRESETS[name])
-    model = Decoder(PRESETS[name], device="meta")
+    model = build_model(PRESETS[name], device="meta")
     linears = {
         layer: (module.out_features, module.in_features)
         for layer, module in model.named_modules()

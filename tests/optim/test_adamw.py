@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from scrimp.config import Architecture, OptimizerConfig
 from scrimp.errors import CheckpointError, ConfigError
-from scrimp.models.decoder import Decoder
+from scrimp.models.model import build_model
 from scrimp.optim import AdamW, MomentFormat
 from scrimp.profiler.memory_trace import trace_costs
 from scrimp.train.tensor_files import read_tensors, write_tensors
@@ -227,7 +227,7 @@ ARCHITECTURES = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_account_knows_the_bytes_of_the_state(kind: str, architecture: Architecture) -> None:
     dtype, train = settings(kind)
-    optimizer = AdamW(dict(Decoder(architecture, dtype=dtype).named_parameters()), train)
+    optimizer = AdamW(dict(build_model(architecture, dtype=dtype).named_parameters()), train)
     costs = trace_costs(
         architecture,
         precision="bf16",

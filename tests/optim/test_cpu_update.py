@@ -17,8 +17,8 @@ from torch import Tensor
 
 from scrimp.config import OptimizerConfig
 from scrimp.errors import PlanError, TrainingError
-from scrimp.models.decoder import Decoder
 from scrimp.models.initialise import initialise
+from scrimp.models.model import build_model
 from scrimp.optim import AdamW, StreamedAdamW
 from scrimp.optim.cpu_update import CpuUpdates
 from scrimp.optim.streaming import Homes
@@ -45,7 +45,7 @@ class Made:
 
     def __post_init__(self) -> None:
         MADE.append(self)
-        self.model = Decoder(ARCHITECTURE, dtype=self.dtype)
+        self.model = build_model(ARCHITECTURE, dtype=self.dtype)
         initialise(self.model, 0)
         self.memory: BlockMemory | None = None
         parameters = dict(self.model.named_parameters())

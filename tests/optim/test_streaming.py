@@ -13,8 +13,8 @@ from torch import Tensor
 
 from scrimp.config import Architecture, OptimizerConfig
 from scrimp.errors import PlanError
-from scrimp.models.decoder import Decoder
 from scrimp.models.initialise import initialise
+from scrimp.models.model import Model, build_model
 from scrimp.optim import AdamW, StreamedAdamW
 from scrimp.optim.streaming import Homes
 from scrimp.runtime.memory import BlockMemory, HostArena, HostWeights, LateLink
@@ -47,8 +47,8 @@ MIXTURES = {
 }
 
 
-def make(dtype: torch.dtype, train: OptimizerConfig, mixture: str | None) -> tuple[Decoder, AdamW, Any]:
-    model = Decoder(ARCHITECTURE, dtype=dtype)
+def make(dtype: torch.dtype, train: OptimizerConfig, mixture: str | None) -> tuple[Model, AdamW, Any]:
+    model = build_model(ARCHITECTURE, dtype=dtype)
     initialise(model, 0)
     if mixture is None:
         return model, AdamW(dict(model.named_parameters()), train, seed=7), None
@@ -66,7 +66,7 @@ def make(dtype: torch.dtype, train: OptimizerConfig, mixture: str | None) -> tup
     return model, streamed, memory
 
 
-def step(model: Decoder, optimizer: AdamW, memory: Any, number: int) -> float:
+def step(model: Model, optimizer: AdamW, memory: Any, number: int) -> float:
     """One step of two micro-batches; the gradients' norm."""
     generator = torch.Generator().manual_seed(number)
     for _ in range(2):
@@ -81,7 +81,7 @@ def step(model: Decoder, optimizer: AdamW, memory: Any, number: int) -> float:
     return norm
 
 
-def weights_of(model: Decoder, memory: Any) -> dict[str, Tensor]:
+def weights_of(model: Model, memory: Any) -> dict[str, Tensor]:
     home = {} if memory is None else memory.weights.at_home()
     return {name: home.get(p, p.detach()).clone() for name, p in model.named_parameters()}
 

@@ -7,8 +7,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from scrimp.config import Architecture, preset
 from scrimp.errors import PlanError
 from scrimp.models import spec_of
-from scrimp.models.decoder import Decoder
 from scrimp.models.initialise import initialise
+from scrimp.models.model import build_model
 from scrimp.planner import Peaks, count_flops, ideal_seconds_per_token, mfu, peak_of_recipe
 from scrimp.precision import RECIPES, LinearPrecision
 
@@ -42,7 +42,7 @@ def test_causal_flops_equal_the_published_figures(name: str, sequence: int, giga
 
 
 def test_matrix_flops_equal_torchs_counter() -> None:
-    model = Decoder(SMALL)
+    model = build_model(SMALL)
     initialise(model, 0)
     tokens = torch.arange(32).view(1, 32)
     with FlopCounterMode(display=False) as counter:

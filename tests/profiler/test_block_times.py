@@ -19,6 +19,7 @@ SMALL = base_architecture(Config(model=ModelConfig(preset="llama-3m", vocab_size
 PLAIN = (LinearPrecision.of("fp32"),) * 4
 TIMED = Timed(
     SMALL,
+    (0,),
     (PLAIN,),
     PLAIN[0],
     compute="fp32",
@@ -48,7 +49,9 @@ def test_the_nearest_rising_sequence_is_that_of_the_formula(values: list[int]) -
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 def test_all_levels_of_all_classes_are_timed(compute: str) -> None:
     quantized, plain = (LinearPrecision.of("fp8"),) * 4, (LinearPrecision.of(compute),) * 4
-    timed = dataclasses.replace(TIMED, classes=(plain, quantized), head=plain[0], compute=compute)
+    timed = dataclasses.replace(
+        TIMED, blocks=(0, 1), classes=(plain, quantized), head=plain[0], compute=compute
+    )
     random_state = torch.get_rng_state()
     found = measure_blocks(timed, LEVELS, CPU, backends_for(CPU), rounds=2)
     assert found is not None

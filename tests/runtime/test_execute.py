@@ -13,8 +13,8 @@ from scrimp.data import Batch
 from scrimp.errors import PlanError
 from scrimp.gemm import BackendChooser, Execution, observing, reference_only
 from scrimp.gemm.backends import ReferenceBackend
-from scrimp.models.decoder import Decoder
 from scrimp.models.initialise import initialise
+from scrimp.models.model import Model, build_model
 from scrimp.planner import Plan
 from scrimp.planner.schema import StateChoice
 from scrimp.precision import GEMMS
@@ -57,7 +57,7 @@ def test_weights_that_live_on_the_host_are_filled_where_they_live(parameters: st
     hosted = dataclasses.replace(plan, states={**plan.states, "0": state})
     filled: dict[str, int] = {}
 
-    def fill(model: Decoder) -> None:
+    def fill(model: Model) -> None:
         initialise(model, 0)
         filled.update({name: parameter.data_ptr() for name, parameter in model.named_parameters()})
 
@@ -120,7 +120,7 @@ def test_a_planned_model_has_the_parameters_names_and_state_of_a_plain_one(archi
     assert [n for n, _ in planned.model.named_parameters()] == [n for n, _ in plain.model.named_parameters()]
     assert [n for n, _ in planned.model.named_buffers()] == [n for n, _ in plain.model.named_buffers()]
     assert list(dict(planned.model.named_modules())) == list(dict(plain.model.named_modules()))
-    fresh = Decoder(architecture)
+    fresh = build_model(architecture)
     fresh.load_state_dict(mine)
     assert torch.equal(fresh.head_weight, planned.model.head_weight)
 

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from scrimp.config.architecture import Architecture
 from scrimp.gemm import LinearPrecision, PlannedModel, swap_in
 from scrimp.gemm.layer import reference_only
-from scrimp.models.decoder import Decoder
 from scrimp.models.initialise import initialise
+from scrimp.models.model import Model, build_model
 from scrimp.planner.precision.profile import PrecisionProfile
 from scrimp.statistics import Subject, TorchOptimizer, collect
 
@@ -48,11 +48,11 @@ def batch(number: int, *, micro_batches: int = 2, rows: int = 2) -> Batch:
     return found
 
 
-def decoder(layers: int = 2, width: int = 32, **switches: Any) -> Decoder:
+def decoder(layers: int = 2, width: int = 32, **switches: Any) -> Model:
     """Scrimp's own decoder, initialised."""
     sizes: dict[str, Any] = {"num_layers": layers, "width": width, "num_heads": 4, "num_kv_heads": 2}
     sizes |= {"head_size": width // 4, "ffn_width": 2 * width, "context": TOKENS}
-    model = Decoder(Architecture(family="llama", vocab_size=VOCABULARY, **sizes | switches))
+    model = build_model(Architecture(family="llama", vocab_size=VOCABULARY, **sizes | switches))
     initialise(model, 0)
     return model
 
@@ -118,7 +118,7 @@ def losses(model: nn.Module, micro_batches: Batch, dtype: torch.dtype | None = N
     targets = sum(t.numel() for _, t in micro_batches)
     for tokens, goal in micro_batches:
         with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
-            if isinstance(model, Decoder):
+            if isinstance(model, Model):
                 total = next_token_loss(model, tokens, goal).total
             else:
                 output = model(tokens)

@@ -50,11 +50,14 @@ class _Local(threading.local):
 _local = _Local()
 
 
-def run_again(function: Callable[..., T], *inputs: Tensor, last: nn.Module, keeps: Operators = ()) -> T:
+def run_again(
+    function: Callable[..., T], *inputs: Tensor, last: nn.Module | None, keeps: Operators = ()
+) -> T:
     """function(*inputs), of which backward finds the inputs kept and runs the rest again.
 
     Args:
-        last: linear layer whose product is the last that happens inside; nothing after it is saved.
+        last: linear layer whose product is the last that happens inside, and that nothing after it saves; None: all is
+            run again.
         keeps: operators whose results are kept all the same.
     """
     if not torch.is_grad_enabled():

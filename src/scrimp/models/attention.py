@@ -4,7 +4,7 @@ Problem  Rows are packed: several documents follow each other in one row of T to
          may look at itself and at earlier tokens of its own document, and with a sliding
          window of w only at the last w of them, itself included.
 Method   `AttentionLayout.prepare` looks at the documents once per forward pass and chooses
-         how all blocks attend; no block decides anything, and nothing waits for a device.
+         how blocks of one kind attend; no block decides anything, and nothing waits for a device.
 
          causal    One causal call for all rows: nothing is masked, no window is reached.
          segments  CPU, not compiled: calls over neighbouring documents of the packed rows (see segments).
@@ -41,7 +41,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, Literal, cast
@@ -51,8 +51,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from scrimp.config.architecture import Architecture
-from scrimp.errors import ModelError
 from scrimp.models.flash import (
     STAND_IN,
     Gpu,
@@ -65,7 +63,8 @@ from scrimp.models.flash import (
 from scrimp.models.functions import runs_cpu_functions, uses_cpu_functions
 from scrimp.models.masks import added, allowed
 from scrimp.models.rope import rope_tables, rotate, rotate_into
-from scrimp.models.segments import Segment, segments_of, window_mask
+from scrimp.models.segments import Segment, segments_of, window_mask, worst_segments
+from scrimp.models.spec import AttentionSpec
 
 Route = Literal["causal", "segments", "varlen", "pieces", "masked"]
 
@@ -75,7 +74,7 @@ FLASH_CAPABILITY = (8, 0)
 
 @dataclass(frozen=True)
 class AttentionLayout:
-    """How every block of one forward pass attends."""
+    """How the blocks of one kind attend in one forward pass."""
 
     num_heads: int
     """Query heads of qkv; the rest is half keys, half values."""
@@ -107,7 +106,7 @@ class AttentionLayout:
     @classmethod
     def prepare(
         cls,
-        architecture: Architecture,
+        attends: AttentionSpec,
         tokens_BT: Tensor,
         document_starts: Tensor | None,
         *,
@@ -117,7 +116,7 @@ class AttentionLayout:
         """Choose the route for these rows.
 
         Args:
-            architecture: head counts, RoPE and window.
+            attends: heads, RoPE and window.
             tokens_BT: for its shape and device.
             document_starts: cumulative starts over the flattened rows, on the CPU.
             dtype: what attention computes in.
@@ -126,20 +125,13 @@ class AttentionLayout:
         """
         rows, length = tokens_BT.shape
         device = tokens_BT.device
-        if length > architecture.context:
-            raise ModelError(
-                "sequence is longer than the model's context",
-                got=f"{length} tokens",
-                expected=f"at most {architecture.context}",
-                do="use shorter sequences or a model with a longer context",
-            )
-        heads = architecture.num_heads, architecture.num_kv_heads
-        make = partial(cls, *heads, rope_tables(architecture, 0, length, device=device))
+        tables = rope_tables(attends.rope, attends.head_size, 0, length, device=device)
+        make = partial(cls, attends.num_heads, attends.num_kv_heads, tables)
         lengths = _document_lengths(rows, length, document_starts)
-        window = architecture.sliding_window
+        window = attends.window
         if window is not None and window >= max(lengths):
             window = None
-        pieces = _pieces(architecture, lengths, length, window, device, dtype)
+        pieces = _pieces(attends, lengths, length, window, device, dtype)
         if pieces is not None:
             return make("pieces", pieces=pieces)
         if device.type == "cpu" and not compiled and runs_cpu_functions():
@@ -147,7 +139,7 @@ class AttentionLayout:
             return make("segments", segments=segments_of(lengths, length), window=window, mask=mask)
         if len(lengths) == rows and window is None:
             return make("causal")
-        if varlen_runs(device, dtype, architecture.head_size):
+        if varlen_runs(device, dtype, attends.head_size):
             starts = _cumulative(lengths).to(device, non_blocking=True)
             return make("varlen", starts=starts, window=window)
         mask = allowed(rows, length, None if len(lengths) == rows else lengths, window, device)
@@ -156,11 +148,42 @@ class AttentionLayout:
             mask = added(mask, dtype)
         return make("masked", mask=mask)
 
+    @classmethod
+    def worst(
+        cls,
+        attends: AttentionSpec,
+        tokens_BT: Tensor,
+        *,
+        dtype: torch.dtype,
+        documents: bool,
+        stands_for_gpu: bool,
+        compiled: bool = False,
+    ) -> AttentionLayout:
+        """That of rows which need most memory, whatever documents they hold; arguments as of `prepare`.
+
+        Args:
+            documents: rows may hold several.
+            stands_for_gpu: a CPU is asked for the sake of a GPU.
+        """
+        found = cls.prepare(attends, tokens_BT, None, dtype=dtype, compiled=compiled)
+        keeps_apart = stands_for_gpu and flash_takes(tokens_BT.device, dtype, attends.head_size)
+        if keeps_apart and found.mask is not None:
+            # The kernel knows windows and documents.
+            return replace(found, route="causal", mask=None)
+        if keeps_apart or not documents:
+            return found
+        rows, length = tokens_BT.shape
+        if not stands_for_gpu and not compiled:
+            return replace(found, route="segments", segments=worst_segments(rows, length))
+        kind = torch.bool if stands_for_gpu else dtype
+        mask = torch.empty((rows, 1, length, length), dtype=kind, device=tokens_BT.device)
+        return replace(found, route="masked", mask=mask)
+
 
 def _document_lengths(rows: int, length: int, document_starts: Tensor | None) -> tuple[int, ...]:
     if document_starts is None:
         return (length,) * rows
-    # On the CPU, as Decoder.forward asks, so that reading it waits for nothing.
+    # On the CPU, as Model.forward asks, so that reading it waits for nothing.
     starts = document_starts.tolist()
     lengths = tuple(stop - start for start, stop in pairwise(starts))
     assert (starts[0], starts[-1]) == (0, rows * length), "document starts do not cover the rows"
@@ -174,7 +197,7 @@ def _cumulative(lengths: tuple[int, ...]) -> Tensor:
 
 
 def _pieces(
-    architecture: Architecture,
+    attends: AttentionSpec,
     lengths: tuple[int, ...],
     length: int,
     window: int | None,
@@ -183,11 +206,11 @@ def _pieces(
 ) -> Pieces | None:
     """The cut of the rows; None where all may go together, or no kernel takes pieces."""
     rows, bounds = sum(lengths) // length, [0, *accumulate(lengths)]
-    if not flash_takes(device, dtype, architecture.head_size):
+    if not flash_takes(device, dtype, attends.head_size):
         return None
     documents = Counter(begin // length for begin in bounds[:-1])
     per_row = tuple(documents[row] for row in range(rows))
-    at_once = rows_at_once(device, Heads.of(architecture, device), length, per_row)
+    at_once = rows_at_once(device, Heads.of(attends, device), length, per_row)
     if not at_once:
         return None
     step = at_once * length
@@ -222,7 +245,7 @@ def capability_of(device: torch.device) -> tuple[int, int]:
 
 
 def fuses_attention(
-    architecture: Architecture,
+    attends: AttentionSpec,
     dtype: torch.dtype,
     capability: tuple[int, int] = FLASH_CAPABILITY,
     *,
@@ -237,7 +260,7 @@ def fuses_attention(
     Args:
         masks: documents or a window keep tokens apart, which flash attention does for heads of whole multiples of 8.
     """
-    size = architecture.head_size
+    size = attends.head_size
     return _flash_runs(dtype, size, capability) and not (masks and size % 8)
 
 

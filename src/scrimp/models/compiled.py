@@ -1,4 +1,4 @@
-"""torch.compile for the blocks of a decoder.
+"""torch.compile for the blocks of a model.
 
 Blocks whose plans save different things (inputs, codes, nothing), or do different things with their activations, have
 graphs of their own. More of them than torch allows would quietly run uncompiled: the limit is raised to what a run can
@@ -7,13 +7,13 @@ need, and hitting it is an error.
 
 from __future__ import annotations
 
-from scrimp.models.decoder import Decoder
+from scrimp.models.model import Model
 
 MOST_GRAPHS = 64
 """Most graphs of one block: its layers save inputs, codes or nothing, in training and evaluation, as plans mix them."""
 
 
-def compile_blocks(model: Decoder, graphs: int = MOST_GRAPHS) -> None:
+def compile_blocks(model: Model, graphs: int = MOST_GRAPHS) -> None:
     """Compile every block in place: equal blocks share one compiled graph.
 
     Args:

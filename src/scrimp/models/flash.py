@@ -42,7 +42,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from scrimp.config.architecture import Architecture
+from scrimp.models.spec import AttentionSpec
 
 State = tuple[Tensor, ...]
 """What backward needs besides queries, keys, values and results."""
@@ -78,9 +78,9 @@ class Heads:
     """The device's number of multiprocessors."""
 
     @classmethod
-    def of(cls, architecture: Architecture, device: torch.device) -> Heads:
-        """The heads of a model on a device."""
-        a = architecture
+    def of(cls, attends: AttentionSpec, device: torch.device) -> Heads:
+        """The heads of a block on a device."""
+        a = attends
         return cls(a.num_heads, a.num_kv_heads, a.head_size, gpu_of(device).multiprocessors)
 
 

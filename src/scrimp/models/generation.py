@@ -1,4 +1,4 @@
-"""Text from a decoder: one token at a time, with the keys and values of the past kept.
+"""Text from a model: one token at a time, with the keys and values of the past kept.
 
 Problem  Token t + 1 needs the keys and values of all t tokens before it, in every block.
          Computed anew they make a text of n tokens cost n^2 forward passes of one token.
@@ -18,8 +18,8 @@ K head size, V vocabulary; 1 is the single row.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import cast
+from collections.abc import Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -27,16 +27,17 @@ from torch import Tensor
 
 from scrimp.config.architecture import Architecture
 from scrimp.errors import ConfigError, ModelError
-from scrimp.models.decoder import Attention, Block, Decoder
 from scrimp.models.masks import allowed
+from scrimp.models.model import Model
 from scrimp.models.rope import rope_tables, rotate
+from scrimp.models.spec import AttentionSpec
 
 CACHE_TOKENS = 256
 """Tokens by which a cache grows."""
 
 
 def generate(
-    model: Decoder,
+    model: Model,
     prompt_ids: list[int],
     *,
     max_tokens: int,
@@ -49,7 +50,7 @@ def generate(
     """Continue a prompt, yielding each token id as it is chosen.
 
     Args:
-        model: the decoder, on any device.
+        model: on any device.
         prompt_ids: at least one token.
         max_tokens: most tokens to produce.
         temperature: 0 for the most probable token, else the divisor of the logits.
@@ -163,29 +164,25 @@ class _Cache:
 
 
 @torch.no_grad()
-def _next_logits(model: Decoder, new_ids: list[int], caches: list[_Cache]) -> Tensor:
+def _next_logits(model: Model, new_ids: list[int], caches: list[_Cache]) -> Tensor:
     """Logits after the new tokens, logits_V; their keys and values join the caches."""
     start = caches[0].length
-    x_1TD = model.embedding(torch.tensor([new_ids], device=model.head_weight.device))
-    tables = rope_tables(model.architecture, start, start + len(new_ids), device=x_1TD.device)
-    blocks = cast("Iterable[Block]", model.blocks)
-    for index, (block, cache) in enumerate(zip(blocks, caches, strict=True)):
+    x_1TD = model.embed(torch.tensor([new_ids], device=model.head_weight.device))
+    tables = {
+        attends: rope_tables(
+            attends.rope, attends.head_size, start, start + len(new_ids), device=x_1TD.device
+        )
+        for attends in dict.fromkeys(block.attends for block in model.each_block())
+    }
+    for index, (block, cache) in enumerate(zip(model.each_block(), caches, strict=True)):
+        attend = partial(_attend, attends=block.attends, tables=tables[block.attends], cache=cache)
         with model.block_at_hand(index):
-            qkv_1TGK = block.attention.heads(x_1TD, block.attention_norm)
-            out_1THK = _attend(block.attention, qkv_1TGK, tables, cache, model.architecture.sliding_window)
-            x_1TD = x_1TD + block.attention.out(out_1THK.flatten(2))
-            x_1TD = x_1TD + block.mlp(x_1TD, block.mlp_norm)
-    return model.logits(model.final_norm(x_1TD[0, -1]))
+            x_1TD = block.add(x_1TD, attend)
+    return model.logits(model.finish(x_1TD[0, -1]))
 
 
-def _attend(
-    attention: Attention,
-    qkv_1TGK: Tensor,
-    tables: tuple[Tensor, Tensor],
-    cache: _Cache,
-    window: int | None,
-) -> Tensor:
-    H, N = attention.num_heads, attention.num_kv_heads
+def _attend(qkv_1TGK: Tensor, attends: AttentionSpec, tables: tuple[Tensor, Tensor], cache: _Cache) -> Tensor:
+    H, N, window = attends.num_heads, attends.num_kv_heads, attends.window
     T = qkv_1TGK.shape[1]
     qk, v = qkv_1TGK.split([H + N, N], dim=2)
     q, k = rotate(qk, *tables).split([H, N], dim=2)

@@ -17,7 +17,7 @@ import hashlib
 import torch
 from torch import Tensor
 
-from scrimp.models.decoder import Decoder
+from scrimp.models.model import Model
 
 STANDARD_DEVIATION = 0.02
 
@@ -29,7 +29,7 @@ def parameter_seed(seed: int, name: str) -> int:
 
 
 @torch.no_grad()
-def initialise(model: Decoder, seed: int) -> None:
+def initialise(model: Model, seed: int) -> None:
     """Fill every parameter in place.
 
     Args:

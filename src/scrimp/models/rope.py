@@ -13,6 +13,7 @@ Method   Number j of a head's first half and number j of its second half form a 
 Llama 3  Wavelengths longer than original_context / low_freq_factor are stretched by factor,
          those shorter than original_context / high_freq_factor are left alone, and in
          between the two are mixed linearly in original_context / wavelength.
+Linear   All frequencies are divided by one factor (Gemma 3's blocks without a window).
 Limits   Angles are computed in float32, step by step as transformers does it: at position
          100,000 float32 angles are off by several thousandths, and published weights were
          trained with exactly that error.
@@ -28,16 +29,17 @@ import math
 import torch
 from torch import Tensor
 
-from scrimp.config.architecture import Architecture, RopeScaling
+from scrimp.config.architecture import RopeScaling
+from scrimp.models.spec import Rope
 
 
-def frequencies(architecture: Architecture, *, device: torch.device | str | None = None) -> Tensor:
+def frequencies(rope: Rope, head_size: int, *, device: torch.device | str | None = None) -> Tensor:
     """Angle per position of each pair, freq_J in float32."""
-    exponent_J = torch.arange(0, architecture.head_size, 2, dtype=torch.int64, device=device).float()
-    freq_J = 1.0 / (architecture.rope_theta ** (exponent_J / architecture.head_size))
-    if architecture.rope_scaling is None:
-        return freq_J
-    return stretch(freq_J, architecture.rope_scaling)
+    exponent_J = torch.arange(0, head_size, 2, dtype=torch.int64, device=device).float()
+    freq_J = 1.0 / (rope.theta ** (exponent_J / head_size))
+    if rope.factor != 1.0:
+        freq_J = freq_J / rope.factor
+    return freq_J if rope.scaling is None else stretch(freq_J, rope.scaling)
 
 
 def stretch(freq_J: Tensor, scaling: RopeScaling) -> Tensor:
@@ -51,14 +53,14 @@ def stretch(freq_J: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def rope_tables(
-    architecture: Architecture, start: int, stop: int, *, device: torch.device
+    rope: Rope, head_size: int, start: int, stop: int, *, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """cos_T1K and sin_T1K in float32 for positions start to stop, ready for any number of heads.
 
     Both halves of a head have the same angles; the sine's first half carries the minus sign.
     """
     position_T = torch.arange(start, stop, device=device, dtype=torch.float32)
-    angle_TJ = position_T[:, None] * frequencies(architecture, device=device)[None, :]
+    angle_TJ = position_T[:, None] * frequencies(rope, head_size, device=device)[None, :]
     cos_TJ, sin_TJ = angle_TJ.cos(), angle_TJ.sin()
     cos_TK, sin_TK = torch.cat([cos_TJ, cos_TJ], dim=-1), torch.cat([-sin_TJ, sin_TJ], dim=-1)
     return cos_TK[:, None], sin_TK[:, None]

@@ -13,7 +13,7 @@ Kinds    Each is one file in `scrimp.models.kinds`, chosen by `Architecture.fami
 Limits   Layers of the same name have the same shape in every block: a plan records one back end for each name.
 Checked  tests/models/test_spec.py: against the parameters and the linear layers of the modules themselves.
 
-Pure: importing it needs no torch.
+Pure: importing it needs no torch; `build_block` and `build_norm` do.
 """
 
 from __future__ import annotations
@@ -24,12 +24,15 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from scrimp.config.activations import LEVELS
 from scrimp.config.architecture import Architecture, RopeScaling
 from scrimp.errors import ModelError
 from scrimp.precision import HEAD, InputOrigin
+
+if TYPE_CHECKING:
+    from scrimp.models.blocks import Block, Place, RMSNorm
 
 _IN_BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
 
@@ -160,6 +163,14 @@ class ModelSpec(ABC):
     @abstractmethod
     def block(self, index: int) -> BlockSpec:
         """What one block consists of."""
+
+    @abstractmethod
+    def build_block(self, index: int, place: Place) -> Block:
+        """The module of one block, its parameters uninitialised."""
+
+    @abstractmethod
+    def build_norm(self, place: Place) -> RMSNorm:
+        """A norm of the residual stream, as the final one is."""
 
     @property
     def num_blocks(self) -> int:

@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -37,12 +37,11 @@ from scrimp.config import Architecture
 from scrimp.config.activations import Activations
 from scrimp.data import Batch
 from scrimp.gemm import BackendChooser, PlannedLayer, swap_in
-from scrimp.models import spec_of
-from scrimp.models.attention import AttentionLayout
+from scrimp.models.blocks import Block
 from scrimp.models.compiled import MOST_GRAPHS, compile_blocks, forget_compiled, is_compiler_error
-from scrimp.models.decoder import Block, Decoder
 from scrimp.objectives import Objective
 from scrimp.objectives.next_token import NEXT_TOKEN
+from scrimp.models.model import Model, build_model
 from scrimp.planner.memory.work import PassSeconds
 from scrimp.precision import LinearPrecision
 from scrimp.profiler.memory_trace.block_passes import GradientSums, gradients_of
@@ -60,6 +59,8 @@ class Timed:
     """What is measured: one micro-batch of a model in the formats of a plan."""
 
     architecture: Architecture
+    blocks: Sequence[int]
+    """The first block of every class of blocks."""
     classes: Sequence[Sequence[LinearPrecision]]
     """Formats of a block's layers, in their order, of every class of blocks."""
     head: LinearPrecision
@@ -97,7 +98,7 @@ def measure_blocks(
         bench = _Bench(dataclasses.replace(timed, architecture=small), device, choose, rounds)
         if timed.compiled:
             compile_blocks(bench.model, graphs=2 * len(levels) * len(timed.classes) + MOST_GRAPHS)
-        return tuple(bench.block(cast(Block, block), levels) for block in bench.model.blocks)
+        return tuple(bench.block(block, levels) for block in bench.model.each_block())
 
     try:
         return _within_memory(device, measured)
@@ -111,7 +112,8 @@ def measure_ends(
 ) -> float | None:
     """Seconds of forward and backward of all that is no block; None where memory does not suffice."""
     return _within_memory(
-        device, lambda: _Bench(dataclasses.replace(timed, classes=()), device, choose, rounds).ends()
+        device,
+        lambda: _Bench(dataclasses.replace(timed, blocks=(), classes=()), device, choose, rounds).ends(),
     )
 
 
@@ -139,16 +141,14 @@ class _Bench:
         tokens = torch.zeros(timed.micro_batch, timed.sequence, dtype=torch.int64, device=device)
         self.tokens = tokens.random_(timed.architecture.vocab_size, generator=self.generator)
 
-    def _build(self, choose: BackendChooser) -> Decoder:
+    def _build(self, choose: BackendChooser) -> Model:
         timed, plain = self.timed, LinearPrecision.of(self.timed.compute)
-        small = dataclasses.replace(timed.architecture, num_layers=max(1, len(timed.classes)))
-        model = Decoder(small, device=self.device, dtype=self.dtype)
-        model.blocks = model.blocks[: len(timed.classes)]
+        model = build_model(timed.architecture, device=self.device, dtype=self.dtype, blocks=timed.blocks)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.normal_(0.0, _STANDARD_DEVIATION, generator=self.generator)
-        for block, formats in zip(model.blocks, timed.classes, strict=True):
-            names = [linear.name for linear in spec_of(small).block(0).linears]
+        for number, block, formats in zip(timed.blocks, model.blocks, timed.classes, strict=True):
+            names = [linear.name for linear in model.spec.block(number).linears]
             changed = {name: one for name, one in zip(names, formats, strict=True) if one != plain}
             if changed:
                 swap_in(block, changed, choose=choose)
@@ -165,17 +165,13 @@ class _Bench:
         forward: list[float] = []
         backward: dict[str, list[float]] = {level: [] for level in levels}
         with gradients_of(block, self._sums, exist=True), self._autocast():
-            layout = AttentionLayout.prepare(
-                self.timed.architecture,
-                self.tokens,
-                None,
-                dtype=DTYPES[self.timed.compute],
-                compiled=self.timed.compiled,
+            layouts = self.model.layouts(
+                self.tokens, None, dtype=DTYPES[self.timed.compute], compiled=self.timed.compiled
             )
             for number in range(self.rounds + 1):
                 for level in levels:
                     block.activations = Activations.parse(level)
-                    seconds = self._passes(partial(block, layout=layout))
+                    seconds = self._passes(partial(block, layout=layouts[block.attends]))
                     if number:  # the first warms up
                         forward.append(seconds[0])
                         backward[level].append(seconds[1])

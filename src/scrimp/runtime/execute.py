@@ -27,9 +27,10 @@ from scrimp.gemm import (
     backends_for,
     swap_in,
 )
-from scrimp.models.decoder import Block, Decoder
 from scrimp.objectives import LossSums, Objective
 from scrimp.objectives.next_token import NEXT_TOKEN
+from scrimp.models.blocks import Block
+from scrimp.models.model import Model, build_model
 from scrimp.planner import Plan
 from scrimp.precision import LinearPrecision
 from scrimp.runtime.memory import HostMemory, HostRoom, carry_out, uses_host, weights_on_host
@@ -44,7 +45,7 @@ PLANNED_PROBE_TOKENS = 128
 class Executable:
     """A model with the precision that the plan gives it."""
 
-    model: Decoder
+    model: Model
     device: torch.device
     precision: str
     """Working format of the activations, fp32 or bf16: every GEMM that is not quantized runs in it."""
@@ -155,7 +156,7 @@ class Executable:
 def realise(
     plan: Plan,
     architecture: Architecture,
-    fill: Callable[[Decoder], None],
+    fill: Callable[[Model], None],
     *,
     device: torch.device,
     parameters: str,
@@ -192,7 +193,7 @@ def realise(
             do="take it with `take_room`, before the model is made",
         )
     with torch.device("meta"):
-        model = Decoder(architecture, dtype=DTYPES[parameters])
+        model = build_model(architecture, dtype=DTYPES[parameters])
     # Weights that live on the host never lie on the device all at once, nor on the host twice, not even to be filled.
     hosted = weights_on_host(plan)
     for index, block in enumerate(model.blocks):
@@ -200,9 +201,8 @@ def realise(
             room.make_weights(block)
         else:
             block.to_empty(device=device)
-    for name, module in model.named_children():
-        if name != "blocks":
-            module.to_empty(device=device)
+    for module in model.ends:
+        module.to_empty(device=device)
     fill(model)
     planned = None
     if replans or quantizes(plan, compute):
@@ -220,7 +220,7 @@ def quantizes(plan: Plan, compute: str) -> bool:
     return any(choice != LinearPrecision.of(compute) for choice in plan.gemms.values())
 
 
-def plan_layers(model: Decoder, plan: Plan, choose: BackendChooser, seed: int) -> PlannedModel:
+def plan_layers(model: Model, plan: Plan, choose: BackendChooser, seed: int) -> PlannedModel:
     """Swap the blocks' linear layers for planned ones, and plan the head's GEMMs inside the loss."""
     precisions = dict(plan.gemms)
     head = precisions.pop(HEAD)

@@ -17,9 +17,9 @@ from scrimp.data import CorpusSpec, Progress, open_corpus
 from scrimp.errors import ConfigError, DataError, ModelError, StorageError
 from scrimp.export import ExportTarget
 from scrimp.models import spec_of
-from scrimp.models.decoder import Decoder
 from scrimp.models.generation import generate
 from scrimp.models.huggingface import export_model
+from scrimp.models.model import build_model
 from scrimp.planner import count_flops, ideal_seconds_per_token
 from scrimp.planner.memory.room import NoRoomError
 from scrimp.planner.precision import PrecisionPlan
@@ -213,7 +213,7 @@ def load_executable(target: Target, device_name: str) -> Executable:
     dtype = torch.bfloat16 if device.torch_device.type == "cuda" else torch.float32
     if target.checkpoint is not None:
         dtype = next(target.checkpoint.tensors(MODEL_PREFIX))[1].dtype
-    model = Decoder(target.architecture, device=device.torch_device, dtype=dtype)
+    model = build_model(target.architecture, device=device.torch_device, dtype=dtype)
     target.fill(model)
     model.eval()
     return Executable(

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from scrimp.errors import ScrimpError, StorageError, TrainingError, typed
 from scrimp.files import write_whole
-from scrimp.models.decoder import Decoder
 from scrimp.models.generation import generate
+from scrimp.models.model import Model
 from scrimp.planner import Figures
 from scrimp.profiler import remember_throughput
 from scrimp.report import write_report
@@ -132,7 +132,7 @@ def _sample(run: Run) -> None:
     tokenizer, stream = corpus.tokenizer, corpus.held_out if corpus.held_out.num_tokens else corpus.train
     context = run.decisions.architecture.context
     prompt_ids = [int(i) for i in stream.read(0, min(16, stream.num_tokens, max(1, context - 1)))]
-    model: Decoder = run.executable.model
+    model: Model = run.executable.model
     model.eval()
     with run.executable.autocast():
         ids = list(

@@ -23,8 +23,8 @@ from scrimp.files import write_whole
 from scrimp.gemm import BackendChooser
 from scrimp.models import spec_of
 from scrimp.models.compiled import is_compiler_error
-from scrimp.models.decoder import Decoder
 from scrimp.models.initialise import initialise
+from scrimp.models.model import Model
 from scrimp.optim import make_optimizer
 from scrimp.planner import Plan, count_flops
 from scrimp.profiler import MemoryMeter, peaks_of
@@ -312,7 +312,7 @@ def _realised(start: Start, choose: BackendChooser) -> Executable:
     decisions = start.decisions
     config, device = decisions.config, decisions.device.torch_device
 
-    def fill(model: Decoder) -> None:
+    def fill(model: Model) -> None:
         if start.checkpoint is not None:
             return  # every parameter is loaded from the checkpoint later
         if config.model.weights is not None:

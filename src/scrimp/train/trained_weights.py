@@ -20,8 +20,8 @@ from torch import Tensor
 from scrimp.config import Architecture
 from scrimp.data import Tokenizer, load_tokenizer
 from scrimp.errors import CheckpointError, ModelError
-from scrimp.models.decoder import Decoder
 from scrimp.models.huggingface import check_weights, load_weights, read_architecture, stream_weights
+from scrimp.models.model import Model
 from scrimp.train.checkpoint import Checkpoint, CheckpointStore, not_finite_error
 from scrimp.train.export_seal import read_seal
 from scrimp.train.manifest import MANIFEST, read_manifest
@@ -99,7 +99,7 @@ def _of_huggingface(folder: Path) -> Architecture:
     return architecture
 
 
-def fill_from_weights(model: Decoder, folder: Path) -> None:
+def fill_from_weights(model: Model, folder: Path) -> None:
     """Fill every parameter of `model` from a run or a Hugging Face folder, tensor by tensor."""
     _refuse_stranger(folder)
     if is_run(folder):
@@ -128,7 +128,7 @@ def refuse_unusable_weights(folder: Path) -> None:
         pass
 
 
-def fill_from_huggingface(model: Decoder, folder: Path) -> None:
+def fill_from_huggingface(model: Model, folder: Path) -> None:
     """Fill every parameter of `model` from a Hugging Face folder; ModelError if one is not finite."""
     load_weights(model, folder)
     names = not_finite(model.named_parameters())
@@ -145,7 +145,7 @@ def _not_finite_in(folder: Path, names: list[str]) -> ModelError:
 
 
 @torch.no_grad()
-def fill_from_checkpoint(model: Decoder, checkpoint: Checkpoint) -> None:
+def fill_from_checkpoint(model: Model, checkpoint: Checkpoint) -> None:
     """Fill every parameter of `model` from a checkpoint, tensor by tensor."""
     parameters = dict(model.named_parameters())
     for name, tensor in finite_weights(checkpoint):
@@ -198,7 +198,7 @@ class Target:
         seal = read_seal(self.folder)
         return seal is None or seal.mask_documents is not False
 
-    def fill(self, model: Decoder) -> None:
+    def fill(self, model: Model) -> None:
         """Fill the parameters of `model`."""
         if self.checkpoint is None:
             fill_from_huggingface(model, self.folder)

@@ -15,8 +15,8 @@ from scrimp.config import Architecture, OptimizerConfig
 from scrimp.config.activations import Activations
 from scrimp.gemm import PlannedLayer, PlannedModel, backends_for, swap_in
 from scrimp.models import spec_of
-from scrimp.models.decoder import Decoder
 from scrimp.models.initialise import initialise
+from scrimp.models.model import Model, build_model
 from scrimp.optim import AdamW
 from scrimp.precision import LinearPrecision, parse_rules
 from scrimp.runtime.memory import ActivationOffload, BlockMemory, HostArena, LateLink
@@ -72,12 +72,12 @@ class RealStep:
     """A model with its optimizer; call it to train one step as `scrimp.train.loop` does."""
 
     setting: Setting
-    model: Decoder = field(init=False)
+    model: Model = field(init=False)
     planned: PlannedModel | None = None
 
     def __post_init__(self) -> None:
         s = self.setting
-        self.model = Decoder(s.architecture, dtype=DTYPES[s.parameters])
+        self.model = build_model(s.architecture, dtype=DTYPES[s.parameters])
         initialise(self.model, 0)
         linears = s.linears
         if linears:

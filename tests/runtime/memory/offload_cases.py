@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from scrimp.config import Architecture
 from scrimp.config.activations import Activations
 from scrimp.gemm import PlannedModel, reference_only, swap_in
-from scrimp.models.decoder import Decoder
 from scrimp.models.initialise import initialise
+from scrimp.models.model import Model, build_model
 from scrimp.runtime.memory import ActivationOffload, HostArena, HostLink, Link
 
 CPU = torch.device("cpu")
@@ -48,12 +48,12 @@ class Run:
     offload: ActivationOffload | None = None
     leaving: frozenset[int] = frozenset(range(99))
     num_blocks: int = 4
-    model: Decoder = field(init=False)
+    model: Model = field(init=False)
     planned: PlannedModel | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         dtype = torch.bfloat16 if self.precision == "bf16" else torch.float32
-        self.model = Decoder(replace(ARCHITECTURE, num_layers=self.num_blocks), dtype=dtype)
+        self.model = build_model(replace(ARCHITECTURE, num_layers=self.num_blocks), dtype=dtype)
         initialise(self.model, 0)
         if self.precision in ("fp8", "nvfp4"):
             self.planned = swap_in(self.model.blocks, self.precision, choose=reference_only)

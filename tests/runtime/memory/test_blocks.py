@@ -14,8 +14,8 @@ from torch import Tensor
 from scrimp.config import Architecture
 from scrimp.config.activations import Activations
 from scrimp.gemm import swap_in
-from scrimp.models.decoder import Decoder
 from scrimp.models.initialise import initialise
+from scrimp.models.model import Model, build_model
 from scrimp.runtime.memory import ActivationOffload, HostArena, LateLink
 from scrimp.runtime.memory.gradients import HostGradients, OwnGradient
 from scrimp.runtime.memory.streamed_blocks import BlockMemory
@@ -41,8 +41,8 @@ def batches(step: int) -> list[Tensor]:
     return [torch.randint(128, (4, 33), generator=generator) for _ in range(MICRO_BATCHES)]
 
 
-def make_model(dtype: torch.dtype, recipe: str | None, level: str = "keep") -> Decoder:
-    model = Decoder(ARCHITECTURE, dtype=dtype)
+def make_model(dtype: torch.dtype, recipe: str | None, level: str = "keep") -> Model:
+    model = build_model(ARCHITECTURE, dtype=dtype)
     initialise(model, 0)
     if recipe is not None:
         layers = {f"blocks.{i}.mlp.{name}": recipe for i in range(5) for name in ("gate_up", "down")}
@@ -54,16 +54,14 @@ def make_model(dtype: torch.dtype, recipe: str | None, level: str = "keep") -> D
     return model
 
 
-def run_pass(model: Decoder, tokens: Tensor, autocasts: bool) -> Tensor:
+def run_pass(model: Model, tokens: Tensor, autocasts: bool) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16, enabled=autocasts):
         sums = next_token_loss(model, tokens[:, :-1], tokens[:, 1:])
     (sums.total / tokens[:, 1:].numel()).backward()
     return sums.total.detach()
 
 
-def train_plainly(
-    model: Decoder, autocasts: bool
-) -> tuple[list[Tensor], dict[str, Tensor], dict[str, Tensor]]:
+def train_plainly(model: Model, autocasts: bool) -> tuple[list[Tensor], dict[str, Tensor], dict[str, Tensor]]:
     """Losses, the last step's gradients, final weights."""
     losses, gradients = [], {}
     for step in range(STEPS):
@@ -80,7 +78,7 @@ def train_plainly(
 class Offloaded:
     """A model whose blocks live on the host as far as the arguments say."""
 
-    model: Decoder
+    model: Model
     weights: Iterable[int]
     gradients: Iterable[int]
     activations: Iterable[int]
@@ -175,7 +173,7 @@ def test_every_mixture_trains_as_if_all_were_resident(
         assert torch.equal(found_final[name], final[name]), name
 
 
-def device_bytes(model: Decoder) -> int:
+def device_bytes(model: Model) -> int:
     """Bytes of parameters and gradients outside the arena."""
     tensors = [t for p in model.parameters() for t in (p, p.grad) if t is not None]
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)

@@ -636,14 +636,14 @@ def test_a_link_that_fails_loses_no_place() -> None:
 def test_on_cuda_losses_and_gradients_are_equal_and_memory_falls() -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    from scrimp.models.decoder import Decoder
     from scrimp.models.initialise import initialise
+    from scrimp.models.model import build_model
     from scrimp.runtime.memory import CudaLink, HostArena
 
     device = torch.device("cuda", 0)
     found, live = [], []
     for leaves in (False, True):
-        model = Decoder(ARCHITECTURE, device=device, dtype=torch.bfloat16)
+        model = build_model(ARCHITECTURE, device=device, dtype=torch.bfloat16)
         initialise(model, 0)
         offload = ActivationOffload(HostArena(2**28, device), CudaLink(device), num_blocks=4, min_bytes=1024)
 

@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from scrimp.config import Architecture
 from scrimp.config.activations import LEVELS, Activations
-from scrimp.models.decoder import Block, Decoder
+from scrimp.models.blocks import Block
 from scrimp.models.initialise import initialise
+from scrimp.models.model import build_model
 from scrimp.runtime.memory import ActivationOffload, BlockMemory, HostArena, LateLink
 
 RANKS = 2
@@ -49,7 +50,7 @@ class Passed:
 
 
 def passed(choice: str, rank: int, *, is_mixed: bool, shards: bool = True) -> Passed:
-    model = Decoder(ARCHITECTURE)
+    model = build_model(ARCHITECTURE)
     initialise(model, 0)
     policy = MixedPrecisionPolicy()
     if is_mixed:

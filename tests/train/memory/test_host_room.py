@@ -14,7 +14,7 @@ from torch import Tensor
 
 from scrimp.cli import main
 from scrimp.config import BudgetConfig, Config, ModelConfig, TrainConfig, replace_values
-from scrimp.models.decoder import Decoder
+from scrimp.models.model import build_model
 from scrimp.planner import Plan, build_plan
 from scrimp.runtime.memory import HostRoom, arena_bytes, take_room
 from scrimp.train.memory import host_room
@@ -98,7 +98,7 @@ def test_a_budget_of_the_host_holds_the_arena_and_what_a_checkpoint_takes(
 
 def test_the_largest_tensor_of_a_checkpoint_is_known_before_it_is_written() -> None:
     decisions = decide(GIVEN)
-    model = Decoder(decisions.architecture, device=torch.device("meta"))
+    model = build_model(decisions.architecture, device=torch.device("meta"))
     largest = max(parameter.numel() for parameter in model.parameters())
     for parameters, master_weights, moments, nbytes in (
         ("bf16", False, "bf16", 2),

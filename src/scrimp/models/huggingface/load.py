@@ -35,7 +35,7 @@ from scrimp.models.huggingface.names import EMBEDDING, HEAD, fused_parameters
 
 if TYPE_CHECKING:
     from scrimp.config.architecture import Architecture
-    from scrimp.models.decoder import Decoder
+    from scrimp.models.model import Model
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -78,7 +78,7 @@ def check_weights(architecture: Architecture, folder: Path) -> None:
     _checked_tensors(architecture, Path(folder))
 
 
-def load_weights(model: Decoder, folder: Path) -> None:
+def load_weights(model: Model, folder: Path) -> None:
     """Copy the weights of a Hugging Face folder into the model, in the model's own formats.
 
     ModelError names what is missing, unexpected, mis-shaped or unreadable; the model is not

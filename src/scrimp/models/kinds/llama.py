@@ -16,9 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from scrimp.models.spec import AttentionSpec, BlockSpec, Elsewhere, LinearSpec, ModelSpec, Rope, Traffic
+
+if TYPE_CHECKING:
+    from scrimp.models.blocks import Block, Place, RMSNorm
 
 QKV, OUT, GATE_UP, DOWN = "attention.qkv", "attention.out", "mlp.gate_up", "mlp.down"
 
@@ -68,3 +71,23 @@ class Llama(ModelSpec):
             ),
             vectors=2 * D + (C if a.qkv_bias else 0) + (2 * a.head_size if a.qk_norm else 0),
         )
+
+    def build_block(self, index: int, place: Place) -> Block:
+        """A norm before each of the two."""
+        from scrimp.models.blocks import Attention, Block, Mlp, RMSNorm
+
+        a, attends = self.architecture, self._block.attention
+        norms = [RMSNorm(a.head_size, a.norm_eps, place) if a.qk_norm else None for _ in range(2)]
+        return Block(
+            attends,
+            Attention(attends, a.width, place, bias=a.qkv_bias, q_norm=norms[0], k_norm=norms[1]),
+            Mlp(a.width, a.ffn_width, place),
+            attention_norm=self.build_norm(place),
+            mlp_norm=self.build_norm(place),
+        )
+
+    def build_norm(self, place: Place) -> RMSNorm:
+        """With a plain weight."""
+        from scrimp.models.blocks import RMSNorm
+
+        return RMSNorm(self.architecture.width, self.architecture.norm_eps, place)

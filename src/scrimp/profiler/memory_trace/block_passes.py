@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from scrimp.models.decoder import Decoder
+from scrimp.models.model import Model
 from scrimp.objectives import Objective
 from scrimp.profiler.memory_trace.tracker import StorageTracker
 
@@ -121,7 +121,7 @@ def trace_block(block: Block, stream: Tensor, tracker: StorageTracker, autocast:
 
 
 def trace_ends(
-    model: Decoder,
+    model: Model,
     objective: Objective,
     tokens: Tensor,
     *,
@@ -133,10 +133,10 @@ def trace_ends(
     and `gradients_of`."""
     marks, start = _Marks(tracker), tracker.live
     with autocast():
-        x = model.embedding(tokens)
+        x = model.embed(tokens)
         boundary = x.nbytes
         x.register_hook(lambda _: marks.set("head over"))
-        hidden = model.final_norm(x)
+        hidden = model.finish(x)
         del x
         sums = objective.head_loss(model, hidden.flatten(0, 1), tokens.flatten(), chunk=chunk)
         del hidden

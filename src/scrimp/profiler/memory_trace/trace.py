@@ -2,9 +2,9 @@
 
 Problem  Formulas for saved and temporary tensors are wrong as soon as the code changes, and peaks lie inside
          operations that nobody listed.
-Method   The real model (`scrimp.models.decoder.Decoder`, planned layers, the objective's loss) runs on fake tensors:
-         shapes without memory, so the time does not depend on the size. Blocks of equal formats are one class; one
-         block of each class runs alone, per choice of activations and with new and existing gradients (`passes`);
+Method   The real model (`scrimp.models`, planned layers, the objective's loss) runs on fake tensors: shapes without
+         memory, so the time does not depend on the size. Equal blocks of equal formats are one class; one block of
+         each class runs alone, per choice of activations and with new and existing gradients (`passes`);
          embedding, norm and loss run without blocks. `scrimp.planner.memory.states` adds the differences up.
          A choice "+offload" is derived: what autograd saves of a block waits on the host instead, its input
          included (`saved`).
@@ -23,7 +23,6 @@ import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,11 +34,11 @@ from scrimp.formats import hadamard
 from scrimp.formats.blocks import ends_alone
 from scrimp.gemm import PlannedLayer, swap_in
 from scrimp.gemm.clock import Clock
-from scrimp.models import HEAD, ModelSpec, full_name, spec_of
-from scrimp.models.attention import AttentionLayout, flash_takes, fuses_attention
-from scrimp.models.decoder import Decoder
+from scrimp.models import HEAD, AttentionSpec, BlockSpec, ModelSpec, full_name, spec_of
+from scrimp.models.attention import AttentionLayout, fuses_attention
+from scrimp.models.blocks import Block
 from scrimp.models.flash import Gpu
-from scrimp.models.segments import worst_segments
+from scrimp.models.model import Model, build_model
 from scrimp.objectives import Objective
 from scrimp.objectives.next_token import NEXT_TOKEN
 from scrimp.planner.memory.costs import BlockClass, BlockCost, EndsCost, StepCosts
@@ -65,6 +64,7 @@ from scrimp.profiler.memory_trace.tracker import StorageTracker
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CPU = torch.device("cpu")
+_Class = tuple[BlockSpec, tuple[LinearPrecision, ...]]
 LOSS_SCALARS = 16
 """Numbers of a loss that are on the device at once: its sums, the total of a step, what is differentiated."""
 
@@ -126,14 +126,15 @@ def trace_costs(
     plans, head = _formats(linears or {}, LinearPrecision.of(precision), spec_of(architecture))
     classes = list(dict.fromkeys(plans))
     with _apart():
-        model = step.build(classes, head)
+        model = step.build([plans.index(one) for one in classes], classes, head)
         ends, optimizer_peak, norm_peak = (
             step.ends(model, objective, loss_chunk),
             step.optimizer_peak(model),
             step.norm_peak(model.parameters()),
         )
-        traced = tuple(step.block_class(block, choices) for block in list(model.blocks))
-        boundary, resident, tables = step.stream_bytes(), step.resident_bytes(), step.table_bytes()
+        traced = tuple(step.block_class(block, choices) for block in model.each_block())
+        boundary, tables = step.stream_bytes(), step.table_bytes(model)
+        resident = step.batch_bytes() + tables
     return StepCosts(
         classes=traced,
         blocks=tuple(classes.index(plan) for plan in plans),
@@ -148,10 +149,10 @@ def trace_costs(
 
 def _formats(
     linears: Mapping[str, LinearPrecision], plain: LinearPrecision, spec: ModelSpec
-) -> tuple[list[tuple[LinearPrecision, ...]], LinearPrecision]:
-    """The formats of each block's layers, in their order, and those of the head."""
+) -> tuple[list[_Class], LinearPrecision]:
+    """Each block with the formats of its layers, in their order, and those of the head."""
     blocks = [
-        tuple(linears.get(full_name(index, one.name), plain) for one in block.linears)
+        (block, tuple(linears.get(full_name(index, one.name), plain) for one in block.linears))
         for index, block in enumerate(spec.blocks)
     ]
     return blocks, linears.get(HEAD, plain)
@@ -221,31 +222,36 @@ class _Step:
             return contextlib.nullcontext
         return partial(torch.autocast, "cpu", DTYPES[self.precision])
 
-    def build(self, classes: Sequence[tuple[LinearPrecision, ...]], head: LinearPrecision) -> Decoder:
-        """A model with one block of each class."""
-        architecture = dataclasses.replace(self.architecture, num_layers=len(classes))
-        model = Decoder(architecture, device=CPU, dtype=DTYPES[self.parameters]).eval()
+    def build(self, blocks: Sequence[int], classes: Sequence[_Class], head: LinearPrecision) -> Model:
+        """A model with one block of each class.
+
+        Args:
+            blocks: the first of each class.
+        """
+        model = build_model(
+            self.architecture, device=CPU, dtype=DTYPES[self.parameters], blocks=blocks
+        ).eval()
         clock, plain = _StillClock(), LinearPrecision.of(self.precision)
         if head != plain:
-            model.planned_head = PlannedLayer("head", head, clock, self.backend.choose)
-        for block, plan in zip(model.blocks, classes, strict=True):
-            names = [one.name for one in spec_of(architecture).block(0).linears]
-            changed = {name: choice for name, choice in zip(names, plan, strict=True) if choice != plain}
+            model.planned_head = PlannedLayer(HEAD, head, clock, self.backend.choose)
+        for block, (spec, formats) in zip(model.blocks, classes, strict=True):
+            names = [one.name for one in spec.linears]
+            changed = {name: choice for name, choice in zip(names, formats, strict=True) if choice != plain}
             if changed:
                 for layer in swap_in(block, changed, choose=self.backend.choose).layers.values():
                     layer.clock = clock
         return model
 
-    def ends(self, model: Decoder, objective: Objective, loss_chunk: int) -> EndsCost:
+    def ends(self, model: Model, objective: Objective, loss_chunk: int) -> EndsCost:
         """All that is no block."""
-        bare = _without_blocks(model)
+        bare = nn.ModuleList(model.ends)
         tokens = torch.zeros(self.shape, dtype=torch.int64, device=CPU)
         found = []
         for exist in (False, True):
             with self._tracing(bare, exist=exist) as tracker:
                 found.append(
                     trace_ends(
-                        bare, objective, tokens, chunk=loss_chunk, tracker=tracker, autocast=self.autocast
+                        model, objective, tokens, chunk=loss_chunk, tracker=tracker, autocast=self.autocast
                     )
                 )
         new, added = found
@@ -259,11 +265,11 @@ class _Step:
             accumulating_embedding_peak=added.embedding_peak,
         )
 
-    def block_class(self, block: nn.Module, choices: Sequence[Activations]) -> BlockClass:
+    def block_class(self, block: Block, choices: Sequence[Activations]) -> BlockClass:
         """One block under all choices."""
         costs: dict[str, BlockCost] = {}
         for level in dict.fromkeys(choice.level for choice in choices):
-            block.activations = Activations(level)  # type: ignore[assignment]
+            block.activations = Activations(level)
             new, added = (self._block(block, exist=exist) for exist in (False, True))
             kept = BlockCost(
                 new.kept,
@@ -284,16 +290,16 @@ class _Step:
             norms=sum(self._scalars(1) for _ in block.parameters()),
         )
 
-    def _block(self, block: nn.Module, *, exist: bool) -> BlockTrace:
-        layout, stream = self._layout(), self._stream()
-        with self._tracing(block, exist=exist) as tracker:
+    def _block(self, block: Block, *, exist: bool) -> BlockTrace:
+        layout, stream = self._layout(block.attends), self._stream()
+        with self._tracing(block, exist=exist, attends=block.attends) as tracker:
             return trace_block(partial(block, layout=layout), stream, tracker, self.autocast)
 
-    def _offloaded(self, block: nn.Module, kept: BlockCost) -> BlockCost:
+    def _offloaded(self, block: Block, kept: BlockCost) -> BlockCost:
         """A block whose saved tensors wait on the host."""
-        layout, stream = self._layout(), self._stream()
+        layout, stream = self._layout(block.attends), self._stream()
         resident = [*layout.rope, *([] if layout.mask is None else [layout.mask])]
-        with self._tracing(block, exist=True):
+        with self._tracing(block, exist=True, attends=block.attends):
             saved = saved_bytes(partial(block, layout=layout), stream, block, self.autocast, resident)
         return dataclasses.replace(
             kept,
@@ -303,22 +309,26 @@ class _Step:
         )
 
     @contextlib.contextmanager
-    def _tracing(self, module: nn.Module, *, exist: bool) -> Iterator[StorageTracker]:
+    def _tracing(
+        self, module: nn.Module, *, exist: bool, attends: AttentionSpec | None = None
+    ) -> Iterator[StorageTracker]:
         """A new tracker, on the device's way through the model, with gradients new or existing."""
         device = self.device_functions
         rule = workspace_rule(device, self.gpu)
         tracker = StorageTracker(granule=GRANULES[device], workspace=rule)
         gradients = gradients_of(module, self._sums, exist=exist)
         self.backend.tracker, self.backend.stands_for_cuda = tracker, device == "cuda"
-        with self._standing(), gradients, tracker:
+        with self._standing(attends), gradients, tracker:
             yield tracker
 
-    def _standing(self) -> contextlib.AbstractContextManager[None]:
-        """The device's way through the model."""
-        window = self.architecture.sliding_window
-        masks = self.documents or (window is not None and window < self.shape[1])
-        dtype, capability = DTYPES[self.precision], self.gpu.capability
-        fuses = fuses_attention(self.architecture, dtype, capability, masks=masks)
+    def _standing(self, attends: AttentionSpec | None) -> contextlib.AbstractContextManager[None]:
+        """The device's way through the model, and through attention where there is any."""
+        fuses = attends is None or fuses_attention(
+            attends,
+            DTYPES[self.precision],
+            self.gpu.capability,
+            masks=self.documents or (attends.window is not None and attends.window < self.shape[1]),
+        )
         return standing_for(self.device_functions, fuses_attention=fuses, gpu=self.gpu)
 
     @property
@@ -355,38 +365,30 @@ class _Step:
         size = (*self.shape, self.architecture.width)
         return torch.empty(size, dtype=DTYPES[self.parameters], device=CPU)
 
-    def _layout(self) -> AttentionLayout:
+    def _layout(self, attends: AttentionSpec) -> AttentionLayout:
         """That of rows which need most."""
-        rows, length = self.shape
-        tokens = torch.zeros(self.shape, dtype=torch.int64, device=CPU)
-        dtype, is_cpu = DTYPES[self.precision], self.device_functions == "cpu"
-        with self._standing():
-            found = AttentionLayout.prepare(
-                self.architecture, tokens, None, dtype=dtype, compiled=self.compiled
+        with self._standing(attends):
+            return AttentionLayout.worst(
+                attends,
+                torch.zeros(self.shape, dtype=torch.int64, device=CPU),
+                dtype=DTYPES[self.precision],
+                documents=self.documents,
+                stands_for_gpu=self.device_functions != "cpu",
+                compiled=self.compiled,
             )
-            keeps_apart = not is_cpu and flash_takes(CPU, dtype, self.architecture.head_size)
-        if keeps_apart and found.mask is not None:
-            # The kernel knows windows and documents.
-            return dataclasses.replace(found, route="causal", mask=None)
-        if keeps_apart or not self.documents:
-            return found
-        if is_cpu and not self.compiled:
-            return dataclasses.replace(found, route="segments", segments=worst_segments(rows, length))
-        kind = dtype if is_cpu else torch.bool
-        mask = torch.empty((rows, 1, length, length), dtype=kind, device=CPU)
-        return dataclasses.replace(found, route="masked", mask=mask)
 
     def stream_bytes(self) -> int:
         """The boundary."""
         return self._stream().nbytes
 
-    def resident_bytes(self) -> int:
-        """Tokens, targets, numbers of the loss, tables."""
-        return batch_bytes(*self.shape) + self._scalars(LOSS_SCALARS) + self.table_bytes()
+    def batch_bytes(self) -> int:
+        """Tokens, targets, numbers of the loss."""
+        return batch_bytes(*self.shape) + self._scalars(LOSS_SCALARS)
 
-    def table_bytes(self) -> int:
-        """Rotation tables and a mask."""
-        return sum(tensor.nbytes for tensor in self._layout().tensors)
+    def table_bytes(self, model: Model) -> int:
+        """Rotation tables and masks, of each kind of attention that the model has."""
+        kinds = dict.fromkeys(block.attends for block in model.each_block())
+        return sum(tensor.nbytes for kind in kinds for tensor in self._layout(kind).tensors)
 
     def _scalars(self, count: int) -> int:
         """Bytes of so many numbers that are tensors of their own."""
@@ -412,11 +414,3 @@ class _Step:
 def batch_bytes(rows: int, length: int) -> int:
     """Tokens and targets of a micro-batch."""
     return 2 * 8 * rows * length
-
-
-def _without_blocks(model: Decoder) -> Decoder:
-    """The same embedding, norm and head."""
-    bare: Any = object.__new__(Decoder)
-    bare.__dict__.update(model.__dict__)
-    bare._modules = {**model._modules, "blocks": nn.ModuleList()}
-    return bare  # type: ignore[no-any-return]

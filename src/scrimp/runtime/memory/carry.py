@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from scrimp.config.activations import Activations
-from scrimp.models.decoder import Decoder
+from scrimp.models.model import Model
 from scrimp.planner import Plan
 from scrimp.runtime.memory.arena import HostArena, Place
 from scrimp.runtime.memory.link import CudaLink, HostLink, Link
@@ -87,7 +87,7 @@ def take_room(
     return HostRoom(arena, CudaLink(device) if device.type == "cuda" else HostLink(device))
 
 
-def carry_out(plan: Plan, model: Decoder, room: HostRoom) -> HostMemory:
+def carry_out(plan: Plan, model: Model, room: HostRoom) -> HostMemory:
     """Move to the host what a plan says.
 
     Args:

@@ -1,4 +1,4 @@
-"""Runs the blocks of a decoder so that what the plan sends to the host leaves and is back in time.
+"""Runs the blocks of a model so that what the plan sends to the host leaves and is back in time.
 
 A block's backward pass begins when the gradient of its output is there, and is over when that of its input is: hooks on
 the residual stream between blocks say so, compiled or not, recomputed or not.
@@ -15,14 +15,14 @@ from functools import partial
 from torch import Tensor
 
 from scrimp.models.attention import AttentionLayout
-from scrimp.models.decoder import Block
+from scrimp.models.blocks import Block
 from scrimp.runtime.memory.gradients import HostGradients
 from scrimp.runtime.memory.offload import ActivationOffload
 from scrimp.runtime.memory.weights import HostWeights
 
 
 class BlockMemory:
-    """What of each block lives where; `Decoder.run_block` calls it.
+    """What of each block lives where; `Model.run_block` calls it.
 
     Args:
         num_blocks: of the model.

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from scrimp.config import decided
+from scrimp.models import spec_of
 from scrimp.models.attention import FLASH_CAPABILITY, capability_of, fuses_attention
 from scrimp.planner.memory.placement import Split
 from scrimp.report.memory_text import memory_tables
@@ -47,13 +48,24 @@ def attention_text(decisions: Decisions) -> str | None:
     compute, architecture = decisions.config.precision_rules.compute, decisions.architecture
     if decisions.device.is_host:
         return None
-    capability, window = capability_of(decisions.device.torch_device), architecture.sliding_window
-    masks = decisions.config.data.mask_documents or (
-        window is not None and window < decided(decisions.config.train.sequence)
+    capability, sequence = (
+        capability_of(decisions.device.torch_device),
+        decided(decisions.config.train.sequence),
     )
-    if fuses_attention(architecture, DTYPES[compute], capability, masks=masks):
+    documents = decisions.config.data.mask_documents
+    plain = [
+        block.attention.head_size
+        for block in spec_of(architecture).equal_blocks
+        if not fuses_attention(
+            block.attention,
+            DTYPES[compute],
+            capability,
+            masks=documents or (block.attention.window or sequence) < sequence,
+        )
+    ]
+    if not plain:
         return None
-    reason = f"heads of {architecture.head_size}"
+    reason = f"heads of {plain[0]}"
     advice = ""
     if capability < FLASH_CAPABILITY:
         reason = f"compute capability {capability[0]}.{capability[1]}"

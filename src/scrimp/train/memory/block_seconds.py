@@ -172,6 +172,7 @@ class _Model:
         spec = spec_of(self.architecture)
         return Timed(
             self.architecture,
+            tuple(self.first_blocks),
             tuple(
                 tuple(linears[full_name(block, one.name)] for one in spec.block(block).linears)
                 for block in self.first_blocks

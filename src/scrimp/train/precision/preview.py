@@ -18,7 +18,7 @@ from scrimp.config.snip import BUDGETS
 from scrimp.data import Batch, Loader
 from scrimp.errors import CheckpointError, ConfigError
 from scrimp.export import ExportTarget, plan_for
-from scrimp.models.decoder import Decoder
+from scrimp.models.model import Model
 from scrimp.optim import AdamW
 from scrimp.planner.precision import PrecisionPlan
 from scrimp.precision import parse_rules
@@ -144,5 +144,5 @@ def _meter(decisions: Decisions, checkpoint: Checkpoint) -> PrecisionMeter:
     return PrecisionMeter(decisions, executable, optimizer, batches)
 
 
-def _unfilled(model: Decoder) -> None:
+def _unfilled(model: Model) -> None:
     """Every parameter is loaded from the checkpoint."""

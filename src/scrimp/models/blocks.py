@@ -1,0 +1,230 @@
+"""What blocks of decoders are made of: norms, attention, gated MLPs, and their sum with the residual stream.
+
+A block adds two things to the residual stream x, attention and a gated MLP, each normed before, after, or both::
+
+    x = x + after(out(attention(qkv(before(x)))))
+    x = x + after(down(act(gate(before(x))) * up(before(x))))
+
+Which norms there are, what attention looks like and what the gate's function is, a kind of decoder says
+(`scrimp.models.kinds`).
+
+Parameters  `qkv.weight` holds the rows of all query heads, then the key heads, then the value
+            heads; `gate_up.weight` the rows of gate, then up: one GEMM each instead of three
+            and two. New parameters are uninitialised memory.
+Precision   A plan gives every linear layer's GEMMs their formats (`scrimp.gemm`). Norms and the gate are
+            handed to the layer that reads their results, because a plan may make them again in backward.
+Memory      A block keeps or makes again what its backward pass reads, by its `activations`
+            (`scrimp.config.activations`); no number changes by it. What a part of a block makes again ends with its
+            last product, so that this product is not multiplied again; a norm after it keeps its input.
+Checked     tests/models/test_decoder.py: logits and gradients against a float64 reference.
+
+Shapes: B rows, T tokens, D width, H query heads, N KV heads, K head size, F ffn width, C = (H + 2N) K.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from scrimp.config.activations import Activations
+from scrimp.gemm import recomputed, run_again
+from scrimp.models.attention import AttentionLayout, attend, attention_operators
+from scrimp.models.functions import rms_norm, swiglu
+from scrimp.models.spec import AttentionSpec
+
+KEEP = Activations()
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where parameters live, and their type."""
+
+    device: torch.device | str | None = None
+    """`meta` gives shapes without memory."""
+    dtype: torch.dtype = torch.float32
+
+
+class Linear(nn.Linear):
+    """A linear layer that leaves its memory uninitialised: every weight is set later by name."""
+
+    def reset_parameters(self) -> None:
+        """Nothing: drawing billions of numbers that are overwritten costs minutes."""
+
+
+class Embedding(nn.Embedding):
+    """An embedding that leaves its memory uninitialised, as `Linear` does."""
+
+    def reset_parameters(self) -> None:
+        """Nothing, see `Linear`."""
+
+
+class RMSNorm(nn.Module):
+    """x / root mean square of x, times a weight."""
+
+    def __init__(self, size: int, eps: float, place: Place) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(size, device=place.device, dtype=place.dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension."""
+        return rms_norm(x, self.weight, self.eps)
+
+
+Attend = Callable[[Tensor], Tensor]
+"""From query, key and value heads side by side, qkv_BTGK, to what attention gives, out_BTHK."""
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions.
+
+    Args:
+        shape: heads.
+        width: of the residual stream.
+        place: where its parameters live.
+        bias: on queries, keys and values.
+        q_norm: of each query head; None: none.
+        k_norm: of each key head.
+    """
+
+    def __init__(
+        self,
+        shape: AttentionSpec,
+        width: int,
+        place: Place,
+        *,
+        bias: bool = False,
+        q_norm: RMSNorm | None = None,
+        k_norm: RMSNorm | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads = shape.num_heads, shape.num_kv_heads
+        self.head_size = shape.head_size
+        outputs = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_size
+        self.qkv = Linear(width, outputs, bias=bias, device=place.device, dtype=place.dtype)
+        self.out = Linear(shape.width, width, bias=False, device=place.device, dtype=place.dtype)
+        self.q_norm, self.k_norm = q_norm, k_norm
+
+    def heads(self, x_BTD: Tensor, norm: RMSNorm | None, again: bool = False) -> Tensor:
+        """qkv_BTGK: query, key and value heads side by side, normed where the kind does, not yet turned.
+
+        Args:
+            norm: of the residual stream, before the product.
+            again: make the normed input again in backward.
+        """
+        qkv_BTC = _product(self.qkv, norm, x_BTD, again)
+        if self.q_norm is None or self.k_norm is None:
+            return cast(Tensor, qkv_BTC.unflatten(-1, (-1, self.head_size)))
+        return self.normed_heads(qkv_BTC, self.q_norm, self.k_norm)
+
+    def normed_heads(self, qkv_BTC: Tensor, q_norm: RMSNorm, k_norm: RMSNorm) -> Tensor:
+        """qkv_BTGK with queries and keys normed, each head on its own."""
+        qkv_BTGK = qkv_BTC.unflatten(-1, (-1, self.head_size))
+        q, k, v = qkv_BTGK.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=2)
+        return torch.cat([q_norm(q), k_norm(k), v], dim=2)
+
+    def forward(
+        self, x_BTD: Tensor, norm: RMSNorm | None, attend: Attend, activations: Activations = KEEP
+    ) -> Tensor:
+        """Attention of the residual stream."""
+
+        def attended(x_BTD: Tensor, again: bool = False) -> Tensor:
+            return cast(Tensor, self.out(attend(self.heads(x_BTD, norm, again)).flatten(2)))
+
+        if activations.recomputes("attention"):
+            return run_again(attended, x_BTD, last=self.out)
+        if activations.recomputes("qkv"):
+            return run_again(attended, x_BTD, last=self.out, keeps=attention_operators())
+        return attended(x_BTD, activations.recomputes("norms"))
+
+
+class Mlp(nn.Module):
+    """A gated MLP: act(gate) * up, then down.
+
+    Args:
+        gated: act(gate) * up of both side by side.
+    """
+
+    def __init__(
+        self, width: int, inner: int, place: Place, *, gated: Callable[[Tensor], Tensor] = swiglu
+    ) -> None:
+        super().__init__()
+        self.gated = gated
+        self.gate_up = Linear(width, 2 * inner, bias=False, device=place.device, dtype=place.dtype)
+        self.down = Linear(inner, width, bias=False, device=place.device, dtype=place.dtype)
+
+    def forward(self, x_BTD: Tensor, norm: RMSNorm | None, activations: Activations = KEEP) -> Tensor:
+        """Token by token, of the residual stream."""
+
+        def multiplied(x_BTD: Tensor, norms: bool = False, product: bool = False) -> Tensor:
+            gate_up_BTF = _product(self.gate_up, norm, x_BTD, norms)
+            return recomputed(self.down, self.gated, gate_up_BTF, always=product)
+
+        if activations.recomputes("mlp"):
+            return run_again(multiplied, x_BTD, last=self.down)
+        return multiplied(x_BTD, activations.recomputes("norms"), activations.recomputes("swiglu"))
+
+
+def _product(linear: Linear, norm: RMSNorm | None, x_BTD: Tensor, again: bool) -> Tensor:
+    """The product of the residual stream, normed before it or not."""
+    return cast(Tensor, linear(x_BTD)) if norm is None else recomputed(linear, norm, x_BTD, always=again)
+
+
+def _normed(added_BTD: Tensor, norm: RMSNorm | None) -> Tensor:
+    return added_BTD if norm is None else cast(Tensor, norm(added_BTD))
+
+
+class Block(nn.Module):
+    """Attention, then the MLP, each added to the residual stream.
+
+    Args:
+        attends: what its attention looks like: blocks of equal ones share a layout.
+        attention_norm: before attention; mlp_norm: before the MLP; None: none.
+        attention_output_norm: of what attention adds; mlp_output_norm: of what the MLP adds; None: none.
+    """
+
+    def __init__(
+        self,
+        attends: AttentionSpec,
+        attention: Attention,
+        mlp: Mlp,
+        *,
+        attention_norm: RMSNorm | None = None,
+        attention_output_norm: RMSNorm | None = None,
+        mlp_norm: RMSNorm | None = None,
+        mlp_output_norm: RMSNorm | None = None,
+    ) -> None:
+        super().__init__()
+        self.attends, self.is_compiled = attends, False
+        self.activations = KEEP
+        """What is made again in backward instead of kept; may change between two steps."""
+        self.attention_norm = attention_norm
+        self.attention = attention
+        self.attention_output_norm = attention_output_norm
+        self.mlp_norm = mlp_norm
+        self.mlp = mlp
+        self.mlp_output_norm = mlp_output_norm
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """torch.compile in place, and remember it: the layout must then be one that compiles once."""
+        super().compile(*args, **kwargs)
+        self.is_compiled = True
+
+    def add(self, x_BTD: Tensor, attend: Attend, activations: Activations = KEEP) -> Tensor:
+        """The residual stream after this block, for attention of any kind."""
+        added = self.attention(x_BTD, self.attention_norm, attend, activations)
+        x_BTD = x_BTD + _normed(added, self.attention_output_norm)
+        return x_BTD + _normed(self.mlp(x_BTD, self.mlp_norm, activations), self.mlp_output_norm)
+
+    def forward(self, x_BTD: Tensor, layout: AttentionLayout) -> Tensor:
+        """The residual stream after this block."""
+        added = partial(self.add, attend=partial(attend, layout=layout))
+        if self.activations.recomputes("block"):
+            # A norm after the last product reads it: then it is multiplied again.
+            return run_again(added, x_BTD, last=self.mlp.down if self.mlp_output_norm is None else None)
+        return added(x_BTD, activations=self.activations)

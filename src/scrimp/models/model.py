@@ -1,0 +1,167 @@
+"""A model: embedding, blocks, final norm and head, whatever kind its blocks are.
+
+Whoever trains, traces, times or measures a model asks this class alone: `embed`, the blocks one by one with the layout
+of their attention, `finish`, and the head's matrix. What a kind of decoder adds is in its specification
+(`scrimp.models.spec`), which builds the blocks.
+
+Parameters  A new model's are uninitialised memory: call `initialise` or `load_weights`.
+Precision   The residual stream keeps the embedding's type: float32 under autocast, bfloat16 with bfloat16 parameters.
+            Norms compute in float32 and hand the GEMMs their type.
+Documents   Rows may hold several documents; see attention.py. Blocks whose attention is alike share one layout, which
+            is prepared once per forward pass.
+Checked     tests/models/test_decoder.py: logits and gradients against a float64 reference.
+
+Shapes: B rows, T tokens, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Protocol, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from scrimp.config.architecture import Architecture
+from scrimp.errors import ModelError
+from scrimp.gemm import PlannedLayer, compute_dtype
+from scrimp.models.attention import AttentionLayout
+from scrimp.models.blocks import Block, Embedding, Linear, Place
+from scrimp.models.kinds import spec_of
+from scrimp.models.spec import AttentionSpec, ModelSpec
+
+Layouts = Mapping[AttentionSpec, AttentionLayout]
+
+
+class BlockRunner(Protocol):
+    """Runs the blocks of a model instead of the model itself: whoever moves their memory."""
+
+    def __call__(self, index: int, block: Block, x_BTD: Tensor, layout: AttentionLayout) -> Tensor:
+        """The output of a block, given its number, its input and the layout."""
+
+    def at_hand(self, index: int) -> contextlib.AbstractContextManager[object]:
+        """Inside, a block's weights can be read."""
+
+
+class Model(nn.Module):
+    """Tokens in, hidden states or logits out. `build_model` makes one.
+
+    Args:
+        spec: what it is.
+        place: where the parameters live.
+        blocks: numbers of the blocks that are made; None: all.
+    """
+
+    def __init__(self, spec: ModelSpec, place: Place, blocks: Sequence[int] | None = None) -> None:
+        super().__init__()
+        a = spec.architecture
+        self.spec = spec
+        self.embedding = Embedding(a.vocab_size, a.width, device=place.device, dtype=place.dtype)
+        numbers = range(spec.num_blocks) if blocks is None else blocks
+        self.blocks = nn.ModuleList(spec.build_block(index, place) for index in numbers)
+        self.final_norm = spec.build_norm(place)
+        self.head: Linear | None = None
+        if not a.tied_embeddings:
+            self.head = Linear(a.width, a.vocab_size, bias=False, device=place.device, dtype=place.dtype)
+        self.run_block: BlockRunner | None = None
+        """None: blocks are simply called."""
+        self.planned_head: PlannedLayer | None = None
+        """Formats of the head's GEMMs in the loss; None: the compute type."""
+
+    @property
+    def architecture(self) -> Architecture:
+        """Its sizes and switches."""
+        return self.spec.architecture
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The head's matrix, shape (V, D): the embedding's own where the two are tied."""
+        return self.embedding.weight if self.head is None else self.head.weight
+
+    @property
+    def ends(self) -> list[nn.Module]:
+        """The modules that are no block."""
+        return [module for name, module in self.named_children() if name != "blocks"]
+
+    def each_block(self) -> Iterator[Block]:
+        """The blocks, in order."""
+        return iter(cast("Sequence[Block]", self.blocks))
+
+    def embed(self, tokens_BT: Tensor) -> Tensor:
+        """x_BTD, the residual stream before the first block."""
+        return cast(Tensor, self.embedding(tokens_BT))
+
+    def finish(self, x_BTD: Tensor) -> Tensor:
+        """hidden_BTD, what the head reads, of the residual stream after the last block."""
+        return cast(Tensor, self.final_norm(x_BTD))
+
+    def layouts(
+        self, tokens_BT: Tensor, document_starts: Tensor | None, *, dtype: torch.dtype, compiled: bool = False
+    ) -> Layouts:
+        """How the blocks attend in these rows; arguments as of `AttentionLayout.prepare`.
+
+        Raises:
+            ModelError: rows are longer than the model's context.
+        """
+        length = tokens_BT.shape[1]
+        if length > self.architecture.context:
+            raise ModelError(
+                "sequence is longer than the model's context",
+                got=f"{length} tokens",
+                expected=f"at most {self.architecture.context}",
+                do="use shorter sequences or a model with a longer context",
+            )
+        return {
+            attends: AttentionLayout.prepare(
+                attends, tokens_BT, document_starts, dtype=dtype, compiled=compiled
+            )
+            for attends in dict.fromkeys(block.attends for block in self.each_block())
+        }
+
+    def forward(self, tokens_BT: Tensor, document_starts: Tensor | None = None) -> Tensor:
+        """hidden_BTD after the final norm.
+
+        Args:
+            tokens_BT: token ids; T at most the architecture's context.
+            document_starts: int32 on the CPU, the documents' first positions in the flattened
+                B*T, rising from 0, ending with B*T, every row's start among them. None: each
+                row is one document.
+        """
+        x_BTD = self.embed(tokens_BT)
+        compiled = torch.compiler.is_compiling() or any(block.is_compiled for block in self.each_block())
+        layouts = self.layouts(tokens_BT, document_starts, dtype=compute_dtype(x_BTD), compiled=compiled)
+        for index, block in enumerate(self.each_block()):
+            run = block if self.run_block is None else partial(self.run_block, index, block)
+            x_BTD = run(x_BTD, layouts[block.attends])
+        return self.finish(x_BTD)
+
+    def block_at_hand(self, index: int) -> contextlib.AbstractContextManager[object]:
+        """Around what reads a block's weights without running the block."""
+        return contextlib.nullcontext() if self.run_block is None else self.run_block.at_hand(index)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Scores of every vocabulary entry for hidden states of any leading shape."""
+        return F.linear(hidden, self.head_weight)
+
+
+def build_model(
+    architecture: Architecture,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype = torch.float32,
+    blocks: Sequence[int] | None = None,
+) -> Model:
+    """The model of an architecture, its parameters uninitialised.
+
+    Args:
+        device: where the parameters live; `meta` gives shapes without memory.
+        dtype: type of the parameters.
+        blocks: numbers of the blocks that are made; None: all.
+
+    Raises:
+        ModelError: its family is unknown.
+    """
+    return Model(spec_of(architecture), Place(device, dtype), blocks)
