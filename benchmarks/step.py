@@ -45,10 +45,10 @@ from torch import Tensor, nn
 from scrimp.config import load_config, preset, resolve
 from scrimp.config.architecture import Architecture
 from scrimp.data import Batch
-from scrimp.models.huggingface import export_model
+from scrimp.models.huggingface.export import export_model
 from scrimp.models.initialise import initialise
+from scrimp.models.model import Model, build_model
 from scrimp.objectives.next_token import NEXT_TOKEN
-from scrimp.models.huggingface import export_model
 from scrimp.models.initialise import initialise
 from scrimp.models.model import Model, build_model
 

@@ -9,7 +9,7 @@ import torch
 
 from scrimp.config.presets import OWN_PRESETS, PRESETS, preset
 from scrimp.errors import ConfigError
-from scrimp.models.huggingface import config_from_architecture
+from scrimp.models.huggingface.architecture import config_from_architecture
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

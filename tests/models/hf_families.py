@@ -12,7 +12,8 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from scrimp.models.huggingface import load_weights, read_architecture
+from scrimp.models.huggingface.architecture import read_architecture
+from scrimp.models.huggingface.load import load_weights
 from scrimp.models.model import Model, build_model
 
 transformers.logging.set_verbosity_error()

@@ -15,7 +15,11 @@ from transformers import AutoConfig
 
 from scrimp.config import PRESETS, Architecture, RopeScaling
 from scrimp.errors import ModelError
-from scrimp.models.huggingface import architecture_from_config, config_from_architecture, read_architecture
+from scrimp.models.huggingface.architecture import (
+    architecture_from_config,
+    config_from_architecture,
+    read_architecture,
+)
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",

@@ -20,7 +20,9 @@ from safetensors.torch import load_file
 from scrimp.config import Architecture
 from scrimp.errors import ConfigError, ModelError, StorageError
 from scrimp.files import whole_folder
-from scrimp.models.huggingface import architecture_from_config, export_model, load_weights
+from scrimp.models.huggingface.architecture import architecture_from_config
+from scrimp.models.huggingface.export import export_model
+from scrimp.models.huggingface.load import load_weights
 from scrimp.models.huggingface.shards import ShardWriter
 from scrimp.models.initialise import initialise
 from scrimp.models.model import Model, build_model

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hf_families import FAMILIES, reference_model
 
-from scrimp.models.huggingface import architecture_from_config
+from scrimp.models.huggingface.architecture import architecture_from_config
 from scrimp.models.huggingface.names import fused_parameters, split_parameter
 from scrimp.models.model import build_model
 

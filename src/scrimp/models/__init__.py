@@ -12,6 +12,7 @@ from scrimp.models.spec import (
     ModelSpec,
     Rope,
     Traffic,
+    VectorSpec,
     full_name,
     place,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "ModelSpec",
     "Rope",
     "Traffic",
+    "VectorSpec",
     "all_kinds",
     "full_name",
     "place",

@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from scrimp.config.activations import LEVELS
 from scrimp.config.architecture import Architecture, RopeScaling
@@ -33,6 +33,7 @@ from scrimp.precision import HEAD, InputOrigin
 
 if TYPE_CHECKING:
     from scrimp.models.blocks import Block, Place, RMSNorm
+    from scrimp.models.huggingface.keys import Keys
 
 _IN_BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
 
@@ -60,11 +61,33 @@ class LinearSpec:
     """Where its input comes from: whether backward may make it again (`scrimp.precision`)."""
     again: str = ""
     """Level of recomputation from which on backward multiplies it again; empty: never."""
+    rows: tuple[int, ...] = ()
+    """Outputs of each layer that is stacked in it, in the order of `Elsewhere.huggingface`; empty: one has all."""
 
     @property
     def parameters(self) -> int:
         """Elements of W."""
         return self.outputs * self.inputs
+
+    @property
+    def stacked(self) -> tuple[int, ...]:
+        """Outputs of each layer that is stacked in it, or all of them."""
+        return self.rows or (self.outputs,)
+
+
+@dataclass(frozen=True)
+class VectorSpec:
+    """A parameter that is no matrix: the weight of a norm, or a bias."""
+
+    name: str
+    """In its block, such as attention_norm.weight."""
+    stacked: tuple[tuple[str, int], ...]
+    """Names in its block in Hugging Face's models of what is stacked in it, and their elements."""
+
+    @property
+    def parameters(self) -> int:
+        """Its elements."""
+        return sum(size for _, size in self.stacked)
 
 
 @dataclass(frozen=True)
@@ -122,12 +145,15 @@ class Traffic:
 class BlockSpec:
     """One block. Blocks that are equal cost the same."""
 
-    linears: tuple[LinearSpec, ...]
-    """In the order in which they run."""
+    layers: tuple[LinearSpec | VectorSpec, ...]
+    """Everything that has parameters, in the order in which it runs."""
     attention: AttentionSpec
     traffic: tuple[Traffic, ...]
-    vectors: int
-    """Parameters that are no matrix: norms and biases."""
+
+    @property
+    def linears(self) -> tuple[LinearSpec, ...]:
+        """Its linear layers."""
+        return tuple(one for one in self.layers if isinstance(one, LinearSpec))
 
     @property
     def matrix_parameters(self) -> int:
@@ -137,7 +163,7 @@ class BlockSpec:
     @property
     def parameters(self) -> int:
         """All of its parameters."""
-        return self.matrix_parameters + self.vectors
+        return sum(one.parameters for one in self.layers)
 
 
 @dataclass(frozen=True)
@@ -157,12 +183,31 @@ class ModelSpec(ABC):
 
     names_elsewhere: ClassVar[Mapping[str, Elsewhere]]
     """Name in a block to names in other libraries."""
+    huggingface_classes: ClassVar[Mapping[str, str]]
+    """Family to the class of transformers that loads it."""
     levels: ClassVar[tuple[str, ...]] = LEVELS
     """Levels of recomputation that its blocks know (`scrimp.config.activations`), in their order."""
 
     @abstractmethod
     def block(self, index: int) -> BlockSpec:
         """What one block consists of."""
+
+    @classmethod
+    @abstractmethod
+    def read_config(cls, keys: Keys, family: str) -> Architecture:
+        """From a config.json of one of its families.
+
+        Raises:
+            ModelError: by the key of what is not supported.
+        """
+
+    @abstractmethod
+    def write_config(self) -> dict[str, Any]:
+        """The keys of its config.json, but for those that name the model's class, format and tokens.
+
+        Raises:
+            ModelError: transformers' class of the family cannot express it.
+        """
 
     @abstractmethod
     def build_block(self, index: int, place: Place) -> Block:

@@ -18,7 +18,7 @@ from scrimp.errors import ConfigError, DataError, ModelError, StorageError
 from scrimp.export import ExportTarget
 from scrimp.models import spec_of
 from scrimp.models.generation import generate
-from scrimp.models.huggingface import export_model
+from scrimp.models.huggingface.export import export_model
 from scrimp.models.model import build_model
 from scrimp.planner import count_flops, ideal_seconds_per_token
 from scrimp.planner.memory.room import NoRoomError

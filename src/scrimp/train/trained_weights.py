@@ -20,7 +20,8 @@ from torch import Tensor
 from scrimp.config import Architecture
 from scrimp.data import Tokenizer, load_tokenizer
 from scrimp.errors import CheckpointError, ModelError
-from scrimp.models.huggingface import check_weights, load_weights, read_architecture, stream_weights
+from scrimp.models.huggingface.architecture import read_architecture
+from scrimp.models.huggingface.load import check_weights, load_weights, stream_weights
 from scrimp.models.model import Model
 from scrimp.train.checkpoint import Checkpoint, CheckpointStore, not_finite_error
 from scrimp.train.export_seal import read_seal

@@ -23,7 +23,8 @@ from scrimp.config import load_config
 from scrimp.data import load_tokenizer, verify
 from scrimp.data.manifest import read_manifest as read_corpus
 from scrimp.errors import CheckpointError, ScrimpError
-from scrimp.models.huggingface import read_architecture, stream_weights
+from scrimp.models.huggingface.architecture import read_architecture
+from scrimp.models.huggingface.load import stream_weights
 from scrimp.planner import Plan
 from scrimp.report.records import read_jsonl
 from scrimp.train import tensor_files

@@ -1,20 +1,5 @@
-"""Hugging Face folders: config.json, tensor names, safetensors in and out."""
+"""Hugging Face folders: config.json, tensor names, safetensors in and out.
 
-from scrimp.models.huggingface.architecture import (
-    architecture_from_config,
-    config_from_architecture,
-    read_architecture,
-)
-from scrimp.models.huggingface.export import export_model, write_weights
-from scrimp.models.huggingface.load import check_weights, load_weights, stream_weights
-
-__all__ = [
-    "architecture_from_config",
-    "check_weights",
-    "config_from_architecture",
-    "export_model",
-    "load_weights",
-    "read_architecture",
-    "stream_weights",
-    "write_weights",
-]
+`architecture` reads and writes config.json, `names` says which tensors make up which parameter, `load` and `export`
+move the weights. Kinds of decoders use `keys`; that, `names` and `architecture` need no torch.
+"""

@@ -1,4 +1,4 @@
-"""The decoder's weights as a Hugging Face folder that transformers loads.
+"""The model's weights as a Hugging Face folder that transformers loads.
 
 Problem  A folder that is half there (killed, disk full) looks like a model. A model may be
          larger than the memory beside it.

@@ -1,4 +1,4 @@
-"""Weights of a Hugging Face folder into the decoder, one tensor at a time.
+"""Weights of a Hugging Face folder into the model, one tensor at a time.
 
 Problem  A folder may be larger than the memory beside the model, and a wrong one (another
          model's, a half-finished download, a pickle) must be named, not loaded.
@@ -41,7 +41,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
-# Buffers that older versions of transformers saved with the weights; the decoder computes its own.
+# Buffers that older versions of transformers saved with the weights; the model computes its own.
 _IGNORED_ENDINGS = ("rotary_emb.inv_freq", "masked_bias", "attn.bias")
 _SHOWN_NAMES = 4
 _MOST_LISTED = 10_000

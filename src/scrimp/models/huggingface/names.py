@@ -1,9 +1,9 @@
-"""Which Hugging Face tensors make up which parameter of the decoder.
+"""Which Hugging Face tensors make up which parameter of the model.
 
 Problem  Scrimp fuses query, key and value into one matrix, and gate and up into another;
          Hugging Face folders keep them apart. Rotary halves, norms and biases agree.
-Method   Every parameter of the decoder is a stack of Hugging Face tensors along its rows
-         (dimension 0), so importing and exporting are one table read in two directions::
+Method   Every parameter of the model is a stack of Hugging Face tensors along its rows (dimension 0), so importing and
+         exporting are one table read in two directions. It follows from the model's specification; for example::
 
              qkv.weight     (A + 2NK, D) = [ q_proj (A, D) ; k_proj (NK, D) ; v_proj (NK, D) ]
              gate_up.weight (2F, D)      = [ gate_proj (F, D) ; up_proj (F, D) ]
@@ -20,15 +20,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from scrimp.config.architecture import Architecture
+from scrimp.models.kinds import spec_of
+from scrimp.models.spec import ModelSpec, VectorSpec, full_name
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One Hugging Face tensor: rows start..stop of a parameter of the decoder."""
+    """One Hugging Face tensor: rows start..stop of a parameter of the model."""
 
     name: str
     start: int
@@ -38,7 +42,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Fused:
-    """A parameter of the decoder and the Hugging Face tensors it is stacked from."""
+    """A parameter of the model and the Hugging Face tensors it is stacked from."""
 
     name: str
     shape: tuple[int, ...]
@@ -55,51 +59,32 @@ def _stack(name: str, parts: list[tuple[str, int]], *rest: int) -> Fused:
     return Fused(name=name, shape=(start, *rest), pieces=tuple(pieces))
 
 
-def _block(architecture: Architecture, layer: int) -> Iterator[Fused]:
-    a = architecture
-    ours, theirs = f"blocks.{layer}", f"model.layers.{layer}"
-    qkv = [("q_proj", a.attention_width), ("k_proj", a.kv_width), ("v_proj", a.kv_width)]
-    yield _stack(f"{ours}.attention_norm.weight", [(f"{theirs}.input_layernorm.weight", a.width)])
-    yield _stack(
-        f"{ours}.attention.qkv.weight",
-        [(f"{theirs}.self_attn.{part}.weight", rows) for part, rows in qkv],
-        a.width,
-    )
-    if a.qkv_bias:
-        yield _stack(
-            f"{ours}.attention.qkv.bias", [(f"{theirs}.self_attn.{part}.bias", rows) for part, rows in qkv]
-        )
-    if a.qk_norm:
-        for norm in ("q_norm", "k_norm"):
-            yield _stack(
-                f"{ours}.attention.{norm}.weight", [(f"{theirs}.self_attn.{norm}.weight", a.head_size)]
-            )
-    yield _stack(
-        f"{ours}.attention.out.weight", [(f"{theirs}.self_attn.o_proj.weight", a.width)], a.attention_width
-    )
-    yield _stack(f"{ours}.mlp_norm.weight", [(f"{theirs}.post_attention_layernorm.weight", a.width)])
-    yield _stack(
-        f"{ours}.mlp.gate_up.weight",
-        [(f"{theirs}.mlp.gate_proj.weight", a.ffn_width), (f"{theirs}.mlp.up_proj.weight", a.ffn_width)],
-        a.width,
-    )
-    yield _stack(f"{ours}.mlp.down.weight", [(f"{theirs}.mlp.down_proj.weight", a.width)], a.ffn_width)
-
-
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 
 
 def fused_parameters(architecture: Architecture) -> list[Fused]:
-    """Every parameter of the decoder, in the order of its layers. A tied head has none of its own."""
-    a = architecture
+    """Every parameter of the model, in the order of its layers. A tied head has none of its own."""
+    a, spec = architecture, spec_of(architecture)
     table = [_stack("embedding.weight", [(EMBEDDING, a.vocab_size)], a.width)]
-    for layer in range(a.num_layers):
-        table += _block(a, layer)
+    for index in range(spec.num_blocks):
+        table += _block(spec, index)
     table.append(_stack("final_norm.weight", [("model.norm.weight", a.width)]))
     if not a.tied_embeddings:
         table.append(_stack("head.weight", [(HEAD, a.vocab_size)], a.width))
     return table
+
+
+def _block(spec: ModelSpec, index: int) -> Iterator[Fused]:
+    theirs = f"model.layers.{index}"
+    for one in spec.block(index).layers:
+        if isinstance(one, VectorSpec):
+            parts = [(f"{theirs}.{name}", size) for name, size in one.stacked]
+            yield _stack(full_name(index, one.name), parts)
+        else:
+            names = spec.names_elsewhere[one.name].huggingface
+            parts = [(f"{theirs}.{name}.weight", rows) for name, rows in zip(names, one.stacked, strict=True)]
+            yield _stack(full_name(index, f"{one.name}.weight"), parts, one.inputs)
 
 
 def split_parameter(fused: Fused, tensor: Tensor) -> dict[str, Tensor]:

@@ -17,6 +17,9 @@ FAMILIES = {
 }
 """Family (transformers' `model_type`) to the class of its specification."""
 
+UNSUPPORTED: dict[str, str] = {}
+"""Families that one could take for one of these, and why they are none."""
+
 
 def kind_of(family: str) -> type[ModelSpec]:
     """The class of a family's specification.
