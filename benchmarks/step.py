@@ -49,8 +49,6 @@ from scrimp.models.huggingface.export import export_model
 from scrimp.models.initialise import initialise
 from scrimp.models.model import Model, build_model
 from scrimp.objectives.next_token import NEXT_TOKEN
-from scrimp.models.initialise import initialise
-from scrimp.models.model import Model, build_model
 
 QWEN_SMALL = Architecture(
     family="qwen2",

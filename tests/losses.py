@@ -5,13 +5,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from scrimp.data import Batch
-from scrimp.models.decoder import Decoder
+from scrimp.models.model import Model
 from scrimp.objectives import LossSums
 from scrimp.objectives.next_token import NextToken
 
 
 def next_token_loss(
-    model: Decoder,
+    model: Model,
     tokens_BT: Tensor,
     targets_BT: Tensor,
     document_starts: Tensor | None = None,

@@ -14,8 +14,8 @@ from torch import Tensor
 from scrimp.config import Architecture, ObjectiveConfig
 from scrimp.data import Batch
 from scrimp.errors import ConfigError
-from scrimp.models.decoder import Decoder
 from scrimp.models.initialise import initialise
+from scrimp.models.model import Model, build_model
 from scrimp.objectives import LossSums, build, check
 from scrimp.objectives.next_token import NextToken
 from scrimp.profiler.memory_trace import trace_costs
@@ -38,7 +38,7 @@ ARCHITECTURE = Architecture(
 class Plain(NextToken):
     """The same loss from whole logits, which autograd keeps."""
 
-    def head_loss(self, model: Decoder, hidden_SD: Tensor, targets_S: Tensor, *, chunk: int = 0) -> LossSums:
+    def head_loss(self, model: Model, hidden_SD: Tensor, targets_S: Tensor, *, chunk: int = 0) -> LossSums:
         logits = model.logits(hidden_SD).float()
         loss = torch.nn.functional.cross_entropy(logits, targets_S, reduction="sum")
         right = (logits.argmax(-1) == targets_S).sum()
@@ -51,7 +51,7 @@ def batch() -> Batch:
 
 
 def test_a_run_has_the_loss_and_the_metrics_of_its_objective() -> None:
-    model = Decoder(ARCHITECTURE)
+    model = build_model(ARCHITECTURE)
     initialise(model, 0)
     own, usual = (
         Executable(model, torch.device("cpu"), "fp32", objective=one) for one in (Plain(), NextToken())

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from scrimp.data import Batch
-    from scrimp.models.decoder import Decoder
+    from scrimp.models.model import Model
 
 Reads = Literal["documents", "conversations"]
 
@@ -54,14 +54,14 @@ class Objective(Protocol):
     def reads(self) -> Reads:
         """What a batch is made of: documents of text in windows, or whole conversations with masked targets."""
 
-    def loss(self, model: Decoder, batch: Batch, *, chunk: int = 0) -> LossSums:
+    def loss(self, model: Model, batch: Batch, *, chunk: int = 0) -> LossSums:
         """Forward pass and loss of a micro-batch, its tensors on the model's device.
 
         Args:
             chunk: tokens whose logits exist at once; 0 for all.
         """
 
-    def head_loss(self, model: Decoder, hidden_SD: Tensor, targets_S: Tensor, *, chunk: int = 0) -> LossSums:
+    def head_loss(self, model: Model, hidden_SD: Tensor, targets_S: Tensor, *, chunk: int = 0) -> LossSums:
         """The part of `loss` after the hidden states, shape (tokens, width): what the memory trace runs.
 
         It may read the model's head, nothing else of the model.

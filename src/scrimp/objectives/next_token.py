@@ -16,7 +16,7 @@ from torch import Tensor
 
 from scrimp.config import ObjectiveConfig
 from scrimp.data import Batch
-from scrimp.models.decoder import Decoder
+from scrimp.models.model import Model
 from scrimp.objectives.base import LossSums, Reads
 from scrimp.objectives.cross_entropy import cross_entropy_sums
 
@@ -38,12 +38,12 @@ class NextToken:
         """Documents."""
         return "documents"
 
-    def loss(self, model: Decoder, batch: Batch, *, chunk: int = 0) -> LossSums:
+    def loss(self, model: Model, batch: Batch, *, chunk: int = 0) -> LossSums:
         """See `Objective`."""
         hidden_BTD = model(batch.tokens_BT, batch.document_starts)
         return self.head_loss(model, hidden_BTD.flatten(0, 1), batch.targets_BT.flatten(), chunk=chunk)
 
-    def head_loss(self, model: Decoder, hidden_SD: Tensor, targets_S: Tensor, *, chunk: int = 0) -> LossSums:
+    def head_loss(self, model: Model, hidden_SD: Tensor, targets_S: Tensor, *, chunk: int = 0) -> LossSums:
         """See `Objective`."""
         return cross_entropy_sums(
             hidden_SD,

@@ -39,9 +39,9 @@ from scrimp.data import Batch
 from scrimp.gemm import BackendChooser, PlannedLayer, swap_in
 from scrimp.models.blocks import Block
 from scrimp.models.compiled import MOST_GRAPHS, compile_blocks, forget_compiled, is_compiler_error
+from scrimp.models.model import Model, build_model
 from scrimp.objectives import Objective
 from scrimp.objectives.next_token import NEXT_TOKEN
-from scrimp.models.model import Model, build_model
 from scrimp.planner.memory.work import PassSeconds
 from scrimp.precision import LinearPrecision
 from scrimp.profiler.memory_trace.block_passes import GradientSums, gradients_of

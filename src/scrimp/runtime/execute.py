@@ -27,10 +27,10 @@ from scrimp.gemm import (
     backends_for,
     swap_in,
 )
-from scrimp.objectives import LossSums, Objective
-from scrimp.objectives.next_token import NEXT_TOKEN
 from scrimp.models.blocks import Block
 from scrimp.models.model import Model, build_model
+from scrimp.objectives import LossSums, Objective
+from scrimp.objectives.next_token import NEXT_TOKEN
 from scrimp.planner import Plan
 from scrimp.precision import LinearPrecision
 from scrimp.runtime.memory import HostMemory, HostRoom, carry_out, uses_host, weights_on_host
