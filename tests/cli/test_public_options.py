@@ -36,8 +36,8 @@ CONFIG = """
 """
 
 PUBLIC = {
-    "train": f"[FILE] --resume --resume-from --restart {CONFIG}",
-    "plan": f"[FILE] --out --target {CONFIG}",
+    "train": f"[FILE] --resume --resume-from --restart --trust-code {CONFIG}",
+    "plan": f"[FILE] --out --target --trust-code {CONFIG}",
     "prepare": "SRC OUT --text-column --tokenizer --bpe-vocab-size --held-out --workers",
     "verify": "PATH",
     "eval": "TARGET --data --text-column --sequence --device",

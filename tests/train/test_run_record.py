@@ -86,7 +86,7 @@ def test_a_tokenizer_that_was_changed_with_its_record_is_refused_by_the_checkpoi
     swap_ids(copy)
     record = read_record(copy)
     assert record is not None
-    write_record(copy, make_record(load_tokenizer(copy / "tokenizer"), record.data))
+    write_record(copy, make_record(load_tokenizer(copy / "tokenizer"), record.data, {}))
     for name in ("eval", "export", "resume", "verify"):
         assert main(commands(copy, corpus, copy.parent / "out")[name]) == 2
         shown = capsys.readouterr()

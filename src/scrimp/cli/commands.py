@@ -55,6 +55,8 @@ class Train:
     """Go on from the checkpoint of this step instead; newer ones are set aside, as checkpoints/left-step-*."""
     restart: FlagCreatePairsOff[bool] = False
     """With --resume: begin again at step 0 where no checkpoint can be used. The run's earlier logs are dropped."""
+    trust_code: FlagCreatePairsOff[bool] = False
+    """Run the code that settings name as FILE.py:NAME. No file can say this: it is given with each command."""
     config: Annotated[Config, arg(name="")] = field(default_factory=Config)
 
     def execute(self, given: frozenset[str]) -> int:
@@ -86,6 +88,8 @@ class Plan:
     """Write the measured plan of precision here, as JSON."""
     target: Literal["scrimp", "torchao", "transformer-engine"] = "scrimp"
     """Plan within what this trainer runs, so that export-precision can say all of it."""
+    trust_code: FlagCreatePairsOff[bool] = False
+    """Run the code that settings name as FILE.py:NAME. No file can say this: it is given with each command."""
     config: Annotated[Config, arg(name="")] = field(default_factory=Config)
 
     def execute(self, given: frozenset[str]) -> int:

@@ -30,7 +30,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from types import FrameType
 
-from scrimp import __version__
+from scrimp import __version__, user_code
 from scrimp.cli.show import say, show_error
 from scrimp.config import nearest_word
 from scrimp.errors import ConfigError, ScrimpError, StorageError, typed
@@ -162,7 +162,8 @@ def _dispatch(words: Sequence[str]) -> int:
     if name in COMMANDS:
         command, given = build(name, words[1:])
         try:
-            return command.execute(given)
+            with user_code.trusting(getattr(command, "trust_code", False)):
+                return command.execute(given)
         except ScrimpError as error:
             raise in_words_of(name, COMMANDS[name], error) from None
     raise _unknown_command(words, list(COMMANDS))

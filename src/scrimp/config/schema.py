@@ -113,7 +113,8 @@ class ObjectiveConfig:
     """What is trained: how a batch becomes a loss."""
 
     name: str = "next-token"
-    """next-token: predict every token of documents from those before it."""
+    """next-token: predict every token of documents from those before it. Or FILE.py:NAME, a class of your own
+    (with --trust-code; see examples/own_objective.py)."""
     z_loss: float = 0.0
     """Weight of the squared log-partition penalty; 0 switches it off."""
 

@@ -3,8 +3,9 @@
 Problem  The tokenizer says which row of the embedding a piece of text is. Two ids that change places in
          its file change every evaluation and export, and nothing else notices.
 Method   When a run begins, run.json keeps a SHA-256 over all files of its tokenizer, the digest of its
-         data, and a SHA-256 over both. Every checkpoint carries that last one in its state, which its
-         manifest covers: a tokenizer and a run.json that were changed together are noticed too.
+         data, one for each file of the user's own code (`scrimp.user_code`), and a SHA-256 over them all. Every
+         checkpoint carries that last one in its state, which its manifest covers: a tokenizer and a run.json
+         that were changed together are noticed too.
          A lost run.json is computed again from the tokenizer and the data digest of a checkpoint, and
          is that of the run if it has the digest which that checkpoint carries. A run of an earlier version
          gets one when it is resumed.
@@ -17,8 +18,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 from scrimp.data import Tokenizer, load_tokenizer
@@ -44,6 +47,24 @@ class RunRecord:
     those of earlier versions may hold an earlier form of it."""
     digest: str
     """SHA-256 over the rest."""
+    code: dict[str, str] = field(default_factory=dict)
+    """Dotted key of a setting that names the user's own code to the SHA-256 of its file."""
+
+    @property
+    def figures(self) -> dict[str, object]:
+        """What the digest covers; without code where there is none, as in runs of earlier versions."""
+        return {name: value for name, value in asdict(self).items() if name != "digest" and value != {}}
+
+    def refuse_other_code(self, now: dict[str, str]) -> None:
+        """Raise CheckpointError unless the user's own code, by dotted key, is that of the run."""
+        for key in self.code | now:
+            if self.code.get(key) != now.get(key):
+                raise CheckpointError(
+                    f"the code of {key} is not that which the run began with",
+                    got=f"a file with digest {now.get(key, 'none')[:12]}",
+                    expected=self.code.get(key, "no code")[:12],
+                    do="put the file back, or start a new run with --model.weights",
+                )
 
     def refuse_other_tokenizer(self, tokenizer: Tokenizer, folder: Path) -> None:
         """Raise CheckpointError unless the tokenizer that was read from `folder` is that of the run."""
@@ -63,15 +84,15 @@ def tokenizer_digest(tokenizer: Tokenizer) -> str:
     return hashlib.sha256(files.encode()).hexdigest()
 
 
-def make_record(tokenizer: Tokenizer, data_digest: str) -> RunRecord:
-    """The record of a run with this tokenizer and these data."""
-    figures = {"scrimp_run": VERSION, "tokenizer": tokenizer_digest(tokenizer), "data": data_digest}
-    return RunRecord(**figures, digest=_digest(figures))  # type: ignore[arg-type]
+def make_record(tokenizer: Tokenizer, data_digest: str, code: Mapping[str, str]) -> RunRecord:
+    """The record of a run with this tokenizer, these data, and these digests of the user's own code."""
+    record = RunRecord(VERSION, tokenizer_digest(tokenizer), data_digest, "", dict(code))
+    return replace(record, digest=_digest(record.figures))
 
 
 def write_record(run_dir: Path, record: RunRecord) -> None:
     """Write run.json; StorageError where that fails."""
-    write_whole(run_dir / RUN, json.dumps(asdict(record), indent=1) + "\n")
+    write_whole(run_dir / RUN, json.dumps(record.figures | {"digest": record.digest}, indent=1) + "\n")
 
 
 def read_record(run_dir: Path) -> RunRecord | None:
@@ -87,13 +108,14 @@ def read_record(run_dir: Path) -> RunRecord | None:
     if record.scrimp_run != VERSION:
         do = "install the Scrimp that wrote it"
         raise CheckpointError(f"{path} has another version", got=record.scrimp_run, expected=VERSION, do=do)
-    figures = asdict(record)
-    if figures.pop("digest") != _digest(figures):
+    if record.digest != _digest(record.figures):
         raise CheckpointError(f"{path} is altered", got="figures that its digest does not cover", do=_RESTORE)
     return record
 
 
-def checked_record(run_dir: Path, tokenizer: Path, state: RunState | None) -> RunRecord | None:
+def checked_record(
+    run_dir: Path, tokenizer: Path, state: RunState | None, code: Mapping[str, str] = MappingProxyType({})
+) -> RunRecord | None:
     """The record of a run, compared with its tokenizer and with one of its checkpoints.
 
     Where run.json is missing, the record that the tokenizer and the checkpoint give, if it has the digest that the
@@ -102,6 +124,7 @@ def checked_record(run_dir: Path, tokenizer: Path, state: RunState | None) -> Ru
     Args:
         tokenizer: its folder.
         state: the state of the checkpoint.
+        code: digests of the user's own code that the run's settings name, for a record that is computed.
 
     Raises:
         CheckpointError: the tokenizer or run.json is not the one that the run began with, or run.json is
@@ -116,7 +139,7 @@ def checked_record(run_dir: Path, tokenizer: Path, state: RunState | None) -> Ru
     if state is None or carried is None:
         return record
     if record is None and has_tokenizer:
-        record = make_record(load_tokenizer(tokenizer), state.data_digest)
+        record = make_record(load_tokenizer(tokenizer), state.data_digest, code)
     if record is None or record.digest != carried:
         problem = "is missing" if is_missing else "is not the one of the run's checkpoints"
         got = None if record is None else record.digest[:12]

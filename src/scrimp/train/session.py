@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from scrimp import __version__, objectives
-from scrimp.config import Config, decided, reasons_in, to_toml
+from scrimp import __version__, objectives, user_code
+from scrimp.config import Config, decided, flatten, reasons_in, to_toml
 from scrimp.data import load_tokenizer
 from scrimp.errors import CheckpointError, ConfigError, PlanError, TrainingError
 from scrimp.files import write_whole
@@ -216,7 +216,8 @@ def _write_decisions(run_dir: Path, start: Start) -> dict[str, str]:
     if is_new or not (run_dir / TOKENIZER / "tokenizer.json").exists():
         start.corpus.tokenizer.replace(run_dir / TOKENIZER)
     if is_new or read_record(run_dir) is None:
-        own = make_record(load_tokenizer(run_dir / TOKENIZER), start.corpus.digest)
+        code = user_code.digests(flatten(start.decisions.config))
+        own = make_record(load_tokenizer(run_dir / TOKENIZER), start.corpus.digest, code)
         write_record(run_dir, start.record or own)
     config = start.decisions.config
     files = {

@@ -16,7 +16,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from scrimp.config import MAY_CHANGE_ON_RESUME, Config, differences, load_config, with_later_choices
+from scrimp import user_code
+from scrimp.config import (
+    MAY_CHANGE_ON_RESUME,
+    Config,
+    differences,
+    flatten,
+    load_config,
+    replace_values,
+    with_later_choices,
+)
 from scrimp.data import Corpus, load_tokenizer
 from scrimp.errors import CheckpointError, DataError, typed
 from scrimp.runtime.memory import HostRoom
@@ -118,7 +127,10 @@ def resumed_start(
     if checkpoint is not None:
         refuse_other_configuration(checkpoint, saved, run_dir)
     state = read_state(checkpoint) if checkpoint else None
-    record = checked_record(run_dir, run_dir / TOKENIZER, state)
+    code = user_code.digests(flatten(config))
+    record = checked_record(run_dir, run_dir / TOKENIZER, state, code)
+    if record is not None:
+        record.refuse_other_code(code)
     has_tokenizer = (run_dir / TOKENIZER / "tokenizer.json").is_file()
     config = anchored(dataclasses.replace(config, run=dataclasses.replace(config.run, dir=run_dir)))
     config = _with_own_tokenizer(config, run_dir)
@@ -227,7 +239,9 @@ def anchored(config: Config) -> Config:
         cache=None if data.cache is None else data.cache.expanduser().absolute(),
     )
     weights = None if model.weights is None else model.weights.expanduser().absolute()
-    return dataclasses.replace(config, data=data, model=dataclasses.replace(model, weights=weights))
+    config = dataclasses.replace(config, data=data, model=dataclasses.replace(model, weights=weights))
+    code = user_code.code_in(flatten(config))
+    return replace_values(config, {key: user_code.anchored(value) for key, value in code.items()})
 
 
 def _anchored_name(name: str) -> str:
