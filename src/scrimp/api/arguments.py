@@ -51,12 +51,11 @@ def profile_from(profile: Any) -> PrecisionProfile:
     return profile
 
 
-def refuse_other_types(*, policy: Any, weights: Any, current: Any, solver: Any) -> None:
+def refuse_other_types(*, policy: Any, weights: Any, current: Any) -> None:
     """Refuse arguments of `scrimp.plan` that are something else than their names say."""
     for name, value, kind in (
         ("policy", policy, str),
         ("weights", Weights() if weights is None else weights, Weights),
-        ("solver", solver, str),
     ):
         if not isinstance(value, kind):
             raise PlanError(f"{name} is of another type", got=repr(value), expected=kind.__name__)

@@ -161,8 +161,6 @@ def plan(
     stages: Sequence[int] | None = None,
     seconds: NDArray[np.float64] | Sequence[Any] | None = None,
     other_seconds: float = 0.0,
-    solver: str = "auto",
-    time_limit: float = 60.0,
     step: int | None = None,
     target: ExportTarget | None = None,
 ) -> PrecisionPlan:
@@ -178,8 +176,6 @@ def plan(
         seconds: [L, 3, P], measured times of every layer's GEMMs in every format of the profile, for a budget in
             step_seconds or speedup (`GemmTimes.table`); a speedup is over the column of bf16.
         other_seconds: what a step takes beside them; part of its time in such a budget.
-        solver: auto, highs, knapsack or relaxation.
-        time_limit: seconds, for the solver.
         step: updates after which the plan begins; None: where the profile was taken.
         target: torchao or transformer-engine, to choose only what that trainer runs; None: this library.
 
@@ -196,8 +192,6 @@ def plan(
         stages=stages,
         seconds=seconds,
         other_seconds=other_seconds,
-        solver=solver,
-        time_limit=time_limit,
     )
     return plan_for(question, target, step=profile.step if step is None else step)
 
@@ -212,12 +206,10 @@ def question_of(
     stages: Sequence[int] | None = None,
     seconds: NDArray[np.float64] | Sequence[Any] | None = None,
     other_seconds: float = 0.0,
-    solver: str = "auto",
-    time_limit: float = 60.0,
 ) -> Question:
     """What `plan` asks the planner; its arguments."""
     profile = profile_from(profile)
-    refuse_other_types(policy=policy, weights=weights, current=current, solver=solver)
+    refuse_other_types(policy=policy, weights=weights, current=current)
     return Question(
         profile,
         budget_from(budget),
@@ -227,8 +219,6 @@ def question_of(
         seconds=seconds_from(seconds, profile),
         other_seconds=other_from(other_seconds),
         current=None if current is None else indices_of(current, profile),
-        solver=solver,
-        time_limit=time_limit,
     )
 
 

@@ -64,6 +64,17 @@ def large_program(seed: int, *, count: int = 80, seconds: bool = False) -> Progr
     return Program(harm[:, None] * factors, tuple(limits))
 
 
+def tangled_program(seed: int) -> Program:
+    """30 decisions under 4 limits that overlap everywhere: a solver has to search."""
+    random = np.random.default_rng(seed)
+    amounts = random.lognormal(0.0, 1.0, (4, 30, 3))
+    limits = [
+        Limit(f"limit {k}", one, most=0.5 * one.mean(axis=1).sum() + 0.5 * one.min(axis=1).sum())
+        for k, one in enumerate(amounts)
+    ]
+    return Program(random.lognormal(0.0, 1.0, (30, 3)), tuple(limits))
+
+
 def all_plans(program: Program) -> Iterator[tuple[NDArray[np.int64], float]]:
     """Every plan that holds all limits, with its cost; sums by `math.fsum`."""
     num_decisions, num_formats = np.shape(program.costs)
@@ -127,3 +138,19 @@ def _limit(
     if kind != 0:
         limit = dataclasses.replace(limit, most=total * (1.0 + 0.2 * (kind == 2)) if total > 0.0 else total)
     return limit
+
+
+def least_cost(costs: Floats, units: NDArray[np.int64], least: int) -> float:
+    """The least cost of plans of many decisions whose units [N, P] add up to `least`, by a table.
+
+    After each decision the table holds the least cost by the units so far; more than `least` count as `least`.
+    """
+    best = np.full(least + 1, math.inf)
+    best[0] = 0.0
+    reached = np.arange(least + 1)
+    for prices, adds in zip(costs, units, strict=True):
+        new = np.full(least + 1, math.inf)
+        for price, more in zip(prices, adds, strict=True):
+            np.minimum.at(new, np.minimum(reached + more, least), best + price)
+        best = new
+    return float(best[least])

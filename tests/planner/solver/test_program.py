@@ -1,9 +1,8 @@
-"""The door: the cheapest plan whichever solver finds it, what a user did wrong, and what went wrong."""
+"""The door: the cheapest plan what a user did wrong, and what went wrong."""
 
 from __future__ import annotations
 
 import math
-import sys
 
 import numpy as np
 import pytest
@@ -18,10 +17,11 @@ from programs import (
     share_limit,
     small_programs,
     stages,
+    tangled_program,
 )
 
 from scrimp.errors import PlanError
-from scrimp.planner.solver.program import SOLVERS, Limit, Program, solve
+from scrimp.planner.solver.program import Limit, Program, solve
 
 LOW = [False, False, True, True]
 
@@ -38,26 +38,19 @@ def llama_70b(seed: int) -> Program:
 
 @settings(deadline=None, max_examples=100)
 @given(small_programs())
-def test_every_solver_gives_a_plan_within_its_gap_of_the_cheapest(program: Program) -> None:
+def test_a_plan_is_the_cheapest_within_the_limits(program: Program) -> None:
     best = cheapest(program)
-    for solver in SOLVERS:
-        if best is None:
-            with pytest.raises(PlanError):
-                solve(program, solver=solver, gap=0.0)
-            continue
-        try:
-            solution = solve(program, solver=solver, gap=0.0)
-        except PlanError:  # the relaxation may miss the plans of tight limits, and says so
-            if solver in ("auto", "highs"):
-                raise
-            continue
-        assert all(holds(limit, solution.choices) for limit in program.limits)
-        assert solution.cost == pytest.approx(
-            math.fsum(program.costs[np.arange(len(program.costs)), solution.choices])
-        )
-        assert solution.bound <= best * (1 + 1e-9)
-        assert best <= solution.cost * (1 + 1e-9)
-        assert solution.cost <= best * (1 + 1e-9) or solution.solver != "HiGHS"
+    if best is None:
+        with pytest.raises(PlanError):
+            solve(program, gap=0.0)
+        return
+    solution = solve(program, gap=0.0)
+    assert all(holds(limit, solution.choices) for limit in program.limits)
+    assert solution.cost == pytest.approx(
+        math.fsum(program.costs[np.arange(len(program.costs)), solution.choices])
+    )
+    assert solution.bound <= best * (1 + 1e-9)
+    assert solution.cost == pytest.approx(best, rel=1e-9)
 
 
 @settings(deadline=None, max_examples=60)
@@ -69,38 +62,24 @@ def test_the_current_plan_stays_where_it_is_as_cheap_as_any(program: Program) ->
         np.testing.assert_array_equal(solve(program, current=current).choices, current)
 
 
-def test_a_70b_model_in_eight_stages_is_solved_within_two_seconds() -> None:
+def test_a_70b_model_in_eight_stages_is_solved_to_the_gap() -> None:
     solution = solve(llama_70b(0))
-    assert solution.solver == "HiGHS"
     assert solution.note == ""
     assert solution.gap <= 1e-3
-    assert solution.seconds < 2.0
-    exact = solve(llama_70b(0), solver="knapsack")
-    assert exact.gap <= 1e-12
-    assert exact.cost <= solution.cost <= exact.cost * (1 + 1e-3)
+    assert all(holds(limit, solution.choices) for limit in llama_70b(0).limits)
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_equal_input_gives_equal_plans(solver: str) -> None:
-    program = large_program(5, seconds=solver != "knapsack")
-    first = solve(program, solver=solver)
-    np.testing.assert_array_equal(solve(program, solver=solver).choices, first.choices)
+def test_equal_input_gives_equal_plans() -> None:
+    program = large_program(5, seconds=True)
+    np.testing.assert_array_equal(solve(program).choices, solve(program).choices)
 
 
-def test_out_of_time_the_plan_is_that_of_the_knapsack_and_says_so() -> None:
-    program = large_program(0)
-    solution = solve(program, time_limit=1e-5)
-    expected = solve(program, solver="knapsack")
-    np.testing.assert_array_equal(solution.choices, expected.choices)
-    assert solution.solver == "knapsack"
-    assert solution.note == "HiGHS reached its limit of 1e-05 s; the plan is that of the knapsack"
-
-
-def test_out_of_time_with_limits_that_overlap_the_plan_is_that_of_the_relaxation() -> None:
-    solution = solve(large_program(0, seconds=True), time_limit=1e-5)
-    assert solution.solver == "relaxation"
-    assert "no tables for these limits" in solution.note
-    assert 0.0 < solution.gap < 0.1
+def test_a_plan_that_was_stopped_early_says_so_and_how_far_it_may_be_off() -> None:
+    program = tangled_program(0)
+    solution = solve(program, gap=0.0, nodes=1)
+    assert solution.note == "HiGHS stopped after 1 nodes; the plan is the best until then"
+    assert all(holds(limit, solution.choices) for limit in program.limits)
+    assert 0.0 < solution.gap < 0.5
 
 
 def narrow_program(seed: int) -> Program:
@@ -111,35 +90,14 @@ def narrow_program(seed: int) -> Program:
     return Program(costs, (Limit("seconds", seconds, least=total, most=total * (1 + 1e-7)),))
 
 
-def test_where_rounded_amounts_miss_every_plan_the_relaxation_looks() -> None:
-    solution = solve(narrow_program(4), solver="knapsack")
-    assert solution.solver == "relaxation"
-    assert solution.note == "no plan was found with rounded amounts"
-    assert solution.cost == pytest.approx(cheapest(narrow_program(4)))
-
-
-def test_a_plan_that_a_solver_misses_is_not_called_impossible() -> None:
-    with pytest.raises(PlanError, match="the relaxation found no plan within the limits"):
-        solve(narrow_program(6), solver="knapsack")
-    assert solve(narrow_program(6)).cost == pytest.approx(cheapest(narrow_program(6)))
-
-
-def test_highs_by_name_has_no_fallback() -> None:
-    with pytest.raises(PlanError, match="no plan was found: HiGHS reached its limit of 1e-05 s"):
-        solve(large_program(0), solver="highs", time_limit=1e-5)
-
-
-def test_without_highs_the_knapsack_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "highspy", None)
-    solution = solve(large_program(0))
-    assert solution.solver == "knapsack"
-    assert solution.note.startswith("HiGHS cannot be imported")
+@pytest.mark.parametrize("seed", [4, 6])
+def test_the_only_plan_in_a_narrow_range_is_found(seed: int) -> None:
+    assert solve(narrow_program(seed)).cost == pytest.approx(cheapest(narrow_program(seed)))
 
 
 def test_decisions_without_limits_take_their_cheapest_format() -> None:
     costs = np.random.default_rng(1).random((20, 5))
-    for solver in SOLVERS:
-        np.testing.assert_array_equal(solve(Program(costs), solver=solver).choices, costs.argmin(axis=1))
+    np.testing.assert_array_equal(solve(Program(costs)).choices, costs.argmin(axis=1))
 
 
 def test_a_format_that_is_not_allowed_needs_no_amount() -> None:
@@ -197,10 +155,8 @@ def test_limits_that_make_no_sense_are_refused_by_name(limit: Limit, message: st
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"solver": "cplex"}, "no such solver"),
         ({"gap": -0.1}, "gap is out of range"),
         ({"gap": math.nan}, "gap is out of range"),
-        ({"time_limit": 0.0}, "time limit is out of range"),
         ({"current": np.array([0, 1, 0])}, "does not fit the program"),
         ({"current": np.array([0.0, 1.0])}, "does not fit the program"),
         ({"current": np.array([0, 2])}, "formats that the program does not know"),

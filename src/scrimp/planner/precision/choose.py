@@ -71,8 +71,6 @@ class Question:
     """[L, 3, P], costs of the last choice: half of them count beside the new ones."""
     switching: Array | None = None
     """[L, 3, P], what leaving the current format costs: how unsure the statistics are."""
-    solver: str = "auto"
-    time_limit: float = 60.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +107,7 @@ def choose(question: Question) -> Choice:
     _refuse_split_layers(question, menu)
     program = _program(question, priced(question, costs))
     current = None if question.current is None else _decisions(question.current, menu)
-    solution = solve(program, current=current, solver=question.solver, time_limit=question.time_limit)
+    solution = solve(program, current=current)
     formats = solution.choices.reshape(-1, len(GEMMS)) if menu is None else menu[solution.choices]
     return Choice(formats, costs, share_in_4_bits(profile, formats), solution)
 

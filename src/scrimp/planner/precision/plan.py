@@ -222,7 +222,7 @@ def _solver(solution: Solution | None, unknown: str) -> dict[str, Any]:
     if solution is None:
         return {"note": unknown} if unknown else {}
     return {
-        "name": solution.solver,
+        "name": "HiGHS",
         "gap": solution.gap,
         "seconds": solution.seconds,
         "note": "; ".join(part for part in (solution.note, unknown) if part),

@@ -57,7 +57,7 @@ def split(question: Question, main_steps: int, final_steps: int, weight: float) 
             ),
         ),
     )
-    chosen = solve(program, solver=question.solver, time_limit=question.time_limit).choices
+    chosen = solve(program).choices
     half = len(costs)
     spent = [float(low[np.arange(half), part].sum()) for part in (chosen[:half], chosen[half:])]
     return Phases(*spent)

@@ -2,8 +2,7 @@
 
 Method   `repair` changes the decision that costs least per share of a broken limit that it mends, until all
          hold or nothing helps. `improve` makes the change that saves most while all hold, until none saves.
-         `exchange` does the same with pairs of changes, of the most promising ones. `keep_current` undoes
-         changes against the current plan that save nothing, one by one and in pairs.
+         `keep_current` undoes changes against the current plan that save nothing, one by one and in pairs.
          All are greedy and deterministic: the first of equals wins.
 Limits   Ties of three and more changes are not undone unless the current plan as a whole is as cheap.
 Checked  tests/planner/solver/test_moves.py.
@@ -18,19 +17,14 @@ from numpy.typing import NDArray
 
 from scrimp.planner.solver.standard import TOLERANCE, Choices, Floats, OneSided, StandardForm, one_sided
 
-_MOST_EXCHANGES = 200
-_CANDIDATES = 256
 
-
-def repair(form: StandardForm, choices: Choices, prices: Floats | None = None) -> Choices | None:
+def repair(form: StandardForm, choices: Choices) -> Choices | None:
     """A plan near `choices` that holds all limits, or None if the greedy way leads to none.
 
     Args:
         choices: [N], all allowed.
-        prices: [N, P] what a choice costs in the comparison; unset: its cost.
     """
-    rows = one_sided(form)
-    prices = form.excess if prices is None else prices
+    rows, prices = one_sided(form), form.excess
     choices = choices.copy()
     while True:
         totals = rows.totals(choices)
@@ -56,26 +50,6 @@ def improve(form: StandardForm, choices: Choices) -> Choices:
         if saved.max() <= 0.0:
             return choices
         _change(choices, int(saved.argmax()), form)
-
-
-def exchange(form: StandardForm, choices: Choices, prices: Floats) -> Choices:
-    """The plan after pairs of changes that save cost together, among the cheapest by `prices` [N, P]."""
-    rows = one_sided(form)
-    choices = choices.copy()
-    for _ in range(_MOST_EXCHANGES):
-        candidates = _promising(form, choices, prices)
-        decision, new = np.divmod(candidates, form.costs.shape[1])
-        saved = _saved(form, choices)[decision, new]
-        both = saved[:, None] + saved[None, :]
-        both[decision[:, None] == decision[None, :]] = 0.0
-        shift = rows.weights[:, decision, new] - rows.weights[:, decision, choices[decision]]
-        totals = rows.totals(choices)[:, None, None] + shift[:, :, None] + shift[:, None, :]
-        both = np.where(rows.fits(totals), both, 0.0)
-        if both.size == 0 or both.max() <= 1e-12 * form.cost(choices):
-            return choices
-        for index in np.unravel_index(int(both.argmax()), both.shape):
-            _change(choices, int(candidates[index]), form)
-    return choices
 
 
 def keep_current(form: StandardForm, choices: Choices, current: Choices) -> Choices:
@@ -132,15 +106,6 @@ def _saved(form: StandardForm, choices: Choices) -> Floats:
     """[N, P] what one change saves; 0 where it is none or not allowed."""
     saved = form.excess[form.rows, choices][:, None] - form.excess
     return np.where(form.allowed, saved, 0.0)
-
-
-def _promising(form: StandardForm, choices: Choices, prices: Floats) -> NDArray[np.int64]:
-    """Flat indices [M] of the changes whose price rises least."""
-    rise = prices - prices[form.rows, choices][:, None]
-    rise = np.where(form.allowed, rise, math.inf)
-    rise[form.rows, choices] = math.inf
-    order = np.argsort(rise, axis=None, kind="stable")[:_CANDIDATES]
-    return np.asarray(order[np.isfinite(rise.ravel()[order])])
 
 
 def _change(choices: Choices, flat: int, form: StandardForm) -> None:

@@ -7,12 +7,10 @@ Problem  A decision is a GEMM (or a layer, or a GEMM in one phase of training); 
              min  sum_n cost[n, choice[n]]
              s.t. least_k <= sum_n amount_k[n, choice[n]] <= most_k        for every limit k
 
-Method   HiGHS (`scrimp.planner.solver.highs`). Where it fails or runs out of time, the plan is that of the tables
-         (`knapsack`), or where limits overlap in ways that tables cannot hold, of the relaxation (`relaxation`);
-         a note says so. What HiGHS had found by then is not used: it depends on the clock.
-         Every plan is checked against all limits, to 1e-9 of each.
+Method   HiGHS (`scrimp.planner.solver.highs`), to a gap of a thousandth. Where it stops after its most nodes, the plan
+         is the best that it had, and a note says so. Every plan is checked against all limits, to 1e-9 of each.
 Ties     Of plans whose costs differ by less than 1e-9, the one nearest to the current plan.
-Limits   The same input gives the same plan, except where time runs out. One thread.
+Limits   The same input gives the same plan. One thread.
 Sources  SNIP (arXiv 2602.01410); the budgets per stage and in seconds are Scrimp's.
 Checked  tests/planner/solver/test_program.py: against brute force.
 """
@@ -28,15 +26,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scrimp.errors import PlanError
-from scrimp.planner.solver.highs import Outcome, solve_by_highs
-from scrimp.planner.solver.knapsack import solve_by_knapsack
+from scrimp.planner.solver.highs import MOST_NODES, solve_by_highs
 from scrimp.planner.solver.moves import keep_current
-from scrimp.planner.solver.nesting import CannotTabulateError
 from scrimp.planner.solver.reach import explain, refuse_unreachable
-from scrimp.planner.solver.relaxation import solve_by_relaxation
 from scrimp.planner.solver.standard import Choices, Floats, StandardForm
-
-SOLVERS = ("auto", "highs", "knapsack", "relaxation")
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,8 +86,6 @@ class Solution:
     """Sum of the costs chosen."""
     bound: float
     """Proven: no plan costs less."""
-    solver: str
-    """HiGHS, knapsack or relaxation."""
     seconds: float
     """Wall-clock time of the whole call."""
     note: str = ""
@@ -106,29 +97,19 @@ class Solution:
         return (self.cost - self.bound) / self.cost if self.cost > 0.0 else 0.0
 
 
-@dataclass(frozen=True, eq=False)
-class _Answer:
-    choices: Choices
-    bound: float
-    solver: str
-    note: str = ""
-
-
 def solve(
     program: Program,
     *,
     current: NDArray[np.int64] | None = None,
     gap: float = 1e-3,
-    time_limit: float = 60.0,
-    solver: str = "auto",
+    nodes: int = MOST_NODES,
 ) -> Solution:
     """The cheapest plan within the limits.
 
     Args:
         current: [N] the plan that ties keep.
-        gap: relative, at which HiGHS may stop. The knapsack's is 0, or whatever rounding leaves.
-        time_limit: seconds for HiGHS.
-        solver: auto, or one by name: highs, knapsack, relaxation.
+        gap: relative, at which HiGHS may stop.
+        nodes: of its tree, after which it does stop.
 
     Raises:
         PlanError: limits that no plan can meet (named, with what can be reached); none found though one may
@@ -136,75 +117,21 @@ def solve(
     """
     started = time.perf_counter()
     form = program.standard_form()
-    _check_arguments(gap, time_limit, solver)
+    if not 0.0 <= gap < 1.0:
+        raise PlanError("the gap is out of range", got=gap, expected="at least 0 and below 1")
     kept = None if current is None else _checked_current(current, form)
     refuse_unreachable(form)
-    if solver == "knapsack":
-        answer = _tables(form, kept)
-    elif solver == "relaxation":
-        answer = _relaxation(form)
-    else:
-        answer = _highs(form, kept, gap, time_limit, fall_back=solver == "auto")
-    choices = answer.choices if kept is None else keep_current(form, answer.choices, kept)
+    found = solve_by_highs(form, gap=gap, nodes=nodes)
+    if found.status == "infeasible":
+        raise explain(form)
+    if found.choices is None:
+        raise PlanError(f"no plan was found: {found.note}", do="loosen a limit")
+    choices = found.choices if kept is None else keep_current(form, found.choices, kept)
     if not form.holds(choices):
-        raise RuntimeError(f"{answer.solver} broke a limit: {form.overruns(choices)}")
+        raise RuntimeError(f"HiGHS broke a limit: {form.overruns(choices)}")
     cost = form.cost(choices)
-    seconds = time.perf_counter() - started
-    return Solution(choices, cost, min(answer.bound, cost), answer.solver, seconds, answer.note)
-
-
-def _highs(
-    form: StandardForm, current: Choices | None, gap: float, time_limit: float, *, fall_back: bool
-) -> _Answer:
-    outcome = solve_by_highs(form, gap=gap, time_limit=time_limit)
-    if outcome.status == "infeasible":
-        raise explain(form)
-    if outcome.status == "solved" and outcome.choices is not None:
-        return _Answer(outcome.choices, outcome.bound, "HiGHS")
-    why = f"HiGHS reached its limit of {time_limit:g} s" if outcome.status == "time" else outcome.note
-    if not fall_back:
-        return _unfinished(outcome, why)
-    try:
-        answer = _tables(form, current)
-    except _NothingFound:
-        return _unfinished(outcome, why)
-    note = "; ".join(part for part in (why, answer.note, f"the plan is that of the {answer.solver}") if part)
-    return _Answer(answer.choices, answer.bound, answer.solver, note)
-
-
-class _NothingFound(PlanError):  # noqa: N818 - a PlanError to users, told apart here only
-    """A solver ended without a plan and without a proof that there is none."""
-
-
-def _unfinished(outcome: Outcome, why: str) -> _Answer:
-    """What HiGHS had when it stopped."""
-    if outcome.choices is None:
-        raise _NothingFound(f"no plan was found: {why}", do="give it more time, or loosen a limit")
-    return _Answer(outcome.choices, outcome.bound, "HiGHS", f"{why}; the plan is the best until then")
-
-
-def _tables(form: StandardForm, current: Choices | None) -> _Answer:
-    """The knapsack's plan, or the relaxation's where tables cannot hold the limits."""
-    try:
-        found = solve_by_knapsack(form, current)
-    except CannotTabulateError as error:
-        answer = _relaxation(form)
-        return _Answer(answer.choices, answer.bound, answer.solver, f"no tables for these limits: {error}")
-    if found.choices is not None:
-        return _Answer(found.choices, found.bound, "knapsack")
-    if found.exact:
-        raise explain(form)
-    answer = _relaxation(form)
-    return _Answer(answer.choices, answer.bound, answer.solver, "no plan was found with rounded amounts")
-
-
-def _relaxation(form: StandardForm) -> _Answer:
-    found = solve_by_relaxation(form)
-    if found.choices is not None:
-        return _Answer(found.choices, found.bound, "relaxation")
-    if found.infeasible:
-        raise explain(form)
-    raise _NothingFound("the relaxation found no plan within the limits", do="loosen a limit, or use HiGHS")
+    note = f"{found.note}; the plan is the best until then" if found.note else ""
+    return Solution(choices, cost, min(found.bound, cost), time.perf_counter() - started, note)
 
 
 def _check_costs(costs: Floats) -> None:
@@ -241,15 +168,6 @@ def _check_limit(limit: Limit, costs: Floats) -> None:
         raise PlanError(
             f"{limit.name} has no range", got=f"at least {limit.least:g} and at most {limit.most:g}"
         )
-
-
-def _check_arguments(gap: float, time_limit: float, solver: str) -> None:
-    if solver not in SOLVERS:
-        raise PlanError("there is no such solver", got=solver, expected=", ".join(SOLVERS))
-    if not 0.0 <= gap < 1.0:
-        raise PlanError("the gap is out of range", got=gap, expected="at least 0 and below 1")
-    if not time_limit > 0.0:
-        raise PlanError("the time limit is out of range", got=time_limit, expected="more than 0 seconds")
 
 
 def _checked_current(current: NDArray[np.int64], form: StandardForm) -> Choices:

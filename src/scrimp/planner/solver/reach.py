@@ -21,7 +21,6 @@ from scrimp.planner.solver.standard import StandardForm
 
 Side = tuple[int, Literal["least", "most"]]
 
-_SECONDS = 10.0
 _DIGITS = 6
 _MOST_NAMED = 8
 
@@ -91,9 +90,7 @@ def _without(form: StandardForm, needed: list[Side], left_out: list[Side]) -> li
     rest = [side for side in needed if side not in left_out]
     if not left_out or not rest:
         return needed
-    outcome = solve_by_highs(
-        _only(form, rest).with_costs(np.zeros_like(form.costs)), gap=1.0, time_limit=_SECONDS
-    )
+    outcome = solve_by_highs(_only(form, rest).with_costs(np.zeros_like(form.costs)), gap=1.0)
     return rest if outcome.status == "infeasible" else needed
 
 
@@ -103,7 +100,7 @@ def _nearest(form: StandardForm, blamed: list[Side], side: Side) -> float | None
     rest = _only(form, [other for other in blamed if other != side])
     short = form.highest[k][:, None] - form.amounts[k]
     costs = short if end == "least" else form.over_lowest[k]
-    outcome = solve_by_highs(rest.with_costs(costs), gap=0.0, time_limit=_SECONDS)
+    outcome = solve_by_highs(rest.with_costs(costs), gap=0.0)
     return None if outcome.choices is None else float(form.totals(outcome.choices)[k])
 
 
