@@ -27,6 +27,7 @@ from environment import RESULTS, facts, markdown_table, write_pair
 from scrimp.config import PRESETS, preset
 from scrimp.config.activations import ALL_ACTIVATIONS, Activations
 from scrimp.models import spec_of
+from scrimp.optim.adamw_run import AdamWMemory
 from scrimp.planner import Peaks
 from scrimp.planner.memory.account import account_step
 from scrimp.planner.memory.costs import StepCosts
@@ -99,8 +100,7 @@ def traced_costs(name: str, moments: str, sequence: int) -> StepCosts:
         architecture,
         precision="bf16",
         parameters="bf16",
-        master_weights=False,
-        moments=moments,
+        optimizer=AdamWMemory("bf16", moments=moments),
         micro_batch=1,
         sequence=sequence,
         loss_chunk=512,

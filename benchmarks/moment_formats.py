@@ -176,7 +176,7 @@ def torchao(weights: Weights, dtype: torch.dtype) -> Candidate:
             [p],
             lr=torch.tensor(0.0),
             betas=(TRAIN.beta1, TRAIN.beta2),
-            eps=TRAIN.adam_eps,
+            eps=TRAIN.eps,
             weight_decay=TRAIN.weight_decay,
             bf16_stochastic_round=dtype == torch.bfloat16,
         )
@@ -215,7 +215,7 @@ def drifts(candidates: dict[str, Callable[[Weights], Candidate]], steps: int) ->
         loss_of(model, rows).backward()
         optimizer.clip(optimizer.gradient_norm(), CLIP)
         gradients = {name: g for name, g in optimizer.gradients().items() if name in matrices}
-        step = Step(number, lr_at(number), TRAIN.beta1, TRAIN.beta2, TRAIN.adam_eps, TRAIN.weight_decay)
+        step = Step(number, lr_at(number), TRAIN.beta1, TRAIN.beta2, TRAIN.eps, TRAIN.weight_decay)
         for candidate in made.values():
             candidate.step(gradients, step)
         optimizer.step(lr_at(number))

@@ -34,7 +34,7 @@ from scrimp.data import Batch
 from scrimp.data.loader import IGNORED
 from scrimp.models.generation import generate
 from scrimp.models.initialise import initialise
-from scrimp.optim import make_optimizer
+from scrimp.optim import build
 from scrimp.planner import build_plan
 from scrimp.runtime import Executable, realise
 from scrimp.runtime.memory import CudaCache, PhaseEdges
@@ -139,7 +139,7 @@ class Work:
         self._config = resolve(config, self._architecture, device_type=load.device).config
         self.trained, self.reference = self._model(seed=0), self._model(seed=1)
         self.reference.model.requires_grad_(False)
-        self._optimizer = make_optimizer(self.trained, self._config.optimizer, seed=0)
+        self._optimizer = build(self._config.optimizer, self.trained, seed=0)
 
     def _model(self, seed: int) -> Executable:
         config = self._config

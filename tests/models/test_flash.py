@@ -28,6 +28,7 @@ from scrimp.models.flash import (
 )
 from scrimp.models.initialise import initialise
 from scrimp.models.model import build_model
+from scrimp.optim.adamw_run import AdamWMemory
 from scrimp.profiler.memory_trace import trace_costs
 
 ROWS, LENGTH, HEADS, KV, K = 7, 40, 4, 2, 8
@@ -286,7 +287,7 @@ def test_the_trace_of_a_gpu_knows_the_bound_and_no_second_copy(monkeypatch: pyte
             wide,
             precision="bf16",
             parameters="bf16",
-            master_weights=False,
+            optimizer=AdamWMemory("bf16"),
             micro_batch=16,
             sequence=512,
             loss_chunk=512,

@@ -11,6 +11,7 @@ from scrimp.config import Architecture, OptimizerConfig
 from scrimp.errors import CheckpointError, ConfigError
 from scrimp.models.model import build_model
 from scrimp.optim import AdamW, MomentFormat
+from scrimp.optim.adamw_run import memory
 from scrimp.profiler.memory_trace import trace_costs
 from scrimp.train.tensor_files import read_tensors, write_tensors
 
@@ -228,12 +229,12 @@ ARCHITECTURES = {
 def test_the_account_knows_the_bytes_of_the_state(kind: str, architecture: Architecture) -> None:
     dtype, train = settings(kind)
     optimizer = AdamW(dict(build_model(architecture, dtype=dtype).named_parameters()), train)
+    format_ = "fp32" if dtype == torch.float32 else "bf16"
     costs = trace_costs(
         architecture,
         precision="bf16",
-        parameters="fp32" if dtype == torch.float32 else "bf16",
-        master_weights=bool(train.master_weights),
-        moments=train.moments,
+        parameters=format_,
+        optimizer=memory(architecture, train, format_),
         micro_batch=1,
         sequence=64,
         loss_chunk=0,

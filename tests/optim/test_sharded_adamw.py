@@ -98,7 +98,7 @@ def by_torch(model: Small, limit: float = 0.0) -> list[float]:
     plain = [parameter for parameter in model.parameters() if parameter.ndim < 2]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
     reference = torch.optim.AdamW(
-        groups, lr=1e-2, betas=(TRAIN.beta1, TRAIN.beta2), eps=TRAIN.adam_eps, fused=True
+        groups, lr=1e-2, betas=(TRAIN.beta1, TRAIN.beta2), eps=TRAIN.eps, fused=True
     )
     norms = []
     for number in range(3):

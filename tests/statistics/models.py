@@ -19,8 +19,9 @@ from scrimp.gemm import LinearPrecision, PlannedModel, swap_in
 from scrimp.gemm.layer import reference_only
 from scrimp.models.initialise import initialise
 from scrimp.models.model import Model, build_model
+from scrimp.optim.foreign import TorchOptimizer
 from scrimp.planner.precision.profile import PrecisionProfile
-from scrimp.statistics import Subject, TorchOptimizer, collect
+from scrimp.statistics import Subject, collect
 
 torch.set_num_threads(1)
 

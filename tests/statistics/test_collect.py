@@ -17,8 +17,9 @@ from scrimp.config import OptimizerConfig
 from scrimp.errors import ModelError, PlanError, TrainingError
 from scrimp.gemm import LinearPrecision
 from scrimp.optim import AdamW
+from scrimp.optim.foreign import TorchOptimizer
 from scrimp.planner.precision.profile import PrecisionProfile
-from scrimp.statistics import GAINS, Subject, TorchOptimizer, collect, fingerprint
+from scrimp.statistics import GAINS, Subject, collect, fingerprint
 
 FORMATS = ("bf16", "fp8", "fp4")
 module = importlib.import_module("scrimp.statistics.collect")

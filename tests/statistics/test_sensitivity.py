@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from scrimp.errors import PlanError
-from scrimp.statistics import TorchOptimizer, UpdateRule
+from scrimp.optim.foreign import TorchOptimizer
+from scrimp.optim.rules import AdamWRule
 from scrimp.statistics import sensitivity as module
 from scrimp.statistics.sensitivity import sensitivity
 
@@ -24,7 +25,7 @@ def normal(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def closed_form(rule: UpdateRule, g: Tensor) -> Tensor:
+def closed_form(rule: AdamWRule, g: Tensor) -> Tensor:
     """h' of equation (3), as it stands in the specification."""
     m, v, b1, b2, t = rule.exp_avg, rule.exp_avg_sq, rule.beta1, rule.beta2, rule.updates + 1
     assert m is not None
@@ -36,21 +37,19 @@ def closed_form(rule: UpdateRule, g: Tensor) -> Tensor:
 
 
 @st.composite
-def rules(draw: st.DrawFn) -> tuple[UpdateRule, Tensor]:
+def rules(draw: st.DrawFn) -> tuple[AdamWRule, Tensor]:
     """AdamW in the middle of a run: moments of the size of gradients, and a gradient."""
     seed, scale = draw(st.integers(0, 10**6)), 10.0 ** draw(st.integers(-5, 1))
     v = (normal(seed, SIZE).square() + 0.1) * scale**2
     m = normal(seed + 1, SIZE) * scale * 0.3
     betas = draw(st.sampled_from([(0.9, 0.999), (0.9, 0.95), (0.0, 0.9)]))
-    rule = UpdateRule(
-        "adamw", 1.0, m, v, draw(st.integers(0, 5000)), *betas, draw(st.sampled_from([1e-8, 1e-3]))
-    )
+    rule = AdamWRule(1.0, m, v, draw(st.integers(0, 5000)), *betas, draw(st.sampled_from([1e-8, 1e-3])))
     return rule, normal(seed + 2, SIZE) * scale
 
 
 @settings(max_examples=40, deadline=None)
 @given(rules())
-def test_the_direction_has_the_derivative_of_the_closed_form(case: tuple[UpdateRule, Tensor]) -> None:
+def test_the_direction_has_the_derivative_of_the_closed_form(case: tuple[AdamWRule, Tensor]) -> None:
     rule, g = case
     step = 1e-6 * float(g.square().mean().sqrt())
     numeric = (rule.direction(g + step) - rule.direction(g - step)) / (2 * step)
@@ -61,7 +60,7 @@ def test_the_direction_has_the_derivative_of_the_closed_form(case: tuple[UpdateR
 @settings(max_examples=30, deadline=None)
 @given(rules(), st.booleans())
 def test_the_sensitivity_is_the_norm_of_the_closed_form_along_the_noise(
-    case: tuple[UpdateRule, Tensor], is_spread: bool
+    case: tuple[AdamWRule, Tensor], is_spread: bool
 ) -> None:
     rule, g = case
     spread = normal(7, SIZE).abs() if is_spread else torch.ones(SIZE, dtype=torch.float64)
@@ -75,7 +74,7 @@ def test_the_sensitivity_is_the_norm_of_the_closed_form_along_the_noise(
 
 
 def test_the_default_step_is_small_enough_to_say_the_same() -> None:
-    rule = UpdateRule("adamw", 1.0, normal(1, 4096) * 0.3, normal(2, 4096).square() + 0.1, 100)
+    rule = AdamWRule(1.0, normal(1, 4096) * 0.3, normal(2, 4096).square() + 0.1, 100)
     g = normal(3, 4096)
     expected = float(closed_form(rule, g).square().mean().sqrt())
     found = sensitivity(rule, g, torch.Generator().manual_seed(0))
@@ -167,9 +166,9 @@ def test_a_parameter_without_state_is_as_before_its_first_step() -> None:
 
 
 def test_a_zero_gradient_has_no_errors_to_pass_on() -> None:
-    rule = UpdateRule("adamw", 1.0, normal(1, 8), normal(2, 8).square(), 10)
+    rule = AdamWRule(1.0, normal(1, 8), normal(2, 8).square(), 10)
     assert sensitivity(rule, torch.zeros(8), torch.Generator()) == 0.0
-    assert math.isfinite(sensitivity(UpdateRule("adamw", 1.0), normal(1, 8) * 1e-30, torch.Generator()))
+    assert math.isfinite(sensitivity(AdamWRule(1.0), normal(1, 8) * 1e-30, torch.Generator()))
 
 
 def test_moments_in_bfloat16_are_read() -> None:

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from scrimp.errors import PlanError
+from scrimp.optim.foreign import TorchOptimizer
 from scrimp.planner.precision import Budget, PrecisionPlan, PrecisionProfile, Weights
 from scrimp.precision import GEMMS, recipe
-from scrimp.statistics import TorchOptimizer
 
 FORMATS = ("fp8", "nvfp4")
 MOST_BATCHES = 64

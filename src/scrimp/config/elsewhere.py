@@ -103,11 +103,8 @@ _ANSWERS: dict[str, Answer] = {
         "leave it out: schedule.name wsd decays over the last fifth of the run",
         "decay_ratio warmdown_ratio warmdown_iters cooldown_steps",
     ),
-    **_none(
-        "leave it out: the optimizer is AdamW; optimizer.moments sets the format of its averages and "
-        "memory.optimizer where they live",
-        "optimizer optim optimizer_type optimizer_name optim_args",
-    ),
+    **_named("optimizer.name", "optimizer optim optimizer_type optimizer_name", note="adamw"),
+    **_none("leave it out: each option of the optimizer is a setting optimizer.*", "optim_args"),
     **_named("optimizer.beta1", "adam_beta1 adam_beta_1"),
     **_named("optimizer.beta2", "adam_beta2 adam_beta_2"),
     **_named("optimizer.eps", "adam_epsilon epsilon"),
@@ -277,7 +274,6 @@ _ANSWERS: dict[str, Answer] = {
     # -- where the last part alone says too little
     "model.name": Answer("model.preset", "model.weights FOLDER starts from weights"),
     "model.path": Answer("model.weights", "a folder"),
-    "optimizer.name": Answer(None, "leave it out: the optimizer is AdamW"),
     "checkpoint.interval": Answer("checkpoint.every"),
     "checkpoint.folder": Answer("run.dir"),
     "activation_checkpoint.mode": Answer("memory.activations", "auto recomputes what does not fit"),

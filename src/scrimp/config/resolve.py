@@ -56,6 +56,7 @@ from scrimp.config import snip
 from scrimp.config.activations import check_memory
 from scrimp.config.architecture import Architecture
 from scrimp.config.fields import flatten, replace_values
+from scrimp.config.optimizers import check_optimizer, facts_of
 from scrimp.config.schema import Config, TrainConfig, decided
 from scrimp.errors import ConfigError
 from scrimp.precision import parse_rules
@@ -154,6 +155,11 @@ def resolve(config: Config, architecture: Architecture, *, device_type: str) -> 
     config = decide(config, "optimizer.master_weights", lambda: _master_weights(config.train.parameters))
     config = decide(config, "optimizer.moments", lambda: _moments(config))
     _check_formats(config)
+    check_optimizer(config)
+    if not facts_of(config.optimizer.name).on_host:
+        on_device = "device", f"optimizer {config.optimizer.name} updates on the device"
+        for key in ("memory.weights", "memory.gradients", "memory.optimizer"):
+            config = decide(config, key, lambda: on_device)
     config = decide(config, "train.sequence", lambda: _sequence(config.train, architecture))
     config = decide(config, "train.batch_tokens", lambda: _batch_tokens(config.train, architecture))
     _check_batch(config.train, architecture)

@@ -123,6 +123,8 @@ class ObjectiveConfig:
 class OptimizerConfig:
     """How gradients move the weights."""
 
+    name: str = "adamw"
+    """adamw."""
     lr: float | None = None
     """Peak learning rate. Unset: min(3e-3, 0.8 / width), a tenth of that from model.weights."""
     weight_decay: float = 0.1

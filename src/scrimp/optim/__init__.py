@@ -1,12 +1,22 @@
-"""AdamW, the formats that its state is kept in, and its update as a function of tensors."""
+"""How weights move: one optimizer per file behind one protocol, by name.
+
+`build` makes a run's optimizer and `memory_of` says what it takes, both by the line that names it in
+`scrimp.config.optimizers`.
+"""
 
 from __future__ import annotations
 
-from scrimp.config import OptimizerConfig
+import importlib
+from typing import Any
+
+from scrimp.config import Architecture, Config, OptimizerConfig
+from scrimp.config.optimizers import facts_of
 from scrimp.optim.adamw import AdamW
+from scrimp.optim.base import Optimizer
 from scrimp.optim.moments import MomentFormat, Moments
 from scrimp.optim.streaming import Homes, StreamedAdamW
 from scrimp.optim.update import Step, update
+from scrimp.profiler.memory_trace import OptimizerMemory
 from scrimp.runtime import Executable
 
 __all__ = [
@@ -14,42 +24,36 @@ __all__ = [
     "Homes",
     "MomentFormat",
     "Moments",
+    "Optimizer",
     "Step",
     "StreamedAdamW",
-    "make_optimizer",
+    "build",
+    "memory_of",
     "update",
 ]
 
 
-def make_optimizer(
-    executable: Executable, settings: OptimizerConfig, *, seed: int, speculates: bool = False
-) -> AdamW:
-    """The optimizer of a run: with states on the host where the plan has them there.
+def build(
+    settings: OptimizerConfig, executable: Executable, *, seed: int, speculates: bool = False
+) -> Optimizer:
+    """The optimizer of a run.
 
     Args:
+        settings: decided.
+        seed: of rounding noise.
         speculates: blocks that the CPU updates begin under the backward pass.
     """
-    parameters, host = dict(executable.model.named_parameters()), executable.host
-    if host is None:
-        return AdamW(parameters, settings, seed=seed)
-    homes = Homes(
-        host.arena,
-        host.link,
-        _block_of,
-        host.weights,
-        host.gradients_on_host,
-        host.optimizer_on_host,
-        host.optimizer_on_cpu,
-        speculates,
+    made: Optimizer = _module(settings).build(executable, settings, seed=seed, speculates=speculates)
+    return made
+
+
+def memory_of(config: Config, architecture: Architecture) -> OptimizerMemory:
+    """What the optimizer of a decided configuration takes, for the memory account."""
+    found: OptimizerMemory = _module(config.optimizer).memory(
+        architecture, config.optimizer, config.train.parameters
     )
-    if not homes.away:
-        return AdamW(parameters, settings, seed=seed)
-    optimizer = StreamedAdamW(parameters, settings, homes, seed=seed)
-    host.blocks.gradients = optimizer.host_gradients
-    return optimizer
+    return found
 
 
-def _block_of(name: str) -> int | None:
-    """From a parameter's name to its block."""
-    head, _, rest = name.partition(".")
-    return int(rest.partition(".")[0]) if head == "blocks" else None
+def _module(settings: OptimizerConfig) -> Any:
+    return importlib.import_module(facts_of(settings.name).module)

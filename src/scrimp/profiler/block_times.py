@@ -44,7 +44,8 @@ from scrimp.objectives import Objective
 from scrimp.objectives.next_token import NEXT_TOKEN
 from scrimp.planner.memory.work import PassSeconds
 from scrimp.precision import LinearPrecision
-from scrimp.profiler.memory_trace.block_passes import GradientSums, gradients_of
+from scrimp.profiler.memory_trace.block_passes import gradients_of
+from scrimp.profiler.memory_trace.optimizer_memory import GradientSums
 
 Result = TypeVar("Result")
 CHAIN = {"cpu": 1, "cuda": 3}

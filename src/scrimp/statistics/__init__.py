@@ -1,9 +1,9 @@
 """Statistics of a model in training: what each number format would do to its loss and its next update."""
 
 from scrimp.statistics.collect import GAINS, Subject, collect, fingerprint
+from scrimp.statistics.optimizer_view import OptimizerView, UpdateRule
 from scrimp.statistics.probe import Probe, probe
 from scrimp.statistics.ranks import Ranks
-from scrimp.statistics.sensitivity import OptimizerView, TorchOptimizer, UpdateRule
 from scrimp.statistics.structure import Structure, find_structure
 from scrimp.statistics.untouched import untouched
 
@@ -14,7 +14,6 @@ __all__ = [
     "Ranks",
     "Structure",
     "Subject",
-    "TorchOptimizer",
     "UpdateRule",
     "collect",
     "find_structure",

@@ -40,8 +40,8 @@ from scrimp.statistics.branches import BranchTape
 from scrimp.statistics.exact import Sites, exact_gains, watching_sites
 from scrimp.statistics.gains import CleanRun, Gains, Passes, by_blocks, by_ratios, of_layers, places
 from scrimp.statistics.norms import ErrorKey, NormWatch
+from scrimp.statistics.optimizer_view import OptimizerView
 from scrimp.statistics.ranks import ALONE, Ranks, local, settle
-from scrimp.statistics.sensitivity import OptimizerView
 from scrimp.statistics.stream import Changes, Injection, StreamTape, square
 from scrimp.statistics.structure import Structure, find_structure
 from scrimp.statistics.untouched import ForwardState, untouched

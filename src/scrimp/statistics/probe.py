@@ -27,7 +27,7 @@ from scrimp.statistics.collect import Subject
 from scrimp.statistics.ranks import ALONE, Ranks, local, settle
 from scrimp.statistics.stream import square
 from scrimp.statistics.untouched import ForwardState, untouched
-from scrimp.statistics.updates import norms_of, rule_here
+from scrimp.statistics.updates import norms_of
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,9 @@ def _compare(
     for name, whole in clean.items():
         g, other = local(whole).float(), local(noisy[name]).float()
         found = [float((g * other).sum()), square(g), square(other), square(other - g), 0.0, 0.0]
-        rule, weight = rule_here(optimizer.rule(name)), weights[name] ** 2
-        if rule is not None and whole.ndim >= 2 and weight > 0:
+        whole_rule, weight = optimizer.rule(name), weights[name] ** 2
+        if whole_rule is not None and whole.ndim >= 2 and weight > 0:
+            rule = whole_rule.here()
             h = rule.direction(g * clip)
             found[4] = rule.lr**2 * square(rule.direction(other * clip) - h) / weight
             found[5] = rule.lr**2 * square(h) / weight

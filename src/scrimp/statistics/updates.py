@@ -14,7 +14,6 @@ Checked  tests/statistics/test_collect.py: sizes against the optimizer's own ste
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -22,8 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from scrimp.statistics.optimizer_view import OptimizerView, UpdateRule
 from scrimp.statistics.ranks import ALONE, Piece, Ranks, local
-from scrimp.statistics.sensitivity import OptimizerView, UpdateRule, sensitivity
+from scrimp.statistics.sensitivity import sensitivity
 from scrimp.statistics.stream import generator_of, square
 
 Array = NDArray[np.float64]
@@ -51,7 +51,7 @@ class Updates:
         self.gradient_norms = norms_of(gradients, ranks)
         self._clip = optimizer.clip_factor(math.sqrt(sum(n**2 for n in self.gradient_norms.values())))
         self._rules: list[UpdateRule | None] = [
-            rule_here(optimizer.rule(name)) if name in gradients else None for name in weights
+            _here(optimizer.rule(name)) if name in gradients else None for name in weights
         ]
         self.pieces = [ranks.piece(gradients[name]) if name in gradients else _NOTHING for name in weights]
         largest = max((rule.lr for rule in self._rules if rule is not None), default=0.0)
@@ -97,9 +97,9 @@ class Updates:
                 moved = sensitivity(rule, gradient, generator, shape, piece=piece, norm=norm)
                 found[row, index] = self._scales[index] * moved * self._clip
         joined = self._ranks.norms(found, self.pieces)
-        # Of SGD every piece has the whole's sensitivity.
-        of_sgd = [rule is not None and rule.kind == "sgd" for rule in self._rules]
-        return np.where(of_sgd, found, joined)
+        # Of a linear rule every piece has the whole's sensitivity.
+        linear = [rule is not None and rule.is_linear for rule in self._rules]
+        return np.where(linear, found, joined)
 
 
 def norms_of(tensors: Mapping[str, Tensor], ranks: Ranks = ALONE) -> dict[str, float]:
@@ -113,11 +113,5 @@ def norms_of(tensors: Mapping[str, Tensor], ranks: Ranks = ALONE) -> dict[str, f
 _NOTHING = Piece((), 1, lambda whole: whole)
 
 
-def rule_here(rule: UpdateRule | None) -> UpdateRule | None:
-    """With what of the optimizer's state lies on this rank."""
-    if rule is None:
-        return None
-    first, second, decay = (
-        None if tensor is None else local(tensor) for tensor in (rule.exp_avg, rule.exp_avg_sq, rule.decay)
-    )
-    return dataclasses.replace(rule, exp_avg=first, exp_avg_sq=second, decay=decay)
+def _here(rule: UpdateRule | None) -> UpdateRule | None:
+    return None if rule is None else rule.here()

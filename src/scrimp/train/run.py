@@ -8,7 +8,7 @@ from typing import Any
 
 from scrimp.config import Config, TrainConfig, decided
 from scrimp.data import Batch, Corpus, Loader
-from scrimp.optim import AdamW
+from scrimp.optim import Optimizer
 from scrimp.planner import Plan
 from scrimp.planner.flops import Peaks
 from scrimp.profiler import MemoryMeter
@@ -33,7 +33,7 @@ class Run:
     """As the run began; the plan of now is `plans.plan`."""
     corpus: Corpus
     executable: Executable
-    optimizer: AdamW
+    optimizer: Optimizer
     plans: PlanInForce
     meter: MemoryMeter
     peaks: Peaks

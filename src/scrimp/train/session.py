@@ -25,7 +25,7 @@ from scrimp.models import spec_of
 from scrimp.models.compiled import is_compiler_error
 from scrimp.models.initialise import initialise
 from scrimp.models.model import Model
-from scrimp.optim import make_optimizer
+from scrimp.optim import build
 from scrimp.planner import Plan, count_flops
 from scrimp.profiler import MemoryMeter, peaks_of
 from scrimp.report.units import format_count
@@ -285,9 +285,7 @@ def _make_trainer(
     executable = _realised(start, choose)
     record = read_record(decided(config.run.dir))
     assert record is not None  # `_write_decisions` has written it
-    optimizer = make_optimizer(
-        executable, config.optimizer, seed=config.run.seed, speculates=config.memory.speculate
-    )
+    optimizer = build(config.optimizer, executable, seed=config.run.seed, speculates=config.memory.speculate)
     plans = PlanInForce(decisions.plan)
     run = Run(
         decisions, start.corpus, executable, optimizer, plans, meter, peaks, store, log, line, record, files

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +17,7 @@ from scrimp.models import spec_of
 from scrimp.models.initialise import initialise
 from scrimp.models.model import Model, build_model
 from scrimp.optim import AdamW
+from scrimp.optim.adamw_run import AdamWMemory
 from scrimp.precision import LinearPrecision, parse_rules
 from scrimp.runtime.memory import ActivationOffload, BlockMemory, HostArena, LateLink
 
@@ -59,7 +59,7 @@ class Setting:
         return {
             "precision": self.precision,
             "parameters": self.parameters,
-            "master_weights": self.master_weights,
+            "optimizer": AdamWMemory(self.parameters, self.master_weights),
             "micro_batch": self.rows,
             "sequence": self.sequence,
             "loss_chunk": self.loss_chunk,
@@ -122,16 +122,3 @@ class RealStep:
         self.optimizer.clip(self.optimizer.gradient_norm(), 1.0)
         self.optimizer.step(1e-3)
         self.optimizer.zero_grad()
-
-
-def allocator_peak(run: Callable[[], object]) -> int:
-    """Most bytes that the CPU's allocator held at once, above what it held before."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        run()
-    live = peak = 0
-    for event in profile.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            live += event.nbytes()
-            peak = max(peak, live)
-    return peak

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from real_steps import CPU, RealStep, Setting, allocator_peak
+from allocator import allocator_peak
+from real_steps import CPU, RealStep, Setting
 from test_host_states import HostedStep
 from test_peaks import FORMATS, LLAMA, SETTINGS
 

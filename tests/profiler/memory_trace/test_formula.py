@@ -18,6 +18,7 @@ from test_peaks import LLAMA, QWEN2, QWEN3
 from scrimp.config import Architecture
 from scrimp.gemm.backends import reference
 from scrimp.models import spec_of
+from scrimp.optim.adamw_run import AdamWMemory
 from scrimp.planner.memory.costs import StepCosts
 from scrimp.precision import parse_rules
 from scrimp.profiler.memory_trace import remembered, trace_costs
@@ -32,7 +33,7 @@ def traced(architecture: Architecture, precision: str, **changes: object) -> Ste
     arguments = {
         "precision": rules.compute,
         "parameters": rules.compute,
-        "master_weights": False,
+        "optimizer": AdamWMemory(rules.compute),
         "micro_batch": 2,
         "sequence": 256,
         "loss_chunk": 0,
@@ -93,7 +94,7 @@ def test_what_wgrad_reads_takes_the_bytes_of_its_format(precision: str, bytes_of
 def test_states_take_the_published_bytes_per_parameter(
     architecture: Architecture, parameters: str, master: bool, bytes_per_parameter: int
 ) -> None:
-    costs = traced(architecture, parameters, master_weights=master)
+    costs = traced(architecture, parameters, optimizer=AdamWMemory(parameters, master))
     gradients = costs.ends.gradients + sum(costs.classes[number].gradients for number in costs.blocks)
     assert costs.checkpoint_state + gradients == bytes_per_parameter * architecture.num_parameters
     assert costs.checkpoint_copy == 2 * costs.checkpoint_state  # one file holds all of so little

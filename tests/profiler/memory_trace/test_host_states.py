@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from allocator import allocator_peak
 from losses import next_token_loss
-from real_steps import CPU, RealStep, Setting, allocator_peak
+from real_steps import CPU, RealStep, Setting
 from test_peaks import FORMATS, LLAMA
 
 from scrimp.config import OptimizerConfig

@@ -6,8 +6,9 @@ import dataclasses
 
 import pytest
 import torch
+from allocator import allocator_peak
 from losses import next_token_loss
-from real_steps import RealStep, Setting, allocator_peak
+from real_steps import RealStep, Setting
 
 from scrimp.config import Architecture
 from scrimp.config.activations import LEVELS

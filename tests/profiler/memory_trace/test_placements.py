@@ -7,8 +7,9 @@ import random
 
 import pytest
 import torch
+from allocator import allocator_peak
 from losses import next_token_loss
-from real_steps import RealStep, Setting, allocator_peak
+from real_steps import RealStep, Setting
 from test_host_states import HostedStep
 from test_peaks import FORMATS, LLAMA, MISTRAL, QWEN3
 

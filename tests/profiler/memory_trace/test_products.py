@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from real_steps import allocator_peak
+from allocator import allocator_peak
 from torch import Tensor
 
 from scrimp.profiler.memory_trace import products

@@ -22,6 +22,7 @@ from scrimp.models import spec_of
 from scrimp.models.flash import Gpu
 from scrimp.models.functions import rms_norm
 from scrimp.objectives import cross_entropy as loss
+from scrimp.optim.adamw_run import AdamWMemory
 from scrimp.planner.memory.costs import StepCosts
 from scrimp.planner.memory.states import States, device_peak
 from scrimp.precision import LinearPrecision
@@ -46,7 +47,7 @@ def traced(architecture: Architecture = LLAMA, **changes) -> StepCosts:  # type:
     arguments = {
         "precision": "bf16",
         "parameters": "bf16",
-        "master_weights": False,
+        "optimizer": AdamWMemory("bf16"),
         "micro_batch": 2,
         "sequence": 256,
         "loss_chunk": 0,
@@ -97,9 +98,9 @@ def test_a_tied_heads_gradient_waits_for_the_embeddings() -> None:
 
 
 def test_states_follow_the_optimizers_formats() -> None:
-    small = traced(moments="8bit").classes[0].optimizer
+    small = traced(optimizer=AdamWMemory("bf16", moments="8bit")).classes[0].optimizer
     assert 2 * LLAMA.block_parameters < small < 2.2 * LLAMA.block_parameters
-    masters = traced(master_weights=True).classes[0]
+    masters = traced(optimizer=AdamWMemory("bf16", master_weights=True)).classes[0]
     assert (masters.gradients, masters.optimizer) == (
         4 * LLAMA.block_parameters,
         12 * LLAMA.block_parameters,

@@ -6,7 +6,8 @@ import gc
 
 import pytest
 import torch
-from real_steps import RealStep, Setting, allocator_peak
+from allocator import allocator_peak
+from real_steps import RealStep, Setting
 from test_peaks import FORMATS, LLAMA, TIED
 from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from scrimp.models.model import Model
 from scrimp.objectives import Objective
+from scrimp.profiler.memory_trace.optimizer_memory import GradientSums
 from scrimp.profiler.memory_trace.tracker import StorageTracker
 
 Autocast = Callable[[], contextlib.AbstractContextManager[object]]
@@ -44,17 +45,6 @@ class EndsTrace:
     embedding_peak: int
     gradients: int
     """Live after the backward pass."""
-
-
-@dataclass(frozen=True)
-class GradientSums:
-    """How the optimizer sums the gradients of micro-batches."""
-
-    dtype: torch.dtype | None
-    """The sums' type, where a hook adds each gradient to them as soon as it is complete (`scrimp.optim`);
-    None: autograd sums gradients itself."""
-    scratch: Callable[[Tensor], int] = lambda parameter: 0
-    """Bytes that adding a parameter's gradient to an existing sum takes."""
 
 
 @contextlib.contextmanager

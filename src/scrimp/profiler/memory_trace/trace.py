@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
@@ -46,14 +45,13 @@ from scrimp.precision import LinearPrecision
 from scrimp.profiler.memory_trace.block_passes import (
     Autocast,
     BlockTrace,
-    GradientSums,
     gradients_of,
     trace_block,
     trace_ends,
 )
+from scrimp.profiler.memory_trace.optimizer_memory import GradientSums, OptimizerMemory
 from scrimp.profiler.memory_trace.remembered import RememberedBackend
 from scrimp.profiler.memory_trace.saved import saved_bytes
-from scrimp.profiler.memory_trace.scratch import MOMENT_BLOCK, PIECE_ELEMENTS, sum_scratch, update_scratch
 from scrimp.profiler.memory_trace.stand_ins import (
     GRANULES,
     DeviceFunctions,
@@ -74,8 +72,7 @@ def trace_costs(
     *,
     precision: str,
     parameters: str,
-    master_weights: bool,
-    moments: str = "auto",
+    optimizer: OptimizerMemory,
     micro_batch: int,
     sequence: int,
     loss_chunk: int,
@@ -92,8 +89,7 @@ def trace_costs(
     Args:
         precision: compute format: of the activations, and of GEMMs that `linears` does not name (fp32, bf16).
         parameters: format of the trained parameters.
-        master_weights: fp32 copies and gradient sums beside bf16 parameters.
-        moments: format of AdamW's averages (fp32, bf16, 8bit); auto: that of the weights they move.
+        optimizer: what the optimizer says of its memory (`scrimp.optim.memory_of`).
         micro_batch: sequences per forward pass.
         sequence: tokens per sequence.
         loss_chunk: tokens whose logits exist at once; 0 for all.
@@ -115,10 +111,9 @@ def trace_costs(
         architecture,
         precision,
         parameters,
-        master_weights,
+        optimizer,
         (micro_batch, sequence),
         device_functions,
-        moments,
         gpu or Gpu(),
         documents,
         compiled,
@@ -129,10 +124,10 @@ def trace_costs(
         model = step.build([plans.index(one) for one in classes], classes, head)
         ends, optimizer_peak, norm_peak = (
             step.ends(model, objective, loss_chunk),
-            step.optimizer_peak(model),
+            step.update_peak(dict(model.named_parameters())),
             step.norm_peak(model.parameters()),
         )
-        traced = tuple(step.block_class(block, choices) for block in model.each_block())
+        traced = tuple(step.block_class(model, block, choices) for block in model.each_block())
         boundary, tables = step.stream_bytes(), step.table_bytes(model)
         resident = step.batch_bytes() + tables
     return StepCosts(
@@ -206,11 +201,10 @@ class _Step:
     architecture: Architecture
     precision: str
     parameters: str
-    master_weights: bool
+    optimizer: OptimizerMemory
     shape: tuple[int, int]
     """Micro-batch and sequence."""
     device_functions: DeviceFunctions
-    moments: str
     gpu: Gpu
     documents: bool
     compiled: bool
@@ -256,7 +250,7 @@ class _Step:
                 )
         new, added = found
         return EndsCost(
-            **self._states(bare),
+            **self._states(_named(model, bare)),
             head_peak=new.head_peak,
             head_gradients=new.head_gradients,
             embedding_peak=new.embedding_peak,
@@ -265,8 +259,9 @@ class _Step:
             accumulating_embedding_peak=added.embedding_peak,
         )
 
-    def block_class(self, block: Block, choices: Sequence[Activations]) -> BlockClass:
-        """One block under all choices."""
+    def block_class(self, model: Model, block: Block, choices: Sequence[Activations]) -> BlockClass:
+        """One block of a model under all choices."""
+        named = _named(model, block)
         costs: dict[str, BlockCost] = {}
         for level in dict.fromkeys(choice.level for choice in choices):
             block.activations = Activations(level)
@@ -282,10 +277,10 @@ class _Step:
             if Activations(level, is_offloaded=True) in choices:
                 costs[f"{level}+offload"] = self._offloaded(block, kept)
         return BlockClass(
-            **self._states(block),
+            **self._states(named),
             choices={str(choice): costs[str(choice)] for choice in choices},
-            parameters=sum(parameter.numel() for parameter in block.parameters()),
-            update_peak=self.optimizer_peak(block),
+            parameters=sum(parameter.numel() for parameter in named.values()),
+            update_peak=self.update_peak(named),
             norm_peak=max(self.norm_peak([parameter]) for parameter in block.parameters()),
             norms=sum(self._scalars(1) for _ in block.parameters()),
         )
@@ -333,32 +328,17 @@ class _Step:
 
     @property
     def _sums(self) -> GradientSums:
-        """How `scrimp.optim` sums gradients."""
-        if self.master_weights:
-            return GradientSums(torch.float32)
-        if self.parameters == "bf16":
-            piece = PIECE_ELEMENTS[self.device_functions]
-            return GradientSums(torch.bfloat16, lambda parameter: sum_scratch(parameter, piece))
-        return GradientSums(None)
+        return self.optimizer.sums(self.device_functions)
 
-    def _states(self, module: nn.Module) -> dict[str, int]:
-        """Weights, gradients and optimizer states of a module, as `scrimp.optim` holds them."""
-        count = sum(parameter.numel() for parameter in module.parameters())
-        own = DTYPES[self.parameters].itemsize
-        state = 4 if self.master_weights else own
-        masters = 4 * count if self.master_weights else 0
-        moments = sum(self._moments(parameter, state) for parameter in module.parameters())
-        return {"weights": count * own, "gradients": count * state, "optimizer": moments + masters}
-
-    def _moments(self, parameter: Tensor, state: int) -> int:
-        """Both averages of a parameter."""
-        if self.moments != "8bit":
-            size = state if self.moments == "auto" else DTYPES[self.moments].itemsize
-            return 2 * parameter.numel() * size
-        if parameter.dim() < 2:
-            return 2 * 4 * parameter.numel()
-        rows, columns = parameter.shape
-        return 2 * rows * (columns + 2 * math.ceil(columns / MOMENT_BLOCK))
+    def _states(self, named: Mapping[str, Tensor]) -> dict[str, int]:
+        """Weights, gradients and optimizer states of some parameters."""
+        count = sum(parameter.numel() for parameter in named.values())
+        own = DTYPES[self.parameters]
+        return {
+            "weights": count * own.itemsize,
+            "gradients": count * (self._sums.dtype or own).itemsize,
+            "optimizer": self.optimizer.state_bytes(named),
+        }
 
     def _stream(self) -> Tensor:
         """The residual stream between two blocks."""
@@ -396,21 +376,25 @@ class _Step:
 
     def norm_peak(self, parameters: Iterable[Tensor]) -> int:
         """Temporary memory of the norm of these parameters' gradients."""
-        dtype = torch.float32 if self.master_weights else DTYPES[self.parameters]
+        dtype = self._sums.dtype or DTYPES[self.parameters]
         gradients = [torch.zeros_like(parameter, dtype=dtype) for parameter in parameters]
         with self._tracing(nn.Module(), exist=False) as tracker:
             torch._foreach_norm(gradients, 2, dtype=torch.float32)
         return tracker.peak
 
-    def optimizer_peak(self, model: nn.Module) -> int:
-        """Bytes that an update takes unless it is fused; fused AdamW and copies from master weights take nothing."""
-        is_fused = (self.master_weights or self.parameters == "fp32") and self.moments in ("auto", "fp32")
-        if is_fused:
-            return 0
-        piece = PIECE_ELEMENTS[self.device_functions]
-        return update_scratch(model.parameters(), piece, eight_bit=self.moments == "8bit")
+    def update_peak(self, named: Mapping[str, Tensor]) -> int:
+        """Temporary memory of the update of some parameters."""
+        return self.optimizer.update_peak(
+            named, self.device_functions, lambda: self._tracing(nn.Module(), exist=False)
+        )
 
 
 def batch_bytes(rows: int, length: int) -> int:
     """Tokens and targets of a micro-batch."""
     return 2 * 8 * rows * length
+
+
+def _named(model: nn.Module, part: nn.Module) -> dict[str, Tensor]:
+    """The parameters of a part of a model, by their names in the whole."""
+    own = set(part.parameters())
+    return {name: parameter for name, parameter in model.named_parameters() if parameter in own}

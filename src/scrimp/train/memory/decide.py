@@ -33,6 +33,7 @@ from scrimp.config.activations import (
 from scrimp.data import held_bytes
 from scrimp.errors import PlanError
 from scrimp.models.flash import gpu_of
+from scrimp.optim import memory_of
 from scrimp.optim.rate import cpu_update_rate
 from scrimp.planner import Plan
 from scrimp.planner.memory.account import account_step
@@ -409,8 +410,7 @@ def _traced_base(
         torch.get_num_threads(),
         precision=rules.compute,
         parameters=train.parameters,
-        master_weights=bool(config.optimizer.master_weights),
-        moments=config.optimizer.moments,
+        optimizer=memory_of(config, architecture),
         micro_batch=decided(train.micro_batch),
         sequence=decided(train.sequence),
         loss_chunk=decided(train.loss_chunk),

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from torch import Tensor
 
 from scrimp.data import Batch
-from scrimp.optim import AdamW
+from scrimp.optim import Optimizer
 from scrimp.planner.precision import PrecisionProfile
 from scrimp.runtime import Executable
 from scrimp.statistics import Probe, Subject, collect, probe
@@ -27,7 +27,7 @@ class PrecisionMeter:
     """Measures the model of a run; changes nothing of it."""
 
     def __init__(
-        self, decisions: Decisions, executable: Executable, optimizer: AdamW, batches: Batches
+        self, decisions: Decisions, executable: Executable, optimizer: Optimizer, batches: Batches
     ) -> None:
         self._decisions, self._executable = decisions, executable
         self._optimizer, self._batches = optimizer, batches

@@ -19,7 +19,7 @@ from scrimp.data import Batch, Loader
 from scrimp.errors import CheckpointError, ConfigError
 from scrimp.export import ExportTarget, plan_for
 from scrimp.models.model import Model
-from scrimp.optim import AdamW
+from scrimp.optim import build
 from scrimp.planner.precision import PrecisionPlan
 from scrimp.precision import parse_rules
 from scrimp.runtime import realise
@@ -117,7 +117,7 @@ def _meter(decisions: Decisions, checkpoint: Checkpoint) -> PrecisionMeter:
         choose=decisions.backends(),
         replans=True,
     )
-    optimizer = AdamW(dict(executable.model.named_parameters()), config.optimizer, seed=config.run.seed)
+    optimizer = build(config.optimizer, executable, seed=config.run.seed)
     tensors: dict[str, Tensor] = {
         f"model.{name}": p.detach() for name, p in executable.model.named_parameters()
     }

@@ -1,11 +1,11 @@
 """Temporary memory of updates and gradient sums that are no fused kernel: arrays of one piece of a matrix.
 
-Method   `scrimp.optim` works through a matrix in pieces of rows, in arrays that it uses again, the largest
+Method   `scrimp.optim.update` works through a matrix in pieces of rows, in arrays that it uses again, the largest
          matrix first. So what it holds is so many fp32 or int32 arrays of the largest piece, and hashes of rows and
          columns, which are made from three int64 arrays. 8-bit moments take one array more for signs, one where a row
          is no whole number of blocks, and the scales.
 Limits   The numbers of arrays are those of `scrimp.optim.update` and `rounding`.
-Checked  tests/profiler/memory_trace/test_scratch.py: the updates themselves, counted by torch's profiler.
+Checked  tests/optim/test_scratch.py: the updates themselves, counted by torch's profiler.
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-MOMENT_BLOCK = 128
-"""Elements of a row that share a scale of 8-bit moments."""
-PIECE_ELEMENTS = {"cpu": 2**17, "cuda": 2**20}
-"""Elements that are worked on at once."""
+from scrimp.optim.moments import BLOCK
+
 _BEFORE_NOISE = 4
 """Arrays of an update that exist when the first hashes are made: gradient, other, mean, square."""
 _NOISE = 2
@@ -43,10 +41,8 @@ def update_scratch(parameters: Iterable[Tensor], piece: int, *, eight_bit: bool)
     extra = 0.0
     if eight_bit:
         matrices = [columns for _, columns in shapes if columns > 1]
-        padded = max(
-            (math.ceil(c / MOMENT_BLOCK) * MOMENT_BLOCK / c for c in matrices if c % MOMENT_BLOCK), default=0
-        )
-        extra = 1 + padded + _SCALE_ARRAYS / MOMENT_BLOCK
+        padded = max((math.ceil(c / BLOCK) * BLOCK / c for c in matrices if c % BLOCK), default=0)
+        extra = 1 + padded + _SCALE_ARRAYS / BLOCK
     first, *others = shapes
     found = [_peak(first, most, piece, _BEFORE_NOISE, extra)]
     return max(found + [int(most * (_BEFORE_NOISE + _NOISE)) + _hashing(shape, piece) for shape in others])
@@ -78,7 +74,7 @@ def _matrix(parameter: Tensor) -> tuple[int, int]:
 def _piece(shape: tuple[int, int], piece: int) -> tuple[int, int]:
     """Rows and columns at once."""
     rows, columns = shape
-    width = min(columns, max(1, piece // MOMENT_BLOCK) * MOMENT_BLOCK)
+    width = min(columns, max(1, piece // BLOCK) * BLOCK)
     return min(rows, max(1, piece // width)), width
 
 

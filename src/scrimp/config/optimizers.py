@@ -1,0 +1,90 @@
+"""Optimizers by name: what is known of each before torch is loaded, and settings that it cannot keep.
+
+A new optimizer is one file in `scrimp.optim` and one entry here.
+
+Checked  tests/config/test_optimizers.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from scrimp.config.schema import Config
+from scrimp.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class OptimizerFacts:
+    """What is known of an optimizer without loading it."""
+
+    module: str
+    """Has its `build` and `memory` (`scrimp.optim.base`)."""
+    moments: tuple[str, ...] = ("auto", "fp32")
+    """Formats that its averages may have."""
+    on_host: bool = False
+    """Whether blocks' weights, gradients and states can live on the host, and the CPU can update them."""
+    rounds: bool = False
+    """Whether it updates bf16 parameters without master weights."""
+
+
+OPTIMIZERS: dict[str, OptimizerFacts] = {
+    "adamw": OptimizerFacts(
+        "scrimp.optim.adamw_run", moments=("auto", "fp32", "bf16", "8bit"), on_host=True, rounds=True
+    ),
+}
+
+
+def facts_of(name: str) -> OptimizerFacts:
+    """What is known of an optimizer.
+
+    Raises:
+        ConfigError: there is none of this name.
+    """
+    if name not in OPTIMIZERS:
+        raise ConfigError(
+            "optimizer.name is not one of its choices",
+            got=repr(name),
+            expected=f"one of {', '.join(OPTIMIZERS)}",
+        )
+    return OPTIMIZERS[name]
+
+
+def check_optimizer(config: Config) -> None:
+    """Refuse settings that the optimizer cannot keep.
+
+    Args:
+        config: with `optimizer.moments` and `optimizer.master_weights` decided.
+
+    Raises:
+        ConfigError: by name.
+    """
+    settings, memory = config.optimizer, config.memory
+    name, facts = settings.name, facts_of(settings.name)
+    if settings.moments not in facts.moments:
+        raise ConfigError(
+            f"optimizer {name} does not keep its state in that format",
+            got=f"optimizer.moments {settings.moments}",
+            expected=f"one of {', '.join(facts.moments)}",
+            do="leave optimizer.moments out, or set --optimizer.name adamw",
+        )
+    if config.train.parameters == "bf16" and not settings.master_weights and not facts.rounds:
+        raise ConfigError(
+            f"optimizer {name} needs master weights beside bf16 parameters",
+            got="optimizer.master_weights false",
+            do="leave optimizer.master_weights out, or set --optimizer.name adamw",
+        )
+    if facts.on_host:
+        return
+    for key in ("weights", "gradients", "optimizer"):
+        if getattr(memory, key) not in ("auto", "device", "0"):
+            raise ConfigError(
+                f"optimizer {name} updates on the device only: nothing that it reads can live on the host",
+                got=f"memory.{key} {getattr(memory, key)}",
+                do=f"leave memory.{key} out, or set --optimizer.name adamw",
+            )
+    if memory.update != "device":
+        raise ConfigError(
+            f"optimizer {name} has no update on the CPU",
+            got=f"memory.update {memory.update}",
+            do="leave memory.update out, or set --optimizer.name adamw",
+        )

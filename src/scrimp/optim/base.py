@@ -1,0 +1,59 @@
+"""How a run's weights move: what the trainer, checkpoints, statistics and the account ask of every optimizer.
+
+An optimizer is a module with two functions, named in one line of `scrimp.config.optimizers`::
+
+    build(executable, settings, *, seed, speculates) -> Optimizer
+    memory(architecture, settings, parameters) -> OptimizerMemory
+
+`scrimp.optim.targets.Targets` has all of `Optimizer` but the update itself; `scrimp.optim.wrapped` puts any
+torch.optim.Optimizer behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from torch import Tensor
+
+from scrimp.statistics import OptimizerView
+
+
+class Optimizer(OptimizerView, Protocol):
+    """An optimizer as a run needs it: that of the statistics, and steps.
+
+    A step is: forward and backward passes, `gradient_norm`, `clip` and `step`, or neither where the step is skipped,
+    then `zero_grad`.
+    """
+
+    num_updates: int
+    """Steps that have been taken."""
+
+    def will_step(self, lr: float) -> None:
+        """One forward and backward pass follows, then a step at learning rate `lr` unless it is skipped: a hint."""
+        ...
+
+    def gradient_norm(self) -> float:
+        """Global 2-norm of the gradients; waits for the device."""
+        ...
+
+    def clip(self, norm: float, limit: float) -> None:
+        """Scale the gradients so that their norm, `norm` now, is at most `limit` (0: no limit)."""
+        ...
+
+    def step(self, lr: float) -> None:
+        """One update at learning rate `lr`; the gradients stay until `zero_grad`."""
+        ...
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and storage of every state tensor, the same ones at every step: what a checkpoint holds, and what
+        loading one writes into."""
+        ...
+
+    def restore_updates(self, num_updates: int) -> None:
+        """Set the count of updates, after loading `tensors`."""
+        ...
+
+    def close(self) -> None:
+        """Leave nothing running; the state stays readable."""
+        ...

@@ -1,0 +1,224 @@
+"""What every optimizer of a run has in common: gradients are summed, measured, clipped; updates go to targets.
+
+Problem  bf16 keeps 8 bits of mantissa: a weight near 1 cannot move by less than 2^-8 = 0.4 %, and
+         an update is about the learning rate, 0.1 % or less. It would round to nothing.
+Method   A target is what an update changes: the parameter itself or, with `master_weights`, an fp32 copy of a bf16
+         parameter. Each bf16 gradient is added to the master's fp32 gradient as soon as autograd has finished it, and
+         freed: sums over micro-batches are exact to fp32, and bf16 gradients never exist all at once.
+         After the step the parameter is the master rounded to nearest.
+         Without master weights the sums of bf16 gradients are rounded stochastically from the second micro-batch
+         on: they are right on average.
+State    ``<parameter>.master`` in checkpoints. The count of updates is one integer, and the key of all rounding noise
+         with the run's seed and the parameter's name: a resumed run rounds as it would have.
+Checked  tests/optim/test_adamw.py
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from scrimp.config import OptimizerConfig
+from scrimp.errors import ConfigError
+from scrimp.formats import Noise
+from scrimp.optim.moments import as_matrix
+from scrimp.optim.rounding import to_bf16
+from scrimp.optim.update import Workspace
+from scrimp.runtime.memory.gradients import GradientSlot, OwnGradient
+from scrimp.statistics import UpdateRule
+
+
+class RoundedSum:
+    """Where the sum of one parameter's gradients is found (a `GradientSlot`)."""
+
+    def __init__(self, like: Tensor) -> None:
+        self.like = like
+        self.sum: Tensor | None = None
+        self.count = 0
+        """Micro-batches in it: each has noise of its own."""
+
+
+class Targets(ABC):
+    """An optimizer without its rule: a subclass says how gradients change targets (`_update_by`).
+
+    Args:
+        parameters: float32 or bfloat16, by name.
+        settings: with `clip` and `master_weights`, decided.
+        seed: of the rounding noise.
+
+    Raises:
+        ConfigError: a parameter of another type.
+    """
+
+    name: str
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], settings: OptimizerConfig, *, seed: int = 0
+    ) -> None:
+        _refuse_types(parameters)
+        self._settings = settings
+        self._seed = Noise(seed)
+        self._parameters = dict(parameters)
+        self._targets: dict[str, Tensor] = {}
+        """What is updated: parameters, or their masters."""
+        self._rounded_sums: dict[str, RoundedSum] = {}
+        """Sums of the gradients of bf16 parameters without masters."""
+        self.num_updates = 0
+        for name, parameter in self._parameters.items():
+            self._add(name, parameter)
+
+    def _add(self, name: str, parameter: nn.Parameter) -> None:
+        """Make the target of a parameter, and collect its gradients where autograd is not to sum them."""
+        target: Tensor = parameter
+        if self._settings.master_weights:
+            target = parameter.detach().float().clone()
+        self._targets[name] = target
+        self._collect(name, parameter, OwnGradient(target))
+
+    def _collect(self, name: str, parameter: nn.Parameter, slot: GradientSlot) -> None:
+        """Sum the gradients of a parameter in a slot, where autograd is not to sum them."""
+        if self._settings.master_weights:
+            parameter.register_post_accumulate_grad_hook(_collect_into(slot))
+        elif parameter.dtype == torch.bfloat16:
+            self._rounded_sums[name] = RoundedSum(parameter)
+            parameter.register_post_accumulate_grad_hook(self._collect_rounded(name))
+
+    def will_step(self, lr: float) -> None:  # noqa: B027
+        """One forward and backward pass follows, then a step at learning rate `lr` unless it is skipped: a hint,
+        without use here."""
+
+    def gradient_norm(self) -> float:
+        """Global 2-norm of the gradients; waits for the device."""
+        norms = torch._foreach_norm(list(self.gradients().values()), 2, dtype=torch.float32)
+        return float(torch.linalg.vector_norm(torch.stack(norms)))
+
+    def clip(self, norm: float, limit: float) -> None:
+        """Scale the gradients so that their norm, `norm` now, is at most `limit` (0: no limit)."""
+        gradients = list(self.gradients().values())  # none on a rank without rows
+        if gradients and limit > 0 and math.isfinite(norm) and norm > limit:
+            torch._foreach_mul_(gradients, limit / norm)
+
+    def step(self, lr: float) -> None:
+        """One update at learning rate `lr`; the gradients stay until `zero_grad`."""
+        self._update_names(list(self._targets), lr)
+        self.num_updates += 1
+
+    def close(self) -> None:  # noqa: B027
+        """Leave nothing running; the state stays readable."""
+
+    def zero_grad(self) -> None:
+        """Free the gradients."""
+        for rounded in self._rounded_sums.values():
+            rounded.sum, rounded.count = None, 0
+        for tensor in (*self._targets.values(), *self._parameters.values()):
+            tensor.grad = None
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and storage of every state tensor; loading a checkpoint writes into them."""
+        for name in self._targets:
+            for suffix, tensor in self._state(name):
+                yield f"{name}.{suffix}", tensor
+
+    def restore_updates(self, num_updates: int) -> None:
+        """Set the count of updates that bias correction and noise use, after loading `tensors`."""
+        self.num_updates = num_updates
+
+    # -- for statistics (`scrimp.statistics.OptimizerView`) ---------------------------
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Parameter name to accumulated gradient, of those that have one."""
+        found = {
+            name: self._rounded_sums[name].sum if name in self._rounded_sums else target.grad
+            for name, target in self._targets.items()
+        }
+        return {name: gradient for name, gradient in found.items() if gradient is not None}
+
+    @abstractmethod
+    def rule(self, name: str) -> UpdateRule | None:
+        """How a parameter is updated; None: it is not."""
+
+    def slot(self, name: str) -> GradientSlot:
+        """Where the sum of a parameter's gradients is found while it is on the device."""
+        return self._rounded_sums.get(name) or OwnGradient(self._targets[name])
+
+    def clip_factor(self, norm: float) -> float:
+        """What `clip` multiplies gradients of this norm by."""
+        limit = self._settings.clip
+        return limit / norm if limit > 0 and norm > limit else 1.0
+
+    # -- parts ---------------------------------------------------------------------------------
+
+    def _state(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        """End of its name and storage of every state tensor of one parameter."""
+        if self._settings.master_weights:
+            yield "master", self._targets[name]
+
+    def _update_names(self, names: Sequence[str], lr: float) -> None:
+        """Update some parameters, those that have a gradient, by the step after `num_updates`."""
+        gradients = self.gradients()
+        self._update_by({name: gradients[name] for name in names if name in gradients}, lr)
+        if self._settings.master_weights and names:
+            with torch.no_grad():
+                torch._foreach_copy_([self._parameters[n] for n in names], [self._targets[n] for n in names])
+
+    @abstractmethod
+    def _update_by(self, gradients: Mapping[str, Tensor], lr: float) -> None:
+        """Update by these gradients what they are named after, masters or parameters."""
+
+    def _noise(self, use: str, name: str, *numbers: int) -> Noise:
+        """A stream for each use, parameter and update, whatever else there is and in whatever order."""
+        digest = hashlib.sha256(f"{use} {name}".encode()).digest()
+        return self._seed.derive(int.from_bytes(digest[:8], "little"), self.num_updates, *numbers)
+
+    def _collect_rounded(self, name: str) -> Callable[[Tensor], None]:
+        """Sum bf16 gradients of micro-batches with stochastic rounding; autograd would round to nearest."""
+
+        def hook(parameter: Tensor) -> None:
+            gradient, parameter.grad = parameter.grad, None
+            assert gradient is not None
+            rounded = self._rounded_sums[name]
+            rounded.count += 1
+            if rounded.sum is None:
+                rounded.sum = gradient
+            else:
+                _add_rounded(rounded.sum, gradient, self._noise("sum", name, rounded.count))
+
+        return hook
+
+
+def _collect_into(slot: GradientSlot) -> Callable[[Tensor], None]:
+    def hook(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        if slot.sum is None:
+            slot.sum = parameter.grad.float()
+        else:
+            slot.sum += parameter.grad
+        parameter.grad = None
+
+    return hook
+
+
+@torch.no_grad()
+def _add_rounded(total: Tensor, gradient: Tensor, noise: Noise) -> None:
+    work = Workspace(as_matrix(total), noise)
+    added = gradient.reshape(work.matrix.shape)
+    for place in work.places:
+        piece = work.matrix[place]
+        exact = work.floats("sum", piece).add_(added[place])
+        piece.copy_(to_bf16(exact, next(work.noise(place)), work.scratch))
+
+
+def _refuse_types(parameters: Mapping[str, nn.Parameter]) -> None:
+    for name, parameter in parameters.items():
+        if parameter.dtype not in (torch.float32, torch.bfloat16):
+            raise ConfigError(
+                f"the optimizer cannot train {name}",
+                got=str(parameter.dtype).removeprefix("torch."),
+                expected="float32 or bfloat16",
+                do="convert the parameter, or leave it out",
+            )
