@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from scrimp.data import IGNORED
-from scrimp.models.decoder import Decoder
+from scrimp.models.model import Model
 from scrimp.objectives import LossSums
 from scrimp.objectives.next_token import NextToken
 
@@ -30,7 +30,7 @@ SMOOTHING = 0.1
 class Smoothed(NextToken):
     """Cross-entropy with smoothed targets."""
 
-    def head_loss(self, model: Decoder, hidden_SD: Tensor, targets_S: Tensor, *, chunk: int = 0) -> LossSums:
+    def head_loss(self, model: Model, hidden_SD: Tensor, targets_S: Tensor, *, chunk: int = 0) -> LossSums:
         """The loss from the hidden states; `chunk` is not used."""
         logits_SV = model.logits(hidden_SD).float()
         real_S = targets_S != IGNORED
