@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from scrimp.config import decided, load_config
+from scrimp.config import load_config
 from scrimp.data import Batch, Loader
 from scrimp.gemm import LinearPrecision, swap_in
 from scrimp.models.initialise import initialise
@@ -92,12 +92,12 @@ class Lab:
     def batches(self, step: int, count: int = 1) -> Iterator[list[Batch]]:
         """Micro-batches of `count` steps from `step` on."""
         train = self.train_config
-        per_step = decided(train.batch_tokens) // decided(train.sequence)
+        per_step = train.batch_tokens // train.sequence
         loader = Loader(
             self.corpus.train,
-            sequence=decided(train.sequence),
+            sequence=train.sequence,
             sequences_per_step=per_step,
-            micro_batch=decided(train.micro_batch),
+            micro_batch=train.micro_batch,
             seed=self.decisions.config.run.seed,
             first_sample=step * per_step,
         )
@@ -174,8 +174,8 @@ class Lab:
         result = evaluate(
             self.executable,
             self.corpus.held_out,
-            sequence=decided(self.train_config.sequence),
-            micro_batch=decided(self.train_config.micro_batch),
+            sequence=self.train_config.sequence,
+            micro_batch=self.train_config.micro_batch,
             max_tokens=tokens,
             mask_documents=True,
         )

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from snip_lab import Choices, Lab
 
-from scrimp.config import decided
 from scrimp.models import spec_of
 from scrimp.planner.flops import count_flops
 from scrimp.planner.precision.choose import Budget, Question, choose
@@ -95,9 +94,9 @@ def _facts(lab: Lab, high: str, low: str) -> dict[str, Any]:
         "load_before": os.getloadavg()[0],
         "parameters": sum(p.numel() for p in lab.model.parameters()),
         "layers": len(lab.layers),
-        "tokens": decided(train.batch_tokens),
-        "sequence": decided(train.sequence),
-        "flops_per_token": count_flops(spec_of(architecture), decided(train.sequence)).causal,
+        "tokens": train.batch_tokens,
+        "sequence": train.sequence,
+        "flops_per_token": count_flops(spec_of(architecture), train.sequence).causal,
     }
 
 

@@ -16,6 +16,7 @@ from scrimp.config.resolve import (
     resolve,
     with_later_choices,
 )
+from scrimp.config.resolved import Cadence, ResolvedConfig, closed
 from scrimp.config.schema import (
     BudgetConfig,
     CheckpointConfig,
@@ -30,7 +31,6 @@ from scrimp.config.schema import (
     ScheduleConfig,
     SnipConfig,
     TrainConfig,
-    decided,
 )
 from scrimp.config.values import RANGES, Range, check_device, check_range, check_values, parse_bytes
 from scrimp.config.write_toml import reasons_in, to_toml
@@ -42,6 +42,7 @@ __all__ = [
     "RANGES",
     "Architecture",
     "BudgetConfig",
+    "Cadence",
     "CheckpointConfig",
     "Config",
     "DataConfig",
@@ -52,6 +53,7 @@ __all__ = [
     "OptimizerConfig",
     "Range",
     "Resolution",
+    "ResolvedConfig",
     "RopeScaling",
     "RunConfig",
     "ScheduleConfig",
@@ -61,7 +63,7 @@ __all__ = [
     "check_device",
     "check_range",
     "check_values",
-    "decided",
+    "closed",
     "differences",
     "flatten",
     "leaves",

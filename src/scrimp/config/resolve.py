@@ -57,6 +57,7 @@ from scrimp.config.activations import check_memory
 from scrimp.config.architecture import Architecture
 from scrimp.config.fields import flatten, replace_values
 from scrimp.config.optimizers import check_optimizer, facts_of
+from scrimp.config.resolved import ResolvedConfig, closed
 from scrimp.config.schema import Config, TrainConfig, decided
 from scrimp.errors import ConfigError
 from scrimp.precision import parse_rules
@@ -117,7 +118,7 @@ MAY_CHANGE_ON_RESUME: frozenset[str] = frozenset(
 class Resolution:
     """A configuration without open choices, and why each was decided as it was."""
 
-    config: Config
+    config: ResolvedConfig
     architecture: Architecture
     reasons: dict[str, str]
     """By dotted key (`optimizer.lr`), only for what Scrimp decided."""
@@ -182,7 +183,7 @@ def resolve(config: Config, architecture: Architecture, *, device_type: str) -> 
         snip.check_chosen_steps(config)
         if "snip.first" not in reasons:
             snip.check_first(config)
-    return Resolution(config=config, architecture=architecture, reasons=reasons)
+    return Resolution(config=closed(config), architecture=architecture, reasons=reasons)
 
 
 def with_later_choices(saved: Config) -> Config:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from scrimp.config import Config, MemoryConfig, decided, flatten
+from scrimp.config import Config, MemoryConfig, flatten
 from scrimp.data import CorpusSpec, Progress, open_corpus
 from scrimp.errors import ConfigError, DataError, ModelError, StorageError
 from scrimp.export import ExportTarget
@@ -112,7 +112,7 @@ def _decided(config: Config) -> tuple[Decisions, NoRoomError | None]:
 def _run_table(decisions: Decisions) -> Any:
     """What a run is, and how fast it would be."""
     config, architecture, plan = decisions.config, decisions.architecture, decisions.plan
-    sequence, count = decided(config.train.sequence), architecture.num_parameters
+    sequence, count = config.train.sequence, architecture.num_parameters
     flops = count_flops(spec_of(architecture), sequence)
     rate = recall_throughput(plan, config)
     peaks = device_peaks(decisions.device.torch_device, decisions.device.name)
@@ -128,7 +128,7 @@ def _run_table(decisions: Decisions) -> Any:
         ("FLOPs per token, causal form", format_flops(flops.causal)),
         ("FLOPs per token, full form", format_flops(flops.full)),
         ("tokens per step", f"{config.train.batch_tokens:,} in sequences of {sequence:,}"),
-        ("tokens in the run", f"{decided(config.train.batch_tokens) * config.train.steps:,}"),
+        ("tokens in the run", f"{config.train.batch_tokens * config.train.steps:,}"),
         ("device", f"{decisions.device.name} ({decisions.device.spelling})"),
         ("speed of light", f"{format_rate(ideal)} (predicted; {peaks.description})"),
         *([("quantized GEMMs", backends)] if backends else []),

@@ -15,7 +15,6 @@ A plan that changes is told to the model, the memory phases, the meter and plan.
 
 from __future__ import annotations
 
-from scrimp.config import decided
 from scrimp.files import write_whole
 from scrimp.planner import Plan
 from scrimp.train.callbacks import (
@@ -89,7 +88,7 @@ class Trainer:
             run.executable.change_formats(plan)
         run.phases.plan(TRAINING, plan.predicted.peak_device_bytes or 0)
         if run.decisions.world.is_writer:
-            write_whole(decided(run.config.run.dir) / PLAN, plan.to_json())
+            write_whole(run.dir / PLAN, plan.to_json())
 
     def close(self) -> None:
         """Leave nothing running."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from scrimp.config import Config, TrainConfig, decided
+from scrimp.config import ResolvedConfig
+from scrimp.config.resolved import ResolvedTrain
 from scrimp.data import Batch, Corpus, Loader
 from scrimp.optim import Optimizer
 from scrimp.planner import Plan
@@ -31,6 +33,8 @@ class Run:
 
     decisions: Decisions
     """As the run began; the plan of now is `plans.plan`."""
+    dir: Path
+    """Its folder."""
     corpus: Corpus
     executable: Executable
     optimizer: Optimizer
@@ -57,12 +61,12 @@ class Run:
         """Where training, evaluation and measuring begin and end."""
 
     @property
-    def config(self) -> Config:
+    def config(self) -> ResolvedConfig:
         """Settings, all decided."""
         return self.decisions.config
 
     @property
-    def train(self) -> TrainConfig:
+    def train(self) -> ResolvedTrain:
         """Their section of steps and batches."""
         return self.decisions.config.train
 
@@ -74,7 +78,7 @@ class Run:
     @property
     def batch_tokens(self) -> int:
         """Tokens of a step."""
-        return decided(self.train.batch_tokens)
+        return self.train.batch_tokens
 
     @property
     def micro_batch_tokens(self) -> int:
@@ -98,9 +102,9 @@ class Run:
         self.event("memory-replan", f"{reason}: {choices}", step=step)
         self.line.message(f"step {step}: {reason}; goes on with {choices}")
 
-    def is_due(self, every: int | None) -> bool:
+    def is_due(self, every: int) -> bool:
         """Whether what happens every so many steps (0: never) happens after the last step."""
-        return decided(every) > 0 and self.step % decided(every) == 0
+        return every > 0 and self.step % every == 0
 
     def batches(self, step: int, count: int) -> Iterator[list[Batch]]:
         """The micro-batches of some steps, beside the run's own loader: what is measured before or after a step."""
@@ -111,13 +115,13 @@ class Run:
 
     def loader(self, step: int) -> Loader:
         """Batches from a step on."""
-        train, sequence = self.train, decided(self.train.sequence)
-        sequences = self.batch_tokens // sequence
+        train, sequence = self.train, self.train.sequence
+        sequences = train.sequences_per_step
         return Loader(
             self.corpus.train,
             sequence=sequence,
             sequences_per_step=sequences,
-            micro_batch=decided(train.micro_batch),
+            micro_batch=train.micro_batch,
             seed=self.config.run.seed,
             first_sample=step * sequences,
             mask_documents=self.config.data.mask_documents,

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from scrimp.config import Config, decided
+from scrimp.config import ResolvedConfig
 
 WSD_DECAY_SHARE = 0.2
 """Last share of the run over which `wsd` decays (MiniCPM, arXiv 2404.06395, uses about a tenth to a fifth)."""
@@ -38,14 +38,14 @@ class Schedule:
     """Last learning rate as a share of the peak."""
 
     @classmethod
-    def build(cls, config: Config) -> Schedule:
+    def build(cls, config: ResolvedConfig) -> Schedule:
         """The schedule of a resolved configuration."""
-        schedule, peak = config.schedule, decided(config.optimizer.lr)
+        schedule, peak = config.schedule, config.optimizer.lr
         return cls(
             schedule.name,
             config.train.steps,
             peak,
-            decided(schedule.warmup_steps),
+            schedule.warmup_steps,
             schedule.final_lr_ratio,
         )
 

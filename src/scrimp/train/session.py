@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from scrimp import __version__, objectives, user_code
-from scrimp.config import Config, decided, flatten, reasons_in, to_toml
+from scrimp.config import Config, flatten, reasons_in, to_toml
 from scrimp.data import load_tokenizer
 from scrimp.errors import CheckpointError, ConfigError, PlanError, TrainingError
 from scrimp.files import write_whole
@@ -140,7 +140,7 @@ def _train_in(run_dir: Path, start: Start) -> RunSummary:
             log.event("checkpoint-failed", resume_step or 0, note)
         for path in left:
             line.message(f"left behind: {path}, which may be deleted")
-        trainer = _make_trainer(start, store, log, line, files)
+        trainer = _make_trainer(run_dir, start, store, log, line, files)
         stack.callback(trainer.close)
         _announce(trainer.run, run_dir, start)
         try:
@@ -266,7 +266,12 @@ def _refuse_two_wills(edited: Collection[str], given: Collection[str]) -> None:
 
 
 def _make_trainer(
-    start: Start, store: CheckpointStore, log: MetricsLog, line: StepLine, files: dict[str, str]
+    run_dir: Path,
+    start: Start,
+    store: CheckpointStore,
+    log: MetricsLog,
+    line: StepLine,
+    files: dict[str, str],
 ) -> Trainer:
     """Build the model by its plan, prove the plan, restore, and compile."""
     decisions = start.decisions
@@ -283,12 +288,24 @@ def _make_trainer(
     line.phase("building the model")
     meter = MemoryMeter(device, start.room.arena.owns) if start.room else MemoryMeter(device)
     executable = _realised(start, choose)
-    record = read_record(decided(config.run.dir))
+    record = read_record(run_dir)
     assert record is not None  # `_write_decisions` has written it
     optimizer = build(config.optimizer, executable, seed=config.run.seed, speculates=config.memory.speculate)
     plans = PlanInForce(decisions.plan)
     run = Run(
-        decisions, start.corpus, executable, optimizer, plans, meter, peaks, store, log, line, record, files
+        decisions=decisions,
+        dir=run_dir,
+        corpus=start.corpus,
+        executable=executable,
+        optimizer=optimizer,
+        plans=plans,
+        meter=meter,
+        peaks=peaks,
+        store=store,
+        log=log,
+        line=line,
+        record=record,
+        files=files,
     )
     trainer = Trainer(run)
     if start.checkpoint is not None:
@@ -327,13 +344,13 @@ def _realised(start: Start, choose: BackendChooser) -> Executable:
         parameters=config.train.parameters,
         compute=config.precision_rules.compute,
         seed=config.run.seed,
-        loss_chunk=decided(config.train.loss_chunk),
+        loss_chunk=config.train.loss_chunk,
         objective=objectives.build(config.objective),
         choose=choose,
         replans=config.is_planned,
         room=start.room,
         most_tokens=decisions.micro_batch_tokens,
-        longest=decided(config.train.sequence),
+        longest=config.train.sequence,
     )
 
 
@@ -408,7 +425,7 @@ def _announce(run: Run, run_dir: Path, start: Start) -> None:
         what = f"GEMMs ran {start.ran_by} before: the same formats, sums in another order"
         run.line.message(what)
         run.event("backends-changed", what, now=backends)
-    flops = count_flops(spec_of(architecture), decided(config.train.sequence))
+    flops = count_flops(spec_of(architecture), config.train.sequence)
     run.event(
         "resume" if start.checkpoint else "start",
         f"from {start.checkpoint.folder.name}" if start.checkpoint else "from the beginning",

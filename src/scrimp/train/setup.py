@@ -19,9 +19,9 @@ from scrimp.config import (
     OWN_PRESETS,
     Architecture,
     Config,
+    ResolvedConfig,
     base_architecture,
     check_values,
-    decided,
     resolve,
 )
 from scrimp.data import Corpus, CorpusSpec, is_corpus, load_tokenizer, open_corpus
@@ -53,7 +53,7 @@ VOCAB_MULTIPLE = 64
 class Decisions:
     """A run that has been decided but not begun."""
 
-    config: Config
+    config: ResolvedConfig
     """No open choice is left in it."""
     architecture: Architecture
     device: Device
@@ -73,7 +73,7 @@ class Decisions:
     @property
     def micro_batch_tokens(self) -> int:
         """Tokens of one forward pass."""
-        return decided(self.config.train.micro_batch) * decided(self.config.train.sequence)
+        return self.config.train.micro_batch * self.config.train.sequence
 
     def backends(self) -> BackendChooser:
         """What runs each GEMM on the device, in any format that a plan may give it; PlanError where nothing does,
@@ -84,7 +84,7 @@ class Decisions:
                 self.architecture,
                 self.device.torch_device,
                 tokens=self.micro_batch_tokens,
-                head_tokens=decided(self.config.train.loss_chunk),
+                head_tokens=self.config.train.loss_chunk,
                 backend=self.config.backend,
             )
             for plan in self._plans()
@@ -117,7 +117,7 @@ class Decisions:
                 choose,
                 self.device.torch_device,
                 tokens=self.micro_batch_tokens,
-                head_tokens=decided(self.config.train.loss_chunk),
+                head_tokens=self.config.train.loss_chunk,
             )
             rows |= {row: rows.get(row, choice).merged(choice) for row, choice in new.items()}
         rows = self.world.once(  # of several ranks those that the first finds fastest
@@ -143,7 +143,7 @@ class Decisions:
                 choose,
                 self.device.torch_device,
                 tokens=self.micro_batch_tokens,
-                head_tokens=decided(self.config.train.loss_chunk),
+                head_tokens=self.config.train.loss_chunk,
                 out=DTYPES[self.config.precision_rules.compute],
             )
         ]
@@ -235,7 +235,7 @@ def _refuse_ranks(world: World) -> None:
 
 
 def _plan_for(
-    device: Device, config: Config, architecture: Architecture, reasons: dict[str, str]
+    device: Device, config: ResolvedConfig, architecture: Architecture, reasons: dict[str, str]
 ) -> Decisions:
     if config.is_planned:
         pinned = parse_rules(config.precision).pinned(list(spec_of(architecture).origins))
@@ -248,7 +248,7 @@ def _plan_for(
 
 def _decisions(
     device: Device,
-    config: Config,
+    config: ResolvedConfig,
     architecture: Architecture,
     reasons: dict[str, str],
     memory: MemoryDecision,
@@ -273,7 +273,9 @@ def _decisions(
     return Decisions(config, architecture, device, plan, reasons, memory, copy)
 
 
-def _decide_tokenizer(config: Config, architecture: Architecture, reasons: dict[str, str]) -> Config:
+def _decide_tokenizer(
+    config: ResolvedConfig, architecture: Architecture, reasons: dict[str, str]
+) -> ResolvedConfig:
     data = config.data
     if data.tokenizer == "auto":
         has_own = is_corpus(Path(data.source))  # shards bring their tokenizer along
@@ -331,7 +333,7 @@ def open_run_corpus(decisions: Decisions, *, progress: bool = True, digest: str 
     with world.writer_first("opening the data"):  # which prepares them; the others find shards
         corpus = open_corpus(corpus_spec(config), cache=config.data.cache, progress=progress, digest=digest)
     world.agree("the data", corpus.digest, do="give all ranks the same source and the same cache")
-    sequence = decided(config.train.sequence)
+    sequence = config.train.sequence
     if corpus.train.num_tokens < sequence + 1:
         raise DataError(
             f"the training split of {config.data.source} is shorter than one sequence",
@@ -385,7 +387,7 @@ def expected_vocabulary(decisions: Decisions) -> int:
         return load_tokenizer(Path(data.source) / TOKENIZER).vocab_size
     if data.tokenizer in ("auto", "bpe"):
         # At most that many, and at most what a model of fixed size has rows for.
-        return min(decided(data.vocab_size), decisions.architecture.vocab_size)
+        return min(data.vocab_size or BPE_LIMIT, decisions.architecture.vocab_size)
     return load_tokenizer(data.tokenizer).vocab_size
 
 

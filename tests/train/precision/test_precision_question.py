@@ -3,35 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
+from profiles import profile
 
-from scrimp.config import BudgetConfig, Config, SnipConfig, TrainConfig
+from scrimp.config import BudgetConfig, Config, ResolvedConfig, SnipConfig, TrainConfig, preset, resolve
 from scrimp.planner.precision import Budget, PrecisionProfile, Question, choose, make_plan
 from scrimp.precision import GEMMS
 from scrimp.profiler.gemm_times import GemmTimes
 from scrimp.train.precision.gemm_seconds import StepTimes
 from scrimp.train.precision.question import Horizon, ask, divergences_of, recipes_in
 
-sys.path.append(str(Path(__file__).parents[2] / "planner" / "bits"))
-from profiles import profile
-
 FORMATS = ("fp8", "nvfp4")
 MADE = profile(6, FORMATS)
 RECIPES = dict.fromkeys(MADE.layers, ("fp8", "fp8", "fp8"))
 
 
+def resolved(budget: BudgetConfig, snip: SnipConfig) -> ResolvedConfig:
+    config = Config(precision="snip", train=TrainConfig(steps=100), budget=budget, snip=snip)
+    return resolve(config, preset("llama-3m"), device_type="cpu").config
+
+
 def asked(found: PrecisionProfile = MADE, previous: object = None, **snip: object) -> Question:
     settings = {"formats": "fp8,nvfp4", "start": "fp8", "first": 0, "every": 10, "delay": 1, **snip}
-    config = Config(
-        precision="snip",
-        train=TrainConfig(steps=100),
-        budget=BudgetConfig(fp4_flops=0.5),
-        snip=SnipConfig(**settings),  # type: ignore[arg-type]
-    )
+    config = resolved(BudgetConfig(fp4_flops=0.5), SnipConfig(**settings))  # type: ignore[arg-type]
     return ask(config, found, Horizon(0, None, 0.0), {}, RECIPES, previous, {})  # type: ignore[arg-type]
 
 
@@ -65,12 +61,8 @@ def test_predictions_follow_promoted_formats() -> None:
     "budget", [{"speedup": 2.0}, {"step_seconds": 0.5}, {"divergence": 0.1}, {"fp4_flops": 0.3}]
 )
 def test_the_planner_is_asked_for_the_users_own_budget(budget: dict[str, float]) -> None:
-    config = Config(
-        precision="snip",
-        train=TrainConfig(steps=100),
-        budget=BudgetConfig(**budget),
-        snip=SnipConfig(formats="fp8,nvfp4", start="fp8", first=0, every=10, delay=1, update_weight=3.0),
-    )
+    snip = SnipConfig(formats="fp8,nvfp4", start="fp8", first=0, every=10, delay=1, update_weight=3.0)
+    config = resolved(BudgetConfig(**budget), snip)
     rows = {gemm: {"bf16": 4e-3, "fp8": 2e-3, "nvfp4": 1e-3} for gemm in GEMMS}
     times = StepTimes(GemmTimes("device", 128, dict.fromkeys(MADE.shapes, rows)), 1, other=0.01)
     question = ask(config, MADE, Horizon(0, None, 0.0), {}, RECIPES, None, {}, times)

@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scrimp.config import Config, SnipConfig, TrainConfig
+from scrimp.config import Config, SnipConfig, TrainConfig, preset, resolve
 from scrimp.planner import Figures, Plan
 from scrimp.train.precision.guard import GuardState
 from scrimp.train.precision.question import is_due
 from scrimp.train.precision.state import TIMED_STEPS, CycleState, Waiting, carried_on
 from scrimp.train.setup import decide
 
-CONFIG = Config(
-    precision="snip", train=TrainConfig(steps=60), snip=SnipConfig(first=4, every=20, delay=3, start="fp8")
-)
+SNIP = SnipConfig(first=4, every=20, delay=3, start="fp8")
+GIVEN = Config(precision="snip", train=TrainConfig(steps=60), snip=SNIP)
+CONFIG = resolve(GIVEN, preset("llama-3m"), device_type="cpu").config
 
 
 def state(**changes: Any) -> CycleState:

@@ -12,7 +12,6 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from scrimp.config import decided
 from scrimp.errors import StorageError
 from scrimp.train.callbacks.base import Callback, Record
 from scrimp.train.checkpoint import Checkpoint
@@ -75,7 +74,7 @@ class Checkpoints(Callback):
             run.position,
             run.decisions.architecture,
             run.record.data,
-            decided(run.train.sequence),
+            run.train.sequence,
             run.record.digest,
             None if self._cycle is None else self._cycle.to_state(),
         )

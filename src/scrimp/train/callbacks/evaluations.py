@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from scrimp.config import decided
 from scrimp.train.callbacks.base import Callback, Record
 from scrimp.train.evaluation import Evaluation, evaluate
 from scrimp.train.memory.phases import EVALUATION
@@ -37,9 +36,9 @@ class Evaluations(Callback):
         found = evaluate(
             run.executable,
             run.corpus.held_out,
-            sequence=decided(run.train.sequence),
-            micro_batch=decided(run.train.micro_batch),
-            max_tokens=decided(run.config.evaluation.tokens),
+            sequence=run.train.sequence,
+            micro_batch=run.train.micro_batch,
+            max_tokens=run.config.evaluation.tokens,
             mask_documents=run.config.data.mask_documents,
         )
         sentence = f"held-out loss {found.loss:.4f}, {found.bits_per_byte:.4f} bits per byte"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from scrimp.config import decided
 from scrimp.models import spec_of
 from scrimp.planner import Plan, count_flops, ideal_seconds_per_token, mfu
 from scrimp.train.callbacks.base import Callback, Record
@@ -15,7 +14,7 @@ class MeasureStep(Callback):
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        sequence = decided(run.train.sequence)
+        sequence = run.train.sequence
         self._flops_per_token = count_flops(spec_of(run.decisions.architecture), sequence).causal
         self._ideal: tuple[Plan, float] | None = None
 
@@ -48,7 +47,7 @@ class MeasureStep(Callback):
         if self._ideal is None or self._ideal[0] is not run.plans.plan:
             seconds = ideal_seconds_per_token(
                 spec_of(run.decisions.architecture),
-                decided(run.train.sequence),
+                run.train.sequence,
                 run.plans.plan.gemms,
                 run.peaks,
                 run.config.precision_rules.compute,

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.table import Table
 
-from scrimp.config import decided
 from scrimp.models import spec_of
 from scrimp.models.attention import FLASH_CAPABILITY, capability_of, fuses_attention
 from scrimp.planner.memory.placement import Split
@@ -50,7 +49,7 @@ def attention_text(decisions: Decisions) -> str | None:
         return None
     capability, sequence = (
         capability_of(decisions.device.torch_device),
-        decided(decisions.config.train.sequence),
+        decisions.config.train.sequence,
     )
     documents = decisions.config.data.mask_documents
     plain = [

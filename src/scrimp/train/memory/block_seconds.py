@@ -25,7 +25,7 @@ from typing import Any, Literal, cast
 import torch
 
 from scrimp import objectives
-from scrimp.config import Architecture, Config, decided
+from scrimp.config import Architecture, ResolvedConfig
 from scrimp.config.activations import LEVELS, Activations
 from scrimp.errors import PlanError
 from scrimp.models import HEAD, full_name, spec_of
@@ -55,7 +55,7 @@ def linears_of(rules: PrecisionRules, architecture: Architecture) -> dict[str, L
 
 def with_seconds(
     costs: StepCosts,
-    config: Config,
+    config: ResolvedConfig,
     architecture: Architecture,
     device: Device,
     rates: LinkRates,
@@ -92,7 +92,7 @@ class _Model:
     """Whose seconds are wanted."""
 
     costs: StepCosts
-    config: Config
+    config: ResolvedConfig
     architecture: Architecture
     device: Device
     rates: LinkRates
@@ -111,7 +111,7 @@ class _Model:
     def predicted(self) -> Seconds:
         """By the roofline."""
         train, compute = self.config.train, self.config.precision_rules.compute
-        tokens = decided(train.micro_batch) * decided(train.sequence)
+        tokens = train.micro_batch * train.sequence
         linears = linears_of(self.config.precision_rules, self.architecture)
         peaks: Peaks = peaks_of(self.device)
         work, spec = Rates(peaks, self.rates.device_memory), spec_of(self.architecture)
@@ -123,7 +123,7 @@ class _Model:
                     Activations.parse(level),
                     work,
                     tokens=tokens,
-                    sequence=decided(train.sequence),
+                    sequence=train.sequence,
                     compute=compute,
                 )
                 for level in self.levels
@@ -181,9 +181,9 @@ class _Model:
             compute=self.config.precision_rules.compute,
             parameters=train.parameters,
             master_weights=bool(self.config.optimizer.master_weights),
-            micro_batch=decided(train.micro_batch),
-            sequence=decided(train.sequence),
-            loss_chunk=decided(train.loss_chunk),
+            micro_batch=train.micro_batch,
+            sequence=train.sequence,
+            loss_chunk=train.loss_chunk,
             objective=objectives.build(self.config.objective),
             compiled=train.compile == "on",
         )

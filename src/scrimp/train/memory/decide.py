@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from scrimp import objectives
-from scrimp.config import Architecture, Config, decided
+from scrimp.config import Architecture, ResolvedConfig
 from scrimp.config.activations import (
     ALL_ACTIVATIONS,
     LEVELS,
@@ -72,7 +72,7 @@ NO_LINKS = LinkRates(*[1e10] * 6)
 
 
 def decide_memory(
-    config: Config,
+    config: ResolvedConfig,
     architecture: Architecture,
     device: Device,
     *,
@@ -105,7 +105,7 @@ def decide_memory(
     return found
 
 
-def _shared(problem: Problem, config: Config, device: Device) -> Problem | None:
+def _shared(problem: Problem, config: ResolvedConfig, device: Device) -> Problem | None:
     """The same with a CPU's one memory divided between step and host, of eight ways the fastest; None: nothing fits."""
     limit, copy, _ = one_memory(config, device, problem.costs.checkpoint_copy)
     ways = []
@@ -124,7 +124,7 @@ def _shared(problem: Problem, config: Config, device: Device) -> Problem | None:
     return min(ways)[2] if ways else None
 
 
-def _resident(config: Config, architecture: Architecture, device: Device) -> MemoryDecision | None:
+def _resident(config: ResolvedConfig, architecture: Architecture, device: Device) -> MemoryDecision | None:
     """Everything on the device, where it takes a small share of it; None where it does not, or the user has said
     something else."""
     blocks = architecture.num_layers
@@ -143,7 +143,7 @@ def _resident(config: Config, architecture: Architecture, device: Device) -> Mem
 
 
 def _decide(
-    problem: Problem, config: Config, architecture: Architecture, device: Device, *, may_measure: bool
+    problem: Problem, config: ResolvedConfig, architecture: Architecture, device: Device, *, may_measure: bool
 ) -> MemoryDecision:
     """The user's own choice, which may not fit, or the fastest plan."""
     setting = config.memory.activations
@@ -233,7 +233,7 @@ class Problem:
         return list(dict.fromkeys(found))
 
 
-def problem_of(config: Config, architecture: Architecture, device: Device) -> Problem:
+def problem_of(config: ResolvedConfig, architecture: Architecture, device: Device) -> Problem:
     """Trace a configuration, and find out what there is for it.
 
     Raises:
@@ -259,7 +259,7 @@ def _rates(device: Device) -> LinkRates:
     return links_of(device)
 
 
-def asks_for_host(config: Config, num_blocks: int) -> bool:
+def asks_for_host(config: ResolvedConfig, num_blocks: int) -> bool:
     """Whether settings send states or activations to the host."""
     setting = config.memory.activations
     assigned = () if setting == "auto" else assign_activations(setting, num_blocks)
@@ -267,7 +267,7 @@ def asks_for_host(config: Config, num_blocks: int) -> bool:
     return places_any or any(one.is_offloaded for one in assigned)
 
 
-def split_of(config: Config, num_blocks: int) -> Split | None:
+def split_of(config: ResolvedConfig, num_blocks: int) -> Split | None:
     """Where the user wants states; None: nothing is said of them."""
     memory = config.memory
     found = {
@@ -279,7 +279,7 @@ def split_of(config: Config, num_blocks: int) -> Split | None:
     return Split(found["weights"] or 0, found["gradients"] or 0, found["optimizer"] or 0)
 
 
-def _refuse_beside_snip(config: Config, asks_for_host: bool) -> None:
+def _refuse_beside_snip(config: ResolvedConfig, asks_for_host: bool) -> None:
     if config.is_planned and asks_for_host:
         raise PlanError(
             "nothing of a step can live on the host beside precision snip",
@@ -289,7 +289,9 @@ def _refuse_beside_snip(config: Config, asks_for_host: bool) -> None:
         )
 
 
-def decision_of(plan: Plan, config: Config, architecture: Architecture, device: Device) -> MemoryDecision:
+def decision_of(
+    plan: Plan, config: ResolvedConfig, architecture: Architecture, device: Device
+) -> MemoryDecision:
     """A plan as a decision, with the costs of everything that its blocks could do instead."""
     activations = tuple(plan.blocks[str(i)].activations for i in range(architecture.num_layers))
     choices = ALL_ACTIVATIONS if uses_host(plan) else LEVELS
@@ -305,9 +307,9 @@ def decision_of(plan: Plan, config: Config, architecture: Architecture, device: 
     return MemoryDecision(costs, machine, setup, activations, states, account, "the plan of the run", None)
 
 
-def _setup_of(config: Config) -> Setup:
+def _setup_of(config: ResolvedConfig) -> Setup:
     train = config.train
-    sequences = decided(train.batch_tokens) // decided(train.sequence)
+    sequences = train.sequences_per_step
     early: Update = "cpu early" if config.memory.speculate else "cpu"
     updaters: dict[str, tuple[Update, ...]] = {
         "device": ("device",),
@@ -315,11 +317,17 @@ def _setup_of(config: Config) -> Setup:
         "fastest": ("device", early),
     }
     # Without clipping too, an update waits for the norm: a step whose norm is not finite is skipped.
-    return Setup(-(-sequences // decided(train.micro_batch)), updaters=updaters[config.memory.update])
+    return Setup(-(-sequences // train.micro_batch), updaters=updaters[config.memory.update])
 
 
 def _machine(
-    config: Config, device: Device, rates: LinkRates, device_bytes: int, host_bytes: int, *, with_cpu: bool
+    config: ResolvedConfig,
+    device: Device,
+    rates: LinkRates,
+    device_bytes: int,
+    host_bytes: int,
+    *,
+    with_cpu: bool,
 ) -> Machine:
     """With the CPU's rate for the formats of this run, where it may update anything."""
     machine = rates.machine(device_bytes=device_bytes, host_bytes=host_bytes)
@@ -331,7 +339,7 @@ def _machine(
     return dataclasses.replace(machine, cpu_adam=rate)
 
 
-def host_bytes_of(plan: Plan, config: Config, architecture: Architecture, device: Device) -> int:
+def host_bytes_of(plan: Plan, config: ResolvedConfig, architecture: Architecture, device: Device) -> int:
     """Host memory that a step of a plan takes; its choices may be a user's own."""
     if not uses_host(plan):
         return 0
@@ -365,7 +373,7 @@ def _choices(assigned: Sequence[Activations] | None, *, may_offload: bool) -> tu
 
 
 def traced(
-    config: Config, architecture: Architecture, device: torch.device, choices: tuple[str, ...]
+    config: ResolvedConfig, architecture: Architecture, device: torch.device, choices: tuple[str, ...]
 ) -> StepCosts:
     """Costs of a step; where formats are planned while training, the largest: of a candidate, of the start, or of the
     high-precision passes that measure. What takes seconds is said on stderr."""
@@ -380,13 +388,13 @@ def traced(
     return _with_batches(max(found, key=_most), config, device)
 
 
-def _with_batches(costs: StepCosts, config: Config, device: torch.device) -> StepCosts:
+def _with_batches(costs: StepCosts, config: ResolvedConfig, device: torch.device) -> StepCosts:
     """With all batches that the loader holds, on a CPU; a GPU has those of one micro-batch, which the trace counts."""
     if device.type == "cuda":
         return costs
     train = config.train
-    held = held_bytes(decided(train.batch_tokens), mask_documents=config.data.mask_documents)
-    counted = batch_bytes(decided(train.micro_batch), decided(train.sequence))
+    held = held_bytes(train.batch_tokens, mask_documents=config.data.mask_documents)
+    counted = batch_bytes(train.micro_batch, train.sequence)
     return dataclasses.replace(costs, resident=costs.resident + held - counted)
 
 
@@ -398,7 +406,7 @@ def _most(costs: StepCosts) -> int:
 
 
 def _traced_base(
-    config: Config,
+    config: ResolvedConfig,
     architecture: Architecture,
     device: torch.device,
     choices: tuple[str, ...],
@@ -411,9 +419,9 @@ def _traced_base(
         precision=rules.compute,
         parameters=train.parameters,
         optimizer=memory_of(config, architecture),
-        micro_batch=decided(train.micro_batch),
-        sequence=decided(train.sequence),
-        loss_chunk=decided(train.loss_chunk),
+        micro_batch=train.micro_batch,
+        sequence=train.sequence,
+        loss_chunk=train.loss_chunk,
         objective=objectives.build(config.objective),
         linears=tuple(linears_of(rules, architecture).items()),
         activations=choices,

@@ -16,7 +16,7 @@ Checked  tests/train/memory/test_host_room.py
 
 from __future__ import annotations
 
-from scrimp.config import Architecture, Config, parse_bytes
+from scrimp.config import Architecture, ResolvedConfig, parse_bytes
 from scrimp.host_memory import host_memory_available
 from scrimp.models import spec_of
 from scrimp.planner import Plan
@@ -27,7 +27,9 @@ from scrimp.train.memory.decide import host_bytes_of
 from scrimp.train.memory.limits import compiled_share, copy_is_on_device
 
 
-def take_host_room(plan: Plan, config: Config, architecture: Architecture, device: Device) -> HostRoom | None:
+def take_host_room(
+    plan: Plan, config: ResolvedConfig, architecture: Architecture, device: Device
+) -> HostRoom | None:
     """Take the host memory of a plan, on all ranks or none; None where it needs none.
 
     Raises:
@@ -42,7 +44,7 @@ def take_host_room(plan: Plan, config: Config, architecture: Architecture, devic
         )
 
 
-def left_of_budget(config: Config, device: Device, arena: int) -> int | None:
+def left_of_budget(config: ResolvedConfig, device: Device, arena: int) -> int | None:
     """Bytes that budget.host_memory leaves beside the arena; None: it limits no memory of the host's own."""
     budget = config.budget.host_memory
     if budget is None or copy_is_on_device(config, device):
@@ -50,7 +52,7 @@ def left_of_budget(config: Config, device: Device, arena: int) -> int | None:
     return max(0, parse_bytes(budget) - arena)
 
 
-def largest_tensor_bytes(architecture: Architecture, config: Config) -> int:
+def largest_tensor_bytes(architecture: Architecture, config: ResolvedConfig) -> int:
     """Bytes of the largest tensor of a checkpoint: of the weights, their masters or moments."""
     numbers = spec_of(architecture).largest_matrix
     optimizer = config.optimizer
@@ -61,7 +63,7 @@ def largest_tensor_bytes(architecture: Architecture, config: Config) -> int:
 
 
 def checkpoint_bytes(
-    config: Config, device: Device, costs: StepCosts, host_peak: int, *, largest_tensor: int
+    config: ResolvedConfig, device: Device, costs: StepCosts, host_peak: int, *, largest_tensor: int
 ) -> int:
     """Predicted host memory that writing a checkpoint takes: a copy and a file, or a file alone, for which training
     waits.

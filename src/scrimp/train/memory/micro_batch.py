@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeGuard
 
-from scrimp.config import Architecture, Config, Resolution, decided, replace_values, resolve
+from scrimp.config import Architecture, Resolution, ResolvedConfig, replace_values, resolve
 from scrimp.errors import ConfigError
 from scrimp.planner.memory.decision import MemoryDecision
 from scrimp.planner.memory.room import NoRoomError
@@ -26,11 +26,11 @@ from scrimp.train.memory.decide import decide_memory
 from scrimp.train.memory.limits import OneMemoryError
 from scrimp.train.memory.refusal import refusal_of
 
-Found = tuple[Config, MemoryDecision]
+Found = tuple[ResolvedConfig, MemoryDecision]
 
 
 def decide_micro_batch(
-    device: Device, config: Config, architecture: Architecture, reasons: dict[str, str]
+    device: Device, config: ResolvedConfig, architecture: Architecture, reasons: dict[str, str]
 ) -> Found:
     """A configuration whose micro-batch fits, and what a step does so that it does.
 
@@ -53,7 +53,9 @@ def decide_micro_batch(
     return _first_that_fits(device, config, architecture, reasons, may_change=is_open)
 
 
-def _fastest(device: Device, config: Config, architecture: Architecture, reasons: dict[str, str]) -> Found:
+def _fastest(
+    device: Device, config: ResolvedConfig, architecture: Architecture, reasons: dict[str, str]
+) -> Found:
     sized = _Sized(device, config, architecture, reasons)
     found = _all_that_fit(sized, may_measure=True)
     if len({memory.seconds_origin for _, memory in found}) > 1:  # one yardstick for all of them
@@ -68,11 +70,11 @@ def _fastest(device: Device, config: Config, architecture: Architecture, reasons
     return sized.adopt(best[0]), best[1]
 
 
-def _all_that_fit(sized: _Sized, *, may_measure: bool) -> list[tuple[Config, MemoryDecision]]:
+def _all_that_fit(sized: _Sized, *, may_measure: bool) -> list[tuple[ResolvedConfig, MemoryDecision]]:
     """Every divisor of the batch, from one sequence upwards, until one does not fit."""
     train = sized.config.train
-    sequences = decided(train.batch_tokens) // decided(train.sequence)
-    found: list[tuple[Config, MemoryDecision]] = []
+    sequences = train.sequences_per_step
+    found: list[tuple[ResolvedConfig, MemoryDecision]] = []
     for size in (size for size in range(1, sequences + 1) if sequences % size == 0):
         try:
             changed, memory = sized.plan(size, must_predict=True, may_measure=may_measure)
@@ -88,14 +90,14 @@ def _all_that_fit(sized: _Sized, *, may_measure: bool) -> list[tuple[Config, Mem
 
 def _first_that_fits(
     device: Device,
-    config: Config,
+    config: ResolvedConfig,
     architecture: Architecture,
     reasons: dict[str, str],
     *,
     may_change: bool,
 ) -> Found:
     sized = _Sized(device, config, architecture, reasons)
-    size, *smaller = _smaller_and_smaller(config) if may_change else [decided(config.train.micro_batch)]
+    size, *smaller = _smaller_and_smaller(config) if may_change else [config.train.micro_batch]
     first = sized.attempt(size)
     if _does_fit(first):
         return first
@@ -122,7 +124,7 @@ class _Sized:
     """A run at other micro-batches; what follows from it is decided again."""
 
     device: Device
-    config: Config
+    config: ResolvedConfig
     architecture: Architecture
     reasons: dict[str, str]
 
@@ -155,28 +157,28 @@ class _Sized:
             pass
         return refusal_of(self._at(size), self.architecture, self.device)
 
-    def _at(self, size: int) -> Config:
+    def _at(self, size: int) -> ResolvedConfig:
         changed = replace_values(self.config, {"train.micro_batch": size, "memory.split": "fixed"})
         if size != self.config.train.micro_batch and "train.loss_chunk" in self.reasons:
             return self._resolved(changed).config
         return changed
 
-    def adopt(self, config: Config) -> Config:
+    def adopt(self, config: ResolvedConfig) -> ResolvedConfig:
         """Say why the loss has its chunks, at another micro-batch."""
         if config.train.micro_batch != self.config.train.micro_batch and "train.loss_chunk" in self.reasons:
             self.reasons["train.loss_chunk"] = self._resolved(config).reasons["train.loss_chunk"]
         return config
 
-    def _resolved(self, config: Config) -> Resolution:
+    def _resolved(self, config: ResolvedConfig) -> Resolution:
         """With the chunks of the loss that its micro-batch asks for."""
         open_again = replace_values(config, {"train.loss_chunk": None})
         return resolve(open_again, self.architecture, device_type=self.device.torch_device.type)
 
 
-def _smaller_and_smaller(config: Config) -> list[int]:
+def _smaller_and_smaller(config: ResolvedConfig) -> list[int]:
     """The micro-batch that was decided, then divisors of the batch, each at most half of the last."""
     train = config.train
-    sizes, sequences = [decided(train.micro_batch)], decided(train.batch_tokens) // decided(train.sequence)
+    sizes, sequences = [train.micro_batch], train.sequences_per_step
     for size in range(sizes[0] // 2, 0, -1):
         if sequences % size == 0 and size <= sizes[-1] // 2:
             sizes.append(size)

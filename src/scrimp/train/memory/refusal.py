@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from scrimp.config import Architecture, Config, decided, replace_values
+from scrimp.config import Architecture, ResolvedConfig, replace_values
 from scrimp.planner.memory.costs import StepCosts
 from scrimp.planner.memory.room import (
     NoRoomError,
@@ -43,7 +43,7 @@ _MOMENTS = ("fp32", "bf16", "8bit")
 STATES = ("weights", "gradients", "optimizer")
 
 
-def refusal_of(config: Config, architecture: Architecture, device: Device) -> NoRoomError:
+def refusal_of(config: ResolvedConfig, architecture: Architecture, device: Device) -> NoRoomError:
     """What would fit instead; for the caller to raise.
 
     Args:
@@ -65,7 +65,9 @@ def refusal_of(config: Config, architecture: Architecture, device: Device) -> No
     )
 
 
-def _beside_host(config: Config, architecture: Architecture, device: Device, room: Room) -> Room | None:
+def _beside_host(
+    config: ResolvedConfig, architecture: Architecture, device: Device, room: Room
+) -> Room | None:
     """What would fit with a budget for the host; None: nothing may live there."""
     if config.is_planned:
         return None
@@ -83,7 +85,7 @@ def _beside_host(config: Config, architecture: Architecture, device: Device, roo
 
 
 def _numbers(
-    config: Config, architecture: Architecture, device: Device, problem: Problem, room: Room
+    config: ResolvedConfig, architecture: Architecture, device: Device, problem: Problem, room: Room
 ) -> Iterator[str]:
     """Settings that change numbers, with the device that each needs beside this host."""
     now = room.device_with_this_host
@@ -102,17 +104,17 @@ def _numbers(
         yield f"with other numbers in the run, on a smaller device, {', '.join(ways)}"
 
 
-def _changes(config: Config) -> Iterator[tuple[str, str | int]]:
+def _changes(config: ResolvedConfig) -> Iterator[tuple[str, str | int]]:
     train = config.train
     for moments in _MOMENTS[_MOMENTS.index(config.optimizer.moments) + 1 :]:
         yield "optimizer.moments", moments
-    all_tokens = decided(train.micro_batch) * decided(train.sequence)
-    if (decided(train.loss_chunk) or all_tokens) > SMALL_CHUNK:
+    all_tokens = train.micro_batch * train.sequence
+    if (train.loss_chunk or all_tokens) > SMALL_CHUNK:
         yield "train.loss_chunk", SMALL_CHUNK
 
 
 def _with_other_numbers(
-    costs: StepCosts, changed: Config, architecture: Architecture, device: Device
+    costs: StepCosts, changed: ResolvedConfig, architecture: Architecture, device: Device
 ) -> StepCosts:
     """Costs at another format of moments or chunk of the loss; what blocks do with their activations is untouched."""
     now = traced(changed, architecture, device.torch_device, ("keep",))
@@ -121,8 +123,8 @@ def _with_other_numbers(
     return replace(now, classes=classes)
 
 
-def _advice(config: Config) -> Iterator[str]:
-    size = decided(config.train.micro_batch)
+def _advice(config: ResolvedConfig) -> Iterator[str]:
+    size = config.train.micro_batch
     shorter = f"shorter sequences (--train.sequence, now {config.train.sequence})"
     yield shorter if size == 1 else f"a smaller --train.micro-batch (now {size}), or {shorter}"
     names = [f"memory.{name}" for name in STATES if getattr(config.memory, name) != "auto"]

@@ -29,7 +29,6 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from scrimp.config import decided
 from scrimp.files import make_folder, write_whole
 from scrimp.models import spec_of
 from scrimp.planner.precision import PrecisionPlan, PrecisionProfile, plan_or_nearest
@@ -68,9 +67,9 @@ class PrecisionCycle:
     def __init__(self, run: Run) -> None:
         decisions = run.decisions
         self._decisions, self._config, self._plans = decisions, decisions.config, run.plans
-        self._world = decisions.world
+        self._world, self._cadence = decisions.world, decisions.config.cadence
         self._meter = PrecisionMeter(decisions, run.executable, run.optimizer, run.batches)
-        self._log, self._line, self._run_dir = run.log, run.line, decided(run.config.run.dir)
+        self._log, self._line, self._run_dir = run.log, run.line, run.dir
         self._rules = parse_rules(self._config.precision)
         self._layers = [layer for layer in decisions.plan.gemms if layer != "head"]
         self._shares = shares_of(decisions.architecture)
@@ -145,7 +144,7 @@ class PrecisionCycle:
             self._switch(step)
         if self.state.must_measure(self._config, step):
             self._measure(step)
-        every = decided(self._config.snip.probe_every)
+        every = self._cadence.probe_every
         if self.state.first_switch is not None and every and step % every == 0 and not switches:
             self._judge(step, self._probe(step), None)
 
@@ -185,18 +184,18 @@ class PrecisionCycle:
     def _measure(self, step: int) -> None:
         """Statistics now, a plan in the background."""
         self._line.phase("measuring precision")
-        began, snip = time.perf_counter(), self._config.snip
+        began = time.perf_counter()
         pinned = self._rules.pinned(self._layers)
         now = [name for recipes in self.state.recipes.values() for name in recipes]
         profile = self._meter.measure(step, formats_to_measure(self._config, pinned, now))
         self._measure_seconds = time.perf_counter() - began
-        until_then = decided(snip.delay) * self._low_share() if self.state.first_switch is not None else 0.0
+        until_then = self._cadence.delay * self._low_share() if self.state.first_switch is not None else 0.0
         horizon = Horizon(step, self.state.first_switch, self.state.spent + until_then)
         times = self._times_of_a_step()
         state = dataclasses.replace(self.state)
         if self.state.measure_from is not None and step >= self.state.measure_from:
             self.state.measure_from = None
-        self.state.waiting = Waiting(step + decided(snip.delay))
+        self.state.waiting = Waiting(step + self._cadence.delay)
         if self._world.is_writer:
             self._solution = self._solver.submit(self._solve, profile, horizon, state, pinned, times)
 
@@ -230,7 +229,7 @@ class PrecisionCycle:
             state.guard.penalties,
             times,
         )
-        return plan_or_nearest(question, step=horizon.step + decided(self._config.snip.delay))
+        return plan_or_nearest(question, step=horizon.step + self._cadence.delay)
 
     def _solved(self) -> PrecisionPlan | None:
         """What the solver found, when it is done; None where the plan that waits came from a checkpoint."""

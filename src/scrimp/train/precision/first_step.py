@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from scrimp.config import decided
 from scrimp.planner import Plan
 from scrimp.runtime import StepProof
 from scrimp.train.run import Run
@@ -48,7 +47,7 @@ class FirstStepProof:
             self._proof.check()
             return
         run = self._run
-        passes = run.executable.objective.head_passes(run.micro_batch_tokens, decided(run.train.loss_chunk))
+        passes = run.executable.objective.head_passes(run.micro_batch_tokens, run.train.loss_chunk)
         with self._proof.of_step(micro_batches=micro_batches, head_passes=micro_batches * passes):
             yield
         self._is_first = False

@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from scrimp.config import Config, decided
+from scrimp.config import ResolvedConfig
 from scrimp.config.snip import WHOLE_LAYERS
 from scrimp.errors import PlanError
 from scrimp.files import write_whole
@@ -69,7 +69,7 @@ class _Kept:
     other: NotNegative | None
 
 
-def wants_times(config: Config, device_type: str) -> bool:
+def wants_times(config: ResolvedConfig, device_type: str) -> bool:
     """Whether a budget is in seconds, or asks for the fastest plan on a device with units for low formats."""
     budget = config.budget
     by_harm = budget.divergence is not None and device_type == "cuda"
@@ -86,7 +86,7 @@ def measured_times(
 
 def _measured(decisions: Decisions, run_dir: Path, progress: Callable[[str, int, int], None]) -> StepTimes:
     train, path = decisions.config.train, run_dir / FILE
-    per_step = decided(train.batch_tokens) // (decided(train.micro_batch) * decided(train.sequence))
+    per_step = train.batch_tokens // train.micro_batch_tokens
     if path.exists():
         do = "delete it: times are measured again"
         kept = read_json(path, _Kept, error=PlanError, do=do, at_most=2**24)
@@ -115,7 +115,7 @@ def _once(decisions: Decisions, make: Callable[[], StepTimes]) -> StepTimes:
 
 def _fresh(decisions: Decisions, progress: Callable[[str, int, int], None]) -> StepTimes:
     config, train = decisions.config, decisions.config.train
-    per_step = decided(train.batch_tokens) // (decided(train.micro_batch) * decided(train.sequence))
+    per_step = train.batch_tokens // train.micro_batch_tokens
     linears = spec_of(decisions.architecture).shapes
     shapes = [(one.outputs, one.inputs) for name, one in linears.items() if name != HEAD]
     rules = config.precision_rules
@@ -156,7 +156,7 @@ def other_than_gemms(steps: Sequence[float], gemms: float) -> float:
 
 
 def open_formats(
-    config: Config,
+    config: ResolvedConfig,
     layers: Sequence[str],
     formats: Sequence[str],
     pinned: Mapping[str, Mapping[str, str]],
@@ -175,7 +175,9 @@ def open_formats(
     return np.where(is_open, np.where(wanted.any(axis=-1, keepdims=True), wanted, candidates), by_rule)
 
 
-def refuse_unreachable_speed(config: Config, times: StepTimes, shapes: dict[str, tuple[int, int]]) -> None:
+def refuse_unreachable_speed(
+    config: ResolvedConfig, times: StepTimes, shapes: dict[str, tuple[int, int]]
+) -> None:
     """Refuse a budget that no choice among the candidates can keep, whatever else a step does.
 
     Raises:
@@ -210,7 +212,7 @@ def refuse_unreachable_speed(config: Config, times: StepTimes, shapes: dict[str,
         )
 
 
-def _fastest_seconds(config: Config, times: StepTimes, shapes: dict[str, tuple[int, int]]) -> float:
+def _fastest_seconds(config: ResolvedConfig, times: StepTimes, shapes: dict[str, tuple[int, int]]) -> float:
     """Seconds of a step's planned GEMMs in the fastest formats that a plan may give them."""
     layers, sizes = list(shapes), list(shapes.values())
     pinned = parse_rules(config.precision).pinned(layers)
@@ -227,7 +229,7 @@ def _fastest_seconds(config: Config, times: StepTimes, shapes: dict[str, tuple[i
     return float(by_layer.sum())
 
 
-def _compute_seconds(config: Config, times: StepTimes, shapes: dict[str, tuple[int, int]]) -> float:
+def _compute_seconds(config: ResolvedConfig, times: StepTimes, shapes: dict[str, tuple[int, int]]) -> float:
     """Seconds of a step's planned GEMMs, unquantized."""
     return float(times.seconds(list(shapes.values()), [config.precision_rules.compute]).sum())
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from scrimp import objectives
-from scrimp.config import Config, decided, flatten, replace_values
+from scrimp.config import Config, flatten, replace_values
 from scrimp.config.snip import BUDGETS
 from scrimp.data import Batch, Loader
 from scrimp.errors import CheckpointError, ConfigError
@@ -112,7 +112,7 @@ def _meter(decisions: Decisions, checkpoint: Checkpoint) -> PrecisionMeter:
         parameters=config.train.parameters,
         compute=config.precision_rules.compute,
         seed=config.run.seed,
-        loss_chunk=decided(config.train.loss_chunk),
+        loss_chunk=config.train.loss_chunk,
         objective=objectives.build(config.objective),
         choose=decisions.backends(),
         replans=True,
@@ -128,12 +128,12 @@ def _meter(decisions: Decisions, checkpoint: Checkpoint) -> PrecisionMeter:
 
     def batches(step: int, count: int) -> Iterator[list[Batch]]:
         train = config.train
-        per_step = decided(train.batch_tokens) // decided(train.sequence)
+        per_step = train.sequences_per_step
         with Loader(
             corpus.train,
-            sequence=decided(train.sequence),
+            sequence=train.sequence,
             sequences_per_step=per_step,
-            micro_batch=decided(train.micro_batch),
+            micro_batch=train.micro_batch,
             seed=config.run.seed,
             first_sample=step * per_step,
             mask_documents=config.data.mask_documents,

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from scrimp.config import Architecture, Config, decided
+from scrimp.config import Architecture, ResolvedConfig
 from scrimp.config.snip import BUDGETS, WHOLE_LAYERS, chosen_steps
 from scrimp.errors import PlanError
 from scrimp.models import HEAD, spec_of
@@ -40,19 +40,19 @@ class Horizon:
     """Share of FLOPs in 4 bits, summed over the steps since, up to the switch that is being planned."""
 
 
-def is_due(config: Config, step: int) -> bool:
+def is_due(config: ResolvedConfig, step: int) -> bool:
     """Whether a plan is measured before this step: the first, every so many after it, chosen ones, and where the
     final share begins."""
-    snip = config.snip
-    first, every = decided(snip.first), decided(snip.every)
+    snip, cadence = config.snip, config.cadence
+    first, every = cadence.first, cadence.every
     if step == first or step in chosen_steps(snip.at):
         return True
-    if snip.final_share and step > first and step == final_step(config) - decided(snip.delay):
+    if snip.final_share and step > first and step == final_step(config) - cadence.delay:
         return True
     return step > first and every > 0 and (step - first) % every == 0
 
 
-def final_step(config: Config) -> int:
+def final_step(config: ResolvedConfig) -> int:
     """Step at which the final share of the run begins."""
     return config.train.steps - round(config.snip.final_share * config.train.steps)
 
@@ -92,7 +92,7 @@ def harm_in(analysis: PrecisionPlan | None, recipes: Recipes) -> dict[str, tuple
 
 
 def formats_to_measure(
-    config: Config, pinned: Mapping[str, Mapping[str, str]], now: Iterable[str]
+    config: ResolvedConfig, pinned: Mapping[str, Mapping[str, str]], now: Iterable[str]
 ) -> tuple[str, ...]:
     """The candidates, and what rules fix or is in force: its cost is needed too."""
     fixed = [name for gemms in pinned.values() for name in gemms.values()]
@@ -100,7 +100,7 @@ def formats_to_measure(
 
 
 def refuse_unreachable_share(
-    config: Config, architecture: Architecture, pinned: Mapping[str, Mapping[str, str]]
+    config: ResolvedConfig, architecture: Architecture, pinned: Mapping[str, Mapping[str, str]]
 ) -> None:
     """Refuse a budget that the rules leave no room for, before anything is measured.
 
@@ -129,7 +129,7 @@ def refuse_unreachable_share(
 
 
 def ask(
-    config: Config,
+    config: ResolvedConfig,
     profile: PrecisionProfile,
     horizon: Horizon,
     pinned: Mapping[str, Mapping[str, str]],
@@ -167,12 +167,12 @@ def ask(
     return _in_its_phase(config, question, horizon)
 
 
-def _in_its_phase(config: Config, question: Question, horizon: Horizon) -> Question:
+def _in_its_phase(config: ResolvedConfig, question: Question, horizon: Horizon) -> Question:
     """The budget of the phase that the run is in, where its last part may have another one."""
     share, snip = question.budget.fp4_flops, config.snip
     if not snip.final_share or share is None:
         return question
-    begins = horizon.step + decided(snip.delay)
+    begins = horizon.step + config.cadence.delay
     since = begins if horizon.first_switch is None else horizon.first_switch
     left = max(1, config.train.steps - begins)
     # What must still be done so that the whole run since its first plan keeps the budget.

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from scrimp.config import Config
+from scrimp.config import ResolvedConfig
 from scrimp.errors import CheckpointError
 from scrimp.json_files import as_typed
 from scrimp.planner import Plan
@@ -71,13 +71,13 @@ class CycleState:
         """
         return as_typed(saved, cls, origin=_ORIGIN, error=CheckpointError, do=_DO)
 
-    def must_measure(self, config: Config, step: int) -> bool:
+    def must_measure(self, config: ResolvedConfig, step: int) -> bool:
         """Whether statistics are taken before this step."""
         if step < self.guard.hold_until or self.waiting is not None:
             return False
         return is_due(config, step) or (self.measure_from is not None and step >= self.measure_from)
 
-    def move(self, config: Config, step: int, then: str, now: str, *, in_seconds: bool) -> str:
+    def move(self, config: ResolvedConfig, step: int, then: str, now: str, *, in_seconds: bool) -> str:
         """Go on upon another device; the sentence for people.
 
         Args:
@@ -95,7 +95,7 @@ class CycleState:
         then_what = "its formats stay" if next_one is None else f"measured anew at step {next_one:,}"
         return f"{planned} on {then}; this is {now}: {then_what}"
 
-    def _next_measurement(self, config: Config, step: int) -> int | None:
+    def _next_measurement(self, config: ResolvedConfig, step: int) -> int | None:
         free = dataclasses.replace(self, waiting=None)
         first = step if self.waiting is None else max(step, self.waiting.at)
         return next((at for at in range(first, config.train.steps) if free.must_measure(config, at)), None)

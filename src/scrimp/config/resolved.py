@@ -1,0 +1,132 @@
+"""Settings of which none is open: what `resolve` gives, and all that comes after it reads.
+
+The sections are those of `scrimp.config.schema`, with narrower types where a setting may be left to Scrimp. So nobody
+who reads a resolved configuration has to ask whether a value is there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from scrimp.config.schema import (
+    CheckpointConfig,
+    Config,
+    EvaluationConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
+from scrimp.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedTrain(TrainConfig):
+    """Steps and batches, all sizes known."""
+
+    sequence: int
+    batch_tokens: int
+    micro_batch: int
+    loss_chunk: int
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Sequences of a batch."""
+        return self.batch_tokens // self.sequence
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Tokens of a forward pass."""
+        return self.micro_batch * self.sequence
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedOptimizer(OptimizerConfig):
+    """The optimizer."""
+
+    lr: float
+    master_weights: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedSchedule(ScheduleConfig):
+    """The learning rate over the run."""
+
+    warmup_steps: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedEvaluation(EvaluationConfig):
+    """When is evaluated, and on how much."""
+
+    every: int
+    tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedCheckpoint(CheckpointConfig):
+    """When checkpoints are written."""
+
+    every: int
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """When formats are planned while training, in steps."""
+
+    first: int
+    """Step before which the first plan is measured."""
+    every: int
+    """Between plans; 0 for only the first."""
+    delay: int
+    """Between measuring and switching."""
+    probe_every: int
+    """Between comparisons with bf16; 0 for none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedConfig(Config):
+    """One training run, decided."""
+
+    train: ResolvedTrain
+    optimizer: ResolvedOptimizer
+    schedule: ResolvedSchedule
+    evaluation: ResolvedEvaluation
+    checkpoint: ResolvedCheckpoint
+
+    @property
+    def cadence(self) -> Cadence:
+        """When formats are planned, in a run that plans them."""
+        values = [getattr(self.snip, field.name) for field in dataclasses.fields(Cadence)]
+        assert None not in values, "the formats of this run are fixed"
+        return Cadence(*values)
+
+
+SECTIONS: dict[str, type[Any]] = {
+    "train": ResolvedTrain,
+    "optimizer": ResolvedOptimizer,
+    "schedule": ResolvedSchedule,
+    "evaluation": ResolvedEvaluation,
+    "checkpoint": ResolvedCheckpoint,
+}
+
+
+def closed(config: Config) -> ResolvedConfig:
+    """A configuration whose choices are all made, as the type that says so.
+
+    Raises:
+        ConfigError: a choice is open, as in a damaged file of a run.
+    """
+    sections: dict[str, Any] = {}
+    for name, kind in SECTIONS.items():
+        values = vars(getattr(config, name))
+        for key in kind.__annotations__:
+            if values[key] is None:
+                raise ConfigError(
+                    f"{name}.{key} is open in a configuration that should be decided",
+                    expected="a value",
+                    do="use the config.toml that the run has written",
+                )
+        sections[name] = kind(**values)
+    return ResolvedConfig(**{**vars(config), **sections})
