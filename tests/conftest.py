@@ -8,6 +8,11 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
+from hypothesis import settings
+
+# How long an example takes says how busy the machine is, not whether the code is right.
+settings.register_profile("scrimp", deadline=None)
+settings.load_profile("scrimp")
 
 if not torch.cuda.is_available():
     # Triton's kernels run in its interpreter, which it looks for when it is imported.

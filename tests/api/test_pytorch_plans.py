@@ -49,7 +49,7 @@ def test_a_budget_is_a_share_a_mapping_or_a_budget(profile: PrecisionProfile) ->
     assert low >= 0.75 - 1e-9
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.floats(allow_nan=True, allow_infinity=True))
 def test_a_number_is_a_budget_exactly_if_it_is_a_share(share: float) -> None:
     if 0 <= share <= 1:

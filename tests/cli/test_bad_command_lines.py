@@ -147,7 +147,7 @@ LOOSE = st.sampled_from(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(words=st.lists(WORDS | LOOSE | GARBAGE | GARBAGE.map(lambda text: "--" + text), max_size=5))
 def test_any_words_at_all_train_or_are_refused(words, calls, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)

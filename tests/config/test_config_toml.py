@@ -37,7 +37,7 @@ CONFIGS = st.fixed_dictionaries({key: values_of(leaf) for key, leaf in leaves(Co
 REASONS = st.dictionaries(st.sampled_from(list(leaves(Config))), st.text(max_size=20))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(CONFIGS, REASONS)
 def test_reading_what_was_written_gives_the_same_configuration(
     config: Config, reasons: dict[str, str]

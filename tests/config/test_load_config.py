@@ -144,7 +144,7 @@ TABLES = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.dictionaries(NAMES, TABLES, max_size=3))
 def test_any_table_at_all_is_read_or_refused(table) -> None:
     known = leaves(Config)

@@ -85,7 +85,7 @@ GIVEN = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(GIVEN, st.sampled_from([SMALL, *BY_SIZE]), st.sampled_from(["cpu", "cuda"]))
 def test_the_result_is_complete_and_consistent_or_refused(
     given_values: dict[str, object], model: Architecture, device_type: str
@@ -120,7 +120,7 @@ def test_the_result_is_complete_and_consistent_or_refused(
     check_values(result.config)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.sampled_from([SMALL, *BY_SIZE]), st.sampled_from(["cpu", "cuda"]), st.integers(1, 10_000))
 def test_a_saved_resolution_resolves_to_itself(
     tmp_path_factory: pytest.TempPathFactory, model: Architecture, device_type: str, steps: int

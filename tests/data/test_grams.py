@@ -39,7 +39,7 @@ def numbered(seed: int, count: int) -> list[str]:
     return [f"w{draw.getrandbits(30)}" for _ in range(count)]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(TEXTS, min_size=1, max_size=6))
 def test_equal_hashes_are_equal_13_grams_wherever_a_text_stands(texts: list[str]) -> None:
     together = grams(texts)

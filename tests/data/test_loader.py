@@ -25,7 +25,7 @@ from scrimp.data import (
 from scrimp.data.loader import IGNORED
 from scrimp.errors import DataError
 
-quick = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+quick = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 lengths_of_documents = st.lists(st.integers(1, 25), min_size=4, max_size=25)
 
 START, END = 1, 2

@@ -90,7 +90,7 @@ def test_nothing_but_copies() -> None:
     assert 0.01 <= held_share([numbered(1, 400)] * 50, 0.02) <= 0.04
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     sizes=st.lists(st.integers(1, 3000), min_size=1, max_size=40),
     share=st.sampled_from([0.001, 0.02, 0.1, 0.5, 0.9]),

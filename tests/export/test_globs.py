@@ -24,7 +24,7 @@ GRIDS = st.builds(
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(names=st.one_of(st.lists(NAMES, min_size=1, max_size=30), GRIDS), data=st.data())
 def test_reading_the_patterns_gives_the_choices_back_in_any_order(
     names: list[str], data: st.DataObject

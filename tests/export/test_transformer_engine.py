@@ -71,7 +71,7 @@ def plans(draw: st.DrawFn) -> dict[str, LinearPrecision]:
     return plan | {"head": LinearPrecision(*draw(TRIPLES), "bf16")}
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(plan=plans(), approximate=st.booleans(), names=st.sampled_from(["megatron", "scrimp", "huggingface"]))
 def test_the_file_reads_back_as_the_plan_but_for_what_is_named(
     plan: dict[str, LinearPrecision], approximate: bool, names: Any

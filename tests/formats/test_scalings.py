@@ -191,7 +191,7 @@ def test_numbers_between_two_values_are_divided_by_their_scale_as_documented(
         )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     st.sampled_from(COMBINATIONS),
     st.sampled_from([(31,), (127, 131), (131, 37), (3, 7, 17), (3, 17, 131), (2, 131, 7), (1, 13), (13, 1)])

@@ -26,7 +26,7 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.sampled_from(QUANTIZED), st.integers(0, 300), st.integers(1, 70))
 @example("nvfp4", 1, 1)
 @example("fp8_tensor", 0, 1)

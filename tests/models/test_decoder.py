@@ -67,7 +67,7 @@ def test_loss_and_every_gradient_equal_the_reference(family: str, starts: list[i
         assert error < 1e-5, f"{name}: {error}"
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(inner=st.sets(st.integers(1, 47), max_size=40))
 def test_any_packing_equals_each_document_run_alone(inner: set[int]) -> None:
     starts = sorted({0, 24, 48} | inner)

@@ -179,7 +179,7 @@ def test_an_export_states_rope_for_older_and_newer_versions_of_transformers() ->
     assert plain["rope_parameters"] == {"rope_type": "default", "rope_theta": 5e5}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     family=st.sampled_from(["llama", "qwen2", "qwen3", "mistral"]),
     heads=st.sampled_from([(1, 1), (4, 1), (4, 2), (6, 3), (8, 8)]),

@@ -141,7 +141,7 @@ def test_any_mixture_with_visiting_states_and_weights_on_the_host_is_bit_equal(
     assert_same(made, plain)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     format_=st.sampled_from(sorted(ALL_FORMATS)),
     scales=st.lists(st.sampled_from((1.0, 0.2, 0.01, float("inf"), float("nan"))), min_size=2, max_size=4),

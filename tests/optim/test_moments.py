@@ -39,7 +39,7 @@ def of(format_: MomentFormat, shape: tuple[int, int], which: str) -> Moment:
     spread=st.sampled_from([0.1, 1.0, 4.0]),
     which=st.sampled_from(["mean", "square"]),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_8_bits_are_off_by_less_than_a_step(
     seed: int, columns: int, exponent: int, spread: float, which: str
 ) -> None:

@@ -1,6 +1,6 @@
 """Names as grids: every layer is in exactly one place, and its place gives its name back."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from scrimp.report.layer_grid import ITSELF, MAX_COLUMNS, arrange, label_every, short_names
@@ -13,7 +13,6 @@ def placed(grids):
     return [layer for grid in grids for layer in grid.layers()]
 
 
-@settings(deadline=None)
 @given(NAMES)
 def test_every_layer_has_one_place_that_names_it(names):
     grids = arrange(names)

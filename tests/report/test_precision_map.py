@@ -38,7 +38,7 @@ def plan_at(gemms):
     return PlanAt(step=None, choices=choices_of(gemms))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.dictionaries(
         st.sampled_from([f"blocks.{n}.{name}" for n in range(4) for name in ("a", "b.c")] + ["head", "x"]),
@@ -179,7 +179,7 @@ def test_text_from_outside_stays_text():
     assert not any(re.search("[\x00-\x08]", name) for name in [*names["layers"], *names["names"]])
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.dictionaries(st.sampled_from([*RECIPES]), st.floats(0.001, 1), min_size=1))
 def test_the_bar_is_full(weights):
     total = sum(weights.values())

@@ -35,7 +35,7 @@ def read_back(text):
     return found
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     st.lists(
         st.tuples(*[st.tuples(*[st.sampled_from(["bf16", "fp8", "nvfp4"])] * 3)] * 2), min_size=1, max_size=9

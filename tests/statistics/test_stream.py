@@ -38,7 +38,7 @@ def test_noise_of_tokens_is_a_share_of_each_tokens_size() -> None:
     assert neighbours.abs().mean() < 0.1  # independent: 0.05 for 256 numbers
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 10**6), st.floats(-4, 4), st.integers(1, 40))
 def test_noise_of_weights_is_one_linear_map_of_all_tokens(seed: int, factor: float, width: int) -> None:
     a, b = (torch.randn(7, width, generator=torch.Generator().manual_seed(seed + i)) for i in range(2))

@@ -32,7 +32,7 @@ def steps(draw: st.DrawFn) -> tuple[StepCosts, States, list[str]]:
     return costs, states, draw(st.lists(st.sampled_from(NAMES), min_size=count, max_size=count))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(step=steps(), accumulates=st.booleans())
 def test_categories_add_up_to_the_peak(step: tuple[StepCosts, States, list[str]], accumulates: bool) -> None:
     costs, states, activations = step

@@ -27,7 +27,7 @@ TIGHT = decision(replace(MACHINE, device_bytes=6 * 2**30))
 
 
 @pytest.mark.parametrize("of", [ROOMY, TIGHT], ids=["resident", "offloaded"])
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(factor=st.floats(0.2, 8.0))
 def test_the_corrected_timeline_takes_what_was_measured(of: MemoryDecision, factor: float) -> None:
     measured = factor * of.timeline.seconds

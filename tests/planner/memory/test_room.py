@@ -62,7 +62,7 @@ def test_a_host_too_small_is_told_how_much_it_needs() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(costs=step_costs(), machine=machines())
 def test_figures_of_any_problem_fit(costs: StepCosts, machine: Machine) -> None:
     room = room_of(costs, machine, Setup())

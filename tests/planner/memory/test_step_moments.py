@@ -108,7 +108,7 @@ def simulated(costs: StepCosts, choices: list[str], accumulates: bool) -> dict[s
     return memory.peaks
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(steps())
 def test_peaks_are_those_of_a_list_of_all_that_is_live(step: tuple[StepCosts, list[str], bool]) -> None:
     costs, choices, accumulates = step

@@ -28,7 +28,7 @@ from scrimp.planner.precision.choose import (
 from scrimp.planner.precision.policies import costs_of, order_of, protect
 from scrimp.planner.precision.profile import PrecisionProfile
 
-FAST = settings(max_examples=12, deadline=None)
+FAST = settings(max_examples=12)
 SHARE = Budget(fp4_flops=0.5)
 BF16, FP8, FP4 = range(3)
 

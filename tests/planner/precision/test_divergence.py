@@ -27,7 +27,7 @@ from scrimp.planner.precision.divergence import (
 )
 from scrimp.planner.precision.profile import BatchStatistics, PrecisionProfile
 
-FAST = settings(max_examples=25, deadline=None)
+FAST = settings(max_examples=25)
 WEIGHTS = st.builds(Weights, *[st.floats(0, 5)] * 3)
 
 

@@ -47,7 +47,7 @@ def test_quantiles_fall_towards_the_normals() -> None:
     assert values[-1] == pytest.approx(1.972, abs=0.001)  # of 199 degrees of freedom
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(profiles(batches=4))
 def test_the_prediction_is_the_middle_of_its_interval(made: PrecisionProfile) -> None:
     plan = make_plan(Question(made, HALF), draws=1)

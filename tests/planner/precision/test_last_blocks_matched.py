@@ -17,7 +17,7 @@ _, FP8, FP4 = range(3)
 """Places of the profiles' formats: bf16, fp8, nvfp4."""
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 10**6), st.integers(0, 1000), st.booleans())
 def test_matched_last_blocks_are_the_most_that_the_budget_allows(
     seed: int, thousandths: int, fix: bool

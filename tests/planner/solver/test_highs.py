@@ -16,7 +16,7 @@ from scrimp.planner.solver.highs import solve_by_highs
 from scrimp.planner.solver.program import Limit, Program
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(small_programs())
 def test_it_finds_the_cheapest_plan_or_proves_that_there_is_none(program: Program) -> None:
     form, best = program.standard_form(), cheapest(program)

@@ -12,7 +12,7 @@ from scrimp.planner.solver.program import Limit, Program, solve
 from scrimp.planner.solver.standard import propagate
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(small_programs())
 def test_no_single_change_improves_an_improved_plan(program: Program) -> None:
     form = program.standard_form()
@@ -76,7 +76,7 @@ def test_what_is_kept_together_costs_less_than_a_billionth() -> None:
     assert form.cost(kept) <= form.cost(cheapest) * (1 + 1e-9)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(small_programs())
 def test_keeping_the_current_plan_costs_nothing_and_breaks_nothing(program: Program) -> None:
     form = program.standard_form()

@@ -36,7 +36,7 @@ def llama_70b(seed: int) -> Program:
     return Program(harm * [0.0, 0.02, 1.0, 1.2], tuple(limits))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(small_programs())
 def test_a_plan_is_the_cheapest_within_the_limits(program: Program) -> None:
     best = cheapest(program)
@@ -53,7 +53,7 @@ def test_a_plan_is_the_cheapest_within_the_limits(program: Program) -> None:
     assert solution.cost == pytest.approx(best, rel=1e-9)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(small_programs())
 def test_the_current_plan_stays_where_it_is_as_cheap_as_any(program: Program) -> None:
     plans = list(all_plans(program))

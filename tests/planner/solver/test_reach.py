@@ -58,7 +58,7 @@ def test_limits_that_fail_together_are_told_from_the_others() -> None:
     assert error.what == "no plan can meet the FP4 share and GEMMs in 4 bits together"
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(small_programs(missed=0.8))
 def test_blamed_limits_fail_together_and_none_of_them_is_needless(program: Program) -> None:
     assume(cheapest(program) is None)

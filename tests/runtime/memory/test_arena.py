@@ -28,7 +28,7 @@ def fill(place: Place, value: int) -> None:
 # ---- places
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     steps=st.lists(st.tuples(st.booleans(), st.integers(0, 9 * UNIT)), max_size=40),
     num_units=st.integers(4, 24),

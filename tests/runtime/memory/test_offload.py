@@ -488,7 +488,7 @@ def test_backward_in_another_thread() -> None:
     assert same([p.grad for p in run.model.parameters()], [p.grad for p in expected.model.parameters()])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     actions=st.lists(
         st.sampled_from(["forward", "backward", "retained", "drop", "eval", "reset"]), max_size=12
