@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     record: dict[str, Any] = facts("torch", "numpy")
-    models = sorted(options.models, key=lambda name: PRESETS[name].num_parameters)
+    models = sorted(options.models, key=lambda name: spec_of(PRESETS[name]).parameters)
     began = time.perf_counter()
     traced = {
         (name, moments): traced_costs(name, moments, options.sequence)

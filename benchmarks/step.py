@@ -45,6 +45,7 @@ from torch import Tensor, nn
 from scrimp.config import load_config, preset, resolve
 from scrimp.config.architecture import Architecture
 from scrimp.data import Batch
+from scrimp.models import spec_of
 from scrimp.models.huggingface.export import export_model
 from scrimp.models.initialise import initialise
 from scrimp.models.model import Model, build_model
@@ -174,7 +175,7 @@ def measure(setting: Setting, options: argparse.Namespace) -> Result:
     num_tokens = setting.sequence * setting.micro_batch
     return Result(
         **asdict(setting),
-        num_parameters=architecture.num_parameters,
+        num_parameters=spec_of(architecture).parameters,
         loss_chunk=chunk,
         ours_tokens_per_s=num_tokens / statistics.median(timed["ours"]),
         peer_tokens_per_s=num_tokens / statistics.median(timed["peer"]),

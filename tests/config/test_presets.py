@@ -9,6 +9,7 @@ import torch
 
 from scrimp.config.presets import OWN_PRESETS, PRESETS, preset
 from scrimp.errors import ConfigError
+from scrimp.models import spec_of
 from scrimp.models.huggingface.architecture import config_from_architecture
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -47,7 +48,7 @@ def test_every_preset_is_scrimps_own_or_in_the_published_table() -> None:
 def test_published_preset_has_the_values_of_its_config_file(name: str) -> None:
     parameters, context, theta, eps, vocabulary = PUBLISHED[name]
     a = preset(name)
-    assert a.num_parameters == parameters
+    assert spec_of(a).parameters == parameters
     assert (a.context, a.rope_theta, a.norm_eps, a.vocab_size) == (context, theta, eps, vocabulary)
     stretched = {"llama-3.2-1b": 32.0, "llama-3.2-3b": 32.0, "llama-3.1-8b": 8.0, "llama-3.1-70b": 8.0}
     if name in stretched:
@@ -66,7 +67,7 @@ def test_transformers_model_of_the_same_configuration_has_as_many_parameters(nam
     config = config_from_architecture(preset(name), dtype="bfloat16")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
-    assert sum(p.numel() for p in model.parameters()) == preset(name).num_parameters
+    assert sum(p.numel() for p in model.parameters()) == spec_of(preset(name)).parameters
 
 
 @pytest.mark.parametrize("name", sorted(OWN_PRESETS))
@@ -74,7 +75,7 @@ def test_own_preset_is_as_large_as_its_name_says_and_shaped_for_gemm_tiles(name:
     a = preset(name)
     number = name.removeprefix("llama-")
     stated = float(number[:-1]) * {"m": 1e6, "b": 1e9}[number[-1]]
-    assert abs(a.num_parameters / stated - 1) < 0.1
+    assert abs(spec_of(a).parameters / stated - 1) < 0.1
     assert a.width % 64 == a.ffn_width % 64 == a.vocab_size % 64 == 0
     assert abs(a.ffn_width - a.width * 8 / 3) < 64
     assert a.head_size in (32, 64, 128)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from losses import next_token_loss
 
 from scrimp.errors import ModelError
+from scrimp.models import spec_of
 from scrimp.models.model import build_model
 
 ROWS, LENGTH = 2, 24
@@ -153,7 +154,7 @@ def test_parameter_names_and_shapes_are_the_agreed_ones() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parameter_count_is_the_architectures(family: str) -> None:
     model = build_model(FAMILIES[family], device="meta")
-    assert sum(p.numel() for p in model.parameters()) == FAMILIES[family].num_parameters
+    assert sum(p.numel() for p in model.parameters()) == spec_of(FAMILIES[family]).parameters
 
 
 def test_tied_head_is_the_embedding() -> None:

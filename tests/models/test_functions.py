@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from scrimp.models import functions
-from scrimp.models.functions import rms_norm, swiglu
+from scrimp.models.functions import geglu, rms_norm, swiglu
 
 
 def norm_formula(x: Tensor, weight: Tensor) -> Tensor:
@@ -21,6 +21,11 @@ def swiglu_formula(gate_up: Tensor) -> Tensor:
     return gate / (1 + torch.exp(-gate)) * up
 
 
+def geglu_formula(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return 0.5 * gate * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3))) * up
+
+
 def norm(x: Tensor, weight: Tensor) -> Tensor:
     return rms_norm(x, weight, 1e-3)
 
@@ -29,6 +34,7 @@ CASES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], list[tuple[
     "norm": (norm, norm_formula, [(2, 5, 16), (16,)]),
     "norm of heads": (norm, norm_formula, [(2, 5, 3, 8), (8,)]),
     "swiglu": (swiglu, swiglu_formula, [(2, 5, 24)]),
+    "geglu": (geglu, geglu_formula, [(2, 5, 24)]),
 }
 PATHS = pytest.mark.parametrize("plain", [False, True], ids=["cpu function", "plain operations"])
 

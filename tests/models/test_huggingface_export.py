@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from scrimp.config import Architecture
 from scrimp.errors import ConfigError, ModelError, StorageError
 from scrimp.files import whole_folder
+from scrimp.models import spec_of
 from scrimp.models.huggingface.architecture import architecture_from_config
 from scrimp.models.huggingface.export import export_model
 from scrimp.models.huggingface.load import load_weights
@@ -58,7 +59,7 @@ def test_a_sharded_export_holds_the_same_tensors_as_a_single_file(max_bytes: int
     files = sorted(file.name for file in (tmp_path / "many").glob("*.safetensors"))
     assert sorted(set(index["weight_map"].values())) == files
     assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
-    assert index["metadata"]["total_size"] == 4 * model.architecture.num_parameters
+    assert index["metadata"]["total_size"] == 4 * spec_of(model.architecture).parameters
     for file in files:
         with safe_open(tmp_path / "many" / file, framework="pt") as opened:
             names = list(opened.keys())
@@ -112,7 +113,9 @@ def test_a_stream_is_exported_with_one_parameter_in_memory(tmp_path: Path) -> No
     export_model(stream(), architecture, tmp_path / "out", dtype=torch.bfloat16)
     assert len(seen) == len(shapes)
     header = 100_000
-    assert (tmp_path / "out" / "model.safetensors").stat().st_size < 2 * architecture.num_parameters + header
+    assert (tmp_path / "out" / "model.safetensors").stat().st_size < 2 * spec_of(
+        architecture
+    ).parameters + header
 
 
 def _stream_of(model: Model, change: str) -> list[tuple[str, torch.Tensor]]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hf_families import FAMILIES, reference_model
 
+from scrimp.models import spec_of
 from scrimp.models.huggingface.architecture import architecture_from_config
 from scrimp.models.huggingface.names import fused_parameters, split_parameter
 from scrimp.models.model import build_model
@@ -26,7 +27,7 @@ def test_pieces_are_the_tensors_of_transformers_and_tile_the_parameters(name: st
         assert edges[-1] == fused.shape[0]
     pieces = {piece.name: piece.shape for fused in table for piece in fused.pieces}
     assert pieces == {n: tuple(p.shape) for n, p in reference.named_parameters()}
-    assert sum(p.numel() for p in model.parameters()) == architecture.num_parameters
+    assert sum(p.numel() for p in model.parameters()) == spec_of(architecture).parameters
 
 
 def test_splitting_a_parameter_gives_views_in_the_order_of_its_rows() -> None:

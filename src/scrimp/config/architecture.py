@@ -1,17 +1,11 @@
 """The shape of a decoder: the numbers that decide its parameters, FLOPs and bytes.
 
-One frozen dataclass for the whole Llama family. What differs between Llama 3, Qwen 2.5,
-Qwen 3 and Mistral is five switches (RoPE scaling, QKV bias, QK norm, tied embeddings,
-sliding window); everything else is sizes. It is pure data: `scrimp.models` builds modules
-from it, `scrimp.planner` counts FLOPs and bytes from it, and neither needs the other.
+One frozen dataclass for all kinds of decoders: what settings, presets and checkpoints hold. It is pure data. What a
+decoder of this shape consists of, its kind says (`scrimp.models.spec_of`), by `family`; numbers that only one kind has
+are in `options`.
 
 Notation used everywhere: L layers, D width, H query heads, N KV heads, K head size,
 F ffn width, V vocabulary, A = H * K attention width.
-
-Parameters (biases and QK norms only where switched on)::
-
-    block = D*(A + 2*N*K) + A*D + 3*D*F + 2*D  [+ (A + 2*N*K)] [+ 2*K]
-    total = V*D + L*block + D  [+ V*D if the head is not tied]
 """
 
 from __future__ import annotations
@@ -40,7 +34,7 @@ class Architecture:
     """Sizes and switches of one decoder."""
 
     family: str
-    """llama, qwen2, qwen3 or mistral: the transformers `model_type` it is exchanged as."""
+    """The transformers `model_type` it is exchanged as, such as llama: which kind of decoder it is."""
     vocab_size: int
     """Rows of the embedding."""
     num_layers: int
@@ -54,7 +48,7 @@ class Architecture:
     head_size: int
     """Width of one head; num_heads * head_size need not equal width (Qwen 3)."""
     ffn_width: int
-    """Inner width of SwiGLU."""
+    """Inner width of the gated MLP."""
     context: int
     """Longest sequence in tokens that positions are defined for."""
     rope_theta: float = 10_000.0
@@ -66,11 +60,13 @@ class Architecture:
     qkv_bias: bool = False
     """Bias on the query, key and value projections (Qwen 2.5)."""
     qk_norm: bool = False
-    """RMSNorm over each query and key head before RoPE (Qwen 3)."""
+    """RMSNorm over queries and keys before RoPE (over each head in Qwen 3)."""
     tied_embeddings: bool = False
     """The head uses the embedding's weight."""
     sliding_window: int | None = None
-    """Tokens each position may look back on, itself included; None is unlimited."""
+    """Tokens each position may look back on, itself included, in blocks that have a window; None is unlimited."""
+    options: tuple[tuple[str, float], ...] = ()
+    """Numbers that only its family has, by name; a name that is not here has the family's usual value."""
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "num_layers", "width", "num_heads", "num_kv_heads", "head_size")
@@ -109,31 +105,13 @@ class Architecture:
         return self.num_kv_heads * self.head_size
 
     @property
-    def qkv_width(self) -> int:
-        """Output width of the fused query-key-value projection."""
-        return self.attention_width + 2 * self.kv_width
+    def matrix_parameters(self) -> int:
+        """Elements of embedding, head, attention and gated MLPs: by this the size of a run is chosen. All parameters of
+        a model counts `ModelSpec.parameters`."""
+        block = 2 * self.attention_width + 2 * self.kv_width + 3 * self.ffn_width
+        ends = self.vocab_size * (1 if self.tied_embeddings else 2)
+        return self.width * (self.num_layers * block + ends)
 
-    @property
-    def block_matmul_parameters(self) -> int:
-        """Elements of the weight matrices of one block."""
-        return (
-            self.width * self.qkv_width + self.attention_width * self.width + 3 * self.width * self.ffn_width
-        )
-
-    @property
-    def block_parameters(self) -> int:
-        """All parameters of one block."""
-        bias = self.qkv_width if self.qkv_bias else 0
-        qk_norm = 2 * self.head_size if self.qk_norm else 0
-        return self.block_matmul_parameters + 2 * self.width + bias + qk_norm
-
-    @property
-    def head_parameters(self) -> int:
-        """Elements of the LM head's matrix, tied or not."""
-        return self.vocab_size * self.width
-
-    @property
-    def num_parameters(self) -> int:
-        """All trained parameters; a tied head is counted once."""
-        matrices = self.head_parameters * (1 if self.tied_embeddings else 2)
-        return matrices + self.num_layers * self.block_parameters + self.width
+    def option(self, name: str, usual: float) -> float:
+        """A number that only its family has."""
+        return dict(self.options).get(name, usual)

@@ -425,11 +425,11 @@ def _check_schedule(config: Config) -> None:
 
 
 def _by_parameters(table: tuple[tuple[float, int], ...], architecture: Architecture) -> int:
-    return next(size for limit, size in table if architecture.num_parameters < limit)
+    return next(size for limit, size in table if architecture.matrix_parameters < limit)
 
 
 def _millions(architecture: Architecture) -> str:
-    return f"{architecture.num_parameters / 1e6:,.1f}M parameters"
+    return f"{architecture.matrix_parameters / 1e6:,.1f}M parameters"
 
 
 def _largest_divisor(number: int, most: int) -> int:

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from scrimp.config.activations import Activations
 from scrimp.gemm import recomputed, run_again
 from scrimp.models.attention import AttentionLayout, attend, attention_operators
-from scrimp.models.functions import rms_norm, swiglu
+from scrimp.models.functions import at_least_float32, rms_norm, swiglu
 from scrimp.models.spec import AttentionSpec
 
 KEEP = Activations()
@@ -64,16 +64,27 @@ class Embedding(nn.Embedding):
 
 
 class RMSNorm(nn.Module):
-    """x / root mean square of x, times a weight."""
+    """x / root mean square of x, times (offset + weight) scale.
 
-    def __init__(self, size: int, eps: float, place: Place) -> None:
+    Args:
+        size: of the last dimension.
+        offset: 1 where a weight of 0 changes nothing.
+        scale: of all that comes out.
+    """
+
+    def __init__(
+        self, size: int, eps: float, place: Place, *, offset: float = 0.0, scale: float = 1.0
+    ) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.offset, self.scale = eps, offset, scale
         self.weight = nn.Parameter(torch.empty(size, device=place.device, dtype=place.dtype))
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension."""
-        return rms_norm(x, self.weight, self.eps)
+        if self.offset == 0.0 and self.scale == 1.0:
+            return rms_norm(x, self.weight, self.eps)
+        # In float32: near 1, bfloat16 has steps of a hundredth, which weights near 0 have not.
+        return rms_norm(x, (at_least_float32(self.weight) + self.offset) * self.scale, self.eps)
 
 
 Attend = Callable[[Tensor], Tensor]
@@ -88,8 +99,8 @@ class Attention(nn.Module):
         width: of the residual stream.
         place: where its parameters live.
         bias: on queries, keys and values.
-        q_norm: of each query head; None: none.
-        k_norm: of each key head.
+        q_norm: of queries, each head on its own or, by its size, all heads of a token together; None: none.
+        k_norm: of keys, likewise.
     """
 
     def __init__(
@@ -123,7 +134,11 @@ class Attention(nn.Module):
         return self.normed_heads(qkv_BTC, self.q_norm, self.k_norm)
 
     def normed_heads(self, qkv_BTC: Tensor, q_norm: RMSNorm, k_norm: RMSNorm) -> Tensor:
-        """qkv_BTGK with queries and keys normed, each head on its own."""
+        """qkv_BTGK with queries and keys normed."""
+        if len(q_norm.weight) != self.head_size:
+            widths = len(q_norm.weight), len(k_norm.weight)
+            q, k, v = qkv_BTC.split([*widths, widths[1]], dim=-1)
+            return torch.cat([q_norm(q), k_norm(k), v], dim=-1).view(*qkv_BTC.shape[:-1], -1, self.head_size)
         qkv_BTGK = qkv_BTC.unflatten(-1, (-1, self.head_size))
         q, k, v = qkv_BTGK.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=2)
         return torch.cat([q_norm(q), k_norm(k), v], dim=2)

@@ -1,4 +1,4 @@
-"""RMSNorm and SwiGLU, each with few passes over memory and little saved for the backward pass.
+"""RMSNorm and gates (SwiGLU, GeGLU), each with few passes over memory and little saved for the backward pass.
 
 Problem  Between the GEMMs every operation reads and writes whole activations. Written with
          plain tensor operations, autograd also saves each intermediate result: RMSNorm keeps
@@ -101,6 +101,14 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def geglu(gate_up: Tensor) -> Tensor:
+    """gelu(gate) * up, GELU by its approximation with tanh, likewise."""
+    if uses_cpu_functions(gate_up):
+        return cast(Tensor, _GeGLU.apply(gate_up))  # type: ignore[no-untyped-call]
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
@@ -127,22 +135,52 @@ class _RMSNorm(torch.autograd.Function):
         return grad_x.view(x.shape).to(x.dtype), grad_weight, None, None
 
 
-class _SwiGLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        ctx.save_for_backward(gate_up)
-        return F.silu(gate).mul_(up)
+class _Gated(torch.autograd.Function):
+    """act(gate) * up."""
 
     @staticmethod
+    def act(gate: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    @staticmethod
+    def act_backward(grad: Tensor, gate: Tensor, out: Tensor) -> None:
+        raise NotImplementedError
+
+    @classmethod
+    def forward(cls, ctx: Any, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        ctx.save_for_backward(gate_up)
+        return cls.act(gate).mul_(up)
+
+    @classmethod
     @once_differentiable
-    def backward(ctx: Any, grad_y: Tensor) -> Tensor:
+    def backward(cls, ctx: Any, grad_y: Tensor) -> Tensor:
         (gate_up,) = ctx.saved_tensors
         gate, up = gate_up.chunk(2, dim=-1)
         grad = torch.empty_like(gate_up)
         grad_gate, grad_up = grad.chunk(2, dim=-1)
-        buffer = F.silu(gate)
+        buffer = cls.act(gate)
         torch.mul(grad_y, buffer, out=grad_up)
         torch.mul(grad_y, up, out=buffer)
-        torch.ops.aten.silu_backward.grad_input(buffer, gate, grad_input=grad_gate)
+        cls.act_backward(buffer, gate, grad_gate)
         return grad
+
+
+class _SwiGLU(_Gated):
+    @staticmethod
+    def act(gate: Tensor) -> Tensor:
+        return F.silu(gate)
+
+    @staticmethod
+    def act_backward(grad: Tensor, gate: Tensor, out: Tensor) -> None:
+        torch.ops.aten.silu_backward.grad_input(grad, gate, grad_input=out)
+
+
+class _GeGLU(_Gated):
+    @staticmethod
+    def act(gate: Tensor) -> Tensor:
+        return F.gelu(gate, approximate="tanh")
+
+    @staticmethod
+    def act_backward(grad: Tensor, gate: Tensor, out: Tensor) -> None:
+        torch.ops.aten.gelu_backward.grad_input(grad, gate, approximate="tanh", grad_input=out)

@@ -6,7 +6,7 @@ Problem  One generator for all parameters makes every weight depend on the order
 Method   Each parameter draws from its own generator, seeded by SHA-256 of (seed, name), on
          the CPU in float32, and is then copied to its device and type.
          Matrices: normal(0, 0.02), as transformers does for all four families;
-         norm weights: 1; biases: 0.
+         norm weights: 1, with their offset; biases: 0.
 Checked  tests/models/test_initialise.py
 """
 
@@ -17,6 +17,7 @@ import hashlib
 import torch
 from torch import Tensor
 
+from scrimp.models.blocks import RMSNorm
 from scrimp.models.model import Model
 
 STANDARD_DEVIATION = 0.02
@@ -38,6 +39,9 @@ def initialise(model: Model, seed: int) -> None:
     """
     for name, parameter in model.named_parameters():
         parameter.copy_(initial_value(name, parameter, seed))
+    for module in model.modules():
+        if isinstance(module, RMSNorm) and module.offset:
+            module.weight.fill_(1.0 - module.offset)
 
 
 def initial_value(name: str, parameter: Tensor, seed: int) -> Tensor:

@@ -92,7 +92,10 @@ class Model(nn.Module):
 
     def embed(self, tokens_BT: Tensor) -> Tensor:
         """x_BTD, the residual stream before the first block."""
-        return cast(Tensor, self.embedding(tokens_BT))
+        x_BTD: Tensor = self.embedding(tokens_BT)
+        scale = self.spec.embedding_scale
+        # A factor of the stream's own type, rounded to it, as models were trained with.
+        return x_BTD if scale == 1.0 else x_BTD * x_BTD.new_full((), scale)
 
     def finish(self, x_BTD: Tensor) -> Tensor:
         """hidden_BTD, what the head reads, of the residual stream after the last block."""

@@ -222,6 +222,11 @@ class ModelSpec(ABC):
         """How many there are."""
         return self.architecture.num_layers
 
+    @property
+    def embedding_scale(self) -> float:
+        """What the embedding's rows are multiplied by."""
+        return 1.0
+
     @cached_property
     def blocks(self) -> tuple[BlockSpec, ...]:
         """All of them, in order."""

@@ -26,7 +26,10 @@ _RESIDENT = "everything resident"
 
 def model_fingerprint(architecture: Architecture) -> str:
     """Twelve hex digits that name an architecture."""
-    text = json.dumps(dataclasses.asdict(architecture), sort_keys=True)
+    values = dataclasses.asdict(architecture)
+    if not values["options"]:
+        del values["options"]  # as plans of before there were any
+    text = json.dumps(values, sort_keys=True)
     return f"{architecture.family}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 

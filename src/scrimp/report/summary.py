@@ -98,7 +98,7 @@ def model_size(run: RunRecord) -> tuple[float | None, Flops | None]:
         if config.model.weights is not None or config.train.sequence is None:
             return parameters, None
         architecture = base_architecture(config, None)
-        return parameters or architecture.num_parameters, count_flops(
+        return parameters or spec_of(architecture).parameters, count_flops(
             spec_of(architecture), config.train.sequence
         )
     except ScrimpError:  # an older or a damaged configuration: the page does without

@@ -112,7 +112,7 @@ def _decided(config: Config) -> tuple[Decisions, NoRoomError | None]:
 def _run_table(decisions: Decisions) -> Any:
     """What a run is, and how fast it would be."""
     config, architecture, plan = decisions.config, decisions.architecture, decisions.plan
-    sequence, count = config.train.sequence, architecture.num_parameters
+    sequence, count = config.train.sequence, spec_of(architecture).parameters
     flops = count_flops(spec_of(architecture), sequence)
     rate = recall_throughput(plan, config)
     peaks = device_peaks(decisions.device.torch_device, decisions.device.name)

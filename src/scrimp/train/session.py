@@ -399,10 +399,10 @@ def _not_compiled(error: Exception) -> TrainingError:
 
 
 def _announce(run: Run, run_dir: Path, start: Start) -> None:
-    config, architecture = run.config, run.decisions.architecture
+    config, spec = run.config, spec_of(run.decisions.architecture)
     corpus, device = run.corpus, run.decisions.device
     run.line.message(
-        f"{config.model.weights or config.model.preset}: {format_count(architecture.num_parameters)} parameters in "
+        f"{config.model.weights or config.model.preset}: {format_count(spec.parameters)} parameters in "
         f"{config.train.parameters}, GEMMs in {config.precision}, {device.name}; "
         f"{format_count(corpus.train.num_tokens)} training tokens, "
         f"{format_count(corpus.held_out.num_tokens)} held out; {run_dir}"
@@ -425,12 +425,12 @@ def _announce(run: Run, run_dir: Path, start: Start) -> None:
         what = f"GEMMs ran {start.ran_by} before: the same formats, sums in another order"
         run.line.message(what)
         run.event("backends-changed", what, now=backends)
-    flops = count_flops(spec_of(architecture), config.train.sequence)
+    flops = count_flops(spec, config.train.sequence)
     run.event(
         "resume" if start.checkpoint else "start",
         f"from {start.checkpoint.folder.name}" if start.checkpoint else "from the beginning",
         device=device.name,
-        parameters=architecture.num_parameters,
+        parameters=spec.parameters,
         flops_per_token_causal=flops.causal,
         flops_per_token_full=flops.full,
         peak_origin=run.peaks.origin,

@@ -207,7 +207,7 @@ def decide(config: Config, *, architecture: Architecture | None = None, world: W
     elif config.model.weights is None and architecture != base_architecture(config, None):
         raise CheckpointError(
             "the checkpoint belongs to another model",
-            got=f"{architecture.num_parameters:,} parameters in {architecture.num_layers} blocks",
+            got=f"{spec_of(architecture).parameters:,} parameters in {architecture.num_layers} blocks",
             expected=f"the model of the run's configuration, {config.model.preset} with its changes",
             do="restore the run's own checkpoints, or start a new run",
         )

@@ -23,6 +23,7 @@ from scrimp.config import load_config
 from scrimp.data import load_tokenizer, verify
 from scrimp.data.manifest import read_manifest as read_corpus
 from scrimp.errors import CheckpointError, ScrimpError
+from scrimp.models import spec_of
 from scrimp.models.huggingface.architecture import read_architecture
 from scrimp.models.huggingface.load import stream_weights
 from scrimp.planner import Plan
@@ -203,7 +204,7 @@ def _of_export(folder: Path) -> Findings:
     found = Findings(f"model {folder}")
     found.check(SEAL, lambda: _sealed(folder))
     found.has_checksums = (folder / SEAL).is_file()
-    found.check(MODEL, lambda: f"{read_architecture(folder).num_parameters:,} parameters")
+    found.check(MODEL, lambda: f"{spec_of(read_architecture(folder)).parameters:,} parameters")
     found.check("weights", lambda: _weights(folder))
     found.check("tokenizer.json", lambda: f"{load_tokenizer(folder).vocab_size:,} entries")
     return found

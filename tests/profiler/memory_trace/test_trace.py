@@ -61,9 +61,9 @@ def test_every_level_keeps_less_and_none_loses_weights() -> None:
     kept = [block.choices[level].kept for level in LEVELS]
     assert all(more > less for more, less in itertools.pairwise(kept))
     assert kept[-1] == 2 * 256 * 128 * 2  # its output alone
-    assert block.weights == block.gradients == 2 * LLAMA.block_parameters
-    assert block.optimizer == 4 * LLAMA.block_parameters
-    assert block.parameters == LLAMA.block_parameters
+    assert block.weights == block.gradients == 2 * spec_of(LLAMA).block(0).parameters
+    assert block.optimizer == 4 * spec_of(LLAMA).block(0).parameters
+    assert block.parameters == spec_of(LLAMA).block(0).parameters
 
 
 def test_an_offloaded_block_leaves_its_output_less_its_input() -> None:
@@ -78,7 +78,7 @@ def test_an_offloaded_block_leaves_its_output_less_its_input() -> None:
 
 def test_cast_copies_of_recomputed_blocks_live_until_the_loss() -> None:
     (block,) = traced(parameters="fp32", activations=("keep", "block")).classes
-    weights = 2 * LLAMA.block_matmul_parameters
+    weights = 2 * spec_of(LLAMA).block(0).matrix_parameters
     assert (block.choices["keep"].cast, block.choices["block"].cast) == (0, weights)
 
 
@@ -99,11 +99,11 @@ def test_a_tied_heads_gradient_waits_for_the_embeddings() -> None:
 
 def test_states_follow_the_optimizers_formats() -> None:
     small = traced(optimizer=AdamWMemory("bf16", moments="8bit")).classes[0].optimizer
-    assert 2 * LLAMA.block_parameters < small < 2.2 * LLAMA.block_parameters
+    assert 2 * spec_of(LLAMA).block(0).parameters < small < 2.2 * spec_of(LLAMA).block(0).parameters
     masters = traced(optimizer=AdamWMemory("bf16", master_weights=True)).classes[0]
     assert (masters.gradients, masters.optimizer) == (
-        4 * LLAMA.block_parameters,
-        12 * LLAMA.block_parameters,
+        4 * spec_of(LLAMA).block(0).parameters,
+        12 * spec_of(LLAMA).block(0).parameters,
     )
 
 
@@ -115,7 +115,9 @@ def test_cuda_keeps_what_plain_operations_save() -> None:
     # The values are a view that holds the whole of qkv; SiLU of gate beside gate and up; fp32 softmax sums and two
     # norms' statistics; a granule of 512 bytes.
     rotated = a.attention_width + a.kv_width
-    elements = 4 * a.width + a.qkv_width + rotated + a.attention_width + 4 * a.ffn_width
+    elements = (
+        4 * a.width + a.attention_width + 2 * a.kv_width + rotated + a.attention_width + 4 * a.ffn_width
+    )
     expected = tokens * (2 * elements + 4 * (a.num_heads + 2))
     assert kept(device_functions="cuda") == pytest.approx(expected, rel=0.03)
     assert kept(device_functions="cuda") > kept()
@@ -255,4 +257,4 @@ def test_a_billion_parameters_take_seconds_under_all_choices(device: str) -> Non
     )
     assert time.process_time() - start < 10
     peak = device_peak(costs, States.split(16), ["keep"] * 16, False)
-    assert 16 * LLAMA_1B.num_parameters < peak < 24 * LLAMA_1B.num_parameters
+    assert 16 * spec_of(LLAMA_1B).parameters < peak < 24 * spec_of(LLAMA_1B).parameters

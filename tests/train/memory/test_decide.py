@@ -12,6 +12,7 @@ from scrimp.config import BudgetConfig, Config, MemoryConfig, ModelConfig, Train
 from scrimp.config.activations import LEVELS
 from scrimp.data import held_bytes
 from scrimp.errors import ConfigError, PlanError
+from scrimp.models import spec_of
 from scrimp.models.flash import Gpu
 from scrimp.planner.memory.room import NoRoomError
 from scrimp.planner.memory.states import States, device_peak
@@ -39,7 +40,7 @@ def resident_peak() -> int:
 def copy_bytes() -> int:
     found = decide(CONFIG)
     assert found.plan.predicted.peak_device_bytes is not None
-    weights = 4 * found.architecture.num_parameters
+    weights = 4 * spec_of(found.architecture).parameters
     return 2 * 3 * weights
 
 

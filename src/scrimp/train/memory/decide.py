@@ -32,6 +32,7 @@ from scrimp.config.activations import (
 )
 from scrimp.data import held_bytes
 from scrimp.errors import PlanError
+from scrimp.models import spec_of
 from scrimp.models.flash import gpu_of
 from scrimp.optim import memory_of
 from scrimp.optim.rate import cpu_update_rate
@@ -244,9 +245,8 @@ def problem_of(config: ResolvedConfig, architecture: Architecture, device: Devic
     asks = asks_for_host(config, architecture.num_layers)
     _refuse_beside_snip(config, asks or config.memory.update == "cpu")
     host = host_limit(config, device, is_asked_for=asks)
-    choices = _choices(
-        assigned, may_offload=host > 0 and not config.is_planned and not copy_is_on_device(config, device)
-    )
+    may_offload = host > 0 and not config.is_planned and not copy_is_on_device(config, device)
+    choices = _choices(architecture, assigned, may_offload=may_offload)
     costs = traced(config, architecture, device.torch_device, choices)
     rates = _rates(device)
     costs, _ = with_seconds(costs, config, architecture, device, rates, may_measure=False)
@@ -294,7 +294,7 @@ def decision_of(
 ) -> MemoryDecision:
     """A plan as a decision, with the costs of everything that its blocks could do instead."""
     activations = tuple(plan.blocks[str(i)].activations for i in range(architecture.num_layers))
-    choices = ALL_ACTIVATIONS if uses_host(plan) else LEVELS
+    choices = tuple(dict.fromkeys((*_choices(architecture, None, may_offload=uses_host(plan)), *activations)))
     # Where nothing moves, their rates decide nothing; measuring takes memory that there may be none of.
     rates = links_of(device) if uses_host(plan) else NO_LINKS
     costs = traced(config, architecture, device.torch_device, choices)
@@ -366,10 +366,15 @@ def states_of(plan: Plan, num_blocks: int, *, speculates: bool = False) -> State
     )
 
 
-def _choices(assigned: Sequence[Activations] | None, *, may_offload: bool) -> tuple[str, ...]:
+def _choices(
+    architecture: Architecture, assigned: Sequence[Activations] | None, *, may_offload: bool
+) -> tuple[str, ...]:
+    """What blocks may do: what is assigned to them, or any level that they know."""
     if assigned is not None:
         return tuple(dict.fromkeys(map(str, assigned)))
-    return ALL_ACTIVATIONS if may_offload else LEVELS
+    levels = spec_of(architecture).levels
+    names = ALL_ACTIVATIONS if may_offload else LEVELS
+    return tuple(name for name in names if Activations.parse(name).level in levels)
 
 
 def traced(
