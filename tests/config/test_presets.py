@@ -35,6 +35,9 @@ PUBLISHED = {
     "qwen3-8b": (8_190_735_360, 40_960, 1e6, 1e-6, 151_936),
     "qwen3-14b": (14_768_307_200, 40_960, 1e6, 1e-6, 151_936),
     "qwen3-32b": (32_762_123_264, 40_960, 1e6, 1e-6, 151_936),
+    "olmo2-1b": (1_484_916_736, 4_096, 5e5, 1e-6, 100_352),
+    "gemma3-270m": (268_098_176, 32_768, 1e6, 1e-6, 262_144),
+    "gemma3-1b": (999_885_952, 32_768, 1e6, 1e-6, 262_144),
     "mistral-7b": (7_241_732_096, 32_768, 1e4, 1e-5, 32_000),
     "mistral-7b-v0.3": (7_248_023_552, 32_768, 1e6, 1e-5, 32_768),
 }
@@ -57,7 +60,8 @@ def test_published_preset_has_the_values_of_its_config_file(name: str) -> None:
         assert (a.rope_scaling.low_freq_factor, a.rope_scaling.high_freq_factor) == (1.0, 4.0)
     else:
         assert a.rope_scaling is None
-    assert a.sliding_window == (4096 if name == "mistral-7b" else None)
+    windows = {"mistral-7b": 4096, "gemma3-270m": 512, "gemma3-1b": 512}
+    assert a.sliding_window == windows.get(name)
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -73,7 +77,7 @@ def test_transformers_model_of_the_same_configuration_has_as_many_parameters(nam
 @pytest.mark.parametrize("name", sorted(OWN_PRESETS))
 def test_own_preset_is_as_large_as_its_name_says_and_shaped_for_gemm_tiles(name: str) -> None:
     a = preset(name)
-    number = name.removeprefix("llama-")
+    number = name.rpartition("-")[2]
     stated = float(number[:-1]) * {"m": 1e6, "b": 1e9}[number[-1]]
     assert abs(spec_of(a).parameters / stated - 1) < 0.1
     assert a.width % 64 == a.ffn_width % 64 == a.vocab_size % 64 == 0

@@ -49,6 +49,14 @@ _LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 
+_GEMMA3 = {
+    "model_type": "gemma3_text",
+    "pad_token_id": None,
+    "head_dim": 16,
+    "query_pre_attn_scalar": 16,
+    "sliding_window": 24,
+}
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "llama with as many KV heads": {"model_type": "llama", "num_key_value_heads": 4, "rms_norm_eps": 1e-5},
@@ -71,6 +79,26 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3 with a free head size": {"model_type": "qwen3", "head_dim": 32, **_rope(1e6)},
     "qwen3 tied": {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True, **_rope(1e6)},
     "mistral with a window": {"model_type": "mistral", "sliding_window": 24},
+    "olmo2": {"model_type": "olmo2", "pad_token_id": None},
+    "olmo2 tied, with as many KV heads": {
+        "model_type": "olmo2",
+        "pad_token_id": None,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": True,
+        **_rope(500_000.0),
+    },
+    "gemma3": {**_GEMMA3, "num_hidden_layers": 7},
+    "gemma3 with every option": {
+        **_GEMMA3,
+        "num_hidden_layers": 4,
+        "query_pre_attn_scalar": 24,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "tie_word_embeddings": False,
+        "rope_parameters": {
+            "full_attention": {"rope_theta": 500_000.0, "rope_type": "linear", "factor": 4.0},
+            "sliding_attention": {"rope_theta": 5_000.0, "rope_type": "default"},
+        },
+    },
     "mistral without a window": {"model_type": "mistral", "sliding_window": None, **_rope(1e6)},
 }
 

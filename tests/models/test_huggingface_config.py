@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from hf_families import FAMILIES, reference_model
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig
 
@@ -34,6 +34,8 @@ LLAMA: dict[str, Any] = {
 QWEN2 = {**LLAMA, "model_type": "qwen2", "architectures": None, "num_key_value_heads": 2}
 QWEN3 = {**QWEN2, "model_type": "qwen3"}
 MISTRAL = {**QWEN2, "model_type": "mistral"}
+OLMO2 = {**QWEN2, "model_type": "olmo2"}
+GEMMA3 = {**QWEN2, "model_type": "gemma3_text", "sliding_window": 16}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -41,6 +43,9 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 128,
 }
+
+GEMMA3_OPTIONS = ("full_every", "local_rope_theta", "query_scalar", "rope_factor")
+GEMMA3_KINDS = ("full_attention", "sliding_attention")
 
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (LLAMA, {"model_type": "mixtral"}, "model_type is not supported - got 'mixtral', expected one of llama"),
@@ -94,6 +99,26 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (MISTRAL, {"layer_types": ["full_attention"] * 4, "sliding_window": 64}, "layer_types"),
     (MISTRAL, {"sliding_window": 0}, "sliding_window"),
     (QWEN2, {"use_sliding_window": 1}, "use_sliding_window"),
+    (LLAMA, {"model_type": "gemma2"}, "model_type .*'gemma2'.* caps scores and logits with tanh"),
+    (LLAMA, {"model_type": "gemma3"}, "model_type .*'gemma3'.* whose model_type is gemma3_text"),
+    (OLMO2, {"hidden_act": "gelu"}, "hidden_act"),
+    (OLMO2, {"attention_bias": True}, "attention_bias"),
+    (GEMMA3, {"attention_bias": True}, "attention_bias"),
+    (GEMMA3, {"hidden_activation": "silu"}, "hidden_activation"),
+    (GEMMA3, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is not supported - got 50.0"),
+    (GEMMA3, {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+    (GEMMA3, {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    (GEMMA3, {"sliding_window": 0}, "sliding_window"),
+    (GEMMA3, {"layer_types": ["full_attention"] * 3}, "layer_types"),
+    (GEMMA3, {"layer_types": ["full_attention", *["sliding_attention"] * 3]}, "layer_types"),
+    (GEMMA3, {"layer_types": ["chunked_attention"] * 4}, "layer_types"),
+    (GEMMA3, {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_scaling"),
+    (GEMMA3, {"rope_parameters": {"rope_type": "default"}}, "rope_parameters"),
+    (
+        GEMMA3,
+        {"rope_theta": 1e4, "rope_parameters": {kind: {"rope_theta": 5e5} for kind in GEMMA3_KINDS}},
+        "rope_parameters",
+    ),
 ]
 
 
@@ -121,7 +146,7 @@ def test_a_missing_size_is_named(key: str) -> None:
         architecture_from_config({k: v for k, v in LLAMA.items() if k != key})
 
 
-@pytest.mark.parametrize("base", [LLAMA, QWEN2, QWEN3, MISTRAL])
+@pytest.mark.parametrize("base", [LLAMA, QWEN2, QWEN3, MISTRAL, OLMO2, GEMMA3])
 def test_missing_keys_get_the_defaults_of_transformers(base: dict[str, Any]) -> None:
     explicit = AutoConfig.for_model(**base).to_dict()
     assert architecture_from_config(base) == architecture_from_config(explicit)
@@ -181,7 +206,7 @@ def test_an_export_states_rope_for_older_and_newer_versions_of_transformers() ->
 
 @settings(max_examples=60)
 @given(
-    family=st.sampled_from(["llama", "qwen2", "qwen3", "mistral"]),
+    family=st.sampled_from(["llama", "qwen2", "qwen3", "mistral", "olmo2", "gemma3_text"]),
     heads=st.sampled_from([(1, 1), (4, 1), (4, 2), (6, 3), (8, 8)]),
     head_size=st.sampled_from([2, 16, 64]),
     layers=st.integers(1, 5),
@@ -198,6 +223,10 @@ def test_an_export_states_rope_for_older_and_newer_versions_of_transformers() ->
     ),
     theta=st.floats(1e2, 1e7),
     tied=st.booleans(),
+    options=st.fixed_dictionaries(
+        {"full_every": st.sampled_from([1.0, 2.0, 7.0]), "query_scalar": st.sampled_from([3.0, 24.0])},
+        optional={"local_rope_theta": st.just(5e3), "rope_factor": st.just(8.0)},
+    ),
 )
 def test_any_architecture_is_read_back_as_it_was_written(
     family: str,
@@ -208,7 +237,10 @@ def test_any_architecture_is_read_back_as_it_was_written(
     scaling: RopeScaling | None,
     theta: float,
     tied: bool,
+    options: dict[str, float],
 ) -> None:
+    is_gemma = family == "gemma3_text"
+    assume(not is_gemma or window is not None)
     architecture = Architecture(
         family=family,
         vocab_size=77,
@@ -220,11 +252,12 @@ def test_any_architecture_is_read_back_as_it_was_written(
         ffn_width=96,
         context=1024,
         rope_theta=theta,
-        rope_scaling=scaling,
+        rope_scaling=None if is_gemma else scaling,
         qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
+        qk_norm=family in ("qwen3", "olmo2", "gemma3_text"),
         tied_embeddings=tied,
-        sliding_window=None if family == "llama" else window,
+        sliding_window=None if family in ("llama", "olmo2") else window,
+        options=tuple((key, options[key]) for key in GEMMA3_OPTIONS if is_gemma and key in options),
     )
     written = json.loads(json.dumps(config_from_architecture(architecture, dtype="float32")))
     assert architecture_from_config(written) == architecture
@@ -240,6 +273,8 @@ def test_any_architecture_is_read_back_as_it_was_written(
         ("mistral", {"qk_norm": True}, "qk_norm"),
         ("llama", {"width": 63}, "heads divide"),
         ("gpt2", {}, "family is unknown"),
+        ("olmo2", {}, "olmo2"),
+        ("gemma3_text", {"qk_norm": True}, "gemma3_text"),
     ],
 )
 def test_switches_that_the_family_does_not_have_cannot_be_exported(

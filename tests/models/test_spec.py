@@ -11,7 +11,7 @@ from scrimp.errors import ModelError
 from scrimp.models import all_kinds, full_name, place, spec_of
 from scrimp.models.model import build_model
 
-NAMES = ("llama-3m", "llama-1b", "qwen2.5-0.5b", "qwen3-0.6b", "mistral-7b")
+NAMES = ("llama-3m", "llama-1b", "qwen2.5-0.5b", "qwen3-0.6b", "mistral-7b", "olmo2-1b", "gemma3-1b")
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,5 +1,7 @@
 """FLOP counts against published figures and against torch's own counter."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -41,8 +43,13 @@ def test_causal_flops_equal_the_published_figures(name: str, sequence: int, giga
     assert count_flops(spec_of(preset(name)), sequence).causal / 1e9 == pytest.approx(gigaflops, rel=2e-3)
 
 
-def test_matrix_flops_equal_torchs_counter() -> None:
-    model = build_model(SMALL)
+OLMO2 = replace(SMALL, family="olmo2", qk_norm=True)
+GEMMA3 = replace(SMALL, family="gemma3_text", qk_norm=True, sliding_window=16, options=(("full_every", 2.0),))
+
+
+@pytest.mark.parametrize("architecture", [SMALL, OLMO2, GEMMA3], ids=lambda a: a.family)
+def test_matrix_flops_equal_torchs_counter(architecture: Architecture) -> None:
+    model = build_model(architecture)
     initialise(model, 0)
     tokens = torch.arange(32).view(1, 32)
     with FlopCounterMode(display=False) as counter:
@@ -50,7 +57,7 @@ def test_matrix_flops_equal_torchs_counter() -> None:
     products = sum(
         n for op, n in counter.get_flop_counts()["Global"].items() if str(op) in ("aten.mm", "aten.addmm")
     )
-    flops = count_flops(spec_of(SMALL), 32)
+    flops = count_flops(spec_of(architecture), 32)
     assert products == 32 * (flops.blocks + flops.head)
 
 
@@ -63,6 +70,15 @@ def test_a_window_costs_what_a_count_of_the_pairs_says() -> None:
     assert (
         count_flops(spec_of(windowed), 8).attention_causal == count_flops(spec_of(SMALL), 8).attention_causal
     )
+
+
+def test_windows_count_in_the_blocks_that_have_one() -> None:
+    windowed, full = (
+        count_flops(spec_of(replace(SMALL, sliding_window=window)), 64) for window in (16, None)
+    )
+    mixed = count_flops(spec_of(GEMMA3), 64)
+    assert mixed.attention_causal == (windowed.attention_causal + full.attention_causal) / 2
+    assert mixed.attention_full == (windowed.attention_full + full.attention_full) / 2
 
 
 def test_speed_of_light_weighs_every_gemm_by_its_format() -> None:

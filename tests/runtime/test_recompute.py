@@ -64,6 +64,21 @@ def test_no_level_changes_a_number(precision: str, parameters: str, starts: Tens
             assert torch.equal(found[name], grad), (level, name)
 
 
+@pytest.mark.parametrize("family", ["olmo2", "gemma3_text"])
+@pytest.mark.parametrize(("precision", "parameters"), [("bf16", "fp32"), ("nvfp4", "bf16")])
+def test_no_level_changes_a_number_of_another_kind(family: str, precision: str, parameters: str) -> None:
+    architecture = dataclasses.replace(
+        UNTIED, family=family, qk_norm=True, sliding_window=None if family == "olmo2" else 16
+    )
+    _, executable = realised(precision, parameters, architecture)
+    loss, expected = passed(executable, STARTS)
+    for level in LEVELS[1:]:
+        set_level(executable, level)
+        found_loss, found = passed(executable, STARTS)
+        assert torch.equal(loss, found_loss), level
+        assert all(torch.equal(found[name], grad) for name, grad in expected.items()), level
+
+
 def test_blocks_may_differ() -> None:
     _, executable = realised("nvfp4", "fp32", UNTIED)
     loss, expected = passed(executable, None)

@@ -52,8 +52,8 @@ def batch(number: int, *, micro_batches: int = 2, rows: int = 2) -> Batch:
 def decoder(layers: int = 2, width: int = 32, **switches: Any) -> Model:
     """Scrimp's own decoder, initialised."""
     sizes: dict[str, Any] = {"num_layers": layers, "width": width, "num_heads": 4, "num_kv_heads": 2}
-    sizes |= {"head_size": width // 4, "ffn_width": 2 * width, "context": TOKENS}
-    model = build_model(Architecture(family="llama", vocab_size=VOCABULARY, **sizes | switches))
+    sizes |= {"head_size": width // 4, "ffn_width": 2 * width, "context": TOKENS, "family": "llama"}
+    model = build_model(Architecture(vocab_size=VOCABULARY, **sizes | switches))
     initialise(model, 0)
     return model
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from models import MlpModel, batch, bench, decoder, linear_names, losses
@@ -77,6 +78,19 @@ def test_parallel_blocks_and_norms_behind_the_layers_are_not_taken_for_a_stream(
     model_type: str, settings: dict[str, Any], dtype: torch.dtype
 ) -> None:
     assert found(hugging_face(model_type, **settings).to(dtype)) is None
+
+
+@pytest.mark.parametrize("family", ["olmo2", "gemma3_text"])
+def test_norms_of_what_blocks_add_leave_no_structure_and_gains_are_exact(family: str) -> None:
+    model = decoder(family=family, qk_norm=True, sliding_window=8 if family == "gemma3_text" else None)
+    assert found(model) is None
+    assert found(model, autocast=True) is None
+    made = bench(model, steps=2)
+    automatic, exact = (made.collect(formats=("bf16", "fp8"), gains=gains) for gains in ("auto", "exact"))
+    for one, other in zip(automatic.batches, exact.batches, strict=True):
+        assert np.array_equal(one.forward, other.forward)
+        assert np.array_equal(one.backward, other.backward)
+        assert one.forward.any()
 
 
 def test_a_sequential_neox_is_understood() -> None:

@@ -22,19 +22,8 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from scrimp.errors import ModelError, PlanError
 from scrimp.gemm import has_own_forward, is_linear, linear_modules
+from scrimp.models.usual_names import is_head, is_router
 
-HEADS = (
-    "lm_head",
-    "head",
-    "score",
-    "classifier",
-    "output",
-    "output_layer",
-    "embed_out",
-    "unembed",
-    "qa_outputs",
-)
-ROUTERS = ("router",)
 NOT_TRAINED = "not trained by this optimizer"
 
 Layers = Iterable[str] | Callable[[str, nn.Module], bool] | None
@@ -185,7 +174,7 @@ def trained_by(optimizer: Any) -> Callable[[Tensor], bool]:
 def _heads(model: nn.Module, linears: dict[str, nn.Module]) -> dict[str, str]:
     outside = [name for name in linears if not _is_numbered(name)]
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    found = {name: "the head, by its name" for name in outside if name.rpartition(".")[2] in HEADS}
+    found = {name: "the head, by its name" for name in outside if is_head(name)}
     found |= {
         name: "the head: it shares the embedding's weight"
         for name in outside
@@ -203,7 +192,7 @@ def _is_numbered(name: str) -> bool:
 
 
 def _router(name: str) -> str | None:
-    return "a router of experts" if name.rpartition(".")[2] in ROUTERS else None
+    return "a router of experts" if is_router(name) else None
 
 
 def _obstacle(layer: nn.Module) -> str | None:

@@ -1,6 +1,6 @@
-"""Architectures by name: Scrimp's own small Llamas, and published models.
+"""Architectures by name: Scrimp's own small models, and published ones.
 
-Scrimp's own (`OWN_PRESETS`) are Llama-shaped, for training from scratch. The name is the
+Scrimp's own (`OWN_PRESETS`) are shaped like Llama, OLMo 2 or Gemma 3, for training from scratch. The name is the
 number of parameters including embeddings, within a tenth, at the vocabulary given here; the
 vocabulary itself follows the tokenizer of the run. Choices made once for all of them: the
 ffn width is the multiple of 64 next to 8/3 of the width, so that SwiGLU's three matrices
@@ -37,9 +37,12 @@ def _own(
     context: int,
     rope_theta: float = 10_000.0,
     tied: bool = True,
+    family: str = "llama",
+    qk_norm: bool = False,
+    sliding_window: int | None = None,
 ) -> Architecture:
     return Architecture(
-        family="llama",
+        family=family,
         vocab_size=vocab_size,
         num_layers=num_layers,
         width=width,
@@ -50,6 +53,8 @@ def _own(
         context=context,
         rope_theta=rope_theta,
         tied_embeddings=tied,
+        qk_norm=qk_norm,
+        sliding_window=sliding_window,
     )
 
 
@@ -62,6 +67,20 @@ _OWN = {
     "llama-300m": _own(32768, 24, 1024, 2752, num_heads=16, num_kv_heads=4, context=4096),
     "llama-1b": _own(
         32768, 20, 2048, 5440, num_heads=16, num_kv_heads=4, context=8192, rope_theta=500_000.0, tied=False
+    ),
+    "olmo2-8m": _own(4096, 9, 256, 704, num_heads=8, context=1024, family="olmo2", qk_norm=True),
+    "gemma3-8m": _own(
+        4096,
+        9,
+        256,
+        704,
+        num_heads=4,
+        num_kv_heads=2,
+        context=1024,
+        rope_theta=1_000_000.0,
+        family="gemma3_text",
+        qk_norm=True,
+        sliding_window=256,
     ),
 }
 
@@ -140,6 +159,40 @@ def _qwen3(
     )
 
 
+def _gemma3(num_layers: int, width: int, ffn_width: int) -> Architecture:
+    return Architecture(
+        family="gemma3_text",
+        vocab_size=262_144,
+        num_layers=num_layers,
+        width=width,
+        num_heads=4,
+        num_kv_heads=1,
+        head_size=256,
+        ffn_width=ffn_width,
+        context=32_768,
+        rope_theta=1_000_000.0,
+        norm_eps=1e-6,
+        qk_norm=True,
+        tied_embeddings=True,
+        sliding_window=512,
+    )
+
+
+_OLMO2_1B = Architecture(
+    family="olmo2",
+    vocab_size=100_352,
+    num_layers=16,
+    width=2048,
+    num_heads=16,
+    num_kv_heads=16,
+    head_size=128,
+    ffn_width=8192,
+    context=4096,
+    rope_theta=500_000.0,
+    norm_eps=1e-6,
+    qk_norm=True,
+)
+
 _MISTRAL_7B = Architecture(
     family="mistral",
     vocab_size=32_000,
@@ -178,6 +231,9 @@ _PUBLISHED = {
     "qwen3-8b": _qwen3(36, 4096, 32, 12_288),
     "qwen3-14b": _qwen3(40, 5120, 40, 17_408),
     "qwen3-32b": _qwen3(64, 5120, 64, 25_600),
+    "olmo2-1b": _OLMO2_1B,
+    "gemma3-270m": _gemma3(18, 640, 2048),
+    "gemma3-1b": _gemma3(26, 1152, 6912),
     "mistral-7b": _MISTRAL_7B,
     "mistral-7b-v0.3": replace(_MISTRAL_7B, vocab_size=32_768, rope_theta=1_000_000.0, sliding_window=None),
 }

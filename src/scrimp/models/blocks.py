@@ -84,7 +84,8 @@ class RMSNorm(nn.Module):
         if self.offset == 0.0 and self.scale == 1.0:
             return rms_norm(x, self.weight, self.eps)
         # In float32: near 1, bfloat16 has steps of a hundredth, which weights near 0 have not.
-        return rms_norm(x, (at_least_float32(self.weight) + self.offset) * self.scale, self.eps)
+        gain = at_least_float32(self.weight) + self.offset
+        return rms_norm(x, gain if self.scale == 1.0 else gain * self.scale, self.eps)
 
 
 Attend = Callable[[Tensor], Tensor]

@@ -30,6 +30,10 @@ LLAMA = Architecture(
 QWEN2 = dataclasses.replace(LLAMA, family="qwen2", qkv_bias=True, tied_embeddings=True)
 QWEN3 = dataclasses.replace(LLAMA, family="qwen3", qk_norm=True, head_size=48, num_kv_heads=4)
 MISTRAL = dataclasses.replace(LLAMA, family="mistral", sliding_window=128)
+OLMO2 = dataclasses.replace(LLAMA, family="olmo2", qk_norm=True)
+GEMMA3 = dataclasses.replace(
+    LLAMA, family="gemma3_text", qk_norm=True, sliding_window=128, options=(("full_every", 2.0),)
+)
 WIDE_HEAD = dataclasses.replace(LLAMA, vocab_size=6144, num_layers=2)
 DEEP = dataclasses.replace(LLAMA, num_layers=8, width=64, num_heads=2, num_kv_heads=1, ffn_width=192)
 TIED = dataclasses.replace(WIDE_HEAD, tied_embeddings=True)
@@ -53,6 +57,12 @@ def settings() -> dict[str, Setting]:
     for level in LEVELS[1:]:
         found[f"{level}-fp32"] = Setting(LLAMA, activations=(level,), micro_batches=2)
         found[f"{level}-autocast"] = Setting(LLAMA, activations=(level,), **FORMATS["autocast"])
+    for family, a in {"olmo2": OLMO2, "gemma3": GEMMA3}.items():
+        for name, formats in FORMATS.items():
+            found[f"{family}-{name}"] = Setting(a, micro_batches=2, **formats)
+        for level in ("mlp", "attention", "block"):
+            found[f"{family}-{level}"] = Setting(a, activations=(level,), **FORMATS["autocast"])
+        found[f"{family}-fp8"] = Setting(a, sequence=256, rules="fp8", **FORMATS["autocast"])
     bf16 = FORMATS["bf16"]
     return found | {
         "mixed levels": Setting(DEEP, activations=("block", "keep", "mlp", "qkv"), **bf16),

@@ -14,10 +14,16 @@ FAMILIES = {
     "mistral": "scrimp.models.kinds.llama:Llama",
     "qwen2": "scrimp.models.kinds.llama:Llama",
     "qwen3": "scrimp.models.kinds.llama:Llama",
+    "olmo2": "scrimp.models.kinds.olmo2:Olmo2",
+    "gemma3_text": "scrimp.models.kinds.gemma3:Gemma3",
 }
 """Family (transformers' `model_type`) to the class of its specification."""
 
-UNSUPPORTED: dict[str, str] = {}
+UNSUPPORTED = {
+    "gemma2": "Gemma 2 caps scores and logits with tanh, which the kernels of attention and the loss do not do: "
+    "use Gemma 3",
+    "gemma3": "this folder holds images' layers too: use a text model, whose model_type is gemma3_text",
+}
 """Families that one could take for one of these, and why they are none."""
 
 

@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 
 from scrimp.config.snip import POLICIES
 from scrimp.errors import PlanError
+from scrimp.models.usual_names import linear_kind
 from scrimp.planner.precision.divergence import (
     SNIP,
     Method,
@@ -46,16 +47,6 @@ from scrimp.precision import GEMMS, recipe
 Array = NDArray[np.float64]
 LAST_SHARE = 0.15
 HIGH_BITS = 16
-_TYPES = (
-    ("down", "down_proj", "fc2", "w2", "linear_fc2", "dense_4h_to_h", "mlp.c_proj"),
-    ("out", "o_proj", "out_proj", "wo", "linear_proj", "dense", "c_proj", "proj"),
-    ("v", "v_proj", "wv", "value"),
-    ("k", "k_proj", "wk", "key"),
-    ("q", "q_proj", "wq", "query", "qkv", "qkv_proj", "linear_qkv", "query_key_value", "in_proj", "c_attn"),
-    ("up", "up_proj", "gate_up", "gate_up_proj", "linear_fc1", "fc1", "w3", "dense_h_to_4h", "c_fc"),
-    ("gate", "gate_proj", "w1"),
-)
-"""Kinds of layers, by the ends of their names, in the order in which `layer-type` protects them."""
 
 
 def is_per_gemm(policy: str) -> bool:
@@ -123,7 +114,7 @@ def order_of(policy: str, layers: Sequence[str]) -> list[int] | None:
     if policy == "first-last":
         return _first_last(layers)
     if policy == "layer-type":
-        return sorted(range(len(layers)), key=lambda i: (_kind(layers[i]), -_block(layers[i])))
+        return sorted(range(len(layers)), key=lambda i: (linear_kind(layers[i]), -_block(layers[i])))
     return None
 
 
@@ -204,15 +195,9 @@ def _first_last(layers: Sequence[str]) -> list[int]:
         if blocks:
             outside_in.append(blocks.pop())
     place = {block: i for i, block in enumerate(outside_in)}
-    return sorted(range(len(layers)), key=lambda i: (place[_block(layers[i])], _kind(layers[i])))
+    return sorted(range(len(layers)), key=lambda i: (place[_block(layers[i])], linear_kind(layers[i])))
 
 
 def _block(layer: str) -> int:
     """The first part of a layer's name that is a number; -1 without one."""
     return next((int(part) for part in layer.split(".") if part.isdecimal()), -1)
-
-
-def _kind(layer: str) -> int:
-    """Place of a layer's kind in the order of `_TYPES`; after all of them where no name fits."""
-    ends = tuple(tuple(f".{name}" for name in names) for names in _TYPES)
-    return next((i for i, names in enumerate(ends) if f".{layer}".lower().endswith(names)), len(_TYPES))
