@@ -11,7 +11,10 @@ from torch import nn
 
 import scrimp
 from scrimp.api.modules import choose_layers, unwrap
+from scrimp.config import PRESETS
 from scrimp.errors import ModelError
+from scrimp.models.layers import layers_of
+from scrimp.models.model import build_model
 
 
 def reasons(model: nn.Module) -> dict[str, str]:
@@ -68,3 +71,16 @@ def test_the_measurement_says_which_layers_it_leaves_out(caplog: pytest.LogCaptu
 def test_only_modules_are_taken() -> None:
     with pytest.raises(ModelError, match="only modules"):
         unwrap("model")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["llama-3m", "llama-1b", "olmo2-8m", "gemma3-8m"])
+def test_a_model_of_scrimp_says_itself_which_layers_it_has(name: str) -> None:
+    model = build_model(PRESETS[name], device="meta")
+    found = layers_of(model)
+    own = {} if PRESETS[name].tied_embeddings else {"head": "the head"}
+    assert found.special == own
+    assert found.others == []
+    assert set(found.linears) | {"head"} == set(model.spec.layers())
+    # As anybody would find out from the modules alone.
+    body = nn.ModuleDict(dict(model.named_children()))
+    assert list(layers_of(body).special) == list(own)

@@ -9,9 +9,10 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from scrimp.api.modules import Layers, choose_layers, default_layers, linear_layers, named_layers, unwrap
+from scrimp.api.modules import Layers, choose_layers, default_layers, named_layers, unwrap
 from scrimp.errors import ModelError, PlanError
 from scrimp.gemm import LinearPrecision, PlannedModel, compute_dtype, swap_in, weight_matrix
+from scrimp.models.layers import layers_of
 from scrimp.profiler import resolve_device
 from scrimp.world import World
 
@@ -55,7 +56,7 @@ def planned_of(model: nn.Module) -> PlannedModel | None:
 
 def device_name(model: nn.Module, weight: Tensor | None = None) -> str:
     """Name of the device of a weight, else of the model's first linear layer, as plans have it."""
-    weight = weight_matrix(next(iter(linear_layers(model).values()))) if weight is None else weight
+    weight = weight_matrix(next(iter(layers_of(model).linears.values()))) if weight is None else weight
     return resolve_device(str(weight.device)).name
 
 
@@ -84,7 +85,7 @@ def measurable(
 
 
 def _refuse_untrained(model: nn.Module, layers: Sequence[str], trained: Callable[[Tensor], bool]) -> None:
-    linears = linear_layers(model)
+    linears = layers_of(model).linears
     frozen = [name for name in layers if not trained(cast(Tensor, linears[name].weight))]
     if frozen:
         raise ModelError(

@@ -47,10 +47,11 @@ from scrimp.api.arguments import (
     view_of,
 )
 from scrimp.api.checks import checked_losses, refuse_other_device, refuse_other_model, refuse_other_ranks
-from scrimp.api.modules import Layers, linear_layers, trained_by, unwrap
+from scrimp.api.modules import Layers, trained_by, unwrap
 from scrimp.errors import PlanError
 from scrimp.export.export_precision import ExportTarget, plan_for
 from scrimp.gemm import PlannedModel, refuse_unrunnable, weight_matrix
+from scrimp.models.layers import layers_of
 from scrimp.planner.precision import Budget, PrecisionPlan, PrecisionProfile, Question, Weights
 from scrimp.statistics import Ranks, Subject, collect, untouched
 
@@ -245,7 +246,7 @@ def apply(
         raise PlanError("only a plan is applied", got=type(plan).__name__, expected="what scrimp.plan gives")
     refuse_other_ranks(plan)
     inner = unwrap(model)
-    linears = linear_layers(inner)
+    linears = layers_of(inner).linears
     refuse_other_model(plan, linears)
     weight = weight_matrix(linears[next(iter(plan.layers))])
     if not other_device:
