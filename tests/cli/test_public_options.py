@@ -14,12 +14,12 @@ from scrimp.config import Config, leaves
 CONFIG = """
 --device --precision --backend
 --run.dir --run.seed
---data.source --data.text-column --data.tokenizer --data.vocab-size --data.held-out --data.mask-documents
---data.no-mask-documents --data.cache
+--data.source --data.text-column --data.chat-template --data.tokenizer --data.vocab-size --data.held-out
+--data.mask-documents --data.no-mask-documents --data.cache
 --model.preset --model.weights --model.vocab-size --model.context --model.num-layers --model.width
 --model.num-heads --model.num-kv-heads --model.ffn-width
---train.steps --train.sequence --train.batch-tokens --train.micro-batch --optimizer.lr --schedule.name
---schedule.warmup-steps --schedule.final-lr-ratio --optimizer.weight-decay --optimizer.beta1
+--train.steps --train.sequence --train.batch-tokens --train.micro-batch --optimizer.name --optimizer.lr
+--schedule.name --schedule.warmup-steps --schedule.final-lr-ratio --optimizer.weight-decay --optimizer.beta1
 --optimizer.beta2 --optimizer.eps
 --optimizer.clip --objective.name --objective.z-loss
 --train.parameters --optimizer.master-weights --optimizer.moments --train.loss-chunk
@@ -38,9 +38,11 @@ CONFIG = """
 PUBLIC = {
     "train": f"[FILE] --resume --resume-from --restart --trust-code {CONFIG}",
     "plan": f"[FILE] --out --target --trust-code {CONFIG}",
-    "prepare": "SRC OUT --text-column --tokenizer --bpe-vocab-size --held-out --workers",
+    "prepare": "SRC OUT --text-column --conversations --chat-template --tokenizer --bpe-vocab-size --held-out "
+    "--workers",
     "verify": "PATH",
-    "eval": "TARGET --data --text-column --sequence --device",
+    "eval": "TARGET --data --text-column --conversations --sequence --device",
+    "chat": "TARGET --system --chat-template --tokens --temperature --top-k --top-p --seed --device",
     "generate": "TARGET --prompt --tokens --temperature --top-k --top-p --seed --device",
     "export": "RUN OUT",
     "export-precision": "SOURCE OUT --target --names --approximate",

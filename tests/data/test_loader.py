@@ -339,7 +339,7 @@ def test_evaluation_counts_every_target_once_in_order(
     assert targets == [everything[n + 1] for n in kept]
     assert inputs == [everything[n] for n in kept]
     assert len(shapes) == 1
-    assert evaluation_text_bytes(stream, max_tokens) == pytest.approx(2 * (total + 1))
+    assert evaluation_text_bytes(stream, sequence, max_tokens) == pytest.approx(2 * (total + 1))
 
 
 def test_an_empty_held_out_split_is_refused(make_stream: Callable[..., TokenStream]) -> None:

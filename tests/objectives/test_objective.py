@@ -18,6 +18,7 @@ from scrimp.models.initialise import initialise
 from scrimp.models.model import Model, build_model
 from scrimp.objectives import LossSums, build, check
 from scrimp.objectives.next_token import NextToken
+from scrimp.optim.adamw_run import AdamWMemory
 from scrimp.profiler.memory_trace import trace_costs
 from scrimp.runtime import Executable
 
@@ -68,7 +69,7 @@ def test_a_run_has_the_loss_and_the_metrics_of_its_objective() -> None:
 
 def test_the_memory_account_is_of_the_loss_that_runs() -> None:
     """In chunks the logits of 128 tokens never exist at once; whole, float32 logits and their gradient do."""
-    settings = {"precision": "fp32", "parameters": "fp32", "master_weights": False, "micro_batch": 4}
+    settings = {"precision": "fp32", "parameters": "fp32", "optimizer": AdamWMemory("fp32"), "micro_batch": 4}
     chunked, whole = (
         trace_costs(ARCHITECTURE, **settings, sequence=32, loss_chunk=8, objective=one).ends.head_peak  # type: ignore[arg-type]
         for one in (NextToken(), Plain())

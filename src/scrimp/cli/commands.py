@@ -109,7 +109,11 @@ class Prepare:
     out: Positional[Path]
     """Folder for the shards."""
     text_column: str = "text"
-    """Column (JSONL key) that holds the text."""
+    """Column (JSONL key) that holds the text; of conversations, messages unless another is named."""
+    conversations: FlagCreatePairsOff[bool] = False
+    """The source holds conversations: rows of messages, for training with objective.name sft."""
+    chat_template: Path | None = None
+    """Jinja file that writes conversations. Unset: the tokenizer's own template."""
     tokenizer: str = "bpe"
     """bytes; bpe (trained on the corpus); or a folder with a tokenizer.json."""
     bpe_vocab_size: int = 4096
@@ -131,6 +135,8 @@ class Prepare:
         spec = CorpusSpec(
             source=self.src,
             text_column=self.text_column,
+            conversations=self.conversations,
+            chat_template=self.chat_template,
             tokenizer=self.tokenizer,
             bpe_vocab_size=self.bpe_vocab_size,
             held_out=self.held_out,
@@ -163,7 +169,9 @@ class Evaluate:
     data: str
     """Text to measure on: a file, or any source that `scrimp prepare` takes."""
     text_column: str = "text"
-    """Column (JSONL key) that holds the text."""
+    """Column (JSONL key) that holds the text; of conversations, messages unless another is named."""
+    conversations: FlagCreatePairsOff[bool] = False
+    """The data hold conversations: measured is what the assistant wrote."""
     sequence: int | None = None
     """Tokens per sequence. Unset: as trained, at most the model's context."""
     device: str = "auto"
@@ -181,6 +189,7 @@ class Evaluate:
             device=self.device,
             sequence=self.sequence,
             text_column=self.text_column,
+            conversations=self.conversations,
         )
         return 0
 
@@ -207,12 +216,7 @@ class Generate:
     """auto, cpu, cuda or cuda:N."""
 
     def execute(self, given: frozenset[str]) -> int:
-        check_range("--tokens", self.tokens, _COUNT)
-        check_range("--temperature", self.temperature, Range(0, 100))
-        check_range("--top-k", self.top_k, Range(0, 2**31 - 1))
-        check_range("--top-p", self.top_p, Range(0, 1, above=True))
-        check_range("--seed", self.seed, RANGES["run.seed"])
-        check_device(self.device, "--device")
+        _check_drawing(self)
         from scrimp.train import generate_text
 
         generate_text(
@@ -226,6 +230,54 @@ class Generate:
             device=self.device,
         )
         return 0
+
+
+@dataclass(frozen=True)
+class Chat:
+    """Talk to a model that has a chat template: a message a line, /reset begins anew, /quit ends."""
+
+    target: Positional[Path]
+    """A run folder, one of its checkpoints, or a Hugging Face model folder."""
+    system: str | None = None
+    """What the model is told before the first message."""
+    chat_template: Path | None = None
+    """Jinja file that writes the conversation. Unset: the tokenizer's own template."""
+    tokens: int = 512
+    """Most tokens of an answer."""
+    temperature: float = 0.8
+    """0 always takes the most likely token (greedy); higher is more random."""
+    top_k: int = 0
+    """Draw from this many most likely tokens only; 0 from all."""
+    top_p: float = 1.0
+    """Draw from the most likely tokens that together have this probability; 1 from all."""
+    seed: int = 0
+    """Decides the draws."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
+
+    def execute(self, given: frozenset[str]) -> int:
+        _check_drawing(self)
+        from scrimp.train.chat import Sampling, chat
+
+        sampling = Sampling(self.tokens, self.temperature, self.top_k, self.top_p, self.seed)
+        chat(
+            self.target,
+            system=self.system,
+            sampling=sampling,
+            device=self.device,
+            chat_template=self.chat_template,
+        )
+        return 0
+
+
+def _check_drawing(command: Generate | Chat) -> None:
+    """Ranges of what decides how tokens are drawn."""
+    check_range("--tokens", command.tokens, _COUNT)
+    check_range("--temperature", command.temperature, Range(0, 100))
+    check_range("--top-k", command.top_k, Range(0, 2**31 - 1))
+    check_range("--top-p", command.top_p, Range(0, 1, above=True))
+    check_range("--seed", command.seed, RANGES["run.seed"])
+    check_device(command.device, "--device")
 
 
 @dataclass(frozen=True)
@@ -307,6 +359,7 @@ COMMANDS: dict[str, type[Command]] = {
     "verify": Verify,
     "eval": Evaluate,
     "generate": Generate,
+    "chat": Chat,
     "export": Export,
     "export-precision": ExportPrecision,
     "report": Report,

@@ -46,6 +46,7 @@ Scrimp trains language models with the bits, bytes and devices you have.
   verify PATH                   check all of a corpus, run, checkpoint or exported model
   eval TARGET --data FILE       loss, perplexity, bits per byte of a run or model folder
   generate TARGET --prompt TEXT continue a text
+  chat TARGET                   talk to a model that has a chat template
   export RUN OUT                a run as a Hugging Face folder
   export-precision SOURCE OUT   a plan of formats for torchao or Transformer Engine
   report RUN                    a run's report.html

@@ -44,7 +44,9 @@ class DataConfig:
     """stdlib; a text, JSONL or Parquet file (also .gz, .zst); a folder of them; a folder of
     token shards; a saved datasets folder; or hf:OWNER/NAME for the Hugging Face hub."""
     text_column: str = "text"
-    """Column (JSONL key) that holds the text."""
+    """Column (JSONL key) that holds the text; of conversations, messages unless another is named."""
+    chat_template: Path | None = None
+    """sft: Jinja file that writes conversations. Unset: the tokenizer's own template."""
     tokenizer: str = "auto"
     """bytes; bpe (trained on the corpus); or a folder with a tokenizer.json. auto: the one
     of the shards or of model.weights if there is one, else bpe."""
@@ -113,7 +115,8 @@ class ObjectiveConfig:
     """What is trained: how a batch becomes a loss."""
 
     name: str = "next-token"
-    """next-token: predict every token of documents from those before it. Or FILE.py:NAME, a class of your own
+    """next-token: predict every token of documents from those before it. sft: of conversations, what the
+    assistant wrote. Or FILE.py:NAME, a class of your own
     (with --trust-code; see examples/own_objective.py)."""
     z_loss: float = 0.0
     """Weight of the squared log-partition penalty; 0 switches it off."""

@@ -2,20 +2,22 @@
 
 source -> documents -> tokens -> shards      `prepare`, once, streaming and resumable
 shards -> windows -> batches                 `open_corpus` and `Loader`, in a global shuffled order
+conversations -> rows, packed whole          the same two, with a loss on the answers (`ChatTemplate`, `Packed`)
 """
 
+from scrimp.data.batch import IGNORED, Batch
+from scrimp.data.chat_template import ChatTemplate
 from scrimp.data.corpus import Corpus, TokenStream, open_corpus
 from scrimp.data.index import SampleIndex
 from scrimp.data.loader import (
-    IGNORED,
-    Batch,
     Loader,
     evaluation_batches,
     evaluation_text_bytes,
     held_bytes,
 )
 from scrimp.data.manifest import is_corpus
-from scrimp.data.prepare import CorpusSpec, prepare
+from scrimp.data.packing import packed
+from scrimp.data.prepare import CorpusSpec, chat_tokenizer, prepare
 from scrimp.data.progress import Progress
 from scrimp.data.tokenizer import Tokenizer, load_tokenizer
 from scrimp.data.verify import VerifyReport, verify
@@ -23,6 +25,7 @@ from scrimp.data.verify import VerifyReport, verify
 __all__ = [
     "IGNORED",
     "Batch",
+    "ChatTemplate",
     "Corpus",
     "CorpusSpec",
     "Loader",
@@ -31,12 +34,14 @@ __all__ = [
     "TokenStream",
     "Tokenizer",
     "VerifyReport",
+    "chat_tokenizer",
     "evaluation_batches",
     "evaluation_text_bytes",
     "held_bytes",
     "is_corpus",
     "load_tokenizer",
     "open_corpus",
+    "packed",
     "prepare",
     "verify",
 ]

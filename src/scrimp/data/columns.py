@@ -1,4 +1,4 @@
-"""Texts out of one column of a JSONL or Parquet file.
+"""Texts, or conversations, out of one column of a JSONL or Parquet file.
 
 A row whose text is null is left out and counted. A missing column, one that holds something else
 than text, and text that UTF-8 cannot hold (a lone surrogate) are refused with file and row.
@@ -10,11 +10,13 @@ import contextlib
 import json
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
+from scrimp.data.conversations import checked_messages
 from scrimp.data.streams import Meter, lines
 from scrimp.errors import DataError
 from scrimp.files import storage
@@ -24,6 +26,26 @@ _ROWS = 256
 _CONSTANT = re.compile(rb'"(?:[^"\\]|\\.)*+"?|NaN|-?Infinity', re.DOTALL)
 """A string, which may not be closed, or what Python writes for a float that JSON cannot hold."""
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Column:
+    """What is read of a row."""
+
+    name: str
+    is_messages: bool = False
+    """It holds a conversation, not text."""
+
+    def text(self, value: object, where: str, skipped: dict[str, int]) -> str | None:
+        """The text of a row, or the canonical text of its conversation; None, counted, where it has none.
+
+        Raises:
+            DataError: naming `where`: the row holds something else.
+        """
+        text = (checked_messages if self.is_messages else checked_text)(value, self.name, where, skipped)
+        if text is not None:
+            check_unicode(text, where)
+        return text
 
 
 def missing_column(name: str, column: str, columns: Iterable[str]) -> DataError:
@@ -51,7 +73,6 @@ def checked_text(value: object, column: str, where: str, skipped: dict[str, int]
             expected="a string",
             do="name the column with the text in data.text_column",
         )
-    check_unicode(value, where)
     return value
 
 
@@ -71,15 +92,15 @@ def check_unicode(text: str, where: str) -> None:
         ) from None
 
 
-def jsonl_texts(path: Path, column: str, meter: Meter, skipped: dict[str, int]) -> Iterator[str]:
+def jsonl_texts(path: Path, column: Column, meter: Meter, skipped: dict[str, int]) -> Iterator[str]:
     """The texts of a file with one JSON object per line."""
     for number, line in lines(path, meter):
         where = f"{path}, line {number:,}"
         row = _row(line, where)
-        if column not in row:
-            raise missing_column(where, column, row)
-        value: object = _decode(bytes(row[column]), Any, where)
-        text = checked_text(value, column, where, skipped)
+        if column.name not in row:
+            raise missing_column(where, column.name, row)
+        value: object = _decode(bytes(row[column.name]), Any, where)
+        text = column.text(value, where, skipped)
         if text is not None:
             yield text
 
@@ -114,7 +135,7 @@ def _decode(content: bytes, kind: type[T], where: str) -> T:
         raise
 
 
-def parquet_texts(path: Path, column: str, meter: Meter, skipped: dict[str, int]) -> Iterator[str]:
+def parquet_texts(path: Path, column: Column, meter: Meter, skipped: dict[str, int]) -> Iterator[str]:
     """The texts of a Parquet file, read in batches of rows."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -126,9 +147,9 @@ def parquet_texts(path: Path, column: str, meter: Meter, skipped: dict[str, int]
             with pq.ParquetFile(path) as file:
                 _check_column(path, column, file.schema_arrow)
                 done, total = 0, max(file.metadata.num_rows, 1)
-                for batch in file.iter_batches(batch_size=_ROWS, columns=[column], use_threads=False):
+                for batch in file.iter_batches(batch_size=_ROWS, columns=[column.name], use_threads=False):
                     for number, value in enumerate(batch.column(0).to_pylist(), start=done + 1):
-                        text = checked_text(value, column, f"{path}, row {number:,}", skipped)
+                        text = column.text(value, f"{path}, row {number:,}", skipped)
                         if text is not None:
                             yield text
                     done += batch.num_rows
@@ -150,17 +171,19 @@ def unreadable_parquet(path: Path, error: Exception) -> DataError:
     )
 
 
-def _check_column(path: Path, column: str, schema: Any) -> None:
+def _check_column(path: Path, column: Column, schema: Any) -> None:
     import pyarrow as pa
 
-    if column not in schema.names:
-        raise missing_column(str(path), column, schema.names)
-    kind = schema.field(column).type
+    if column.name not in schema.names:
+        raise missing_column(str(path), column.name, schema.names)
+    if column.is_messages:
+        return  # checked row by row
+    kind = schema.field(column.name).type
     if isinstance(kind, pa.DictionaryType):
         kind = kind.value_type
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_null(kind)):
         raise DataError(
-            f"{path}: column {column!r} does not hold text",
+            f"{path}: column {column.name!r} does not hold text",
             got=f"the type {kind}",
             expected="strings",
             do="name the column with the text in data.text_column",

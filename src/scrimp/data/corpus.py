@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from scrimp.data.chat_template import ChatTemplate
 from scrimp.data.manifest import (
     HELD_OUT,
     MANIFEST,
@@ -36,7 +37,7 @@ from scrimp.data.manifest import (
 )
 from scrimp.data.prepare import EARLIER_RULES, CorpusSpec, corpus_settings, open_text_source, prepare
 from scrimp.data.progress import note
-from scrimp.data.shards import Int64Array, Shard, damaged, read_header
+from scrimp.data.shards import BoolArray, Int64Array, Shard, damaged, read_header
 from scrimp.data.sources import HUB
 from scrimp.data.tokenizer import Tokenizer, load_tokenizer
 from scrimp.errors import DataError, StorageError
@@ -52,10 +53,18 @@ class TokenStream:
         folder: where the shards are.
         entries: the shards, in order.
         closing_id: id that ends a document and has no meaningful target, or None.
+        has_answers: documents are conversations, their answers marked.
     """
 
-    def __init__(self, folder: Path, entries: list[ShardEntry], *, closing_id: int | None = None) -> None:
-        self._folder, self._entries = folder, entries
+    def __init__(
+        self,
+        folder: Path,
+        entries: list[ShardEntry],
+        *,
+        closing_id: int | None = None,
+        has_answers: bool = False,
+    ) -> None:
+        self._folder, self._entries, self.has_answers = folder, entries, has_answers
         self._shards: dict[int, Shard] = {}
         self._ends = np.cumsum([entry.num_tokens for entry in entries]).tolist() if entries else []
         self.closing_id = closing_id
@@ -88,6 +97,11 @@ class TokenStream:
         if len(parts) == 1:
             return parts[0]
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.uint16)
+
+    def mask(self, start: int, stop: int) -> BoolArray:
+        """Which of the tokens [start, stop) the assistant wrote; of conversations alone."""
+        parts = [shard.answers(begin, end) for shard, _, begin, end in self._parts(start, stop)]
+        return np.concatenate(parts) if parts else np.empty(0, dtype=bool)
 
     def document_starts(self, start: int, stop: int) -> Int64Array:
         """Positions within [start, stop) at which documents begin, counted in the stream."""
@@ -123,7 +137,12 @@ class Corpus:
             with contextlib.suppress(StorageError):  # a folder that cannot be written is counted each time
                 manifest.write(folder)
         self.train, self.held_out = (
-            TokenStream(folder, manifest.splits.get(name, []), closing_id=manifest.tokenizer.closing_id)
+            TokenStream(
+                folder,
+                manifest.splits.get(name, []),
+                closing_id=manifest.tokenizer.closing_id,
+                has_answers=manifest.holds_conversations,
+            )
             for name in (TRAIN, HELD_OUT)
         )
         self.digest: str = corpus_digest(manifest)
@@ -159,6 +178,11 @@ def check_tokenizer(folder: Path, manifest: Manifest) -> Tokenizer:
             f"the tokenizer in {folder / TOKENIZER} is not the one that the shards were made with",
             got=f"digest {tokenizer.digest[:12]}",
             expected=f"{str(manifest.tokenizer.digest)[:12]}",
+            do="run `scrimp prepare` again with the same source and folder: it puts the tokenizer back",
+        )
+    if manifest.holds_conversations and ChatTemplate(tokenizer).digest != manifest.settings["chat_template"]:
+        raise DataError(
+            f"the chat template in {folder / TOKENIZER} is not the one that the shards were made with",
             do="run `scrimp prepare` again with the same source and folder: it puts the tokenizer back",
         )
     for key, figure in asdict(tokenizer.figures()).items():
@@ -200,6 +224,7 @@ def open_corpus(
     path = Path(spec.source).expanduser()
     if spec.source != "stdlib" and not spec.source.startswith(HUB) and path.is_dir() and is_corpus(path):
         corpus = Corpus(path)
+        _check_wanted_kind(spec, corpus)
         _check_wanted_tokenizer(spec, corpus)
         return corpus
     spec = replace(spec, tokenizer="bpe" if spec.tokenizer == "auto" else spec.tokenizer)
@@ -239,6 +264,18 @@ def cache_key(settings: dict[str, Any]) -> str:
 def _slug(name: str) -> str:
     stem = Path(name.removeprefix(HUB)).name.split(".")[0]
     return "".join(letter if letter.isalnum() else "-" for letter in stem)[:32] or "corpus"
+
+
+def _check_wanted_kind(spec: CorpusSpec, corpus: Corpus) -> None:
+    """Ready shards of text have no answers to learn from, and those of conversations are no text."""
+    there = corpus.manifest.holds_conversations
+    if spec.conversations != there:
+        kinds = ("text", "conversations")
+        raise DataError(
+            f"the shards in {corpus.folder} hold {kinds[there]}",
+            expected=kinds[spec.conversations],
+            do=f"{'set' if there else 'leave out'} --objective.name sft, or give other data",
+        )
 
 
 def _check_wanted_tokenizer(spec: CorpusSpec, corpus: Corpus) -> None:

@@ -16,8 +16,12 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
+from scrimp.data.chat_template import ChatTemplate
+from scrimp.data.conversations import messages_of
 from scrimp.data.documents import Document
+from scrimp.data.shards import BoolArray
 from scrimp.data.tokenizer import TokenArray, Tokenizer
 
 _GROUP_BYTES = 1 << 19
@@ -43,13 +47,28 @@ def _groups(corpus: Iterable[Document]) -> Iterator[list[Document]]:
         yield group
 
 
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A document in tokens."""
+
+    tokens: TokenArray
+    num_bytes: int
+    """UTF-8 bytes of its text, or of a conversation's answers."""
+    answers: BoolArray | None = None
+    """Of a conversation: which of the tokens the assistant wrote."""
+
+
 def encode_documents(
-    corpus: Iterable[Document], tokenizer: Tokenizer, workers: int
-) -> Iterator[tuple[Document, TokenArray]]:
-    """The documents with their tokens, in order, encoded by `workers` at a time."""
-    encode = _encoder(tokenizer, workers)
+    corpus: Iterable[Document], tokenizer: Tokenizer, workers: int, chats: ChatTemplate | None = None
+) -> Iterator[tuple[Document, Encoded]]:
+    """The documents with their tokens, in order, encoded by `workers` at a time.
+
+    Args:
+        chats: documents are conversations, written by this template.
+    """
+    encode = _encoder(tokenizer, workers) if chats is None else _chat_encoder(chats)
     threads = min(workers + 1, 8) if workers >= num_cores() else workers
-    pending: deque[tuple[list[Document], Future[list[TokenArray]]]] = deque()
+    pending: deque[tuple[list[Document], Future[list[Encoded]]]] = deque()
     pool = ThreadPoolExecutor(threads, thread_name_prefix="scrimp-encode")
     try:
         for group in _groups(corpus):
@@ -64,10 +83,29 @@ def encode_documents(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _encoder(tokenizer: Tokenizer, workers: int) -> Callable[[list[Document]], list[TokenArray]]:
+def _encoder(tokenizer: Tokenizer, workers: int) -> Callable[[list[Document]], list[Encoded]]:
     """Encodes a group: on all cores, or (for fewer workers) one document at a time per thread."""
-    if tokenizer.is_bytes:
-        return lambda group: [tokenizer.encode_raw(document.raw) for document in group]
-    if workers >= num_cores():
-        return lambda group: tokenizer.encode_batch([document.text for document in group])
-    return lambda group: [tokenizer.encode(document.text) for document in group]
+
+    def encode(group: list[Document]) -> list[Encoded]:
+        if tokenizer.is_bytes:
+            found = [tokenizer.encode_raw(document.raw) for document in group]
+        elif workers >= num_cores():
+            found = tokenizer.encode_batch([document.text for document in group])
+        else:
+            found = [tokenizer.encode(document.text) for document in group]
+        return [Encoded(ids, document.num_bytes) for document, ids in zip(group, found, strict=True)]
+
+    return encode
+
+
+def _chat_encoder(chats: ChatTemplate) -> Callable[[list[Document]], list[Encoded]]:
+    def encode(group: list[Document]) -> list[Encoded]:
+        found = []
+        for document in group:
+            messages = messages_of(document.text)
+            where = f"the conversation that begins {messages[0]['content'][:60]!r}"
+            chat = chats.encode(messages, where)
+            found.append(Encoded(chat.tokens, chat.answer_bytes, chat.answers))
+        return found
+
+    return encode

@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from scrimp.data.columns import checked_text, missing_column
+from scrimp.data.columns import Column, missing_column
 from scrimp.data.sources import HUB, Source, fingerprint_files, walk_files
 from scrimp.data.streams import Meter
 from scrimp.errors import DataError, ScrimpError
@@ -33,7 +33,7 @@ def _first_line(error: BaseException) -> str:
 class SavedDataset(Source):
     """A folder written by `datasets`' save_to_disk; of one with splits `split`, else its train split."""
 
-    def __init__(self, path: Path, column: str, split: str | None = None) -> None:
+    def __init__(self, path: Path, column: Column, split: str | None = None) -> None:
         super().__init__(str(path) if split is None else f"{path}, split {split}")
         self.path, self.column, self.split = path, column, split
         self._files = walk_files(path)
@@ -51,16 +51,17 @@ class SavedDataset(Source):
     def texts(self, meter: Meter) -> Iterator[str]:
         self.skipped = {}
         table = self._load()
-        if self.column not in table.column_names:
-            raise missing_column(self.name, self.column, table.column_names)
+        name = self.column.name
+        if name not in table.column_names:
+            raise missing_column(self.name, name, table.column_names)
         rows, start = max(table.num_rows, 1), meter.bytes
         done = 0
-        for batch in table.select_columns([self.column]).iter(batch_size=_ROWS):
-            for number, value in enumerate(batch[self.column], start=done + 1):
-                text = checked_text(value, self.column, f"{self.name}, row {number:,}", self.skipped)
+        for batch in table.select_columns([name]).iter(batch_size=_ROWS):
+            for number, value in enumerate(batch[name], start=done + 1):
+                text = self.column.text(value, f"{self.name}, row {number:,}", self.skipped)
                 if text is not None:
                     yield text
-            done += len(batch[self.column])
+            done += len(batch[name])
             meter.bytes = start + (self.num_bytes or 0) * done // rows
 
     def _open(self) -> Any:
@@ -105,7 +106,7 @@ class Hub(Source):
     cannot be reached is noticed at once (`datasets` tries again for half a minute).
     """
 
-    def __init__(self, name: str, column: str) -> None:
+    def __init__(self, name: str, column: Column) -> None:
         super().__init__(name)
         self.column = column
         self.repository, _, config = name.removeprefix(HUB).partition(":")
@@ -128,9 +129,9 @@ class Hub(Source):
                 raise self._unreachable(error) from error
             if row is None:
                 return
-            if self.column not in row:
-                raise missing_column(self.name, self.column, row)
-            text = checked_text(row[self.column], self.column, f"{self.name}, row {number:,}", self.skipped)
+            if self.column.name not in row:
+                raise missing_column(self.name, self.column.name, row)
+            text = self.column.text(row[self.column.name], f"{self.name}, row {number:,}", self.skipped)
             if text is not None:
                 meter.bytes += len(text)
                 yield text

@@ -4,6 +4,7 @@ Samples    Sample i is the window of T + 1 tokens from token i * T: T inputs, an
            shifted by one as targets. Windows share only their border token, so one epoch
            uses every token of the stream as input once; a tail shorter than T + 1 is left
            out. Documents are packed without padding and may span windows.
+           Conversations are packed whole instead (see packing): there a sample is a row of them.
 Order      Position p of the run is sample `SampleIndex(num_samples, seed)[p]`. The position is
            the whole state: step s of any run takes the positions s * S to s * S + S - 1, cut
            into equal parts by rank. The union over ranks is the same for every world size.
@@ -20,24 +21,24 @@ Shapes     B sequences of a micro-batch, T tokens of a sequence.
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
+from scrimp.data.batch import IGNORED, Batch, Row
 from scrimp.data.corpus import TokenStream
 from scrimp.data.index import SampleIndex
+from scrimp.data.packing import Packed, packed
 from scrimp.errors import DataError
 
-IGNORED = -100
-"""Target that does not count, as in PyTorch's cross-entropy."""
 PREFETCHED_STEPS = 2
 """Steps whose batches are kept ready."""
 _POLL_SECONDS = 0.1
@@ -45,54 +46,43 @@ _POLL_SECONDS = 0.1
 Int64Array = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class Batch:
-    """One micro-batch."""
+class Windows:
+    """The rows of a stream of text: every window of T + 1 tokens, T apart.
 
-    tokens_BT: Tensor  # noqa: N815
-    """int64 inputs."""
-    targets_BT: Tensor  # noqa: N815
-    """int64 targets; IGNORED does not count."""
-    document_starts: Tensor | None
-    """int32 on the CPU: 0, every further document start over the flattened B * T tokens, and
-    B * T; None where documents are not kept apart."""
-    num_targets: int
-    """Targets that count."""
+    Args:
+        stream: of documents.
+        sequence: T.
+        mask_documents: say where documents begin.
+        name: the split, for errors.
+    """
 
-    @classmethod
-    def of(cls, tokens_BT: Tensor, targets_BT: Tensor, document_starts: Tensor | None = None) -> Batch:
-        """A batch of tensors, its targets counted."""
-        return cls(tokens_BT, targets_BT, document_starts, int((targets_BT != IGNORED).sum()))
+    def __init__(
+        self, stream: TokenStream, sequence: int, *, mask_documents: bool, name: str = "training"
+    ) -> None:
+        self._stream, self._sequence, self._mask_documents = stream, sequence, mask_documents
+        self.num_samples = (stream.num_tokens - 1) // sequence
+        if self.num_samples < 1:
+            raise DataError(
+                f"the {name} split is too small",
+                got=f"{stream.num_tokens:,} token{'s' if stream.num_tokens != 1 else ''}",
+                expected=f"at least {sequence + 1:,} for one sequence of {sequence:,} and its targets",
+                do="give more text or a shorter train.sequence",
+            )
 
-    def pin(self) -> Batch:
-        """The same batch in pinned host memory."""
-        return replace(self, tokens_BT=self.tokens_BT.pin_memory(), targets_BT=self.targets_BT.pin_memory())
-
-    def to(self, device: torch.device) -> Batch:
-        """The same batch on a device; document starts stay on the CPU."""
-        return replace(
-            self,
-            tokens_BT=self.tokens_BT.to(device, non_blocking=True),
-            targets_BT=self.targets_BT.to(device, non_blocking=True),
-        )
+    def row(self, number: int) -> Row:
+        """One window."""
+        start = number * self._sequence
+        return _window(self._stream, start, start + self._sequence, self._mask_documents)
 
 
-def num_samples(stream: TokenStream, sequence: int, name: str = "training") -> int:
-    """Whole windows of T + 1 tokens in a stream; refuses a stream without one."""
-    count = (stream.num_tokens - 1) // sequence
-    if count < 1:
-        raise DataError(
-            f"the {name} split is too small",
-            got=f"{stream.num_tokens:,} token{'s' if stream.num_tokens != 1 else ''}",
-            expected=f"at least {sequence + 1:,} for one sequence of {sequence:,} and its targets",
-            do="give more text or a shorter train.sequence",
-        )
-    return count
+def _rows_of(stream: TokenStream, sequence: int, mask_documents: bool) -> Windows | Packed:
+    """The samples of a stream; conversations are always kept apart."""
+    if stream.has_answers:
+        return packed(stream, sequence)
+    return Windows(stream, sequence, mask_documents=mask_documents)
 
 
-def _window(
-    stream: TokenStream, start: int, stop: int, mask_documents: bool
-) -> tuple[Int64Array, Int64Array, Int64Array]:
+def _window(stream: TokenStream, start: int, stop: int, mask_documents: bool) -> Row:
     """Inputs [start, stop), their targets, and the document starts within the inputs, from 0.
 
     Past the end of the stream targets are IGNORED.
@@ -110,9 +100,7 @@ def _window(
     return tokens[: stop - start], targets, starts
 
 
-def _batch(
-    rows: list[tuple[Int64Array, Int64Array, Int64Array]], sequence: int, mask_documents: bool
-) -> Batch:
+def _batch(rows: list[Row], sequence: int, mask_documents: bool) -> Batch:
     """Stack windows of `sequence` tokens to a micro-batch."""
     tokens_BT = torch.from_numpy(np.stack([tokens for tokens, _, _ in rows]))
     targets = np.stack([targets for _, targets, _ in rows])
@@ -151,9 +139,13 @@ class _Producer:
         mask_documents: bool,
         pin: bool,
     ) -> None:
-        self.stream, self.sequence, self.micro_batch = stream, sequence, micro_batch
-        self.mask_documents, self.pin = mask_documents, pin
-        self.index = SampleIndex(num_samples(stream, sequence), seed)
+        self.rows, self.sequence, self.micro_batch = (
+            _rows_of(stream, sequence, mask_documents),
+            sequence,
+            micro_batch,
+        )
+        self.mask_documents, self.pin = mask_documents or stream.has_answers, pin
+        self.index = SampleIndex(self.rows.num_samples, seed)
         own = sequences_per_step // world_size
         self.own = range(rank * own, (rank + 1) * own)
 
@@ -161,10 +153,8 @@ class _Producer:
         """This rank's micro-batches of the step whose first sample is at `position`."""
         batches = []
         for first in range(self.own.start, self.own.stop, self.micro_batch):
-            rows = []
-            for offset in range(first, min(first + self.micro_batch, self.own.stop)):
-                start = self.index[position + offset] * self.sequence
-                rows.append(_window(self.stream, start, start + self.sequence, self.mask_documents))
+            offsets = range(first, min(first + self.micro_batch, self.own.stop))
+            rows = [self.rows.row(self.index[position + offset]) for offset in offsets]
             batch = _batch(rows, self.sequence, self.mask_documents)
             batches.append(batch.pin() if self.pin else batch)
         return batches
@@ -323,11 +313,30 @@ def _produce(
 def evaluation_batches(
     stream: TokenStream, *, sequence: int, micro_batch: int, max_tokens: int, mask_documents: bool
 ) -> Iterator[Batch]:
-    """The first `max_tokens` targets of a stream in order, every one exactly once.
+    """The first `max_tokens` targets of a stream in order, every one exactly once; of conversations as many rows as
+    hold so many positions, shuffled, since rows are packed by length.
 
     The last sequence is filled up with ignored targets, and so is the last micro-batch where
     there is more than one, so that all micro-batches have one shape (torch.compile).
     """
+    rows: Iterator[Row]
+    if stream.has_answers:
+        chats = packed(stream, sequence, "held-out")
+        rows, mask_documents = map(chats.row, _evaluated_rows(chats, max_tokens)), True
+    else:
+        rows = _evaluated_windows(stream, sequence, max_tokens, mask_documents)
+    taken = list(itertools.islice(rows, micro_batch))
+    rows_per_batch = len(taken)
+    nothing = np.zeros(sequence, dtype=np.int64)
+    empty = (nothing, np.full(sequence, IGNORED, dtype=np.int64), np.empty(0, dtype=np.int64))
+    while taken:
+        yield _batch(taken + [empty] * (rows_per_batch - len(taken)), sequence, mask_documents)
+        taken = list(itertools.islice(rows, rows_per_batch))
+
+
+def _evaluated_windows(
+    stream: TokenStream, sequence: int, max_tokens: int, mask_documents: bool
+) -> Iterator[Row]:
     if stream.num_tokens < 2:
         raise DataError(
             "the text to evaluate on is too short",
@@ -336,25 +345,26 @@ def evaluation_batches(
             do="give more text",
         )
     total = min(stream.num_tokens - 1, max(max_tokens, 1))
-    starts = list(range(0, total, sequence))
-    rows_per_batch = min(micro_batch, len(starts))
-    for first in range(0, len(starts), rows_per_batch):
-        spans = [(start, min(start + sequence, total)) for start in starts[first : first + rows_per_batch]]
-        rows = [_padded(_window(stream, start, stop, mask_documents), sequence) for start, stop in spans]
-        nothing = np.zeros(sequence, dtype=np.int64)
-        while len(rows) < rows_per_batch:
-            rows.append((nothing, np.full(sequence, IGNORED, dtype=np.int64), np.empty(0, dtype=np.int64)))
-        yield _batch(rows, sequence, mask_documents)
+    for start in range(0, total, sequence):
+        yield _padded(_window(stream, start, min(start + sequence, total), mask_documents), sequence)
 
 
-def evaluation_text_bytes(stream: TokenStream, max_tokens: int) -> float:
-    """UTF-8 bytes of the text that `evaluation_batches` covers: the denominator of bits per byte."""
+def _evaluated_rows(chats: Packed, max_tokens: int) -> list[int]:
+    count = min(chats.num_samples, max(1, max_tokens // chats.sequence))
+    index = SampleIndex(chats.num_samples, seed=0)
+    return [index[position] for position in range(count)]
+
+
+def evaluation_text_bytes(stream: TokenStream, sequence: int, max_tokens: int) -> float:
+    """UTF-8 bytes of the text, or of the answers, that `evaluation_batches` covers: the denominator of bits per
+    byte."""
+    if stream.has_answers:
+        chats = packed(stream, sequence, "held-out")
+        return sum(map(chats.answer_bytes, _evaluated_rows(chats, max_tokens)))
     return stream.text_bytes_between(0, min(stream.num_tokens, max(max_tokens, 1) + 1))
 
 
-def _padded(
-    window: tuple[Int64Array, Int64Array, Int64Array], sequence: int
-) -> tuple[Int64Array, Int64Array, Int64Array]:
+def _padded(window: Row, sequence: int) -> Row:
     """A window filled up to `sequence` tokens with token 0 and ignored targets."""
     tokens, targets, starts = window
     missing = sequence - len(tokens)

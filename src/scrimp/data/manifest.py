@@ -108,6 +108,11 @@ class Manifest:
         }
 
     @property
+    def holds_conversations(self) -> bool:
+        """Whether documents are conversations, their answers marked."""
+        return "chat_template" in self.settings
+
+    @property
     def digest(self) -> str:
         """SHA-256 over the content."""
         return hashlib.sha256(json.dumps(self.content(), sort_keys=True).encode()).hexdigest()

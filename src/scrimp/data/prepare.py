@@ -29,6 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from scrimp.data.bpe import sample, train_bpe
+from scrimp.data.chat_template import ChatTemplate, read_template
+from scrimp.data.conversations import MESSAGES
 from scrimp.data.documents import Document
 from scrimp.data.encoding import encode_documents, num_cores
 from scrimp.data.manifest import (
@@ -77,7 +79,11 @@ class CorpusSpec:
     source: str
     """stdlib, a file, a folder, a saved data set, a folder of token shards, or hf:OWNER/NAME."""
     text_column: str = "text"
-    """Column (JSONL key) that holds the text."""
+    """Column (JSONL key) that holds the text; of conversations, `messages` unless another is named."""
+    conversations: bool = False
+    """The column holds messages, of which the assistant's are marked for training."""
+    chat_template: Path | None = None
+    """Jinja file that writes conversations. None: the tokenizer's own."""
     tokenizer: str = "auto"
     """bytes, bpe, or a folder with a tokenizer.json. auto: that of ready shards, else bpe."""
     bpe_vocab_size: int = 4096
@@ -85,6 +91,15 @@ class CorpusSpec:
     held_out: float | Path = 0.02
     """Share of the text kept for evaluation, or a source of its own for it. Of a saved data set with a
     validation split: 0, or that split."""
+
+    @property
+    def column(self) -> str:
+        """Where text, or messages, are read."""
+        return MESSAGES if self.conversations and self.text_column == "text" else self.text_column
+
+    def open(self, source: str) -> Source:
+        """A source, read as this corpus is."""
+        return open_source(source, self.column, conversations=self.conversations)
 
 
 def prepare(
@@ -114,12 +129,12 @@ def prepare(
     held_out = held_out_source(spec, source)
     text = Passes(source, progress)
     own = None if held_out is None else Passes(held_out, progress)
-    split = None if is_corpus(out) else _look_through(text, own, spec.held_out)
+    split = None if is_corpus(out) else _look_through(text, own, spec)
     make_folder(out)
     with folder_lock(out, lambda: note(f"waiting for another process that prepares {out}", enabled=progress)):
         manifest = _begin(out, settings)
         if manifest.split is None:
-            split = split or _look_through(text, own, spec.held_out)
+            split = split or _look_through(text, own, spec)
             manifest = replace(manifest, split=split)
             manifest.write(out)
         assert manifest.split is not None
@@ -168,14 +183,33 @@ def open_text_source(spec: CorpusSpec, out: Path | None = None) -> tuple[Source,
                 f"the output folder {out} lies inside the source {path}",
                 do="choose a folder outside the source",
             )
-    source = open_source(spec.source, spec.text_column)
-    return source, None if spec.tokenizer in ("auto", "bpe") else load_tokenizer(spec.tokenizer)
+    given = None if spec.tokenizer in ("auto", "bpe") else load_tokenizer(spec.tokenizer)
+    return spec.open(spec.source), chat_tokenizer(spec, given) if spec.conversations else given
+
+
+def chat_tokenizer(spec: CorpusSpec, given: Tokenizer | None) -> Tokenizer:
+    """The tokenizer of conversations, with the template that writes them.
+
+    Raises:
+        DataError: there is none yet. ModelError: it has no template.
+    """
+    if given is None:
+        raise DataError(
+            "conversations need a tokenizer that there is already",
+            got="one that would be trained on them",
+            expected="the tokenizer of a model, or bytes",
+            do="give --model.weights FOLDER, or --data.tokenizer (scrimp prepare: --tokenizer)",
+        )
+    if spec.chat_template is not None:
+        given = given.with_chat_template(read_template(spec.chat_template))
+    ChatTemplate(given)
+    return given
 
 
 def held_out_source(spec: CorpusSpec, source: Source) -> Source | None:
     """The text that is held out whole, where it is not a share: a source of its own, or the data set's own split."""
     if isinstance(spec.held_out, Path):
-        return open_source(str(spec.held_out), spec.text_column)
+        return spec.open(str(spec.held_out))
     return source.validation() if spec.held_out else None
 
 
@@ -184,10 +218,14 @@ def corpus_settings(
 ) -> dict[str, Any]:
     """Everything that decides the shards, as it stands in the manifest."""
     held_out = held_out_source(spec, source)
-    return {
+    template = {}
+    if spec.conversations:
+        assert given is not None
+        template = {"chat_template": ChatTemplate(given).digest}
+    return template | {
         "source": source.name.encode("utf-8", "backslashreplace").decode(),
         "fingerprint": source.fingerprint(),
-        "text_column": spec.text_column,
+        "text_column": spec.column,
         "tokenizer": "bpe" if given is None else given.digest,
         "bpe_vocab_size": spec.bpe_vocab_size if given is None else None,
         "held_out": spec.held_out if held_out is None else f"text {held_out.fingerprint()}",
@@ -299,7 +337,7 @@ class _Sides:
                 yield replace(document, held_out=True)
 
 
-def _look_through(text: Passes, held_out: Passes | None, share: float | Path) -> Split:
+def _look_through(text: Passes, held_out: Passes | None, spec: CorpusSpec) -> Split:
     """The split; also finds out early whether the source can be read and holds text."""
 
     def read(label: str) -> Iterator[Document]:
@@ -308,7 +346,7 @@ def _look_through(text: Passes, held_out: Passes | None, share: float | Path) ->
         if first is None:
             source = text.source
             raise DataError(
-                f"{source.name} holds no text",
+                f"{source.name} holds no {'conversations' if spec.conversations else 'text'}",
                 got="only blank text" if not source.skipped else _in_words(source.skipped),
                 expected="at least one document",
             )
@@ -317,10 +355,11 @@ def _look_through(text: Passes, held_out: Passes | None, share: float | Path) ->
 
     if held_out is not None:
         return split_by_source(read, held_out.read("reading"))
+    share = spec.held_out
     assert not isinstance(share, Path)
     if share == 0.0:
         next(read("looking through"))
-    return split_by_share(read, share)
+    return split_by_share(read, share, may_cut=not spec.conversations)
 
 
 def _in_words(skipped: dict[str, int]) -> str:
@@ -368,7 +407,11 @@ def _write_corpus(
     out: Path, manifest: Manifest, sides: _Sides, tokenizer: Tokenizer, shard_tokens: int, workers: int
 ) -> None:
     """The main pass: write the shards that are missing, then the complete manifest."""
-    writers = {name: SplitWriter(out, name, tokenizer.dtype, shard_tokens) for name in SPLITS}
+    chats = ChatTemplate(tokenizer) if manifest.holds_conversations else None
+    writers = {
+        name: SplitWriter(out, name, tokenizer.dtype, shard_tokens, has_answers=chats is not None)
+        for name in SPLITS
+    }
     if manifest.complete and _all_there(manifest, writers):
         note(f"{out} is complete and intact: nothing to do", enabled=sides.text.progress)
         return
@@ -381,8 +424,8 @@ def _write_corpus(
         document for document in sides.read("tokenizing") if not side(document).take_finished(document)
     )
     try:
-        for document, tokens in encode_documents(missing, tokenizer, workers):
-            side(document).add(document, tokens)
+        for document, encoded in encode_documents(missing, tokenizer, workers, chats):
+            side(document).add(document, encoded)
         for writer in writers.values():
             writer.close()
     except BaseException:
@@ -426,15 +469,17 @@ def _remove_strangers(out: Path, names: set[str]) -> None:
 def describe(manifest: Manifest) -> str:
     """Tokens and documents of both sides, how much is held out, and what was left out."""
     parts = []
+    what = "conversations" if manifest.holds_conversations else "documents"
     for name, shards in manifest.splits.items():
         tokens, number = (
             sum(getattr(entry, key) for entry in shards) for key in ("num_tokens", "num_documents")
         )
-        parts.append(f"{name} {tokens:,} tokens in {number:,} documents")
+        parts.append(f"{name} {tokens:,} tokens in {number:,} {what}")
     text_bytes = {name: sum(entry.text_bytes for entry in shards) for name, shards in manifest.splits.items()}
     asked = manifest.settings.get("held_out")
     if text_bytes.get(HELD_OUT):
-        share = f"{text_bytes[HELD_OUT] / sum(text_bytes.values()):.2%} of the text"
+        text = "answers" if manifest.holds_conversations else "text"
+        share = f"{text_bytes[HELD_OUT] / sum(text_bytes.values()):.2%} of the {text}"
         parts[-1] += f" ({share}, {asked:.2%} asked for)" if isinstance(asked, float) else f" ({share})"
     if manifest.split is not None and manifest.split.tail is not None:
         parts.append("cut off from the end of a document: no whole documents hold so little")

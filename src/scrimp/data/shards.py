@@ -5,7 +5,9 @@ A shard is one file, little-endian::
     header     HEADER_BYTES   version, sizes, checksums (see `ShardHeader`)
     tokens     uint16 or uint32, one document after the other, padded to 8 bytes   \\
     starts     uint64 per document: its first token, counted within the shard       | body
-    bytes      uint64 per document: UTF-8 bytes of the documents before it         /
+    bytes      uint64 per document: UTF-8 bytes of the documents before it         |
+    answers    of conversations: one bit per token, whether the assistant wrote    /
+               it, padded to 8 bytes
     blocks     uint32 per 64 KiB of the body: CRC-32 of that block
 
 Truncation  is seen when a shard is opened: its size must be the one the header gives.
@@ -40,10 +42,11 @@ MAGIC = b"SCRIMPTK"
 VERSION = 1
 BLOCK_BYTES = 1 << 16
 HEADER_BYTES = 256
-_HEADER = struct.Struct("<8sIIQQQII32s32s")
+_HEADER = struct.Struct("<8sIIQQQII32s32sI")
 _CRC = struct.Struct("<I")
 
 Int64Array = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,8 @@ class ShardHeader:
     """SHA-256 of the body."""
     documents_digest: bytes
     """SHA-256 over the documents' hashes: which text the shard was made from."""
+    has_answers: bool = False
+    """Whether tokens of answers are marked; what was padding before there were conversations says no."""
 
     @property
     def tokens_bytes(self) -> int:
@@ -70,7 +75,12 @@ class ShardHeader:
 
     @property
     def body_bytes(self) -> int:
-        """Bytes of tokens, starts and byte counts."""
+        """Bytes of tokens, starts, byte counts and marks."""
+        return self.answers_start + self.has_answers * (-(-self.num_tokens // 64) * 8)
+
+    @property
+    def answers_start(self) -> int:
+        """Where in the body the marks begin."""
         return self.tokens_bytes + 16 * self.num_documents
 
     @property
@@ -85,9 +95,9 @@ class ShardHeader:
 
     def pack(self) -> bytes:
         """The header as it stands in the file, with its own CRC-32 at the end."""
-        token_bytes, tokens, documents, text, blocks, sha256, digest = astuple(self)
+        token_bytes, tokens, documents, text, blocks, sha256, digest, marks = astuple(self)
         fields = _HEADER.pack(
-            MAGIC, VERSION, token_bytes, tokens, documents, text, BLOCK_BYTES, blocks, sha256, digest
+            MAGIC, VERSION, token_bytes, tokens, documents, text, BLOCK_BYTES, blocks, sha256, digest, marks
         )
         padded = fields.ljust(HEADER_BYTES - _CRC.size, b"\0")
         return padded + _CRC.pack(zlib.crc32(padded))
@@ -124,8 +134,10 @@ def read_header(path: Path) -> ShardHeader:
         )
     if zlib.crc32(raw[: -_CRC.size]) != _CRC.unpack(raw[-_CRC.size :])[0]:
         raise damaged(path, "a header that does not match its checksum")
-    _, _, token_bytes, tokens, documents, text, _, blocks_crc, sha256, digest = _HEADER.unpack_from(raw)
-    header = ShardHeader(token_bytes, tokens, documents, text, blocks_crc, sha256, digest)
+    _, _, token_bytes, tokens, documents, text, _, blocks_crc, sha256, digest, marks = _HEADER.unpack_from(
+        raw
+    )
+    header = ShardHeader(token_bytes, tokens, documents, text, blocks_crc, sha256, digest, bool(marks))
     if size != header.file_bytes:
         kind = "truncated" if size < header.file_bytes else "longer than written"
         raise damaged(
@@ -140,10 +152,12 @@ class ShardWriter:
     Args:
         path: the final name.
         dtype: uint16 or uint32, little-endian.
+        has_answers: every document comes with marks.
     """
 
-    def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
+    def __init__(self, path: Path, dtype: np.dtype[Any], *, has_answers: bool = False) -> None:
         self.path, self._dtype = path, dtype
+        self._answers: list[BoolArray] | None = [] if has_answers else None
         self._beside = path.with_name(f".{path.name}.partial")
         self.num_tokens = self.text_bytes = 0
         self._starts: list[int] = []
@@ -155,8 +169,18 @@ class ShardWriter:
             self._file: BinaryIO = open(self._beside, "wb", buffering=1 << 20)  # noqa: SIM115  closed by finish or abandon
             self._file.write(b"\0" * HEADER_BYTES)
 
-    def add(self, tokens: npt.NDArray[Any], *, text_bytes: int, document_hash: int) -> None:
-        """Append one document."""
+    def add(
+        self,
+        tokens: npt.NDArray[Any],
+        *,
+        text_bytes: int,
+        document_hash: int,
+        answers: BoolArray | None = None,
+    ) -> None:
+        """Append one document, with its marks where the shard has any."""
+        if self._answers is not None:
+            assert answers is not None
+            self._answers.append(answers)
         self._starts.append(self.num_tokens)
         self._bytes.append(self.text_bytes)
         self._documents.update(document_hash.to_bytes(8, "little"))
@@ -185,6 +209,9 @@ class ShardWriter:
         self._write(memoryview(b"\0" * (-self.num_tokens * self._dtype.itemsize % 8)))
         for column in (self._starts, self._bytes):
             self._write(np.array(column, dtype="<u8").data.cast("B"))
+        if self._answers is not None:
+            bits = np.packbits(np.concatenate(self._answers), bitorder="little")
+            self._write(np.pad(bits, (0, -len(bits) % 8)).data)
         if self._in_block:
             self._end_block()
         blocks = np.array(self._crcs, dtype="<u4").tobytes()
@@ -196,6 +223,7 @@ class ShardWriter:
             zlib.crc32(blocks),
             self._sha256.digest(),
             self._documents.digest(),
+            self._answers is not None,
         )
         with storage(self.path, "write"):
             self._file.write(blocks)
@@ -227,7 +255,7 @@ class Shard:
         self._unchecked = np.ones(header.num_blocks, dtype=bool)
         tokens = self._body[: header.num_tokens * header.token_bytes]
         self._tokens = tokens.view(f"<u{header.token_bytes}")
-        documents = self._body[header.tokens_bytes :].view("<u8")
+        documents = self._body[header.tokens_bytes : header.answers_start].view("<u8")
         self._starts, self._bytes = documents[: header.num_documents], documents[header.num_documents :]
 
     def tokens(self, start: int, stop: int) -> npt.NDArray[Any]:
@@ -236,9 +264,17 @@ class Shard:
         self._check(start * size, stop * size)
         return self._tokens[start:stop]
 
+    def answers(self, start: int, stop: int) -> BoolArray:
+        """Which of the tokens [start, stop) the assistant wrote; of conversations alone."""
+        first, last = start // 8, -(-stop // 8)
+        begin = self.header.answers_start
+        self._check(begin + first, begin + last)
+        bits = np.unpackbits(self._body[begin + first : begin + last], bitorder="little")
+        return bits[start - 8 * first : stop - 8 * first].astype(bool)
+
     def document_starts(self, start: int, stop: int) -> Int64Array:
         """Where documents begin within [start, stop)."""
-        self._check(self.header.tokens_bytes, self.header.body_bytes)
+        self._check(self.header.tokens_bytes, self.header.answers_start)
         first, last = np.searchsorted(self._starts, np.array([start, stop], dtype=np.uint64))
         return self._starts[first:last].astype(np.int64)
 
@@ -247,7 +283,7 @@ class Shard:
         header = self.header
         if position >= header.num_tokens:
             return float(header.text_bytes)
-        self._check(header.tokens_bytes, header.body_bytes)
+        self._check(header.tokens_bytes, header.answers_start)
         document = int(np.searchsorted(self._starts, np.uint64(position), side="right")) - 1
         last = document + 1 == header.num_documents
         start, before = int(self._starts[document]), int(self._bytes[document])

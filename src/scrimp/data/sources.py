@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from scrimp.data.columns import jsonl_texts, parquet_texts
+from scrimp.data.columns import Column, jsonl_texts, parquet_texts
 from scrimp.data.documents import LONGEST_DOCUMENT, cut, text_target
 from scrimp.data.streams import COMPRESSED, Meter, content_suffix, open_bytes, text_blocks
 from scrimp.errors import DataError
@@ -76,7 +76,7 @@ class SourceFile:
 class Files(Source):
     """Text, JSONL and Parquet files, one after the other."""
 
-    def __init__(self, name: str, files: list[SourceFile], column: str, *, alone: bool) -> None:
+    def __init__(self, name: str, files: list[SourceFile], column: Column, *, alone: bool) -> None:
         super().__init__(name)
         self.files, self.column, self.alone = files, column, alone
         self.num_bytes = sum(file.size for file in files)
@@ -89,6 +89,8 @@ class Files(Source):
                     yield from parquet_texts(file.path, self.column, meter, self.skipped)
                 case suffix if suffix in _JSONL or (suffix == ".json" and self.alone):
                     yield from jsonl_texts(file.path, self.column, meter, self.skipped)
+                case _ if self.column.is_messages:
+                    raise _no_conversations(str(file.path))
                 case _:
                     target = text_target(_text_bytes(file)) if self.alone else LONGEST_DOCUMENT
                     yield from cut(text_blocks(file.path, meter), target)
@@ -109,7 +111,7 @@ class StandardLibrary(Files):
                 got=f"no .py file in {root}",
                 do="give a text with data.source",
             )
-        super().__init__("stdlib", files, "", alone=False)
+        super().__init__("stdlib", files, Column("text"), alone=False)
 
     def texts(self, meter: Meter) -> Iterator[str]:
         self.skipped = {}
@@ -179,9 +181,28 @@ def source_file(path: Path, name: str) -> SourceFile | None:
     return SourceFile(name, path, status.st_size, status.st_mtime_ns)
 
 
-def open_source(source: str, column: str) -> Source:
-    """The source that a name or path means."""
+def open_source(source: str, column: str, *, conversations: bool = False) -> Source:
+    """The source that a name or path means.
+
+    Args:
+        column: of the text; of conversations the column of their messages.
+        conversations: read those, not text.
+    """
+    return _open_source(source, Column(column, conversations))
+
+
+def _no_conversations(name: str) -> DataError:
+    return DataError(
+        f"{name} holds text, not conversations",
+        expected="JSONL or Parquet files, or a data set, with a column of messages",
+        do="give conversations, or leave --objective.name out to train on text",
+    )
+
+
+def _open_source(source: str, column: Column) -> Source:
     if source == "stdlib":
+        if column.is_messages:
+            raise _no_conversations(source)
         return StandardLibrary()
     if source.startswith(HUB):
         from scrimp.data.hub import Hub
@@ -213,7 +234,7 @@ def _hub_hint(source: str) -> str:
     return f"for the hub write {HUB}{source}" if looks_like_hub else "check the spelling of data.source"
 
 
-def _open_folder(path: Path, column: str) -> Source:
+def _open_folder(path: Path, column: Column) -> Source:
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         from scrimp.data.hub import SavedDataset
 

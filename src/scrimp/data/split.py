@@ -170,8 +170,11 @@ class _Survey:
         yield from waiting.values()
 
 
-def split_by_share(read: Pass, share: float) -> Split:
+def split_by_share(read: Pass, share: float, *, may_cut: bool = True) -> Split:
     """The split that holds out a share of the text, by bytes.
+
+    Args:
+        may_cut: the end of a document may be cut off.
 
     Raises:
         DataError: the corpus is too small, or so much alike that nothing can be held out.
@@ -185,7 +188,7 @@ def split_by_share(read: Pass, share: float) -> Split:
     _compare(read("comparing the documents of"), list(candidates.values()))
     target = share * survey.num_bytes
     taken = _take(candidates, target, survey.num_bytes)
-    if len(taken) < _ENOUGH_DOCUMENTS and sum(candidates[one].size for one in taken) < target / 2:
+    if may_cut and len(taken) < _ENOUGH_DOCUMENTS and sum(candidates[one].size for one in taken) < target / 2:
         tail = _tail(read, [hash_ for _, hash_ in sorted(survey.largest, reverse=True)], target)
         if tail is not None:
             return Split(tail=tail)

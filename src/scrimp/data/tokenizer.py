@@ -49,12 +49,13 @@ if TYPE_CHECKING:
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_BPE = 257
 """The 256 bytes and the delimiter."""
+CHAT_TEMPLATE = "chat_template.jinja"
 _COMPANIONS = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "generation_config.json",
-    "chat_template.jinja",
+    CHAT_TEMPLATE,
 )
 """Files beside tokenizer.json that are read along with it."""
 _LONGEST_COMPANION = 64 << 20
@@ -178,6 +179,50 @@ class Tokenizer:
         prompting.no_truncation()
         prompting.no_padding()
         return prompting
+
+    @cached_property
+    def chat_template(self) -> str | None:
+        """The Jinja text of the folder's chat template (see chat_template.py); None where it has none."""
+        if CHAT_TEMPLATE in self._companions:
+            return self._companions[CHAT_TEMPLATE]
+        found = _json_object(self._companions.get("tokenizer_config.json", "{}"), self.name).get(
+            "chat_template"
+        )
+        if isinstance(found, list):  # several by name, as older folders have them
+            named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
+            found = named.get("default")
+        return found if isinstance(found, str) else None
+
+    def with_chat_template(self, template: str) -> Tokenizer:
+        """The same tokenizer with another chat template."""
+        return Tokenizer(self._definition, self._companions | {CHAT_TEMPLATE: template}, name=self.name)
+
+    @cached_property
+    def special_tokens(self) -> dict[str, str]:
+        """bos_token, eos_token and the like, as templates know them, to their texts."""
+        found: dict[str, str] = {}
+        for file in ("special_tokens_map.json", "tokenizer_config.json"):
+            for key, token in _json_object(self._companions.get(file, "{}"), self.name).items():
+                text = token.get("content") if isinstance(token, dict) else token
+                if key.endswith("_token") and isinstance(text, str):
+                    found[key] = text
+        return found
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of added tokens, control tokens among them."""
+        return frozenset(self._plain.get_added_tokens_decoder())
+
+    @cached_property
+    def added_texts(self) -> tuple[str, ...]:
+        """The texts of added tokens."""
+        return tuple(token.content for token in self._plain.get_added_tokens_decoder().values())
+
+    def encode_rendered(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """The ids of text that spells its control tokens, none added, and of each the characters that it stands for."""
+        with _panics_refused(self.name):
+            encoding = self._prompting.encode(text, add_special_tokens=False)
+        return list(encoding.ids), list(encoding.offsets)
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of the ids, without special tokens; ids beyond the vocabulary give nothing."""

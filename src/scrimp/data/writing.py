@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from scrimp.data.documents import Document
+from scrimp.data.encoding import Encoded
 from scrimp.data.manifest import ShardEntry, shard_name
 from scrimp.data.progress import note
 from scrimp.data.shards import Shard, ShardHeader, ShardWriter
-from scrimp.data.tokenizer import TokenArray
 from scrimp.errors import DataError
 
 
@@ -48,9 +48,18 @@ class FinishedShard:
 class SplitWriter:
     """Turns the documents of one split into its shards; finished ones are kept."""
 
-    def __init__(self, folder: Path, split: str, dtype: np.dtype[Any], shard_tokens: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        split: str,
+        dtype: np.dtype[Any],
+        shard_tokens: int,
+        *,
+        has_answers: bool = False,
+    ) -> None:
         self._folder, self._split, self._dtype, self._shard_tokens = folder, split, dtype, shard_tokens
-        self.finished = _finished_shards(folder, split, dtype)
+        self._has_answers = has_answers
+        self.finished = _finished_shards(folder, split, dtype, has_answers)
         self.entries: list[ShardEntry] = []
         self._reused: FinishedShard | None = None
         self._writer: ShardWriter | None = None
@@ -88,15 +97,22 @@ class SplitWriter:
         self._leading = self._reused is not None
         return True
 
-    def add(self, document: Document, tokens: TokenArray) -> None:
+    def add(self, document: Document, encoded: Encoded) -> None:
         """The next document, encoded."""
         if self._reused is not None:
             self._reuse(document)
             return
         if self._writer is None:
-            self._writer = ShardWriter(self._path(len(self.entries)), self._dtype)
-        self._writer.add(tokens, text_bytes=document.num_bytes, document_hash=document.hash)
-        self.num_tokens += len(tokens)
+            self._writer = ShardWriter(
+                self._path(len(self.entries)), self._dtype, has_answers=self._has_answers
+            )
+        self._writer.add(
+            encoded.tokens,
+            text_bytes=encoded.num_bytes,
+            document_hash=document.hash,
+            answers=encoded.answers,
+        )
+        self.num_tokens += len(encoded.tokens)
         if self._writer.num_tokens >= self._shard_tokens:
             self._finish()
 
@@ -120,7 +136,9 @@ class SplitWriter:
             self._writer.abandon()
 
 
-def _finished_shards(folder: Path, split: str, dtype: np.dtype[Any]) -> dict[int, ShardHeader]:
+def _finished_shards(
+    folder: Path, split: str, dtype: np.dtype[Any], has_answers: bool
+) -> dict[int, ShardHeader]:
     """Number -> header of the shards that are there and intact."""
     finished = {}
     for path in sorted(folder.glob(f"{split}-*.tokens")):
@@ -131,6 +149,8 @@ def _finished_shards(folder: Path, split: str, dtype: np.dtype[Any]) -> dict[int
         except DataError as error:
             note(f"writing {path.name} again: {error.got or error.what}")
             continue
-        if number.isdigit() and shard.header.token_bytes == dtype.itemsize and shard.header.num_documents:
-            finished[int(number)] = shard.header
+        header = shard.header
+        is_of_kind = header.token_bytes == dtype.itemsize and header.has_answers == has_answers
+        if number.isdigit() and is_of_kind and header.num_documents:
+            finished[int(number)] = header
     return finished

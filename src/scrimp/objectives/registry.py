@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 OBJECTIVES = {
     "next-token": "scrimp.objectives.next_token:NextToken",
+    "sft": "scrimp.objectives.sft:SupervisedFineTuning",
 }
 """Name of an objective to the module and class that is it; the class has `build(settings)`."""
 KEY = "objective.name"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from scrimp.config import Config, MemoryConfig, flatten
-from scrimp.data import CorpusSpec, Progress, open_corpus
+from scrimp.data import ChatTemplate, CorpusSpec, Progress, Tokenizer, open_corpus
 from scrimp.errors import ConfigError, DataError, ModelError, StorageError
 from scrimp.export import ExportTarget
 from scrimp.models import spec_of
@@ -222,9 +222,16 @@ def load_executable(target: Target, device_name: str) -> Executable:
 
 
 def evaluate_target(
-    folder: Path, data: str, *, device: str = "auto", sequence: int | None = None, text_column: str = "text"
+    folder: Path,
+    data: str,
+    *,
+    device: str = "auto",
+    sequence: int | None = None,
+    text_column: str = "text",
+    conversations: bool = False,
 ) -> Evaluation:
-    """Evaluate a run or a Hugging Face folder on all of a text, and print the figures."""
+    """Evaluate a run or a Hugging Face folder on all of a text, or on the answers of conversations, and print the
+    figures."""
     target = open_target(folder)
     if sequence is not None and not 1 <= sequence <= target.architecture.context:
         raise ModelError(
@@ -238,7 +245,11 @@ def evaluate_target(
     with contextlib.ExitStack() as stack:
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="scrimp-eval-"))
         spec = CorpusSpec(
-            source=data, text_column=text_column, tokenizer=str(target.tokenizer_folder), held_out=0.0
+            source=data,
+            text_column=text_column,
+            conversations=conversations,
+            tokenizer=str(target.tokenizer_folder),
+            held_out=0.0,
         )
         corpus = open_corpus(spec, cache=Path(scratch), progress=False)
         bytes_per_token = corpus.train.text_bytes / corpus.train.num_tokens
@@ -292,10 +303,7 @@ def generate_text(
     ids = list(prompt_ids)
     text = target.tokenizer.decode(ids)
     sys.stdout.write("… " * (len(text) > ECHOED) + printable(text[-ECHOED:]))
-    # The text so far is not decoded anew for each token: only what the last few give, and the new one.
-    start = max(0, len(ids) - _TOKENS_BEFORE)
-    shown = target.tokenizer.decode(ids[start:])
-    for token in generate(
+    chosen = generate(
         executable.model,
         prompt_ids,
         max_tokens=tokens,
@@ -304,17 +312,32 @@ def generate_text(
         top_p=top_p,
         seed=seed,
         end_ids=target.tokenizer.end_ids,
-    ):
+    )
+    for piece in new_text(target.tokenizer, ids, chosen):
+        sys.stdout.write(printable(piece))
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+    return target.tokenizer.decode(ids)
+
+
+def new_text(tokenizer: Tokenizer, ids: list[int], tokens: Iterable[int]) -> Iterator[str]:
+    """What tokens add to a text, piece by piece.
+
+    Args:
+        ids: of the text so far; the tokens are added to it.
+    """
+    # The text so far is not decoded anew for each token: only what the last few give, and the new one.
+    start = max(0, len(ids) - _TOKENS_BEFORE)
+    shown = tokenizer.decode(ids[start:])
+    for token in tokens:
         ids.append(token)
-        text = target.tokenizer.decode(ids[start:])
+        text = tokenizer.decode(ids[start:])
         # A character may span several tokens: wait until its last byte is there.
         if text.startswith(shown) and not text.endswith("\ufffd"):
-            sys.stdout.write(printable(text[len(shown) :]))
-            sys.stdout.flush()
+            yield text[len(shown) :]
             start = max(start, len(ids) - _TOKENS_BEFORE)
-            shown = target.tokenizer.decode(ids[start:])
-    sys.stdout.write(printable(target.tokenizer.decode(ids[start:])[len(shown) :]) + "\n")
-    return target.tokenizer.decode(ids)
+            shown = tokenizer.decode(ids[start:])
+    yield tokenizer.decode(ids[start:])[len(shown) :]
 
 
 def _refuse_no_text(prompt: str) -> None:
@@ -345,7 +368,7 @@ def export_run(run_dir: Path, out: Path) -> None:
         target.architecture,
         out,
         bos_id=tokenizer.delimiter_id,
-        eos_ids=tokenizer.end_ids,
+        eos_ids=tokenizer.end_ids if tokenizer.chat_template is None else ChatTemplate(tokenizer).end_ids,
         save_tokenizer=save_and_seal,
     )
     own = '"PreTrainedTokenizerFast"' in tokenizer.files().get("tokenizer_config.json", "")

@@ -71,6 +71,6 @@ def evaluate(
     if num_targets == 0:
         raise DataError("nothing to evaluate", got="no target token", do="give a longer text")
     loss = float(total) / num_targets
-    text_bytes = evaluation_text_bytes(stream, limit)
+    text_bytes = evaluation_text_bytes(stream, sequence, limit)
     bits_per_byte = float(total) / math.log(2) / text_bytes if text_bytes else math.nan
     return Evaluation(loss=loss, bits_per_byte=bits_per_byte, num_targets=num_targets)

@@ -12,6 +12,7 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
+from scrimp.data import ChatTemplate
 from scrimp.errors import ScrimpError, StorageError, TrainingError, typed
 from scrimp.files import write_whole
 from scrimp.models.generation import generate
@@ -131,7 +132,12 @@ def _sample(run: Run) -> None:
     corpus = run.corpus
     tokenizer, stream = corpus.tokenizer, corpus.held_out if corpus.held_out.num_tokens else corpus.train
     context = run.decisions.architecture.context
-    prompt_ids = [int(i) for i in stream.read(0, min(16, stream.num_tokens, max(1, context - 1)))]
+    begins = min(16, stream.num_tokens)
+    end_ids = tokenizer.end_ids
+    if stream.has_answers:  # all that the first conversation holds before its first answer
+        begins = int(stream.mask(0, min(context, stream.num_tokens)).argmax())
+        end_ids = ChatTemplate(tokenizer).end_ids
+    prompt_ids = [int(i) for i in stream.read(0, max(1, min(begins, context - 1)))]
     model: Model = run.executable.model
     model.eval()
     with run.executable.autocast():
@@ -143,7 +149,7 @@ def _sample(run: Run) -> None:
                 temperature=0.8,
                 top_p=0.95,
                 seed=run.config.run.seed,
-                end_ids=tokenizer.end_ids,
+                end_ids=end_ids,
             )
         )
     model.train()

@@ -17,7 +17,7 @@ import torch
 
 from scrimp import __version__, objectives, user_code
 from scrimp.config import Config, flatten, reasons_in, to_toml
-from scrimp.data import load_tokenizer
+from scrimp.data import load_tokenizer, packed
 from scrimp.errors import CheckpointError, ConfigError, PlanError, TrainingError
 from scrimp.files import write_whole
 from scrimp.gemm import BackendChooser
@@ -408,6 +408,8 @@ def _announce(run: Run, run_dir: Path, start: Start) -> None:
         f"{format_count(corpus.held_out.num_tokens)} held out; {run_dir}"
     )
     run.line.message(f"data: {corpus.checked}")
+    if corpus.train.has_answers:
+        run.tell("packing", packed(corpus.train, config.train.sequence).sentence)
     run.line.message(account_text(run.decisions))
     attention = attention_text(run.decisions)
     if attention:

@@ -24,7 +24,7 @@ from scrimp.config import (
     check_values,
     resolve,
 )
-from scrimp.data import Corpus, CorpusSpec, is_corpus, load_tokenizer, open_corpus
+from scrimp.data import Corpus, CorpusSpec, is_corpus, load_tokenizer, open_corpus, packed
 from scrimp.errors import CheckpointError, ConfigError, DataError, DeviceError, ModelError, PlanError
 from scrimp.gemm import BackendChooser
 from scrimp.models import spec_of
@@ -198,6 +198,7 @@ def decide(config: Config, *, architecture: Architecture | None = None, world: W
     """
     check_values(config)
     objectives.check(config.objective)
+    _refuse_unread_settings(config)
     _refuse_ranks(world)
     device = resolve_device(config.device, world)
     refuse_undetermined(device.torch_device)
@@ -218,6 +219,28 @@ def decide(config: Config, *, architecture: Architecture | None = None, world: W
         reasons["device"] = device.reason
     resolved = _decide_tokenizer(resolved, resolution.architecture, reasons)
     return _plan_for(device, resolved, resolution.architecture, reasons)
+
+
+def reads_conversations(config: Config) -> bool:
+    """Whether the objective learns from conversations, not from text."""
+    return objectives.build(config.objective).reads == "conversations"
+
+
+def _refuse_unread_settings(config: Config) -> None:
+    """Refuse settings of the data that the objective contradicts, or has no use for."""
+    if not reads_conversations(config):
+        if config.data.chat_template is not None:
+            raise ConfigError(
+                "data.chat_template is for conversations",
+                got=f"{config.data.chat_template} beside objective.name {config.objective.name}",
+                do="set --objective.name sft, or leave it out",
+            )
+    elif not config.data.mask_documents:
+        raise ConfigError(
+            "data.mask_documents cannot be switched off for conversations",
+            got="attention across the conversations of a sequence",
+            do="leave it out: conversations are always kept apart",
+        )
 
 
 def _refuse_ranks(world: World) -> None:
@@ -316,6 +339,8 @@ def corpus_spec(config: Config) -> CorpusSpec:
     return CorpusSpec(
         source=data.source,
         text_column=data.text_column,
+        conversations=reads_conversations(config),
+        chat_template=data.chat_template,
         tokenizer=data.tokenizer,
         bpe_vocab_size=data.vocab_size or BPE_LIMIT,
         held_out=data.held_out,
@@ -334,7 +359,11 @@ def open_run_corpus(decisions: Decisions, *, progress: bool = True, digest: str 
         corpus = open_corpus(corpus_spec(config), cache=config.data.cache, progress=progress, digest=digest)
     world.agree("the data", corpus.digest, do="give all ranks the same source and the same cache")
     sequence = config.train.sequence
-    if corpus.train.num_tokens < sequence + 1:
+    if corpus.manifest.holds_conversations:
+        packed(corpus.train, sequence)  # refused here where nothing fits
+        if corpus.held_out.num_tokens:
+            packed(corpus.held_out, sequence, "held-out")
+    elif corpus.train.num_tokens < sequence + 1:
         raise DataError(
             f"the training split of {config.data.source} is shorter than one sequence",
             got=f"{corpus.train.num_tokens:,} tokens",

@@ -27,6 +27,7 @@ from scrimp.config import (
     with_later_choices,
 )
 from scrimp.data import Corpus, load_tokenizer
+from scrimp.data.tokenizer import CHAT_TEMPLATE
 from scrimp.errors import CheckpointError, DataError, typed
 from scrimp.runtime.memory import HostRoom
 from scrimp.train.checkpoint import Checkpoint, CheckpointStore
@@ -236,6 +237,7 @@ def anchored(config: Config) -> Config:
         held_out=data.held_out
         if not isinstance(data.held_out, Path)
         else Path(_anchored_name(str(data.held_out))),
+        chat_template=None if data.chat_template is None else data.chat_template.expanduser().absolute(),
         cache=None if data.cache is None else data.cache.expanduser().absolute(),
     )
     weights = None if model.weights is None else model.weights.expanduser().absolute()
@@ -258,7 +260,7 @@ def refuse_other_configuration(checkpoint: Checkpoint, saved: Config, run_dir: P
     """The folder's config.toml must be the one that the checkpoint was made with."""
     then = with_later_choices(load_config(checkpoint.folder / CONFIG))
     # A tokenizer may lie elsewhere by now; that it is the same one, the digest of the data says.
-    free = MAY_CHANGE_ON_RESUME | {"data.tokenizer"}
+    free = MAY_CHANGE_ON_RESUME | {"data.tokenizer", "data.chat_template"}
     changed = {key: pair for key, pair in differences(then, saved).items() if key not in free}
     if changed:
         raise CheckpointError(
@@ -271,8 +273,13 @@ def refuse_other_configuration(checkpoint: Checkpoint, saved: Config, run_dir: P
 
 
 def _with_own_tokenizer(config: Config, run_dir: Path) -> Config:
-    """Use the run's copy of its tokenizer where the folder that it came from is gone."""
-    name = config.data.tokenizer
+    """Use the run's copy of its tokenizer, and of its chat template, where what they came from is gone."""
+    name, template = config.data.tokenizer, config.data.chat_template
+    own_template = run_dir / TOKENIZER / CHAT_TEMPLATE
+    if template is not None and not template.exists() and own_template.is_file():
+        config = dataclasses.replace(
+            config, data=dataclasses.replace(config.data, chat_template=own_template)
+        )
     if name in KEYWORDS or Path(name).exists():
         return config
     return dataclasses.replace(
