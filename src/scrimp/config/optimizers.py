@@ -31,6 +31,7 @@ OPTIMIZERS: dict[str, OptimizerFacts] = {
     "adamw": OptimizerFacts(
         "scrimp.optim.adamw_run", moments=("auto", "fp32", "bf16", "8bit"), on_host=True, rounds=True
     ),
+    "muon": OptimizerFacts("scrimp.optim.muon", moments=("auto", "fp32", "bf16", "8bit")),
 }
 
 

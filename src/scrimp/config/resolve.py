@@ -24,7 +24,8 @@ batch_tokens         4Ki below 8M, 16Ki below 50M, 64Ki below 200M, 256Ki below 
 micro_batch          the largest divisor of the batch's sequences with at most 4Ki tokens on a CPU (where
                      caches are small), 16Ki on CUDA: large enough for full GEMMs, and no more activations.
 lr                   min(3e-3, 0.8 / width): Adam's stable rate falls as one over the width. A
-                     tenth of it when starting from trained weights, so that they are not unlearned.
+                     tenth of it when starting from trained weights, so that they are not unlearned. The same for
+                     Muon, whose updates are scaled to the size of AdamW's (arXiv 2502.16982).
 warmup_steps         a twentieth of the run, at most 2,000, at least 1.
 eval_every           ten evaluations a run, the one at the end included; fewer where each would have less than
                      one step's tokens.
@@ -289,6 +290,8 @@ def _lr(config: Config, architecture: Architecture) -> _Decision:
     reason = f"min(3e-3, 0.8 / width {architecture.width:,})"
     if config.model.weights is not None:
         lr, reason = lr / 10, f"a tenth of {reason}, from trained weights"
+    if config.optimizer.name == "muon":
+        reason += ", as AdamW's, to whose size Muon's updates are scaled"
     return float(f"{lr:.3g}"), reason
 
 

@@ -127,7 +127,7 @@ class OptimizerConfig:
     """How gradients move the weights."""
 
     name: str = "adamw"
-    """adamw."""
+    """adamw, or muon: orthogonalised momentum for the blocks' matrices, AdamW for the rest."""
     lr: float | None = None
     """Peak learning rate. Unset: min(3e-3, 0.8 / width), a tenth of that from model.weights."""
     weight_decay: float = 0.1
@@ -136,6 +136,8 @@ class OptimizerConfig:
     """AdamW: decay of the first moment."""
     beta2: float = 0.95
     """AdamW: decay of the second moment."""
+    momentum: float = 0.95
+    """Muon: decay of the average of gradients."""
     eps: float = 1e-8
     """AdamW: added to the root of the second moment."""
     clip: float = 1.0

@@ -82,6 +82,7 @@ RANGES: dict[str, Range] = {
     "optimizer.weight_decay": Range(0, 10),
     "optimizer.beta1": Range(0, 1, below=True),
     "optimizer.beta2": Range(0, 1, below=True),
+    "optimizer.momentum": Range(0, 1, below=True),
     "optimizer.eps": Range(0, 1, above=True),
     "optimizer.clip": Range(0, 10**9),
     "objective.z_loss": Range(0, 1),

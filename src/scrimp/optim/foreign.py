@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from scrimp.errors import PlanError
-from scrimp.optim.rules import AdamWRule, GradientRule
+from scrimp.optim.rules import AdamWRule, GradientRule, MuonRule
 from scrimp.statistics import UpdateRule
 
 State = Mapping[str, Any]
@@ -39,11 +39,31 @@ def _sgd(parameter: Tensor, group: State, state: State) -> UpdateRule:
     return GradientRule(float(group["lr"]))
 
 
+def _muon(parameter: Tensor, group: State, state: State) -> UpdateRule:
+    if hasattr(parameter, "device_mesh"):
+        raise PlanError(
+            "the update of a matrix by Muon is not known from its shards",
+            got=f"a parameter of shape {tuple(parameter.shape)} on several ranks",
+            do='give sensitivity="gradient", or measure in one process',
+        )
+    return MuonRule(
+        float(group["lr"]),
+        state.get("momentum_buffer"),
+        group["momentum"],
+        group["nesterov"],
+        group["ns_coefficients"],
+        group["ns_steps"],
+        group["eps"],
+        group["adjust_lr_fn"],
+    )
+
+
 RuleMaker = Callable[[Tensor, State, State], UpdateRule]
 _RULES: dict[type, tuple[str, RuleMaker]] = {
     torch.optim.AdamW: ("adamw", _adamw),
     torch.optim.Adam: ("adamw", _adamw),
     torch.optim.SGD: ("sgd", _sgd),
+    torch.optim.Muon: ("muon", _muon),
 }
 """By the very class: others of the same name, and those derived from these, step in ways of their own."""
 
@@ -69,7 +89,7 @@ def _odd(optimizer: Any) -> list[str]:
 
 
 class TorchOptimizer:
-    """A view of an optimizer that has a rule: torch.optim.Adam, AdamW (fused or not), SGD, or one with its own."""
+    """A view of an optimizer that has a rule: Adam, AdamW (fused or not), SGD or Muon of torch, or one with its own."""
 
     def __init__(self, optimizer: Any, model: nn.Module, *, max_norm: float = 0.0) -> None:
         """Refuse optimizers whose update is not known here."""
@@ -79,7 +99,7 @@ class TorchOptimizer:
             raise PlanError(
                 "the sensitivities of this optimizer are not known",
                 got=type(optimizer).__name__ + (f" with {odd[0]}" if odd else ""),
-                expected="torch.optim.AdamW, Adam or SGD, or one with a method update_rule",
+                expected="torch.optim.AdamW, Adam, SGD or Muon, or one with a method update_rule",
                 do='give sensitivity="gradient": updates are then taken as proportional to gradients',
             )
         self._start(*found, optimizer, model, max_norm)

@@ -8,11 +8,15 @@ AdamW    With m, v before the step, t the step's number, g the gradient as the o
          Adam's weight decay is part of its gradient, g + wd W; AdamW's moves no sensitivity.
 SGD      With momentum or without, the next update moves by exactly the change of the gradient: h(g) = g. Dampening and
          Nesterov's look-ahead scale the updates of a group alike, and are left out.
-Checked  tests/statistics/test_sensitivity.py: against the optimizers' own steps
+Muon     h(g) is the orthogonalised momentum times its factor of the learning rate, as in torch.optim.Muon but in the
+         gradient's own precision: in bf16 rounding would hide what a small noise changes. Differences of h are taken as
+         they are, not to first order: directions that the gradient hardly has swing as far as any other.
+Checked  tests/statistics/test_sensitivity.py: against the optimizers' own steps; Muon: tests/optim/test_muon_rule.py
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -74,3 +78,50 @@ class GradientRule:
     def here(self) -> GradientRule:
         """Every shard has the rule of the whole."""
         return self
+
+
+@dataclass(frozen=True)
+class MuonRule:
+    """One matrix of torch.optim.Muon."""
+
+    lr: float
+    buffer: Tensor | None = None
+    """Average of the gradients; None: zeros."""
+    momentum: float = 0.95
+    nesterov: bool = True
+    coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
+    """Of the Newton-Schulz iteration."""
+    steps: int = 5
+    eps: float = 1e-7
+    rate: str | None = None
+    """torch's `adjust_lr_fn`."""
+    rows: tuple[int, ...] = ()
+    """Of the maps that are orthogonalised alone; empty: the matrix is one."""
+    is_linear = False
+
+    def direction(self, gradient: Tensor) -> Tensor:
+        """The orthogonalised momentum of each map, times its factor of the learning rate."""
+        before = torch.zeros_like(gradient) if self.buffer is None else self.buffer.to(gradient.dtype)
+        average = before.lerp(gradient, 1 - self.momentum)
+        moved = gradient.lerp(average, self.momentum) if self.nesterov else average
+        parts = moved.split(list(self.rows or (len(moved),)))
+        return torch.cat([self._orthogonal(part) * self._factor(part) for part in parts])
+
+    def here(self) -> MuonRule:
+        """Of a whole matrix; shards are refused where the rule is made."""
+        return self
+
+    def _factor(self, part: Tensor) -> float:
+        rows, columns = part.shape
+        if self.rate == "match_rms_adamw":
+            return 0.2 * math.sqrt(max(rows, columns))
+        return math.sqrt(max(1.0, rows / columns))
+
+    def _orthogonal(self, part: Tensor) -> Tensor:
+        a, b, c = self.coefficients
+        x: Tensor = part.mT if part.shape[0] > part.shape[1] else part
+        x = x / x.norm().clamp(min=self.eps)
+        for _ in range(self.steps):
+            gram = x @ x.mT
+            x = a * x + (b * gram + c * gram @ gram) @ x
+        return x.mT if part.shape[0] > part.shape[1] else x

@@ -1,0 +1,188 @@
+"""Muon: the blocks' weight matrices move by orthogonalised momentum, everything else by AdamW.
+
+Problem  The gradients of a weight matrix lie mostly in a few directions; AdamW follows these, whatever it divides by.
+Method   torch.optim.Muon for the blocks' matrices, g the gradient, B its average, mu `momentum`::
+
+             B = mu B + (1 - mu) g             U = (1 - mu) g + mu B                  (Nesterov)
+             O = five quintic Newton-Schulz steps of U / |U|, in bf16: all singular values come near 1
+             W = (1 - lr wd) W - lr * 0.2 sqrt(max(rows, columns)) * O
+
+         AdamW (`scrimp.optim.adamw`) for embedding, head, norms and biases: the first two are tables whose rows move
+         alone, the others no matrices.
+Rate     One `optimizer.lr` for both. O has a root mean square of 1 / sqrt(max(rows, columns)), AdamW's updates have one
+         of 0.2 to 0.4: with the factor above ("match_rms_adamw") a learning rate and a weight decay that suit AdamW
+         suit Muon.
+Parts    A matrix in which several maps of the same input are stacked (q, k and v; gate and up) is cut into these, each
+         orthogonalised and scaled alone. Together, the maps with the large gradients would decide how far the others
+         move; Jordan reports that Q, K and V apart train better, and the models that Muon was tuned on keep gate and
+         up apart, too.
+State    ``<parameter>.momentum_buffer`` of a matrix, whole, beside AdamW's states of the rest; all from the start.
+Limits   States stay on the device, and masters are needed beside bf16 parameters: torch's Muon rounds to nearest.
+         The account's peak of an update is a bound where several threads of a CPU multiply in bf16
+         (`scrimp.profiler.memory_trace.products`): on two of them up to 18 % too high, on one within 2 %.
+         Newton-Schulz takes 15 small products per matrix: 10 max(m, n)^2 min(m, n) FLOPs or fewer, whatever the batch.
+Source   Jordan, https://kellerjordan.github.io/posts/muon/; rate and decay: Liu et al., arXiv 2502.16982 (Moonlight)
+Checked  tests/optim/test_muon.py: torch's optimizers on the parts, bit for bit; the account against torch's allocator
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from scrimp.config import Architecture, OptimizerConfig
+from scrimp.models import ModelSpec, place, spec_of
+from scrimp.optim.adamw import AdamW
+from scrimp.optim.adamw_run import AdamWMemory
+from scrimp.optim.rules import MuonRule
+from scrimp.optim.targets import Targets
+from scrimp.profiler.memory_trace import GradientSums, Tracing
+from scrimp.profiler.memory_trace.stand_ins import DeviceFunctions
+from scrimp.runtime import Executable
+from scrimp.statistics import UpdateRule
+
+RATE = "match_rms_adamw"
+"""torch's name for the factor of the learning rate."""
+
+
+def build(executable: Executable, settings: OptimizerConfig, *, seed: int, speculates: bool) -> Muon:
+    """Muon of a run: all of it on the device."""
+    model = executable.model
+    return Muon(dict(model.named_parameters()), settings, model.spec, seed=seed)
+
+
+def memory(architecture: Architecture, settings: OptimizerConfig, parameters: str) -> MuonMemory:
+    """What it takes for parameters in this format, fp32 or bf16."""
+    rest = AdamWMemory(parameters, bool(settings.master_weights), settings.moments)
+    return MuonMemory(architecture, rest)
+
+
+def stacked_rows(spec: ModelSpec, name: str) -> tuple[int, ...] | None:
+    """Rows of each map that is stacked in a block's weight matrix; None: AdamW has this parameter."""
+    block, inside = place(name)
+    linear = spec.shapes.get(inside.removesuffix(".weight")) if inside.endswith(".weight") else None
+    return None if block is None or linear is None else linear.stacked
+
+
+class Muon(AdamW):
+    """torch.optim.Muon for the matrices of the blocks, AdamW for the rest.
+
+    Args:
+        parameters: float32, or bfloat16 with `master_weights`, by name.
+        settings: as of `AdamW`, and `momentum`.
+        spec: of the model that the parameters are of.
+        seed: of AdamW's rounding noise, where its averages are rounded.
+    """
+
+    name = "muon"
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        settings: OptimizerConfig,
+        spec: ModelSpec,
+        *,
+        seed: int = 0,
+    ) -> None:
+        self._spec = spec
+        self._rows: dict[str, tuple[int, ...]] = {}
+        self._buffers: dict[str, Tensor] = {}
+        """Of whole matrices; torch's optimizer has views of them."""
+        super().__init__(parameters, settings, seed=seed)
+        self._parts = {
+            name: self._targets[name].detach().split(list(rows)) for name, rows in self._rows.items()
+        }
+        self._muon = torch_muon([part for parts in self._parts.values() for part in parts], settings)
+        for name, parts in self._parts.items():
+            buffers = self._buffers[name].split(list(self._rows[name]))
+            for part, buffer in zip(parts, buffers, strict=True):
+                self._muon.state[part]["momentum_buffer"] = buffer
+
+    def _add(self, name: str, parameter: nn.Parameter) -> None:
+        rows = stacked_rows(self._spec, name)
+        if rows is None:
+            super()._add(name, parameter)
+            return
+        Targets._add(self, name, parameter)
+        self._rows[name] = rows
+        self._buffers[name] = torch.zeros_like(self._targets[name].detach())
+
+    def _state(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        if name not in self._buffers:
+            yield from super()._state(name)
+            return
+        yield "momentum_buffer", self._buffers[name]
+        yield from Targets._state(self, name)
+
+    def rule(self, name: str) -> UpdateRule:
+        """How a parameter is updated; learning rates relative to `optimizer.lr`."""
+        if name not in self._buffers:
+            return super().rule(name)
+        rows, momentum = self._rows[name], self._settings.momentum
+        return MuonRule(1.0, self._buffers[name], momentum, rows=rows, rate=RATE)
+
+    def _update_by(self, gradients: Mapping[str, Tensor], lr: float) -> None:
+        super()._update_by({n: g for n, g in gradients.items() if n not in self._buffers}, lr)
+        for name, parts in self._parts.items():
+            if name in gradients:
+                for part, gradient in zip(parts, gradients[name].split(list(self._rows[name])), strict=True):
+                    part.grad = gradient
+        self._muon.param_groups[0]["lr"] = lr
+        self._muon.step()
+        self._muon.zero_grad()
+
+
+def torch_muon(parts: list[Tensor], settings: OptimizerConfig) -> torch.optim.Muon:
+    """torch's optimizer over matrices."""
+    return torch.optim.Muon(
+        parts,
+        lr=0.0,
+        weight_decay=settings.weight_decay,
+        momentum=settings.momentum,
+        adjust_lr_fn=RATE,
+    )
+
+
+@dataclass(frozen=True)
+class MuonMemory:
+    """Bytes of Muon (a `scrimp.profiler.memory_trace.OptimizerMemory`): its update is run on the trace's tensors."""
+
+    architecture: Architecture
+    rest: AdamWMemory
+    """Of what AdamW has."""
+
+    def sums(self, device: DeviceFunctions) -> GradientSums:
+        """As AdamW's."""
+        return self.rest.sums(device)
+
+    def state_bytes(self, named: Mapping[str, Tensor]) -> int:
+        """One average and a master of each matrix; what AdamW keeps of the rest."""
+        matrices, others = self._split(named)
+        each = 4 + 4 * self.rest.master_weights
+        numbers = sum(named[name].numel() for name in matrices)
+        return each * numbers + self.rest.state_bytes(others)
+
+    def update_peak(self, named: Mapping[str, Tensor], device: DeviceFunctions, tracing: Tracing) -> int:
+        """That of the matrix that takes most, or of AdamW: one after the other."""
+        matrices, others = self._split(named)
+        shapes = {(rows, named[name].shape[1]) for name, parts in matrices.items() for rows in parts}
+        parts = [torch.empty(shape) for shape in sorted(shapes)]
+        if not parts:
+            return self.rest.update_peak(others, device, tracing)
+        muon = torch_muon(parts, OptimizerConfig())
+        for part in parts:
+            part.grad = torch.empty_like(part)
+            muon.state[part]["momentum_buffer"] = torch.empty_like(part)
+        with tracing() as tracker:
+            muon.step()
+        return max(tracker.peak, self.rest.update_peak(others, device, tracing))
+
+    def _split(self, named: Mapping[str, Tensor]) -> tuple[dict[str, tuple[int, ...]], dict[str, Tensor]]:
+        """Rows of the maps in Muon's matrices, and the parameters that AdamW has."""
+        spec = spec_of(self.architecture)
+        found = {name: stacked_rows(spec, name) for name in named}
+        matrices = {name: rows for name, rows in found.items() if rows is not None}
+        return matrices, {name: tensor for name, tensor in named.items() if name not in matrices}
