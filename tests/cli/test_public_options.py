@@ -28,8 +28,8 @@ CONFIG = """
 --train.nonfinite-patience
 --budget.device-memory --budget.host-memory --budget.fp4-flops --budget.step-seconds --budget.speedup
 --budget.divergence
---memory.activations --memory.weights --memory.gradients --memory.optimizer --memory.update --memory.speculate
---memory.no-speculate --memory.split
+--memory.activations --memory.weights --memory.gradients --memory.optimizer --memory.update
+--memory.split
 --snip.formats --snip.policy --snip.start --snip.first --snip.every --snip.at --snip.delay --snip.batches
 --snip.gains --snip.loss-weight --snip.update-weight --snip.curvature-weight --snip.final-share
 --snip.final-weight --snip.probe-every

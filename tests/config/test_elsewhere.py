@@ -119,7 +119,6 @@ def test_a_command_without_the_setting_is_not_told_of_it() -> None:
 @pytest.mark.parametrize(
     ("wrong", "right"),
     [
-        ("train.accumulated", None),  # was memory.speculate
         ("train.update", None),
         ("train.weights", "model.weights"),
         ("eval.every", "evaluation.every"),

@@ -7,7 +7,7 @@ import pytest
 from scrimp.cli.commands import Train
 from scrimp.cli.parse import explain, option
 from scrimp.config import Config, leaves, parse_config, reasons_in, replace_values, to_toml
-from scrimp.config.renamed import RENAMED
+from scrimp.config.renamed import REMOVED, RENAMED
 from scrimp.errors import ConfigError
 
 KNOWN = leaves(Config)
@@ -42,3 +42,13 @@ def test_a_file_with_both_names_is_refused() -> None:
 def test_a_wrong_value_is_refused_by_the_name_that_stands_in_the_file() -> None:
     with pytest.raises(ConfigError, match=r"^train\.lr in my\.toml has the wrong type"):
         parse_config("[train]\nlr = 'fast'\n", where="my.toml")
+
+
+@pytest.mark.parametrize("key", REMOVED)
+def test_a_setting_that_is_gone_is_passed_over_unless_it_asks_for_something(key: str) -> None:
+    section, _, name = key.rpartition(".")
+    assert key not in KNOWN
+    assert parse_config(f"[{section}]\n{name} = false\n") == {}
+    with pytest.raises(ConfigError, match=f"unknown key {key}") as refused:
+        parse_config(f"[{section}]\n{name} = true\n")
+    assert refused.value.do == REMOVED[key][1]

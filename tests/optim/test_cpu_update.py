@@ -1,4 +1,4 @@
-"""Blocks that the CPU updates: the numbers of a resident run, whatever was begun early and taken back."""
+"""Blocks that the CPU updates: the numbers of a resident run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from test_streaming import ARCHITECTURE, CPU, FORMATS
 from torch import Tensor
 
 from scrimp.config import OptimizerConfig
-from scrimp.errors import PlanError, TrainingError
+from scrimp.errors import PlanError
 from scrimp.models.initialise import initialise
 from scrimp.models.model import build_model
 from scrimp.optim import AdamW, StreamedAdamW
@@ -41,7 +41,6 @@ class Made:
     """Blocks that the CPU updates; None: everything is resident."""
     weights: Iterable[int] = ()
     visiting: Iterable[int] = ()
-    speculates: bool = False
 
     def __post_init__(self) -> None:
         MADE.append(self)
@@ -58,9 +57,7 @@ class Made:
             {i: list(self.model.blocks[i].parameters()) for i in self.weights}, arena, link
         )
         cpu = frozenset(self.cpu)
-        homes = Homes(
-            arena, link, block_of, self.host_weights, cpu, frozenset(self.visiting), cpu, self.speculates
-        )
+        homes = Homes(arena, link, block_of, self.host_weights, cpu, frozenset(self.visiting), cpu)
         streamed = StreamedAdamW(parameters, self.train, homes, seed=7)
         self.optimizer = streamed
         self.memory = BlockMemory(4, weights=self.host_weights, gradients=streamed.host_gradients)
@@ -69,9 +66,7 @@ class Made:
     def passes(self, number: int, count: int, scale: float = 1.0) -> None:
         """The micro-batches of a step."""
         generator = torch.Generator().manual_seed(number)
-        for i in range(count):
-            if i == count - 1:
-                self.optimizer.will_step(LR)
+        for _ in range(count):
             tokens = torch.randint(64, (2, 17), generator=generator)
             (next_token_loss(self.model, tokens[:, :-1], tokens[:, 1:]).total * (scale / 64)).backward()
             if self.memory is not None:
@@ -114,28 +109,26 @@ def no_thread_outlives_its_optimizer() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("clip", [0.05, 0.0])
-@pytest.mark.parametrize("speculates", [False, True])
 @pytest.mark.parametrize("format_", ALL_FORMATS)
-def test_the_cpu_updates_bit_for_bit(format_: str, speculates: bool, clip: float) -> None:
+def test_the_cpu_updates_bit_for_bit(format_: str, clip: float) -> None:
     plain = Made(*ALL_FORMATS[format_])
-    made = Made(*ALL_FORMATS[format_], cpu=range(4), speculates=speculates)
+    made = Made(*ALL_FORMATS[format_], cpu=range(4))
     for number, count in enumerate((1, 3, 1)):
         norms = [one.step(number, count, clip=clip) for one in (plain, made)]
         assert norms[0] == norms[1] > 0.05  # the norm above which it clips
     assert_same(made, plain)
 
 
-@pytest.mark.parametrize("speculates", [False, True])
 @pytest.mark.parametrize(
     ("cpu", "weights", "visiting"),
     [(range(4), range(4), ()), ((2, 3), (0, 1, 2), (0,)), ((1,), (1, 3), (2, 3)), ((3,), (), ())],
 )
 @pytest.mark.parametrize("format_", ["masters", "bf16"])
 def test_any_mixture_with_visiting_states_and_weights_on_the_host_is_bit_equal(
-    format_: str, cpu: Iterable[int], weights: Iterable[int], visiting: Iterable[int], speculates: bool
+    format_: str, cpu: Iterable[int], weights: Iterable[int], visiting: Iterable[int]
 ) -> None:
     plain = Made(*FORMATS[format_])
-    made = Made(*FORMATS[format_], cpu=cpu, weights=weights, visiting=visiting, speculates=speculates)
+    made = Made(*FORMATS[format_], cpu=cpu, weights=weights, visiting=visiting)
     for number in range(2):
         assert plain.step(number) == made.step(number)
     assert_same(made, plain)
@@ -151,73 +144,17 @@ def test_a_clip_that_is_sometimes_hit_and_gradients_that_are_not_finite_change_n
 ) -> None:
     """Norms are around 1 times the scale: clipped, not clipped, skipped."""
     plain = Made(*ALL_FORMATS[format_])
-    made = Made(*ALL_FORMATS[format_], cpu=range(4), weights=(0, 3), speculates=True)
+    made = Made(*ALL_FORMATS[format_], cpu=range(4), weights=(0, 3))
     for number, scale in enumerate(scales):
         norms = [one.step(number, clip=0.1, scale=scale) for one in (plain, made)]
         assert norms[0] == norms[1] or all(norm != norm for norm in norms)
         assert_same(made, plain)
 
 
-def test_of_speculation_all_three_verdicts_come_about() -> None:
-    made = Made(*FORMATS["fp32"], cpu=range(4), speculates=True)
-    assert made.step(0, scale=1.0) > 0.1
-    assert 0 < made.step(1, scale=0.01) < 0.1
-    assert not torch.tensor(made.step(2, scale=float("inf"))).isfinite()
-
-
-def test_an_early_update_really_is_early_and_is_taken_back_from_what_others_read() -> None:
-    """The copies go back as soon as anybody asks for the state."""
-    made = Made(*FORMATS["fp32"], cpu=range(4), speculates=True)
-    before = made.state()
-    name = "blocks.3.mlp.down.weight.exp_avg"
-    made.passes(0, 1)
-    assert isinstance(made.optimizer, StreamedAdamW)
-    made.optimizer._cpu.finish(3)
-    assert made.optimizer._targets["blocks.3.mlp.down.weight"].ne(before["blocks.3.mlp.down.weight"]).any()
-    assert torch.equal(dict(made.optimizer.tensors())[name], before[name])
-    plain = Made(*FORMATS["fp32"])
-    plain.passes(0, 1)
-    for one in (made, plain):  # a step after all: what was taken back is done again
-        one.optimizer.step(LR)
-        one.optimizer.zero_grad()
-    assert_same(made, plain)
-
-
-@pytest.mark.parametrize("how", ["another rate", "one more pass", "given up", "no announcement"])
-def test_a_step_that_is_not_as_announced_is_exact(how: str) -> None:
-    plain = Made(*FORMATS["masters"])
-    made = Made(*FORMATS["masters"], cpu=range(4), weights=(1,), speculates=True)
-    for one in (plain, made):
-        if how == "given up":
-            one.passes(5, 1)
-            if one.memory is not None:
-                one.memory.reset()
-            one.optimizer.zero_grad()
-        if how == "no announcement":
-            one.optimizer.will_step = lambda lr: None  # type: ignore[method-assign]
-        one.passes(0, 2)
-        if how == "one more pass":
-            one.passes(1, 1)
-        one.optimizer.gradient_norm()
-        one.optimizer.step(LR / 2 if how == "another rate" else LR)
-        one.optimizer.zero_grad()
-    assert_same(made, plain)
-
-
-def test_a_pass_after_the_last_that_was_announced_is_refused() -> None:
-    """It has read weights of the next step."""
-    made = Made(*FORMATS["fp32"], cpu=range(4), weights=(1,), speculates=True)
-    made.passes(0, 1)
-    made.optimizer.will_step = lambda lr: None  # type: ignore[method-assign]
-    with pytest.raises(TrainingError, match="announced"):
-        made.passes(1, 1)
-
-
-@pytest.mark.parametrize("speculates", [False, True])
 @pytest.mark.parametrize("format_", ["fp32", "masters", "8bit"])
-def test_a_run_goes_on_from_saved_tensors(format_: str, speculates: bool) -> None:
+def test_a_run_goes_on_from_saved_tensors(format_: str) -> None:
     """Saved by a resident optimizer, loaded by one on the CPU, and the other way round."""
-    there = {"cpu": range(4), "weights": (0, 2), "speculates": speculates}
+    there = {"cpu": range(4), "weights": (0, 2)}
     for first, second in itertools.permutations(({}, there)):
         whole, resumed = Made(*FORMATS[format_], **first), Made(*FORMATS[format_], **second)  # type: ignore[arg-type]
         for number in range(2):
@@ -233,11 +170,10 @@ def test_a_run_goes_on_from_saved_tensors(format_: str, speculates: bool) -> Non
         assert_same(resumed, whole)
 
 
-@pytest.mark.parametrize("speculates", [False, True])
 def test_what_fails_in_the_thread_fails_the_step_and_leaves_nothing_running(
-    speculates: bool, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made = Made(*FORMATS["fp32"], cpu=range(4), speculates=speculates)
+    made = Made(*FORMATS["fp32"], cpu=range(4))
     update = StreamedAdamW._update_on_cpu
 
     def failing(self: StreamedAdamW, block: int, *rest: object) -> None:
@@ -250,61 +186,33 @@ def test_what_fails_in_the_thread_fails_the_step_and_leaves_nothing_running(
     with pytest.raises(ArithmeticError, match="block 1"):
         made.optimizer.step(LR)
     assert isinstance(made.optimizer, StreamedAdamW)
-    assert not any(made.optimizer._cpu.has_begun(block) for block in range(4))
+    assert not made.optimizer._cpu._begun
 
 
-def test_an_early_failure_of_a_step_that_is_skipped_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Made(*FORMATS["fp32"], cpu=range(4), speculates=True)
-    before = made.state()
-    update = StreamedAdamW._update_on_cpu
-
-    def failing(self: StreamedAdamW, *rest: object) -> None:
-        update(self, *rest)  # type: ignore[arg-type]
-        raise ArithmeticError("early")
-
-    monkeypatch.setattr(StreamedAdamW, "_update_on_cpu", failing)
-    made.passes(0, 1)
-    made.optimizer.zero_grad()
-    for name, tensor in made.state().items():
-        assert torch.equal(tensor, before[name]), name
-
-
-def test_blocks_are_updated_in_order_one_at_a_time_and_taken_back_in_any_state() -> None:
-    """With an update that waits: what runs is waited for, what does not never runs."""
-    tensors = {block: [torch.full((4,), float(block))] for block in range(4)}
-    updates = CpuUpdates(tensors, HostArena(1 << 20, CPU))
-    ran: list[int] = []
-    go = threading.Event()
+def test_blocks_are_updated_in_order_one_at_a_time_and_what_has_not_begun_never_does() -> None:
+    updates, ran, go = CpuUpdates(range(4)), list[int](), threading.Event()
 
     def update(block: int) -> None:
         ran.append(block)
-        tensors[block][0].add_(10)
         if block == 1:
             go.wait(10)
 
     for block in range(4):
-        updates.begin(block, lambda block=block: update(block), early=True)
+        updates.begin(block, lambda block=block: update(block))
     updates.finish(0)
-    assert tensors[0][0].tolist() == [10.0] * 4
     threading.Timer(0.05, go.set).start()
-    updates.take_back()
-    assert ran[:2] == [0, 1]
-    assert [tensors[block][0].tolist() for block in range(4)] == [[float(block)] * 4 for block in range(4)]
-    assert not any(map(updates.has_begun, range(4)))
+    updates.stop()
+    assert ran == [0, 1]
     updates.close()
 
 
-def test_the_arena_holds_gradients_weights_states_and_with_speculation_copies_of_the_last_two() -> None:
-    sizes = []
-    for speculates in (False, True):
-        made = Made(*FORMATS["masters"], cpu=(2, 3), speculates=speculates)
-        made.step(0)
-        sizes.append(made.arena.peak)
+def test_the_arena_holds_gradients_weights_and_states() -> None:
+    made = Made(*FORMATS["masters"], cpu=(2, 3))
+    made.step(0)
     parameters = [p.numel() for block in made.model.blocks[2:] for p in block.parameters()]
     # gradients and masters in fp32, moments in fp32, weights in bf16
-    one = sum(-(-count * size // 512) * 512 for count in parameters for size in (4, 4, 4, 4, 2))
-    copies = sum(-(-count * size // 512) * 512 for count in parameters for size in (4, 4, 4, 2))
-    assert sizes == [one, one + copies]
+    sizes = [-(-count * size // 512) * 512 for count in parameters for size in (4, 4, 4, 4, 2)]
+    assert made.arena.peak == sum(sizes)
 
 
 def test_states_on_the_cpu_without_gradients_there_are_refused() -> None:

@@ -125,12 +125,6 @@ def check_memory(memory: MemoryConfig, num_blocks: int) -> None:
         key: blocks_on_host(key, getattr(memory, key), num_blocks)
         for key in ("weights", "gradients", "optimizer")
     }
-    if memory.speculate and memory.update == "device":
-        raise ConfigError(
-            "memory.speculate has no effect where the device updates",
-            expected="memory.update cpu or fastest",
-            do="set --memory.update cpu, or switch it off with --memory.no-speculate",
-        )
     # Where another class is set, `auto` means device.
     is_open = all(count is None for count in found.values())
     if memory.update == "cpu" and not is_open and not found["optimizer"]:

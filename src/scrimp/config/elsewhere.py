@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from scrimp.config.renamed import RENAMED
+from scrimp.config.renamed import REMOVED, RENAMED
 
 
 @dataclass(frozen=True)
@@ -290,6 +290,8 @@ def answer_for(name: str, known: Mapping[str, object]) -> Answer | None:
         known: dotted keys of what can be set where the name was written.
     """
     old = name.lower().replace("-", "_")
+    if old in REMOVED:
+        return Answer(None, REMOVED[old][1])
     if RENAMED.get(old) in known:
         return Answer(RENAMED[old], "its name since settings are grouped by component")
     parts = old.removeprefix("no_").split(".")

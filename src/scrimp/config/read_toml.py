@@ -29,7 +29,7 @@ from scrimp.config.fields import (
     replace_values,
     sections,
 )
-from scrimp.config.renamed import RENAMED
+from scrimp.config.renamed import REMOVED, RENAMED
 from scrimp.config.schema import Config
 from scrimp.errors import ConfigError, typed
 from scrimp.files import open_regular
@@ -236,6 +236,8 @@ def _read_table(table: dict[str, Any], section: type[Any], prefix: str, where: s
             values |= _read_table(value, inner[name], key + ".", where)
         elif key in own:
             values[key] = convert(own[key], value, where)
+        elif key in REMOVED and value == REMOVED[key][0]:
+            continue
         elif key in RENAMED:
             leaf = dataclasses.replace(leaves(Config)[RENAMED[key]], key=key)
             values[key] = convert(leaf, value, where)

@@ -1,7 +1,8 @@
-"""Settings under the names that they had in earlier versions.
+"""Settings that earlier versions had under another name, or that are gone.
 
 Files are kept for years, command lines are typed: a settings file or a run folder with the old name of a setting is
-read as if it had the new one, and on the command line the old name is answered with the new one.
+read as if it had the new one, and on the command line the old name is answered with the new one. A setting that is gone
+is passed over in a file that has its default, as every run folder has, and refused where it asks for something.
 """
 
 from __future__ import annotations
@@ -26,3 +27,8 @@ RENAMED: dict[str, str] = {
     "train.keep_every": "checkpoint.keep_every",
 }
 """Old dotted key to new one."""
+
+REMOVED: dict[str, tuple[object, str]] = {
+    "memory.speculate": (False, "updates on the CPU begin after the backward pass; leave it out"),
+}
+"""Dotted key to its default and what to do instead."""

@@ -106,7 +106,6 @@ MAY_CHANGE_ON_RESUME: frozenset[str] = frozenset(
         "memory.gradients",
         "memory.optimizer",
         "memory.update",
-        "memory.speculate",
         "train.micro_batch",
         "train.loss_chunk",
         "train.compile",

@@ -225,9 +225,6 @@ class MemoryConfig:
     update: UpdateName = "device"
     """Who updates blocks whose optimizer states live on the host: the device, which the states visit; the cpu, from
     gradients in host memory; or the one that is predicted fastest. A CPU rounds otherwise than a GPU."""
-    speculate: bool = False
-    """With updates on the CPU: begin under the backward pass, as if the step were neither clipped nor skipped, and take
-    back what does not stand. Takes a copy of what is updated in host memory."""
     split: SplitName = "fixed"
     """fastest: the plan chooses train.micro_batch too, by timed blocks. Another one is another order of sums."""
 

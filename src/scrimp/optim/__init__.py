@@ -33,17 +33,14 @@ __all__ = [
 ]
 
 
-def build(
-    settings: OptimizerConfig, executable: Executable, *, seed: int, speculates: bool = False
-) -> Optimizer:
+def build(settings: OptimizerConfig, executable: Executable, *, seed: int) -> Optimizer:
     """The optimizer of a run.
 
     Args:
         settings: decided.
         seed: of rounding noise.
-        speculates: blocks that the CPU updates begin under the backward pass.
     """
-    made: Optimizer = _module(settings).build(executable, settings, seed=seed, speculates=speculates)
+    made: Optimizer = _module(settings).build(executable, settings, seed=seed)
     return made
 
 

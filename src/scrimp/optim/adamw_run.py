@@ -29,7 +29,7 @@ from scrimp.runtime import Executable
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def build(executable: Executable, settings: OptimizerConfig, *, seed: int, speculates: bool) -> AdamW:
+def build(executable: Executable, settings: OptimizerConfig, *, seed: int) -> AdamW:
     """With states on the host where the plan has them there."""
     parameters, host = dict(executable.model.named_parameters()), executable.host
     if host is None:
@@ -42,7 +42,6 @@ def build(executable: Executable, settings: OptimizerConfig, *, seed: int, specu
         host.gradients_on_host,
         host.optimizer_on_host,
         host.optimizer_on_cpu,
-        speculates,
     )
     if not homes.away:
         return AdamW(parameters, settings, seed=seed)

@@ -2,7 +2,7 @@
 
 An optimizer is a module with two functions, named in one line of `scrimp.config.optimizers`::
 
-    build(executable, settings, *, seed, speculates) -> Optimizer
+    build(executable, settings, *, seed) -> Optimizer
     memory(architecture, settings, parameters) -> OptimizerMemory
 
 `scrimp.optim.targets.Targets` has all of `Optimizer` but the update itself; `scrimp.optim.wrapped` puts any
@@ -28,10 +28,6 @@ class Optimizer(OptimizerView, Protocol):
 
     num_updates: int
     """Steps that have been taken."""
-
-    def will_step(self, lr: float) -> None:
-        """One forward and backward pass follows, then a step at learning rate `lr` unless it is skipped: a hint."""
-        ...
 
     def gradient_norm(self) -> float:
         """Global 2-norm of the gradients; waits for the device."""

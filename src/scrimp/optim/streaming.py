@@ -14,11 +14,10 @@ Method   The first two blocks of which anything lives on the host begin to come;
 
          Blocks of `Homes.cpu` never come. Beside their states a copy of their weights lives on the host; the thread
          of `cpu_update` updates all of it in place from the gradients' homes, last block first, while
-         the device updates the others; then new weights go to the device, where weights live there. With
-         `Homes.speculates` a block begins as soon as the last backward pass has sent its gradients home.
+         the device updates the others; then new weights go to the device, where weights live there.
 Exact    Every tensor sees the same operations in the same order: bit-equal to `AdamW` where device and CPU round
          alike; of a GPU and a CPU fused kernels do not.
-Limits   Without speculation the update waits for the last backward pass, as clipping by a global norm demands, and
+Limits   An update waits for the last backward pass, as clipping by a global norm demands, and
          skipping a step whose norm is not finite. SNIP's statistics read moments and gradients of all layers
          at once: a plan does not put both together.
 Source   LLMQ streams optimizer states the same way; docs/memory.md
@@ -36,7 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from scrimp.config import OptimizerConfig
-from scrimp.errors import PlanError, TrainingError
+from scrimp.errors import PlanError
 from scrimp.optim.adamw import AdamW, moment_format
 from scrimp.optim.cpu_update import CpuUpdates
 from scrimp.optim.moments import Moments
@@ -72,8 +71,6 @@ class Homes:
     """Whose states visit the device."""
     cpu: frozenset[int] = frozenset()
     """Whose states stay where they are, for the CPU."""
-    speculates: bool = False
-    """Whether the CPU begins before it is known that a step is neither clipped nor skipped."""
 
     def __post_init__(self) -> None:
         if not self.cpu <= self.gradients or self.cpu & self.optimizer:
@@ -129,14 +126,10 @@ class StreamedAdamW(AdamW):
         """Host values of the parameters that the CPU updates."""
         self._slots: dict[str, GradientSlot] = {}
         self._clip_factor = 1.0
-        self._early_lr: float | None = None
-        """Learning rate of updates that begin before the norm is known; None: they do not."""
         super().__init__(parameters, settings, seed=seed)
         slots = {block: [self.slot(name) for name in self._names[block]] for block in sorted(homes.gradients)}
         self.host_gradients = HostGradients(slots, homes.arena, homes.link)
-        self.host_gradients.after_sending = self._begin_early
-        written = {block: list(self._written(block)) for block in sorted(homes.cpu)}
-        self._cpu = CpuUpdates(written, homes.arena if homes.speculates else None)
+        self._cpu = CpuUpdates(sorted(homes.cpu))
 
     def _add(self, name: str, parameter: nn.Parameter) -> None:
         block = self._homes.block_of(name)
@@ -182,22 +175,11 @@ class StreamedAdamW(AdamW):
         home = self._homes.arena.take(tensor.nbytes).view(tensor.shape, tensor.dtype)
         return home.copy_(tensor)
 
-    def _written(self, block: int) -> Iterator[Tensor]:
-        """Every tensor that a block's update on the CPU writes."""
-        for name in self._names[block]:
-            yield from (tensor for _, tensor in self._state(name))
-            yield self._host_weights[name].values
-
     def slot(self, name: str) -> GradientSlot:
         """Like `AdamW.slot`; what the CPU updates has its sum on the device all the same."""
         return self._slots.get(name) or super().slot(name)
 
     # -- a step --------------------------------------------------------------------------------
-
-    def will_step(self, lr: float) -> None:
-        """One forward and backward pass follows, then a step at `lr` unless it is skipped: the CPU may begin early."""
-        self._cpu.take_back()
-        self._early_lr = lr if self._homes.speculates else None
 
     def gradient_norm(self) -> float:
         """Global 2-norm of all gradients, here and at home; waits for the device."""
@@ -227,9 +209,8 @@ class StreamedAdamW(AdamW):
             self._stream(lr)
             self._finish_on_cpu()
         except BaseException:
-            self._cpu.take_back()  # the state is of no step, but nothing of it still runs
+            self._cpu.stop()  # the state is of no step, but nothing of it still runs
             raise
-        self._early_lr = None
         self.num_updates += 1
 
     def _stream(self, lr: float) -> None:
@@ -248,14 +229,13 @@ class StreamedAdamW(AdamW):
         _finish(*leaving)
 
     def zero_grad(self) -> None:
-        """Free the gradients, here and at home; what the CPU has begun for a step that never came is taken back."""
-        self._cpu.take_back()
+        """Free the gradients, here and at home."""
         super().zero_grad()
         self.host_gradients.clear()
-        self._clip_factor, self._early_lr = 1.0, None
+        self._clip_factor = 1.0
 
     def close(self) -> None:
-        """End the CPU's thread; what it has begun for a step that never came is taken back."""
+        """End the CPU's thread."""
         self._cpu.close()
 
     def _visitors(self, block: int) -> list[Guest]:
@@ -280,36 +260,13 @@ class StreamedAdamW(AdamW):
 
     # -- on the CPU ----------------------------------------------------------------------------
 
-    def _begin_early(self, block: int) -> None:
-        """A block's gradients are on their way home.
-
-        Raises:
-            TrainingError: for the second time since `will_step`: the pass has read weights that are not the step's.
-        """
-        if self._early_lr is None or block not in self._homes.cpu:
-            return
-        if self._cpu.has_begun(block):
-            raise TrainingError(
-                "a backward pass came after the one that was announced as the last of its step",
-                got=f"gradients of block {block}, whose update has begun",
-                do="call will_step before the forward pass of the last micro-batch",
-            )
-        self._begin(block, self._early_lr, early=True)
-
     def _begin_on_cpu(self, lr: float) -> None:
-        """Begin what has not begun, or not as it must be."""
-        if lr != self._early_lr or self._clip_factor != 1.0:
-            self._cpu.take_back()
+        """Begin with the last block, whose gradients came first."""
         self.host_gradients.settle()
         for block in reversed(self._cpu.blocks):
-            if not self._cpu.has_begun(block):
-                self._begin(block, lr)
-
-    def _begin(self, block: int, lr: float, *, early: bool = False) -> None:
-        sums = dict(zip(self._names[block], self.host_gradients.at_home(block), strict=True))
-        found = {name: sum_ for name, sum_ in sums.items() if sum_ is not None}
-        factor = 1.0 if early else self._clip_factor
-        self._cpu.begin(block, partial(self._update_on_cpu, block, found, lr, factor), early=early)
+            sums = dict(zip(self._names[block], self.host_gradients.at_home(block), strict=True))
+            found = {name: sum_ for name, sum_ in sums.items() if sum_ is not None}
+            self._cpu.begin(block, partial(self._update_on_cpu, block, found, lr, self._clip_factor))
 
     @torch.no_grad()
     def _update_on_cpu(
@@ -340,13 +297,11 @@ class StreamedAdamW(AdamW):
             self.host_gradients.drop(block)
         for ticket in coming:
             ticket.wait()
-        self._cpu.accept()
 
     # -- state ---------------------------------------------------------------------------------
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and storage of every state tensor, at home where it has one; of the last step that was completed."""
-        self._cpu.take_back()
+        """Name and storage of every state tensor, at home where it has one."""
         self._homes.link.finish()
         for name in self._targets:
             guests = self._guests.get(name, {})

@@ -88,10 +88,6 @@ class Targets(ABC):
             self._rounded_sums[name] = RoundedSum(parameter)
             parameter.register_post_accumulate_grad_hook(self._collect_rounded(name))
 
-    def will_step(self, lr: float) -> None:  # noqa: B027
-        """One forward and backward pass follows, then a step at learning rate `lr` unless it is skipped: a hint,
-        without use here."""
-
     def gradient_norm(self) -> float:
         """Global 2-norm of the gradients; waits for the device."""
         norms = torch._foreach_norm(list(self.gradients().values()), 2, dtype=torch.float32)

@@ -290,7 +290,7 @@ def _make_trainer(
     executable = _realised(start, choose)
     record = read_record(run_dir)
     assert record is not None  # `_write_decisions` has written it
-    optimizer = build(config.optimizer, executable, seed=config.run.seed, speculates=config.memory.speculate)
+    optimizer = build(config.optimizer, executable, seed=config.run.seed)
     plans = PlanInForce(decisions.plan)
     run = Run(
         decisions=decisions,

@@ -3,7 +3,7 @@
 A step, over micro-batches i of a batch of N targets in all, as the objective counts::
 
     loss = sum_i loss_i / N                 so that cutting the batch otherwise changes nothing
-    backward of (loss_i + penalty_i) / N for each i, gradients add up; under the last one the optimizer may begin
+    backward of (loss_i + penalty_i) / N for each i, gradients add up
     skip if loss or gradient norm is not finite; clip; update; next
 
 A step whose passes run out of memory is given up, and taken again by a plan that takes less
@@ -113,8 +113,6 @@ class Stepper:
         total, first_row = torch.zeros((), device=run.executable.device), 0
         self._metric_sums = {}
         for batch in batches:
-            if batch is batches[-1]:
-                run.optimizer.will_step(self._lr(run.step))
             run.executable.begin(run.step, first_row)
             sums = run.executable.loss(batch)
             (sums.total / max(1, num_targets)).backward()

@@ -24,7 +24,7 @@ def steps(draw: st.DrawFn) -> tuple[StepCosts, States, list[str]]:
     count = draw(st.integers(1, 5))
     costs = StepCosts((kind,), (0,) * count, ends, draw(BYTES), draw(BYTES), draw(BYTES))
     flags = st.lists(st.booleans(), min_size=count, max_size=count).map(tuple)
-    update = draw(st.sampled_from(("device", "cpu", "cpu early")))
+    update = draw(st.sampled_from(("device", "cpu")))
     optimizer, gradients = draw(flags), draw(flags)
     if update != "device":
         gradients = tuple(g or o for g, o in zip(gradients, optimizer, strict=True))

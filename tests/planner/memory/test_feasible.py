@@ -14,7 +14,7 @@ from scrimp.planner.memory.room import NoRoomError
 from scrimp.planner.memory.search import find, search
 from scrimp.planner.memory.states import device_peak, host_bytes
 
-UPDATERS: tuple[tuple[Update, ...], ...] = (("device",), ("cpu",), ("device", "cpu"), ("device", "cpu early"))
+UPDATERS: tuple[tuple[Update, ...], ...] = (("device",), ("cpu",), ("device", "cpu"))
 
 
 def problem(draw: random.Random) -> tuple[StepCosts, Setup]:

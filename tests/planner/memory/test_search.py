@@ -19,10 +19,8 @@ from scrimp.planner.memory.search import MemoryPlan, find, search
 from scrimp.planner.memory.states import States, device_peak, host_bytes
 from scrimp.planner.memory.timeline import step_timeline
 
-updaters = st.sampled_from(
-    (("device",), ("cpu",), ("cpu early",), ("device", "cpu"), ("device", "cpu early"))
-)
-setups = st.builds(Setup, st.integers(1, 3), st.booleans(), updaters)
+updaters = st.sampled_from((("device",), ("cpu",), ("device", "cpu")))
+setups = st.builds(Setup, st.integers(1, 3), updaters)
 
 
 def fits(plan: MemoryPlan, costs: StepCosts, machine: Machine) -> bool:
@@ -89,7 +87,7 @@ def uniform_problem(draw: random.Random, blocks: int = 2) -> tuple[StepCosts, Ma
     link, adam, memory = draw.choice((3.0, 10.0, 100.0)), draw.choice((3.0, 30.0, 100.0)), 300.0
     room = draw.randint(50, 175) * blocks, draw.choice((30 * blocks, 75 * blocks, 10**6))
     machine = Machine(*room, link, link, 0.8 * link, 0.8 * link, adam, memory)
-    return costs, machine, Setup(draw.choice((1, 1, 3)), draw.random() < 0.5)
+    return costs, machine, Setup(draw.choice((1, 1, 3)))
 
 
 def test_regret_against_all_plans_of_small_problems() -> None:
@@ -141,7 +139,7 @@ def test_the_bound_is_never_above_the_simulation(
     data: st.DataObject, costs: StepCosts, machine: Machine, setup: Setup
 ) -> None:
     blocks, counts = len(costs.blocks), st.integers(0, 4)
-    update = data.draw(st.sampled_from(("device", "cpu", "cpu early")))
+    update = data.draw(st.sampled_from(("device", "cpu")))
     drawn = {name: data.draw(counts) for name in ("weights", "gradients", "optimizer")}
     states = States.split(blocks, **drawn, update=update)
     names = [data.draw(st.sampled_from(list(costs.classes[number].choices))) for number in costs.blocks]
@@ -153,7 +151,7 @@ def test_the_bound_is_never_above_the_simulation(
 
 
 def test_a_placement_is_known_from_its_states() -> None:
-    splits = everywhere(3, ("device", "cpu", "cpu early"))
+    splits = everywhere(3, ("device", "cpu"))
     assert len(splits) == len(set(splits)) > 4**3
     assert [Split.of(split.states(3)) for split in splits] == splits
 
@@ -181,15 +179,11 @@ def test_memory_that_is_missing_costs_least_first() -> None:
     )  # of the 12 GB card little is left beside three blocks of gradients
 
 
-def test_cpu_adam_is_taken_where_it_hides_under_backward_and_not_with_clipping() -> None:
+def test_cpu_adam_is_taken_where_it_is_faster_than_the_link() -> None:
     costs = llama_costs(QWEN_7B, 8192)
-    machine = replace(MACHINE, device_bytes=30 * 2**30, host_bytes=10**11, cpu_adam=4e9)
-    assert search(costs, machine, Setup(1, waits_for_norm=False)).states.update == "cpu"
-    early = search(costs, machine, Setup(1, waits_for_norm=True, updaters=("device", "cpu early")))
-    assert early.states.update == "cpu early"
-    assert early.seconds < search(costs, machine, Setup(1, waits_for_norm=True)).seconds
-    slow_cpu = replace(machine, cpu_adam=5e8)
-    assert search(costs, slow_cpu, Setup(1, waits_for_norm=True)).states.update == "device"
+    machine = replace(MACHINE, device_bytes=30 * 2**30, host_bytes=10**11, cpu_adam=4e10)
+    assert search(costs, machine, Setup(1)).states.update == "cpu"
+    assert search(costs, replace(machine, cpu_adam=5e8), Setup(1)).states.update == "device"
 
 
 def test_a_7b_trains_on_16_gb_with_57_gb_of_host_memory() -> None:
@@ -210,7 +204,7 @@ def test_a_14b_on_24_gb_needs_8_bit_states_for_an_80_gb_host() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("gib", "setup"), [(80, Setup(1, False)), (60, Setup(8)), (40, Setup(8))])
+@pytest.mark.parametrize(("gib", "setup"), [(80, Setup(1)), (60, Setup(8)), (40, Setup(8))])
 def test_80_blocks_of_14_choices_are_solved(gib: int, setup: Setup) -> None:
     """How fast: benchmarks/memory_search.py."""
     costs = llama_costs(QWEN_7B | {"blocks": 80}, 8192)

@@ -6,7 +6,7 @@ import pytest
 
 from scrimp.errors import PlanError
 from scrimp.planner.memory.costs import BlockClass, BlockCost, EndsCost, StepCosts
-from scrimp.planner.memory.states import States, device_peak, floor_of, host_bytes, undo_bytes
+from scrimp.planner.memory.states import States, device_peak, floor_of, host_bytes
 
 ENDS = EndsCost(0, 0, 0, head_peak=0, head_gradients=0, embedding_peak=0)
 
@@ -68,18 +68,6 @@ def test_host_bytes_are_all_that_is_there_and_cpu_adams_states_need_no_pinning()
     assert host_bytes(costs, States.split(3, weights=1, gradients=2, optimizer=3), names) == (59, 59)
     # CPU Adam keeps the weights that it updates, wherever the device has its own
     assert host_bytes(costs, States.split(3, optimizer=2, update="cpu"), names) == (51, 31)
-
-
-def test_early_updates_keep_a_copy_of_what_they_write_and_take_nothing_of_the_device() -> None:
-    costs = chain(3, BlockCost(0, 0, 0, host=7), weights=2, gradients=3, optimizer=10)
-    plain, early = (States.split(3, weights=1, optimizer=2, update=one) for one in ("cpu", "cpu early"))
-    assert host_bytes(costs, early, ["c"] * 3) == (host_bytes(costs, plain, ["c"] * 3)[0] + 2 * 12, 33)
-    assert undo_bytes(costs, early) == 24
-    assert undo_bytes(costs, plain) == undo_bytes(costs, States.split(3, optimizer=2)) == 0
-    for accumulates in (False, True):
-        found, expected = (floor_of(costs, states, accumulates) for states in (early, plain))
-        assert (list(found.forward), found.rest) == (list(expected.forward), expected.rest)
-    assert [early.of(i)["optimizer"] for i in range(3)] == ["device", "cpu", "cpu"]
 
 
 def test_states_that_cannot_be_are_refused() -> None:

@@ -11,7 +11,7 @@ from made_up import MACHINE, machines, step_costs
 from scrimp.planner.memory.costs import BlockClass, BlockCost, EndsCost, StepCosts
 from scrimp.planner.memory.machine import Machine, Setup
 from scrimp.planner.memory.states import States
-from scrimp.planner.memory.timeline import EARLY, Timeline, step_timeline
+from scrimp.planner.memory.timeline import Timeline, step_timeline
 
 ENDS = EndsCost(0, 0, 0, head_peak=0, head_gradients=0, embedding_peak=0)
 FAST = replace(
@@ -54,26 +54,17 @@ def test_uploads_of_uniform_blocks_take_protrains_maxima_and_one_block_more(
 
 
 @given(blocks=st.integers(1, 10), backward=small, adam=small)
-def test_cpu_adam_without_clipping_is_protrains_maximum(blocks: int, backward: int, adam: int) -> None:
+def test_cpu_adam_comes_after_the_backward_pass(blocks: int, backward: int, adam: int) -> None:
     costs = chain(blocks, 1, backward, parameters=adam)
     states = States.split(blocks, optimizer=blocks, update="cpu")
-    found = timeline(costs, states, Setup(waits_for_norm=False))
-    first = backward  # no gradient exists before
-    assert found.seconds == pytest.approx(blocks + first + max((blocks - 1) * backward + adam, blocks * adam))
-    late = timeline(costs, states, Setup(waits_for_norm=True))
-    assert late.seconds == pytest.approx(blocks * (1 + backward + adam))
-    early = timeline(costs, replace(states, update="cpu early"), Setup(waits_for_norm=True))
-    twice = EARLY * adam
-    assert early.seconds == pytest.approx(
-        blocks + first + max((blocks - 1) * backward + twice, blocks * twice)
-    )
+    assert timeline(costs, states, Setup()).seconds == pytest.approx(blocks * (1 + backward + adam))
 
 
 @given(blocks=st.integers(1, 8), weight=small)
 def test_new_weights_of_cpu_adam_come_after_the_backward_pass(blocks: int, weight: int) -> None:
     costs = chain(blocks, 1, 1, weights=weight, parameters=1)
-    early = States.split(blocks, optimizer=blocks, update="cpu early")
-    found = timeline(costs, early, Setup(), replace(FAST, cpu_adam=1e9))
+    states = States.split(blocks, optimizer=blocks, update="cpu")
+    found = timeline(costs, states, Setup(), replace(FAST, cpu_adam=1e9))
     assert found.seconds == pytest.approx(2 * blocks + blocks * weight)
 
 
@@ -138,23 +129,19 @@ def test_gradient_sums_come_back_from_the_second_micro_batch_on() -> None:
     assert three.lanes["download"] == pytest.approx(3 * 40)
 
 
-@given(data=st.data(), costs=step_costs(), machine=machines(), count=st.integers(1, 4), waits=st.booleans())
+@given(data=st.data(), costs=step_costs(), machine=machines(), count=st.integers(1, 4))
 def test_any_step_lies_between_its_longest_lane_and_the_sum_of_lanes(
-    data: st.DataObject, costs: StepCosts, machine: Machine, count: int, waits: bool
+    data: st.DataObject, costs: StepCosts, machine: Machine, count: int
 ) -> None:
     blocks = len(costs.blocks)
     flags = st.tuples(*[st.booleans()] * blocks)
     weights, gradients, optimizer = data.draw(flags), data.draw(flags), data.draw(flags)
-    update = data.draw(st.sampled_from(("device", "cpu", "cpu early")))
+    update = data.draw(st.sampled_from(("device", "cpu")))
     if update != "device":
         gradients = tuple(g or o for g, o in zip(gradients, optimizer, strict=True))
     names = [data.draw(st.sampled_from(list(costs.classes[number].choices))) for number in costs.blocks]
     states = States(weights, gradients, optimizer, update)
-    found = step_timeline(costs, states, names, Setup(count, waits), machine)
+    found = step_timeline(costs, states, names, Setup(count), machine)
     assert max(found.lanes.values()) <= found.seconds * (1 + 1e-9)
     assert found.seconds <= math.fsum(found.lanes.values()) * (1 + 1e-9)
     assert found.compute + math.fsum(found.exposed.values()) == pytest.approx(found.seconds)
-    if not waits:
-        assert (
-            found.seconds <= step_timeline(costs, states, names, Setup(count, True), machine).seconds + 1e-9
-        )

@@ -25,9 +25,7 @@ PLACES = {
     "all visiting": States.split(6, optimizer=6, weights=6, gradients=6),
     "gradients": States.split(6, gradients=6),
     "on the cpu": States.split(6, optimizer=6, update="cpu"),
-    "on the cpu, early": States.split(6, optimizer=6, update="cpu early"),
     "some on the cpu": States.split(6, weights=3, gradients=5, optimizer=2, update="cpu"),
-    "some on the cpu, early": States.split(6, weights=4, optimizer=4, update="cpu early"),
 }
 
 
@@ -51,7 +49,6 @@ class HostedStep(RealStep):
             frozenset(i for i in numbers if states.gradients[i]),
             frozenset(i for i in numbers if states.optimizer[i] and not states.on_cpu(i)),
             frozenset(i for i in numbers if states.on_cpu(i)),
-            speculates=states.is_early,
         )
         for parameter in self.model.parameters():
             parameter._post_accumulate_grad_hooks = None  # of the resident optimizer
@@ -62,9 +59,7 @@ class HostedStep(RealStep):
 
     def __call__(self) -> None:
         """As `scrimp.train.loop` does it."""
-        for number, tokens in enumerate(self.tokens):
-            if number == len(self.tokens) - 1:
-                self.optimizer.will_step(1e-3)
+        for tokens in self.tokens:
             with self.autocast():
                 sums = next_token_loss(self.model, tokens, tokens, None, chunk=self.setting.loss_chunk)
             (sums.total / tokens.numel()).backward()

@@ -31,7 +31,7 @@ HIDDEN = 1.05
 
 def placement(draw: random.Random) -> States:
     """Any blocks of each class, or so many of them."""
-    update = draw.choice(("device", "device", "cpu", "cpu early"))
+    update = draw.choice(("device", "cpu"))
     if draw.random() < 0.3:
         counts = {name: draw.randint(0, BLOCKS) for name in ("weights", "gradients", "optimizer")}
         return States.split(BLOCKS, **counts, update=update)

@@ -208,17 +208,14 @@ def test_weights_that_are_read_before_their_copy_was_waited_for_give_other_numbe
     assert not torch.equal(found, losses[0])
 
 
-def test_sums_at_home_are_read_without_a_copy_and_said_to_leave_block_by_block() -> None:
+def test_sums_at_home_are_read_without_a_copy() -> None:
     offloaded = Offloaded(make_model(torch.float32, None), (), (1, 3, 4), ())
-    sent: list[int] = []
-    offloaded.host_gradients.after_sending = sent.append
     expected = make_model(torch.float32, None)
     for tokens in batches(0):
         run_pass(expected, tokens, False)
         run_pass(offloaded.model, tokens, False)
         offloaded.memory.end_backward()
     offloaded.memory.end_backward()  # again: the last block's have left too
-    assert sent == [4, 3, 1] * MICRO_BATCHES
     for block in (1, 3, 4):
         at_home = offloaded.host_gradients.at_home(block)
         for p, found in zip(expected.blocks[block].parameters(), at_home, strict=True):

@@ -233,18 +233,6 @@ def test_the_cpu_updates_what_lives_on_the_host_where_that_is_asked_for() -> Non
     assert states_of(found.plan, 4) == found.memory.states
 
 
-def test_speculation_is_in_the_account_of_the_host() -> None:
-    plain, early = (hosted(update="cpu", speculate=speculate).memory for speculate in (False, True))
-    assert plain is not None
-    assert early is not None
-    kind = early.costs.classes[0]
-    rows = dict(early.account.host)
-    assert rows["copies to take early updates back from"] == 4 * (kind.weights + kind.optimizer)
-    more = early.account.host_peak - plain.account.host_peak
-    assert more == rows["copies to take early updates back from"]
-    assert early.account.peak == plain.account.peak
-
-
 @pytest.mark.parametrize("activations", ["auto", "keep"])
 @pytest.mark.parametrize(("rate", "expected"), [(1e3, "host"), (1e13, "cpu")])
 def test_the_fastest_updater_is_chosen_by_the_rate_of_the_cpu(
@@ -283,7 +271,6 @@ def test_with_updates_on_the_cpu_alone_the_search_places_states_by_itself() -> N
 @pytest.mark.parametrize(
     ("memory", "says"),
     [
-        ({"speculate": True}, "memory.speculate has no effect"),
         ({"update": "cpu", "optimizer": "device"}, "nothing to update"),
         ({"update": "cpu", "optimizer": "host", "gradients": "2"}, "needs the gradients"),
         ({"update": "gpu"}, "memory.update"),

@@ -18,7 +18,6 @@ from scrimp.planner import Plan
 from scrimp.runtime import execute
 from scrimp.runtime.memory import HostMemory, carry_out
 from scrimp.runtime.memory.carry import SPARE_BYTES, SPARE_SHARE
-from scrimp.train.step import Stepper
 
 STEPS = 6
 SNIP = ["--precision=snip", "--snip.first=2", "--snip.every=3", "--snip.delay=1", "--snip.batches=1"]
@@ -113,7 +112,6 @@ def test_states_on_the_host_change_no_loss(corpus: Path, tmp_path: Path, words: 
 
 
 ON_CPU = ["--memory.optimizer=host", "--memory.update=cpu"]
-EARLY = [*ON_CPU, "--memory.speculate"]
 
 
 @pytest.mark.slow
@@ -121,7 +119,7 @@ EARLY = [*ON_CPU, "--memory.speculate"]
     ("words", "some"),
     [
         (["--optimizer.clip=0.3"], ON_CPU),
-        (["--precision=bf16", "--train.parameters=bf16", "--optimizer.clip=0.3"], EARLY),
+        (["--precision=bf16", "--train.parameters=bf16", "--optimizer.clip=0.3"], ON_CPU),
         (
             [
                 "--precision=bf16",
@@ -129,15 +127,15 @@ EARLY = [*ON_CPU, "--memory.speculate"]
                 "--optimizer.master-weights=false",
                 "--optimizer.clip=0",
             ],
-            [*EARLY, "--memory.weights=1", "--memory.activations=block+offload"],
+            [*ON_CPU, "--memory.weights=1", "--memory.activations=block+offload"],
         ),
     ],
-    ids=["fp32", "masters, early", "bf16, early, all away"],
+    ids=["fp32", "masters", "bf16, all away"],
 )
 def test_updates_on_the_cpu_change_no_loss(
     corpus: Path, tmp_path: Path, words: list[str], some: list[str]
 ) -> None:
-    """After the backward pass or under it, in a run as in its continuation."""
+    """In a run as in its continuation."""
     more = [*words, "--train.micro-batch=1"]
     expected = run(corpus, tmp_path / "device", *more)
     run_dir = tmp_path / "cpu"
@@ -161,7 +159,7 @@ def test_the_arena_holds_what_the_account_says(
         return host
 
     monkeypatch.setattr(execute, "carry_out", seen)
-    run(corpus, tmp_path / "run", *EARLY, "--memory.weights=1", "--memory.activations=keep+offload")
+    run(corpus, tmp_path / "run", *ON_CPU, "--memory.weights=1", "--memory.activations=keep+offload")
     run(corpus, tmp_path / "resident")
     host, copy = (
         Plan.read(tmp_path / name / "plan.json").predicted.peak_host_bytes or 0
@@ -183,7 +181,7 @@ def test_a_run_goes_on_with_the_cpu_as_updater_by_a_setting_or_an_edited_plan(
     plan["states"]["1"] |= {"optimizer": "cpu", "gradients": "host"}
     (tmp_path / "edited" / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
     for folder, words, updaters in (
-        (run_dir, EARLY, ["cpu"] * 2),
+        (run_dir, ON_CPU, ["cpu"] * 2),
         (tmp_path / "edited", [], ["device", "cpu"]),
     ):
         shutil.rmtree(folder / "checkpoints" / f"step-{STEPS:08d}")
@@ -201,30 +199,9 @@ def test_an_update_that_fails_on_the_cpu_ends_the_run_by_its_own_name(
 
     monkeypatch.setattr(StreamedAdamW, "_update_on_cpu", failing)
     run_dir = tmp_path / "run"
-    assert main(flags(corpus, run_dir, "--train.steps=2", *EARLY)) == 1
+    assert main(flags(corpus, run_dir, "--train.steps=2", *ON_CPU)) == 1
     assert not list((run_dir / "checkpoints").glob("step-*"))
     assert not [one for one in threading.enumerate() if one.name.startswith("scrimp-update")]
-
-
-@pytest.mark.slow
-def test_a_step_that_is_given_up_takes_early_updates_back(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Memory runs out at the end of a backward pass, when blocks have been updated already."""
-    more = ["--memory.activations=auto", "--train.micro-batch=1", "--optimizer.clip=0"]
-    expected = run(corpus, tmp_path / "whole", *more)
-    once, failed = Stepper._passes_once, []
-
-    def short(self: Stepper, *words: Any) -> torch.Tensor:
-        total = once(self, *words)
-        if self.run.step == 2 and not failed:
-            failed.append(self.run.step)
-            raise torch.OutOfMemoryError("no room for a gradient")
-        return total
-
-    monkeypatch.setattr(Stepper, "_passes_once", short)
-    assert run(corpus, tmp_path / "run", *more, *EARLY, "--memory.weights=1") == expected
-    assert failed == [2]
 
 
 def test_a_run_goes_on_with_its_states_elsewhere(corpus: Path, tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from scrimp.planner.memory.states import (
     States,
     class_of,
     moments,
-    undo_bytes,
 )
 
 
@@ -70,6 +69,5 @@ def account_step(
         ("gradients", away["gradients"]),
         ("optimizer states", away["optimizer"]),
         ("activations", sum(block.host for block in chosen_costs(costs, activations))),
-        ("copies to take early updates back from", undo_bytes(costs, states)),
     )
     return StepAccount(tuple(rows), tuple(row for row in host if row[1]), moment)

@@ -7,12 +7,12 @@ link(up, down) the least seconds for bytes both ways, which run at lower rates t
 
     every micro-batch    max(F, link(weights, activations))
                          + H + max(B, link(weights + activations + sums of gradients, gradients))
-    the update           max(U, link(up, down)); A after the last B, or after the last F if it waits for no norm
+    the update           max(U, link(up, down)); A after the last B
 
 What nothing can hide belongs to F and B: the first block's weights on their way up, the last block's sum of gradients
 before its backward pass, the first block's gradients down. Of F and B only the sum P is known, and that F is between f
 and g: max(F, x) + max(P - F, y) is at least each of P, x + y, f + y and P - g + x. What CPU Adam sends back comes after
-backward, whenever Adam began.
+backward.
 
 Checked  tests/planner/memory/test_search.py: never above the simulation.
 """
@@ -26,7 +26,7 @@ from scrimp.planner.memory.costs import StepCosts
 from scrimp.planner.memory.machine import Machine, Setup
 from scrimp.planner.memory.states import States, class_of
 from scrimp.planner.memory.timeline import (
-    cpu_numbers,
+    parameters_of,
     resident_update_bytes,
     streamed_bytes,
     update_bytes,
@@ -58,8 +58,6 @@ class Bound:
     """Seconds of all updates on the device."""
     adam: float
     """Seconds of CPU Adam."""
-    waits: bool
-    """Whether it begins after the backward pass."""
 
     @classmethod
     def of(cls, costs: StepCosts, states: States, setup: Setup, machine: Machine) -> Bound:
@@ -71,7 +69,7 @@ class Bound:
             kind = class_of(costs, i)
             gradients += kind.gradients * states.gradients[i]
             if states.on_cpu(i):
-                numbers += cpu_numbers(kind, states)
+                numbers += parameters_of(kind)
                 returned += kind.weights * (not states.weights[i])
             elif states.streams(i):
                 traffic += update_bytes(kind)
@@ -91,7 +89,6 @@ class Bound:
             returned=returned,
             update=traffic / machine.device_memory,
             adam=numbers / (machine.cpu_adam or math.inf),
-            waits=setup.waits_for_norm and not states.is_early,
         )
 
     def seconds(self, passes: float, offloaded: float = 0) -> float:
@@ -100,8 +97,7 @@ class Bound:
         total = self._micro_batch(passes, offloaded, 0)
         if later:
             total += later * self._micro_batch(passes, offloaded, self.gradients)
-        last = passes if self.waits else self.forward[0]
-        adam = later * (passes + self.ends) + last + self.ends + self.adam
+        adam = (later + 1) * (passes + self.ends) + self.adam
         return max(total + self._on_device(), adam)
 
     def _micro_batch(self, passes: float, offloaded: float, sums: int) -> float:
@@ -127,7 +123,7 @@ class Bound:
 
     def passes_within(self, seconds: float) -> float:
         """The most seconds that the blocks may compute per micro-batch in a step of so many."""
-        after = max(self._on_device(), self.adam if self.waits else 0.0)
+        after = max(self._on_device(), self.adam)
         return (seconds - after) / self.setup.micro_batches - self.ends
 
 

@@ -120,9 +120,7 @@ def _room(
     host, pageable = w + g + o + 0.0, np.zeros(1)
     if update != "device":
         host = w + _both(kinds) + g + o
-        undo = _prefix([kind.weights + kind.optimizer for kind in reversed(kinds)])[None, None, :]
-        undo = undo if update == "cpu early" else np.zeros(1)
-        host, pageable = host + undo, o + undo
+        pageable = o
     room = np.minimum(machine.host_bytes - host, machine.pinnable - host + pageable) - least
     room = np.broadcast_to(room, (len(kinds) + 1,) * 3).copy()
     room[np.broadcast_to(impossible, room.shape)] = -1.0

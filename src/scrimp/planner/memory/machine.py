@@ -7,9 +7,8 @@ from typing import Literal
 
 from scrimp.errors import PlanError
 
-Update = Literal["device", "cpu", "cpu early"]
-"""Who updates blocks whose optimizer states are on the host; "cpu early" begins before the norm of all gradients is
-known."""
+Update = Literal["device", "cpu"]
+"""Who updates blocks whose optimizer states are on the host."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +55,6 @@ class Setup:
 
     micro_batches: int = 1
     """Micro-batches of one optimizer step."""
-    waits_for_norm: bool = True
-    """Whether no update that is not early can start before the last gradient exists: clipping needs the norm of all
-    of them, and so does skipping a step whose norm is not finite."""
     updaters: tuple[Update, ...] = ("device", "cpu")
     """Who may update blocks whose optimizer states are on the host; the CPU where `Machine.cpu_adam` says how fast."""
 

@@ -11,7 +11,6 @@ Method   Per block and class, device or host::
              optimizer  update "device": states (and gradients, weights, if on the host) stream through, two blocks at a
                         time
                         update "cpu": gradients go to the host, Adam runs there, new weights come back
-                        update "cpu early": the same from within the backward pass, so that it may have to be undone
 
          Device bytes of a step with blocks i = 0 .. L-1, the residual stream between two of them one `boundary`::
 
@@ -42,8 +41,8 @@ Method   Per block and class, device or host::
          Evaluation has no line of its own: of the same micro-batch it holds a part of what the forward passes and the
          head hold, since nothing is saved for backward and no gradients exist.
 
-         Host bytes are those of all that is there; CPU Adam needs the weights there too, and to be early a copy of
-         weights and states. Only CPU Adam's states and copies need not be pinned.
+         Host bytes are those of all that is there; CPU Adam needs the weights there too. Only CPU Adam's
+         states need not be pinned.
 Limits   Embedding and head stay on the device. Live bytes of tensors: the allocator's slack comes on top. Every
          micro-batch has the size that was traced.
 Source   docs/memory.md; LLMQ's switches, ProTrain's chunks; differences of a trace (`scrimp.profiler.memory_trace`).
@@ -76,7 +75,6 @@ CLASSES = ("weights", "gradients", "optimizer")
 _UPDATED: dict[Update, str] = {
     "device": "",
     "cpu": "; the CPU updates them after the backward pass",
-    "cpu early": "; the CPU updates them under the backward pass, and takes back what does not stand",
 }
 
 
@@ -125,11 +123,6 @@ class States:
     def on_cpu(self, block: int) -> bool:
         """Whether the CPU updates this block."""
         return self.update != "device" and self.optimizer[block]
-
-    @property
-    def is_early(self) -> bool:
-        """Whether the CPU begins its updates before it is known that they stand."""
-        return self.update == "cpu early"
 
     def streams(self, block: int) -> bool:
         """Whether the device updates this block with something that comes from the host and goes back."""
@@ -310,14 +303,6 @@ def host_bytes(costs: StepCosts, states: States, activations: Sequence[str]) -> 
     return host + offloaded, pinned + offloaded
 
 
-def undo_bytes(costs: StepCosts, states: States) -> int:
-    """Host bytes of the copies from which early updates are taken back."""
-    if not states.is_early:
-        return 0
-    blocks = [class_of(costs, i) for i in range(len(costs.blocks)) if states.on_cpu(i)]
-    return sum(kind.weights + kind.optimizer for kind in blocks)
-
-
 def _gradients_here(costs: StepCosts, states: States) -> list[int]:
     """Gradient bytes that each block keeps on the device: 0 where they leave."""
     return [0 if host else class_of(costs, i).gradients for i, host in enumerate(states.gradients)]
@@ -352,7 +337,5 @@ def _host(kinds: Sequence[BlockClass], states: States) -> tuple[int, int]:
         cpu = states.on_cpu(i)
         total += kind.weights * (states.weights[i] or cpu)
         total += kind.gradients * states.gradients[i] + kind.optimizer * states.optimizer[i]
-        undo = (kind.weights + kind.optimizer) * (cpu and states.is_early)
-        total += undo
-        pageable += kind.optimizer * cpu + undo
+        pageable += kind.optimizer * cpu
     return total, total - pageable

@@ -10,20 +10,17 @@ Method   A simulation of lanes (`stream_simulator`): compute, upload, download, 
                              start when the backward pass of i + 1 begins, the last block's after the head), the sum
                              of its gradients so far (from the second micro-batch on), and a free gradient buffer
              gradients       leave after the block's backward pass
-             update          after the whole backward pass and the gradients' last copy; only CPU Adam that is early, or
-                             need not wait for the norm, starts as gradients of the last micro-batch arrive. Streamed
+             update          after the whole backward pass and the gradients' last copy; streamed
                              blocks come in, are updated and leave through two buffers, first block first; the first
                              two come while the device updates what lives there. CPU Adam goes last block first; its
-                             new weights are copied back after the device's updates if they live there. What is early
-                             is copied before: `EARLY` times the work
+                             new weights are copied back after the device's updates if they live there.
 
          With one kind of copy, uniform blocks and computing C, copying P seconds per block this is ProTrain's
          sum of max(C_i, P_i), plus the first copy or the last block, which nothing can hide: P + (L - 1) max(C, P) + C;
          and T_fwd + max(T_bwd + T_device_update, T_cpu_update) up to the last block's copies.
 
 Limits   Copies of a micro-batch are waited for before the next one begins. A streamed update does not overlap backward.
-         An update on the device is bound by its memory: weights and states read and written, gradients read. Early
-         updates count as if none were taken back and done again.
+         An update on the device is bound by its memory: weights and states read and written, gradients read.
 Source   docs/memory.md; ProTrain section 3 (chunk prefetch, T_iter); LLMQ's double buffering.
 Checked  tests/planner/memory/test_timeline.py
 """
@@ -70,22 +67,12 @@ def step_timeline(
     """
     step = _Step(costs, states, chosen_costs(costs, activations))
     only = setup.micro_batches == 1
-    runs = [(1, step.simulate(machine, setup, sums=not only, last=True))]
+    runs = [(1, step.simulate(machine, sums=not only, last=True))]
     if not only:
-        runs.append((1, step.simulate(machine, setup, sums=False, last=False)))
+        runs.append((1, step.simulate(machine, sums=False, last=False)))
         if setup.micro_batches > 2:
-            runs.append((setup.micro_batches - 2, step.simulate(machine, setup, sums=True, last=False)))
+            runs.append((setup.micro_batches - 2, step.simulate(machine, sums=True, last=False)))
     return _add(runs)
-
-
-EARLY = 2.0
-"""Seconds of an early update by those of one that is not: per parameter in fp32, the update moves 28 bytes (weight and
-two moments read and written, the gradient read), the copies that it can be taken back from 24."""
-
-
-def cpu_numbers(kind: BlockClass, states: States) -> float:
-    """Parameters that CPU Adam would update in the time of one block's update there."""
-    return parameters_of(kind) * (EARLY if states.is_early else 1.0)
 
 
 def parameters_of(kind: BlockClass) -> int:
@@ -136,13 +123,13 @@ class _Step:
         self.classes = [class_of(costs, i) for i in range(len(blocks))]
         self.away = [i for i, host in enumerate(states.weights) if host]
 
-    def simulate(self, machine: Machine, setup: Setup, *, sums: bool, last: bool) -> Run:
+    def simulate(self, machine: Machine, *, sums: bool, last: bool) -> Run:
         """One micro-batch; with sums of gradients to be brought in, and the update if it is the last."""
         self.lanes = Lanes()
         self._forward()
         self._backward(sums)
         if last:
-            self._update(machine, setup)
+            self._update(machine)
         return self.lanes.run(machine)
 
     def _forward(self) -> None:
@@ -186,15 +173,14 @@ class _Step:
                 leaving.used(self.gradients[i])
         self.end = before
 
-    def _update(self, machine: Machine, setup: Setup) -> None:
+    def _update(self, machine: Machine) -> None:
         states, begins = self.states, [self.end, *list(self.gradients.values())[-1:]]
         done = self._update_on_device(machine, begins)
         for i in reversed(range(len(self.blocks))):
             if states.on_cpu(i):
-                kind, waits = self.classes[i], setup.waits_for_norm and not states.is_early
-                ready = [self.gradients[i], self.end if waits else None]
-                seconds = cpu_numbers(kind, states) / (machine.cpu_adam or math.inf)
-                adam = self.lanes.add(CPU, seconds, "update", ready)
+                kind = self.classes[i]
+                seconds = parameters_of(kind) / (machine.cpu_adam or math.inf)
+                adam = self.lanes.add(CPU, seconds, "update", [self.gradients[i], self.end])
                 if not states.weights[i]:
                     self.lanes.add(UPLOAD, kind.weights, "update", [adam, done])
 

@@ -17,7 +17,7 @@ Checked  tests/runtime/memory/test_blocks.py
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -93,8 +93,6 @@ class HostGradients:
         self._coming: dict[int, list[Ticket]] = {}
         self._leaving: list[tuple[Ticket, Tensor]] = []
         """Copies on their way, with what they read."""
-        self.after_sending: Callable[[int], None] = _nothing
-        """Is told the number of a block whose sums have begun to leave."""
 
     @property
     def blocks(self) -> list[int]:
@@ -122,8 +120,6 @@ class HostGradients:
             home.sent = self._link.send(gradient, home.place)
             self._leaving.append((home.sent, gradient))
             home.has_sum, home.slot.sum = True, None
-        if block in self._homes:
-            self.after_sending(block)
 
     def norms(self) -> dict[Tensor, Tensor]:
         """Tensor (`like` of a slot) to the norm of its gradient, of those that have one."""

@@ -98,7 +98,7 @@ def _is_as_decided(plan: Plan, memory: MemoryDecision) -> bool:
     """Whether a plan, which its user may have edited, is what was decided."""
     numbers = range(len(plan.blocks))
     activations = tuple(plan.blocks[str(i)].activations for i in numbers)
-    states = states_of(plan, len(numbers), speculates=memory.states.is_early)
+    states = states_of(plan, len(numbers))
     return activations == memory.activations and states == memory.states
 
 

@@ -299,7 +299,7 @@ def decision_of(
     rates = links_of(device) if uses_host(plan) else NO_LINKS
     costs = traced(config, architecture, device.torch_device, choices)
     costs, _ = with_seconds(costs, config, architecture, device, rates, may_measure=False)
-    states = states_of(plan, architecture.num_layers, speculates=config.memory.speculate)
+    states = states_of(plan, architecture.num_layers)
     setup = dataclasses.replace(_setup_of(config), updaters=(states.update,))
     account = account_step(costs, states, activations, accumulates=setup.accumulates)
     with_cpu = states.update != "device"
@@ -310,13 +310,11 @@ def decision_of(
 def _setup_of(config: ResolvedConfig) -> Setup:
     train = config.train
     sequences = train.sequences_per_step
-    early: Update = "cpu early" if config.memory.speculate else "cpu"
     updaters: dict[str, tuple[Update, ...]] = {
         "device": ("device",),
-        "cpu": (early,),
-        "fastest": ("device", early),
+        "cpu": ("cpu",),
+        "fastest": ("device", "cpu"),
     }
-    # Without clipping too, an update waits for the norm: a step whose norm is not finite is skipped.
     return Setup(-(-sequences // train.micro_batch), updaters=updaters[config.memory.update])
 
 
@@ -345,24 +343,19 @@ def host_bytes_of(plan: Plan, config: ResolvedConfig, architecture: Architecture
         return 0
     activations = [plan.blocks[str(i)].activations for i in range(architecture.num_layers)]
     costs = traced(config, architecture, device.torch_device, tuple(dict.fromkeys(activations)))
-    states = states_of(plan, architecture.num_layers, speculates=config.memory.speculate)
+    states = states_of(plan, architecture.num_layers)
     account = account_step(costs, states, activations, accumulates=True)
     return int(account.host_peak * compiled_share(config))
 
 
-def states_of(plan: Plan, num_blocks: int, *, speculates: bool = False) -> States:
-    """Where a plan's states live, and who updates them.
-
-    Args:
-        speculates: updates on the CPU, where there are any, begin under the backward pass.
-    """
+def states_of(plan: Plan, num_blocks: int) -> States:
+    """Where a plan's states live, and who updates them."""
     rows = [plan.states[str(i)] for i in range(num_blocks)]
-    on_cpu: Update = "cpu early" if speculates else "cpu"
     return States(
         tuple(row.weights == "host" for row in rows),
         tuple(row.gradients == "host" for row in rows),
         tuple(row.optimizer != "device" for row in rows),
-        on_cpu if any(row.optimizer == "cpu" for row in rows) else "device",
+        "cpu" if any(row.optimizer == "cpu" for row in rows) else "device",
     )
 
 
