@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from losses import next_token_loss
 
 from scrimp.errors import ModelError
 from scrimp.models import spec_of
+from scrimp.models.initialise import initialise
 from scrimp.models.model import build_model
 
 ROWS, LENGTH = 2, 24
@@ -87,6 +89,29 @@ def test_a_later_token_changes_nothing_before_it() -> None:
     before, after = model(tokens), model(changed)
     assert torch.equal(before[:, :15], after[:, :15])
     assert not torch.equal(before[:, 15:], after[:, 15:])
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["segments", "masked"])
+@pytest.mark.parametrize("family", ["olmo2", "gemma3_text"])
+def test_documents_of_other_kinds_are_as_each_alone(family: str, compiled: bool) -> None:
+    architecture = replace(
+        LLAMA,
+        family=family,
+        qk_norm=True,
+        num_layers=3,
+        sliding_window=4 if family == "gemma3_text" else None,
+        options=(("full_every", 2.0),) if family == "gemma3_text" else (),
+    )
+    model = build_model(architecture, dtype=torch.float64)
+    initialise(model, 0)
+    tokens = batch(architecture.vocab_size)[0]
+    alone = [model(tokens.flatten()[None, begin:end])[0] for begin, end in itertools.pairwise(PACKED)]
+    for block in model.each_block():
+        block.is_compiled = compiled  # which decides how attention keeps documents apart
+    packed = model(tokens, starts_tensor(PACKED)).flatten(0, 1)
+    # Positions run on in a packed row, and their angles are float32.
+    torch.testing.assert_close(packed, torch.cat(alone), rtol=0, atol=1e-5)
+    assert len({block.attends for block in model.each_block()}) == (2 if family == "gemma3_text" else 1)
 
 
 @pytest.mark.parametrize("starts", [WHOLE, PACKED])

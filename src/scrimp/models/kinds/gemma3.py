@@ -13,7 +13,9 @@ Windows   Every `full_every`-th block sees the whole past; its RoPE has the base
 Options   full_every 6, local_rope_theta 10,000, query_scalar K, rope_factor 1: numbers of `Architecture.options`.
 Gains     What is added to the residual stream is not what a linear layer gave but its norm, so that
           `scrimp.statistics.structure` finds none: SNIP's gains are then measured exactly, with a pass for each layer.
-Limits    Text alone: the folders of the multimodal models are refused. No soft caps, which Gemma 2 has: it is refused.
+Limits    On CUDA, norms of bfloat16 streams read a float32 copy: torch's fused norm takes one type, and 1 + w is not
+          rounded to bfloat16. Text alone: the folders of the multimodal models are refused. No soft caps, which
+          Gemma 2 has: it is refused.
 Source    Gemma 3 Technical Report (arXiv 2503.19786), transformers' Gemma3ForCausalLM
 
 Letters: D width, A attention width, N all key heads of size K, C = A + 2 N, F ffn width.
