@@ -14,7 +14,9 @@ import pytest
 from tiny_run import flags, write_corpus
 
 from scrimp.cli import main
+from scrimp.config import Architecture, preset
 from scrimp.errors import CheckpointError
+from scrimp.json_files import as_typed
 from scrimp.train import manifest as manifests
 from scrimp.train.checkpoint import STATE, Checkpoint
 from scrimp.train.precision.state import read_cycle
@@ -124,3 +126,13 @@ def test_a_state_of_a_version_without_digests_is_read(run: Path) -> None:
     state.__dict__["state"] = {**old, "surprise": 1}
     with pytest.raises(CheckpointError, match="unknown surprise"):
         read_state(state)
+
+
+def test_options_of_a_family_are_read_as_they_were_written_and_none_leave_no_trace() -> None:
+    plain = preset("llama-3m")
+    assert "options" not in plain.to_json()
+    gemma = dataclasses.replace(preset("gemma3-8m"), options=(("full_every", 3.0), ("rope_factor", 8.0)))
+    for architecture in (plain, gemma):
+        values = json.loads(json.dumps(architecture.to_json()))
+        assert values == architecture.to_json()
+        assert as_typed(values, Architecture, origin="x", error=CheckpointError, do="y") == architecture

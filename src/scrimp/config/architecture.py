@@ -10,7 +10,9 @@ F ffn width, V vocabulary, A = H * K attention width.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 from scrimp.errors import ConfigError
 
@@ -111,6 +113,12 @@ class Architecture:
         block = 2 * self.attention_width + 2 * self.kv_width + 3 * self.ffn_width
         ends = self.vocab_size * (1 if self.tied_embeddings else 2)
         return self.width * (self.num_layers * block + ends)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, without options where there are none: as before there were any."""
+        values = dataclasses.asdict(self)
+        options = values.pop("options")
+        return values | ({"options": [list(option) for option in options]} if options else {})
 
     def option(self, name: str, usual: float) -> float:
         """A number that only its family has."""

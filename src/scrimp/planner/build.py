@@ -26,10 +26,7 @@ _RESIDENT = "everything resident"
 
 def model_fingerprint(architecture: Architecture) -> str:
     """Twelve hex digits that name an architecture."""
-    values = dataclasses.asdict(architecture)
-    if not values["options"]:
-        del values["options"]  # as plans of before there were any
-    text = json.dumps(values, sort_keys=True)
+    text = json.dumps(architecture.to_json(), sort_keys=True)
     return f"{architecture.family}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 

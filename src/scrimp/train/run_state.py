@@ -47,7 +47,7 @@ class RunState:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for `CheckpointStore.save`."""
-        values = dataclasses.asdict(self)
+        values = dataclasses.asdict(self) | {"architecture": self.architecture.to_json()}
         if self.precision is None:
             del values["precision"]
         return values
