@@ -28,7 +28,7 @@ class Calls(list[tuple[str, tuple[Any, ...], dict[str, Any]]]):
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    """scrimp.train, scrimp.data and scrimp.report replaced by recorders."""
+    """What commands hand their arguments to, replaced by recorders."""
     recorded = Calls()
 
     def recorder(name: str) -> Callable[..., Any]:
@@ -42,7 +42,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
         return call
 
     rooms = {
-        "scrimp.train": ["train", "dry_run", "evaluate_target", "generate_text", "export_run", "verify_path"],
+        "scrimp.train": ["train", "verify_path"],
+        "scrimp.cli.dry_run": ["dry_run"],
+        "scrimp.cli.trained": ["evaluate_target", "generate_text", "export_run"],
         "scrimp.data": ["prepare", "CorpusSpec"],
         "scrimp.report": ["write_report"],
     }

@@ -93,7 +93,7 @@ class Plan:
     config: Annotated[Config, arg(name="")] = field(default_factory=Config)
 
     def execute(self, given: frozenset[str]) -> int:
-        from scrimp.train import dry_run
+        from scrimp.cli.dry_run import dry_run
 
         dry_run(self.config, given, self.out, None if self.target == "scrimp" else self.target)
         return 0
@@ -181,7 +181,7 @@ class Evaluate:
         check_device(self.device, "--device")
         if self.sequence is not None:
             check_range("--sequence", self.sequence, RANGES["train.sequence"])
-        from scrimp.train import evaluate_target
+        from scrimp.cli.trained import evaluate_target
 
         evaluate_target(
             self.target,
@@ -217,7 +217,7 @@ class Generate:
 
     def execute(self, given: frozenset[str]) -> int:
         _check_drawing(self)
-        from scrimp.train import generate_text
+        from scrimp.cli.trained import generate_text
 
         generate_text(
             self.target,
@@ -257,7 +257,7 @@ class Chat:
 
     def execute(self, given: frozenset[str]) -> int:
         _check_drawing(self)
-        from scrimp.train.chat import Sampling, chat
+        from scrimp.cli.chat import Sampling, chat
 
         sampling = Sampling(self.tokens, self.temperature, self.top_k, self.top_p, self.seed)
         chat(
@@ -290,7 +290,7 @@ class Export:
     """New folder for the model."""
 
     def execute(self, given: frozenset[str]) -> int:
-        from scrimp.train import export_run
+        from scrimp.cli.trained import export_run
 
         export_run(self.run, self.out)
         return 0

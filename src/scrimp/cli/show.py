@@ -1,14 +1,24 @@
-"""Errors on the terminal: what happened, then got, expected and what to do, one line each."""
+"""What commands print: tables plainly, and errors as what happened, then got, expected and what to do, a line each."""
 
 from __future__ import annotations
 
 import os
 import sys
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from scrimp.errors import ScrimpError, shortened
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 _RED_BOLD, _DIM, _RESET = "\x1b[1;31m", "\x1b[2m", "\x1b[0m"
+
+
+def plain_console() -> Console:
+    """A console for tables and sentences, which prints what it is given: no markup, no colours of its own."""
+    from rich.console import Console
+
+    return Console(markup=False, highlight=False)
 
 
 def show_error(error: ScrimpError, stream: TextIO | None = None) -> None:

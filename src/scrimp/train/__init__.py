@@ -1,8 +1,7 @@
 """Training and what is done with its results: the loop, checkpoints, guards, metrics."""
 
-from scrimp.train.commands import dry_run, evaluate_target, export_run, generate_text
 from scrimp.train.finish import RunSummary
 from scrimp.train.session import train
 from scrimp.train.verify import verify_path
 
-__all__ = ["RunSummary", "dry_run", "evaluate_target", "export_run", "generate_text", "train", "verify_path"]
+__all__ = ["RunSummary", "train", "verify_path"]

@@ -9,8 +9,8 @@ import pytest
 from tiny_run import flags, write_corpus
 
 from scrimp.cli import main
+from scrimp.cli.trained import evaluate_target, load_executable
 from scrimp.data import CorpusSpec, open_corpus
-from scrimp.train.commands import evaluate_target, load_executable
 from scrimp.train.evaluation import evaluate
 from scrimp.train.trained_weights import open_target
 

@@ -3,7 +3,7 @@
 On a terminal a prompt asks for each message. Elsewhere each line of standard input is a message, and each answer is
 printed as it comes, so that a pipe can drive it. An answer ends where the template ends a turn. The whole conversation
 goes to the model each time. The same seed and messages give the same answers.
-Checked  tests/train/test_chat.py
+Checked  tests/train/test_sft.py
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from scrimp.cli.trained import load_executable, new_text
 from scrimp.data import ChatTemplate, Tokenizer
 from scrimp.data.chat_template import read_template
 from scrimp.errors import ModelError, ScrimpError, typed
 from scrimp.models.generation import generate
 from scrimp.report.units import printable
 from scrimp.runtime import Executable
-from scrimp.train.commands import load_executable, new_text
 from scrimp.train.trained_weights import open_target
 
 PROMPT = "> "

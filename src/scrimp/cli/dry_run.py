@@ -1,52 +1,28 @@
-"""What `scrimp eval`, `generate`, `export` and `plan` do, apart from parsing their arguments."""
+"""What `scrimp plan` shows: a run that is decided and not begun, or the formats that a measured one would have."""
 
 from __future__ import annotations
 
-import contextlib
-import sys
-import tempfile
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from scrimp.cli.show import plain_console
 from scrimp.config import Config, MemoryConfig, flatten
-from scrimp.data import ChatTemplate, CorpusSpec, Progress, Tokenizer, open_corpus
-from scrimp.errors import ConfigError, DataError, ModelError, StorageError
+from scrimp.errors import ConfigError, StorageError
 from scrimp.export import ExportTarget
 from scrimp.models import spec_of
-from scrimp.models.generation import generate
-from scrimp.models.huggingface.export import export_model
-from scrimp.models.model import build_model
 from scrimp.planner import count_flops, ideal_seconds_per_token
 from scrimp.planner.memory.room import NoRoomError
 from scrimp.planner.precision import PrecisionPlan
-from scrimp.profiler import device_peaks, recall_throughput, resolve_device
+from scrimp.profiler import device_peaks, recall_throughput
 from scrimp.report.tables import key_value_table
-from scrimp.report.units import format_bytes, format_count, format_flops, format_rate, printable
-from scrimp.runtime import Executable
-from scrimp.train.evaluation import Evaluation, evaluate
-from scrimp.train.export_seal import seal_export
+from scrimp.report.units import format_bytes, format_count, format_flops, format_rate
 from scrimp.train.memory.account_table import account_tables, attention_text
 from scrimp.train.precision.preview import Preview, preview
 from scrimp.train.precision.question import shares_of
-from scrimp.train.run_state import read_state
 from scrimp.train.setup import Decisions, decide, expected_vocabulary, fit_vocabulary
 from scrimp.train.start import anchored
-from scrimp.train.trained_weights import MODEL_PREFIX, Target, finite_weights, open_target
-
-ECHOED = 2000
-"""Characters of a prompt that `generate` prints, the last ones."""
-_TOKENS_BEFORE = 16
-"""Decoded again with a new token: a character, or a space between words, may depend on those before it."""
-
-
-def _console() -> Any:
-    from rich.console import Console
-
-    return Console(markup=False, highlight=False)
 
 
 def dry_run(
@@ -78,7 +54,7 @@ def dry_run(
             do="give --precision snip --model.weights RUN",
         )
     decisions, no_room = _decided(anchored(config))
-    console = _console()
+    console = plain_console()
     console.print(_run_table(decisions))
     if decisions.config.is_planned:
         console.print(_starting_map(decisions))
@@ -152,7 +128,7 @@ def _show_measured(found: Preview, out: Path | None) -> None:
     """A measured plan on the terminal, and in a file if one is named."""
     from scrimp.report.precision_text import precision_map_text
 
-    plan, console = found.plan, _console()
+    plan, console = found.plan, plain_console()
     shares = {layer: row.flops_share for layer, row in plan.layers.items()}
     title = f"precision after step {found.step:,}, chosen by {plan.policy}"
     console.print(precision_map_text(plan.precisions, shares, title=title))
@@ -204,177 +180,3 @@ def next_best_choices(plan: PrecisionPlan, count: int = 4) -> list[tuple[str, st
         (f"{layer}.{gemm}", f"{now} to {name}: harm {change * plan.layers[layer].flops_share:+.2g}")
         for layer, gemm, now, name, change in (*saving, *costing)
     ]
-
-
-def load_executable(target: Target, device_name: str) -> Executable:
-    """The target's model on a device, ready for inference: a run in the format of its parameters,
-    a Hugging Face folder in bf16 on CUDA and fp32 on a CPU."""
-    device = resolve_device(device_name)
-    dtype = torch.bfloat16 if device.torch_device.type == "cuda" else torch.float32
-    if target.checkpoint is not None:
-        dtype = next(target.checkpoint.tensors(MODEL_PREFIX))[1].dtype
-    model = build_model(target.architecture, device=device.torch_device, dtype=dtype)
-    target.fill(model)
-    model.eval()
-    return Executable(
-        model, device.torch_device, "fp32" if dtype == torch.float32 else "bf16", loss_chunk=1024
-    )
-
-
-def evaluate_target(
-    folder: Path,
-    data: str,
-    *,
-    device: str = "auto",
-    sequence: int | None = None,
-    text_column: str = "text",
-    conversations: bool = False,
-) -> Evaluation:
-    """Evaluate a run or a Hugging Face folder on all of a text, or on the answers of conversations, and print the
-    figures."""
-    target = open_target(folder)
-    if sequence is not None and not 1 <= sequence <= target.architecture.context:
-        raise ModelError(
-            "the sequence does not fit the model's context",
-            got=sequence,
-            expected=f"1 to {target.architecture.context}",
-        )
-    trained = read_state(target.checkpoint).sequence if target.checkpoint else 2048
-    length = sequence or min(trained, target.architecture.context)
-    executable = load_executable(target, device)
-    with contextlib.ExitStack() as stack:
-        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="scrimp-eval-"))
-        spec = CorpusSpec(
-            source=data,
-            text_column=text_column,
-            conversations=conversations,
-            tokenizer=str(target.tokenizer_folder),
-            held_out=0.0,
-        )
-        corpus = open_corpus(spec, cache=Path(scratch), progress=False)
-        bytes_per_token = corpus.train.text_bytes / corpus.train.num_tokens
-        bar = stack.enter_context(Progress("evaluating", corpus.train.text_bytes))
-        result = evaluate(
-            executable,
-            corpus.train,
-            sequence=length,
-            micro_batch=8,
-            max_tokens=None,
-            mask_documents=target.masks_documents,
-            on_tokens=lambda tokens: bar.update(int(tokens * bytes_per_token)),
-        )
-        documents = corpus.train.num_documents
-    _console().print(
-        key_value_table(
-            [
-                ("loss (nats per token)", f"{result.loss:.4f}"),
-                ("perplexity", f"{result.perplexity:.2f}"),
-                ("bits per byte", f"{result.bits_per_byte:.4f}"),
-                ("tokens", f"{result.num_targets:,} in {documents:,} documents"),
-                ("sequence", f"{length:,}"),
-                ("documents", "kept apart" if target.masks_documents else "not kept apart, as trained"),
-                ("format", executable.precision),
-            ],
-            title=f"{folder} on {data}, measured",
-        )
-    )
-    return result
-
-
-def generate_text(
-    folder: Path,
-    prompt: str,
-    *,
-    tokens: int = 128,
-    temperature: float = 0.8,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seed: int = 0,
-    device: str = "auto",
-) -> str:
-    """Continue `prompt`, printing the text as it comes; returns prompt and continuation.
-
-    Control characters are printed as Python writes them, and of a long prompt only the end.
-    """
-    _refuse_no_text(prompt)
-    target = open_target(folder)
-    executable = load_executable(target, device)
-    prompt_ids = target.tokenizer.encode_prompt(prompt)
-    ids = list(prompt_ids)
-    text = target.tokenizer.decode(ids)
-    sys.stdout.write("… " * (len(text) > ECHOED) + printable(text[-ECHOED:]))
-    chosen = generate(
-        executable.model,
-        prompt_ids,
-        max_tokens=tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        end_ids=target.tokenizer.end_ids,
-    )
-    for piece in new_text(target.tokenizer, ids, chosen):
-        sys.stdout.write(printable(piece))
-        sys.stdout.flush()
-    sys.stdout.write("\n")
-    return target.tokenizer.decode(ids)
-
-
-def new_text(tokenizer: Tokenizer, ids: list[int], tokens: Iterable[int]) -> Iterator[str]:
-    """What tokens add to a text, piece by piece.
-
-    Args:
-        ids: of the text so far; the tokens are added to it.
-    """
-    # The text so far is not decoded anew for each token: only what the last few give, and the new one.
-    start = max(0, len(ids) - _TOKENS_BEFORE)
-    shown = tokenizer.decode(ids[start:])
-    for token in tokens:
-        ids.append(token)
-        text = tokenizer.decode(ids[start:])
-        # A character may span several tokens: wait until its last byte is there.
-        if text.startswith(shown) and not text.endswith("\ufffd"):
-            yield text[len(shown) :]
-            start = max(start, len(ids) - _TOKENS_BEFORE)
-            shown = tokenizer.decode(ids[start:])
-    yield tokenizer.decode(ids[start:])[len(shown) :]
-
-
-def _refuse_no_text(prompt: str) -> None:
-    """Refuse a prompt with bytes that are not UTF-8: Python keeps those of a command line as lone surrogates."""
-    try:
-        prompt.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(
-            "the prompt is not UTF-8 text",
-            got=f"{prompt[error.start]!a} after {error.start:,} characters",
-            do="give it in UTF-8",
-        ) from None
-
-
-def export_run(run_dir: Path, out: Path) -> None:
-    """Write a checkpoint, or the newest one of a run, as a Hugging Face folder."""
-    target = open_target(run_dir)
-    if target.checkpoint is None:
-        raise ModelError(f"{run_dir} is a Hugging Face folder already", expected="a Scrimp run")
-    tokenizer, step, masks = target.tokenizer, target.checkpoint.step, target.masks_documents
-
-    def save_and_seal(folder: Path) -> None:
-        tokenizer.save(folder)
-        seal_export(folder, step, mask_documents=masks)
-
-    export_model(
-        finite_weights(target.checkpoint),
-        target.architecture,
-        out,
-        bos_id=tokenizer.delimiter_id,
-        eos_ids=tokenizer.end_ids if tokenizer.chat_template is None else ChatTemplate(tokenizer).end_ids,
-        save_tokenizer=save_and_seal,
-    )
-    own = '"PreTrainedTokenizerFast"' in tokenizer.files().get("tokenizer_config.json", "")
-    if target.architecture.family == "qwen2" and own:
-        _console().print(
-            "note: beside a qwen2 model, AutoTokenizer of transformers 5 follows Qwen's own rules whatever the folder "
-            "says; load this tokenizer with PreTrainedTokenizerFast.from_pretrained"
-        )
-    _console().print(f"exported step {target.checkpoint.step:,} to {out}")
