@@ -20,7 +20,7 @@ CONFIG = """
 --model.num-heads --model.num-kv-heads --model.ffn-width
 --train.steps --train.sequence --train.batch-tokens --train.micro-batch --optimizer.name --optimizer.lr
 --schedule.name --schedule.warmup-steps --schedule.final-lr-ratio --optimizer.weight-decay --optimizer.beta1
---optimizer.beta2 --optimizer.eps
+--optimizer.beta2 --optimizer.eps --optimizer.momentum
 --optimizer.clip --objective.name --objective.z-loss
 --train.parameters --optimizer.master-weights --optimizer.moments --train.loss-chunk
 --train.compile
