@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from scrimp.config.schema import Config
 from scrimp.errors import ConfigError
+from scrimp.user_code import is_code
 
 
 @dataclass(frozen=True)
@@ -35,17 +36,23 @@ OPTIMIZERS: dict[str, OptimizerFacts] = {
 }
 
 
+OWN = OptimizerFacts("scrimp.optim.own")
+"""Of the user's own file (`scrimp.user_code`)."""
+
+
 def facts_of(name: str) -> OptimizerFacts:
     """What is known of an optimizer.
 
     Raises:
         ConfigError: there is none of this name.
     """
+    if is_code(name):
+        return OWN
     if name not in OPTIMIZERS:
         raise ConfigError(
             "optimizer.name is not one of its choices",
             got=repr(name),
-            expected=f"one of {', '.join(OPTIMIZERS)}",
+            expected=f"one of {', '.join(OPTIMIZERS)}, or FILE.py:NAME",
         )
     return OPTIMIZERS[name]
 

@@ -127,7 +127,8 @@ class OptimizerConfig:
     """How gradients move the weights."""
 
     name: str = "adamw"
-    """adamw, or muon: orthogonalised momentum for the blocks' matrices, AdamW for the rest."""
+    """adamw, or muon: orthogonalised momentum for the blocks' matrices, AdamW for the rest. Or FILE.py:NAME, a
+    torch.optim.Optimizer of your own (with --trust-code)."""
     lr: float | None = None
     """Peak learning rate. Unset: min(3e-3, 0.8 / width), a tenth of that from model.weights."""
     weight_decay: float = 0.1

@@ -18,6 +18,7 @@ from scrimp.optim.streaming import Homes, StreamedAdamW
 from scrimp.optim.update import Step, update
 from scrimp.profiler.memory_trace import OptimizerMemory
 from scrimp.runtime import Executable
+from scrimp.user_code import is_code
 
 __all__ = [
     "AdamW",
@@ -28,6 +29,7 @@ __all__ = [
     "Step",
     "StreamedAdamW",
     "build",
+    "check",
     "memory_of",
     "update",
 ]
@@ -42,6 +44,16 @@ def build(settings: OptimizerConfig, executable: Executable, *, seed: int) -> Op
     """
     made: Optimizer = _module(settings).build(executable, settings, seed=seed)
     return made
+
+
+def check(config: Config) -> None:
+    """Refuse an optimizer of the user's own file that may not run or cannot do what the settings ask.
+
+    Raises:
+        ConfigError: by name.
+    """
+    if is_code(config.optimizer.name):
+        _module(config.optimizer).check(config.optimizer, is_planned=config.is_planned)
 
 
 def memory_of(config: Config, architecture: Architecture) -> OptimizerMemory:

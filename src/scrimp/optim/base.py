@@ -5,7 +5,7 @@ An optimizer is a module with two functions, named in one line of `scrimp.config
     build(executable, settings, *, seed) -> Optimizer
     memory(architecture, settings, parameters) -> OptimizerMemory
 
-`scrimp.optim.targets.Targets` has all of `Optimizer` but the update itself; `scrimp.optim.wrapped` puts any
+`scrimp.optim.targets.Targets` has all of `Optimizer` but the update itself; `scrimp.optim.own` puts any
 torch.optim.Optimizer behind it.
 """
 
@@ -42,8 +42,11 @@ class Optimizer(OptimizerView, Protocol):
         ...
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and storage of every state tensor, the same ones at every step: what a checkpoint holds, and what
-        loading one writes into."""
+        """Name and storage of every state tensor: what a checkpoint holds, and what loading one writes into."""
+        ...
+
+    def prepare(self, num_updates: int) -> None:
+        """`tensors` are about to be loaded as they were after so many updates: have all of them."""
         ...
 
     def restore_updates(self, num_updates: int) -> None:

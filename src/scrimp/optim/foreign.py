@@ -82,6 +82,11 @@ def rule_of(optimizer: Any) -> tuple[str, RuleMaker] | None:
     return known
 
 
+def has_rule(kind: type) -> bool:
+    """Whether optimizers of a class have a rule, with their usual options."""
+    return kind in _RULES or hasattr(kind, "update_rule")
+
+
 def _odd(optimizer: Any) -> list[str]:
     """Options that change the rule."""
     names = ("amsgrad", "maximize") if isinstance(optimizer, torch.optim.Adam) else ()

@@ -120,6 +120,9 @@ class Targets(ABC):
             for suffix, tensor in self._state(name):
                 yield f"{name}.{suffix}", tensor
 
+    def prepare(self, num_updates: int) -> None:  # noqa: B027
+        """Nothing: states exist from the start."""
+
     def restore_updates(self, num_updates: int) -> None:
         """Set the count of updates that bias correction and noise use, after loading `tensors`."""
         self.num_updates = num_updates

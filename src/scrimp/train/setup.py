@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from scrimp import objectives
+from scrimp import objectives, optim
 from scrimp.config import (
     OWN_PRESETS,
     Architecture,
@@ -198,6 +198,7 @@ def decide(config: Config, *, architecture: Architecture | None = None, world: W
     """
     check_values(config)
     objectives.check(config.objective)
+    optim.check(config)
     _refuse_unread_settings(config)
     _refuse_ranks(world)
     device = resolve_device(config.device, world)

@@ -53,10 +53,11 @@ class Checkpoints(Callback):
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Continue from a checkpoint: tensors are loaded in place."""
+        state = read_state(checkpoint)
+        self._run.optimizer.prepare(state.position.updates)
         tensors = self.tensors()
         checkpoint.load(tensors)
         torch.set_rng_state(tensors[RANDOM_STATE])
-        state = read_state(checkpoint)
         self._run.position = state.position
         self._run.optimizer.restore_updates(state.position.updates)
         if self._cycle is not None:

@@ -118,6 +118,7 @@ def _meter(decisions: Decisions, checkpoint: Checkpoint) -> PrecisionMeter:
         replans=True,
     )
     optimizer = build(config.optimizer, executable, seed=config.run.seed)
+    optimizer.prepare(state.position.updates)
     tensors: dict[str, Tensor] = {
         f"model.{name}": p.detach() for name, p in executable.model.named_parameters()
     }
