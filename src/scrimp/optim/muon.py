@@ -48,7 +48,7 @@ RATE = "match_rms_adamw"
 """torch's name for the factor of the learning rate."""
 
 
-def build(executable: Executable, settings: OptimizerConfig, *, seed: int, speculates: bool) -> Muon:
+def build(executable: Executable, settings: OptimizerConfig, *, seed: int) -> Muon:
     """Muon of a run: all of it on the device."""
     model = executable.model
     return Muon(dict(model.named_parameters()), settings, model.spec, seed=seed)
