@@ -41,7 +41,7 @@ from scrimp.statistics import UpdateRule
 KEY = "optimizer.name"
 
 
-def build(executable: Executable, settings: OptimizerConfig, *, seed: int, speculates: bool) -> OwnOptimizer:
+def build(executable: Executable, settings: OptimizerConfig, *, seed: int) -> OwnOptimizer:
     """The user's optimizer of a run: all of it on the device."""
     return OwnOptimizer(dict(executable.model.named_parameters()), settings, seed=seed)
 
