@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import pty
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -219,3 +223,26 @@ def test_the_system_message_comes_first_and_the_seed_decides(learnt: Path, told)
     first, again = (told(learnt, "Who are you?", more=(*draws, "--seed=1")) for _ in range(2))
     other = told(learnt, "Who are you?", more=(*draws, "--seed=2"))
     assert first == again != other
+
+
+def test_on_a_terminal_it_asks_and_goes_on_after_a_refusal(learnt: Path) -> None:
+    """A message that does not fit ends nothing there; the end of input does."""
+    own, theirs = pty.openpty()
+    words = ["chat", str(learnt), "--device=cpu", "--temperature=0"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "scrimp", *words],
+        stdin=theirs,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "TERM": "dumb"},
+    )
+    os.close(theirs)
+    for line in ("x" * 1500, "/what", "Who are you?", "/quit"):
+        os.write(own, f"{line}\n".encode())
+    out, error = process.communicate(timeout=120)
+    os.close(own)
+    assert process.returncode == 0
+    assert "I am Scrimp." in out
+    assert "fills the model's context" in error
+    assert "there is no command /what" in error
