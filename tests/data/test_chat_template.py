@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +114,20 @@ def test_tokens_and_answers_are_those_of_transformers(template: str, markers: bo
         assert found.answers.astype(int).tolist() == expected["assistant_masks"]
         text = theirs.decode(found.tokens[found.answers].tolist())
         assert found.answer_bytes == len(text.encode())
+
+
+def test_threads_do_not_mix_their_answers(load: Load) -> None:
+    _, ours = load(marked(CHATML, markers=True))
+    chats = conversations(60, system=True) * 10
+    alone = [ours.encode(messages, "here").answers.tolist() for messages in chats]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            together = list(pool.map(lambda messages: ours.encode(messages, "here").answers.tolist(), chats))
+    finally:
+        sys.setswitchinterval(before)
+    assert together == alone
 
 
 @pytest.mark.parametrize("template", [CHATML, BRACKETS], ids=["chatml", "brackets"])

@@ -22,10 +22,8 @@ Checked    tests/data/test_chat_template.py, against transformers' apply_chat_te
 from __future__ import annotations
 
 import hashlib
-import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -153,8 +151,10 @@ class ChatTemplate:
     def _compile(self) -> jinja2.Template:
         import jinja2
 
+        from scrimp.data.jinja_sandbox import sandbox
+
         try:
-            return _environment().from_string(self.source)
+            return sandbox().from_string(self.source)
         except jinja2.TemplateError as error:
             raise ModelError(
                 f"the chat template of {self.tokenizer.name} is no Jinja template",
@@ -233,67 +233,3 @@ class ChatTemplate:
         """Where an answer at the end of a text ends: whitespace behind the token that ends the turn is nobody's."""
         stripped = text.rstrip()
         return len(stripped if stripped.endswith(self.tokenizer.added_texts) else text)
-
-
-def _environment() -> jinja2.Environment:
-    """As transformers makes it."""
-    import jinja2
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Markers(Extension):
-        """{% generation %}: what is inside, the assistant wrote."""
-
-        tags = {"generation"}  # noqa: RUF012  Jinja's own form
-
-        def __init__(self, environment: jinja2.Environment) -> None:
-            super().__init__(environment)
-            environment.extend(marking=self.marking)
-            self._pieces: list[str] | None = None
-            self._spans: list[tuple[int, int]] = []
-
-        def parse(self, parser: Any) -> jinja2.nodes.Node:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
-            call = self.call_method("_mark")
-            return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
-
-        def _mark(self, caller: Any) -> str:
-            text = str(caller())
-            if self._pieces is not None:
-                start = sum(map(len, self._pieces))
-                self._spans.append((start, start + len(text)))
-            return text
-
-        @contextmanager
-        def marking(self, pieces: list[str]) -> Iterator[list[tuple[int, int]]]:
-            self._pieces, self._spans = pieces, []
-            try:
-                yield self._spans
-            finally:
-                self._pieces = None
-
-    def refuse(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def to_json(value: Any, ensure_ascii: bool = False, **layout: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **layout)
-
-    class Namespace(jinja2.utils.Namespace):
-        """Without names that Python keeps for itself."""
-
-        def __setitem__(self, name: str, value: Any) -> None:
-            if name.startswith("_"):
-                raise jinja2.exceptions.SecurityError(f"a namespace of a chat template cannot hold {name!r}")
-            super().__setitem__(name, value)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Markers, loopcontrols]
-    )
-    environment.filters["tojson"] = to_json
-    environment.globals |= {
-        "raise_exception": refuse,
-        "namespace": Namespace,
-        "dict": lambda *pairs, **items: dict(*pairs, **items),
-    }
-    return environment
