@@ -4,7 +4,7 @@ Question  Which model can be trained in full (all weights, AdamW) on a card of s
           many?
 Method    For each model: a trace of its step on fake tensors along CUDA's way through the code
           (`trace_costs`), then the planner (`scrimp.planner.memory.search`) with what a run may use
-          (`scrimp.train.memory.limits`) of a card whose context takes `CONTEXT_BYTES`, and of a host that has all
+          (`scrimp.training.memory.limits`) of a card whose context takes `CONTEXT_BYTES`, and of a host that has all
           but `HOST_RESERVE` free. Micro-batch of one sequence. bf16 weights without masters, rounded
           stochastically; moments in bf16 (8 bytes a parameter) or 8 bits (6.03).
 Limits    Predicted: nothing is run. Rates of link and card are those of `CARD`; they decide which plan is fastest,
@@ -38,7 +38,7 @@ from scrimp.precision import LinearPrecision
 from scrimp.profiler.memory_trace import trace_costs
 from scrimp.report.memory_text import runs_of
 from scrimp.runtime.memory import largest_step
-from scrimp.train.memory.limits import usable_of_card, usable_of_host
+from scrimp.training.memory.limits import usable_of_card, usable_of_host
 
 CARDS = (12, 16, 24, 40, 80)
 """GB, as cards are sold: 2^30 bytes each."""

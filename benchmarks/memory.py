@@ -49,7 +49,7 @@ from memory_checks import Outcome
 from memory_page import page, sentence, size_of, summary
 from rich.console import Console
 
-from scrimp.train.memory.limits import usable_of_card
+from scrimp.training.memory.limits import usable_of_card
 
 STEPS = {"peaks": 3, "cards": 6, "time": checks.WARM_UP_STEPS + 10}
 REFERENCE_STEPS = {"cuda": 40, "cpu": 6}

@@ -35,12 +35,12 @@ from scrimp.cli import main as scrimp
 from scrimp.models.initialise import initial_value
 from scrimp.models.model import Model
 from scrimp.report.memory_text import runs_of
-from scrimp.train import RunSummary, session
-from scrimp.train.callbacks import Callback, CheckMemory, Record
-from scrimp.train.guards import StopSignals
-from scrimp.train.loop import Trainer
-from scrimp.train.run import Run
-from scrimp.train.step import StepResult
+from scrimp.training import RunSummary, session
+from scrimp.training.callbacks import Callback, CheckMemory, Record
+from scrimp.training.guards import StopSignals
+from scrimp.training.loop import Trainer
+from scrimp.training.run import Run
+from scrimp.training.step import StepResult
 
 PIECE_ELEMENTS = 2**22
 

@@ -29,10 +29,10 @@ from scrimp.runtime import Executable
 from scrimp.runtime.execute import DTYPES
 from scrimp.statistics import Subject, collect
 from scrimp.statistics.stream import square
-from scrimp.train.checkpoint import CheckpointStore
-from scrimp.train.evaluation import evaluate
-from scrimp.train.run_state import read_state
-from scrimp.train.setup import decide, open_run_corpus
+from scrimp.training.checkpoint import CheckpointStore
+from scrimp.training.evaluation import evaluate
+from scrimp.training.run_state import read_state
+from scrimp.training.setup import decide, open_run_corpus
 
 Choices = Mapping[str, Sequence[str]]
 """Layer to recipes of fprop, dgrad, wgrad."""

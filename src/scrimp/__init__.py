@@ -1,6 +1,10 @@
 """Scrimp trains language models with the bits, bytes and devices that its user has.
 
-Its library door, for any PyTorch loop::
+A whole run, as `scrimp train` makes it::
+
+    run = scrimp.train("my.toml", {"train.steps": 200})
+
+Its plans, for any PyTorch loop::
 
     profile = scrimp.measure(model, optimizer, batches, loss)
     plan = scrimp.plan(profile, 0.75)
@@ -16,6 +20,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from scrimp.api.pytorch import apply, measure, plan
+    from scrimp.api.training import train
     from scrimp.errors import ScrimpError
     from scrimp.gemm import PlannedModel
     from scrimp.integrations.transformers import SnipCallback
@@ -34,10 +39,12 @@ __all__ = [
     "apply",
     "measure",
     "plan",
+    "train",
 ]
 
 _HOMES = {
     **dict.fromkeys(("apply", "measure", "plan"), "scrimp.api.pytorch"),
+    "train": "scrimp.api.training",
     **dict.fromkeys(("Budget", "PrecisionPlan", "PrecisionProfile", "Weights"), "scrimp.planner.precision"),
     "PlannedModel": "scrimp.gemm",
     "ScrimpError": "scrimp.errors",

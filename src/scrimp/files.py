@@ -11,7 +11,7 @@ Method   Write beside the final name, flush the content to the disk (fsync), ren
          `replaced_file` and `sync_folder` raise `OSError`, for callers with a sentence of their own.
 Limits   Some network file systems cannot flush a folder or lock one. Both are then left out:
          such a system orders its names by itself, or nobody can.
-Checked  tests/test_files.py, and in the rooms that write: tests/train/test_checkpoint_kill.py
+Checked  tests/test_files.py, and in the rooms that write: tests/training/test_checkpoint_kill.py
          (kill -9 before every operation), tests/data/test_prepare.py (full disks),
          tests/models/test_huggingface_export.py, tests/report/test_page.py
 """
@@ -216,7 +216,7 @@ def folder_lock(folder: Path, waiting: Callable[[], None]) -> Iterator[None]:
 
     The lock is taken on the folder itself, so that no lock file is left in it. Where the file
     system has no locks (some network mounts) the block runs without one. (The lock of a run is
-    another: it refuses instead of waiting, and never goes without; see scrimp.train.run_folder.)
+    another: it refuses instead of waiting, and never goes without; see scrimp.training.run_folder.)
     """
     import fcntl
 

@@ -13,10 +13,10 @@ Method   /proc/self/cgroup names the process's group in each hierarchy, /proc/se
 
          and the least counts. Both lists of file pages (of memory.stat) are page cache. A group at its limit takes from
          the inactive one, ages the active one into it, and kills only when both are used up. A run's own share of free
-         memory (`scrimp.train.memory.limits`) leaves the pages that are in use. memory.high kills nobody, but whoever
-         is above it is slowed to a crawl. Where the path leads out of the mount (a namespace of control groups shows
-         /.. for what is outside it), the group is the one under the mount whose cgroup.procs lists the process; where
-         there is none, the mount's own.
+         memory (`scrimp.training.memory.limits`) leaves the pages that are in use. memory.high kills nobody, but
+         whoever is above it is slowed to a crawl. Where the path leads out of the mount (a namespace of control groups
+         shows /.. for what is outside it), the group is the one under the mount whose cgroup.procs lists the process;
+         where there is none, the mount's own.
 Limits   Of groups above the mount version 2 shows nothing. Swap is not memory. Elsewhere than on Linux all physical
          memory is the best that is known.
 Checked  tests/test_host_memory.py: file trees of systemd, Slurm and containers; a real nested group where the

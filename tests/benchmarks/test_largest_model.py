@@ -10,7 +10,7 @@ from largest_model import CONTEXT_BYTES, HOST_RESERVE, machine_of
 
 from scrimp.config import Config
 from scrimp.profiler import Device
-from scrimp.train.memory import limits
+from scrimp.training.memory import limits
 
 
 @pytest.mark.parametrize(("card", "host"), [(12, 32), (24, 64), (80, 256)])

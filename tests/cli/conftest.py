@@ -42,7 +42,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
         return call
 
     rooms = {
-        "scrimp.train": ["train", "verify_path"],
+        "scrimp.training": ["train", "verify_path"],
         "scrimp.cli.dry_run": ["dry_run"],
         "scrimp.cli.trained": ["evaluate_target", "generate_text", "export_run"],
         "scrimp.data": ["prepare", "CorpusSpec"],

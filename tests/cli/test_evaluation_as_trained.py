@@ -11,8 +11,8 @@ from tiny_run import flags, write_corpus
 from scrimp.cli import main
 from scrimp.cli.trained import evaluate_target, load_executable
 from scrimp.data import CorpusSpec, open_corpus
-from scrimp.train.evaluation import evaluate
-from scrimp.train.trained_weights import open_target
+from scrimp.training.evaluation import evaluate
+from scrimp.training.trained_weights import open_target
 
 
 @pytest.mark.parametrize("masked", [True, False])

@@ -19,7 +19,7 @@ from scrimp.errors import ConfigError, DataError, TrainingError
 # A command body that takes long, and says whether it was unwound. The train command imports it.
 SLOW = """
 import sys, time, types
-module = types.ModuleType("scrimp.train")
+module = types.ModuleType("scrimp.training")
 def train(*args, **kwargs):
     try:
         print("started", flush=True)
@@ -27,7 +27,7 @@ def train(*args, **kwargs):
     finally:
         print("cleaned up", flush=True)
 module.train = train
-sys.modules["scrimp.train"] = module
+sys.modules["scrimp.training"] = module
 from scrimp.cli import main
 sys.exit(main(["train"]))
 """
@@ -131,7 +131,7 @@ def test_a_forked_worker_ends_quietly_on_sigterm(calls) -> None:
         _, status = os.waitpid(child, 0)
         raise SystemExit(os.waitstatus_to_exitcode(status))
 
-    sys.modules["scrimp.train"].train = fork_and_terminate
+    sys.modules["scrimp.training"].train = fork_and_terminate
     assert main(["train"]) == 143
 
 

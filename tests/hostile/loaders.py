@@ -27,12 +27,12 @@ from scrimp.profiler.gemm_table import GemmTimes
 from scrimp.profiler.throughput import recall_throughput
 from scrimp.report import read_jsonl
 from scrimp.report.run_folder import read_run
-from scrimp.train import manifest as checkpoint_manifest
-from scrimp.train.checkpoint import Checkpoint
-from scrimp.train.precision import gemm_seconds as step_times
-from scrimp.train.run_state import read_state
-from scrimp.train.tensor_files import describe
-from scrimp.train.trained_weights import architecture_of_weights, open_target
+from scrimp.training import manifest as checkpoint_manifest
+from scrimp.training.checkpoint import Checkpoint
+from scrimp.training.precision import gemm_seconds as step_times
+from scrimp.training.run_state import read_state
+from scrimp.training.tensor_files import describe
+from scrimp.training.trained_weights import architecture_of_weights, open_target
 
 Load = Callable[[Path], object]
 

@@ -13,7 +13,7 @@ from scrimp.models.model import build_model
 from scrimp.optim import AdamW, MomentFormat
 from scrimp.optim.adamw_run import memory
 from scrimp.profiler.memory_trace import trace_costs
-from scrimp.train.tensor_files import read_tensors, write_tensors
+from scrimp.training.tensor_files import read_tensors, write_tensors
 
 TRAIN = OptimizerConfig(master_weights=False, weight_decay=0.1, beta1=0.9, beta2=0.95)
 KINDS: dict[str, tuple[torch.dtype, bool, MomentFormat]] = {

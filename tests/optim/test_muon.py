@@ -16,7 +16,7 @@ from scrimp.models.initialise import initialise
 from scrimp.models.model import Model, build_model
 from scrimp.optim.muon import Muon, memory, stacked_rows
 from scrimp.profiler.memory_trace import trace_costs
-from scrimp.train.tensor_files import read_tensors, write_tensors
+from scrimp.training.tensor_files import read_tensors, write_tensors
 
 LLAMA = Architecture(
     family="llama",

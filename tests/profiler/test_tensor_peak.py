@@ -15,7 +15,7 @@ from scrimp.cli import main
 from scrimp.planner import Plan
 from scrimp.profiler import MemoryMeter
 from scrimp.profiler.tensor_peak import counting_tensors
-from scrimp.train.memory.counted_steps import COUNTED_STEP, CountedSteps
+from scrimp.training.memory.counted_steps import COUNTED_STEP, CountedSteps
 
 MIB = 2**20
 
@@ -136,7 +136,7 @@ def test_a_step_that_proves_a_plan_is_not_counted_unless_it_is_the_last(
     steps: int, counted: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first step of a plan holds copies of operands for its proof, which no prediction includes."""
-    monkeypatch.setattr("scrimp.train.memory.counted_steps.COUNTED_STEP", 1)
+    monkeypatch.setattr("scrimp.training.memory.counted_steps.COUNTED_STEP", 1)
     corpus = write_corpus(tmp_path)
     words = ("--precision=fp8", f"--train.steps={steps}", "--evaluation.every=0")
     assert main(flags(corpus, tmp_path / "run", *words)) == 0

@@ -15,9 +15,9 @@ from scrimp.errors import DeviceError
 from scrimp.profiler.bandwidth import LinkRates
 from scrimp.runtime import deterministic
 from scrimp.runtime.determinism import WORKSPACE
-from scrimp.train.memory import block_seconds as times
-from scrimp.train.memory import decide as memory_plan
-from scrimp.train.setup import decide
+from scrimp.training.memory import block_seconds as times
+from scrimp.training.memory import decide as memory_plan
+from scrimp.training.setup import decide
 
 GPU = torch.device("cuda", 0)
 CONFIG = Config(

@@ -3,7 +3,7 @@
 On a terminal a prompt asks for each message. Elsewhere each line of standard input is a message, and each answer is
 printed as it comes, so that a pipe can drive it. An answer ends where the template ends a turn. The whole conversation
 goes to the model each time. The same seed and messages give the same answers.
-Checked  tests/train/test_sft.py
+Checked  tests/training/test_sft.py
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from scrimp.errors import ModelError, ScrimpError, typed
 from scrimp.models.generation import generate
 from scrimp.report.units import printable
 from scrimp.runtime import Executable
-from scrimp.train.trained_weights import open_target
+from scrimp.training.trained_weights import open_target
 
 PROMPT = "> "
 _HELP = "/reset begins a new conversation, /quit ends"

@@ -60,7 +60,7 @@ class Train:
     config: Annotated[Config, arg(name="")] = field(default_factory=Config)
 
     def execute(self, given: frozenset[str]) -> int:
-        from scrimp.train import train
+        from scrimp.training import train
 
         if self.resume_from is not None:
             check_range("--resume-from", self.resume_from, _COUNT)
@@ -153,7 +153,7 @@ class Verify:
     """Its folder; what it is is told by its files."""
 
     def execute(self, given: frozenset[str]) -> int:
-        from scrimp.train import verify_path
+        from scrimp.training import verify_path
 
         words, is_sound = verify_path(self.path)
         print(words)

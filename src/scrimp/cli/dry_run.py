@@ -18,11 +18,11 @@ from scrimp.planner.precision import PrecisionPlan
 from scrimp.profiler import device_peaks, recall_throughput
 from scrimp.report.tables import key_value_table
 from scrimp.report.units import format_bytes, format_count, format_flops, format_rate
-from scrimp.train.memory.account_table import account_tables, attention_text
-from scrimp.train.precision.preview import Preview, preview
-from scrimp.train.precision.question import shares_of
-from scrimp.train.setup import Decisions, decide, expected_vocabulary, fit_vocabulary
-from scrimp.train.start import anchored
+from scrimp.training.memory.account_table import account_tables, attention_text
+from scrimp.training.precision.preview import Preview, preview
+from scrimp.training.precision.question import shares_of
+from scrimp.training.setup import Decisions, decide, expected_vocabulary, fit_vocabulary
+from scrimp.training.start import anchored
 
 
 def dry_run(

@@ -20,10 +20,10 @@ from scrimp.profiler import resolve_device
 from scrimp.report.tables import key_value_table
 from scrimp.report.units import printable
 from scrimp.runtime import Executable
-from scrimp.train.evaluation import Evaluation, evaluate
-from scrimp.train.export_seal import seal_export
-from scrimp.train.run_state import read_state
-from scrimp.train.trained_weights import MODEL_PREFIX, Target, finite_weights, open_target
+from scrimp.training.evaluation import Evaluation, evaluate
+from scrimp.training.export_seal import seal_export
+from scrimp.training.run_state import read_state
+from scrimp.training.trained_weights import MODEL_PREFIX, Target, finite_weights, open_target
 
 ECHOED = 2000
 """Characters of a prompt that `generate` prints, the last ones."""

@@ -3,7 +3,7 @@
 The loss is that of next-token prediction; a batch has targets at the assistant's tokens alone (`scrimp.data.packing`),
 and the sum is divided by all of them in the whole batch. So a token counts the same in a long answer and in a short
 one, and however the batch is cut into micro-batches.
-Checked  tests/train/test_sft.py
+Checked  tests/training/test_sft.py
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Makes the plan of a run from its resolved configuration.
 
 Every GEMM by the rules of the run's precision; activations and states of every block as was decided so that
-the step fits (`scrimp.train.memory.decide`), all resident where nothing had to be. Settings of the user's own that
+the step fits (`scrimp.training.memory.decide`), all resident where nothing had to be. Settings of the user's own that
 cannot fit are refused before the run starts, with the budget that would be enough.
 """
 

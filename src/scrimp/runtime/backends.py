@@ -10,7 +10,7 @@ Limits   GEMMs in bf16 and fp32 are not recorded: every back end hands them to t
 Tuning   What a back end tries at the first call of a GEMM (shapes of tiles) it tries before the model is made, for the
          sizes of the run, of the head's last chunk and of the probe; the memory is a figure of its own. A batch of
          other sizes (the last of an evaluation) may fall into a bucket that was not tried, and is tried then.
-Checked  tests/train/test_recorded_backends.py, tests/runtime/test_tuning.py, tests/runtime/test_execute.py
+Checked  tests/training/test_recorded_backends.py, tests/runtime/test_tuning.py, tests/runtime/test_execute.py
 """
 
 from __future__ import annotations

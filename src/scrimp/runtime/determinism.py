@@ -3,7 +3,7 @@
 cuBLAS takes part by `CUBLAS_WORKSPACE_CONFIG`, which `scrimp.profiler.resolve_device` sets before any product on a GPU;
 a value of the user's stays, and is refused here where torch would refuse it.
 
-Checked  tests/runtime/test_determinism.py and tests/train/test_train_run.py on the CPU, benchmarks/gpu.py on a GPU
+Checked  tests/runtime/test_determinism.py and tests/training/test_train_run.py on the CPU, benchmarks/gpu.py on a GPU
 """
 
 from __future__ import annotations

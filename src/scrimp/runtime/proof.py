@@ -16,7 +16,7 @@ Method   Before training: one forward and backward pass over a few tokens, twice
          fingerprinted. What runs again in backward, where activations are recomputed, counts once.
 Limits   Attention's own products live inside one fused kernel and are not counted here. The probe
          runs before compilation.
-Checked  tests/runtime/test_proof.py, tests/train/precision/test_precision_proof.py, with plans that lie.
+Checked  tests/runtime/test_proof.py, tests/training/precision/test_precision_proof.py, with plans that lie.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class Setting:
 
 @dataclass
 class RealStep:
-    """A model with its optimizer; call it to train one step as `scrimp.train.loop` does."""
+    """A model with its optimizer; call it to train one step as `scrimp.training.loop` does."""
 
     setting: Setting
     model: Model = field(init=False)

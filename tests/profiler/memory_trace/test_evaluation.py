@@ -19,7 +19,7 @@ from scrimp.planner.memory.costs import StepCosts
 from scrimp.planner.memory.states import States, moments
 from scrimp.profiler.memory_trace import trace_costs
 from scrimp.runtime import Executable
-from scrimp.train.evaluation import evaluate
+from scrimp.training.evaluation import evaluate
 
 EVALUATED = {
     f"{level} {name} {micro_batches}": Setting(

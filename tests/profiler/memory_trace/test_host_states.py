@@ -58,7 +58,7 @@ class HostedStep(RealStep):
         self.model.run_block = self.memory
 
     def __call__(self) -> None:
-        """As `scrimp.train.loop` does it."""
+        """As `scrimp.training.loop` does it."""
         for tokens in self.tokens:
             with self.autocast():
                 sums = next_token_loss(self.model, tokens, tokens, None, chunk=self.setting.loss_chunk)

@@ -7,7 +7,7 @@ Method   Feasibility asks for no seconds, so that `activation_dp` has few labels
          bisection, to a thousandth, always from above: what is named does fit. Placements are those of `placement`: all
          or none of each class, and quarters. `Room` is in bytes of a step by the account, `Budgets` turns these into
          what a user types, and sizes are shown rounded up.
-Checked  tests/planner/memory/test_room.py; tests/train/memory/test_memory_refusal.py: printed figures, fed back
+Checked  tests/planner/memory/test_room.py; tests/training/memory/test_memory_refusal.py: printed figures, fed back
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """From a plan to a model whose blocks keep part of their memory on the host.
 
-Checked  tests/train/memory/test_memory_training.py: whole runs; tests/runtime/memory/test_blocks.py
+Checked  tests/training/memory/test_memory_training.py: whole runs; tests/runtime/memory/test_blocks.py
 """
 
 from __future__ import annotations

@@ -1,0 +1,67 @@
+"""A whole run from Python: what `scrimp train` does on the command line, for notebooks and scripts.
+
+Settings are those of the command line and of settings files, by the same dotted keys; whatever is left out is decided,
+and the run folder says why. A value that cannot be is refused before anything starts.
+Checked  tests/api/test_training.py
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from scrimp.config import Config, check_values, leaves, read_config, replace_values
+from scrimp.config.read_toml import convert, unknown_key
+from scrimp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from scrimp.training import RunSummary
+
+
+def train(
+    file: str | os.PathLike[str] | None = None,
+    settings: Mapping[str, Any] | None = None,
+    *,
+    resume: bool = False,
+    trust_code: bool = False,
+) -> RunSummary:
+    """Train a model, and leave a run folder::
+
+        run = scrimp.train(settings={"data.source": "corpus.txt", "train.steps": 200})
+        print(run.eval_loss, run.report)
+
+    Args:
+        file: TOML file with settings; None: the defaults.
+        settings: dotted key to value, over the file's: ``{"optimizer.lr": 1e-3}``.
+        resume: go on from the newest good checkpoint of ``run.dir``.
+        trust_code: run the code that settings name as FILE.py:NAME.
+
+    Returns:
+        Where the run's folder is, its last step and held-out loss, and its report.
+
+    Raises:
+        ScrimpError: bad input (nothing was started), or a run that failed.
+    """
+    from scrimp import user_code
+    from scrimp.training import train as train_by
+
+    config, in_file = read_config(None if file is None else Path(file))
+    values = _checked({} if settings is None else settings)
+    config = replace_values(config, values)
+    check_values(config)
+    with user_code.trusting(trust_code):
+        return train_by(config, resume=resume, given=in_file | values.keys())
+
+
+def _checked(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings as the types that they have; a path may be a text."""
+    known, where, values = leaves(Config), "the settings", {}
+    for key, value in settings.items():
+        if not isinstance(key, str):
+            raise ConfigError(f"a key of {where} is no text", got=repr(key), expected="such as train.steps")
+        if key not in known:
+            raise unknown_key(key, where)
+        values[key] = convert(known[key], str(value) if isinstance(value, Path) else value, where)
+    return values

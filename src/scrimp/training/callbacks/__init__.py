@@ -1,0 +1,23 @@
+"""What happens between the steps of a run: one file each."""
+
+from __future__ import annotations
+
+from scrimp.training.callbacks.base import Callback, Record
+from scrimp.training.callbacks.checkpoints import Checkpoints
+from scrimp.training.callbacks.evaluations import Evaluations
+from scrimp.training.callbacks.guards import Guards
+from scrimp.training.callbacks.memory import CheckMemory
+from scrimp.training.callbacks.metrics import MeasureStep, WriteRecord
+from scrimp.training.callbacks.precision import PlanPrecision
+
+__all__ = [
+    "Callback",
+    "CheckMemory",
+    "Checkpoints",
+    "Evaluations",
+    "Guards",
+    "MeasureStep",
+    "PlanPrecision",
+    "Record",
+    "WriteRecord",
+]

@@ -1,0 +1,120 @@
+"""Checkpoints of a run: what its state is, when it is written, and what is told of it.
+
+The state is small: parameters, optimizer, random state, two integers (step and updates) and the precision cycle's own.
+Everything else (data order, learning rate, initialisation) is a function of the configuration and of these, which is
+why a resumed run repeats the same losses bit for bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from scrimp.errors import StorageError
+from scrimp.training.callbacks.base import Callback, Record
+from scrimp.training.checkpoint import Checkpoint
+from scrimp.training.precision.cycle import PrecisionCycle
+from scrimp.training.run import Run
+from scrimp.training.run_folder import PLAN
+from scrimp.training.run_state import RunState, read_state
+from scrimp.training.step import StepResult
+
+RANDOM_STATE = "random.torch"
+
+
+class Checkpoints(Callback):
+    """Writes checkpoints every `checkpoint.every` steps, and restores one."""
+
+    def __init__(self, run: Run, cycle: PrecisionCycle | None) -> None:
+        self._run, self._cycle = run, cycle
+        self._last_saved: int | None = None
+
+    def after_step(self, result: StepResult, record: Record) -> None:
+        """Tell of those that became complete, and write one if it is due; at the last step the run's end does."""
+        self.report()
+        run = self._run
+        if not run.is_due(run.config.checkpoint.every) or run.step >= run.train.steps:
+            return
+        self.wait()  # one that failed must not keep this one from being tried
+        try:
+            self.save()
+        except StorageError as error:
+            self.failed(error)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor of the run's state, by the name it has in a checkpoint."""
+        run = self._run
+        state = {f"model.{name}": p for name, p in run.executable.parameters()}
+        state |= {f"optimizer.{name}": tensor for name, tensor in run.optimizer.tensors()}
+        state[RANDOM_STATE] = torch.get_rng_state()
+        return state
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Continue from a checkpoint: tensors are loaded in place."""
+        state = read_state(checkpoint)
+        self._run.optimizer.prepare(state.position.updates)
+        tensors = self.tensors()
+        checkpoint.load(tensors)
+        torch.set_rng_state(tensors[RANDOM_STATE])
+        self._run.position = state.position
+        self._run.optimizer.restore_updates(state.position.updates)
+        if self._cycle is not None:
+            self._cycle.restore(state.precision, state.position.step)
+        self._last_saved = checkpoint.step
+
+    def save(self, *, wait: bool = False) -> None:
+        """Write a checkpoint of this step, unless it has one; in the background unless `wait`."""
+        run = self._run
+        if self._last_saved == run.step:
+            if wait:
+                run.store.wait()
+            return
+        state = RunState(
+            run.position,
+            run.decisions.architecture,
+            run.record.data,
+            run.train.sequence,
+            run.record.digest,
+            None if self._cycle is None else self._cycle.to_state(),
+        )
+        skipped = run.step - run.position.updates
+        files = run.files | {PLAN: self._plan_text()}
+        run.store.save(run.step, self.tensors(), state.to_json(), files, skipped_steps=skipped, wait=wait)
+        self._last_saved = run.step
+
+    def _plan_text(self) -> str:
+        """The plan in force, without what was timed on the machine: the same run gives the same bytes."""
+        plan = self._run.plans.plan
+        untimed = dataclasses.replace(plan.predicted, step_seconds=None)
+        return dataclasses.replace(plan, predicted=untimed, measured=None).to_json()
+
+    def report(self) -> None:
+        """Record checkpoints that became complete; a failed one is recorded and the run goes on."""
+        run = self._run
+        try:
+            for step in run.store.poll():
+                bad = run.store.not_finite[step]
+                note = f"complete, but not finite: {', '.join(bad[:3])}" if bad else "complete"
+                run.event("checkpoint", note, step=step, finite=not bad)
+                if bad:
+                    run.line.message(f"checkpoint of step {step} {note}; the last finite one stays")
+        except StorageError as error:
+            self.failed(error)
+
+    def wait(self) -> None:
+        """Wait for a checkpoint that is being written; record it, or that it failed."""
+        try:
+            self._run.store.wait()
+        except StorageError as error:
+            self.failed(error)
+        self.report()
+
+    def failed(self, error: StorageError) -> None:
+        """Record that a checkpoint could not be written; older ones are untouched."""
+        self._last_saved = None
+        self._run.event("checkpoint-failed", str(error))
+        self._run.line.message(
+            f"checkpoint not written: {error}; older checkpoints are untouched, training goes on"
+        )

@@ -1,0 +1,47 @@
+"""Evaluations on the held-out split while a run trains."""
+
+from __future__ import annotations
+
+from scrimp.training.callbacks.base import Callback, Record
+from scrimp.training.evaluation import Evaluation, evaluate
+from scrimp.training.memory.phases import EVALUATION
+from scrimp.training.run import Run
+from scrimp.training.step import StepResult
+
+
+class Evaluations(Callback):
+    """Evaluates every `evaluation.every` steps, and whenever it is asked."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._last: tuple[int, Evaluation] | None = None
+
+    def after_step(self, result: StepResult, record: Record) -> None:
+        """Evaluate if it is due."""
+        if not self._run.is_due(self._run.config.evaluation.every):
+            return
+        found = self.evaluate()
+        if found is not None:
+            record |= {"eval_loss": found.loss, "eval_bits_per_byte": found.bits_per_byte}
+
+    def evaluate(self) -> Evaluation | None:
+        """Evaluate, record and show it; once per step at most. None where no document is held out."""
+        run = self._run
+        if not run.corpus.held_out.num_tokens:
+            return None
+        if self._last is not None and self._last[0] == run.step:
+            return self._last[1]
+        run.line.phase("evaluating")
+        run.phases.switch(EVALUATION)
+        found = evaluate(
+            run.executable,
+            run.corpus.held_out,
+            sequence=run.train.sequence,
+            micro_batch=run.train.micro_batch,
+            max_tokens=run.config.evaluation.tokens,
+            mask_documents=run.config.data.mask_documents,
+        )
+        sentence = f"held-out loss {found.loss:.4f}, {found.bits_per_byte:.4f} bits per byte"
+        run.tell("evaluation", sentence, loss=found.loss, bits_per_byte=found.bits_per_byte)
+        self._last = (run.step, found)
+        return found

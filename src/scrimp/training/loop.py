@@ -1,0 +1,97 @@
+"""The training loop: one step after another, and around each of them the callbacks in their order.
+
+::
+
+    PlanPrecision   before a step: measure, switch, probe; after it: signs of trouble
+    MeasureStep     the figures of the step
+    CheckMemory     measured beside predicted, once
+    Evaluations     the held-out loss
+    WriteRecord     all figures to metrics.jsonl: before a checkpoint, from which a run may be resumed
+    Guards          outliers; the end of a run whose steps are not finite
+    Checkpoints     those that are complete, and the next one
+
+A plan that changes is told to the model, the memory phases, the meter and plan.json by `PlanInForce`.
+"""
+
+from __future__ import annotations
+
+from scrimp.files import write_whole
+from scrimp.planner import Plan
+from scrimp.training.callbacks import (
+    Callback,
+    CheckMemory,
+    Checkpoints,
+    Evaluations,
+    Guards,
+    MeasureStep,
+    PlanPrecision,
+    Record,
+    WriteRecord,
+)
+from scrimp.training.guards import StopSignals
+from scrimp.training.memory.counted_steps import CountedSteps
+from scrimp.training.memory.phases import TRAINING
+from scrimp.training.precision.cycle import PrecisionCycle
+from scrimp.training.precision.first_step import FirstStepProof
+from scrimp.training.run import Run
+from scrimp.training.run_folder import PLAN
+from scrimp.training.step import Stepper
+
+
+class Trainer:
+    """Runs the steps of a run."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        run.plans.listen(self._carry_out)
+        run.phases.plan(TRAINING, run.plans.plan.predicted.peak_device_bytes or 0)
+        self.cycle = PrecisionCycle(run) if run.config.is_planned else None
+        """Where formats are planned while training."""
+        proof = FirstStepProof(run)
+        self.stepper = Stepper(run, proof)
+        self.evaluations, self.checkpoints = Evaluations(run), Checkpoints(run, self.cycle)
+        self._counted = CountedSteps(run, self.stepper, proof, self.checkpoints.wait)
+        self.callbacks: list[Callback] = [
+            *([] if self.cycle is None else [PlanPrecision(run, self.cycle)]),
+            MeasureStep(run),
+            CheckMemory(run),
+            self.evaluations,
+            WriteRecord(run),
+            Guards(run, self.stepper.guard),
+            self.checkpoints,
+        ]
+
+    def train(self, signals: StopSignals) -> None:
+        """Step until the last one or a signal.
+
+        Raises:
+            TrainingError: too many non-finite steps in a row.
+        """
+        run = self.run
+        with run.loader(run.step) as loader:
+            while run.step < run.train.steps and not signals.should_stop():
+                for callback in self.callbacks:
+                    callback.before_step()
+                with self._counted.around():
+                    result = self.stepper.take(loader)
+                record: Record = {}
+                for callback in self.callbacks:
+                    callback.after_step(result, record)
+
+    def _carry_out(self, before: Plan, plan: Plan) -> None:
+        """Another plan is in force: the model, what is known of its memory, and the run's file follow."""
+        run = self.run
+        if plan.blocks != before.blocks:
+            run.executable.change_activations(plan)
+            run.meter.forget_counts()
+        if plan.gemms != before.gemms:
+            run.executable.change_formats(plan)
+        run.phases.plan(TRAINING, plan.predicted.peak_device_bytes or 0)
+        if run.decisions.world.is_writer:
+            write_whole(run.dir / PLAN, plan.to_json())
+
+    def close(self) -> None:
+        """Leave nothing running."""
+        if self.cycle is not None:
+            self.cycle.close()
+        self.run.optimizer.close()

@@ -1,0 +1,250 @@
+"""Seconds of every block and choice for the planner: measured on the device where that is quick, else from the work.
+
+Method   The roofline of `scrimp.planner.memory.work` is always there. Where it says that measuring takes at most
+         `LIMIT_S` seconds, real blocks are timed in its place (`scrimp.profiler.block_times`), in as many rounds as
+         fit into that time; where it says more, or there is no memory for it, the roofline stays. So with the ends
+         (embedding, norm, head, loss), whose roofline is scaled as the blocks' has proven wrong. What a level makes
+         again takes no less than its roofline: noise often measures nothing, and where levels tie, a search for what
+         fits would let every block recompute.
+         Blocks are timed as they train: by deterministic kernels, compiled where the run compiles them. Compiling them
+         at every level is not in that limit; the run finds them in the compiler's cache. Of several ranks the first
+         measures for all, which must come to one plan.
+Limits   A block's seconds do not depend on where its states live; copies beside computing are the timeline's affair.
+Checked  tests/training/memory/test_block_seconds.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, cast
+
+import torch
+
+from scrimp import objectives
+from scrimp.config import Architecture, ResolvedConfig
+from scrimp.config.activations import LEVELS, Activations
+from scrimp.errors import PlanError
+from scrimp.models import HEAD, full_name, spec_of
+from scrimp.planner import Peaks
+from scrimp.planner.memory.costs import BlockCost, StepCosts
+from scrimp.planner.memory.work import PassSeconds, Rates, block_seconds, ends_seconds
+from scrimp.precision import LinearPrecision, PrecisionRules
+from scrimp.profiler import Device, peaks_of
+from scrimp.profiler.bandwidth import LinkRates, measure_links
+from scrimp.profiler.block_times import CHAIN, ROUNDS, Timed, measure_blocks, measure_ends
+from scrimp.runtime import deterministic, preferred_backends
+
+Origin = Literal["measured", "predicted"]
+Blocks = tuple[Mapping[str, PassSeconds], ...]
+"""Level to measured seconds, by class of blocks."""
+Seconds = tuple[Sequence[Mapping[str, PassSeconds]], float]
+"""Level to seconds by class of blocks, and of the ends."""
+LIMIT_S = 5.0
+"""Most seconds for measuring blocks, and again for measuring the ends, as the roofline predicts them."""
+FEWEST_ROUNDS = 2
+
+
+def linears_of(rules: PrecisionRules, architecture: Architecture) -> dict[str, LinearPrecision]:
+    """Formats of every linear layer."""
+    return rules.assign(spec_of(architecture).origins)
+
+
+def with_seconds(
+    costs: StepCosts,
+    config: ResolvedConfig,
+    architecture: Architecture,
+    device: Device,
+    rates: LinkRates,
+    *,
+    may_measure: bool = True,
+) -> tuple[StepCosts, Origin]:
+    """Costs with the seconds of every block and choice and of the ends, and where these come from.
+
+    Args:
+        may_measure: there is time and memory for it.
+    """
+    model = _Model(costs, config, architecture, device, rates)
+    seconds, origin = model.predicted(), "predicted"
+    if may_measure and (measured := model.measured(seconds)) is not None:
+        seconds, origin = measured, "measured"
+    blocks, ends = seconds
+    classes = tuple(
+        dataclasses.replace(
+            kind, choices={name: _with(cost, blocks[number], name) for name, cost in kind.choices.items()}
+        )
+        for number, kind in enumerate(costs.classes)
+    )
+    costs = dataclasses.replace(costs, classes=classes, ends=dataclasses.replace(costs.ends, seconds=ends))
+    return costs, cast("Origin", origin)
+
+
+def _with(cost: BlockCost, seconds: Mapping[str, PassSeconds], name: str) -> BlockCost:
+    one = seconds[Activations.parse(name).level]
+    return dataclasses.replace(cost, forward_seconds=one.forward, backward_seconds=one.backward + one.again)
+
+
+@dataclass(frozen=True)
+class _Model:
+    """Whose seconds are wanted."""
+
+    costs: StepCosts
+    config: ResolvedConfig
+    architecture: Architecture
+    device: Device
+    rates: LinkRates
+
+    @property
+    def levels(self) -> list[str]:
+        """Levels of any choice, in their order; what they are compared with is the first."""
+        names = {Activations.parse(name).level for kind in self.costs.classes for name in kind.choices}
+        return [level for level in LEVELS if level in names or level == "keep"]
+
+    @property
+    def first_blocks(self) -> list[int]:
+        """The first block of each class."""
+        return [self.costs.blocks.index(number) for number in range(len(self.costs.classes))]
+
+    def predicted(self) -> Seconds:
+        """By the roofline."""
+        train, compute = self.config.train, self.config.precision_rules.compute
+        tokens = train.micro_batch * train.sequence
+        linears = linears_of(self.config.precision_rules, self.architecture)
+        peaks: Peaks = peaks_of(self.device)
+        work, spec = Rates(peaks, self.rates.device_memory), spec_of(self.architecture)
+        classes = [
+            {
+                level: block_seconds(
+                    spec.block(block),
+                    {one.name: linears[full_name(block, one.name)] for one in spec.block(block).linears},
+                    Activations.parse(level),
+                    work,
+                    tokens=tokens,
+                    sequence=train.sequence,
+                    compute=compute,
+                )
+                for level in self.levels
+            }
+            for block in self.first_blocks
+        ]
+        ends = ends_seconds(spec, linears[HEAD], work, tokens=tokens, compute=compute)
+        return classes, ends
+
+    def measured(self, predicted: Seconds) -> Seconds | None:
+        """On the device; None where it would take too long, or there is no memory for it."""
+        classes, ends = predicted
+        device, backend = self.device.torch_device, self.config.backend
+        all_levels = sum(map(_passes, (one for kind in classes for one in kind.values())))
+        rounds = _rounds(CHAIN[device.type] * all_levels)
+        if not rounds:
+            return None
+        timed = self._timed()
+        # The vocabulary may change when the corpus is there: blocks are not timed again for it.
+        blocks = dataclasses.replace(timed, architecture=dataclasses.replace(self.architecture, vocab_size=1))
+        try:
+            found = self.device.world.once(
+                "timing the model's blocks",
+                lambda: _blocks_once(blocks, tuple(self.levels), device, backend, rounds),
+                write=_blocks_as_json,
+                read=_blocks_from_json,
+            )
+            if found is None:
+                return None
+            # As much slower as blocks are, where the ends themselves would take too long.
+            slower = _passes(found[0]["keep"]) / _passes(classes[0]["keep"])
+            ends_rounds = _rounds(slower * ends)
+            measured: float | None = slower * ends
+            if ends_rounds:
+                measured = self.device.world.once(
+                    "timing the model's ends", lambda: _ends_once(timed, device, backend, ends_rounds)
+                )
+        except PlanError:
+            return None  # a format that nothing runs here: refused by name when the plan is there
+        if measured is None:
+            return None
+        return [_at_least(*pair) for pair in zip(found, classes, strict=True)], measured
+
+    def _timed(self) -> Timed:
+        linears, train = linears_of(self.config.precision_rules, self.architecture), self.config.train
+        spec = spec_of(self.architecture)
+        return Timed(
+            self.architecture,
+            tuple(self.first_blocks),
+            tuple(
+                tuple(linears[full_name(block, one.name)] for one in spec.block(block).linears)
+                for block in self.first_blocks
+            ),
+            linears[HEAD],
+            compute=self.config.precision_rules.compute,
+            parameters=train.parameters,
+            master_weights=bool(self.config.optimizer.master_weights),
+            micro_batch=train.micro_batch,
+            sequence=train.sequence,
+            loss_chunk=train.loss_chunk,
+            objective=objectives.build(self.config.objective),
+            compiled=train.compile == "on",
+        )
+
+
+def _blocks_as_json(found: Blocks | None) -> Any:
+    return found and [{level: dataclasses.asdict(one) for level, one in kind.items()} for kind in found]
+
+
+def _blocks_from_json(told: Any) -> Blocks | None:
+    return told and tuple({level: PassSeconds(**one) for level, one in kind.items()} for kind in told)
+
+
+def _at_least(
+    measured: Mapping[str, PassSeconds], roofline: Mapping[str, PassSeconds]
+) -> dict[str, PassSeconds]:
+    """Seconds of one class of blocks, where what is made again takes no less than at the device's peak rates."""
+    return {
+        level: dataclasses.replace(one, again=max(one.again, roofline[level].again))
+        for level, one in measured.items()
+    }
+
+
+def _passes(seconds: PassSeconds) -> float:
+    return seconds.forward + seconds.backward + seconds.again
+
+
+def _rounds(seconds: float) -> int:
+    """Rounds of so many seconds that there is time for; 0 where it is too short for any use."""
+    rounds = min(ROUNDS, int(LIMIT_S / max(seconds, 1e-9)) - 1)
+    if rounds < FEWEST_ROUNDS:
+        return 0
+    return rounds
+
+
+@cache
+def _blocks_once(
+    timed: Timed, levels: tuple[str, ...], device: torch.device, backend: str, rounds: int
+) -> Blocks | None:
+    doing = "compiling and timing" if timed.compiled else "timing"
+    print(f"{doing} the model's blocks ...", file=sys.stderr, flush=True)
+    with deterministic(device):
+        return measure_blocks(timed, levels, device, preferred_backends(device, backend), rounds=rounds)
+
+
+@cache
+def _ends_once(timed: Timed, device: torch.device, backend: str, rounds: int) -> float | None:
+    with deterministic(device):
+        return measure_ends(timed, device, preferred_backends(device, backend), rounds=rounds)
+
+
+def links_of(device: Device) -> LinkRates:
+    """The rates that all ranks reckon with; measured by the first of them, once per process and device."""
+    return device.world.once(
+        "measuring bandwidths",
+        lambda: _links_once(device.torch_device),
+        write=dataclasses.asdict,
+        read=lambda found: LinkRates(**found),
+    )
+
+
+@cache
+def _links_once(device: torch.device) -> LinkRates:
+    return measure_links(device)

@@ -1,0 +1,149 @@
+"""`scrimp plan --precision snip` on a run: measure its newest checkpoint, and show the plan that this gives.
+
+The run is not touched. Its own settings count (data, batch, optimizer) but for those that the user gives now.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from scrimp import objectives
+from scrimp.config import Config, flatten, replace_values
+from scrimp.config.snip import BUDGETS
+from scrimp.data import Batch, Loader
+from scrimp.errors import CheckpointError, ConfigError
+from scrimp.export import ExportTarget, plan_for
+from scrimp.models.model import Model
+from scrimp.optim import build
+from scrimp.planner.precision import PrecisionPlan
+from scrimp.precision import parse_rules
+from scrimp.runtime import realise
+from scrimp.training.checkpoint import Checkpoint
+from scrimp.training.precision.meter import PrecisionMeter
+from scrimp.training.precision.question import Horizon, ask, formats_to_measure
+from scrimp.training.run_folder import saved_config
+from scrimp.training.run_state import read_state
+from scrimp.training.setup import Decisions, decide, open_run_corpus
+from scrimp.training.start import anchored
+from scrimp.training.trained_weights import checkpoint_of, is_run
+
+_OF_ITS_OWN = frozenset({"model.weights", "run.dir"})
+"""What the user gives to name the run, not to change it."""
+
+
+@dataclass(frozen=True)
+class Preview:
+    """A measured plan, and the run that it is of."""
+
+    plan: PrecisionPlan
+    decisions: Decisions
+    step: int
+
+
+def preview(config: Config, given: Collection[str], target: ExportTarget | None = None) -> Preview | None:
+    """Measure and plan; None where model.weights names no run with a checkpoint.
+
+    Args:
+        target: the trainer that the plan is to run in; None: this one.
+
+    Raises:
+        CheckpointError: the run has no optimizer state that fits; PlanError: the budget cannot be reached.
+    """
+    folder = config.model.weights
+    if folder is None or not config.is_planned or not is_run(folder):
+        return None
+    checkpoint = checkpoint_of(folder)
+    saved, now = saved_config(folder), flatten(config)
+    changes = {key: now[key] for key in given if key not in _OF_ITS_OWN}
+    if any(f"budget.{name}" in given for name in BUDGETS):
+        # One budget takes the place of another, and is no second one.
+        saved = dataclasses.replace(saved, budget=dataclasses.replace(saved.budget, **dict.fromkeys(BUDGETS)))
+    own = replace_values(saved, changes)
+    if not saved.is_planned:
+        # What was decided for other formats would be taken for the user's own choice.
+        own = dataclasses.replace(own, snip=config.snip, budget=config.budget)
+    _refuse_seconds(own)
+    decisions = decide(anchored(own), architecture=read_state(checkpoint).architecture)
+    return Preview(_measured(decisions, checkpoint, target), decisions, checkpoint.step)
+
+
+def _refuse_seconds(config: Config) -> None:
+    """A step's other seconds are known only where steps are taken."""
+    if config.budget.step_seconds is not None or config.budget.speedup is not None:
+        raise ConfigError(
+            "a budget in seconds needs timed steps, which a dry run has none of",
+            expected="budget.fp4_flops or budget.divergence",
+            do="train with the budget: the first plan comes after the warm-up",
+        )
+
+
+def _measured(decisions: Decisions, checkpoint: Checkpoint, target: ExportTarget | None) -> PrecisionPlan:
+    config = decisions.config
+    meter = _meter(decisions, checkpoint)
+    layers = [layer for layer in decisions.plan.gemms if layer != "head"]
+    pinned = parse_rules(config.precision).pinned(layers)
+    start = {layer: choice.recipes for layer, choice in decisions.plan.gemms.items() if layer != "head"}
+    formats = formats_to_measure(config, pinned, [name for row in start.values() for name in row])
+    profile = meter.measure(checkpoint.step, formats)
+    question = ask(config, profile, Horizon(checkpoint.step, None, 0.0), pinned, start, None, {})
+    return plan_for(question, target, step=checkpoint.step)
+
+
+def _meter(decisions: Decisions, checkpoint: Checkpoint) -> PrecisionMeter:
+    """The model and its optimizer as they were at the checkpoint."""
+    config = decisions.config
+    state = read_state(checkpoint)
+    corpus = open_run_corpus(decisions, digest=state.data_digest)
+    if not corpus.is_that_of(state.data_digest):
+        raise CheckpointError(
+            "the data are not those that the run was trained on",
+            do="give its source and tokenizer, as they stand in its config.toml",
+        )
+    executable = realise(
+        decisions.plan,
+        decisions.architecture,
+        _unfilled,
+        device=decisions.device.torch_device,
+        parameters=config.train.parameters,
+        compute=config.precision_rules.compute,
+        seed=config.run.seed,
+        loss_chunk=config.train.loss_chunk,
+        objective=objectives.build(config.objective),
+        choose=decisions.backends(),
+        replans=True,
+    )
+    optimizer = build(config.optimizer, executable, seed=config.run.seed)
+    optimizer.prepare(state.position.updates)
+    tensors: dict[str, Tensor] = {
+        f"model.{name}": p.detach() for name, p in executable.model.named_parameters()
+    }
+    tensors |= {f"optimizer.{name}": tensor for name, tensor in optimizer.tensors()}
+    tensors["random.torch"] = torch.get_rng_state()  # a copy: the process's own stays
+    checkpoint.load(tensors)
+    optimizer.restore_updates(state.position.updates)
+
+    def batches(step: int, count: int) -> Iterator[list[Batch]]:
+        train = config.train
+        per_step = train.sequences_per_step
+        with Loader(
+            corpus.train,
+            sequence=train.sequence,
+            sequences_per_step=per_step,
+            micro_batch=train.micro_batch,
+            seed=config.run.seed,
+            first_sample=step * per_step,
+            mask_documents=config.data.mask_documents,
+        ) as loader:
+            for _ in range(count):
+                yield next(loader)
+
+    return PrecisionMeter(decisions, executable, optimizer, batches)
+
+
+def _unfilled(model: Model) -> None:
+    """Every parameter is loaded from the checkpoint."""

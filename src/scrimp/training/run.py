@@ -1,0 +1,129 @@
+"""What a run in progress is made of: the parts that the loop and its callbacks share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from scrimp.config import ResolvedConfig
+from scrimp.config.resolved import ResolvedTrain
+from scrimp.data import Batch, Corpus, Loader
+from scrimp.optim import Optimizer
+from scrimp.planner import Plan
+from scrimp.planner.flops import Peaks
+from scrimp.profiler import MemoryMeter
+from scrimp.report.memory_text import runs_of
+from scrimp.runtime import Executable
+from scrimp.runtime.memory import PhaseEdges
+from scrimp.training.checkpoint import CheckpointStore
+from scrimp.training.memory.phases import MEASURING, cache_of, heap_of
+from scrimp.training.metrics import MetricsLog
+from scrimp.training.plan_in_force import PlanInForce
+from scrimp.training.progress import StepLine
+from scrimp.training.run_record import RunRecord
+from scrimp.training.run_state import Position
+from scrimp.training.setup import Decisions
+
+
+@dataclass
+class Run:
+    """One run in progress."""
+
+    decisions: Decisions
+    """As the run began; the plan of now is `plans.plan`."""
+    dir: Path
+    """Its folder."""
+    corpus: Corpus
+    executable: Executable
+    optimizer: Optimizer
+    plans: PlanInForce
+    meter: MemoryMeter
+    peaks: Peaks
+    store: CheckpointStore
+    log: MetricsLog
+    line: StepLine
+    record: RunRecord
+    files: dict[str, str]
+    """Name to text of what every checkpoint holds beside the plan."""
+    position: Position = field(default_factory=Position)
+    rates: list[float] = field(default_factory=list)
+    """Tokens per second of each step since the start."""
+
+    def __post_init__(self) -> None:
+        heap = heap_of(self.executable.device, lambda sentence: self.event("memory-phase", sentence))
+        self.phases = PhaseEdges(
+            cache_of(self.executable.device, self.meter),
+            lambda sentence: self.tell("memory-phase", sentence),
+            heap,
+        )
+        """Where training, evaluation and measuring begin and end."""
+
+    @property
+    def config(self) -> ResolvedConfig:
+        """Settings, all decided."""
+        return self.decisions.config
+
+    @property
+    def train(self) -> ResolvedTrain:
+        """Their section of steps and batches."""
+        return self.decisions.config.train
+
+    @property
+    def step(self) -> int:
+        """Number of steps that are done."""
+        return self.position.step
+
+    @property
+    def batch_tokens(self) -> int:
+        """Tokens of a step."""
+        return self.train.batch_tokens
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Tokens of a forward pass."""
+        return self.decisions.micro_batch_tokens
+
+    def event(self, kind: str, sentence: str, *, step: int | None = None, **fields: Any) -> None:
+        """Record that something happened, after the last step unless another is named."""
+        self.log.event(kind, self.step if step is None else step, sentence, **fields)
+
+    def tell(self, kind: str, sentence: str, *, step: int | None = None, **fields: Any) -> None:
+        """Record it, and show it."""
+        self.event(kind, sentence, step=step, **fields)
+        self.line.message(f"step {self.step if step is None else step}: {sentence}")
+
+    def change_blocks(self, plan: Plan, step: int) -> None:
+        """Let blocks do from now on what another plan says; between two steps, or two attempts at this one."""
+        self.plans.change(plan)
+        choices = runs_of([block.activations for block in plan.blocks.values()])
+        reason = plan.blocks["0"].reason
+        self.event("memory-replan", f"{reason}: {choices}", step=step)
+        self.line.message(f"step {step}: {reason}; goes on with {choices}")
+
+    def is_due(self, every: int) -> bool:
+        """Whether what happens every so many steps (0: never) happens after the last step."""
+        return every > 0 and self.step % every == 0
+
+    def batches(self, step: int, count: int) -> Iterator[list[Batch]]:
+        """The micro-batches of some steps, beside the run's own loader: what is measured before or after a step."""
+        self.phases.switch(MEASURING)
+        with self.loader(step) as loader:
+            for _ in range(count):
+                yield next(loader)
+
+    def loader(self, step: int) -> Loader:
+        """Batches from a step on."""
+        train, sequence = self.train, self.train.sequence
+        sequences = train.sequences_per_step
+        return Loader(
+            self.corpus.train,
+            sequence=sequence,
+            sequences_per_step=sequences,
+            micro_batch=train.micro_batch,
+            seed=self.config.run.seed,
+            first_sample=step * sequences,
+            mask_documents=self.config.data.mask_documents,
+            pin=self.executable.device.type == "cuda",
+        )

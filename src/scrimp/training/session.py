@@ -1,0 +1,468 @@
+"""One call of `scrimp train`: from a configuration to a run folder with a trained model.
+
+`train` is read top to bottom in the order of events: decide and open the data (`start`), claim the folder,
+realise the plan, restore if asked, run (`loop`), finish (`finish`). Whatever ends the run, the files
+that it leaves are complete, and the last lines say how to go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import platform
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+import torch
+
+from scrimp import __version__, objectives, user_code
+from scrimp.config import Config, flatten, reasons_in, to_toml
+from scrimp.data import load_tokenizer, packed
+from scrimp.errors import CheckpointError, ConfigError, PlanError, TrainingError
+from scrimp.files import write_whole
+from scrimp.gemm import BackendChooser
+from scrimp.models import spec_of
+from scrimp.models.compiled import is_compiler_error
+from scrimp.models.initialise import initialise
+from scrimp.models.model import Model
+from scrimp.optim import build
+from scrimp.planner import Plan, count_flops
+from scrimp.profiler import MemoryMeter, peaks_of
+from scrimp.report.units import format_count
+from scrimp.runtime import (
+    Executable,
+    backends_text,
+    compile_blocks,
+    deterministic,
+    prove,
+    realise,
+    tune,
+)
+from scrimp.runtime.memory import ArenaTooSmallError, uses_host
+from scrimp.training.checkpoint import CheckpointStore
+from scrimp.training.finish import RunSummary, finish, finish_failed
+from scrimp.training.guards import StopSignals
+from scrimp.training.loop import Trainer
+from scrimp.training.memory.account_table import account_text, attention_text
+from scrimp.training.memory.decide import decision_of
+from scrimp.training.memory.host_room import left_of_budget, take_host_room
+from scrimp.training.memory.limits import device_limit, refuse_beyond_memory
+from scrimp.training.memory.oom import is_out_of_memory
+from scrimp.training.metrics import MetricsLog
+from scrimp.training.plan_in_force import PlanInForce
+from scrimp.training.progress import StepLine
+from scrimp.training.run import Run
+from scrimp.training.run_folder import (
+    CONFIG,
+    PLAN,
+    TOKENIZER,
+    RunLock,
+    claim_new_folder,
+    drop_plans_after,
+    refuse_checkpoint,
+    refuse_used_folder,
+    saved_config,
+)
+from scrimp.training.run_record import make_record, read_record, write_record
+from scrimp.training.setup import Decisions
+from scrimp.training.start import Start, fresh_start, resumed_start
+from scrimp.training.trained_weights import fill_from_weights
+from scrimp.world import World
+
+
+def train(
+    config: Config,
+    *,
+    resume: bool = False,
+    resume_from: int | None = None,
+    restart: bool = False,
+    given: Collection[str] = frozenset(),
+) -> RunSummary:
+    """Train by a configuration.
+
+    Args:
+        resume: go on from the newest good checkpoint of `config.run.dir`.
+        resume_from: go on from the checkpoint of this step; newer ones are set aside.
+        restart: with `resume`, begin again at step 0 where no checkpoint can be used.
+        given: dotted keys that the user wrote; a resumed run takes all others from its folder.
+
+    Raises:
+        ScrimpError: bad input (nothing was started), or a run that failed.
+    """
+    if restart and (resume_from is not None or not resume):
+        raise ConfigError(
+            "--restart does not go with --resume-from"
+            if resume_from is not None
+            else "--restart needs --resume",
+            expected="--resume --restart: go on from the newest checkpoint, or at step 0 where none can be used",
+        )
+    world = World.current()
+    with world.together("the run"):
+        if resume or resume_from is not None:
+            if config.run.dir is None:
+                raise CheckpointError("--resume needs a run", do="name it with --run.dir")
+            refuse_checkpoint(config.run.dir)
+            saved_config(config.run.dir)  # refuse what holds no run before a lock file is left in it
+            with RunLock(config.run.dir, world):
+                start = resumed_start(
+                    config.run.dir, config, given, from_step=resume_from, may_restart=restart, world=world
+                )
+                return _train_in(config.run.dir, start)
+        if config.run.dir is not None:
+            refuse_used_folder(config.run.dir)
+        start = fresh_start(config, world)
+        with claim_new_folder(config, world) as run_dir:
+            return _train_in(run_dir, start)
+
+
+def _train_in(run_dir: Path, start: Start) -> RunSummary:
+    start = _in_folder(run_dir, start)
+    config, world = start.decisions.config, start.decisions.world
+    files = world.once("writing the run's first files", lambda: _write_decisions(run_dir, start))
+    room = left_of_budget(config, start.decisions.device, start.room.arena.capacity if start.room else 0)
+    store = CheckpointStore(
+        run_dir,
+        keep_last=config.checkpoint.keep_last,
+        keep_every=config.checkpoint.keep_every,
+        room=room,
+        world=world,
+    )
+    resume_step = start.checkpoint.step if start.checkpoint else None
+    left = world.once("clearing the run's folder", lambda: _cleared(run_dir, store, start))
+    with contextlib.ExitStack() as stack:
+        log = MetricsLog(run_dir, resume_step=resume_step, world=world)
+        stack.callback(log.close)
+        line = StepLine(total_steps=config.train.steps, first_step=resume_step or 0, world=world)
+        stack.enter_context(line)
+        signals = stack.enter_context(StopSignals(line.message, world))
+        for note in start.notes:
+            line.message(note)
+            log.event("checkpoint-failed", resume_step or 0, note)
+        for path in left:
+            line.message(f"left behind: {path}, which may be deleted")
+        trainer = _make_trainer(run_dir, start, store, log, line, files)
+        stack.callback(trainer.close)
+        _announce(trainer.run, run_dir, start)
+        try:
+            with world.together("training"), _named_failures(trainer):
+                with deterministic(trainer.run.executable.device):
+                    trainer.train(signals)
+                return finish(run_dir, trainer, signals)
+        except TrainingError as failure:
+            finish_failed(run_dir, trainer, failure)
+            raise
+
+
+def _cleared(run_dir: Path, store: CheckpointStore, start: Start) -> list[str]:
+    """Clear what a killed process left; where the run goes back, the checkpoints that were set aside."""
+    store.prepare()
+    if not start.goes_back:
+        return []
+    step = start.checkpoint.step if start.checkpoint else None
+    left = store.set_aside_after(-1 if step is None else step)
+    drop_plans_after(run_dir, step or 0)
+    return list(map(str, left))
+
+
+def _in_folder(run_dir: Path, start: Start) -> Start:
+    """A start in its folder: a resumed run has its own plan and reasons, and takes host memory by these."""
+    decisions = start.decisions
+    config = dataclasses.replace(decisions.config, run=dataclasses.replace(decisions.config.run, dir=run_dir))
+    reasons, began_with = decisions.reasons, decisions.plan.backends
+    config_path, plan_path = run_dir / CONFIG, run_dir / PLAN
+    is_resumed = config_path.exists()
+    if is_resumed:
+        reasons = reasons_in(config_path.read_text(encoding="utf-8"), config)
+        saved = _saved_plan(plan_path, start)
+        if saved is not None:
+            began_with = saved.backends
+            if config.is_planned and start.checkpoint is None:  # its formats are of a later step
+                saved = dataclasses.replace(saved, gemms=decisions.plan.gemms)
+            if saved.fingerprint == decisions.plan.fingerprint:
+                saved.check_runnable(decisions.plan, str(plan_path), spec_of(decisions.architecture).origins)
+                decisions = _carried_on(saved, start)
+    decisions = dataclasses.replace(decisions, config=config, reasons=reasons)
+    decisions = decisions.with_recorded_backends(anew="backend" in start.given)
+    if is_resumed:  # by the back ends of its record
+        decisions.refuse_tuning_misfit()
+    plan = decisions.plan
+    if config.is_planned and uses_host(plan):
+        raise PlanError(
+            "nothing of a step can live on the host beside precision snip",
+            got=f"a block of {plan_path} that offloads or has states on the host",
+            expected="all of the model on the device: statistics read the states of all layers at once",
+        )
+    room = (
+        take_host_room(plan, config, decisions.architecture, decisions.device) if is_resumed else start.room
+    )
+    ran = "" if began_with in ({}, plan.backends) else backends_text(began_with)
+    return dataclasses.replace(start, decisions=decisions, room=room, ran_by=ran)
+
+
+def _saved_plan(path: Path, start: Start) -> Plan | None:
+    """The plan of a run that goes on; where its file is gone that of the checkpoint, of which it is a copy."""
+    if path.exists():
+        return Plan.read(path)
+    if start.checkpoint is None or not (start.checkpoint.folder / PLAN).is_file():
+        return None
+    return Plan.from_json(start.checkpoint.read_file(PLAN), origin=str(start.checkpoint.folder / PLAN))
+
+
+def _write_decisions(run_dir: Path, start: Start) -> dict[str, str]:
+    """Leave config, plan and tokenizer in the run folder; the first two are in every checkpoint too, without the
+    name of the folder, so that the same run gives the same checkpoints in another one."""
+    # Without a configuration, whatever else is there is of a start that was killed, perhaps with other data.
+    is_new = not (run_dir / CONFIG).exists()
+    if is_new or not (run_dir / TOKENIZER / "tokenizer.json").exists():
+        start.corpus.tokenizer.replace(run_dir / TOKENIZER)
+    if is_new or read_record(run_dir) is None:
+        code = user_code.digests(flatten(start.decisions.config))
+        own = make_record(load_tokenizer(run_dir / TOKENIZER), start.corpus.digest, code)
+        write_record(run_dir, start.record or own)
+    config = start.decisions.config
+    files = {
+        PLAN: start.decisions.plan.to_json(),
+        CONFIG: to_toml(config, start.decisions.reasons),
+    }
+    # The configuration comes last: a folder with one can be resumed.
+    for name, text in files.items():
+        write_whole(run_dir / name, text)
+    nowhere = dataclasses.replace(config, run=dataclasses.replace(config.run, dir=None))
+    return files | {CONFIG: to_toml(nowhere, start.decisions.reasons)}
+
+
+def _carried_on(saved: Plan, start: Start) -> Decisions:
+    """A resumed run: formats as they were, memory as it is decided now, but for what its user has edited."""
+    decisions, now = start.decisions, start.decisions.plan
+    edited = {name: getattr(saved, name) for name in saved.edited}
+    _refuse_two_wills(edited, start.given)
+    plan = dataclasses.replace(
+        saved, budget=now.budget, predicted=now.predicted, blocks=now.blocks, states=now.states
+    )
+    plan = dataclasses.replace(plan, written={name: saved.written[name] for name in edited})
+    if not edited:
+        return dataclasses.replace(decisions, plan=plan)
+    plan = dataclasses.replace(plan, **edited)
+    config, architecture, device = decisions.config, decisions.architecture, decisions.device
+    memory = decision_of(plan, config, architecture, device)
+    copy = memory.costs.checkpoint_copy
+    refuse_beyond_memory(memory, config, device, copy)
+    machine = dataclasses.replace(memory.machine, device_bytes=device_limit(config, device, copy))
+    decisions = decisions.with_memory(dataclasses.replace(memory, machine=machine))
+    # Its seconds were not measured here.
+    predicted = dataclasses.replace(decisions.plan.predicted, step_seconds=None)
+    return dataclasses.replace(decisions, plan=dataclasses.replace(plan, predicted=predicted))
+
+
+def _refuse_two_wills(edited: Collection[str], given: Collection[str]) -> None:
+    settings = sorted(key for key in given if key.startswith("memory."))
+    if edited and settings:
+        raise PlanError(
+            "plan.json was edited, and a setting of the same things is given",
+            got=f"edited {' and '.join(edited)}; given {', '.join(settings)}",
+            expected="one of the two",
+            do="leave the setting out, or restore plan.json from a checkpoint",
+        )
+
+
+def _make_trainer(
+    run_dir: Path,
+    start: Start,
+    store: CheckpointStore,
+    log: MetricsLog,
+    line: StepLine,
+    files: dict[str, str],
+) -> Trainer:
+    """Build the model by its plan, prove the plan, restore, and compile."""
+    decisions = start.decisions
+    config, device = decisions.config, decisions.device.torch_device
+    torch.manual_seed(config.run.seed)
+
+    line.phase("measuring the peak rate of the device")
+    peaks = peaks_of(decisions.device)
+    line.peak_origin = peaks.description
+    choose, tuned = decisions.backends(), decisions.tuned_gemms()
+    if tuned:
+        line.phase("trying shapes of tiles for the GEMMs")
+        tune(tuned, device)  # before there is a model, and a proof: nothing of it lies in memory later
+    line.phase("building the model")
+    meter = MemoryMeter(device, start.room.arena.owns) if start.room else MemoryMeter(device)
+    executable = _realised(start, choose)
+    record = read_record(run_dir)
+    assert record is not None  # `_write_decisions` has written it
+    optimizer = build(config.optimizer, executable, seed=config.run.seed)
+    plans = PlanInForce(decisions.plan)
+    run = Run(
+        decisions=decisions,
+        dir=run_dir,
+        corpus=start.corpus,
+        executable=executable,
+        optimizer=optimizer,
+        plans=plans,
+        meter=meter,
+        peaks=peaks,
+        store=store,
+        log=log,
+        line=line,
+        record=record,
+        files=files,
+    )
+    trainer = Trainer(run)
+    if start.checkpoint is not None:
+        trainer.checkpoints.restore(start.checkpoint)
+    # Of the weights that are trained: before, a resumed run's parameters are whatever lay in memory.
+    prove(executable, plans.plan)
+    if trainer.cycle is not None:
+        trainer.cycle.prepare()
+        if start.checkpoint is None:
+            trainer.cycle.write_start()
+    optimizer.zero_grad()  # it sums gradients itself where weights have masters: the probe's too
+    if config.train.compile == "on":
+        line.phase("compiling the blocks during the first step")
+        compile_blocks(executable.model)
+    return trainer
+
+
+def _realised(start: Start, choose: BackendChooser) -> Executable:
+    """The model of the plan, with its first weights where no checkpoint is loaded into it later."""
+    decisions = start.decisions
+    config, device = decisions.config, decisions.device.torch_device
+
+    def fill(model: Model) -> None:
+        if start.checkpoint is not None:
+            return  # every parameter is loaded from the checkpoint later
+        if config.model.weights is not None:
+            fill_from_weights(model, config.model.weights)
+        else:
+            initialise(model, config.run.seed)
+
+    return realise(
+        decisions.plan,
+        decisions.architecture,
+        fill,
+        device=device,
+        parameters=config.train.parameters,
+        compute=config.precision_rules.compute,
+        seed=config.run.seed,
+        loss_chunk=config.train.loss_chunk,
+        objective=objectives.build(config.objective),
+        choose=choose,
+        replans=config.is_planned,
+        room=start.room,
+        most_tokens=decisions.micro_batch_tokens,
+        longest=config.train.sequence,
+    )
+
+
+@contextlib.contextmanager
+def _named_failures(trainer: Trainer) -> Iterator[None]:
+    """Turn what a machine cannot do into errors that say what to do."""
+    try:
+        yield
+    except (RuntimeError, ArenaTooSmallError) as error:
+        if is_out_of_memory(error):
+            raise _out_of_memory(trainer, error) from None
+        if is_compiler_error(error):
+            raise _not_compiled(error) from None
+        raise
+
+
+def _out_of_memory(trainer: Trainer, error: Exception) -> TrainingError:
+    train, step, stepper = trainer.run.train, trainer.run.step, trainer.stepper
+    when = f"after step {step}"
+    if stepper.is_updating:
+        when = f"in the update of step {step + 1}, which cannot be taken again"
+    elif stepper.no_plan_takes_less:
+        when = f"in step {step + 1}, and no plan takes less"
+    if isinstance(error, ArenaTooSmallError):
+        return TrainingError(
+            f"the host memory that was taken for the run ran out {when}",
+            got=error.got,
+            do="send less there: other --memory.activations, or less of --memory.weights, --memory.gradients and "
+            "--memory.optimizer; go on with --resume",
+        )
+    return TrainingError(
+        f"the device ran out of memory {when}",
+        got=str(error).split(". ")[0],
+        do=f"lower --train.micro-batch (now {train.micro_batch}), or --train.loss-chunk (now {train.loss_chunk}), "
+        "and go on with --resume",
+    )
+
+
+def _not_compiled(error: Exception) -> TrainingError:
+    return TrainingError(
+        "the blocks cannot be compiled on this machine",
+        got=str(error).strip().splitlines()[0],
+        expected="a working C++ compiler, and Triton on CUDA",
+        do="install one, or go on with --resume --train.compile off",
+    )
+
+
+def _announce(run: Run, run_dir: Path, start: Start) -> None:
+    config, spec = run.config, spec_of(run.decisions.architecture)
+    corpus, device = run.corpus, run.decisions.device
+    run.line.message(
+        f"{config.model.weights or config.model.preset}: {format_count(spec.parameters)} parameters in "
+        f"{config.train.parameters}, GEMMs in {config.precision}, {device.name}; "
+        f"{format_count(corpus.train.num_tokens)} training tokens, "
+        f"{format_count(corpus.held_out.num_tokens)} held out; {run_dir}"
+    )
+    run.line.message(f"data: {corpus.checked}")
+    if corpus.train.has_answers:
+        run.tell("packing", packed(corpus.train, config.train.sequence).sentence)
+    run.line.message(account_text(run.decisions))
+    attention = attention_text(run.decisions)
+    if attention:
+        run.line.message(f"attention: {attention}")
+    _note_edited_plan(run)
+    if config.is_planned:
+        run.line.message(
+            f"precision is planned: {config.snip.formats} per GEMM, first at step {config.snip.first}, "
+            f"every {config.snip.every} steps; until then {config.snip.start}"
+        )
+    backends = run.decisions.describe_backends()
+    if backends:
+        run.line.message(f"GEMMs: {backends}")
+    if start.ran_by:
+        what = f"GEMMs ran {start.ran_by} before: the same formats, sums in another order"
+        run.line.message(what)
+        run.event("backends-changed", what, now=backends)
+    flops = count_flops(spec, config.train.sequence)
+    run.event(
+        "resume" if start.checkpoint else "start",
+        f"from {start.checkpoint.folder.name}" if start.checkpoint else "from the beginning",
+        device=device.name,
+        parameters=spec.parameters,
+        flops_per_token_causal=flops.causal,
+        flops_per_token_full=flops.full,
+        peak_origin=run.peaks.origin,
+        backends=backends,
+        environment={
+            "scrimp": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "threads": torch.get_num_threads(),
+            "system": platform.platform(),
+        },
+    )
+    if start.checkpoint:
+        done = start.checkpoint.step >= config.train.steps
+        say = "all steps are done already" if done else f"continuing from step {start.checkpoint.step:,}"
+        run.line.message(say)
+    elif start.goes_back:
+        run.line.message("no checkpoint can be used: beginning at step 0")
+
+
+def _note_edited_plan(run: Run) -> None:
+    """Say so where plan.json no longer says what a fixed `precision` does; it is carried out as it stands."""
+    plan = run.plans.plan
+    if run.config.is_planned:
+        return
+    rules = run.config.precision_rules.assign(spec_of(run.decisions.architecture).origins)
+    edited = [layer for layer, choice in plan.gemms.items() if choice != rules[layer]]
+    if edited:
+        note = (
+            f"plan.json differs from `precision` in {len(edited)} layers, {edited[0]} first: the plan counts"
+        )
+        run.line.message(note)
+        run.event("plan", note)

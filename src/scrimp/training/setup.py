@@ -1,0 +1,449 @@
+"""Decides a run: every open choice gets a value with a reason, or the run is refused.
+
+The order is from cheap to expensive, so that bad input is refused before anything is prepared:
+values, device, architecture, decisions and contradictions, plan and memory, data, and only
+then a run folder.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from scrimp import objectives, optim
+from scrimp.config import (
+    OWN_PRESETS,
+    Architecture,
+    Config,
+    ResolvedConfig,
+    base_architecture,
+    check_values,
+    resolve,
+)
+from scrimp.data import Corpus, CorpusSpec, is_corpus, load_tokenizer, open_corpus, packed
+from scrimp.errors import CheckpointError, ConfigError, DataError, DeviceError, ModelError, PlanError
+from scrimp.gemm import BackendChooser
+from scrimp.models import spec_of
+from scrimp.planner import BackendChoice, Plan, build_plan, refuse_misfit, with_precisions
+from scrimp.planner.memory.decision import MemoryDecision
+from scrimp.planner.memory.room import Budgets
+from scrimp.precision import GEMMS, HIGH_PRECISION, parse_rules
+from scrimp.profiler import Device, resolve_device
+from scrimp.runtime import choose_backends, describe_backends, recorded_backends, tuned_gemms
+from scrimp.runtime.backends import Tuned
+from scrimp.runtime.determinism import refuse_undetermined
+from scrimp.runtime.execute import DTYPES
+from scrimp.training.memory.host_room import checkpoint_bytes, largest_tensor_bytes
+from scrimp.training.memory.limits import budgets_of, device_limit
+from scrimp.training.memory.micro_batch import decide_micro_batch
+from scrimp.training.precision.question import refuse_unreachable_share
+from scrimp.training.run_folder import TOKENIZER
+from scrimp.training.trained_weights import architecture_of_weights, tokenizer_of_weights
+from scrimp.world import ALONE, World
+
+BPE_LIMIT = 32_768
+VOCAB_MULTIPLE = 64
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """A run that has been decided but not begun."""
+
+    config: ResolvedConfig
+    """No open choice is left in it."""
+    architecture: Architecture
+    device: Device
+    plan: Plan
+    reasons: dict[str, str]
+    """Dotted key to the reason of an automatic choice."""
+    memory: MemoryDecision
+    """What is done so that a step fits."""
+    copy_bytes: int
+    """Predicted host memory that writing a checkpoint takes."""
+
+    @property
+    def world(self) -> World:
+        """The ranks of the run."""
+        return self.device.world
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Tokens of one forward pass."""
+        return self.config.train.micro_batch * self.config.train.sequence
+
+    def backends(self) -> BackendChooser:
+        """What runs each GEMM on the device, in any format that a plan may give it; PlanError where nothing does,
+        or not what was asked for."""
+        choosers = [
+            choose_backends(
+                plan,
+                self.architecture,
+                self.device.torch_device,
+                tokens=self.micro_batch_tokens,
+                head_tokens=self.config.train.loss_chunk,
+                backend=self.config.backend,
+            )
+            for plan in self._plans()
+        ]
+        return choosers[0]
+
+    def _plans(self) -> list[Plan]:
+        """The plan; of formats that are planned while training, one for each that GEMMs may get."""
+        if not self.config.is_planned:
+            return [self.plan]
+        rules = parse_rules(self.config.precision)
+        bases = dict.fromkeys([*self.config.candidates, self.config.snip.start])
+        layers = spec_of(self.architecture).origins
+        return [with_precisions(self.plan, rules.with_base(base), layers) for base in bases]
+
+    def with_recorded_backends(self, *, anew: bool = False) -> Decisions:
+        """The same run, its back ends in its plan: those that stand there, unless the user asks for another one; for
+        what nothing stands there, what is fastest here and now. PlanError as by `backends`.
+
+        Args:
+            anew: whatever stands there, as where the user asks for `auto`.
+        """
+        recorded = {} if anew or self.config.backend != "auto" else self.plan.backends
+        found = dataclasses.replace(self, plan=dataclasses.replace(self.plan, backends=recorded))
+        choose, rows = found.backends(), dict(recorded)
+        for plan in found._plans():
+            new = recorded_backends(
+                plan,
+                self.architecture,
+                choose,
+                self.device.torch_device,
+                tokens=self.micro_batch_tokens,
+                head_tokens=self.config.train.loss_chunk,
+            )
+            rows |= {row: rows.get(row, choice).merged(choice) for row, choice in new.items()}
+        rows = self.world.once(  # of several ranks those that the first finds fastest
+            "choosing back ends",
+            lambda: rows,
+            write=lambda found: {row: dataclasses.asdict(choice) for row, choice in found.items()},
+            read=lambda told: {row: BackendChoice(**choice) for row, choice in told.items()},
+        )
+        return dataclasses.replace(self, plan=dataclasses.replace(self.plan, backends=rows))
+
+    def tuned_gemms(self) -> list[Tuned]:
+        """What back ends try before the run, in any format that a plan may give a GEMM."""
+        plans = [plan for plan in self._plans() if _quantizes(plan)]
+        if not plans:  # nothing is quantized: no back end is asked for, and no device
+            return []
+        choose = self.backends()
+        return [
+            one
+            for plan in plans
+            for one in tuned_gemms(
+                plan,
+                self.architecture,
+                choose,
+                self.device.torch_device,
+                tokens=self.micro_batch_tokens,
+                head_tokens=self.config.train.loss_chunk,
+                out=DTYPES[self.config.precision_rules.compute],
+            )
+        ]
+
+    @property
+    def tuning_bytes(self) -> int:
+        """Device memory that back ends take to try shapes of tiles, before the model is made; no part of a step."""
+        return max((one.nbytes for one in self.tuned_gemms()), default=0)
+
+    def refuse_tuning_misfit(self) -> None:
+        """Raise PlanError if there is not so much memory as trying shapes of tiles takes."""
+        needed, copy = self.tuning_bytes, self.memory.costs.checkpoint_copy
+        limit = device_limit(self.config, self.device, copy)
+        if needed > limit:
+            raise PlanError(
+                "there is no memory for trying which shapes of tiles are fastest",
+                got=f"{needed:,} bytes for the largest GEMM of a Triton kernel, before the model is made",
+                expected=f"at most {limit:,}",
+                do="raise --budget.device-memory or lower --train.micro-batch, or use another back end "
+                "(--backend reference runs everything)",
+            )
+
+    def describe_backends(self) -> str:
+        """Which back end runs which recipe, in words; empty where nothing is quantized."""
+        device = self.device.torch_device
+        return describe_backends(
+            self.plan, self.architecture, self.backends(), device, tokens=self.micro_batch_tokens
+        )
+
+    def with_memory(self, memory: MemoryDecision) -> Decisions:
+        """The same run with another decision about its memory."""
+        return _decisions(self.device, self.config, self.architecture, self.reasons, memory)
+
+    @property
+    def budgets(self) -> Budgets:
+        """The memory that there is as the user knows it."""
+        asks, copy = self.memory.account.host_peak > 0, self.memory.costs.checkpoint_copy
+        return budgets_of(self.config, self.device, copy, asks_for_host=asks)
+
+    def refuse_misfit(self) -> None:
+        """Raise PlanError if a step, or what comes before the first, exceeds its budget or the memory that is free."""
+        refuse_misfit(self.memory, self.config, self.budgets)
+        self.refuse_tuning_misfit()
+
+
+def decide(config: Config, *, architecture: Architecture | None = None, world: World = ALONE) -> Decisions:
+    """Resolve a configuration on this machine; starts nothing and reads no corpus.
+
+    Args:
+        world: the ranks of the run, all of which decide alike.
+        architecture: of a run that is resumed; None derives it from the configuration.
+    """
+    check_values(config)
+    objectives.check(config.objective)
+    optim.check(config)
+    _refuse_unread_settings(config)
+    _refuse_ranks(world)
+    device = resolve_device(config.device, world)
+    refuse_undetermined(device.torch_device)
+    if architecture is None:
+        weights = architecture_of_weights(config.model.weights) if config.model.weights else None
+        architecture = base_architecture(config, weights)
+    elif config.model.weights is None and architecture != base_architecture(config, None):
+        raise CheckpointError(
+            "the checkpoint belongs to another model",
+            got=f"{spec_of(architecture).parameters:,} parameters in {architecture.num_layers} blocks",
+            expected=f"the model of the run's configuration, {config.model.preset} with its changes",
+            do="restore the run's own checkpoints, or start a new run",
+        )
+    resolution = resolve(config, architecture, device_type=device.torch_device.type)
+    reasons = dict(resolution.reasons)
+    resolved = dataclasses.replace(resolution.config, device=device.spelling)
+    if config.device == "auto":
+        reasons["device"] = device.reason
+    resolved = _decide_tokenizer(resolved, resolution.architecture, reasons)
+    return _plan_for(device, resolved, resolution.architecture, reasons)
+
+
+def reads_conversations(config: Config) -> bool:
+    """Whether the objective learns from conversations, not from text."""
+    return objectives.build(config.objective).reads == "conversations"
+
+
+def _refuse_unread_settings(config: Config) -> None:
+    """Refuse settings of the data that the objective contradicts, or has no use for."""
+    if not reads_conversations(config):
+        if config.data.chat_template is not None:
+            raise ConfigError(
+                "data.chat_template is for conversations",
+                got=f"{config.data.chat_template} beside objective.name {config.objective.name}",
+                do="set --objective.name sft, or leave it out",
+            )
+    elif not config.data.mask_documents:
+        raise ConfigError(
+            "data.mask_documents cannot be switched off for conversations",
+            got="attention across the conversations of a sequence",
+            do="leave it out: conversations are always kept apart",
+        )
+
+
+def _refuse_ranks(world: World) -> None:
+    """Refuse several ranks: each would train a copy of its own."""
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    if ranks != "1" or world.size > 1:
+        raise DeviceError(
+            "this version trains on one device",
+            got=f"WORLD_SIZE={ranks} in the environment, set by torchrun or Slurm"
+            if ranks != "1"
+            else f"a process group of {world.size} ranks",
+            expected="one process",
+            do="start `scrimp train` itself, without a launcher",
+        )
+
+
+def _plan_for(
+    device: Device, config: ResolvedConfig, architecture: Architecture, reasons: dict[str, str]
+) -> Decisions:
+    if config.is_planned:
+        pinned = parse_rules(config.precision).pinned(list(spec_of(architecture).origins))
+        refuse_unreachable_share(config, architecture, pinned)
+    config, memory = decide_micro_batch(device, config, architecture, reasons)
+    decisions = _decisions(device, config, architecture, reasons, memory)
+    device.world.agree("the plan of the run", decisions.plan.to_json(), do="give all ranks the same settings")
+    return decisions
+
+
+def _decisions(
+    device: Device,
+    config: ResolvedConfig,
+    architecture: Architecture,
+    reasons: dict[str, str],
+    memory: MemoryDecision,
+) -> Decisions:
+    copy = checkpoint_bytes(
+        config,
+        device,
+        memory.costs,
+        memory.account.host_peak,
+        largest_tensor=largest_tensor_bytes(architecture, config),
+    )
+    plan = build_plan(
+        config,
+        architecture,
+        device_name=device.name,
+        device_is_host=device.is_host,
+        torch_version=torch.__version__,
+        reasons=reasons,
+        memory=memory,
+        copy_bytes=copy,
+    )
+    return Decisions(config, architecture, device, plan, reasons, memory, copy)
+
+
+def _decide_tokenizer(
+    config: ResolvedConfig, architecture: Architecture, reasons: dict[str, str]
+) -> ResolvedConfig:
+    data = config.data
+    if data.tokenizer == "auto":
+        has_own = is_corpus(Path(data.source))  # shards bring their tokenizer along
+        folder = tokenizer_of_weights(config.model.weights) if config.model.weights and not has_own else None
+        if config.model.weights and not has_own and folder is None:
+            raise ModelError(
+                f"{config.model.weights} has no tokenizer that can be read",
+                expected="a tokenizer.json: the weights mean nothing to another tokenizer's ids",
+                do="save the model's tokenizer there with transformers, or name one with --data.tokenizer",
+            )
+        choice = str(folder) if folder else "auto"
+        if folder:
+            reasons["data.tokenizer"] = "the tokenizer of model.weights"
+        data = dataclasses.replace(data, tokenizer=choice)
+    if data.tokenizer not in ("auto", "bpe"):
+        if data.vocab_size is not None:
+            raise ConfigError(
+                "data.vocab_size has no effect on a ready tokenizer",
+                got=f"{data.vocab_size} beside the tokenizer {data.tokenizer}",
+                do="leave it out, or set --data.tokenizer bpe to train one",
+            )
+    elif data.vocab_size is None:
+        size = min(architecture.vocab_size, BPE_LIMIT)
+        data = dataclasses.replace(data, vocab_size=size)
+        reasons["data.vocab_size"] = f"the model's vocabulary, at most {BPE_LIMIT:,}"
+    return dataclasses.replace(config, data=data)
+
+
+def _vocabulary_follows(config: Config) -> bool:
+    """Whether the embedding takes its size from the tokenizer."""
+    model = config.model
+    return model.vocab_size is None and model.weights is None and model.preset in OWN_PRESETS
+
+
+def corpus_spec(config: Config) -> CorpusSpec:
+    """What `scrimp.data` needs to know of a configuration."""
+    data = config.data
+    return CorpusSpec(
+        source=data.source,
+        text_column=data.text_column,
+        conversations=reads_conversations(config),
+        chat_template=data.chat_template,
+        tokenizer=data.tokenizer,
+        bpe_vocab_size=data.vocab_size or BPE_LIMIT,
+        held_out=data.held_out,
+    )
+
+
+def open_run_corpus(decisions: Decisions, *, progress: bool = True, digest: str | None = None) -> Corpus:
+    """Open or prepare the corpus of a run and check that it suits the model.
+
+    Args:
+        digest: of the corpus that the run was begun with, if it was.
+    """
+    config = decisions.config
+    world = decisions.world
+    with world.writer_first("opening the data"):  # which prepares them; the others find shards
+        corpus = open_corpus(corpus_spec(config), cache=config.data.cache, progress=progress, digest=digest)
+    world.agree("the data", corpus.digest, do="give all ranks the same source and the same cache")
+    sequence = config.train.sequence
+    if corpus.manifest.holds_conversations:
+        packed(corpus.train, sequence)  # refused here where nothing fits
+        if corpus.held_out.num_tokens:
+            packed(corpus.held_out, sequence, "held-out")
+    elif corpus.train.num_tokens < sequence + 1:
+        raise DataError(
+            f"the training split of {config.data.source} is shorter than one sequence",
+            got=f"{corpus.train.num_tokens:,} tokens",
+            expected=f"at least {sequence + 1:,} (train.sequence + 1)",
+            do="give more text, or lower --train.sequence",
+        )
+    return corpus
+
+
+def refuse_other_tokenizer(decisions: Decisions, corpus: Corpus) -> None:
+    """Refuse to train weights on the ids of a tokenizer that is not theirs.
+
+    Raises:
+        ModelError: the corpus has another tokenizer than model.weights.
+    """
+    weights = decisions.config.model.weights
+    folder = tokenizer_of_weights(weights) if weights and weights.is_dir() else None
+    if folder is None or load_tokenizer(folder).digest == corpus.tokenizer.digest:
+        return
+    raise ModelError(
+        f"the tokenizer of {decisions.config.data.source} is not the one of {weights}",
+        got=f"{corpus.tokenizer.name}, {corpus.tokenizer.vocab_size:,} entries",
+        expected=f"the tokenizer in {folder}: to another one's ids the weights mean nothing",
+        do=f"leave --data.tokenizer out; shards are made with `scrimp prepare ... --tokenizer {folder}`",
+    )
+
+
+def name_tokenizer(decisions: Decisions, corpus: Corpus) -> Decisions:
+    """Say which tokenizer `auto` came to be."""
+    data = decisions.config.data
+    if data.tokenizer != "auto":
+        return decisions
+    if corpus.folder == Path(data.source):
+        # No tokenizer is trained: the size that one would have had is not part of this run.
+        data, reason = dataclasses.replace(data, vocab_size=None), "the one that the shards were made with"
+    else:
+        data, reason = dataclasses.replace(data, tokenizer="bpe"), "trained on the corpus"
+    reasons = decisions.reasons | {"data.tokenizer": reason}
+    if data.vocab_size is None:
+        reasons.pop("data.vocab_size", None)
+    config = dataclasses.replace(decisions.config, data=data)
+    return dataclasses.replace(decisions, config=config, reasons=reasons)
+
+
+def expected_vocabulary(decisions: Decisions) -> int:
+    """Entries of the tokenizer that a run will have, before its corpus is prepared: of one that
+    is still to be trained, as many as it may get."""
+    data = decisions.config.data
+    if data.source != "stdlib" and is_corpus(Path(data.source)):
+        return load_tokenizer(Path(data.source) / TOKENIZER).vocab_size
+    if data.tokenizer in ("auto", "bpe"):
+        # At most that many, and at most what a model of fixed size has rows for.
+        return min(data.vocab_size or BPE_LIMIT, decisions.architecture.vocab_size)
+    return load_tokenizer(data.tokenizer).vocab_size
+
+
+def fit_vocabulary(decisions: Decisions, needed: int) -> Decisions:
+    """Give the model as many embedding rows as the tokenizer's `needed` entries, or refuse a tokenizer
+    that has more of them than the model has rows."""
+    config, architecture = decisions.config, decisions.architecture
+    if _vocabulary_follows(config):
+        rows = -(-needed // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+        reasons = dict(decisions.reasons)
+        reasons["model.vocab_size"] = (
+            f"the tokenizer's {needed:,} entries, rounded up to a multiple of {VOCAB_MULTIPLE}"
+        )
+        changed = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=rows))
+        grown = dataclasses.replace(architecture, vocab_size=rows)
+        return _plan_for(decisions.device, changed, grown, reasons)
+    if needed > architecture.vocab_size:
+        raise ConfigError(
+            "the tokenizer has more entries than the model has embedding rows",
+            got=f"{needed:,} entries",
+            expected=f"at most {architecture.vocab_size:,}",
+            do="use the tokenizer that belongs to the model (--data.tokenizer FOLDER), or set --model.vocab-size",
+        )
+    return decisions
+
+
+def _quantizes(plan: Plan) -> bool:
+    """Whether any GEMM of a plan runs in a low format."""
+    return any(getattr(row, gemm) not in HIGH_PRECISION for row in plan.gemms.values() for gemm in GEMMS)

@@ -1,0 +1,292 @@
+"""What a run starts from: a configuration alone, or a run folder with its newest good checkpoint.
+
+Everything that can be refused is refused here, before a step is taken. For a new run nothing has been
+written by then, so bad input leaves no folder behind, nor does a host that does not give the memory of
+the plan: it is taken here too. The folder is claimed afterwards. A run that is resumed is locked
+first: which checkpoint is the newest must not change while it is chosen; and it takes its memory when
+the plan in its folder has been read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from scrimp import user_code
+from scrimp.config import (
+    MAY_CHANGE_ON_RESUME,
+    Config,
+    differences,
+    flatten,
+    load_config,
+    replace_values,
+    with_later_choices,
+)
+from scrimp.data import Corpus, load_tokenizer
+from scrimp.data.tokenizer import CHAT_TEMPLATE
+from scrimp.errors import CheckpointError, DataError, typed
+from scrimp.runtime.memory import HostRoom
+from scrimp.training.checkpoint import Checkpoint, CheckpointStore
+from scrimp.training.memory.host_room import take_host_room
+from scrimp.training.precision.gemm_seconds import (
+    fresh_times,
+    refuse_unreachable_speed,
+    shapes_of,
+    wants_times,
+)
+from scrimp.training.precision.state import read_cycle
+from scrimp.training.run_folder import CONFIG, TOKENIZER, config_to_resume, saved_config, sign_of_checkpoints
+from scrimp.training.run_record import RunRecord, checked_record
+from scrimp.training.run_state import RunState, read_state
+from scrimp.training.setup import (
+    Decisions,
+    decide,
+    fit_vocabulary,
+    name_tokenizer,
+    open_run_corpus,
+    refuse_other_tokenizer,
+)
+from scrimp.training.trained_weights import refuse_unusable_weights
+from scrimp.world import ALONE, World
+
+KEYWORDS = frozenset({"auto", "stdlib", "bytes", "bpe"})
+"""Sources and tokenizers that are names, never paths: ./stdlib is the folder."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """A run that is about to take its next step."""
+
+    decisions: Decisions
+    corpus: Corpus
+    checkpoint: Checkpoint | None = None
+    """None begins at step 0."""
+    record: RunRecord | None = None
+    """What run.json says or, where it was lost, has to say; None of a run that has none yet."""
+    room: HostRoom | None = None
+    """Host memory that was taken for the plan, where it needs any."""
+    given: frozenset[str] = frozenset()
+    """Dotted keys that the user has written for this start of a run that is resumed."""
+    ran_by: str = ""
+    """What ran its GEMMs before, where that is something else now, on another device or as the user asks."""
+    notes: list[str] = field(default_factory=list)
+    """Checkpoints that were passed over, and why."""
+    goes_back: bool = False
+    """Whether the user has left newer checkpoints behind: they are set aside."""
+
+
+def fresh_start(config: Config, world: World = ALONE) -> Start:
+    """Decide a new run and open its data."""
+    decisions = decide(anchored(config), world=world)
+    decisions.refuse_misfit()  # before time is spent on a corpus
+    decisions.backends()
+    if decisions.config.model.weights is not None:
+        refuse_unusable_weights(decisions.config.model.weights)
+    _refuse_speed_out_of_reach(decisions)
+    corpus = open_run_corpus(decisions)
+    decisions = _fitted(decisions, corpus)
+    room = take_host_room(decisions.plan, decisions.config, decisions.architecture, decisions.device)
+    return Start(decisions, corpus, room=room)
+
+
+def _refuse_speed_out_of_reach(decisions: Decisions) -> None:
+    """Refuse a budget in seconds that no formats keep on this device, before there is a folder to leave behind."""
+    if not wants_times(decisions.config, decisions.device.torch_device.type):
+        return
+
+    def progress(label: str, done: int, total: int) -> None:
+        print(f"timing GEMMs, {done} of {total}: {label} ...", file=sys.stderr, flush=True)
+
+    times = fresh_times(decisions, progress)
+    refuse_unreachable_speed(decisions.config, times, shapes_of(decisions))
+
+
+def resumed_start(
+    run_dir: Path,
+    config: Config,
+    given: Collection[str],
+    *,
+    from_step: int | None = None,
+    may_restart: bool = False,
+    world: World = ALONE,
+) -> Start:
+    """Go on with a run from its newest checkpoint that is whole and finite, or from step 0 where it has had none yet.
+
+    Args:
+        from_step: go on from the checkpoint of this step instead.
+        may_restart: begin again at step 0 where no checkpoint can be used.
+        world: the ranks of the run.
+
+    Raises:
+        CheckpointError: no checkpoint can be used, or it belongs to another model, configuration or
+            corpus than the folder says.
+    """
+    saved = saved_config(run_dir)
+    config = config_to_resume(saved, anchored(config), given)
+    checkpoint, errors = _chosen_checkpoint(run_dir, from_step, world)
+    if checkpoint is None and not may_restart:
+        _refuse_to_restart(run_dir, errors)
+    if checkpoint is not None:
+        refuse_other_configuration(checkpoint, saved, run_dir)
+    state = read_state(checkpoint) if checkpoint else None
+    code = user_code.digests(flatten(config))
+    record = checked_record(run_dir, run_dir / TOKENIZER, state, code)
+    if record is not None:
+        record.refuse_other_code(code)
+    has_tokenizer = (run_dir / TOKENIZER / "tokenizer.json").is_file()
+    config = anchored(dataclasses.replace(config, run=dataclasses.replace(config.run, dir=run_dir)))
+    config = _with_own_tokenizer(config, run_dir)
+    decisions = decide(config, architecture=state.architecture if state else None, world=world)
+    if state is not None and config.is_planned:
+        read_cycle(state.precision)  # refused before anything is changed
+    corpus = _own_corpus(decisions, state, record)
+    if not has_tokenizer and record is not None:  # the run gets that of its data, if it is the same
+        record.refuse_other_tokenizer(corpus.tokenizer, corpus.folder / TOKENIZER)
+    if has_tokenizer and load_tokenizer(run_dir / TOKENIZER).digest != corpus.tokenizer.digest:
+        raise CheckpointError(
+            f"the tokenizer in {run_dir / TOKENIZER} is not the one of the run's data",
+            do=f"restore it from a copy of the run, or from {corpus.folder / TOKENIZER}, which has the same",
+        )
+    notes = [f"passed over: {error}" for error in errors]
+    goes_back = from_step is not None or checkpoint is None
+    return Start(
+        _fitted(decisions, corpus),
+        corpus,
+        checkpoint,
+        record,
+        given=frozenset(given),
+        notes=notes,
+        goes_back=goes_back,
+    )
+
+
+def _own_corpus(decisions: Decisions, state: RunState | None, record: RunRecord | None) -> Corpus:
+    """The corpus that a run began with, by its newest checkpoint and by run.json."""
+    digests = [] if state is None else [state.data_digest]
+    digests += [] if record is None else [record.data]
+    corpus = open_run_corpus(decisions, digest=digests[0] if digests else None)
+    for digest in digests:
+        if not corpus.is_that_of(digest):
+            instead = " with --model.weights" if state else ""
+            raise CheckpointError(
+                "the data are not those that the run was trained on",
+                got=f"shards with digest {corpus.digest[:12]}",
+                expected=digest[:12],
+                do=f"restore the source and the tokenizer, or start a new run{instead}",
+            )
+    return corpus
+
+
+def _chosen_checkpoint(
+    run_dir: Path, from_step: int | None, world: World
+) -> tuple[Checkpoint | None, list[str]]:
+    """The checkpoint to go on from, and what is wrong with the newer ones; verified by one rank."""
+    store = CheckpointStore(run_dir, keep_last=1, keep_every=0)
+
+    def choose() -> tuple[Checkpoint | None, list[str]]:
+        if from_step is None:
+            checkpoint, errors = store.latest(finite=True)
+            return checkpoint, [str(error) for error in errors]
+        checkpoint = store.at(from_step)
+        checkpoint.refuse_not_finite(do="choose an older one, or leave --resume-from out")
+        return checkpoint, []
+
+    def write(found: tuple[Checkpoint | None, list[str]]) -> Any:
+        checkpoint, errors = found
+        return None if checkpoint is None else [checkpoint.step, str(checkpoint.folder)], errors
+
+    def read(told: Any) -> tuple[Checkpoint | None, list[str]]:
+        place, errors = told
+        return None if place is None else Checkpoint(place[0], Path(place[1])), errors
+
+    return world.once("choosing a checkpoint", choose, write=write, read=read)
+
+
+def _refuse_to_restart(run_dir: Path, errors: list[str]) -> None:
+    """Refuse to begin at step 0 again where a run has been further."""
+    again = f"begin again at step 0 with {typed('train', '--run.dir', run_dir, '--resume', '--restart')}"
+    if errors:
+        raise CheckpointError(
+            f"no checkpoint of {run_dir} can be used",
+            got="; ".join(errors),
+            do=f"restore one from a copy, or {again}; nothing was changed",
+        )
+    sign = sign_of_checkpoints(run_dir)
+    if sign is not None:
+        raise CheckpointError(
+            f"the checkpoints of {run_dir} are gone",
+            got=sign,
+            expected="a folder in checkpoints/",
+            do=f"put them back, or {again}, which drops its logs; nothing was changed",
+        )
+
+
+def _fitted(decisions: Decisions, corpus: Corpus) -> Decisions:
+    refuse_other_tokenizer(decisions, corpus)
+    decisions = fit_vocabulary(name_tokenizer(decisions, corpus), corpus.tokenizer.vocab_size)
+    decisions.refuse_misfit()
+    return decisions
+
+
+def anchored(config: Config) -> Config:
+    """Paths from the root, so that the saved configuration works from any folder."""
+    data, model = config.data, config.model
+    data = dataclasses.replace(
+        data,
+        source=_anchored_name(data.source),
+        tokenizer=_anchored_name(data.tokenizer),
+        held_out=data.held_out
+        if not isinstance(data.held_out, Path)
+        else Path(_anchored_name(str(data.held_out))),
+        chat_template=None if data.chat_template is None else data.chat_template.expanduser().absolute(),
+        cache=None if data.cache is None else data.cache.expanduser().absolute(),
+    )
+    weights = None if model.weights is None else model.weights.expanduser().absolute()
+    config = dataclasses.replace(config, data=data, model=dataclasses.replace(model, weights=weights))
+    code = user_code.code_in(flatten(config))
+    return replace_values(config, {key: user_code.anchored(value) for key, value in code.items()})
+
+
+def _anchored_name(name: str) -> str:
+    if name in KEYWORDS or name.startswith("hf:"):
+        return name
+    try:
+        path = Path(name).expanduser()
+        return str(path.absolute()) if path.exists() else name
+    except (RuntimeError, OSError) as error:  # ~ of a user who does not exist; a name that is too long
+        raise DataError(f"{name[:80]} cannot be a path", got=error, do="write the path out") from None
+
+
+def refuse_other_configuration(checkpoint: Checkpoint, saved: Config, run_dir: Path) -> None:
+    """The folder's config.toml must be the one that the checkpoint was made with."""
+    then = with_later_choices(load_config(checkpoint.folder / CONFIG))
+    # A tokenizer may lie elsewhere by now; that it is the same one, the digest of the data says.
+    free = MAY_CHANGE_ON_RESUME | {"data.tokenizer", "data.chat_template"}
+    changed = {key: pair for key, pair in differences(then, saved).items() if key not in free}
+    if changed:
+        raise CheckpointError(
+            f"{run_dir / CONFIG} is not the configuration of {checkpoint.folder.name}",
+            got="; ".join(
+                f"{key} = {new} (the checkpoint has {old})" for key, (old, new) in sorted(changed.items())
+            ),
+            do=f"put {checkpoint.folder / CONFIG} back, or start a new run with --model.weights {run_dir}",
+        )
+
+
+def _with_own_tokenizer(config: Config, run_dir: Path) -> Config:
+    """Use the run's copy of its tokenizer, and of its chat template, where what they came from is gone."""
+    name, template = config.data.tokenizer, config.data.chat_template
+    own_template = run_dir / TOKENIZER / CHAT_TEMPLATE
+    if template is not None and not template.exists() and own_template.is_file():
+        config = dataclasses.replace(
+            config, data=dataclasses.replace(config.data, chat_template=own_template)
+        )
+    if name in KEYWORDS or Path(name).exists():
+        return config
+    return dataclasses.replace(
+        config, data=dataclasses.replace(config.data, tokenizer=str(run_dir / TOKENIZER))
+    )

@@ -1,0 +1,143 @@
+"""One optimizer step, and what is done where memory does not suffice for it.
+
+A step, over micro-batches i of a batch of N targets in all, as the objective counts::
+
+    loss = sum_i loss_i / N                 so that cutting the batch otherwise changes nothing
+    backward of (loss_i + penalty_i) / N for each i, gradients add up
+    skip if loss or gradient norm is not finite; clip; update; next
+
+A step whose passes run out of memory is given up, and taken again by a plan that takes less
+(`scrimp.training.memory.oom`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from scrimp.data import Batch, Loader
+from scrimp.runtime.memory import ArenaTooSmallError
+from scrimp.training.guards import NonFiniteGuard
+from scrimp.training.memory.oom import MemoryTrouble, is_out_of_memory
+from scrimp.training.memory.phases import TRAINING
+from scrimp.training.precision.first_step import FirstStepProof
+from scrimp.training.run import Run
+from scrimp.training.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step measured."""
+
+    loss: float
+    grad_norm: float
+    lr: float
+    skipped: bool
+    seconds: float
+    data_wait_seconds: float
+    metrics: Mapping[str, float]
+    """What the objective records besides the loss, per target."""
+
+
+class Stepper:
+    """Takes the steps of a run."""
+
+    def __init__(self, run: Run, proof: FirstStepProof) -> None:
+        self.run, self._proof = run, proof
+        self._lr = Schedule.build(run.config)
+        self._trouble = MemoryTrouble(run.decisions, run.executable)
+        self.guard = NonFiniteGuard(run.train.nonfinite_patience, run.decisions.world)
+        self.is_updating = False
+        """Whether an update was broken off: what is there must not be kept."""
+        self._metric_sums: dict[str, Tensor | float] = {}
+        self.ran_out_of_memory = False
+        self.no_plan_takes_less = False
+        """Whether a step ran out of memory, and no plan that takes less was found."""
+
+    def take(self, loader: Loader) -> StepResult:
+        """The next step, on the loader's next batch."""
+        run, optimizer = self.run, self.run.optimizer
+        run.phases.switch(TRAINING)
+        start = time.perf_counter()
+        batches = next(loader)
+        num_targets = sum(map(run.executable.objective.count, batches))
+        total = self._passes(batches, num_targets)
+        while total is None:  # out of memory, and by now with a plan that takes less
+            total = self._passes(batches, num_targets)
+        norm = optimizer.gradient_norm()
+        loss = float(total) / max(1, num_targets)
+        metrics = {name: float(metric) / max(1, num_targets) for name, metric in self._metric_sums.items()}
+        lr = self._lr(run.step)
+        reason = self.guard.check(loss, norm)
+        if reason is None:
+            optimizer.clip(norm, run.config.optimizer.clip)
+            self.is_updating = True  # from here to the end the state is of no step
+            optimizer.step(lr)
+            self.is_updating = False
+        else:
+            run.event("skipped", reason, step=run.step + 1)
+            run.line.message(f"step {run.step + 1} skipped: {reason}")
+        optimizer.zero_grad()
+        run.position.step += 1
+        run.position.updates = optimizer.num_updates
+        waited = loader.wait_seconds
+        return StepResult(loss, norm, lr, reason is not None, time.perf_counter() - start, waited, metrics)
+
+    def _passes(self, batches: list[Batch], num_targets: int) -> Tensor | None:
+        """Forward and backward of a step's micro-batches: the sum of the losses; None if memory ran out, and the plan
+        was changed to one that takes less."""
+        total: Tensor | None = None
+        trouble: Exception | None = None
+        try:
+            with self._proof.around(len(batches)):
+                total = self._passes_once(batches, num_targets)
+        except (RuntimeError, ArenaTooSmallError) as error:
+            if not is_out_of_memory(error):
+                raise
+            # Its frames hold what the step had kept; the plan is made when they are gone.
+            error.__traceback__ = None
+            trouble = error
+        trouble = self._trouble.of_any_rank(trouble)
+        if trouble is None:
+            return total
+        self._take_less(trouble)
+        return None
+
+    def _passes_once(self, batches: list[Batch], num_targets: int) -> Tensor:
+        run = self.run
+        # Sums stay on the device: reading one per micro-batch would make the host wait each time.
+        total, first_row = torch.zeros((), device=run.executable.device), 0
+        self._metric_sums = {}
+        for batch in batches:
+            run.executable.begin(run.step, first_row)
+            sums = run.executable.loss(batch)
+            (sums.total / max(1, num_targets)).backward()
+            run.executable.end_backward()
+            total += sums.loss.detach()
+            for name, metric in sums.metrics.items():
+                self._metric_sums[name] = self._metric_sums.get(name, 0.0) + metric
+            del sums  # the graph, and with it masks and tables, before the next one is made
+            first_row += batch.tokens_BT.numel()
+        return total
+
+    def _take_less(self, trouble: Exception) -> None:
+        """After a step that ran out of memory: activations that take less from now on.
+
+        Raises:
+            Exception: the trouble itself, where no plan takes less.
+        """
+        run = self.run
+        run.executable.give_up()
+        run.optimizer.zero_grad()
+        if run.executable.device.type == "cuda":
+            torch.cuda.empty_cache()
+        plan = self._trouble.plan_of_less(run.plans.plan, run.step + 1, trouble)
+        if plan is None:
+            self.no_plan_takes_less = True
+            raise trouble
+        self.ran_out_of_memory = True
+        run.change_blocks(plan, run.step + 1)

@@ -1,0 +1,253 @@
+"""Trained weights from a folder: a Scrimp run or one of its checkpoints, or a Hugging Face model.
+
+A run folder is known by its ``config.toml``, a checkpoint by the manifest beside it, a Hugging Face
+folder by its ``config.json``. From a run the newest checkpoint that verifies is taken; damaged newer
+ones are never read: a line on standard error names them, or the error where no good one is left.
+Weights that are not finite are refused, not passed over: they are what the run came to, and its user
+chooses what to take instead.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from scrimp.config import Architecture
+from scrimp.data import Tokenizer, load_tokenizer
+from scrimp.errors import CheckpointError, ModelError
+from scrimp.models.huggingface.architecture import read_architecture
+from scrimp.models.huggingface.load import check_weights, load_weights, stream_weights
+from scrimp.models.model import Model
+from scrimp.training.checkpoint import Checkpoint, CheckpointStore, not_finite_error
+from scrimp.training.export_seal import read_seal
+from scrimp.training.manifest import MANIFEST, read_manifest
+from scrimp.training.run_folder import CHECKPOINTS, CONFIG, TOKENIZER, run_of, saved_config
+from scrimp.training.run_record import checked_record, read_record
+from scrimp.training.run_state import read_state
+from scrimp.training.tensor_files import is_finite, not_finite
+
+MODEL_PREFIX = "model."
+
+
+def is_run(folder: Path) -> bool:
+    """Whether `folder` is a Scrimp run, or one of its checkpoints."""
+    return (folder / CONFIG).is_file()
+
+
+def is_huggingface(folder: Path) -> bool:
+    """Whether `folder` is a Hugging Face model."""
+    return (folder / "config.json").is_file()
+
+
+def checkpoint_of(folder: Path) -> Checkpoint:
+    """The checkpoint that a folder is, or the newest one of a run that verifies.
+
+    Raises:
+        CheckpointError: there is none, or its weights are not finite.
+    """
+    if (folder / MANIFEST).is_file():
+        itself = Checkpoint(read_manifest(folder).step, folder)
+        itself.verify()
+        itself.refuse_not_finite(MODEL_PREFIX, do="name an older checkpoint of the run")
+        return itself
+    store = CheckpointStore(folder, keep_last=1, keep_every=0)
+    checkpoint, errors = store.latest()
+    if checkpoint is None:
+        raise CheckpointError(
+            f"{folder} has no usable checkpoint",
+            got="; ".join(str(error) for error in errors) or f"nothing complete in {folder / CHECKPOINTS}",
+            do="train it first, or give a Hugging Face folder",
+        )
+    if any(name.startswith(MODEL_PREFIX) for name in checkpoint.not_finite):
+        sound, _ = store.latest(finite=True)
+        do = f"name {sound.folder} instead" if sound else "no checkpoint of this run is finite: train anew"
+        checkpoint.refuse_not_finite(MODEL_PREFIX, do=do)
+    for error in errors:
+        print(f"using {checkpoint.folder.name}, an older checkpoint: {error}", file=sys.stderr)
+    return checkpoint
+
+
+def finite_weights(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a checkpoint, one at a time by their names in the model.
+
+    Raises:
+        CheckpointError: one of them is not finite, whatever the manifest says.
+    """
+    for name, tensor in checkpoint.tensors(MODEL_PREFIX):
+        if not is_finite(tensor):
+            raise not_finite_error(checkpoint.folder, [name], do="name an older checkpoint of the run")
+        yield name.removeprefix(MODEL_PREFIX), tensor
+
+
+def architecture_of_weights(folder: Path) -> Architecture:
+    """The architecture of a run or a Hugging Face folder.
+
+    Raises:
+        ModelError: the folder is neither, or not a model that the decoder supports.
+    """
+    _refuse_stranger(folder)
+    return read_state(checkpoint_of(folder)).architecture if is_run(folder) else _of_huggingface(folder)
+
+
+def _of_huggingface(folder: Path) -> Architecture:
+    architecture = read_architecture(folder)
+    check_weights(architecture, folder)
+    return architecture
+
+
+def fill_from_weights(model: Model, folder: Path) -> None:
+    """Fill every parameter of `model` from a run or a Hugging Face folder, tensor by tensor."""
+    _refuse_stranger(folder)
+    if is_run(folder):
+        fill_from_checkpoint(model, checkpoint_of(folder))
+    else:
+        fill_from_huggingface(model, folder)
+
+
+def refuse_unusable_weights(folder: Path) -> None:
+    """Look through the weights of a run or a Hugging Face folder before anything is written for a run from them.
+
+    Raises:
+        ScrimpError: a weight is not finite, or the tokenizer or run.json of the run is not its own.
+    """
+    _refuse_stranger(folder)
+    if not is_run(folder):
+        weights = stream_weights(read_architecture(folder), folder)
+        names = [name for name, tensor in weights if not is_finite(tensor)]
+        if names:
+            raise _not_finite_in(folder, names)
+        return
+    checkpoint = checkpoint_of(folder)
+    if tokenizer_of_weights(folder) is not None:
+        checked_record(run_of(folder), run_of(folder) / TOKENIZER, read_state(checkpoint))
+    for _ in finite_weights(checkpoint):
+        pass
+
+
+def fill_from_huggingface(model: Model, folder: Path) -> None:
+    """Fill every parameter of `model` from a Hugging Face folder; ModelError if one is not finite."""
+    load_weights(model, folder)
+    names = not_finite(model.named_parameters())
+    if names:
+        raise _not_finite_in(folder, names)
+
+
+def _not_finite_in(folder: Path, names: list[str]) -> ModelError:
+    return ModelError(
+        f"the weights in {folder} are not finite",
+        got=f"NaN or infinity in {', '.join(names[:3])}" + (" ..." if len(names) > 3 else ""),
+        do="export an older checkpoint, or download the model again",
+    )
+
+
+@torch.no_grad()
+def fill_from_checkpoint(model: Model, checkpoint: Checkpoint) -> None:
+    """Fill every parameter of `model` from a checkpoint, tensor by tensor."""
+    parameters = dict(model.named_parameters())
+    for name, tensor in finite_weights(checkpoint):
+        parameter = parameters.pop(name, None)
+        if parameter is None or parameter.shape != tensor.shape:
+            raise CheckpointError(
+                f"{checkpoint.folder} belongs to another model",
+                got=f"{name} of shape {list(tensor.shape)}",
+                expected="no such tensor" if parameter is None else f"shape {list(parameter.shape)}",
+            )
+        parameter.copy_(tensor)
+    if parameters:
+        raise CheckpointError(
+            f"{checkpoint.folder} belongs to another model",
+            got=f"no tensor for {', '.join(sorted(parameters)[:3])}",
+        )
+
+
+def tokenizer_of_weights(folder: Path) -> Path | None:
+    """The tokenizer folder that belongs to a run or a Hugging Face folder, if it has one.
+
+    Raises:
+        CheckpointError: a run's tokenizer is not the one that it began with.
+    """
+    candidate = run_of(folder) / TOKENIZER if is_run(folder) else folder
+    if not (candidate / "tokenizer.json").is_file():
+        return None
+    record = read_record(run_of(folder)) if is_run(folder) else None
+    if record is not None:
+        record.refuse_other_tokenizer(load_tokenizer(candidate), candidate)
+    return candidate
+
+
+@dataclass(frozen=True)
+class Target:
+    """What `eval`, `generate` and `export` act on."""
+
+    folder: Path
+    architecture: Architecture
+    checkpoint: Checkpoint | None
+    """None for a Hugging Face folder."""
+    tokenizer: Tokenizer
+    tokenizer_folder: Path
+
+    @property
+    def masks_documents(self) -> bool:
+        """Whether attention keeps documents apart: as the run was trained; where no run says, it does."""
+        if self.checkpoint is not None:
+            return saved_config(self.folder).data.mask_documents
+        seal = read_seal(self.folder)
+        return seal is None or seal.mask_documents is not False
+
+    def fill(self, model: Model) -> None:
+        """Fill the parameters of `model`."""
+        if self.checkpoint is None:
+            fill_from_huggingface(model, self.folder)
+        else:
+            fill_from_checkpoint(model, self.checkpoint)
+
+
+def open_target(folder: Path) -> Target:
+    """A run or a Hugging Face folder with its tokenizer.
+
+    Raises:
+        ModelError: neither, or without a tokenizer. CheckpointError: a run without a checkpoint.
+    """
+    _refuse_stranger(folder)
+    checkpoint = checkpoint_of(folder) if is_run(folder) else None
+    state = read_state(checkpoint) if checkpoint else None
+    architecture = state.architecture if state else _of_huggingface(folder)
+    tokenizer_folder = tokenizer_of_weights(folder)
+    if tokenizer_folder is None:
+        raise _no_tokenizer(folder)
+    if state is not None:
+        checked_record(run_of(folder), tokenizer_folder, state)
+    tokenizer = load_tokenizer(tokenizer_folder)
+    if tokenizer.vocab_size > architecture.vocab_size:
+        raise ModelError(
+            f"the tokenizer in {tokenizer_folder} is not this model's",
+            got=f"{tokenizer.vocab_size:,} entries",
+            expected=f"at most {architecture.vocab_size:,}, the model's embedding rows",
+            do="copy the model's own tokenizer files into that folder",
+        )
+    return Target(folder, architecture, checkpoint, tokenizer, tokenizer_folder)
+
+
+def _no_tokenizer(folder: Path) -> ModelError:
+    if not is_run(folder):
+        do = "copy the model's tokenizer files into it"
+    elif (folder / MANIFEST).is_file() and run_of(folder) == folder:
+        do = f"copy the folder {TOKENIZER} of its run to {folder / TOKENIZER}"
+    else:
+        do = f"copy the folder {TOKENIZER} of the run's prepared corpus to {run_of(folder) / TOKENIZER}"
+    return ModelError(f"{folder} has no tokenizer", expected="a tokenizer.json", do=do)
+
+
+def _refuse_stranger(folder: Path) -> None:
+    if not folder.exists():
+        raise ModelError(f"{folder} does not exist", expected="a Scrimp run or a Hugging Face folder")
+    if not folder.is_dir() or not (is_run(folder) or is_huggingface(folder)):
+        raise ModelError(
+            f"{folder} is neither a Scrimp run nor a Hugging Face folder",
+            expected=f"a folder with {CONFIG} or config.json",
+        )

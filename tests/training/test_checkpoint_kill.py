@@ -1,0 +1,105 @@
+"""kill -9 at random moments and before every single file operation: nothing complete is lost."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from checkpoint_victim import SAVES_WHEN_COUNTED, expected
+
+from scrimp.training.checkpoint import CheckpointStore
+
+Kill = Callable[[str], str]
+
+
+@pytest.fixture
+def kill(tmp_path: Path) -> Iterator[Kill]:
+    """Starts one victim in `tmp_path`, has it killed in the given way, and says how it ended."""
+    script = Path(__file__).with_name("checkpoint_victim.py")
+    with subprocess.Popen(
+        [sys.executable, str(script), str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        stdin, stdout = process.stdin, process.stdout
+
+        def ask(how: str) -> str:
+            stdin.write(how + "\n")
+            stdin.flush()
+            return stdout.readline().strip()
+
+        yield ask
+        stdin.close()
+
+
+def newest_good_step(run_dir: Path) -> int:
+    """Step of the newest checkpoint, after checking that every one is whole and right."""
+    store = CheckpointStore(run_dir, keep_last=2, keep_every=7)
+    newest, errors = store.latest()
+    assert errors == [], "a folder with its final name must be complete"
+    for checkpoint in store.complete():
+        checkpoint.verify()
+        wanted = expected(checkpoint.step)
+        into = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
+        checkpoint.load(into)
+        for name, tensor in wanted.items():
+            assert torch.equal(into[name], tensor), f"{name} of step {checkpoint.step}"
+        assert checkpoint.state == {"step": checkpoint.step}
+        assert checkpoint.read_file("config.toml") == f"# {checkpoint.step}\n"
+    return newest.step if newest else 0
+
+
+def kill_at_random(kill: Kill, run_dir: Path, *, kills: int, seed: int) -> None:
+    """So many times at least, and until the victims have got somewhere: kills then came at many different moments."""
+    generator, before, done = random.Random(seed), 0, 0
+    while done < kills or before <= kills:
+        assert kill(f"random {generator.uniform(0, 0.25):.4f}") == "killed"
+        after = newest_good_step(run_dir)
+        assert after >= before, "a kill lost a complete checkpoint"
+        before, done = after, done + 1
+        assert done < 20 * kills, f"after {done} kills the newest checkpoint is of step {before}"
+
+
+def test_a_run_killed_at_random_moments_keeps_its_newest_checkpoint(kill: Kill, tmp_path: Path) -> None:
+    kill_at_random(kill, tmp_path, kills=10, seed=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_run_killed_very_often_keeps_its_newest_checkpoint(kill: Kill, tmp_path: Path, seed: int) -> None:
+    kill_at_random(kill, tmp_path, kills=100, seed=seed)
+
+
+def count_kills(kill: Kill, run_dir: Path, first: int, stride: int) -> int:
+    """Kill before operation first, first + stride, ... until a victim comes to its end."""
+    before = newest_good_step(run_dir)
+    for number in range(first, 10_000, stride):
+        answer = kill(f"call {number}")
+        after = newest_good_step(run_dir)
+        assert before <= after <= before + SAVES_WHEN_COUNTED
+        before = after
+        if answer == "ended":
+            return number
+        assert answer == "killed"
+    raise AssertionError("the victim never came to its end")
+
+
+@pytest.mark.slow
+def test_a_kill_before_any_seventh_file_operation_keeps_the_newest_checkpoint(
+    kill: Kill, tmp_path: Path
+) -> None:
+    assert count_kills(kill, tmp_path, first=1, stride=7) > 50
+    assert newest_good_step(tmp_path) > 0
+
+
+@pytest.mark.slow
+def test_a_kill_before_any_file_operation_keeps_the_newest_checkpoint(kill: Kill, tmp_path: Path) -> None:
+    assert count_kills(kill, tmp_path, first=1, stride=1) > 50

@@ -1,0 +1,210 @@
+"""What one rank of two sees alone decides the same on both: each guard, check and store with other inputs by rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from distributed import spawn
+from rich.console import Console
+
+from scrimp.config import Config, ModelConfig, RunConfig, TrainConfig
+from scrimp.errors import ScrimpError
+from scrimp.host_memory import host_memory_available
+from scrimp.profiler import peaks_of, resolve_device
+from scrimp.runtime.memory import ArenaTooSmallError
+from scrimp.training.checkpoint import CheckpointStore
+from scrimp.training.guards import NonFiniteGuard, StopSignals
+from scrimp.training.memory.block_seconds import links_of
+from scrimp.training.memory.check import STEPS, WARM_UP, MemoryCheck
+from scrimp.training.memory.limits import host_free
+from scrimp.training.memory.oom import MemoryTrouble
+from scrimp.training.metrics import MetricsLog
+from scrimp.training.progress import StepLine
+from scrimp.training.run_folder import RunLock, claim_new_folder
+from scrimp.training.setup import Decisions, decide
+from scrimp.world import World
+
+GIVEN = Config(
+    device="cpu",
+    model=ModelConfig(preset="llama-3m", vocab_size=512, num_layers=2),
+    train=TrainConfig(steps=4, sequence=64, batch_tokens=256, micro_batch=2),
+)
+
+
+def refused(act: Any) -> str:
+    """What is raised, in words."""
+    try:
+        act()
+    except ScrimpError as error:
+        return str(error)
+    return ""
+
+
+def signals(world: World) -> dict[str, Any]:
+    """The second rank is sent one."""
+    said: list[str] = []
+    with StopSignals(said.append, world) as found:
+        before = found.should_stop()
+        if world.rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        after = found.should_stop(), found.should_stop()
+    return {"stops": (before, *after), "code": found.exit_code, "said": said}
+
+
+def not_finite(world: World) -> dict[str, Any]:
+    """The second rank has a NaN twice, then the first an infinity."""
+    guard, here = NonFiniteGuard(3, world), world.rank == 1
+    losses = [
+        1.0,
+        float("nan") if here else 1.0,
+        float("nan") if here else 1.0,
+        1.0 if here else float("inf"),
+    ]
+    reasons = [guard.check(loss, 2.0) for loss in losses]
+    return {"reasons": reasons, "stop": refused(lambda: guard.stop_if_exhausted(4))}
+
+
+def memory(world: World, decisions: Decisions) -> dict[str, Any]:
+    """The second rank is slower, fuller, and runs out."""
+    trouble, rank = MemoryTrouble(decisions, None), world.rank  # type: ignore[arg-type]
+    seconds = [9.0] * WARM_UP + [1.0 + rank] * STEPS
+    check = MemoryCheck(decisions.memory, 0, world)
+    compared = check.after_step(decisions.plan, len(seconds), seconds, 1000 * (1 + rank))
+    assert compared is not None
+    own = torch.OutOfMemoryError("full") if rank == 1 else None
+    arena = ArenaTooSmallError("full", got="1 byte") if rank == 1 else None
+    found = [trouble.of_any_rank(one) for one in (own, arena, None)]
+    return {
+        "compared": (compared.sentence, compared.measured),
+        "trouble": [type(one).__name__ for one in found],
+        "words": [str(one) for one in found],
+        "free": (int(world.smallest(decisions.device.available_bytes)), host_free(decisions.device)),
+    }
+
+
+def measured(decisions: Decisions) -> dict[str, Any]:
+    """What each rank would find other figures for."""
+    return {"peaks": peaks_of(decisions.device), "links": links_of(decisions.device)}
+
+
+def checkpoints(world: World, folder: Path) -> dict[str, Any]:
+    """The writer's disk is full at first; the other rank has a folder of its own, and must not touch it."""
+    mine = folder / f"of-{world.rank}"
+    store = CheckpointStore(mine, keep_last=2, keep_every=0, world=world)
+    tensors = {"model.w": torch.full((4,), float("nan"))}
+    full = shutil.disk_usage(folder)._replace(free=0)
+    with patch.object(shutil, "disk_usage", lambda path: full):
+        refusal = refused(lambda: store.save(1, tensors, {}, {}))
+    store.save(1, tensors, {"step": 1}, {})
+    store.wait()
+    return {"refusal": refusal, "done": (store.poll(), store.poll(), store.not_finite), "is": mine.exists()}
+
+
+def files(world: World, folder: Path) -> dict[str, Any]:
+    """Log, console, lock and name of the run."""
+    named = Config(run=RunConfig(dir=folder / "run"))
+    with claim_new_folder(named, world) as run_dir:
+        log = MetricsLog(run_dir / str(world.rank), resume_step=None, world=world)
+        log.step({"step": 1, "loss": 1.0})
+        log.event("start", 0, "here")
+        log.close()
+        shown = io.StringIO()
+        with StepLine(total_steps=1, console=Console(file=shown), world=world) as line:
+            line.message("hello")
+        again = refused(lambda: RunLock(run_dir, world).__enter__())
+    return {
+        "folder": str(run_dir),
+        "has log": (run_dir / str(world.rank)).exists(),
+        "shown": bool(shown.getvalue()),
+        "again": again,
+    }
+
+
+def decided_by(rank: int, folder: Path) -> dict[str, Any]:
+    """All of it, in one start of two processes."""
+    world = World.current()
+    device = resolve_device("cpu", world)
+    own = host_memory_available()
+    decisions = dataclasses.replace(decide(GIVEN), device=device)
+    found: dict[str, Any] = {"device": device.available_bytes, "own": own}
+    found |= signals(world) | not_finite(world) | memory(world, decisions) | measured(decisions)
+    return found | checkpoints(world, folder) | files(world, folder)
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
+    found = spawn(2, decided_by, tmp_path_factory.mktemp("meeting"), tmp_path_factory.mktemp("files"))
+    return found[0], found[1]
+
+
+Both = tuple[dict[str, Any], dict[str, Any]]
+
+
+def test_a_signal_to_one_rank_stops_both_by_its_number(both: Both) -> None:
+    for rank in both:
+        assert rank["stops"] == (False, True, True)
+        assert rank["code"] == 128 + signal.SIGTERM
+    assert both[0]["said"] == ["SIGTERM on rank 1: writing a checkpoint"]
+    assert both[1]["said"] == [
+        "SIGTERM: finishing this step and writing a checkpoint; once more stops at once"
+    ]
+
+
+def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_both(both: Both) -> None:
+    for rank in both:
+        assert rank["reasons"] == [
+            None,
+            "rank 1: loss nan, gradient norm 2.0",
+            "rank 1: loss nan, gradient norm 2.0",
+            "rank 0: loss inf, gradient norm 2.0",
+        ]
+        assert "3 steps in a row up to step 4 were not finite" in rank["stop"]
+
+
+def test_the_slowest_and_the_fullest_rank_are_compared_with_the_prediction(both: Both) -> None:
+    assert both[0]["compared"] == both[1]["compared"]
+    _, figures = both[0]["compared"]
+    assert (figures.step_seconds, figures.peak_device_bytes) == (2.0, 2000)
+
+
+def test_a_rank_that_runs_out_of_memory_makes_all_give_the_step_up(both: Both) -> None:
+    for rank in both:
+        assert rank["trouble"] == ["OutOfMemoryError", "ArenaTooSmallError", "NoneType"]
+    assert both[1]["words"][0] == "full"
+    assert both[0]["words"][:2] == ["rank 1: full", "no room - got rank 1: full - got 1 byte"]
+
+
+def test_limits_are_those_of_the_rank_with_the_least_memory(both: Both) -> None:
+    assert both[0]["device"] == both[1]["device"]
+    assert both[0]["free"] == both[1]["free"]
+    assert min(both[0]["own"], both[1]["own"]) > 0
+
+
+def test_what_is_measured_on_one_rank_is_reckoned_with_on_both(both: Both) -> None:
+    """Two processes never measure the same rates."""
+    assert both[0]["peaks"] == both[1]["peaks"]
+    assert both[0]["links"] == both[1]["links"]
+
+
+def test_a_full_disk_refuses_a_checkpoint_on_both_and_one_rank_writes_it(both: Both) -> None:
+    assert "no space for a checkpoint" in both[0]["refusal"]
+    assert both[1]["refusal"].startswith("rank 0: writing the checkpoint of step 1 failed: no space")
+    for rank in both:
+        assert rank["done"] == ([1], [], {1: ("model.w",)})
+    assert (both[0]["is"], both[1]["is"]) == (True, False)
+
+
+def test_one_rank_locks_writes_and_shows(both: Both) -> None:
+    assert both[0]["folder"] == both[1]["folder"]
+    assert [rank["has log"] for rank in both] == [True, False]
+    assert [rank["shown"] for rank in both] == [True, False]
+    assert all("is in use" in rank["again"] for rank in both)
