@@ -69,6 +69,14 @@ def test_every_command_of_the_readme_runs(
     assert (tmp_path / "runs" / "mine" / "report.html").exists()
 
 
+def test_the_names_in_the_python_of_the_readme_are_public() -> None:
+    code = block("python")
+    compile(code, "README.md", "exec")
+    names = re.findall(r"scrimp\.(\w+)", code)
+    assert len(names) >= 5
+    assert set(names) <= set(scrimp.__all__)
+
+
 def test_the_number_of_presets_is_right() -> None:
     stated = re.search(r"(\d+) presets", README)
     assert stated
