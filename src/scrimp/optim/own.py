@@ -149,7 +149,7 @@ class OwnOptimizer(Targets):
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Tensors and numbers of the state, none before the first update."""
         yield from super().tensors()
-        self._numbers = {name: torch.tensor(holder[key]) for name, holder, key in self._holders()}
+        self._numbers = {name: _exact(holder[key]) for name, holder, key in self._holders()}
         yield from self._numbers.items()
 
     def restore_updates(self, num_updates: int) -> None:
@@ -187,6 +187,11 @@ def _fits(value: object, default: object) -> bool:
     return default in (None, inspect.Parameter.empty) or isinstance(default, tuple) == isinstance(
         value, tuple
     )
+
+
+def _exact(number: float) -> Tensor:
+    """A number as a tensor that gives back its bits: 0.1 in float32 is another number."""
+    return torch.tensor(number, dtype=torch.float64 if isinstance(number, float) else torch.int64)
 
 
 def _is_number(value: object) -> bool:

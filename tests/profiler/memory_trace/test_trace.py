@@ -250,6 +250,7 @@ def test_a_billion_parameters_take_seconds_under_all_choices(device: str) -> Non
     costs = traced(
         LLAMA_1B,
         parameters="fp32",
+        optimizer=AdamWMemory("fp32"),
         sequence=2048,
         loss_chunk=2048,
         activations=ALL_ACTIVATIONS,
