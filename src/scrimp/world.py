@@ -22,7 +22,8 @@ One rank The trivial case: no collective, no import of torch.distributed, values
 Limits   Only what is asked through a World notices a failure: a rank that waits in a model's own collectives (a
          backward pass) waits until torch's timeout. The default group of processes alone; every rank must ask, in
          the same order, from one thread. Tuples come back as lists.
-Checked  on gloo: tests/test_world.py, tests/training/test_rank_decisions.py; whole runs in tests/training/test_ranks.py
+Checked  on gloo: tests/test_world.py, tests/training/test_rank_decisions.py; whole runs in
+         tests/training/test_run_on_ranks.py
 """
 
 from __future__ import annotations

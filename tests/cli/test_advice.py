@@ -22,6 +22,7 @@ CALL = re.compile(r"scrimp ([a-z-]+)((?:(?!scrimp )[^`;])*)")
 KEY = re.compile(r"(?<![\w./-])((?:run|data|model|train|budget|memory|snip)\.[a-z_0-9]+)(?![\w(])")
 OF_OTHER_PROGRAMS = {"ulimit", "decompress", "long", "te-precision-config-file", "help", "version"}
 OF_ONE_COMMAND = {
+    "cli/chat.py": "chat",
     "cli/doctor.py": "doctor",
     "cli/export_precision.py": "export-precision",
     "export/names.py": "export-precision",

@@ -16,7 +16,7 @@ CONFIG = """
 --run.dir --run.seed
 --data.source --data.text-column --data.chat-template --data.tokenizer --data.vocab-size --data.held-out
 --data.mask-documents --data.no-mask-documents --data.cache
---model.preset --model.weights --model.vocab-size --model.context --model.num-layers --model.width
+--model.preset --model.weights --model.kind --model.vocab-size --model.context --model.num-layers --model.width
 --model.num-heads --model.num-kv-heads --model.ffn-width
 --train.steps --train.sequence --train.batch-tokens --train.micro-batch --optimizer.name --optimizer.lr
 --schedule.name --schedule.warmup-steps --schedule.final-lr-ratio --optimizer.weight-decay --optimizer.beta1
@@ -41,10 +41,10 @@ PUBLIC = {
     "prepare": "SRC OUT --text-column --conversations --chat-template --tokenizer --bpe-vocab-size --held-out "
     "--workers",
     "verify": "PATH",
-    "eval": "TARGET --data --text-column --conversations --sequence --device",
-    "chat": "TARGET --system --chat-template --tokens --temperature --top-k --top-p --seed --device",
-    "generate": "TARGET --prompt --tokens --temperature --top-k --top-p --seed --device",
-    "export": "RUN OUT",
+    "eval": "TARGET --data --text-column --conversations --sequence --device --trust-code",
+    "chat": "TARGET --system --chat-template --tokens --temperature --top-k --top-p --seed --device --trust-code",
+    "generate": "TARGET --prompt --tokens --temperature --top-k --top-p --seed --device --trust-code",
+    "export": "RUN OUT --trust-code",
     "export-precision": "SOURCE OUT --target --names --approximate",
     "report": "RUN",
     "doctor": "--device --json --fresh",

@@ -129,7 +129,7 @@ def test_tensorboard_shows_the_same_curve_after_a_resume(tmp_path: Path) -> None
     write(tmp_path, range(7, 13), resume_step=6)
     write(tmp_path, range(10, 12), resume_step=9)
     records = {record["step"]: record["loss"] for record in read_jsonl(tmp_path / "metrics.jsonl")}
-    assert curve(tmp_path, "training/loss") == records
+    assert curve(tmp_path, "train/loss") == records
     speeds = set(curve(tmp_path, "speed/tokens_per_s").values())
     assert speeds == {struct.unpack("f", struct.pack("f", RECORD["tokens_per_s"]))[0]}
     assert curve(tmp_path, "memory/process_growth_bytes")[1] == 2**33
@@ -140,14 +140,14 @@ def test_tensorboard_gets_evaluations_where_they_are(tmp_path: Path) -> None:
         log.step(RECORD)
         log.step({**RECORD, "step": 2, "eval_loss": 2.5, "eval_bits_per_byte": 1.25, "loss": math.nan})
     assert curve(tmp_path, "evaluation/eval_loss") == {2: 2.5}
-    assert math.isnan(curve(tmp_path, "training/loss")[2])
+    assert math.isnan(curve(tmp_path, "train/loss")[2])
 
 
 def test_a_run_killed_before_its_first_checkpoint_begins_again(tmp_path: Path) -> None:
     write(tmp_path, range(1, 6))
     write(tmp_path, range(1, 3))
     assert [record["step"] for record in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2]
-    assert set(curve(tmp_path, "training/loss")) == {1, 2}
+    assert set(curve(tmp_path, "train/loss")) == {1, 2}
 
 
 @pytest.mark.parametrize("cut", range(1, 40, 3))

@@ -176,6 +176,8 @@ class Evaluate:
     """Tokens per sequence. Unset: as trained, at most the model's context."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
+    trust_code: FlagCreatePairsOff[bool] = False
+    """Run the code of a run whose model is a kind of its own."""
 
     def execute(self, given: frozenset[str]) -> int:
         check_device(self.device, "--device")
@@ -214,6 +216,8 @@ class Generate:
     """Decides the draws."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
+    trust_code: FlagCreatePairsOff[bool] = False
+    """Run the code of a run whose model is a kind of its own."""
 
     def execute(self, given: frozenset[str]) -> int:
         _check_drawing(self)
@@ -254,6 +258,8 @@ class Chat:
     """Decides the draws."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
+    trust_code: FlagCreatePairsOff[bool] = False
+    """Run the code of a run whose model is a kind of its own."""
 
     def execute(self, given: frozenset[str]) -> int:
         _check_drawing(self)
@@ -288,6 +294,8 @@ class Export:
     """Run folder, or one of its checkpoints."""
     out: Positional[Path]
     """New folder for the model."""
+    trust_code: FlagCreatePairsOff[bool] = False
+    """Run the code of a run whose model is a kind of its own."""
 
     def execute(self, given: frozenset[str]) -> int:
         from scrimp.cli.trained import export_run

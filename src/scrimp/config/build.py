@@ -26,8 +26,17 @@ def base_architecture(config: Config, weights: Architecture | None) -> Architect
     sizes = {name: size for name, size in given.items() if size is not None}
     if weights is not None:
         _check_against_weights(sizes, weights, config.model)
+        if config.model.kind not in (None, weights.family):
+            raise ConfigError(
+                "model.kind differs from that of the weights",
+                got=config.model.kind,
+                expected=weights.family,
+                do="leave model.kind out: weights bring their kind along",
+            )
         return replace(weights, **sizes)
     base = preset(config.model.preset)
+    if config.model.kind is not None:
+        base = replace(base, family=config.model.kind)
     if "width" in sizes or "num_heads" in sizes:
         width, num_heads = sizes.get("width", base.width), sizes.get("num_heads", base.num_heads)
         if width % num_heads:

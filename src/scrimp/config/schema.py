@@ -69,6 +69,8 @@ class ModelConfig:
     """Named architecture, such as llama-60m or qwen2.5-0.5b; an unknown name lists them all."""
     weights: Path | None = None
     """Start from these weights: a Hugging Face folder or a Scrimp run. Replaces the preset."""
+    kind: str | None = None
+    """A kind of decoder of your own in the preset's sizes: FILE.py:NAME, a ModelSpec. Unset: the preset's kind."""
     vocab_size: int | None = None
     """Rows of the embedding. Unset: the preset's, or for Scrimp's own presets as many as the
     tokenizer needs."""

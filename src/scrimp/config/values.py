@@ -20,6 +20,7 @@ from scrimp.config.schema import Config
 from scrimp.config.snip import check_snip
 from scrimp.errors import ConfigError
 from scrimp.precision import parse_rules
+from scrimp.user_code import is_code
 
 _MANY = 2**31 - 1
 """Largest count. Positions and token ids are 32-bit in places; beyond it a value is a typo."""
@@ -131,6 +132,13 @@ def check_values(config: Config) -> None:
     for key in ("budget.device_memory", "budget.host_memory"):
         if values[key] is not None:
             parse_bytes(values[key], key=key)
+    if config.model.kind is not None and not is_code(config.model.kind):
+        raise ConfigError(
+            "model.kind names no class",
+            got=repr(config.model.kind),
+            expected="FILE.py:NAME",
+            do="choose a kind that Scrimp has by its preset: --model.preset",
+        )
     check_device(config.device)
     parse_rules(config.precision)
     check_snip(config)

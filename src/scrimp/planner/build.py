@@ -27,7 +27,10 @@ _RESIDENT = "everything resident"
 def model_fingerprint(architecture: Architecture) -> str:
     """Twelve hex digits that name an architecture."""
     text = json.dumps(architecture.to_json(), sort_keys=True)
-    return f"{architecture.family}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    name = architecture.family.rpartition(":")[
+        2
+    ]  # of code of the user's own its class, wherever the file lies
+    return f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
 def with_precisions(plan: Plan, rules: PrecisionRules, layers: Mapping[str, InputOrigin]) -> Plan:

@@ -18,6 +18,7 @@ from scrimp.errors import ConfigError, ModelError
 from scrimp.json_files import read_json
 from scrimp.models.huggingface.keys import JSON, Keys, refuse_unsupported
 from scrimp.models.kinds import FAMILIES, UNSUPPORTED, kind_of, spec_of
+from scrimp.models.spec import ModelSpec
 
 _DO = "give the folder of a Hugging Face model (config.json and *.safetensors)"
 _MAX_FILE_BYTES = 2**24
@@ -54,6 +55,19 @@ def _family(keys: Keys) -> str:
     return family
 
 
+def _class_of(spec: ModelSpec) -> str:
+    """The class of transformers that loads a model."""
+    family = spec.architecture.family
+    if family not in spec.huggingface_classes:
+        raise ModelError(
+            "transformers has no class for this kind of model",
+            got=family,
+            expected=f"one of {', '.join(FAMILIES)}",
+            do="read the run's own checkpoints: safetensors, by the names of scrimp's parameters",
+        )
+    return spec.huggingface_classes[family]
+
+
 def config_from_architecture(
     architecture: Architecture, *, dtype: str, bos_id: int | None = None, eos_ids: Sequence[int] = ()
 ) -> JSON:
@@ -61,7 +75,7 @@ def config_from_architecture(
     spec = spec_of(architecture)
     config: JSON = {
         **spec.write_config(),
-        "architectures": [spec.huggingface_classes[architecture.family]],
+        "architectures": [_class_of(spec)],
         "bos_token_id": bos_id,
         "dtype": dtype,
         "eos_token_id": list(eos_ids) if len(eos_ids) > 1 else next(iter(eos_ids), None),

@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 from functools import cache
 
+from scrimp import user_code
 from scrimp.config.architecture import Architecture
-from scrimp.errors import ModelError
+from scrimp.errors import ConfigError, ModelError
 from scrimp.models.spec import ModelSpec
 
 FAMILIES = {
@@ -33,11 +34,30 @@ def kind_of(family: str) -> type[ModelSpec]:
     Raises:
         ModelError: there is no such family.
     """
+    if user_code.is_code(family):
+        return _own_kind(family)
     if family not in FAMILIES:
         raise ModelError("family is unknown", got=repr(family), expected=f"one of {', '.join(FAMILIES)}")
     module, _, name = FAMILIES[family].partition(":")
     kind: type[ModelSpec] = getattr(importlib.import_module(module), name)
     return kind
+
+
+def _own_kind(name: str) -> type[ModelSpec]:
+    """The class that `model.kind` names, FILE.py:NAME.
+
+    Raises:
+        ConfigError: it is not trusted, cannot be read, or is no specification.
+    """
+    found = user_code.load("model.kind", name)
+    if isinstance(found, type) and issubclass(found, ModelSpec) and not found.__abstractmethods__:
+        return found
+    raise ConfigError(
+        f"model.kind: what {name} names is no specification of a model",
+        got=repr(found)[:80],
+        expected="a class derived from scrimp.models.ModelSpec, with all of its abstract methods",
+        do="derive it from a kind in scrimp.models.kinds, and write what differs",
+    )
 
 
 def all_kinds() -> list[type[ModelSpec]]:
