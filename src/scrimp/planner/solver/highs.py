@@ -12,7 +12,7 @@ Scale    HiGHS compares with absolute tolerances of 1e-7, and costs span many po
          of the cheapest choices are scaled so that the largest is 1e4. If the plan found costs next to nothing
          on that scale, it is solved again without the choices that cost more than that plan.
 Limits   HiGHS stops after `MOST_NODES` nodes of its tree, never by the clock: the plan would depend on it. A model of
-         80 layers (1,680 decisions of 4 formats, 9 limits) is solved in the first few, in one to two seconds.
+         80 layers (1,680 decisions of 4 formats, 9 limits) is solved in the first few nodes, in 0.1 to 1 s.
 Thread   HiGHS keeps one pool of workers per calling thread and refuses to change its size. Every run gets a
          thread of its own, so that it does not matter what else in the process uses HiGHS. The GIL is released.
 Source   Huangfu and Hall, Parallelizing the dual revised simplex method (2018); https://highs.dev
