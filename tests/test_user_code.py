@@ -92,10 +92,12 @@ def test_a_run_whose_code_was_altered_is_not_resumed(
     corpus, code, run = write_corpus(tmp_path), own(tmp_path / "code"), tmp_path / "run"
     assert main(flags(corpus, run, *STEPS, f"--objective.name={code}:Smoothed", "--trust-code")) == 0
     own(tmp_path / "code", smoothing=0.2)
-    user_code._modules.clear()
     resume = ["train", f"--run.dir={run}", "--resume-from=2", "--resume", "--trust-code"]
     assert main(resume) == 2
-    assert "not that which the run began with" in capsys.readouterr().err
+    assert "has changed since this process loaded it" in capsys.readouterr().err
+    user_code._modules.clear()
+    assert main(resume) == 2
+    assert "has changed since the run began" in capsys.readouterr().err
     own(tmp_path / "code")
     user_code._modules.clear()
     assert main(resume) == 0
@@ -104,9 +106,15 @@ def test_a_run_whose_code_was_altered_is_not_resumed(
 @pytest.mark.parametrize(
     ("text", "name", "message"),
     [
+        ("import sys\nsys.exit(3)\n", "Loss", "cannot be run"),
+        ("class Loss:\n    build = classmethod(lambda cls: 1)\n", "Loss", "cannot be built"),
         ("x = 1\n", "Loss", "has no Loss"),
         ("class Loss: pass\n", "Loss", "lacks build"),
-        ("class Loss:\n    build = classmethod(lambda cls, settings: cls())\n", "Loss", "is no objective"),
+        (
+            "class Loss:\n    build = classmethod(lambda cls, settings: cls())\n",
+            "Loss",
+            "does not build an objective",
+        ),
         ("x = 1\n\nraise ValueError('no')\n", "Loss", "ValueError: no (line 3)"),
         ("def f(:\n", "Loss", "SyntaxError"),
     ],

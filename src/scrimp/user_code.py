@@ -5,7 +5,8 @@ Problem  A setting that names code makes whatever file holds the setting a progr
 Method   A setting of `CODE_SETTINGS` whose value reads FILE.py:NAME names code. It is loaded within `trusting(True)`
          alone, which the command line's --trust-code enters and nothing else: it is no setting, stands in no file
          and is read from none. Everywhere else it is refused before anything of a run is written.
-         A file is read once: what was hashed is what runs, and a process keeps it.
+         What was hashed is what runs. A process keeps a file as it first read it, and refuses one that has
+         changed since.
 Digest   The SHA-256 of the file stands in run.json, and with it in every checkpoint's state. A resumed run whose file
          has changed is refused, like one whose other settings have changed: its losses would be of another loss.
 Limits   The digest covers the file, not what the file imports; modules beside it are not found, installed ones are.
@@ -26,7 +27,8 @@ from typing import Any
 from scrimp.errors import ConfigError
 from scrimp.files import read_bounded
 
-CODE_SETTINGS = ("objective.name", "optimizer.name", "model.kind")
+MODEL_KIND = "model.kind"
+CODE_SETTINGS = ("objective.name", "optimizer.name", MODEL_KIND)
 """Settings that may name code."""
 _CODE = re.compile(r"(?P<file>.+\.py):(?P<name>[^\W\d]\w*)")
 _LONGEST_FILE = 16 << 20
@@ -116,16 +118,22 @@ def _read(key: str, file: Path) -> bytes:
 
 def _module(key: str, file: Path) -> types.ModuleType:
     file = file.expanduser().resolve()
+    source = _read(key, file)
+    digest = hashlib.sha256(source).hexdigest()
+    if file in _modules and _modules[file][1] != digest:
+        raise ConfigError(
+            f"{key}: {file} has changed since this process loaded it",
+            expected="the same file for as long as a process lives",
+            do="start the process anew (in a notebook: restart the kernel)",
+        )
     if file not in _modules:
-        source = _read(key, file)
-        digest = hashlib.sha256(source).hexdigest()
         # In sys.modules, since dataclasses and pickling look their module up there.
         module = types.ModuleType(f"scrimp_user_code_{digest[:16]}")
         module.__file__ = str(file)
         sys.modules[module.__name__] = module
         try:
             exec(compile(source, str(file), "exec"), module.__dict__)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             del sys.modules[module.__name__]
             raise ConfigError(
                 f"{key}: {file} cannot be run",
@@ -136,7 +144,7 @@ def _module(key: str, file: Path) -> types.ModuleType:
     return _modules[file][0]
 
 
-def _line_of(error: Exception, file: Path) -> str:
+def _line_of(error: BaseException, file: Path) -> str:
     """Where in the user's file an error arose."""
     trace, line = error.__traceback__, None
     while trace is not None:

@@ -44,7 +44,7 @@ def test_a_run_from_python_has_the_losses_of_the_command_line_and_resumes(tmp_pa
         ({"train.lr": 0.1}, r"optimizer\.lr"),
         ({"train.steps": "many"}, r"train\.steps in the settings has the wrong type"),
         ({"train.steps": 0}, r"train\.steps is out of range"),
-        ({3: 4}, "no text"),
+        ({3: 4}, "not a string"),
         ({"objective.name": "my.py:Loss"}, "trust"),
     ],
 )

@@ -45,10 +45,11 @@ def test_a_wrong_value_is_refused_by_the_name_that_stands_in_the_file() -> None:
 
 
 @pytest.mark.parametrize("key", REMOVED)
-def test_a_setting_that_is_gone_is_passed_over_unless_it_asks_for_something(key: str) -> None:
+def test_a_setting_that_is_gone_is_passed_over_in_files_and_answered_on_the_command_line(key: str) -> None:
     section, _, name = key.rpartition(".")
     assert key not in KNOWN
-    assert parse_config(f"[{section}]\n{name} = false\n") == {}
-    with pytest.raises(ConfigError, match=f"unknown key {key}") as refused:
-        parse_config(f"[{section}]\n{name} = true\n")
-    assert refused.value.do == REMOVED[key][1]
+    for value in ("false", "true"):
+        assert parse_config(f"[{section}]\n{name} = {value}\n") == {}
+    error = explain(Train, [option(key), "true"], "scrimp train")
+    assert error is not None
+    assert error.do == REMOVED[key]

@@ -125,7 +125,7 @@ def test_an_evaluation_sees_every_answer_once_or_a_fixed_share(tmp_path: Path) -
     chats = chats_of([7, 12, 16, 5, 9, 17, 11] * 3)
     stream = stream_of(tmp_path, chats)
 
-    def targets(most: int) -> set[int]:
+    def targets(most: int | None) -> set[int]:
         batches = evaluation_batches(
             stream, sequence=16, micro_batch=3, max_tokens=most, mask_documents=False
         )
@@ -134,11 +134,12 @@ def test_an_evaluation_sees_every_answer_once_or_a_fixed_share(tmp_path: Path) -
         return set(found)
 
     whole = {target for _, target in expected_pairs(chats, 16)}
-    assert targets(10**9) == whole
+    assert targets(None) == targets(10**9) == whole
     assert targets(48) < whole
     assert targets(48) == targets(50)
     total = sum(3 * len(tokens) for tokens, _ in chats)
-    assert evaluation_text_bytes(stream, 16, 10**9) == pytest.approx(total)
+    for most in (None, 10**9):
+        assert evaluation_text_bytes(stream, 16, most) == pytest.approx(total)
 
 
 def test_an_altered_mark_is_noticed(tmp_path: Path) -> None:

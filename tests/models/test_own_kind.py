@@ -36,6 +36,15 @@ def test_the_example_trains_resumes_and_generates(tmp_path: Path, capsys: pytest
     generate = ["generate", str(run), "--prompt=def", "--tokens=3"]
     assert scrimp(*generate).returncode == 2  # in a process that has trusted nothing
     assert main([*generate, "--trust-code"]) == 0
+    more = flags(corpus, tmp_path / "more", "--train.steps=2", f"--model.weights={run}", "--trust-code")
+    more = [
+        word
+        for word in more
+        if not word.startswith(("--model.num", "--model.width", "--model.ffn", "--data.tok"))
+    ]
+    assert main(more) == 2
+    assert "which nobody has named" in capsys.readouterr().err
+    assert main([*more, KIND]) == 0
     assert main(["export", str(run), str(tmp_path / "out"), "--trust-code"]) == 2
     assert "transformers has no class" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
@@ -48,7 +57,7 @@ def test_what_is_no_specification_is_refused(
     file = tmp_path / "my.py"
     file.write_text(body + "\n", encoding="utf-8")
     assert main(["plan", f"--model.kind={file}:Own", "--trust-code"]) == 2
-    assert "no specification of a model" in capsys.readouterr().err
+    assert "not the specification of a model" in capsys.readouterr().err
     assert main(["plan", "--model.kind=llama"]) == 2
     assert "FILE.py:NAME" in capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""Muon and AdamW together: torch's own optimizers on separate maps, resumed bit for bit, its bytes foretold."""
+"""Muon and AdamW together: torch's own optimizers on separate maps, resumed bit for bit, its bytes predicted."""
 
 from __future__ import annotations
 

@@ -115,9 +115,9 @@ def test_the_account_learns_states_from_a_step_without_memory() -> None:
 
 
 REFUSED = {
-    "no class": ("Own = 3", "is no optimizer"),
-    "no optimizer": ("class Own: pass", "is no optimizer"),
-    "a closure": ("Own = torch.optim.LBFGS", "cannot be (made|foretold)"),
+    "no class": ("Own = 3", "is not an optimizer"),
+    "no optimizer": ("class Own: pass", "is not an optimizer"),
+    "a closure": ("Own = torch.optim.LBFGS", "cannot be (made|predicted)"),
     "reads numbers": (
         """
         class Own(torch.optim.SGD):
@@ -125,7 +125,7 @@ REFUSED = {
                 if float(self.param_groups[0]["params"][0].grad.sum()) > 0:
                     super().step()
         """,
-        "cannot be foretold",
+        "cannot be predicted",
     ),
     "lists": (
         """

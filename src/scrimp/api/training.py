@@ -60,7 +60,9 @@ def _checked(settings: Mapping[str, Any]) -> dict[str, Any]:
     known, where, values = leaves(Config), "the settings", {}
     for key, value in settings.items():
         if not isinstance(key, str):
-            raise ConfigError(f"a key of {where} is no text", got=repr(key), expected="such as train.steps")
+            raise ConfigError(
+                f"a key in {where} is not a string", got=repr(key), expected="such as train.steps"
+            )
         if key not in known:
             raise unknown_key(key, where)
         values[key] = convert(known[key], str(value) if isinstance(value, Path) else value, where)

@@ -119,7 +119,7 @@ def chat(
             return
         if message == "/reset":
             conversation.reset()
-        elif message.startswith("/"):
+        elif message.startswith("/") and is_terminal:
             print(f"there is no command {printable(message.split()[0])}: {_HELP}", file=sys.stderr)
         elif message:
             try:

@@ -8,6 +8,7 @@ from scrimp.config.architecture import Architecture
 from scrimp.config.presets import preset
 from scrimp.config.schema import Config, ModelConfig
 from scrimp.errors import ConfigError
+from scrimp.user_code import is_code
 
 _SIZES = ("vocab_size", "context", "num_layers", "width", "num_heads", "num_kv_heads", "ffn_width")
 
@@ -26,13 +27,7 @@ def base_architecture(config: Config, weights: Architecture | None) -> Architect
     sizes = {name: size for name, size in given.items() if size is not None}
     if weights is not None:
         _check_against_weights(sizes, weights, config.model)
-        if config.model.kind not in (None, weights.family):
-            raise ConfigError(
-                "model.kind differs from that of the weights",
-                got=config.model.kind,
-                expected=weights.family,
-                do="leave model.kind out: weights bring their kind along",
-            )
+        weights = _with_kind(weights, config.model)
         return replace(weights, **sizes)
     base = preset(config.model.preset)
     if config.model.kind is not None:
@@ -49,6 +44,25 @@ def base_architecture(config: Config, weights: Architecture | None) -> Architect
             )
         sizes["head_size"] = width // num_heads
     return replace(base, **sizes)
+
+
+def _with_kind(weights: Architecture, model: ModelConfig) -> Architecture:
+    """The weights' architecture; where its kind is code, by the file that the user names."""
+    if is_code(weights.family) and model.kind is None:
+        raise ConfigError(
+            f"the kind of model of {model.weights} is code, which nobody has named",
+            got=weights.family,
+            expected="model.kind: code runs by the user's word, not by a folder's",
+            do=f"read the file, and add --model.kind {weights.family} --trust-code",
+        )
+    if not is_code(weights.family) and model.kind is not None:
+        raise ConfigError(
+            "model.kind differs from that of the weights",
+            got=model.kind,
+            expected=weights.family,
+            do="leave model.kind out: weights bring their kind along",
+        )
+    return weights if model.kind is None else replace(weights, family=model.kind)
 
 
 def _check_against_weights(sizes: dict[str, int], weights: Architecture, model: ModelConfig) -> None:

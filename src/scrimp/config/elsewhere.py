@@ -291,7 +291,7 @@ def answer_for(name: str, known: Mapping[str, object]) -> Answer | None:
     """
     old = name.lower().replace("-", "_")
     if old in REMOVED:
-        return Answer(None, REMOVED[old][1])
+        return Answer(None, REMOVED[old])
     if RENAMED.get(old) in known:
         return Answer(RENAMED[old], "its name since settings are grouped by component")
     parts = old.removeprefix("no_").split(".")

@@ -236,7 +236,7 @@ def _read_table(table: dict[str, Any], section: type[Any], prefix: str, where: s
             values |= _read_table(value, inner[name], key + ".", where)
         elif key in own:
             values[key] = convert(own[key], value, where)
-        elif key in REMOVED and value == REMOVED[key][0]:
+        elif key in REMOVED:
             continue
         elif key in RENAMED:
             leaf = dataclasses.replace(leaves(Config)[RENAMED[key]], key=key)

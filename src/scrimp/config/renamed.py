@@ -2,7 +2,7 @@
 
 Files are kept for years, command lines are typed: a settings file or a run folder with the old name of a setting is
 read as if it had the new one, and on the command line the old name is answered with the new one. A setting that is gone
-is passed over in a file that has its default, as every run folder has, and refused where it asks for something.
+is passed over in files, which run folders are full of, and answered on the command line.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RENAMED: dict[str, str] = {
 }
 """Old dotted key to new one."""
 
-REMOVED: dict[str, tuple[object, str]] = {
-    "memory.speculate": (False, "updates on the CPU begin after the backward pass; leave it out"),
+REMOVED: dict[str, str] = {
+    "memory.speculate": "updates on the CPU begin after the backward pass; leave it out",
 }
-"""Dotted key to its default and what to do instead."""
+"""Dotted key to what to do instead. None of them changed a number of a run."""

@@ -311,10 +311,11 @@ def _produce(
 
 
 def evaluation_batches(
-    stream: TokenStream, *, sequence: int, micro_batch: int, max_tokens: int, mask_documents: bool
+    stream: TokenStream, *, sequence: int, micro_batch: int, max_tokens: int | None, mask_documents: bool
 ) -> Iterator[Batch]:
-    """The first `max_tokens` targets of a stream in order, every one exactly once; of conversations as many rows as
-    hold so many positions, shuffled, since rows are packed by length.
+    """The first `max_tokens` targets of a stream (None: all) in order, every one exactly once.
+
+    Of conversations as many rows as hold so many positions, shuffled, since rows are packed by length.
 
     The last sequence is filled up with ignored targets, and so is the last micro-batch where
     there is more than one, so that all micro-batches have one shape (torch.compile).
@@ -335,7 +336,7 @@ def evaluation_batches(
 
 
 def _evaluated_windows(
-    stream: TokenStream, sequence: int, max_tokens: int, mask_documents: bool
+    stream: TokenStream, sequence: int, max_tokens: int | None, mask_documents: bool
 ) -> Iterator[Row]:
     if stream.num_tokens < 2:
         raise DataError(
@@ -344,24 +345,29 @@ def _evaluated_windows(
             expected="at least 2",
             do="give more text",
         )
-    total = min(stream.num_tokens - 1, max(max_tokens, 1))
+    total = stream.num_tokens - 1
+    if max_tokens is not None:
+        total = min(total, max(max_tokens, 1))
     for start in range(0, total, sequence):
         yield _padded(_window(stream, start, min(start + sequence, total), mask_documents), sequence)
 
 
-def _evaluated_rows(chats: Packed, max_tokens: int) -> list[int]:
-    count = min(chats.num_samples, max(1, max_tokens // chats.sequence))
+def _evaluated_rows(chats: Packed, max_tokens: int | None) -> list[int]:
+    count = chats.num_samples
+    if max_tokens is not None:
+        count = min(count, max(1, max_tokens // chats.sequence))
     index = SampleIndex(chats.num_samples, seed=0)
     return [index[position] for position in range(count)]
 
 
-def evaluation_text_bytes(stream: TokenStream, sequence: int, max_tokens: int) -> float:
+def evaluation_text_bytes(stream: TokenStream, sequence: int, max_tokens: int | None) -> float:
     """UTF-8 bytes of the text, or of the answers, that `evaluation_batches` covers: the denominator of bits per
     byte."""
     if stream.has_answers:
         chats = packed(stream, sequence, "held-out")
         return sum(map(chats.answer_bytes, _evaluated_rows(chats, max_tokens)))
-    return stream.text_bytes_between(0, min(stream.num_tokens, max(max_tokens, 1) + 1))
+    limit = stream.num_tokens if max_tokens is None else max(max_tokens, 1) + 1
+    return stream.text_bytes_between(0, min(stream.num_tokens, limit))
 
 
 def _padded(window: Row, sequence: int) -> Row:

@@ -22,7 +22,7 @@ _METHODS = ("loss", "head_loss", "count", "head_passes", "reads")
 
 
 def check(settings: ObjectiveConfig) -> None:
-    """Refuse a name that no objective has, and code that may not run or is no objective.
+    """Refuse a name that no objective has, and code that may not run or is not an objective.
 
     Raises:
         ConfigError: saying which names there are, or what is wrong with the code.
@@ -53,11 +53,18 @@ def build(settings: ObjectiveConfig) -> Objective:
 
 def _own(settings: ObjectiveConfig) -> Objective:
     kind: Any = user_code.load(KEY, settings.name, needs=("build",))
-    objective: Objective = kind.build(settings)
+    try:
+        objective: Objective = kind.build(settings)
+    except Exception as error:
+        raise ConfigError(
+            f"{KEY}: {settings.name} cannot be built",
+            got=f"{type(error).__name__}: {error}",
+            expected="a classmethod build(settings) that returns the objective",
+        ) from error
     missing = [name for name in _METHODS if not hasattr(objective, name)]
     if missing:
         raise ConfigError(
-            f"{KEY}: what {settings.name} builds is no objective",
+            f"{KEY}: {settings.name} does not build an objective",
             got=f"a {type(objective).__name__} without {', '.join(missing)}",
             expected="the methods of scrimp.objectives.Objective",
             do="inherit from scrimp.objectives.next_token.NextToken, and write what differs",

@@ -53,7 +53,7 @@ def memory(architecture: Architecture, settings: OptimizerConfig, parameters: st
 
 
 def check(settings: OptimizerConfig, *, is_planned: bool) -> None:
-    """Refuse a class that is no optimizer, or has no rule where formats are planned by it.
+    """Refuse a class that is not an optimizer, or has no rule where formats are planned by it.
 
     Raises:
         ConfigError: by name.
@@ -71,12 +71,12 @@ def class_of(settings: OptimizerConfig) -> type[torch.optim.Optimizer]:
     """The class that the settings name.
 
     Raises:
-        ConfigError: the code is not trusted, cannot be read or run, or is no optimizer.
+        ConfigError: the code is not trusted, cannot be read or run, or is not an optimizer.
     """
     found: Any = user_code.load(KEY, settings.name)
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
         raise ConfigError(
-            f"{KEY}: {settings.name} is no optimizer",
+            f"{KEY}: {settings.name} is not an optimizer",
             got=repr(found)[:80],
             expected="a class derived from torch.optim.Optimizer",
         )
@@ -169,8 +169,6 @@ class OwnOptimizer(Targets):
         for name, target in self._targets.items():
             state = self._inner.state.get(target, {})
             yield from ((f"{name}.{key}", state, key) for key, value in state.items() if _is_number(value))
-        if not self._inner.state:
-            return
         for index, group in enumerate(self._inner.param_groups):
             for key, value in group.items():
                 if key != "lr" and _is_number(value):
@@ -235,20 +233,30 @@ class OwnMemory:
         inner = made(self.settings, targets)
         for target in targets.values():
             target.grad = torch.empty_like(target)
+        options = [{k: v for k, v in group.items() if not _is_number(v)} for group in inner.param_groups]
         try:
             inner.step()
         except Exception as error:
             raise ConfigError(
-                f"{KEY}: the memory of {self.settings.name} cannot be foretold",
+                f"{KEY}: the memory of {self.settings.name} cannot be predicted",
                 got=f"{type(error).__name__}: {str(error)[:200]}",
                 expected="a step without a closure that reads no numbers from tensors (.item(), float, if)",
             ) from error
+        for group, before in zip(inner.param_groups, options, strict=True):
+            for key, value in group.items():
+                if key != "params" and not _is_number(value) and value is not before.get(key):
+                    raise self._cannot_hold(
+                        f"{key} of its groups, a {type(value).__name__} that a step changes"
+                    )
         for state in inner.state.values():
             for key, value in state.items():
                 if not (isinstance(value, Tensor) or _is_number(value)):
-                    raise ConfigError(
-                        f"{KEY}: {self.settings.name} keeps what a checkpoint cannot hold",
-                        got=f"{key}, a {type(value).__name__}",
-                        expected="tensors and numbers for each parameter",
-                    )
+                    raise self._cannot_hold(f"{key}, a {type(value).__name__}")
         return inner
+
+    def _cannot_hold(self, what: str) -> ConfigError:
+        return ConfigError(
+            f"{KEY}: {self.settings.name} keeps what a checkpoint cannot hold",
+            got=what,
+            expected="tensors and numbers for each parameter, numbers for each group",
+        )

@@ -54,13 +54,12 @@ def evaluate(
     num_targets = 0
     was_training = executable.model.training
     executable.model.eval()
-    limit = stream.num_tokens if max_tokens is None else max_tokens
     with torch.no_grad():
         for batch in evaluation_batches(
             stream,
             sequence=sequence,
             micro_batch=micro_batch,
-            max_tokens=limit,
+            max_tokens=max_tokens,
             mask_documents=mask_documents,
         ):
             sums = executable.loss(batch)
@@ -71,6 +70,6 @@ def evaluate(
     if num_targets == 0:
         raise DataError("nothing to evaluate", got="no target token", do="give a longer text")
     loss = float(total) / num_targets
-    text_bytes = evaluation_text_bytes(stream, sequence, limit)
+    text_bytes = evaluation_text_bytes(stream, sequence, max_tokens)
     bits_per_byte = float(total) / math.log(2) / text_bytes if text_bytes else math.nan
     return Evaluation(loss=loss, bits_per_byte=bits_per_byte, num_targets=num_targets)

@@ -155,7 +155,7 @@ def _sample(run: Run) -> None:
     model.train()
     prompt = tokenizer.decode(prompt_ids)
     text = tokenizer.decode(prompt_ids + ids).removeprefix(prompt)
-    reason = "beginning of a document, temperature 0.8"
+    reason = "beginning of a document or a conversation, temperature 0.8"
     run.event("sample", reason, prompt=prompt, text=text)
     run.line.message(f"sample (prompt | continuation):\n{printable(prompt)} | {printable(text)}")
 

@@ -29,6 +29,7 @@ from scrimp.errors import CheckpointError
 from scrimp.files import write_whole
 from scrimp.json_files import read_json
 from scrimp.training.run_state import RunState
+from scrimp.user_code import MODEL_KIND
 
 RUN: Final = "run.json"
 VERSION: Final = 1
@@ -60,11 +61,16 @@ class RunRecord:
         for key in self.code | now:
             if self.code.get(key) != now.get(key):
                 raise CheckpointError(
-                    f"the code of {key} is not that which the run began with",
+                    f"the code for {key} has changed since the run began",
                     got=f"a file with digest {now.get(key, 'none')[:12]}",
                     expected=self.code.get(key, "no code")[:12],
                     do="put the file back, or start a new run with --model.weights",
                 )
+
+    def refuse_other_kind(self, now: dict[str, str]) -> None:
+        """The same of the model's kind alone: what eval, generate, chat and export run."""
+        kind = {key: digest for key, digest in self.code.items() if key == MODEL_KIND}
+        replace(self, code=kind).refuse_other_code(now)
 
     def refuse_other_tokenizer(self, tokenizer: Tokenizer, folder: Path) -> None:
         """Raise CheckpointError unless the tokenizer that was read from `folder` is that of the run."""

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from scrimp import user_code
 from scrimp.config import Architecture
 from scrimp.data import Tokenizer, load_tokenizer
 from scrimp.errors import CheckpointError, ModelError
@@ -221,7 +222,9 @@ def open_target(folder: Path) -> Target:
     if tokenizer_folder is None:
         raise _no_tokenizer(folder)
     if state is not None:
-        checked_record(run_of(folder), tokenizer_folder, state)
+        record = checked_record(run_of(folder), tokenizer_folder, state)
+        if record is not None:
+            record.refuse_other_kind(user_code.digests({user_code.MODEL_KIND: architecture.family}))
     tokenizer = load_tokenizer(tokenizer_folder)
     if tokenizer.vocab_size > architecture.vocab_size:
         raise ModelError(

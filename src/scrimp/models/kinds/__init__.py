@@ -47,13 +47,13 @@ def _own_kind(name: str) -> type[ModelSpec]:
     """The class that `model.kind` names, FILE.py:NAME.
 
     Raises:
-        ConfigError: it is not trusted, cannot be read, or is no specification.
+        ConfigError: it is not trusted, cannot be read, or is not a specification.
     """
     found = user_code.load("model.kind", name)
     if isinstance(found, type) and issubclass(found, ModelSpec) and not found.__abstractmethods__:
         return found
     raise ConfigError(
-        f"model.kind: what {name} names is no specification of a model",
+        f"model.kind: {name} is not the specification of a model",
         got=repr(found)[:80],
         expected="a class derived from scrimp.models.ModelSpec, with all of its abstract methods",
         do="derive it from a kind in scrimp.models.kinds, and write what differs",
