@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import threading
+import time
 from collections.abc import Iterable, Iterator
 
 import pytest
@@ -200,7 +201,14 @@ def test_blocks_are_updated_in_order_one_at_a_time_and_what_has_not_begun_never_
     for block in range(4):
         updates.begin(block, lambda block=block: update(block))
     updates.finish(0)
-    threading.Timer(0.05, go.set).start()
+    waiting = [updates._begun[block] for block in (2, 3)]
+
+    def go_on_once_they_are_cancelled() -> None:
+        while not all(one.cancelled() for one in waiting):
+            time.sleep(0.001)
+        go.set()
+
+    threading.Thread(target=go_on_once_they_are_cancelled, daemon=True).start()
     updates.stop()
     assert ran == [0, 1]
     updates.close()
