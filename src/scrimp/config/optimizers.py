@@ -37,7 +37,7 @@ OPTIMIZERS: dict[str, OptimizerFacts] = {
 
 
 OWN = OptimizerFacts("scrimp.optim.own")
-"""Of the user's own file (`scrimp.user_code`)."""
+"""What is known of an optimizer from the user's own file (`scrimp.user_code`)."""
 
 
 def facts_of(name: str) -> OptimizerFacts:

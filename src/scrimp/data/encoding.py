@@ -55,7 +55,7 @@ class Encoded:
     num_bytes: int
     """UTF-8 bytes of its text, or of a conversation's answers."""
     answers: BoolArray | None = None
-    """Of a conversation: which of the tokens the assistant wrote."""
+    """Which of a conversation's tokens the assistant wrote."""
 
 
 def encode_documents(

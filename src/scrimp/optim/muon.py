@@ -90,7 +90,7 @@ class Muon(AdamW):
         self._spec = spec
         self._rows: dict[str, tuple[int, ...]] = {}
         self._buffers: dict[str, Tensor] = {}
-        """Of whole matrices; torch's optimizer has views of them."""
+        """Averages of whole matrices; torch's optimizer has views of them."""
         super().__init__(parameters, settings, seed=seed)
         self._parts = {
             name: self._targets[name].detach().split(list(rows)) for name, rows in self._rows.items()
@@ -152,7 +152,7 @@ class MuonMemory:
 
     architecture: Architecture
     rest: AdamWMemory
-    """Of what AdamW has."""
+    """Bytes of what AdamW updates."""
 
     def sums(self, device: DeviceFunctions) -> GradientSums:
         """As AdamW's."""

@@ -215,7 +215,7 @@ class OwnMemory:
         return masters + sum(v.nbytes for state in states for v in state.values() if isinstance(v, Tensor))
 
     def update_peak(self, named: Mapping[str, Tensor], device: DeviceFunctions, tracing: Tracing) -> int:
-        """Of a step whose state exists."""
+        """The peak of a step whose state exists."""
         if not named:
             return 0
         inner = self._stepped(named)

@@ -90,13 +90,13 @@ class MuonRule:
     momentum: float = 0.95
     nesterov: bool = True
     coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
-    """Of the Newton-Schulz iteration."""
+    """The polynomial of a Newton-Schulz step."""
     steps: int = 5
     eps: float = 1e-7
     rate: str | None = None
     """torch's `adjust_lr_fn`."""
     rows: tuple[int, ...] = ()
-    """Of the maps that are orthogonalised alone; empty: the matrix is one."""
+    """Rows of each map that is orthogonalised alone; empty: the matrix is one map."""
     is_linear = False
 
     def direction(self, gradient: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ class MuonRule:
         return torch.cat([self._orthogonal(part) * self._factor(part) for part in parts])
 
     def here(self) -> MuonRule:
-        """Of a whole matrix; shards are refused where the rule is made."""
+        """The same rule: a whole matrix lies here, since shards are refused where the rule is made."""
         return self
 
     def _factor(self, part: Tensor) -> float:

@@ -31,7 +31,7 @@ class Schedule:
     name: str
     """cosine, linear, wsd or constant."""
     steps: int
-    """Of the run."""
+    """Steps of the run."""
     peak: float
     warmup_steps: int
     final_ratio: float

@@ -131,7 +131,7 @@ class Gemma3(Llama):
 
     @classmethod
     def read_config(cls, keys: Keys, family: str) -> Architecture:
-        """Of Gemma 3's text models."""
+        """Read a config.json of Gemma 3's text models."""
         if keys.config.get("hidden_activation", "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
             raise keys.refuse("hidden_activation", expected="gelu_pytorch_tanh")
         for key, expected in (
@@ -171,7 +171,7 @@ class Gemma3(Llama):
         )
 
     def write_config(self) -> JSON:
-        """Of Gemma 3's text models."""
+        """The keys of Gemma 3's text models."""
         a = self.architecture
         if a.qkv_bias or not a.qk_norm or a.sliding_window is None or a.width % a.num_heads:
             raise ModelError(

@@ -121,7 +121,7 @@ class Llama(ModelSpec):
 
     @classmethod
     def read_config(cls, keys: Keys, family: str) -> Architecture:
-        """Of the four families."""
+        """Read a config.json of one of the four families."""
         if keys.config.get("hidden_act", "silu") not in ("silu", "swish"):
             raise keys.refuse("hidden_act", expected="silu")
         # transformers gives Qwen 2 a bias on q, k and v and on nothing else, whatever this key says
@@ -145,7 +145,7 @@ class Llama(ModelSpec):
         )
 
     def write_config(self) -> JSON:
-        """Of its own family."""
+        """The keys of its own family."""
         a = self.architecture
         _check_family(a)
         config = {**written(a), **written_rope(a), "hidden_act": "silu"}

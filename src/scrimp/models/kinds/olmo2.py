@@ -87,7 +87,7 @@ class Olmo2(Llama):
 
     @classmethod
     def read_config(cls, keys: Keys, family: str) -> Architecture:
-        """Of OLMo 2."""
+        """Read a config.json of OLMo 2."""
         if keys.config.get("hidden_act", "silu") not in ("silu", "swish"):
             raise keys.refuse("hidden_act", expected="silu")
         if keys.config.get("attention_bias"):
@@ -104,7 +104,7 @@ class Olmo2(Llama):
         )
 
     def write_config(self) -> JSON:
-        """Of OLMo 2."""
+        """The keys of OLMo 2."""
         a = self.architecture
         if a.qkv_bias or not a.qk_norm or a.sliding_window is not None:
             raise ModelError(
