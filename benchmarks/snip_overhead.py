@@ -25,10 +25,10 @@ from snip_lab import Choices, Lab
 
 from scrimp.models import spec_of
 from scrimp.planner.flops import count_flops
+from scrimp.planner.precision.analysed import make_plan
 from scrimp.planner.precision.choose import Budget, Question, choose
-from scrimp.planner.precision.plan import make_plan
 from scrimp.planner.precision.profile import PrecisionProfile
-from scrimp.profiler.memory import MemoryMeter
+from scrimp.profiler.process_memory import MemoryMeter
 from scrimp.statistics import Subject, probe
 
 HOST = torch.device("cpu")

@@ -24,8 +24,8 @@ OF_OTHER_PROGRAMS = {"ulimit", "decompress", "long", "te-precision-config-file",
 OF_ONE_COMMAND = {
     "cli/chat.py": "chat",
     "cli/doctor.py": "doctor",
-    "cli/export_precision.py": "export-precision",
-    "export/names.py": "export-precision",
+    "cli/export.py": "export-precision",
+    "export/layer_names.py": "export-precision",
 }
 HOLE = "{}"
 

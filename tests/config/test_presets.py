@@ -10,7 +10,7 @@ import torch
 from scrimp.config.presets import OWN_PRESETS, PRESETS, preset
 from scrimp.errors import ConfigError
 from scrimp.models import spec_of
-from scrimp.models.huggingface.architecture import config_from_architecture
+from scrimp.models.huggingface.config_json import config_from_architecture
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

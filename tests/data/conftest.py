@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from scrimp.data import CorpusSpec, TokenStream, prepare
-from scrimp.data.manifest import ShardEntry, shard_name
+from scrimp.data.corpus_manifest import ShardEntry, shard_name
 from scrimp.data.shards import ShardWriter
 
 

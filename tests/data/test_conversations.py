@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from scrimp.data import Corpus, CorpusSpec, prepare
-from scrimp.data.manifest import read_manifest
+from scrimp.data.corpus_manifest import read_manifest
 from scrimp.errors import DataError
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"

@@ -12,7 +12,7 @@ import pytest
 
 import scrimp.data.corpus
 from scrimp.data import CorpusSpec, Loader, load_tokenizer, open_corpus, prepare, verify
-from scrimp.data.manifest import read_manifest
+from scrimp.data.corpus_manifest import read_manifest
 from scrimp.data.shards import Shard, ShardWriter
 from scrimp.errors import DataError, StorageError
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scrimp.data import IGNORED, Loader, TokenStream, evaluation_batches, evaluation_text_bytes, packed
-from scrimp.data.manifest import ShardEntry, shard_name
+from scrimp.data.corpus_manifest import ShardEntry, shard_name
 from scrimp.data.packing import Packed, best_fit
 from scrimp.data.shards import ShardWriter
 from scrimp.errors import DataError

@@ -91,7 +91,7 @@ def test_what_was_held_leaves_the_process(tmp_path: Path) -> None:
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     script = (
         "import sys; from pathlib import Path; from scrimp.data import CorpusSpec, passes, prepare\n"
-        "from scrimp.profiler.memory import resident_bytes\n"
+        "from scrimp.profiler.process_memory import resident_bytes\n"
         "passes.HELD_BYTES, folder = 1 << 20, Path(sys.argv[1])\n"
         "for name in ('small', 'large'):\n"
         "    before, source = resident_bytes(), str(folder / f'{name}.jsonl')\n"

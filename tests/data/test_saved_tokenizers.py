@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
 from scrimp.data import CorpusSpec, Tokenizer, load_tokenizer, prepare
-from scrimp.data.manifest import read_manifest
+from scrimp.data.corpus_manifest import read_manifest
 from scrimp.errors import DataError
 
 KINDS = ["WordLevel", "WordPiece", "Unigram", "byte-level BPE", "SentencePiece BPE"]

@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scrimp.data import Corpus, CorpusSpec, open_corpus, prepare, verify
+from scrimp.data.corpus_manifest import read_manifest
 from scrimp.data.documents import Document, cut, documents, text_target
 from scrimp.data.grams import GRAM_WORDS
-from scrimp.data.manifest import read_manifest
 from scrimp.data.split import Split, split_by_share
 from scrimp.errors import DataError
 
@@ -306,7 +306,7 @@ def as_version_1(folder: Path, source: Path, threshold: int) -> None:
     """The corpus that the first rules made of a JSONL file, in the form in which they wrote it."""
     import numpy as np
 
-    from scrimp.data.manifest import ShardEntry, shard_name
+    from scrimp.data.corpus_manifest import ShardEntry, shard_name
     from scrimp.data.shards import ShardWriter
 
     manifest = read_manifest(folder)
@@ -345,7 +345,7 @@ def test_a_corpus_of_the_first_rules_opens_and_is_repaired_as_it_was(tmp_path: P
 
 def test_a_run_goes_on_with_the_corpus_of_the_first_rules_in_the_cache(tmp_path: Path) -> None:
     from scrimp.data.corpus import cache_key
-    from scrimp.data.manifest import earlier_corpus_digest
+    from scrimp.data.corpus_manifest import earlier_corpus_digest
 
     source = near_copies(tmp_path)
     spec = CorpusSpec(source=str(source), tokenizer="bytes", held_out=0.1)

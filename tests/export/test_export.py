@@ -11,7 +11,7 @@ from scrimp.config import Config, base_architecture, resolve
 from scrimp.errors import PlanError
 from scrimp.export import export_precision
 from scrimp.planner import Plan, build_plan
-from scrimp.planner.precision.plan import PlannedGemm, PlannedLinearLayer, PrecisionPlan
+from scrimp.planner.precision.analysed import PlannedGemm, PlannedLinearLayer, PrecisionPlan
 from scrimp.precision import GEMMS
 
 MIXED = "nvfp4,*.mlp.down=fp8_row/fp8_row/bf16,blocks.0.*=bf16,*.attention.out=fp4"

@@ -9,7 +9,7 @@ import torch
 from slow_oracle import COMBINATIONS, LARGEST, WIDTH, all_values
 from torch import Tensor
 
-from scrimp.formats import Noise, Operand, QuantizedTensor, blocks, fake_quantize, quantize
+from scrimp.formats import Noise, Operand, QuantizedTensor, fake_quantize, grouping, quantize
 from scrimp.formats.rounding import round_
 from scrimp.formats.scales import e8m0_value
 from scrimp.precision import lookup_element
@@ -171,7 +171,7 @@ def test_the_size_of_working_pieces_changes_nothing(
     operand = Operand(element, scaling, "stochastic")
     found = []
     for size in (1, 1000, 5000, 2**26):
-        monkeypatch.setitem(blocks.PIECE_ELEMENTS, "cpu", size)
+        monkeypatch.setitem(grouping.PIECE_ELEMENTS, "cpu", size)
         fake = fake_quantize(x, operand, axis, noise=Noise(2)).dequantize()
         packed = quantize(x, element, scaling, axis, "stochastic", noise=Noise(2))
         found.append((fake, packed.dequantize(), packed.scales.float()))

@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from scrimp.gemm.kernels import blocks, fake_quantize, fused, matmul, rms_norm, tiles
+from scrimp.gemm.kernels import block_scaled, fake_quantize, fused, matmul, rms_norm, tiles
 from scrimp.gemm.kernels.launch import WARPS_NEAREST, WARPS_STOCHASTIC
 
 E4M3 = {"MAX_VALUE": 448.0, "MANTISSA_BITS": 3, "MIN_EXPONENT": -6}
@@ -54,7 +54,7 @@ def tile_cases() -> list[tuple[Any, str, int, int, dict[str, Any], dict[str, str
         warps = WARPS_STOCHASTIC if stochastic else WARPS_NEAREST
         cases.append((kernel, label, warps, 3, {**choice, "BLOCK": 128, **element}, types))
     both = {"TRANSPOSED": True, "BLOCK": 128, **E4M3}
-    cases.append((blocks.quantize_blocks_kernel, "e4m3", WARPS_NEAREST, 3, both, {}))
+    cases.append((block_scaled.quantize_blocks_kernel, "e4m3", WARPS_NEAREST, 3, both, {}))
     norm = {"KEEP": False, "BLOCK": 128, **E4M3}
     rows = {"QUANTIZE": True, "ROWS": rms_norm.NORM_ROWS, **norm}
     cases.append((rms_norm.rms_norm_rows_kernel, "rows", 4, 3, rows, {}))

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from scrimp.errors import TrainingError
 from scrimp.formats import Noise, Operand, project, quantize
-from scrimp.formats.blocks import PIECE_ELEMENTS
+from scrimp.formats.grouping import PIECE_ELEMENTS
 from scrimp.formats.hadamard import rotate
 from scrimp.gemm import (
     Backend,

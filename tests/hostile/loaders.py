@@ -26,8 +26,8 @@ from scrimp.precision import GEMMS
 from scrimp.profiler.gemm_table import GemmTimes
 from scrimp.profiler.throughput import recall_throughput
 from scrimp.report import read_jsonl
-from scrimp.report.run_folder import read_run
-from scrimp.training import manifest as checkpoint_manifest
+from scrimp.report.read_run import read_run
+from scrimp.training import checkpoint_manifest
 from scrimp.training.checkpoint import Checkpoint
 from scrimp.training.precision import gemm_seconds as step_times
 from scrimp.training.run_state import read_state

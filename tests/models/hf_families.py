@@ -12,7 +12,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from scrimp.models.huggingface.architecture import read_architecture
+from scrimp.models.huggingface.config_json import read_architecture
 from scrimp.models.huggingface.load import load_weights
 from scrimp.models.model import Model, build_model
 

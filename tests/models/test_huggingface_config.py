@@ -15,7 +15,7 @@ from transformers import AutoConfig
 
 from scrimp.config import PRESETS, Architecture, RopeScaling
 from scrimp.errors import ModelError
-from scrimp.models.huggingface.architecture import (
+from scrimp.models.huggingface.config_json import (
     architecture_from_config,
     config_from_architecture,
     read_architecture,

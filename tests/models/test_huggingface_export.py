@@ -21,10 +21,10 @@ from scrimp.config import Architecture
 from scrimp.errors import ConfigError, ModelError, StorageError
 from scrimp.files import whole_folder
 from scrimp.models import spec_of
-from scrimp.models.huggingface.architecture import architecture_from_config
+from scrimp.models.huggingface.config_json import architecture_from_config
 from scrimp.models.huggingface.export import export_model
 from scrimp.models.huggingface.load import load_weights
-from scrimp.models.huggingface.shards import ShardWriter
+from scrimp.models.huggingface.streamed_files import ShardWriter
 from scrimp.models.initialise import initialise
 from scrimp.models.model import Model, build_model
 

@@ -14,7 +14,7 @@ from hf_families import reference_folder, scrimp_model
 from safetensors.torch import load_file, save_file
 
 from scrimp.errors import ModelError, ScrimpError, StorageError
-from scrimp.models.huggingface.architecture import read_architecture
+from scrimp.models.huggingface.config_json import read_architecture
 from scrimp.models.huggingface.load import load_weights
 from scrimp.models.initialise import initialise
 from scrimp.models.model import Model, build_model

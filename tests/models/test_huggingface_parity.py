@@ -16,10 +16,10 @@ from losses import next_token_loss
 from transformers import AutoModelForCausalLM
 
 from scrimp.models.generation import generate
-from scrimp.models.huggingface.architecture import read_architecture
+from scrimp.models.huggingface.config_json import read_architecture
 from scrimp.models.huggingface.export import export_model
 from scrimp.models.huggingface.load import load_weights
-from scrimp.models.huggingface.names import fused_parameters, split_parameter
+from scrimp.models.huggingface.tensor_names import fused_parameters, split_parameter
 from scrimp.models.initialise import initialise
 from scrimp.models.model import build_model
 

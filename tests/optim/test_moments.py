@@ -10,7 +10,7 @@ from torch import Tensor
 
 from scrimp.formats import Noise
 from scrimp.optim.moments import BLOCK, Moment, MomentFormat, Moments, dense
-from scrimp.optim.rounding import NoiseTable, Scratch
+from scrimp.optim.stochastic_rounding import NoiseTable, Scratch
 
 CPU = torch.device("cpu")
 C = 2.0**-15

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from scrimp.errors import PlanError
 from scrimp.optim.foreign import TorchOptimizer
-from scrimp.optim.rules import MuonRule
+from scrimp.optim.update_rules import MuonRule
 from scrimp.statistics.sensitivity import STEP, sensitivity
 
 torch.set_num_threads(1)

@@ -11,7 +11,7 @@ from scrimp.errors import StorageError
 from scrimp.precision import GEMMS, RECIPES
 from scrimp.report import write_report
 from scrimp.report.plan_section import formats, plan_section
-from scrimp.report.run_folder import RunRecord, read_run
+from scrimp.report.read_run import RunRecord, read_run
 from scrimp.report.sections import configuration, event_table
 
 EVIL = [

@@ -16,7 +16,7 @@ from scrimp.report.precision_cells import cell_facts, map_data, num_changed, per
 from scrimp.report.precision_choices import UNSURE, certainty_of, flop_shares, gemm_share
 from scrimp.report.precision_palette import css_class, letter
 from scrimp.report.precision_record import timeline
-from scrimp.report.run_folder import read_run
+from scrimp.report.read_run import read_run
 
 pytestmark = [
     pytest.mark.browser,

@@ -16,7 +16,7 @@ from scrimp.report.precision_choices import UNSURE
 from scrimp.report.precision_map import precision_map, share_bar
 from scrimp.report.precision_palette import LETTERS, css_class
 from scrimp.report.precision_record import PlanAt, choices_of, timeline
-from scrimp.report.run_folder import read_run
+from scrimp.report.read_run import read_run
 
 
 def drawn(markup):

@@ -7,7 +7,7 @@ from fake_run import analysis, plan_of, start_plan, write_analysis, write_replan
 
 from scrimp.precision import GEMMS
 from scrimp.report.precision_record import PLANS_READ, PlanAt, read_plans, timeline
-from scrimp.report.run_folder import read_run
+from scrimp.report.read_run import read_run
 
 NAME = "step-00000400.precision.json"
 

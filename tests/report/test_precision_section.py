@@ -11,7 +11,7 @@ from scrimp.report import write_report
 from scrimp.report.precision_choices import nearest
 from scrimp.report.precision_record import timeline
 from scrimp.report.precision_section import precision_section
-from scrimp.report.run_folder import read_run
+from scrimp.report.read_run import read_run
 
 
 def headings(text):

@@ -16,7 +16,7 @@ from scrimp.gemm.backends import ReferenceBackend
 from scrimp.models.initialise import initialise
 from scrimp.models.model import Model, build_model
 from scrimp.planner import Plan
-from scrimp.planner.schema import StateChoice
+from scrimp.planner.plan import StateChoice
 from scrimp.precision import GEMMS
 from scrimp.runtime import Executable, choose_backends, compile_blocks, describe_backends, quantizes, realise
 from scrimp.runtime.memory import take_room

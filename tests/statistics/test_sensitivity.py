@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from scrimp.errors import PlanError
 from scrimp.optim.foreign import TorchOptimizer
-from scrimp.optim.rules import AdamWRule
+from scrimp.optim.update_rules import AdamWRule
 from scrimp.statistics import sensitivity as module
 from scrimp.statistics.sensitivity import sensitivity
 

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 
 from scrimp.errors import CheckpointError
 from scrimp.training import checkpoint as checkpoints
+from scrimp.training import checkpoint_manifest as manifests
 from scrimp.training import exact_json, snapshot, tensor_files
-from scrimp.training import manifest as manifests
 from scrimp.training.checkpoint import CheckpointStore
 
 FILES = {"config.toml": 'precision = "fp32"  # größer\n', "plan.json": "{}\n"}

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from scrimp.errors import CheckpointError, StorageError
-from scrimp.training import manifest as manifests
+from scrimp.training import checkpoint_manifest as manifests
 from scrimp.training.checkpoint import Checkpoint, CheckpointStore
 
 WEIGHTS = "model-00001-of-00001.safetensors"

@@ -9,7 +9,7 @@ from tiny_run import flags, write_corpus
 
 from scrimp.cli import main
 from scrimp.data import corpus
-from scrimp.data.manifest import earlier_corpus_digest
+from scrimp.data.corpus_manifest import earlier_corpus_digest
 
 
 def test_a_run_with_the_earlier_digest_is_resumed(

@@ -11,7 +11,7 @@ from tiny_run import flags, losses, write_corpus
 
 from scrimp.cli import main
 from scrimp.config import load_config
-from scrimp.training.manifest import seal
+from scrimp.training.checkpoint_manifest import seal
 
 FORMATS = {
     "bf16 without masters": ("--precision=bf16", "--optimizer.master-weights=false"),

@@ -13,7 +13,7 @@ from tiny_run import flags, losses, records, write_corpus
 
 from scrimp.cli import main
 from scrimp.errors import CheckpointError
-from scrimp.training import manifest as manifests
+from scrimp.training import checkpoint_manifest as manifests
 from scrimp.training.checkpoint import Checkpoint, CheckpointStore
 from scrimp.training.step import Stepper
 

@@ -142,7 +142,7 @@ def test_a_run_of_before_without_a_record_resumes_by_the_report_of_today_and_rec
 
 def seal(folder: Path, changed: Path) -> None:
     """Make a checkpoint's manifest that of its changed file."""
-    from scrimp.training import manifest
+    from scrimp.training import checkpoint_manifest as manifest
 
     if (folder / manifest.MANIFEST).exists():
         step = manifest.read_manifest(folder).step

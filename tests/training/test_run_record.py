@@ -11,7 +11,7 @@ from tiny_run import TINY, flags, losses, write_corpus
 
 from scrimp.cli import main
 from scrimp.data import load_tokenizer
-from scrimp.training import manifest as manifests
+from scrimp.training import checkpoint_manifest as manifests
 from scrimp.training.run_record import make_record, read_record, write_record
 
 MORE = ("--train.steps=6", "--checkpoint.every=2", "--evaluation.every=0", "--data.vocab-size=300")

@@ -17,7 +17,7 @@ from scrimp.cli import main
 from scrimp.config import Architecture, preset
 from scrimp.errors import CheckpointError
 from scrimp.json_files import as_typed
-from scrimp.training import manifest as manifests
+from scrimp.training import checkpoint_manifest as manifests
 from scrimp.training.checkpoint import STATE, Checkpoint
 from scrimp.training.precision.state import read_cycle
 from scrimp.training.run_state import read_state

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tiny_run import flags, write_corpus
 
 from scrimp.cli import main
-from scrimp.training import manifest as manifests
+from scrimp.training import checkpoint_manifest as manifests
 from scrimp.training.checkpoint import Checkpoint
 
 

@@ -320,7 +320,7 @@ class ExportPrecision:
     """What cannot be said runs in the nearest formats of no fewer bits, instead of bf16; each change is listed."""
 
     def execute(self, given: frozenset[str]) -> int:
-        from scrimp.cli.export_precision import export_to_file
+        from scrimp.cli.export import export_to_file
 
         return export_to_file(self.source, self.out, self.target, self.names, approximate=self.approximate)
 

@@ -5,8 +5,8 @@ The way of a configuration: `read_config` (file), the command line's overrides, 
 """
 
 from scrimp.config.architecture import Architecture, RopeScaling
-from scrimp.config.build import base_architecture
 from scrimp.config.fields import flatten, leaves, nearest_key, nearest_word, replace_values
+from scrimp.config.model_section import base_architecture
 from scrimp.config.presets import OWN_PRESETS, PRESETS, preset
 from scrimp.config.read_toml import load_config, parse_config, read_config
 from scrimp.config.resolve import (

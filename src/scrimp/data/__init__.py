@@ -8,6 +8,7 @@ conversations -> rows, packed whole          the same two, with a loss on the an
 from scrimp.data.batch import IGNORED, Batch
 from scrimp.data.chat_template import ChatTemplate
 from scrimp.data.corpus import Corpus, TokenStream, open_corpus
+from scrimp.data.corpus_manifest import is_corpus
 from scrimp.data.index import SampleIndex
 from scrimp.data.loader import (
     Loader,
@@ -15,12 +16,11 @@ from scrimp.data.loader import (
     evaluation_text_bytes,
     held_bytes,
 )
-from scrimp.data.manifest import is_corpus
 from scrimp.data.packing import packed
 from scrimp.data.prepare import CorpusSpec, chat_tokenizer, prepare
-from scrimp.data.progress import Progress
+from scrimp.data.progress_line import Progress
 from scrimp.data.tokenizer import Tokenizer, load_tokenizer
-from scrimp.data.verify import VerifyReport, verify
+from scrimp.data.verification import VerifyReport, verify
 
 __all__ = [
     "IGNORED",

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scrimp.data.chat_template import ChatTemplate
-from scrimp.data.manifest import (
+from scrimp.data.corpus_manifest import (
     HELD_OUT,
     MANIFEST,
     SPLITS,
@@ -36,7 +36,7 @@ from scrimp.data.manifest import (
     read_manifest,
 )
 from scrimp.data.prepare import EARLIER_RULES, CorpusSpec, corpus_settings, open_text_source, prepare
-from scrimp.data.progress import note
+from scrimp.data.progress_line import note
 from scrimp.data.shards import BoolArray, Int64Array, Shard, damaged, read_header
 from scrimp.data.sources import HUB
 from scrimp.data.tokenizer import Tokenizer, load_tokenizer

@@ -12,7 +12,7 @@ import gc
 from collections.abc import Iterator
 
 from scrimp.data.documents import Document, documents
-from scrimp.data.progress import Progress
+from scrimp.data.progress_line import Progress
 from scrimp.data.sources import Source
 from scrimp.data.streams import Meter
 from scrimp.host_memory import host_memory_available, trim_heap

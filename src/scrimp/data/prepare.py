@@ -31,9 +31,7 @@ from typing import Any
 from scrimp.data.bpe import sample, train_bpe
 from scrimp.data.chat_template import ChatTemplate, read_template
 from scrimp.data.conversations import MESSAGES
-from scrimp.data.documents import Document
-from scrimp.data.encoding import encode_documents, num_cores
-from scrimp.data.manifest import (
+from scrimp.data.corpus_manifest import (
     HELD_OUT,
     MANIFEST,
     SPLITS,
@@ -46,8 +44,10 @@ from scrimp.data.manifest import (
     read_manifest,
     shard_name,
 )
+from scrimp.data.documents import Document
+from scrimp.data.encoding import encode_documents, num_cores
 from scrimp.data.passes import Passes
-from scrimp.data.progress import note
+from scrimp.data.progress_line import note
 from scrimp.data.sources import HUB, Source, open_source
 from scrimp.data.split import Split, split_by_share, split_by_source
 from scrimp.data.tokenizer import (

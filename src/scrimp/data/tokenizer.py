@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from scrimp.data.manifest import TokenizerFigures
+from scrimp.data.corpus_manifest import TokenizerFigures
 from scrimp.errors import DataError
 from scrimp.files import make_folder, read_bounded, storage, write_whole
 from scrimp.json_files import decode_json

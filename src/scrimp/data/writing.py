@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from scrimp.data.corpus_manifest import ShardEntry, shard_name
 from scrimp.data.documents import Document
 from scrimp.data.encoding import Encoded
-from scrimp.data.manifest import ShardEntry, shard_name
-from scrimp.data.progress import note
+from scrimp.data.progress_line import note
 from scrimp.data.shards import Shard, ShardHeader, ShardWriter
 from scrimp.errors import DataError
 

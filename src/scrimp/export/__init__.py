@@ -9,7 +9,7 @@ from scrimp.export.export_precision import (
     whole_layer_recipes,
 )
 from scrimp.export.fit import Inexpressible
-from scrimp.export.names import Names, huggingface_names, megatron_names, of_stage, rename
+from scrimp.export.layer_names import Names, huggingface_names, megatron_names, of_stage, rename
 from scrimp.export.torchao import TorchaoExport, TorchaoGroup, to_torchao
 from scrimp.export.transformer_engine import TransformerEngineExport, to_transformer_engine
 

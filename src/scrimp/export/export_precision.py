@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from scrimp.errors import PlanError
 from scrimp.export.fit import Host, Inexpressible, Triple, compute_of, summarise
-from scrimp.export.names import Names, is_megatron, is_own, of_stage, rename
+from scrimp.export.layer_names import Names, is_megatron, is_own, of_stage, rename
 from scrimp.export.torchao import to_torchao, torchao_host
 from scrimp.export.transformer_engine import to_transformer_engine, transformer_engine_host
 from scrimp.planner import Plan

@@ -41,7 +41,7 @@ from dataclasses import dataclass, field
 
 from scrimp.export.fit import Host, Inexpressible, Triple, compute_of, fit, summarise
 from scrimp.export.globs import collapse
-from scrimp.export.names import MEGATRON_HEAD
+from scrimp.export.layer_names import MEGATRON_HEAD
 from scrimp.precision import HIGH_PRECISION, LinearPrecision
 
 _RECIPES = {

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scrimp.formats.blocks import PIECE_ELEMENTS, cut
+from scrimp.formats.grouping import PIECE_ELEMENTS, cut
 from scrimp.precision.formats import Element
 
 FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}

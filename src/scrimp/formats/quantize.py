@@ -1,6 +1,6 @@
 """Quantize a tensor: to packed codes and scales, or at once back to float32 ("fake quantization").
 
-Both do the same arithmetic, piece by piece (see blocks.py)::
+Both do the same arithmetic, piece by piece (see grouping.py)::
 
     amax    largest magnitude of each group (over the whole tensor first, where a scale spans it)
     scale   scales.py
@@ -26,8 +26,8 @@ from torch import Tensor
 
 from scrimp.errors import PlanError
 from scrimp.formats import scales as scale_rules
-from scrimp.formats.blocks import Groups, largest_magnitude
 from scrimp.formats.codes import FLOAT8, decode, encode
+from scrimp.formats.grouping import Groups, largest_magnitude
 from scrimp.formats.hadamard import SIZE as HADAMARD_SIZE
 from scrimp.formats.hadamard import rotate
 from scrimp.formats.noise import Noise, combine

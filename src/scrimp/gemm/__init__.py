@@ -9,7 +9,7 @@ from scrimp.gemm.backends import Backend
 from scrimp.gemm.clock import Clock
 from scrimp.gemm.convert import PlannedModel, swap_in
 from scrimp.gemm.fingerprints import Fingerprints, changed_gemms
-from scrimp.gemm.flops import register_flop_formulas
+from scrimp.gemm.flop_formulas import register_flop_formulas
 from scrimp.gemm.head import head_gemms
 from scrimp.gemm.layer import BackendChooser, PlannedLayer, reference_only
 from scrimp.gemm.linear import PlannedLinear, compute_dtype, planned_linear, recomputed

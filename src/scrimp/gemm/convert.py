@@ -101,7 +101,7 @@ class PlannedModel:
         """Tell tensor-parallel layers which piece is theirs: before compiling; eager layers find out themselves."""
         from torch.distributed.tensor import DTensor  # slow to import, and rarely needed
 
-        from scrimp.gemm.sharded import locate
+        from scrimp.gemm.tensor_parallel import locate
 
         for layer in self._layers.values():
             if isinstance(layer.weight, DTensor):

@@ -20,7 +20,7 @@ Unproven A GEMM of zeros, of numbers that are not finite or close to underflow, 
          none: all ranks must take the same way).
 Cost     Each operand is quantized once more and multiplied by 16 vectors: once for each GEMM that a plan changes, then
          nothing. benchmarks/switch_proof.py measures it.
-Memory   Operands are read in pieces (`scrimp.formats.blocks.PIECE_ELEMENTS`: 2^18 elements on a CPU, 2^22 on CUDA; 2
+Memory   Operands are read in pieces (`scrimp.formats.grouping.PIECE_ELEMENTS`: 2^18 elements on a CPU, 2^22 on CUDA; 2
          and 32 MiB in float64, some of them at a time). Whole are results by 16 vectors, 128 bytes a row. Those
          of X are kept until wgrad: 128 bytes for each token and layer whose wgrad reads codes. No account of memory
          has them. Where wgrad's recipe is not that of the codes, X exists once more in float32 for a while.

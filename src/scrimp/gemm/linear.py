@@ -103,7 +103,7 @@ def planned_linear(x: Tensor, weight: Tensor, bias: Tensor | None, layer: Planne
         ModelError, DeviceError: shapes, types or devices that do not belong together.
     """
     if hasattr(weight, "device_mesh"):  # a DTensor, whose module takes a third of a second to import
-        from scrimp.gemm.sharded import sharded_linear
+        from scrimp.gemm.tensor_parallel import sharded_linear
 
         return sharded_linear(x, cast(Any, weight), bias, layer)
     _check_devices(x, weight, bias, layer)

@@ -40,7 +40,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from scrimp.data import IGNORED
-from scrimp.formats.blocks import cut
+from scrimp.formats.grouping import cut
 from scrimp.gemm import PlannedLayer, compute_dtype, head_gemms
 from scrimp.models.functions import at_least_float32, float32_or_wider
 from scrimp.objectives.base import LossSums

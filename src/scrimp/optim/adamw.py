@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from scrimp.config import OptimizerConfig
 from scrimp.optim.moments import MomentFormat, Moments, dense
-from scrimp.optim.rounding import Scratch
-from scrimp.optim.rules import AdamWRule
+from scrimp.optim.stochastic_rounding import Scratch
 from scrimp.optim.targets import Targets
 from scrimp.optim.update import Step, is_fused, update, update_fused
+from scrimp.optim.update_rules import AdamWRule
 from scrimp.statistics import UpdateRule
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from scrimp.errors import PlanError
-from scrimp.optim.rules import AdamWRule, GradientRule, MuonRule
+from scrimp.optim.update_rules import AdamWRule, GradientRule, MuonRule
 from scrimp.statistics import UpdateRule
 
 State = Mapping[str, Any]

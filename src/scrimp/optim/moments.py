@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from scrimp.optim.rounding import Scratch, high_bits, to_bf16
+from scrimp.optim.stochastic_rounding import Scratch, high_bits, to_bf16
 
 MomentFormat = Literal["fp32", "bf16", "8bit"]
 BLOCK = 128

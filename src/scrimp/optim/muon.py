@@ -37,8 +37,8 @@ from scrimp.config import Architecture, OptimizerConfig
 from scrimp.models import ModelSpec, place, spec_of
 from scrimp.optim.adamw import AdamW
 from scrimp.optim.adamw_run import AdamWMemory
-from scrimp.optim.rules import MuonRule
 from scrimp.optim.targets import Targets
+from scrimp.optim.update_rules import MuonRule
 from scrimp.profiler.memory_trace import GradientSums, Tracing
 from scrimp.profiler.memory_trace.stand_ins import DeviceFunctions
 from scrimp.runtime import Executable

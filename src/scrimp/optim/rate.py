@@ -18,7 +18,7 @@ from scrimp.config import OptimizerConfig
 from scrimp.formats import Noise
 from scrimp.optim.adamw import moment_format
 from scrimp.optim.moments import MomentFormat, Moments
-from scrimp.optim.rounding import Scratch
+from scrimp.optim.stochastic_rounding import Scratch
 from scrimp.optim.update import Step, update
 
 ROWS, COLUMNS = 1024, 4096

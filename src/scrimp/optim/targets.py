@@ -27,7 +27,7 @@ from scrimp.config import OptimizerConfig
 from scrimp.errors import ConfigError
 from scrimp.formats import Noise
 from scrimp.optim.moments import as_matrix
-from scrimp.optim.rounding import to_bf16
+from scrimp.optim.stochastic_rounding import to_bf16
 from scrimp.optim.update import Workspace
 from scrimp.runtime.memory.gradients import GradientSlot, OwnGradient
 from scrimp.statistics import UpdateRule

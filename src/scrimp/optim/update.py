@@ -30,7 +30,7 @@ from torch import Tensor
 
 from scrimp.formats import Noise
 from scrimp.optim.moments import BLOCK, Moments, Place, as_matrix
-from scrimp.optim.rounding import NoiseTable, Scratch, to_bf16
+from scrimp.optim.stochastic_rounding import NoiseTable, Scratch, to_bf16
 
 PIECE_ELEMENTS = {"cpu": 2**17, "cuda": 2**20}
 """Elements that are updated at once: a CPU's cache holds them; on CUDA a kernel has enough to do."""

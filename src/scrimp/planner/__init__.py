@@ -4,7 +4,7 @@
 `schema` is the file, `build` makes the plan of a run from its configuration.
 """
 
-from scrimp.planner.build import (
+from scrimp.planner.build_plan import (
     build_plan,
     model_fingerprint,
     refuse_misfit,
@@ -18,7 +18,7 @@ from scrimp.planner.flops import (
     mfu,
     peak_of_recipe,
 )
-from scrimp.planner.schema import BackendChoice, Figures, Fingerprint, Plan
+from scrimp.planner.plan import BackendChoice, Figures, Fingerprint, Plan
 
 __all__ = [
     "BackendChoice",

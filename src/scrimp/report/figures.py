@@ -15,7 +15,7 @@ import numpy as np
 from scrimp.report.axes import Array, smooth
 from scrimp.report.charts import Chart, Kind, Mark, Series, render
 from scrimp.report.html import Markup, tag
-from scrimp.report.run_folder import RunRecord, mapping
+from scrimp.report.read_run import RunRecord, mapping
 from scrimp.report.summary import full_to_causal
 from scrimp.report.units import (
     format_bytes,

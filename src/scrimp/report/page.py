@@ -26,7 +26,7 @@ from scrimp.report.figures import loss_figure, small_figures
 from scrimp.report.html import Markup, escape, join, tag
 from scrimp.report.plan_section import plan_section
 from scrimp.report.precision_section import has_analyses, precision_section
-from scrimp.report.run_folder import RunRecord, read_run
+from scrimp.report.read_run import RunRecord, read_run
 from scrimp.report.sections import configuration, environment, event_table, facts, key_figures, samples
 from scrimp.report.summary import summarise
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from scrimp.precision import RECIPES, RECOMPUTE
 from scrimp.report.html import Markup, cut, tag
-from scrimp.report.run_folder import RunRecord, mapping
+from scrimp.report.read_run import RunRecord, mapping
 from scrimp.report.units import (
     MISSING,
     format_bytes,

@@ -19,7 +19,7 @@ from scrimp.report.precision_cells import map_data, num_changed, percent, signed
 from scrimp.report.precision_choices import Direction, Move, flop_shares, nearest, total_harm
 from scrimp.report.precision_map import precision_map, share_bar
 from scrimp.report.precision_record import Analysis, PlanAt, timeline
-from scrimp.report.run_folder import RunRecord
+from scrimp.report.read_run import RunRecord
 from scrimp.report.sections import extra_fields, some_of_each_kind
 from scrimp.report.units import (
     MISSING,

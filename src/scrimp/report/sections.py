@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from scrimp.report.html import Markup, cut, escape, join, tag
-from scrimp.report.run_folder import RunRecord, mapping
+from scrimp.report.read_run import RunRecord, mapping
 from scrimp.report.summary import Summary
 from scrimp.report.units import (
     MISSING,

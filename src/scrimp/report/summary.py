@@ -5,7 +5,7 @@ A run ended in one of four ways, read from its events since it was last started:
 or failure event before its last step), or it is *open* (no word: it runs, or was killed).
 Rates are medians over the steps, so that compilation and evaluation pauses do not count; the
 final loss is given as it was at the last step, and as the mean of the last few, which is less
-noisy. Checked in tests/report/test_run_folder.py.
+noisy. Checked in tests/report/test_read_run.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from scrimp.config import base_architecture, load_config
 from scrimp.errors import ScrimpError
 from scrimp.models import spec_of
 from scrimp.planner import Flops, count_flops
-from scrimp.report.run_folder import RunRecord
+from scrimp.report.read_run import RunRecord
 from scrimp.report.units import format_integer, is_number
 
 State = Literal["finished", "interrupted", "stopped", "open"]

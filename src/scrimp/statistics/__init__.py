@@ -2,7 +2,7 @@
 
 from scrimp.statistics.collect import GAINS, Subject, collect, fingerprint
 from scrimp.statistics.optimizer_view import OptimizerView, UpdateRule
-from scrimp.statistics.probe import Probe, probe
+from scrimp.statistics.plan_probe import Probe, probe
 from scrimp.statistics.ranks import Ranks
 from scrimp.statistics.structure import Structure, find_structure
 from scrimp.statistics.untouched import untouched

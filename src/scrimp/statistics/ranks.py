@@ -182,7 +182,7 @@ class Ranks:
         """
         if self.tensor_mesh is None:
             return
-        from scrimp.gemm.sharded import check_cut
+        from scrimp.gemm.tensor_parallel import check_cut
 
         for (name, layer), recipe in itertools.product(layers.items(), recipes):
             if layer.shard is not None:

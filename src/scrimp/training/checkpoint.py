@@ -47,7 +47,7 @@ from scrimp.errors import CheckpointError, ScrimpError, StorageError
 from scrimp.files import storage, storage_error, sync_folder
 from scrimp.json_files import read_json
 from scrimp.report.units import format_bytes
-from scrimp.training import manifest as manifests
+from scrimp.training import checkpoint_manifest as manifests
 from scrimp.training import tensor_files
 from scrimp.training.exact_json import decoded, encoded
 from scrimp.training.snapshot import HostCopies

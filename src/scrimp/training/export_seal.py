@@ -14,7 +14,7 @@ from typing import Final
 from scrimp.errors import CheckpointError
 from scrimp.files import write_whole
 from scrimp.json_files import read_json
-from scrimp.training.manifest import FileRecord, hash_files
+from scrimp.training.checkpoint_manifest import FileRecord, hash_files
 
 SEAL: Final = "scrimp.json"
 VERSION: Final = 1

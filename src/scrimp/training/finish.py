@@ -23,7 +23,7 @@ from scrimp.report import write_report
 from scrimp.report.units import format_bytes, format_rate, printable
 from scrimp.training.guards import StopSignals
 from scrimp.training.loop import Trainer
-from scrimp.training.memory.phases import GENERATION
+from scrimp.training.memory.between_phases import GENERATION
 from scrimp.training.run import Run
 from scrimp.training.run_folder import PLAN
 

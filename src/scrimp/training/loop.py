@@ -29,8 +29,8 @@ from scrimp.training.callbacks import (
     WriteRecord,
 )
 from scrimp.training.guards import StopSignals
+from scrimp.training.memory.between_phases import TRAINING
 from scrimp.training.memory.counted_steps import CountedSteps
-from scrimp.training.memory.phases import TRAINING
 from scrimp.training.precision.cycle import PrecisionCycle
 from scrimp.training.precision.first_step import FirstStepProof
 from scrimp.training.run import Run

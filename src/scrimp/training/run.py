@@ -18,7 +18,7 @@ from scrimp.report.memory_text import runs_of
 from scrimp.runtime import Executable
 from scrimp.runtime.memory import PhaseEdges
 from scrimp.training.checkpoint import CheckpointStore
-from scrimp.training.memory.phases import MEASURING, cache_of, heap_of
+from scrimp.training.memory.between_phases import MEASURING, cache_of, heap_of
 from scrimp.training.metrics import MetricsLog
 from scrimp.training.plan_in_force import PlanInForce
 from scrimp.training.progress import StepLine

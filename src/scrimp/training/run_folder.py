@@ -25,7 +25,7 @@ from scrimp.config import (
 from scrimp.errors import CheckpointError, StorageError, typed
 from scrimp.files import make_folder, storage
 from scrimp.report.records import read_jsonl
-from scrimp.training.manifest import MANIFEST, read_manifest
+from scrimp.training.checkpoint_manifest import MANIFEST, read_manifest
 from scrimp.training.metrics import EVENTS, METRICS
 from scrimp.training.run_record import RUN
 from scrimp.world import ALONE, World

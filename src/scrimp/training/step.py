@@ -22,8 +22,8 @@ from torch import Tensor
 from scrimp.data import Batch, Loader
 from scrimp.runtime.memory import ArenaTooSmallError
 from scrimp.training.guards import NonFiniteGuard
+from scrimp.training.memory.between_phases import TRAINING
 from scrimp.training.memory.oom import MemoryTrouble, is_out_of_memory
-from scrimp.training.memory.phases import TRAINING
 from scrimp.training.precision.first_step import FirstStepProof
 from scrimp.training.run import Run
 from scrimp.training.schedule import Schedule

@@ -21,12 +21,12 @@ from scrimp import user_code
 from scrimp.config import Architecture
 from scrimp.data import Tokenizer, load_tokenizer
 from scrimp.errors import CheckpointError, ModelError
-from scrimp.models.huggingface.architecture import read_architecture
+from scrimp.models.huggingface.config_json import read_architecture
 from scrimp.models.huggingface.load import check_weights, load_weights, stream_weights
 from scrimp.models.model import Model
 from scrimp.training.checkpoint import Checkpoint, CheckpointStore, not_finite_error
+from scrimp.training.checkpoint_manifest import MANIFEST, read_manifest
 from scrimp.training.export_seal import read_seal
-from scrimp.training.manifest import MANIFEST, read_manifest
 from scrimp.training.run_folder import CHECKPOINTS, CONFIG, TOKENIZER, run_of, saved_config
 from scrimp.training.run_record import checked_record, read_record
 from scrimp.training.run_state import read_state

@@ -21,17 +21,17 @@ from pathlib import Path
 
 from scrimp.config import load_config
 from scrimp.data import load_tokenizer, verify
-from scrimp.data.manifest import read_manifest as read_corpus
+from scrimp.data.corpus_manifest import read_manifest as read_corpus
 from scrimp.errors import CheckpointError, ScrimpError
 from scrimp.models import spec_of
-from scrimp.models.huggingface.architecture import read_architecture
+from scrimp.models.huggingface.config_json import read_architecture
 from scrimp.models.huggingface.load import stream_weights
 from scrimp.planner import Plan
 from scrimp.report.records import read_jsonl
 from scrimp.training import tensor_files
 from scrimp.training.checkpoint import Checkpoint, CheckpointStore, not_finite_error
+from scrimp.training.checkpoint_manifest import MANIFEST, read_manifest, verify_files
 from scrimp.training.export_seal import SEAL, read_seal
-from scrimp.training.manifest import MANIFEST, read_manifest, verify_files
 from scrimp.training.metrics import EVENTS, METRICS
 from scrimp.training.precision.state import read_cycle
 from scrimp.training.run_folder import CHECKPOINTS, CONFIG, PLAN, TOKENIZER, saved_config

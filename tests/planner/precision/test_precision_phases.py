@@ -11,7 +11,7 @@ from profiles import profile
 
 from scrimp.errors import PlanError
 from scrimp.planner.precision import Budget, Question, choose, split
-from scrimp.planner.precision.schedule import at_share
+from scrimp.planner.precision.over_time import at_share
 
 FORMATS = ("fp8", "nvfp4")
 

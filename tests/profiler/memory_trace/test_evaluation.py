@@ -13,7 +13,7 @@ from test_peaks import FORMATS, LLAMA, SETTINGS
 
 from scrimp.config.activations import LEVELS
 from scrimp.data import TokenStream
-from scrimp.data.manifest import ShardEntry
+from scrimp.data.corpus_manifest import ShardEntry
 from scrimp.data.shards import ShardWriter
 from scrimp.planner.memory.costs import StepCosts
 from scrimp.planner.memory.states import States, moments

@@ -17,7 +17,7 @@ from test_peaks import FORMATS, LLAMA, QWEN2
 from scrimp.config import Architecture
 from scrimp.config.activations import ALL_ACTIVATIONS, LEVELS
 from scrimp.errors import PlanError
-from scrimp.formats import blocks
+from scrimp.formats import grouping
 from scrimp.models import spec_of
 from scrimp.models.flash import Gpu
 from scrimp.models.functions import rms_norm
@@ -192,7 +192,7 @@ def test_a_trace_leaves_everything_as_it_was() -> None:
 @pytest.fixture
 def many_pieces(monkeypatch: pytest.MonkeyPatch) -> list[slice]:
     """Everything is cut into more than three pieces; the pieces that were quantized."""
-    for sizes in (blocks.PIECE_ELEMENTS, loss.BLOCK_ELEMENTS):
+    for sizes in (grouping.PIECE_ELEMENTS, loss.BLOCK_ELEMENTS):
         for device in ("cpu", "cuda"):
             monkeypatch.setitem(sizes, device, 2**12)
     monkeypatch.setattr(remembered, "_KNOWN", {})

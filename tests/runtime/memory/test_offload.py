@@ -129,30 +129,30 @@ def test_a_wait_that_is_left_out_shows(careless: str, monkeypatch: pytest.Monkey
 
 
 def test_a_source_that_is_let_go_before_its_copy_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    from scrimp.runtime.memory import saved
+    from scrimp.runtime.memory import saved_tensors
 
-    def hasty(self: saved.Bytes) -> None:
+    def hasty(self: saved_tensors.Bytes) -> None:
         self._source = None
         if self._sending is not None:
             self._sending.wait()
             self._sending = None
 
-    monkeypatch.setattr(saved.Bytes, "settle", hasty)
+    monkeypatch.setattr(saved_tensors.Bytes, "settle", hasty)
     assert not same(Run("fp32", offload=make_offload(LateLink)).step(0), Run("fp32").step(0))
 
 
 def test_a_place_that_is_freed_while_it_is_read_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    from scrimp.runtime.memory import saved
+    from scrimp.runtime.memory import saved_tensors
 
-    fetch = saved.Bytes.fetch
+    fetch = saved_tensors.Bytes.fetch
 
-    def hasty(self: saved.Bytes) -> None:
+    def hasty(self: saved_tensors.Bytes) -> None:
         fetch(self)
         if self._fetching is not None and not self._place.is_free:
             self._place.free()
 
-    monkeypatch.setattr(saved.Bytes, "fetch", hasty)
-    monkeypatch.setattr(saved.Bytes, "close", lambda self: None)
+    monkeypatch.setattr(saved_tensors.Bytes, "fetch", hasty)
+    monkeypatch.setattr(saved_tensors.Bytes, "close", lambda self: None)
     assert not same(Run("fp32", offload=make_offload(LateLink)).step(0), Run("fp32").step(0))
 
 

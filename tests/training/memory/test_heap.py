@@ -3,10 +3,10 @@
 import torch
 
 from scrimp.host_memory import trim_heap
-from scrimp.profiler.memory import resident_bytes
+from scrimp.profiler.process_memory import resident_bytes
 from scrimp.runtime.memory import PhaseEdges
+from scrimp.training.memory.between_phases import heap_of
 from scrimp.training.memory.heap import CREEP_BYTES, HostHeap
-from scrimp.training.memory.phases import heap_of
 
 KIB = 2**10
 

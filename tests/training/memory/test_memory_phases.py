@@ -16,8 +16,15 @@ from scrimp.cli import main
 from scrimp.planner import Plan
 from scrimp.profiler import MemoryMeter
 from scrimp.runtime.memory import PhaseEdges
-from scrimp.runtime.memory.phases import CacheReading
-from scrimp.training.memory.phases import EVALUATION, GENERATION, MEASURING, TRAINING, MeteredCache, cache_of
+from scrimp.runtime.memory.cache import CacheReading
+from scrimp.training.memory.between_phases import (
+    EVALUATION,
+    GENERATION,
+    MEASURING,
+    TRAINING,
+    MeteredCache,
+    cache_of,
+)
 from scrimp.training.step import Stepper
 
 WORDS = ["--train.steps=4", "--evaluation.every=2", "--checkpoint.every=0"]

@@ -20,7 +20,7 @@ from scrimp.gemm.kernels.launch import ColumnTiles, RowTiles, WeightBlocks
 from scrimp.gemm.kernels.traffic import bytes_moved
 
 if TYPE_CHECKING:
-    from scrimp.gemm.kernels.blocks import quantize_blocks
+    from scrimp.gemm.kernels.block_scaled import quantize_blocks
     from scrimp.gemm.kernels.fake_quantize import fake_quantize_groups, tensor_amax
     from scrimp.gemm.kernels.fused import swiglu_quantize
     from scrimp.gemm.kernels.matmul import scaled_matmul, tune, tuning_bytes

@@ -29,8 +29,7 @@ from scrimp.formats.hadamard import SIZE as HADAMARD_SIZE
 from scrimp.formats.hadamard import rotate
 from scrimp.formats.noise import Noise
 from scrimp.formats.scales import nvfp4_tensor_scale
-from scrimp.gemm.kernels.launch import check_devices, check_matrix, element_constants, hashes, run
-from scrimp.gemm.kernels.rounding import (
+from scrimp.gemm.kernels.arithmetic import (
     e4m3_scale,
     e8m0_scale,
     lift_of,
@@ -41,6 +40,7 @@ from scrimp.gemm.kernels.rounding import (
     uniform,
     widen,
 )
+from scrimp.gemm.kernels.launch import check_devices, check_matrix, element_constants, hashes, run
 from scrimp.precision.formats import lookup_element, lookup_scaling
 from scrimp.precision.recipes import Operand
 

@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from scrimp.errors import PlanError
+from scrimp.gemm.kernels.arithmetic import to_bfloat16, widen
 from scrimp.gemm.kernels.launch import (
     TILE,
     ColumnTiles,
@@ -34,7 +35,6 @@ from scrimp.gemm.kernels.launch import (
     empty_tiles,
     run,
 )
-from scrimp.gemm.kernels.rounding import to_bfloat16, widen
 from scrimp.gemm.kernels.tiles import load_block, store_column_tiles, store_row_tiles
 
 SWIGLU_WARPS = 16

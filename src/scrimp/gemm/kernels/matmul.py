@@ -32,8 +32,8 @@ import triton.language as tl
 from torch import Tensor
 
 from scrimp.errors import PlanError
+from scrimp.gemm.kernels.arithmetic import to_bfloat16
 from scrimp.gemm.kernels.launch import TILE, check_devices, check_row_major
-from scrimp.gemm.kernels.rounding import to_bfloat16
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 PROMOTIONS = (32, 128)

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from scrimp.errors import PlanError
+from scrimp.gemm.kernels.arithmetic import to_bfloat16, widen
 from scrimp.gemm.kernels.fused import FusedTiles, store_tiles
 from scrimp.gemm.kernels.launch import (
     INPUT_TYPES,
@@ -31,7 +32,6 @@ from scrimp.gemm.kernels.launch import (
     empty_tiles,
     run,
 )
-from scrimp.gemm.kernels.rounding import to_bfloat16, widen
 from scrimp.gemm.kernels.tiles import load_block
 
 NORM_ROWS = 16

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from scrimp.errors import PlanError
 from scrimp.formats.noise import Noise
+from scrimp.gemm.kernels.arithmetic import fp32_scale, magnitude_bits, quantize_tile, widen
 from scrimp.gemm.kernels.launch import (
     TILE,
     WARPS_NEAREST,
@@ -38,7 +39,6 @@ from scrimp.gemm.kernels.launch import (
     hashes,
     run,
 )
-from scrimp.gemm.kernels.rounding import fp32_scale, magnitude_bits, quantize_tile, widen
 
 
 @triton.jit

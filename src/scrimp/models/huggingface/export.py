@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from scrimp.config.architecture import Architecture
 from scrimp.errors import ModelError
 from scrimp.files import whole_folder
-from scrimp.models.huggingface.architecture import config_from_architecture
-from scrimp.models.huggingface.names import Fused, fused_parameters, split_parameter
-from scrimp.models.huggingface.shards import FORMATS, ShardWriter
+from scrimp.models.huggingface.config_json import config_from_architecture
+from scrimp.models.huggingface.streamed_files import FORMATS, ShardWriter
+from scrimp.models.huggingface.tensor_names import Fused, fused_parameters, split_parameter
 
 MAX_SHARD_BYTES = 5_000_000_000
 """Largest file of an export, unless a single tensor is larger."""

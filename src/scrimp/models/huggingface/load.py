@@ -31,7 +31,7 @@ from scrimp.config.architecture import Architecture
 from scrimp.errors import ModelError, StorageError
 from scrimp.files import storage_error
 from scrimp.json_files import read_json
-from scrimp.models.huggingface.names import EMBEDDING, HEAD, fused_parameters
+from scrimp.models.huggingface.tensor_names import EMBEDDING, HEAD, fused_parameters
 
 if TYPE_CHECKING:
     from scrimp.config.architecture import Architecture

@@ -4,13 +4,13 @@
 together, `plan` is the result with its reasons.
 """
 
+from scrimp.planner.precision.analysed import PrecisionPlan, describe, make_plan
 from scrimp.planner.precision.budget import Budget
 from scrimp.planner.precision.choose import Choice, Question, allowed_by, choose, harm_of
 from scrimp.planner.precision.divergence import SNIP, Divergence, Method, Weights, divergence, mean_divergence
 from scrimp.planner.precision.nearest import plan_or_nearest
-from scrimp.planner.precision.plan import PrecisionPlan, describe, make_plan
+from scrimp.planner.precision.over_time import Phases, split
 from scrimp.planner.precision.profile import BatchStatistics, PrecisionProfile
-from scrimp.planner.precision.schedule import Phases, split
 from scrimp.planner.solver import Limit, Program, Solution, solve
 
 __all__ = [

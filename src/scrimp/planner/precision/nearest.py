@@ -13,9 +13,9 @@ import dataclasses
 import math
 
 from scrimp.errors import PlanError
+from scrimp.planner.precision.analysed import PrecisionPlan, make_plan
 from scrimp.planner.precision.budget import Budget
 from scrimp.planner.precision.choose import Question, without_statistics
-from scrimp.planner.precision.plan import PrecisionPlan, make_plan
 from scrimp.planner.precision.policies import extremes
 from scrimp.precision import RECIPES
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from scrimp.formats import blocks
+from scrimp.formats import grouping
 from scrimp.models import flash, functions
 from scrimp.objectives import cross_entropy
 from scrimp.profiler.memory_trace.workspace import WorkspaceRule, cpu_workspace, cuda_workspace
@@ -48,7 +48,7 @@ def standing_for(
     with contextlib.ExitStack() as stack:
         if device == "cuda":
             stack.enter_context(functions.plain_operations(fused_norm))
-            for sizes in (cross_entropy.BLOCK_ELEMENTS, blocks.PIECE_ELEMENTS, flash.WORKSPACE_BYTES):
+            for sizes in (cross_entropy.BLOCK_ELEMENTS, grouping.PIECE_ELEMENTS, flash.WORKSPACE_BYTES):
                 stack.enter_context(_with_entry(sizes, sizes["cuda"]))
             stack.enter_context(_with_entry(flash.STAND_IN, gpu or flash.Gpu()))
             if not fuses_attention:

@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from scrimp.config import Architecture
 from scrimp.config.activations import Activations
 from scrimp.formats import hadamard
-from scrimp.formats.blocks import ends_alone
+from scrimp.formats.grouping import ends_alone
 from scrimp.gemm import PlannedLayer, swap_in
 from scrimp.gemm.clock import Clock
 from scrimp.models import HEAD, AttentionSpec, BlockSpec, ModelSpec, full_name, spec_of
@@ -49,9 +49,9 @@ from scrimp.profiler.memory_trace.block_passes import (
     trace_block,
     trace_ends,
 )
+from scrimp.profiler.memory_trace.offloaded import saved_bytes
 from scrimp.profiler.memory_trace.optimizer_memory import GradientSums, OptimizerMemory
 from scrimp.profiler.memory_trace.remembered import RememberedBackend
-from scrimp.profiler.memory_trace.saved import saved_bytes
 from scrimp.profiler.memory_trace.stand_ins import (
     GRANULES,
     DeviceFunctions,

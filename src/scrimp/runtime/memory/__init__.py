@@ -7,6 +7,7 @@ from scrimp.runtime.memory.arena import (
     PinningRefusedError,
     Place,
 )
+from scrimp.runtime.memory.cache import CudaCache, PhaseEdges
 from scrimp.runtime.memory.carry import (
     HostMemory,
     HostRoom,
@@ -20,7 +21,6 @@ from scrimp.runtime.memory.carry import (
 from scrimp.runtime.memory.gradients import HeldGradient, HostGradients, OwnGradient
 from scrimp.runtime.memory.link import CudaLink, HostLink, LateLink, Link, Ticket
 from scrimp.runtime.memory.offload import ActivationOffload
-from scrimp.runtime.memory.phases import CudaCache, PhaseEdges
 from scrimp.runtime.memory.streamed_blocks import BlockMemory
 from scrimp.runtime.memory.weights import HostWeights
 

@@ -47,7 +47,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from scrimp.runtime.memory.arena import ArenaTooSmallError, HostArena
 from scrimp.runtime.memory.link import Link
-from scrimp.runtime.memory.saved import (
+from scrimp.runtime.memory.saved_tensors import (
     BlockRecord,
     Bytes,
     CastParameter,

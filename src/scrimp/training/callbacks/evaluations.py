@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from scrimp.training.callbacks.base import Callback, Record
 from scrimp.training.evaluation import Evaluation, evaluate
-from scrimp.training.memory.phases import EVALUATION
+from scrimp.training.memory.between_phases import EVALUATION
 from scrimp.training.run import Run
 from scrimp.training.step import StepResult
 

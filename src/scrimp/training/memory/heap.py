@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from scrimp.host_memory import trim_heap
-from scrimp.profiler.memory import resident_bytes
+from scrimp.profiler.process_memory import resident_bytes
 
 CREEP_BYTES = 32 * 2**20
 """Less growth is not worth a trim, and less given back is not worth a word."""

@@ -16,7 +16,7 @@ from scrimp.planner.memory.account import StepAccount
 from scrimp.planner.memory.placement import Split
 from scrimp.planner.memory.search import MemoryPlan
 from scrimp.planner.memory.states import States
-from scrimp.planner.schema import BlockChoice
+from scrimp.planner.plan import BlockChoice
 from scrimp.runtime import Executable
 from scrimp.runtime.memory import largest_step
 from scrimp.training.memory.limits import compiled_share

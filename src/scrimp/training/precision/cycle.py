@@ -14,7 +14,7 @@ budget has spent, and a plan that waits for its step.
 Ranks     All measure and probe; the writer solves, and tells the others its plan and what its probes found. Of a step's
           loss, norm and seconds the largest of any rank counts.
 Budget    Of FLOPs in 4 bits, from the first plan on. With `snip.final_share` the last part of the run may take less of
-          it and the time before more (`scrimp.planner.precision.schedule`).
+          it and the time before more (`scrimp.planner.precision.over_time`).
 Files     plan.json is the plan of now; plans/step-*.json every plan, plans/step-*.precision.json the analysis
           behind it.
 Checked   tests/training/precision/test_precision_cycle.py: kill and resume at every phase, bit-equal runs when

@@ -19,7 +19,7 @@ from scrimp.errors import PlanError
 from scrimp.models import HEAD, spec_of
 from scrimp.planner import Plan
 from scrimp.planner.precision import Budget, PrecisionPlan, PrecisionProfile, Question, Weights, split
-from scrimp.planner.precision.schedule import at_share
+from scrimp.planner.precision.over_time import at_share
 from scrimp.precision import GEMMS, RECIPES, InputOrigin, PrecisionRules
 from scrimp.training.precision.gemm_seconds import StepTimes, open_formats
 from scrimp.training.precision.guard import Recipes

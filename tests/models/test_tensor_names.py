@@ -9,8 +9,8 @@ import torch
 from hf_families import FAMILIES, reference_model
 
 from scrimp.models import spec_of
-from scrimp.models.huggingface.architecture import architecture_from_config
-from scrimp.models.huggingface.names import fused_parameters, split_parameter
+from scrimp.models.huggingface.config_json import architecture_from_config
+from scrimp.models.huggingface.tensor_names import fused_parameters, split_parameter
 from scrimp.models.model import build_model
 
 

@@ -7,7 +7,7 @@ shards of both splits. A folder without a complete manifest is never trained on.
 Digest   The file carries a SHA-256 over everything else in it, so that no altered figure is believed.
          `corpus_digest` is another: it covers every figure that decides what a run sees, and not where the
          text was found; checkpoints carry it.
-Checked  tests/data/test_manifest.py: every altered value is noticed.
+Checked  tests/data/test_corpus_manifest.py: every altered value is noticed.
 """
 
 from __future__ import annotations

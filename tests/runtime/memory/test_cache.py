@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scrimp.runtime.memory.phases import CacheReading, CudaCache, PhaseEdges, must_release
+from scrimp.runtime.memory.cache import CacheReading, CudaCache, PhaseEdges, must_release
 
 CAPACITY = 1000
 

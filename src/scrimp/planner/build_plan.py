@@ -18,7 +18,7 @@ from scrimp.errors import PlanError
 from scrimp.models import HEAD, spec_of
 from scrimp.planner.memory.decision import MemoryDecision
 from scrimp.planner.memory.room import Budgets, enough_text, size_text
-from scrimp.planner.schema import BlockChoice, Figures, Fingerprint, Layout, Plan, StateChoice
+from scrimp.planner.plan import BlockChoice, Figures, Fingerprint, Layout, Plan, StateChoice
 from scrimp.precision import HIGH_PRECISION, InputOrigin, LinearPrecision, PrecisionRules, parse_rules
 
 _RESIDENT = "everything resident"

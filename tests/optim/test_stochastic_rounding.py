@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from scrimp.formats import Noise
-from scrimp.optim.rounding import NoiseTable, Scratch, high_bits, to_bf16
+from scrimp.optim.stochastic_rounding import NoiseTable, Scratch, high_bits, to_bf16
 
 CPU = torch.device("cpu")
 

@@ -9,8 +9,8 @@ from scrimp.errors import PlanError, StorageError, typed
 from scrimp.export import PrecisionExport, export_precision, whole_layer_recipes
 from scrimp.files import read_bounded, write_whole
 from scrimp.planner import Plan
+from scrimp.planner.plan import MAX_FILE_BYTES
 from scrimp.planner.precision import PrecisionPlan
-from scrimp.planner.schema import MAX_FILE_BYTES
 
 _GLOBS = 6
 """In a line of the terminal; the file has all."""

@@ -6,7 +6,7 @@ Method   Training is one phase from evaluation to evaluation; evaluation, the sa
          On a CPU the process's heap is given back there instead (`scrimp.training.memory.heap`).
 Meter    A phase has its own peak, so the allocator's is reset at its beginning. The run's peak, over all phases, is
          kept by the memory meter.
-Checked  tests/training/memory/test_memory_phases.py; the policy itself: `scrimp.runtime.memory.phases`
+Checked  tests/training/memory/test_memory_phases.py; the policy itself: `scrimp.runtime.memory.cache`
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from scrimp.profiler import MemoryMeter
 from scrimp.runtime.memory import CudaCache
-from scrimp.runtime.memory.phases import Cache
+from scrimp.runtime.memory.cache import Cache
 from scrimp.training.memory.heap import HostHeap
 
 TRAINING, EVALUATION, GENERATION, MEASURING = "training", "evaluation", "generation", "measuring"

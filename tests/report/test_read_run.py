@@ -8,7 +8,7 @@ import pytest
 from fake_run import metrics, write_lines, write_run
 
 from scrimp.errors import CheckpointError
-from scrimp.report.run_folder import COLUMNS, read_run
+from scrimp.report.read_run import COLUMNS, read_run
 from scrimp.report.summary import summarise
 
 

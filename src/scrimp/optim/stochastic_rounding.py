@@ -14,7 +14,7 @@ Method   A float's neighbours in a format of fewer mantissa bits differ by 1 in 
 
          which costs 3 operations instead of 7 for a key of its own.
 Limits   NaN and infinity come out as NaN.
-Checked  tests/optim/test_rounding.py: the hash against `Noise.uniform`, means, correlation of neighbours,
+Checked  tests/optim/test_stochastic_rounding.py: the hash against `Noise.uniform`, means, correlation of neighbours,
          keys and streams; tests/optim/test_update.py: over steps.
 """
 

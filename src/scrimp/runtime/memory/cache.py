@@ -19,7 +19,7 @@ Limits   A policy for torch's caching allocator, read at edges alone: what a pha
          where it was planned. A CPU has no such cache; its heap is told of the edges.
 Source   Zhang et al., arXiv 2410.15651 (release at the edges: -25 % memory, +2 % time), as a measured policy:
          others found it both needless and necessary.
-Checked  tests/runtime/memory/test_phases.py, against a simulated allocator, and torch's own on a GPU;
+Checked  tests/runtime/memory/test_cache.py, against a simulated allocator, and torch's own on a GPU;
          benchmarks/phases.py compares the policy with others
 """
 

@@ -10,7 +10,7 @@ Method   Every parameter of the model is a stack of Hugging Face tensors along i
 
          A row range of a contiguous matrix is contiguous, so neither direction copies
          more than the piece it moves.
-Checked  tests/models/test_huggingface_names.py (the pieces tile every parameter of the
+Checked  tests/models/test_tensor_names.py (the pieces tile every parameter of the
          decoder, and are exactly the tensors of transformers' models).
 
 Letters: A = H * K attention width, NK KV heads side by side, D width, F ffn width.

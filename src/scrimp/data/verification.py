@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scrimp.data.corpus import check_entry, check_tokenizer
-from scrimp.data.manifest import AGAIN, MANIFEST, SPLITS, TOKENIZER, read_manifest
-from scrimp.data.progress import Progress, note
+from scrimp.data.corpus_manifest import AGAIN, MANIFEST, SPLITS, TOKENIZER, read_manifest
+from scrimp.data.progress_line import Progress, note
 from scrimp.errors import DataError
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from scrimp.data import CorpusSpec, open_corpus, prepare, verify
-from scrimp.data.manifest import corpus_digest, read_manifest
+from scrimp.data.corpus_manifest import corpus_digest, read_manifest
 from scrimp.errors import DataError
 
 

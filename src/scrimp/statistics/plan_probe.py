@@ -10,7 +10,7 @@
 
 The last is what `weight_divergence` predicts, the first what `loss_divergence` predicts the size of. Nothing is
 changed.
-Checked  tests/statistics/test_probe.py
+Checked  tests/statistics/test_plan_probe.py
 """
 
 from __future__ import annotations

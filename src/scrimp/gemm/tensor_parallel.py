@@ -13,7 +13,7 @@ Equal to the unsharded layer, because
 and up to the order in which partial sums are added, which is not this module's.
 
 Sources  DTensor's own sharding of aten.linear; TorchTitan's float8 layers for what must be reduced.
-Checked  tests/gemm/test_sharded.py, on gloo.
+Checked  tests/gemm/test_tensor_parallel.py, on gloo.
 """
 
 from __future__ import annotations

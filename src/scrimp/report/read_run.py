@@ -7,7 +7,7 @@ Method   Each file is read on its own. What is missing is left empty, what is da
          name (8 bytes a step); what is not a finite number is NaN, and later a gap. Steps
          that were run again after a resume replace their first version.
 Limits   Only names in `COLUMNS` are charted.
-Checked  tests/report/test_run_folder.py
+Checked  tests/report/test_read_run.py
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from scrimp.gemm.kernels.arithmetic import fp32_scale, magnitude_bits, quantize_tile, widen
 from scrimp.gemm.kernels.launch import (
     CODE_TYPES,
     TILE,
@@ -25,7 +26,6 @@ from scrimp.gemm.kernels.launch import (
     element_constants,
     run,
 )
-from scrimp.gemm.kernels.rounding import fp32_scale, magnitude_bits, quantize_tile, widen
 
 
 @triton.jit

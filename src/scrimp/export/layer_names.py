@@ -16,7 +16,7 @@ Fused    Where Scrimp has one layer and Hugging Face three, each of the three ge
          then have scales of their own where a scale spans outputs: per tensor, and per row in dgrad.
 Stages   Megatron counts layers from 0 in every stage of a pipeline (and every virtual chunk): `of_stage`.
 Source   Megatron-LM, megatron/core/transformer/transformer_block.py: a ModuleList of the stage's own layers.
-Checked  tests/export/test_names.py: transformers' models have exactly these layers.
+Checked  tests/export/test_layer_names.py: transformers' models have exactly these layers.
 """
 
 from __future__ import annotations
