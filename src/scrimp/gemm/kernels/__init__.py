@@ -45,7 +45,7 @@ __all__ = [
 
 _HOMES = {
     "fake_quantize_groups": "fake_quantize",
-    "quantize_blocks": "blocks",
+    "quantize_blocks": "block_scaled",
     "quantize_tiles": "tiles",
     "rms_norm_quantize": "rms_norm",
     "scaled_matmul": "matmul",

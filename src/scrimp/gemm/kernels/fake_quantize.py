@@ -4,7 +4,7 @@ Problem  An E2M1 or E4M3 code times its group's E8M0 or E4M3 scale is exact in b
          q s gives the format's numbers on any GPU, if making q s costs one reading and one writing.
 Method   A program takes a block of whole groups: 1 x 32 (mx), 1 x 16 (nvfp4) or 16 x 16 (nvfp4_2d), along the
          columns. For the other axis it reads and writes the same memory with strides exchanged; triton
-         lays its threads along the stride that is 1. Rules of scales and rounding: rounding.py. The
+         lays its threads along the stride that is 1. Rules of scales and rounding: arithmetic.py. The
          tensor's scale needs the maximum of all: `tensor_amax`, one kernel for blocks and one `max` over them.
 Hadamard Groups of 16 are multiplied by the rotation in float32 by fused multiply-adds (no TF32), before maxima are
          taken. Values stay rotated and padded to 16, as `fake_quantize(keep_rotation=True)` gives them.

@@ -7,7 +7,7 @@ Method   A program takes one block of 128 x 128. Its 128 rows are 128 tiles alon
          device memory (and a second of the cache, which halves the registers and so doubles the programs
          at work), and the second set is stored transposed, which is what a GEMM reads.
 
-             s = amax / qmax,   q = round(x / s)         (rounding.py)
+             s = amax / qmax,   q = round(x / s)         (arithmetic.py)
 
 Noise    Stochastic rounding adds the hashes of an element's row and column in the whole matrix, whichever
          way its codes are stored; the two results take separate streams.
