@@ -33,6 +33,7 @@ import torch
 from environment import RESULTS, cpu, facts, write_pair
 from gemm_page import page, summary_lines
 from peers import peers, plain_linear
+from quantizer_bytes import bytes_moved
 from stopwatch import CONTROL, Race, Stopwatch, Work, first_line
 from torch import Tensor, nn
 
@@ -321,13 +322,13 @@ def _kernel_bytes(operand: Operand, rows: int, k: int, axis: int) -> int:
     by_row, is_stochastic = axis == COLUMNS, operand.rounding == "stochastic"
     sizes = (rows, k, _BF16_BYTES) if by_row else (k, rows, _BF16_BYTES)
     if operand.scaling == "block":
-        return kernels.bytes_moved("quantize_blocks", *sizes, transposed=not by_row)
+        return bytes_moved("quantize_blocks", *sizes, transposed=not by_row)
     if operand.scaling == "tile":
         noise = "stochastic" if by_row else "stochastic_column"
         directions = {"by_row": by_row, "by_column": not by_row, noise: is_stochastic}
-        return kernels.bytes_moved("quantize_tiles", *sizes, **directions)
-    maximum = kernels.bytes_moved("tensor_amax", *sizes) if _spans_tensor(operand) else 0
-    return maximum + kernels.bytes_moved("fake_quantize_groups", *sizes, stochastic=is_stochastic)
+        return bytes_moved("quantize_tiles", *sizes, **directions)
+    maximum = bytes_moved("tensor_amax", *sizes) if _spans_tensor(operand) else 0
+    return maximum + bytes_moved("fake_quantize_groups", *sizes, stochastic=is_stochastic)
 
 
 # -- a whole linear layer ----------------------------------------------------------------------
@@ -429,18 +430,16 @@ def quantizers(case: Case, matrices: dict[str, Tensor]) -> dict[str, tuple[int, 
     x, w, g = (matrices[name] for name in "xwg")
     rotated, mx = _operand("nvfp4", "wgrad"), _operand("mxfp8", "fprop")
     noises = {"noise": Noise(1), "noise_column": Noise(2)}
-    ones = torch.ones(x.shape[1], device=x.device)
     one = torch.ones((), device=x.device)
     both, random = {"by_row": True, "by_column": True}, {"stochastic": True, "stochastic_column": True}
 
     def of(function: str, tensor: Tensor, *arguments: Any, options: dict[str, bool], **more: Any) -> Any:
-        width = tensor.shape[1] // (2 if function == "swiglu_quantize" else 1)
-        num_bytes = kernels.bytes_moved(function, tensor.shape[0], width, tensor.element_size(), **options)
+        num_bytes = bytes_moved(function, *tensor.shape, tensor.element_size(), **options)
         return num_bytes, partial(getattr(kernels, function), tensor, *arguments, **more)
 
     row = {"by_row": True, "by_column": False}
     stochastic = {"stochastic": True}
-    found = {
+    return {
         "tiles by row": of("quantize_tiles", x, "e4m3", options=row, **row),
         "tiles both ways": of("quantize_tiles", x, "e4m3", options=both, **both),
         "tiles both ways, noise": of("quantize_tiles", g, "e2m1", options=both | random, **both, **noises),
@@ -452,15 +451,6 @@ def quantizers(case: Case, matrices: dict[str, Tensor]) -> dict[str, tuple[int, 
         ),
         "largest of a tensor": of("tensor_amax", x, options={}),
     }
-    if case.layer in ("attention.qkv", "mlp.gate_up"):
-        found["rms_norm, tiles by row"] = of("rms_norm_quantize", x, ones, 1e-6, "e4m3", options={})
-        keep = {"by_column": True}
-        found["rms_norm, tiles both ways"] = of(
-            "rms_norm_quantize", x, ones, 1e-6, "e4m3", options=keep, **keep
-        )
-    if case.layer == "mlp.gate_up":
-        found["swiglu, tiles both ways"] = of("swiglu_quantize", g, "e4m3", options=both, **both)
-    return found
 
 
 def _operand(recipe_name: str, gemm: str) -> Operand:

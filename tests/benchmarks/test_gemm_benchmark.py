@@ -13,16 +13,33 @@ import gemm
 import gemm_page
 import pytest
 import torch
+from quantizer_bytes import bytes_moved
 from stopwatch import Race, Stopwatch, rotated
 
 from scrimp.formats import Noise
 from scrimp.gemm.backends import BACKENDS
+from scrimp.gemm.kernels.launch import empty_tiles
+from scrimp.gemm.kernels.launch import hashes as hashed
 from scrimp.gemm.problem import AXES, Shape, Use, operands_of
 from scrimp.precision import GEMMS, RECIPES
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SHAPE = Shape(256, 384, 512)
+
+
+def test_a_quantizers_floor_is_the_size_of_everything_read_and_written() -> None:
+    x = torch.empty(130, 200, dtype=torch.bfloat16)
+    row, column = empty_tiles(130, 200, "e4m3", CPU), empty_tiles(200, 130, "e4m3", CPU)
+    tiles = sum(tensor.nbytes for tensor in (x, *row, *column))
+    assert bytes_moved("quantize_tiles", 130, 200, 2) == tiles
+    hashes = [*hashed(Noise(1), 130, 200, x), *hashed(Noise(2), 130, 200, x)]
+    both = bytes_moved("quantize_tiles", 130, 200, 2, stochastic=True, stochastic_column=True)
+    assert both == tiles + sum(tensor.nbytes for tensor in hashes)
+    blocks = x.nbytes + 2 * row[0].nbytes + 4 * 2 * 2
+    assert bytes_moved("quantize_blocks", 130, 200, 2, transposed=True) == blocks
+    assert bytes_moved("fake_quantize_groups", 130, 200, 2) == 2 * x.nbytes
+    assert bytes_moved("tensor_amax", 130, 200, 2) == x.nbytes
 
 
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if name not in ("fp32",)])

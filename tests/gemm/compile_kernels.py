@@ -17,20 +17,19 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from scrimp.gemm.kernels import block_scaled, fake_quantize, fused, matmul, rms_norm, tiles
+from scrimp.gemm.kernels import block_scaled, fake_quantize, matmul, tiles
 from scrimp.gemm.kernels.launch import WARPS_NEAREST, WARPS_STOCHASTIC
 
-E4M3 = {"MAX_VALUE": 448.0, "MANTISSA_BITS": 3, "MIN_EXPONENT": -6}
-E5M2 = {"MAX_VALUE": 57344.0, "MANTISSA_BITS": 2, "MIN_EXPONENT": -14}
-E2M1 = {"MAX_VALUE": 6.0, "MANTISSA_BITS": 1, "MIN_EXPONENT": 0}
+E4M3 = {"ELEMENT": (448.0, 3, -6)}
+E5M2 = {"ELEMENT": (57344.0, 2, -14)}
+E2M1 = {"ELEMENT": (6.0, 1, 0)}
 TYPES = {
-    **dict.fromkeys(("x", "gate_up", "weight", "values"), "*bf16"),
+    **dict.fromkeys(("x", "values"), "*bf16"),
     **dict.fromkeys(("codes", "row_codes", "column_codes", "transposed_codes", "a", "b"), "*fp8e4nv"),
     **dict.fromkeys(("scales", "row_scales", "column_scales", "a_scales", "b_scales"), "*fp32"),
-    **dict.fromkeys(("rstd", "rotation", "tensor_scale"), "*fp32"),
+    **dict.fromkeys(("rotation", "tensor_scale"), "*fp32"),
     **dict.fromkeys(("row_hashes", "column_hashes", "second_row_hashes", "second_column_hashes"), "*i32"),
     "maxima": "*i32",
-    "eps": "fp32",
     "c": "*bf16",
 }
 
@@ -55,14 +54,6 @@ def tile_cases() -> list[tuple[Any, str, int, int, dict[str, Any], dict[str, str
         cases.append((kernel, label, warps, 3, {**choice, "BLOCK": 128, **element}, types))
     both = {"TRANSPOSED": True, "BLOCK": 128, **E4M3}
     cases.append((block_scaled.quantize_blocks_kernel, "e4m3", WARPS_NEAREST, 3, both, {}))
-    norm = {"KEEP": False, "BLOCK": 128, **E4M3}
-    rows = {"QUANTIZE": True, "ROWS": rms_norm.NORM_ROWS, **norm}
-    cases.append((rms_norm.rms_norm_rows_kernel, "rows", 4, 3, rows, {}))
-    cases.append((rms_norm.rms_norm_rows_kernel, "rstd", 4, 3, {**rows, "QUANTIZE": False}, {"x": "*fp32"}))
-    cases.append((rms_norm.rms_norm_blocks_kernel, "blocks", WARPS_NEAREST, 3, norm, {}))
-    cases.append(
-        (fused.swiglu_kernel, "both", fused.SWIGLU_WARPS, 3, {**norm, "BY_ROW": True, "BY_COLUMN": True}, {})
-    )
     return cases
 
 

@@ -11,7 +11,7 @@ from triton_cases import DEVICE, assert_same_codes, matrix, spoilt
 
 from scrimp.errors import PlanError
 from scrimp.formats import Noise, quantize
-from scrimp.gemm.kernels import bytes_moved, quantize_blocks, quantize_tiles
+from scrimp.gemm.kernels import quantize_blocks, quantize_tiles
 
 TYPES = (torch.bfloat16, torch.float32)
 ELEMENTS = ("e2m1", "e4m3", "e5m2")
@@ -99,22 +99,6 @@ def test_scales_of_tiles_lie_column_major_as_cublaslt_reads_them() -> None:
     row, _ = quantize_tiles(torch.ones(130, 256, device=DEVICE), "e4m3", by_row=True, by_column=False)
     assert row is not None
     assert row.scales.stride() == (1, 130)
-
-
-def test_the_floor_of_memory_traffic_is_the_size_of_everything_read_and_written() -> None:
-    x = matrix(130, 200, torch.bfloat16).to(DEVICE)
-    row, column = quantize_tiles(x, "e4m3", by_row=True, by_column=True)
-    assert row is not None
-    assert column is not None
-    tensors = (x, row.codes, row.scales, column.codes, column.scales)
-    assert bytes_moved("quantize_tiles", 130, 200, 2) == sum(tensor.nbytes for tensor in tensors)
-    blocks = quantize_blocks(x, "e4m3", transposed=True)
-    tensors = (x, blocks.codes, blocks.scales, blocks.codes)
-    assert bytes_moved("quantize_blocks", 130, 200, 2, transposed=True) == sum(t.nbytes for t in tensors)
-    hashes = bytes_moved("quantize_tiles", 130, 200, 2, stochastic=True, stochastic_column=True)
-    assert hashes - bytes_moved("quantize_tiles", 130, 200, 2) == 2 * 4 * (130 + 200)
-    with pytest.raises(PlanError, match="no such kernel"):
-        bytes_moved("quantise", 1, 1, 1)
 
 
 def test_wrong_tensors_and_choices_are_refused_by_name() -> None:

@@ -17,27 +17,21 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from scrimp.errors import DeviceError
 from scrimp.gemm.kernels.launch import ColumnTiles, RowTiles, WeightBlocks
-from scrimp.gemm.kernels.traffic import bytes_moved
 
 if TYPE_CHECKING:
     from scrimp.gemm.kernels.block_scaled import quantize_blocks
     from scrimp.gemm.kernels.fake_quantize import fake_quantize_groups, tensor_amax
-    from scrimp.gemm.kernels.fused import swiglu_quantize
     from scrimp.gemm.kernels.matmul import scaled_matmul, tune, tuning_bytes
-    from scrimp.gemm.kernels.rms_norm import rms_norm_quantize
     from scrimp.gemm.kernels.tiles import quantize_tiles
 
 __all__ = [
     "ColumnTiles",
     "RowTiles",
     "WeightBlocks",
-    "bytes_moved",
     "fake_quantize_groups",
     "quantize_blocks",
     "quantize_tiles",
-    "rms_norm_quantize",
     "scaled_matmul",
-    "swiglu_quantize",
     "tensor_amax",
     "tune",
     "tuning_bytes",
@@ -47,9 +41,7 @@ _HOMES = {
     "fake_quantize_groups": "fake_quantize",
     "quantize_blocks": "block_scaled",
     "quantize_tiles": "tiles",
-    "rms_norm_quantize": "rms_norm",
     "scaled_matmul": "matmul",
-    "swiglu_quantize": "fused",
     "tensor_amax": "fake_quantize",
     "tune": "matmul",
     "tuning_bytes": "matmul",

@@ -1,5 +1,7 @@
-"""Device functions: maxima, scales, rounding and noise, the same arithmetic as `scrimp.formats`.
+"""Device functions that kernels share: blocks, and the arithmetic of `scrimp.formats`: maxima, scales, rounding, noise.
 
+Blocks    A program takes one block of a matrix; those side by side along the columns run one after the other.
+Element   ELEMENT is (largest value, mantissa bits, smallest exponent), see `launch.element_constants`.
 Maxima    are taken over the bits of |x| as int32: for floats without sign that is their order, a NaN is
           the largest of all and is never lost (a GPU's float maximum drops it), and the result
           does not depend on the order of the reduction.
@@ -27,8 +29,34 @@ MANTISSA_FIELD = tl.constexpr(0x007FFFFF)
 SMALLEST_NORMAL = tl.constexpr(2.0**-126)
 SMALL_TENSOR_SCALE = tl.constexpr(2.0**-100)
 LIFT = tl.constexpr(2.0**64)
+E4M3 = tl.constexpr((448.0, 3, -6))
 E4M3_MAX = tl.constexpr(448.0)
-NAN_EXPONENT = tl.constexpr(255)
+
+
+@triton.jit
+def block_of_program(num_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """(row and column of the block among the blocks, its rows, its columns), of a matrix with so many columns."""
+    blocks_wide = tl.cdiv(num_columns, COLUMNS)
+    block_row = (tl.program_id(0) // blocks_wide).to(tl.int64)
+    block_column = (tl.program_id(0) % blocks_wide).to(tl.int64)
+    rows = block_row * ROWS + tl.arange(0, ROWS)
+    columns = block_column * COLUMNS + tl.arange(0, COLUMNS)
+    return block_row, block_column, rows, columns
+
+
+@triton.jit
+def load_block(x, rows, columns, num_rows, num_columns, row_stride, column_stride):
+    """A float32 block, zero beyond the edges."""
+    mask = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
+    address = x + rows[:, None] * row_stride + columns[None, :] * column_stride
+    return widen(tl.load(address, mask=mask, other=0.0))
+
+
+@triton.jit
+def store_block(to, block, rows, columns, num_rows, num_columns):
+    """Store a block of a row-major matrix, but for what lies beyond the edges."""
+    mask = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
+    tl.store(to + rows[:, None] * num_columns + columns[None, :], block, mask=mask)
 
 
 @triton.jit
@@ -38,19 +66,19 @@ def magnitude_bits(x):
 
 
 @triton.jit
-def fp32_scale(amax_bits, MAX_VALUE: tl.constexpr):
+def fp32_scale(amax_bits, ELEMENT: tl.constexpr):
     """amax / qmax, at least 2^-126; 1 for zeros; NaN where a member is not finite."""
-    scale = tl.div_rn(amax_bits.to(tl.float32, bitcast=True), MAX_VALUE)
+    scale = tl.div_rn(amax_bits.to(tl.float32, bitcast=True), ELEMENT[0])
     scale = tl.where(scale < SMALLEST_NORMAL, SMALLEST_NORMAL, scale)
     scale = tl.where(amax_bits == 0, 1.0, scale)
     return tl.where(amax_bits < EXPONENT_FIELD, scale, float("nan"))
 
 
 @triton.jit
-def e8m0_scale(amax_bits, MAX_VALUE: tl.constexpr, MAX_EXPONENT: tl.constexpr, NO_CLIP: tl.constexpr):
+def e8m0_scale(amax_bits, ELEMENT: tl.constexpr, MAX_EXPONENT: tl.constexpr, NO_CLIP: tl.constexpr):
     """(decode, encode): a power of two and its reciprocal, by OCP's floor rule or rounded up."""
     if NO_CLIP:
-        bits = tl.div_rn(amax_bits.to(tl.float32, bitcast=True), MAX_VALUE).to(tl.int32, bitcast=True)
+        bits = tl.div_rn(amax_bits.to(tl.float32, bitcast=True), ELEMENT[0]).to(tl.int32, bitcast=True)
         biased = (bits >> 23) + ((bits & MANTISSA_FIELD) > 0).to(tl.int32)
     else:
         biased = (amax_bits >> 23) - MAX_EXPONENT
@@ -79,55 +107,59 @@ def e4m3_scale(amax_bits, tensor_scale, NO_CLIP: tl.constexpr):
     wanted = tl.div_rn(tl.div_rn(amax, 6.0), tensor_scale)
     wanted = tl.where(wanted > E4M3_MAX, E4M3_MAX, wanted)
     wanted = tl.where(amax_bits < EXPONENT_FIELD, wanted, float("nan"))
-    decode = round_nearest(wanted, 448.0, 3, -6)
+    decode = round_nearest(wanted, E4M3)
     if NO_CLIP:
-        decode = tl.where(decode < wanted, decode + spacing(decode, 3, -6), decode)
+        decode = tl.where(decode < wanted, decode + spacing(decode, E4M3), decode)
     inverse = tl.div_rn(tl.div_rn(1.0, tensor_scale * lift_of(tensor_scale)), decode)
     return decode, tl.where(decode == 0, 0.0, inverse)
 
 
 @triton.jit
-def exponent_bits(t, MIN_EXPONENT: tl.constexpr):
+def exponent_bits(t, ELEMENT: tl.constexpr):
     """Bits of 2^e, e the exponent of t or the smallest normal one; of infinity for a NaN."""
-    return tl.maximum(t.to(tl.int32, bitcast=True) & EXPONENT_FIELD, (MIN_EXPONENT + 127) << 23)
+    return tl.maximum(t.to(tl.int32, bitcast=True) & EXPONENT_FIELD, (ELEMENT[2] + 127) << 23)
 
 
 @triton.jit
-def spacing(t, MANTISSA_BITS: tl.constexpr, MIN_EXPONENT: tl.constexpr):
+def spacing(t, ELEMENT: tl.constexpr):
     """Distance of an element's values around t."""
-    return (exponent_bits(t, MIN_EXPONENT) - (MANTISSA_BITS << 23)).to(tl.float32, bitcast=True)
+    return (exponent_bits(t, ELEMENT) - (ELEMENT[1] << 23)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def saturate(t, MAX_VALUE: tl.constexpr):
+def saturate(t, ELEMENT: tl.constexpr):
     """t between the largest values; a NaN stays NaN, for it compares as neither."""
-    t = tl.where(t > MAX_VALUE, MAX_VALUE, t)
-    return tl.where(t < -MAX_VALUE, -MAX_VALUE, t)
+    t = tl.where(t > ELEMENT[0], ELEMENT[0], t)
+    return tl.where(t < -ELEMENT[0], -ELEMENT[0], t)
 
 
 @triton.jit
-def round_nearest(t, MAX_VALUE: tl.constexpr, MANTISSA_BITS: tl.constexpr, MIN_EXPONENT: tl.constexpr):
+def rounded(t, noise, STOCHASTIC: tl.constexpr, ELEMENT: tl.constexpr):
+    """t rounded to an element's values; noise is read where rounding is stochastic."""
+    return round_stochastic(t, noise, ELEMENT) if STOCHASTIC else round_nearest(t, ELEMENT)
+
+
+@triton.jit
+def round_nearest(t, ELEMENT: tl.constexpr):
     """t rounded to the nearest value of an element, ties to even."""
-    t = saturate(t, MAX_VALUE)
-    lift = ((23 - MANTISSA_BITS) << 23) + (1 << 22)
-    power = (exponent_bits(t, MIN_EXPONENT) + lift).to(tl.float32, bitcast=True)
+    t = saturate(t, ELEMENT)
+    lift = ((23 - ELEMENT[1]) << 23) + (1 << 22)
+    power = (exponent_bits(t, ELEMENT) + lift).to(tl.float32, bitcast=True)
     return (t + power) - power
 
 
 @triton.jit
-def round_stochastic(
-    t, noise, MAX_VALUE: tl.constexpr, MANTISSA_BITS: tl.constexpr, MIN_EXPONENT: tl.constexpr
-):
+def round_stochastic(t, noise, ELEMENT: tl.constexpr):
     """t rounded down or up with the probability of its distance; noise in [0, 1)."""
-    t = saturate(t, MAX_VALUE)
-    bits = exponent_bits(t, MIN_EXPONENT) - (MANTISSA_BITS << 23)
+    t = saturate(t, ELEMENT)
+    bits = exponent_bits(t, ELEMENT) - (ELEMENT[1] << 23)
     step = bits.to(tl.float32, bitcast=True)
     inverse = ((254 << 23) - bits).to(tl.float32, bitcast=True)
     lifted = t * inverse + noise
     # Floor of a small number by rounding; tl.floor is cvt.rmi.ftz, which calls a subnormal below zero zero.
     nearest = (lifted + 1.5 * 2.0**23) - 1.5 * 2.0**23
     floor = tl.where(nearest > lifted, nearest - 1.0, nearest)
-    return saturate(floor * step, MAX_VALUE)
+    return saturate(floor * step, ELEMENT)
 
 
 @triton.jit
@@ -156,23 +188,3 @@ def to_bfloat16(x):
     bits = x.to(tl.int32, bitcast=True)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return tl.where(x == x, rounded, 0x7FC0).to(tl.int16).to(tl.bfloat16, bitcast=True)
-
-
-@triton.jit
-def quantize_tile(
-    x,
-    scale,
-    row_hash,
-    column_hash,
-    STOCHASTIC: tl.constexpr,
-    MAX_VALUE: tl.constexpr,
-    MANTISSA_BITS: tl.constexpr,
-    MIN_EXPONENT: tl.constexpr,
-):
-    """x / scale rounded to an element's values; all arguments broadcast against x."""
-    t = tl.div_rn(x, scale)
-    if STOCHASTIC:
-        rounded = round_stochastic(t, uniform(row_hash, column_hash), MAX_VALUE, MANTISSA_BITS, MIN_EXPONENT)
-    else:
-        rounded = round_nearest(t, MAX_VALUE, MANTISSA_BITS, MIN_EXPONENT)
-    return rounded

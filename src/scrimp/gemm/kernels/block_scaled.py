@@ -14,7 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from scrimp.gemm.kernels.arithmetic import fp32_scale, magnitude_bits, quantize_tile, widen
+from scrimp.gemm.kernels.arithmetic import (
+    block_of_program,
+    fp32_scale,
+    load_block,
+    magnitude_bits,
+    round_nearest,
+    store_block,
+)
 from scrimp.gemm.kernels.launch import (
     CODE_TYPES,
     TILE,
@@ -37,29 +44,18 @@ def quantize_blocks_kernel(
     num_rows,
     num_columns,
     TRANSPOSED: tl.constexpr,
-    MAX_VALUE: tl.constexpr,
-    MANTISSA_BITS: tl.constexpr,
-    MIN_EXPONENT: tl.constexpr,
+    ELEMENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One block a program."""
-    blocks_wide = tl.cdiv(num_columns, BLOCK)
-    block_row = (tl.program_id(0) // blocks_wide).to(tl.int64)
-    block_column = (tl.program_id(0) % blocks_wide).to(tl.int64)
-    rows = block_row * BLOCK + tl.arange(0, BLOCK)
-    columns = block_column * BLOCK + tl.arange(0, BLOCK)
-    mask = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
-    address = rows[:, None] * num_columns + columns[None, :]
-    block = widen(tl.load(x + address, mask=mask, other=0.0))
-    scale = fp32_scale(tl.max(magnitude_bits(block)), MAX_VALUE)
+    _, _, rows, columns = block_of_program(num_columns, BLOCK, BLOCK)
+    block = load_block(x, rows, columns, num_rows, num_columns, num_columns, 1)
+    scale = fp32_scale(tl.max(magnitude_bits(block)), ELEMENT)
     tl.store(scales + tl.program_id(0), scale)
-    q = quantize_tile(block, scale, 0, 0, False, MAX_VALUE, MANTISSA_BITS, MIN_EXPONENT)
-    q = q.to(codes.dtype.element_ty)
-    tl.store(codes + address, q, mask=mask)
+    q = round_nearest(tl.div_rn(block, scale), ELEMENT).to(codes.dtype.element_ty)
+    store_block(codes, q, rows, columns, num_rows, num_columns)
     if TRANSPOSED:
-        mask = (columns < num_columns)[:, None] & (rows < num_rows)[None, :]
-        address = columns[:, None] * num_rows + rows[None, :]
-        tl.store(transposed_codes + address, tl.trans(q), mask=mask)
+        store_block(transposed_codes, tl.trans(q), columns, rows, num_columns, num_rows)
 
 
 def quantize_blocks(w: Tensor, element: str, *, transposed: bool) -> WeightBlocks:
@@ -93,7 +89,7 @@ def quantize_blocks(w: Tensor, element: str, *, transposed: bool) -> WeightBlock
             num_rows,
             num_columns,
             TRANSPOSED=transposed,
-            **element_constants(kind),
+            ELEMENT=element_constants(kind),
             BLOCK=TILE,
             num_warps=WARPS_NEAREST,
         )

@@ -30,15 +30,15 @@ from scrimp.formats.hadamard import rotate
 from scrimp.formats.noise import Noise
 from scrimp.formats.scales import nvfp4_tensor_scale
 from scrimp.gemm.kernels.arithmetic import (
+    block_of_program,
     e4m3_scale,
     e8m0_scale,
     lift_of,
+    load_block,
     magnitude_bits,
-    round_nearest,
-    round_stochastic,
+    rounded,
     to_bfloat16,
     uniform,
-    widen,
 )
 from scrimp.gemm.kernels.launch import check_devices, check_matrix, element_constants, hashes, run
 from scrimp.precision.formats import lookup_element, lookup_scaling
@@ -52,26 +52,24 @@ BLOCK_ROWS, BLOCK_COLUMNS = 64, 64
 def load_rotated(
     x,
     rotation,
-    rows,
-    columns,
     num_rows,
     num_columns,
+    covered_columns,
     row_stride,
     column_stride,
     HADAMARD: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """A float32 block, zero beyond the edges, each 16 neighbours along the columns rotated if asked for."""
-    mask = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
-    address = x + rows[:, None] * row_stride + columns[None, :] * column_stride
-    block = widen(tl.load(address, mask=mask, other=0.0))
+    """(rows, columns, float32 values) of this program's block, each 16 along the columns rotated if asked for."""
+    _, _, rows, columns = block_of_program(covered_columns, ROWS, COLUMNS)
+    block = load_block(x, rows, columns, num_rows, num_columns, row_stride, column_stride)
     if HADAMARD:
         index = tl.arange(0, 16)
         matrix = tl.load(rotation + index[:, None] * 16 + index[None, :])
         groups = tl.reshape(block, (ROWS * COLUMNS // 16, 16))
         block = tl.reshape(tl.dot(groups, matrix, input_precision="ieee"), (ROWS, COLUMNS))
-    return block
+    return rows, columns, block
 
 
 @triton.jit
@@ -88,21 +86,8 @@ def tensor_amax_kernel(
     COLUMNS: tl.constexpr,
 ):
     """Bits of the largest magnitude of each block."""
-    blocks_wide = tl.cdiv(num_columns, COLUMNS)
-    rows = (tl.program_id(0) // blocks_wide).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    columns = (tl.program_id(0) % blocks_wide).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    block = load_rotated(
-        x,
-        rotation,
-        rows,
-        columns,
-        num_rows,
-        num_columns,
-        row_stride,
-        column_stride,
-        HADAMARD,
-        ROWS,
-        COLUMNS,
+    _, _, block = load_rotated(
+        x, rotation, num_rows, num_columns, num_columns, row_stride, column_stride, HADAMARD, ROWS, COLUMNS
     )
     tl.store(maxima + tl.program_id(0), tl.max(magnitude_bits(block)))
 
@@ -128,28 +113,13 @@ def fake_quantize_kernel(
     GROUP_ROWS: tl.constexpr,
     GROUP_COLUMNS: tl.constexpr,
     MAX_EXPONENT: tl.constexpr,
-    MAX_VALUE: tl.constexpr,
-    MANTISSA_BITS: tl.constexpr,
-    MIN_EXPONENT: tl.constexpr,
+    ELEMENT: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """One block of whole groups a program: q s in bfloat16."""
-    blocks_wide = tl.cdiv(padded_columns, COLUMNS)
-    rows = (tl.program_id(0) // blocks_wide).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    columns = (tl.program_id(0) % blocks_wide).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    block = load_rotated(
-        x,
-        rotation,
-        rows,
-        columns,
-        num_rows,
-        num_columns,
-        row_stride,
-        column_stride,
-        HADAMARD,
-        ROWS,
-        COLUMNS,
+    rows, columns, block = load_rotated(
+        x, rotation, num_rows, num_columns, padded_columns, row_stride, column_stride, HADAMARD, ROWS, COLUMNS
     )
     shape: tl.constexpr = (ROWS // GROUP_ROWS, GROUP_ROWS, COLUMNS // GROUP_COLUMNS, GROUP_COLUMNS)
     grouped = tl.reshape(block, shape)
@@ -159,15 +129,13 @@ def fake_quantize_kernel(
         decode, encode = e4m3_scale(amax, g, STOCHASTIC)
         grouped *= lift_of(g)
     else:
-        decode, encode = e8m0_scale(amax, MAX_VALUE, MAX_EXPONENT, STOCHASTIC)
-    t = grouped * encode
+        decode, encode = e8m0_scale(amax, ELEMENT, MAX_EXPONENT, STOCHASTIC)
+    noise = 0.0
     if STOCHASTIC:
         row_hash = tl.load(row_hashes + rows, mask=rows < num_rows, other=0)
         column_hash = tl.load(column_hashes + columns, mask=columns < padded_columns, other=0)
         noise = tl.reshape(uniform(row_hash[:, None], column_hash[None, :]), shape)
-        q = round_stochastic(t, noise, MAX_VALUE, MANTISSA_BITS, MIN_EXPONENT)
-    else:
-        q = round_nearest(t, MAX_VALUE, MANTISSA_BITS, MIN_EXPONENT)
+    q = rounded(grouped * encode, noise, STOCHASTIC, ELEMENT)
     product = tl.reshape(q * decode, (ROWS, COLUMNS))
     mask = (rows < num_rows)[:, None] & (columns < padded_columns)[None, :]
     address = values + rows[:, None] * out_row_stride + columns[None, :] * out_column_stride
@@ -234,7 +202,7 @@ def fake_quantize_groups(
         GROUP_ROWS=scaling.rows,
         GROUP_COLUMNS=scaling.columns,
         MAX_EXPONENT=element.max_exponent,
-        **element_constants(element),
+        ELEMENT=element_constants(element),
         ROWS=BLOCK_ROWS,
         COLUMNS=BLOCK_COLUMNS,
         num_warps=4,

@@ -66,13 +66,9 @@ def empty_tiles(rows: int, columns: int, element: str, device: torch.device) -> 
     return codes, torch.empty(math.ceil(columns / TILE), rows, device=device).t()
 
 
-def element_constants(element: Element) -> dict[str, float | int]:
-    """The element as compile-time constants of a kernel."""
-    return {
-        "MAX_VALUE": element.max_value,
-        "MANTISSA_BITS": element.mantissa_bits,
-        "MIN_EXPONENT": element.min_exponent,
-    }
+def element_constants(element: Element) -> tuple[float, int, int]:
+    """The element as a compile-time constant of a kernel."""
+    return element.max_value, element.mantissa_bits, element.min_exponent
 
 
 def checked_element(name: str) -> Element:

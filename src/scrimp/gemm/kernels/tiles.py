@@ -24,7 +24,15 @@ from torch import Tensor
 
 from scrimp.errors import PlanError
 from scrimp.formats.noise import Noise
-from scrimp.gemm.kernels.arithmetic import fp32_scale, magnitude_bits, quantize_tile, widen
+from scrimp.gemm.kernels.arithmetic import (
+    block_of_program,
+    fp32_scale,
+    load_block,
+    magnitude_bits,
+    rounded,
+    store_block,
+    uniform,
+)
 from scrimp.gemm.kernels.launch import (
     TILE,
     WARPS_NEAREST,
@@ -42,77 +50,37 @@ from scrimp.gemm.kernels.launch import (
 
 
 @triton.jit
-def load_block(x, rows, columns, num_rows, num_columns, row_stride):
-    """A float32 block, zero beyond the edges."""
-    mask = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
-    return widen(tl.load(x + rows[:, None] * row_stride + columns[None, :], mask=mask, other=0.0))
-
-
-@triton.jit
-def store_row_tiles(
-    x,
-    rows,
-    columns,
+def store_tiles(
+    block,
+    outer,
+    inner,
+    num_outer,
+    num_inner,
     group,
-    codes,
-    scales,
-    row_hashes,
-    column_hashes,
-    num_rows,
-    num_columns,
+    tiles,
+    hashes,
+    AXIS: tl.constexpr,
     STOCHASTIC: tl.constexpr,
-    MAX_VALUE: tl.constexpr,
-    MANTISSA_BITS: tl.constexpr,
-    MIN_EXPONENT: tl.constexpr,
+    ELEMENT: tl.constexpr,
 ):
-    """Quantize a loaded float32 block along its columns; codes [R, C], scales [R, groups] column-major."""
-    scale = fp32_scale(tl.max(magnitude_bits(x), 1), MAX_VALUE)
-    tl.store(scales + group * num_rows + rows, scale, mask=rows < num_rows)
-    row_hash = 0
-    column_hash = 0
-    if STOCHASTIC:
-        row_hash = tl.load(row_hashes + rows, mask=rows < num_rows, other=0)[:, None]
-        column_hash = tl.load(column_hashes + columns, mask=columns < num_columns, other=0)[None, :]
-    q = quantize_tile(
-        x, scale[:, None], row_hash, column_hash, STOCHASTIC, MAX_VALUE, MANTISSA_BITS, MIN_EXPONENT
-    )
-    mask = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
-    address = codes + rows[:, None] * num_columns + columns[None, :]
-    tl.store(address, q.to(codes.dtype.element_ty), mask=mask)
+    """Quantize a loaded float32 block in tiles along one of its axes, and store their codes and scales.
 
-
-@triton.jit
-def store_column_tiles(
-    x,
-    rows,
-    columns,
-    group,
-    codes,
-    scales,
-    row_hashes,
-    column_hashes,
-    num_rows,
-    num_columns,
-    STOCHASTIC: tl.constexpr,
-    MAX_VALUE: tl.constexpr,
-    MANTISSA_BITS: tl.constexpr,
-    MIN_EXPONENT: tl.constexpr,
-):
-    """Quantize a loaded float32 block along its rows; codes [C, R], scales [C, groups] column-major."""
-    scale = fp32_scale(tl.max(magnitude_bits(x), 0), MAX_VALUE)
-    tl.store(scales + group * num_columns + columns, scale, mask=columns < num_columns)
-    row_hash = 0
-    column_hash = 0
+    AXIS 1: a tile is a piece of a row, 0: of a column, stored transposed. `inner` says where its elements stand in the
+    whole matrix, `outer` where the tiles do: codes [outer, inner], scales [outer, groups] column-major, hashes alike.
+    """
+    codes, scales = tiles
+    scale = fp32_scale(tl.max(magnitude_bits(block), AXIS), ELEMENT)
+    tl.store(scales + group * num_outer + outer, scale, mask=outer < num_outer)
+    noise = 0.0
     if STOCHASTIC:
-        row_hash = tl.load(row_hashes + rows, mask=rows < num_rows, other=0)[:, None]
-        column_hash = tl.load(column_hashes + columns, mask=columns < num_columns, other=0)[None, :]
-    q = quantize_tile(
-        x, scale[None, :], row_hash, column_hash, STOCHASTIC, MAX_VALUE, MANTISSA_BITS, MIN_EXPONENT
-    )
-    # One byte an element crosses the threads, not four.
-    transposed = tl.trans(q.to(codes.dtype.element_ty))
-    mask = (columns < num_columns)[:, None] & (rows < num_rows)[None, :]
-    tl.store(codes + columns[:, None] * num_rows + rows[None, :], transposed, mask=mask)
+        outer_hash = tl.load(hashes[0] + outer, mask=outer < num_outer, other=0)
+        inner_hash = tl.load(hashes[1] + inner, mask=inner < num_inner, other=0)
+        noise = uniform(tl.expand_dims(outer_hash, AXIS), tl.expand_dims(inner_hash, 1 - AXIS))
+    t = tl.div_rn(block, tl.expand_dims(scale, AXIS))
+    q = rounded(t, noise, STOCHASTIC, ELEMENT).to(codes.dtype.element_ty)
+    if AXIS == 0:
+        q = tl.trans(q)  # one byte an element crosses the threads, not four
+    store_block(codes, q, outer, inner, num_outer, num_inner)
 
 
 @triton.jit
@@ -132,53 +100,33 @@ def quantize_tiles_kernel(
     BY_COLUMN: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     STOCHASTIC_COLUMN: tl.constexpr,
-    MAX_VALUE: tl.constexpr,
-    MANTISSA_BITS: tl.constexpr,
-    MIN_EXPONENT: tl.constexpr,
+    ELEMENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One block of BLOCK x BLOCK a program, neighbours along the columns next to each other in time."""
-    blocks_wide = tl.cdiv(num_columns, BLOCK)
-    block_row = (tl.program_id(0) // blocks_wide).to(tl.int64)
-    block_column = (tl.program_id(0) % blocks_wide).to(tl.int64)
-    rows = block_row * BLOCK + tl.arange(0, BLOCK)
-    columns = block_column * BLOCK + tl.arange(0, BLOCK)
+    """One block of BLOCK x BLOCK a program."""
+    block_row, block_column, rows, columns = block_of_program(num_columns, BLOCK, BLOCK)
     if BY_ROW:
-        block = load_block(x, rows, columns, num_rows, num_columns, num_columns)
-        store_row_tiles(
-            block,
-            rows,
-            columns,
-            block_column,
-            row_codes,
-            row_scales,
-            row_hashes,
-            column_hashes,
-            num_rows,
-            num_columns,
-            STOCHASTIC,
-            MAX_VALUE,
-            MANTISSA_BITS,
-            MIN_EXPONENT,
+        block = load_block(x, rows, columns, num_rows, num_columns, num_columns, 1)
+        tiles, hashes = (row_codes, row_scales), (row_hashes, column_hashes)
+        store_tiles(
+            block, rows, columns, num_rows, num_columns, block_column, tiles, hashes, 1, STOCHASTIC, ELEMENT
         )
     if BY_COLUMN:
         # Again, from the first-level cache: held in registers through both halves, twice as many are needed.
-        block = load_block(x, rows, columns, num_rows, num_columns, num_columns)
-        store_column_tiles(
+        block = load_block(x, rows, columns, num_rows, num_columns, num_columns, 1)
+        tiles, hashes = (column_codes, column_scales), (second_column_hashes, second_row_hashes)
+        store_tiles(
             block,
-            rows,
             columns,
-            block_row,
-            column_codes,
-            column_scales,
-            second_row_hashes,
-            second_column_hashes,
-            num_rows,
+            rows,
             num_columns,
+            num_rows,
+            block_row,
+            tiles,
+            hashes,
+            0,
             STOCHASTIC_COLUMN,
-            MAX_VALUE,
-            MANTISSA_BITS,
-            MIN_EXPONENT,
+            ELEMENT,
         )
 
 
@@ -227,7 +175,7 @@ def quantize_tiles(
             BY_COLUMN=by_column,
             STOCHASTIC=noise is not None,
             STOCHASTIC_COLUMN=noise_column is not None,
-            **element_constants(kind),
+            ELEMENT=element_constants(kind),
             BLOCK=TILE,
             num_warps=WARPS_NEAREST if noise is None and noise_column is None else WARPS_STOCHASTIC,
         )

@@ -2,14 +2,14 @@
 
 A kernel's time over (bytes / memory bandwidth) says how far it is from the best possible; no cache
 can lower these figures for tensors larger than it.
+
+Checked  tests/benchmarks/test_gemm_benchmark.py: against the sizes of the tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import ceil
 
-from scrimp.errors import PlanError
 from scrimp.gemm.kernels.launch import TILE
 
 SCALE_BYTES = 4
@@ -18,29 +18,13 @@ BF16_BYTES = 2
 
 
 def bytes_moved(function: str, rows: int, columns: int, input_bytes: int, **options: bool) -> int:
-    """Bytes read and written by a launcher.
+    """Bytes read and written by a launcher of `scrimp.gemm.kernels`.
 
     Args:
-        function: a launcher's name.
-        rows: of the result; columns likewise (so F, not 2 F, for swiglu_quantize).
         input_bytes: bytes of one input element: 2 or 4.
-        options: by_row, by_column, stochastic, stochastic_column, transposed, keep_values, where the
-            launcher has them.
-
-    Raises:
-        PlanError: not a launcher.
+        options: by_row, by_column, stochastic, stochastic_column, transposed, where the launcher has them.
     """
-    if function not in _FLOORS:
-        raise PlanError("no such kernel", got=function, expected=", ".join(_FLOORS))
     return _FLOORS[function](rows, columns, input_bytes, **options)
-
-
-def _tiles(rows: int, columns: int) -> int:
-    return rows * columns + SCALE_BYTES * rows * ceil(columns / TILE)
-
-
-def _hashes(rows: int, columns: int, streams: int) -> int:
-    return streams * HASH_BYTES * (rows + columns)
 
 
 def _quantize_tiles(
@@ -71,32 +55,17 @@ def _tensor_amax(rows: int, columns: int, input_bytes: int) -> int:
     return rows * columns * input_bytes
 
 
-def _rms_norm_quantize(
-    rows: int, columns: int, input_bytes: int, *, by_column: bool = False, keep_values: bool = False
-) -> int:
-    tiles = _quantize_tiles(rows, columns, input_bytes, by_column=by_column)
-    rstd, weight = 4 * rows, 4 * columns
-    return tiles + rstd + weight + keep_values * BF16_BYTES * rows * columns
+def _tiles(rows: int, columns: int) -> int:
+    return rows * columns + SCALE_BYTES * rows * ceil(columns / TILE)
 
 
-def _swiglu_quantize(
-    rows: int,
-    columns: int,
-    input_bytes: int,
-    *,
-    by_row: bool = True,
-    by_column: bool = True,
-    keep_values: bool = False,
-) -> int:
-    tiles = _quantize_tiles(rows, columns, 2 * input_bytes, by_row=by_row, by_column=by_column)
-    return tiles + keep_values * input_bytes * rows * columns
+def _hashes(rows: int, columns: int, streams: int) -> int:
+    return streams * HASH_BYTES * (rows + columns)
 
 
-_FLOORS: dict[str, Callable[..., int]] = {
+_FLOORS = {
     "quantize_tiles": _quantize_tiles,
     "quantize_blocks": _quantize_blocks,
     "fake_quantize_groups": _fake_quantize_groups,
     "tensor_amax": _tensor_amax,
-    "rms_norm_quantize": _rms_norm_quantize,
-    "swiglu_quantize": _swiglu_quantize,
 }
