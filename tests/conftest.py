@@ -8,11 +8,12 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
-from hypothesis import settings
+from property_tests import register_profiles
 
-# How long an example takes says how busy the machine is, not whether the code is right.
-settings.register_profile("scrimp", deadline=None)
-settings.load_profile("scrimp")
+register_profiles()
+
+# One thread: what is trained here is tiny, and threads that wait for each other cost more than they do.
+torch.set_num_threads(1)
 
 if not torch.cuda.is_available():
     # Triton's kernels run in its interpreter, which it looks for when it is imported.

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_tests import examples
 from small_nets import LAYERS, WIDTH, batch, is_plain, loss, loss_in_bf16, net, train, trained
 from torch import Tensor, nn
 
@@ -49,7 +50,7 @@ def test_a_budget_is_a_share_a_mapping_or_a_budget(profile: PrecisionProfile) ->
     assert low >= 0.75 - 1e-9
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(st.floats(allow_nan=True, allow_infinity=True))
 def test_a_number_is_a_budget_exactly_if_it_is_a_share(share: float) -> None:
     if 0 <= share <= 1:

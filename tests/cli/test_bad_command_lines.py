@@ -13,8 +13,9 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
+from property_tests import examples
 
 from scrimp.cli import main
 
@@ -147,7 +148,7 @@ LOOSE = st.sampled_from(
 )
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(words=st.lists(WORDS | LOOSE | GARBAGE | GARBAGE.map(lambda text: "--" + text), max_size=5))
 def test_any_words_at_all_train_or_are_refused(words, calls, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)

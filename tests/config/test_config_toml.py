@@ -7,8 +7,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_tests import examples
 
 from scrimp.config import Config, flatten, leaves, parse_config, reasons_in, replace_values, to_toml
 from scrimp.config.fields import NUMBER_OR_PATH, Leaf
@@ -37,7 +38,7 @@ CONFIGS = st.fixed_dictionaries({key: values_of(leaf) for key, leaf in leaves(Co
 REASONS = st.dictionaries(st.sampled_from(list(leaves(Config))), st.text(max_size=20))
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(CONFIGS, REASONS)
 def test_reading_what_was_written_gives_the_same_configuration(
     config: Config, reasons: dict[str, str]

@@ -8,8 +8,9 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_tests import examples
 
 from scrimp.config import Config, leaves, load_config, nearest_key, read_config, replace_values
 from scrimp.config.read_toml import MAX_FILE_BYTES, _read_table
@@ -144,7 +145,7 @@ TABLES = st.recursive(
 )
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(st.dictionaries(NAMES, TABLES, max_size=3))
 def test_any_table_at_all_is_read_or_refused(table) -> None:
     known = leaves(Config)

@@ -6,8 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import event, example, given, settings
+from hypothesis import event, example, given
 from hypothesis import strategies as st
+from property_tests import examples
 
 from scrimp.config import (
     MAY_CHANGE_ON_RESUME,
@@ -85,7 +86,7 @@ GIVEN = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=400)
+@examples(400)
 @given(GIVEN, st.sampled_from([SMALL, *BY_SIZE]), st.sampled_from(["cpu", "cuda"]))
 def test_the_result_is_complete_and_consistent_or_refused(
     given_values: dict[str, object], model: Architecture, device_type: str
@@ -120,7 +121,7 @@ def test_the_result_is_complete_and_consistent_or_refused(
     check_values(result.config)
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(st.sampled_from([SMALL, *BY_SIZE]), st.sampled_from(["cpu", "cuda"]), st.integers(1, 10_000))
 def test_a_saved_resolution_resolves_to_itself(
     tmp_path_factory: pytest.TempPathFactory, model: Architecture, device_type: str, steps: int

@@ -8,8 +8,9 @@ import re
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_tests import examples
 
 from scrimp.data import grams as module
 from scrimp.data.grams import GRAM_WORDS, SKETCH_GRAMS, Grams, SketchIndex, sketch
@@ -39,7 +40,7 @@ def numbered(seed: int, count: int) -> list[str]:
     return [f"w{draw.getrandbits(30)}" for _ in range(count)]
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(st.lists(TEXTS, min_size=1, max_size=6))
 def test_equal_hashes_are_equal_13_grams_wherever_a_text_stands(texts: list[str]) -> None:
     together = grams(texts)

@@ -10,8 +10,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
+from property_tests import examples
 
 from scrimp.data import (
     Batch,
@@ -25,7 +26,7 @@ from scrimp.data import (
 from scrimp.data.loader import IGNORED
 from scrimp.errors import DataError
 
-quick = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+quick = examples(40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 lengths_of_documents = st.lists(st.integers(1, 25), min_size=4, max_size=25)
 
 START, END = 1, 2

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import tokenizers
 import transformers
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from property_tests import examples
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
 from scrimp.data import CorpusSpec, Tokenizer, load_tokenizer, prepare
@@ -124,7 +125,7 @@ def test_added_tokens_keep_their_ids(kind: str) -> None:
 @pytest.mark.parametrize("is_added", [True, False])
 @pytest.mark.parametrize("pad", ["<pad>", "!"])
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=60)
+@examples(60)
 @given(text=texts)
 def test_plain_text_has_the_original_ids(kind: str, pad: str, is_added: bool, text: str) -> None:
     ours, original = chat(kind, pad, is_added)
@@ -136,7 +137,7 @@ def test_plain_text_has_the_original_ids(kind: str, pad: str, is_added: bool, te
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=60)
+@examples(60)
 @given(parts=st.lists(st.sampled_from([*CONTROL, *SPECIAL, *ORDINARY]) | texts, max_size=6))
 def test_no_text_becomes_a_control_token(kind: str, parts: list[str]) -> None:
     ours, original = chat(kind, "<pad>")

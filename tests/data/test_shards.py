@@ -7,8 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
+from property_tests import examples
 
 from scrimp.data import TokenStream
 from scrimp.data.shards import BLOCK_BYTES, HEADER_BYTES, Shard, ShardWriter, read_header
@@ -31,7 +32,7 @@ def touch_everything(path: Path) -> None:
     shard.check_all()
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     lengths=st.lists(st.integers(1, 50), min_size=1, max_size=20),
     dtype=st.sampled_from(["<u2", "<u4"]),
@@ -109,7 +110,7 @@ def test_an_unfinished_shard_has_no_name_and_can_be_dropped(tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == []
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=20), per_shard=st.integers(1, 6), data=st.data()
 )

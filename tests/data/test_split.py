@@ -12,8 +12,9 @@ from pathlib import Path
 
 import datasets
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_tests import examples
 
 from scrimp.data import Corpus, CorpusSpec, open_corpus, prepare, verify
 from scrimp.data.corpus_manifest import read_manifest
@@ -90,7 +91,7 @@ def test_nothing_but_copies() -> None:
     assert 0.01 <= held_share([numbered(1, 400)] * 50, 0.02) <= 0.04
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     sizes=st.lists(st.integers(1, 3000), min_size=1, max_size=40),
     share=st.sampled_from([0.001, 0.02, 0.1, 0.5, 0.9]),

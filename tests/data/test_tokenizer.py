@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
+from property_tests import examples
 from tokenizers import models, pre_tokenizers, processors, trainers
 
 from scrimp.data import Tokenizer, load_tokenizer
@@ -66,7 +67,7 @@ def test_transformers_gives_the_same_ids_and_text(
     assert ours.encode_prompt("") == [ours.delimiter_id]
 
 
-@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=st.text())
 def test_any_text_comes_back_from_its_ids(bpe: Tokenizer, text: str) -> None:
     for tokenizer in (bpe, load_tokenizer("bytes")):

@@ -5,8 +5,9 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_tests import examples
 
 from scrimp.errors import PlanError
 from scrimp.export.fit import Host, Inexpressible, Triple, compute_of, fit, nearest, summarise
@@ -25,7 +26,7 @@ def linear(triple: Triple, saved: str = "bf16") -> LinearPrecision:
     return LinearPrecision(*triple, saved)
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(planned=TRIPLES, runs=HOSTS)
 def test_the_nearest_never_has_fewer_bits_and_none_is_nearer(planned: Triple, runs: list[Triple]) -> None:
     chosen = nearest(planned, runs)
@@ -41,7 +42,7 @@ def test_the_nearest_never_has_fewer_bits_and_none_is_nearer(planned: Triple, ru
     assert chosen == planned or planned not in runs
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(plan=st.lists(TRIPLES, min_size=1, max_size=6), runs=HOSTS, approximate=st.booleans())
 def test_what_runs_is_planned_or_named_gemm_by_gemm(
     plan: list[Triple], runs: list[Triple], approximate: bool
@@ -117,7 +118,7 @@ def test_a_summary_has_one_line_for_layers_that_share_their_fate() -> None:
     assert short.startswith("blocks.0.down, blocks.1.down, ... (9 globs): ")
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(plan=st.lists(TRIPLES, min_size=1, max_size=8), runs=HOSTS)
 def test_a_summary_says_all_that_is_left_out_and_nothing_else(plan: list[Triple], runs: list[Triple]) -> None:
     precisions = {f"blocks.{i}.down": linear(triple) for i, triple in enumerate(plan)}

@@ -6,8 +6,9 @@ import fnmatch
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_tests import examples
 
 from scrimp.export.globs import collapse
 
@@ -24,7 +25,7 @@ GRIDS = st.builds(
 
 
 @pytest.mark.slow
-@settings(max_examples=300)
+@examples(300)
 @given(names=st.one_of(st.lists(NAMES, min_size=1, max_size=30), GRIDS), data=st.data())
 def test_reading_the_patterns_gives_the_choices_back_in_any_order(
     names: list[str], data: st.DataObject

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_tests import examples
 
 from scrimp.export import rename, to_transformer_engine
 from scrimp.export.fit import Triple
@@ -71,7 +72,7 @@ def plans(draw: st.DrawFn) -> dict[str, LinearPrecision]:
     return plan | {"head": LinearPrecision(*draw(TRIPLES), "bf16")}
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(plan=plans(), approximate=st.booleans(), names=st.sampled_from(["megatron", "scrimp", "huggingface"]))
 def test_the_file_reads_back_as_the_plan_but_for_what_is_named(
     plan: dict[str, LinearPrecision], approximate: bool, names: Any

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_tests import examples
 from slow_oracle import COMBINATIONS, LARGEST, all_values, one_group, power_of_two, slowly, tensor_scale_of
 from torch import Tensor
 from torchao.prototype.mx_formats.config import ScaleCalculationMode
@@ -191,7 +192,7 @@ def test_numbers_between_two_values_are_divided_by_their_scale_as_documented(
         )
 
 
-@settings(max_examples=120)
+@examples(120)
 @given(
     st.sampled_from(COMBINATIONS),
     st.sampled_from([(31,), (127, 131), (131, 37), (3, 7, 17), (3, 17, 131), (2, 131, 7), (1, 13), (13, 1)])

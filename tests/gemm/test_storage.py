@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from planned_cases import QUANTIZED, random
+from property_tests import examples
 
 from scrimp.formats import Noise, QuantizedTensor
 from scrimp.gemm.backends import ReferenceBackend
@@ -26,7 +27,7 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(st.sampled_from(QUANTIZED), st.integers(0, 300), st.integers(1, 70))
 @example("nvfp4", 1, 1)
 @example("fp8_tensor", 0, 1)

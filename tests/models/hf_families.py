@@ -18,7 +18,6 @@ from scrimp.models.model import Model, build_model
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
-torch.set_num_threads(1)
 
 VOCABULARY = 97
 LENGTH = 100  # beyond the original context of the scaled model, and beyond the window of the others

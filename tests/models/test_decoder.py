@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 from decoder_reference import FAMILIES, LLAMA, filled, packed_logits, summed_loss, weights_of
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from losses import next_token_loss
+from property_tests import examples
 
 from scrimp.errors import ModelError
 from scrimp.models import spec_of
@@ -70,7 +71,7 @@ def test_loss_and_every_gradient_equal_the_reference(family: str, starts: list[i
         assert error < 1e-5, f"{name}: {error}"
 
 
-@settings(max_examples=12)
+@examples(12)
 @given(inner=st.sets(st.integers(1, 47), max_size=40))
 def test_any_packing_equals_each_document_run_alone(inner: set[int]) -> None:
     starts = sorted({0, 24, 48} | inner)

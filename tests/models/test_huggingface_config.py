@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 from hf_families import FAMILIES, reference_model
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from property_tests import examples
 from transformers import AutoConfig
 
 from scrimp.config import PRESETS, Architecture, RopeScaling
@@ -204,7 +205,7 @@ def test_an_export_states_rope_for_older_and_newer_versions_of_transformers() ->
     assert plain["rope_parameters"] == {"rope_type": "default", "rope_theta": 5e5}
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     family=st.sampled_from(["llama", "qwen2", "qwen3", "mistral", "olmo2", "gemma3_text"]),
     heads=st.sampled_from([(1, 1), (4, 1), (4, 2), (6, 3), (8, 8)]),

@@ -10,9 +10,10 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from losses import next_token_loss
+from property_tests import examples
 from test_streaming import ARCHITECTURE, CPU, FORMATS
 from torch import Tensor
 
@@ -135,7 +136,7 @@ def test_any_mixture_with_visiting_states_and_weights_on_the_host_is_bit_equal(
     assert_same(made, plain)
 
 
-@settings(max_examples=12)
+@examples(12)
 @given(
     format_=st.sampled_from(sorted(ALL_FORMATS)),
     scales=st.lists(st.sampled_from((1.0, 0.2, 0.01, float("inf"), float("nan"))), min_size=2, max_size=4),

@@ -5,7 +5,8 @@ from collections.abc import Callable
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
+from property_tests import examples
 from torch import Tensor
 
 from scrimp.formats import Noise
@@ -39,7 +40,7 @@ def of(format_: MomentFormat, shape: tuple[int, int], which: str) -> Moment:
     spread=st.sampled_from([0.1, 1.0, 4.0]),
     which=st.sampled_from(["mean", "square"]),
 )
-@settings(max_examples=100)
+@examples(100)
 def test_8_bits_are_off_by_less_than_a_step(
     seed: int, columns: int, exponent: int, spread: float, which: str
 ) -> None:

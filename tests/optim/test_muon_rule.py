@@ -13,7 +13,6 @@ from scrimp.optim.foreign import TorchOptimizer
 from scrimp.optim.update_rules import MuonRule
 from scrimp.statistics.sensitivity import STEP, sensitivity
 
-torch.set_num_threads(1)
 SHAPES = [(48, 16), (16, 48), (32, 32)]
 
 

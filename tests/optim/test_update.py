@@ -5,7 +5,8 @@ from dataclasses import replace
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
+from property_tests import examples
 from torch import Tensor
 
 from scrimp.formats import Noise
@@ -62,7 +63,7 @@ def test_every_step_is_that_of_float64_from_the_same_state(
     format_=st.sampled_from(FORMATS),
     dtypes=st.sampled_from([(a, b) for a in DTYPES for b in DTYPES]),
 )
-@settings(max_examples=60)
+@examples(60)
 def test_pieces_and_shards_by_rows_change_no_bit(
     rows: int, columns: int, piece: int, format_: MomentFormat, dtypes: tuple[torch.dtype, torch.dtype]
 ) -> None:

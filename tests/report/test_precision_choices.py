@@ -3,8 +3,9 @@
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_tests import examples
 
 from scrimp.precision import GEMMS, RECIPES
 from scrimp.report.precision_choices import (
@@ -54,7 +55,7 @@ def harm_of(plan, layer, gemm, name):
     return total
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(plans())
 def test_a_move_changes_the_total_by_what_it_says(plan):
     total = total_harm(plan)
@@ -65,7 +66,7 @@ def test_a_move_changes_the_total_by_what_it_says(plan):
             assert total + change == pytest.approx(harm_of(plan, layer, gemm, other), abs=1e-9)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(plans())
 def test_the_next_best_changes_least(plan):
     for layer, gemm in plan.analysis.gemms:
@@ -75,7 +76,7 @@ def test_the_next_best_changes_least(plan):
         assert best is None or abs(best.change) == min(abs(move.change) for move in found)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(plans(), st.sampled_from(["promotion", "demotion", "swap"]), st.integers(1, 5))
 def test_the_nearest_moves_are_those_with_the_least_rate(plan, direction, count):
     rates = {}

@@ -6,8 +6,9 @@ import re
 
 import pytest
 from fake_run import SPLIT, analysis, plan_of, start_plan, write_analysis, write_replanned_run, write_run
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_tests import examples
 from test_page import EVIL, Tags
 
 from scrimp.precision import GEMMS, RECIPES
@@ -38,7 +39,7 @@ def plan_at(gemms):
     return PlanAt(step=None, choices=choices_of(gemms))
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     st.dictionaries(
         st.sampled_from([f"blocks.{n}.{name}" for n in range(4) for name in ("a", "b.c")] + ["head", "x"]),
@@ -179,7 +180,7 @@ def test_text_from_outside_stays_text():
     assert not any(re.search("[\x00-\x08]", name) for name in [*names["layers"], *names["names"]])
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.dictionaries(st.sampled_from([*RECIPES]), st.floats(0.001, 1), min_size=1))
 def test_the_bar_is_full(weights):
     total = sum(weights.values())

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 from fake_run import SPLIT, analysis, plan_of
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_tests import examples
 from rich.console import Console
 
 from scrimp.errors import PlanError
@@ -35,7 +36,7 @@ def read_back(text):
     return found
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(
     st.lists(
         st.tuples(*[st.tuples(*[st.sampled_from(["bf16", "fp8", "nvfp4"])] * 3)] * 2), min_size=1, max_size=9

@@ -23,8 +23,6 @@ from scrimp.optim.foreign import TorchOptimizer
 from scrimp.planner.precision.profile import PrecisionProfile
 from scrimp.statistics import Subject, collect
 
-torch.set_num_threads(1)
-
 VOCABULARY = 64
 TOKENS = 48
 Batch = list[tuple[Tensor, Tensor]]

@@ -17,7 +17,6 @@ from scrimp.gemm.problem import AXES
 from scrimp.precision import GEMMS, OPERANDS, RECIPES
 from scrimp.statistics.norms import NormWatch, squared_error
 
-torch.set_num_threads(1)
 TOKENS, INPUTS, OUTPUTS = 24, 40, 18  # ragged: no multiple of 16
 QUANTIZED = [name for name, entry in RECIPES.items() if entry.fprop is not None]
 _SUMMED = {"fprop": ("ti,oi->to", INPUTS), "dgrad": ("to,oi->ti", OUTPUTS), "wgrad": ("to,ti->oi", TOKENS)}

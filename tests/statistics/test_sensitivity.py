@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_tests import examples
 from torch import Tensor, nn
 
 from scrimp.errors import PlanError
@@ -17,7 +18,6 @@ from scrimp.optim.update_rules import AdamWRule
 from scrimp.statistics import sensitivity as module
 from scrimp.statistics.sensitivity import sensitivity
 
-torch.set_num_threads(1)
 SIZE = 512
 
 
@@ -47,7 +47,7 @@ def rules(draw: st.DrawFn) -> tuple[AdamWRule, Tensor]:
     return rule, normal(seed + 2, SIZE) * scale
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(rules())
 def test_the_direction_has_the_derivative_of_the_closed_form(case: tuple[AdamWRule, Tensor]) -> None:
     rule, g = case
@@ -57,7 +57,7 @@ def test_the_direction_has_the_derivative_of_the_closed_form(case: tuple[AdamWRu
     assert torch.allclose(numeric, expected, rtol=1e-5, atol=1e-6 * float(expected.abs().max()))
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(rules(), st.booleans())
 def test_the_sensitivity_is_the_norm_of_the_closed_form_along_the_noise(
     case: tuple[AdamWRule, Tensor], is_spread: bool

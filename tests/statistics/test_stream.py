@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from models import Batch, MlpModel, batch, linear_names, losses
+from property_tests import examples
 from torch import Tensor, nn
 
 from scrimp.errors import ModelError
@@ -38,7 +39,7 @@ def test_noise_of_tokens_is_a_share_of_each_tokens_size() -> None:
     assert neighbours.abs().mean() < 0.1  # independent: 0.05 for 256 numbers
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(st.integers(0, 10**6), st.floats(-4, 4), st.integers(1, 40))
 def test_noise_of_weights_is_one_linear_map_of_all_tokens(seed: int, factor: float, width: int) -> None:
     a, b = (torch.randn(7, width, generator=torch.Generator().manual_seed(seed + i)) for i in range(2))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_tests import examples
 
 from scrimp.planner.memory.account import account_step
 from scrimp.planner.memory.costs import BlockClass, BlockCost, EndsCost, StepCosts
@@ -32,7 +33,7 @@ def steps(draw: st.DrawFn) -> tuple[StepCosts, States, list[str]]:
     return costs, states, draw(st.lists(st.sampled_from(NAMES), min_size=count, max_size=count))
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(step=steps(), accumulates=st.booleans())
 def test_categories_add_up_to_the_peak(step: tuple[StepCosts, States, list[str]], accumulates: bool) -> None:
     costs, states, activations = step

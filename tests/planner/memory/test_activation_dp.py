@@ -4,9 +4,10 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from made_up import MACHINE, QWEN_7B, llama_costs, step_costs
+from property_tests import examples
 
 from scrimp.planner.memory.activation_dp import Front, fastest
 from scrimp.planner.memory.costs import BlockClass, BlockCost, EndsCost, StepCosts, chosen_costs
@@ -33,7 +34,7 @@ def all_fronts(
     return {p for p in found if not any(q != p and q[0] <= p[0] and q[1] <= p[1] for q in found)}
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(
     costs=step_costs(blocks=5),
     device=st.integers(20, 900),

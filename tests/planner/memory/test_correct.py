@@ -3,9 +3,10 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from made_up import MACHINE, QWEN_7B, llama_costs
+from property_tests import examples
 
 from scrimp.planner.memory.account import account_step
 from scrimp.planner.memory.correct import corrected, scaled_rates
@@ -27,7 +28,7 @@ TIGHT = decision(replace(MACHINE, device_bytes=6 * 2**30))
 
 
 @pytest.mark.parametrize("of", [ROOMY, TIGHT], ids=["resident", "offloaded"])
-@settings(max_examples=25)
+@examples(25)
 @given(factor=st.floats(0.2, 8.0))
 def test_the_corrected_timeline_takes_what_was_measured(of: MemoryDecision, factor: float) -> None:
     measured = factor * of.timeline.seconds

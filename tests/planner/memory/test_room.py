@@ -3,9 +3,10 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from made_up import MACHINE, QWEN_7B, llama_costs, machines, step_costs
+from property_tests import examples
 
 from scrimp.config import parse_bytes
 from scrimp.planner.memory.costs import StepCosts
@@ -62,7 +63,7 @@ def test_a_host_too_small_is_told_how_much_it_needs() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=80)
+@examples(80)
 @given(costs=step_costs(), machine=machines())
 def test_figures_of_any_problem_fit(costs: StepCosts, machine: Machine) -> None:
     room = room_of(costs, machine, Setup())

@@ -7,9 +7,10 @@ from dataclasses import replace
 from itertools import combinations_with_replacement, product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from made_up import MACHINE, QWEN_7B, QWEN_14B, llama_costs, machines, step_costs
+from property_tests import examples
 
 from scrimp.planner.memory.bound import Bound
 from scrimp.planner.memory.costs import BlockClass, BlockCost, EndsCost, StepCosts, chosen_costs
@@ -58,7 +59,7 @@ def fastest_of_all(
     return best
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(costs=step_costs(blocks=2, choices=3), machine=machines(), setup=setups)
 def test_any_plan_fits_and_none_is_missed_where_a_placement_has_room(
     costs: StepCosts, machine: Machine, setup: Setup
@@ -133,7 +134,7 @@ def test_no_point_of_protrains_space_is_faster_than_what_is_found(blocks: int, s
         assert best == math.inf if plan is None else plan.seconds <= best * (1 + 1e-9)
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(data=st.data(), costs=step_costs(), machine=machines(), setup=setups)
 def test_the_bound_is_never_above_the_simulation(
     data: st.DataObject, costs: StepCosts, machine: Machine, setup: Setup

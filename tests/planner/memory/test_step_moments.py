@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_tests import examples
 
 from scrimp.errors import PlanError
 from scrimp.planner.memory.costs import BlockClass, BlockCost, EndsCost, StepCosts
@@ -108,7 +109,7 @@ def simulated(costs: StepCosts, choices: list[str], accumulates: bool) -> dict[s
     return memory.peaks
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(steps())
 def test_peaks_are_those_of_a_list_of_all_that_is_live(step: tuple[StepCosts, list[str], bool]) -> None:
     costs, choices, accumulates = step

@@ -8,15 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from profiles import names, profile
+from property_tests import examples
 
 from scrimp.errors import PlanError
 from scrimp.planner.precision import Budget, Question, Weights, choose, make_plan, plan_or_nearest
 from scrimp.planner.precision.policies import costs_of
 
-FAST = settings(max_examples=15)
+FAST = examples(15)
 BF16, FP8, FP4 = range(3)
 RATES = np.array([1.0, 0.5, 0.25])
 """Seconds of a GEMM in bf16, fp8, nvfp4 of what bf16 takes."""

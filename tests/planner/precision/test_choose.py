@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from profiles import FORMATS, names, profile, with_statistics
+from property_tests import examples
 
 from scrimp.errors import PlanError
 from scrimp.planner.precision.choose import (
@@ -28,7 +29,7 @@ from scrimp.planner.precision.choose import (
 from scrimp.planner.precision.policies import costs_of, order_of, protect
 from scrimp.planner.precision.profile import PrecisionProfile
 
-FAST = settings(max_examples=12)
+FAST = examples(12)
 SHARE = Budget(fp4_flops=0.5)
 BF16, FP8, FP4 = range(3)
 

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from profiles import profile, profiles, with_statistics
+from property_tests import examples
 
 from scrimp.errors import PlanError
 from scrimp.planner.precision.divergence import (
@@ -27,7 +28,7 @@ from scrimp.planner.precision.divergence import (
 )
 from scrimp.planner.precision.profile import BatchStatistics, PrecisionProfile
 
-FAST = settings(max_examples=25)
+FAST = examples(25)
 WEIGHTS = st.builds(Weights, *[st.floats(0, 5)] * 3)
 
 

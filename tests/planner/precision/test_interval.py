@@ -7,8 +7,9 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from profiles import profile, profiles
+from property_tests import examples
 
 from scrimp.planner.precision import Budget, PrecisionProfile, Question, choose, make_plan
 from scrimp.planner.precision.interval import LEVEL, intervals, root_interval, student
@@ -47,7 +48,7 @@ def test_quantiles_fall_towards_the_normals() -> None:
     assert values[-1] == pytest.approx(1.972, abs=0.001)  # of 199 degrees of freedom
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(profiles(batches=4))
 def test_the_prediction_is_the_middle_of_its_interval(made: PrecisionProfile) -> None:
     plan = make_plan(Question(made, HALF), draws=1)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from profiles import names, profile
+from property_tests import examples
 
 from scrimp.errors import PlanError
 from scrimp.planner.precision import Budget, Question, allowed_by, choose
@@ -17,7 +18,7 @@ _, FP8, FP4 = range(3)
 """Places of the profiles' formats: bf16, fp8, nvfp4."""
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(st.integers(0, 10**6), st.integers(0, 1000), st.booleans())
 def test_matched_last_blocks_are_the_most_that_the_budget_allows(
     seed: int, thousandths: int, fix: bool

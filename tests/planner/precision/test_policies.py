@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from profiles import names, profile, profiles, with_statistics
+from property_tests import examples
 
 from scrimp.errors import PlanError
 from scrimp.planner.precision.divergence import (
@@ -115,7 +116,7 @@ def test_layers_are_protected_while_they_fit() -> None:
     assert protect([0, 1, 2, 3], shares, 0.0).tolist() == [True] * 4
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(st.lists(st.floats(0.01, 1), min_size=1, max_size=12), st.floats(0, 1), st.randoms())
 def test_protection_never_takes_more_than_it_may(sizes: list[float], share: float, random: object) -> None:
     shares = np.array(sizes) / sum(sizes)
@@ -174,14 +175,14 @@ def by_hand(statistics: PrecisionProfile, relative: bool) -> np.ndarray:
     return found
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(profiles(batches=3))
 def test_local_errors_are_summed_absolutely_and_relatively(made: PrecisionProfile) -> None:
     assert np.allclose(costs_of("min-abs-err", made), by_hand(made, relative=False))
     assert np.allclose(costs_of("min-rel-err", made), by_hand(made, relative=True))
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(profiles(batches=2), st.builds(Weights, *[st.floats(0, 3)] * 3))
 def test_snip_decides_by_gemm_and_by_layer(made: PrecisionProfile, weights: Weights) -> None:
     found = mean_divergence(made)

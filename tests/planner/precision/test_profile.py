@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from profiles import FORMATS, profile, profiles, with_statistics
+from property_tests import examples
 from safetensors.numpy import load_file, save_file
 
 from scrimp.errors import PlanError
@@ -30,7 +31,7 @@ def assert_same(one: PrecisionProfile, other: PrecisionProfile) -> None:
             assert np.array_equal(value, getattr(b, name), equal_nan=True), name
 
 
-@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(profiles(batches=3))
 def test_what_is_written_is_read(tmp_path: Path, made: PrecisionProfile) -> None:
     path = tmp_path / "profile.safetensors"
@@ -53,7 +54,7 @@ def path(tmp_path: Path) -> Path:
     return made
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.floats(0, 0.999))
 def test_a_truncated_file_is_refused(path: Path, share: float) -> None:
     content = path.read_bytes()

@@ -9,14 +9,15 @@ import threading
 import highspy
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from programs import cheapest, large_program, least_cost, small_programs, tangled_program
+from property_tests import examples
 
 from scrimp.planner.solver.highs import solve_by_highs
 from scrimp.planner.solver.program import Limit, Program
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(small_programs())
 def test_it_finds_the_cheapest_plan_or_proves_that_there_is_none(program: Program) -> None:
     form, best = program.standard_form(), cheapest(program)

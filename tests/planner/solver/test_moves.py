@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from programs import all_plans, large_program, small_programs
+from property_tests import examples
 
 from scrimp.planner.solver.moves import improve, keep_current, repair
 from scrimp.planner.solver.program import Limit, Program, solve
 from scrimp.planner.solver.standard import propagate
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(small_programs())
 def test_no_single_change_improves_an_improved_plan(program: Program) -> None:
     form = program.standard_form()
@@ -76,7 +77,7 @@ def test_what_is_kept_together_costs_less_than_a_billionth() -> None:
     assert form.cost(kept) <= form.cost(cheapest) * (1 + 1e-9)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(small_programs())
 def test_keeping_the_current_plan_costs_nothing_and_breaks_nothing(program: Program) -> None:
     form = program.standard_form()

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from programs import (
     Floats,
     all_plans,
@@ -19,6 +19,7 @@ from programs import (
     stages,
     tangled_program,
 )
+from property_tests import examples
 
 from scrimp.errors import PlanError
 from scrimp.planner.solver.program import Limit, Program, solve
@@ -36,7 +37,7 @@ def llama_70b(seed: int) -> Program:
     return Program(harm * [0.0, 0.02, 1.0, 1.2], tuple(limits))
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(small_programs())
 def test_a_plan_is_the_cheapest_within_the_limits(program: Program) -> None:
     best = cheapest(program)
@@ -53,7 +54,7 @@ def test_a_plan_is_the_cheapest_within_the_limits(program: Program) -> None:
     assert solution.cost == pytest.approx(best, rel=1e-9)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(small_programs())
 def test_the_current_plan_stays_where_it_is_as_cheap_as_any(program: Program) -> None:
     plans = list(all_plans(program))

@@ -7,8 +7,9 @@ import re
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from programs import all_plans, cheapest, large_program, share_limit, small_programs, stages
+from property_tests import examples
 
 from scrimp.errors import PlanError
 from scrimp.planner.solver.program import Limit, Program, solve
@@ -58,7 +59,7 @@ def test_limits_that_fail_together_are_told_from_the_others() -> None:
     assert error.what == "no plan can meet the FP4 share and GEMMs in 4 bits together"
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(small_programs(missed=0.8))
 def test_blamed_limits_fail_together_and_none_of_them_is_needless(program: Program) -> None:
     assume(cheapest(program) is None)

@@ -6,15 +6,16 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from programs import all_plans, linear_sizes, small_programs
+from property_tests import examples
 
 from scrimp.planner.solver.program import Limit, Program
 from scrimp.planner.solver.standard import common_unit, one_sided, propagate
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(small_programs())
 def test_no_choice_of_a_plan_is_taken_out(program: Program) -> None:
     form = propagate(program.standard_form())
@@ -23,7 +24,7 @@ def test_no_choice_of_a_plan_is_taken_out(program: Program) -> None:
         assert form.allowed[np.arange(len(plan)), plan].all()
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(small_programs())
 def test_one_sided_limits_hold_exactly_where_the_limits_do(program: Program) -> None:
     form = program.standard_form()

@@ -9,8 +9,9 @@ import threading
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_tests import examples
 
 from scrimp.errors import PlanError
 from scrimp.runtime.memory import ArenaTooSmallError, HostArena, HostBudgetError, PinningRefusedError, Place
@@ -28,7 +29,7 @@ def fill(place: Place, value: int) -> None:
 # ---- places
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     steps=st.lists(st.tuples(st.booleans(), st.integers(0, 9 * UNIT)), max_size=40),
     num_units=st.integers(4, 24),

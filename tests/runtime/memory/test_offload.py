@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from losses import next_token_loss
 from offload_cases import (
@@ -25,6 +25,7 @@ from offload_cases import (
     same,
     saved_storages,
 )
+from property_tests import examples
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -488,7 +489,7 @@ def test_backward_in_another_thread() -> None:
     assert same([p.grad for p in run.model.parameters()], [p.grad for p in expected.model.parameters()])
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(
     actions=st.lists(
         st.sampled_from(["forward", "backward", "retained", "drop", "eval", "reset"]), max_size=12

@@ -5,7 +5,15 @@ optimizer says of itself.
 """
 
 from scrimp.profiler.memory_trace.optimizer_memory import GradientSums, OptimizerMemory, Tracing
-from scrimp.profiler.memory_trace.trace import batch_bytes, trace_costs
+from scrimp.profiler.memory_trace.trace import KnownBlocks, batch_bytes, trace_costs
 from scrimp.profiler.memory_trace.tracker import StorageTracker
 
-__all__ = ["GradientSums", "OptimizerMemory", "StorageTracker", "Tracing", "batch_bytes", "trace_costs"]
+__all__ = [
+    "GradientSums",
+    "KnownBlocks",
+    "OptimizerMemory",
+    "StorageTracker",
+    "Tracing",
+    "batch_bytes",
+    "trace_costs",
+]

@@ -63,6 +63,8 @@ from scrimp.profiler.memory_trace.tracker import StorageTracker
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CPU = torch.device("cpu")
 _Class = tuple[BlockSpec, tuple[LinearPrecision, ...]]
+KnownBlocks = dict[tuple[_Class, Activations], BlockCost]
+"""Blocks under one choice that have been traced: what a run asks again for another vocabulary, or for more choices."""
 LOSS_SCALARS = 16
 """Numbers of a loss that are on the device at once: its sums, the total of a step, what is differentiated."""
 
@@ -83,6 +85,7 @@ def trace_costs(
     gpu: Gpu | None = None,
     documents: bool = False,
     compiled: bool = False,
+    known: KnownBlocks | None = None,
 ) -> StepCosts:
     """Bytes of a step of one device that holds the whole model; seconds are left 0.
 
@@ -101,6 +104,8 @@ def trace_costs(
             its backward pass takes from its multiprocessors. None: an H100.
         documents: rows may hold several documents, which attention keeps apart.
         compiled: torch.compile runs the blocks, which decides how attention keeps them apart.
+        known: blocks of earlier calls that differed in vocabulary, layers' formats or choices alone; those that are
+            traced here are added.
 
     Raises:
         PlanError: an unknown choice.
@@ -117,6 +122,7 @@ def trace_costs(
         gpu or Gpu(),
         documents,
         compiled,
+        {} if known is None else known,
     )
     plans, head = _formats(linears or {}, LinearPrecision.of(precision), spec_of(architecture))
     classes = list(dict.fromkeys(plans))
@@ -127,7 +133,10 @@ def trace_costs(
             step.update_peak(dict(model.named_parameters())),
             step.norm_peak(model.parameters()),
         )
-        traced = tuple(step.block_class(model, block, choices) for block in model.each_block())
+        traced = tuple(
+            step.block_class(model, block, kind, choices)
+            for block, kind in zip(model.each_block(), classes, strict=True)
+        )
         boundary, tables = step.stream_bytes(), step.table_bytes(model)
         resident = step.batch_bytes() + tables
     return StepCosts(
@@ -208,6 +217,7 @@ class _Step:
     gpu: Gpu
     documents: bool
     compiled: bool
+    known: KnownBlocks
     backend: RememberedBackend = dataclasses.field(default_factory=RememberedBackend)
 
     @property
@@ -259,30 +269,39 @@ class _Step:
             accumulating_embedding_peak=added.embedding_peak,
         )
 
-    def block_class(self, model: Model, block: Block, choices: Sequence[Activations]) -> BlockClass:
+    def block_class(
+        self, model: Model, block: Block, kind: _Class, choices: Sequence[Activations]
+    ) -> BlockClass:
         """One block of a model under all choices."""
         named = _named(model, block)
-        costs: dict[str, BlockCost] = {}
-        for level in dict.fromkeys(choice.level for choice in choices):
-            block.activations = Activations(level)
-            new, added = (self._block(block, exist=exist) for exist in (False, True))
-            kept = BlockCost(
-                new.kept,
-                new.forward_peak,
-                new.backward_peak,
-                accumulating_peak=added.backward_peak,
-                cast=new.cast,
-            )
-            costs[level] = kept
-            if Activations(level, is_offloaded=True) in choices:
-                costs[f"{level}+offload"] = self._offloaded(block, kept)
+        for choice in choices:
+            self._learn(block, kind, choice)
         return BlockClass(
             **self._states(named),
-            choices={str(choice): costs[str(choice)] for choice in choices},
+            choices={str(choice): self.known[kind, choice] for choice in choices},
             parameters=sum(parameter.numel() for parameter in named.values()),
             update_peak=self.update_peak(named),
             norm_peak=max(self.norm_peak([parameter]) for parameter in block.parameters()),
             norms=sum(self._scalars(1) for _ in block.parameters()),
+        )
+
+    def _learn(self, block: Block, kind: _Class, choice: Activations) -> None:
+        """Trace one block under one choice, unless that is known."""
+        if (kind, choice) in self.known:
+            return
+        block.activations = Activations(choice.level)
+        if choice.is_offloaded:
+            kept = Activations(choice.level)
+            self._learn(block, kind, kept)
+            self.known[kind, choice] = self._offloaded(block, self.known[kind, kept])
+            return
+        new, added = (self._block(block, exist=exist) for exist in (False, True))
+        self.known[kind, choice] = BlockCost(
+            new.kept,
+            new.forward_peak,
+            new.backward_peak,
+            accumulating_peak=added.backward_peak,
+            cast=new.cast,
         )
 
     def _block(self, block: Block, *, exist: bool) -> BlockTrace:

@@ -14,7 +14,7 @@ Checked  tests/training/memory/test_decide.py
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -30,6 +30,7 @@ from scrimp.config.activations import (
     assign_activations,
     blocks_on_host,
 )
+from scrimp.config.optimizers import facts_of
 from scrimp.data import held_bytes
 from scrimp.errors import PlanError
 from scrimp.models import spec_of
@@ -49,7 +50,7 @@ from scrimp.planner.memory.timeline import step_timeline
 from scrimp.precision import LinearPrecision, PrecisionRules, parse_rules
 from scrimp.profiler import Device
 from scrimp.profiler.bandwidth import LinkRates
-from scrimp.profiler.memory_trace import batch_bytes, trace_costs
+from scrimp.profiler.memory_trace import KnownBlocks, batch_bytes, trace_costs
 from scrimp.runtime.memory import uses_host
 from scrimp.training.memory.block_seconds import linears_of, links_of, with_seconds
 from scrimp.training.memory.limits import (
@@ -127,9 +128,11 @@ def _shared(problem: Problem, config: ResolvedConfig, device: Device) -> Problem
 
 def _resident(config: ResolvedConfig, architecture: Architecture, device: Device) -> MemoryDecision | None:
     """Everything on the device, where it takes a small share of it; None where it does not, or the user has said
-    something else."""
-    blocks = architecture.num_layers
-    if config.memory.activations not in ("auto", "keep") or split_of(config, blocks) is not None:
+    something else. Where the optimizer updates on the device alone, that states are there says nothing."""
+    blocks, may_place = architecture.num_layers, facts_of(config.optimizer.name).on_host
+    if config.memory.activations not in ("auto", "keep"):
+        return None
+    if may_place and split_of(config, blocks) is not None:
         return None
     costs = traced(config, architecture, device.torch_device, ("keep",))
     limit = device_limit(config, device, costs.checkpoint_copy)
@@ -430,6 +433,10 @@ def _traced_base(
     )
 
 
+_BLOCKS: dict[Hashable, KnownBlocks] = {}
+"""Blocks that this process has traced, by all that they depend on."""
+
+
 @cache
 def _costs(
     architecture: Architecture,
@@ -439,5 +446,9 @@ def _costs(
     **settings: Any,
 ) -> StepCosts:
     """`trace_costs`, once: a configuration is asked for while its micro-batch is looked for, when it is refused, and
-    when its data are open. Kernels of a CPU take memory by the number of threads, which the trace reads from torch."""
-    return trace_costs(architecture, linears=dict(linears), **settings)
+    when its data are open. Kernels of a CPU take memory by the number of threads, which the trace reads from torch.
+    Blocks know no vocabulary, and a choice of activations nothing of the others: each is traced for all of them."""
+    alike = {key: value for key, value in settings.items() if key not in ("activations", "loss_chunk")}
+    key = dataclasses.replace(architecture, vocab_size=1), num_threads, tuple(alike.items())
+    known = _BLOCKS.setdefault(key, {})
+    return trace_costs(architecture, linears=dict(linears), known=known, **settings)
