@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from scrimp.config import Config, ModelConfig, TrainConfig, preset, resolve
+from scrimp.config import Config, ModelConfig, Sampling, TrainConfig, preset, resolve
 from scrimp.data import Batch
 from scrimp.data.loader import IGNORED
 from scrimp.models.generation import generate
@@ -182,7 +182,7 @@ class Work:
             for sample in range(2):
                 texts.append((list(ids), prompt))
                 streams.append(
-                    generate(model, ids, max_tokens=most, temperature=1.0, seed=2 * index + sample)
+                    generate(model, ids, max_tokens=most, sampling=Sampling(1.0, seed=2 * index + sample))
                 )
         running = list(zip(texts, streams, strict=True))
         model.eval()

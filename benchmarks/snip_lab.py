@@ -31,8 +31,9 @@ from scrimp.statistics import Subject, collect
 from scrimp.statistics.stream import square
 from scrimp.training.checkpoint import CheckpointStore
 from scrimp.training.evaluation import evaluate
+from scrimp.training.run_data import open_run_corpus
 from scrimp.training.run_state import read_state
-from scrimp.training.setup import decide, open_run_corpus
+from scrimp.training.setup import decide
 
 Choices = Mapping[str, Sequence[str]]
 """Layer to recipes of fprop, dgrad, wgrad."""
@@ -54,7 +55,7 @@ class Lab:
         architecture = state.architecture
         self.decisions = decide(config, architecture=architecture)
         self.train_config = self.decisions.config.train
-        self.corpus = open_run_corpus(self.decisions, progress=False)
+        self.corpus = open_run_corpus(self.decisions.config, self.decisions.world, progress=False)
         self.device = self.decisions.device.torch_device
         dtype = DTYPES[self.train_config.parameters]
         self.model = build_model(architecture, device=self.device, dtype=dtype)

@@ -13,6 +13,7 @@ import phases_work
 import pytest
 import torch
 
+from scrimp.config import Sampling
 from scrimp.data.loader import IGNORED
 from scrimp.models.generation import generate
 
@@ -44,7 +45,10 @@ def test_sequences_that_are_generated_in_turns_are_those_generated_alone() -> No
         assert LOAD.prompt_tokens[0] <= prompt <= LOAD.prompt_tokens[1]
         with work.trained.autocast():
             alone = generate(
-                work.trained.model, ids[:prompt], max_tokens=len(ids) - prompt, temperature=1.0, seed=index
+                work.trained.model,
+                ids[:prompt],
+                max_tokens=len(ids) - prompt,
+                sampling=Sampling(1.0, seed=index),
             )
             assert list(alone) == ids[prompt:]
 

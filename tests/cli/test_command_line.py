@@ -11,7 +11,7 @@ import pytest
 
 import scrimp
 from scrimp.cli import main
-from scrimp.config import Config, replace_values
+from scrimp.config import Config, Sampling, replace_values
 
 
 def trained(calls) -> tuple[Config, dict]:
@@ -132,10 +132,7 @@ def test_the_other_commands_hand_over_their_arguments(calls, capsys) -> None:
     assert made["generate_text"][0] == (Path("run"), "-5 is")
     assert made["generate_text"][1] == {
         "tokens": 3,
-        "temperature": 0.0,
-        "top_k": 0,
-        "top_p": 1.0,
-        "seed": 0,
+        "sampling": Sampling(temperature=0.0),
         "device": "auto",
     }
     assert made["export_run"] == ((Path("run"), Path("out")), {})

@@ -8,6 +8,7 @@ import pytest
 import torch
 from decoder_reference import FAMILIES, LLAMA, filled, packed_logits, weights_of
 
+from scrimp.config import Sampling
 from scrimp.errors import ConfigError, ModelError
 from scrimp.models import generation
 from scrimp.models.generation import choose, generate
@@ -49,7 +50,9 @@ def test_bf16_models_generate() -> None:
 
 def test_the_seed_decides_the_draws() -> None:
     model = filled(LLAMA)
-    texts = [list(generate(model, PROMPT, max_tokens=20, temperature=1.0, seed=seed)) for seed in (1, 1, 2)]
+    texts = [
+        list(generate(model, PROMPT, max_tokens=20, sampling=Sampling(1.0, seed=seed))) for seed in (1, 1, 2)
+    ]
     assert texts[0] == texts[1] != texts[2]
 
 
@@ -75,21 +78,21 @@ def test_bad_input_is_refused_before_the_first_token() -> None:
     for prompt in ([], [61], [-1]):
         with pytest.raises(ModelError):
             generate(model, prompt, max_tokens=1)
-    for settings in (
-        {"temperature": -1.0},
-        {"top_k": -1},
-        {"top_p": 0.0},
-        {"top_p": 1.5},
-        {"max_tokens": -1},
+    for sampling in (
+        Sampling(temperature=-1.0),
+        Sampling(top_k=-1),
+        Sampling(top_p=0.0),
+        Sampling(top_p=1.5),
     ):
         with pytest.raises(ConfigError):
-            generate(model, PROMPT, **{"max_tokens": 1, **settings})  # type: ignore[arg-type]
+            generate(model, PROMPT, max_tokens=1, sampling=sampling)
+    with pytest.raises(ConfigError):
+        generate(model, PROMPT, max_tokens=-1)
 
 
-def draws(logits: list[float], **settings: float) -> Counter[int]:
-    generator = torch.Generator().manual_seed(0)
-    options = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, **settings}
-    return Counter(choose(torch.tensor(logits), generator=generator, **options) for _ in range(2000))  # type: ignore[arg-type]
+def draws(logits: list[float], temperature: float = 1.0, **cut: float) -> Counter[int]:
+    generator, sampling = torch.Generator().manual_seed(0), Sampling(temperature, **cut)  # type: ignore[arg-type]
+    return Counter(choose(torch.tensor(logits), sampling, generator) for _ in range(2000))
 
 
 LOGITS = [0.0, 2.0, 1.0, -1.0]

@@ -11,10 +11,11 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 from scrimp.cli.trained import load_executable, new_text
+from scrimp.config import Sampling
 from scrimp.data import ChatTemplate, Tokenizer
 from scrimp.data.chat_template import read_template
 from scrimp.errors import ModelError, ScrimpError, typed
@@ -27,29 +28,25 @@ PROMPT = "> "
 _HELP = "/reset begins a new conversation, /quit ends"
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How answers are drawn."""
-
-    tokens: int = 512
-    """Most tokens of an answer."""
-    temperature: float = 0.8
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-
-
 class Conversation:
     """A conversation with a model.
 
     Args:
+        tokens: most of an answer.
+        sampling: how they are drawn, with another seed in each turn.
         system: what stands before the first message; None: nothing.
     """
 
     def __init__(
-        self, executable: Executable, template: ChatTemplate, sampling: Sampling, system: str | None = None
+        self,
+        executable: Executable,
+        template: ChatTemplate,
+        tokens: int,
+        sampling: Sampling,
+        system: str | None = None,
     ) -> None:
-        self._executable, self._template, self._sampling = executable, template, sampling
+        self._executable, self._template = executable, template
+        self._tokens, self._sampling = tokens, sampling
         self._first = [] if system is None else [{"role": "system", "content": system}]
         self.messages: list[dict[str, str]] = list(self._first)
 
@@ -64,7 +61,7 @@ class Conversation:
             DataError: the template refuses the conversation. ModelError: it does not fit the model's context.
         """
         asked = [*self.messages, {"role": "user", "content": text}]
-        prompt, sampling = self._template.prompt(asked), self._sampling
+        prompt = self._template.prompt(asked)
         context = self._executable.model.architecture.context
         room = context - len(prompt)
         if room < 1:
@@ -77,11 +74,8 @@ class Conversation:
         tokens = generate(
             self._executable.model,
             prompt,
-            max_tokens=min(sampling.tokens, room),
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            seed=sampling.seed + len(asked),  # not the same draws in each turn
+            max_tokens=min(self._tokens, room),
+            sampling=replace(self._sampling, seed=self._sampling.seed + len(asked)),
             end_ids=self._template.end_ids,
         )
         ids = list(prompt)
@@ -94,6 +88,7 @@ def chat(
     folder: Path,
     *,
     system: str | None = None,
+    tokens: int,
     sampling: Sampling,
     device: str = "auto",
     chat_template: Path | None = None,
@@ -109,7 +104,7 @@ def chat(
     """
     target = open_target(folder)
     template = _template(target.tokenizer, chat_template, folder)
-    conversation = Conversation(load_executable(target, device), template, sampling, system)
+    conversation = Conversation(load_executable(target, device), template, tokens, sampling, system)
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         print(f"{folder}: {_HELP}", file=sys.stderr)

@@ -20,6 +20,7 @@ from scrimp.config import (
     RANGES,
     Config,
     Range,
+    Sampling,
     check_device,
     check_range,
     check_values,
@@ -206,14 +207,7 @@ class Generate:
     """Text to continue."""
     tokens: int = 128
     """Most new tokens."""
-    temperature: float = 0.8
-    """0 always takes the most likely token (greedy); higher is more random."""
-    top_k: int = 0
-    """Draw from this many most likely tokens only; 0 from all."""
-    top_p: float = 1.0
-    """Draw from the most likely tokens that together have this probability; 1 from all."""
-    seed: int = 0
-    """Decides the draws."""
+    sampling: Annotated[Sampling, arg(name="")] = field(default_factory=Sampling)
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     trust_code: FlagCreatePairsOff[bool] = False
@@ -227,10 +221,7 @@ class Generate:
             self.target,
             self.prompt,
             tokens=self.tokens,
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            seed=self.seed,
+            sampling=self.sampling,
             device=self.device,
         )
         return 0
@@ -248,14 +239,7 @@ class Chat:
     """Jinja file that writes the conversation. Unset: the tokenizer's own template."""
     tokens: int = 512
     """Most tokens of an answer."""
-    temperature: float = 0.8
-    """0 always takes the most likely token (greedy); higher is more random."""
-    top_k: int = 0
-    """Draw from this many most likely tokens only; 0 from all."""
-    top_p: float = 1.0
-    """Draw from the most likely tokens that together have this probability; 1 from all."""
-    seed: int = 0
-    """Decides the draws."""
+    sampling: Annotated[Sampling, arg(name="")] = field(default_factory=Sampling)
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     trust_code: FlagCreatePairsOff[bool] = False
@@ -263,13 +247,13 @@ class Chat:
 
     def execute(self, given: frozenset[str]) -> int:
         _check_drawing(self)
-        from scrimp.cli.chat import Sampling, chat
+        from scrimp.cli.chat import chat
 
-        sampling = Sampling(self.tokens, self.temperature, self.top_k, self.top_p, self.seed)
         chat(
             self.target,
             system=self.system,
-            sampling=sampling,
+            tokens=self.tokens,
+            sampling=self.sampling,
             device=self.device,
             chat_template=self.chat_template,
         )
@@ -279,10 +263,7 @@ class Chat:
 def _check_drawing(command: Generate | Chat) -> None:
     """Ranges of what decides how tokens are drawn."""
     check_range("--tokens", command.tokens, _COUNT)
-    check_range("--temperature", command.temperature, Range(0, 100))
-    check_range("--top-k", command.top_k, Range(0, 2**31 - 1))
-    check_range("--top-p", command.top_p, Range(0, 1, above=True))
-    check_range("--seed", command.seed, RANGES["run.seed"])
+    command.sampling.check()
     check_device(command.device, "--device")
 
 

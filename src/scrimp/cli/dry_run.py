@@ -21,7 +21,7 @@ from scrimp.report.units import format_bytes, format_count, format_flops, format
 from scrimp.training.memory.account_table import account_tables, attention_text
 from scrimp.training.precision.preview import Preview, preview
 from scrimp.training.precision.question import shares_of
-from scrimp.training.setup import Decisions, decide, expected_vocabulary, fit_vocabulary
+from scrimp.training.setup import Decisions, decide
 from scrimp.training.start import anchored
 
 
@@ -71,16 +71,11 @@ def dry_run(
 
 def _decided(config: Config) -> tuple[Decisions, NoRoomError | None]:
     """The decisions of a run; where nothing fits those of one that keeps everything, to be shown, and the refusal."""
-
-    def decisions_of(config: Config) -> Decisions:
-        decisions = decide(config)
-        return fit_vocabulary(decisions, expected_vocabulary(decisions))
-
     try:
-        return decisions_of(config), None
+        return decide(config), None
     except NoRoomError as no_room:
         resident = MemoryConfig(activations="keep", weights="device", gradients="device", optimizer="device")
-        shown = decisions_of(replace(config, memory=resident))
+        shown = decide(replace(config, memory=resident))
         memory = replace(shown.memory, reason="nothing: everything resident, to show what it takes")
         return replace(shown, memory=memory), no_room
 

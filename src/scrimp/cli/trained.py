@@ -11,10 +11,11 @@ from pathlib import Path
 import torch
 
 from scrimp.cli.show import plain_console
+from scrimp.config import Sampling
 from scrimp.data import ChatTemplate, CorpusSpec, Progress, Tokenizer, open_corpus
 from scrimp.errors import DataError, ModelError
 from scrimp.models.generation import generate
-from scrimp.models.huggingface.export import export_model
+from scrimp.models.huggingface.export import OWN_TOKENIZER_RULES, export_model
 from scrimp.models.model import build_model
 from scrimp.profiler import resolve_device
 from scrimp.report.tables import key_value_table
@@ -110,11 +111,8 @@ def generate_text(
     folder: Path,
     prompt: str,
     *,
-    tokens: int = 128,
-    temperature: float = 0.8,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seed: int = 0,
+    tokens: int,
+    sampling: Sampling,
     device: str = "auto",
 ) -> str:
     """Continue `prompt`, printing the text as it comes; returns prompt and continuation.
@@ -132,10 +130,7 @@ def generate_text(
         executable.model,
         prompt_ids,
         max_tokens=tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
+        sampling=sampling,
         end_ids=target.tokenizer.end_ids,
     )
     for piece in new_text(target.tokenizer, ids, chosen):
@@ -197,9 +192,9 @@ def export_run(run_dir: Path, out: Path) -> None:
         save_tokenizer=save_and_seal,
     )
     own = '"PreTrainedTokenizerFast"' in tokenizer.files().get("tokenizer_config.json", "")
-    if target.architecture.family == "qwen2" and own:
+    if target.architecture.family in OWN_TOKENIZER_RULES and own:
         plain_console().print(
-            "note: beside a qwen2 model, AutoTokenizer of transformers 5 follows Qwen's own rules whatever the folder "
-            "says; load this tokenizer with PreTrainedTokenizerFast.from_pretrained"
+            f"note: beside a {target.architecture.family} model, AutoTokenizer of transformers 5 follows rules of its "
+            "own, whatever the folder says; load this tokenizer with PreTrainedTokenizerFast.from_pretrained"
         )
     plain_console().print(f"exported step {target.checkpoint.step:,} to {out}")

@@ -17,6 +17,7 @@ from scrimp.config.resolve import (
     with_later_choices,
 )
 from scrimp.config.resolved import Cadence, ResolvedConfig, closed
+from scrimp.config.sampling import Sampling
 from scrimp.config.schema import (
     BudgetConfig,
     CheckpointConfig,
@@ -56,6 +57,7 @@ __all__ = [
     "ResolvedConfig",
     "RopeScaling",
     "RunConfig",
+    "Sampling",
     "ScheduleConfig",
     "SnipConfig",
     "TrainConfig",

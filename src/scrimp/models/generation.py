@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from scrimp.config.architecture import Architecture
+from scrimp.config.sampling import GREEDY, Sampling
 from scrimp.errors import ConfigError, ModelError
 from scrimp.models.masks import allowed
 from scrimp.models.model import Model
@@ -41,10 +42,7 @@ def generate(
     prompt_ids: list[int],
     *,
     max_tokens: int,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seed: int = 0,
+    sampling: Sampling = GREEDY,
     end_ids: frozenset[int] = frozenset(),
 ) -> Iterator[int]:
     """Continue a prompt, yielding each token id as it is chosen.
@@ -53,10 +51,7 @@ def generate(
         model: on any device.
         prompt_ids: at least one token.
         max_tokens: most tokens to produce.
-        temperature: 0 for the most probable token, else the divisor of the logits.
-        top_k: keep this many tokens; 0 for all.
-        top_p: keep the most probable tokens that hold this share.
-        seed: of the draws.
+        sampling: how each is drawn.
         end_ids: tokens that end the text; they are not yielded.
 
     Raises:
@@ -64,14 +59,14 @@ def generate(
         ConfigError: a sampling setting is out of range.
     """
     _check_prompt(model.architecture, prompt_ids, max_tokens)
-    _check_sampling(temperature, top_k, top_p)
-    generator = torch.Generator().manual_seed(seed)
+    sampling.check()
+    generator = torch.Generator().manual_seed(sampling.seed)
 
     def tokens() -> Iterator[int]:
         caches = [_Cache() for _ in model.blocks]
         new = list(prompt_ids)
         for _ in range(max_tokens):
-            token = choose(_next_logits(model, new, caches), temperature, top_k, top_p, generator)
+            token = choose(_next_logits(model, new, caches), sampling, generator)
             if token in end_ids:
                 return
             yield token
@@ -113,26 +108,16 @@ def _what_fits(context: int, room: int, prompt_room: int) -> str:
     )
 
 
-def _check_sampling(temperature: float, top_k: int, top_p: float) -> None:
-    for name, value, fits, expected in (
-        ("temperature", temperature, 0.0 <= temperature < float("inf"), "0 or more"),
-        ("top_k", top_k, top_k >= 0, "0 (all tokens) or more"),
-        ("top_p", top_p, 0.0 < top_p <= 1.0, "more than 0, at most 1"),
-    ):
-        if not fits:
-            raise ConfigError(f"{name} is out of range", got=value, expected=expected)
-
-
-def choose(logits_V: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator) -> int:
+def choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
     """One token id from the logits of a position."""
-    if temperature == 0.0:
+    if sampling.temperature == 0.0:
         return int(logits_V.argmax())
-    p_V = torch.softmax(logits_V.double().cpu() / temperature, dim=-1)
+    p_V = torch.softmax(logits_V.double().cpu() / sampling.temperature, dim=-1)
     p_V, order_V = p_V.sort(descending=True, stable=True)
-    if top_k:
-        p_V = p_V[:top_k] / p_V[:top_k].sum()
+    if sampling.top_k:
+        p_V = p_V[: sampling.top_k] / p_V[: sampling.top_k].sum()
     # A token stays if those before it do not yet hold top_p: never fewer than one.
-    p_V = p_V[p_V.cumsum(0) - p_V < top_p]
+    p_V = p_V[p_V.cumsum(0) - p_V < sampling.top_p]
     return int(order_V[torch.multinomial(p_V, 1, generator=generator)])
 
 

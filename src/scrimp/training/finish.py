@@ -12,6 +12,7 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
+from scrimp.config import Sampling
 from scrimp.data import ChatTemplate
 from scrimp.errors import ScrimpError, StorageError, TrainingError, typed
 from scrimp.files import write_whole
@@ -146,9 +147,7 @@ def _sample(run: Run) -> None:
                 model,
                 prompt_ids,
                 max_tokens=min(SAMPLE_TOKENS, context - len(prompt_ids)),
-                temperature=0.8,
-                top_p=0.95,
-                seed=run.config.run.seed,
+                sampling=Sampling(top_p=0.95, seed=run.config.run.seed),
                 end_ids=end_ids,
             )
         )

@@ -10,13 +10,11 @@ from __future__ import annotations
 import dataclasses
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from scrimp import objectives, optim
 from scrimp.config import (
-    OWN_PRESETS,
     Architecture,
     Config,
     ResolvedConfig,
@@ -24,8 +22,8 @@ from scrimp.config import (
     check_values,
     resolve,
 )
-from scrimp.data import Corpus, CorpusSpec, is_corpus, load_tokenizer, open_corpus, packed
-from scrimp.errors import CheckpointError, ConfigError, DataError, DeviceError, ModelError, PlanError
+from scrimp.data import Corpus
+from scrimp.errors import CheckpointError, DeviceError, PlanError
 from scrimp.gemm import BackendChooser
 from scrimp.models import spec_of
 from scrimp.planner import BackendChoice, Plan, build_plan, refuse_misfit, with_precisions
@@ -41,12 +39,16 @@ from scrimp.training.memory.host_room import checkpoint_bytes, largest_tensor_by
 from scrimp.training.memory.limits import budgets_of, device_limit
 from scrimp.training.memory.micro_batch import decide_micro_batch
 from scrimp.training.precision.question import refuse_unreachable_share
-from scrimp.training.run_folder import TOKENIZER
-from scrimp.training.trained_weights import architecture_of_weights, tokenizer_of_weights
+from scrimp.training.run_data import (
+    decide_tokenizer,
+    expected_vocabulary,
+    fit_vocabulary,
+    name_tokenizer,
+    refuse_other_tokenizer,
+    refuse_unread_settings,
+)
+from scrimp.training.trained_weights import architecture_of_weights
 from scrimp.world import ALONE, World
-
-BPE_LIMIT = 32_768
-VOCAB_MULTIPLE = 64
 
 
 @dataclass(frozen=True)
@@ -177,6 +179,24 @@ class Decisions:
         """The same run with another decision about its memory."""
         return _decisions(self.device, self.config, self.architecture, self.reasons, memory)
 
+    def with_corpus(self, corpus: Corpus) -> Decisions:
+        """The same run, now that its tokenizer is known. It is planned again only where the embedding has other rows.
+
+        Raises:
+            ModelError: the weights are those of another tokenizer.
+            ConfigError: it has more entries than the model has rows.
+            PlanError: the run does not fit, or no longer.
+        """
+        refuse_other_tokenizer(self.config, corpus)
+        reasons = dict(self.reasons)
+        named = name_tokenizer(self.config, corpus, reasons)
+        config, architecture = fit_vocabulary(named, self.architecture, corpus.tokenizer.vocab_size, reasons)
+        found = dataclasses.replace(self, config=config, reasons=reasons)
+        if architecture != self.architecture:
+            found = _plan_for(self.device, config, architecture, reasons)
+        found.refuse_misfit()  # again: of the memory that was free, preparing the data may have taken long
+        return found
+
     @property
     def budgets(self) -> Budgets:
         """The memory that there is as the user knows it."""
@@ -199,7 +219,7 @@ def decide(config: Config, *, architecture: Architecture | None = None, world: W
     check_values(config)
     objectives.check(config.objective)
     optim.check(config)
-    _refuse_unread_settings(config)
+    refuse_unread_settings(config)
     _refuse_ranks(world)
     device = resolve_device(config.device, world)
     refuse_undetermined(device.torch_device)
@@ -218,30 +238,9 @@ def decide(config: Config, *, architecture: Architecture | None = None, world: W
     resolved = dataclasses.replace(resolution.config, device=device.spelling)
     if config.device == "auto":
         reasons["device"] = device.reason
-    resolved = _decide_tokenizer(resolved, resolution.architecture, reasons)
-    return _plan_for(device, resolved, resolution.architecture, reasons)
-
-
-def reads_conversations(config: Config) -> bool:
-    """Whether the objective learns from conversations, not from text."""
-    return objectives.build(config.objective).reads == "conversations"
-
-
-def _refuse_unread_settings(config: Config) -> None:
-    """Refuse settings of the data that the objective contradicts, or has no use for."""
-    if not reads_conversations(config):
-        if config.data.chat_template is not None:
-            raise ConfigError(
-                "data.chat_template is for conversations",
-                got=f"{config.data.chat_template} beside objective.name {config.objective.name}",
-                do="set --objective.name sft, or leave it out",
-            )
-    elif not config.data.mask_documents:
-        raise ConfigError(
-            "data.mask_documents cannot be switched off for conversations",
-            got="attention across the conversations of a sequence",
-            do="leave it out: conversations are always kept apart",
-        )
+    resolved = decide_tokenizer(resolved, resolution.architecture, reasons)
+    entries = expected_vocabulary(resolved, resolution.architecture)
+    return _plan_for(device, *fit_vocabulary(resolved, resolution.architecture, entries, reasons), reasons)
 
 
 def _refuse_ranks(world: World) -> None:
@@ -295,153 +294,6 @@ def _decisions(
         copy_bytes=copy,
     )
     return Decisions(config, architecture, device, plan, reasons, memory, copy)
-
-
-def _decide_tokenizer(
-    config: ResolvedConfig, architecture: Architecture, reasons: dict[str, str]
-) -> ResolvedConfig:
-    data = config.data
-    if data.tokenizer == "auto":
-        has_own = is_corpus(Path(data.source))  # shards bring their tokenizer along
-        folder = tokenizer_of_weights(config.model.weights) if config.model.weights and not has_own else None
-        if config.model.weights and not has_own and folder is None:
-            raise ModelError(
-                f"{config.model.weights} has no tokenizer that can be read",
-                expected="a tokenizer.json: the weights mean nothing to another tokenizer's ids",
-                do="save the model's tokenizer there with transformers, or name one with --data.tokenizer",
-            )
-        choice = str(folder) if folder else "auto"
-        if folder:
-            reasons["data.tokenizer"] = "the tokenizer of model.weights"
-        data = dataclasses.replace(data, tokenizer=choice)
-    if data.tokenizer not in ("auto", "bpe"):
-        if data.vocab_size is not None:
-            raise ConfigError(
-                "data.vocab_size has no effect on a ready tokenizer",
-                got=f"{data.vocab_size} beside the tokenizer {data.tokenizer}",
-                do="leave it out, or set --data.tokenizer bpe to train one",
-            )
-    elif data.vocab_size is None:
-        size = min(architecture.vocab_size, BPE_LIMIT)
-        data = dataclasses.replace(data, vocab_size=size)
-        reasons["data.vocab_size"] = f"the model's vocabulary, at most {BPE_LIMIT:,}"
-    return dataclasses.replace(config, data=data)
-
-
-def _vocabulary_follows(config: Config) -> bool:
-    """Whether the embedding takes its size from the tokenizer."""
-    model = config.model
-    return model.vocab_size is None and model.weights is None and model.preset in OWN_PRESETS
-
-
-def corpus_spec(config: Config) -> CorpusSpec:
-    """What `scrimp.data` needs to know of a configuration."""
-    data = config.data
-    return CorpusSpec(
-        source=data.source,
-        text_column=data.text_column,
-        conversations=reads_conversations(config),
-        chat_template=data.chat_template,
-        tokenizer=data.tokenizer,
-        bpe_vocab_size=data.vocab_size or BPE_LIMIT,
-        held_out=data.held_out,
-    )
-
-
-def open_run_corpus(decisions: Decisions, *, progress: bool = True, digest: str | None = None) -> Corpus:
-    """Open or prepare the corpus of a run and check that it suits the model.
-
-    Args:
-        digest: of the corpus that the run was begun with, if it was.
-    """
-    config = decisions.config
-    world = decisions.world
-    with world.writer_first("opening the data"):  # which prepares them; the others find shards
-        corpus = open_corpus(corpus_spec(config), cache=config.data.cache, progress=progress, digest=digest)
-    world.agree("the data", corpus.digest, do="give all ranks the same source and the same cache")
-    sequence = config.train.sequence
-    if corpus.manifest.holds_conversations:
-        packed(corpus.train, sequence)  # refused here where nothing fits
-        if corpus.held_out.num_tokens:
-            packed(corpus.held_out, sequence, "held-out")
-    elif corpus.train.num_tokens < sequence + 1:
-        raise DataError(
-            f"the training split of {config.data.source} is shorter than one sequence",
-            got=f"{corpus.train.num_tokens:,} tokens",
-            expected=f"at least {sequence + 1:,} (train.sequence + 1)",
-            do="give more text, or lower --train.sequence",
-        )
-    return corpus
-
-
-def refuse_other_tokenizer(decisions: Decisions, corpus: Corpus) -> None:
-    """Refuse to train weights on the ids of a tokenizer that is not theirs.
-
-    Raises:
-        ModelError: the corpus has another tokenizer than model.weights.
-    """
-    weights = decisions.config.model.weights
-    folder = tokenizer_of_weights(weights) if weights and weights.is_dir() else None
-    if folder is None or load_tokenizer(folder).digest == corpus.tokenizer.digest:
-        return
-    raise ModelError(
-        f"the tokenizer of {decisions.config.data.source} is not the one of {weights}",
-        got=f"{corpus.tokenizer.name}, {corpus.tokenizer.vocab_size:,} entries",
-        expected=f"the tokenizer in {folder}: to another one's ids the weights mean nothing",
-        do=f"leave --data.tokenizer out; shards are made with `scrimp prepare ... --tokenizer {folder}`",
-    )
-
-
-def name_tokenizer(decisions: Decisions, corpus: Corpus) -> Decisions:
-    """Say which tokenizer `auto` came to be."""
-    data = decisions.config.data
-    if data.tokenizer != "auto":
-        return decisions
-    if corpus.folder == Path(data.source):
-        # No tokenizer is trained: the size that one would have had is not part of this run.
-        data, reason = dataclasses.replace(data, vocab_size=None), "the one that the shards were made with"
-    else:
-        data, reason = dataclasses.replace(data, tokenizer="bpe"), "trained on the corpus"
-    reasons = decisions.reasons | {"data.tokenizer": reason}
-    if data.vocab_size is None:
-        reasons.pop("data.vocab_size", None)
-    config = dataclasses.replace(decisions.config, data=data)
-    return dataclasses.replace(decisions, config=config, reasons=reasons)
-
-
-def expected_vocabulary(decisions: Decisions) -> int:
-    """Entries of the tokenizer that a run will have, before its corpus is prepared: of one that
-    is still to be trained, as many as it may get."""
-    data = decisions.config.data
-    if data.source != "stdlib" and is_corpus(Path(data.source)):
-        return load_tokenizer(Path(data.source) / TOKENIZER).vocab_size
-    if data.tokenizer in ("auto", "bpe"):
-        # At most that many, and at most what a model of fixed size has rows for.
-        return min(data.vocab_size or BPE_LIMIT, decisions.architecture.vocab_size)
-    return load_tokenizer(data.tokenizer).vocab_size
-
-
-def fit_vocabulary(decisions: Decisions, needed: int) -> Decisions:
-    """Give the model as many embedding rows as the tokenizer's `needed` entries, or refuse a tokenizer
-    that has more of them than the model has rows."""
-    config, architecture = decisions.config, decisions.architecture
-    if _vocabulary_follows(config):
-        rows = -(-needed // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-        reasons = dict(decisions.reasons)
-        reasons["model.vocab_size"] = (
-            f"the tokenizer's {needed:,} entries, rounded up to a multiple of {VOCAB_MULTIPLE}"
-        )
-        changed = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=rows))
-        grown = dataclasses.replace(architecture, vocab_size=rows)
-        return _plan_for(decisions.device, changed, grown, reasons)
-    if needed > architecture.vocab_size:
-        raise ConfigError(
-            "the tokenizer has more entries than the model has embedding rows",
-            got=f"{needed:,} entries",
-            expected=f"at most {architecture.vocab_size:,}",
-            do="use the tokenizer that belongs to the model (--data.tokenizer FOLDER), or set --model.vocab-size",
-        )
-    return decisions
 
 
 def _quantizes(plan: Plan) -> bool:

@@ -39,17 +39,11 @@ from scrimp.training.precision.gemm_seconds import (
     wants_times,
 )
 from scrimp.training.precision.state import read_cycle
+from scrimp.training.run_data import open_run_corpus
 from scrimp.training.run_folder import CONFIG, TOKENIZER, config_to_resume, saved_config, sign_of_checkpoints
 from scrimp.training.run_record import RunRecord, checked_record
 from scrimp.training.run_state import RunState, read_state
-from scrimp.training.setup import (
-    Decisions,
-    decide,
-    fit_vocabulary,
-    name_tokenizer,
-    open_run_corpus,
-    refuse_other_tokenizer,
-)
+from scrimp.training.setup import Decisions, decide
 from scrimp.training.trained_weights import refuse_unusable_weights
 from scrimp.world import ALONE, World
 
@@ -87,8 +81,8 @@ def fresh_start(config: Config, world: World = ALONE) -> Start:
     if decisions.config.model.weights is not None:
         refuse_unusable_weights(decisions.config.model.weights)
     _refuse_speed_out_of_reach(decisions)
-    corpus = open_run_corpus(decisions)
-    decisions = _fitted(decisions, corpus)
+    corpus = open_run_corpus(decisions.config, world)
+    decisions = decisions.with_corpus(corpus)
     room = take_host_room(decisions.plan, decisions.config, decisions.architecture, decisions.device)
     return Start(decisions, corpus, room=room)
 
@@ -154,7 +148,7 @@ def resumed_start(
     notes = [f"passed over: {error}" for error in errors]
     goes_back = from_step is not None or checkpoint is None
     return Start(
-        _fitted(decisions, corpus),
+        decisions.with_corpus(corpus),
         corpus,
         checkpoint,
         record,
@@ -168,7 +162,7 @@ def _own_corpus(decisions: Decisions, state: RunState | None, record: RunRecord 
     """The corpus that a run began with, by its newest checkpoint and by run.json."""
     digests = [] if state is None else [state.data_digest]
     digests += [] if record is None else [record.data]
-    corpus = open_run_corpus(decisions, digest=digests[0] if digests else None)
+    corpus = open_run_corpus(decisions.config, decisions.world, digest=digests[0] if digests else None)
     for digest in digests:
         if not corpus.is_that_of(digest):
             instead = " with --model.weights" if state else ""
@@ -223,13 +217,6 @@ def _refuse_to_restart(run_dir: Path, errors: list[str]) -> None:
             expected="a folder in checkpoints/",
             do=f"put them back, or {again}, which drops its logs; nothing was changed",
         )
-
-
-def _fitted(decisions: Decisions, corpus: Corpus) -> Decisions:
-    refuse_other_tokenizer(decisions, corpus)
-    decisions = fit_vocabulary(name_tokenizer(decisions, corpus), corpus.tokenizer.vocab_size)
-    decisions.refuse_misfit()
-    return decisions
 
 
 def anchored(config: Config) -> Config:

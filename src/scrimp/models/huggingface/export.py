@@ -30,6 +30,9 @@ from scrimp.models.huggingface.tensor_names import Fused, fused_parameters, spli
 MAX_SHARD_BYTES = 5_000_000_000
 """Largest file of an export, unless a single tensor is larger."""
 
+OWN_TOKENIZER_RULES = frozenset({"qwen2"})
+"""Families whose tokenizer AutoTokenizer of transformers 5 loads by rules of its own, whatever the folder says."""
+
 Weights = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
 

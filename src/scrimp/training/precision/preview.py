@@ -26,9 +26,10 @@ from scrimp.runtime import realise
 from scrimp.training.checkpoint import Checkpoint
 from scrimp.training.precision.meter import PrecisionMeter
 from scrimp.training.precision.question import Horizon, ask, formats_to_measure
+from scrimp.training.run_data import open_run_corpus
 from scrimp.training.run_folder import saved_config
 from scrimp.training.run_state import read_state
-from scrimp.training.setup import Decisions, decide, open_run_corpus
+from scrimp.training.setup import Decisions, decide
 from scrimp.training.start import anchored
 from scrimp.training.trained_weights import checkpoint_of, is_run
 
@@ -98,7 +99,7 @@ def _meter(decisions: Decisions, checkpoint: Checkpoint) -> PrecisionMeter:
     """The model and its optimizer as they were at the checkpoint."""
     config = decisions.config
     state = read_state(checkpoint)
-    corpus = open_run_corpus(decisions, digest=state.data_digest)
+    corpus = open_run_corpus(config, decisions.world, digest=state.data_digest)
     if not corpus.is_that_of(state.data_digest):
         raise CheckpointError(
             "the data are not those that the run was trained on",
