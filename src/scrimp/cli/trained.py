@@ -68,15 +68,15 @@ def evaluate_target(
     trained = read_state(target.checkpoint).sequence if target.checkpoint else 2048
     length = sequence or min(trained, target.architecture.context)
     executable = load_executable(target, device)
+    spec = CorpusSpec(
+        source=data,
+        text_column=text_column,
+        conversations=conversations,
+        tokenizer=str(target.tokenizer_folder),
+        held_out=0.0,
+    )
     with contextlib.ExitStack() as stack:
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="scrimp-eval-"))
-        spec = CorpusSpec(
-            source=data,
-            text_column=text_column,
-            conversations=conversations,
-            tokenizer=str(target.tokenizer_folder),
-            held_out=0.0,
-        )
         corpus = open_corpus(spec, cache=Path(scratch), progress=False)
         bytes_per_token = corpus.train.text_bytes / corpus.train.num_tokens
         bar = stack.enter_context(Progress("evaluating", corpus.train.text_bytes))
@@ -90,20 +90,16 @@ def evaluate_target(
             on_tokens=lambda tokens: bar.update(int(tokens * bytes_per_token)),
         )
         documents = corpus.train.num_documents
-    plain_console().print(
-        key_value_table(
-            [
-                ("loss (nats per token)", f"{result.loss:.4f}"),
-                ("perplexity", f"{result.perplexity:.2f}"),
-                ("bits per byte", f"{result.bits_per_byte:.4f}"),
-                ("tokens", f"{result.num_targets:,} in {documents:,} documents"),
-                ("sequence", f"{length:,}"),
-                ("documents", "kept apart" if target.masks_documents else "not kept apart, as trained"),
-                ("format", executable.precision),
-            ],
-            title=f"{folder} on {data}, measured",
-        )
-    )
+    rows = [
+        ("loss (nats per token)", f"{result.loss:.4f}"),
+        ("perplexity", f"{result.perplexity:.2f}"),
+        ("bits per byte", f"{result.bits_per_byte:.4f}"),
+        ("tokens", f"{result.num_targets:,} in {documents:,} documents"),
+        ("sequence", f"{length:,}"),
+        ("documents", "kept apart" if target.masks_documents else "not kept apart, as trained"),
+        ("format", executable.precision),
+    ]
+    plain_console().print(key_value_table(rows, title=f"{folder} on {data}, measured"))
     return result
 
 

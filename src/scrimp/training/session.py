@@ -274,10 +274,35 @@ def _make_trainer(
     files: dict[str, str],
 ) -> Trainer:
     """Build the model by its plan, prove the plan, restore, and compile."""
+    run = _begun(run_dir, start, store, log, line, files)
+    trainer = Trainer(run)
+    if start.checkpoint is not None:
+        trainer.checkpoints.restore(start.checkpoint)
+    # Of the weights that are trained: before, a resumed run's parameters are whatever lay in memory.
+    prove(run.executable, run.plans.plan)
+    if trainer.cycle is not None:
+        trainer.cycle.prepare()
+        if start.checkpoint is None:
+            trainer.cycle.write_start()
+    run.optimizer.zero_grad()  # it sums gradients itself where weights have masters: the probe's too
+    if run.config.train.compile == "on":
+        line.phase("compiling the blocks during the first step")
+        compile_blocks(run.executable.model)
+    return trainer
+
+
+def _begun(
+    run_dir: Path,
+    start: Start,
+    store: CheckpointStore,
+    log: MetricsLog,
+    line: StepLine,
+    files: dict[str, str],
+) -> Run:
+    """Measure the device, tune its kernels, and build the model and its optimizer."""
     decisions = start.decisions
     config, device = decisions.config, decisions.device.torch_device
     torch.manual_seed(config.run.seed)
-
     line.phase("measuring the peak rate of the device")
     peaks = peaks_of(decisions.device)
     line.peak_origin = peaks.description
@@ -290,15 +315,13 @@ def _make_trainer(
     executable = _realised(start, choose)
     record = read_record(run_dir)
     assert record is not None  # `_write_decisions` has written it
-    optimizer = build(config.optimizer, executable, seed=config.run.seed)
-    plans = PlanInForce(decisions.plan)
-    run = Run(
+    return Run(
         decisions=decisions,
         dir=run_dir,
         corpus=start.corpus,
         executable=executable,
-        optimizer=optimizer,
-        plans=plans,
+        optimizer=build(config.optimizer, executable, seed=config.run.seed),
+        plans=PlanInForce(decisions.plan),
         meter=meter,
         peaks=peaks,
         store=store,
@@ -307,20 +330,6 @@ def _make_trainer(
         record=record,
         files=files,
     )
-    trainer = Trainer(run)
-    if start.checkpoint is not None:
-        trainer.checkpoints.restore(start.checkpoint)
-    # Of the weights that are trained: before, a resumed run's parameters are whatever lay in memory.
-    prove(executable, plans.plan)
-    if trainer.cycle is not None:
-        trainer.cycle.prepare()
-        if start.checkpoint is None:
-            trainer.cycle.write_start()
-    optimizer.zero_grad()  # it sums gradients itself where weights have masters: the probe's too
-    if config.train.compile == "on":
-        line.phase("compiling the blocks during the first step")
-        compile_blocks(executable.model)
-    return trainer
 
 
 def _realised(start: Start, choose: BackendChooser) -> Executable:
@@ -427,11 +436,23 @@ def _announce(run: Run, run_dir: Path, start: Start) -> None:
         what = f"GEMMs ran {start.ran_by} before: the same formats, sums in another order"
         run.line.message(what)
         run.event("backends-changed", what, now=backends)
-    flops = count_flops(spec, config.train.sequence)
+    _record_start(run, start, backends)
+    if start.checkpoint:
+        done = start.checkpoint.step >= config.train.steps
+        say = "all steps are done already" if done else f"continuing from step {start.checkpoint.step:,}"
+        run.line.message(say)
+    elif start.goes_back:
+        run.line.message("no checkpoint can be used: beginning at step 0")
+
+
+def _record_start(run: Run, start: Start, backends: str) -> None:
+    """The event that says what begins, where, and with which software."""
+    spec = spec_of(run.decisions.architecture)
+    flops = count_flops(spec, run.config.train.sequence)
     run.event(
         "resume" if start.checkpoint else "start",
         f"from {start.checkpoint.folder.name}" if start.checkpoint else "from the beginning",
-        device=device.name,
+        device=run.decisions.device.name,
         parameters=spec.parameters,
         flops_per_token_causal=flops.causal,
         flops_per_token_full=flops.full,
@@ -445,12 +466,6 @@ def _announce(run: Run, run_dir: Path, start: Start) -> None:
             "system": platform.platform(),
         },
     )
-    if start.checkpoint:
-        done = start.checkpoint.step >= config.train.steps
-        say = "all steps are done already" if done else f"continuing from step {start.checkpoint.step:,}"
-        run.line.message(say)
-    elif start.goes_back:
-        run.line.message("no checkpoint can be used: beginning at step 0")
 
 
 def _note_edited_plan(run: Run) -> None:
