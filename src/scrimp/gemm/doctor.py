@@ -33,6 +33,7 @@ from scrimp.gemm.doctor_report import (
 )
 from scrimp.gemm.probe import Exact, Sizes, Trial, exact_result, make_trial, random_matrix, try_out
 from scrimp.precision import GEMMS, HIGH_PRECISION, RECIPES
+from scrimp.timing import seconds_of
 
 SMALL = (Sizes(256, 256, 256), Sizes(200, 136, 264))
 TINY = Sizes(64, 64, 64)
@@ -62,12 +63,11 @@ def examine(
     if not fresh and (kept := load_report(surroundings, tell)) is not None:
         return kept
     typical = TYPICAL.get(device.type, TYPICAL["cpu"])
-    clock = _Stopwatch(device)
     measurements: list[Measurement] = []
     for index, recipe in enumerate(RECIPES):
         for number, gemm in enumerate(GEMMS):
             progress((index * len(GEMMS) + number) / (len(RECIPES) * len(GEMMS)))
-            measurements += _examine_gemm(recipe, gemm, typical, clock)
+            measurements += _examine_gemm(recipe, gemm, typical, device)
     progress(1.0)
     random_matrix.cache_clear()
     report = DoctorReport(surroundings, str(typical), tuple(measurements))
@@ -80,42 +80,26 @@ def is_for_probes_only(backend: Backend, recipe: str, device: torch.device) -> b
     return device.type == "cpu" and backend.name != "reference" and recipe not in HIGH_PRECISION
 
 
-class _Stopwatch:
-    """Times GEMMs on one device, each beside a bf16 product."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def seconds(self, backend: Backend, trial: Trial, sizes: Sizes) -> tuple[float, float]:
-        """Seconds of a GEMM with its quantization, and of the bf16 product alone, measured in turns."""
-        plain = make_trial(trial.gemm, "bf16", sizes, self.device, torch.bfloat16)
-        times: tuple[list[float], list[float]] = [], []
-        self._once(BACKENDS["torch"], plain)
-        end = time.perf_counter() + _TIMING_SECONDS
-        while len(times[0]) < 2 or (len(times[0]) < _MOST_ROUNDS and time.perf_counter() < end):
-            times[0].append(self._once(backend, trial))
-            times[1].append(self._once(BACKENDS["torch"], plain))
-        pick = statistics.median if self.device.type == "cuda" else min
-        return pick(times[0]), pick(times[1])
-
-    def _once(self, backend: Backend, trial: Trial) -> float:
-        # Some in a row on a GPU, so that it computes while the next are launched, as in training.
-        count = 4 if self.device.type == "cuda" else 1
-        self._wait()
-        start = time.perf_counter()
-        for _ in range(count):
-            trial.run(backend, torch.bfloat16)
-        self._wait()
-        return (time.perf_counter() - start) / count
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+def _seconds(backend: Backend, trial: Trial, sizes: Sizes, device: torch.device) -> tuple[float, float]:
+    """Seconds of a GEMM with its quantization, and of the bf16 product alone, measured in turns."""
+    plain = make_trial(trial.gemm, "bf16", sizes, device, torch.bfloat16)
+    calls = (
+        lambda: trial.run(backend, torch.bfloat16),
+        lambda: plain.run(BACKENDS["torch"], torch.bfloat16),
+    )
+    # Some in a row on a GPU, so that it computes while the next are launched, as in training.
+    in_a_row, pick = (4, statistics.median) if device.type == "cuda" else (1, min)
+    seconds_of(calls[1], device, in_a_row=in_a_row)
+    times: tuple[list[float], list[float]] = [], []
+    end = time.perf_counter() + _TIMING_SECONDS
+    while len(times[0]) < 2 or (len(times[0]) < _MOST_ROUNDS and time.perf_counter() < end):
+        for found, call in zip(times, calls, strict=True):
+            found.append(seconds_of(call, device, in_a_row=in_a_row))
+    return pick(times[0]), pick(times[1])
 
 
-def _examine_gemm(recipe: str, gemm: str, typical: Sizes, clock: _Stopwatch) -> list[Measurement]:
+def _examine_gemm(recipe: str, gemm: str, typical: Sizes, device: torch.device) -> list[Measurement]:
     """All back ends on one recipe and GEMM; trials and exact results are shared by them."""
-    device = clock.device
     made: dict[Sizes, tuple[Trial, Exact]] = {}
 
     def case(sizes: Sizes) -> tuple[Trial, Exact]:
@@ -125,7 +109,7 @@ def _examine_gemm(recipe: str, gemm: str, typical: Sizes, clock: _Stopwatch) -> 
             made[sizes] = trial, exact_result(trial, _SAMPLED_ROWS if sizes == typical else None)
         return made[sizes]
 
-    return [_examine_backend(backend, recipe, gemm, typical, clock, case) for backend in BACKENDS.values()]
+    return [_examine_backend(backend, recipe, gemm, typical, device, case) for backend in BACKENDS.values()]
 
 
 def _examine_backend(
@@ -133,10 +117,9 @@ def _examine_backend(
     recipe: str,
     gemm: str,
     typical: Sizes,
-    clock: _Stopwatch,
+    device: torch.device,
     case: Callable[[Sizes], tuple[Trial, Exact]],
 ) -> Measurement:
-    device = clock.device
     refusal = backend.refusal(gemm, recipe, None, device)
     if refusal is not None:
         return Measurement(recipe, gemm, backend.name, MISSING, refusal)
@@ -157,7 +140,7 @@ def _examine_backend(
         error = max(error, found)
     if backend.refusal(gemm, recipe, timed.shape(gemm), device) is not None:
         return Measurement(recipe, gemm, backend.name, MISSING, reasons[-1])
-    seconds, bf16_seconds = clock.seconds(backend, case(timed)[0], timed)
+    seconds, bf16_seconds = _seconds(backend, case(timed)[0], timed, device)
     if is_tiny:
         reasons.append(f"measured at {TINY.shape(gemm)} only: for probes, too slow for more")
     is_slow = recipe != "bf16" and seconds > bf16_seconds * _NOISE_OF_TIMES

@@ -8,9 +8,7 @@ Checked  tests/optim/test_rate.py
 
 from __future__ import annotations
 
-import time
 from functools import cache
-from typing import Final
 
 import torch
 
@@ -20,10 +18,10 @@ from scrimp.optim.adamw import moment_format
 from scrimp.optim.moments import MomentFormat, Moments
 from scrimp.optim.stochastic_rounding import Scratch
 from scrimp.optim.update import Step, update
+from scrimp.timing import best
 
 ROWS, COLUMNS = 1024, 4096
 """Size of the matrix that is updated: 16 MB in fp32, of which no cache holds four."""
-REPEATS: Final = 3
 
 
 def cpu_update_rate(parameters: str, settings: OptimizerConfig) -> float:
@@ -45,11 +43,10 @@ def _rate(dtype: torch.dtype, has_master: bool, moments: MomentFormat) -> float:
     weight = torch.zeros_like(target, dtype=torch.bfloat16) if has_master else None
     states = Moments.zeros(moments, target)
     scratch, step = Scratch(target.device), Step(1, 1e-3, 0.9, 0.95, 1e-8, 0.1)
-    seconds = []
-    for _ in range(REPEATS + 1):
-        began = time.perf_counter()
+
+    def once() -> None:
         update(target, gradient, states, step, Noise(0), scratch=scratch)
         if weight is not None:
             weight.copy_(target)
-        seconds.append(time.perf_counter() - began)
-    return target.numel() / min(seconds[1:])
+
+    return target.numel() / best(once, target.device)

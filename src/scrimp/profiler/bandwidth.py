@@ -12,7 +12,6 @@ Checked  tests/profiler/test_bandwidth.py
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,10 +19,10 @@ import torch
 from torch import Tensor
 
 from scrimp.planner.memory.machine import Machine
+from scrimp.timing import best
 
 COPY_BYTES = {"cpu": 2**25, "cuda": 2**28}
 ADAM_ELEMENTS = 2**23
-REPEATS = 3
 
 
 @dataclass(frozen=True)
@@ -62,8 +61,8 @@ def measure_links(device: torch.device) -> LinkRates:
     if device.type != "cuda":
         nbytes = COPY_BYTES["cpu"]
         source, target = _touched(nbytes, device), _touched(nbytes, device)
-        rate = nbytes / _best(lambda: target.copy_(source))
-        both = 2 * nbytes / _best(lambda: torch.add(source, 1, out=target))
+        rate = nbytes / best(lambda: target.copy_(source), device)
+        both = 2 * nbytes / best(lambda: torch.add(source, 1, out=target), device)
         return LinkRates(rate, rate, rate / 2, rate / 2, both, adam)
     return _measure_cuda(device, adam)
 
@@ -80,22 +79,16 @@ def _measure_cuda(device: torch.device, adam: float) -> LinkRates:
                 with torch.cuda.stream(streams[way]):
                     pair = (devices[0], hosts[0]) if way == 0 else (hosts[1], devices[1])
                     pair[0].copy_(pair[1], non_blocking=True)
-            torch.cuda.synchronize(device)
 
         return copies
 
-    def added() -> None:
-        torch.add(devices[0], 1, out=devices[1])
-        torch.cuda.synchronize(device)
-
-    torch.cuda.synchronize(device)
-    together = nbytes / _best(run(0, 1))
+    together = nbytes / best(run(0, 1), device)
     return LinkRates(
-        upload=nbytes / _best(run(0)),
-        download=nbytes / _best(run(1)),
+        upload=nbytes / best(run(0), device),
+        download=nbytes / best(run(1), device),
         upload_together=together,
         download_together=together,
-        device_memory=2 * nbytes / _best(added),
+        device_memory=2 * nbytes / best(lambda: torch.add(devices[0], 1, out=devices[1]), device),
         cpu_adam=adam,
     )
 
@@ -122,19 +115,9 @@ def _cpu_adam() -> float:
             maximize=False,
         )
 
-    return ADAM_ELEMENTS / _best(step)
+    return ADAM_ELEMENTS / best(step, torch.device("cpu"))
 
 
 def _touched(nbytes: int, device: torch.device) -> Tensor:
     """Memory whose pages exist."""
     return torch.zeros(nbytes, dtype=torch.uint8, device=device)
-
-
-def _best(act: Callable[[], object]) -> float:
-    """Seconds of the fastest of a few repetitions, after one that counts for nothing."""
-    seconds = []
-    for _ in range(REPEATS + 1):
-        began = time.perf_counter()
-        act()
-        seconds.append(time.perf_counter() - began)
-    return min(seconds[1:])

@@ -24,7 +24,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -46,6 +45,7 @@ from scrimp.planner.memory.work import PassSeconds
 from scrimp.precision import LinearPrecision
 from scrimp.profiler.memory_trace.block_passes import gradients_of
 from scrimp.profiler.memory_trace.optimizer_memory import GradientSums
+from scrimp.timing import now, seconds_of
 
 Result = TypeVar("Result")
 CHAIN = {"cpu": 1, "cuda": 3}
@@ -184,35 +184,30 @@ class _Bench:
         leaf = torch.randn(size, dtype=self.dtype, device=self.device, generator=self.generator)
         gradient, chain = torch.ones_like(leaf), CHAIN[self.device.type]
         x = leaf.requires_grad_()
-        began = self._now()
+        began = now(self.device)
         for _ in range(chain):
             x = block(x)
-        turned = self._now()
+        turned = now(self.device)
         torch.autograd.backward(x, gradient)
-        return (turned - began) / chain, (self._now() - turned) / chain
+        return (turned - began) / chain, (now(self.device) - turned) / chain
 
     def ends(self) -> float:
         """Seconds of the model, which has no blocks."""
-        seconds, batch = [], Batch.of(self.tokens, self.tokens)
+        batch = Batch.of(self.tokens, self.tokens)
+
+        def once() -> None:
+            with self._autocast():
+                sums = self.timed.objective.loss(self.model, batch, chunk=self.timed.loss_chunk)
+            torch.autograd.backward(sums.total / self.tokens.numel())
+
         with gradients_of(self.model, self._sums, exist=True):
-            for _ in range(self.rounds + 1):
-                began = self._now()
-                with self._autocast():
-                    sums = self.timed.objective.loss(self.model, batch, chunk=self.timed.loss_chunk)
-                torch.autograd.backward(sums.total / self.tokens.numel())
-                seconds.append(self._now() - began)
-                del sums
-        return statistics.median(seconds[1:])
+            seconds = [seconds_of(once, self.device) for _ in range(self.rounds + 1)]
+        return statistics.median(seconds[1:])  # the first warms up
 
     def _autocast(self) -> contextlib.AbstractContextManager[object]:
         if self.timed.compute == self.timed.parameters:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, DTYPES[self.timed.compute])
-
-    def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
 
 
 def _in_order(forward: float, backward: Mapping[str, float]) -> dict[str, PassSeconds]:

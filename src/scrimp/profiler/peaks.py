@@ -12,7 +12,6 @@ A measured peak is a lower bound of the hardware's, so MFU against it is an uppe
 
 from __future__ import annotations
 
-import time
 from dataclasses import asdict
 from functools import cache
 from typing import NamedTuple
@@ -21,6 +20,7 @@ import torch
 
 from scrimp.planner import Peaks
 from scrimp.profiler.device import Device
+from scrimp.timing import best
 
 
 class _Rates(NamedTuple):
@@ -98,24 +98,14 @@ def _contains(words: list[str], part: list[str]) -> bool:
 def _gemm_rate(device: torch.device, dtype: torch.dtype) -> float:
     generator = torch.Generator(device).manual_seed(0)
     # Random data: products of zeros run above the rate of real ones on power-limited devices.
-    size, in_a_row = SIZES[device.type], IN_A_ROW[device.type]
+    size = SIZES[device.type]
     left, right = (torch.randn(size, size, generator=generator, device=device).to(dtype) for _ in range(2))
-    product = left @ right  # the library is loaded, and its workspace taken
-    _finish(device)
-    best = float("inf")
-    until = time.perf_counter() + _SECONDS
-    runs = 0
-    while runs < ROUNDS or time.perf_counter() < until:
-        start = time.perf_counter()
-        for _ in range(in_a_row):
-            torch.mm(left, right, out=product)
-        _finish(device)
-        best = min(best, (time.perf_counter() - start) / in_a_row)
-        runs += 1
-    return 2.0 * size**3 / best
-
-
-def _finish(device: torch.device) -> None:
-    """Wait for this device; the current one may be another."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    product = torch.empty_like(left)
+    seconds = best(
+        lambda: torch.mm(left, right, out=product),
+        device,
+        rounds=ROUNDS,
+        least_s=_SECONDS,
+        in_a_row=IN_A_ROW[device.type],
+    )
+    return 2.0 * size**3 / seconds
