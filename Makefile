@@ -30,10 +30,10 @@ check: $(VENV)/.installed-dev
 	$(BIN)/lint-imports
 
 test: check
-	$(BIN)/pytest -m "not slow" -n 2
+	$(BIN)/pytest -m "not slow" -n 2 --dist worksteal
 
 test-all: check
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 2 --dist worksteal --hypothesis-profile=all
 
 clean:
 	rm -rf $(VENV)

@@ -1,12 +1,15 @@
-"""What has to be in the environment before torch and triton are imported."""
+"""What has to be in the environment before torch and triton are imported, and which cases `make test` runs."""
 
 from __future__ import annotations
 
+import gc
 import os
+from collections import Counter
 
 # Several test processes share the cores: threads that wait by spinning make each of them two to three times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+import pytest
 import torch
 from property_tests import register_profiles
 
@@ -18,3 +21,27 @@ torch.set_num_threads(1)
 if not torch.cuda.is_available():
     # Triton's kernels run in its interpreter, which it looks for when it is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of the cases of a test that is marked `every(n)`, all but each n-th are slow."""
+    numbers: Counter[str] = Counter()
+    for item in items:
+        mark = item.get_closest_marker("every")
+        if mark is None:
+            continue
+        test = item.nodeid.partition("[")[0]
+        if numbers[test] % mark.args[0]:
+            item.add_marker("slow")
+        numbers[test] += 1
+
+
+def pytest_collection_finish() -> None:
+    """What thousands of tests consist of stays to the end: no collection of garbage need look at it again."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()

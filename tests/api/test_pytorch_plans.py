@@ -325,6 +325,7 @@ def test_every_gemm_of_a_plan_is_proven_in_the_next_step(profile: PrecisionProfi
 
 @pytest.mark.parametrize("gemm", GEMMS)
 @pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.every(5)
 def test_a_layer_that_lies_in_a_loop_stops_it_by_name(
     layer: str, gemm: str, profile: PrecisionProfile
 ) -> None:

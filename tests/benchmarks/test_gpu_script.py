@@ -65,7 +65,7 @@ time.sleep(0 if sys.argv[1] == "leave" else 600)
 """
 
 
-@pytest.mark.parametrize("how", ["stay", "apart", "leave"])
+@pytest.mark.parametrize("how", [pytest.param("stay", marks=pytest.mark.slow), "apart", "leave"])
 def test_all_that_a_command_started_is_dead_after_its_limit_or_its_end(tmp_path: Path, how: str) -> None:
     def starts(here: gpu.Session) -> gpu.Outcome:
         here.command(*gpu.python("-c", STARTS_ANOTHER, how))
@@ -86,7 +86,7 @@ def test_all_that_a_command_started_is_dead_after_its_limit_or_its_end(tmp_path:
 def test_what_a_killed_command_said_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     here = session(tmp_path)
-    here.begin("says", 4)
+    here.begin("says", 2)
     with pytest.raises(gpu_session.OverLimitError):
         here.command(*gpu.python("-c", "import time; print('so far'); time.sleep(600)"))
     assert (here.logs / "01-says.out").read_text() == "so far\n"

@@ -194,6 +194,7 @@ def test_the_report_has_all_parts_and_every_plot_is_xml(work: Path, tmp_path: Pa
     assert "| loss only | 2 |" not in text.split("## 5. Ablations")[0]
 
 
+@pytest.mark.slow
 def test_the_same_folder_gives_the_same_plots(work: Path, tmp_path: Path) -> None:
     for name in ("one", "two"):
         write_report(work, GRID, tmp_path / name, "today")

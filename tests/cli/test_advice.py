@@ -1,6 +1,7 @@
 """Advice can be typed as it stands: every option and setting that a message names exists where it is said."""
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,11 +26,13 @@ OF_ONE_COMMAND = {
     "cli/chat.py": "chat",
     "cli/doctor.py": "doctor",
     "cli/export.py": "export-precision",
+    "config/sampling.py": "generate",
     "export/layer_names.py": "export-precision",
 }
 HOLE = "{}"
 
 
+@functools.cache
 def options(command: str) -> set[str]:
     names = {option(key)[2:] for key in flags_of(COMMANDS[command])}
     switched_off = {

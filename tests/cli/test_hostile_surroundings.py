@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_run import flags, scrimp, write_corpus
+from tiny_run import flags, write_corpus
 
+from scrimp.cli import main
 from scrimp.errors import LONGEST
 
 QUICK = 60.0
@@ -23,8 +24,8 @@ QUICK = 60.0
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two steps."""
     folder = tmp_path_factory.mktemp("hostile")
-    done = scrimp(*flags(write_corpus(folder), folder / "run", "--train.steps=2", "--model.context=4096"))
-    assert done.returncode == 0, done.stderr
+    words = flags(write_corpus(folder), folder / "run", "--train.steps=2", "--model.context=4096")
+    assert main(words) == 0
     return folder / "run"
 
 
@@ -32,8 +33,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def model_dir(run_dir: Path) -> Path:
     """The run as a Hugging Face folder."""
     out = run_dir.parent / "model"
-    done = scrimp("export", str(run_dir), str(out))
-    assert done.returncode == 0, done.stderr
+    assert main(["export", str(run_dir), str(out)]) == 0
     return out
 
 
@@ -46,8 +46,11 @@ def called(words: list[str | bytes], **options: Any) -> subprocess.CompletedProc
 
 
 def refusal(done: subprocess.CompletedProcess[bytes]) -> str:
-    told = done.stderr.decode()
-    assert done.returncode == 2, told
+    return short_refusal(done.returncode, done.stderr.decode())
+
+
+def short_refusal(code: int, told: str) -> str:
+    assert code == 2, told
     assert "Traceback" not in told
     assert len(told) < 5000
     return told
@@ -113,17 +116,24 @@ def test_help_and_tables_can_be_read_in_few_columns(columns: str) -> None:
 # -- the command line --------------------------------------------------------------------------
 
 
-def test_an_empty_path_is_not_the_working_folder(tmp_path: Path) -> None:
+# These run in the process of the test: nothing about a process of its own is odd.
+
+
+def test_an_empty_path_is_not_the_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     for words in (["train", "--run.dir", ""], ["train", "--run.dir="], ["report", ""], ["train", ""]):
-        assert "is empty" in refusal(called(list(words), cwd=tmp_path))
+        assert "is empty" in short_refusal(main(words), capsys.readouterr().err)
     (tmp_path / "a.toml").write_text('[run]\ndir = ""\n')
-    assert "run.dir in a.toml is empty" in refusal(called(["train", "a.toml"], cwd=tmp_path))
+    assert "run.dir in a.toml is empty" in short_refusal(main(["train", "a.toml"]), capsys.readouterr().err)
     assert [path.name for path in tmp_path.iterdir()] == ["a.toml"]
 
 
-def test_a_named_pipe_is_no_configuration(tmp_path: Path) -> None:
+def test_a_named_pipe_is_no_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     os.mkfifo(tmp_path / "a.toml")
-    assert "a named pipe instead of a file" in refusal(called(["train", str(tmp_path / "a.toml")]))
+    code = main(["train", str(tmp_path / "a.toml")])
+    assert "a named pipe instead of a file" in short_refusal(code, capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(
@@ -138,8 +148,12 @@ def test_a_named_pipe_is_no_configuration(tmp_path: Path) -> None:
         ["generate", "run", "--promt", "LONG"],
     ],
 )
-def test_a_long_word_is_not_printed_whole(words: list[str], tmp_path: Path) -> None:
-    told = refusal(called([word.replace("LONG", "x" * 100_000) for word in words], cwd=tmp_path))
+def test_a_long_word_is_not_printed_whole(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code = main([word.replace("LONG", "x" * 100_000) for word in words])
+    told = short_refusal(code, capsys.readouterr().err)
     assert max(map(len, re.findall("x+", told)), default=0) <= LONGEST
 
 
@@ -151,19 +165,22 @@ def test_a_prompt_that_is_not_utf8_is_refused(run_dir: Path) -> None:
     assert r"the prompt is not UTF-8 text" in refusal(done)
 
 
-def test_of_a_long_prompt_the_end_is_printed(run_dir: Path) -> None:
-    done = called(["generate", str(run_dir), "--prompt", "a" * 3000 + "the end", "--tokens", "2"])
-    assert done.returncode == 0, done.stderr
-    text = done.stdout.decode()
+def test_of_a_long_prompt_the_end_is_printed(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", str(run_dir), "--prompt", "a" * 3000 + "the end", "--tokens", "2"]) == 0
+    text = capsys.readouterr().out
     assert "the end" in text
     assert len(text) < 2200
-    refusal(called(["generate", str(run_dir), "--prompt", "a" * 100_000, "--tokens", "2"]))
+    code = main(["generate", str(run_dir), "--prompt", "a" * 100_000, "--tokens", "2"])
+    short_refusal(code, capsys.readouterr().err)
 
 
-def test_control_characters_never_reach_the_terminal(run_dir: Path) -> None:
+def test_control_characters_never_reach_the_terminal(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["generate", str(run_dir), "--prompt", "a\x1b[2J\x07\x9b1m\u202eb\n", "--tokens", "200"]
-    done = called([*words, "--temperature", "5"])
-    text = done.stdout.decode()
+    capsys.readouterr()
+    assert main([*words, "--temperature", "5"]) == 0
+    text = capsys.readouterr().out
     assert text.startswith("a\\x1b[2J\\x07\\x9b1m\\u202eb\n")
     assert not any(ord(letter) < 32 or 127 <= ord(letter) < 160 for letter in text if letter not in "\n\t")
 

@@ -131,6 +131,7 @@ def test_a_kill_between_any_two_file_operations_is_made_good(
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+@pytest.mark.every(2)
 def test_kills_at_random_moments_are_made_good(tmp_path: Path, tokenizer: str) -> None:
     source = tmp_path / "source.txt"
     draw = random.Random(3)

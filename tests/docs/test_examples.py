@@ -62,6 +62,7 @@ def test_the_trainer_plans_twice_and_learns(tmp_path: Path) -> None:
     sorted(path for path in EXAMPLES.glob("*.py") if not path.name.startswith("own_")),
     ids=lambda path: path.name,
 )
+@pytest.mark.every(2)
 def test_an_example_says_how_it_is_run_and_helps(path: Path, tmp_path: Path) -> None:
     assert f"python examples/{path.name}" in path.read_text(encoding="utf-8")
     if "transformers" in path.name:

@@ -164,6 +164,7 @@ def test_a_piece_of_a_tensor_rounds_as_in_the_whole(scaling: str, axis: int) -> 
 
 @EVERY_COMBINATION
 @pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.every(3)
 def test_the_size_of_working_pieces_changes_nothing(
     element: str, scaling: str, axis: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,6 +241,7 @@ def moving_averages(element: str, noises: list[Noise], value: float = 0.97, deca
 
 
 @EACH_ELEMENT
+@pytest.mark.every(2)
 def test_a_moving_average_over_steps_reaches_the_number_but_not_with_a_constant_seed(element: str) -> None:
     steps = 3000
     fresh = moving_averages(element, [noise_of(step) for step in range(steps)])
@@ -253,6 +255,7 @@ def test_a_moving_average_over_steps_reaches_the_number_but_not_with_a_constant_
 
 @EVERY_COMBINATION
 @pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.every(3)
 def test_rounding_is_unbiased_and_nothing_clips(element: str, scaling: str, axis: int) -> None:
     x = torch.randn(40, 96, generator=torch.Generator().manual_seed(3))
     operand, steps = Operand(element, scaling, "stochastic"), 150

@@ -45,6 +45,7 @@ def packed(x: Tensor, operand: Operand, axis: int, noise: Noise | None = None) -
 
 @pytest.mark.parametrize("operand", OPERANDS, ids=str)
 @pytest.mark.parametrize("axis", [-1, -2, 0, 1])
+@pytest.mark.every(5)
 def test_packed_values_are_those_of_fake_quantization_bit_for_bit(operand: Operand, axis: int) -> None:
     for shape in ((37, 150), (64, 96), (1, 33), (129, 1)):
         x, noise = normal(*shape), Noise(3, first_row=5, first_column=9)

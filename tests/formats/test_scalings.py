@@ -152,6 +152,7 @@ FIT = [
 
 
 @pytest.mark.parametrize(("element", "scaling", "shape", "axis"), FIT)
+@pytest.mark.every(3)
 def test_every_scaling_on_every_axis_is_the_slow_oracle(
     element: str, scaling: str, shape: tuple[int, ...], axis: int
 ) -> None:
@@ -174,6 +175,7 @@ def test_stochastic_rounding_is_the_slow_oracle_with_the_same_noise(
 
 
 @EVERY_COMBINATION
+@pytest.mark.every(3)
 def test_numbers_between_two_values_are_divided_by_their_scale_as_documented(
     element: str, scaling: str
 ) -> None:
@@ -253,6 +255,7 @@ def test_four_over_six_takes_the_scale_with_the_smaller_error(scaling: str, axis
 
 @EVERY_COMBINATION
 @pytest.mark.parametrize("size", [3e38, 1e30, 1e-30, 2.0**-126, 1e-39, 1e-45, 0.0])
+@pytest.mark.every(3)
 def test_huge_subnormal_and_zero_groups_have_the_documented_values(
     element: str, scaling: str, size: float
 ) -> None:
@@ -281,6 +284,7 @@ def test_zeros_have_scale_1_or_code_0_and_stay_zeros(element: str, scaling: str,
 @pytest.mark.parametrize("poison", [torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.every(5)
 def test_a_number_that_is_not_finite_poisons_exactly_its_group(
     element: str, scaling: str, poison: float, axis: int, rounding: str
 ) -> None:

@@ -66,6 +66,7 @@ def test_no_tokens_give_no_rows_and_a_zero_gradient(layer: tuple[nn.Linear, str]
 
 
 @pytest.mark.parametrize("kind", ["transposed", "strided", "expanded"])
+@pytest.mark.every(3)
 def test_gaps_and_strides_change_nothing(layer: tuple[nn.Linear, str], kind: str) -> None:
     linear, recipe = layer
     x, g = torch.randn(64, IN), torch.randn(64, OUT)
@@ -83,6 +84,7 @@ def test_gaps_and_strides_change_nothing(layer: tuple[nn.Linear, str], kind: str
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("where", ["x", "g"])
+@pytest.mark.every(7)
 def test_numbers_that_are_not_finite_spread_as_in_the_reference(
     layer: tuple[nn.Linear, str], bad: float, where: str
 ) -> None:

@@ -52,6 +52,7 @@ def counting_blocks(model: nn.Sequential) -> CompileCounterWithBackend:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.every(3)
 def test_graphs_give_the_bits_of_eager_mode(name: str, dtype: torch.dtype) -> None:
     x = random(37, 100, dtype=dtype)
     layer = planned(name, dtype=dtype)
@@ -59,6 +60,7 @@ def test_graphs_give_the_bits_of_eager_mode(name: str, dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("saved", ["fp32", "bf16", "mxfp8", "fp4"])
+@pytest.mark.every(2)
 def test_whatever_is_saved_graphs_give_the_bits_of_eager_mode(saved: str) -> None:
     precision, x = LinearPrecision("fp8", "nvfp4", "fp8_row", saved), random(2, 20, 100)
     layer = planned(precision)
@@ -119,6 +121,7 @@ def test_graphs_with_a_frozen_weight_keep_neither_input_nor_codes() -> None:
 
 @pytest.mark.parametrize("shape", [(0, 100), (2, 0, 100)])
 @pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.every(3)
 def test_no_tokens_give_an_empty_result_and_zero_gradients(name: str, shape: tuple[int, ...]) -> None:
     layer = planned(name)
     passed = run(compiled(layer), torch.zeros(shape), weight=layer)

@@ -72,6 +72,7 @@ def told(planned: PlannedModel, **options: Any) -> Fingerprints:
 @pytest.mark.parametrize("saved", ["recipe", "high", "mxfp8"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("recipe", QUANTIZED)
+@pytest.mark.every(5)
 def test_layers_that_do_as_planned_are_proven(recipe: str, dtype: torch.dtype, saved: str) -> None:
     high = "bf16" if dtype == torch.bfloat16 else "fp32"
     kept = {"recipe": recipe, "high": high}.get(saved, saved)
@@ -201,6 +202,7 @@ def found_in(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("gemm", GEMMS)
 @pytest.mark.parametrize("recipe", QUANTIZED)
+@pytest.mark.every(5)
 def test_one_layer_that_skips_its_quantizers_is_found(recipe: str, gemm: str, dtype: torch.dtype) -> None:
     layers, plan = planned(same(recipe, "bf16" if dtype == torch.bfloat16 else "fp32"))
     plan.layers[LIAR].choose = with_backend(Skips(), gemm)
@@ -210,6 +212,7 @@ def test_one_layer_that_skips_its_quantizers_is_found(recipe: str, gemm: str, dt
 @pytest.mark.parametrize("operand", [0, 1])
 @pytest.mark.parametrize("gemm", GEMMS)
 @pytest.mark.parametrize("recipe", ["fp8", "fp8_tensor", "mxfp8", "fp4", "nvfp4"])
+@pytest.mark.every(3)
 def test_one_operand_that_stays_bf16_is_found_and_named(recipe: str, gemm: str, operand: int) -> None:
     layers, plan = planned(same(recipe, "bf16"))
     plan.layers[LIAR].choose = with_backend(Skips(operand), gemm)
@@ -320,6 +323,7 @@ def _fresh_compiler() -> Iterator[None]:
 
 @pytest.mark.parametrize("gemm", [None, *GEMMS])
 @pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.every(3)
 def test_compiled_layers_are_proven_and_nothing_compiles_anew(gemm: str | None) -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
 

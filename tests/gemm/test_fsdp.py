@@ -153,6 +153,7 @@ def fail_on_one(rank: int) -> None:
     dist.barrier()
 
 
+@pytest.mark.slow
 def test_an_error_of_one_rank_reaches_the_test(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"(?s)rank 1: .*the second rank has gone wrong"):
         spawn(RANKS, fail_on_one, tmp_path)

@@ -43,6 +43,7 @@ def exact_under_rotation(rows: int, columns: int) -> Tensor:
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize("names", OPERANDS, ids="-".join)
+@pytest.mark.every(3)
 def test_values_of_groups_with_ragged_edges(
     names: tuple[str, str], axis: int, rounding: str, dtype: torch.dtype
 ) -> None:
@@ -61,6 +62,7 @@ def test_values_of_groups_with_ragged_edges(
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize("scaling", ["nvfp4", "nvfp4_2d", "mx"])
+@pytest.mark.every(5)
 def test_rotated_groups_stay_rotated_and_padded(scaling: str, axis: int, rounding: str) -> None:
     x = exact_under_rotation(70, 90)
     operand = Operand("e2m1", scaling, rounding, hadamard=True)  # type: ignore[arg-type]
@@ -82,6 +84,7 @@ def test_a_rotation_that_rounds_agrees_with_float64_to_float32s_precision() -> N
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("names", OPERANDS, ids="-".join)
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.every(3)
 def test_one_nonfinite_member_makes_all_under_its_scales_nan(
     names: tuple[str, str], rounding: str, dtype: torch.dtype
 ) -> None:

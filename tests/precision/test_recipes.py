@@ -175,6 +175,7 @@ SHARDED = [
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("hadamard", [False, True])
 @pytest.mark.parametrize("sizes", [(48, 48), (16, 80), (96, 0)])
+@pytest.mark.every(5)
 def test_shards_with_a_common_maximum_quantize_as_the_whole(
     scaling: str, element: str, cut: int, axis: int, rounding: str, hadamard: bool, sizes: tuple[int, int]
 ) -> None:

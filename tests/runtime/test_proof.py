@@ -84,6 +84,7 @@ UNTIED = dataclasses.replace(ARCHITECTURE, family="llama", qkv_bias=False, tied_
 
 @pytest.mark.parametrize("architecture", [ARCHITECTURE, UNTIED], ids=["tied-bias", "untied"])
 @pytest.mark.parametrize(("precision", "parameters"), FORMATS + QUANTIZED)
+@pytest.mark.every(3)
 def test_a_true_plan_passes_and_leaves_no_trace(
     precision: str, parameters: str, architecture: Architecture
 ) -> None:
@@ -256,6 +257,7 @@ LIED_GEMMS = [
 @pytest.mark.parametrize(
     ("backend", "recipe", "gemm"), LIED_GEMMS, ids=lambda x: x if isinstance(x, str) else type(x).__name__
 )
+@pytest.mark.every(3)
 def test_a_back_end_that_does_not_do_what_it_says_is_stopped(
     backend: ReferenceBackend, recipe: str, gemm: str, parameters: str
 ) -> None:

@@ -51,6 +51,7 @@ def passed(executable: Executable, starts: Tensor | None) -> tuple[Tensor, dict[
 
 @pytest.mark.parametrize("starts", [None, STARTS], ids=["whole rows", "documents"])
 @pytest.mark.parametrize(("precision", "parameters"), PRECISIONS)
+@pytest.mark.every(3)
 def test_no_level_changes_a_number(precision: str, parameters: str, starts: Tensor | None) -> None:
     architecture = UNTIED if "nvfp4" in precision else ARCHITECTURE
     _, executable = realised(precision, parameters, architecture)
@@ -66,6 +67,7 @@ def test_no_level_changes_a_number(precision: str, parameters: str, starts: Tens
 
 @pytest.mark.parametrize("family", ["olmo2", "gemma3_text"])
 @pytest.mark.parametrize(("precision", "parameters"), [("bf16", "fp32"), ("nvfp4", "bf16")])
+@pytest.mark.every(3)
 def test_no_level_changes_a_number_of_another_kind(family: str, precision: str, parameters: str) -> None:
     architecture = dataclasses.replace(
         UNTIED, family=family, qk_norm=True, sliding_window=None if family == "olmo2" else 16
@@ -172,6 +174,7 @@ def test_planned_products_that_nobody_reads_do_not_run_again(level: str) -> None
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8,*.mlp.down.saved=recompute"])
 @pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.every(3)
 def test_the_proof_holds_at_every_level(precision: str, level: str) -> None:
     plan, executable = realised(precision, "fp32", UNTIED)
     set_level(executable, level)

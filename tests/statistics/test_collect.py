@@ -39,6 +39,7 @@ def same(one: PrecisionProfile, other: PrecisionProfile, *, but: Sequence[str] =
 
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 @pytest.mark.parametrize("gains", GAINS)
+@pytest.mark.every(3)
 def test_a_profile_is_complete_and_finite(gains: str, compute: str) -> None:
     made = bench(decoder(qkv_bias=True), steps=3, compute=compute)
     profile = made.collect(500, FORMATS, gains=gains)
@@ -161,6 +162,7 @@ def test_the_fingerprint_is_of_names_and_shapes() -> None:
         (lambda: MlpModel(checkpointed=True), "bf16"),
     ],
 )
+@pytest.mark.every(2)
 def test_without_noise_a_pass_changes_nothing(
     model: Any, compute: str, gains: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -100,6 +100,7 @@ def assert_same(one: Any, other: Any, where: str = "") -> None:
 @pytest.mark.parametrize(
     ("name", "gains"), [*((name, "auto") for name in MODELS), *(("decoder", gains) for gains in GAINS)]
 )
+@pytest.mark.every(2)
 def test_measuring_leaves_everything_as_it_was(name: str, gains: str) -> None:
     made = made_bench(name)
     for parameter in made.model.parameters():
@@ -127,6 +128,7 @@ def failing(made: Bench, after: int) -> Callable[[Batch], Iterator[Tensor]]:
 
 
 @pytest.mark.parametrize("after", [0, 1, 2, 4, 9, 13])
+@pytest.mark.every(2)
 def test_a_failure_in_any_pass_leaves_everything_as_it_was(after: int) -> None:
     made = made_bench("decoder")
     before = state(made)
@@ -159,6 +161,7 @@ def test_a_failure_inside_backward_leaves_everything_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.every(2)
 def test_training_goes_on_as_if_nothing_had_been_measured(name: str) -> None:
     found = []
     for measures in (False, True):

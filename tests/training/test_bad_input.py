@@ -271,6 +271,5 @@ def test_a_process_ends_with_the_code_and_prints_no_traceback(tmp_path: Path) ->
 def test_a_file_in_the_way_of_the_run_folder_stays(tmp_path: Path) -> None:
     in_the_way = tmp_path / "file"
     in_the_way.write_text("not a folder", encoding="utf-8")
-    done = scrimp("train", f"--run.dir={in_the_way}", "--device=cpu")
-    assert done.returncode == 2
+    assert main(["train", f"--run.dir={in_the_way}", "--device=cpu"]) == 2
     assert in_the_way.read_text(encoding="utf-8") == "not a folder"

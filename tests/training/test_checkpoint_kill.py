@@ -69,7 +69,7 @@ def kill_at_random(kill: Kill, run_dir: Path, *, kills: int, seed: int) -> None:
 
 
 def test_a_run_killed_at_random_moments_keeps_its_newest_checkpoint(kill: Kill, tmp_path: Path) -> None:
-    kill_at_random(kill, tmp_path, kills=10, seed=0)
+    kill_at_random(kill, tmp_path, kills=5, seed=0)
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ SNIP = ("--snip.first=1", "--snip.every=2", "--snip.delay=1", "--snip.formats=fp
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "snip"])
+@pytest.mark.every(2)
 def test_a_resumed_run_repeats_the_same_losses(precision: str, tmp_path: Path) -> None:
     corpus, run = write_corpus(tmp_path), tmp_path / "run"
     more = SNIP if precision == "snip" else ()

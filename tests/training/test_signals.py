@@ -58,7 +58,13 @@ def checkpoint_is_complete(run_dir: Path) -> bool:
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1], ids=lambda number: number.name
+    "number",
+    [
+        signal.SIGINT,
+        *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGTERM, signal.SIGHUP)),
+        signal.SIGUSR1,
+    ],
+    ids=lambda number: number.name,
 )
 def test_a_signal_finishes_the_step_writes_a_checkpoint_and_says_how_to_continue(
     corpus: Path, tmp_path: Path, number: signal.Signals
@@ -81,6 +87,7 @@ def ignoring(number: signal.Signals) -> Callable[[], object]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1], ids=lambda number: number.name)
+@pytest.mark.every(2)
 def test_a_signal_that_was_ignored_at_the_start_stays_ignored(
     corpus: Path, tmp_path: Path, number: signal.Signals
 ) -> None:

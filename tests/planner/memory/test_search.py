@@ -91,12 +91,13 @@ def uniform_problem(draw: random.Random, blocks: int = 2) -> tuple[StepCosts, Ma
     return costs, machine, Setup(draw.choice((1, 1, 3)))
 
 
-def test_regret_against_all_plans_of_small_problems() -> None:
+@pytest.mark.parametrize("problems", [6, pytest.param(20, marks=pytest.mark.slow)])
+def test_regret_against_all_plans_of_small_problems(problems: int) -> None:
     """Any set of blocks for every class, or only so many of them, and any activations, all simulated."""
     regrets = []
     as_many = [split.states(2) for split in everywhere(2)]
     draw = random.Random(0)
-    while len(regrets) < 20:
+    while len(regrets) < problems:
         costs, machine, setup = uniform_problem(draw)
         best, plan = fastest_of_all(costs, machine, setup, all_states(2)), find(costs, machine, setup)
         counted = fastest_of_all(costs, machine, setup, as_many)
@@ -126,6 +127,7 @@ def fastest_of_protrains(costs: StepCosts, machine: Machine, setup: Setup) -> fl
 
 
 @pytest.mark.parametrize(("blocks", "seed"), [(3, 1), (5, 0), (6, 0)])
+@pytest.mark.every(3)
 def test_no_point_of_protrains_space_is_faster_than_what_is_found(blocks: int, seed: int) -> None:
     draw = random.Random(seed)
     for _ in range(17):

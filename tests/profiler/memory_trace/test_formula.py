@@ -11,6 +11,7 @@ Of what a block keeps per token, in elements (D width, A attention width, N*K al
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import pytest
 from test_peaks import LLAMA, QWEN2, QWEN3
@@ -48,6 +49,11 @@ def kept(costs: StepCosts) -> int:
     return kind.choices["keep"].kept
 
 
+@functools.cache
+def kept_in_bf16() -> int:
+    return kept(traced(LLAMA, "bf16"))
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
     "architecture", [dataclasses.replace(LLAMA, num_kv_heads=4), QWEN2, LLAMA], ids=["mha", "qwen2", "gqa"]
@@ -81,8 +87,9 @@ def test_a_block_keeps_what_the_formula_says(architecture: Architecture, precisi
         ("fp8,*.mlp.*.saved=recompute", (TOKENS + 4 * TOKENS // 128) * INPUTS[0] - 4 * TOKENS),
     ],
 )
+@pytest.mark.every(2)
 def test_what_wgrad_reads_takes_the_bytes_of_its_format(precision: str, bytes_of_inputs: int) -> None:
-    others = kept(traced(LLAMA, "bf16")) - 2 * TOKENS * sum(INPUTS)
+    others = kept_in_bf16() - 2 * TOKENS * sum(INPUTS)
     assert kept(traced(LLAMA, precision)) == others + bytes_of_inputs
 
 
@@ -91,6 +98,7 @@ def test_what_wgrad_reads_takes_the_bytes_of_its_format(precision: str, bytes_of
     [("fp32", False, 16), ("bf16", False, 8), ("bf16", True, 18)],
 )
 @pytest.mark.parametrize("architecture", [LLAMA, QWEN2, QWEN3], ids=["llama", "tied", "norms"])
+@pytest.mark.every(2)
 def test_states_take_the_published_bytes_per_parameter(
     architecture: Architecture, parameters: str, master: bool, bytes_per_parameter: int
 ) -> None:

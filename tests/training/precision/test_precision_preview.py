@@ -188,6 +188,7 @@ def test_a_plan_is_exported_as_code_that_runs(
 
 
 @pytest.mark.parametrize("target", ["torchao", "transformer-engine"])
+@pytest.mark.every(2)
 def test_a_plan_for_a_target_is_exported_whole(
     run_dir: Path, tmp_path: Path, target: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
