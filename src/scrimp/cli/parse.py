@@ -31,7 +31,8 @@ CommandT = TypeVar("CommandT")
 
 _UNSET = ("unset", "none")
 _FLAGS = {"true": True, "false": False}
-_CONFIG_FIELD = "config."
+_UNNAMED = ("config.", "sampling.")
+"""Fields of commands whose own fields are options without a prefix."""
 
 
 def parse(
@@ -71,10 +72,11 @@ def parse(
 
 
 def flags_of(command: type[Any]) -> dict[str, Leaf]:
-    """Every option and positional of a command by its dotted key; `Config`'s without a prefix."""
+    """Every option and positional of a command by its dotted key; `Config`'s and `Sampling`'s without a prefix."""
     found = {}
     for key, leaf in leaves(command).items():
-        short = key.removeprefix(_CONFIG_FIELD)
+        unnamed = next((prefix for prefix in _UNNAMED if key.startswith(prefix)), "")
+        short = key.removeprefix(unnamed)
         found[short] = dataclasses.replace(leaf, key=short)
     return found
 
