@@ -10,7 +10,8 @@ from scrimp.export.export_precision import (
 )
 from scrimp.export.fit import Inexpressible
 from scrimp.export.layer_names import Names, huggingface_names, megatron_names, of_stage, rename
-from scrimp.export.torchao import TorchaoExport, TorchaoGroup, to_torchao
+from scrimp.export.torchao import TorchaoExport, to_torchao
+from scrimp.export.torchao_groups import TorchaoGroup
 from scrimp.export.transformer_engine import TransformerEngineExport, to_transformer_engine
 
 __all__ = [

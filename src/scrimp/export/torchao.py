@@ -31,89 +31,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from scrimp.export.fit import Host, Inexpressible, Triple, compute_of, fit
 from scrimp.export.globs import collapse
-from scrimp.precision import GEMMS, HIGH_PRECISION, OPERANDS, LinearPrecision, recipe
+from scrimp.export.torchao_groups import FLOAT8, GRANULARITY, MULTIPLE, NVFP4, WHOLE, TorchaoGroup
+from scrimp.precision import GEMMS, HIGH_PRECISION, LinearPrecision, recipe
 
 if TYPE_CHECKING:
     from torch import nn
 
-FLOAT8, MXFP8, BLOCKWISE, NVFP4 = "float8", "mxfp8", "blockwise", "nvfp4"
-MULTIPLE = {FLOAT8: 16, MXFP8: 32, BLOCKWISE: 128, NVFP4: 128}
-"""What a layer's widths, and the tokens of a micro-batch, must be multiples of."""
-_WHOLE = {"fp8": BLOCKWISE, "nvfp4": NVFP4}
-"""Recipes that a layer runs in all three GEMMs or in none."""
-_GRANULARITY = {"tensor": "TENSORWISE", "row": "AXISWISE"}
-_CASTS = {
-    "cast_config_input": ("fprop", "x"),
-    "cast_config_weight": ("fprop", "w"),
-    "cast_config_grad_output": ("dgrad", "g"),
-    "cast_config_weight_for_grad_input": ("dgrad", "w"),
-    "cast_config_grad_output_for_grad_weight": ("wgrad", "g"),
-    "cast_config_input_for_grad_weight": ("wgrad", "x"),
-}
-"""Field of Float8LinearConfig to the GEMM and the operand that it casts."""
-_USUAL_ELEMENTS = {"x": "e4m3", "w": "e4m3", "g": "e5m2"}
-"""torchao's, for an operand that is cast in no GEMM."""
 _NVFP4_NOTE = (
     "nvfp4: torchao raises block scales below 2^-6 to 2^-6, and rounds wgrad's rotated operands to bf16"
 )
-
-
-@dataclass(frozen=True)
-class Cast:
-    """How Float8LinearConfig casts one operand for one GEMM, in torchao's words."""
-
-    scaling_type: str
-    scaling_granularity: str
-    element: str
-
-
-@dataclass(frozen=True)
-class TorchaoGroup:
-    """Layers that share a configuration."""
-
-    recipes: Triple
-    """fprop, dgrad, wgrad."""
-    layers: tuple[str, ...]
-    patterns: tuple[str, ...]
-    """Globs that match these layers and no other layer of the plan."""
-    emulate: bool = False
-
-    @property
-    def kind(self) -> str:
-        """float8, mxfp8, blockwise or nvfp4: which of torchao's conversions it is."""
-        if self.recipes[0] in _WHOLE:
-            return _WHOLE[self.recipes[0]]
-        return MXFP8 if self.recipes[0] == "mxfp8" else FLOAT8
-
-    @property
-    def takes_any_width(self) -> bool:
-        """Whether the layers' widths need not be multiples of anything."""
-        return self.emulate and self.kind == FLOAT8
-
-    @property
-    def config(self) -> Any:
-        """torchao's configuration object.
-
-        Raises:
-            DeviceError: torchao is not installed.
-        """
-        from scrimp.export.torchao_model import build_config
-
-        return build_config(self)
-
-    def module_filter_fn(self, module: nn.Module, fqn: str) -> bool:
-        """Whether a module is a linear layer of this group: what torchao's conversions take as filter.
-
-        Args:
-            fqn: the module's name in the model.
-        """
-        from torch import nn
-
-        return isinstance(module, nn.Linear) and fqn in self.layers
 
 
 @dataclass(frozen=True)
@@ -201,24 +131,8 @@ def torchao_host(compute: str) -> Host:
     ]
     whole: list[Triple] = [("mxfp8", "mxfp8", "mxfp8"), ("mxfp8", "mxfp8", compute)]
     if compute == "bf16":  # their layers give bf16 whatever the input's type
-        whole += [(name, name, name) for name in _WHOLE]
+        whole += [(name, name, name) for name in WHOLE]
     return Host("torchao", [*mixes, *whole], _explain)
-
-
-def float8_casts(recipes: Triple) -> dict[str, Cast]:
-    """The six casts of a Float8LinearConfig: each operand of each GEMM as its recipe has it, or not at all."""
-    by_gemm: dict[str, str] = dict(zip(GEMMS, recipes, strict=True))
-    elements = dict(_USUAL_ELEMENTS)
-    chosen: dict[str, tuple[str, str]] = {}
-    for name, (gemm, tensor) in _CASTS.items():
-        entry = recipe(by_gemm[gemm]).gemm(gemm)
-        if entry is None:
-            chosen[name] = ("DISABLED", "TENSORWISE")
-            continue
-        operand = (entry.a, entry.b)[OPERANDS[gemm].index(tensor)]
-        elements[tensor] = operand.element
-        chosen[name] = ("DYNAMIC", _GRANULARITY[operand.scaling])
-    return {name: Cast(*chosen[name], elements[tensor]) for name, (_, tensor) in _CASTS.items()}
 
 
 def _is_float8(name: str) -> bool:
@@ -227,7 +141,7 @@ def _is_float8(name: str) -> bool:
     operands = [operand for entry in gemms if entry is not None for operand in (entry.a, entry.b)]
     return bool(operands) and all(
         operand.element in ("e4m3", "e5m2")
-        and operand.scaling in _GRANULARITY
+        and operand.scaling in GRANULARITY
         and operand.rounding == "nearest"
         and not operand.hadamard
         for operand in operands
@@ -243,10 +157,10 @@ def _gradient_elements(dgrad: str, wgrad: str) -> int:
 def _explain(recipes: Triple) -> str:
     names = [name for name in dict.fromkeys(recipes) if name not in HIGH_PRECISION]
     for name in names:
-        if name not in (*_WHOLE, "mxfp8") and not _is_float8(name):
+        if name not in (*WHOLE, "mxfp8") and not _is_float8(name):
             return f"torchao trains no linear layer in {name}"
     for name in names:
-        if name in _WHOLE:
+        if name in WHOLE:
             if len(set(recipes)) == 1:
                 return f"torchao's {name} layer gives bf16, and the plan computes in fp32"
             return f"torchao's {name} layer runs all three GEMMs in it"

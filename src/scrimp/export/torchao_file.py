@@ -7,19 +7,22 @@ short and can be read; everything else is the configuration of `torchao_model`, 
 from __future__ import annotations
 
 import json
+from typing import TYPE_CHECKING
 
 from scrimp.export.fit import summarise
-from scrimp.export.torchao import (
+from scrimp.export.torchao_groups import (
     BLOCKWISE,
     FLOAT8,
     MULTIPLE,
     MXFP8,
     NVFP4,
-    TorchaoExport,
     TorchaoGroup,
     float8_casts,
 )
 from scrimp.precision import HIGH_PRECISION
+
+if TYPE_CHECKING:
+    from scrimp.export.torchao import TorchaoExport
 
 _IMPORTS = {
     FLOAT8: (

@@ -6,7 +6,6 @@ fit, and replace layers of other libraries unseen.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -14,37 +13,15 @@ import torch
 from torch import nn
 
 from scrimp.errors import DeviceError, ModelError
-from scrimp.export.torchao import BLOCKWISE, FLOAT8, MULTIPLE, MXFP8, NVFP4, TorchaoGroup, float8_casts
-from scrimp.precision import HIGH_PRECISION
-
-
-def build_config(group: TorchaoGroup) -> Any:
-    """torchao's configuration object of a group.
-
-    Raises:
-        DeviceError: torchao is not installed.
-    """
-    if group.kind == FLOAT8:
-        config = _torchao("float8.config")
-        casts = {
-            name: config.CastConfig(
-                config.ScalingType[cast.scaling_type],
-                config.ScalingGranularity[cast.scaling_granularity],
-                getattr(config, f"{cast.element}_dtype"),
-            )
-            for name, cast in float8_casts(group.recipes).items()
-        }
-        return config.Float8LinearConfig(**casts, emulate=group.emulate)
-    if group.kind == MXFP8:
-        preference = _torchao("quantization.quantize_.common").KernelPreference
-        return _torchao("prototype.moe_training.config").MXFP8TrainingOpConfig(
-            kernel_preference=preference.EMULATED if group.emulate else preference.AUTO,
-            wgrad_with_hp=group.recipes[2] in HIGH_PRECISION,
-            scale_calculation_mode=_torchao("prototype.mx_formats.config").ScaleCalculationMode.FLOOR,
-        )
-    if group.kind == BLOCKWISE:
-        return _torchao("prototype.blockwise_fp8_training.linear").Float8BlockwiseLinearConfig()
-    return _torchao("prototype.moe_training.nvfp4_training.nvfp4_training").NVFP4TrainingConfig()
+from scrimp.export.torchao_groups import (
+    BLOCKWISE,
+    FLOAT8,
+    MULTIPLE,
+    MXFP8,
+    NVFP4,
+    TorchaoGroup,
+    torchao_module,
+)
 
 
 def convert(model: nn.Module, groups: Sequence[TorchaoGroup]) -> nn.Module:
@@ -53,9 +30,9 @@ def convert(model: nn.Module, groups: Sequence[TorchaoGroup]) -> nn.Module:
     for group in groups:
         for name in group.layers:
             _check_layer(name, modules.get(name), group)
-        if group.kind == BLOCKWISE and not _torchao("utils").is_sm_at_least_90():
+        if group.kind == BLOCKWISE and not torchao_module("utils").is_sm_at_least_90():
             raise DeviceError("torchao makes fp8 layers only where a GPU from SM90 on is", got="no such GPU")
-    configs = [build_config(group) for group in groups]
+    configs = [group.config for group in groups]
     for group, config in zip(groups, configs, strict=True):
         model = _convert_group(model, group, config)
     return model
@@ -64,14 +41,14 @@ def convert(model: nn.Module, groups: Sequence[TorchaoGroup]) -> nn.Module:
 def _convert_group(model: nn.Module, group: TorchaoGroup, config: Any) -> nn.Module:
     is_mine = group.module_filter_fn
     if group.kind == FLOAT8:
-        changed = _torchao("float8").convert_to_float8_training(
+        changed = torchao_module("float8").convert_to_float8_training(
             model, module_filter_fn=is_mine, config=config
         )
     elif group.kind == MXFP8:
-        swap = _torchao("float8.float8_linear_utils").swap_linear_layers
+        swap = torchao_module("float8.float8_linear_utils").swap_linear_layers
         changed = swap(model, lambda layer: _mxfp8_linear(layer, config), module_filter_fn=is_mine)
     else:
-        _torchao("quantization").quantize_(model, config, is_mine)
+        torchao_module("quantization").quantize_(model, config, is_mine)
         changed = model
     return cast(nn.Module, changed)
 
@@ -79,7 +56,7 @@ def _convert_group(model: nn.Module, group: TorchaoGroup, config: Any) -> nn.Mod
 def _mxfp8_linear(layer: nn.Linear, config: Any) -> nn.Module:
     """The layer with the same parameters; `quantize_` with the same configuration would drop the bias."""
     with torch.device("meta"):
-        new = _torchao("prototype.moe_training.mxfp8_linear").MXFP8Linear(
+        new = torchao_module("prototype.moe_training.mxfp8_linear").MXFP8Linear(
             layer.in_features,
             layer.out_features,
             bias=layer.bias is not None,
@@ -118,12 +95,3 @@ def _problem(layer: nn.Linear, group: TorchaoGroup) -> str | None:
     if any(width % multiple for width in widths) and not group.takes_any_width:
         return f"widths {widths[0]} and {widths[1]}, which are not multiples of {multiple}"
     return None
-
-
-def _torchao(module: str) -> Any:
-    try:
-        return importlib.import_module(f"torchao.{module}")
-    except ImportError as error:
-        raise DeviceError(
-            "torchao 0.18 is not installed", got=str(error), do='pip install "torchao>=0.18,<0.19"'
-        ) from error

@@ -105,7 +105,7 @@ def planned_linear(x: Tensor, weight: Tensor, bias: Tensor | None, layer: Planne
     if hasattr(weight, "device_mesh"):  # a DTensor, whose module takes a third of a second to import
         from scrimp.gemm.tensor_parallel import sharded_linear
 
-        return sharded_linear(x, cast(Any, weight), bias, layer)
+        return sharded_linear(x, cast(Any, weight), bias, layer, planned_linear)
     _check_devices(x, weight, bias, layer)
     compute = compute_dtype(x)
     _check(x, weight, layer, compute)

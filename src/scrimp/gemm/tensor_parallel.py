@@ -18,6 +18,7 @@ Checked  tests/gemm/test_tensor_parallel.py, on gloo.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -31,19 +32,23 @@ from scrimp.gemm.layer import PlannedLayer, Shard
 from scrimp.gemm.problem import AXES, COLUMNS, operands_of
 from scrimp.precision import GEMMS, HIGH_PRECISION, OPERANDS, RECOMPUTE, LinearPrecision, lookup_scaling
 
+LocalLinear = Callable[[Tensor, Tensor, Tensor | None, PlannedLayer], Tensor]
+"""x W^T + bias by a layer's plan, on ordinary tensors."""
 
-def sharded_linear(x: Tensor, weight: DTensor, bias: Tensor | None, layer: PlannedLayer) -> Tensor:
+
+def sharded_linear(
+    x: Tensor, weight: DTensor, bias: Tensor | None, layer: PlannedLayer, run: LocalLinear
+) -> Tensor:
     """x W^T + bias on DTensors.
 
     Args:
         x: a DTensor on the weight's mesh, as the styles of `parallelize_module` make it.
+        run: on the pieces of this rank.
 
     Raises:
         ModelError: a layout that this layer cannot run.
         PlanError: groups of a recipe straddle the cut.
     """
-    from scrimp.gemm.linear import planned_linear  # they need each other
-
     split = split_of(weight, layer.name)
     if not isinstance(x, DTensor):
         raise ModelError(
@@ -66,7 +71,7 @@ def sharded_linear(x: Tensor, weight: DTensor, bias: Tensor | None, layer: Plann
     result: Placement = {"inputs": Partial(), "outputs": Split(last), None: Replicate()}[split]
     x_here = x.redistribute(mesh, [wanted]).to_local(grad_placements=[gradient])
     w_here = weight.to_local(grad_placements=weight.placements)
-    y_here = planned_linear(x_here, w_here, None, layer)
+    y_here = run(x_here, w_here, None, layer)
     # With its shape: from its piece alone DTensor would take all pieces for equally large.
     shape = torch.Size([*x.shape[:-1], weight.shape[0]])
     stride = torch.empty(shape, device="meta").stride()
