@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from scrimp.data.documents import KIB, LONGEST_DOCUMENT, cut, documents, text_target
-from scrimp.errors import DataError
 
 TEXTS = st.text(alphabet="ab \n\t\ré", max_size=400)
 
@@ -45,8 +43,3 @@ def test_long_documents_are_cut_and_blank_ones_left_out() -> None:
     assert all(len(document.text) <= 4 * LONGEST_DOCUMENT for document in found)
     assert found[0].num_bytes == 1
     assert next(iter(documents(["é"]))).num_bytes == 2
-
-
-def test_a_lone_surrogate_is_a_data_error() -> None:
-    with pytest.raises(DataError, match="lone surrogate"):
-        list(documents(["ok \ud800"]))

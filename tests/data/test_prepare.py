@@ -271,6 +271,8 @@ def test_a_bad_source_leaves_no_folder_behind(tmp_path: Path) -> None:
         prepare(spec_of(source), out, progress=False)
     for settings, match in (
         ({"held_out": 1.5}, "held-out share"),
+        ({"held_out": -0.1}, "held-out share"),
+        ({"held_out": 1.0}, "held-out share"),
         ({"tokenizer": "bpe", "bpe_vocab_size": 9}, "257"),
     ):
         with pytest.raises(DataError, match=match):

@@ -86,8 +86,7 @@ def test_bytes_per_element_are_the_published_ones(
     assert ours == pytest.approx(bytes_per_element, abs=2e-6)
 
 
-def test_only_groups_that_a_transposed_tensor_shares_are_square() -> None:
-    assert {name for name, kind in SCALINGS.items() if kind.is_square} == {"tensor", "block", "nvfp4_2d"}
+def test_only_nvfp4_has_a_scale_of_the_whole_tensor_beside_those_of_groups() -> None:
     assert {name for name, kind in SCALINGS.items() if kind.has_tensor_scale} == {"nvfp4", "nvfp4_2d"}
     assert all(kind.name == name for name, kind in SCALINGS.items())
 

@@ -64,8 +64,7 @@ def test_transformers_models_of_the_llama_family_are_understood(model_type: str,
     assert structure.sublayers[2].exit == "model.layers.1.self_attn.o_proj"
     assert structure.sublayers[3].entries == ("model.layers.1.mlp.gate_proj", "model.layers.1.mlp.up_proj")
     assert structure.place("model.layers.1.mlp.up_proj") == 3
-    assert structure.is_exit("model.layers.1.mlp.down_proj")
-    assert not structure.is_exit("model.layers.1.mlp.up_proj")
+    assert structure.sublayers[3].exit == "model.layers.1.mlp.down_proj"
     assert structure.place("lm_head") is None
 
 

@@ -17,7 +17,6 @@ import json
 from collections.abc import Iterable
 
 from scrimp.data.documents import Document
-from scrimp.errors import DataError
 
 SAMPLE_BYTES = 32 << 20
 SCANNED_BYTES = 8 << 30
@@ -80,12 +79,6 @@ def train_bpe(texts: list[str], vocab_size: int, delimiter: str) -> str:
     """tokenizer.json of a BPE trained on the texts."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-    if vocab_size < 257:
-        raise DataError(
-            "the BPE vocabulary is too small",
-            got=vocab_size,
-            expected="257 or more: the bytes and the delimiter",
-        )
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[delimiter],

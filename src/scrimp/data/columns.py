@@ -67,13 +67,17 @@ def checked_text(value: object, column: str, where: str, skipped: dict[str, int]
         skipped["rows without text"] = skipped.get("rows without text", 0) + 1
         return None
     if not isinstance(value, str):
-        raise DataError(
-            f"{where}: column {column!r} does not hold text",
-            got=f"a {type(value).__name__}",
-            expected="a string",
-            do="name the column with the text in data.text_column",
-        )
+        raise _no_text(where, column, f"a {type(value).__name__}")
     return value
+
+
+def _no_text(where: object, column: str, got: str) -> DataError:
+    return DataError(
+        f"{where}: column {column!r} does not hold text",
+        got=got,
+        expected="strings",
+        do="name the column with the text in data.text_column",
+    )
 
 
 def check_unicode(text: str, where: str) -> None:
@@ -182,9 +186,4 @@ def _check_column(path: Path, column: Column, schema: Any) -> None:
     if isinstance(kind, pa.DictionaryType):
         kind = kind.value_type
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_null(kind)):
-        raise DataError(
-            f"{path}: column {column.name!r} does not hold text",
-            got=f"the type {kind}",
-            expected="strings",
-            do="name the column with the text in data.text_column",
-        )
+        raise _no_text(path, column.name, f"the type {kind}")

@@ -17,8 +17,6 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from scrimp.errors import DataError
-
 KIB, MIB = 1 << 10, 1 << 20
 LONGEST_DOCUMENT = MIB
 """Documents longer than this (in characters) are cut."""
@@ -95,15 +93,7 @@ def documents(texts: Iterable[str]) -> Iterator[Document]:
 
 
 def document_of(text: str) -> Document:
-    """The document with this text."""
-    try:
-        encoded = text.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(
-            "a document is not valid Unicode",
-            got=f"a lone surrogate at character {error.start} of {text[:40]!r}…",
-            expected="text that UTF-8 can hold",
-            do="repair or remove that document",
-        ) from error
+    """The document with this text, which its source has found to be Unicode."""
+    encoded = text.encode()
     digest = hashlib.blake2b(encoded, digest_size=8, person=b"scrimp-document").digest()
     return Document(encoded, int.from_bytes(digest, "little"))

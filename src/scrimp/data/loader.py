@@ -123,31 +123,18 @@ def held_bytes(tokens_per_step: int, *, mask_documents: bool) -> int:
     return (PREFETCHED_STEPS + 2) * tokens_per_step * (8 + 8 + 4 * mask_documents)
 
 
+@dataclass(frozen=True)
 class _Producer:
     """Makes the micro-batches of one step; knows nothing of threads."""
 
-    def __init__(
-        self,
-        stream: TokenStream,
-        *,
-        sequence: int,
-        sequences_per_step: int,
-        micro_batch: int,
-        seed: int,
-        rank: int,
-        world_size: int,
-        mask_documents: bool,
-        pin: bool,
-    ) -> None:
-        self.rows, self.sequence, self.micro_batch = (
-            _rows_of(stream, sequence, mask_documents),
-            sequence,
-            micro_batch,
-        )
-        self.mask_documents, self.pin = mask_documents or stream.has_answers, pin
-        self.index = SampleIndex(self.rows.num_samples, seed)
-        own = sequences_per_step // world_size
-        self.own = range(rank * own, (rank + 1) * own)
+    rows: Windows | Packed
+    index: SampleIndex
+    own: range
+    """This rank's samples of a step."""
+    micro_batch: int
+    sequence: int
+    mask_documents: bool
+    pin: bool
 
     def step(self, position: int) -> list[Batch]:
         """This rank's micro-batches of the step whose first sample is at `position`."""
@@ -218,18 +205,17 @@ class Loader:
         pin: bool = False,
     ) -> None:
         _check_counts(sequence, sequences_per_step, micro_batch, rank, world_size)
+        rows, own = _rows_of(stream, sequence, mask_documents), sequences_per_step // world_size
         producer = _Producer(
-            stream,
-            sequence=sequence,
-            sequences_per_step=sequences_per_step,
-            micro_batch=micro_batch,
-            seed=seed,
-            rank=rank,
-            world_size=world_size,
-            mask_documents=mask_documents,
+            rows,
+            SampleIndex(rows.num_samples, seed),
+            range(rank * own, (rank + 1) * own),
+            micro_batch,
+            sequence,
+            mask_documents=mask_documents or stream.has_answers,
             pin=pin and torch.cuda.is_available(),
         )
-        self.num_samples: int = producer.index.num_samples
+        self.num_samples: int = rows.num_samples
         """Samples in one epoch."""
         self.position: int = first_sample
         """Samples consumed by all ranks together: the whole state."""

@@ -179,8 +179,6 @@ def split_by_share(read: Pass, share: float, *, may_cut: bool = True) -> Split:
     Raises:
         DataError: the corpus is too small, or so much alike that nothing can be held out.
     """
-    if not 0.0 <= share < 1.0:
-        raise DataError("the held-out share is not possible", got=share, expected="0 or more and less than 1")
     if share == 0.0:
         return Split()
     survey = _Survey(read("looking through"), share)

@@ -87,8 +87,6 @@ class Tokenizer:
     def __init__(self, definition: str, companions: dict[str, str], *, name: str) -> None:
         self.name, self._definition, self._companions = name, definition, companions
         self._plain = _load_definition(definition, name)
-        self._plain.no_truncation()
-        self._plain.no_padding()
         self.vocab_size: int = max(self._plain.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         bos, eos = _special_ids(self._plain, companions, name)
         self.delimiter_id: int = eos if bos is None else bos
@@ -175,10 +173,7 @@ class Tokenizer:
 
     @cached_property
     def _prompting(self) -> tokenizers.Tokenizer:
-        prompting = _load_definition(self._definition, self.name)
-        prompting.no_truncation()
-        prompting.no_padding()
-        return prompting
+        return _load_definition(self._definition, self.name)
 
     @cached_property
     def chat_template(self) -> str | None:
@@ -203,8 +198,7 @@ class Tokenizer:
         found: dict[str, str] = {}
         for file in ("special_tokens_map.json", "tokenizer_config.json"):
             for key, token in _json_object(self._companions.get(file, "{}"), self.name).items():
-                text = token.get("content") if isinstance(token, dict) else token
-                if key.endswith("_token") and isinstance(text, str):
+                if key.endswith("_token") and (text := _text_of(token)) is not None:
                     found[key] = text
         return found
 
@@ -250,10 +244,11 @@ class Tokenizer:
 
 
 def _load_definition(definition: str, name: str) -> tokenizers.Tokenizer:
+    """A tokenizer that neither cuts nor pads, whatever its file says."""
     import tokenizers
 
     try:
-        return tokenizers.Tokenizer.from_str(definition)
+        tokenizer = tokenizers.Tokenizer.from_str(definition)
     except Exception as error:  # the library raises the bare class
         raise DataError(
             f"the tokenizer {name} cannot be read",
@@ -261,6 +256,9 @@ def _load_definition(definition: str, name: str) -> tokenizers.Tokenizer:
             expected="a tokenizer.json of the tokenizers library",
             do="save the tokenizer again",
         ) from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _without_control_tokens(
@@ -289,8 +287,6 @@ def _without_control_tokens(
     assert encoder.get_vocab(with_added_tokens=True) == {
         hidden.get(token, token): id_ for token, id_ in ids.items()
     }
-    encoder.no_truncation()
-    encoder.no_padding()
     encoder.encode_special_tokens = True
     return encoder, frozenset(ids[token] for token in special & control & ids.keys())
 
@@ -346,10 +342,15 @@ def _declared_tokens(companions: dict[str, str], name: str) -> set[str]:
             if key in ("additional_special_tokens", "extra_special_tokens"):
                 several = [*declared.values()] if isinstance(declared, dict) else declared or []
             for token in several if isinstance(several, list) else []:
-                token = token.get("content") if isinstance(token, dict) else token
-                if isinstance(token, str):
-                    found.add(token)
+                if (text := _text_of(token)) is not None:
+                    found.add(text)
     return found
+
+
+def _text_of(token: object) -> str | None:
+    """The text of a token that a folder declares, as a string or as an object; None where it is neither."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
 
 
 def _json_object(content: str, name: str) -> dict[str, Any]:
@@ -384,10 +385,8 @@ def _special_ids(
     for file in ("tokenizer_config.json", "special_tokens_map.json"):
         config = _json_object(companions.get(file, "{}"), f"{name}, {file}")
         for key in ("bos_token", "eos_token"):
-            token = config.get(key)
-            token = token.get("content") if isinstance(token, dict) else token
-            id_ = tokenizer.token_to_id(token) if isinstance(token, str) else None
-            if id_ is not None:
+            token = _text_of(config.get(key))
+            if token is not None and (id_ := tokenizer.token_to_id(token)) is not None:
                 declared.setdefault(key, id_)
     if not declared:
         for token in (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]"):

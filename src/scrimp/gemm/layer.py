@@ -1,7 +1,7 @@
 """The three GEMMs of one linear layer, run as its plan says.
 
 `forward` and `backward` are plain functions of matrices: no autograd, no module. `linear.py` makes an
-autograd function and an operator of them, `sharded.py` runs them on pieces.
+autograd function and an operator of them, `tensor_parallel.py` runs them on pieces.
 """
 
 from __future__ import annotations

@@ -68,11 +68,6 @@ class Scaling:
     scale_type: ScaleType
 
     @property
-    def is_square(self) -> bool:
-        """The same groups whichever of the last two axes is scaled, so that a transposed copy is exact."""
-        return self.rows == self.columns
-
-    @property
     def has_tensor_scale(self) -> bool:
         """One fp32 scale per tensor beside the scales of the groups."""
         return self.scale_type == "e4m3"

@@ -48,10 +48,6 @@ class Structure:
         """Number of a layer's sub-layer, None for what is not on the stream."""
         return self._places.get(layer)
 
-    def is_exit(self, layer: str) -> bool:
-        """Whether a layer writes into the stream."""
-        return any(sub.exit == layer for sub in self.sublayers)
-
     @cached_property
     def _places(self) -> dict[str, int]:
         return {name: s for s, sub in enumerate(self.sublayers) for name in (*sub.entries, sub.exit)}

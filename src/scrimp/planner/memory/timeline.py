@@ -51,11 +51,6 @@ class Timeline:
     hidden: Mapping[str, float]
     """By kind: under computing."""
 
-    @property
-    def bottleneck(self) -> str:
-        """The lane that is busy longest."""
-        return max(self.lanes, key=lambda lane: self.lanes[lane])
-
 
 def step_timeline(
     costs: StepCosts, states: States, activations: Sequence[str], setup: Setup, machine: Machine

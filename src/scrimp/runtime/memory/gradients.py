@@ -186,7 +186,3 @@ class HostGradients:
         for ticket, _ in self._leaving:
             ticket.wait()
         self._leaving = []
-
-
-def _nothing(block: int) -> None:
-    """Nobody wants to know."""
