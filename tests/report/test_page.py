@@ -78,7 +78,7 @@ def test_the_page_is_whole(tmp_path):
     ids = [attributes["id"] for _, attributes in page.found if "id" in attributes]
     assert len(ids) == len(set(ids))
     charts = {name for name in ids if name.startswith("chart-")}
-    names = {"loss", "loss-log", "lr", "grad-norm", "throughput", "utilisation", "memory", "data-wait"}
+    names = {"loss", "lr", "grad-norm", "throughput", "utilisation", "memory", "data-wait"}
     assert charts == {f"chart-{name}" for name in names}
     for words in (
         "held-out loss",

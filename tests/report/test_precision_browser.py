@@ -3,13 +3,11 @@
 Skipped where there is no Chromium (Debian: `apt install chromium`).
 """
 
-import html
-import json
 import re
 
 import pytest
 from fake_run import SPLIT, write_replanned_run
-from test_browser import CHROMIUM, visit
+from test_browser import CHROMIUM, drive, visit
 
 from scrimp.report import write_report
 from scrimp.report.precision_cells import cell_facts, map_data, num_changed, percent
@@ -42,7 +40,7 @@ const press = (key) => {
   document.activeElement.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true, cancelable: true }));
   return { at: cells().indexOf(document.activeElement), label: document.activeElement.ariaLabel, card: card() };
 };
-const seen = { plans: [state()], keys: {} };
+Object.assign(seen, { plans: [state()], keys: {} });
 while (!find(".earlier").disabled) { find(".earlier").click(); seen.plans.unshift(state()); }
 find(".map-steps input").value = seen.plans.length - 1;
 find(".map-steps input").dispatchEvent(new Event("input"));
@@ -53,10 +51,6 @@ cells()[0].focus();
 for (const key of ["ArrowRight", "ArrowDown", "End", "Home", "ArrowUp", "ArrowLeft", "ArrowLeft", "x"]) {
   (seen.keys[key] ??= []).push(press(key));
 }
-const output = document.createElement("pre");
-output.id = "seen";
-output.textContent = JSON.stringify(seen);
-document.body.append(output);
 """
 
 
@@ -73,13 +67,8 @@ def page(run):
 
 @pytest.fixture(scope="module")
 def seen(page, tmp_path_factory):
-    """What the driver saw; it needs a policy that lets it run."""
-    scratch = tmp_path_factory.mktemp("driven")
-    text = page.read_text(encoding="utf-8").replace("script-src", "script-src 'unsafe-inline'; x-", 1)
-    driven = scratch / "driven.html"
-    driven.write_text(text.replace("</body>", f"<script>{DRIVER}</script></body>"), encoding="utf-8")
-    dom = visit(driven, scratch).dom
-    return json.loads(html.unescape(re.search(r'<pre id="seen">(.*?)</pre>', dom, re.DOTALL)[1]))
+    """What the driver saw."""
+    return drive(page, tmp_path_factory.mktemp("driven"), DRIVER)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """The charts of a run: which quantities share a figure, on which axis.
 
-Loss gets the width of the page, in linear and in logarithmic steps. Raw values are faint, the
+Loss gets the width of the page, in linear or in logarithmic steps. Raw values are faint, the
 centred mean over them is bold; held-out values are dots. Utilisation and memory show what was
 predicted as a dashed line beside what was measured. Every legend says which is which.
 """
@@ -12,14 +12,13 @@ from functools import partial
 
 import numpy as np
 
-from scrimp.report.axes import Array, smooth
-from scrimp.report.charts import Chart, Kind, Mark, Series, render
+from scrimp.report.charts import Chart, Kind, Mark, Series, Unit, render
+from scrimp.report.curves import Array, smooth
 from scrimp.report.html import Markup, tag
 from scrimp.report.read_run import RunRecord, mapping
 from scrimp.report.summary import full_to_causal
 from scrimp.report.units import (
     format_bytes,
-    format_count,
     format_duration,
     format_number,
     format_percent,
@@ -27,15 +26,13 @@ from scrimp.report.units import (
     is_number,
 )
 
-_TICK = partial(format_number, digits=6)
-"""Enough digits that no label is rounded; the chart drops the zeros."""
 _MARK_PLACES = 100
 _SMOOTH_FROM = 30
 """Steps from which a mean is drawn over the raw values."""
 
 
 def loss_figure(run: RunRecord) -> Markup:
-    """The loss over linear and over logarithmic steps, switched without a script."""
+    """The loss over linear or logarithmic steps, with the events of the run."""
     held_out = run.evaluations("eval_loss", "loss")
     series = _smoothed(run, "loss", "training")
     series.append(
@@ -49,27 +46,12 @@ def loss_figure(run: RunRecord) -> Markup:
         subtitle="Cross-entropy in nats per token, measured, by optimizer step",
         series=series,
         format=format_number,
-        tick_format=_TICK,
+        log_steps=run.num_steps >= 10,
         height=300,
         marks=_marks(run),
         note=_mark_note(run),
     )
-    if run.num_steps < 10:
-        return render(chart)
-    positive = [_from_step_one(part) for part in series]
-    log = dataclasses.replace(
-        chart, slug="loss-log", series=positive, log_steps=True, marks=_marks(run, first=1)
-    )
-    return tag(
-        "div",
-        tag("input", type="radio", name="loss-axis", id="loss-axis-linear", checked=True),
-        tag("label", "linear steps", for_="loss-axis-linear"),
-        tag("input", type="radio", name="loss-axis", id="loss-axis-log"),
-        tag("label", "log steps", for_="loss-axis-log"),
-        render(chart),
-        render(log),
-        class_="switch",
-    )
+    return render(chart)
 
 
 def small_figures(run: RunRecord) -> Markup:
@@ -81,7 +63,6 @@ def small_figures(run: RunRecord) -> Markup:
             subtitle="As set by the schedule",
             series=[_series(run, "lr", "learning rate")],
             format=partial(format_number, digits=3),
-            tick_format=_TICK,
             zero=True,
         ),
         Chart(
@@ -90,7 +71,6 @@ def small_figures(run: RunRecord) -> Markup:
             subtitle="Global, before clipping, measured; log scale",
             series=_smoothed(run, "grad_norm", "gradient norm"),
             format=partial(format_number, digits=3),
-            tick_format=_TICK,
             log=True,
         ),
         Chart(
@@ -99,7 +79,7 @@ def small_figures(run: RunRecord) -> Markup:
             subtitle="Trained tokens per second, measured",
             series=_smoothed(run, "tokens_per_s", "tokens/s"),
             format=format_rate,
-            tick_format=format_count,
+            unit=Unit(prefixes=True),
             zero=True,
         ),
         _utilisation(run),
@@ -125,7 +105,7 @@ def _utilisation(run: RunRecord) -> Chart:
         subtitle=f"MFU against the BF16 peak, SOL against the planned formats' peaks; measured{mean}",
         series=series,
         format=format_percent,
-        tick_format=partial(format_percent, decimals=2),
+        unit=Unit(name="%", size=0.01),
         zero=True,
         note=f"The causal form counts half of the attention scores, the full form all of them.{peak}",
     )
@@ -147,25 +127,27 @@ def _memory(run: RunRecord) -> Chart:
         ends = run.columns["step"][[0, -1]]
         line = np.full(2, float(value))
         label = "tensors on the device, predicted"
-        series.append(Series(name=label, steps=ends, values=line, kind="dashed", colour=1, derived=True))
-    unit, name = _binary_unit(np.concatenate([part.values for part in series]))
+        series.append(
+            Series(name=label, steps=ends, values=line, kind="dashed", decides_range=True, derived=True)
+        )
     return Chart(
         slug="memory",
         title="Memory",
         subtitle="Peak bytes so far",
         series=series,
         format=format_bytes,
-        tick_unit=unit,
-        tick_format=lambda value: f"{(value or 0) / unit:g} {name}",
+        unit=_binary_unit(np.concatenate([part.values for part in series])),
         zero=True,
         note=_MEMORY_NOTE,
     )
 
 
-def _binary_unit(values: Array) -> tuple[float, str]:
+def _binary_unit(values: Array) -> Unit:
     largest = float(np.nanmax(values)) if np.isfinite(values).any() else 0.0
     units = ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"))
-    return next(((unit, name) for unit, name in units if largest >= unit), (1.0, "B"))
+    return next(
+        (Unit(name=f" {name}", size=size) for size, name in units if largest >= size), Unit(name=" B")
+    )
 
 
 def _wait(run: RunRecord) -> Chart:
@@ -180,6 +162,7 @@ def _wait(run: RunRecord) -> Chart:
             for part in _smoothed(run, "data_wait_s", "wait")
         ],
         format=format_duration,
+        unit=Unit(name=" s", prefixes=True),
         log=True,
         note=share,
     )
@@ -222,16 +205,10 @@ def _radius(run: RunRecord) -> int:
     return max(2, run.num_steps // 60)
 
 
-def _from_step_one(series: Series) -> Series:
-    keep = series.steps >= 1
-    return dataclasses.replace(series, steps=series.steps[keep], values=series.values[keep])
-
-
-def _marks(run: RunRecord, first: float | None = None) -> list[Mark]:
+def _marks(run: RunRecord) -> list[Mark]:
     if not run.num_steps:
         return []
-    low = run.columns["step"][0] if first is None else max(first, run.columns["step"][0])
-    high = run.columns["step"][-1]
+    low, high = run.columns["step"][[0, -1]]
     skipped = run.columns["step"][run.columns["skipped"] == 1]
     marks = [
         Mark(step=float(step), label=f"step {step:,.0f} was skipped", kind="skipped") for step in skipped
@@ -245,7 +222,6 @@ def _marks(run: RunRecord, first: float | None = None) -> list[Mark]:
     places = {
         (mark.kind, int((mark.step - low) / max(high - low, 1) * _MARK_PLACES)): mark
         for mark in reversed(marks)
-        if low <= mark.step <= high
     }
     return list(places.values())
 

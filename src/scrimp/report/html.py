@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterable
 from typing import Final
 
-_VOID: Final = frozenset({"br", "hr", "input", "meta", "line", "rect", "path", "circle", "use"})
+_VOID: Final = frozenset({"br", "hr", "input", "meta", "rect"})
 _HIDDEN: Final = re.compile(
     "[\x00-\x08\x0b\x0c\x0d\x0e-\x1f\x7f-\x9f"  # control characters but tab and newline
     "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # bidirectional marks and overrides

@@ -1,4 +1,4 @@
-"""`report.html`: one page that tells how a run went, complete without network and without scripts.
+"""`report.html`: one page that tells how a run went, complete without network.
 
 Problem  The page shows text that nobody vouches for (corpora, samples, names, paths), and is
          opened from disk, mailed, and put on servers.
@@ -6,9 +6,10 @@ Method   Three walls. All text goes through `html.tag`, which escapes it. A cont
          policy forbids every load and every script and style but the two inline ones of this
          package, which it names by their hash; so text that got past the first wall would
          still not run. And hidden characters are made visible, so that nothing is reordered.
+         The charts are drawn by uPlot (`vendor/`); all else needs no script.
          The page is a pure function of the run folder: the same files give the same bytes.
 Limits   Size grows with the number of charts, events and samples shown, all of which are
-         bounded: about 0.3 MB for a run of a million steps.
+         bounded: about 0.4 MB for a run of a million steps.
 Checked  tests/report/test_page.py; in headless Chromium by tests/report/test_browser.py
 """
 
@@ -54,8 +55,9 @@ def write_report(run_dir: Path) -> Path:
 
 def build_page(run: RunRecord) -> str:
     """The page as text."""
-    style = _resource("page.css") + _resource("precision.css")
-    script = _resource("page.js") + _resource("precision.js")
+    style = "".join(map(_resource, ("vendor/uPlot.min.css", "page.css", "precision.css")))
+    licence = f"/*\n{_resource('vendor/LICENSE')}*/\n"
+    script = licence + "".join(map(_resource, ("vendor/uPlot.iife.min.js", "charts.js", "precision.js")))
     summary = summarise(run)
     header = join(
         [
@@ -76,7 +78,7 @@ def build_page(run: RunRecord) -> str:
     opens = has_analyses(run)
     sections = [
         precision if opens else None,
-        _section("curves", "Training", join([loss_figure(run), small_figures(run)])),
+        _section("curves", "Training", join([_chart_notes(), loss_figure(run), small_figures(run)])),
         _section("samples", "Samples", samples(run)),
         _section("plan", "Plan", plan_section(run)),
         None if opens else precision,
@@ -98,6 +100,19 @@ def _section(slug: str, title: str, content: Markup | None) -> Markup:
     heading = tag("h2", title, id=f"{slug}-heading")
     body = content if content is not None else tag("p", "Nothing was recorded.", class_="note")
     return tag("section", heading, body, id=slug, aria_labelledby=f"{slug}-heading")
+
+
+def _chart_notes() -> Markup:
+    hint = (
+        "Drag over a chart to zoom all of them, double-click to zoom out; a click on a name hides its curve."
+    )
+    missing = "The charts need JavaScript. The tables do not."
+    return join(
+        [
+            tag("p", hint, class_="note chart-hint", hidden=True),
+            tag("noscript", tag("p", missing, class_="note")),
+        ]
+    )
 
 
 def _notes(run: RunRecord) -> Markup | None:

@@ -25,7 +25,7 @@ import numpy as np
 from scrimp.errors import CheckpointError, StorageError
 from scrimp.files import read_bounded
 from scrimp.json_files import decode_loosely
-from scrimp.report.axes import Array
+from scrimp.report.curves import Array
 from scrimp.report.precision_record import PlanAt, read_plans
 from scrimp.report.records import scan_jsonl
 from scrimp.report.units import is_number
