@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from late_link import LateLink
 from losses import next_token_loss
 from property_tests import examples
 from test_streaming import ARCHITECTURE, CPU, FORMATS
@@ -24,7 +25,7 @@ from scrimp.models.model import build_model
 from scrimp.optim import AdamW, StreamedAdamW
 from scrimp.optim.cpu_update import CpuUpdates
 from scrimp.optim.streaming import Homes
-from scrimp.runtime.memory import BlockMemory, HostArena, HostLink, HostWeights, LateLink
+from scrimp.runtime.memory import BlockMemory, HostArena, HostLink, HostWeights
 
 LR = 1e-2
 MADE: list[Made] = []

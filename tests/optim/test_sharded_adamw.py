@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from distributed import spawn
+from late_link import LateLink
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -18,7 +19,7 @@ from scrimp.config import OptimizerConfig
 from scrimp.errors import PlanError
 from scrimp.optim import AdamW, Homes
 from scrimp.optim.sharded import ShardedAdamW
-from scrimp.runtime.memory import HostArena, HostWeights, LateLink
+from scrimp.runtime.memory import HostArena, HostWeights
 
 RANKS = 2
 CPU = torch.device("cpu")

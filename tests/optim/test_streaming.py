@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from late_link import LateLink
 from losses import next_token_loss
 from torch import Tensor
 
@@ -17,7 +18,7 @@ from scrimp.models.initialise import initialise
 from scrimp.models.model import Model, build_model
 from scrimp.optim import AdamW, StreamedAdamW
 from scrimp.optim.streaming import Homes
-from scrimp.runtime.memory import BlockMemory, HostArena, HostWeights, LateLink
+from scrimp.runtime.memory import BlockMemory, HostArena, HostWeights
 
 ARCHITECTURE = Architecture(
     family="llama",

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from late_link import LateLink
 from losses import next_token_loss
 from torch import Tensor
 
@@ -19,7 +20,7 @@ from scrimp.models.model import Model, build_model
 from scrimp.optim import AdamW
 from scrimp.optim.adamw_run import AdamWMemory
 from scrimp.precision import LinearPrecision, parse_rules
-from scrimp.runtime.memory import ActivationOffload, BlockMemory, HostArena, LateLink
+from scrimp.runtime.memory import ActivationOffload, BlockMemory, HostArena
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CPU = torch.device("cpu")

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 from allocator import allocator_peak
+from late_link import LateLink
 from losses import next_token_loss
 from real_steps import CPU, RealStep, Setting
 from test_peaks import FORMATS, LLAMA
@@ -16,7 +17,7 @@ from scrimp.optim.streaming import Homes
 from scrimp.planner.memory.account import account_step
 from scrimp.planner.memory.states import States
 from scrimp.profiler.memory_trace import trace_costs
-from scrimp.runtime.memory import BlockMemory, HostArena, HostWeights, LateLink
+from scrimp.runtime.memory import BlockMemory, HostArena, HostWeights
 from scrimp.runtime.memory.arena import ALIGNMENT
 
 DEEP = dataclasses.replace(LLAMA, num_layers=6)

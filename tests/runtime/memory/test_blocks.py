@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 import pytest
 import torch
+from late_link import LateLink
 from losses import next_token_loss
 from torch import Tensor
 
@@ -16,7 +17,7 @@ from scrimp.config.activations import Activations
 from scrimp.gemm import swap_in
 from scrimp.models.initialise import initialise
 from scrimp.models.model import Model, build_model
-from scrimp.runtime.memory import ActivationOffload, HostArena, LateLink
+from scrimp.runtime.memory import ActivationOffload, HostArena
 from scrimp.runtime.memory.gradients import HostGradients, OwnGradient
 from scrimp.runtime.memory.streamed_blocks import BlockMemory
 from scrimp.runtime.memory.weights import HostWeights

@@ -6,10 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from late_link import LateLink
 from torch import Tensor
 
 from scrimp.errors import DeviceError
-from scrimp.runtime.memory import CudaLink, HostArena, HostLink, LateLink, Link
+from scrimp.runtime.memory import CudaLink, HostArena, HostLink, Link
 
 CPU = torch.device("cpu")
 LINKS = [HostLink, LateLink]

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from late_link import LateLink
 from losses import next_token_loss
 from offload_cases import (
     ARCHITECTURE,
@@ -35,7 +36,6 @@ from scrimp.runtime.memory import (
     ActivationOffload,
     ArenaTooSmallError,
     HostLink,
-    LateLink,
     Link,
     Place,
     Ticket,

@@ -19,7 +19,7 @@ from scrimp.runtime.memory.carry import (
     weights_on_host,
 )
 from scrimp.runtime.memory.gradients import HeldGradient, HostGradients, OwnGradient
-from scrimp.runtime.memory.link import CudaLink, HostLink, LateLink, Link, Ticket
+from scrimp.runtime.memory.link import CudaLink, HostLink, Link, Ticket
 from scrimp.runtime.memory.offload import ActivationOffload
 from scrimp.runtime.memory.streamed_blocks import BlockMemory
 from scrimp.runtime.memory.weights import HostWeights
@@ -38,7 +38,6 @@ __all__ = [
     "HostMemory",
     "HostRoom",
     "HostWeights",
-    "LateLink",
     "Link",
     "OwnGradient",
     "PhaseEdges",
