@@ -3,7 +3,7 @@
 Everything in one process, on one checkpoint of a trunk. A step is a whole one (batch, passes, clipping, optimizer), in
 bf16 and in the formats of a plan. Peaks are high-water marks: on a CPU of the resident set, free memory handed back
 and the mark reset before each act; on CUDA of the allocator.
-A statistics batch is a step's batch, as in `scrimp.training.precision.cycle` where a step has at most four
+A statistics batch is a step's batch, as in `scrimp.cycle.precision_cycle` where a step has at most four
 micro-batches.
 
 Limits   On a CPU in use by others, times spread: all are kept. The resident set has a grain of some MiB.

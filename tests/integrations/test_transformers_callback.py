@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from scrimp.api import cycle
+from scrimp.cycle import precision_cycle
 from scrimp.errors import CheckpointError, ModelError, PlanError, TrainingError
 from scrimp.gemm import LinearPrecision, PlannedLayer, swap_in
 from scrimp.gemm.backends import ReferenceBackend
@@ -148,12 +148,12 @@ def profiles(monkeypatch: pytest.MonkeyPatch) -> list[PrecisionProfile]:
     """Every profile that is planned from."""
     seen: list[PrecisionProfile] = []
 
-    def look(profile: PrecisionProfile, *args: Any, **kwargs: Any) -> Any:
+    def look(settings: Any, profile: PrecisionProfile, *args: Any) -> Any:
         seen.append(profile)
-        return question_of(profile, *args, **kwargs)
+        return ask(settings, profile, *args)
 
-    question_of = cycle.question_of
-    monkeypatch.setattr(cycle, "question_of", look)
+    ask = precision_cycle.ask
+    monkeypatch.setattr(precision_cycle, "ask", look)
     return seen
 
 
@@ -191,14 +191,14 @@ def test_the_run_switches_at_its_step_however_long_solving_takes(
 ) -> None:
     runs = []
     for seconds in (0.0, 0.5):
-        question_of, note = cycle.question_of, Note()
+        ask_at_once, note = precision_cycle.ask, Note()
 
-        def slow(*args: Any, seconds: float = seconds, ask: Any = question_of, **kwargs: Any) -> Any:
+        def slow(*args: Any, seconds: float = seconds, ask: Any = ask_at_once) -> Any:
             time.sleep(seconds)
-            return ask(*args, **kwargs)
+            return ask(*args)
 
         with monkeypatch.context() as patch:
-            patch.setattr(cycle, "question_of", slow)
+            patch.setattr(precision_cycle, "ask", slow)
             snip = SnipCallback(0.75, first=2, switch_after=2, start="fp8")
             run = trainer(tmp_path, snip, note, max_steps=6)
             run.train()
@@ -390,13 +390,14 @@ def test_a_budget_out_of_reach_stops_the_run_and_says_what_can_be_reached(tmp_pa
 def test_a_budget_that_gets_out_of_reach_leaves_the_nearest_plan_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    question_of = cycle.question_of
+    ask = precision_cycle.ask
 
-    def out_of_reach(*args: Any, current: Any, **kwargs: Any) -> Any:
-        question = question_of(*args, current=current, **kwargs)
-        return question if current is None else dataclasses.replace(question, budget=Budget(divergence=0.0))
+    def out_of_reach(*args: Any) -> Any:
+        question = ask(*args)
+        is_first = question.current is None
+        return question if is_first else dataclasses.replace(question, budget=Budget(divergence=0.0))
 
-    monkeypatch.setattr(cycle, "question_of", out_of_reach)
+    monkeypatch.setattr(precision_cycle, "ask", out_of_reach)
     snip = SnipCallback(0.5, first=2, every=2, switch_after=1)
     trainer(tmp_path, snip, max_steps=6).train()
     first, second = snip.history

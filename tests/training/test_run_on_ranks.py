@@ -24,7 +24,7 @@ from scrimp.planner import Plan
 from scrimp.runtime import Executable
 from scrimp.training import setup
 from scrimp.training.checkpoint import CheckpointStore
-from scrimp.training.precision.cycle import PrecisionCycle
+from scrimp.training.precision.run_cycle import RunCycle
 from scrimp.world import World
 
 pytestmark = pytest.mark.slow
@@ -74,14 +74,14 @@ def trained(rank: int, corpus: Path, run_dir: Path) -> dict[str, Any]:
     ends: list[tuple[Any, Any, Any]] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(setup, "_refuse_ranks", lambda world: None)
-        close = PrecisionCycle.close
+        close = RunCycle.close
 
-        def end(cycle: PrecisionCycle) -> None:
-            plan = cycle._plans.plan
-            ends.append((cycle.state, plan.gemms, plan.blocks))
+        def end(cycle: RunCycle) -> None:
+            plan = cycle._run.plans.plan
+            ends.append((cycle.cycle.state, plan.gemms, plan.blocks))
             close(cycle)
 
-        patch.setattr(PrecisionCycle, "close", end)
+        patch.setattr(RunCycle, "close", end)
         with pytest.MonkeyPatch.context() as troubles:
             trouble_on(rank, troubles)
             if rank == 1:

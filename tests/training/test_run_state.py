@@ -19,7 +19,7 @@ from scrimp.errors import CheckpointError
 from scrimp.json_files import as_typed
 from scrimp.training import checkpoint_manifest as manifests
 from scrimp.training.checkpoint import STATE, Checkpoint
-from scrimp.training.precision.state import read_cycle
+from scrimp.training.precision.saved_cycle import read_saved_cycle
 from scrimp.training.run_state import read_state
 
 SNIP = ("--precision=snip", "--train.steps=6", "--snip.first=1", "--snip.every=2", "--snip.delay=1")
@@ -42,7 +42,7 @@ def test_a_state_is_read_as_it_was_written(run: Path) -> None:
     state = read_state(checkpoint_of(run))
     assert state.to_json() == checkpoint_of(run).state
     assert (state.position.step, state.position.updates) == (4, 4)
-    cycle = read_cycle(state.precision)
+    cycle = read_saved_cycle(state.precision)
     assert state.precision is not None
     assert cycle.analysis is not None
     plans = {"plan": cycle.plan.to_json(), "analysis": cycle.analysis.to_json()}

@@ -50,7 +50,7 @@ from scrimp.api.checks import checked_losses, refuse_other_device, refuse_other_
 from scrimp.api.modules import Layers, trained_by, unwrap
 from scrimp.errors import PlanError
 from scrimp.export.export_precision import ExportTarget, plan_for
-from scrimp.gemm import PlannedModel, refuse_unrunnable, weight_matrix
+from scrimp.gemm import LinearPrecision, PlannedModel, refuse_unrunnable, weight_matrix
 from scrimp.models.layers import layers_of
 from scrimp.planner.precision import Budget, PrecisionPlan, PrecisionProfile, Question, Weights
 from scrimp.statistics import Ranks, Subject, collect, untouched
@@ -248,11 +248,20 @@ def apply(
     inner = unwrap(model)
     linears = layers_of(inner).linears
     refuse_other_model(plan, linears)
-    weight = weight_matrix(linears[next(iter(plan.layers))])
     if not other_device:
+        weight = weight_matrix(linears[next(iter(plan.layers))])
         refuse_other_device(plan, device_name(inner, weight))
-    precisions = plan.precisions
-    widths = {name: weight_matrix(linears[name]).shape for name in precisions}
-    shapes = {name: (inputs, outputs) for name, (outputs, inputs) in widths.items()}
-    refuse_unrunnable(precisions, shapes, PROBE_TOKENS, weight.device)
-    return put_in_force(inner, precisions, seed=seed)
+    return run_by(inner, plan.precisions, seed=seed)
+
+
+def run_by(model: nn.Module, precisions: Mapping[str, LinearPrecision], *, seed: int = 0) -> PlannedModel:
+    """Run an unwrapped model's layers in these formats; what `apply` does once it knows the plan to be the model's.
+
+    Raises:
+        PlanError: a recipe that no back end runs here.
+    """
+    linears = layers_of(model).linears
+    weights = {name: weight_matrix(linears[name]) for name in precisions}
+    shapes = {name: (weight.shape[1], weight.shape[0]) for name, weight in weights.items()}
+    refuse_unrunnable(precisions, shapes, PROBE_TOKENS, next(iter(weights.values())).device)
+    return put_in_force(model, precisions, seed=seed)

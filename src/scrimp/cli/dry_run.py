@@ -20,7 +20,7 @@ from scrimp.report.tables import key_value_table
 from scrimp.report.units import format_bytes, format_count, format_flops, format_rate
 from scrimp.training.memory.account_table import account_tables, attention_text
 from scrimp.training.precision.preview import Preview, preview
-from scrimp.training.precision.question import shares_of
+from scrimp.training.precision.reachable import shares_of
 from scrimp.training.setup import Decisions, decide
 from scrimp.training.start import anchored
 

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from scrimp.api.arguments import FORMATS, budget_from, candidates_from
 from scrimp.api.checks import refuse_ranks
-from scrimp.api.cycle import CycleSettings, PlanCycle
+from scrimp.api.loop_cycle import LoopCycle, loop_settings
 from scrimp.api.modules import unwrap
 from scrimp.errors import DeviceError, PlanError
 from scrimp.gemm import PlannedModel
@@ -50,6 +50,7 @@ except ImportError as error:
     ) from error
 
 BATCHES_FILE = "snip_batches.safetensors"
+PREFIX = "snip/"
 _log = logging.getLogger("scrimp")
 
 
@@ -91,28 +92,26 @@ class SnipCallback(TrainerCallback, ExportableState):
             PlanError: arguments that do not fit together; what depends on the model or on the number of updates,
                 when training begins.
         """
-        self.cycle = PlanCycle(
-            CycleSettings(
-                budget=budget_from(budget),
-                formats=candidates_from(formats),
-                every=every,
-                first=first,
-                batches=batches,
-                delay=switch_after,
-                policy=policy,
-                start=start,
-                layers=None if layers is None else tuple(layers),
-                gains=gains,
-                sensitivity=sensitivity,
-                seed=seed,
-            )
-        )
+        self._arguments: dict[str, Any] = {
+            "budget": budget_from(budget).given,
+            "formats": candidates_from(formats),
+            "every": every,
+            "first": first,
+            "batches": batches,
+            "switch_after": switch_after,
+            "policy": policy,
+            "start": start,
+            "layers": None if layers is None else tuple(layers),
+            "gains": gains,
+            "sensitivity": sensitivity,
+            "seed": seed,
+        }
+        self.cycle = LoopCycle(loop_settings(**self._arguments))
         self.saved: dict[str, Any] = {}
         """Set by a Trainer that makes its callbacks anew from a checkpoint; its state is read from the Trainer's."""
         self._recent = RecentBatches(batches)
         self._is_keeping = self._has_seen_a_loss = False
         self._hook: Any = None
-        self._figures: dict[str, float] = {}
 
     @property
     def plan(self) -> PrecisionPlan | None:
@@ -136,11 +135,8 @@ class SnipCallback(TrainerCallback, ExportableState):
 
     def state(self) -> dict[str, Any]:
         """What the Trainer's checkpoints keep; waits for the solver, whose plan is part of it."""
-        arguments = dict(vars(self.cycle.settings))
-        arguments["switch_after"] = arguments.pop("delay")
-        arguments["budget"] = arguments["budget"].given
-        saved = {"cycle": self.cycle.to_state(), "figures": dict(self._figures)}
-        return {"args": arguments, "attributes": {"saved": saved}}
+        saved = {"cycle": self.cycle.to_state(), "figures": self._figures()}
+        return {"args": self._arguments, "attributes": {"saved": saved}}
 
     # -- events of the Trainer -----------------------------------------------------------------
 
@@ -153,8 +149,16 @@ class SnipCallback(TrainerCallback, ExportableState):
         saved = (
             None if kept is None else (kept[-1] if isinstance(kept, list) else kept)["attributes"]["saved"]
         )
-        self.cycle.begin(model, kwargs["optimizer"], None if saved is None else saved["cycle"])
-        self._figures = {} if saved is None else dict(saved["figures"])
+        self.cycle.begin(
+            kwargs["model"],
+            kwargs["optimizer"],
+            _losses,
+            steps=state.max_steps,
+            max_norm=args.max_grad_norm or 0.0,
+            saved=None if saved is None else saved["cycle"],
+        )
+        if saved is not None:
+            self.cycle.figures = {k.removeprefix(PREFIX): v for k, v in saved["figures"].items()}
         self._recent.clear()
         if saved is not None:
             self._recent.read(_folder(args, state) / BATCHES_FILE, next(model.parameters()).device)
@@ -165,32 +169,17 @@ class SnipCallback(TrainerCallback, ExportableState):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keep what this step's forward passes get, if it will be measured."""
-        next_one = self.cycle.next_measurement(state.global_step + 1)
-        self._is_keeping = next_one - state.global_step <= self.cycle.settings.batches and self._is_worth_it(
-            next_one, state
-        )
+        step = state.global_step
+        self._is_keeping = self.cycle.measures_within(step + 1, step + self.cycle.settings.batches)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Switch and measure, where this step is the one for it."""
-        step, model = state.global_step, kwargs["model"]
         if self._is_keeping and self._recent.end_step() > args.gradient_accumulation_steps:
             raise _other_loss("more forward passes in a step than it has micro-batches")
-        self._figures |= {f"snip/{name}": value for name, value in self.cycle.look_at_proof().items()}
-        if self.cycle.is_switch_due(step):
-            self._switch(model)
-        if step == self.cycle.next_measurement(step) and self._is_worth_it(step, state):
-            self._is_keeping = False
-            self.cycle.measure(
-                model,
-                kwargs["optimizer"],
-                self._recent.steps,
-                _losses,
-                step=step,
-                max_norm=args.max_grad_norm or 0.0,
-            )
+        step, self._is_keeping = state.global_step, False
+        self.cycle.after_update(step, self._recent.steps)
+        if self.cycle.measures_within(step, step):
             self._recent.clear()
-            if self.cycle.is_switch_due(step):
-                self._switch(model)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keep the statistics batches of a measurement that is near."""
@@ -208,12 +197,13 @@ class SnipCallback(TrainerCallback, ExportableState):
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Put the figures of the last plan beside the Trainer's."""
         logs = kwargs.get("logs")
-        if not logs or not self._figures or not {"loss", "train_loss"} & set(logs):
+        figures = self._figures()
+        if not logs or not figures or not {"loss", "train_loss"} & set(logs):
             return
-        logs.update(self._figures)
+        logs.update(figures)
         if state.log_history:
-            state.log_history[-1].update(self._figures)
-        self._figures = {}
+            state.log_history[-1].update(figures)
+        self.cycle.figures = {}
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Look at the model no more."""
@@ -224,7 +214,7 @@ class SnipCallback(TrainerCallback, ExportableState):
 
     def _refuse_short_run(self, max_steps: int) -> None:
         """A run that ends before its first plan begins would never have one: not what a callback was given for."""
-        first, delay = self.cycle.settings.first, self.cycle.settings.delay
+        first, delay = self.cycle.settings.cadence.first, self.cycle.settings.cadence.delay
         if first + delay >= max_steps:
             raise PlanError(
                 "the run would end before its first plan",
@@ -233,12 +223,9 @@ class SnipCallback(TrainerCallback, ExportableState):
                 do="lower first or switch_after; for one format from beginning to end use scrimp.gemm.swap_in",
             )
 
-    def _is_worth_it(self, step: int, state: Any) -> bool:
-        """Whether a plan that is measured after a step begins before the run ends."""
-        return bool(step + self.cycle.settings.delay < state.max_steps)
-
-    def _switch(self, model: nn.Module) -> None:
-        self._figures = {f"snip/{name}": value for name, value in self.cycle.switch(model).items()}
+    def _figures(self) -> dict[str, float]:
+        """Of the plan of now, by the names that they have in the Trainer's records."""
+        return {f"{PREFIX}{name}": value for name, value in self.cycle.figures.items()}
 
     def _look(self, module: nn.Module, args: tuple[Any, ...], inputs: Inputs, output: Any) -> None:
         if not module.training or not torch.is_grad_enabled():

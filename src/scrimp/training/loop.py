@@ -31,8 +31,8 @@ from scrimp.training.callbacks import (
 from scrimp.training.guards import StopSignals
 from scrimp.training.memory.between_phases import TRAINING
 from scrimp.training.memory.counted_steps import CountedSteps
-from scrimp.training.precision.cycle import PrecisionCycle
 from scrimp.training.precision.first_step import FirstStepProof
+from scrimp.training.precision.run_cycle import RunCycle
 from scrimp.training.run import Run
 from scrimp.training.run_folder import PLAN
 from scrimp.training.step import Stepper
@@ -45,7 +45,7 @@ class Trainer:
         self.run = run
         run.plans.listen(self._carry_out)
         run.phases.plan(TRAINING, run.plans.plan.predicted.peak_device_bytes or 0)
-        self.cycle = PrecisionCycle(run) if run.config.is_planned else None
+        self.cycle = RunCycle(run) if run.config.is_planned else None
         """Where formats are planned while training."""
         proof = FirstStepProof(run)
         self.stepper = Stepper(run, proof)

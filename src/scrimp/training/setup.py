@@ -38,7 +38,7 @@ from scrimp.runtime.execute import DTYPES
 from scrimp.training.memory.host_room import checkpoint_bytes, largest_tensor_bytes
 from scrimp.training.memory.limits import budgets_of, device_limit
 from scrimp.training.memory.micro_batch import decide_micro_batch
-from scrimp.training.precision.question import refuse_unreachable_share
+from scrimp.training.precision.reachable import refuse_unreachable_share
 from scrimp.training.run_data import (
     decide_tokenizer,
     expected_vocabulary,

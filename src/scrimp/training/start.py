@@ -34,11 +34,11 @@ from scrimp.training.checkpoint import Checkpoint, CheckpointStore
 from scrimp.training.memory.host_room import take_host_room
 from scrimp.training.precision.gemm_seconds import (
     fresh_times,
-    refuse_unreachable_speed,
     shapes_of,
     wants_times,
 )
-from scrimp.training.precision.state import read_cycle
+from scrimp.training.precision.reachable import refuse_unreachable_speed
+from scrimp.training.precision.saved_cycle import read_saved_cycle
 from scrimp.training.run_data import open_run_corpus
 from scrimp.training.run_folder import CONFIG, TOKENIZER, config_to_resume, saved_config, sign_of_checkpoints
 from scrimp.training.run_record import RunRecord, checked_record
@@ -136,7 +136,7 @@ def resumed_start(
     config = _with_own_tokenizer(config, run_dir)
     decisions = decide(config, architecture=state.architecture if state else None, world=world)
     if state is not None and config.is_planned:
-        read_cycle(state.precision)  # refused before anything is changed
+        read_saved_cycle(state.precision)  # refused before anything is changed
     corpus = _own_corpus(decisions, state, record)
     if not has_tokenizer and record is not None:  # the run gets that of its data, if it is the same
         record.refuse_other_tokenizer(corpus.tokenizer, corpus.folder / TOKENIZER)

@@ -33,7 +33,7 @@ from scrimp.training.checkpoint import Checkpoint, CheckpointStore, not_finite_e
 from scrimp.training.checkpoint_manifest import MANIFEST, read_manifest, verify_files
 from scrimp.training.export_seal import SEAL, read_seal
 from scrimp.training.metrics import EVENTS, METRICS
-from scrimp.training.precision.state import read_cycle
+from scrimp.training.precision.saved_cycle import read_saved_cycle
 from scrimp.training.run_folder import CHECKPOINTS, CONFIG, PLAN, TOKENIZER, saved_config
 from scrimp.training.run_record import RUN, RunRecord, checked_record, read_record
 from scrimp.training.run_state import read_state
@@ -120,7 +120,7 @@ def _whole(checkpoint: Checkpoint) -> str:
         raise not_finite_error(checkpoint.folder, names, do="use an older checkpoint")
     state = read_state(checkpoint)
     if load_config(checkpoint.folder / CONFIG).is_planned:
-        read_cycle(state.precision)
+        read_saved_cycle(state.precision)
     Plan.read(checkpoint.folder / PLAN)
     size = sum(record.bytes for record in manifest.files.values())
     skipped = f", {manifest.skipped_steps:,} steps skipped" if manifest.skipped_steps else ""

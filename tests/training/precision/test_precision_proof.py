@@ -12,12 +12,10 @@ from tiny_run import flags, losses, records, write_corpus
 from torch import Tensor
 
 from scrimp.cli import main
+from scrimp.cycle import guard
 from scrimp.gemm.backends import ReferenceBackend
 from scrimp.gemm.layer import PlannedLayer
 from scrimp.gemm.problem import Use
-from scrimp.planner.precision import PrecisionPlan
-from scrimp.training.precision import guard
-from scrimp.training.precision.guard import doubt
 
 LIAR = "blocks.1.mlp.down"
 FIRST, DELAY = 2, 1
@@ -188,33 +186,3 @@ def test_a_doubt_that_the_proof_answers_alarms_nobody(
     said = " ".join(capsys.readouterr().out.split())
     assert said.count("the plan changes the next update by 0.5") == 1
     assert f"step {SWITCH}: the plan changes the next update by 0.5; {answer}" in said
-
-
-def plan_with(predicted: float | None, interval: list[float] | None, batches: int) -> PrecisionPlan:
-    return PrecisionPlan(
-        model="m",
-        device="d",
-        policy="snip",
-        formats=("fp8", "nvfp4"),
-        budget={},
-        layers={},
-        predicted={"weight_divergence": predicted},
-        batches=batches,
-        intervals={} if interval is None else {"weight_divergence": interval},
-    )
-
-
-def test_a_divergence_far_from_the_predicted_one_is_doubted_on_both_sides() -> None:
-    found = plan_with(0.1, [0.05, 0.2], 3)  # of one batch: four times as wide, for 3 + 1 is 2 squared
-    assert doubt(found, 0.1 / 4 * 1.01) is None
-    assert doubt(found, 0.1 * 4 * 0.99) is None
-    assert "far below the 0.1 predicted (0.025 to 0.4 for one batch)" in str(doubt(found, 0.1 / 4 * 0.99))
-    assert "far above the 0.1 predicted" in str(doubt(found, 0.1 * 4 * 1.01))
-
-
-def test_without_an_interval_only_a_plan_that_changes_nothing_is_doubted() -> None:
-    found = plan_with(0.1, None, 1)
-    assert doubt(found, 1e-6) is None
-    assert "the same in bf16" in str(doubt(found, 0.0))
-    assert doubt(plan_with(0.0, [0.0, 0.0], 2), 0.0) is None
-    assert doubt(plan_with(None, None, 2), 0.0) is None

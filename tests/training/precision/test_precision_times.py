@@ -14,21 +14,19 @@ from tiny_run import flags, records, write_corpus
 
 from scrimp.cli import main
 from scrimp.config import BudgetConfig, Config, ModelConfig, SnipConfig, TrainConfig
+from scrimp.cycle import StepTimes
+from scrimp.cycle.state import TIMED_STEPS
 from scrimp.errors import PlanError
 from scrimp.gemm.doctor_report import surroundings_of
 from scrimp.planner import Plan
 from scrimp.profiler.gemm_times import GemmTimes
 from scrimp.training.precision import gemm_seconds as precision_times
 from scrimp.training.precision.gemm_seconds import (
-    StepTimes,
-    gemm_seconds,
     keep_times,
     measured_times,
-    other_than_gemms,
-    refuse_unreachable_speed,
     wants_times,
 )
-from scrimp.training.precision.state import TIMED_STEPS
+from scrimp.training.precision.reachable import refuse_unreachable_speed
 from scrimp.training.setup import Decisions, decide
 
 SHAPES = {"a": (64, 32), "b": (32, 64)}
@@ -50,16 +48,6 @@ def config(formats: str = "fp8,nvfp4", **budget: float) -> Config:
     return Config(
         precision="snip", budget=BudgetConfig(**budget), snip=SnipConfig(formats=formats, start="fp8")
     )
-
-
-def test_planned_gemms_add_up_over_layers_and_micro_batches() -> None:
-    recipes = {"a": ("bf16", "fp8", "nvfp4"), "b": ("fp8", "fp8", "fp8")}
-    assert gemm_seconds(times(), SHAPES, recipes) == pytest.approx(2 * (4 + 2 + 1 + 2 + 2 + 2) / 1000)
-
-
-def test_what_is_left_of_a_step_is_other_work_and_never_negative() -> None:
-    assert other_than_gemms([0.05, 0.04, 9.0], 0.03) == pytest.approx(0.02)
-    assert other_than_gemms([0.02], 0.03) == 0.0
 
 
 @pytest.mark.parametrize(

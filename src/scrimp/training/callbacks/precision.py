@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from scrimp.training.callbacks.base import Callback, Record
-from scrimp.training.precision.cycle import PrecisionCycle
+from scrimp.training.precision.run_cycle import RunCycle
 from scrimp.training.run import Run
 from scrimp.training.step import StepResult
 
@@ -11,7 +11,7 @@ from scrimp.training.step import StepResult
 class PlanPrecision(Callback):
     """Calls the precision cycle around each step."""
 
-    def __init__(self, run: Run, cycle: PrecisionCycle) -> None:
+    def __init__(self, run: Run, cycle: RunCycle) -> None:
         self._run, self._cycle = run, cycle
 
     def before_step(self) -> None:

@@ -1,12 +1,7 @@
-"""Budgets in seconds and in speed-up: from the measured times of GEMMs to what planned GEMMs may take.
+"""Times of GEMMs for budgets in seconds and in speed-up: measured before the first step, kept in the run's folder.
 
-::
-
-    seconds of a step  = other + GEMMs in the formats of now         other: measured before the first plan
-
-What a budget leaves of it to the planned GEMMs: `Budget.seconds_left`. The table is kept in the run's folder with the
-seconds that were left over, so that a resumed run plans by the same figures. A budget that even the fastest of
-the candidates miss is refused before the first step where that can be known.
+The table is kept with the seconds of a step beside the GEMMs, so that a resumed run plans by the same figures
+(`scrimp.cycle.step_times`).
 
 Checked  tests/training/precision/test_precision_times.py
 """
@@ -14,51 +9,27 @@ Checked  tests/training/precision/test_precision_times.py
 from __future__ import annotations
 
 import json
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from scrimp.config import ResolvedConfig
-from scrimp.config.snip import WHOLE_LAYERS
+from scrimp.cycle import StepTimes
 from scrimp.errors import PlanError
 from scrimp.files import write_whole
 from scrimp.gemm.doctor_report import surroundings_of
 from scrimp.json_files import NotNegative, read_json
 from scrimp.models import HEAD, spec_of
-from scrimp.planner.precision import allowed_by
-from scrimp.precision import GEMMS, parse_rules
+from scrimp.precision import parse_rules
 from scrimp.profiler.gemm_times import GemmTimes, measure_gemm_times
-from scrimp.training.precision.guard import Recipes
 
 if TYPE_CHECKING:
     from scrimp.training.setup import Decisions
 
 FILE = "gemm_times.json"
-Array = NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class StepTimes:
-    """What a step's time is made of."""
-
-    table: GemmTimes
-    micro_batches: int
-    other: float | None = None
-    """Seconds of a step beside the planned GEMMs; None until steps have been timed."""
-
-    def seconds(self, shapes: Sequence[tuple[int, int]], formats: Sequence[str]) -> Array:
-        """[L, 3, P] of a step."""
-        return self.table.table(shapes, formats, self.micro_batches)
-
-    def candidates(self, shapes: Sequence[tuple[int, int]], formats: Sequence[str]) -> NDArray[np.bool_]:
-        """[L, 3, P], what the device gains by, or has units for."""
-        return self.table.candidates(shapes, formats)
 
 
 @dataclass(frozen=True)
@@ -138,100 +109,6 @@ def keep_times(run_dir: Path, times: StepTimes) -> None:
     """Leave the table and the other seconds in the run's folder."""
     record = {"table": json.loads(times.table.to_json()), "other": times.other}
     write_whole(run_dir / FILE, json.dumps(record) + "\n")
-
-
-def gemm_seconds(times: StepTimes, shapes: dict[str, tuple[int, int]], recipes: Recipes) -> float:
-    """Seconds of a step's planned GEMMs in given formats."""
-    total = 0.0
-    for layer, row in recipes.items():
-        names = tuple(dict.fromkeys(row))
-        table = times.seconds([shapes[layer]], names)[0]
-        total += sum(float(table[j, names.index(name)]) for j, name in enumerate(row))
-    return total
-
-
-def other_than_gemms(steps: Sequence[float], gemms: float) -> float:
-    """Seconds of a step beside its planned GEMMs, by the median of measured steps."""
-    return max(0.0, statistics.median(steps) - gemms)
-
-
-def open_formats(
-    config: ResolvedConfig,
-    layers: Sequence[str],
-    formats: Sequence[str],
-    pinned: Mapping[str, Mapping[str, str]],
-    useful: NDArray[np.bool_] | None = None,
-) -> NDArray[np.bool_]:
-    """[L, 3, P], what a plan may give each GEMM: what a rule fixes, else the candidates.
-
-    Args:
-        useful: [L, 3, P], by `StepTimes.candidates`; where none of a GEMM's candidates is useful, all of them stay.
-    """
-    candidates = np.array([name in config.candidates for name in formats])
-    wanted = np.ones((len(layers), len(GEMMS), len(formats)), dtype=bool) if useful is None else useful
-    wanted = wanted & candidates
-    by_rule = allowed_by(layers, formats, pinned)
-    is_open = by_rule.all(axis=-1, keepdims=True)
-    return np.where(is_open, np.where(wanted.any(axis=-1, keepdims=True), wanted, candidates), by_rule)
-
-
-def refuse_unreachable_speed(
-    config: ResolvedConfig, times: StepTimes, shapes: dict[str, tuple[int, int]]
-) -> None:
-    """Refuse a budget that no choice among the candidates can keep, whatever else a step does.
-
-    Raises:
-        PlanError: with the best that can be reached.
-    """
-    fastest, in_compute = _fastest_seconds(config, times, shapes), _compute_seconds(config, times, shapes)
-    compute, wanted, speedup = (
-        config.precision_rules.compute,
-        config.budget.step_seconds,
-        config.budget.speedup,
-    )
-    lacks = in_compute < fastest and compute not in config.candidates
-    add = f"add {compute} to snip.formats, " if lacks else ""
-    why = f"{', '.join(sorted(times.table.emulated))} are emulated here" if times.table.emulated else ""
-    if lacks:
-        why += f"{', and ' if why else ''}{compute} is no candidate of snip.formats {config.snip.formats}"
-    why = f": {why}" if why else ""
-    if wanted is not None and wanted < fastest:
-        raise PlanError(
-            "budget.step_seconds cannot be reached on this device",
-            got=f"{wanted:g} s",
-            expected=f"at least {fastest:.3g} s, which the GEMMs of the blocks alone take in their fastest "
-            f"formats{why}",
-            do=f"{add}raise it, or lower train.batch_tokens",
-        )
-    if speedup is not None and speedup > in_compute / fastest * (1 + 1e-9):
-        raise PlanError(
-            "budget.speedup cannot be reached on this device",
-            got=f"{speedup:g}",
-            expected=f"at most {in_compute / fastest:.3f}, if a step were GEMMs alone{why}",
-            do=f"{add}lower it, or plan by a share of FLOPs with --budget.fp4-flops",
-        )
-
-
-def _fastest_seconds(config: ResolvedConfig, times: StepTimes, shapes: dict[str, tuple[int, int]]) -> float:
-    """Seconds of a step's planned GEMMs in the fastest formats that a plan may give them."""
-    layers, sizes = list(shapes), list(shapes.values())
-    pinned = parse_rules(config.precision).pinned(layers)
-    fixed = [name for gemms in pinned.values() for name in gemms.values()]
-    formats = tuple(dict.fromkeys([*config.candidates, *fixed]))
-    allowed = open_formats(config, layers, formats, pinned, times.candidates(sizes, formats))
-    seconds = times.seconds(sizes, formats)
-    by_layer = np.where(allowed, seconds, np.inf).min(axis=2).sum(axis=1)
-    if config.snip.policy.partition(":")[0] in WHOLE_LAYERS:
-        in_one = np.where(allowed.all(axis=1), seconds.sum(axis=1), np.inf).min(axis=1)
-        by_layer = np.where(
-            np.isfinite(in_one), in_one, by_layer
-        )  # rules that split a layer are refused elsewhere
-    return float(by_layer.sum())
-
-
-def _compute_seconds(config: ResolvedConfig, times: StepTimes, shapes: dict[str, tuple[int, int]]) -> float:
-    """Seconds of a step's planned GEMMs, unquantized."""
-    return float(times.seconds(list(shapes.values()), [config.precision_rules.compute]).sum())
 
 
 def shapes_of(decisions: Decisions) -> dict[str, tuple[int, int]]:

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor
 
+from scrimp.cycle import CycleSettings
 from scrimp.data import Batch
 from scrimp.optim import Optimizer
 from scrimp.planner.precision import PrecisionProfile
 from scrimp.runtime import Executable
 from scrimp.statistics import Probe, Subject, collect, probe
-from scrimp.training.setup import Decisions
 
 MOST_MICRO_BATCHES = 4
 """Most micro-batches of a step that a statistics batch takes."""
@@ -27,16 +27,22 @@ class PrecisionMeter:
     """Measures the model of a run; changes nothing of it."""
 
     def __init__(
-        self, decisions: Decisions, executable: Executable, optimizer: Optimizer, batches: Batches
+        self,
+        settings: CycleSettings,
+        executable: Executable,
+        optimizer: Optimizer,
+        batches: Batches,
+        *,
+        device_name: str,
     ) -> None:
-        self._decisions, self._executable = decisions, executable
-        self._optimizer, self._batches = optimizer, batches
+        self._settings, self._executable = settings, executable
+        self._optimizer, self._batches, self._device_name = optimizer, batches, device_name
 
     def measure(self, step: int, formats: Sequence[str]) -> PrecisionProfile:
         """Statistics before a step, on its batch and those that follow."""
-        snip = self._decisions.config.snip
-        batches = self._batches(step, snip.batches)
-        return collect(self._subject(step), batches, formats, gains=snip.gains, seed=step)
+        settings = self._settings
+        batches = self._batches(step, settings.batches)
+        return collect(self._subject(step), batches, formats, gains=settings.gains, seed=settings.seed + step)
 
     def probe(self, step: int) -> Probe:
         """The plan of now against the compute format, on a step's batch."""
@@ -51,7 +57,7 @@ class PrecisionMeter:
             optimizer=self._optimizer,
             losses=lambda batch: self._losses(step, batch),
             compute=self._executable.precision,
-            device_name=self._decisions.device.name,
+            device_name=self._device_name,
             step=step,
         )
 

@@ -15,17 +15,19 @@ from torch import Tensor
 from scrimp import objectives
 from scrimp.config import Config, flatten, replace_values
 from scrimp.config.snip import BUDGETS
+from scrimp.cycle import CycleSettings, CycleState
+from scrimp.cycle.question import ask, formats_to_measure
 from scrimp.data import Batch, Loader
 from scrimp.errors import CheckpointError, ConfigError
 from scrimp.export import ExportTarget, plan_for
 from scrimp.models.model import Model
 from scrimp.optim import build
 from scrimp.planner.precision import PrecisionPlan
-from scrimp.precision import parse_rules
 from scrimp.runtime import realise
 from scrimp.training.checkpoint import Checkpoint
+from scrimp.training.precision.cycle_settings import settings_of
+from scrimp.training.precision.formats_in_plan import planned_recipes
 from scrimp.training.precision.meter import PrecisionMeter
-from scrimp.training.precision.question import Horizon, ask, formats_to_measure
 from scrimp.training.run_data import open_run_corpus
 from scrimp.training.run_folder import saved_config
 from scrimp.training.run_state import read_state
@@ -84,18 +86,15 @@ def _refuse_seconds(config: Config) -> None:
 
 
 def _measured(decisions: Decisions, checkpoint: Checkpoint, target: ExportTarget | None) -> PrecisionPlan:
-    config = decisions.config
-    meter = _meter(decisions, checkpoint)
-    layers = [layer for layer in decisions.plan.gemms if layer != "head"]
-    pinned = parse_rules(config.precision).pinned(layers)
-    start = {layer: choice.recipes for layer, choice in decisions.plan.gemms.items() if layer != "head"}
-    formats = formats_to_measure(config, pinned, [name for row in start.values() for name in row])
-    profile = meter.measure(checkpoint.step, formats)
-    question = ask(config, profile, Horizon(checkpoint.step, None, 0.0), pinned, start, None, {})
+    recipes = planned_recipes(decisions.plan)
+    settings = settings_of(decisions.config, recipes)
+    meter = _meter(settings, decisions, checkpoint)
+    profile = meter.measure(checkpoint.step, formats_to_measure(settings, recipes))
+    question = ask(settings, profile, CycleState(recipes), checkpoint.step)
     return plan_for(question, target, step=checkpoint.step)
 
 
-def _meter(decisions: Decisions, checkpoint: Checkpoint) -> PrecisionMeter:
+def _meter(settings: CycleSettings, decisions: Decisions, checkpoint: Checkpoint) -> PrecisionMeter:
     """The model and its optimizer as they were at the checkpoint."""
     config = decisions.config
     state = read_state(checkpoint)
@@ -143,7 +142,7 @@ def _meter(decisions: Decisions, checkpoint: Checkpoint) -> PrecisionMeter:
             for _ in range(count):
                 yield next(loader)
 
-    return PrecisionMeter(decisions, executable, optimizer, batches)
+    return PrecisionMeter(settings, executable, optimizer, batches, device_name=decisions.device.name)
 
 
 def _unfilled(model: Model) -> None:

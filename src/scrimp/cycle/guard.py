@@ -19,7 +19,7 @@ Promotion  first the GEMMs that cost most for their FLOPs go up one format (4 bi
 
 The windows decide what happens, so they are part of the checkpoint.
 Source   the guards of SNIP's reconstruction, section 8; evidence before promotion is Scrimp's.
-Checked  tests/training/precision/test_precision_guard.py
+Checked  tests/cycle/test_guard.py
 """
 
 from __future__ import annotations

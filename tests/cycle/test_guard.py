@@ -6,18 +6,20 @@ import math
 
 import pytest
 
-from scrimp.precision import RECIPES
-from scrimp.statistics import Probe
-from scrimp.training.precision.guard import (
+from scrimp.cycle.guard import (
     MIN_VALUES,
     PENALTY,
     WINDOW,
     GuardState,
+    doubt,
     learn,
     promote,
     sign_of_trouble,
     verdict,
 )
+from scrimp.planner.precision import PrecisionPlan
+from scrimp.precision import RECIPES
+from scrimp.statistics import Probe
 
 CALM = [(2.0 + 0.01 * (i % 5), 1.0 + 0.1 * (i % 3)) for i in range(WINDOW)]
 
@@ -150,3 +152,33 @@ def test_promoted_gemms_count_as_costlier_each_time() -> None:
     assert state.penalties == {"a": [1.0, PENALTY, 1.0]}
     learn(state, PLAN, promote(PLAN, HARM, SHARES, alarms=1, candidates=CANDIDATES))
     assert state.penalties["a"] == [1.0, PENALTY**2, 1.0]
+
+
+def plan_with(predicted: float | None, interval: list[float] | None, batches: int) -> PrecisionPlan:
+    return PrecisionPlan(
+        model="m",
+        device="d",
+        policy="snip",
+        formats=("fp8", "nvfp4"),
+        budget={},
+        layers={},
+        predicted={"weight_divergence": predicted},
+        batches=batches,
+        intervals={} if interval is None else {"weight_divergence": interval},
+    )
+
+
+def test_a_divergence_far_from_the_predicted_one_is_doubted_on_both_sides() -> None:
+    found = plan_with(0.1, [0.05, 0.2], 3)  # of one batch: four times as wide, for 3 + 1 is 2 squared
+    assert doubt(found, 0.1 / 4 * 1.01) is None
+    assert doubt(found, 0.1 * 4 * 0.99) is None
+    assert "far below the 0.1 predicted (0.025 to 0.4 for one batch)" in str(doubt(found, 0.1 / 4 * 0.99))
+    assert "far above the 0.1 predicted" in str(doubt(found, 0.1 * 4 * 1.01))
+
+
+def test_without_an_interval_only_a_plan_that_changes_nothing_is_doubted() -> None:
+    found = plan_with(0.1, None, 1)
+    assert doubt(found, 1e-6) is None
+    assert "the same in bf16" in str(doubt(found, 0.0))
+    assert doubt(plan_with(0.0, [0.0, 0.0], 2), 0.0) is None
+    assert doubt(plan_with(None, None, 2), 0.0) is None

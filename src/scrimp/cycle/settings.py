@@ -1,0 +1,71 @@
+"""What a cycle of precision is asked for, whoever asks: a run's configuration, or the arguments of a plain loop.
+
+Steps at which a cycle measures are a function of these alone, so that a run that is resumed measures at the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from scrimp.config import Cadence
+from scrimp.planner.precision import Budget, Weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class CycleSettings:
+    """One cycle; steps are updates that were made, so that what is due at step 3 comes before the fourth."""
+
+    budget: Budget
+    candidates: tuple[str, ...]
+    cadence: Cadence
+    policy: str = "snip"
+    weights: Weights = field(default_factory=Weights)
+    pinned: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Layer to GEMM to the recipe that a rule fixes."""
+    steps: int | None = None
+    """Of the whole run: nothing is measured for a plan that would begin after them. None: not known."""
+    at: tuple[int, ...] = ()
+    """More steps to measure at."""
+    final_share: float = 0.0
+    """Last share of the run that may have a plan of higher precision; `steps` must be known."""
+    final_weight: float = 4.0
+    compute: str = "bf16"
+    """Format of GEMMs that are not quantized: what a speed-up is over."""
+    batches: int = 2
+    """Statistics batches of a measurement."""
+    gains: str = "auto"
+    sensitivity: str = "auto"
+    """auto: by the optimizer's rule; gradient: of any optimizer."""
+    seed: int = 0
+    """Of the noise of statistics, with the step."""
+    start: str | None = None
+    """Recipe before the first plan; None: the model as it is."""
+    layers: tuple[str, ...] | None = None
+    """To plan; None: those that are planned already, else all trained ones but the head."""
+    is_smoothed: bool = False
+    """Whether costs of the last statistics count half."""
+    must_keep_budget: bool = False
+    """Whether a first plan that cannot keep the budget is an error; else the nearest plan is taken."""
+    counts_from: int = 0
+    """Number of the first step, as plans name the step that they begin with."""
+
+    def measures_at(self, step: int) -> bool:
+        """Whether a plan is measured before this step: the first, every so many after it, chosen ones, and where the
+        final share begins."""
+        first, every = self.cadence.first, self.cadence.every
+        is_regular = step == first or (step > first and every > 0 and (step - first) % every == 0)
+        is_final = (
+            self.final_share > 0 and step > first and step + self.cadence.delay == self.final_steps.start
+        )
+        return self.is_in_time(step) and (is_regular or is_final or step in self.at)
+
+    def is_in_time(self, step: int) -> bool:
+        """Whether a plan that is measured before this step begins before the run ends."""
+        return self.steps is None or step + self.cadence.delay < self.steps
+
+    @property
+    def final_steps(self) -> range:
+        """The steps of the final share."""
+        assert self.steps is not None, "a run without an end has no final share"
+        return range(self.steps - round(self.final_share * self.steps), self.steps)

@@ -1,0 +1,65 @@
+"""From settings, statistics and the state of a run to what the planner is asked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from profiles import profile
+
+from scrimp.config import Cadence
+from scrimp.cycle import CycleSettings, CycleState, StepTimes
+from scrimp.cycle.question import ask
+from scrimp.planner.precision import Budget, PrecisionProfile, Question, Weights, choose, make_plan
+from scrimp.precision import GEMMS
+from scrimp.profiler.gemm_times import GemmTimes
+
+FORMATS = ("fp8", "nvfp4")
+MADE = profile(6, FORMATS)
+RECIPES = dict.fromkeys(MADE.layers, ("fp8", "fp8", "fp8"))
+
+
+def settings(**changes: Any) -> CycleSettings:
+    given = {
+        "budget": Budget(fp4_flops=0.5),
+        "candidates": FORMATS,
+        "cadence": Cadence(0, 10, 1, 0),
+        **changes,
+    }
+    return CycleSettings(**given, steps=100, is_smoothed=True)
+
+
+def asked(found: PrecisionProfile = MADE, previous: Any = None, **changes: Any) -> Question:
+    state = CycleState(RECIPES, previous=previous, previous_formats=list(FORMATS))
+    return ask(settings(**changes), found, state, 0)
+
+
+@pytest.mark.parametrize("policy", ["random:1", "min-abs-err", "min-rel-err", "snip-paper"])
+def test_baselines_are_not_smoothed_with_the_harm_that_snip_sees(policy: str) -> None:
+    harm = np.random.default_rng(0).uniform(size=(6, 3, 2)).tolist()
+    plain, again = asked(policy=policy), asked(policy=policy, previous=harm)
+    np.testing.assert_array_equal(choose(plain).costs, choose(again).costs)
+    assert asked(previous=harm).previous is not None
+
+
+def test_phases_of_a_budget_that_nothing_keeps_are_left_to_the_solver_to_refuse() -> None:
+    """Statistics that are no numbers keep a layer out of four bits: known only in the middle of a run."""
+    made = profile(6, FORMATS)
+    made.batches[0].x[:5] = np.nan
+    assert asked(made, final_share=0.2).budget == Budget(fp4_flops=0.5)
+
+
+@pytest.mark.parametrize(
+    "budget", [{"speedup": 2.0}, {"step_seconds": 0.5}, {"divergence": 0.1}, {"fp4_flops": 0.3}]
+)
+def test_the_planner_is_asked_for_the_users_own_budget(budget: dict[str, float]) -> None:
+    rows = {gemm: {"bf16": 4e-3, "fp8": 2e-3, "nvfp4": 1e-3} for gemm in GEMMS}
+    times = StepTimes(GemmTimes("device", 128, dict.fromkeys(MADE.shapes, rows)), 1, other=0.01)
+    asked_for = settings(budget=Budget(**budget), weights=Weights(update=3.0))
+    question = ask(asked_for, MADE, CycleState(RECIPES), 0, times)
+    plan = make_plan(question)
+    assert plan.budget == budget
+    ends = {"speedup": (0.01 + 18 * 4e-3) / 2, "step_seconds": 0.5}
+    assert plan.predicted["step_seconds"] <= ends.get(next(iter(budget)), 1.0) + 1e-9
+    assert plan.predicted["step_seconds"] >= 0.01 + 18 * 1e-3 - 1e-9
