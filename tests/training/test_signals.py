@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +31,26 @@ def not_ignoring() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+STARTED: list[subprocess.Popen[str]] = []
+
+
+@pytest.fixture(autouse=True)
+def _no_run_outlives_its_test() -> Iterator[None]:
+    yield
+    while STARTED:
+        with STARTED.pop() as process:
+            process.kill()
+
+
 def start(words: list[str], **how: Any) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-m", "scrimp", *words],
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         **({"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "preexec_fn": not_ignoring} | how),
     )
+    STARTED.append(process)
+    return process
 
 
 def wait_for_steps(run_dir: Path, process: subprocess.Popen[str], more: int = 1) -> None:
