@@ -29,6 +29,9 @@ check: $(VENV)/.installed-dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Modules that were compiled once are kept, or each process that a test starts would compile them anew.
+test test-all: export PYTHONDONTWRITEBYTECODE =
+
 test: check
 	$(BIN)/pytest -m "not slow" -n 2 --dist worksteal
 
