@@ -29,10 +29,9 @@ from scrimp.config.activations import ALL_ACTIVATIONS, Activations
 from scrimp.models import spec_of
 from scrimp.optim.adamw_run import AdamWMemory
 from scrimp.planner import Peaks
-from scrimp.planner.memory.account import account_step
 from scrimp.planner.memory.costs import StepCosts
 from scrimp.planner.memory.machine import Machine, Setup
-from scrimp.planner.memory.search import MemoryPlan, find
+from scrimp.planner.memory.search import find
 from scrimp.planner.memory.work import Rates, block_seconds
 from scrimp.precision import LinearPrecision
 from scrimp.profiler.memory_trace import trace_costs
@@ -163,7 +162,7 @@ def case(costs: StepCosts, name: str, moments: str, card: int, host: int, setup:
     """One model on one machine, in full."""
     # The host's figure is a budget for the run, nothing in reserve.
     machine = dataclasses.replace(machine_of(card, host), host_bytes=largest_step(int(host * 1e9)))
-    plan: MemoryPlan | None = find(costs, machine, setup)
+    plan = find(costs, machine, setup)
     found: dict[str, Any] = {
         "model": name,
         "moments": moments,
@@ -172,15 +171,15 @@ def case(costs: StepCosts, name: str, moments: str, card: int, host: int, setup:
         "fits": plan is not None,
     }
     if plan is not None:
-        account = account_step(costs, plan.states, plan.activations, accumulates=setup.accumulates)
+        account = plan.account
         found |= {
-            "activations": runs_of(plan.activations),
-            "states": str(plan.states),
+            "activations": runs_of(plan.placement.activations),
+            "states": str(plan.placement.states),
             "device": dict(account.device),
             "host_bytes": dict(account.host),
             "peak_device_bytes": account.peak,
             "peak_host_bytes": account.host_peak,
-            "step_seconds": plan.seconds,
+            "step_seconds": plan.timeline.seconds,
             "computing_seconds": plan.timeline.compute,
         }
     return found

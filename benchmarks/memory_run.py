@@ -76,7 +76,7 @@ class Figures:
             "compile": train.compile,
         }
         timeline = memory.timeline
-        self.found["plan"] = f"{runs_of(memory.activations)}; {memory.states}"
+        self.found["plan"] = f"{runs_of(memory.placement.activations)}; {memory.placement.states}"
         self.found["predicted"] = {
             "device": memory.account.peak,
             "host": memory.account.host_peak,
@@ -86,7 +86,7 @@ class Figures:
             "moment": memory.account.moment.name,
             "device parts": dict(memory.account.device),
             "host parts": dict(memory.account.host),
-            "seconds from": memory.seconds_origin,
+            "seconds from": memory.costs.seconds_origin,
         }
 
     @contextlib.contextmanager

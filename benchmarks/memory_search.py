@@ -47,7 +47,9 @@ def main() -> None:
             began = time.process_time()
             try:
                 plan = search(costs, machine_of(card, host), Setup(8))
-                found = f"{plan.device_bytes / 2**30:.1f} GiB, {plan.host_bytes / 1e9:.0f} GB, {plan.seconds:.0f} s"
+                account, predicted = plan.account, plan.timeline.seconds
+                sizes = f"{account.peak / 2**30:.1f} GiB, {account.host_peak / 1e9:.0f} GB"
+                found = f"{sizes}, {predicted:.0f} s"
             except NoRoomError:
                 found = "does not fit"
             seconds.append(time.process_time() - began)

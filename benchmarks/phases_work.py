@@ -35,7 +35,8 @@ from scrimp.data.loader import IGNORED
 from scrimp.models.generation import generate
 from scrimp.models.initialise import initialise
 from scrimp.optim import build
-from scrimp.planner import build_plan
+from scrimp.planner import Figures, build_plan
+from scrimp.planner.memory.placement import Placement
 from scrimp.runtime import Executable, realise
 from scrimp.runtime.memory import CudaCache, PhaseEdges
 
@@ -150,6 +151,9 @@ class Work:
             device_is_host=self.load.device == "cpu",
             torch_version=torch.__version__,
             reasons={},
+            placement=Placement.resident(self._architecture.num_layers),
+            why="everything resident",
+            predicted=Figures(),
         )
         return realise(
             plan,

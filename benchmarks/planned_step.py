@@ -32,7 +32,8 @@ from scrimp.config import Config, ModelConfig, TrainConfig, preset, resolve
 from scrimp.data import Batch
 from scrimp.gemm import LinearPrecision
 from scrimp.models.initialise import initialise
-from scrimp.planner import build_plan
+from scrimp.planner import Figures, build_plan
+from scrimp.planner.memory.placement import Placement
 from scrimp.runtime import Executable, compile_blocks, realise
 
 RECIPES = ("bf16", "fp8", "fp8_tensor", "fp8_row", "mxfp8", "nvfp4", "mxfp4", "fp4")
@@ -127,6 +128,9 @@ def make(precision: str, options: argparse.Namespace) -> tuple[Executable, Tenso
         device_is_host=options.device == "cpu",
         torch_version=torch.__version__,
         reasons={},
+        placement=Placement.resident(architecture.num_layers),
+        why="everything resident",
+        predicted=Figures(),
     )
     executable = realise(
         plan,

@@ -10,7 +10,8 @@ import yaml
 from scrimp.config import Config, base_architecture, resolve
 from scrimp.errors import PlanError
 from scrimp.export import export_precision
-from scrimp.planner import Plan, build_plan
+from scrimp.planner import Figures, Plan, build_plan
+from scrimp.planner.memory.placement import Placement
 from scrimp.planner.precision.analysed import PlannedGemm, PlannedLinearLayer, PrecisionPlan
 from scrimp.precision import GEMMS
 
@@ -27,6 +28,9 @@ def make_plan(precision: str) -> Plan:
         device_is_host=True,
         torch_version="2.13.0",
         reasons=resolution.reasons,
+        placement=Placement.resident(resolution.architecture.num_layers),
+        why="everything resident",
+        predicted=Figures(),
     )
 
 

@@ -8,7 +8,8 @@ import pytest
 from scrimp.config import BudgetConfig, Config, base_architecture, resolve
 from scrimp.errors import ConfigError, PlanError
 from scrimp.models import spec_of
-from scrimp.planner import BackendChoice, Plan, build_plan
+from scrimp.planner import BackendChoice, Figures, Plan, build_plan
+from scrimp.planner.memory.placement import Placement
 from scrimp.precision import RECIPES
 
 
@@ -22,6 +23,9 @@ def make_plan(precision: str = "auto", **budget: str) -> Plan:
         device_is_host=True,
         torch_version="2.13.0",
         reasons=resolution.reasons,
+        placement=Placement.resident(resolution.architecture.num_layers),
+        why="everything resident",
+        predicted=Figures(),
     )
 
 

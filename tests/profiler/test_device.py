@@ -10,7 +10,8 @@ from scrimp import timing
 from scrimp.config import Config, base_architecture, resolve
 from scrimp.errors import DeviceError
 from scrimp.host_memory import host_memory_available
-from scrimp.planner import Plan, build_plan, peak_of_recipe
+from scrimp.planner import Figures, Plan, build_plan, peak_of_recipe
+from scrimp.planner.memory.placement import Placement
 from scrimp.profiler import (
     MemoryMeter,
     device_peaks,
@@ -30,6 +31,9 @@ def make_plan() -> tuple[Plan, Config]:
         device_is_host=True,
         torch_version="2.13.0",
         reasons={},
+        placement=Placement.resident(resolution.architecture.num_layers),
+        why="everything resident",
+        predicted=Figures(),
     )
     return plan, resolution.config
 

@@ -16,12 +16,15 @@ from scrimp.gemm.backends import ReferenceBackend
 from scrimp.models.initialise import initialise
 from scrimp.models.model import Model, build_model
 from scrimp.planner import Plan
-from scrimp.planner.plan import StateChoice
+from scrimp.planner.memory.placement import Placement, States
+from scrimp.planner.plan import rows_of
 from scrimp.precision import GEMMS
 from scrimp.runtime import Executable, choose_backends, compile_blocks, describe_backends, quantizes, realise
 from scrimp.runtime.memory import take_room
 
 CPU = torch.device("cpu")
+NUM_BLOCKS = ARCHITECTURE.num_layers
+_, FIRST_WEIGHTS_ON_HOST = rows_of(Placement(("keep",) * NUM_BLOCKS, States.split(NUM_BLOCKS, weights=1)), "")
 
 
 def batch(rows: int = 2, length: int = 64) -> tuple[Tensor, Tensor]:
@@ -53,8 +56,7 @@ def distance(found: Tensor, expected: Tensor) -> float:
 def test_weights_that_live_on_the_host_are_filled_where_they_live(parameters: str) -> None:
     """Never twice in host memory: of a 7B model the copy alone would be 13 GB."""
     plan, plain = realised("bf16", parameters, ARCHITECTURE)
-    state = StateChoice("host", "device", "device", "")
-    hosted = dataclasses.replace(plan, states={**plan.states, "0": state})
+    hosted = dataclasses.replace(plan, states=FIRST_WEIGHTS_ON_HOST)
     filled: dict[str, int] = {}
 
     def fill(model: Model) -> None:
@@ -68,7 +70,7 @@ def test_weights_that_live_on_the_host_are_filled_where_they_live(parameters: st
         device=CPU,
         parameters=parameters,
         compute="bf16",
-        room=take_room(hosted, CPU, host_bytes=2**20),
+        room=take_room(hosted.placement, CPU, host_bytes=2**20),
     )
     assert executable.host is not None
     at_home = executable.host.weights.at_home()
@@ -99,9 +101,7 @@ def test_a_micro_batch_beyond_the_planned_one_is_refused_before_it_runs() -> Non
 
 def test_a_plan_with_a_part_on_the_host_is_no_model_without_room_there() -> None:
     plan, _ = realised("bf16", "bf16", ARCHITECTURE)
-    hosted = dataclasses.replace(
-        plan, states={**plan.states, "0": StateChoice("host", "device", "device", "")}
-    )
+    hosted = dataclasses.replace(plan, states=FIRST_WEIGHTS_ON_HOST)
     with pytest.raises(PlanError, match="no room was taken"):
         realise(hosted, ARCHITECTURE, lambda model: None, device=CPU, parameters="bf16", compute="bf16")
 

@@ -15,7 +15,8 @@ from scrimp.gemm import BackendChooser, observing, reference_only
 from scrimp.gemm.backends import ReferenceBackend
 from scrimp.gemm.problem import Use
 from scrimp.models.initialise import initialise
-from scrimp.planner import Plan, build_plan
+from scrimp.planner import Figures, Plan, build_plan
+from scrimp.planner.memory.placement import Placement
 from scrimp.precision import GEMMS
 from scrimp.runtime import Executable, StepCount, prove, realise
 
@@ -51,6 +52,9 @@ def realised(
         device_is_host=True,
         torch_version="2.13.0",
         reasons={},
+        placement=Placement.resident(architecture.num_layers),
+        why="everything resident",
+        predicted=Figures(),
     )
     executable = realise(
         plan,

@@ -1,8 +1,8 @@
 """Makes the plan of a run from its resolved configuration.
 
 Every GEMM by the rules of the run's precision; activations and states of every block as was decided so that
-the step fits (`scrimp.training.memory.decide`), all resident where nothing had to be. Settings of the user's own that
-cannot fit are refused before the run starts, with the budget that would be enough.
+the step fits (`scrimp.training.memory.decide`). Settings of the user's own that cannot fit are refused before the run
+starts, with the budget that would be enough.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from scrimp.config.snip import BUDGETS
 from scrimp.errors import PlanError
 from scrimp.models import HEAD, spec_of
 from scrimp.planner.memory.decision import MemoryDecision
+from scrimp.planner.memory.placement import Placement
 from scrimp.planner.memory.room import Budgets, enough_text, size_text
-from scrimp.planner.plan import BlockChoice, Figures, Fingerprint, Layout, Plan, StateChoice
+from scrimp.planner.plan import Figures, Fingerprint, Layout, Plan, rows_of
 from scrimp.precision import HIGH_PRECISION, InputOrigin, LinearPrecision, PrecisionRules, parse_rules
-
-_RESIDENT = "everything resident"
 
 
 def model_fingerprint(architecture: Architecture) -> str:
@@ -49,8 +48,9 @@ def build_plan(
     device_is_host: bool,
     torch_version: str,
     reasons: Mapping[str, str],
-    memory: MemoryDecision | None = None,
-    copy_bytes: int = 0,
+    placement: Placement,
+    why: str,
+    predicted: Figures,
 ) -> Plan:
     """The plan of one run on one device; `refuse_misfit` says whether it fits.
 
@@ -58,52 +58,25 @@ def build_plan(
         config: resolved: no field of `train` is None, and the precision has a base.
         device_is_host: the device computes in host memory (a CPU).
         reasons: why settings were decided, from `scrimp.config.resolve`.
-        memory: what blocks do so that the step fits; None: everything resident, of which nothing is predicted.
-        copy_bytes: host memory that writing a checkpoint takes.
+        placement: what blocks do so that the step fits, and where their states live.
+        why: the reason for it.
+        predicted: of a step (`MemoryDecision.predicted`).
 
     Raises:
         ConfigError: a rule of the precision that matches no layer, or cannot be carried out there.
     """
+    blocks, states = rows_of(placement, why)
     return Plan(
         fingerprint=Fingerprint(
             model=model_fingerprint(architecture), device=device_name, torch=torch_version, world_size=1
         ),
         budget=_budget(config, device_is_host),
         gemms=_gemms(config, architecture, reasons),
-        blocks=_blocks(architecture, memory),
-        states=_states(architecture, memory),
+        blocks=blocks,
+        states=states,
         layout=Layout(stages=[[0, architecture.num_layers - 1]]),
-        predicted=Figures() if memory is None else _predicted(memory, copy_bytes),
+        predicted=predicted,
     )
-
-
-def _predicted(memory: MemoryDecision, copy: int) -> Figures:
-    """Tensors of a step, which a run measures; what a checkpoint takes comes on top, on the host."""
-    return Figures(
-        peak_device_bytes=memory.account.peak,
-        peak_host_bytes=memory.account.host_peak + copy,
-        step_seconds=memory.step_seconds,
-    )
-
-
-def _blocks(architecture: Architecture, memory: MemoryDecision | None) -> dict[str, BlockChoice]:
-    numbers = range(architecture.num_layers)
-    if memory is None:
-        return {str(i): BlockChoice("keep", _RESIDENT) for i in numbers}
-    return {str(i): BlockChoice(memory.activations[i], memory.reason) for i in numbers}
-
-
-def _states(architecture: Architecture, memory: MemoryDecision | None) -> dict[str, StateChoice]:
-    names = [*map(str, range(architecture.num_layers)), "embedding", "head"]
-    if memory is None or memory.is_resident:
-        reason = _RESIDENT if memory is None else memory.reason
-        return dict.fromkeys(names, StateChoice("device", "device", "device", reason))
-    ends = StateChoice("device", "device", "device", "what is no block stays on the device")
-    blocks = {
-        str(i): StateChoice(**memory.states.of(i), reason=memory.reason)
-        for i in range(architecture.num_layers)
-    }
-    return {name: blocks.get(name, ends) for name in names}
 
 
 def _gemms(

@@ -32,12 +32,15 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from scrimp.config.activations import ALL_ACTIVATIONS
 from scrimp.errors import PlanError
 from scrimp.files import read_bounded
 from scrimp.json_files import decode_json, finite
+from scrimp.planner.memory.machine import Update
+from scrimp.planner.memory.placement import CLASSES, Placement, States
 from scrimp.precision import GEMMS, RECIPES, RECOMPUTE, SAVED_CHOICES, InputOrigin, LinearPrecision
 
 VERSION = 1
@@ -65,7 +68,7 @@ class BackendChoice:
 
 @dataclass(frozen=True)
 class BlockChoice:
-    """What happens to the activations of one block."""
+    """A row of `blocks`: what happens to the activations of one block."""
 
     activations: str
     """Its name in `scrimp.config.activations`."""
@@ -74,7 +77,7 @@ class BlockChoice:
 
 @dataclass(frozen=True)
 class StateChoice:
-    """Where the tensor classes of one block live."""
+    """A row of `states`: where the tensor classes of one block live."""
 
     weights: str
     gradients: str
@@ -88,6 +91,21 @@ class StateChoice:
         if self.optimizer == "cpu":
             return self.weights in places and self.gradients == "host"
         return {self.weights, self.gradients, self.optimizer} <= places
+
+
+def rows_of(placement: Placement, reason: str) -> tuple[dict[str, BlockChoice], dict[str, StateChoice]]:
+    """The sections `blocks` and `states` of a plan; what they say is read by `Plan.placement`."""
+    states = placement.states
+    blocks = {str(i): BlockChoice(name, reason) for i, name in enumerate(placement.activations)}
+    rows = {}
+    for i in range(len(blocks)):
+        places = {name: "host" if getattr(states, name)[i] else "device" for name in CLASSES}
+        if states.on_cpu(i):
+            places["optimizer"] = "cpu"
+        rows[str(i)] = StateChoice(**places, reason=reason)
+    at_ends = reason if placement.is_resident else "what is no block stays on the device"
+    ends = dict.fromkeys(("embedding", "head"), StateChoice("device", "device", "device", at_ends))
+    return blocks, rows | ends
 
 
 @dataclass(frozen=True)
@@ -147,6 +165,17 @@ class Plan:
     backends: dict[str, BackendChoice] = field(default_factory=dict)
     written: dict[str, str] = field(default_factory=dict, compare=False)
     """Section to its digest when Scrimp wrote it: of a plan that was read, or that carries an edit on."""
+
+    @cached_property
+    def placement(self) -> Placement:
+        """What `blocks` and `states` say, in a plan that can be carried out."""
+        rows = [self.states[str(i)] for i in range(len(self.blocks))]
+        weights, gradients, optimizer = (
+            tuple(getattr(row, name) != "device" for row in rows) for name in CLASSES
+        )
+        update: Update = "cpu" if any(row.optimizer == "cpu" for row in rows) else "device"
+        activations = tuple(self.blocks[str(i)].activations for i in range(len(rows)))
+        return Placement(activations, States(weights, gradients, optimizer, update))
 
     @property
     def edited(self) -> list[str]:

@@ -9,8 +9,8 @@ from rich.table import Table
 
 from scrimp.planner.memory.decision import MemoryDecision
 from scrimp.planner.memory.frontier import Alternative, binding, frontier
-from scrimp.planner.memory.placement import Split
 from scrimp.planner.memory.room import Budgets
+from scrimp.planner.memory.search_space import Split
 from scrimp.planner.memory.timeline import Timeline
 from scrimp.report.tables import account_table, key_value_table
 from scrimp.report.units import format_bytes, format_duration, format_percent
@@ -58,12 +58,14 @@ def _there_is(budgets: Budgets) -> str:
 
 
 def _rows(decision: MemoryDecision) -> Iterator[tuple[str, str]]:
-    yield "activations", runs_of(decision.activations)
-    yield "states", str(decision.states)
+    yield "activations", runs_of(decision.placement.activations)
+    yield "states", str(decision.placement.states)
     yield "why", decision.reason
     if decision.step_seconds is None:
         return
-    origin = "from blocks that were timed here" if decision.seconds_origin == "measured" else "from its work"
+    origin = (
+        "from blocks that were timed here" if decision.costs.seconds_origin == "measured" else "from its work"
+    )
     yield (
         "step",
         f"{format_duration(decision.timeline.seconds)} (predicted {origin}), {_waiting(decision.timeline)}",
@@ -73,13 +75,12 @@ def _rows(decision: MemoryDecision) -> Iterator[tuple[str, str]]:
 def _alternatives(
     decision: MemoryDecision, budgets: Budgets, split: Split | None
 ) -> Iterator[tuple[str, str]]:
-    plan = decision.plan
-    if plan is None:
+    if not decision.is_searched:
         return
-    bound, gain = binding(decision.costs, decision.machine, plan, split=split)
+    bound, gain = binding(decision, split=split)
     if gain:
         yield "bound by", f"{bound}: a quarter more of it saves {format_percent(gain)} of the step"
-    for other in frontier(decision.costs, decision.machine, plan, split=split):
+    for other in frontier(decision, split=split):
         more = budgets.device_for(other.more_bytes)
         yield f"with {format_bytes(more)} more", _alternative(other)
 
@@ -103,4 +104,5 @@ def _waiting(timeline: Timeline) -> str:
 
 
 def _alternative(other: Alternative) -> str:
-    return f"{format_percent(other.faster)} faster: {runs_of(other.plan.activations)}; {other.plan.states}"
+    placement = other.plan.placement
+    return f"{format_percent(other.faster)} faster: {runs_of(placement.activations)}; {placement.states}"

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -27,13 +26,12 @@ from scrimp.gemm import (
     backends_for,
     swap_in,
 )
-from scrimp.models.blocks import Block
 from scrimp.models.model import Model, build_model
 from scrimp.objectives import LossSums, Objective
 from scrimp.objectives.next_token import NEXT_TOKEN
 from scrimp.planner import Plan
 from scrimp.precision import LinearPrecision
-from scrimp.runtime.memory import HostMemory, HostRoom, carry_out, uses_host, weights_on_host
+from scrimp.runtime.memory import HostMemory, HostRoom, carry_out
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 HEAD = "head"
@@ -118,20 +116,17 @@ class Executable:
         Raises:
             PlanError: activations that leave, in a run that has taken no host memory; nothing has changed.
         """
-        if self.host is None and any("+offload" in choice.activations for choice in plan.blocks.values()):
+        placement = plan.placement
+        if self.host is None and placement.offloaded:
             raise PlanError(
                 "activations cannot leave the device in a run that has taken no host memory",
-                got=", ".join(dict.fromkeys(choice.activations for choice in plan.blocks.values())),
+                got=", ".join(dict.fromkeys(placement.activations)),
                 do="start it with a plan that offloads",
             )
-        leaving = set()
-        for number, choice in plan.blocks.items():
-            activations = Activations.parse(choice.activations)
-            cast(Block, self.model.blocks[int(number)]).activations = activations
-            if activations.is_offloaded:
-                leaving.add(int(number))
+        for block, name in zip(self.model.each_block(), placement.activations, strict=True):
+            block.activations = Activations.parse(name)
         if self.host is not None:
-            self.host.blocks.leaving = frozenset(leaving)
+            self.host.blocks.leaving = placement.offloaded
 
     def change_formats(self, plan: Plan) -> None:
         """Let the blocks' planned layers run in the formats of a plan; between two steps."""
@@ -187,7 +182,7 @@ def realise(
     Raises:
         PlanError: part of the plan lives on the host, and no room was taken there.
     """
-    if room is None and uses_host(plan):
+    if room is None and plan.placement.uses_host:
         raise PlanError(
             "part of the plan lives on the host, where no room was taken",
             do="take it with `take_room`, before the model is made",
@@ -195,7 +190,7 @@ def realise(
     with torch.device("meta"):
         model = build_model(architecture, dtype=DTYPES[parameters])
     # Weights that live on the host never lie on the device all at once, nor on the host twice, not even to be filled.
-    hosted = weights_on_host(plan)
+    hosted = plan.placement.states.on_host("weights")
     for index, block in enumerate(model.blocks):
         if room is not None and index in hosted:
             room.make_weights(block)
@@ -207,7 +202,7 @@ def realise(
     planned = None
     if replans or quantizes(plan, compute):
         planned = plan_layers(model, plan, choose or backends_for(device), seed)
-    host = None if room is None else carry_out(plan, model, room)
+    host = None if room is None else carry_out(plan.placement, model, room)
     executable = Executable(
         model, device, compute, loss_chunk, objective, planned, host, most_tokens, longest
     )

@@ -81,7 +81,7 @@ class Trainer:
     def _carry_out(self, before: Plan, plan: Plan) -> None:
         """Another plan is in force: the model, what is known of its memory, and the run's file follow."""
         run = self.run
-        if plan.blocks != before.blocks:
+        if plan.placement != before.placement:
             run.executable.change_activations(plan)
             run.meter.forget_counts()
         if plan.gemms != before.gemms:

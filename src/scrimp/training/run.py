@@ -97,7 +97,7 @@ class Run:
     def change_blocks(self, plan: Plan, step: int) -> None:
         """Let blocks do from now on what another plan says; between two steps, or two attempts at this one."""
         self.plans.change(plan)
-        choices = runs_of([block.activations for block in plan.blocks.values()])
+        choices = runs_of(plan.placement.activations)
         reason = plan.blocks["0"].reason
         self.event("memory-replan", f"{reason}: {choices}", step=step)
         self.line.message(f"step {step}: {reason}; goes on with {choices}")

@@ -38,7 +38,7 @@ from scrimp.runtime import (
     realise,
     tune,
 )
-from scrimp.runtime.memory import ArenaTooSmallError, uses_host
+from scrimp.runtime.memory import ArenaTooSmallError
 from scrimp.training.checkpoint import CheckpointStore
 from scrimp.training.finish import RunSummary, finish, finish_failed
 from scrimp.training.guards import StopSignals
@@ -186,15 +186,13 @@ def _in_folder(run_dir: Path, start: Start) -> Start:
     if is_resumed:  # by the back ends of its record
         decisions.refuse_tuning_misfit()
     plan = decisions.plan
-    if config.is_planned and uses_host(plan):
+    if config.is_planned and plan.placement.uses_host:
         raise PlanError(
             "nothing of a step can live on the host beside precision snip",
             got=f"a block of {plan_path} that offloads or has states on the host",
             expected="all of the model on the device: statistics read the states of all layers at once",
         )
-    room = (
-        take_host_room(plan, config, decisions.architecture, decisions.device) if is_resumed else start.room
-    )
+    room = take_host_room(decisions.memory, config, decisions.device) if is_resumed else start.room
     ran = "" if began_with in ({}, plan.backends) else backends_text(began_with)
     return dataclasses.replace(start, decisions=decisions, room=room, ran_by=ran)
 

@@ -290,8 +290,9 @@ def _decisions(
         device_is_host=device.is_host,
         torch_version=torch.__version__,
         reasons=reasons,
-        memory=memory,
-        copy_bytes=copy,
+        placement=memory.placement,
+        why=memory.reason,
+        predicted=memory.predicted(copy),
     )
     return Decisions(config, architecture, device, plan, reasons, memory, copy)
 

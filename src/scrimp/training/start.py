@@ -83,7 +83,7 @@ def fresh_start(config: Config, world: World = ALONE) -> Start:
     _refuse_speed_out_of_reach(decisions)
     corpus = open_run_corpus(decisions.config, world)
     decisions = decisions.with_corpus(corpus)
-    room = take_host_room(decisions.plan, decisions.config, decisions.architecture, decisions.device)
+    room = take_host_room(decisions.memory, decisions.config, decisions.device)
     return Start(decisions, corpus, room=room)
 
 

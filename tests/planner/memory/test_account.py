@@ -8,14 +8,15 @@ from property_tests import examples
 
 from scrimp.planner.memory.account import account_step
 from scrimp.planner.memory.costs import BlockClass, BlockCost, EndsCost, StepCosts
-from scrimp.planner.memory.states import States, device_peak, host_bytes
+from scrimp.planner.memory.placement import Placement, States
+from scrimp.planner.memory.states import device_peak, host_bytes
 
 NAMES = ("keep", "block", "block+offload")
 BYTES = st.integers(0, 1000)
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> tuple[StepCosts, States, list[str]]:
+def steps(draw: st.DrawFn) -> tuple[StepCosts, Placement]:
     def block() -> BlockCost:
         kept, forward, backward, host = (draw(BYTES) for _ in range(4))
         return BlockCost(kept, kept + forward, backward, cast=draw(BYTES), host=host)
@@ -30,17 +31,18 @@ def steps(draw: st.DrawFn) -> tuple[StepCosts, States, list[str]]:
     if update != "device":
         gradients = tuple(g or o for g, o in zip(gradients, optimizer, strict=True))
     states = States(draw(flags), gradients, optimizer, update)
-    return costs, states, draw(st.lists(st.sampled_from(NAMES), min_size=count, max_size=count))
+    names = draw(st.lists(st.sampled_from(NAMES), min_size=count, max_size=count))
+    return costs, Placement(tuple(names), states)
 
 
 @examples(200)
 @given(step=steps(), accumulates=st.booleans())
-def test_categories_add_up_to_the_peak(step: tuple[StepCosts, States, list[str]], accumulates: bool) -> None:
-    costs, states, activations = step
-    account = account_step(costs, states, activations, accumulates=accumulates)
-    assert account.peak == device_peak(costs, states, activations, accumulates)
+def test_categories_add_up_to_the_peak(step: tuple[StepCosts, Placement], accumulates: bool) -> None:
+    costs, placement = step
+    account = account_step(costs, placement, accumulates=accumulates)
+    assert account.peak == device_peak(costs, placement, accumulates)
     assert sum(nbytes for _, nbytes in account.device) == account.peak
-    assert account.host_peak == host_bytes(costs, states, activations)[0]
+    assert account.host_peak == host_bytes(costs, placement)[0]
     assert all(nbytes > 0 for _, nbytes in account.host)
 
 
@@ -49,7 +51,7 @@ def test_a_resident_step_in_numbers() -> None:
     kind = BlockClass(weights=100, gradients=100, optimizer=200, choices={"keep": keep})
     ends = EndsCost(50, 50, 100, head_peak=40, head_gradients=20, embedding_peak=5)
     costs = StepCosts((kind,), (0, 0), ends, boundary=4, resident=3)
-    account = account_step(costs, States.split(2), ["keep", "keep"], accumulates=False)
+    account = account_step(costs, Placement(("keep", "keep"), States.split(2)), accumulates=False)
     # The update: all gradients exist, activations are gone.
     assert account.moment.name == "optimizer step"
     assert dict(account.device) == {

@@ -11,7 +11,8 @@ from property_tests import examples
 
 from scrimp.planner.memory.activation_dp import Front, fastest
 from scrimp.planner.memory.costs import BlockClass, BlockCost, EndsCost, StepCosts, chosen_costs
-from scrimp.planner.memory.states import States, device_peak, floor_of
+from scrimp.planner.memory.placement import Placement, States
+from scrimp.planner.memory.states import device_peak, floor_of
 
 
 def solve(costs: StepCosts, states: States, device: int, host: int, accumulates: bool, effort: int) -> Front:
@@ -29,7 +30,8 @@ def all_fronts(
 ) -> set[tuple[int, float]]:
     """Every combination that fits and that none beats, by trying them all."""
     names = product(*[costs.classes[number].choices for number in costs.blocks])
-    found = {sums(costs, n) for n in names if device_peak(costs, states, n, accumulates) <= device}
+    peaks = {n: device_peak(costs, Placement(n, states), accumulates) for n in names}
+    found = {sums(costs, n) for n, peak in peaks.items() if peak <= device}
     found = {point for point in found if point[0] <= host}
     return {p for p in found if not any(q != p and q[0] <= p[0] and q[1] <= p[1] for q in found)}
 
@@ -55,7 +57,7 @@ def test_small_problems_are_solved_exactly(
     assert found == ({(0, least)} if (0, least) in expected else expected)
     for names, point in zip(front.choices, front.host, strict=True):
         assert sums(costs, tuple(names))[0] == point
-        assert device_peak(costs, states, names, accumulates) <= device
+        assert device_peak(costs, Placement(names, states), accumulates) <= device
 
 
 def test_few_labels_lose_little_and_always_fit() -> None:
@@ -67,7 +69,7 @@ def test_few_labels_lose_little_and_always_fit() -> None:
         many = solve(costs, states, gib << 30, 0, True, effort=4000)
         assert many.is_exact
         assert few.seconds.min() <= 1.01 * many.seconds.min()
-        assert all(device_peak(costs, states, names, True) <= gib << 30 for names in few.choices)
+        assert all(device_peak(costs, Placement(names, states), True) <= gib << 30 for names in few.choices)
 
 
 def test_where_peaks_depend_on_placement_the_best_one_is_found() -> None:
@@ -76,7 +78,7 @@ def test_where_peaks_depend_on_placement_the_best_one_is_found() -> None:
     kind = replace(kind, choices={name: kind.choices[name] for name in ("keep", "block")})
     costs, states = replace(costs, classes=(kind,)), States.split(8)
     half = [names for names in product(("keep", "block"), repeat=8) if names.count("keep") == 4]
-    peaks = {names: device_peak(costs, states, names, False) for names in half}
+    peaks = {names: device_peak(costs, Placement(names, states), False) for names in half}
     least = min(peaks.values())
     assert peaks[("block",) * 4 + ("keep",) * 4] == least < 0.96 * max(peaks.values())
     assert solve(costs, states, least, 0, False, effort=4000).choices[0].count("keep") >= 4
@@ -91,7 +93,7 @@ def test_what_a_block_offloads_is_in_flight_during_the_next_alone() -> None:
     )
     costs = StepCosts((away, rest), (0, 1, 1), EndsCost(0, 0, 0, 0, 0, 0), boundary=0)
     front = solve(costs, States.split(3), 30 + 29, 30, False, effort=64)
-    assert front.choices == [["away", "here", "here"]]
+    assert front.choices == [("away", "here", "here")]
     assert not solve(costs, States.split(3), 30 + 28, 30, False, effort=64).choices
 
 

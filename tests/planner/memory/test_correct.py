@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from made_up import MACHINE, QWEN_7B, llama_costs
 from property_tests import examples
 
-from scrimp.planner.memory.account import account_step
 from scrimp.planner.memory.correct import corrected, scaled_rates
 from scrimp.planner.memory.decision import MemoryDecision
 from scrimp.planner.memory.machine import Machine, Setup
@@ -18,9 +17,7 @@ COSTS = llama_costs(QWEN_7B | {"blocks": 8, "vocabulary": 32000}, 2048)
 
 
 def decision(machine: Machine) -> MemoryDecision:
-    plan = search(COSTS, machine, Setup(2))
-    account = account_step(COSTS, plan.states, plan.activations, accumulates=True)
-    return MemoryDecision(COSTS, machine, Setup(2), plan.activations, plan.states, account, "", plan)
+    return search(COSTS, machine, Setup(2))
 
 
 ROOMY = decision(replace(MACHINE, device_bytes=80 * 2**30))
@@ -39,7 +36,7 @@ def test_the_corrected_timeline_takes_what_was_measured(of: MemoryDecision, fact
 
 def test_where_copies_alone_take_longer_than_the_step_did_the_link_is_faster() -> None:
     slow = decision(scaled_rates(TIGHT.machine, 0.02))
-    assert slow.states.is_resident is False
+    assert slow.placement.states.is_resident is False
     measured = 0.5 * (slow.timeline.seconds - slow.timeline.compute)
     found = corrected(slow, seconds=measured, device_bytes=None)
     assert found.machine.upload > slow.machine.upload

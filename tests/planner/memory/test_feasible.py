@@ -9,9 +9,10 @@ from scrimp.planner.memory import feasible
 from scrimp.planner.memory.costs import BlockClass, BlockCost, EndsCost, StepCosts
 from scrimp.planner.memory.feasible import any_that_fits
 from scrimp.planner.memory.machine import Machine, Setup, Update
-from scrimp.planner.memory.placement import Split, everywhere
+from scrimp.planner.memory.placement import Placement
 from scrimp.planner.memory.room import NoRoomError
 from scrimp.planner.memory.search import find, search
+from scrimp.planner.memory.search_space import Split, everywhere
 from scrimp.planner.memory.states import device_peak, host_bytes
 
 UPDATERS: tuple[tuple[Update, ...], ...] = (("device",), ("cpu",), ("device", "cpu"))
@@ -48,9 +49,10 @@ def edges(costs: StepCosts, setup: Setup, pinned: int | None) -> list[tuple[int,
     for split in everywhere(len(costs.blocks), setup.updaters):
         states = split.states(len(costs.blocks))
         for names in product(*[costs.classes[number].choices for number in costs.blocks]):
-            host, pins = host_bytes(costs, states, names)
+            placement = Placement(names, states)
+            host, pins = host_bytes(costs, placement)
             if pinned is None or pins <= pinned:
-                found.add((host, device_peak(costs, states, names, setup.accumulates)))
+                found.add((host, device_peak(costs, placement, setup.accumulates)))
     best: list[tuple[int, int]] = []
     for host, device in sorted(found):
         if not best or device < best[-1][0]:
@@ -70,9 +72,9 @@ def refusals(seeds: range) -> tuple[int, int]:
             plan = find(costs, machine(device, host, pinned), setup)
             budgets, refused = budgets + 1, refused + (plan is None)
             if plan is not None:
-                assert plan.device_bytes <= device
-                assert plan.host_bytes <= host
-                assert pinned is None or plan.pinned_bytes <= pinned
+                assert plan.account.peak <= device
+                assert plan.account.host_peak <= host
+                assert pinned is None or host_bytes(costs, plan.placement)[1] <= pinned
             if before is not None:
                 answer = any_that_fits(costs, machine(before - 1, host - 1, pinned), setup)
                 assert answer.split is None

@@ -14,22 +14,25 @@ from property_tests import examples
 
 from scrimp.planner.memory.bound import Bound
 from scrimp.planner.memory.costs import BlockClass, BlockCost, EndsCost, StepCosts, chosen_costs
+from scrimp.planner.memory.decision import MemoryDecision
 from scrimp.planner.memory.machine import Machine, Setup
-from scrimp.planner.memory.placement import Split, chain, corners, everywhere
-from scrimp.planner.memory.search import MemoryPlan, find, search
-from scrimp.planner.memory.states import States, device_peak, host_bytes
+from scrimp.planner.memory.placement import Placement, States
+from scrimp.planner.memory.search import find, search
+from scrimp.planner.memory.search_space import Split, chain, corners, everywhere
+from scrimp.planner.memory.states import device_peak, host_bytes
 from scrimp.planner.memory.timeline import step_timeline
 
 updaters = st.sampled_from((("device",), ("cpu",), ("device", "cpu")))
 setups = st.builds(Setup, st.integers(1, 3), updaters)
 
 
-def fits(plan: MemoryPlan, costs: StepCosts, machine: Machine) -> bool:
+def fits(plan: MemoryDecision, costs: StepCosts, machine: Machine) -> bool:
     accumulates = plan.setup.accumulates
-    assert plan.device_bytes == device_peak(costs, plan.states, plan.activations, accumulates)
-    assert (plan.host_bytes, plan.pinned_bytes) == host_bytes(costs, plan.states, plan.activations)
-    room = plan.device_bytes <= machine.device_bytes and plan.host_bytes <= machine.host_bytes
-    return room and plan.pinned_bytes <= machine.pinnable
+    assert plan.account.peak == device_peak(costs, plan.placement, accumulates)
+    total, pinned = host_bytes(costs, plan.placement)
+    assert plan.account.host_peak == total
+    room = plan.account.peak <= machine.device_bytes and total <= machine.host_bytes
+    return room and pinned <= machine.pinnable
 
 
 def all_states(blocks: int) -> list[States]:
@@ -50,11 +53,12 @@ def fastest_of_all(
     best = None
     for states in placements:
         for names in product(*[costs.classes[number].choices for number in costs.blocks]):
-            total, pinned = host_bytes(costs, states, names)
+            placement = Placement(names, states)
+            total, pinned = host_bytes(costs, placement)
             if total > machine.host_bytes or pinned > machine.pinnable:
                 continue
-            if device_peak(costs, states, names, setup.accumulates) <= machine.device_bytes:
-                seconds = step_timeline(costs, states, names, setup, machine).seconds
+            if device_peak(costs, placement, setup.accumulates) <= machine.device_bytes:
+                seconds = step_timeline(costs, placement, setup, machine).seconds
                 best = seconds if best is None else min(best, seconds)
     return best
 
@@ -67,7 +71,7 @@ def test_any_plan_fits_and_none_is_missed_where_a_placement_has_room(
     plan = find(costs, machine, setup)
     if plan is not None:
         assert fits(plan, costs, machine)
-        assert not any(plan.states.optimizer) or plan.states.update in setup.updaters
+        assert not any(plan.placement.states.optimizer) or plan.placement.states.update in setup.updaters
         return
     blocks = len(costs.blocks)
     for split in (*corners(blocks, setup.updaters), *chain(blocks, setup.updaters[0])):
@@ -103,8 +107,8 @@ def test_regret_against_all_plans_of_small_problems(problems: int) -> None:
         counted = fastest_of_all(costs, machine, setup, as_many)
         assert (counted is None) == (plan is None)
         if best is not None and counted is not None and plan is not None:
-            regrets.append(plan.seconds / best - 1)
-            assert plan.seconds <= counted * (1 + 1e-9)
+            regrets.append(plan.timeline.seconds / best - 1)
+            assert plan.timeline.seconds <= counted * (1 + 1e-9)
     assert min(regrets) > -1e-9
     # only what sets of blocks that are not counted from one end would gain
     assert sum(regrets) / len(regrets) < 0.03
@@ -117,12 +121,13 @@ def fastest_of_protrains(costs: StepCosts, machine: Machine, setup: Setup) -> fl
     for update, n in product(setup.updaters, range(blocks + 1)):
         states = States.split(blocks, weights=n, gradients=n, optimizer=n, update=update)
         for s, c in combinations_with_replacement(range(blocks + 1), 2):
-            names = ["keep+offload"] * s + ["block"] * (c - s) + ["keep"] * (blocks - c)
-            total, pinned = host_bytes(costs, states, names)
+            names = ("keep+offload",) * s + ("block",) * (c - s) + ("keep",) * (blocks - c)
+            placement = Placement(names, states)
+            total, pinned = host_bytes(costs, placement)
             if total > machine.host_bytes or pinned > machine.pinnable:
                 continue
-            if device_peak(costs, states, names, setup.accumulates) <= machine.device_bytes:
-                best = min(best, step_timeline(costs, states, names, setup, machine).seconds)
+            if device_peak(costs, placement, setup.accumulates) <= machine.device_bytes:
+                best = min(best, step_timeline(costs, placement, setup, machine).seconds)
     return best
 
 
@@ -133,7 +138,15 @@ def test_no_point_of_protrains_space_is_faster_than_what_is_found(blocks: int, s
     for _ in range(17):
         problem = uniform_problem(draw, blocks)
         plan, best = find(*problem), fastest_of_protrains(*problem)
-        assert best == math.inf if plan is None else plan.seconds <= best * (1 + 1e-9)
+        assert best == math.inf if plan is None else plan.timeline.seconds <= best * (1 + 1e-9)
+
+
+def bound_of(costs: StepCosts, placement: Placement, setup: Setup, machine: Machine) -> float:
+    chosen = chosen_costs(costs, placement.activations)
+    passes = sum(cost.forward_seconds + cost.backward_seconds for cost in chosen)
+    return Bound.of(costs, placement.states, setup, machine).seconds(
+        passes, sum(cost.host for cost in chosen)
+    )
 
 
 @examples(300)
@@ -145,12 +158,10 @@ def test_the_bound_is_never_above_the_simulation(
     update = data.draw(st.sampled_from(("device", "cpu")))
     drawn = {name: data.draw(counts) for name in ("weights", "gradients", "optimizer")}
     states = States.split(blocks, **drawn, update=update)
-    names = [data.draw(st.sampled_from(list(costs.classes[number].choices))) for number in costs.blocks]
-    chosen = chosen_costs(costs, names)
-    bound = Bound.of(costs, states, setup, machine).seconds(
-        sum(c.forward_seconds + c.backward_seconds for c in chosen), sum(c.host for c in chosen)
-    )
-    assert bound <= step_timeline(costs, states, names, setup, machine).seconds * (1 + 1e-9)
+    names = (data.draw(st.sampled_from(list(costs.classes[number].choices))) for number in costs.blocks)
+    placement = Placement(tuple(names), states)
+    bound = bound_of(costs, placement, setup, machine)
+    assert bound <= step_timeline(costs, placement, setup, machine).seconds * (1 + 1e-9)
 
 
 def test_a_placement_is_known_from_its_states() -> None:
@@ -162,9 +173,9 @@ def test_a_placement_is_known_from_its_states() -> None:
 def test_everything_resident_wins_where_it_fits() -> None:
     costs = llama_costs(QWEN_7B, 4096)
     plan = search(costs, replace(MACHINE, device_bytes=100 * 2**30))
-    assert plan.states.is_resident
-    assert set(plan.activations) == {"keep"}
-    assert plan.host_bytes == 0
+    assert plan.placement.states.is_resident
+    assert set(plan.placement.activations) == {"keep"}
+    assert plan.account.host_peak == 0
     assert plan.is_exact
 
 
@@ -175,7 +186,7 @@ def test_memory_that_is_missing_costs_least_first() -> None:
         machine = replace(MACHINE, device_bytes=gib << 30, host_bytes=10**11)
         plan = search(costs, machine, setup)
         assert fits(plan, costs, machine)
-        seconds.append(plan.seconds)
+        seconds.append(plan.timeline.seconds)
     assert seconds == sorted(seconds)
     assert (
         seconds[-2] < 1.15 * seconds[0]
@@ -185,8 +196,8 @@ def test_memory_that_is_missing_costs_least_first() -> None:
 def test_cpu_adam_is_taken_where_it_is_faster_than_the_link() -> None:
     costs = llama_costs(QWEN_7B, 8192)
     machine = replace(MACHINE, device_bytes=30 * 2**30, host_bytes=10**11, cpu_adam=4e10)
-    assert search(costs, machine, Setup(1)).states.update == "cpu"
-    assert search(costs, replace(machine, cpu_adam=5e8), Setup(1)).states.update == "device"
+    assert search(costs, machine, Setup(1)).placement.states.update == "cpu"
+    assert search(costs, replace(machine, cpu_adam=5e8), Setup(1)).placement.states.update == "device"
 
 
 def test_a_7b_trains_on_16_gb_with_57_gb_of_host_memory() -> None:
@@ -196,7 +207,7 @@ def test_a_7b_trains_on_16_gb_with_57_gb_of_host_memory() -> None:
     plan = search(costs, machine, Setup(4))
     assert fits(plan, costs, machine)
     # weights, gradients and states of the blocks at 8 bytes each are most of what is on the host
-    assert plan.host_bytes > 0.6 * 57e9
+    assert plan.account.host_peak > 0.6 * 57e9
 
 
 def test_a_14b_on_24_gb_needs_8_bit_states_for_an_80_gb_host() -> None:
@@ -214,4 +225,4 @@ def test_80_blocks_of_14_choices_are_solved(gib: int, setup: Setup) -> None:
     machine = replace(MACHINE, device_bytes=gib << 30, host_bytes=400 * 10**9)
     plan = search(costs, machine, setup)
     assert fits(plan, costs, machine)
-    assert plan.bound <= plan.seconds
+    assert bound_of(costs, plan.placement, setup, machine) <= plan.timeline.seconds

@@ -6,7 +6,8 @@ import pytest
 
 from scrimp.errors import PlanError
 from scrimp.planner.memory.costs import BlockClass, BlockCost, EndsCost, StepCosts
-from scrimp.planner.memory.states import States, device_peak, floor_of, host_bytes
+from scrimp.planner.memory.placement import Placement, States
+from scrimp.planner.memory.states import device_peak, floor_of, host_bytes
 
 ENDS = EndsCost(0, 0, 0, head_peak=0, head_gradients=0, embedding_peak=0)
 
@@ -27,10 +28,10 @@ def test_of_weights_on_the_host_two_blocks_are_there(on_host: int, expected: int
 
 def test_gradients_that_leave_take_one_further_block_and_with_accumulation_three() -> None:
     costs = chain(6, BlockCost(kept=0, forward_peak=0, backward_peak=10, accumulating_peak=10), gradients=10)
-    away = States.split(6, gradients=6)
-    assert device_peak(costs, States.split(6), ["c"] * 6, False) == 60
-    assert device_peak(costs, away, ["c"] * 6, False) == 20  # the block's own and those on their way
-    assert device_peak(costs, away, ["c"] * 6, True) == 40  # the sum, the one that comes, the one that leaves
+    here, away = (Placement(("c",) * 6, States.split(6, gradients=count)) for count in (0, 6))
+    assert device_peak(costs, here, False) == 60
+    assert device_peak(costs, away, False) == 20  # the block's own and those on their way
+    assert device_peak(costs, away, True) == 40  # the sum, the one that comes, the one that leaves
 
 
 def test_gradients_of_the_last_blocks_leave_so_that_they_never_meet() -> None:
@@ -46,7 +47,7 @@ def test_offloaded_activations_are_in_flight_during_the_next_block_alone() -> No
     costs = StepCosts((kind,), (0, 0, 0), replace(ENDS, head_peak=1), boundary=0)
 
     def peak(*names: str) -> int:
-        return device_peak(costs, States.split(3), names, False)
+        return device_peak(costs, Placement(tuple(names), States.split(3)), False)
 
     assert peak("here", "here", "away") == 20 + 20 + 9  # all copies down are over before the head
     assert peak("here", "away", "here") == 20 + 30 + 29
@@ -64,10 +65,11 @@ def test_a_streamed_update_has_two_buffers_and_cpu_adam_none() -> None:
 
 def test_host_bytes_are_all_that_is_there_and_cpu_adams_states_need_no_pinning() -> None:
     costs = chain(3, BlockCost(0, 0, 0, host=7), weights=2, gradients=3, optimizer=10)
-    names = ["c"] * 3
-    assert host_bytes(costs, States.split(3, weights=1, gradients=2, optimizer=3), names) == (59, 59)
+    names = ("c",) * 3
+    visiting = States.split(3, weights=1, gradients=2, optimizer=3)
+    assert host_bytes(costs, Placement(names, visiting)) == (59, 59)
     # CPU Adam keeps the weights that it updates, wherever the device has its own
-    assert host_bytes(costs, States.split(3, optimizer=2, update="cpu"), names) == (51, 31)
+    assert host_bytes(costs, Placement(names, States.split(3, optimizer=2, update="cpu"))) == (51, 31)
 
 
 def test_states_that_cannot_be_are_refused() -> None:

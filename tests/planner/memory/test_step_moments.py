@@ -11,7 +11,8 @@ from property_tests import examples
 
 from scrimp.errors import PlanError
 from scrimp.planner.memory.costs import BlockClass, BlockCost, EndsCost, StepCosts
-from scrimp.planner.memory.states import Moment, States, device_peak, host_bytes, moments
+from scrimp.planner.memory.placement import Placement, States
+from scrimp.planner.memory.states import Moment, device_peak, host_bytes, moments
 
 CHOICES = ("keep", "block", "block+offload")
 sizes = st.integers(0, 1000)
@@ -113,13 +114,13 @@ def simulated(costs: StepCosts, choices: list[str], accumulates: bool) -> dict[s
 @given(steps())
 def test_peaks_are_those_of_a_list_of_all_that_is_live(step: tuple[StepCosts, list[str], bool]) -> None:
     costs, choices, accumulates = step
-    states = States.split(len(choices))
+    placement = Placement(tuple(choices), States.split(len(choices)))
     expected = simulated(costs, choices, accumulates)
-    found = largest(moments(costs, states, choices, accumulates))
+    found = largest(moments(costs, placement, accumulates))
     assert {phase: moment.bytes for phase, moment in found.items()} == expected
-    assert device_peak(costs, states, choices, accumulates) == max(expected.values())
+    assert device_peak(costs, placement, accumulates) == max(expected.values())
     offloaded = [costs.classes[n].choices[c].host for n, c in zip(costs.blocks, choices, strict=True)]
-    assert host_bytes(costs, states, choices) == (sum(offloaded), sum(offloaded))
+    assert host_bytes(costs, placement) == (sum(offloaded), sum(offloaded))
 
 
 def largest(found: Iterable[Moment]) -> dict[str, Moment]:
@@ -138,7 +139,7 @@ def example(choices: list[str], *, accumulates: bool = False) -> dict[str, Momen
     block = BlockClass(weights=10, gradients=10, optimizer=20, choices={"keep": keep, "block": again})
     ends = EndsCost(weights=5, gradients=5, optimizer=10, head_peak=30, head_gradients=5, embedding_peak=5)
     costs = StepCosts((block,), (0, 0), ends, boundary=2)
-    return largest(moments(costs, States.split(2), choices, accumulates))
+    return largest(moments(costs, Placement(tuple(choices), States.split(2)), accumulates))
 
 
 def test_the_largest_moments_and_their_blocks() -> None:

@@ -10,7 +10,7 @@ from made_up import MACHINE, machines, step_costs
 
 from scrimp.planner.memory.costs import BlockClass, BlockCost, EndsCost, StepCosts
 from scrimp.planner.memory.machine import Machine, Setup
-from scrimp.planner.memory.states import States
+from scrimp.planner.memory.placement import Placement, States
 from scrimp.planner.memory.timeline import Timeline, step_timeline
 
 ENDS = EndsCost(0, 0, 0, head_peak=0, head_gradients=0, embedding_peak=0)
@@ -35,7 +35,7 @@ def chain(blocks: int, forward: float, backward: float, **sizes: int) -> StepCos
 
 
 def timeline(costs: StepCosts, states: States, setup: Setup, machine: Machine = FAST) -> Timeline:
-    return step_timeline(costs, states, ["c"] * len(costs.blocks), setup, machine)
+    return step_timeline(costs, Placement(("c",) * len(costs.blocks), states), setup, machine)
 
 
 @given(blocks=st.integers(3, 12), forward=small, backward=small, copy=small)
@@ -140,7 +140,7 @@ def test_any_step_lies_between_its_longest_lane_and_the_sum_of_lanes(
         gradients = tuple(g or o for g, o in zip(gradients, optimizer, strict=True))
     names = [data.draw(st.sampled_from(list(costs.classes[number].choices))) for number in costs.blocks]
     states = States(weights, gradients, optimizer, update)
-    found = step_timeline(costs, states, names, Setup(count), machine)
+    found = step_timeline(costs, Placement(tuple(names), states), Setup(count), machine)
     assert max(found.lanes.values()) <= found.seconds * (1 + 1e-9)
     assert found.seconds <= math.fsum(found.lanes.values()) * (1 + 1e-9)
     assert found.compute + math.fsum(found.exposed.values()) == pytest.approx(found.seconds)

@@ -16,7 +16,8 @@ from scrimp.data import TokenStream
 from scrimp.data.corpus_manifest import ShardEntry
 from scrimp.data.shards import ShardWriter
 from scrimp.planner.memory.costs import StepCosts
-from scrimp.planner.memory.states import States, moments
+from scrimp.planner.memory.placement import Placement, States
+from scrimp.planner.memory.states import moments
 from scrimp.profiler.memory_trace import trace_costs
 from scrimp.runtime import Executable
 from scrimp.training.evaluation import evaluate
@@ -50,7 +51,7 @@ def most(costs: StepCosts, states: States, setting: Setting) -> int:
     there = costs.ends.weights + costs.ends.optimizer
     there += sum(part.weights for part, host in zip(parts, states.weights, strict=True) if not host)
     there += sum(part.optimizer for part, host in zip(parts, states.optimizer, strict=True) if not host)
-    found = moments(costs, states, setting.choices, setting.micro_batches > 1)
+    found = moments(costs, Placement(tuple(setting.choices), states), setting.micro_batches > 1)
     return max(moment.bytes for moment in found if moment.phase in ("forward", "head")) - there
 
 

@@ -15,7 +15,7 @@ from scrimp.config import OptimizerConfig
 from scrimp.optim import StreamedAdamW
 from scrimp.optim.streaming import Homes
 from scrimp.planner.memory.account import account_step
-from scrimp.planner.memory.states import States
+from scrimp.planner.memory.placement import Placement, States
 from scrimp.profiler.memory_trace import trace_costs
 from scrimp.runtime.memory import BlockMemory, HostArena, HostWeights
 from scrimp.runtime.memory.arena import ALIGNMENT
@@ -83,7 +83,7 @@ def test_predicted_bytes_of_device_and_host_are_those_that_are_taken(
     costs = trace_costs(setting.architecture, activations=("keep",), **setting.arguments)
     step = HostedStep(setting)
     step.place(states)
-    account = account_step(costs, states, ["keep"] * 6, accumulates=micro_batches > 1)
+    account = account_step(costs, Placement(("keep",) * 6, states), accumulates=micro_batches > 1)
     real = allocator_peak(step)
     step.optimizer.close()
     num_places = 6 * 9 * len(list(step.model.blocks[0].parameters()))

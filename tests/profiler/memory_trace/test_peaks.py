@@ -13,7 +13,7 @@ from real_steps import RealStep, Setting
 from scrimp.config import Architecture
 from scrimp.config.activations import LEVELS
 from scrimp.planner.memory.account import account_step
-from scrimp.planner.memory.states import States
+from scrimp.planner.memory.placement import Placement, States
 from scrimp.profiler.memory_trace import trace_costs
 
 LLAMA = Architecture(
@@ -98,8 +98,8 @@ def predicted_and_real(setting: Setting) -> tuple[int, int]:
     """Bytes above weights and optimizer states."""
     costs = trace_costs(setting.architecture, activations=tuple(set(setting.choices)), **setting.arguments)
     step = RealStep(setting)
-    nothing_away = States.split(len(setting.choices))
-    peak = account_step(costs, nothing_away, setting.choices, accumulates=setting.micro_batches > 1).peak
+    nothing_away = Placement(tuple(setting.choices), States.split(len(setting.choices)))
+    peak = account_step(costs, nothing_away, accumulates=setting.micro_batches > 1).peak
     parts = [costs.ends, *(costs.classes[number] for number in costs.blocks)]
     states = sum(part.weights + part.optimizer for part in parts)
     tokens = 2 * 8 * setting.rows * setting.sequence  # made before the step

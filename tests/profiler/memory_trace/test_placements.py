@@ -15,7 +15,7 @@ from test_peaks import FORMATS, LLAMA, MISTRAL, QWEN3
 
 from scrimp.config import Architecture
 from scrimp.planner.memory.account import account_step
-from scrimp.planner.memory.states import States
+from scrimp.planner.memory.placement import Placement, States
 from scrimp.profiler.memory_trace import trace_costs
 
 BLOCKS = 6
@@ -70,7 +70,9 @@ def above_states(setting: Setting, states: States, *, documents: bool = False) -
     there = costs.ends.weights + costs.ends.optimizer + 2 * 8 * setting.rows * setting.sequence
     there += sum(part.weights for part, host in zip(parts, states.weights, strict=True) if not host)
     there += sum(part.optimizer for part, host in zip(parts, states.optimizer, strict=True) if not host)
-    account = account_step(costs, states, setting.choices, accumulates=setting.micro_batches > 1)
+    account = account_step(
+        costs, Placement(tuple(setting.choices), states), accumulates=setting.micro_batches > 1
+    )
     assert sum(nbytes for _, nbytes in account.device) == account.peak
     assert min(nbytes for _, nbytes in account.device) >= 0
     return account.peak - there

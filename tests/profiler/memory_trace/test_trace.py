@@ -24,7 +24,8 @@ from scrimp.models.functions import rms_norm
 from scrimp.objectives import cross_entropy as loss
 from scrimp.optim.adamw_run import AdamWMemory
 from scrimp.planner.memory.costs import StepCosts
-from scrimp.planner.memory.states import States, device_peak
+from scrimp.planner.memory.placement import Placement
+from scrimp.planner.memory.states import device_peak
 from scrimp.precision import LinearPrecision
 from scrimp.profiler.memory_trace import remembered, trace, trace_costs
 
@@ -259,5 +260,5 @@ def test_a_billion_parameters_take_seconds_under_all_choices(device: str) -> Non
         device_functions=device,
     )
     assert time.process_time() - start < 10
-    peak = device_peak(costs, States.split(16), ["keep"] * 16, False)
+    peak = device_peak(costs, Placement.resident(16), False)
     assert 16 * spec_of(LLAMA_1B).parameters < peak < 24 * spec_of(LLAMA_1B).parameters

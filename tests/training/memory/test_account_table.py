@@ -12,7 +12,7 @@ from tiny_run import flags, write_corpus
 
 from scrimp.cli import main
 from scrimp.config import BudgetConfig, Config, MemoryConfig, ModelConfig, TrainConfig
-from scrimp.planner.memory.costs import StepCosts
+from scrimp.planner.memory.decision import MemoryDecision
 from scrimp.planner.memory.frontier import Alternative, frontier
 from scrimp.report import memory_text
 from scrimp.training.memory.account_table import account_tables, account_text, attention_text
@@ -83,9 +83,9 @@ def test_a_run_does_not_wait_for_a_search_of_what_more_memory_would_give(
 ) -> None:
     searches: list[int] = []
 
-    def counted(costs: StepCosts, *rest: Any, **more: Any) -> list[Alternative]:
-        searches.append(len(costs.blocks))
-        return frontier(costs, *rest, **more)
+    def counted(plan: MemoryDecision, *rest: Any, **more: Any) -> list[Alternative]:
+        searches.append(len(plan.costs.blocks))
+        return frontier(plan, *rest, **more)
 
     monkeypatch.setattr(memory_text, "frontier", counted)
     tight = decide(replace(GIVEN, budget=BudgetConfig(device_memory="30MB", host_memory="1GB")))

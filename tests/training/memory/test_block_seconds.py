@@ -24,7 +24,7 @@ def seconds(found: Decisions) -> dict[str, float]:
 
 def test_a_small_model_is_timed_and_the_plan_says_so() -> None:
     found = decide(SMALL)
-    assert found.memory.seconds_origin == "measured"
+    assert found.memory.costs.seconds_origin == "measured"
     assert found.memory.costs.ends.seconds > 0
     assert found.plan.predicted.step_seconds == found.memory.timeline.seconds
     assert seconds(found)["keep"] <= seconds(found)["block"]
@@ -33,7 +33,7 @@ def test_a_small_model_is_timed_and_the_plan_says_so() -> None:
 def test_what_would_take_too_long_is_predicted_from_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_times, "LIMIT_S", 1e-6)
     found = decide(SMALL)
-    assert found.memory.seconds_origin == "predicted"
+    assert found.memory.costs.seconds_origin == "predicted"
     assert 0 < seconds(found)["keep"] < seconds(found)["block"]
 
 

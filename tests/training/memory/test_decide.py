@@ -14,11 +14,11 @@ from scrimp.data import held_bytes
 from scrimp.errors import ConfigError, PlanError
 from scrimp.models import spec_of
 from scrimp.models.flash import Gpu
+from scrimp.planner.memory.placement import Placement, States
 from scrimp.planner.memory.room import NoRoomError
-from scrimp.planner.memory.states import States, device_peak
+from scrimp.planner.memory.states import device_peak
 from scrimp.runtime.memory.carry import SPARE_BYTES, SPARE_SHARE
 from scrimp.training.memory import decide as memory_plan
-from scrimp.training.memory.decide import states_of
 from scrimp.training.setup import Decisions, decide
 
 CONFIG = Config(
@@ -52,9 +52,9 @@ def smallest_of(error: NoRoomError) -> int:
 
 def test_where_everything_fits_easily_everything_stays_and_nothing_is_timed() -> None:
     found = decided_with()
-    assert found.memory.is_resident
+    assert found.memory.placement.is_resident
     assert found.memory.fits
-    assert found.memory.seconds_origin is None
+    assert found.memory.costs.seconds_origin is None
     assert found.plan.predicted.step_seconds is None
     assert {block.activations for block in found.plan.blocks.values()} == {"keep"}
 
@@ -75,7 +75,7 @@ def test_on_a_gpu_the_scores_of_unfused_attention_are_counted_where_everything_f
         found.device, torch_device=torch.device("cuda", 1), name="NVIDIA H100", available_bytes=80 * 2**30
     )
     memory = memory_plan.decide_memory(found.config, found.architecture, gpu)
-    assert memory.seconds_origin is None
+    assert memory.costs.seconds_origin is None
     scores = 2 * 4 * 8 * found.architecture.num_heads * 512 * 512 * found.architecture.num_layers
     assert (memory.account.peak > scores) is is_counted
 
@@ -120,7 +120,7 @@ def test_two_budgets_on_a_cpu_are_two_memories() -> None:
     found = decided_with(device_memory=f"{int(0.4 * peak)}B", host_memory="1GB")
     assert found.memory.account.peak <= int(0.4 * peak)
     assert found.memory.account.host_peak > 0
-    assert not found.memory.states.is_resident or any("offload" in name for name in found.memory.activations)
+    assert found.memory.placement.uses_host
 
 
 def test_all_micro_batches_of_a_step_are_planned_for() -> None:
@@ -132,7 +132,7 @@ def test_all_micro_batches_of_a_step_are_planned_for() -> None:
     assert once is not None
     assert twice is not None
     assert (once.setup.micro_batches, twice.setup.micro_batches) == (2, 4)
-    assert once.account.peak == device_peak(once.costs, States.split(4), ["block"] * 4, True)
+    assert once.account.peak == device_peak(once.costs, Placement(("block",) * 4, States.split(4)), True)
     batches = [held_bytes(tokens, mask_documents=True) for tokens in (2048, 4096)]
     assert twice.account.peak - once.account.peak == batches[1] - batches[0]
 
@@ -165,7 +165,7 @@ def test_states_where_the_user_wants_them_leave_activations_to_the_plan() -> Non
     )
     found = decide(config)
     assert [found.plan.states[str(i)].optimizer for i in range(4)] == ["device", "device", "host", "host"]
-    assert found.memory.plan is not None
+    assert found.memory.is_searched
 
 
 @pytest.mark.parametrize("setting", [{"optimizer": "host"}, {"activations": "keep+offload"}])
@@ -190,7 +190,7 @@ def test_unless_asked_no_plan_has_an_optimizer_on_the_cpu_which_rounds_otherwise
         except NoRoomError as error:
             smallest = smallest_of(error)
             found = decided_with(device_memory=f"{smallest}B", host_memory="1GB")
-        assert found.memory.states.update == "device"
+        assert found.memory.placement.states.update == "device"
         assert found.plan.predicted.step_seconds is not None
         assert found.plan.predicted.step_seconds < 1000
 
@@ -228,9 +228,9 @@ def test_the_cpu_updates_what_lives_on_the_host_where_that_is_asked_for() -> Non
     states = [found.plan.states[str(i)] for i in range(4)]
     assert [state.optimizer for state in states] == ["device", "device", "cpu", "cpu"]
     assert [state.gradients for state in states] == ["device", "device", "host", "host"]
-    assert "the CPU updates them after the backward pass" in str(found.memory.states)
+    assert "the CPU updates them after the backward pass" in str(found.memory.placement.states)
     assert found.memory.machine.cpu_adam is not None
-    assert states_of(found.plan, 4) == found.memory.states
+    assert found.plan.placement == found.memory.placement
 
 
 @pytest.mark.parametrize("activations", ["auto", "keep"])
@@ -264,7 +264,7 @@ def test_with_updates_on_the_cpu_alone_the_search_places_states_by_itself() -> N
     peak = resident_peak()
     budget = BudgetConfig(device_memory=f"{int(0.45 * peak)}B", host_memory="1GB")
     found = decide(dataclasses.replace(CONFIG, memory=MemoryConfig(update="cpu"), budget=budget))
-    assert found.memory.states.update == "cpu"
+    assert found.memory.placement.states.update == "cpu"
     assert found.memory.account.peak <= 0.45 * peak
 
 

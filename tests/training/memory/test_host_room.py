@@ -153,8 +153,9 @@ def test_a_host_without_room_for_a_copy_refuses_no_run_beside_a_gpu() -> None:
         device_is_host=False,
         torch_version="2.13",
         reasons={},
-        memory=decisions.memory,
-        copy_bytes=copy,
+        placement=decisions.memory.placement,
+        why=decisions.memory.reason,
+        predicted=decisions.memory.predicted(copy),
     )
     assert plan.predicted.peak_host_bytes == copy
     dataclasses.replace(decisions, config=config, device=gpu, plan=plan, copy_bytes=copy).refuse_misfit()

@@ -36,8 +36,8 @@ def measured(again: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> Decisi
 @pytest.mark.parametrize("again", [0.0, -0.3, 0.3])
 def test_noise_chooses_no_recomputation(again: float, monkeypatch: pytest.MonkeyPatch) -> None:
     found = measured({"keep": 0.0, "swiglu": again, "norms": again}, monkeypatch)
-    assert found.memory.seconds_origin == "measured"
-    assert found.memory.activations == KEPT
+    assert found.memory.costs.seconds_origin == "measured"
+    assert found.memory.placement.activations == KEPT
 
 
 def test_levels_that_tie_do_not_let_every_block_recompute(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,8 +46,8 @@ def test_levels_that_tie_do_not_let_every_block_recompute(monkeypatch: pytest.Mo
     tight = dataclasses.replace(memory.machine, device_bytes=least)
     found = find(memory.costs, tight, memory.setup)
     assert found is not None
-    assert found.device_bytes <= least
-    assert sum(name != "keep" for name in found.activations) == 1
+    assert found.account.peak <= least
+    assert sum(name != "keep" for name in found.placement.activations) == 1
 
 
 @pytest.mark.parametrize(("faster", "is_kept"), [(0.5 * CLEARLY, True), (3 * CLEARLY, False)])
@@ -67,4 +67,4 @@ def test_what_is_clearly_faster_still_wins(
     costs = dataclasses.replace(memory.costs, classes=classes)
     found = Problem(costs, memory.machine, memory.setup, split=None).fastest()
     assert found is not None
-    assert (found.activations == KEPT) is is_kept
+    assert (found.placement.activations == KEPT) is is_kept

@@ -64,11 +64,12 @@ def test_a_plan_that_turns_out_too_large_is_made_anew_and_smaller(found: Decisio
     assert predicted is not None
     assert predicted + extra <= found.memory.machine.device_bytes
     assert f"after step {COUNT}" in comparison.plan.blocks["0"].reason
-    now = [block.activations for block in comparison.plan.blocks.values()]
-    account = account_step(
-        found.memory.costs, found.memory.states, now, accumulates=found.memory.setup.accumulates
-    )
+    account = account_of(found, comparison.plan)
     assert_figures_follow(found.plan, found.memory.account, comparison.plan, account)
+
+
+def account_of(found: Decisions, plan: Plan) -> StepAccount:
+    return account_step(found.memory.costs, plan.placement, accumulates=found.memory.setup.accumulates)
 
 
 def assert_figures_follow(before: Plan, old: StepAccount, after: Plan, new: StepAccount) -> None:
@@ -89,15 +90,11 @@ def test_no_new_plan_needs_host_memory_that_the_run_has_not_taken(found: Decisio
         assert comparison is not None
         if comparison.plan is None:
             continue
-        names = [block.activations for block in comparison.plan.blocks.values()]
-        account = account_step(
-            found.memory.costs, found.memory.states, names, accumulates=found.memory.setup.accumulates
-        )
-        assert account.host_peak <= host_bytes
+        assert account_of(found, comparison.plan).host_peak <= host_bytes
 
 
 def test_what_the_user_decided_or_edited_stays(found: Decisions) -> None:
-    mine = dataclasses.replace(found.memory, plan=None)
+    mine = dataclasses.replace(found.memory, is_searched=False)
     seconds, peak = [1.0] * COUNT, 2 * found.memory.machine.device_bytes
     comparison = MemoryCheck(mine, ENOUGH).after_step(found.plan, COUNT, seconds, peak)
     assert comparison is not None

@@ -101,14 +101,14 @@ def test_what_is_named_fits_with_updates_on_the_cpu_too() -> None:
     """Its states need gradients and copies of weights on the host, so that other sizes are enough."""
     asked = dataclasses.replace(CONFIG, memory=MemoryConfig(optimizer="host", update="cpu"))
     pair = both(refusal(with_budget(asked, device_memory="3MB", host_memory="3MB")))
-    assert "the CPU updates them" in str(fits(with_budget(asked, **pair)).memory.states)  # type: ignore[union-attr]
+    assert "the CPU updates them" in str(fits(with_budget(asked, **pair)).memory.placement.states)  # type: ignore[union-attr]
 
 
 def test_on_one_memory_parts_that_fit_alone_are_refused_as_a_sum() -> None:
     states = MemoryConfig(weights="host", gradients="host", optimizer="host")
     asked = dataclasses.replace(CONFIG, memory=states)
     found = decide(with_budget(asked, host_memory="1GB"))
-    assert not any("offload" in name for name in found.memory.activations)  # nobody asked for that
+    assert not any("offload" in name for name in found.memory.placement.activations)  # nobody asked for that
     account = found.memory.account
     arena = arena_bytes(account.host_peak)
     copy = found.memory.costs.checkpoint_copy

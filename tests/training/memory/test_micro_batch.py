@@ -21,17 +21,17 @@ OPEN = Config(
     train=TrainConfig(steps=4, sequence=128, batch_tokens=1024),
     memory=MemoryConfig(split="fastest"),
 )
-Timer = Callable[..., tuple[StepCosts, str]]
+Timer = Callable[..., StepCosts]
 
 
 def slow_from(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a device that is slow at micro-batches of this size and more."""
     real: Timer = memory_plan.with_seconds
 
-    def timed(costs: StepCosts, config: Config, *more: object, **options: object) -> tuple[StepCosts, str]:
-        found, origin = real(costs, config, *more, **(options | {"may_measure": False}))
+    def timed(costs: StepCosts, config: Config, *more: object, **options: object) -> StepCosts:
+        found = real(costs, config, *more, **(options | {"may_measure": False}))
         is_slow = (config.train.micro_batch or 0) >= size
-        return scaled_costs(found, 100.0 if is_slow else 1.0), origin
+        return scaled_costs(found, 100.0 if is_slow else 1.0)
 
     monkeypatch.setattr(memory_plan, "with_seconds", timed)
 
@@ -81,19 +81,19 @@ def test_a_setting_of_the_users_own_gets_a_micro_batch_that_fits(monkeypatch: py
 
 def test_all_sizes_are_compared_by_one_yardstick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where some sizes take too long to be timed, none is."""
-    origins: dict[int | None, list[str]] = {}
+    origins: dict[int | None, list[str | None]] = {}
     real: Timer = memory_plan.with_seconds
 
-    def timed(costs: StepCosts, config: Config, *more: object, **options: object) -> tuple[StepCosts, str]:
+    def timed(costs: StepCosts, config: Config, *more: object, **options: object) -> StepCosts:
         size = config.train.micro_batch
         quick = bool(options.get("may_measure", True)) and size is not None and size < 4
-        found, origin = real(costs, config, *more, **(options | {"may_measure": quick}))
-        origins.setdefault(size, []).append(origin)
-        return found, origin
+        found = real(costs, config, *more, **(options | {"may_measure": quick}))
+        origins.setdefault(size, []).append(found.seconds_origin)
+        return found
 
     monkeypatch.setattr(memory_plan, "with_seconds", timed)
     found = decide(OPEN)
-    assert found.memory.seconds_origin == "predicted"
+    assert found.memory.costs.seconds_origin == "predicted"
     assert {sizes[-1] for sizes in origins.values()} == {"predicted"}
     assert "measured" in origins[1]
 

@@ -137,7 +137,7 @@ OFFLOADING = Config(
 def taken() -> tuple[Decisions, Executable]:
     decisions = decide(OFFLOADING)
     config, device = decisions.config, decisions.device
-    room = take_host_room(decisions.plan, config, decisions.architecture, device)
+    room = take_host_room(decisions.memory, config, device)
     executable = realise(
         decisions.plan,
         decisions.architecture,
@@ -155,8 +155,7 @@ def account_of(decisions: Decisions, plan: Plan) -> StepAccount:
     # Traced for every choice: the decision knows only what its user chose.
     costs = decide(replace(OFFLOADING, memory=MemoryConfig(gradients="2"))).memory
     assert costs is not None
-    names = [block.activations for block in plan.blocks.values()]
-    return account_step(costs.costs, memory.states, names, accumulates=memory.setup.accumulates)
+    return account_step(costs.costs, plan.placement, accumulates=memory.setup.accumulates)
 
 
 def test_where_the_arena_is_full_plans_take_less_of_it_until_nothing_leaves(

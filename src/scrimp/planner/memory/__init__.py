@@ -1,5 +1,5 @@
 """Bytes: what each block and each tensor class does so that a step fits the device and the host.
 
-`costs` holds what was measured or derived, `states` adds it up to peaks, `timeline` to seconds, `search` finds the
-fastest choice that fits.
+`placement` is the form of a choice. `costs` holds what was measured or derived, `states` adds it up to peaks,
+`timeline` to seconds, `search` finds the fastest choice that fits.
 """

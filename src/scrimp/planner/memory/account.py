@@ -7,17 +7,11 @@ Checked  tests/planner/memory/test_account.py
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from scrimp.planner.memory.costs import StepCosts, chosen_costs
-from scrimp.planner.memory.states import (
-    CLASSES,
-    Moment,
-    States,
-    class_of,
-    moments,
-)
+from scrimp.planner.memory.placement import CLASSES, Placement
+from scrimp.planner.memory.states import Moment, class_of, moments
 
 
 @dataclass(frozen=True)
@@ -41,11 +35,9 @@ class StepAccount:
         return sum(nbytes for _, nbytes in self.host)
 
 
-def account_step(
-    costs: StepCosts, states: States, activations: Sequence[str], *, accumulates: bool
-) -> StepAccount:
-    """The account of a plan; errors as of `device_peak`."""
-    moment = max(moments(costs, states, activations, accumulates), key=lambda one: one.bytes)
+def account_step(costs: StepCosts, placement: Placement, *, accumulates: bool) -> StepAccount:
+    """The account of a placement; errors as of `moments`."""
+    moment, states = max(moments(costs, placement, accumulates), key=lambda one: one.bytes), placement.states
     kinds = [class_of(costs, i) for i in range(len(costs.blocks))]
     here = {name: sum(getattr(kind, name) for kind in (costs.ends, *kinds)) for name in CLASSES}
     away = {
@@ -68,6 +60,6 @@ def account_step(
         ("weights", sum(at_home)),
         ("gradients", away["gradients"]),
         ("optimizer states", away["optimizer"]),
-        ("activations", sum(block.host for block in chosen_costs(costs, activations))),
+        ("activations", sum(block.host for block in chosen_costs(costs, placement.activations))),
     )
     return StepAccount(tuple(rows), tuple(row for row in host if row[1]), moment)

@@ -46,7 +46,7 @@ class Front:
     """[N]"""
     seconds: Array
     """[N], of all blocks, forward and backward, one micro-batch."""
-    choices: list[list[str]]
+    choices: list[tuple[str, ...]]
     """[N][L] names."""
     is_exact: bool
 
@@ -289,9 +289,9 @@ def _staircase(labels: Array, which: NDArray[np.int64]) -> NDArray[np.int64]:
 
 def _trace(
     steps: list[_Table], history: list[tuple[NDArray[np.int64], NDArray[np.int64]]], label: int
-) -> list[str]:
+) -> tuple[str, ...]:
     names = []
     for table, (parents, chosen) in zip(reversed(steps), reversed(history), strict=True):
         names.append(table.names[chosen[label]])
         label = int(parents[label])
-    return names[::-1]
+    return tuple(reversed(names))

@@ -24,7 +24,8 @@ from dataclasses import dataclass
 
 from scrimp.planner.memory.costs import StepCosts
 from scrimp.planner.memory.machine import Machine, Setup
-from scrimp.planner.memory.states import States, class_of
+from scrimp.planner.memory.placement import States
+from scrimp.planner.memory.states import class_of
 from scrimp.planner.memory.timeline import (
     parameters_of,
     resident_update_bytes,

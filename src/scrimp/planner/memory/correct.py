@@ -56,7 +56,7 @@ def _by_seconds(decision: MemoryDecision, seconds: float) -> tuple[StepCosts, Ma
 
 
 def _seconds(decision: MemoryDecision, costs: StepCosts, machine: Machine) -> float:
-    return step_timeline(costs, decision.states, decision.activations, decision.setup, machine).seconds
+    return step_timeline(costs, decision.placement, decision.setup, machine).seconds
 
 
 def _factor(seconds_of: Callable[[float], float], seconds: float) -> float:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from scrimp.errors import PlanError
 
+Origin = Literal["measured", "predicted"]
+"""Of seconds: timed on this device, or predicted from the work."""
 CHECKPOINT_FILE_BYTES = 512 * 2**20
 
 
@@ -119,6 +122,8 @@ class StepCosts:
     """Whatever else stays on the device: tokens, RoPE tables, copies of weights in other formats."""
     tables: int = 0
     """The part of `resident` that ends with the backward pass: RoPE tables, a mask."""
+    seconds_origin: Origin | None = None
+    """Where the seconds of blocks come from; None: nobody asked for them."""
 
     @property
     def checkpoint_state(self) -> int:

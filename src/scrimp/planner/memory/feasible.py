@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from scrimp.planner.memory.activation_dp import SECONDS, fastest
 from scrimp.planner.memory.costs import BlockClass, StepCosts
 from scrimp.planner.memory.machine import Machine, Setup, Update
-from scrimp.planner.memory.placement import Split
+from scrimp.planner.memory.search_space import Split
 from scrimp.planner.memory.states import class_of, floor_of
 
 Array = NDArray[np.float64]
@@ -38,7 +38,7 @@ class Answer:
     """A plan that fits, or none."""
 
     split: Split | None
-    activations: list[str]
+    activations: tuple[str, ...]
     """By block; empty where nothing fits."""
     is_certain: bool
     """Whether nothing fits for sure, where nothing was found."""
@@ -73,7 +73,7 @@ def any_that_fits(costs: StepCosts, machine: Machine, setup: Setup, only: Split 
         if front.choices:
             return Answer(split, front.choices[0], True)
         is_certain &= front.is_exact
-    return Answer(None, [], is_certain)
+    return Answer(None, (), is_certain)
 
 
 def _possible(costs: StepCosts, machine: Machine, setup: Setup) -> Iterator[tuple[float, Split]]:

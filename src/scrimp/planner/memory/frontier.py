@@ -11,10 +11,12 @@ from typing import Literal
 
 from scrimp.errors import PlanError
 from scrimp.planner.memory.costs import StepCosts
+from scrimp.planner.memory.decision import MemoryDecision
 from scrimp.planner.memory.machine import Machine, Setup
-from scrimp.planner.memory.placement import Split
-from scrimp.planner.memory.search import MemoryPlan, search
-from scrimp.planner.memory.states import States, device_peak
+from scrimp.planner.memory.placement import Placement, States
+from scrimp.planner.memory.search import search
+from scrimp.planner.memory.search_space import Split
+from scrimp.planner.memory.states import device_peak
 
 Binding = Literal["device memory", "host memory", "link", "computing"]
 MORE = (1.125, 1.25, 1.5, 2.0)
@@ -30,48 +32,43 @@ class Alternative:
     """On the device, above what there is."""
     faster: float
     """Share of the seconds that it saves."""
-    plan: MemoryPlan
+    plan: MemoryDecision
 
 
 def frontier(
-    costs: StepCosts,
-    machine: Machine,
-    plan: MemoryPlan,
-    budgets: Iterable[int] | None = None,
-    *,
-    split: Split | None = None,
+    plan: MemoryDecision, budgets: Iterable[int] | None = None, *, split: Split | None = None
 ) -> list[Alternative]:
     """The fastest plans that need a larger device, each faster than the one before by at least `WORTH`.
 
     Args:
-        plan: of `machine`, from `search`.
+        plan: from `search`.
         budgets: bytes of the devices; None: some multiples, and what everything resident needs.
         split: the placement of states, where the user decided; None: any.
     """
+    costs, machine, seconds = plan.costs, plan.machine, plan.timeline.seconds
     if budgets is None:
         resident = resident_bytes(costs, plan.setup)
         budgets = {*(int(machine.device_bytes * by) for by in MORE), max(resident, machine.device_bytes)}
     found: list[Alternative] = []
-    fastest = plan.seconds
+    fastest = seconds
     for budget in sorted(budgets):
         if budget <= machine.device_bytes:
             continue
         other = search(costs, replace(machine, device_bytes=budget), plan.setup, split)
-        more = other.device_bytes - machine.device_bytes
-        if more > 0 and other.seconds < fastest * (1 - WORTH):
-            found.append(Alternative(more, 1 - other.seconds / plan.seconds, other))
-            fastest = other.seconds
+        more = other.account.peak - machine.device_bytes
+        if more > 0 and other.timeline.seconds < fastest * (1 - WORTH):
+            found.append(Alternative(more, 1 - other.timeline.seconds / seconds, other))
+            fastest = other.timeline.seconds
     return found
 
 
-def binding(
-    costs: StepCosts, machine: Machine, plan: MemoryPlan, *, split: Split | None = None
-) -> tuple[Binding, float]:
+def binding(plan: MemoryDecision, *, split: Split | None = None) -> tuple[Binding, float]:
     """What the plan would gain most from having a quarter more of, and the share of its seconds; arguments as of
     `frontier`.
 
     "computing" where none of device memory, host memory and link gives `WORTH`.
     """
+    costs, machine = plan.costs, plan.machine
     wider: dict[Binding, Machine] = {
         "device memory": replace(machine, device_bytes=int(machine.device_bytes * _MORE_OF_ONE)),
         "host memory": replace(
@@ -88,7 +85,7 @@ def binding(
         ),
     }
     gains = {
-        name: 1 - search(costs, other, plan.setup, split).seconds / plan.seconds
+        name: 1 - search(costs, other, plan.setup, split).timeline.seconds / plan.timeline.seconds
         for name, other in wider.items()
     }
     best = max(gains, key=lambda name: gains[name])
@@ -105,5 +102,5 @@ def resident_bytes(costs: StepCosts, setup: Setup) -> int:
         names.append(
             min(kept, key=lambda n: (kept[n].forward_seconds + kept[n].backward_seconds, kept[n].kept))
         )
-    activations = [names[number] for number in costs.blocks]
-    return device_peak(costs, States.split(len(costs.blocks)), activations, setup.accumulates)
+    activations = tuple(names[number] for number in costs.blocks)
+    return device_peak(costs, Placement(activations, States.split(len(activations))), setup.accumulates)

@@ -1,99 +1,117 @@
-"""Placements of states as numbers of blocks on the host: the points that the search moves between."""
+"""What every block does with its activations, and where its weights, gradients and optimizer states live.
+
+This is the one form of the decision in memory: the search finds a placement, the account and the timeline read it, the
+runtime carries it out. In plan.json it is the sections `blocks` and `states` (`scrimp.planner.plan`).
+
+Checked  tests/planner/memory/test_placement.py
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import permutations, product
+from dataclasses import dataclass
 
+from scrimp.config.activations import Activations
+from scrimp.errors import PlanError
 from scrimp.planner.memory.machine import Update
-from scrimp.planner.memory.states import CLASSES, States
 
-_CHAIN = 4
+CLASSES = ("weights", "gradients", "optimizer")
+_UPDATED: dict[Update, str] = {
+    "device": "",
+    "cpu": "; the CPU updates them after the backward pass",
+}
 
 
 @dataclass(frozen=True)
-class Split:
-    """How many blocks of each class are on the host, and who updates them."""
+class States:
+    """Whether each class of states lives on the host, for every block from first to last."""
 
-    weights: int = 0
-    gradients: int = 0
-    optimizer: int = 0
+    weights: tuple[bool, ...]
+    gradients: tuple[bool, ...]
+    optimizer: tuple[bool, ...]
     update: Update = "device"
+    """Who updates the blocks whose optimizer states are on the host."""
+
+    def __post_init__(self) -> None:
+        if not len(self.weights) == len(self.gradients) == len(self.optimizer):
+            raise PlanError("the classes of states have different numbers of blocks", got=str(self))
+        if self.update != "device" and any(
+            o and not g for o, g in zip(self.optimizer, self.gradients, strict=True)
+        ):
+            raise PlanError("CPU Adam needs the gradients of its blocks on the host", got=str(self))
 
     @classmethod
-    def of(cls, states: States) -> Split:
-        """The split with as many blocks of each class on the host as `states` has, and the same updater."""
-        return cls(sum(states.weights), sum(states.gradients), sum(states.optimizer), states.update)
+    def split(
+        cls,
+        blocks: int,
+        *,
+        weights: int = 0,
+        gradients: int = 0,
+        optimizer: int = 0,
+        update: Update = "device",
+    ) -> States:
+        """Put the given number of blocks of each class on the host.
 
-    def states(self, blocks: int) -> States:
-        """Which blocks these are."""
-        return States.split(
-            blocks,
-            weights=self.weights,
-            gradients=self.gradients,
-            optimizer=self.optimizer,
-            update=self.update,
+        Weights of the first blocks: the last are used again first. Gradients and optimizer states of the last: their
+        gradients come first, so that least accumulates, and CPU Adam's tail is shortest.
+        """
+        if update != "device":
+            gradients = max(gradients, optimizer)
+        return cls(
+            weights=tuple(i < weights for i in range(blocks)),
+            gradients=tuple(i >= blocks - gradients for i in range(blocks)),
+            optimizer=tuple(i >= blocks - optimizer for i in range(blocks)),
+            update=update if optimizer else "device",
         )
 
-    def within(self, blocks: int) -> Split:
-        """The split as it is carried out: numbers from 0 to the blocks, and gradients with CPU Adam's blocks."""
-        counts = {name: min(max(getattr(self, name), 0), blocks) for name in CLASSES}
-        if self.update != "device":
-            counts["gradients"] = max(counts["gradients"], counts["optimizer"])
-        return replace(self, **counts, update=self.update if counts["optimizer"] else "device")
+    def on_cpu(self, block: int) -> bool:
+        """Whether the CPU updates this block."""
+        return self.update != "device" and self.optimizer[block]
 
-    def neighbours(self, step: int, blocks: int) -> list[Split]:
-        """One class with so many blocks less or more on the host, or one less and another more."""
-        changes = [{name: sign} for sign in (-step, step) for name in CLASSES]
-        changes += [{one: -step, other: step} for one in CLASSES for other in CLASSES if one != other]
-        found = []
-        for change in changes:
-            counts = {name: getattr(self, name) + by for name, by in change.items()}
-            if self.update != "device" and "optimizer" in change and "gradients" not in change:
-                found.append(replace(self, **counts, gradients=counts["optimizer"]).within(blocks))
-            found.append(replace(self, **counts).within(blocks))
-        return [other for other in dict.fromkeys(found) if other != self]
+    def streams(self, block: int) -> bool:
+        """Whether the device updates this block with something that comes from the host and goes back."""
+        anything = self.weights[block] or self.gradients[block] or self.optimizer[block]
+        return anything and not self.on_cpu(block)
 
+    @property
+    def is_resident(self) -> bool:
+        """Whether nothing lives on the host."""
+        return not (any(self.weights) or any(self.gradients) or any(self.optimizer))
 
-def corners(blocks: int, updaters: Sequence[Update] = ("device", "cpu")) -> Iterator[Split]:
-    """All or none of each class, fewest first: everything on the device is the first. CPU Adam also of a part.
+    def on_host(self, name: str) -> frozenset[int]:
+        """Blocks of which a class, one of `CLASSES`, lives on the host."""
+        return frozenset(i for i, host in enumerate(getattr(self, name)) if host)
 
-    Args:
-        updaters: who may update blocks whose optimizer states are on the host.
-    """
-    for optimizer in (0, blocks) if "device" in updaters else (0,):
-        for gradients in (0, blocks):
-            for weights in (0, blocks):
-                yield Split(weights, gradients, optimizer)
-    for update in (one for one in updaters if one != "device"):
-        for optimizer in sorted({-(-blocks // 4), -(-blocks // 2), blocks}):
-            for gradients in sorted({optimizer, blocks}):
-                for weights in (0, blocks):
-                    yield Split(weights, gradients, optimizer, update)
+    def __str__(self) -> str:
+        counts = [f"{name} of {sum(getattr(self, name))}" for name in CLASSES if any(getattr(self, name))]
+        if not counts:
+            return "all states on the device"
+        return f"{', '.join(counts)} blocks on the host" + _UPDATED[self.update]
 
 
-def diagonal(blocks: int, updaters: Sequence[Update] = ("device", "cpu")) -> list[Split]:
-    """The same number of blocks of every class on the host."""
-    found = (Split(n, n, n, update) for update in updaters for n in range(blocks + 1))
-    return list(dict.fromkeys(split.within(blocks) for split in found))
+@dataclass(frozen=True)
+class Placement:
+    """What the blocks of a model do, from first to last."""
 
+    activations: tuple[str, ...]
+    """By block, names in `scrimp.config.activations`."""
+    states: States
 
-def everywhere(blocks: int, updaters: Sequence[Update] = ("device", "cpu")) -> list[Split]:
-    """All placements."""
-    numbers = range(blocks + 1)
-    found = (Split(w, g, o, update) for w, g, o, update in product(numbers, numbers, numbers, updaters))
-    return list(dict.fromkeys(split.within(blocks) for split in found))
+    @classmethod
+    def resident(cls, blocks: int) -> Placement:
+        """Everything is kept, on the device."""
+        return cls(("keep",) * blocks, States.split(blocks))
 
+    @property
+    def is_resident(self) -> bool:
+        """Whether everything is kept, on the device."""
+        return self.states.is_resident and set(self.activations) == {"keep"}
 
-def chain(blocks: int, update: Update = "device") -> list[Split]:
-    """More and more on the host in steps of a quarter, one class after another, in any order of the classes."""
-    found = []
-    for order in permutations(CLASSES):
-        counts = dict.fromkeys(CLASSES, 0)
-        for name in order:
-            for k in range(1, _CHAIN + 1):
-                counts[name] = blocks * k // _CHAIN
-                split = Split(counts["weights"], counts["gradients"], counts["optimizer"], update)
-                found.append(split.within(blocks))
-    return list(dict.fromkeys(found))
+    @property
+    def offloaded(self) -> frozenset[int]:
+        """Blocks whose activations wait on the host."""
+        return frozenset(i for i, name in enumerate(self.activations) if Activations.parse(name).is_offloaded)
+
+    @property
+    def uses_host(self) -> bool:
+        """Whether anything of a step is in host memory."""
+        return not self.states.is_resident or bool(self.offloaded)

@@ -62,11 +62,11 @@ class Points:
             for r in range(s, self._blocks + 1):
                 yield Point(s, r - s, total(passes, s, r), int(total(host, s, r)), int(total(kept, s, r)))
 
-    def names(self, point: Point) -> list[str]:
+    def names(self, point: Point) -> tuple[str, ...]:
         """Choices by block."""
         s, r = point.offloaded, point.offloaded + point.recomputed
         offload, recompute, keep = self._names
-        return [str(name) for name in (*offload[:s], *recompute[s:r], *keep[r:])]
+        return tuple(str(name) for name in (*offload[:s], *recompute[s:r], *keep[r:]))
 
     def _sums(self, figure: Callable[[BlockCost], float]) -> list[list[float]]:
         """Per mode, of the first 0, 1, ... blocks."""

@@ -21,7 +21,7 @@ from scrimp.planner.memory.activation_dp import HOST, SECONDS, Array, fastest
 from scrimp.planner.memory.costs import StepCosts
 from scrimp.planner.memory.feasible import any_that_fits
 from scrimp.planner.memory.machine import Machine, Setup
-from scrimp.planner.memory.placement import Split, chain, corners
+from scrimp.planner.memory.search_space import Split, chain, corners
 from scrimp.planner.memory.states import Floor, floor_of
 
 _UNLIMITED = 1 << 62

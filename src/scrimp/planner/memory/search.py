@@ -25,18 +25,19 @@ Checked  tests/planner/memory/test_search.py, test_feasible.py
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
+from scrimp.planner.memory.account import account_step
 from scrimp.planner.memory.activation_dp import Front, fastest
 from scrimp.planner.memory.bound import Bound
-from scrimp.planner.memory.costs import BlockCost, StepCosts, chosen_costs
+from scrimp.planner.memory.costs import BlockCost, StepCosts
+from scrimp.planner.memory.decision import MemoryDecision
 from scrimp.planner.memory.feasible import any_that_fits
 from scrimp.planner.memory.machine import Machine, Setup
-from scrimp.planner.memory.placement import Split, chain, corners, diagonal, everywhere
+from scrimp.planner.memory.placement import Placement, States
 from scrimp.planner.memory.protrain import Points
 from scrimp.planner.memory.room import smallest
-from scrimp.planner.memory.states import Floor, States, device_peak, floor_of, host_bytes
-from scrimp.planner.memory.timeline import Timeline, step_timeline
+from scrimp.planner.memory.search_space import Split, chain, corners, diagonal, everywhere
+from scrimp.planner.memory.states import Floor, device_peak, floor_of
 
 EFFORT = 64
 FINAL_EFFORT = 384
@@ -49,32 +50,9 @@ _ALIKE = 1e-9
 _FEW = 200
 
 
-@dataclass(frozen=True)
-class MemoryPlan:
-    """What every block does, and what that takes."""
-
-    activations: tuple[str, ...]
-    states: States
-    setup: Setup
-    device_bytes: int
-    """Predicted peak."""
-    host_bytes: int
-    pinned_bytes: int
-    timeline: Timeline
-    bound: float
-    """Seconds below which no step with these states and this much computing can be."""
-    is_exact: bool
-    """Whether no activations with less computing fit beside these states."""
-
-    @property
-    def seconds(self) -> float:
-        """Predicted, of one optimizer step."""
-        return self.timeline.seconds
-
-
 def search(
     costs: StepCosts, machine: Machine, setup: Setup | None = None, split: Split | None = None
-) -> MemoryPlan:
+) -> MemoryDecision:
     """The fastest plan within the machine's memory.
 
     Args:
@@ -90,7 +68,9 @@ def search(
     return plan
 
 
-def find(costs: StepCosts, machine: Machine, setup: Setup, split: Split | None = None) -> MemoryPlan | None:
+def find(
+    costs: StepCosts, machine: Machine, setup: Setup, split: Split | None = None
+) -> MemoryDecision | None:
     """The same; None where nothing fits, without asking what would."""
     run = _Search(costs, machine, setup)
     if split is not None:
@@ -121,10 +101,12 @@ class _Search:
         self.least = sum(kinds[number] for number in costs.blocks)
         small = Points(costs)
         self.points, self.names_of = list(small), small.names
-        self.best: MemoryPlan | None = None
-        self.seen: dict[Split, MemoryPlan | None] = {}
+        self.best: MemoryDecision | None = None
+        self.seen: dict[Split, MemoryDecision | None] = {}
 
-    def look_at(self, split: Split, than: MemoryPlan | None = None, slack: float = 1.0) -> MemoryPlan | None:
+    def look_at(
+        self, split: Split, than: MemoryDecision | None = None, slack: float = 1.0
+    ) -> MemoryDecision | None:
         """The best plan of one placement; None if it does not fit, or cannot be better than `than` (times slack)."""
         if split not in self.seen:
             self._consider(split, self._plan(split, EFFORT, than, slack))
@@ -134,7 +116,7 @@ class _Search:
         """From the best placement of each updater by smaller and smaller steps."""
         for update in dict.fromkeys(("device", *self.updaters)):
             found = [
-                (plan.seconds, i, split)
+                (plan.timeline.seconds, i, split)
                 for i, (split, plan) in enumerate(self.seen.items())
                 if plan is not None and split.update == update
             ]
@@ -171,32 +153,31 @@ class _Search:
         for least, k in sorted(found):
             if least >= self._limit():
                 return
-            names = self.names_of(self.points[k])
-            if device_peak(self.costs, states, names, self.setup.accumulates) <= self.machine.device_bytes:
-                self._consider(split, self._plan_of(states, names, bound, is_exact=False))
+            placement = Placement(self.names_of(self.points[k]), states)
+            if device_peak(self.costs, placement, self.setup.accumulates) <= self.machine.device_bytes:
+                self._consider(split, self._plan_of(placement))
 
     def look_for_any(self, only: Split | None = None) -> bool:
         """Any plan that fits, whatever it takes; whether there is one."""
         found = any_that_fits(self.costs, self.machine, self.setup, only)
         if found.split is None:
             return False
-        states = found.split.states(self.blocks)
-        bound = Bound.of(self.costs, states, self.setup, self.machine)
-        self._consider(found.split, self._plan_of(states, found.activations, bound, is_exact=False))
+        placement = Placement(found.activations, found.split.states(self.blocks))
+        self._consider(found.split, self._plan_of(placement))
         return True
 
     def _limit(self) -> float:
         """Seconds that a plan must be below to be better."""
-        return math.inf if self.best is None else self.best.seconds * (1 - _ALIKE)
+        return math.inf if self.best is None else self.best.timeline.seconds * (1 - _ALIKE)
 
-    def finish(self) -> MemoryPlan:
+    def finish(self) -> MemoryDecision:
         """The best plan, its activations once more with more labels."""
         assert self.best is not None
         if not self.best.is_exact:
             self._consider(self.best_split, self._plan(self.best_split, FINAL_EFFORT, self.best, 1.0))
         return self.best
 
-    def _consider(self, split: Split, plan: MemoryPlan | None) -> None:
+    def _consider(self, split: Split, plan: MemoryDecision | None) -> None:
         self.seen[split] = plan
         if plan is not None and _is_better(plan, self.best):
             self.best, self.best_split = plan, split
@@ -213,7 +194,9 @@ class _Search:
                 best, found = plan, other
         return found
 
-    def _plan(self, split: Split, effort: int, than: MemoryPlan | None, slack: float) -> MemoryPlan | None:
+    def _plan(
+        self, split: Split, effort: int, than: MemoryDecision | None, slack: float
+    ) -> MemoryDecision | None:
         states = split.states(self.blocks)
         floor, left = self._floor(states)
         if floor is None:
@@ -221,7 +204,11 @@ class _Search:
         bound = Bound.of(self.costs, states, self.setup, self.machine)
         within = float("inf")
         if than is not None:
-            limit = than.seconds * slack * (1 + _ALIKE if floor.host < than.host_bytes else 1 - _ALIKE)
+            limit = (
+                than.timeline.seconds
+                * slack
+                * (1 + _ALIKE if floor.host < than.account.host_peak else 1 - _ALIKE)
+            )
             if bound.seconds(self.least) > limit:
                 return None
             within = bound.passes_within(limit)
@@ -243,33 +230,31 @@ class _Search:
         fits = left >= 0 and floor.rest <= self.machine.device_bytes
         return (floor if fits else None), left
 
-    def _simulate(self, states: States, front: Front, bound: Bound, is_final: bool) -> MemoryPlan | None:
+    def _simulate(self, states: States, front: Front, bound: Bound, is_final: bool) -> MemoryDecision | None:
         """The best of a front by the simulation, those with the least bound first."""
         order = sorted(
             (bound.seconds(seconds, host), host, k)
             for k, (seconds, host) in enumerate(zip(front.seconds, front.host, strict=True))
         )
-        best: MemoryPlan | None = None
+        best: MemoryDecision | None = None
         for least, _, k in order[: _FINAL_SIMULATED if is_final else _SIMULATED]:
-            if best is not None and least >= best.seconds * (1.0 if is_final else 1 - _NEAR):
+            if best is not None and least >= best.timeline.seconds * (1.0 if is_final else 1 - _NEAR):
                 break
-            plan = self._plan_of(states, front.choices[k], bound, front.is_exact)
+            plan = self._plan_of(Placement(front.choices[k], states), is_exact=front.is_exact)
             best = plan if _is_better(plan, best) else best
         return best
 
-    def _plan_of(self, states: States, activations: list[str], bound: Bound, is_exact: bool) -> MemoryPlan:
-        host, pinned = host_bytes(self.costs, states, activations)
-        blocks = chosen_costs(self.costs, activations)
-        passes, offloaded = math.fsum(map(_passes, blocks)), sum(block.host for block in blocks)
-        return MemoryPlan(
-            activations=tuple(activations),
-            states=states,
-            setup=self.setup,
-            device_bytes=device_peak(self.costs, states, activations, self.setup.accumulates),
-            host_bytes=host,
-            pinned_bytes=pinned,
-            timeline=step_timeline(self.costs, states, activations, self.setup, self.machine),
-            bound=bound.seconds(passes, offloaded),
+    def _plan_of(self, placement: Placement, *, is_exact: bool = False) -> MemoryDecision:
+        account = account_step(self.costs, placement, accumulates=self.setup.accumulates)
+        reason = f"the fastest that was found within {self.machine.device_bytes:,} bytes"
+        return MemoryDecision(
+            self.costs,
+            self.machine,
+            self.setup,
+            placement,
+            account,
+            reason,
+            is_searched=True,
             is_exact=is_exact,
         )
 
@@ -278,8 +263,9 @@ def _passes(cost: BlockCost) -> float:
     return cost.forward_seconds + cost.backward_seconds
 
 
-def _is_better(plan: MemoryPlan, than: MemoryPlan | None) -> bool:
+def _is_better(plan: MemoryDecision, than: MemoryDecision | None) -> bool:
     """Faster; or as fast, with less on the host."""
-    if than is None or plan.seconds < than.seconds * (1 - _ALIKE):
+    if than is None or plan.timeline.seconds < than.timeline.seconds * (1 - _ALIKE):
         return True
-    return plan.seconds <= than.seconds * (1 + _ALIKE) and plan.host_bytes < than.host_bytes
+    is_as_fast = plan.timeline.seconds <= than.timeline.seconds * (1 + _ALIKE)
+    return is_as_fast and plan.account.host_peak < than.account.host_peak

@@ -1,4 +1,4 @@
-"""Where weights, gradients and optimizer states of each block live, and the bytes of a step: all formulas of the peak.
+"""The bytes of a step with its states and activations placed: all formulas of the peak.
 
 Problem  Model states are most of the memory of a large model. Each class can leave the device for some of the blocks,
          and each block has a choice of its own for its activations. Gradients appear while activations go, so that a
@@ -62,7 +62,7 @@ from numpy.typing import NDArray
 
 from scrimp.errors import PlanError
 from scrimp.planner.memory.costs import BlockClass, StepCosts, chosen_costs
-from scrimp.planner.memory.machine import Update
+from scrimp.planner.memory.placement import Placement, States
 from scrimp.planner.memory.visits import (
     MovingGradients,
     VisitingWeights,
@@ -70,80 +70,6 @@ from scrimp.planner.memory.visits import (
     streamed_peak,
     visiting_weights,
 )
-
-CLASSES = ("weights", "gradients", "optimizer")
-_UPDATED: dict[Update, str] = {
-    "device": "",
-    "cpu": "; the CPU updates them after the backward pass",
-}
-
-
-@dataclass(frozen=True)
-class States:
-    """Whether each class of states lives on the host, for every block from first to last."""
-
-    weights: tuple[bool, ...]
-    gradients: tuple[bool, ...]
-    optimizer: tuple[bool, ...]
-    update: Update = "device"
-    """Who updates the blocks whose optimizer states are on the host."""
-
-    def __post_init__(self) -> None:
-        if not len(self.weights) == len(self.gradients) == len(self.optimizer):
-            raise PlanError("the classes of states have different numbers of blocks", got=str(self))
-        if self.update != "device" and any(
-            o and not g for o, g in zip(self.optimizer, self.gradients, strict=True)
-        ):
-            raise PlanError("CPU Adam needs the gradients of its blocks on the host", got=str(self))
-
-    @classmethod
-    def split(
-        cls,
-        blocks: int,
-        *,
-        weights: int = 0,
-        gradients: int = 0,
-        optimizer: int = 0,
-        update: Update = "device",
-    ) -> States:
-        """Put the given number of blocks of each class on the host.
-
-        Weights of the first blocks: the last are used again first. Gradients and optimizer states of the last: their
-        gradients come first, so that least accumulates, and CPU Adam's tail is shortest.
-        """
-        if update != "device":
-            gradients = max(gradients, optimizer)
-        return cls(
-            weights=tuple(i < weights for i in range(blocks)),
-            gradients=tuple(i >= blocks - gradients for i in range(blocks)),
-            optimizer=tuple(i >= blocks - optimizer for i in range(blocks)),
-            update=update if optimizer else "device",
-        )
-
-    def on_cpu(self, block: int) -> bool:
-        """Whether the CPU updates this block."""
-        return self.update != "device" and self.optimizer[block]
-
-    def streams(self, block: int) -> bool:
-        """Whether the device updates this block with something that comes from the host and goes back."""
-        anything = self.weights[block] or self.gradients[block] or self.optimizer[block]
-        return anything and not self.on_cpu(block)
-
-    @property
-    def is_resident(self) -> bool:
-        """Whether nothing lives on the host."""
-        return not (any(self.weights) or any(self.gradients) or any(self.optimizer))
-
-    def of(self, block: int) -> dict[str, str]:
-        """Class to "device" or "host", as in a plan; optimizer states that the CPU updates are "cpu"."""
-        found = {name: "host" if getattr(self, name)[block] else "device" for name in CLASSES}
-        return found | {"optimizer": "cpu"} if self.on_cpu(block) else found
-
-    def __str__(self) -> str:
-        counts = [f"{name} of {sum(getattr(self, name))}" for name in CLASSES if any(getattr(self, name))]
-        if not counts:
-            return "all states on the device"
-        return f"{', '.join(counts)} blocks on the host" + _UPDATED[self.update]
 
 
 @dataclass(frozen=True)
@@ -248,32 +174,30 @@ def _sent(kinds: Sequence[BlockClass], states: States, beside: NDArray[np.int64]
     return found
 
 
-def device_peak(costs: StepCosts, states: States, activations: Sequence[str], accumulates: bool) -> int:
+def device_peak(costs: StepCosts, placement: Placement, accumulates: bool) -> int:
     """Most bytes on the device at any moment of a step."""
-    return max(moment.bytes for moment in moments(costs, states, activations, accumulates))
+    return max(moment.bytes for moment in moments(costs, placement, accumulates))
 
 
-def moments(
-    costs: StepCosts, states: States, activations: Sequence[str], accumulates: bool
-) -> Iterator[Moment]:
+def moments(costs: StepCosts, placement: Placement, accumulates: bool) -> Iterator[Moment]:
     """Every moment that can be the largest of a step.
 
     Args:
-        activations: choices by block.
         accumulates: several micro-batches add to the same gradients: the moments of a step but its first, which needs
             less.
 
     Raises:
-        PlanError: choices or states of another model.
+        PlanError: a placement of another model.
     """
-    floor, ends = floor_of(costs, states, accumulates), costs.ends
+    states, ends = placement.states, costs.ends
+    floor = floor_of(costs, states, accumulates)
     kinds = [class_of(costs, i) for i in range(len(costs.blocks))]
     weights, moving = _visits(kinds, states, accumulates)
     everything = ends.gradients + sum(_gradients_here(costs, states))
     existing = everything if accumulates else 0
     resident = _resident(costs, kinds, states) + existing
     at, flight, cast = costs.boundary, 0, 0
-    for i, block in enumerate(chosen_costs(costs, activations)):
+    for i, block in enumerate(chosen_costs(costs, placement.activations)):
         live, visits = at + flight, int(weights.backward[i])
         before = int(floor.forward[i]) + live + cast
         yield Moment(
@@ -295,11 +219,11 @@ def moments(
     yield Moment("update", None, floor.update, 0, everything, 0)
 
 
-def host_bytes(costs: StepCosts, states: States, activations: Sequence[str]) -> tuple[int, int]:
+def host_bytes(costs: StepCosts, placement: Placement) -> tuple[int, int]:
     """All and pinned bytes in host memory."""
     kinds = [class_of(costs, i) for i in range(len(costs.blocks))]
-    host, pinned = _host(kinds, states)
-    offloaded = sum(block.host for block in chosen_costs(costs, activations))
+    host, pinned = _host(kinds, placement.states)
+    offloaded = sum(block.host for block in chosen_costs(costs, placement.activations))
     return host + offloaded, pinned + offloaded
 
 

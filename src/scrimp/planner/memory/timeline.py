@@ -33,7 +33,8 @@ from dataclasses import dataclass
 
 from scrimp.planner.memory.costs import BlockClass, BlockCost, StepCosts, chosen_costs
 from scrimp.planner.memory.machine import Machine, Setup
-from scrimp.planner.memory.states import States, class_of
+from scrimp.planner.memory.placement import Placement, States
+from scrimp.planner.memory.states import class_of
 from scrimp.planner.memory.stream_simulator import COMPUTE, CPU, DOWNLOAD, LANES, UPLOAD, Kind, Lanes, Run
 
 
@@ -52,15 +53,13 @@ class Timeline:
     """By kind: under computing."""
 
 
-def step_timeline(
-    costs: StepCosts, states: States, activations: Sequence[str], setup: Setup, machine: Machine
-) -> Timeline:
+def step_timeline(costs: StepCosts, placement: Placement, setup: Setup, machine: Machine) -> Timeline:
     """The timeline of a step.
 
     Raises:
-        PlanError: choices or states of another model.
+        PlanError: a placement of another model.
     """
-    step = _Step(costs, states, chosen_costs(costs, activations))
+    step = _Step(costs, placement.states, chosen_costs(costs, placement.activations))
     only = setup.micro_batches == 1
     runs = [(1, step.simulate(machine, sums=not only, last=True))]
     if not only:

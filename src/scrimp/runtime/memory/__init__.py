@@ -15,8 +15,6 @@ from scrimp.runtime.memory.carry import (
     carry_out,
     largest_step,
     take_room,
-    uses_host,
-    weights_on_host,
 )
 from scrimp.runtime.memory.gradients import HeldGradient, HostGradients, OwnGradient
 from scrimp.runtime.memory.link import CudaLink, HostLink, Link, Ticket
@@ -48,6 +46,4 @@ __all__ = [
     "carry_out",
     "largest_step",
     "take_room",
-    "uses_host",
-    "weights_on_host",
 ]

@@ -1,4 +1,4 @@
-"""From a plan to a model whose blocks keep part of their memory on the host.
+"""From a placement to a model whose blocks keep part of their memory on the host.
 
 Checked  tests/training/memory/test_memory_training.py: whole runs; tests/runtime/memory/test_blocks.py
 """
@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from scrimp.config.activations import Activations
 from scrimp.models.model import Model
-from scrimp.planner import Plan
+from scrimp.planner.memory.placement import Placement
 from scrimp.runtime.memory.arena import HostArena, Place
 from scrimp.runtime.memory.link import CudaLink, HostLink, Link
 from scrimp.runtime.memory.offload import ActivationOffload
@@ -40,13 +39,6 @@ class HostMemory:
     """Whose states stay there: the CPU updates them."""
 
 
-def uses_host(plan: Plan) -> bool:
-    """Whether a plan keeps anything of a step in host memory."""
-    return any(Activations.parse(block.activations).is_offloaded for block in plan.blocks.values()) or any(
-        {"host", "cpu"} & {state.weights, state.gradients, state.optimizer} for state in plan.states.values()
-    )
-
-
 @dataclass(frozen=True)
 class HostRoom:
     """Host memory that a run has taken, before anything lies in it."""
@@ -70,56 +62,47 @@ class HostRoom:
 
 
 def take_room(
-    plan: Plan, device: torch.device, *, host_bytes: int, host_available: int | None = None
+    placement: Placement, device: torch.device, *, host_bytes: int, host_available: int | None = None
 ) -> HostRoom | None:
-    """Take the host memory of a plan; None where it needs none.
+    """Take the host memory of a step; None where it needs none.
 
     Args:
-        host_bytes: that the step takes by the plan's account.
+        host_bytes: that the step takes by its account.
         host_available: free host memory; None: not checked.
 
     Raises:
         HostBudgetError, PinningRefusedError: the host does not give so much.
     """
-    if not uses_host(plan):
+    if not placement.uses_host:
         return None
     arena = HostArena(arena_bytes(host_bytes), device, available=host_available)
     return HostRoom(arena, CudaLink(device) if device.type == "cuda" else HostLink(device))
 
 
-def carry_out(plan: Plan, model: Model, room: HostRoom) -> HostMemory:
-    """Move to the host what a plan says.
+def carry_out(placement: Placement, model: Model, room: HostRoom) -> HostMemory:
+    """Move to the host what lives there.
 
     Args:
         model: its weights are filled; those that live on the host lie in the room.
     """
     arena, link = room.arena, room.link
-    leaving = frozenset(
-        int(number)
-        for number, block in plan.blocks.items()
-        if Activations.parse(block.activations).is_offloaded
-    )
-    parameters = {i: list(model.blocks[i].parameters()) for i in _on_host(plan, "weights")}
+    states = placement.states
+    parameters = {i: list(model.blocks[i].parameters()) for i in states.on_host("weights")}
     weights = HostWeights(parameters, arena, link, room.places)
     num_blocks = len(model.blocks)
     # Also where nothing leaves yet: a step that runs out of memory may change that.
     offload = ActivationOffload(arena, link, num_blocks=num_blocks, keep_last=False)
-    blocks = BlockMemory(num_blocks, offload=offload, leaving=leaving, weights=weights)
+    blocks = BlockMemory(num_blocks, offload=offload, leaving=placement.offloaded, weights=weights)
     model.run_block = blocks
     return HostMemory(
         arena,
         link,
         weights,
         blocks,
-        gradients_on_host=_on_host(plan, "gradients"),
-        optimizer_on_host=_on_host(plan, "optimizer"),
-        optimizer_on_cpu=_on_host(plan, "optimizer", "cpu"),
+        gradients_on_host=states.on_host("gradients"),
+        optimizer_on_host=states.on_host("optimizer") if states.update == "device" else frozenset(),
+        optimizer_on_cpu=states.on_host("optimizer") if states.update == "cpu" else frozenset(),
     )
-
-
-def weights_on_host(plan: Plan) -> frozenset[int]:
-    """Blocks whose weights live on the host."""
-    return _on_host(plan, "weights")
 
 
 def arena_bytes(step_bytes: int) -> int:
@@ -135,11 +118,3 @@ def largest_step(host_bytes: int) -> int:
 def least_host(step_bytes: int) -> int:
     """Host memory of which `largest_step` leaves so many bytes, or one more."""
     return math.ceil((step_bytes + 1) * (1 + SPARE_SHARE)) + SPARE_BYTES
-
-
-def _on_host(plan: Plan, name: str, where: str = "host") -> frozenset[int]:
-    return frozenset(
-        int(number)
-        for number, state in plan.states.items()
-        if number.isdecimal() and getattr(state, name) == where
-    )

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from scrimp.models import spec_of
 from scrimp.models.attention import FLASH_CAPABILITY, capability_of, fuses_attention
-from scrimp.planner.memory.placement import Split
+from scrimp.planner.memory.search_space import Split
 from scrimp.report.memory_text import memory_tables
 from scrimp.report.units import format_bytes, format_duration
 from scrimp.runtime.execute import DTYPES
@@ -36,7 +36,7 @@ def account_tables(decisions: Decisions, *, alternatives: bool = True) -> Iterat
         memory,
         copy,
         budgets=decisions.budgets,
-        split=None if split is None else Split.of(memory.states),  # with the updater that was found
+        split=None if split is None else Split.of(memory.placement.states),  # with the updater that was found
         waits=copy < memory.costs.checkpoint_copy,
         alternatives=alternatives,
     )
@@ -80,7 +80,7 @@ def account_text(decisions: Decisions) -> str:
     not wait for; else one line."""
     memory, budget = decisions.memory, decisions.config.budget
     has_budget = budget.device_memory is not None or budget.host_memory is not None
-    if not has_budget and memory.is_resident:
+    if not has_budget and memory.placement.is_resident:
         predicted = decisions.plan.predicted
         copy, seconds = decisions.copy_bytes if decisions.device.is_host else 0, memory.step_seconds
         return (

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, cast
+from typing import Any
 
 import torch
 
@@ -38,7 +38,6 @@ from scrimp.profiler.bandwidth import LinkRates, measure_links
 from scrimp.profiler.block_times import CHAIN, ROUNDS, Timed, measure_blocks, measure_ends
 from scrimp.runtime import deterministic, preferred_backends
 
-Origin = Literal["measured", "predicted"]
 Blocks = tuple[Mapping[str, PassSeconds], ...]
 """Level to measured seconds, by class of blocks."""
 Seconds = tuple[Sequence[Mapping[str, PassSeconds]], float]
@@ -61,25 +60,28 @@ def with_seconds(
     rates: LinkRates,
     *,
     may_measure: bool = True,
-) -> tuple[StepCosts, Origin]:
+) -> StepCosts:
     """Costs with the seconds of every block and choice and of the ends, and where these come from.
 
     Args:
         may_measure: there is time and memory for it.
     """
     model = _Model(costs, config, architecture, device, rates)
-    seconds, origin = model.predicted(), "predicted"
-    if may_measure and (measured := model.measured(seconds)) is not None:
-        seconds, origin = measured, "measured"
-    blocks, ends = seconds
+    predicted = model.predicted()
+    measured = model.measured(predicted) if may_measure else None
+    blocks, ends = measured or predicted
     classes = tuple(
         dataclasses.replace(
             kind, choices={name: _with(cost, blocks[number], name) for name, cost in kind.choices.items()}
         )
         for number, kind in enumerate(costs.classes)
     )
-    costs = dataclasses.replace(costs, classes=classes, ends=dataclasses.replace(costs.ends, seconds=ends))
-    return costs, cast("Origin", origin)
+    return dataclasses.replace(
+        costs,
+        classes=classes,
+        ends=dataclasses.replace(costs.ends, seconds=ends),
+        seconds_origin="measured" if measured else "predicted",
+    )
 
 
 def _with(cost: BlockCost, seconds: Mapping[str, PassSeconds], name: str) -> BlockCost:

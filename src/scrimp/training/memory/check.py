@@ -21,9 +21,9 @@ from scrimp.planner import Figures, Plan
 from scrimp.planner.memory.correct import corrected
 from scrimp.planner.memory.decision import MemoryDecision
 from scrimp.planner.memory.search import find
+from scrimp.planner.memory.search_space import Split
 from scrimp.report.units import format_bytes, format_duration, format_percent
-from scrimp.training.memory.decide import states_of
-from scrimp.training.memory.replan import replanned, same_states
+from scrimp.training.memory.replan import replanned
 from scrimp.world import ALONE, World
 
 WARM_UP, STEPS = 3, 5
@@ -79,27 +79,19 @@ class MemoryCheck:
     def _anew(self, plan: Plan, step: int, measured: Figures) -> Plan | None:
         """A plan by what was measured, if it is better."""
         memory = self._memory
-        if memory.plan is None or not _is_as_decided(plan, memory):
+        if not memory.is_searched or plan.placement != memory.placement:  # its user's own
             return None
         now = corrected(memory, seconds=measured.step_seconds, device_bytes=measured.peak_device_bytes)
         machine = dataclasses.replace(now.machine, host_bytes=self._host_bytes)
-        better = find(now.costs, machine, now.setup, same_states(now.states))
-        if better is None or better.activations == now.activations:
+        better = find(now.costs, machine, now.setup, Split.of(now.placement.states))
+        if better is None or better.placement == now.placement:
             return None
-        if now.fits and better.seconds > (1 - GAIN) * now.timeline.seconds:
+        if now.fits and better.timeline.seconds > (1 - GAIN) * now.timeline.seconds:
             return None
         reason = (
             f"planned anew after step {step:,}: a step took {format_duration(measured.step_seconds or 0.0)}"
         )
-        return replanned(plan, memory.account, better, reason=reason, seconds=better.seconds)
-
-
-def _is_as_decided(plan: Plan, memory: MemoryDecision) -> bool:
-    """Whether a plan, which its user may have edited, is what was decided."""
-    numbers = range(len(plan.blocks))
-    activations = tuple(plan.blocks[str(i)].activations for i in numbers)
-    states = states_of(plan, len(numbers))
-    return activations == memory.activations and states == memory.states
+        return replanned(plan, memory.account, better, reason=reason, seconds=better.timeline.seconds)
 
 
 def _compare(predicted: Figures, measured: Figures) -> tuple[list[str], bool]:

@@ -42,21 +42,19 @@ from scrimp.planner.memory.account import account_step
 from scrimp.planner.memory.costs import StepCosts
 from scrimp.planner.memory.decision import MemoryDecision
 from scrimp.planner.memory.machine import Machine, Setup, Update
-from scrimp.planner.memory.placement import Split
+from scrimp.planner.memory.placement import Placement, States
 from scrimp.planner.memory.room import NoRoomError
-from scrimp.planner.memory.search import MemoryPlan, find
-from scrimp.planner.memory.states import States, device_peak, host_bytes
-from scrimp.planner.memory.timeline import step_timeline
+from scrimp.planner.memory.search import find
+from scrimp.planner.memory.search_space import Split
+from scrimp.planner.memory.states import device_peak
 from scrimp.precision import LinearPrecision, PrecisionRules, parse_rules
 from scrimp.profiler import Device
 from scrimp.profiler.bandwidth import LinkRates
 from scrimp.profiler.memory_trace import KnownBlocks, batch_bytes, trace_costs
-from scrimp.runtime.memory import uses_host
 from scrimp.training.memory.block_seconds import linears_of, links_of, with_seconds
 from scrimp.training.memory.limits import (
     OneMemoryError,
     arena_on_cpu,
-    compiled_share,
     copy_is_on_device,
     device_limit,
     host_limit,
@@ -122,7 +120,7 @@ def _shared(problem: Problem, config: ResolvedConfig, device: Device) -> Problem
         way = dataclasses.replace(problem, machine=machine)
         plan = way.fastest()
         if plan is not None:
-            ways.append((plan.seconds, eighths, way))
+            ways.append((plan.timeline.seconds, eighths, way))
     return min(ways)[2] if ways else None
 
 
@@ -137,36 +135,33 @@ def _resident(config: ResolvedConfig, architecture: Architecture, device: Device
     costs = traced(config, architecture, device.torch_device, ("keep",))
     limit = device_limit(config, device, costs.checkpoint_copy)
     machine = _machine(config, device, NO_LINKS, limit, host_limit(config, device), with_cpu=False)
-    problem = Problem(costs, machine, _setup_of(config), split=None)
-    found = problem.decision(("keep",) * blocks, States.split(blocks), "", origin=None)
-    if found.account.peak > SMALL_SHARE * limit:
+    setup, placement = _setup_of(config), Placement.resident(blocks)
+    account = account_step(costs, placement, accumulates=setup.accumulates)
+    if account.peak > SMALL_SHARE * limit:
         return None
-    return dataclasses.replace(
-        found, reason=f"everything resident takes {found.account.peak:,} bytes at its peak"
-    )
+    reason = f"everything resident takes {account.peak:,} bytes at its peak"
+    return MemoryDecision(costs, machine, setup, placement, account, reason)
 
 
 def _decide(
     problem: Problem, config: ResolvedConfig, architecture: Architecture, device: Device, *, may_measure: bool
 ) -> MemoryDecision:
     """The user's own choice, which may not fit, or the fastest plan."""
-    setting = config.memory.activations
-    if setting == "auto":
-        if problem.fastest() is None:  # what does not fit is refused before anything is timed
-            raise NoRoomError(f"nothing fits at a micro-batch of {config.train.micro_batch}")
-    elif not (found := problem.decided(setting)).fits:
+    found = _answer(problem, config)
+    if not found.fits:  # refused before anything is timed
         return found
-    costs, origin = with_seconds(
-        problem.costs, config, architecture, device, _rates(device), may_measure=may_measure
-    )
-    problem = dataclasses.replace(problem, costs=costs)
-    if setting != "auto":
-        return dataclasses.replace(problem.decided(setting), seconds_origin=origin)
-    plan = problem.fastest()
-    if plan is None:
+    links = links_of(device)
+    costs = with_seconds(problem.costs, config, architecture, device, links, may_measure=may_measure)
+    # Where nothing was timed, the question is the same.
+    return found if costs == problem.costs else _answer(dataclasses.replace(problem, costs=costs), config)
+
+
+def _answer(problem: Problem, config: ResolvedConfig) -> MemoryDecision:
+    setting = config.memory.activations
+    found = problem.fastest() if setting == "auto" else problem.decided(setting)
+    if found is None:
         raise NoRoomError(f"nothing fits at a micro-batch of {config.train.micro_batch}")
-    reason = f"the fastest that was found within {problem.machine.device_bytes:,} bytes"
-    return problem.decision(plan.activations, plan.states, reason, plan, origin)
+    return found
 
 
 @dataclass(frozen=True)
@@ -179,56 +174,39 @@ class Problem:
     split: Split | None
     """Where the user wants states; None: nothing is said of them."""
 
-    def fastest(self) -> MemoryPlan | None:
+    def fastest(self) -> MemoryDecision | None:
         """The fastest plan, with the fastest of the updaters that may be, or the one that keeps everything where it is
         not clearly slower; None where nothing fits."""
         if self.split is None:
             plan = find(self.costs, self.machine, self.setup)
         else:
             plan = self._fastest_of(self.costs, self.split)
-        if plan is None or (set(plan.activations) == {"keep"} and plan.states.is_resident):
+        if plan is None or plan.placement.is_resident:
             return plan
         kinds = tuple(
             dataclasses.replace(kind, choices={"keep": kind.choices["keep"]}) for kind in self.costs.classes
         )
         kept = self._fastest_of(dataclasses.replace(self.costs, classes=kinds), self.split or Split())
-        return plan if kept is None or plan.seconds < (1 - CLEARLY) * kept.seconds else kept
+        if kept is None or plan.timeline.seconds < (1 - CLEARLY) * kept.timeline.seconds:
+            return plan
+        return dataclasses.replace(kept, costs=self.costs)
 
-    def _fastest_of(self, costs: StepCosts, split: Split) -> MemoryPlan | None:
+    def _fastest_of(self, costs: StepCosts, split: Split) -> MemoryDecision | None:
         """The fastest plan with states in these places."""
         plans = [find(costs, self.machine, self.setup, one) for one in self.by_updater(split)]
-        return min((plan for plan in plans if plan is not None), key=lambda plan: plan.seconds, default=None)
+        found = (plan for plan in plans if plan is not None)
+        return min(found, key=lambda plan: plan.timeline.seconds, default=None)
 
     def decided(self, setting: str) -> MemoryDecision:
         """The user's own activations, and the fastest updater of states that fits; the first where none does."""
-        blocks = len(self.costs.blocks)
+        blocks, reason = len(self.costs.blocks), f"memory.activations {setting}"
         activations = tuple(map(str, assign_activations(setting, blocks)))
-
-        def rank(states: States) -> tuple[bool, float]:
-            seconds = step_timeline(self.costs, states, activations, self.setup, self.machine).seconds
-            fits = (
-                device_peak(self.costs, states, activations, self.setup.accumulates)
-                <= self.machine.device_bytes
-            )
-            fits &= host_bytes(self.costs, states, activations)[0] <= self.machine.host_bytes
-            return not fits, seconds
-
-        states = min((split.states(blocks) for split in self.by_updater(self.split or Split())), key=rank)
-        return self.decision(activations, states, f"memory.activations {setting}")
-
-    def decision(
-        self,
-        activations: tuple[str, ...],
-        states: States,
-        reason: str,
-        plan: MemoryPlan | None = None,
-        origin: str | None = "predicted",
-    ) -> MemoryDecision:
-        """A choice with its account."""
-        account = account_step(self.costs, states, activations, accumulates=self.setup.accumulates)
-        return MemoryDecision(
-            self.costs, self.machine, self.setup, activations, states, account, reason, plan, origin
-        )
+        ways = []
+        for split in self.by_updater(self.split or Split()):
+            placement = Placement(activations, split.states(blocks))
+            account = account_step(self.costs, placement, accumulates=self.setup.accumulates)
+            ways.append(MemoryDecision(self.costs, self.machine, self.setup, placement, account, reason))
+        return min(ways, key=lambda way: (not way.fits, way.timeline.seconds))
 
     def by_updater(self, split: Split) -> list[Split]:
         """A placement with each of the updaters that may be, the preferred one first."""
@@ -251,15 +229,11 @@ def problem_of(config: ResolvedConfig, architecture: Architecture, device: Devic
     may_offload = host > 0 and not config.is_planned and not copy_is_on_device(config, device)
     choices = _choices(architecture, assigned, may_offload=may_offload)
     costs = traced(config, architecture, device.torch_device, choices)
-    rates = _rates(device)
-    costs, _ = with_seconds(costs, config, architecture, device, rates, may_measure=False)
+    rates = links_of(device)
+    costs = with_seconds(costs, config, architecture, device, rates, may_measure=False)
     limit = device_limit(config, device, costs.checkpoint_copy)
     machine = _machine(config, device, rates, limit, host, with_cpu=config.memory.update != "device")
     return Problem(costs, machine, _setup_of(config), split)
-
-
-def _rates(device: Device) -> LinkRates:
-    return links_of(device)
 
 
 def asks_for_host(config: ResolvedConfig, num_blocks: int) -> bool:
@@ -296,18 +270,18 @@ def decision_of(
     plan: Plan, config: ResolvedConfig, architecture: Architecture, device: Device
 ) -> MemoryDecision:
     """A plan as a decision, with the costs of everything that its blocks could do instead."""
-    activations = tuple(plan.blocks[str(i)].activations for i in range(architecture.num_layers))
-    choices = tuple(dict.fromkeys((*_choices(architecture, None, may_offload=uses_host(plan)), *activations)))
+    placement = plan.placement
+    choices = _choices(architecture, None, may_offload=placement.uses_host)
     # Where nothing moves, their rates decide nothing; measuring takes memory that there may be none of.
-    rates = links_of(device) if uses_host(plan) else NO_LINKS
-    costs = traced(config, architecture, device.torch_device, choices)
-    costs, _ = with_seconds(costs, config, architecture, device, rates, may_measure=False)
-    states = states_of(plan, architecture.num_layers)
-    setup = dataclasses.replace(_setup_of(config), updaters=(states.update,))
-    account = account_step(costs, states, activations, accumulates=setup.accumulates)
-    with_cpu = states.update != "device"
-    machine = _machine(config, device, rates, account.peak, account.host_peak, with_cpu=with_cpu)
-    return MemoryDecision(costs, machine, setup, activations, states, account, "the plan of the run", None)
+    rates = links_of(device) if placement.uses_host else NO_LINKS
+    every = tuple(dict.fromkeys((*choices, *placement.activations)))
+    costs = traced(config, architecture, device.torch_device, every)
+    costs = with_seconds(costs, config, architecture, device, rates, may_measure=False)
+    update = placement.states.update
+    setup = dataclasses.replace(_setup_of(config), updaters=(update,))
+    account = account_step(costs, placement, accumulates=setup.accumulates)
+    machine = _machine(config, device, rates, account.peak, account.host_peak, with_cpu=update != "device")
+    return MemoryDecision(costs, machine, setup, placement, account, "the plan of the run")
 
 
 def _setup_of(config: ResolvedConfig) -> Setup:
@@ -338,28 +312,6 @@ def _machine(
             "timing updates on the CPU", lambda: cpu_update_rate(config.train.parameters, config.optimizer)
         )
     return dataclasses.replace(machine, cpu_adam=rate)
-
-
-def host_bytes_of(plan: Plan, config: ResolvedConfig, architecture: Architecture, device: Device) -> int:
-    """Host memory that a step of a plan takes; its choices may be a user's own."""
-    if not uses_host(plan):
-        return 0
-    activations = [plan.blocks[str(i)].activations for i in range(architecture.num_layers)]
-    costs = traced(config, architecture, device.torch_device, tuple(dict.fromkeys(activations)))
-    states = states_of(plan, architecture.num_layers)
-    account = account_step(costs, states, activations, accumulates=True)
-    return int(account.host_peak * compiled_share(config))
-
-
-def states_of(plan: Plan, num_blocks: int) -> States:
-    """Where a plan's states live, and who updates them."""
-    rows = [plan.states[str(i)] for i in range(num_blocks)]
-    return States(
-        tuple(row.weights == "host" for row in rows),
-        tuple(row.gradients == "host" for row in rows),
-        tuple(row.optimizer != "device" for row in rows),
-        "cpu" if any(row.optimizer == "cpu" for row in rows) else "device",
-    )
 
 
 def _choices(
@@ -402,8 +354,8 @@ def _with_batches(costs: StepCosts, config: ResolvedConfig, device: torch.device
 def _most(costs: StepCosts) -> int:
     """Peak of a step whose blocks keep as much as any of their choices."""
     names = [max(kind.choices, key=lambda name: kind.choices[name].kept) for kind in costs.classes]
-    blocks = len(costs.blocks)
-    return device_peak(costs, States.split(blocks), [names[number] for number in costs.blocks], True)
+    activations = tuple(names[number] for number in costs.blocks)
+    return device_peak(costs, Placement(activations, States.split(len(activations))), True)
 
 
 def _traced_base(

@@ -19,27 +19,24 @@ from __future__ import annotations
 from scrimp.config import Architecture, ResolvedConfig, parse_bytes
 from scrimp.host_memory import host_memory_available
 from scrimp.models import spec_of
-from scrimp.planner import Plan
 from scrimp.planner.memory.costs import StepCosts
+from scrimp.planner.memory.decision import MemoryDecision
 from scrimp.profiler import Device
 from scrimp.runtime.memory import HostRoom, arena_bytes, take_room
-from scrimp.training.memory.decide import host_bytes_of
 from scrimp.training.memory.limits import compiled_share, copy_is_on_device
 
 
-def take_host_room(
-    plan: Plan, config: ResolvedConfig, architecture: Architecture, device: Device
-) -> HostRoom | None:
-    """Take the host memory of a plan, on all ranks or none; None where it needs none.
+def take_host_room(memory: MemoryDecision, config: ResolvedConfig, device: Device) -> HostRoom | None:
+    """Take the host memory that a step needs, on all ranks or none; None where it needs none.
 
     Raises:
         HostBudgetError, PinningRefusedError: the host does not give so much.
     """
     with device.world.together("taking host memory"):
         return take_room(
-            plan,
+            memory.placement,
             device.torch_device,
-            host_bytes=host_bytes_of(plan, config, architecture, device),
+            host_bytes=int(memory.account.host_peak * compiled_share(config)),
             host_available=host_memory_available(),
         )
 

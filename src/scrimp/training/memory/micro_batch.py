@@ -58,7 +58,7 @@ def _fastest(
 ) -> Found:
     sized = _Sized(device, config, architecture, reasons)
     found = _all_that_fit(sized, may_measure=True)
-    if len({memory.seconds_origin for _, memory in found}) > 1:  # one yardstick for all of them
+    if len({memory.costs.seconds_origin for _, memory in found}) > 1:  # one yardstick for all of them
         found = _all_that_fit(sized, may_measure=False)
     best = min(found, key=lambda one: one[1].timeline.seconds)
     tried = [

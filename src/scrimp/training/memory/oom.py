@@ -24,11 +24,12 @@ from scrimp.planner import Plan
 from scrimp.planner.memory.decision import MemoryDecision
 from scrimp.planner.memory.machine import Machine
 from scrimp.planner.memory.search import find
+from scrimp.planner.memory.search_space import Split
 from scrimp.planner.memory.states import floor_of
 from scrimp.runtime import Executable
 from scrimp.runtime.memory import ArenaTooSmallError
 from scrimp.training.memory.decide import decision_of
-from scrimp.training.memory.replan import most_on_host, replanned, same_states
+from scrimp.training.memory.replan import most_on_host, replanned
 from scrimp.training.setup import Decisions
 
 STEP = 0.1
@@ -90,17 +91,19 @@ class MemoryTrouble:
     def _plan_of_less(self, plan: Plan, step: int, *, is_host: bool) -> Plan | None:
         now = self._now or self._decision_of(plan)
         machine = _with_less(now, is_host=is_host)
-        found = None if machine is None else find(now.costs, machine, now.setup, same_states(now.states))
-        if machine is None or found is None:
+        if machine is None:
             return None
+        found = find(now.costs, machine, now.setup, Split.of(now.placement.states))
+        if found is None:
+            return None
+        self._now = found
         account, before = now.account, plan.predicted.step_seconds
         where = f"{account.host_peak:,} bytes predicted in the arena on the host"
         if not is_host:
             where = f"{account.peak:,} bytes predicted on the device"
         reason = f"out of memory in step {step:,} with {where}"
         # Costs may come from other measurements than the plan's: the ratio of two of their predictions is theirs alone.
-        seconds = None if before is None else before * found.seconds / now.timeline.seconds
-        self._now = dataclasses.replace(now, machine=machine).changed(found, reason)
+        seconds = None if before is None else before * found.timeline.seconds / now.timeline.seconds
         return replanned(plan, account, found, reason=reason, seconds=seconds)
 
     def _decision_of(self, plan: Plan) -> MemoryDecision:
@@ -119,7 +122,7 @@ def _with_less(now: MemoryDecision, *, is_host: bool) -> Machine | None:
     """The machine with less of what ran out than is taken now; None where activations take none of it."""
     if not is_host:
         return dataclasses.replace(now.machine, device_bytes=int((1 - STEP) * now.account.peak))
-    states = floor_of(now.costs, now.states, now.setup.accumulates).host
+    states = floor_of(now.costs, now.placement.states, now.setup.accumulates).host
     if now.account.host_peak <= states:
         return None
     return dataclasses.replace(now.machine, host_bytes=max(states, int((1 - STEP) * now.account.host_peak)))

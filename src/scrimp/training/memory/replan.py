@@ -13,10 +13,8 @@ import dataclasses
 from scrimp.config import Config
 from scrimp.planner import Plan
 from scrimp.planner.memory.account import StepAccount
-from scrimp.planner.memory.placement import Split
-from scrimp.planner.memory.search import MemoryPlan
-from scrimp.planner.memory.states import States
-from scrimp.planner.plan import BlockChoice
+from scrimp.planner.memory.decision import MemoryDecision
+from scrimp.planner.plan import rows_of
 from scrimp.runtime import Executable
 from scrimp.runtime.memory import largest_step
 from scrimp.training.memory.limits import compiled_share
@@ -26,7 +24,7 @@ ROUNDED = 1024
 
 
 def replanned(
-    plan: Plan, before: StepAccount, found: MemoryPlan, *, reason: str, seconds: float | None
+    plan: Plan, before: StepAccount, found: MemoryDecision, *, reason: str, seconds: float | None
 ) -> Plan:
     """A plan with other activations.
 
@@ -34,19 +32,14 @@ def replanned(
         before: the account of `plan`. Its figures may hold more than that, a checkpoint's copy, which no plan changes.
         seconds: of a step; None: not predicted.
     """
-    blocks = {str(i): BlockChoice(name, reason) for i, name in enumerate(found.activations)}
+    blocks, _ = rows_of(found.placement, reason)
     old = plan.predicted
-    device = (old.peak_device_bytes or before.peak) + found.device_bytes - before.peak
-    host = (old.peak_host_bytes or before.host_peak) + found.host_bytes - before.host_peak
+    device = (old.peak_device_bytes or before.peak) + found.account.peak - before.peak
+    host = (old.peak_host_bytes or before.host_peak) + found.account.host_peak - before.host_peak
     predicted = dataclasses.replace(
         old, peak_device_bytes=device, peak_host_bytes=host or None, step_seconds=seconds
     )
     return dataclasses.replace(plan, blocks=blocks, predicted=predicted)
-
-
-def same_states(states: States) -> Split:
-    """The placement of a plan, to which a search is held: states do not move while a run goes on."""
-    return Split(sum(states.weights), sum(states.gradients), sum(states.optimizer), states.update)
 
 
 def most_on_host(executable: Executable, config: Config) -> int:
