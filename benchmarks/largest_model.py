@@ -3,7 +3,7 @@
 Question  Which model can be trained in full (all weights, AdamW) on a card of so many GB beside a host of so
           many?
 Method    For each model: a trace of its step on fake tensors along CUDA's way through the code
-          (`trace_costs`), then the planner (`scrimp.planner.memory.search`) with what a run may use
+          (`TracedStep`), then the planner (`scrimp.planner.memory.search`) with what a run may use
           (`scrimp.training.memory.limits`) of a card whose context takes `CONTEXT_BYTES`, and of a host that has all
           but `HOST_RESERVE` free. Micro-batch of one sequence. bf16 weights without masters, rounded
           stochastically; moments in bf16 (8 bytes a parameter) or 8 bits (6.03).
@@ -34,7 +34,7 @@ from scrimp.planner.memory.machine import Machine, Setup
 from scrimp.planner.memory.search import find
 from scrimp.planner.memory.work import Rates, block_seconds
 from scrimp.precision import LinearPrecision
-from scrimp.profiler.memory_trace import trace_costs
+from scrimp.profiler.memory_trace import TracedStep
 from scrimp.report.memory_text import runs_of
 from scrimp.runtime.memory import largest_step
 from scrimp.training.memory.limits import usable_of_card, usable_of_host
@@ -95,7 +95,7 @@ def main() -> None:
 def traced_costs(name: str, moments: str, sequence: int) -> StepCosts:
     """A step of one sequence on a CUDA device, with seconds."""
     architecture = preset(name)
-    costs = trace_costs(
+    costs = TracedStep(
         architecture,
         precision="bf16",
         parameters="bf16",
@@ -105,7 +105,7 @@ def traced_costs(name: str, moments: str, sequence: int) -> StepCosts:
         loss_chunk=512,
         activations=ALL_ACTIVATIONS,
         device_functions="cuda",
-    )
+    ).costs()
     linears = dict.fromkeys(spec_of(architecture).shapes, LinearPrecision.of("bf16"))
     (kind,) = costs.classes
     timed = {}

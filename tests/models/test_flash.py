@@ -29,7 +29,7 @@ from scrimp.models.flash import (
 from scrimp.models.initialise import initialise
 from scrimp.models.model import build_model
 from scrimp.optim.adamw_run import AdamWMemory
-from scrimp.profiler.memory_trace import trace_costs
+from scrimp.profiler.memory_trace import TracedStep
 
 ROWS, LENGTH, HEADS, KV, K = 7, 40, 4, 2, 8
 CPU = torch.device("cpu")
@@ -283,7 +283,7 @@ def test_the_trace_of_a_gpu_knows_the_bound_and_no_second_copy(monkeypatch: pyte
 
     def traced(bound: int) -> tuple[int, int]:
         monkeypatch.setitem(flash.WORKSPACE_BYTES, "cuda", bound)
-        costs = trace_costs(
+        costs = TracedStep(
             wide,
             precision="bf16",
             parameters="bf16",
@@ -293,7 +293,7 @@ def test_the_trace_of_a_gpu_knows_the_bound_and_no_second_copy(monkeypatch: pyte
             loss_chunk=512,
             device_functions="cuda",
             gpu=Gpu(16),
-        )
+        ).costs()
         cost = costs.classes[0].choices["keep"]
         return cost.kept, cost.backward_peak
 

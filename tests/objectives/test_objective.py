@@ -19,7 +19,7 @@ from scrimp.models.model import Model, build_model
 from scrimp.objectives import LossSums, build, check
 from scrimp.objectives.next_token import NextToken
 from scrimp.optim.adamw_run import AdamWMemory
-from scrimp.profiler.memory_trace import trace_costs
+from scrimp.profiler.memory_trace import TracedStep
 from scrimp.runtime import Executable
 
 ARCHITECTURE = Architecture(
@@ -71,7 +71,7 @@ def test_the_memory_account_is_of_the_loss_that_runs() -> None:
     """In chunks the logits of 128 tokens never exist at once; whole, float32 logits and their gradient do."""
     settings = {"precision": "fp32", "parameters": "fp32", "optimizer": AdamWMemory("fp32"), "micro_batch": 4}
     chunked, whole = (
-        trace_costs(ARCHITECTURE, **settings, sequence=32, loss_chunk=8, objective=one).ends.head_peak  # type: ignore[arg-type]
+        TracedStep(ARCHITECTURE, **settings, sequence=32, loss_chunk=8, objective=one).costs().ends.head_peak  # type: ignore[arg-type]
         for one in (NextToken(), Plain())
     )
     assert whole - chunked > 1.5 * 128 * 512 * 4

@@ -12,7 +12,7 @@ from scrimp.errors import CheckpointError, ConfigError
 from scrimp.models.model import build_model
 from scrimp.optim import AdamW, MomentFormat
 from scrimp.optim.adamw_run import memory
-from scrimp.profiler.memory_trace import trace_costs
+from scrimp.profiler.memory_trace import TracedStep
 from scrimp.training.tensor_files import read_tensors, write_tensors
 
 TRAIN = OptimizerConfig(master_weights=False, weight_decay=0.1, beta1=0.9, beta2=0.95)
@@ -231,7 +231,7 @@ def test_the_account_knows_the_bytes_of_the_state(kind: str, architecture: Archi
     dtype, train = settings(kind)
     optimizer = AdamW(dict(build_model(architecture, dtype=dtype).named_parameters()), train)
     format_ = "fp32" if dtype == torch.float32 else "bf16"
-    costs = trace_costs(
+    costs = TracedStep(
         architecture,
         precision="bf16",
         parameters=format_,
@@ -239,7 +239,7 @@ def test_the_account_knows_the_bytes_of_the_state(kind: str, architecture: Archi
         micro_batch=1,
         sequence=64,
         loss_chunk=0,
-    )
+    ).costs()
     traced = costs.ends.optimizer + sum(costs.classes[number].optimizer for number in costs.blocks)
     assert traced == sum(tensor.nbytes for _, tensor in optimizer.tensors())
 

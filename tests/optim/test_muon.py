@@ -15,7 +15,7 @@ from scrimp.config import Architecture, OptimizerConfig
 from scrimp.models.initialise import initialise
 from scrimp.models.model import Model, build_model
 from scrimp.optim.muon import Muon, memory, stacked_rows
-from scrimp.profiler.memory_trace import trace_costs
+from scrimp.profiler.memory_trace import TracedStep
 from scrimp.training.tensor_files import read_tensors, write_tensors
 
 LLAMA = Architecture(
@@ -171,7 +171,7 @@ def one_thread() -> Iterator[None]:
 def test_the_account_foretells_states_and_the_peak_of_the_update(master: bool, moments: str) -> None:
     dtype, format_ = (torch.bfloat16, "bf16") if master else (torch.float32, "fp32")
     settings = dataclasses.replace(MASTERS if master else SETTINGS, moments=moments)  # type: ignore[arg-type]
-    costs = trace_costs(
+    costs = TracedStep(
         WIDE,
         precision=format_,
         parameters=format_,
@@ -179,7 +179,7 @@ def test_the_account_foretells_states_and_the_peak_of_the_update(master: bool, m
         micro_batch=1,
         sequence=64,
         loss_chunk=0,
-    )
+    ).costs()
     model, optimizer = made(WIDE, dtype, settings)
     held = sum(tensor.nbytes for _, tensor in optimizer.tensors())
     assert costs.ends.optimizer + sum(costs.classes[number].optimizer for number in costs.blocks) == held

@@ -19,7 +19,7 @@ from scrimp.errors import ConfigError
 from scrimp.models.model import build_model
 from scrimp.optim import check
 from scrimp.optim.own import OwnOptimizer, memory
-from scrimp.profiler.memory_trace import trace_costs
+from scrimp.profiler.memory_trace import TracedStep
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "own_optimizer.py"
 LION = OptimizerConfig(name=f"{EXAMPLE}:Lion", lr=1e-3, master_weights=False)
@@ -94,7 +94,7 @@ def test_torchs_own_classes_move_as_they_do_alone_and_resume(kind: type, tmp_pat
 
 def test_the_account_learns_states_from_a_step_without_memory() -> None:
     architecture = dataclasses.replace(preset("llama-3m"), num_layers=2)
-    costs = trace_costs(
+    costs = TracedStep(
         architecture,
         precision="fp32",
         parameters="fp32",
@@ -102,7 +102,7 @@ def test_the_account_learns_states_from_a_step_without_memory() -> None:
         micro_batch=1,
         sequence=64,
         loss_chunk=0,
-    )
+    ).costs()
     model = build_model(architecture, dtype=torch.float32)
     optimizer = OwnOptimizer(dict(model.named_parameters()), LION)
     for parameter in model.parameters():
@@ -145,7 +145,7 @@ def test_what_cannot_be_accounted_for_is_refused_by_name(case: str, tmp_path: Pa
     text, message = REFUSED[case]
     settings = named(tmp_path, text)
     with pytest.raises(ConfigError, match=message):
-        trace_costs(
+        TracedStep(
             preset("llama-3m"),
             precision="fp32",
             parameters="fp32",
@@ -153,7 +153,7 @@ def test_what_cannot_be_accounted_for_is_refused_by_name(case: str, tmp_path: Pa
             micro_batch=1,
             sequence=64,
             loss_chunk=0,
-        )
+        ).costs()
 
 
 def test_snip_needs_a_rule(tmp_path: Path) -> None:

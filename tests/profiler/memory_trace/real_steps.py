@@ -56,7 +56,7 @@ class Setting:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The arguments of `trace_costs`."""
+        """The arguments of `TracedStep`."""
         return {
             "precision": self.precision,
             "parameters": self.parameters,

@@ -18,7 +18,7 @@ from scrimp.data.shards import ShardWriter
 from scrimp.planner.memory.costs import StepCosts
 from scrimp.planner.memory.placement import Placement, States
 from scrimp.planner.memory.states import moments
-from scrimp.profiler.memory_trace import trace_costs
+from scrimp.profiler.memory_trace import TracedStep
 from scrimp.runtime import Executable
 from scrimp.training.evaluation import evaluate
 
@@ -74,14 +74,16 @@ def evaluation_peak(step: RealStep, stream: TokenStream) -> int:
 @pytest.mark.parametrize("name", EVALUATED)
 def test_evaluation_takes_less_than_forward_pass_and_head_of_a_step(name: str, stream: TokenStream) -> None:
     setting = EVALUATED[name]
-    costs = trace_costs(setting.architecture, activations=tuple(set(setting.choices)), **setting.arguments)
+    costs = TracedStep(
+        setting.architecture, activations=tuple(set(setting.choices)), **setting.arguments
+    ).costs()
     real = evaluation_peak(RealStep(setting), stream)
     assert 0 < real <= most(costs, States.split(len(setting.choices)), setting)
 
 
 def test_it_does_with_weights_on_the_host(stream: TokenStream) -> None:
     setting = Setting(LLAMA, **FORMATS["bf16"])
-    costs = trace_costs(setting.architecture, **setting.arguments)
+    costs = TracedStep(setting.architecture, **setting.arguments).costs()
     states, step = States.split(3, weights=3), HostedStep(setting)
     step.place(states)
     assert 0 < evaluation_peak(step, stream) <= most(costs, states, setting)

@@ -22,7 +22,7 @@ from scrimp.models import spec_of
 from scrimp.optim.adamw_run import AdamWMemory
 from scrimp.planner.memory.costs import StepCosts
 from scrimp.precision import parse_rules
-from scrimp.profiler.memory_trace import remembered, trace_costs
+from scrimp.profiler.memory_trace import TracedStep, remembered
 
 SIZES = {"fp32": 4, "bf16": 2}
 TOKENS = 2 * 256
@@ -41,7 +41,7 @@ def traced(architecture: Architecture, precision: str, **changes: object) -> Ste
         **changes,
     }
     linears = rules.assign(spec_of(architecture).origins)
-    return trace_costs(architecture, linears=linears, **arguments)  # type: ignore[arg-type]
+    return TracedStep(architecture, linears=linears, **arguments).costs()  # type: ignore[arg-type]
 
 
 def kept(costs: StepCosts) -> int:

@@ -16,7 +16,7 @@ from scrimp.optim import StreamedAdamW
 from scrimp.optim.streaming import Homes
 from scrimp.planner.memory.account import account_step
 from scrimp.planner.memory.placement import Placement, States
-from scrimp.profiler.memory_trace import trace_costs
+from scrimp.profiler.memory_trace import TracedStep
 from scrimp.runtime.memory import BlockMemory, HostArena, HostWeights
 from scrimp.runtime.memory.arena import ALIGNMENT
 
@@ -80,7 +80,7 @@ def test_predicted_bytes_of_device_and_host_are_those_that_are_taken(
 ) -> None:
     states = PLACES[name]
     setting = Setting(DEEP, micro_batches=micro_batches, **FORMATS[format_])
-    costs = trace_costs(setting.architecture, activations=("keep",), **setting.arguments)
+    costs = TracedStep(setting.architecture, activations=("keep",), **setting.arguments).costs()
     step = HostedStep(setting)
     step.place(states)
     account = account_step(costs, Placement(("keep",) * 6, states), accumulates=micro_batches > 1)

@@ -14,7 +14,7 @@ from scrimp.config import Architecture
 from scrimp.config.activations import LEVELS
 from scrimp.planner.memory.account import account_step
 from scrimp.planner.memory.placement import Placement, States
-from scrimp.profiler.memory_trace import trace_costs
+from scrimp.profiler.memory_trace import TracedStep
 
 LLAMA = Architecture(
     family="llama",
@@ -96,7 +96,9 @@ SETTINGS = settings()
 
 def predicted_and_real(setting: Setting) -> tuple[int, int]:
     """Bytes above weights and optimizer states."""
-    costs = trace_costs(setting.architecture, activations=tuple(set(setting.choices)), **setting.arguments)
+    costs = TracedStep(
+        setting.architecture, activations=tuple(set(setting.choices)), **setting.arguments
+    ).costs()
     step = RealStep(setting)
     nothing_away = Placement(tuple(setting.choices), States.split(len(setting.choices)))
     peak = account_step(costs, nothing_away, accumulates=setting.micro_batches > 1).peak
@@ -120,7 +122,7 @@ def test_there_are_at_least_forty_configurations() -> None:
 
 def test_states_are_what_model_and_optimizer_hold() -> None:
     setting = SETTINGS["qwen2-masters-1"]
-    costs, step = trace_costs(setting.architecture, **setting.arguments), RealStep(setting)
+    costs, step = TracedStep(setting.architecture, **setting.arguments).costs(), RealStep(setting)
     parts = [costs.ends, *(costs.classes[number] for number in costs.blocks)]
     held = sum(tensor.nbytes for _, tensor in step.optimizer.tensors())
     assert sum(part.optimizer for part in parts) == held

@@ -16,7 +16,7 @@ from test_peaks import FORMATS, LLAMA, MISTRAL, QWEN3
 from scrimp.config import Architecture
 from scrimp.planner.memory.account import account_step
 from scrimp.planner.memory.placement import Placement, States
-from scrimp.profiler.memory_trace import trace_costs
+from scrimp.profiler.memory_trace import TracedStep
 
 BLOCKS = 6
 ANY = dataclasses.replace(LLAMA, num_layers=BLOCKS, vocab_size=96)
@@ -60,12 +60,12 @@ def case(seed: int) -> tuple[Setting, States]:
 
 def above_states(setting: Setting, states: States, *, documents: bool = False) -> int:
     """Predicted bytes beside the weights and optimizer states that live on the device, and the tokens."""
-    costs = trace_costs(
+    costs = TracedStep(
         setting.architecture,
         activations=tuple(set(setting.choices)),
         documents=documents,
         **setting.arguments,
-    )
+    ).costs()
     parts = [costs.classes[number] for number in costs.blocks]
     there = costs.ends.weights + costs.ends.optimizer + 2 * 8 * setting.rows * setting.sequence
     there += sum(part.weights for part, host in zip(parts, states.weights, strict=True) if not host)

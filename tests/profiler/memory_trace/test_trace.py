@@ -27,7 +27,7 @@ from scrimp.planner.memory.costs import StepCosts
 from scrimp.planner.memory.placement import Placement
 from scrimp.planner.memory.states import device_peak
 from scrimp.precision import LinearPrecision
-from scrimp.profiler.memory_trace import remembered, trace, trace_costs
+from scrimp.profiler.memory_trace import TracedStep, remembered, trace
 
 quantize = importlib.import_module("scrimp.formats.quantize")  # the package's name for it is a function
 
@@ -54,7 +54,7 @@ def traced(architecture: Architecture = LLAMA, **changes) -> StepCosts:  # type:
         "loss_chunk": 0,
         **changes,
     }
-    return trace_costs(architecture, **arguments)
+    return TracedStep(architecture, **arguments).costs()
 
 
 def test_every_level_keeps_less_and_none_loses_weights() -> None:

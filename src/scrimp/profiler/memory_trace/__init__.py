@@ -1,11 +1,11 @@
 """Memory of a training step from a trace of the code that runs it.
 
-`trace_costs` makes the planner's costs, `StorageTracker` counts the bytes of any code, and `OptimizerMemory` is what an
+`TracedStep` makes the planner's costs, `StorageTracker` counts the bytes of any code, and `OptimizerMemory` is what an
 optimizer says of itself.
 """
 
 from scrimp.profiler.memory_trace.optimizer_memory import GradientSums, OptimizerMemory, Tracing
-from scrimp.profiler.memory_trace.trace import KnownBlocks, batch_bytes, trace_costs
+from scrimp.profiler.memory_trace.trace import KnownBlocks, TracedStep, batch_bytes
 from scrimp.profiler.memory_trace.tracker import StorageTracker
 
 __all__ = [
@@ -13,7 +13,7 @@ __all__ = [
     "KnownBlocks",
     "OptimizerMemory",
     "StorageTracker",
+    "TracedStep",
     "Tracing",
     "batch_bytes",
-    "trace_costs",
 ]

@@ -69,88 +69,6 @@ LOSS_SCALARS = 16
 """Numbers of a loss that are on the device at once: its sums, the total of a step, what is differentiated."""
 
 
-def trace_costs(
-    architecture: Architecture,
-    *,
-    precision: str,
-    parameters: str,
-    optimizer: OptimizerMemory,
-    micro_batch: int,
-    sequence: int,
-    loss_chunk: int,
-    objective: Objective = NEXT_TOKEN,
-    linears: Mapping[str, LinearPrecision] | None = None,
-    activations: Sequence[str] = ("keep",),
-    device_functions: DeviceFunctions = "cpu",
-    gpu: Gpu | None = None,
-    documents: bool = False,
-    compiled: bool = False,
-    known: KnownBlocks | None = None,
-) -> StepCosts:
-    """Bytes of a step of one device that holds the whole model; seconds are left 0.
-
-    Args:
-        precision: compute format: of the activations, and of GEMMs that `linears` does not name (fp32, bf16).
-        parameters: format of the trained parameters.
-        optimizer: what the optimizer says of its memory (`scrimp.optim.memory_of`).
-        micro_batch: sequences per forward pass.
-        sequence: tokens per sequence.
-        loss_chunk: tokens whose logits exist at once; 0 for all.
-        objective: whose loss is traced.
-        linears: layer name (``blocks.0.mlp.down``, ``head``) to choice; None: all in `precision`.
-        activations: the choices that each block may have (`scrimp.config.activations`).
-        device_functions: which device's way through the model is traced (cpu, cuda).
-        gpu: where `device_functions` is cuda; whether attention is fused follows from its compute capability, and what
-            its backward pass takes from its multiprocessors. None: an H100.
-        documents: rows may hold several documents, which attention keeps apart.
-        compiled: torch.compile runs the blocks, which decides how attention keeps them apart.
-        known: blocks of earlier calls that differed in vocabulary, layers' formats or choices alone; those that are
-            traced here are added.
-
-    Raises:
-        PlanError: an unknown choice.
-        ModelError: a sequence beyond the model's context.
-    """
-    choices = [Activations.parse(text) for text in activations]
-    step = _Step(
-        architecture,
-        precision,
-        parameters,
-        optimizer,
-        (micro_batch, sequence),
-        device_functions,
-        gpu or Gpu(),
-        documents,
-        compiled,
-        {} if known is None else known,
-    )
-    plans, head = _formats(linears or {}, LinearPrecision.of(precision), spec_of(architecture))
-    classes = list(dict.fromkeys(plans))
-    with _apart():
-        model = step.build([plans.index(one) for one in classes], classes, head)
-        ends, optimizer_peak, norm_peak = (
-            step.ends(model, objective, loss_chunk),
-            step.update_peak(dict(model.named_parameters())),
-            step.norm_peak(model.parameters()),
-        )
-        traced = tuple(
-            step.block_class(model, block, kind, choices)
-            for block, kind in zip(model.each_block(), classes, strict=True)
-        )
-        boundary, tables = step.stream_bytes(), step.table_bytes(model)
-        resident = step.batch_bytes() + tables
-    return StepCosts(
-        classes=traced,
-        blocks=tuple(classes.index(plan) for plan in plans),
-        ends=ends,
-        boundary=boundary,
-        optimizer_peak=optimizer_peak,
-        norm_peak=norm_peak,
-        resident=resident,
-        tables=tables,
-    )
-
-
 def _formats(
     linears: Mapping[str, LinearPrecision], plain: LinearPrecision, spec: ModelSpec
 ) -> tuple[list[_Class], LinearPrecision]:
@@ -204,29 +122,86 @@ class _StillClock(Clock):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Step:
-    """What all traces of a step have in common; arguments as of `trace_costs`."""
+class TracedStep:
+    """A step of one device that holds the whole model."""
 
     architecture: Architecture
     precision: str
+    """Compute format, fp32 or bf16: of the activations, and of GEMMs that `linears` does not name."""
     parameters: str
+    """Format of the trained parameters."""
     optimizer: OptimizerMemory
-    shape: tuple[int, int]
-    """Micro-batch and sequence."""
-    device_functions: DeviceFunctions
-    gpu: Gpu
-    documents: bool
-    compiled: bool
-    known: KnownBlocks
-    backend: RememberedBackend = dataclasses.field(default_factory=RememberedBackend)
+    """What the optimizer says of its memory (`scrimp.optim.memory_of`)."""
+    micro_batch: int
+    """Sequences per forward pass."""
+    sequence: int
+    """Tokens per sequence."""
+    loss_chunk: int
+    """Tokens whose logits exist at once; 0 for all."""
+    objective: Objective = NEXT_TOKEN
+    """Whose loss is traced."""
+    linears: Mapping[str, LinearPrecision] = dataclasses.field(default_factory=dict)
+    """Layer name (``blocks.0.mlp.down``, ``head``) to its formats, where they are not those of `precision`."""
+    activations: Sequence[str] = ("keep",)
+    """The choices that each block may have (`scrimp.config.activations`)."""
+    device_functions: DeviceFunctions = "cpu"
+    """Which device's way through the model is traced."""
+    gpu: Gpu = dataclasses.field(default_factory=Gpu)
+    """Where that is cuda: whether attention is fused follows from its compute capability, and what its backward pass
+    takes from its multiprocessors."""
+    documents: bool = False
+    """Rows may hold several documents, which attention keeps apart."""
+    compiled: bool = False
+    """torch.compile runs the blocks, which decides how attention keeps documents apart."""
+    known: KnownBlocks = dataclasses.field(default_factory=dict)
+    """Blocks of steps that differed in vocabulary, layers' formats or choices alone; those traced here are added."""
+    backend: RememberedBackend = dataclasses.field(default_factory=RememberedBackend, init=False)
+
+    def costs(self) -> StepCosts:
+        """Bytes of all parts of the step; seconds are left 0.
+
+        Raises:
+            PlanError: an unknown choice.
+            ModelError: a sequence beyond the model's context.
+        """
+        choices = [Activations.parse(text) for text in self.activations]
+        plain = LinearPrecision.of(self.precision)
+        plans, head = _formats(self.linears, plain, spec_of(self.architecture))
+        classes = list(dict.fromkeys(plans))
+        with _apart():
+            model = self._build([plans.index(one) for one in classes], classes, head)
+            ends, update_peak = self._ends(model), self._update_peak(dict(model.named_parameters()))
+            norm_peak = self._norm_peak(model.parameters())
+            traced = tuple(
+                self._block_class(model, block, kind, choices)
+                for block, kind in zip(model.each_block(), classes, strict=True)
+            )
+            boundary, tables = self._stream().nbytes, self._table_bytes(model)
+        # Tokens, targets, numbers of the loss.
+        batch = batch_bytes(*self.shape) + self._scalars(LOSS_SCALARS)
+        return StepCosts(
+            classes=traced,
+            blocks=tuple(classes.index(plan) for plan in plans),
+            ends=ends,
+            boundary=boundary,
+            optimizer_peak=update_peak,
+            norm_peak=norm_peak,
+            resident=batch + tables,
+            tables=tables,
+        )
 
     @property
-    def autocast(self) -> Autocast:
+    def shape(self) -> tuple[int, int]:
+        """Sequences and tokens of each."""
+        return self.micro_batch, self.sequence
+
+    @property
+    def _autocast(self) -> Autocast:
         if self.precision == self.parameters:
             return contextlib.nullcontext
         return partial(torch.autocast, "cpu", DTYPES[self.precision])
 
-    def build(self, blocks: Sequence[int], classes: Sequence[_Class], head: LinearPrecision) -> Model:
+    def _build(self, blocks: Sequence[int], classes: Sequence[_Class], head: LinearPrecision) -> Model:
         """A model with one block of each class.
 
         Args:
@@ -246,7 +221,7 @@ class _Step:
                     layer.clock = clock
         return model
 
-    def ends(self, model: Model, objective: Objective, loss_chunk: int) -> EndsCost:
+    def _ends(self, model: Model) -> EndsCost:
         """All that is no block."""
         bare = nn.ModuleList(model.ends)
         tokens = torch.zeros(self.shape, dtype=torch.int64, device=CPU)
@@ -255,7 +230,12 @@ class _Step:
             with self._tracing(bare, exist=exist) as tracker:
                 found.append(
                     trace_ends(
-                        model, objective, tokens, chunk=loss_chunk, tracker=tracker, autocast=self.autocast
+                        model,
+                        self.objective,
+                        tokens,
+                        chunk=self.loss_chunk,
+                        tracker=tracker,
+                        autocast=self._autocast,
                     )
                 )
         new, added = found
@@ -269,7 +249,7 @@ class _Step:
             accumulating_embedding_peak=added.embedding_peak,
         )
 
-    def block_class(
+    def _block_class(
         self, model: Model, block: Block, kind: _Class, choices: Sequence[Activations]
     ) -> BlockClass:
         """One block of a model under all choices."""
@@ -280,8 +260,8 @@ class _Step:
             **self._states(named),
             choices={str(choice): self.known[kind, choice] for choice in choices},
             parameters=sum(parameter.numel() for parameter in named.values()),
-            update_peak=self.update_peak(named),
-            norm_peak=max(self.norm_peak([parameter]) for parameter in block.parameters()),
+            update_peak=self._update_peak(named),
+            norm_peak=max(self._norm_peak([parameter]) for parameter in block.parameters()),
             norms=sum(self._scalars(1) for _ in block.parameters()),
         )
 
@@ -307,14 +287,14 @@ class _Step:
     def _block(self, block: Block, *, exist: bool) -> BlockTrace:
         layout, stream = self._layout(block.attends), self._stream()
         with self._tracing(block, exist=exist, attends=block.attends) as tracker:
-            return trace_block(partial(block, layout=layout), stream, tracker, self.autocast)
+            return trace_block(partial(block, layout=layout), stream, tracker, self._autocast)
 
     def _offloaded(self, block: Block, kept: BlockCost) -> BlockCost:
         """A block whose saved tensors wait on the host."""
         layout, stream = self._layout(block.attends), self._stream()
         resident = [*layout.rope, *([] if layout.mask is None else [layout.mask])]
         with self._tracing(block, exist=True, attends=block.attends):
-            saved = saved_bytes(partial(block, layout=layout), stream, block, self.autocast, resident)
+            saved = saved_bytes(partial(block, layout=layout), stream, block, self._autocast, resident)
         return dataclasses.replace(
             kept,
             kept=kept.kept - saved.moved - saved.casts,
@@ -376,15 +356,7 @@ class _Step:
                 compiled=self.compiled,
             )
 
-    def stream_bytes(self) -> int:
-        """The boundary."""
-        return self._stream().nbytes
-
-    def batch_bytes(self) -> int:
-        """Tokens, targets, numbers of the loss."""
-        return batch_bytes(*self.shape) + self._scalars(LOSS_SCALARS)
-
-    def table_bytes(self, model: Model) -> int:
+    def _table_bytes(self, model: Model) -> int:
         """Rotation tables and masks, of each kind of attention that the model has."""
         kinds = dict.fromkeys(block.attends for block in model.each_block())
         return sum(tensor.nbytes for kind in kinds for tensor in self._layout(kind).tensors)
@@ -393,7 +365,7 @@ class _Step:
         """Bytes of so many numbers that are tensors of their own."""
         return count * max(4, GRANULES[self.device_functions])
 
-    def norm_peak(self, parameters: Iterable[Tensor]) -> int:
+    def _norm_peak(self, parameters: Iterable[Tensor]) -> int:
         """Temporary memory of the norm of these parameters' gradients."""
         dtype = self._sums.dtype or DTYPES[self.parameters]
         gradients = [torch.zeros_like(parameter, dtype=dtype) for parameter in parameters]
@@ -401,7 +373,7 @@ class _Step:
             torch._foreach_norm(gradients, 2, dtype=torch.float32)
         return tracker.peak
 
-    def update_peak(self, named: Mapping[str, Tensor]) -> int:
+    def _update_peak(self, named: Mapping[str, Tensor]) -> int:
         """Temporary memory of the update of some parameters."""
         return self.optimizer.update_peak(
             named, self.device_functions, lambda: self._tracing(nn.Module(), exist=False)

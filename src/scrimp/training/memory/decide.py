@@ -50,7 +50,7 @@ from scrimp.planner.memory.states import device_peak
 from scrimp.precision import LinearPrecision, PrecisionRules, parse_rules
 from scrimp.profiler import Device
 from scrimp.profiler.bandwidth import LinkRates
-from scrimp.profiler.memory_trace import KnownBlocks, batch_bytes, trace_costs
+from scrimp.profiler.memory_trace import KnownBlocks, TracedStep, batch_bytes
 from scrimp.training.memory.block_seconds import linears_of, links_of, with_seconds
 from scrimp.training.memory.limits import (
     OneMemoryError,
@@ -397,10 +397,11 @@ def _costs(
     linears: tuple[tuple[str, LinearPrecision], ...],
     **settings: Any,
 ) -> StepCosts:
-    """`trace_costs`, once: a configuration is asked for while its micro-batch is looked for, when it is refused, and
-    when its data are open. Kernels of a CPU take memory by the number of threads, which the trace reads from torch.
-    Blocks know no vocabulary, and a choice of activations nothing of the others: each is traced for all of them."""
+    """Costs of a `TracedStep`, once: a configuration is asked for while its micro-batch is looked for, when it is
+    refused, and when its data are open. Kernels of a CPU take memory by the number of threads, which the trace reads
+    from torch. Blocks know no vocabulary, and a choice of activations nothing of the others: each is traced for all of
+    them."""
     alike = {key: value for key, value in settings.items() if key not in ("activations", "loss_chunk")}
     key = dataclasses.replace(architecture, vocab_size=1), num_threads, tuple(alike.items())
     known = _BLOCKS.setdefault(key, {})
-    return trace_costs(architecture, linears=dict(linears), known=known, **settings)
+    return TracedStep(architecture, linears=dict(linears), known=known, **settings).costs()
