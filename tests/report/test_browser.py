@@ -125,6 +125,21 @@ def test_without_scripts_the_page_is_complete_but_for_the_charts(page, tmp_path)
     assert text.count("<summary>Values</summary>") == text.count("data-chart=") == 7
 
 
+def test_a_browser_without_scripts_says_what_needs_them(page, tmp_path):
+    harness = tmp_path / "harness.html"
+    frame = f'<iframe sandbox="allow-same-origin" src="{page.as_uri()}" width="900" height="1500"></iframe>'
+    script = (
+        "onload = () => { document.title = document.querySelector('iframe').contentDocument.body.innerText }"
+    )
+    harness.write_text(f"<!doctype html><body>{frame}<script>{script}</script>")
+    seen = visit(harness, tmp_path, "--allow-file-access-from-files")
+    title = re.search(r"<title>(.*?)</title>", seen.dom, re.DOTALL)[1]
+    assert "The charts need JavaScript." in title
+    assert "Cross-entropy in nats per token" in title
+    assert "Drag over a chart" not in title
+    assert "logarithmic steps" not in title
+
+
 def test_nothing_is_wider_than_a_phone(page, evil_page, tmp_path):
     harness = tmp_path / "harness.html"
     frames = "".join(

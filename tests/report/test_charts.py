@@ -133,7 +133,7 @@ def test_an_axis_that_begins_at_zero_hides_nothing_low():
 
 def test_screen_readers_get_a_description_and_a_table():
     found = Elements(render(chart(series(np.linspace(9, 3, 50)))))
-    frame = next(attributes for attributes in found.all("div") if attributes.get("role") == "img")
+    frame = next(attributes for attributes in found.all("div") if attributes.get("role") == "group")
     assert frame["aria-label"] == "Title. Sub. loss: 9.000 at step 1, 3.000 at step 50."
     assert len(found.all("tr")) == 1 + TABLE_ROWS
 

@@ -98,7 +98,7 @@ def render(chart: Chart) -> Markup:
     return tag(
         "figure",
         tag("figcaption", heading, tag("p", chart.subtitle, class_="sub"), _switch(chart)),
-        tag("div", class_="frame", role="img", aria_label=f"{chart.title}. {_description(chart, shown)}"),
+        tag("div", class_="frame", role="group", aria_label=f"{chart.title}. {_description(chart, shown)}"),
         tag("p", chart.note, " ", tag("span", class_="beyond"), class_="note"),
         _table(chart, shown),
         class_="chart",

@@ -110,7 +110,7 @@ def _chart_notes() -> Markup:
     return join(
         [
             tag("p", hint, class_="note chart-hint", hidden=True),
-            tag("noscript", tag("p", missing, class_="note")),
+            tag("noscript", tag("p", missing, class_="note chart-hint")),
         ]
     )
 
