@@ -13,7 +13,7 @@ from planned_cases import random, same, watching_gemms
 from torch import Tensor
 
 from scrimp.formats import quantize
-from scrimp.gemm import Clock, LinearPrecision, PlannedLayer, head_gemms
+from scrimp.gemm import Clock, HeadGemms, LinearPrecision, PlannedLayer
 from scrimp.gemm.observe import Execution
 from scrimp.gemm.problem import AXES, multiply, operands_of
 from scrimp.objectives.cross_entropy import IGNORED, cross_entropy_sums
@@ -140,7 +140,7 @@ def test_rows_without_a_target_change_no_gradient_and_no_scale(recipe: str) -> N
     hidden, weight, _ = case()
     found = []
     for of_ignored in (0.0, 1e6):
-        head = head_gemms(weight.detach(), layer(recipe), torch.float32)
+        head = HeadGemms(weight.detach(), layer(recipe), torch.float32)
         huge = torch.where(real, grad, of_ignored)
         found.append(
             head.backward(None, huge.clone(), hidden.detach(), real, 0, needs_hidden=True, needs_weight=True)
@@ -169,7 +169,7 @@ def in_chunks(recipe: str, chunk: int) -> tuple[Tensor, Tensor, list[Execution]]
     """dX and dW of one given gradient of the logits, made in chunks; and what ran."""
     grad, real = random(TOKENS, VOCABULARY, seed=4), torch.ones(TOKENS, 1, dtype=torch.bool)
     hidden, weight, _ = case()
-    head = head_gemms(weight.detach(), layer(recipe, first_row=1000), torch.float32)
+    head = HeadGemms(weight.detach(), layer(recipe, first_row=1000), torch.float32)
     parts, total = [], None
     with watching_gemms() as ran:
         for start in range(0, TOKENS, chunk):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from scrimp.errors import PlanError
 from scrimp.precision import GEMMS
-from scrimp.profiler.gemm_table import GemmTimes, other_seconds
+from scrimp.profiler.gemm_table import GemmTimes
 
 SHAPES = [(64, 32), (32, 64)]
 FORMATS = ["bf16", "fp8", "fp4"]
@@ -152,51 +152,6 @@ def test_a_damaged_text_is_refused(damage: str) -> None:
 def test_another_text_is_refused(text: str) -> None:
     with pytest.raises(PlanError):
         GemmTimes.from_json(text)
-
-
-# -- the rest of a step ------------------------------------------------------------------------
-
-
-@given(st.integers(0, 2**32 - 1), st.floats(1.0, 2.0))
-def test_the_rest_of_a_step_is_what_its_gemms_leave(seed: int, share: float) -> None:
-    random = np.random.default_rng(seed)
-    table, formats = random.uniform(0.001, 1.0, (5, 3, 4)), random.integers(0, 4, (5, 3))
-    gemms = sum(table[layer, gemm, formats[layer, gemm]] for layer in range(5) for gemm in range(3))
-    assert other_seconds(share * gemms, table, formats) == pytest.approx((share - 1) * gemms, abs=1e-9)
-
-
-def test_gemms_that_take_longer_than_the_step_leave_nothing_and_it_is_said() -> None:
-    told: list[str] = []
-    table, formats = np.full((2, 3, 1), 0.5), np.zeros((2, 3), dtype=np.int64)
-    assert other_seconds(2.0, table, formats, told.append) == 0.0
-    assert "3 s" in told[0]
-    assert "2 s" in told[0]
-    assert other_seconds(4.0, table, formats, told.append) == 1.0
-    assert len(told) == 1
-
-
-@pytest.mark.parametrize(
-    ("step", "formats", "message"),
-    [
-        (0.0, np.zeros((2, 3)), "must be positive"),
-        (float("nan"), np.zeros((2, 3)), "must be positive"),
-        (float("inf"), np.zeros((2, 3)), "must be positive"),
-        (9.0, np.zeros((3, 3)), "does not fit"),
-        (9.0, np.zeros((2, 3, 1)), "does not fit"),
-        (9.0, np.full((2, 3), 4), "does not fit"),
-        (9.0, np.full((2, 3), -1), "does not fit"),
-    ],
-)
-def test_a_plan_or_a_step_that_fits_nothing_is_refused(step, formats, message) -> None:
-    with pytest.raises(PlanError, match=message):
-        other_seconds(step, np.ones((2, 3, 4)), formats.astype(np.int64))
-
-
-def test_a_table_with_a_hole_is_refused() -> None:
-    table = np.ones((2, 3, 4))
-    table[0, 0, 0] = np.nan
-    with pytest.raises(PlanError, match="finite"):
-        other_seconds(9.0, table, np.ones((2, 3), dtype=np.int64))
 
 
 def test_times_are_not_changed_by_reading_them() -> None:

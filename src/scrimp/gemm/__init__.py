@@ -10,7 +10,7 @@ from scrimp.gemm.clock import Clock
 from scrimp.gemm.convert import PlannedModel, swap_in
 from scrimp.gemm.fingerprints import Fingerprints, changed_gemms
 from scrimp.gemm.flop_formulas import register_flop_formulas
-from scrimp.gemm.head import head_gemms
+from scrimp.gemm.head import HeadGemms
 from scrimp.gemm.layer import BackendChooser, PlannedLayer, reference_only
 from scrimp.gemm.linear import PlannedLinear, compute_dtype, planned_linear, recomputed
 from scrimp.gemm.linear_kinds import has_own_forward, is_linear, is_transposed, linear_modules, weight_matrix
@@ -25,6 +25,7 @@ __all__ = [
     "Clock",
     "Execution",
     "Fingerprints",
+    "HeadGemms",
     "LinearPrecision",
     "PlannedLayer",
     "PlannedLinear",
@@ -34,7 +35,6 @@ __all__ = [
     "changed_gemms",
     "compute_dtype",
     "has_own_forward",
-    "head_gemms",
     "is_linear",
     "is_running",
     "is_running_again",

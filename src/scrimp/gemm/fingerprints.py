@@ -42,7 +42,7 @@ import torch
 from torch import Tensor
 
 from scrimp.errors import TrainingError
-from scrimp.formats import QuantizedTensor, project, quantize
+from scrimp.formats import QuantizedTensor, project
 from scrimp.gemm.layer import PlannedLayer
 from scrimp.gemm.observe import Execution, set_witness
 from scrimp.gemm.problem import AXES, COLUMNS, Use, high_precision, operands_of
@@ -238,19 +238,8 @@ class Fingerprints:
         stored, wanted = (operands_of("wgrad", name)[1] for name in (saved if is_codes else recipe, recipe))
         x, read_as = execution.a, compute
         if stored is not None and stored != wanted:
-            codes = quantize(
-                x.to(compute),
-                stored.element,
-                stored.scaling,
-                kept.axis,
-                stored.rounding,
-                hadamard=stored.hadamard,
-                four_over_six=stored.four_over_six,
-                noise=kept.noise,
-                reduce_amax=kept.reduce_amax,
-            )
             read_as = high_precision(recipe, compute)
-            x = codes.dequantize(read_as)
+            x = replace(kept, operand=stored).codes(x.to(compute)).dequantize(read_as)
         side = _side(x, replace(use, operand=wanted), _signs(x.shape[1], x.device), read_as)
         waiting = self._inputs.setdefault(execution.layer, [])
         waiting.append(side)

@@ -10,8 +10,6 @@ Shapes: Q tokens of a chunk, D width, V vocabulary.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-
 import torch
 from torch import Tensor
 
@@ -19,14 +17,21 @@ from scrimp.gemm.layer import PlannedLayer, backward, forward
 from scrimp.gemm.linear import COMPUTE_NAMES
 
 
-class HeadGemms(ABC):
-    """fprop, dgrad and wgrad of the head over chunks."""
+class HeadGemms:
+    """fprop, dgrad and wgrad of the head over chunks, by its plan, or in the compute type without one."""
 
-    @abstractmethod
+    def __init__(self, weight_VD: Tensor, planned: PlannedLayer | None, compute: torch.dtype) -> None:
+        if planned is not None and planned.is_plain(COMPUTE_NAMES.get(compute, "")):
+            planned = None
+        self._planned, self._compute = planned, compute
+        self._weight_VD = weight_VD.to(compute) if planned is None else weight_VD
+
     def fprop(self, hidden_QD: Tensor) -> Tensor:
         """logits_QV."""
+        if self._planned is None:
+            return hidden_QD @ self._weight_VD.T
+        return forward(hidden_QD, self._weight_VD, self._planned, self._compute, keep_codes=False)[0]
 
-    @abstractmethod
     def backward(
         self,
         total_VD: Tensor | None,
@@ -49,63 +54,9 @@ class HeadGemms(ABC):
             the gradient of the hidden states, zero in rows that are not real; and that of the weight with
             `total_VD`, in float32 or wider, added in place from the second time on.
         """
-
-
-def head_gemms(weight_VD: Tensor, planned: PlannedLayer | None, compute: torch.dtype) -> HeadGemms:
-    """The head's GEMMs by its plan, or in the compute type without one."""
-    if planned is None or planned.is_plain(COMPUTE_NAMES.get(compute, "")):
-        return _PlainHead(weight_VD, compute)
-    return _PlannedHead(weight_VD, planned, compute)
-
-
-class _PlainHead(HeadGemms):
-    def __init__(self, weight_VD: Tensor, compute: torch.dtype) -> None:
-        self._weight_VD = weight_VD.to(compute)
-
-    def fprop(self, hidden_QD: Tensor) -> Tensor:
-        return hidden_QD @ self._weight_VD.T
-
-    def backward(
-        self,
-        total_VD: Tensor | None,
-        grad_QV: Tensor,
-        hidden_QD: Tensor,
-        real_Q1: Tensor,
-        start: int,
-        *,
-        needs_hidden: bool,
-        needs_weight: bool,
-    ) -> tuple[Tensor | None, Tensor | None]:
-        grad_QD = (grad_QV @ self._weight_VD).mul_(real_Q1) if needs_hidden else None
-        if needs_weight:
-            left, right = grad_QV.T, hidden_QD * real_Q1
-            if total_VD is None:
-                total_VD = _wide(left @ right)
-            elif total_VD.dtype == left.dtype:
-                total_VD.addmm_(left, right)
-            else:
-                total_VD.add_(left @ right)
-        return grad_QD, total_VD
-
-
-class _PlannedHead(HeadGemms):
-    def __init__(self, weight_VD: Tensor, planned: PlannedLayer, compute: torch.dtype) -> None:
-        self._weight_VD, self._planned, self._compute = weight_VD, planned, compute
-
-    def fprop(self, hidden_QD: Tensor) -> Tensor:
-        return forward(hidden_QD, self._weight_VD, self._planned, self._compute, keep_codes=False)[0]
-
-    def backward(
-        self,
-        total_VD: Tensor | None,
-        grad_QV: Tensor,
-        hidden_QD: Tensor,
-        real_Q1: Tensor,
-        start: int,
-        *,
-        needs_hidden: bool,
-        needs_weight: bool,
-    ) -> tuple[Tensor | None, Tensor | None]:
+        if self._planned is None:
+            grad_QD = (grad_QV @ self._weight_VD).mul_(real_Q1) if needs_hidden else None
+            return grad_QD, _plus(total_VD, grad_QV.T, hidden_QD * real_Q1) if needs_weight else total_VD
         step, first_row = self._planned.clock.now
         grad_QD, grad_VD = backward(
             grad_QV.mul_(real_Q1),
@@ -120,6 +71,15 @@ class _PlannedHead(HeadGemms):
         if grad_VD is not None:
             total_VD = _wide(grad_VD) if total_VD is None else total_VD.add_(grad_VD)
         return grad_QD, total_VD
+
+
+def _plus(total_VD: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
+    """A sum with one more product."""
+    if total_VD is None:
+        return _wide(left @ right)
+    if total_VD.dtype == left.dtype:
+        return total_VD.addmm_(left, right)
+    return total_VD.add_(left @ right)
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from scrimp.formats import Noise
+from scrimp.formats import Noise, QuantizedTensor, quantize
 from scrimp.formats.quantize import AmaxReducer
 from scrimp.precision import GemmRecipe, Operand, recipe
 
@@ -71,6 +71,22 @@ class Use:
     noise: Noise
     reduce_amax: AmaxReducer | None = None
     """Maximum over the ranks that hold the other pieces of the tensor."""
+
+    def codes(self, x: Tensor) -> QuantizedTensor:
+        """The operand's codes of a tensor, by the reference's rules."""
+        assert self.operand is not None
+        o = self.operand
+        return quantize(
+            x,
+            o.element,
+            o.scaling,
+            self.axis,
+            o.rounding,
+            hadamard=o.hadamard,
+            four_over_six=o.four_over_six,
+            noise=self.noise,
+            reduce_amax=self.reduce_amax,
+        )
 
 
 def operands_of(gemm: str, recipe_name: str) -> tuple[Operand | None, Operand | None]:

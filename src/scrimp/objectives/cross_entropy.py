@@ -41,7 +41,7 @@ from torch.autograd.function import once_differentiable
 
 from scrimp.data import IGNORED
 from scrimp.formats.grouping import cut
-from scrimp.gemm import PlannedLayer, compute_dtype, head_gemms
+from scrimp.gemm import HeadGemms, PlannedLayer, compute_dtype
 from scrimp.models.functions import at_least_float32, float32_or_wider
 from scrimp.objectives.base import LossSums
 
@@ -94,7 +94,7 @@ class _ChunkedLoss(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden_SD) if needs_hidden else None
         grad_weight: Tensor | None = None
         with torch.autocast(hidden_SD.device.type, enabled=False):
-            head = head_gemms(weight_VD, planned, compute)
+            head = HeadGemms(weight_VD, planned, compute)
             for start in range(0, len(targets_S), chunk):
                 part = slice(start, start + chunk)
                 hidden, targets = hidden_SD[part].to(compute), targets_S[part]

@@ -19,7 +19,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -197,42 +196,6 @@ class GemmTimes:
                 do="measure the times again with all candidates",
             )
         return [[gemms[gemm][name] for name in formats] for gemm in GEMMS]
-
-
-def other_seconds(
-    step_seconds: float,
-    table: Array,
-    formats: NDArray[np.int64],
-    tell: Callable[[str], None] = lambda message: None,
-) -> float:
-    """Seconds of a step that no choice of formats changes: the measured step less its planned GEMMs.
-
-    Never negative: where the GEMMs alone should have taken longer than the step (they are timed from a cold cache and
-    one by one, with a spread of some percent), it is 0, and `tell` hears it. A budget then counts GEMMs alone.
-
-    Args:
-        step_seconds: median of measured steps under the plan.
-        table: [L, 3, P], of `GemmTimes.table` for the same device, tokens and micro-batches.
-        formats: [L, 3], indices of the plan's formats.
-
-    Raises:
-        PlanError: times that are no times, or a plan that does not fit the table.
-    """
-    if not (math.isfinite(step_seconds) and step_seconds > 0 and np.isfinite(table).all()):
-        raise PlanError(
-            "the time of a step must be positive, and those of its GEMMs finite", got=step_seconds
-        )
-    chosen = np.asarray(formats)
-    fits = table.ndim == 3 and chosen.shape == table.shape[:2]
-    if not fits or (chosen.size and not 0 <= chosen.min() <= chosen.max() < table.shape[2]):
-        raise PlanError("a plan does not fit the table of times", got=chosen.shape, expected=table.shape)
-    gemms = float(np.take_along_axis(table, chosen[:, :, None], axis=2).sum())
-    if gemms > step_seconds:
-        tell(
-            f"the plan's GEMMs, timed alone, take {gemms:.4g} s, and the whole step {step_seconds:.4g} s: "
-            "nothing is left for the rest"
-        )
-    return max(0.0, step_seconds - gemms)
 
 
 # -- the file ----------------------------------------------------------------------------------

@@ -56,11 +56,10 @@ from scrimp.profiler.gemm_table import (
     cache_file,
     keep_times,
     load_times,
-    other_seconds,
 )
 from scrimp.profiler.stopwatch import Stopwatch, Work, middle_half
 
-__all__ = ["GemmTimes", "measure_gemm_times", "other_seconds"]
+__all__ = ["GemmTimes", "measure_gemm_times"]
 
 Progress = Callable[[str, int, int], None]
 """Hears which layer shape and recipe is timed next, how many are done, and how many there are to time."""

@@ -75,7 +75,7 @@ class BranchTape:
 
         with self._hooks(self._exits, compare):
             yield
-        self._join(changes, self._ranks.share**2)
+        self._ranks.join(changes, dict.fromkeys(range(len(self._exits)), self._ranks.share**2))
 
     @contextlib.contextmanager
     def isolated(self, kind: str, share: float, seed: int) -> Iterator[dict[int, float]]:
@@ -116,15 +116,7 @@ class BranchTape:
                 for module in group:
                     stack.callback(module.register_forward_hook(disturb(number)).remove)
             yield injected
-        self._join(injected, 1.0)
-
-    def _join(self, sums: dict[int, float], factor: float) -> None:
-        """Over all ranks."""
-        if self._ranks.size == 1:
-            return
-        numbers = range(len(self._exits))
-        total = self._ranks.sum([sums.get(number, 0.0) * factor for number in numbers])
-        sums.update(zip(numbers, total.tolist(), strict=True))
+        self._ranks.join(injected, dict.fromkeys(range(len(self._exits)), 1.0))
 
     def _record(self, number: int) -> Callable[[nn.Module, Any, Tensor], Tensor | None]:
         def hook(module: nn.Module, inputs: Any, output: Tensor) -> Tensor | None:

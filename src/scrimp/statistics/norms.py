@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -139,26 +138,22 @@ class NormWatch:
             cut = self._cut(layer)
             copies = {name: self._ranks.copies(is_cut=(cut, name) in _CUT) for name in once}
             squares = {(layer, name): factor / copies[name] for name, factor in once.items()}
-            self._sum(self.squares, squares)
-            self._sum(self.runs, {(layer, gemm): 1.0 for gemm in GEMMS})
+            self._ranks.join(self.squares, squares)
+            self._ranks.join(self.runs, {(layer, gemm): 1.0 for gemm in GEMMS})
             keys = [
                 (layer, gemm, recipe, operand)
                 for gemm in GEMMS
                 for recipe in self._recipes
                 for operand in (0, 1)
             ]
-            self._sum(self.errors, {key: squares[layer, OPERANDS[key[1]][key[3]]] for key in keys})
+            self._ranks.join(self.errors, {key: squares[layer, OPERANDS[key[1]][key[3]]] for key in keys})
             of_results = self._ranks.copies(is_cut=cut is not None)
-            self._sum(self.results, {key: by_gemm[key[1]] / of_results for key in keys})
+            self._ranks.join(self.results, {key: by_gemm[key[1]] / of_results for key in keys})
             for name, width in zip(("g", "x"), shapes[layer], strict=True):
                 self._join_columns(layer, name, width, squares[layer, name])
         rows = self._ranks.sum([self.tokens.get(layer, 0) for layer in sorted(self._layers)])
         for layer, number in zip(sorted(self._layers), rows.tolist(), strict=True):
             self.tokens[layer] = round(number / self._ranks.tensor_size)
-
-    def _sum(self, sums: dict[Any, float], factors: Mapping[Any, float]) -> None:
-        total = self._ranks.sum([sums.get(key, 0.0) * factor for key, factor in factors.items()])
-        sums.update(zip(factors, total.tolist(), strict=True))
 
     def _join_columns(self, layer: str, name: str, width: int, factor: float) -> None:
         """Put together the column sums of all features, whichever ranks hold them."""

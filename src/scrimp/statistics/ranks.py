@@ -124,6 +124,12 @@ class Ranks:
         own = np.asarray(values if isinstance(values, np.ndarray) else list(values), dtype=np.float64)
         return self.world.sum(own)
 
+    def join(self, sums: dict[Any, float], factors: Mapping[Any, float]) -> None:
+        """Make sums by key those of all ranks, in place; each rank's counts by the factor of its key."""
+        if self.size > 1:
+            total = self.sum([sums.get(key, 0.0) * factor for key, factor in factors.items()])
+            sums.update(zip(factors, total.tolist(), strict=True))
+
     def mean(self, loss: float) -> float:
         """Loss of all ranks from each one's own."""
         return float(self.sum([loss])[0]) / self.size

@@ -123,11 +123,7 @@ class StreamTape:
 
     def _join(self, sums: dict[int, float], factor: float) -> None:
         """Over all ranks: every tensor-parallel one holds a copy of the stream."""
-        if self.ranks.size == 1:
-            return
-        nodes = sorted(sums)
-        factor /= self.ranks.copies(is_cut=False)
-        sums.update(zip(nodes, self.ranks.sum([sums[node] * factor for node in nodes]).tolist(), strict=True))
+        self.ranks.join(sums, dict.fromkeys(sorted(sums), factor / self.ranks.copies(is_cut=False)))
 
     def is_clean(self, node: int, x: Tensor) -> bool:
         """Whether an activation is, bit for bit, that of the clean run."""

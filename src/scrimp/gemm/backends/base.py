@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from scrimp.formats import QuantizedTensor
-from scrimp.formats import quantize as quantize_tensor
 from scrimp.gemm.problem import Shape, Use
 
 
@@ -56,19 +55,7 @@ class Backend(ABC):
 
     def store(self, x: Tensor, use: Use) -> QuantizedTensor:
         """The codes of an operand, to be kept until the backward pass."""
-        assert use.operand is not None
-        o = use.operand
-        return quantize_tensor(
-            x,
-            o.element,
-            o.scaling,
-            use.axis,
-            o.rounding,
-            hadamard=o.hadamard,
-            four_over_six=o.four_over_six,
-            noise=use.noise,
-            reduce_amax=use.reduce_amax,
-        )
+        return use.codes(x)
 
     def prepare_and_store(self, x: Tensor, use: Use, saved: Use) -> tuple[Any, QuantizedTensor]:
         """fprop's operand of X and the codes that wgrad will read, in one pass where the back end can."""
