@@ -20,13 +20,13 @@ import torch
 from scrimp.config import load_config
 from scrimp.data import Batch, Loader
 from scrimp.gemm import LinearPrecision, swap_in
+from scrimp.gemm.problem import DTYPES
 from scrimp.models.initialise import initialise
 from scrimp.models.model import build_model
 from scrimp.optim import AdamW
 from scrimp.planner.precision.profile import PrecisionProfile
 from scrimp.precision import GEMMS
 from scrimp.runtime import Executable
-from scrimp.runtime.execute import DTYPES
 from scrimp.statistics import Subject, collect
 from scrimp.statistics.stream import square
 from scrimp.training.checkpoint import CheckpointStore

@@ -18,9 +18,8 @@ from scrimp.gemm import Backend, reference_only
 from scrimp.gemm.backends import BACKENDS
 from scrimp.gemm.kernels import matmul
 from scrimp.gemm.kernels.matmul import bucket, scaled_matmul_kernel, tuning_bytes
-from scrimp.gemm.problem import Shape
+from scrimp.gemm.problem import DTYPES, Shape
 from scrimp.runtime.backends import tune, tuned_gemms
-from scrimp.runtime.execute import DTYPES
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 interpreted = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="counts in triton's interpreter")

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from scrimp.api.modules import Layers, choose_layers, default_layers, named_layers, unwrap
 from scrimp.errors import ModelError, PlanError
 from scrimp.gemm import LinearPrecision, PlannedModel, compute_dtype, swap_in, weight_matrix
+from scrimp.gemm.problem import DTYPE_NAMES
 from scrimp.models.layers import layers_of
 from scrimp.profiler import resolve_device
 from scrimp.world import World
 
 _PLANNED = "_scrimp_planned"
 """Attribute of a model; no part of its state dict."""
-_COMPUTE = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
 def put_in_force(
@@ -117,7 +117,7 @@ def compute_of(
             got=", ".join(map(repr, idle[:8])),
             do="leave them out: name the others with layers=",
         )
-    types = {_COMPUTE[dtype] for dtype in found.values()}
+    types = {DTYPE_NAMES[dtype] for dtype in found.values()}
     if len(types) > 1:
         bf16 = [name for name, dtype in found.items() if dtype == torch.bfloat16]
         raise ModelError(

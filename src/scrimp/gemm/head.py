@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from scrimp.gemm.layer import PlannedLayer, backward, forward
-from scrimp.gemm.linear import COMPUTE_NAMES
+from scrimp.gemm.problem import DTYPE_NAMES
 
 
 class HeadGemms:
     """fprop, dgrad and wgrad of the head over chunks, by its plan, or in the compute type without one."""
 
     def __init__(self, weight_VD: Tensor, planned: PlannedLayer | None, compute: torch.dtype) -> None:
-        if planned is not None and planned.is_plain(COMPUTE_NAMES.get(compute, "")):
+        if planned is not None and planned.is_plain(DTYPE_NAMES.get(compute, "")):
             planned = None
         self._planned, self._compute = planned, compute
         self._weight_VD = weight_VD.to(compute) if planned is None else weight_VD

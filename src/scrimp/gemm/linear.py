@@ -28,11 +28,10 @@ from scrimp.formats import QuantizedTensor
 from scrimp.gemm import operators
 from scrimp.gemm.layer import PlannedLayer, backward, forward, store_input
 from scrimp.gemm.observe import is_plain_observed
+from scrimp.gemm.problem import DTYPE_NAMES, high_precision
 from scrimp.gemm.recompute import is_handled, only_saves, run_again
 from scrimp.gemm.storage import RECOMPUTED
 from scrimp.precision import HIGH_PRECISION, RECOMPUTE
-
-COMPUTE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -88,7 +87,7 @@ class PlannedTransposed(nn.Module):
 
 def runs_plain(x: Tensor, layer: PlannedLayer) -> bool:
     """Whether an eager layer may take torch's own path: no GEMM is planned otherwise, and nobody observes."""
-    return layer.is_plain(COMPUTE_NAMES.get(compute_dtype(x), "")) and not is_plain_observed()
+    return layer.is_plain(DTYPE_NAMES.get(compute_dtype(x), "")) and not is_plain_observed()
 
 
 def planned_linear(x: Tensor, weight: Tensor, bias: Tensor | None, layer: PlannedLayer) -> Tensor:
@@ -169,7 +168,7 @@ class _Linear(torch.autograd.Function):
         if codes is not None:
             kept += [codes.payload, codes.scales, codes.tensor_scale]
         elif saves:
-            kept.append(x.to(_saved_dtype(layer, compute)))
+            kept.append(x.to(high_precision(layer.precision.saved, compute)))
         ctx.save_for_backward(*kept)
         return y
 
@@ -195,11 +194,6 @@ class _Linear(torch.autograd.Function):
         return None if grad_x is None else grad_x.to(ctx.input_dtype), grad_weight, None, None, None
 
 
-def _saved_dtype(layer: PlannedLayer, compute: torch.dtype) -> torch.dtype:
-    """The high precision in which a plan saves X."""
-    return {"bf16": torch.bfloat16, "fp32": torch.float32}.get(layer.precision.saved, compute)
-
-
 def _check_devices(x: Tensor, weight: Tensor, bias: Tensor | None, layer: PlannedLayer) -> None:
     if x.device != weight.device or (bias is not None and bias.device != weight.device):
         found = f"input on {x.device}, weight on {weight.device}"
@@ -214,7 +208,7 @@ def _check(x: Tensor, weight: Tensor, layer: PlannedLayer, compute: torch.dtype)
             got=f"{tuple(x.shape)}",
             expected=f"(..., {weight.shape[1]})",
         )
-    if compute not in COMPUTE_NAMES or not (x.is_floating_point() and weight.is_floating_point()):
+    if compute not in DTYPE_NAMES or not (x.is_floating_point() and weight.is_floating_point()):
         raise ModelError(
             f"{layer.name}: planned layers compute in float32 or bfloat16",
             got=f"{x.dtype} input, {weight.dtype} weight, computing in {compute}",

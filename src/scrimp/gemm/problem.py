@@ -23,6 +23,9 @@ from scrimp.formats import Noise, QuantizedTensor, quantize
 from scrimp.formats.quantize import AmaxReducer
 from scrimp.precision import GemmRecipe, Operand, recipe
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""Formats of products that quantize nothing; layers compute in one of them."""
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 COLUMNS, ROWS = -1, -2
 AXES = {"fprop": (COLUMNS, COLUMNS), "dgrad": (COLUMNS, ROWS), "wgrad": (ROWS, ROWS)}
 """The axis that each operand is summed over, and so scaled along."""
@@ -97,7 +100,7 @@ def operands_of(gemm: str, recipe_name: str) -> tuple[Operand | None, Operand | 
 
 def high_precision(recipe_name: str, compute: torch.dtype) -> torch.dtype:
     """The type in which a GEMM's operands arrive: bf16 and fp32 have their own, others the compute type."""
-    return {"bf16": torch.bfloat16, "fp32": torch.float32}.get(recipe_name, compute)
+    return DTYPES.get(recipe_name, compute)
 
 
 def multiply(a: Tensor, a_axis: int, b: Tensor, b_axis: int) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from scrimp.config import Architecture, OptimizerConfig
+from scrimp.gemm.problem import DTYPES
 from scrimp.models import place
 from scrimp.optim.adamw import AdamW
 from scrimp.optim.moments import BLOCK
@@ -25,8 +26,6 @@ from scrimp.optim.update import PIECE_ELEMENTS
 from scrimp.profiler.memory_trace import GradientSums, Tracing
 from scrimp.profiler.memory_trace.stand_ins import DeviceFunctions
 from scrimp.runtime import Executable
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def build(executable: Executable, settings: OptimizerConfig, *, seed: int) -> AdamW:

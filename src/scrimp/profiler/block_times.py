@@ -36,6 +36,7 @@ from scrimp.config import Architecture
 from scrimp.config.activations import Activations
 from scrimp.data import Batch
 from scrimp.gemm import BackendChooser, PlannedLayer, swap_in
+from scrimp.gemm.problem import DTYPES
 from scrimp.models.blocks import Block
 from scrimp.models.compiled import MOST_GRAPHS, compile_blocks, forget_compiled, is_compiler_error
 from scrimp.models.model import Model, build_model
@@ -51,7 +52,6 @@ Result = TypeVar("Result")
 CHAIN = {"cpu": 1, "cuda": 3}
 """Blocks that run one behind the other."""
 ROUNDS = 5
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _STANDARD_DEVIATION = 0.02
 
 

@@ -47,7 +47,7 @@ from torch import Tensor
 from scrimp.errors import DeviceError, PlanError
 from scrimp.gemm.doctor_report import surroundings_of
 from scrimp.gemm.layer import BackendChooser, PlannedLayer, backward, forward
-from scrimp.gemm.problem import shape_of
+from scrimp.gemm.problem import DTYPES, shape_of
 from scrimp.gemm.select import backends_for
 from scrimp.precision import GEMMS, LinearPrecision, recipe
 from scrimp.profiler.gemm_table import (
@@ -65,7 +65,6 @@ Progress = Callable[[str, int, int], None]
 """Hears which layer shape and recipe is timed next, how many are done, and how many there are to time."""
 Rounds = dict[str, list[float]]
 """Seconds of each call by its name in the module's text, one entry a round."""
-_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _SCALES = {"x": 1.0, "w": 0.02, "g": 1e-4}
 
 
@@ -129,8 +128,8 @@ def _check(
     repeats: int,
 ) -> None:
     for kind in (compute, parameters):
-        if kind not in _TYPES:
-            raise PlanError("layers compute in two formats", got=kind, expected=", ".join(_TYPES))
+        if kind not in DTYPES:
+            raise PlanError("layers compute in two formats", got=kind, expected=", ".join(DTYPES))
     for name in formats:
         recipe(name)
     sizes = (tokens, repeats, *(size for shape in shapes for size in shape))
@@ -160,7 +159,7 @@ class _Cell:
             setting: tokens and formats of the table that it belongs to.
         """
         self.shape, self.recipe, self.device, self.tokens = shape, name, device, setting.tokens
-        self.compute, self.parameters = _TYPES[setting.compute], _TYPES[setting.parameters]
+        self.compute, self.parameters = DTYPES[setting.compute], DTYPES[setting.parameters]
         outputs, inputs = shape
         sizes = {gemm: shape_of(gemm, self.tokens, inputs, outputs) for gemm in GEMMS}
         chosen = {gemm: choose(name, gemm, size, device) for gemm, size in sizes.items()}

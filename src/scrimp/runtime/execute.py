@@ -26,6 +26,7 @@ from scrimp.gemm import (
     backends_for,
     swap_in,
 )
+from scrimp.gemm.problem import DTYPES
 from scrimp.models.model import Model, build_model
 from scrimp.objectives import LossSums, Objective
 from scrimp.objectives.next_token import NEXT_TOKEN
@@ -33,7 +34,6 @@ from scrimp.planner import Plan
 from scrimp.precision import LinearPrecision
 from scrimp.runtime.memory import HostMemory, HostRoom, carry_out
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 HEAD = "head"
 PLANNED_PROBE_TOKENS = 128
 """Tokens of the probe before training: a multiple of every group and of what kernels ask for."""

@@ -42,12 +42,12 @@ from scrimp.gemm import (
     observing,
     without_witnesses,
 )
+from scrimp.gemm.problem import DTYPE_NAMES
 from scrimp.planner import Plan
 from scrimp.precision import GEMMS, LinearPrecision
 from scrimp.runtime.execute import HEAD, PLANNED_PROBE_TOKENS, Executable
 
 _PRODUCTS = {"mm", "addmm", "addmm_", "_addmm_activation", "linear"}
-_FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 _PROBE_TOKENS = 8
 Counts = Counter[tuple[str, str, str]]
 """(layer or "plain", GEMM or "", format) to number of products."""
@@ -64,7 +64,7 @@ class _ProductCounter(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if name in _PRODUCTS and not is_running() and not is_running_again():
             operand = args[1] if "addmm" in name else args[0]
-            self.counts["plain", "", _FORMATS.get(operand.dtype, str(operand.dtype))] += 1
+            self.counts["plain", "", DTYPE_NAMES.get(operand.dtype, str(operand.dtype))] += 1
         return func(*args, **(kwargs or {}))
 
 

@@ -25,6 +25,7 @@ from scrimp.config import (
 from scrimp.data import Corpus
 from scrimp.errors import CheckpointError, DeviceError, PlanError
 from scrimp.gemm import BackendChooser
+from scrimp.gemm.problem import DTYPES
 from scrimp.models import spec_of
 from scrimp.planner import BackendChoice, Plan, build_plan, refuse_misfit, with_precisions
 from scrimp.planner.memory.decision import MemoryDecision
@@ -34,7 +35,6 @@ from scrimp.profiler import Device, resolve_device
 from scrimp.runtime import choose_backends, describe_backends, recorded_backends, tuned_gemms
 from scrimp.runtime.backends import Tuned
 from scrimp.runtime.determinism import refuse_undetermined
-from scrimp.runtime.execute import DTYPES
 from scrimp.training.memory.host_room import checkpoint_bytes, largest_tensor_bytes
 from scrimp.training.memory.limits import budgets_of, device_limit
 from scrimp.training.memory.micro_batch import decide_micro_batch

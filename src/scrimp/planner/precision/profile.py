@@ -66,28 +66,9 @@ class BatchStatistics:
     update: Array
 
 
-@dataclass(frozen=True)
-class _Facts:
-    """What a profile's file holds beside tensors; as in `PrecisionProfile`."""
-
-    model: str
-    device: str
-    step: int
-    layers: tuple[str, ...]
-    shapes: tuple[tuple[int, int], ...]
-    tokens: int
-    formats: tuple[str, ...]
-    weights: tuple[str, ...]
-    owners: tuple[int, ...]
-    optimizer: str
-    gains: str
-    batches: int
-    """How many."""
-
-
 @dataclass(frozen=True, eq=False)
-class PrecisionProfile:
-    """Statistics of a model at one step of its training."""
+class _Facts:
+    """What a profile knows beside its batches."""
 
     model: str
     """Fingerprint of names and shapes."""
@@ -109,6 +90,20 @@ class PrecisionProfile:
     """Which update rule the sensitivities are of."""
     gains: str
     """How the gains were found: exact, blocks or ratios."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Header(_Facts):
+    """What a profile's file holds beside tensors."""
+
+    batches: int
+    """How many."""
+
+
+@dataclass(frozen=True, eq=False)
+class PrecisionProfile(_Facts):
+    """Statistics of a model at one step of its training."""
+
     batches: tuple[BatchStatistics, ...]
 
     def __post_init__(self) -> None:
@@ -211,7 +206,7 @@ class PrecisionProfile:
         try:
             text = _metadata(path)["scrimp_profile"]
             version = ("version", VERSION)
-            facts = decode_json(text, _Facts, origin=str(path), error=PlanError, do=do, version=version)
+            facts = decode_json(text, _Header, origin=str(path), error=PlanError, do=do, version=version)
             tensors = load_file(path)
             names = [field.name for field in dataclasses.fields(BatchStatistics)]
             batches = tuple(

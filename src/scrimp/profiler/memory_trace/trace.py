@@ -33,6 +33,7 @@ from scrimp.formats import hadamard
 from scrimp.formats.grouping import ends_alone
 from scrimp.gemm import PlannedLayer, swap_in
 from scrimp.gemm.clock import Clock
+from scrimp.gemm.problem import DTYPES
 from scrimp.models import HEAD, AttentionSpec, BlockSpec, ModelSpec, full_name, spec_of
 from scrimp.models.attention import AttentionLayout, fuses_attention
 from scrimp.models.blocks import Block
@@ -60,7 +61,6 @@ from scrimp.profiler.memory_trace.stand_ins import (
 )
 from scrimp.profiler.memory_trace.tracker import StorageTracker
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CPU = torch.device("cpu")
 _Class = tuple[BlockSpec, tuple[LinearPrecision, ...]]
 KnownBlocks = dict[tuple[_Class, Activations], BlockCost]

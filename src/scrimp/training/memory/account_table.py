@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.table import Table
 
+from scrimp.gemm.problem import DTYPES
 from scrimp.models import spec_of
 from scrimp.models.attention import FLASH_CAPABILITY, capability_of, fuses_attention
 from scrimp.planner.memory.search_space import Split
 from scrimp.report.memory_text import memory_tables
 from scrimp.report.units import format_bytes, format_duration
-from scrimp.runtime.execute import DTYPES
 from scrimp.training.memory.decide import split_of
 from scrimp.training.setup import Decisions
 
