@@ -14,10 +14,12 @@ from scrimp.data import held_bytes
 from scrimp.errors import ConfigError, PlanError
 from scrimp.models import spec_of
 from scrimp.models.flash import Gpu
+from scrimp.planner.memory.decision import MemoryDecision
 from scrimp.planner.memory.placement import Placement, States
 from scrimp.planner.memory.room import NoRoomError
 from scrimp.planner.memory.states import device_peak
 from scrimp.runtime.memory.carry import SPARE_BYTES, SPARE_SHARE
+from scrimp.training.memory import block_seconds
 from scrimp.training.memory import decide as memory_plan
 from scrimp.training.setup import Decisions, decide
 
@@ -291,3 +293,24 @@ def test_no_optimizer_runs_on_the_cpu_beside_snip() -> None:
     )
     with pytest.raises(PlanError, match="precision snip"):
         decide(config)
+
+
+def test_where_nothing_is_timed_the_search_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the same seconds it would find the same again."""
+    asked: list[float] = []
+    fastest = memory_plan.Problem.fastest
+
+    def counted(problem: memory_plan.Problem) -> MemoryDecision | None:
+        asked.append(problem.costs.ends.seconds)
+        return fastest(problem)
+
+    monkeypatch.setattr(memory_plan.Problem, "fastest", counted)
+    config = dataclasses.replace(CONFIG, budget=BudgetConfig(device_memory="100MB", host_memory="100MB"))
+    decide(config)
+    assert (
+        len(asked) == len(set(asked)) == 2
+    )  # by predicted seconds what fits, by measured ones what is fastest
+    asked.clear()
+    monkeypatch.setattr(block_seconds, "LIMIT_S", 0.0)
+    decide(config)
+    assert len(asked) == 1

@@ -93,7 +93,7 @@ def decide_memory(
     if not must_predict and (resident := _resident(config, architecture, device)) is not None:
         return resident
     problem = problem_of(config, architecture, device)
-    found = _decide(problem, config, architecture, device, may_measure=may_measure)
+    found = _timed(problem, _answer(problem, config), config, architecture, device, may_measure=may_measure)
     if not found.fits:
         return found
     try:
@@ -101,12 +101,15 @@ def decide_memory(
     except OneMemoryError:
         if config.memory.activations != "auto" or (shared := _shared(problem, config, device)) is None:
             raise
-        found = _decide(shared, config, architecture, device, may_measure=may_measure)
+        found = _timed(*shared, config, architecture, device, may_measure=may_measure)
     return found
 
 
-def _shared(problem: Problem, config: ResolvedConfig, device: Device) -> Problem | None:
-    """The same with a CPU's one memory divided between step and host, of eight ways the fastest; None: nothing fits."""
+def _shared(
+    problem: Problem, config: ResolvedConfig, device: Device
+) -> tuple[Problem, MemoryDecision] | None:
+    """The same with a CPU's one memory divided between step and host, of eight ways the fastest, and its plan; None:
+    nothing fits."""
     limit, copy, _ = one_memory(config, device, problem.costs.checkpoint_copy)
     ways = []
     for eighths in range(9):
@@ -120,8 +123,8 @@ def _shared(problem: Problem, config: ResolvedConfig, device: Device) -> Problem
         way = dataclasses.replace(problem, machine=machine)
         plan = way.fastest()
         if plan is not None:
-            ways.append((plan.timeline.seconds, eighths, way))
-    return min(ways)[2] if ways else None
+            ways.append((way, plan))
+    return min(ways, key=lambda one: one[1].timeline.seconds, default=None)
 
 
 def _resident(config: ResolvedConfig, architecture: Architecture, device: Device) -> MemoryDecision | None:
@@ -143,11 +146,16 @@ def _resident(config: ResolvedConfig, architecture: Architecture, device: Device
     return MemoryDecision(costs, machine, setup, placement, account, reason)
 
 
-def _decide(
-    problem: Problem, config: ResolvedConfig, architecture: Architecture, device: Device, *, may_measure: bool
+def _timed(
+    problem: Problem,
+    found: MemoryDecision,
+    config: ResolvedConfig,
+    architecture: Architecture,
+    device: Device,
+    *,
+    may_measure: bool,
 ) -> MemoryDecision:
-    """The user's own choice, which may not fit, or the fastest plan."""
-    found = _answer(problem, config)
+    """What is decided by the seconds of blocks that were timed, where `found` is by those predicted from their work."""
     if not found.fits:  # refused before anything is timed
         return found
     links = links_of(device)
@@ -157,6 +165,7 @@ def _decide(
 
 
 def _answer(problem: Problem, config: ResolvedConfig) -> MemoryDecision:
+    """The user's own choice, which may not fit, or the fastest plan."""
     setting = config.memory.activations
     found = problem.fastest() if setting == "auto" else problem.decided(setting)
     if found is None:
