@@ -3,7 +3,7 @@
 This is the one form of the decision in memory: the search finds a placement, the account and the timeline read it, the
 runtime carries it out. In plan.json it is the sections `blocks` and `states` (`scrimp.planner.plan`).
 
-Checked  tests/planner/memory/test_placement.py
+Checked  tests/planner/test_placement.py
 """
 
 from __future__ import annotations
