@@ -185,7 +185,7 @@ def both(rank: int) -> tuple[dict[str, Any], dict[str, tuple[str, str]]]:
 Found = list[tuple[dict[str, Any], dict[str, tuple[str, str]]]]
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
     return spawn(request.param, both, tmp_path_factory.mktemp("world"))
 

@@ -285,6 +285,7 @@ def test_torchs_flop_counter_counts_compiled_gemms() -> None:
     assert counter.get_total_flops() == 3 * 2 * 128 * 64 * 96
 
 
+@pytest.mark.slow
 def test_layers_that_move_from_8_to_4_bits_one_by_one_compile_nothing() -> None:
     model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(12)))
     planned = swap_in(model, "fp8", choose=reference_only)

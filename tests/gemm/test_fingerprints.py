@@ -419,6 +419,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("recipe", QUANTIZED)
 @pytest.mark.parametrize("gemm", GEMMS)
+@pytest.mark.every(4)
 def test_a_proof_makes_no_tensor_larger_than_a_piece(
     gemm: str, recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

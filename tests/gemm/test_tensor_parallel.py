@@ -32,6 +32,8 @@ from torch.distributed.tensor.parallel import (
 from scrimp.errors import ScrimpError
 from scrimp.gemm.convert import PlannedModel
 
+pytestmark = pytest.mark.slow
+
 RANKS = 2
 WIDTH, HIDDEN = 256, 512
 TOLERANCE = 2e-7
@@ -179,7 +181,6 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Group:
     return {name: [of_rank[name] for of_rank in found] for name in found[0]}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(CASES)), ids=lambda number: str(CASES[number]))
 def test_pieces_give_the_result_and_gradients_of_the_whole_layer(group: Group, number: int) -> None:
     for of_rank in group["measure"]:
@@ -387,7 +388,6 @@ def both(rank: int, recipe: str) -> dict[str, float]:
     return errors(found, expected)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["fp8", "fp8_tensor", "nvfp4"])
 def test_fsdp_of_tensor_parallel_layers_gives_the_gradients_of_one_process(
     tmp_path: Path, recipe: str

@@ -21,6 +21,8 @@ from scrimp.optim import AdamW, Homes
 from scrimp.optim.sharded import ShardedAdamW
 from scrimp.runtime.memory import HostArena, HostWeights
 
+pytestmark = pytest.mark.slow
+
 RANKS = 2
 CPU = torch.device("cpu")
 TRAIN = OptimizerConfig(clip=0.0, weight_decay=0.1, master_weights=False, moments="fp32")
@@ -174,7 +176,6 @@ def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
     return all(torch.equal(left[name], right[name]) for name in left)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("is_mixed", [False, True], ids=["fp32", "mixed"])
 @pytest.mark.parametrize("on_host", ["()", "(0,)", "(1, 2)", "(0, 1, 2)"])
 def test_shards_are_updated_as_by_torch(found, on_host: str, is_mixed: bool) -> None:
@@ -230,7 +231,6 @@ def refused(rank: int) -> list[str]:
     return messages
 
 
-@pytest.mark.slow
 def test_what_is_no_shard_is_refused_by_name(tmp_path: Path) -> None:
     plain, half, empty, gradients = spawn(1, refused, tmp_path)[0]
     assert "last.weight" in plain

@@ -88,7 +88,7 @@ UNTIED = dataclasses.replace(ARCHITECTURE, family="llama", qkv_bias=False, tied_
 
 @pytest.mark.parametrize("architecture", [ARCHITECTURE, UNTIED], ids=["tied-bias", "untied"])
 @pytest.mark.parametrize(("precision", "parameters"), FORMATS + QUANTIZED)
-@pytest.mark.every(3)
+@pytest.mark.every(5)
 def test_a_true_plan_passes_and_leaves_no_trace(
     precision: str, parameters: str, architecture: Architecture
 ) -> None:
@@ -123,6 +123,7 @@ def test_quantized_gemms_in_fp32_working_format_are_held_to_its_rounding() -> No
 @pytest.mark.parametrize("gemm", ["fprop", "dgrad", "wgrad"])
 @pytest.mark.parametrize("layer", ["blocks.1.mlp.down", "head"])
 @pytest.mark.parametrize("base", ["fp8,head=fp8", "fp4,*.wgrad=bf16,head=fp8"])
+@pytest.mark.every(5)
 def test_a_plan_that_lies_about_one_recipe_is_stopped(base: str, layer: str, gemm: str) -> None:
     plan, executable = realised(base, "fp32", UNTIED)
     choice = dataclasses.replace(plan.gemms[layer], **{gemm: "mxfp8"})
@@ -261,7 +262,7 @@ LIED_GEMMS = [
 @pytest.mark.parametrize(
     ("backend", "recipe", "gemm"), LIED_GEMMS, ids=lambda x: x if isinstance(x, str) else type(x).__name__
 )
-@pytest.mark.every(3)
+@pytest.mark.every(5)
 def test_a_back_end_that_does_not_do_what_it_says_is_stopped(
     backend: ReferenceBackend, recipe: str, gemm: str, parameters: str
 ) -> None:

@@ -10,7 +10,6 @@ from typing import cast
 import pytest
 import torch
 from distributed import spawn
-from late_link import LateLink
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -20,7 +19,9 @@ from scrimp.config.activations import LEVELS, Activations
 from scrimp.models.blocks import Block
 from scrimp.models.initialise import initialise
 from scrimp.models.model import build_model
-from scrimp.runtime.memory import ActivationOffload, BlockMemory, HostArena
+from scrimp.runtime.memory import ActivationOffload, BlockMemory, HostArena, LateLink
+
+pytestmark = pytest.mark.slow
 
 RANKS = 2
 CPU = torch.device("cpu")
@@ -80,17 +81,17 @@ def passed(choice: str, rank: int, *, is_mixed: bool, shards: bool = True) -> Pa
     return Passed(loss.detach(), gradients, arena.peak)
 
 
-def on_a_rank(rank: int, choices: tuple[str, ...], is_mixed: bool) -> dict[str, Passed]:
-    return {choice: passed(choice, rank, is_mixed=is_mixed) for choice in choices}
+def on_a_rank(rank: int, is_mixed: bool) -> dict[str, Passed]:
+    """Every choice, and everything kept."""
+    return {choice: passed(choice, rank, is_mixed=is_mixed) for choice in ("keep", *CHOICES)}
 
 
 @functools.cache
-def ranks(folder: Path, choices: tuple[str, ...], is_mixed: bool) -> list[dict[str, Passed]]:
+def ranks(folder: Path, is_mixed: bool) -> list[dict[str, Passed]]:
     """One group of processes runs all choices."""
-    return spawn(RANKS, on_a_rank, folder, choices, is_mixed)
+    return spawn(RANKS, on_a_rank, folder, is_mixed)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("is_mixed", [False, True], ids=["fp32", "mixed"])
 def test_activations_under_fsdp_change_no_bit(
@@ -98,7 +99,7 @@ def test_activations_under_fsdp_change_no_bit(
 ) -> None:
     folder = tmp_path_factory.getbasetemp() / f"fsdp-{is_mixed}"
     folder.mkdir(exist_ok=True)
-    for of_rank in ranks(folder, ("keep", *CHOICES), is_mixed):
+    for of_rank in ranks(folder, is_mixed):
         kept, found = of_rank["keep"], of_rank[choice]
         assert torch.equal(found.loss, kept.loss)
         for name, gradient in kept.gradients.items():
@@ -107,7 +108,8 @@ def test_activations_under_fsdp_change_no_bit(
 
 def test_gathered_weights_are_not_sent_along(tmp_path_factory: pytest.TempPathFactory) -> None:
     """What goes to the host is what goes without sharding."""
-    folder = tmp_path_factory.mktemp("fsdp")
-    for rank, of_rank in enumerate(ranks(folder, ("keep+offload",), False)):
+    folder = tmp_path_factory.getbasetemp() / "fsdp-False"
+    folder.mkdir(exist_ok=True)
+    for rank, of_rank in enumerate(ranks(folder, False)):
         alone = passed("keep+offload", rank, is_mixed=False, shards=False)
         assert of_rank["keep+offload"].arena_peak == alone.arena_peak > 0
