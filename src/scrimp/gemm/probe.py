@@ -115,7 +115,6 @@ class Exact:
     rows: Tensor
     """Which rows of the result these are."""
     k: int
-    is_whole: bool
 
 
 def make_trial(gemm: str, recipe: str, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Trial:
@@ -150,15 +149,14 @@ def exact_result(trial: Trial, max_rows: int | None = None) -> Exact:
         scale = None if outer is None else outer.reshape(-1, 1).double()
         matrices.append((by_row, scale))
     (left, left_scale), (right, right_scale) = matrices
-    is_whole = max_rows is None or len(left) <= max_rows
-    count = len(left) if is_whole or max_rows is None else max_rows
+    count = len(left) if max_rows is None else min(len(left), max_rows)
     rows = torch.linspace(0, max(0, len(left) - 1), count, device=left.device).long()
     a, b = left[rows].double(), right.double()
     if left_scale is not None:
         a = a * (left_scale if len(left_scale) == 1 else left_scale[rows])
     if right_scale is not None:
         b = b * right_scale
-    return Exact(a @ b.T, a.abs() @ b.abs().T, rows, left.shape[1], is_whole)
+    return Exact(a @ b.T, a.abs() @ b.abs().T, rows, left.shape[1])
 
 
 def disagreement(result: Tensor, exact: Exact) -> tuple[float, str | None]:

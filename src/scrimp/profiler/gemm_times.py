@@ -80,7 +80,7 @@ def measure_gemm_times(
     repeats: int = 20,
     limit_s: float = 300.0,
     fresh: bool = False,
-    progress: Progress | None = None,
+    progress: Progress = lambda label, done, total: None,
     tell: Callable[[str], None] = lambda message: None,
     stopwatch: Stopwatch | None = None,
 ) -> GemmTimes:
@@ -204,10 +204,9 @@ class _Session:
     """Times cells within a limit of seconds for all."""
 
     def __init__(
-        self, watch: Stopwatch, repeats: int, limit_s: float, cells: list[_Cell], progress: Progress | None
+        self, watch: Stopwatch, repeats: int, limit_s: float, cells: list[_Cell], progress: Progress
     ) -> None:
-        self.watch, self.repeats, self.cells = watch, repeats, cells
-        self.progress = _silent if progress is None else progress
+        self.watch, self.repeats, self.cells, self.progress = watch, repeats, cells, progress
         self.done = 0
         self.end = watch.now() + limit_s
 
@@ -243,10 +242,6 @@ class _Session:
         if self.done == len(self.cells):
             self.progress(label, self.done, len(self.cells))
         return rounds
-
-
-def _silent(label: str, done: int, total: int) -> None:
-    pass
 
 
 # -- from rounds to GEMMs ----------------------------------------------------------------------

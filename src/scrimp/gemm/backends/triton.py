@@ -61,7 +61,7 @@ class TritonBackend(Backend):
         for operand in operands:
             if (reason := _operand_refusal(operand)) is not None:
                 return reason
-        if (operands[0].scaling in TILES) != (operands[1].scaling in TILES):  # type: ignore[union-attr]
+        if _is_tiled(operands[0]) != _is_tiled(operands[1]):
             return "no kernel multiplies tiles by groups"
         if not has_triton():
             return "triton is not installed"
@@ -73,14 +73,14 @@ class TritonBackend(Backend):
 
     def tuning_bytes(self, gemm: str, recipe: str, shape: Shape, out: torch.dtype) -> int:
         """Bytes for products of tiles, whose kernel has shapes to choose from; 0 for all others."""
-        is_tuned = operands_of(gemm, recipe)[0].scaling in TILES  # type: ignore[union-attr]
+        is_tuned = _is_tiled(operands_of(gemm, recipe)[0])
         return kernels.tuning_bytes(shape.m, shape.n, shape.k, out) if is_tuned else 0
 
     def tune(self, gemm: str, recipe: str, shape: Shape, out: torch.dtype, device: torch.device) -> None:
         """Try them for this product."""
         first, second = operands_of(gemm, recipe)
-        if first.scaling in TILES:  # type: ignore[union-attr]
-            is_block = second.scaling == "block"  # type: ignore[union-attr]
+        if _is_tiled(first):
+            is_block = second is not None and second.scaling == "block"
             kernels.tune(shape.m, shape.n, shape.k, out, is_block=is_block, device=device)
 
     def prepare(self, x: Tensor, use: Use) -> TileCodes | _Values:
@@ -152,6 +152,10 @@ def is_interpreted() -> bool:
     if not has_triton():
         return False
     return bool(importlib.import_module("triton").knobs.runtime.interpret)
+
+
+def _is_tiled(operand: Operand | None) -> bool:
+    return operand is not None and operand.scaling in TILES
 
 
 def _operand_refusal(operand: Operand | None) -> str | None:

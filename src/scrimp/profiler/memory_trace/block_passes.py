@@ -32,8 +32,6 @@ class BlockTrace:
     cast: int
     forward_peak: int
     backward_peak: int
-    gradients: int
-    """Live after the backward pass that was not before the forward pass."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +41,6 @@ class EndsTrace:
     head_peak: int
     head_gradients: int
     embedding_peak: int
-    gradients: int
-    """Live after the backward pass."""
 
 
 @contextlib.contextmanager
@@ -106,7 +102,6 @@ def trace_block(block: Block, stream: Tensor, tracker: StorageTracker, autocast:
         cast=with_casts - before - kept,
         forward_peak=forward_peak - before,
         backward_peak=marks.peak["block over"] - before - boundary,
-        gradients=marks.live["block over"] - before,
     )
 
 
@@ -136,7 +131,6 @@ def trace_ends(
         head_peak=marks.peak["head over"] - start - boundary,
         head_gradients=head - start - boundary,
         embedding_peak=tracker.peak - head,
-        gradients=tracker.live - start,
     )
 
 
