@@ -47,6 +47,13 @@ class Column:
             check_unicode(text, where)
         return text
 
+    def texts(self, values: Iterable[object], name: str, done: int, skipped: dict[str, int]) -> Iterator[str]:
+        """The texts of the next rows of a table, of which so many are done."""
+        for number, value in enumerate(values, start=done + 1):
+            text = self.text(value, f"{name}, row {number:,}", skipped)
+            if text is not None:
+                yield text
+
 
 def missing_column(name: str, column: str, columns: Iterable[str]) -> DataError:
     """The error for a column that is not there."""
@@ -152,10 +159,7 @@ def parquet_texts(path: Path, column: Column, meter: Meter, skipped: dict[str, i
                 _check_column(path, column, file.schema_arrow)
                 done, total = 0, max(file.metadata.num_rows, 1)
                 for batch in file.iter_batches(batch_size=_ROWS, columns=[column.name], use_threads=False):
-                    for number, value in enumerate(batch.column(0).to_pylist(), start=done + 1):
-                        text = column.text(value, f"{path}, row {number:,}", skipped)
-                        if text is not None:
-                            yield text
+                    yield from column.texts(batch.column(0).to_pylist(), str(path), done, skipped)
                     done += batch.num_rows
                     meter.bytes = start + size * done // total
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError, UnicodeDecodeError) as error:

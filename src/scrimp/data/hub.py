@@ -57,10 +57,7 @@ class SavedDataset(Source):
         rows, start = max(table.num_rows, 1), meter.bytes
         done = 0
         for batch in table.select_columns([name]).iter(batch_size=_ROWS):
-            for number, value in enumerate(batch[name], start=done + 1):
-                text = self.column.text(value, f"{self.name}, row {number:,}", self.skipped)
-                if text is not None:
-                    yield text
+            yield from self.column.texts(batch[name], self.name, done, self.skipped)
             done += len(batch[name])
             meter.bytes = start + (self.num_bytes or 0) * done // rows
 
