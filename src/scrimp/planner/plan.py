@@ -22,6 +22,9 @@ stand in ``predicted``, and after the first steps what was measured stands besid
 
 Reading refuses an unknown version, an unknown or missing key (but for a layer's reason), and a
 value of a wrong type, each by its path in the file. This module is pure: it touches no device.
+
+What `blocks` and `states` say is one `Placement` in memory, which the search finds and the runtime carries out:
+`rows_of` writes their rows, `Plan.placement` reads them.
 """
 
 from __future__ import annotations
