@@ -410,6 +410,7 @@ def test_a_budget_that_gets_out_of_reach_leaves_the_nearest_plan_with_the_reason
 
 
 @pytest.mark.parametrize("gemm", GEMMS)
+@pytest.mark.every(2)
 def test_a_layer_that_lies_after_a_switch_stops_the_trainer_by_name(
     gemm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

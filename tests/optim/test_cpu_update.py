@@ -113,6 +113,7 @@ def no_thread_outlives_its_optimizer() -> Iterator[None]:
 
 @pytest.mark.parametrize("clip", [0.05, 0.0])
 @pytest.mark.parametrize("format_", ALL_FORMATS)
+@pytest.mark.every(5)
 def test_the_cpu_updates_bit_for_bit(format_: str, clip: float) -> None:
     plain = Made(*ALL_FORMATS[format_])
     made = Made(*ALL_FORMATS[format_], cpu=range(4))
@@ -127,6 +128,7 @@ def test_the_cpu_updates_bit_for_bit(format_: str, clip: float) -> None:
     [(range(4), range(4), ()), ((2, 3), (0, 1, 2), (0,)), ((1,), (1, 3), (2, 3)), ((3,), (), ())],
 )
 @pytest.mark.parametrize("format_", ["masters", "bf16"])
+@pytest.mark.every(3)
 def test_any_mixture_with_visiting_states_and_weights_on_the_host_is_bit_equal(
     format_: str, cpu: Iterable[int], weights: Iterable[int], visiting: Iterable[int]
 ) -> None:
