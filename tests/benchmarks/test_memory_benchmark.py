@@ -73,6 +73,7 @@ def test_real_configurations_hold_and_are_written(result: dict[str, Any]) -> Non
 @pytest.mark.parametrize(
     ("factor", "near", "fits"), [(0.9, False, False), (0.97, True, False), (1.1, False, True)]
 )
+@pytest.mark.slow
 def test_a_false_prediction_is_reported(
     runs: list[dict[str, Any]], factor: float, near: bool, fits: bool
 ) -> None:
@@ -83,12 +84,14 @@ def test_a_false_prediction_is_reported(
         assert held or runs[0]["name"] in figure
 
 
+@pytest.mark.slow
 def test_more_while_the_model_is_built_is_no_fit_either(runs: list[dict[str, Any]]) -> None:
     runs[1]["building"] = 2 * runs[1]["device"]
     assert not checks.no_false_fits(runs)[1]
 
 
 @pytest.mark.parametrize("how", ["failure", "replan"])
+@pytest.mark.slow
 def test_what_did_not_run_by_its_plan_counts_as_not_held(runs: list[dict[str, Any]], how: str) -> None:
     if how == "failure":
         runs[0] = {"name": "lost", "failure": "exit status 1:\n  CUDA error", "wall": 1.0}
@@ -102,11 +105,13 @@ def test_what_did_not_run_by_its_plan_counts_as_not_held(runs: list[dict[str, An
 PAGE = {"device": "here", "versions": {"torch": "2"}, "command": "python", "commit": "none"}
 
 
+@pytest.mark.slow
 def test_a_configuration_that_was_not_begun_counts_as_not_held(runs: list[dict[str, Any]]) -> None:
     assert checks.ran(runs, 2)[1]
     assert not checks.ran(runs, 3)[1]
 
 
+@pytest.mark.slow
 def test_a_compiled_run_may_take_less_but_no_more(runs: list[dict[str, Any]]) -> None:
     scaled(runs[0], 1.5)
     bounds = frozenset({runs[0]["name"]})
