@@ -13,13 +13,15 @@ from distributed import spawn
 from small_nets import adamw, batch, loss, net
 from torch import nn
 
-from scrimp.api.loop_cycle import LoopCycle, loop_settings
-from scrimp.cycle import precision_cycle
-from scrimp.planner.precision import PrecisionPlan
+from scrimp.api.loop_cycle import LoopCycle
+from scrimp.cycle import CycleSettings, precision_cycle
+from scrimp.planner.precision import Budget, PrecisionPlan
 from scrimp.world import World
 
 OF_BEFORE = Path(__file__).parent / "cycle_of_before.json"
-SETTINGS = {"first": 2, "every": 3, "switch_after": 2, "batches": 2, "start": "fp8"}
+SETTINGS = CycleSettings(
+    budget=Budget(0.5), formats=("fp8", "nvfp4"), first=2, every=3, delay=2, batches=2, start="fp8"
+)
 STEPS, STOP = 9, 6
 """Plans are measured after 2, 5 and 8, and begin after 4 and 7."""
 
@@ -33,7 +35,7 @@ class Loop:
 
     def __init__(self, model: nn.Module, saved: dict[str, Any] | None = None) -> None:
         self.model, self.optimizer = model, adamw(model)
-        self.cycle = LoopCycle(loop_settings(0.5, **SETTINGS))
+        self.cycle = LoopCycle(SETTINGS)
         self.cycle.begin(model, self.optimizer, losses, steps=STEPS, saved=saved)
 
     def train(self, steps: range) -> list[float]:

@@ -10,15 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scrimp.config import Cadence
-from scrimp.cycle import CycleSettings, CycleState, Waiting, read_cycle
+from scrimp.cycle import CycleSettings
 from scrimp.cycle.guard import GuardState
-from scrimp.cycle.state import TIMED_STEPS
+from scrimp.cycle.state import TIMED_STEPS, CycleState, Waiting, read_cycle
 from scrimp.errors import CheckpointError
 from scrimp.planner.precision import Budget
 
 SETTINGS = CycleSettings(
-    budget=Budget(fp4_flops=0.75), candidates=("fp8", "nvfp4"), cadence=Cadence(4, 20, 3, 0), steps=60
+    budget=Budget(fp4_flops=0.75), formats=("fp8", "nvfp4"), first=4, every=20, delay=3, steps=60
 )
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from profiles import profile
 
-from scrimp.config import Cadence
 from scrimp.cycle import (
     CycleSettings,
     Event,
@@ -19,9 +18,9 @@ from scrimp.cycle import (
     Promoted,
     Switched,
     precision_cycle,
-    read_cycle,
 )
 from scrimp.cycle.guard import HOLD_STEPS, Recipes
+from scrimp.cycle.state import read_cycle
 from scrimp.errors import PlanError
 from scrimp.planner.precision import Budget, PrecisionPlan, PrecisionProfile
 from scrimp.statistics import Probe
@@ -50,11 +49,9 @@ class Model:
         self.events.append((self.step, event))
 
 
-def settings(
-    first: int = 2, every: int = 6, delay: int = 3, probe_every: int = 0, **more: Any
-) -> CycleSettings:
-    given = {"budget": Budget(fp4_flops=0.5), "candidates": ("fp8", "nvfp4"), **more}
-    return CycleSettings(cadence=Cadence(first, every, delay, probe_every), **given)
+def settings(**changes: Any) -> CycleSettings:
+    given = {"first": 2, "every": 6, "delay": 3, "must_keep_budget": False, **changes}
+    return CycleSettings(budget=Budget(fp4_flops=0.5), formats=("fp8", "nvfp4"), **given)
 
 
 def run(model: Model, cycle: PrecisionCycle, steps: range) -> list[Recipes]:

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from profiles import profile
 
-from scrimp.config import Cadence
-from scrimp.cycle import CycleSettings, CycleState, StepTimes
+from scrimp.cycle import CycleSettings
 from scrimp.cycle.question import ask
+from scrimp.cycle.state import CycleState
+from scrimp.cycle.step_times import StepTimes
 from scrimp.planner.precision import Budget, PrecisionProfile, Question, Weights, choose, make_plan
 from scrimp.precision import GEMMS
 from scrimp.profiler.gemm_times import GemmTimes
@@ -23,11 +24,10 @@ RECIPES = dict.fromkeys(MADE.layers, ("fp8", "fp8", "fp8"))
 def settings(**changes: Any) -> CycleSettings:
     given = {
         "budget": Budget(fp4_flops=0.5),
-        "candidates": FORMATS,
-        "cadence": Cadence(0, 10, 1, 0),
+        "formats": FORMATS,
         **changes,
     }
-    return CycleSettings(**given, steps=100, is_smoothed=True)
+    return CycleSettings(**given, first=0, every=10, delay=1, steps=100, is_smoothed=True)
 
 
 def asked(found: PrecisionProfile = MADE, previous: Any = None, **changes: Any) -> Question:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scrimp.cycle.step_times import StepTimes, gemm_seconds, other_than_gemms
+from scrimp.cycle.step_times import StepTimes
 from scrimp.precision import GEMMS
 from scrimp.profiler.gemm_times import GemmTimes
 
@@ -20,11 +20,10 @@ def times() -> StepTimes:
 
 
 def test_planned_gemms_add_up_over_layers_and_micro_batches() -> None:
-    assert gemm_seconds(times(), SHAPES, RECIPES) == pytest.approx(2 * (4 + 2 + 1 + 2 + 2 + 2) / 1000)
+    assert times().of_gemms(SHAPES, RECIPES) == pytest.approx(2 * (4 + 2 + 1 + 2 + 2 + 2) / 1000)
 
 
 def test_what_is_left_of_a_step_is_other_work_and_never_negative() -> None:
-    assert other_than_gemms([0.05, 0.04, 9.0], 0.03) == pytest.approx(0.02)
-    assert other_than_gemms([0.02], 0.03) == 0.0
+    assert times().with_steps([0.02], SHAPES, RECIPES).other == 0.0
     assert times().with_steps([0.126, 0.026, 0.056], SHAPES, RECIPES).other == pytest.approx(0.03)
     assert times().with_steps([], SHAPES, RECIPES).other == 0.0

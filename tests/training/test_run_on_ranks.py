@@ -23,8 +23,8 @@ from scrimp.cli import main
 from scrimp.planner import Plan
 from scrimp.runtime import Executable
 from scrimp.training import setup
+from scrimp.training.callbacks import PlanPrecision
 from scrimp.training.checkpoint import CheckpointStore
-from scrimp.training.precision.run_cycle import RunCycle
 from scrimp.world import World
 
 pytestmark = pytest.mark.slow
@@ -74,14 +74,14 @@ def trained(rank: int, corpus: Path, run_dir: Path) -> dict[str, Any]:
     ends: list[tuple[Any, Any, Any]] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(setup, "_refuse_ranks", lambda world: None)
-        close = RunCycle.close
+        close = PlanPrecision.close
 
-        def end(cycle: RunCycle) -> None:
+        def end(cycle: PlanPrecision) -> None:
             plan = cycle._run.plans.plan
             ends.append((cycle.cycle.state, plan.gemms, plan.blocks))
             close(cycle)
 
-        patch.setattr(RunCycle, "close", end)
+        patch.setattr(PlanPrecision, "close", end)
         with pytest.MonkeyPatch.context() as troubles:
             trouble_on(rank, troubles)
             if rank == 1:

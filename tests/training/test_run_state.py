@@ -19,7 +19,7 @@ from scrimp.errors import CheckpointError
 from scrimp.json_files import as_typed
 from scrimp.training import checkpoint_manifest as manifests
 from scrimp.training.checkpoint import STATE, Checkpoint
-from scrimp.training.precision.saved_cycle import read_saved_cycle
+from scrimp.training.precision.formats_in_plan import read_saved_cycle
 from scrimp.training.run_state import read_state
 
 SNIP = ("--precision=snip", "--train.steps=6", "--snip.first=1", "--snip.every=2", "--snip.delay=1")

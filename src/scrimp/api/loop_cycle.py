@@ -1,12 +1,12 @@
 """The cycle of precision in a loop that somebody else owns::
 
-    cycle = LoopCycle(loop_settings(0.75, first=100, every=2000))
+    cycle = LoopCycle(CycleSettings(budget=Budget(0.75), formats=("fp8", "nvfp4"), first=100, every=2000, delay=10))
     cycle.begin(model, optimizer, losses, steps=10_000)
     for step in range(1, 10_001):
         ...                                        the loop's own update
         cycle.after_update(step, recent_batches)   statistics and new formats, at the updates that are due
 
-Statistics are taken after update `first`, then every `every`; `switch_after` updates later the new plan is in force.
+Statistics are taken after update `first`, then every `every`; `delay` updates later the new plan is in force.
 With `to_state` in the loop's checkpoints a resumed run continues the same.
 
 Ranks    All call everything alike, `to_state` too, each with its own rows of the batches: the first solves, and tells
@@ -26,88 +26,21 @@ from typing import Any
 from torch import nn
 
 from scrimp.api.applied import planned_of, put_in_force
-from scrimp.api.arguments import FORMATS, budget_from, candidates_from, optimizer_from, view_of
+from scrimp.api.arguments import optimizer_from, view_of
 from scrimp.api.modules import default_layers, named_layers, trained_by, unwrap
 from scrimp.api.pytorch import Losses, apply, measure_accumulated, run_by
-from scrimp.config import Cadence
 from scrimp.config.snip import POLICIES, is_policy
-from scrimp.cycle import CycleSettings, Event, PrecisionCycle, Switched, read_cycle
+from scrimp.cycle import CycleSettings, Event, PrecisionCycle, Switched
 from scrimp.cycle.guard import Recipes
 from scrimp.cycle.question import recipes_in
+from scrimp.cycle.state import read_cycle
 from scrimp.errors import PlanError
 from scrimp.gemm import LinearPrecision, PlannedModel
-from scrimp.planner.precision import Budget, PrecisionPlan, PrecisionProfile
+from scrimp.planner.precision import PrecisionPlan, PrecisionProfile
 from scrimp.precision import GEMMS, HIGH_PRECISION, RECIPES, recipe
 from scrimp.world import World
 
 _log = logging.getLogger("scrimp")
-
-
-def loop_settings(
-    budget: Budget | Mapping[str, float] | float,
-    *,
-    formats: Sequence[str] = FORMATS,
-    every: int = 2000,
-    first: int = 100,
-    batches: int = 4,
-    switch_after: int = 10,
-    policy: str = "snip",
-    start: str | None = None,
-    layers: Sequence[str] | None = None,
-    gains: str = "auto",
-    sensitivity: str = "auto",
-    seed: int = 0,
-) -> CycleSettings:
-    """The cycle of a loop; arguments are those of `SnipCallback`.
-
-    Raises:
-        PlanError: arguments that do not fit together.
-    """
-    asked, candidates = budget_from(budget), candidates_from(formats)
-    for name, value in (("every", every), ("first", first), ("batches", batches)):
-        if value < 1:
-            raise PlanError(f"{name} is out of range", got=value, expected="1 or more")
-    if not 0 <= switch_after < every:
-        raise PlanError(
-            "a plan would not be in force before the next is measured",
-            got=f"{switch_after} updates from measuring to switching",
-            expected=f"0 to {every - 1}, fewer than every",
-        )
-    if asked.fp4_flops and min(recipe(name).bits for name in candidates) > 4:
-        raise PlanError(
-            "no candidate has 4 bits, which the budget asks for",
-            got=", ".join(candidates),
-            expected="such as fp8, nvfp4",
-        )
-    if asked.is_of_time:
-        name, seconds = next(iter(asked.given.items()))
-        raise PlanError(
-            f"budget {name} needs measured times of the GEMMs, which this cycle has none of",
-            got=f"{seconds:g}",
-            expected="fp4_flops or divergence",
-        )
-    if not is_policy(policy) or (policy in RECIPES and policy not in candidates):
-        raise PlanError(
-            "there is no such policy",
-            got=repr(policy),
-            expected=", ".join((*POLICIES, *candidates)),
-            do="random takes a seed, as random:1",
-        )
-    if start is not None:
-        recipe(start)
-    return CycleSettings(
-        budget=asked,
-        candidates=candidates,
-        cadence=Cadence(first, every, switch_after, probe_every=0),
-        policy=policy,
-        batches=batches,
-        gains=gains,
-        sensitivity=sensitivity,
-        seed=seed,
-        start=start,
-        layers=None if layers is None else tuple(layers),
-        must_keep_budget=True,
-    )
 
 
 class LoopCycle:
@@ -120,6 +53,8 @@ class LoopCycle:
     """
 
     def __init__(self, settings: CycleSettings) -> None:
+        """Take settings; PlanError where they do not fit together."""
+        _refuse_contradictions(settings)
         self.settings = settings
         self.planned: PlannedModel | None = None
         self.history: list[dict[str, Any]] = []
@@ -302,3 +237,38 @@ def _of_before(saved: Mapping[str, Any], recipes: Recipes) -> dict[str, Any]:
         "analysis": saved["plan"],
         **{name: saved[name] for name in ("clock", "history", "measure_seconds")},
     }
+
+
+def _refuse_contradictions(settings: CycleSettings) -> None:
+    formats, budget, policy = settings.formats, settings.budget, settings.policy
+    for name in ("every", "first", "batches"):
+        if getattr(settings, name) < 1:
+            raise PlanError(f"{name} is out of range", got=getattr(settings, name), expected="1 or more")
+    if not 0 <= settings.delay < settings.every:
+        raise PlanError(
+            "a plan would not be in force before the next is measured",
+            got=f"{settings.delay} updates from measuring to switching",
+            expected=f"0 to {settings.every - 1}, fewer than every",
+        )
+    if budget.fp4_flops and min(recipe(name).bits for name in formats) > 4:
+        raise PlanError(
+            "no candidate has 4 bits, which the budget asks for",
+            got=", ".join(formats),
+            expected="such as fp8, nvfp4",
+        )
+    if budget.is_of_time:
+        name, value = next(iter(budget.given.items()))
+        raise PlanError(
+            f"budget {name} needs measured times of the GEMMs, which this cycle has none of",
+            got=f"{value:g}",
+            expected="fp4_flops or divergence",
+        )
+    if not is_policy(policy) or (policy in RECIPES and policy not in formats):
+        raise PlanError(
+            "there is no such policy",
+            got=repr(policy),
+            expected=", ".join((*POLICIES, *formats)),
+            do="random takes a seed, as random:1",
+        )
+    if settings.start is not None:
+        recipe(settings.start)

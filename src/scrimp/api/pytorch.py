@@ -184,34 +184,9 @@ def plan(
         PlanError: the budget cannot be reached (says what can), a policy that does not exist, a current plan
             of other layers or of a format that was not measured.
     """
-    question = question_of(
-        profile,
-        budget,
-        policy=policy,
-        weights=weights,
-        current=current,
-        stages=stages,
-        seconds=seconds,
-        other_seconds=other_seconds,
-    )
-    return plan_for(question, target, step=profile.step if step is None else step)
-
-
-def question_of(
-    profile: PrecisionProfile,
-    budget: Budget | Mapping[str, float] | float,
-    *,
-    policy: str = "snip",
-    weights: Weights | None = None,
-    current: PrecisionPlan | None = None,
-    stages: Sequence[int] | None = None,
-    seconds: NDArray[np.float64] | Sequence[Any] | None = None,
-    other_seconds: float = 0.0,
-) -> Question:
-    """What `plan` asks the planner; its arguments."""
     profile = profile_from(profile)
     refuse_other_types(policy=policy, weights=weights, current=current)
-    return Question(
+    question = Question(
         profile,
         budget_from(budget),
         policy=policy,
@@ -221,6 +196,7 @@ def question_of(
         other_seconds=other_from(other_seconds),
         current=None if current is None else indices_of(current, profile),
     )
+    return plan_for(question, target, step=profile.step if step is None else step)
 
 
 def apply(

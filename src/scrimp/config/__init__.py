@@ -16,7 +16,7 @@ from scrimp.config.resolve import (
     resolve,
     with_later_choices,
 )
-from scrimp.config.resolved import Cadence, ResolvedConfig, closed
+from scrimp.config.resolved import ResolvedConfig, closed
 from scrimp.config.sampling import Sampling
 from scrimp.config.schema import (
     BudgetConfig,
@@ -43,7 +43,6 @@ __all__ = [
     "RANGES",
     "Architecture",
     "BudgetConfig",
-    "Cadence",
     "CheckpointConfig",
     "Config",
     "DataConfig",

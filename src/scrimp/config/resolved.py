@@ -6,7 +6,6 @@ who reads a resolved configuration has to ask whether a value is there.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,20 +70,6 @@ class ResolvedCheckpoint(CheckpointConfig):
     every: int
 
 
-@dataclass(frozen=True)
-class Cadence:
-    """When formats are planned while training, in steps."""
-
-    first: int
-    """Step before which the first plan is measured."""
-    every: int
-    """Between plans; 0 for only the first."""
-    delay: int
-    """Between measuring and switching."""
-    probe_every: int
-    """Between comparisons with bf16; 0 for none."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class ResolvedConfig(Config):
     """One training run, decided."""
@@ -94,13 +79,6 @@ class ResolvedConfig(Config):
     schedule: ResolvedSchedule
     evaluation: ResolvedEvaluation
     checkpoint: ResolvedCheckpoint
-
-    @property
-    def cadence(self) -> Cadence:
-        """When formats are planned, in a run that plans them."""
-        values = [getattr(self.snip, field.name) for field in dataclasses.fields(Cadence)]
-        assert None not in values, "the formats of this run are fixed"
-        return Cadence(*values)
 
 
 SECTIONS: dict[str, type[Any]] = {

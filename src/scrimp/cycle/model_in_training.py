@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from scrimp.cycle.guard import Recipes
-from scrimp.cycle.step_times import StepTimes
 from scrimp.planner.precision import PrecisionPlan, PrecisionProfile
 from scrimp.statistics import Probe
 
@@ -44,14 +43,7 @@ class Promoted:
     """Step before which no plan is measured."""
 
 
-@dataclass(frozen=True)
-class Timed:
-    """The seconds of a step beside its GEMMs are known."""
-
-    times: StepTimes
-
-
-Event = Switched | Probed | Promoted | Timed
+Event = Switched | Probed | Promoted
 
 
 class ModelInTraining(Protocol):

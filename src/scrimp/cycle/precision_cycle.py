@@ -11,7 +11,7 @@ something took: with the state in its checkpoints a run that was killed anywhere
 state is the formats of now, the costs that the last statistics gave, what the guard has seen, what the
 budget has spent, and a plan that waits for its step.
 
-Who trains    A `ModelInTraining`: of a run (`scrimp.training.precision.run_cycle`), or of a loop that somebody else
+Who trains    A `ModelInTraining`: of a run (`scrimp.training.callbacks.precision`), or of a loop that somebody else
               owns (`scrimp.api.loop_cycle`).
 Ranks         All measure and probe; the writer solves, and tells the others its plan and what its probes found. Of a
               step's loss, norm and seconds the largest of any rank counts.
@@ -33,7 +33,7 @@ from typing import Any
 
 from scrimp.cycle import guard
 from scrimp.cycle.guard import Recipes
-from scrimp.cycle.model_in_training import ModelInTraining, Probed, Promoted, Switched, Timed
+from scrimp.cycle.model_in_training import ModelInTraining, Probed, Promoted, Switched
 from scrimp.cycle.question import ask, formats_to_measure, harm_in, low_share, recipes_in
 from scrimp.cycle.settings import CycleSettings
 from scrimp.cycle.state import CycleState, Waiting
@@ -106,7 +106,7 @@ class PrecisionCycle:
         if self.state.must_measure(self.settings, step):
             self._measure(step)
             switches |= self._switch_if_due(step)
-        every = self.settings.cadence.probe_every
+        every = self.settings.probe_every
         if self._is_guarded and every and step % every == 0 and not switches:
             self._judge(step, self._probed(step), None)
 
@@ -133,7 +133,7 @@ class PrecisionCycle:
 
     def _measure(self, step: int) -> None:
         """Statistics now, a plan in the background."""
-        began, delay = time.perf_counter(), self.settings.cadence.delay
+        began, delay = time.perf_counter(), self.settings.delay
         profile = self._model.measure(step, formats_to_measure(self.settings, self.state.recipes))
         self.measure_seconds = time.perf_counter() - began
         times = self._times_of_a_step(profile)
@@ -152,7 +152,6 @@ class PrecisionCycle:
         times = self.times.with_steps(self.state.step_seconds, shapes, self.state.recipes)
         if self.state.step_seconds:
             self.times, self.state.step_seconds = times, []
-            self._model.tell(Timed(times))
         return times
 
     def _solve(
@@ -160,9 +159,7 @@ class PrecisionCycle:
     ) -> PrecisionPlan:
         question = ask(self.settings, profile, state, step, times)
         is_strict = self.settings.must_keep_budget and state.first_switch is None
-        return (make_plan if is_strict else plan_or_nearest)(
-            question, step=step + self.settings.cadence.delay
-        )
+        return (make_plan if is_strict else plan_or_nearest)(question, step=step + self.settings.delay)
 
     def _solved(self) -> PrecisionPlan | None:
         """What the solver found, when it is done; None where the plan that waits came from a checkpoint."""
@@ -255,7 +252,7 @@ class PrecisionCycle:
             harm_in(self.analysis, self.state.recipes),
             self._shares(),
             state.alarms,
-            candidates=self.settings.candidates,
+            candidates=self.settings.formats,
             pinned=self.settings.pinned,
         )
         guard.learn(state, self.state.recipes, promoted)

@@ -55,7 +55,7 @@ def formats_to_measure(settings: CycleSettings, recipes: Recipes) -> tuple[str, 
     """The candidates, and what rules fix or is in force: its cost is needed too."""
     fixed = [name for gemms in settings.pinned.values() for name in gemms.values()]
     now = [name for row in recipes.values() for name in row]
-    return tuple(dict.fromkeys([*settings.candidates, *fixed, *now]))
+    return tuple(dict.fromkeys([*settings.formats, *fixed, *now]))
 
 
 def ask(
@@ -89,7 +89,7 @@ def ask(
         bf16_seconds=in_bf16,
         policy=settings.policy,
         weights=settings.weights,
-        allowed=open_formats(settings.candidates, profile.layers, profile.formats, settings.pinned, useful),
+        allowed=open_formats(settings.formats, profile.layers, profile.formats, settings.pinned, useful),
         penalties=np.array([penalties.get(layer, [1.0] * len(GEMMS)) for layer in profile.layers]),
         current=np.array([[index(name) for name in state.recipes[layer]] for layer in profile.layers])
         if state.first_switch is not None
@@ -104,7 +104,7 @@ def _in_its_phase(settings: CycleSettings, question: Question, state: CycleState
     share = question.budget.fp4_flops
     if not settings.final_share or share is None:
         return question
-    begins, final = step + settings.cadence.delay, settings.final_steps
+    begins, final = step + settings.delay, settings.final_steps
     since = begins if state.first_switch is None else state.first_switch
     left = max(1, final.stop - begins)
     # What must still be done so that the whole run since its first plan keeps the budget.

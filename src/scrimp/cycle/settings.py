@@ -5,11 +5,14 @@ Steps at which a cycle measures are a function of these alone, so that a run tha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from scrimp.config import Cadence
+from scrimp.config import ResolvedConfig
+from scrimp.config.schema import decided
+from scrimp.config.snip import BUDGETS, chosen_steps
 from scrimp.planner.precision import Budget, Weights
+from scrimp.precision import parse_rules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,8 +20,16 @@ class CycleSettings:
     """One cycle; steps are updates that were made, so that what is due at step 3 comes before the fourth."""
 
     budget: Budget
-    candidates: tuple[str, ...]
-    cadence: Cadence
+    formats: tuple[str, ...]
+    """Candidates."""
+    first: int
+    """Step before which the first plan is measured."""
+    every: int
+    """Steps between plans; 0 for only the first."""
+    delay: int
+    """Steps between measuring and switching."""
+    probe_every: int = 0
+    """Steps between comparisons with the compute format; 0 for none."""
     policy: str = "snip"
     weights: Weights = field(default_factory=Weights)
     pinned: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -45,24 +56,46 @@ class CycleSettings:
     """To plan; None: those that are planned already, else all trained ones but the head."""
     is_smoothed: bool = False
     """Whether costs of the last statistics count half."""
-    must_keep_budget: bool = False
-    """Whether a first plan that cannot keep the budget is an error; else the nearest plan is taken."""
+    must_keep_budget: bool = True
+    """Whether a first plan that cannot keep the budget is an error; else, as for later ones, the nearest is taken."""
     counts_from: int = 0
     """Number of the first step, as plans name the step that they begin with."""
+
+    @classmethod
+    def of_run(cls, config: ResolvedConfig, layers: Iterable[str]) -> CycleSettings:
+        """The cycle that a run asks for.
+
+        Args:
+            layers: whose formats are planned.
+        """
+        snip = config.snip
+        return cls(
+            budget=Budget(**{name: getattr(config.budget, name) for name in BUDGETS}),
+            formats=config.candidates,
+            **{name: decided(getattr(snip, name)) for name in ("first", "every", "delay", "probe_every")},
+            **{name: getattr(snip, name) for name in ("policy", "batches", "gains", "start")},
+            **{name: getattr(snip, name) for name in ("final_share", "final_weight")},
+            weights=Weights(snip.loss_weight, snip.update_weight, snip.curvature_weight),
+            pinned=parse_rules(config.precision).pinned(list(layers)),
+            steps=config.train.steps,
+            at=chosen_steps(snip.at),
+            compute=config.precision_rules.compute,
+            is_smoothed=True,
+            must_keep_budget=False,
+            counts_from=1,
+        )
 
     def measures_at(self, step: int) -> bool:
         """Whether a plan is measured before this step: the first, every so many after it, chosen ones, and where the
         final share begins."""
-        first, every = self.cadence.first, self.cadence.every
+        first, every, last_part = self.first, self.every, self.final_share > 0
         is_regular = step == first or (step > first and every > 0 and (step - first) % every == 0)
-        is_final = (
-            self.final_share > 0 and step > first and step + self.cadence.delay == self.final_steps.start
-        )
+        is_final = last_part and step > first and step + self.delay == self.final_steps.start
         return self.is_in_time(step) and (is_regular or is_final or step in self.at)
 
     def is_in_time(self, step: int) -> bool:
         """Whether a plan that is measured before this step begins before the run ends."""
-        return self.steps is None or step + self.cadence.delay < self.steps
+        return self.steps is None or step + self.delay < self.steps
 
     @property
     def final_steps(self) -> range:

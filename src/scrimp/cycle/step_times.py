@@ -47,23 +47,17 @@ class StepTimes:
     ) -> StepTimes:
         """The same table, and what is left of measured steps, by their median, beside their planned GEMMs; of no step
         nothing is left."""
-        gemms = gemm_seconds(self, shapes, recipes)
-        return dataclasses.replace(self, other=other_than_gemms(steps or [gemms], gemms))
+        gemms = self.of_gemms(shapes, recipes)
+        return dataclasses.replace(self, other=max(0.0, statistics.median(steps or [gemms]) - gemms))
 
-
-def gemm_seconds(times: StepTimes, shapes: Mapping[str, tuple[int, int]], recipes: Recipes) -> float:
-    """Seconds of a step's planned GEMMs in given formats."""
-    total = 0.0
-    for layer, row in recipes.items():
-        names = tuple(dict.fromkeys(row))
-        table = times.seconds([shapes[layer]], names)[0]
-        total += sum(float(table[j, names.index(name)]) for j, name in enumerate(row))
-    return total
-
-
-def other_than_gemms(steps: Sequence[float], gemms: float) -> float:
-    """Seconds of a step beside its planned GEMMs, by the median of measured steps."""
-    return max(0.0, statistics.median(steps) - gemms)
+    def of_gemms(self, shapes: Mapping[str, tuple[int, int]], recipes: Recipes) -> float:
+        """Seconds of a step's planned GEMMs in given formats."""
+        total = 0.0
+        for layer, row in recipes.items():
+            names = tuple(dict.fromkeys(row))
+            table = self.seconds([shapes[layer]], names)[0]
+            total += sum(float(table[j, names.index(name)]) for j, name in enumerate(row))
+        return total
 
 
 def open_formats(

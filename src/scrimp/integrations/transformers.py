@@ -34,8 +34,9 @@ from torch import Tensor, nn
 
 from scrimp.api.arguments import FORMATS, budget_from, candidates_from
 from scrimp.api.checks import refuse_ranks
-from scrimp.api.loop_cycle import LoopCycle, loop_settings
+from scrimp.api.loop_cycle import LoopCycle
 from scrimp.api.modules import unwrap
+from scrimp.cycle import CycleSettings
 from scrimp.errors import DeviceError, PlanError
 from scrimp.gemm import PlannedModel
 from scrimp.integrations.recent_batches import Inputs, RecentBatches
@@ -51,6 +52,19 @@ except ImportError as error:
 
 BATCHES_FILE = "snip_batches.safetensors"
 PREFIX = "snip/"
+_ARGUMENTS = (
+    "formats",
+    "every",
+    "first",
+    "batches",
+    "policy",
+    "start",
+    "layers",
+    "gains",
+    "sensitivity",
+    "seed",
+)
+"""That are settings of the cycle by the same name."""
 _log = logging.getLogger("scrimp")
 
 
@@ -92,21 +106,22 @@ class SnipCallback(TrainerCallback, ExportableState):
             PlanError: arguments that do not fit together; what depends on the model or on the number of updates,
                 when training begins.
         """
-        self._arguments: dict[str, Any] = {
-            "budget": budget_from(budget).given,
-            "formats": candidates_from(formats),
-            "every": every,
-            "first": first,
-            "batches": batches,
-            "switch_after": switch_after,
-            "policy": policy,
-            "start": start,
-            "layers": None if layers is None else tuple(layers),
-            "gains": gains,
-            "sensitivity": sensitivity,
-            "seed": seed,
-        }
-        self.cycle = LoopCycle(loop_settings(**self._arguments))
+        self.cycle = LoopCycle(
+            CycleSettings(
+                budget=budget_from(budget),
+                formats=candidates_from(formats),
+                every=every,
+                first=first,
+                batches=batches,
+                delay=switch_after,
+                policy=policy,
+                start=start,
+                layers=None if layers is None else tuple(layers),
+                gains=gains,
+                sensitivity=sensitivity,
+                seed=seed,
+            )
+        )
         self.saved: dict[str, Any] = {}
         """Set by a Trainer that makes its callbacks anew from a checkpoint; its state is read from the Trainer's."""
         self._recent = RecentBatches(batches)
@@ -135,8 +150,11 @@ class SnipCallback(TrainerCallback, ExportableState):
 
     def state(self) -> dict[str, Any]:
         """What the Trainer's checkpoints keep; waits for the solver, whose plan is part of it."""
+        settings = self.cycle.settings
+        arguments = {name: getattr(settings, name) for name in _ARGUMENTS}
+        arguments |= {"budget": settings.budget.given, "switch_after": settings.delay}
         saved = {"cycle": self.cycle.to_state(), "figures": self._figures()}
-        return {"args": self._arguments, "attributes": {"saved": saved}}
+        return {"args": arguments, "attributes": {"saved": saved}}
 
     # -- events of the Trainer -----------------------------------------------------------------
 
@@ -214,7 +232,7 @@ class SnipCallback(TrainerCallback, ExportableState):
 
     def _refuse_short_run(self, max_steps: int) -> None:
         """A run that ends before its first plan begins would never have one: not what a callback was given for."""
-        first, delay = self.cycle.settings.cadence.first, self.cycle.settings.cadence.delay
+        first, delay = self.cycle.settings.first, self.cycle.settings.delay
         if first + delay >= max_steps:
             raise PlanError(
                 "the run would end before its first plan",

@@ -32,7 +32,6 @@ from scrimp.training.guards import StopSignals
 from scrimp.training.memory.between_phases import TRAINING
 from scrimp.training.memory.counted_steps import CountedSteps
 from scrimp.training.precision.first_step import FirstStepProof
-from scrimp.training.precision.run_cycle import RunCycle
 from scrimp.training.run import Run
 from scrimp.training.run_folder import PLAN
 from scrimp.training.step import Stepper
@@ -45,14 +44,14 @@ class Trainer:
         self.run = run
         run.plans.listen(self._carry_out)
         run.phases.plan(TRAINING, run.plans.plan.predicted.peak_device_bytes or 0)
-        self.cycle = RunCycle(run) if run.config.is_planned else None
+        self.cycle = PlanPrecision(run) if run.config.is_planned else None
         """Where formats are planned while training."""
         proof = FirstStepProof(run)
         self.stepper = Stepper(run, proof)
         self.evaluations, self.checkpoints = Evaluations(run), Checkpoints(run, self.cycle)
         self._counted = CountedSteps(run, self.stepper, proof, self.checkpoints.wait)
         self.callbacks: list[Callback] = [
-            *([] if self.cycle is None else [PlanPrecision(run, self.cycle)]),
+            *([] if self.cycle is None else [self.cycle]),
             MeasureStep(run),
             CheckMemory(run),
             self.evaluations,

@@ -43,7 +43,7 @@ class RunState:
     run_digest: str | None = None
     """The digest of run.json; None in checkpoints of earlier versions."""
     precision: dict[str, Any] | None = None
-    """The precision cycle's (`scrimp.training.precision.saved_cycle`); None of a run whose formats are fixed."""
+    """The precision cycle's (`scrimp.training.precision.formats_in_plan`); None of a run whose formats are fixed."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for `CheckpointStore.save`."""

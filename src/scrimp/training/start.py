@@ -32,13 +32,13 @@ from scrimp.errors import CheckpointError, DataError, typed
 from scrimp.runtime.memory import HostRoom
 from scrimp.training.checkpoint import Checkpoint, CheckpointStore
 from scrimp.training.memory.host_room import take_host_room
+from scrimp.training.precision.formats_in_plan import read_saved_cycle
 from scrimp.training.precision.gemm_seconds import (
     fresh_times,
     shapes_of,
     wants_times,
 )
 from scrimp.training.precision.reachable import refuse_unreachable_speed
-from scrimp.training.precision.saved_cycle import read_saved_cycle
 from scrimp.training.run_data import open_run_corpus
 from scrimp.training.run_folder import CONFIG, TOKENIZER, config_to_resume, saved_config, sign_of_checkpoints
 from scrimp.training.run_record import RunRecord, checked_record

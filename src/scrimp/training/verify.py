@@ -33,7 +33,7 @@ from scrimp.training.checkpoint import Checkpoint, CheckpointStore, not_finite_e
 from scrimp.training.checkpoint_manifest import MANIFEST, read_manifest, verify_files
 from scrimp.training.export_seal import SEAL, read_seal
 from scrimp.training.metrics import EVENTS, METRICS
-from scrimp.training.precision.saved_cycle import read_saved_cycle
+from scrimp.training.precision.formats_in_plan import read_saved_cycle
 from scrimp.training.run_folder import CHECKPOINTS, CONFIG, PLAN, TOKENIZER, saved_config
 from scrimp.training.run_record import RUN, RunRecord, checked_record, read_record
 from scrimp.training.run_state import read_state

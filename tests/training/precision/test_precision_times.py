@@ -14,8 +14,8 @@ from tiny_run import flags, records, write_corpus
 
 from scrimp.cli import main
 from scrimp.config import BudgetConfig, Config, ModelConfig, SnipConfig, TrainConfig
-from scrimp.cycle import StepTimes
 from scrimp.cycle.state import TIMED_STEPS
+from scrimp.cycle.step_times import StepTimes
 from scrimp.errors import PlanError
 from scrimp.gemm.doctor_report import surroundings_of
 from scrimp.planner import Plan

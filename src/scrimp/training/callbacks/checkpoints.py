@@ -14,8 +14,8 @@ from torch import Tensor
 
 from scrimp.errors import StorageError
 from scrimp.training.callbacks.base import Callback, Record
+from scrimp.training.callbacks.precision import PlanPrecision
 from scrimp.training.checkpoint import Checkpoint
-from scrimp.training.precision.run_cycle import RunCycle
 from scrimp.training.run import Run
 from scrimp.training.run_folder import PLAN
 from scrimp.training.run_state import RunState, read_state
@@ -27,7 +27,7 @@ RANDOM_STATE = "random.torch"
 class Checkpoints(Callback):
     """Writes checkpoints every `checkpoint.every` steps, and restores one."""
 
-    def __init__(self, run: Run, cycle: RunCycle | None) -> None:
+    def __init__(self, run: Run, cycle: PlanPrecision | None) -> None:
         self._run, self._cycle = run, cycle
         self._last_saved: int | None = None
 

@@ -1,6 +1,9 @@
-"""The plan of a run with the formats that the cycle puts in force.
+"""The plan of a run with formats of the cycle: those that it puts in force, or those of a checkpoint.
 
-Checked  tests/training/precision/test_formats_in_plan.py
+A checkpoint keeps the cycle's own state (`scrimp.cycle.state`) and the plan in force: its formats stay, memory is as
+decided now.
+
+Checked  tests/training/precision/test_formats_in_plan.py, tests/training/test_run_state.py
 """
 
 from __future__ import annotations
@@ -8,9 +11,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from scrimp.cycle.guard import Recipes
 from scrimp.cycle.question import recipes_in
+from scrimp.cycle.state import DO, ORIGIN, CycleState, read_cycle, refuse_impossible
+from scrimp.errors import CheckpointError, shortened
 from scrimp.models import HEAD
 from scrimp.planner import Plan
 from scrimp.planner.precision import PrecisionPlan
@@ -75,3 +82,51 @@ def _reason(layer: str, row: tuple[str, str, str], analysis: PrecisionPlan) -> s
         elif name in found.harm:
             parts.append(f"{gemm} {found.harm[name]:.2g}")
     return f"{analysis.policy} at step {analysis.step}: harm {', '.join(parts)}"
+
+
+@dataclass(frozen=True)
+class SavedCycle:
+    """What a checkpoint keeps of a run whose formats are planned."""
+
+    state: CycleState
+    analysis: PrecisionPlan | None
+    """The newest choice of formats with its costs; None before the first."""
+    plan: Plan
+    """The plan in force."""
+
+
+def read_saved_cycle(saved: Mapping[str, Any] | None) -> SavedCycle:
+    """What `PlanPrecision.to_state` gave a checkpoint.
+
+    Raises:
+        CheckpointError: a key is missing or unknown, or a value is of the wrong type or one that no run writes.
+        PlanError: a plan inside cannot be read.
+    """
+    rest = dict(saved or {})
+    text = rest.pop("plan", None)
+    if not isinstance(text, str):
+        raise CheckpointError(f"{ORIGIN} has no plan", got=shortened(text), do=DO)
+    (state, analysis), plan = read_cycle(rest), Plan.from_json(text)
+    is_other = state.recipes.keys() != planned_recipes(plan).keys()
+    refuse_impossible({"recipes of other layers than the plan's": is_other})
+    return SavedCycle(state, analysis, plan)
+
+
+def carried_on(here: Plan, saved: Plan, *, trains: bool = True) -> Plan:
+    """A checkpoint's formats, and what they were predicted to cost, in the plan that is decided now.
+
+    Args:
+        here: of this device and its memory.
+        saved: of the checkpoint.
+        trains: whether a step is left; else the device is still the one that all of them ran on.
+    """
+    predicted = dataclasses.replace(
+        here.predicted,
+        loss_divergence=saved.predicted.loss_divergence,
+        weight_divergence=saved.predicted.weight_divergence,
+    )
+    fingerprint = here.fingerprint if trains else saved.fingerprint
+    measured = saved.measured if saved.fingerprint.device == fingerprint.device else None
+    return dataclasses.replace(
+        here, fingerprint=fingerprint, gemms=saved.gemms, predicted=predicted, measured=measured
+    )

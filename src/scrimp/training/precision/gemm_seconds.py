@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from scrimp.config import ResolvedConfig
-from scrimp.cycle import StepTimes
+from scrimp.cycle.step_times import StepTimes
 from scrimp.errors import PlanError
 from scrimp.files import write_whole
 from scrimp.gemm.doctor_report import surroundings_of

@@ -15,8 +15,9 @@ from torch import Tensor
 from scrimp import objectives
 from scrimp.config import Config, flatten, replace_values
 from scrimp.config.snip import BUDGETS
-from scrimp.cycle import CycleSettings, CycleState
+from scrimp.cycle import CycleSettings
 from scrimp.cycle.question import ask, formats_to_measure
+from scrimp.cycle.state import CycleState
 from scrimp.data import Batch, Loader
 from scrimp.errors import CheckpointError, ConfigError
 from scrimp.export import ExportTarget, plan_for
@@ -25,7 +26,6 @@ from scrimp.optim import build
 from scrimp.planner.precision import PrecisionPlan
 from scrimp.runtime import realise
 from scrimp.training.checkpoint import Checkpoint
-from scrimp.training.precision.cycle_settings import settings_of
 from scrimp.training.precision.formats_in_plan import planned_recipes
 from scrimp.training.precision.meter import PrecisionMeter
 from scrimp.training.run_data import open_run_corpus
@@ -87,7 +87,7 @@ def _refuse_seconds(config: Config) -> None:
 
 def _measured(decisions: Decisions, checkpoint: Checkpoint, target: ExportTarget | None) -> PrecisionPlan:
     recipes = planned_recipes(decisions.plan)
-    settings = settings_of(decisions.config, recipes)
+    settings = CycleSettings.of_run(decisions.config, recipes)
     meter = _meter(settings, decisions, checkpoint)
     profile = meter.measure(checkpoint.step, formats_to_measure(settings, recipes))
     question = ask(settings, profile, CycleState(recipes), checkpoint.step)
