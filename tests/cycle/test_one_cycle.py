@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from collections.abc import Sequence
@@ -150,14 +151,26 @@ def test_without_a_probe_nothing_is_judged() -> None:
     assert list(model.measured) == [2, 8, 14]
 
 
+FIXED = {layer: dict.fromkeys(("fprop", "dgrad", "wgrad"), "fp8") for layer in LAYERS}
+"""That leave no GEMM to four bits."""
+
+
+def test_a_first_plan_out_of_reach_is_an_error_where_it_must_keep_the_budget() -> None:
+    model, cycle = made(pinned=FIXED, must_keep_budget=True)
+    with pytest.raises(PlanError, match="FLOPs in 4 bits"):
+        run(model, cycle, range(6))
+
+
 @pytest.mark.parametrize("is_strict", [True, False])
-def test_a_first_plan_out_of_reach_is_an_error_or_the_nearest(is_strict: bool) -> None:
-    pinned = {layer: dict.fromkeys(("fprop", "dgrad", "wgrad"), "fp8") for layer in LAYERS}
-    model, cycle = made(pinned=pinned, must_keep_budget=is_strict)
-    if is_strict:
-        with pytest.raises(PlanError, match="FLOPs in 4 bits"):
-            run(model, cycle, range(6))
-    else:
-        assert run(model, cycle, range(6))[-1] == START
-        assert cycle.analysis is not None
-        assert "the lowest plan" in cycle.analysis.reason
+def test_a_later_plan_out_of_reach_is_the_nearest_and_says_so(is_strict: bool) -> None:
+    model, cycle = made(must_keep_budget=is_strict)
+    run(model, cycle, range(6))
+    cycle.settings = dataclasses.replace(cycle.settings, pinned=FIXED)
+    assert run(model, cycle, range(6, 12))[-1] == START
+    assert cycle.analysis is not None
+    assert "the lowest plan" in cycle.analysis.reason
+
+
+def test_a_first_plan_out_of_reach_may_be_the_nearest() -> None:
+    model, cycle = made(pinned=FIXED)
+    assert run(model, cycle, range(6))[-1] == START

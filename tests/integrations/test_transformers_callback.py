@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from scrimp.gemm import LinearPrecision, PlannedLayer, swap_in
 from scrimp.gemm.backends import ReferenceBackend
 from scrimp.gemm.problem import Use
 from scrimp.integrations.recent_batches import RecentBatches
-from scrimp.planner.precision import Budget, PrecisionProfile
+from scrimp.planner.precision import PrecisionProfile
 from scrimp.precision import GEMMS
 
 pytest.importorskip("accelerate", reason="the Trainer of transformers needs accelerate")
@@ -183,29 +182,6 @@ def test_statistics_are_of_the_last_steps_with_their_accumulated_micro_batches(
     logged = [entry["loss"] for entry in run.state.log_history if "loss" in entry]
     np.testing.assert_allclose([batch.loss for batch in profile.batches], logged[2:5], rtol=1e-4)
     assert len({round(loss, 4) for loss in logged[:5]}) == 5
-
-
-@pytest.mark.slow
-def test_the_run_switches_at_its_step_however_long_solving_takes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runs = []
-    for seconds in (0.0, 0.5):
-        ask_at_once, note = precision_cycle.ask, Note()
-
-        def slow(*args: Any, seconds: float = seconds, ask: Any = ask_at_once) -> Any:
-            time.sleep(seconds)
-            return ask(*args)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(precision_cycle, "ask", slow)
-            snip = SnipCallback(0.75, first=2, switch_after=2, start="fp8")
-            run = trainer(tmp_path, snip, note, max_steps=6)
-            run.train()
-        assert [note.recipes[step] for step in range(6)] == [{"fp8"}] * 4 + [{"fp8", "nvfp4"}] * 2
-        runs.append(run)
-    assert snip.history[0]["stall_seconds"] > 0.1
-    assert_same(*runs)
 
 
 def test_a_plan_that_would_begin_after_the_end_is_not_measured(
@@ -384,26 +360,6 @@ def test_a_budget_out_of_reach_stops_the_run_and_says_what_can_be_reached(tmp_pa
     run = trainer(tmp_path, SnipCallback({"divergence": 0.0}, formats=("nvfp4",), first=2, switch_after=1))
     with pytest.raises(PlanError, match="predicted divergence"):
         run.train()
-
-
-@pytest.mark.slow
-def test_a_budget_that_gets_out_of_reach_leaves_the_nearest_plan_with_the_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ask = precision_cycle.ask
-
-    def out_of_reach(*args: Any) -> Any:
-        question = ask(*args)
-        is_first = question.current is None
-        return question if is_first else dataclasses.replace(question, budget=Budget(divergence=0.0))
-
-    monkeypatch.setattr(precision_cycle, "ask", out_of_reach)
-    snip = SnipCallback(0.5, first=2, every=2, switch_after=1)
-    trainer(tmp_path, snip, max_steps=6).train()
-    first, second = snip.history
-    assert first["fp4_flops"] >= 0.5
-    assert second["fp4_flops"] == 0.0
-    assert "safest" in second["reason"]
 
 
 # -- the proof of a plan -----------------------------------------------------------------------

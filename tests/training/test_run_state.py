@@ -42,11 +42,11 @@ def test_a_state_is_read_as_it_was_written(run: Path) -> None:
     state = read_state(checkpoint_of(run))
     assert state.to_json() == checkpoint_of(run).state
     assert (state.position.step, state.position.updates) == (4, 4)
-    cycle = read_saved_cycle(state.precision)
+    cycle, analysis, plan = read_saved_cycle(state.precision)
     assert state.precision is not None
-    assert cycle.analysis is not None
-    plans = {"plan": cycle.plan.to_json(), "analysis": cycle.analysis.to_json()}
-    assert json.loads(json.dumps(dataclasses.asdict(cycle.state) | plans)) == state.precision
+    assert analysis is not None
+    plans = {"plan": plan.to_json(), "analysis": analysis.to_json()}
+    assert json.loads(json.dumps(dataclasses.asdict(cycle) | plans)) == state.precision
 
 
 def at(state: dict[str, Any], path: str) -> tuple[dict[str, Any], str]:

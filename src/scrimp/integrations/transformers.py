@@ -52,19 +52,8 @@ except ImportError as error:
 
 BATCHES_FILE = "snip_batches.safetensors"
 PREFIX = "snip/"
-_ARGUMENTS = (
-    "formats",
-    "every",
-    "first",
-    "batches",
-    "policy",
-    "start",
-    "layers",
-    "gains",
-    "sensitivity",
-    "seed",
-)
-"""That are settings of the cycle by the same name."""
+_ARGUMENTS = ("formats", "every", "first", "batches", "policy", "start", "layers", "gains", "sensitivity")
+"""That are settings of the cycle by the same name; so is the seed."""
 _log = logging.getLogger("scrimp")
 
 
@@ -152,7 +141,7 @@ class SnipCallback(TrainerCallback, ExportableState):
         """What the Trainer's checkpoints keep; waits for the solver, whose plan is part of it."""
         settings = self.cycle.settings
         arguments = {name: getattr(settings, name) for name in _ARGUMENTS}
-        arguments |= {"budget": settings.budget.given, "switch_after": settings.delay}
+        arguments |= {"budget": settings.budget.given, "switch_after": settings.delay, "seed": settings.seed}
         saved = {"cycle": self.cycle.to_state(), "figures": self._figures()}
         return {"args": arguments, "attributes": {"saved": saved}}
 

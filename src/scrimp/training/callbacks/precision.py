@@ -55,10 +55,10 @@ class PlanPrecision(Callback):
     def restore(self, saved: Mapping[str, Any] | None, step: int) -> None:
         """Go on from the checkpoint of a step: its plan is put in force and into the run's folder, and
         plans that came later are dropped there, as later lines of the logs are."""
-        run, found, cycle = self._run, read_saved_cycle(saved), self.cycle
-        cycle.restore(found.state, found.analysis)
-        carried = carried_on(run.plans.plan, found.plan, trains=step < run.train.steps)
-        then, now = found.plan.fingerprint.device, carried.fingerprint.device
+        run, cycle, (state, analysis, plan) = self._run, self.cycle, read_saved_cycle(saved)
+        cycle.restore(state, analysis)
+        carried = carried_on(run.plans.plan, plan, trains=step < run.train.steps)
+        then, now = plan.fingerprint.device, carried.fingerprint.device
         if then != now:
             self._note = cycle.state.move(cycle.settings, step, then, now, in_seconds=self._wants_times())
         if self._world.is_writer:

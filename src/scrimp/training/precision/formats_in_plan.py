@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from scrimp.cycle.guard import Recipes
@@ -84,19 +83,8 @@ def _reason(layer: str, row: tuple[str, str, str], analysis: PrecisionPlan) -> s
     return f"{analysis.policy} at step {analysis.step}: harm {', '.join(parts)}"
 
 
-@dataclass(frozen=True)
-class SavedCycle:
-    """What a checkpoint keeps of a run whose formats are planned."""
-
-    state: CycleState
-    analysis: PrecisionPlan | None
-    """The newest choice of formats with its costs; None before the first."""
-    plan: Plan
-    """The plan in force."""
-
-
-def read_saved_cycle(saved: Mapping[str, Any] | None) -> SavedCycle:
-    """What `PlanPrecision.to_state` gave a checkpoint.
+def read_saved_cycle(saved: Mapping[str, Any] | None) -> tuple[CycleState, PrecisionPlan | None, Plan]:
+    """What `PlanPrecision.to_state` gave a checkpoint: the cycle's state and newest plan, and the run's plan in force.
 
     Raises:
         CheckpointError: a key is missing or unknown, or a value is of the wrong type or one that no run writes.
@@ -109,7 +97,7 @@ def read_saved_cycle(saved: Mapping[str, Any] | None) -> SavedCycle:
     (state, analysis), plan = read_cycle(rest), Plan.from_json(text)
     is_other = state.recipes.keys() != planned_recipes(plan).keys()
     refuse_impossible({"recipes of other layers than the plan's": is_other})
-    return SavedCycle(state, analysis, plan)
+    return state, analysis, plan
 
 
 def carried_on(here: Plan, saved: Plan, *, trains: bool = True) -> Plan:
