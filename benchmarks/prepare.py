@@ -33,7 +33,7 @@ from environment import RESULTS, cpu_name, facts, markdown_table, num_cores, wri
 
 from scrimp.data import CorpusSpec, open_corpus, prepare
 from scrimp.data.documents import Document, documents
-from scrimp.data.sources import open_source
+from scrimp.data.find_source import open_source
 from scrimp.data.streams import Meter
 
 COLUMNS = ("source", "MB", "tokens", "prepare, tokens/s", "plain loop, tokens/s", "ratio")

@@ -18,9 +18,9 @@ import pytest
 
 from scrimp.data import CorpusSpec, open_corpus, prepare
 from scrimp.data.documents import documents
+from scrimp.data.find_source import open_source
 from scrimp.data.prepare import num_cores
 from scrimp.data.shards import read_header
-from scrimp.data.sources import open_source
 from scrimp.data.streams import Meter
 from scrimp.errors import DataError, StorageError
 

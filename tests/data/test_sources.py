@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scrimp.data.documents import documents
-from scrimp.data.sources import open_source
+from scrimp.data.find_source import open_source
 from scrimp.data.streams import BLOCK, Meter
 from scrimp.errors import DataError, StorageError
 

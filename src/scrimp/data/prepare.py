@@ -46,9 +46,10 @@ from scrimp.data.corpus_manifest import (
 )
 from scrimp.data.documents import Document
 from scrimp.data.encoding import encode_documents, num_cores
+from scrimp.data.find_source import open_source
 from scrimp.data.passes import Passes
 from scrimp.data.progress_line import note
-from scrimp.data.sources import HUB, Source, open_source
+from scrimp.data.sources import HUB, Source
 from scrimp.data.split import Split, split_by_share, split_by_source
 from scrimp.data.tokenizer import (
     END_OF_TEXT,

@@ -90,7 +90,7 @@ class Files(Source):
                 case suffix if suffix in _JSONL or (suffix == ".json" and self.alone):
                     yield from jsonl_texts(file.path, self.column, meter, self.skipped)
                 case _ if self.column.is_messages:
-                    raise _no_conversations(str(file.path))
+                    raise no_conversations(str(file.path))
                 case _:
                     target = text_target(_text_bytes(file)) if self.alone else LONGEST_DOCUMENT
                     yield from cut(text_blocks(file.path, meter), target)
@@ -181,71 +181,10 @@ def source_file(path: Path, name: str) -> SourceFile | None:
     return SourceFile(name, path, status.st_size, status.st_mtime_ns)
 
 
-def open_source(source: str, column: str, *, conversations: bool = False) -> Source:
-    """The source that a name or path means.
-
-    Args:
-        column: of the text; of conversations the column of their messages.
-        conversations: read those, not text.
-    """
-    return _open_source(source, Column(column, conversations))
-
-
-def _no_conversations(name: str) -> DataError:
+def no_conversations(name: str) -> DataError:
+    """For a source of text where conversations are wanted."""
     return DataError(
         f"{name} holds text, not conversations",
         expected="JSONL or Parquet files, or a data set, with a column of messages",
         do="give conversations, or leave --objective.name out to train on text",
     )
-
-
-def _open_source(source: str, column: Column) -> Source:
-    if source == "stdlib":
-        if column.is_messages:
-            raise _no_conversations(source)
-        return StandardLibrary()
-    if source.startswith(HUB):
-        from scrimp.data.hub import Hub
-
-        return Hub(source, column)
-    path = Path(source).expanduser()
-    with storage(path, "read"):
-        exists, is_folder = path.exists(), path.is_dir()
-    if not exists:
-        raise DataError(
-            f"there is no file or folder {source}",
-            expected="stdlib, a text, JSONL or Parquet file, a folder, or hf:OWNER/NAME for the Hugging Face hub",
-            do=_hub_hint(source),
-        )
-    if is_folder:
-        return _open_folder(path, column)
-    file = source_file(path, path.name)
-    if file is None:
-        raise DataError(
-            f"{path} is not a file", expected="a regular file", do="save its content to a file first"
-        )
-    if file.size == 0:
-        raise DataError(f"{path} is empty", got="0 bytes", expected="text", do="give a file with text")
-    return Files(str(path), [file], column, alone=True)
-
-
-def _hub_hint(source: str) -> str:
-    looks_like_hub = source.count("/") == 1 and not source.startswith((".", "/", "~"))
-    return f"for the hub write {HUB}{source}" if looks_like_hub else "check the spelling of data.source"
-
-
-def _open_folder(path: Path, column: Column) -> Source:
-    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
-        from scrimp.data.hub import SavedDataset
-
-        return SavedDataset(path, column)
-    files = walk_files(path)
-    if not files:
-        raise DataError(
-            f"the folder {path} holds no files", expected="text, JSONL or Parquet files", do="check the path"
-        )
-    if not any(file.size for file in files):
-        raise DataError(
-            f"all files in {path} are empty", got=f"{len(files)} files with 0 bytes", expected="text"
-        )
-    return Files(str(path), [file for file in files if file.size], column, alone=False)
