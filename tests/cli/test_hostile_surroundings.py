@@ -160,9 +160,10 @@ def test_a_long_word_is_not_printed_whole(
 # -- prompts -----------------------------------------------------------------------------------
 
 
-def test_a_prompt_that_is_not_utf8_is_refused(run_dir: Path) -> None:
-    done = called(["generate", str(run_dir), "--prompt", b"ab\xff", "--tokens", "2"])
-    assert r"the prompt is not UTF-8 text" in refusal(done)
+def test_a_prompt_that_is_not_utf8_is_refused(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompt = os.fsdecode(b"ab\xff")  # as Python hands bytes of a command line over
+    code = main(["generate", str(run_dir), "--prompt", prompt, "--tokens", "2"])
+    assert "the prompt is not UTF-8 text" in short_refusal(code, capsys.readouterr().err)
 
 
 def test_of_a_long_prompt_the_end_is_printed(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -120,6 +120,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=str)
+@pytest.mark.slow
 def test_sharded_training_gives_the_loss_and_gradients_of_one_process(
     outcomes: Outcomes, number: int
 ) -> None:
@@ -133,6 +134,7 @@ def test_sharded_training_gives_the_loss_and_gradients_of_one_process(
             assert (found[name] - expected).norm() <= 1e-6 * expected.norm(), name
 
 
+@pytest.mark.slow
 def test_the_place_in_the_batch_matters(outcomes: Outcomes) -> None:
     """The comparison above can fail: without `first_row` the second rank's noise would be the first's."""
     number = next(i for i, case in enumerate(CASES) if case.recipe == "nvfp4")

@@ -79,6 +79,7 @@ def test_noise_that_tokens_share_moves_weights_further(profiles: Mapping[str, Pr
 
 
 @pytest.mark.parametrize("gains", ["ratios", "blocks"])
+@pytest.mark.every(2)
 def test_what_is_not_trained_before_the_stream_leaves_gains_finite(gains: str) -> None:
     model = decoder()
     model.embedding.requires_grad_(False)

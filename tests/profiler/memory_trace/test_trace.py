@@ -137,7 +137,7 @@ def test_attention_without_a_fused_kernel_holds_its_scores() -> None:
 
 @pytest.mark.parametrize("kv_heads", [2, 4])
 @pytest.mark.parametrize("parameters", ["bf16", "fp32"])
-@pytest.mark.every(3)
+@pytest.mark.every(4)
 def test_older_gpus_hold_the_scores_of_attention_in_bf16(parameters: str, kv_heads: int) -> None:
     def kept(capability: tuple[int, int]) -> int:
         costs = traced(a, device_functions="cuda", gpu=Gpu(72, capability), parameters=parameters)
@@ -247,7 +247,7 @@ def test_unknown_activations_are_refused() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.every(2)
+@pytest.mark.slow
 def test_a_billion_parameters_take_seconds_under_all_choices(device: str) -> None:
     start = time.process_time()
     costs = traced(
