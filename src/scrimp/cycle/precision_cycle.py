@@ -19,7 +19,7 @@ Probes        Where the plan of now can be compared with the compute format: aft
               where a step looks like trouble (`scrimp.cycle.guard`). Formats that are to blame are promoted.
 Budget        Of FLOPs in 4 bits, from the first plan on. With `final_share` the last part of the run may take less of
               it and the time before more (`scrimp.planner.precision.over_time`).
-Checked       tests/cycle/test_precision_cycle.py, and what each of the two models in training names
+Checked       tests/cycle/test_one_cycle.py, and what each of the two models in training names
 """
 
 from __future__ import annotations
