@@ -8,8 +8,8 @@ Method   The formats of the checkpoint stay in force. On another device one sent
 Exact    On the same device nothing is different from a run that was never interrupted. Step numbers are
          functions of the checkpoint and the settings, so that a run that moved and was killed continues the same.
 Limits   A plan that waits for its step, or a promotion's pause, comes first.
-Checked  tests/cycle/test_cycle_state.py; in real runs by tests/training/precision/test_precision_cycle.py, in a Trainer by
-         tests/integrations/test_transformers_callback.py
+Checked  tests/cycle/test_cycle_state.py; in real runs by tests/training/precision/test_precision_cycle.py, in a Trainer
+         by tests/integrations/test_transformers_callback.py
 """
 
 from __future__ import annotations
