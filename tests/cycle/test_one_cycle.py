@@ -111,12 +111,13 @@ def test_the_step_of_a_switch_is_the_same_however_long_solving_takes(monkeypatch
     assert cycle.analysis.seconds["stall"] > 0.1
 
 
+@pytest.mark.parametrize("stops", [range(1, 24, 7), pytest.param(range(24), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("guarded", [False, True])
-def test_a_cycle_that_is_resumed_at_any_step_goes_on_the_same(guarded: bool) -> None:
+def test_a_cycle_that_is_resumed_at_any_step_goes_on_the_same(guarded: bool, stops: range) -> None:
     more = {"guarded": guarded, "is_smoothed": guarded, "probe_every": 4, "steps": 24}
     whole_model, whole = made(**more)
     expected = run(whole_model, whole, range(24))
-    for stop in range(24):
+    for stop in stops:
         model, cycle = made(**more)
         formats = run(model, cycle, range(stop))
         saved = json.loads(json.dumps(cycle.to_state()))

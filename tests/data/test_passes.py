@@ -82,6 +82,7 @@ def test_many_small_documents_count_with_what_they_take_beside_their_text(
     tracemalloc.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc gives heap back, and /proc tells")
 def test_what_was_held_leaves_the_process(tmp_path: Path) -> None:
     """A run plans with the memory that is free when its text is prepared."""

@@ -20,6 +20,7 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "own_model.py"
 KIND = f"--model.kind={EXAMPLE}:Parallel"
 
 
+@pytest.mark.slow
 def test_the_example_trains_resumes_and_generates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     corpus, run = write_corpus(tmp_path), tmp_path / "run"
     words = flags(corpus, run, KIND, "--train.steps=4", "--checkpoint.every=2", "--precision=fp8")

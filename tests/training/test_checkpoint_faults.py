@@ -350,6 +350,7 @@ print(store.latest()[0].step)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of address space are Linux's")
 def test_a_process_that_gets_no_more_threads_writes_its_checkpoint_by_itself(tmp_path: Path) -> None:
     """As after running out of memory, when the last checkpoint is worth most."""

@@ -55,6 +55,7 @@ def test_a_resumed_run_repeats_the_same_losses(
     assert losses(resumed) == losses(whole)
 
 
+@pytest.mark.slow
 def test_a_run_from_before_the_setting_goes_on_as_often_as_it_likes(corpus: Path, tmp_path: Path) -> None:
     whole = run(corpus, tmp_path / "whole", "--precision=bf16")
     old = resumed_at_four(whole, tmp_path / "old")

@@ -13,8 +13,9 @@ STEPS = ("--optimizer.name=muon", "--train.steps=6", "--checkpoint.every=2", "--
 SNIP = ("--snip.first=1", "--snip.every=2", "--snip.delay=1", "--snip.formats=fp8,nvfp4")
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "snip"])
-@pytest.mark.every(2)
+@pytest.mark.parametrize(
+    "precision", ["fp32", *(pytest.param(p, marks=pytest.mark.slow) for p in ("bf16", "snip"))]
+)
 def test_a_resumed_run_repeats_the_same_losses(precision: str, tmp_path: Path) -> None:
     corpus, run = write_corpus(tmp_path), tmp_path / "run"
     more = SNIP if precision == "snip" else ()

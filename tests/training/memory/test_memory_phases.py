@@ -113,6 +113,7 @@ def test_measuring_precision_is_a_phase(
     assert found[-2:] == [EVALUATION, GENERATION]
 
 
+@pytest.mark.slow
 def test_a_step_that_ran_out_of_memory_stays_in_its_phase_with_the_peak_of_the_new_plan(
     corpus: Path, tmp_path: Path, cache: Recorder, calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
