@@ -25,7 +25,7 @@ if not torch.cuda.is_available():
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of the cases of a test that is marked `every(n)`, all but each n-th are slow."""
+    """Where a test is marked `every(n)`, all of its cases but each n-th are slow."""
     numbers: Counter[str] = Counter()
     for item in items:
         mark = item.get_closest_marker("every")

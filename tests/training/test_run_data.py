@@ -1,14 +1,26 @@
-"""A run is planned once where its tokenizer is known beforehand, and again where a trained one came out smaller."""
+"""A run is decided by the vocabulary that it gets: once where that is known, again where a trained one is smaller."""
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from scrimp.config import Config, DataConfig, ModelConfig, RunConfig, TrainConfig
+from scrimp.config import (
+    BudgetConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    ObjectiveConfig,
+    RunConfig,
+    TrainConfig,
+)
+from scrimp.errors import ConfigError, DataError, PlanError
 from scrimp.training import setup
+from scrimp.training.setup import decide
 from scrimp.training.start import fresh_start
 
 TEXT = "the quick brown fox jumps over the lazy dog. " * 400
@@ -43,23 +55,79 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return rows
 
 
+def with_data(config: Config, **changes: Any) -> Config:
+    return replace(config, data=replace(config.data, **changes))
+
+
+def rows_for(entries: int) -> int:
+    return -(-entries // 64) * 64
+
+
 def test_a_tokenizer_that_exists_gives_the_rows_before_the_first_plan(
     config: Config, planned: list[int]
 ) -> None:
     start = fresh_start(config)
     entries = start.corpus.tokenizer.vocab_size
-    assert planned == [-(-entries // 64) * 64]
+    assert planned == [rows_for(entries)]
     assert start.decisions.architecture.vocab_size == planned[0]
-    assert "entries" in start.decisions.reasons["model.vocab_size"]
+    assert f"{entries} entries" in start.decisions.reasons["model.vocab_size"]
 
 
-def test_a_trained_tokenizer_that_comes_out_smaller_is_planned_again(
+def test_a_trained_tokenizer_that_comes_out_smaller_is_decided_again(
     config: Config, planned: list[int]
 ) -> None:
     """One sentence has no 4,096 pieces."""
-    start = fresh_start(replace(config, data=replace(config.data, tokenizer="bpe")))
+    start = fresh_start(with_data(config, tokenizer="bpe"))
     entries = start.corpus.tokenizer.vocab_size
     first, second = planned
-    assert second == -(-entries // 64) * 64 < first
-    assert start.decisions.architecture.vocab_size == second
-    assert start.decisions.config.model.vocab_size == second
+    assert second == rows_for(entries) < first == 4096
+    decisions = start.decisions
+    assert decisions.architecture.vocab_size == decisions.config.model.vocab_size == second
+    assert f"{entries} entries" in decisions.reasons["model.vocab_size"]
+
+
+def test_a_tokenizer_may_get_more_entries_than_the_presets_rows(config: Config) -> None:
+    decisions = decide(with_data(config, tokenizer="bpe", vocab_size=8192))
+    assert decisions.architecture.vocab_size == 8192
+
+
+@pytest.mark.parametrize("micro_batch", [None, 16])
+def test_what_a_run_decides_follows_the_vocabulary_that_it_gets(
+    config: Config, micro_batch: int | None
+) -> None:
+    """With all the entries that its tokenizer may get it would have smaller micro-batches, or not fit at all."""
+    tight = replace(
+        with_data(config, tokenizer="bpe"),
+        budget=BudgetConfig(device_memory="12MB", host_memory="200MB"),
+        model=replace(config.model, num_layers=2, width=64, num_heads=4, num_kv_heads=2, ffn_width=128),
+        train=replace(config.train, sequence=64, batch_tokens=1024, micro_batch=micro_batch),
+    )
+    with contextlib.suppress(PlanError):
+        assert decide(tight).config.train.micro_batch < 16
+    fixed = replace(tight, model=replace(tight.model, vocab_size=320))
+    found, expected = fresh_start(tight).decisions, decide(fixed)
+    assert found.architecture.vocab_size == 320
+    assert found.config.train == expected.config.train
+    assert found.config.train.micro_batch == 16
+    assert found.plan.placement == expected.plan.placement
+
+
+def test_chunks_of_the_loss_are_those_of_the_vocabulary(config: Config) -> None:
+    wide = replace(config, train=replace(config.train, sequence=256, batch_tokens=4096))
+    assert decide(wide).config.train.loss_chunk == 0  # bytes: 320 rows
+    large = with_data(wide, tokenizer="bpe", vocab_size=8192)
+    assert 0 < decide(large).config.train.loss_chunk < 4096
+
+
+def test_a_dry_run_refuses_what_a_run_would(config: Config, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="need a tokenizer that there is already"):
+        decide(replace(config, objective=ObjectiveConfig(name="sft"), data=DataConfig(source="chats.jsonl")))
+    shards = fresh_start(with_data(config, tokenizer="bpe")).corpus.folder
+    ready = with_data(config, source=str(shards), tokenizer="auto")
+    decisions = decide(ready)
+    assert decisions.config.data.vocab_size is None
+    assert decisions.reasons["data.tokenizer"] == "the one that the shards were made with"
+    with pytest.raises(DataError, match="made with another tokenizer"):
+        decide(with_data(ready, tokenizer="bytes"))
+    with pytest.raises(ConfigError, match="no effect on a ready tokenizer"):
+        decide(with_data(ready, vocab_size=500))

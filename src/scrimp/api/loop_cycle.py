@@ -9,8 +9,9 @@
 Statistics are taken after update `first`, then every `every`; `delay` updates later the new plan is in force.
 With `to_state` in the loop's checkpoints a resumed run continues the same.
 
-Ranks    All call everything alike, `to_state` too, each with its own rows of the batches: the first solves, and tells
-         the others (`scrimp.cycle`). Which ranks can be measured: `scrimp.measure`.
+Ranks    All call everything alike, each with its own rows of the batches: the first solves, and tells the others
+         (`scrimp.cycle`). The state of the first is the one to keep; it may be asked alone. Which ranks can be
+         measured: `scrimp.measure`.
 Limits   Nothing compares a plan with bf16, so none is promoted (`PrecisionCycle` without `probe`), and no budget is of
          seconds: what a plan does is proven in its first step alone.
 Checked  tests/api/test_loop_cycle.py; in transformers' Trainer by tests/integrations/test_transformers_callback.py
@@ -49,7 +50,7 @@ class LoopCycle:
     Attributes:
         planned: the model's planned layers; None while it has none.
         history: a record of each plan.
-        figures: of the plan of now, by name; whoever shows them may clear them.
+        figures: of the current plan, by name; whoever shows them may clear them.
     """
 
     def __init__(self, settings: CycleSettings) -> None:
@@ -62,11 +63,11 @@ class LoopCycle:
         self._cycle: PrecisionCycle | None = None
         self._batches: Iterable[Any] = ()
         self._is_first_step = False
-        """Whether no step has been taken yet by the plan of now."""
+        """Whether no step has been taken yet by the current plan."""
 
     @property
     def plan(self) -> PrecisionPlan | None:
-        """The plan of now; None before the first."""
+        """The current plan; None before the first."""
         return None if self._cycle is None else self._cycle.analysis
 
     # -- what the loop asks for ----------------------------------------------------------------
@@ -111,7 +112,9 @@ class LoopCycle:
         self._cycle = PrecisionCycle(settings, self, recipes, world=World.current())
         self._is_first_step = self.planned is not None
         if saved:
-            self._restore(dict(saved if "recipes" in saved else _of_before(saved, recipes)), self._cycle)
+            self._restore(
+                dict(saved if "recipes" in saved else _from_earlier_version(saved, recipes)), self._cycle
+            )
 
     def measures_within(self, first: int, last: int) -> bool:
         """Whether statistics are due after one of these updates."""
@@ -136,7 +139,10 @@ class LoopCycle:
             self._cycle.close()
 
     def to_state(self) -> dict[str, Any]:
-        """JSON values, on all ranks; waits for the solver, whose plan is part of them. Empty before `begin`."""
+        """JSON values; waits for the solver, whose plan is part of them. Empty before `begin`.
+
+        On several ranks those of the first are to be kept, and loaded by all.
+        """
         if self._cycle is None:
             return {}
         clock = None if self.planned is None else list(self.planned.clock.now)
@@ -219,8 +225,8 @@ class LoopCycle:
         self.figures["proven_gemms"] = float(len(proof.proven))
 
 
-def _of_before(saved: Mapping[str, Any], recipes: Recipes) -> dict[str, Any]:
-    """The state that versions before the one cycle kept, in the form of now.
+def _from_earlier_version(saved: Mapping[str, Any], recipes: Recipes) -> dict[str, Any]:
+    """An earlier version's state in today's form.
 
     Args:
         recipes: of the planned layers before the first plan.

@@ -172,7 +172,7 @@ def plan(
             step_seconds, speedup or divergence (`scrimp.planner.precision.budget`).
         policy: snip, or one of the baselines (`scrimp.planner.precision.policies`).
         weights: of the terms of the cost against each other.
-        current: the plan of now, which only a clearly better one replaces.
+        current: the current plan, which only a clearly better one replaces.
         stages: pipeline stage of each layer, in the profile's order; each keeps the budget.
         seconds: [L, 3, P], measured times of every layer's GEMMs in every format of the profile, for a budget in
             step_seconds or speedup (`GemmTimes.table`); a speedup is over the column of bf16.

@@ -75,7 +75,7 @@ class Conversation:
             self._executable.model,
             prompt,
             max_tokens=min(self._tokens, room),
-            sampling=replace(self._sampling, seed=self._sampling.seed + len(asked)),
+            sampling=replace(self._sampling, seed=(self._sampling.seed + len(asked)) % 2**63),
             end_ids=self._template.end_ids,
         )
         ids = list(prompt)

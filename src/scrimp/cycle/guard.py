@@ -124,7 +124,7 @@ def promote(
     candidates: Sequence[str],
     pinned: Mapping[str, Mapping[str, str]] | None = None,
 ) -> Recipes:
-    """The formats after the so-manieth alarm.
+    """The formats after another alarm.
 
     Args:
         current: of the planned layers.

@@ -8,14 +8,14 @@
 
 Steps of measuring and switching are functions of the settings and of what happened before, never of how long
 something took: with the state in its checkpoints a run that was killed anywhere continues the same. The
-state is the formats of now, the costs that the last statistics gave, what the guard has seen, what the
+state is the current formats, the costs that the last statistics gave, what the guard has seen, what the
 budget has spent, and a plan that waits for its step.
 
 Who trains    A `ModelInTraining`: of a run (`scrimp.training.callbacks.precision`), or of a loop that somebody else
               owns (`scrimp.api.loop_cycle`).
 Ranks         All measure and probe; the writer solves, and tells the others its plan and what its probes found. Of a
               step's loss, norm and seconds the largest of any rank counts.
-Probes        Where the plan of now can be compared with the compute format: after each switch, by the calendar, and
+Probes        Where the current plan can be compared with the compute format: after each switch, by the calendar, and
               where a step looks like trouble (`scrimp.cycle.guard`). Formats that are to blame are promoted.
 Budget        Of FLOPs in 4 bits, from the first plan on. With `final_share` the last part of the run may take less of
               it and the time before more (`scrimp.planner.precision.over_time`).
@@ -67,7 +67,7 @@ class PrecisionCycle:
         Args:
             recipes: of the layers that are planned now.
             world: the ranks that train the model.
-            probe: compares the plan of now with the compute format, on a step's batch; None: nothing is guarded.
+            probe: compares the current plan with the compute format, on a step's batch; None: nothing is guarded.
         """
         self.settings, self.state = settings, CycleState(recipes)
         self.analysis: PrecisionPlan | None = None
@@ -80,9 +80,12 @@ class PrecisionCycle:
     # -- checkpoints ---------------------------------------------------------------------------
 
     def to_state(self) -> dict[str, Any]:
-        """JSON values, on all ranks; waits for the solver, whose plan is part of them."""
-        if self.state.waiting is not None and (found := self._solved()) is not None:
-            self.state.waiting.plan = found.to_json()
+        """JSON values; waits for the solver, whose plan is part of them.
+
+        On several ranks the writer's are those to keep. It asks no other rank, so it alone may be asked.
+        """
+        if self.state.waiting is not None and self._solution is not None:
+            self.state.waiting.plan = self._solution.result().to_json()
         analysis = None if self.analysis is None else self.analysis.to_json()
         return {**dataclasses.asdict(self.state), "analysis": analysis}
 
@@ -161,13 +164,17 @@ class PrecisionCycle:
         is_strict = self.settings.must_keep_budget and state.first_switch is None
         return (make_plan if is_strict else plan_or_nearest)(question, step=step + self.settings.delay)
 
-    def _solved(self) -> PrecisionPlan | None:
-        """What the solver found, when it is done; None where the plan that waits came from a checkpoint."""
+    def _solved(self, waiting: Waiting) -> PrecisionPlan:
+        """The writer's plan, on all ranks: what its solver found, when it is done, or its checkpoint held."""
+
+        def solution() -> PrecisionPlan:
+            if self._solution is not None:
+                return self._solution.result()
+            assert waiting.plan is not None  # a checkpoint holds it (see `read_cycle`)
+            return PrecisionPlan.from_json(waiting.plan)
+
         return self._world.once(
-            "solving for a plan",
-            lambda: None if self._solution is None else self._solution.result(),
-            write=lambda found: None if found is None else found.to_json(),
-            read=lambda text: None if text is None else PrecisionPlan.from_json(text),
+            "solving for a plan", solution, write=PrecisionPlan.to_json, read=PrecisionPlan.from_json
         )
 
     def _switch_if_due(self, step: int) -> bool:
@@ -175,10 +182,7 @@ class PrecisionCycle:
         if waiting is None or step < waiting.at:
             return False
         began = time.perf_counter()
-        found, self.state.waiting, self._solution = self._solved(), None, None
-        if found is None:
-            assert waiting.plan is not None  # it came from a checkpoint, which holds it (see `read_cycle`)
-            found = PrecisionPlan.from_json(waiting.plan)
+        found, self.state.waiting, self._solution = self._solved(waiting), None, None
         seconds = {
             "measure": self.measure_seconds,
             "solve": float(found.solver.get("seconds", 0.0)),
@@ -260,11 +264,11 @@ class PrecisionCycle:
         self._model.tell(Promoted(changed, reason, state.alarms, state.hold_until))
 
     def _shares(self) -> dict[str, float]:
-        """Of FLOPs, by layer; none before the first plan."""
+        """Each layer's share of FLOPs; empty before the first plan."""
         return (
             {} if self.analysis is None else {k: row.flops_share for k, row in self.analysis.layers.items()}
         )
 
     def _low_share(self) -> float:
-        """Share of FLOPs in 4 bits, by the plan of now."""
+        """Share of FLOPs in 4 bits, by the current plan."""
         return low_share(self.state.recipes, self._shares()) if self.state.first_switch is not None else 0.0

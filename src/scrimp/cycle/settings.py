@@ -35,7 +35,7 @@ class CycleSettings:
     pinned: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Layer to GEMM to the recipe that a rule fixes."""
     steps: int | None = None
-    """Of the whole run: nothing is measured for a plan that would begin after them. None: not known."""
+    """Length of the whole run: nothing is measured for a plan that would begin after it. None: not known."""
     at: tuple[int, ...] = ()
     """More steps to measure at."""
     final_share: float = 0.0
@@ -49,7 +49,7 @@ class CycleSettings:
     sensitivity: str = "auto"
     """auto: by the optimizer's rule; gradient: of any optimizer."""
     seed: int = 0
-    """Of the noise of statistics, with the step."""
+    """Seed of the noise of statistics, with the step."""
     start: str | None = None
     """Recipe before the first plan; None: the model as it is."""
     layers: tuple[str, ...] | None = None

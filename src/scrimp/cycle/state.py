@@ -58,7 +58,7 @@ class CycleState:
     step_seconds: list[float] = field(default_factory=list)
     """Times of the last steps, kept until the seconds beside the GEMMs are known."""
     measure_from: int | None = None
-    """Beside the calendar, from this step on: the plan of now is by another device's seconds."""
+    """Beside the calendar, from this step on: the current plan is by another device's seconds."""
     guard: GuardState = field(default_factory=GuardState)
 
     def must_measure(self, settings: CycleSettings, step: int) -> bool:

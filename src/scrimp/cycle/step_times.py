@@ -1,6 +1,6 @@
 """What a step's time is made of, for budgets in seconds and in speed-up, and which formats a plan may then give::
 
-    seconds of a step  = other + GEMMs in the formats of now         other: measured before the first plan
+    seconds of a step  = other + GEMMs in the current formats         other: measured before the first plan
 
 What a budget leaves of it to the planned GEMMs: `Budget.seconds_left`.
 

@@ -225,7 +225,7 @@ def open_corpus(
     if spec.source != "stdlib" and not spec.source.startswith(HUB) and path.is_dir() and is_corpus(path):
         corpus = Corpus(path)
         _check_wanted_kind(spec, corpus)
-        _check_wanted_tokenizer(spec, corpus)
+        check_wanted_tokenizer(spec.tokenizer, path, corpus.manifest)
         return corpus
     spec = replace(spec, tokenizer="bpe" if spec.tokenizer == "auto" else spec.tokenizer)
     source, given = open_text_source(spec)
@@ -278,20 +278,20 @@ def _check_wanted_kind(spec: CorpusSpec, corpus: Corpus) -> None:
         )
 
 
-def _check_wanted_tokenizer(spec: CorpusSpec, corpus: Corpus) -> None:
+def check_wanted_tokenizer(tokenizer: str, folder: Path, manifest: Manifest) -> None:
     """Ready shards keep their tokenizer; a different one that was asked for is an error."""
-    there = corpus.manifest.settings.get("tokenizer")
-    match spec.tokenizer:
+    there = manifest.settings.get("tokenizer")
+    match tokenizer:
         case "auto":
             return
         case "bpe":
             fits, wanted = there == "bpe", "a BPE trained on the corpus"
         case name:
-            fits, wanted = load_tokenizer(name).digest == corpus.manifest.tokenizer.digest, name
+            fits, wanted = load_tokenizer(name).digest == manifest.tokenizer.digest, name
     if not fits:
         raise DataError(
-            f"the shards in {corpus.folder} were made with another tokenizer",
-            got=f"tokenizer {spec.tokenizer}",
-            expected=f"the tokenizer in {corpus.folder / TOKENIZER}, not {wanted}",
+            f"the shards in {folder} were made with another tokenizer",
+            got=f"tokenizer {tokenizer}",
+            expected=f"the tokenizer in {folder / TOKENIZER}, not {wanted}",
             do="use the tokenizer that the shards have, or prepare the text again with the one you want",
         )

@@ -231,7 +231,7 @@ class SnipCallback(TrainerCallback, ExportableState):
             )
 
     def _figures(self) -> dict[str, float]:
-        """Of the plan of now, by the names that they have in the Trainer's records."""
+        """Figures of the current plan, by their names in the Trainer's records."""
         return {f"{PREFIX}{name}": value for name, value in self.cycle.figures.items()}
 
     def _look(self, module: nn.Module, args: tuple[Any, ...], inputs: Inputs, output: Any) -> None:

@@ -75,7 +75,7 @@ class Chart:
     subtitle: str
     series: Sequence[Series]
     format: Format
-    """Of values in the table."""
+    """How the table writes values."""
     unit: Unit = field(default=Unit())
     log: bool = False
     log_steps: bool = False

@@ -1,4 +1,4 @@
-"""What the plan of now really does: one batch in its formats, and again in the compute format.
+"""What the current plan really does: one batch in its formats, and again in the compute format.
 
 ::
 
@@ -48,7 +48,7 @@ class Probe:
 
 
 def probe(subject: Subject, batch: Any, *, ranks: Ranks | None = None) -> Probe:
-    """Compare the plan of now with the compute format on one statistics batch.
+    """Compare the current plan with the compute format on one statistics batch.
 
     Args:
         ranks: that train the model together, each with its own rows of the batch; None: one process.

@@ -27,7 +27,7 @@ class PlanInForce:
 
     @property
     def plan(self) -> Plan:
-        """The plan of now."""
+        """The current plan."""
         return self._plan
 
     def listen(self, listener: Listener) -> None:

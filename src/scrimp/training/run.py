@@ -32,7 +32,7 @@ class Run:
     """One run in progress."""
 
     decisions: Decisions
-    """As the run began; the plan of now is `plans.plan`."""
+    """As the run began; the current plan is `plans.plan`."""
     dir: Path
     """Its folder."""
     corpus: Corpus

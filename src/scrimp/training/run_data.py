@@ -1,20 +1,26 @@
 """What a run learns from: its tokenizer, its vocabulary, its corpus.
 
-Order    The tokenizer is decided with the settings, and with it how many entries it has: those of one that exists; of
-         one that is still to be trained, as many as it may get. The model gets its embedding rows by that number; the
-         run is planned, and refused where it must be, before time is spent on a corpus. Only where the trained
-         tokenizer came out smaller is the plan made again (`scrimp.training.setup.Decisions.with_corpus`).
+Order    The tokenizer is decided first, and with it how many entries it has: those of one that exists; of one that is
+         still to be trained, as many as it may get. The model gets its embedding rows by that number, then all settings
+         are decided, and the run is planned before time is spent on a corpus. Where the trained tokenizer came out
+         smaller, the run is decided once more, from what its user asked for
+         (`scrimp.training.setup.Decisions.with_corpus`). A run that may fit with a smaller one is not refused before it
+         is trained (`scrimp.training.start`).
 Checked  tests/training/test_run_data.py, test_bad_input.py
 """
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 from pathlib import Path
 
 from scrimp import objectives
-from scrimp.config import OWN_PRESETS, Architecture, Config, ResolvedConfig
+from scrimp.config import OWN_PRESETS, Architecture, Config, DataConfig, ResolvedConfig
 from scrimp.data import Corpus, CorpusSpec, is_corpus, load_tokenizer, open_corpus, packed
+from scrimp.data.corpus import check_wanted_tokenizer
+from scrimp.data.corpus_manifest import read_manifest
+from scrimp.data.prepare import chat_tokenizer
+from scrimp.data.sources import HUB
 from scrimp.errors import ConfigError, DataError, ModelError
 from scrimp.training.run_folder import TOKENIZER
 from scrimp.training.trained_weights import tokenizer_of_weights
@@ -46,35 +52,62 @@ def refuse_unread_settings(config: Config) -> None:
         )
 
 
-def decide_tokenizer(
-    config: ResolvedConfig, architecture: Architecture, reasons: dict[str, str]
-) -> ResolvedConfig:
-    data = config.data
-    if data.tokenizer == "auto":
-        has_own = is_corpus(Path(data.source))  # shards bring their tokenizer along
-        folder = tokenizer_of_weights(config.model.weights) if config.model.weights and not has_own else None
-        if config.model.weights and not has_own and folder is None:
+def decide_tokenizer(config: Config, architecture: Architecture) -> tuple[Config, dict[str, str]]:
+    """Which tokenizer a run has, and how large one that is still to be trained may get; with reasons by dotted key.
+
+    Raises:
+        ConfigError, DataError, ModelError: settings that a ready tokenizer contradicts, or none where one is needed.
+    """
+    data, weights, reasons = config.data, config.model.weights, {}
+    shards = _shards_of(data)
+    if shards is not None:
+        check_wanted_tokenizer(data.tokenizer, shards, read_manifest(shards))
+        if data.tokenizer == "auto":
+            reasons["data.tokenizer"] = "the one that the shards were made with"
+    elif data.tokenizer == "auto" and weights is not None:
+        folder = tokenizer_of_weights(weights)
+        if folder is None:
             raise ModelError(
-                f"{config.model.weights} has no tokenizer that can be read",
+                f"{weights} has no tokenizer that can be read",
                 expected="a tokenizer.json: the weights mean nothing to another tokenizer's ids",
                 do="save the model's tokenizer there with transformers, or name one with --data.tokenizer",
             )
-        choice = str(folder) if folder else "auto"
-        if folder:
-            reasons["data.tokenizer"] = "the tokenizer of model.weights"
-        data = dataclasses.replace(data, tokenizer=choice)
-    if data.tokenizer not in ("auto", "bpe"):
-        if data.vocab_size is not None:
-            raise ConfigError(
-                "data.vocab_size has no effect on a ready tokenizer",
-                got=f"{data.vocab_size} beside the tokenizer {data.tokenizer}",
-                do="leave it out, or set --data.tokenizer bpe to train one",
-            )
-    elif data.vocab_size is None:
-        size = min(architecture.vocab_size, BPE_LIMIT)
-        data = dataclasses.replace(data, vocab_size=size)
+        data, reasons["data.tokenizer"] = (
+            replace(data, tokenizer=str(folder)),
+            "the tokenizer of model.weights",
+        )
+    elif data.tokenizer == "auto":
+        data, reasons["data.tokenizer"] = replace(data, tokenizer="bpe"), "trained on the corpus"
+    config = replace(config, data=data)
+    if shards is not None or data.tokenizer != "bpe":
+        _refuse_vocabulary_size(config)
+        return config, reasons
+    if reads_conversations(config):
+        chat_tokenizer(corpus_spec(config), None)  # refuses
+    if data.vocab_size is None:
+        config = replace(config, data=replace(data, vocab_size=min(architecture.vocab_size, BPE_LIMIT)))
         reasons["data.vocab_size"] = f"the model's vocabulary, at most {BPE_LIMIT:,}"
-    return dataclasses.replace(config, data=data)
+    return config, reasons
+
+
+def _shards_of(data: DataConfig) -> Path | None:
+    """The folder of ready shards that the source is, which bring their tokenizer along."""
+    is_name = data.source == "stdlib" or data.source.startswith(HUB)
+    return None if is_name or not is_corpus(Path(data.source)) else Path(data.source)
+
+
+def _refuse_vocabulary_size(config: Config) -> None:
+    """Refuse a size for a tokenizer that is there already."""
+    data = config.data
+    if data.vocab_size is not None:
+        raise ConfigError(
+            "data.vocab_size has no effect on a ready tokenizer",
+            got=f"{data.vocab_size} beside "
+            + (
+                "shards, which have theirs" if data.tokenizer == "auto" else f"the tokenizer {data.tokenizer}"
+            ),
+            do="leave it out, or set --data.tokenizer bpe to train one on a text",
+        )
 
 
 def corpus_spec(config: Config) -> CorpusSpec:
@@ -92,9 +125,9 @@ def corpus_spec(config: Config) -> CorpusSpec:
 
 
 def open_run_corpus(
-    config: ResolvedConfig, world: World, *, progress: bool = True, digest: str | None = None
+    config: Config, world: World, *, progress: bool = True, digest: str | None = None
 ) -> Corpus:
-    """Open or prepare the corpus of a run and check that it suits the model.
+    """Open the corpus of a run, or prepare it.
 
     Args:
         digest: of the corpus that the run was begun with, if it was.
@@ -102,6 +135,11 @@ def open_run_corpus(
     with world.writer_first("opening the data"):  # which prepares them; the others find shards
         corpus = open_corpus(corpus_spec(config), cache=config.data.cache, progress=progress, digest=digest)
     world.agree("the data", corpus.digest, do="give all ranks the same source and the same cache")
+    return corpus
+
+
+def refuse_short(config: ResolvedConfig, corpus: Corpus) -> None:
+    """Raise DataError for a corpus that fills no sequence of the run."""
     sequence = config.train.sequence
     if corpus.manifest.holds_conversations:
         packed(corpus.train, sequence)  # refused here where nothing fits
@@ -114,7 +152,6 @@ def open_run_corpus(
             expected=f"at least {sequence + 1:,} (train.sequence + 1)",
             do="give more text, or lower --train.sequence",
         )
-    return corpus
 
 
 def refuse_other_tokenizer(config: Config, corpus: Corpus) -> None:
@@ -135,47 +172,48 @@ def refuse_other_tokenizer(config: Config, corpus: Corpus) -> None:
     )
 
 
-def name_tokenizer(config: ResolvedConfig, corpus: Corpus, reasons: dict[str, str]) -> ResolvedConfig:
-    """Say which tokenizer `auto` came to be; its reason is put into `reasons`."""
+def has_open_vocabulary(config: Config) -> bool:
+    """Whether the embedding gets its rows by the tokenizer."""
+    model = config.model
+    return model.vocab_size is None and model.weights is None and model.preset in OWN_PRESETS
+
+
+def trains_tokenizer(config: Config) -> bool:
+    """Whether the tokenizer is still to be trained, and may come out smaller than it may get."""
     data = config.data
-    if data.tokenizer != "auto":
-        return config
-    if corpus.folder == Path(data.source):
-        # No tokenizer is trained: the size that one would have had is not part of this run.
-        data, reason = dataclasses.replace(data, vocab_size=None), "the one that the shards were made with"
-        reasons.pop("data.vocab_size", None)
-    else:
-        data, reason = dataclasses.replace(data, tokenizer="bpe"), "trained on the corpus"
-    reasons["data.tokenizer"] = reason
-    return dataclasses.replace(config, data=data)
+    is_bpe = data.tokenizer == "bpe" or (data.tokenizer == "auto" and config.model.weights is None)
+    return is_bpe and _shards_of(data) is None
 
 
 def expected_vocabulary(config: Config, architecture: Architecture) -> int:
-    """Entries of the tokenizer that a run will have, before its corpus is prepared: of one that
-    is still to be trained, as many as it may get."""
+    """Entries of the tokenizer that a run will have, before its corpus is prepared: of one that is still to be trained,
+    as many as it may get, and where the model's rows are fixed no more than these."""
     data = config.data
-    if data.source != "stdlib" and is_corpus(Path(data.source)):
-        return load_tokenizer(Path(data.source) / TOKENIZER).vocab_size
-    if data.tokenizer in ("auto", "bpe"):
-        # At most that many, and at most what a model of fixed size has rows for.
-        return min(data.vocab_size or BPE_LIMIT, architecture.vocab_size)
-    return load_tokenizer(data.tokenizer).vocab_size
+    shards = _shards_of(data)
+    if shards is not None:
+        return load_tokenizer(shards / TOKENIZER).vocab_size
+    if data.tokenizer != "bpe":
+        return load_tokenizer(data.tokenizer).vocab_size
+    most = data.vocab_size or BPE_LIMIT
+    return most if has_open_vocabulary(config) else min(most, architecture.vocab_size)
 
 
-def fit_vocabulary(
-    config: ResolvedConfig, architecture: Architecture, entries: int, reasons: dict[str, str]
-) -> tuple[ResolvedConfig, Architecture]:
-    """Give the model as many embedding rows as its tokenizer has entries, or refuse a tokenizer that has more of them
-    than the model has rows. The reason is put into `reasons`."""
-    model = config.model
-    is_open = model.vocab_size is None and model.weights is None and model.preset in OWN_PRESETS
-    if is_open or "model.vocab_size" in reasons:
-        rows = -(-entries // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-        reasons["model.vocab_size"] = (
-            f"the tokenizer's {entries:,} entries, rounded up to a multiple of {VOCAB_MULTIPLE}"
+def rows_for(entries: int) -> int:
+    """Rows of an embedding that gets them by its tokenizer."""
+    return -(-entries // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+
+def fit_vocabulary(config: Config, architecture: Architecture, entries: int) -> tuple[Config, Architecture]:
+    """Give the model as many embedding rows as its tokenizer has entries, where they are open.
+
+    Raises:
+        ConfigError: more entries than a model has rows whose number is fixed.
+    """
+    if has_open_vocabulary(config):
+        rows = rows_for(entries)
+        return replace(config, model=replace(config.model, vocab_size=rows)), replace(
+            architecture, vocab_size=rows
         )
-        changed = dataclasses.replace(config, model=dataclasses.replace(model, vocab_size=rows))
-        return changed, dataclasses.replace(architecture, vocab_size=rows)
     if entries > architecture.vocab_size:
         raise ConfigError(
             "the tokenizer has more entries than the model has embedding rows",

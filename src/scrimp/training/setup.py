@@ -40,12 +40,15 @@ from scrimp.training.memory.limits import budgets_of, device_limit
 from scrimp.training.memory.micro_batch import decide_micro_batch
 from scrimp.training.precision.reachable import refuse_unreachable_share
 from scrimp.training.run_data import (
+    VOCAB_MULTIPLE,
     decide_tokenizer,
     expected_vocabulary,
     fit_vocabulary,
-    name_tokenizer,
+    has_open_vocabulary,
     refuse_other_tokenizer,
+    refuse_short,
     refuse_unread_settings,
+    rows_for,
 )
 from scrimp.training.trained_weights import architecture_of_weights
 from scrimp.world import ALONE, World
@@ -55,8 +58,10 @@ from scrimp.world import ALONE, World
 class Decisions:
     """A run that has been decided but not begun."""
 
+    asked: Config
+    """What was asked for."""
     config: ResolvedConfig
-    """No open choice is left in it."""
+    """The same, with no open choice left in it."""
     architecture: Architecture
     device: Device
     plan: Plan
@@ -177,23 +182,27 @@ class Decisions:
 
     def with_memory(self, memory: MemoryDecision) -> Decisions:
         """The same run with another decision about its memory."""
-        return _decisions(self.device, self.config, self.architecture, self.reasons, memory)
+        return _decisions(self.device, self.asked, self.config, self.architecture, self.reasons, memory)
 
     def with_corpus(self, corpus: Corpus) -> Decisions:
-        """The same run, now that its tokenizer is known. It is planned again only where the embedding has other rows.
+        """The same run, now that its tokenizer is known: decided anew where the embedding gets other rows by it.
 
         Raises:
             ModelError: the weights are those of another tokenizer.
             ConfigError: it has more entries than the model has rows.
+            DataError: the corpus is too short.
             PlanError: the run does not fit, or no longer.
         """
         refuse_other_tokenizer(self.config, corpus)
-        reasons = dict(self.reasons)
-        named = name_tokenizer(self.config, corpus, reasons)
-        config, architecture = fit_vocabulary(named, self.architecture, corpus.tokenizer.vocab_size, reasons)
-        found = dataclasses.replace(self, config=config, reasons=reasons)
-        if architecture != self.architecture:
-            found = _plan_for(self.device, config, architecture, reasons)
+        entries, found = corpus.tokenizer.vocab_size, self
+        if not has_open_vocabulary(self.asked):
+            fit_vocabulary(self.config, self.architecture, entries)  # refuses what does not fit
+        elif rows_for(entries) != self.architecture.vocab_size:
+            found = decide(self.asked, entries=entries, world=self.world)
+        else:
+            reasons = self.reasons | {"model.vocab_size": _reason_for_rows(entries)}
+            found = dataclasses.replace(self, reasons=reasons)
+        refuse_short(found.config, corpus)
         found.refuse_misfit()  # again: of the memory that was free, preparing the data may have taken long
         return found
 
@@ -209,12 +218,19 @@ class Decisions:
         self.refuse_tuning_misfit()
 
 
-def decide(config: Config, *, architecture: Architecture | None = None, world: World = ALONE) -> Decisions:
+def decide(
+    config: Config,
+    *,
+    architecture: Architecture | None = None,
+    entries: int | None = None,
+    world: World = ALONE,
+) -> Decisions:
     """Resolve a configuration on this machine; starts nothing and reads no corpus.
 
     Args:
-        world: the ranks of the run, all of which decide alike.
         architecture: of a run that is resumed; None derives it from the configuration.
+        entries: of the tokenizer; None: as many as it has, or may get where it is still to be trained.
+        world: the ranks of the run, all of which decide alike.
     """
     check_values(config)
     objectives.check(config.objective)
@@ -233,14 +249,21 @@ def decide(config: Config, *, architecture: Architecture | None = None, world: W
             expected=f"the model of the run's configuration, {config.model.preset} with its changes",
             do="restore the run's own checkpoints, or start a new run",
         )
-    resolution = resolve(config, architecture, device_type=device.torch_device.type)
-    reasons = dict(resolution.reasons)
-    resolved = dataclasses.replace(resolution.config, device=device.spelling)
+    # In this order: the tokenizer, the model's rows, all other settings, the plan.
+    named, reasons = decide_tokenizer(config, architecture)
+    entries = expected_vocabulary(named, architecture) if entries is None else entries
+    fitted, architecture = fit_vocabulary(named, architecture, entries)
+    if has_open_vocabulary(config):
+        reasons["model.vocab_size"] = _reason_for_rows(entries)
     if config.device == "auto":
         reasons["device"] = device.reason
-    resolved = decide_tokenizer(resolved, resolution.architecture, reasons)
-    entries = expected_vocabulary(resolved, resolution.architecture)
-    return _plan_for(device, *fit_vocabulary(resolved, resolution.architecture, entries, reasons), reasons)
+    resolution = resolve(fitted, architecture, device_type=device.torch_device.type)
+    resolved = dataclasses.replace(resolution.config, device=device.spelling)
+    return _plan_for(device, config, resolved, architecture, reasons | resolution.reasons)
+
+
+def _reason_for_rows(entries: int) -> str:
+    return f"the tokenizer's {entries:,} entries, rounded up to a multiple of {VOCAB_MULTIPLE}"
 
 
 def _refuse_ranks(world: World) -> None:
@@ -258,19 +281,24 @@ def _refuse_ranks(world: World) -> None:
 
 
 def _plan_for(
-    device: Device, config: ResolvedConfig, architecture: Architecture, reasons: dict[str, str]
+    device: Device,
+    asked: Config,
+    config: ResolvedConfig,
+    architecture: Architecture,
+    reasons: dict[str, str],
 ) -> Decisions:
     if config.is_planned:
         pinned = parse_rules(config.precision).pinned(list(spec_of(architecture).origins))
         refuse_unreachable_share(config, architecture, pinned)
     config, memory = decide_micro_batch(device, config, architecture, reasons)
-    decisions = _decisions(device, config, architecture, reasons, memory)
+    decisions = _decisions(device, asked, config, architecture, reasons, memory)
     device.world.agree("the plan of the run", decisions.plan.to_json(), do="give all ranks the same settings")
     return decisions
 
 
 def _decisions(
     device: Device,
+    asked: Config,
     config: ResolvedConfig,
     architecture: Architecture,
     reasons: dict[str, str],
@@ -294,7 +322,7 @@ def _decisions(
         why=memory.reason,
         predicted=memory.predicted(copy),
     )
-    return Decisions(config, architecture, device, plan, reasons, memory, copy)
+    return Decisions(asked, config, architecture, device, plan, reasons, memory, copy)
 
 
 def _quantizes(plan: Plan) -> bool:

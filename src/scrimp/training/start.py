@@ -27,8 +27,8 @@ from scrimp.config import (
     with_later_choices,
 )
 from scrimp.data import Corpus, load_tokenizer
-from scrimp.data.tokenizer import CHAT_TEMPLATE
-from scrimp.errors import CheckpointError, DataError, typed
+from scrimp.data.tokenizer import CHAT_TEMPLATE, SMALLEST_BPE
+from scrimp.errors import CheckpointError, DataError, PlanError, typed
 from scrimp.runtime.memory import HostRoom
 from scrimp.training.checkpoint import Checkpoint, CheckpointStore
 from scrimp.training.memory.host_room import take_host_room
@@ -39,7 +39,7 @@ from scrimp.training.precision.gemm_seconds import (
     wants_times,
 )
 from scrimp.training.precision.reachable import refuse_unreachable_speed
-from scrimp.training.run_data import open_run_corpus
+from scrimp.training.run_data import has_open_vocabulary, open_run_corpus, trains_tokenizer
 from scrimp.training.run_folder import CONFIG, TOKENIZER, config_to_resume, saved_config, sign_of_checkpoints
 from scrimp.training.run_record import RunRecord, checked_record
 from scrimp.training.run_state import RunState, read_state
@@ -75,8 +75,7 @@ class Start:
 
 def fresh_start(config: Config, world: World = ALONE) -> Start:
     """Decide a new run and open its data."""
-    decisions = decide(anchored(config), world=world)
-    decisions.refuse_misfit()  # before time is spent on a corpus
+    decisions = _decided_before_data(anchored(config), world)
     decisions.backends()
     if decisions.config.model.weights is not None:
         refuse_unusable_weights(decisions.config.model.weights)
@@ -85,6 +84,24 @@ def fresh_start(config: Config, world: World = ALONE) -> Start:
     decisions = decisions.with_corpus(corpus)
     room = take_host_room(decisions.memory, decisions.config, decisions.device)
     return Start(decisions, corpus, room=room)
+
+
+def _decided_before_data(config: Config, world: World) -> Decisions:
+    """A run that may fit, before time is spent on a corpus.
+
+    One that is too large with all the entries that its tokenizer may get is refused here only if it is with the fewest
+    too.
+    """
+    try:
+        decisions = decide(config, world=world)
+        decisions.refuse_misfit()
+    except PlanError:
+        if not (has_open_vocabulary(config) and trains_tokenizer(config)):
+            raise
+        decisions = decide(config, entries=SMALLEST_BPE, world=world)
+        decisions.refuse_misfit()
+        print("the run fits only with a small vocabulary: the tokenizer comes first", file=sys.stderr)
+    return decisions
 
 
 def _refuse_speed_out_of_reach(decisions: Decisions) -> None:

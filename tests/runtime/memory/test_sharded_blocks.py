@@ -10,6 +10,7 @@ from typing import cast
 import pytest
 import torch
 from distributed import spawn
+from late_link import LateLink
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -19,7 +20,7 @@ from scrimp.config.activations import LEVELS, Activations
 from scrimp.models.blocks import Block
 from scrimp.models.initialise import initialise
 from scrimp.models.model import build_model
-from scrimp.runtime.memory import ActivationOffload, BlockMemory, HostArena, LateLink
+from scrimp.runtime.memory import ActivationOffload, BlockMemory, HostArena
 
 pytestmark = pytest.mark.slow
 

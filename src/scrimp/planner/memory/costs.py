@@ -13,7 +13,7 @@ from typing import Literal
 from scrimp.errors import PlanError
 
 Origin = Literal["measured", "predicted"]
-"""Of seconds: timed on this device, or predicted from the work."""
+"""Where seconds come from: timed on this device, or predicted from the work."""
 CHECKPOINT_FILE_BYTES = 512 * 2**20
 
 

@@ -66,7 +66,7 @@ class Question:
     penalties: Array | None = None
     """[L, 3], factors on costs: what earlier trouble taught."""
     current: NDArray[np.int64] | None = None
-    """[L, 3], the plan of now: ties keep it."""
+    """[L, 3], the current plan: ties keep it."""
     previous: Array | None = None
     """[L, 3, P], costs of the last choice: half of them count beside the new ones."""
     switching: Array | None = None

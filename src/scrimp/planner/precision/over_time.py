@@ -7,7 +7,7 @@ Method   The program twice over, with the policy's decisions for each of two pha
 
              min  n V(main) + w m V(final)      s.t.  n share(main) + m share(final) >= (n + m) share
 
-         One solve gives the share that each phase should have; the plan of now is then made for its own.
+         One solve gives the share that each phase should have; the current plan is then made for its own.
 Limits   Costs are those of now: what they will be at the end is not known before it is measured there.
 Source   arXiv 2509.25149 for the finding.
 Checked  tests/planner/precision/test_precision_phases.py

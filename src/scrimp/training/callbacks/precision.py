@@ -1,6 +1,6 @@
 """Formats that are planned while a run trains: its cycle, on batches of its own order, with its plan, files and events.
 
-Files    plan.json is the plan of now; plans/step-*.json every plan, plans/step-*.precision.json the analysis
+Files    plan.json is the current plan; plans/step-*.json every plan, plans/step-*.precision.json the analysis
          behind it.
 Ranks    One writes the files; what is measured and decided alike, `scrimp.cycle` says.
 Checked  tests/training/precision/test_precision_cycle.py: kill and resume at every phase, bit-equal runs when

@@ -107,7 +107,7 @@ class MemoryTrouble:
         return replanned(plan, account, found, reason=reason, seconds=seconds)
 
     def _decision_of(self, plan: Plan) -> MemoryDecision:
-        """The plan of now, within the memory that the run may take."""
+        """The current plan, within the memory that the run may take."""
         decisions = self._decisions
         now = decision_of(plan, decisions.config, decisions.architecture, decisions.device)
         machine = dataclasses.replace(

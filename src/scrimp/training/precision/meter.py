@@ -45,7 +45,7 @@ class PrecisionMeter:
         return collect(self._subject(step), batches, formats, gains=settings.gains, seed=settings.seed + step)
 
     def probe(self, step: int) -> Probe:
-        """The plan of now against the compute format, on a step's batch."""
+        """The current plan against the compute format, on a step's batch."""
         return probe(self._subject(step), next(self._batches(step, 1)))
 
     def _subject(self, step: int) -> Subject:
