@@ -65,7 +65,9 @@ time.sleep(0 if sys.argv[1] == "leave" else 600)
 """
 
 
-@pytest.mark.parametrize("how", [pytest.param("stay", marks=pytest.mark.slow), "apart", "leave"])
+@pytest.mark.parametrize(
+    "how", ["leave", *(pytest.param(how, marks=pytest.mark.slow) for how in ("stay", "apart"))]
+)
 def test_all_that_a_command_started_is_dead_after_its_limit_or_its_end(tmp_path: Path, how: str) -> None:
     def starts(here: gpu.Session) -> gpu.Outcome:
         here.command(*gpu.python("-c", STARTS_ANOTHER, how))
@@ -83,6 +85,7 @@ def test_all_that_a_command_started_is_dead_after_its_limit_or_its_end(tmp_path:
     assert not is_running(child)
 
 
+@pytest.mark.slow
 def test_what_a_killed_command_said_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     here = session(tmp_path)

@@ -216,6 +216,7 @@ def test_another_kind_of_saved_input_compiles_one_more_graph_and_going_back_none
         assert counter.frame_count == before + more
 
 
+@pytest.mark.slow
 def test_steps_compile_nothing_with_a_clock_that_is_set_or_not() -> None:
     """In a graph a step is a number that it reads: the noise of compiled and eager steps is the same."""
     x = random(24, 64)

@@ -62,6 +62,7 @@ def test_importing_the_gemms_and_the_kernels_package_imports_no_triton() -> None
     succeeds(IMPORT_ONLY)
 
 
+@pytest.mark.slow
 def test_a_tensor_on_the_cpu_is_refused_where_nothing_is_interpreted() -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     succeeds(ON_CPU)

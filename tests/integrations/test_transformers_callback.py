@@ -259,6 +259,7 @@ def test_a_run_that_is_resumed_anywhere_in_the_cycle_ends_the_same(
     assert [entry["step"] for entry in plans_of(again)] == [5, 9]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_the_callback_can_be_gone_on_from_with_it(tmp_path: Path) -> None:
     trainer(tmp_path, max_steps=2, save_strategy="steps", save_steps=2).train()
     snip = SnipCallback(0.5, first=4, switch_after=1)

@@ -94,6 +94,7 @@ def test_text_from_outside_does_not_run_and_nothing_is_loaded(evil_page, tmp_pat
     assert seen.dom.count("<img") == 0
 
 
+@pytest.mark.slow
 def test_text_that_got_past_the_escape_would_be_stopped_and_seen(evil_page, tmp_path):
     """The control: both the policy and these tests' own eyes work."""
     hole = "<script>document.title='ran'</script><img src='http://127.0.0.1:9/x'><p onclick='1' style='color:red'>"

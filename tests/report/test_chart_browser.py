@@ -235,6 +235,7 @@ def test_the_steps_become_logarithmic(seen):
     assert ink > 0.9
 
 
+@pytest.mark.slow
 def test_dark_pages_have_dark_charts(page, tmp_path):
     script = (
         "seen.c = ['loss'].map((slug) => document.getElementById('chart-' + slug).chart.series[2].stroke())"
@@ -244,6 +245,7 @@ def test_dark_pages_have_dark_charts(page, tmp_path):
 
 
 @pytest.mark.parametrize("values", [[1e300, 1e-300], [-1e12, 3], [0, 0], [math.nan, 7]])
+@pytest.mark.every(3)
 def test_odd_values_are_drawn_without_an_error(values, tmp_path):
     folder = write_run(tmp_path / "run", 40)
     records = metrics(40)

@@ -196,6 +196,7 @@ def test_reentrant_checkpoints_give_the_same_gains_too() -> None:
     assert np.allclose(found[0].backward, found[1].backward, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_size_of_the_noise_hardly_matters() -> None:
     made = bench(decoder(), steps=20)
     small, large = (

@@ -36,7 +36,7 @@ def test_a_run_killed_at_random_moments_ends_with_the_same_losses(tmp_path: Path
     more = (f"--train.steps={steps}", "--checkpoint.every=1", "--evaluation.every=0")
     whole, drilled = tmp_path / "whole", tmp_path / "drilled"
     assert main(flags(corpus, whole, *more)) == 0
-    rng = random.Random(kills)
+    rng = random.Random(7 + kills)  # the only kill of `make test` falls into a step
     killed = 0
     while killed < kills:
         resume = ["--resume"] if (drilled / "config.toml").exists() else []

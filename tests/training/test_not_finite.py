@@ -174,7 +174,8 @@ def commands(target: Path, corpus: Path, out: Path) -> dict[str, list[str]]:
     }
 
 
-@pytest.mark.parametrize("name", ["eval", "generate", "export", "train", "plan"])
+@pytest.mark.parametrize("name", ["train", "eval", "generate", "export", "plan"])
+@pytest.mark.every(3)
 def test_a_command_refuses_them_and_takes_the_checkpoint_that_it_names(
     name: str, broken: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -148,6 +148,7 @@ def interrupted(run: Path, copy: Path, at: int = 8) -> Path:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS[1:])
+@pytest.mark.every(3)
 def test_a_resumed_run_repeats_the_same_losses(runs: dict[str, Path], tmp_path: Path, precision: str) -> None:
     run_dir = interrupted(runs[precision], tmp_path / "resumed")
     assert main(["train", f"--run.dir={run_dir}", "--resume"]) == 0

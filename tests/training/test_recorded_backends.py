@@ -110,6 +110,7 @@ def test_which_back_end_ran_each_gemm_stands_in_the_plan_and_in_every_checkpoint
 
 
 @pytest.mark.parametrize("keeps_plan", [True, False], ids=["plan.json", "the checkpoint's"])
+@pytest.mark.every(2)
 def test_another_report_between_start_and_resume_changes_nothing(
     begun: Path, tmp_path: Path, machine: Machine, keeps_plan: bool
 ) -> None:
@@ -186,6 +187,7 @@ def test_asking_for_auto_on_resume_records_anew(begun: Path, tmp_path: Path, mac
     assert fp8() == {"torch"}
 
 
+@pytest.mark.slow
 def test_the_back_end_that_is_advised_runs_everything_when_typed(
     begun: Path, tmp_path: Path, machine: Machine, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -210,6 +210,7 @@ def test_a_7b_trains_on_16_gb_with_57_gb_of_host_memory() -> None:
     assert plan.account.host_peak > 0.6 * 57e9
 
 
+@pytest.mark.slow
 def test_a_14b_on_24_gb_needs_8_bit_states_for_an_80_gb_host() -> None:
     machine = replace(MACHINE, device_bytes=23 * 2**30, host_bytes=80 * 10**9)
     assert find(llama_costs(QWEN_14B, 8192), machine, Setup(4)) is None

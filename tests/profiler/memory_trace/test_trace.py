@@ -67,6 +67,7 @@ def test_every_level_keeps_less_and_none_loses_weights() -> None:
     assert block.parameters == spec_of(LLAMA).block(0).parameters
 
 
+@pytest.mark.slow
 def test_an_offloaded_block_leaves_its_output_less_its_input() -> None:
     for formats in (FORMATS["bf16"], FORMATS["autocast"]):
         (block,) = traced(activations=ALL_ACTIVATIONS, **{"parameters": "fp32", **formats}).classes
@@ -231,6 +232,7 @@ def test_pieces_at_the_ends_cost_what_all_pieces_do(
     assert len(many_pieces) - taken > 2 * taken > 0
 
 
+@pytest.mark.slow
 def test_a_process_quantizes_once_per_shape_and_device(many_pieces: list[slice]) -> None:
     linears = {"blocks.0.mlp.down": LinearPrecision.of("fp8")}
     first = traced(linears=linears)

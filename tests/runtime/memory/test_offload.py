@@ -55,7 +55,7 @@ def expected_steps(precision: str) -> list[Tensor]:
 
 @pytest.mark.parametrize("kind", LINKS)
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.every(3)
+@pytest.mark.every(5)
 def test_losses_and_gradients_are_those_without_offload(precision: str, kind: type[Link]) -> None:
     offload = make_offload(kind)
     assert same(Run(precision, offload=offload).steps(), expected_steps(precision))
@@ -163,7 +163,7 @@ def test_a_place_that_is_freed_while_it_is_read_shows(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.every(2)
+@pytest.mark.every(3)
 def test_between_the_passes_only_the_last_block_is_on_the_device(precision: str) -> None:
     kept = live_after_forward(Run(precision))
     offload = make_offload(LateLink)

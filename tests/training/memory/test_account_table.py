@@ -78,6 +78,7 @@ def test_attention_without_a_fused_kernel_on_cuda_is_said(
     assert text is None if reason is None else f"Scrimp uses no fused kernel for {reason}" in str(text)
 
 
+@pytest.mark.slow
 def test_a_run_does_not_wait_for_a_search_of_what_more_memory_would_give(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

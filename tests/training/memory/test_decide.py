@@ -82,6 +82,7 @@ def test_on_a_gpu_the_scores_of_unfused_attention_are_counted_where_everything_f
     assert (memory.account.peak > scores) is is_counted
 
 
+@pytest.mark.slow
 def test_a_budget_that_is_too_small_for_everything_makes_blocks_recompute() -> None:
     peak, copy = resident_peak(), copy_bytes()
     found = decided_with(device_memory=f"{int(0.75 * peak) + copy}B")

@@ -34,6 +34,7 @@ def measured(again: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> Decisi
 
 
 @pytest.mark.parametrize("again", [0.0, -0.3, 0.3])
+@pytest.mark.slow
 def test_noise_chooses_no_recomputation(again: float, monkeypatch: pytest.MonkeyPatch) -> None:
     found = measured({"keep": 0.0, "swiglu": again, "norms": again}, monkeypatch)
     assert found.memory.costs.seconds_origin == "measured"

@@ -97,6 +97,7 @@ def test_on_one_memory_the_device_and_both_budgets_that_are_named_fit() -> None:
     assert is_refused(with_budget(**pair | {"host_memory": less(pair["host_memory"], 0.97)}))
 
 
+@pytest.mark.slow
 def test_what_is_named_fits_with_updates_on_the_cpu_too() -> None:
     """Its states need gradients and copies of weights on the host, so that other sizes are enough."""
     asked = dataclasses.replace(CONFIG, memory=MemoryConfig(optimizer="host", update="cpu"))

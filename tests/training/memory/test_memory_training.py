@@ -50,6 +50,7 @@ def test_a_run_that_recomputes_has_the_losses_of_one_that_keeps(
     assert plans[0] == plans[1]
 
 
+@pytest.mark.slow
 def test_a_run_may_go_on_with_other_activations(corpus: Path, tmp_path: Path) -> None:
     expected = run(corpus, tmp_path / "whole")
     run_dir = tmp_path / "run"
@@ -100,6 +101,7 @@ def test_a_plan_that_was_edited_recomputes_on_every_resume(
 
 
 @pytest.mark.parametrize("words", [["--precision=bf16", "--train.parameters=bf16"], []], ids=["bf16", "fp32"])
+@pytest.mark.every(2)
 def test_states_on_the_host_change_no_loss(corpus: Path, tmp_path: Path, words: list[str]) -> None:
     more = [*words, "--train.micro-batch=2", "--optimizer.clip=0.1"]
     expected = run(corpus, tmp_path / "device", *more)
@@ -204,6 +206,7 @@ def test_an_update_that_fails_on_the_cpu_ends_the_run_by_its_own_name(
     assert not [one for one in threading.enumerate() if one.name.startswith("scrimp-update")]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_its_states_elsewhere(corpus: Path, tmp_path: Path) -> None:
     expected = run(corpus, tmp_path / "whole")
     run_dir = tmp_path / "run"
@@ -236,6 +239,7 @@ def test_a_budget_that_changes_on_resume_changes_the_plan_and_its_figures(
     assert losses(run_dir) == expected
 
 
+@pytest.mark.slow
 def test_a_plan_that_an_earlier_resume_wrote_is_no_edit(corpus: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     expected = run(corpus, run_dir, "--checkpoint.every=3")

@@ -37,6 +37,7 @@ def slow_from(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 8])
+@pytest.mark.slow
 def test_the_fastest_is_taken_and_kept(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     slow_from(size, monkeypatch)
     found = decide(OPEN)

@@ -158,6 +158,7 @@ def account_of(decisions: Decisions, plan: Plan) -> StepAccount:
     return account_step(costs.costs, plan.placement, accumulates=memory.setup.accumulates)
 
 
+@pytest.mark.slow
 def test_where_the_arena_is_full_plans_take_less_of_it_until_nothing_leaves(
     taken: tuple[Decisions, Executable],
 ) -> None:

@@ -129,6 +129,7 @@ def test_a_run_that_goes_on_upon_another_device_says_so_once(
     assert losses(run_dir) == losses(whole)  # the device's name alone is another one: it calculates the same
 
 
+@pytest.mark.slow
 def test_measuring_and_keeping_the_plan_changes_no_bit(corpus: Path, tmp_path: Path) -> None:
     """One candidate leaves nothing to choose: it measures, probes, switches to what it has, and trains the same."""
     only = ["--snip.formats=nvfp4", "--budget.fp4-flops=1"]

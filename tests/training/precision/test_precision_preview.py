@@ -71,6 +71,7 @@ def test_the_users_budget_and_formats_count(run_dir: Path, tmp_path: Path) -> No
     assert {gemm.choice for row in plan.layers.values() for gemm in row.gemms.values()} == {"bf16", "mxfp4"}
 
 
+@pytest.mark.slow
 def test_a_budget_of_harm_takes_as_many_four_bits_as_it_allows(run_dir: Path, tmp_path: Path) -> None:
     shares = []
     for harm in (0.2, 0.4, 0.9):

@@ -96,7 +96,8 @@ def test_a_true_run_says_what_was_proven(honest: Path) -> None:
     assert (second["step"], second["reason"]) == (SWITCH, found + answer)
 
 
-@pytest.mark.parametrize("gemm", ["fprop", "dgrad"])
+@pytest.mark.parametrize("gemm", ["dgrad", "fprop"])
+@pytest.mark.every(2)
 def test_one_operand_of_one_layer_that_stays_bf16_after_a_switch_stops_the_run(
     gemm: str,
     corpus: Path,
