@@ -138,6 +138,7 @@ def test_nothing_is_begun_after_a_smoke_test_that_failed(
     assert rows == [("smoke", "smoke", smoke_holds, ""), ("checks", *last)]
 
 
+@pytest.mark.slow
 def test_the_smoke_test_says_what_failed(tmp_path: Path) -> None:
     """Here torch has no CUDA: the product fails, and its last line is the figure."""
     if torch.cuda.is_available():

@@ -73,6 +73,7 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 @interpreted
 @pytest.mark.parametrize("compute", ["bf16", "fp32"])
 @pytest.mark.every(2)
+@pytest.mark.slow
 def test_the_layers_of_a_run_try_nothing_in_either_working_format(tried: list[Any], compute: str) -> None:
     rules = f"{compute},blocks.0.*=fp8,head=fp8"
     plan, executable = realised(rules, "fp32", UNTIED, by_triton)

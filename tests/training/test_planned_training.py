@@ -155,6 +155,7 @@ def test_a_resumed_run_repeats_the_same_losses(runs: dict[str, Path], tmp_path: 
     assert losses(run_dir) == losses(runs[precision])
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_proven_with_the_weights_of_its_checkpoint(
     runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -151,6 +151,7 @@ def seal(folder: Path, changed: Path) -> None:
         manifest.seal(folder, step)
 
 
+@pytest.mark.slow
 def test_a_recorded_back_end_that_is_wrong_by_now_is_refused_by_name_with_what_to_do(
     begun: Path, tmp_path: Path, machine: Machine, capsys: pytest.CaptureFixture[str]
 ) -> None:

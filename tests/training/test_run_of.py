@@ -58,6 +58,7 @@ def test_a_run_without_its_tokenizer_says_where_it_belongs(
     assert main(["generate", str(copy), *GENERATE]) == 0
 
 
+@pytest.mark.slow
 def test_an_export_is_evaluated_as_its_run_was_trained(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

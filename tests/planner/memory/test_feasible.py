@@ -84,8 +84,8 @@ def refusals(seeds: range) -> tuple[int, int]:
 
 
 def test_no_budget_at_an_edge_is_refused() -> None:
-    budgets, refused = refusals(range(12))
-    assert budgets > 60
+    budgets, refused = refusals(range(6))
+    assert budgets > 30
     assert refused == 0
 
 

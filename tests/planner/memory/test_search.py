@@ -95,7 +95,8 @@ def uniform_problem(draw: random.Random, blocks: int = 2) -> tuple[StepCosts, Ma
     return costs, machine, Setup(draw.choice((1, 1, 3)))
 
 
-@pytest.mark.parametrize("problems", [6, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("problems", [6, 20])
+@pytest.mark.slow
 def test_regret_against_all_plans_of_small_problems(problems: int) -> None:
     """Any set of blocks for every class, or only so many of them, and any activations, all simulated."""
     regrets = []

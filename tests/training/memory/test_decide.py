@@ -94,6 +94,7 @@ def test_a_budget_that_is_too_small_for_everything_makes_blocks_recompute() -> N
     found.refuse_misfit()
 
 
+@pytest.mark.slow
 def test_one_account_whether_it_fits_easily_or_was_decided() -> None:
     easily, decided = (
         decided_with(),

@@ -41,6 +41,7 @@ def test_noise_chooses_no_recomputation(again: float, monkeypatch: pytest.Monkey
     assert found.memory.placement.activations == KEPT
 
 
+@pytest.mark.slow
 def test_levels_that_tie_do_not_let_every_block_recompute(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = measured({"keep": 0.0, "swiglu": 0.0}, monkeypatch).memory
     least = memory.account.peak - 1

@@ -105,6 +105,7 @@ def test_what_is_named_fits_with_updates_on_the_cpu_too() -> None:
     assert "the CPU updates them" in str(fits(with_budget(asked, **pair)).memory.placement.states)  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_on_one_memory_parts_that_fit_alone_are_refused_as_a_sum() -> None:
     states = MemoryConfig(weights="host", gradients="host", optimizer="host")
     asked = dataclasses.replace(CONFIG, memory=states)

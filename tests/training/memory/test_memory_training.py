@@ -81,6 +81,7 @@ def test_a_setting_that_cannot_be_is_refused_before_a_folder_is_made(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_plan_that_was_edited_recomputes_on_every_resume(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -80,6 +80,7 @@ def test_a_setting_of_the_users_own_gets_a_micro_batch_that_fits(monkeypatch: py
         assert found.config.train.micro_batch != 8
 
 
+@pytest.mark.slow
 def test_all_sizes_are_compared_by_one_yardstick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where some sizes take too long to be timed, none is."""
     origins: dict[int | None, list[str | None]] = {}

@@ -184,6 +184,7 @@ def test_where_the_arena_is_full_plans_take_less_of_it_until_nothing_leaves(
     assert before.host_peak == floor
 
 
+@pytest.mark.slow
 def test_where_the_device_is_full_plans_take_less_of_it_and_the_arena_is_enough(
     taken: tuple[Decisions, Executable],
 ) -> None:

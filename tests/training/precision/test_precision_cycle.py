@@ -201,6 +201,7 @@ def test_the_last_part_of_a_run_may_take_less_of_the_budget(corpus: Path, tmp_pa
     assert min(early) > 0.5 > max(late)
 
 
+@pytest.mark.slow
 def test_plans_after_the_checkpoint_leave_the_folder_of_a_resumed_run(
     whole: Path, corpus: Path, tmp_path: Path
 ) -> None:
@@ -251,6 +252,7 @@ def test_kill_dash_nine_in_the_middle_of_a_run(whole: Path, corpus: Path, tmp_pa
     )
 
 
+@pytest.mark.slow
 def test_a_budget_that_statistics_show_to_be_impossible_gives_the_nearest_plan(
     corpus: Path, tmp_path: Path
 ) -> None:

@@ -60,6 +60,7 @@ def test_how_far_the_prediction_may_be_off_is_shown(
     assert "no interval: one batch was measured" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.slow
 def test_the_users_budget_and_formats_count(run_dir: Path, tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
     words = ("--budget.fp4-flops=0.25", "--snip.formats=bf16,fp8,mxfp4", f"--out={out}")
