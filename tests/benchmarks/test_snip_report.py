@@ -175,6 +175,7 @@ def strict(path: Path) -> Any:
     )
 
 
+@pytest.mark.slow
 def test_the_report_has_all_parts_and_every_plot_is_xml(work: Path, tmp_path: Path) -> None:
     page = write_report(work, GRID, tmp_path, "today")
     text, record = page.read_text(encoding="utf-8"), strict(page.with_suffix(".json"))

@@ -67,6 +67,7 @@ def test_a_pass_that_ended_early_is_not_taken_for_the_whole() -> None:
     assert [document.text for document in text.read("reading")] == TEXTS
 
 
+@pytest.mark.slow
 def test_many_small_documents_count_with_what_they_take_beside_their_text(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -145,6 +145,7 @@ def test_layers_in_the_compute_format_take_their_own_path() -> None:
     )
 
 
+@pytest.mark.slow
 def test_compiled_layers_give_the_eager_numbers() -> None:
     torch.manual_seed(0)
     layer = nn.Sequential(Conv1D(24, 16))

@@ -58,6 +58,7 @@ def test_without_triton_a_kernel_is_refused_by_name() -> None:
     succeeds(WITHOUT_TRITON)
 
 
+@pytest.mark.slow
 def test_importing_the_gemms_and_the_kernels_package_imports_no_triton() -> None:
     succeeds(IMPORT_ONLY)
 

@@ -120,6 +120,7 @@ def test_a_run_whose_plan_stays_equal_is_bit_equal_to_one_without_the_callback(t
     assert_same(without, with_it)
 
 
+@pytest.mark.slow
 def test_a_model_without_a_start_is_plain_until_its_first_plan(tmp_path: Path) -> None:
     note, without = Note(), trainer(tmp_path)
     without.train()

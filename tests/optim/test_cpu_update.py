@@ -144,6 +144,7 @@ def test_any_mixture_with_visiting_states_and_weights_on_the_host_is_bit_equal(
     format_=st.sampled_from(sorted(ALL_FORMATS)),
     scales=st.lists(st.sampled_from((1.0, 0.2, 0.01, float("inf"), float("nan"))), min_size=2, max_size=4),
 )
+@pytest.mark.slow
 def test_a_clip_that_is_sometimes_hit_and_gradients_that_are_not_finite_change_nothing(
     format_: str, scales: list[float]
 ) -> None:

@@ -141,6 +141,7 @@ def test_a_browser_without_scripts_says_what_needs_them(page, tmp_path):
     assert "logarithmic steps" not in title
 
 
+@pytest.mark.slow
 def test_nothing_is_wider_than_a_phone(page, evil_page, tmp_path):
     harness = tmp_path / "harness.html"
     frames = "".join(

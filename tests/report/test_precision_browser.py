@@ -89,6 +89,7 @@ def words(data, index, layer, gemm):
     return found | {css_class(plan.recipe(layer, gemm))}
 
 
+@pytest.mark.slow
 def test_the_page_runs_under_its_policy(page, tmp_path):
     visited = visit(page, tmp_path)
     assert visited.console == []
@@ -155,6 +156,7 @@ def test_arrows_move_over_the_map(seen):
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_nothing_is_wider_than_a_phone(page, tmp_path):
     harness = tmp_path / "harness.html"
     script = (

@@ -150,6 +150,7 @@ def test_the_card_tells_of_the_gemm_that_does_most_harm(tmp_path):
     assert f'<dd data-field="harm">{cell_facts(data.plans[-1], layer, gemm).harm}</dd>' in text
 
 
+@pytest.mark.slow
 def test_figures_of_old_plans_are_left_out_before_the_page_gets_heavy(tmp_path):
     run = write_run(tmp_path / "run", 5)
     for step in range(1, 13):

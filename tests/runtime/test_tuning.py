@@ -86,6 +86,7 @@ def test_the_layers_of_a_run_try_nothing_in_either_working_format(tried: list[An
 
 
 @interpreted
+@pytest.mark.slow
 def test_a_bucket_is_tried_once_and_never_in_the_run(tried: list[Any]) -> None:
     plan, _ = realised("fp8", "fp32", UNTIED)
     gemms = tuned_gemms(plan, UNTIED, by_triton, CPU, tokens=256, out=torch.bfloat16)

@@ -261,6 +261,7 @@ def test_bad_input_is_named_and_nothing_is_lost(
         assert not (tmp_path / "new" / "config.toml").exists(), "a refused run left a run behind"
 
 
+@pytest.mark.slow
 def test_a_process_ends_with_the_code_and_prints_no_traceback(tmp_path: Path) -> None:
     done = scrimp("train", f"--data.source={tmp_path / 'nothing.txt'}", "--device=cpu")
     assert done.returncode == 2

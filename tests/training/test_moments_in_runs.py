@@ -74,6 +74,7 @@ def test_a_run_from_before_the_setting_goes_on_as_often_as_it_likes(corpus: Path
     assert load_config(old / "config.toml").optimizer.moments == "fp32"
 
 
+@pytest.mark.slow
 def test_other_moments_are_refused_on_resume_by_name(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -123,6 +123,7 @@ def test_another_report_between_start_and_resume_changes_nothing(
     assert Plan.read(run_dir / "plan.json").backends == Plan.read(begun / "plan.json").backends
 
 
+@pytest.mark.slow
 def test_a_run_of_before_without_a_record_resumes_by_the_report_of_today_and_records_it(
     begun: Path, tmp_path: Path, machine: Machine
 ) -> None:

@@ -227,6 +227,7 @@ def test_waiting_for_the_lock_is_not_waiting_forever(tmp_path: Path) -> None:
     assert time.monotonic() - began < 5
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_when_the_folder_of_its_tokenizer_is_gone(
     finished: Path, corpus: Path, tmp_path: Path
 ) -> None:

@@ -171,6 +171,7 @@ def test_a_lost_record_is_named_where_the_tokenizer_is_another(
     assert not (copy / "run.json").exists()
 
 
+@pytest.mark.slow
 def test_other_data_are_refused_before_the_first_checkpoint(
     copy: Path, corpus: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -225,6 +225,7 @@ def test_the_system_message_comes_first_and_the_seed_decides(learnt: Path, told)
     assert first == again != other
 
 
+@pytest.mark.slow
 def test_on_a_terminal_it_asks_and_goes_on_after_a_refusal(learnt: Path) -> None:
     """A message that does not fit ends nothing there; the end of input does."""
     own, theirs = pty.openpty()

@@ -74,8 +74,7 @@ def checkpoint_is_complete(run_dir: Path) -> bool:
     "number",
     [
         signal.SIGINT,
-        *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGTERM, signal.SIGHUP)),
-        signal.SIGUSR1,
+        *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)),
     ],
     ids=lambda number: number.name,
 )
@@ -115,6 +114,7 @@ def test_a_signal_that_was_ignored_at_the_start_stays_ignored(
     assert checkpoint_is_complete(run_dir)
 
 
+@pytest.mark.slow
 def test_a_warning_that_is_followed_by_the_end_itself_still_writes_the_checkpoint(
     corpus: Path, tmp_path: Path
 ) -> None:
@@ -131,6 +131,7 @@ def test_a_warning_that_is_followed_by_the_end_itself_still_writes_the_checkpoin
     assert checkpoint_is_complete(run_dir)
 
 
+@pytest.mark.slow
 def test_a_terminal_that_goes_away_leaves_a_checkpoint(corpus: Path, tmp_path: Path) -> None:
     """The kernel sends SIGHUP to the terminal's session, and what is written to the terminal fails from then on."""
     run_dir = tmp_path / "run"

@@ -147,6 +147,7 @@ def test_cutting_the_batch_otherwise_changes_the_loss_only_by_rounding(
 
 
 @pytest.mark.parametrize("parameters", ["fp32", "bf16"])
+@pytest.mark.every(2)
 def test_bf16_runs_resume_bit_for_bit(corpus: Path, tmp_path: Path, parameters: str) -> None:
     import shutil
 

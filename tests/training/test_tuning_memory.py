@@ -52,6 +52,7 @@ def test_a_plan_shows_it_beside_a_step_whose_peak_is_its_own(
     assert decisions.plan.predicted.peak_device_bytes == decisions.memory.account.peak
 
 
+@pytest.mark.slow
 def test_where_there_is_no_room_for_it_a_run_is_refused_without_a_folder(
     command: list[str], run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

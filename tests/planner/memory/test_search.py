@@ -180,6 +180,7 @@ def test_everything_resident_wins_where_it_fits() -> None:
     assert plan.is_exact
 
 
+@pytest.mark.slow
 def test_memory_that_is_missing_costs_least_first() -> None:
     costs = llama_costs(QWEN_7B, 4096)
     setup, seconds = Setup(8), []

@@ -108,6 +108,7 @@ def test_states_take_the_published_bytes_per_parameter(
     assert costs.checkpoint_copy == 2 * costs.checkpoint_state  # one file holds all of so little
 
 
+@pytest.mark.slow
 def test_a_gpus_emulated_products_do_not_depend_on_the_cpu_that_traces_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -85,6 +85,7 @@ def test_any_blocks_may_leave(leaving: set[int], keep_last: bool) -> None:
     assert (offload.link.bytes_sent > 0) == bool(leaving - ({3} if keep_last else set()))
 
 
+@pytest.mark.slow
 def test_documents_and_compiled_blocks() -> None:
     starts = torch.tensor([0, 20, 64, 128], dtype=torch.int32)
     losses = []
@@ -188,6 +189,7 @@ def live_after_forward(run: Run, blocks: int = 4) -> int:
     return live
 
 
+@pytest.mark.slow
 def test_the_peak_of_a_pass_no_longer_grows_with_the_blocks() -> None:
     """Gradients are there from the step before, so that they do not count."""
     small = 1024  # of a block: what is below `min_bytes`

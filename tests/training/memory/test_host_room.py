@@ -63,6 +63,7 @@ class Seen:
         monkeypatch.setattr(HostCopies, "take", copied)
 
 
+@pytest.mark.slow
 def test_a_budget_of_the_host_holds_the_arena_and_what_a_checkpoint_takes(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -86,6 +86,7 @@ def test_a_budget_of_harm_takes_as_many_four_bits_as_it_allows(run_dir: Path, tm
     assert shares[0] < shares[1] < shares[2]
 
 
+@pytest.mark.slow
 def test_a_budget_of_harm_is_shown_and_refused_in_the_users_number(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -151,6 +151,7 @@ def test_a_lie_at_a_resume_is_found_before_its_first_step(
     assert max(losses(run_dir)) == SWITCH
 
 
+@pytest.mark.slow
 def test_formats_that_change_nothing_are_doubted_at_the_switch(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -173,6 +174,7 @@ def test_formats_that_change_nothing_are_doubted_at_the_switch(
     assert "nor did 23 others as planned" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_doubt_that_the_proof_answers_alarms_nobody(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

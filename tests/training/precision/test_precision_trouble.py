@@ -64,6 +64,7 @@ def events(run_dir: Path, kind: str) -> list[dict[str, object]]:
     return [event for event in records(run_dir, "events.jsonl") if event["kind"] == kind]
 
 
+@pytest.mark.slow
 def test_a_probe_finds_noise_that_drowns_the_gradient(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,6 +80,7 @@ def test_a_probe_finds_noise_that_drowns_the_gradient(
     assert len(losses(run_dir)) == 12
 
 
+@pytest.mark.slow
 def test_steps_that_are_not_finite_promote_at_once_until_nothing_is_broken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
