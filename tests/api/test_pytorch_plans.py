@@ -95,6 +95,7 @@ def test_a_budget_in_seconds_takes_measured_times(profile: PrecisionProfile) -> 
     assert plan.predicted["step_seconds"] <= 9.0
 
 
+@pytest.mark.slow
 def test_a_speedup_is_planned_by_the_table_of_this_device(tmp_path: Path, monkeypatch: Any) -> None:
     """As the guide says: Scrimp's GEMM table, with bf16 among the formats."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -226,6 +226,7 @@ def test_damage_is_compared_by_the_profile_and_a_change_of_predictions_is_told(w
     assert without["rows"]["loss, LD"] == {"spearman": one.stored["loss, LD"], "interval": None}
 
 
+@pytest.mark.slow
 def test_a_profile_of_another_version_is_named_and_its_damage_kept(work: Path, tmp_path: Path) -> None:
     folder = tmp_path / "copy"
     shutil.copytree(work, folder)

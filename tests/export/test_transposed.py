@@ -96,6 +96,7 @@ def conv1d_names(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, Conv1D)]
 
 
+@pytest.mark.slow
 def test_a_gpt2_is_measured_planned_and_run_as_it_stands() -> None:
     model = gpt2()
     profile = profile_of(model)

@@ -195,6 +195,7 @@ def test_a_new_plan_for_half_of_the_layers_compiles_nothing() -> None:
     assert counter.frame_count == before
 
 
+@pytest.mark.slow
 def test_another_kind_of_saved_input_compiles_one_more_graph_and_going_back_none() -> None:
     model, x = blocks(4), random(24, 64)
     plan = start(model, "fp8")
@@ -245,6 +246,7 @@ def test_steps_compile_nothing_with_a_clock_that_is_set_or_not() -> None:
     assert not any(torch.equal(a, b) for i, a in enumerate(firsts) for b in firsts[:i])
 
 
+@pytest.mark.slow
 def test_a_new_batch_size_compiles_one_dynamic_graph_for_all_later_ones() -> None:
     layer, twin = planned("nvfp4"), planned("nvfp4")
     counter = CompileCounterWithBackend("aot_eager")

@@ -130,6 +130,7 @@ def test_a_model_without_a_start_is_plain_until_its_first_plan(tmp_path: Path) -
     assert [bool(note.recipes[step]) for step in range(STEPS)] == [False] * 5 + [True] * 3
 
 
+@pytest.mark.slow
 def test_the_hook_is_gone_when_training_ends(tmp_path: Path) -> None:
     snip = SnipCallback(0.5, first=2, switch_after=0)
     run = trainer(tmp_path, snip, max_steps=4)
@@ -185,6 +186,7 @@ def test_statistics_are_of_the_last_steps_with_their_accumulated_micro_batches(
     assert len({round(loss, 4) for loss in logged[:5]}) == 5
 
 
+@pytest.mark.slow
 def test_a_plan_that_would_begin_after_the_end_is_not_measured(
     tmp_path: Path, profiles: list[PrecisionProfile]
 ) -> None:

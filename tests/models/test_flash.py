@@ -268,6 +268,7 @@ def test_cudas_kernel_takes_our_arguments_forward_and_backward() -> None:
         assert [one.shape for one in found] == [x[rows].shape for x in (q, k, v)]
 
 
+@pytest.mark.slow
 def test_the_trace_of_a_gpu_knows_the_bound_and_no_second_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     wide = Architecture(
         family="llama",

@@ -126,6 +126,7 @@ def test_without_scripts_the_page_is_complete_but_for_the_charts(page, tmp_path)
     assert text.count("<summary>Values</summary>") == text.count("data-chart=") == 7
 
 
+@pytest.mark.slow
 def test_a_browser_without_scripts_says_what_needs_them(page, tmp_path):
     harness = tmp_path / "harness.html"
     frame = f'<iframe sandbox="allow-same-origin" src="{page.as_uri()}" width="900" height="1500"></iframe>'
@@ -158,6 +159,7 @@ def test_nothing_is_wider_than_a_phone(page, evil_page, tmp_path):
     assert all(0 < int(width) <= 380 for width in widths[0].split())
 
 
+@pytest.mark.slow
 def test_it_can_be_painted(page, tmp_path):
     assert CHROMIUM
     shot = tmp_path / "page.png"

@@ -158,6 +158,7 @@ def test_predictions_are_dashed_and_norms_logarithmic(seen):
     assert {slug for slug, chart in charts.items() if chart["log"]} == {"grad-norm", "data-wait"}
 
 
+@pytest.mark.slow
 def test_a_value_between_gaps_is_drawn_as_a_point(seen, tmp_path):
     assert {slug: chart["alone"] for slug, chart in seen["charts"].items() if any(chart["alone"])} == {}
     records = metrics(40)

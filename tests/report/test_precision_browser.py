@@ -169,6 +169,7 @@ def test_nothing_is_wider_than_a_phone(page, tmp_path):
     assert 0 < int(re.search(r"<title>(\d+)</title>", dom)[1]) <= 380
 
 
+@pytest.mark.slow
 def test_without_scripts_the_newest_plan_and_its_values_remain(page, data, tmp_path):
     text = re.sub(r"<script>.*?</script>", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     bare = tmp_path / "bare.html"

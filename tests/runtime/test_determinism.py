@@ -85,6 +85,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_plan, "links_of", lambda device: rates)
 
 
+@pytest.mark.slow
 def test_a_plan_on_a_gpu_times_its_blocks_with_cublas_made_deterministic(
     gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

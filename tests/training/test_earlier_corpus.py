@@ -12,6 +12,7 @@ from scrimp.data import corpus
 from scrimp.data.corpus_manifest import earlier_corpus_digest
 
 
+@pytest.mark.slow
 def test_a_run_with_the_earlier_digest_is_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

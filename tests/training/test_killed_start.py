@@ -93,6 +93,7 @@ def test_a_start_after_a_kill_before_any_file_operation_leaves_its_own_files(
     assert kills > 10
 
 
+@pytest.mark.slow
 def test_a_run_that_began_in_the_folder_of_a_killed_one_is_sound(
     texts: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

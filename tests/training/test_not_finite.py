@@ -114,6 +114,7 @@ def test_resume_takes_the_last_finite_checkpoint_and_says_so(
     assert steps(copy) == [18, 20]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_can_be_told_the_step(
     copy: Path, whole: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -217,6 +218,7 @@ def forget(folder: Path) -> None:
     path.write_text(json.dumps(content), encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_an_earlier_version_is_looked_through(
     copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

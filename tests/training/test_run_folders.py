@@ -75,6 +75,7 @@ def test_a_folder_that_was_used_while_the_data_were_prepared_is_refused(finished
         pass
 
 
+@pytest.mark.slow
 def test_a_run_killed_before_its_configuration_was_there_can_be_started_again(
     corpus: Path, tmp_path: Path
 ) -> None:
@@ -259,6 +260,7 @@ def test_a_budget_that_changes_on_resume_stands_in_the_plan(finished: Path, tmp_
     assert Plan.read(run_dir / "plan.json").budget == {"device_memory": 10_000_000_000}
 
 
+@pytest.mark.slow
 def test_the_plan_of_a_finished_run_can_be_shown(corpus: Path, tmp_path: Path) -> None:
     words = [word for word in flags(corpus, tmp_path / "run", "--train.steps=1") if word != TINY[1]]
     assert main(words) == 0  # a BPE of 4,096 that ends early: the model has fewer rows

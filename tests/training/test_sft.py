@@ -149,6 +149,7 @@ def test_held_out_conversations_are_evaluated(tmp_path: Path, capsys: pytest.Cap
     assert "3 in 1" in shown  # H, i, and the end
 
 
+@pytest.mark.slow
 def test_shards_are_prepared_beforehand_and_told_apart(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -55,6 +55,7 @@ def test_what_binds_is_what_more_of_would_help_most(
     assert name == expected
 
 
+@pytest.mark.slow
 def test_states_that_the_user_placed_are_not_moved_by_what_is_offered() -> None:
     machine = replace(MACHINE, device_bytes=10 * 2**30)
     placed = Split(0, 12, 12)

@@ -195,6 +195,7 @@ def test_memory_that_is_missing_costs_least_first() -> None:
     )  # of the 12 GB card little is left beside three blocks of gradients
 
 
+@pytest.mark.slow
 def test_cpu_adam_is_taken_where_it_is_faster_than_the_link() -> None:
     costs = llama_costs(QWEN_7B, 8192)
     machine = replace(MACHINE, device_bytes=30 * 2**30, host_bytes=10**11, cpu_adam=4e10)

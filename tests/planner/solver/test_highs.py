@@ -61,6 +61,7 @@ def test_costs_may_span_fifteen_powers_of_ten(seed: int) -> None:
     assert form.cost(outcome.choices) == pytest.approx(least, rel=1e-7)
 
 
+@pytest.mark.slow
 def test_real_amounts_hold_their_limits_to_a_billionth() -> None:
     for seed in range(6):
         program = large_program(seed, seconds=True)

@@ -156,6 +156,7 @@ def test_older_gpus_hold_the_scores_of_attention_in_bf16(parameters: str, kv_hea
     assert kept((8, 0)) == kept((8, 9)) == kept((9, 0)) == kept((12, 0))
 
 
+@pytest.mark.slow
 def test_where_no_kernel_keeps_documents_apart_a_gpu_has_a_mask_of_bytes() -> None:
     def tables(documents: bool, capability: tuple[int, int], head_size: int = 32) -> int:
         a = dataclasses.replace(LLAMA, head_size=head_size)
@@ -176,6 +177,7 @@ def test_a_kernel_that_knows_windows_takes_no_mask() -> None:
     assert tables[1] - tables[0] == 256 * 256
 
 
+@pytest.mark.slow
 def test_a_trace_leaves_everything_as_it_was() -> None:
     state, x = torch.get_rng_state(), torch.randn(4, 8).bfloat16()
     torch.set_rng_state(state)

@@ -179,6 +179,7 @@ def test_nothing_leaves_the_device_beside_snip(setting: dict[str, str]) -> None:
         decide(config)
 
 
+@pytest.mark.slow
 def test_deciding_leaves_random_numbers_alone() -> None:
     torch.manual_seed(5)
     expected = torch.rand(3)
@@ -247,6 +248,7 @@ def test_the_fastest_updater_is_chosen_by_the_rate_of_the_cpu(
     assert {found.plan.states[str(i)].optimizer for i in range(4)} == {expected}
 
 
+@pytest.mark.slow
 def test_an_updater_that_fits_is_chosen_before_a_faster_one_that_does_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

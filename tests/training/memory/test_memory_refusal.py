@@ -139,6 +139,7 @@ def test_what_is_free_of_one_memory_is_divided_between_both_budgets(
     assert account.peak + limits.arena_on_cpu(config, account.host_peak) > free * 10**6
 
 
+@pytest.mark.slow
 def test_a_smaller_micro_batch_is_tried_where_only_the_sum_does_not_fit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -159,6 +160,7 @@ def test_a_smaller_micro_batch_is_tried_where_only_the_sum_does_not_fit(
         decided(may_change=False)
 
 
+@pytest.mark.slow
 def test_the_host_that_is_named_fits_with_its_arena() -> None:
     pair = both(refusal(with_budget(device_memory="5MB")))
     device = f"{int(1.1 * parse_bytes(pair['device_memory']))}B"

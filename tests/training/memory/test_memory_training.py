@@ -150,6 +150,7 @@ def test_updates_on_the_cpu_change_no_loss(
     assert [states[name].optimizer for name in ("0", "1", "head")] == ["cpu", "cpu", "device"]
 
 
+@pytest.mark.slow
 def test_the_arena_holds_what_the_account_says(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,6 +225,7 @@ def with_copy(run_dir: Path) -> int:
     return (predicted.peak_device_bytes or 0) + (predicted.peak_host_bytes or 0)
 
 
+@pytest.mark.slow
 def test_a_budget_that_changes_on_resume_changes_the_plan_and_its_figures(
     corpus: Path, tmp_path: Path
 ) -> None:
@@ -251,6 +253,7 @@ def test_a_plan_that_an_earlier_resume_wrote_is_no_edit(corpus: Path, tmp_path: 
         assert {block.activations for block in Plan.read(run_dir / "plan.json").blocks.values()} == {setting}
 
 
+@pytest.mark.slow
 def test_an_edited_plan_that_takes_more_than_there_is_is_refused_and_kept(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -65,6 +65,7 @@ def test_a_given_micro_batch_contradicts_the_search_for_one() -> None:
         decide(given)
 
 
+@pytest.mark.slow
 def test_a_setting_of_the_users_own_gets_a_micro_batch_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     slow_from(9, monkeypatch)
     keep = MemoryConfig(split="fastest", activations="keep")

@@ -47,6 +47,7 @@ def test_a_run_in_other_formats_is_measured_and_its_plan_shown(
     assert {path: path.read_bytes() for path in sorted(run_dir.rglob("*")) if path.is_file()} == before
 
 
+@pytest.mark.slow
 def test_how_far_the_prediction_may_be_off_is_shown(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -108,6 +109,7 @@ def test_a_policy_that_keeps_no_budget_says_so(run_dir: Path, capsys: pytest.Cap
     assert "fp4_flops" not in shown
 
 
+@pytest.mark.slow
 def test_statistics_that_are_not_finite_are_named(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -173,6 +175,7 @@ def test_a_dry_run_of_a_new_run_shows_what_it_starts_with(capsys: pytest.Capture
     assert "budget.fp4_flops" in shown
 
 
+@pytest.mark.slow
 def test_a_plan_is_exported_as_code_that_runs(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -193,11 +193,13 @@ def decisions(micro_batch: int) -> Decisions:
     )
 
 
+@pytest.mark.slow
 def test_what_a_rule_fixes_is_timed_too(timed: list[tuple[str, ...]], tmp_path: Path) -> None:
     measured_times(decisions(4), tmp_path, lambda *_: None)
     assert set(timed[0]) == {"bf16", "nvfp4", "mxfp8"}
 
 
+@pytest.mark.slow
 def test_kept_times_count_until_the_micro_batch_is_another(
     timed: list[tuple[str, ...]], tmp_path: Path
 ) -> None:
