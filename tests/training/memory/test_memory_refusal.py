@@ -179,7 +179,7 @@ def test_settings_that_change_numbers_fit_where_they_are_named() -> None:
     text = refusal(with_budget(one, device_memory="9MB"))
     assert "shorter sequences" in text
     assert "micro-batch" not in text  # one sequence was tried
-    found = re.findall(rf"--(train\.[\w.-]+) (\w+) \({SIZE}\)", text)
+    found = re.findall(rf"--(optimizer\.moments) (\w+) \({SIZE}\)", text)
     assert [value for _, value, _ in found] == ["bf16", "8bit"]
     for key, value, device in found:
         changed = replace_values(one, {key.replace("-", "_"): value})
