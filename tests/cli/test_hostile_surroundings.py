@@ -93,7 +93,7 @@ def test_a_deleted_working_folder_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mebibytes", [400, 700])
+@pytest.mark.parametrize("mebibytes", [400, 600])
 def test_a_limit_of_the_address_space_is_named(mebibytes: int, run_dir: Path) -> None:
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (mebibytes << 20, mebibytes << 20))
