@@ -100,7 +100,10 @@ def _decided_before_data(config: Config, world: World) -> Decisions:
             raise
         decisions = decide(config, entries=SMALLEST_BPE, world=world)
         decisions.refuse_misfit()
-        print("the run fits only with a small vocabulary: the tokenizer comes first", file=sys.stderr)
+        print(
+            "with the largest vocabulary the run does not fit: the tokenizer is trained first, and then it is decided",
+            file=sys.stderr,
+        )
     return decisions
 
 
