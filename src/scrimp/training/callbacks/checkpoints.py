@@ -10,9 +10,9 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from torch import Tensor
 
 from scrimp.errors import StorageError
+from scrimp.parts import TensorPart, part_of
 from scrimp.training.callbacks.base import Callback, Record
 from scrimp.training.callbacks.precision import PlanPrecision
 from scrimp.training.checkpoint import Checkpoint
@@ -43,12 +43,14 @@ class Checkpoints(Callback):
         except StorageError as error:
             self.failed(error)
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Every tensor of the run's state, by the name it has in a checkpoint."""
+    def tensors(self) -> dict[str, TensorPart]:
+        """What lies here of every tensor of the run's state, by the name it has in a checkpoint."""
         run = self._run
-        state = {f"model.{name}": p for name, p in run.executable.parameters()}
-        state |= {f"optimizer.{name}": tensor for name, tensor in run.optimizer.tensors()}
-        state[RANDOM_STATE] = torch.get_rng_state()
+        state = {f"model.{name}": part for name, part in run.executable.parameters()}
+        state |= {f"optimizer.{name}": part for name, part in run.optimizer.tensors()}
+        # All ranks draw alike: the first one's is everybody's.
+        random = part_of(torch.get_rng_state())
+        state[RANDOM_STATE] = dataclasses.replace(random, is_writer=run.decisions.world.is_writer)
         return state
 
     def restore(self, checkpoint: Checkpoint) -> None:
@@ -57,7 +59,7 @@ class Checkpoints(Callback):
         self._run.optimizer.prepare(state.position.updates)
         tensors = self.tensors()
         checkpoint.load(tensors)
-        torch.set_rng_state(tensors[RANDOM_STATE])
+        torch.set_rng_state(tensors[RANDOM_STATE].local)
         self._run.position = state.position
         self._run.optimizer.restore_updates(state.position.updates)
         if self._cycle is not None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from scrimp import objectives
-from scrimp.config import Config, flatten, replace_values
+from scrimp.config import Config, flatten, for_ranks, replace_values
 from scrimp.config.snip import BUDGETS
 from scrimp.cycle import CycleSettings
 from scrimp.cycle.question import ask, formats_to_measure
@@ -71,7 +71,7 @@ def preview(config: Config, given: Collection[str], target: ExportTarget | None 
         # What was decided for other formats would be taken for the user's own choice.
         own = dataclasses.replace(own, snip=config.snip, budget=config.budget)
     _refuse_seconds(own)
-    decisions = decide(anchored(own), architecture=read_state(checkpoint).architecture)
+    decisions = decide(for_ranks(anchored(own), 1, ()), architecture=read_state(checkpoint).architecture)
     return Preview(_measured(decisions, checkpoint, target), decisions, checkpoint.step)
 
 
