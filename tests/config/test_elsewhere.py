@@ -52,11 +52,11 @@ NONE = {
     "wandb_project": "metrics.jsonl",
     "report_to": "metrics.jsonl",
     "optim_args": "optimizer.*",
-    "deepspeed": "one device",
-    "parallelism.tensor_parallel_degree": "one device",
+    "deepspeed": "layout.fsdp",
+    "parallelism.tensor_parallel_degree": "does not cut",
     "lora_r": "all weights are trained",
     "wandb.project": "metrics.jsonl",
-    "deepspeed.zero_stage": "one device",
+    "deepspeed.zero_stage": "layout.zero",
 }
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from distributed import spawn
 from late_link import LateLink
+from states import states_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -145,7 +146,9 @@ def resumed() -> tuple[list[float], dict[str, Tensor]]:
     first.step(1e-2)
     first.zero_grad()
     second = make(model, on_host=(2,))
-    for (name, kept), (other, target) in zip(first.tensors(), second.tensors(), strict=True):
+    for (name, kept), (other, target) in zip(
+        states_of(first).items(), states_of(second).items(), strict=True
+    ):
         assert name == other
         target.copy_(kept)
     second.restore_updates(1)

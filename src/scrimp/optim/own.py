@@ -147,9 +147,9 @@ class OwnOptimizer(Targets):
         self._inner.step()
         self.zero_grad()
 
-    def tensors(self) -> Iterator[tuple[str, TensorPart]]:
+    def parts(self) -> Iterator[tuple[str, TensorPart]]:
         """Tensors and numbers of the state, none before the first update."""
-        yield from super().tensors()
+        yield from super().parts()
         self._numbers = {name: _exact(holder[key]) for name, holder, key in self._holders()}
         yield from ((name, part_of(number)) for name, number in self._numbers.items())
 

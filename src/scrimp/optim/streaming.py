@@ -299,7 +299,7 @@ class StreamedAdamW(AdamW):
 
     # -- state ---------------------------------------------------------------------------------
 
-    def tensors(self) -> Iterator[tuple[str, TensorPart]]:
+    def parts(self) -> Iterator[tuple[str, TensorPart]]:
         """Name and storage of every state tensor, at home where it has one."""
         self._homes.link.finish()
         for name in self._targets:

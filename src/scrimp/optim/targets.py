@@ -153,7 +153,7 @@ class Targets(ABC):
         for tensor in (*self._targets.values(), *self._parameters.values(), *self._whole.values()):
             tensor.grad = None
 
-    def tensors(self) -> Iterator[tuple[str, TensorPart]]:
+    def parts(self) -> Iterator[tuple[str, TensorPart]]:
         """Name and storage of every state tensor; loading a checkpoint writes into them."""
         for name in self._targets:
             for suffix, tensor in self._state(name):
@@ -171,7 +171,7 @@ class Targets(ABC):
         """Nothing: states exist from the start."""
 
     def restore_updates(self, num_updates: int) -> None:
-        """Set the count of updates that bias correction and noise use, after loading `tensors`."""
+        """Set the count of updates that bias correction and noise use, after loading `parts`."""
         self.num_updates = num_updates
 
     # -- for statistics (`scrimp.statistics.OptimizerView`) ---------------------------

@@ -47,7 +47,7 @@ class Checkpoints(Callback):
         """What lies here of every tensor of the run's state, by the name it has in a checkpoint."""
         run = self._run
         state = {f"model.{name}": part for name, part in run.executable.parameters()}
-        state |= {f"optimizer.{name}": part for name, part in run.optimizer.tensors()}
+        state |= {f"optimizer.{name}": part for name, part in run.optimizer.parts()}
         # All ranks draw alike: the first one's is everybody's.
         random = part_of(torch.get_rng_state())
         state[RANDOM_STATE] = dataclasses.replace(random, is_writer=run.decisions.world.is_writer)

@@ -33,6 +33,7 @@ from scrimp.config.activations import (
 from scrimp.config.optimizers import facts_of
 from scrimp.data import held_bytes
 from scrimp.errors import PlanError
+from scrimp.gemm.problem import DTYPES
 from scrimp.models import spec_of
 from scrimp.models.flash import gpu_of
 from scrimp.optim import memory_of
@@ -46,6 +47,7 @@ from scrimp.planner.memory.placement import Placement, States
 from scrimp.planner.memory.room import NoRoomError
 from scrimp.planner.memory.search import find
 from scrimp.planner.memory.search_space import Split
+from scrimp.planner.memory.shared_costs import shared_costs
 from scrimp.planner.memory.states import device_peak
 from scrimp.precision import LinearPrecision, PrecisionRules, parse_rules
 from scrimp.profiler import Device
@@ -346,7 +348,12 @@ def traced(
         bases = [rules.with_base(name) for name in names]
     with said_if_slow("tracing the model ..."):
         found = [_traced_base(config, architecture, device, choices, base) for base in bases]
-    return _with_batches(max(found, key=_most), config, device)
+    return shared_costs(
+        _with_batches(max(found, key=_most), config, device),
+        config.layout,
+        parameter_bytes=DTYPES[config.train.parameters].itemsize,
+        micro_batches=config.micro_batches,
+    )
 
 
 def _with_batches(costs: StepCosts, config: ResolvedConfig, device: torch.device) -> StepCosts:
