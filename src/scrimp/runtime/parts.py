@@ -1,0 +1,141 @@
+"""What one rank holds of a tensor: a box of the whole, as checkpoints write it and read it.
+
+Problem  Under a layout a rank holds a shard of each weight and optimizer state. A checkpoint is of whole tensors, and
+         must come out the same whatever the layout, so that a run can go on under another one.
+Method   A part is a local tensor and where it lies in the whole: element i of the local one is element `offsets + i`.
+         Of a DTensor both follow from its placements, by torch's `compute_local_shape_and_global_offset`. Where several
+         ranks hold equal copies, one of them writes: the one with coordinate 0 along every mesh dimension that
+         replicates. A plain tensor is the part that is the whole.
+Limits   One box per rank and tensor. FSDP over TP of the same dimension (`_StridedShard`) is one only where the
+         dimension divides evenly by all ranks that share it; else it is refused, as are partial sums. A mesh knows its
+         own ranks only: copies outside of it have no writer of their own, so that a DTensor must lie on the mesh of all
+         ranks that hold it.
+Checked  tests/runtime/test_parts.py (no process group), tests/training/test_checkpoint_layouts.py (gloo)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Placement
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorPart:
+    """What this rank holds of a tensor.
+
+    Raises:
+        ValueError: the box does not lie in the whole.
+    """
+
+    local: Tensor
+    """The plain tensor of this rank; it may have no element."""
+    shape: tuple[int, ...]
+    """Of the whole."""
+    offsets: tuple[int, ...]
+    """Where the box begins, per dimension of the whole."""
+    is_writer: bool
+    """Whether it is this rank's that is written, of equal copies on several."""
+
+    def __post_init__(self) -> None:
+        box = tuple(self.local.shape)
+        fits = len(box) == len(self.shape) == len(self.offsets) and all(
+            0 <= offset <= whole - size
+            for size, whole, offset in zip(box, self.shape, self.offsets, strict=True)
+        )
+        if not fits:
+            raise ValueError(
+                f"a box of shape {box} at {self.offsets} does not lie in a tensor of shape {self.shape}"
+            )
+
+    @property
+    def whole_numel(self) -> int:
+        """Numbers of the whole tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def whole_nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return self.whole_numel * self.local.element_size()
+
+
+def part_of(tensor: Tensor, *, writes_whole: bool = True) -> TensorPart:
+    """What this rank holds of a tensor; the local tensor shares its storage, without a gradient.
+
+    Args:
+        writes_whole: whether this rank writes a plain tensor, of which every rank has a copy.
+
+    Raises:
+        ValueError: a DTensor that is a partial sum, or whose share here is not one box.
+    """
+    # Whoever holds a DTensor has imported it.
+    tensors = sys.modules.get("torch.distributed.tensor")
+    if tensors is not None and isinstance(tensor, tensors.DTensor):
+        return _of_dtensor(tensor)
+    return TensorPart(tensor.detach(), tuple(tensor.shape), (0,) * tensor.dim(), writes_whole)
+
+
+def parts_of(
+    tensors: Mapping[str, Tensor | TensorPart], *, writes_whole: bool = True
+) -> dict[str, TensorPart]:
+    """Parts by name: those that are parts already, and `part_of` the others."""
+    return {
+        name: value if isinstance(value, TensorPart) else part_of(value, writes_whole=writes_whole)
+        for name, value in tensors.items()
+    }
+
+
+def _of_dtensor(tensor: DTensor) -> TensorPart:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, mesh, placements = tuple(tensor.shape), tensor.device_mesh, tensor.placements
+    _refuse_other_than_boxes(shape, mesh, placements)
+    local, coordinate = tensor.to_local().detach(), mesh.get_coordinate()
+    if coordinate is None:  # a rank outside of its mesh
+        nothing = local.new_empty((0, *shape[1:]) if shape else ())
+        return TensorPart(nothing, shape, (0,) * len(shape), is_writer=False)
+    box, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
+    if tuple(local.shape) != tuple(box):
+        raise ValueError(f"a DTensor holds {tuple(local.shape)} where its placements give {tuple(box)}")
+    is_writer = all(
+        place == 0 or not placement.is_replicate()
+        for place, placement in zip(coordinate, placements, strict=True)
+    )
+    return TensorPart(local, shape, tuple(offsets), is_writer)
+
+
+def _refuse_other_than_boxes(
+    shape: tuple[int, ...], mesh: DeviceMesh, placements: Sequence[Placement]
+) -> None:
+    """Refuse what no box describes. A strided shard is one where the ranks that share its dimension divide it evenly,
+    and it was split before by just those that come after it in the mesh: then each has an equal range."""
+    from torch.distributed.tensor.placement_types import Shard, _StridedShard
+
+    for number, placement in enumerate(placements):
+        if isinstance(placement, _StridedShard):
+            sharing = [
+                mesh.size(other)
+                for other, also in enumerate(placements)
+                if isinstance(also, (Shard, _StridedShard)) and also.dim == placement.dim
+            ]
+            later = [
+                mesh.size(other)
+                for other, also in enumerate(placements)
+                if other > number and isinstance(also, (Shard, _StridedShard)) and also.dim == placement.dim
+            ]
+            is_even = shape[placement.dim] % math.prod(sharing) == 0
+            if is_even and placement.split_factor == math.prod(later):
+                continue
+        elif isinstance(placement, Shard) or placement.is_replicate():
+            continue
+        raise ValueError(
+            f"a DTensor of shape {shape} with placements {tuple(placements)} is no box on each rank"
+        )
