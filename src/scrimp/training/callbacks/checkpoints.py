@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from scrimp.errors import StorageError
+from scrimp.runtime.parts import TensorPart
 from scrimp.training.callbacks.base import Callback, Record
 from scrimp.training.callbacks.precision import PlanPrecision
 from scrimp.training.checkpoint import Checkpoint
@@ -43,21 +44,22 @@ class Checkpoints(Callback):
         except StorageError as error:
             self.failed(error)
 
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Tensor | TensorPart]:
         """Every tensor of the run's state, by the name it has in a checkpoint."""
         run = self._run
-        state = {f"model.{name}": p for name, p in run.executable.parameters()}
+        state: dict[str, Tensor | TensorPart] = {
+            f"model.{name}": p for name, p in run.executable.parameters()
+        }
         state |= {f"optimizer.{name}": tensor for name, tensor in run.optimizer.tensors()}
-        state[RANDOM_STATE] = torch.get_rng_state()
-        return state
+        return state | {RANDOM_STATE: torch.get_rng_state()}
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Continue from a checkpoint: tensors are loaded in place."""
         state = read_state(checkpoint)
         self._run.optimizer.prepare(state.position.updates)
-        tensors = self.tensors()
-        checkpoint.load(tensors)
-        torch.set_rng_state(tensors[RANDOM_STATE])
+        random = torch.get_rng_state()
+        checkpoint.load(self.tensors() | {RANDOM_STATE: random}, self._run.decisions.world)
+        torch.set_rng_state(random)
         self._run.position = state.position
         self._run.optimizer.restore_updates(state.position.updates)
         if self._cycle is not None:
