@@ -14,7 +14,7 @@ from scrimp.models.model import build_model
 from scrimp.optim import AdamW, MomentFormat
 from scrimp.optim.adamw_run import memory
 from scrimp.profiler.memory_trace import TracedStep
-from scrimp.training.tensor_files import read_tensors, write_tensors
+from scrimp.training.checkpoint import Checkpoint, CheckpointStore
 
 TRAIN = OptimizerConfig(master_weights=False, weight_decay=0.1, beta1=0.9, beta2=0.95)
 KINDS: dict[str, tuple[torch.dtype, bool, MomentFormat]] = {
@@ -48,6 +48,12 @@ def trained(optimizer: AdamW, named: dict[str, nn.Parameter], steps: range) -> N
 
 def state_of(optimizer: AdamW, named: dict[str, nn.Parameter]) -> dict[str, Tensor]:
     return states_of(optimizer) | {name: p.detach() for name, p in named.items()}
+
+
+def saved(folder: Path, tensors: dict[str, Tensor]) -> Checkpoint:
+    store = CheckpointStore(folder, keep_last=1, keep_every=0)
+    store.save(1, tensors, {}, {}, wait=True)
+    return store.at(1)
 
 
 def settings(kind: str) -> tuple[torch.dtype, OptimizerConfig]:
@@ -147,8 +153,7 @@ def test_a_resumed_run_continues_bit_for_bit(kind: str, tmp_path: Path) -> None:
     straight, resumed = parameters(dtype), parameters(dtype)
     optimizer, again = AdamW(straight, train, seed=5), AdamW(resumed, train, seed=5)
     trained(optimizer, straight, range(3))
-    write_tensors(tmp_path, state_of(optimizer, straight))
-    read_tensors(tmp_path, state_of(again, resumed))
+    saved(tmp_path, state_of(optimizer, straight)).load(state_of(again, resumed))
     again.restore_updates(optimizer.num_updates)
     for one, named in ((optimizer, straight), (again, resumed)):
         trained(one, named, range(3, 6))
@@ -247,9 +252,9 @@ def test_the_account_knows_the_bytes_of_the_state(kind: str, architecture: Archi
 
 def test_a_checkpoint_of_another_format_is_refused_by_the_tensor(tmp_path: Path) -> None:
     named = parameters(torch.float32)
-    write_tensors(tmp_path, states_of(AdamW(named, dataclasses.replace(TRAIN, moments="8bit"))))
+    checkpoint = saved(tmp_path, states_of(AdamW(named, dataclasses.replace(TRAIN, moments="8bit"))))
     with pytest.raises(CheckpointError, match="exp_avg"):
-        read_tensors(tmp_path, states_of(AdamW(named, TRAIN)))
+        checkpoint.load(states_of(AdamW(named, TRAIN)))
 
 
 def test_parameters_of_other_types_are_refused_by_name() -> None:

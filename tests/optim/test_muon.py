@@ -17,7 +17,7 @@ from scrimp.models.initialise import initialise
 from scrimp.models.model import Model, build_model
 from scrimp.optim.muon import Muon, memory, stacked_rows
 from scrimp.profiler.memory_trace import TracedStep
-from scrimp.training.tensor_files import read_tensors, write_tensors
+from scrimp.training.checkpoint import CheckpointStore
 
 LLAMA = Architecture(
     family="llama",
@@ -134,8 +134,9 @@ def test_a_resumed_run_continues_bit_for_bit(master: bool, tmp_path: Path) -> No
 
     before = list(state(straight, optimizer))
     trained(straight, optimizer, range(2))
-    write_tensors(tmp_path, state(straight, optimizer))
-    read_tensors(tmp_path, state(resumed, again))
+    store = CheckpointStore(tmp_path, keep_last=1, keep_every=0)
+    store.save(1, state(straight, optimizer), {}, {}, wait=True)
+    store.at(1).load(state(resumed, again))
     again.restore_updates(optimizer.num_updates)
     for model, one in ((straight, optimizer), (resumed, again)):
         trained(model, one, range(2, 4))

@@ -229,8 +229,8 @@ def test_an_error_of_the_background_comes_with_the_next_poll_and_only_once(
     with monkeypatch.context() as patch:
         patch.setattr(manifests, "seal", fail_with(errno.ENOSPC))
         store.save(1, tensors(1), {}, {})
-        assert store._thread is not None
-        store._thread.join()
+        assert store._writing is not None
+        store._writing.join()
     with pytest.raises(StorageError, match="No space left"):
         store.poll()
     assert store.poll() == []

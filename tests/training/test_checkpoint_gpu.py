@@ -59,11 +59,11 @@ def test_a_checkpoint_of_a_cuda_state_is_equal_and_loads_onto_the_device(tmp_pat
 @needs_cuda
 def test_pinned_slabs_are_used_again() -> None:
     copies, given = HostCopies(), tensors("cuda")
-    first = copies.take(given, extra_bytes=0)
+    first = copies.take(given)
     assert first is not None
     assert first["model.1"].is_pinned()
     places = {name: tensor.data_ptr() for name, tensor in first.items() if given[name].is_cuda}
-    second = copies.take(given, extra_bytes=0)
+    second = copies.take(given)
     assert second is not None
     assert {name: second[name].data_ptr() for name in places} == places
     assert all(torch.equal(second[name], given[name].cpu()) for name in given)
@@ -74,7 +74,7 @@ def test_pinned_slabs_are_used_again() -> None:
 def test_where_pinning_is_not_allowed_a_pageable_copy_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshot, "_PINNED_SHARE", 0.0)
     given = tensors("cuda")
-    copies = HostCopies().take(given, extra_bytes=0)
+    copies = HostCopies().take(given)
     assert copies is not None
     assert not copies["model.1"].is_pinned()
     assert all(torch.equal(copies[name], given[name].cpu()) for name in given)

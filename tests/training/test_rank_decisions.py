@@ -21,6 +21,7 @@ from scrimp.errors import ScrimpError
 from scrimp.host_memory import host_memory_available
 from scrimp.profiler import peaks_of, resolve_device
 from scrimp.runtime.memory import ArenaTooSmallError
+from scrimp.training import checkpoint
 from scrimp.training.checkpoint import CheckpointStore
 from scrimp.training.guards import NonFiniteGuard, StopSignals
 from scrimp.training.memory.block_seconds import links_of
@@ -97,16 +98,25 @@ def measured(decisions: Decisions) -> dict[str, Any]:
 
 
 def checkpoints(world: World, folder: Path) -> dict[str, Any]:
-    """The writer's disk is full at first; the other rank has a folder of its own, and must not touch it."""
-    mine = folder / f"of-{world.rank}"
-    store = CheckpointStore(mine, keep_last=2, keep_every=0, world=world)
+    """The writer's disk is full at first; then the ranks have folders of their own."""
+    store = CheckpointStore(folder / "of-both", keep_last=2, keep_every=0, world=world)
     tensors = {"model.w": torch.full((4,), float("nan"))}
     full = shutil.disk_usage(folder)._replace(free=0)
     with patch.object(shutil, "disk_usage", lambda path: full):
         refusal = refused(lambda: store.save(1, tensors, {}, {}))
     store.save(1, tensors, {"step": 1}, {})
     store.wait()
-    return {"refusal": refusal, "done": (store.poll(), store.poll(), store.not_finite), "is": mine.exists()}
+    done = store.poll(), store.poll(), store.not_finite
+    apart = CheckpointStore(folder / f"of-{world.rank}", keep_last=2, keep_every=0, world=world)
+    with patch.object(checkpoint, "_SEEN_WITHIN", 0.1):
+        refusals = (
+            refused(lambda: apart.save(1, tensors, {}, {})),
+            refused(apart.refuse_separate_folders),
+        )
+    store.refuse_separate_folders()
+    world.barrier()
+    left = [path.name for path in sorted(folder.rglob("*")) if path.suffix == ".partial"]
+    return {"refusal": refusal, "done": done, "apart": refusals, "left": left}
 
 
 def files(world: World, folder: Path) -> dict[str, Any]:
@@ -195,12 +205,19 @@ def test_what_is_measured_on_one_rank_is_reckoned_with_on_both(both: Both) -> No
     assert both[0]["links"] == both[1]["links"]
 
 
-def test_a_full_disk_refuses_a_checkpoint_on_both_and_one_rank_writes_it(both: Both) -> None:
+def test_a_full_disk_refuses_a_checkpoint_on_both(both: Both) -> None:
     assert "no space for a checkpoint" in both[0]["refusal"]
     assert both[1]["refusal"].startswith("rank 0: writing the checkpoint of step 1 failed: no space")
     for rank in both:
         assert rank["done"] == ([1], [], {1: ("model.w",)})
-    assert (both[0]["is"], both[1]["is"]) == (True, False)
+
+
+def test_ranks_that_see_different_folders_are_refused(both: Both) -> None:
+    for rank in both:
+        for refusal in rank["apart"]:
+            assert "ranks see different folders for checkpoints" in refusal
+            assert "of-1/checkpoints/.step-" in refusal
+        assert rank["left"] == []
 
 
 def test_one_rank_locks_writes_and_shows(both: Both) -> None:

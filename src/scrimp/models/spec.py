@@ -248,11 +248,6 @@ class ModelSpec(ABC):
         matrices = self.head.parameters * (1 if self.architecture.tied_embeddings else 2)
         return matrices + sum(block.parameters for block in self.blocks) + self.architecture.width
 
-    @property
-    def largest_matrix(self) -> int:
-        """Elements of its largest parameter."""
-        return max(self.head.parameters, *(linear.parameters for linear in self.shapes.values()))
-
     def layers(self) -> dict[str, LinearSpec]:
         """All linear layers by their names in a plan: those of each block, then the head."""
         return dict(self._layers())

@@ -128,7 +128,7 @@ class Figures:
     peak_device_bytes: int | None = None
     """Peak of the tensors on the device."""
     peak_host_bytes: int | None = None
-    """Peak of the tensors on the host: those of a step, and a checkpoint's copy and file. Predicted only."""
+    """Peak of the tensors on the host: those of a step, and a checkpoint's copy. Predicted only."""
     step_seconds: float | None = None
     loss_divergence: float | None = None
     weight_divergence: float | None = None

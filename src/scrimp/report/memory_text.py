@@ -28,7 +28,7 @@ def memory_tables(
     """What is shown of a decision, top to bottom.
 
     Args:
-        copy_bytes: host memory that writing a checkpoint takes: a copy of the state, and a file of it.
+        copy_bytes: host memory that writing a checkpoint takes: a copy of the state.
         budgets: the memory that there is, as the user knows it.
         split: the placement of states, where the user decided; None: the plan did.
         waits: training waits for the checkpoint, so that there is no copy.
@@ -40,7 +40,7 @@ def memory_tables(
         title=f"predicted bytes on the device, {format_bytes(account.peak)} of "
         f"{_there_is(budgets)}, in the {account.moment.name}",
     )
-    name = "file of a checkpoint, training waits" if waits else "copy for a checkpoint"
+    name = "no copy for a checkpoint, training waits" if waits else "copy for a checkpoint"
     host = [*account.host, (name, copy_bytes)]
     yield account_table(host, title="predicted bytes on the host")
     rows = list(_rows(decision))

@@ -2,53 +2,67 @@
 
 Problem  A run can be killed (kill -9, power, preemption) in the middle of a write, the disk can
          fill up, and what was written can be damaged later. Training should not wait for disks.
-Method   `save` copies the state to the host and returns; one background thread then
+         Under a layout each of many ranks holds a share of the state, and must hold no more.
+Method   `save` copies what this rank is to write to the host and returns; threads in the background then
 
-             writes      checkpoints/.step-00000400.partial/   tensors, state.json, given files
-             seals       hash and flush every file, manifest.json last
-             renames     to checkpoints/step-00000400, and flushes the folder
-             prunes      renames to .step-00000200.removed, then deletes
+             write       checkpoints/.step-00000400.1f0c55aa.partial/   every rank its boxes of the tensors,
+                                                        rank 0 also state.json and given files
+             seal        rank 0: hash and flush every file, manifest.json last
+             rename      to checkpoints/step-00000400, and flush the folder
+             prune       rename to .step-00000200.removed, then delete
 
-         so that a folder named step-* was complete when it got its name. Where that name is
-         taken (the run went back behind a damaged checkpoint and came here again), the old
-         folder steps aside to .step-00000400.replaced, still found by a reader, and goes when
+         so that a folder named step-* was complete when it got its name: of all ranks, for between
+         the first line and the second all have said that theirs is done (`Writing`). The ranks take
+         a write further in `poll`, `wait` and `save`, which all of them call in the same order. What
+         one fails in ends the write on all; older checkpoints stay.
+         The number in the name is new in each write: a rank that does not see that folder sees
+         another disk, which is refused, and one that a dead run has left behind writes into none.
+         Where the final name is taken (the run went back behind a damaged checkpoint and came here again),
+         the old folder steps aside to .step-00000400.replaced, still found by a reader, and goes when
          the new one has the name. The first save of a process clears what a killed one left.
          `latest` trusts no name: it verifies the checksums, from the newest downwards.
          A state that holds a NaN or an infinity is written too, for it says what went wrong, and
          its manifest says so: it pushes out no good checkpoint, and only the newest such stays.
-Bytes    The same run gives the same bytes in every file, in whichever folder: times that were measured
+Bytes    The same run gives the same bytes in every file, in whichever folder, and under every layout that
+         gives the same numbers: times that were measured
          stand in the run's own plan.json and logs. Not so where measured times decide: blocks that
          memory limits were timed for, and state.json of runs that plan their precision, which keeps the
          seconds of its plans for the run's page.
-Limits   One writing process per run folder (the run's lock sees to it). An error of the thread
-         is raised by the next `save`, `poll` or `wait`; the training itself can go on. Of several
-         ranks, which all call these, one writes what it holds; its errors are raised on all.
+Limits   One run at a time per folder (its lock sees to it). An error of the background is raised by the next
+         `save`, `poll` or `wait`; the training itself can go on. All ranks hold parts of the same tensors.
 Checked  tests/training/test_checkpoint.py, test_checkpoint_faults.py (faults made for real),
-         test_not_finite.py, test_same_bytes.py,
+         test_not_finite.py, test_same_bytes.py, test_checkpoint_layouts.py (several ranks),
          test_checkpoint_kill.py (kill -9 at random moments and at every file operation)
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
 import os
 import re
+import secrets
 import shutil
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 from torch import Tensor
 
-from scrimp.errors import CheckpointError, ScrimpError, StorageError
+from scrimp.errors import CheckpointError, StorageError
 from scrimp.files import storage, storage_error, sync_folder
 from scrimp.json_files import read_json
+from scrimp.parts import TensorPart, parts_of
 from scrimp.report.units import format_bytes
 from scrimp.training import checkpoint_manifest as manifests
 from scrimp.training import tensor_files
+from scrimp.training.checkpoint_retention import Retention
+from scrimp.training.checkpoint_writing import Writing, not_written
 from scrimp.training.exact_json import decoded, encoded
 from scrimp.training.snapshot import HostCopies
 from scrimp.world import ALONE, World
@@ -59,9 +73,9 @@ STATE: Final = "state.json"
 _MAX_STATE_BYTES: Final = 256 << 20
 _COMPLETE: Final = re.compile(r"step-(\d{8,})")
 _REPLACED: Final = re.compile(r"\.step-(\d{8,})\.replaced")
-_LEFTOVER: Final = re.compile(r"\.step-\d{8,}\.(partial|removed)")
-_HEADER_BYTES: Final = 512
-"""Generous size of one tensor's entry in a file's header and in the index."""
+_LEFTOVER: Final = re.compile(r"\.step-\d{8,}(\.[0-9a-f]{8})?\.(partial|removed)")
+_SEEN_WITHIN: Final = 5.0
+"""Seconds in which a folder that one rank has made is seen by all: a network file system may need some."""
 
 
 @dataclass(frozen=True)
@@ -101,10 +115,22 @@ class Checkpoint:
                 f"{self.folder} is not what its name says", got=f"step {manifest.step}", expected=self.step
             )
 
-    def load(self, into: Mapping[str, Tensor]) -> None:
-        """Fill `into` in place; nothing is touched unless names, shapes and types all fit."""
-        _verify_sizes(self.folder)
-        tensor_files.read_tensors(self.folder, into)
+    def verify_sizes(self) -> None:
+        """The part of `verify` that reads no file of tensors."""
+        manifests.verify_sizes(self.folder, manifests.read_manifest(self.folder))
+
+    def load(self, into: Mapping[str, Tensor | TensorPart], world: World = ALONE) -> None:
+        """Fill what this rank holds, in place; nothing is touched unless names, shapes and types all fit on all ranks.
+
+        Raises:
+            CheckpointError: on all ranks: it is of another model, or damaged.
+        """
+        parts = parts_of(into)
+        with world.together(f"comparing {self.folder} with the model"):
+            self.verify_sizes()
+            tensor_files.refuse_other_tensors(self.folder, parts)
+        with world.together(f"reading {self.folder}"):
+            tensor_files.read_parts(self.folder, parts)
 
     def tensors(self, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
         """Stored tensors whose name starts with `prefix`, one at a time, by their full names."""
@@ -135,9 +161,8 @@ class CheckpointStore:
     Args:
         keep_last: newest checkpoints that stay, of those whose numbers are all finite.
         keep_every: checkpoints at multiples of this step stay for good; 0 for none.
-        room: bytes that a budget of host memory leaves for the copy and for the file that is being assembled, which
-            is never smaller than the largest tensor; None: there is none.
-        world: the ranks of the run.
+        room: bytes that a budget of host memory leaves for the copy of what a rank writes; None: there is none.
+        world: the ranks of the run. All of them call `save`, `poll` and `wait`, in the same order.
     """
 
     def __init__(
@@ -152,23 +177,20 @@ class CheckpointStore:
         if keep_last < 1 or keep_every < 0:
             raise ValueError(f"keep_last {keep_last} must be at least 1, keep_every {keep_every} at least 0")
         self.folder, self._world = run_dir / FOLDER, world
-        self._keep_last, self._keep_every = keep_last, keep_every
         self._copies = HostCopies(room)
-        most = tensor_files.MAX_FILE_BYTES
-        self._file_bytes = most if room is None else max(1, min(most, room))
         self._is_prepared = False
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._writing: Writing | None = None
         self._finished: list[int] = []
         self.not_finite: dict[int, tuple[str, ...]] = {}
         """Step to the tensors that are not finite, of the checkpoints that this store has written or looked at."""
+        self._retention = Retention(keep_last, keep_every, self.not_finite)
 
     # -- writing -------------------------------------------------------------------------------
 
     def save(
         self,
         step: int,
-        tensors: Mapping[str, Tensor],
+        tensors: Mapping[str, Tensor | TensorPart],
         state: Mapping[str, Any],
         files: Mapping[str, str],
         *,
@@ -181,7 +203,9 @@ class CheckpointStore:
         nothing is saved now: record it, and save again.
 
         Args:
-            state: JSON values only; comes back exactly, non-finite floats too.
+            tensors: by name, the same names on all ranks; parts, DTensors, and plain tensors, of which every rank has
+                a copy, and rank 0's is written.
+            state: JSON values only; comes back exactly, non-finite floats too; rank 0's, as `files`.
             files: name to text, saved along.
             skipped_steps: steps so far that moved no weight, for the manifest.
             wait: return when the checkpoint is complete.
@@ -189,72 +213,59 @@ class CheckpointStore:
         Raises:
             StorageError: no space, no permission, or the previous write failed.
         """
-        self._world.once(
-            f"writing the checkpoint of step {step}",
-            lambda: self._save(step, tensors, state, files, skipped_steps, wait),
-        )
-
-    def _save(
-        self,
-        step: int,
-        tensors: Mapping[str, Tensor],
-        state: Mapping[str, Any],
-        files: Mapping[str, str],
-        skipped_steps: int,
-        wait: bool,
-    ) -> None:
-        self._finish()
-        tensor_files.check_types(tensors)
-        texts = {STATE: json.dumps(encoded(state), indent=1, allow_nan=False) + "\n", **_checked(files)}
+        self.wait()
+        world, folder, doing = self._world, None, f"writing the checkpoint of step {step}"
         try:
-            self.prepare()
-            num_bytes = sum(tensor.nbytes + _HEADER_BYTES for tensor in tensors.values())
-            num_bytes += sum(len(text.encode()) for text in texts.values())
-            _refuse_full_disk(self.folder, num_bytes)
-        except OSError as error:
-            raise storage_error(error, f"checkpoints cannot be written in {self.folder}") from error
-        largest = max((tensor.nbytes for tensor in tensors.values()), default=0)
-        extra = min(num_bytes, max(self._file_bytes, largest))
-        copies = None if wait else self._copies.take(tensors, extra_bytes=extra)
-        if copies is None:  # nothing changes the tensors while the caller waits here
-            live = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-            self._write(step, live, texts, skipped_steps)
-            self._raise_error()
-            return
-        arguments = (step, copies, texts, skipped_steps)
-        # Not a daemon: a process that ends normally ends after the write.
-        thread = threading.Thread(target=self._write, args=arguments, name=f"checkpoint-{step}")
-        try:
-            thread.start()
-        except RuntimeError as error:
-            if not manifests.is_out_of_threads(error):
-                raise
-            self._write(*arguments)
-            self._raise_error()
-        else:
-            self._thread = thread
+            with world.together(doing):
+                parts = parts_of(tensors, writes_whole=world.is_writer)
+                layout = self._layout_of(parts)
+                texts = {
+                    STATE: json.dumps(encoded(state), indent=1, allow_nan=False) + "\n",
+                    **_checked(files),
+                }
+                size = layout.nbytes + sum(len(text.encode()) for text in texts.values())
+                name = world.once(doing, lambda: self._created(step, layout, size).name)
+                folder = self.folder / name
+                _refuse_unseen(folder)
+                own = {name: part for name, part in parts.items() if part.is_writer}
+                copies = None if wait else self._copies.take({name: own[name].local for name in own})
+                waits = wait or world.any(copies is None)
+        except BaseException:
+            self._remove(folder)
+            raise
+        if copies is not None:
+            own = {name: dataclasses.replace(own[name], local=copies[name]) for name in own}
+        # Where there is no copy, nothing changes the tensors while the caller waits here.
+        writing = Writing(step, folder, layout, own, texts if world.is_writer else {}, skipped_steps)
+        self._writing, writing.is_sealing = writing, world.size == 1
+        phase = functools.partial(self._write_and_seal, writing) if writing.is_sealing else writing.write
+        writing.start(phase, inline=waits)
+        if waits:
+            self.wait()
 
     def wait(self) -> None:
         """Return when no write is going on. Raises its error."""
-        self._world.once("writing a checkpoint", self._finish)
-
-    def _finish(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        self._raise_error()
+        while self._writing is not None:
+            self._writing.join()
+            self._advance(inline=True)
 
     def poll(self) -> list[int]:
         """Steps whose checkpoints became complete since the last call. Raises a write's error."""
-        found = self._world.once("writing a checkpoint", self._finished_since)
-        self.not_finite |= {step: tuple(names) for step, names in found}
-        return [step for step, _ in found]
-
-    def _finished_since(self) -> list[tuple[int, tuple[str, ...]]]:
-        """Steps, each with the tensors that are not finite."""
-        self._raise_error()
+        self._advance(inline=False)
         finished, self._finished = self._finished, []
-        return [(step, self.not_finite[step]) for step in finished]
+        return finished
+
+    def refuse_separate_folders(self) -> None:
+        """Find out before the first step whether all ranks see what one of them writes. Raises StorageError."""
+        world, folder = self._world, None
+        if world.size == 1:
+            return
+        try:
+            with world.together("looking for the run's folder"):
+                folder = self.folder / world.once("making a folder", lambda: self._new_folder(0).name)
+                _refuse_unseen(folder)
+        finally:
+            self._remove(folder)
 
     def prepare(self) -> None:
         """Make the folder, and clear what a killed process left in it. Called by the first save."""
@@ -264,8 +275,8 @@ class CheckpointStore:
             self.folder.mkdir(parents=True, exist_ok=True)
             for entry in sorted(os.listdir(self.folder)):
                 replaced = _REPLACED.fullmatch(entry)
-                if replaced and not (self.folder / _name(int(replaced[1]))).exists():
-                    os.rename(self.folder / entry, self.folder / _name(int(replaced[1])))
+                if replaced and not (self.folder / manifests.step_name(int(replaced[1]))).exists():
+                    os.rename(self.folder / entry, self.folder / manifests.step_name(int(replaced[1])))
                 elif replaced or _LEFTOVER.fullmatch(entry):
                     shutil.rmtree(self.folder / entry)
             sync_folder(self.folder)
@@ -322,10 +333,10 @@ class CheckpointStore:
         for checkpoint in reversed(self.candidates()):  # a kill in between leaves a newest one that is older
             if checkpoint.step <= step:
                 break
-            aside, number = self.folder / f"left-{_name(checkpoint.step)}", 1
+            aside, number = self.folder / f"left-{manifests.step_name(checkpoint.step)}", 1
             while aside.exists():
                 number += 1
-                aside = self.folder / f"left-{_name(checkpoint.step)}.{number}"
+                aside = self.folder / f"left-{manifests.step_name(checkpoint.step)}.{number}"
             with storage(checkpoint.folder, "rename"):
                 os.rename(checkpoint.folder, aside)
                 sync_folder(self.folder)
@@ -349,42 +360,96 @@ class CheckpointStore:
 
     # -- the background ------------------------------------------------------------------------
 
-    def _write(
-        self, step: int, tensors: Mapping[str, Tensor], texts: Mapping[str, str], skipped_steps: int
-    ) -> None:
-        partial = self.folder / f".{_name(step)}.partial"
+    def _layout_of(self, parts: Mapping[str, TensorPart]) -> tensor_files.Layout:
+        """Where the bytes of all tensors belong. Of no tensor a hole may stay, or anything be written twice."""
+        tensor_files.check_types(parts)
+        tensors = [[name, str(part.local.dtype), part.shape] for name, part in parts.items()]
+        self._world.agree("the tensors of a checkpoint", tensors, do="report this")
+        here = np.array([part.local.numel() * part.is_writer for part in parts.values()], dtype=np.int64)
+        for (name, part), count in zip(parts.items(), self._world.sum(here), strict=True):
+            if count != part.whole_numel:
+                raise ValueError(f"{name}: ranks write {count:,} numbers of {part.whole_numel:,}")
+        return tensor_files.lay_out(parts)
+
+    def _created(self, step: int, layout: tensor_files.Layout, size: int) -> Path:
+        """A new folder with the files of a checkpoint, still empty, of so many bytes with all texts."""
+        self.prepare()
+        with storage(self.folder, "write checkpoints in"):
+            _refuse_full_disk(self.folder, size)
+        folder = self._new_folder(step)
         try:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir()
-            tensor_files.write_tensors(partial, tensors, max_file_bytes=self._file_bytes)
-            for name, text in texts.items():
-                (partial / name).write_text(text, encoding="utf-8", newline="\n")
-            bad = tuple(tensor_files.not_finite(tensors.items()))
-            manifests.seal(partial, step, not_finite=bad, skipped_steps=skipped_steps)
-            self._publish(partial, step)
-        except BaseException as error:  # of a thread: kept, and raised by the caller's next call
-            shutil.rmtree(partial, ignore_errors=True)
-            what = f"the checkpoint of step {step} was not written to {self.folder}"
-            self._error = _as_storage_error(error, what)
+            tensor_files.create_files(folder, layout)
+        except OSError as error:
+            self._remove(folder)
+            raise storage_error(error, not_written(step, self.folder)) from error
+        return folder
+
+    def _new_folder(self, step: int) -> Path:
+        folder = self.folder / f".{manifests.step_name(step)}.{secrets.token_hex(4)}.partial"
+        self.prepare()
+        with storage(self.folder, "write checkpoints in"):
+            folder.mkdir()
+        return folder
+
+    def _remove(self, folder: Path | None) -> None:
+        """Remove what did not become a checkpoint; rank 0 does."""
+        if folder is not None and self._world.is_writer:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _advance(self, *, inline: bool) -> None:
+        """Take the write that is going on further, all ranks alike.
+
+        Args:
+            inline: do here what is left, for the caller waits.
+        """
+        writing = self._writing
+        if writing is None:
             return
-        self.not_finite[step] = bad
-        self._finished.append(step)
+        progress = writing.progress(self._world)
+        has_failed = any(one.failure for one in progress)
+        if has_failed:
+            writing.stop()
+        if not all(one.has_ended for one in progress):
+            return
+        if not has_failed and not writing.is_sealing:
+            writing.begin_sealing(progress)
+            if self._world.is_writer:
+                writing.start(functools.partial(self._seal, writing), inline=inline)
+            return
+        self._writing = None
+        if any(one.is_complete for one in progress):
+            self._finished.append(writing.step)
+            self.not_finite[writing.step] = writing.not_finite
+        else:
+            self._remove(writing.folder)
+        writing.raise_failure(progress, self._world)
+
+    def _write_and_seal(self, writing: Writing) -> None:
+        """Both phases, of a rank alone."""
+        writing.write()
+        self._seal(writing)
+
+    def _seal(self, writing: Writing) -> None:
+        """The second phase, on rank 0, when all that the ranks hold is written."""
+        step, bad = writing.step, writing.not_finite
+        manifests.seal(writing.folder, step, not_finite=bad, skipped_steps=writing.skipped_steps)
+        self._publish(writing.folder, step)
+        writing.is_complete = True
         try:
-            shutil.rmtree(self._aside(step))
-        except FileNotFoundError:
-            pass  # the usual case: no older checkpoint of this step
+            if self._aside(step).exists():
+                shutil.rmtree(self._aside(step))
         except OSError as error:
-            self._error = storage_error(error, "the replaced checkpoint was not removed")
+            raise storage_error(error, "the replaced checkpoint was not removed") from error
         try:
-            self._prune(step)
+            self._retention.prune(self.complete(), step, is_finite=not bad)
         except OSError as error:
-            self._error = storage_error(error, "an old checkpoint was not removed")
+            raise storage_error(error, "an old checkpoint was not removed") from error
 
     def _aside(self, step: int) -> Path:
-        return self.folder / f".{_name(step)}.replaced"
+        return self.folder / f".{manifests.step_name(step)}.replaced"
 
     def _publish(self, partial: Path, step: int) -> None:
-        final, aside = self.folder / _name(step), self._aside(step)
+        final, aside = self.folder / manifests.step_name(step), self._aside(step)
         if final.exists():
             os.rename(final, aside)
         try:
@@ -394,75 +459,6 @@ class CheckpointStore:
                 os.rename(aside, final)
             raise
         sync_folder(self.folder)
-
-    def _prune(self, newest: int) -> None:
-        """Remove what is older than the last N good ones, and all older ones whose numbers are not finite.
-
-        Good is what has its full size and finite numbers and, while the newest one is not finite, the right checksums:
-        an older one is then what the run goes on from. Steps beyond the newest are of a future that this
-        run, gone back, has not reached: they stay. A folder whose manifest cannot be read stays too: nobody knows
-        what it is.
-        """
-        older = [c for c in self.complete() if c.step < newest and _passes(c, manifests.read_manifest)]
-        bad = {c.step for c in older if self._is_finite(c) is False}
-        good = [] if self.not_finite[newest] else [newest]
-        for checkpoint in reversed(older):
-            if len(good) == self._keep_last:
-                break
-            if self._is_finite(checkpoint) and (newest in good or _passes(checkpoint, manifests.verify)):
-                good.append(checkpoint.step)
-        oldest = good[-1] if len(good) == self._keep_last else 0
-        for checkpoint in older:
-            is_milestone = self._keep_every > 0 and checkpoint.step % self._keep_every == 0
-            if is_milestone or (checkpoint.step >= oldest and checkpoint.step not in bad):
-                continue
-            removed = self.folder / f".{_name(checkpoint.step)}.removed"
-            # Renamed first: a kill in the middle of deleting must not leave half a checkpoint.
-            os.rename(checkpoint.folder, removed)
-            shutil.rmtree(removed)
-
-    def _is_finite(self, checkpoint: Checkpoint) -> bool | None:
-        """Whether all numbers of a checkpoint are finite; None if it is damaged."""
-        try:
-            _verify_sizes(checkpoint.folder)
-            if checkpoint.step not in self.not_finite:
-                self.not_finite[checkpoint.step] = checkpoint.not_finite
-        except CheckpointError:
-            return None
-        return not self.not_finite[checkpoint.step]
-
-    def _raise_error(self) -> None:
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-
-def _as_storage_error(error: BaseException, what: str) -> BaseException:
-    """The same error as one that a run survives, where it is of the disk or of memory."""
-    if isinstance(error, OSError):
-        return storage_error(error, what)
-    # safetensors, in Rust, panics where a byte string of Python cannot be made.
-    if isinstance(error, MemoryError) or type(error).__name__ == "PanicException":
-        return StorageError(
-            what, got="no memory to write it with", do="free memory, or lower what the run takes of it"
-        )
-    return error
-
-
-def _name(step: int) -> str:
-    return f"step-{step:08d}"
-
-
-def _verify_sizes(folder: Path) -> None:
-    manifests.verify_sizes(folder, manifests.read_manifest(folder))
-
-
-def _passes(checkpoint: Checkpoint, check: Callable[[Path], object]) -> bool:
-    try:
-        check(checkpoint.folder)
-    except ScrimpError:
-        return False
-    return True
 
 
 def _checked(files: Mapping[str, str]) -> Mapping[str, str]:
@@ -482,3 +478,17 @@ def _refuse_full_disk(folder: Path, needed: int) -> None:
             expected=f"{format_bytes(needed)}, {format_bytes(needed - free)} more",
             do="free space, or lower --checkpoint.keep-last",
         )
+
+
+def _refuse_unseen(folder: Path) -> None:
+    """Refuse to go on where this rank does not see the folder that another one has made."""
+    until = time.monotonic() + _SEEN_WITHIN
+    while not folder.is_dir():
+        if time.monotonic() > until:
+            raise StorageError(
+                "ranks see different folders for checkpoints",
+                got=f"no {folder} here, which another rank has made",
+                expected="one folder, on a file system that all nodes share",
+                do="choose another --run.dir",
+            )
+        time.sleep(0.05)

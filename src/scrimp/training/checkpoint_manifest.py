@@ -81,6 +81,11 @@ class _Content:
     skipped_steps: int | None = None
 
 
+def step_name(step: int) -> str:
+    """The name of the folder of a complete checkpoint."""
+    return f"step-{step:08d}"
+
+
 def seal(folder: Path, step: int, *, not_finite: Collection[str] = (), skipped_steps: int = 0) -> Manifest:
     """Hash and flush every file of `folder`, then write its manifest. Raises OSError.
 

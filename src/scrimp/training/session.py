@@ -130,6 +130,7 @@ def _train_in(run_dir: Path, start: Start) -> RunSummary:
     )
     resume_step = start.checkpoint.step if start.checkpoint else None
     left = world.once("clearing the run's folder", lambda: _cleared(run_dir, store, start))
+    store.refuse_separate_folders()
     with contextlib.ExitStack() as stack:
         log = MetricsLog(run_dir, resume_step=resume_step, world=world)
         stack.callback(log.close)

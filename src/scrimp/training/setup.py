@@ -35,7 +35,7 @@ from scrimp.profiler import Device, resolve_device
 from scrimp.runtime import choose_backends, describe_backends, recorded_backends, tuned_gemms
 from scrimp.runtime.backends import Tuned
 from scrimp.runtime.determinism import refuse_undetermined
-from scrimp.training.memory.host_room import checkpoint_bytes, largest_tensor_bytes
+from scrimp.training.memory.host_room import checkpoint_bytes
 from scrimp.training.memory.limits import budgets_of, device_limit
 from scrimp.training.memory.micro_batch import decide_micro_batch
 from scrimp.training.precision.reachable import refuse_unreachable_share
@@ -292,13 +292,7 @@ def _decisions(
     reasons: dict[str, str],
     memory: MemoryDecision,
 ) -> Decisions:
-    copy = checkpoint_bytes(
-        config,
-        device,
-        memory.costs,
-        memory.account.host_peak,
-        largest_tensor=largest_tensor_bytes(architecture, config),
-    )
+    copy = checkpoint_bytes(config, device, memory.costs, memory.account.host_peak)
     plan = build_plan(
         config,
         architecture,

@@ -9,8 +9,8 @@ Method   On CPU each tensor is cloned. From CUDA all tensors are copied without 
          copy, a pageable one is made; where it cannot hold any, or a budget of host memory has
          no room for it, there is no snapshot and the caller writes the live tensors while
          training waits.
-Limits   Host memory for one copy of the state while a checkpoint is being written (with CUDA:
-         from the first checkpoint on).
+Limits   Host memory for one copy of what this rank writes while a checkpoint is being written (with
+         CUDA: from the first checkpoint on).
 Checked  tests/training/test_snapshot.py, test_checkpoint.py (CPU), tests/training/test_checkpoint_gpu.py (CUDA)
 """
 
@@ -44,13 +44,13 @@ class HostCopies:
         self._slabs: list[Tensor] = []
         self._can_pin = True
 
-    def take(self, tensors: Mapping[str, Tensor], *, extra_bytes: int) -> dict[str, Tensor] | None:
-        """Contiguous host copies; None if the host cannot hold them and `extra_bytes` more."""
+    def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+        """Contiguous host copies; None if the host cannot hold them."""
         needed = sum(tensor.nbytes for tensor in tensors.values())
-        if self._room is not None and needed + extra_bytes > self._room:
+        if self._room is not None and needed > self._room:
             return None
         available = host_memory_available() + sum(slab.nbytes for slab in self._slabs)
-        if needed + extra_bytes > _HOST_SHARE * available:
+        if needed > _HOST_SHARE * available:
             return None
         with torch.no_grad():
             on_cuda = {name: tensor for name, tensor in tensors.items() if tensor.is_cuda}

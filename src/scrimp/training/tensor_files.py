@@ -1,38 +1,51 @@
-"""Named tensors in a folder of safetensors files, through `torch.distributed.checkpoint` (DCP).
+"""Named tensors in a folder of safetensors files, written and read by any number of ranks.
 
-Problem  A checkpoint must be readable without pickle, by other tools, and later by any number
-         of ranks. DCP's Hugging Face writer gives that; it builds each file in memory before
-         writing it, and its reader takes every ``.safetensors`` file that lies in the folder.
-Method   Tensors are laid into files of at most `MAX_FILE_BYTES` in their given order, those
-         whose names begin alike (``model.``, ``optimizer.``) together, so that weights can be
-         copied alone. ``model.safetensors.index.json`` maps names to files.
-         Before anything is read into a caller's tensors, names, shapes and types are compared.
-         The same tensors give the same bytes: safetensors writes a header's metadata in an order
-         that changes from file to file, and it is put in order afterwards.
-Limits   Needs host memory for one file beside the tensors. Types that safetensors cannot give
-         back (E8M0, packed E2M1) are refused when saving. One process; sharded tensors later.
-Checked  tests/training/test_checkpoint.py
+Problem  A checkpoint must be readable without pickle, by other tools, and by other numbers of ranks than wrote it. A
+         model that needs many ranks fits into the memory of none, nor does a file of it need to.
+Method   Tensors are laid into files of at most `MAX_FILE_BYTES` in their given order, those whose names begin alike
+         (``model.``, ``optimizer.``) together, so that weights can be copied alone. Where every byte belongs follows
+         from names, types and shapes of the whole tensors alone: one rank creates the files with their headers and in
+         their full size, then each writes the boxes that it holds (`scrimp.parts`) at their places. In a
+         tensor of shape (S1, ..., Sn) a box whose last dimension that is not whole is k is made of runs of
+         b_k * S_(k+1) * ... * S_n numbers without a gap: one run where only rows are shared out, one per row where
+         columns are. No tensor is gathered, no file is assembled in memory. A reader takes slices in the same way.
+         ``model.safetensors.index.json`` maps names to files. Before anything is read into a caller's tensors, names,
+         shapes and types are compared. The same tensors give the same bytes, under every layout: those of earlier
+         versions, which wrote through `torch.distributed.checkpoint`, whose metadata is kept.
+Limits   What does not lie on the host in the order of its numbers goes through pieces of `PIECE_BYTES`. Types that
+         safetensors cannot give back (E8M0, packed E2M1) are refused when saving. Files are created with a hole in the
+         place of every tensor: a full disk is noticed by who writes, not before.
+Source   https://github.com/huggingface/safetensors#format; the order within a file is that of its own writer.
+Checked  tests/training/test_checkpoint.py, test_tensor_files.py (torch's and safetensors' own writers and readers),
+         test_checkpoint_layouts.py (gloo)
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
-import warnings
+import math
+import os
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from scrimp.errors import CheckpointError
 from scrimp.json_files import read_json
+from scrimp.parts import TensorPart
 
 INDEX: Final = "model.safetensors.index.json"
 MAX_FILE_BYTES: Final = 512 << 20
-"""DCP's writer holds a whole file in memory, so that smaller files cost less of it."""
+"""Files are hashed and compared side by side."""
+PIECE_BYTES: Final = 1 << 20
+"""Most that is copied at once of what must be copied before it is written."""
 _PART: Final = 1 << 20
 MAX_INDEX_BYTES: Final = 64 << 20
 
@@ -40,75 +53,198 @@ _TYPES: Final = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
     "I8": torch.int8,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I16": torch.int16,
+    "U16": torch.uint16,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
     "F32": torch.float32,
     "F64": torch.float64,
+    "I64": torch.int64,
+    "U64": torch.uint64,
 }
-"""What comes back from a file as it went in, by its name in the file."""
-_SINGLE_PROCESS = (
-    r"torch\.distributed is disabled, unavailable or uninitialized, "
-    r"assuming the intent is to (save|load) in a single process"
-)
+"""What comes back from a file as it went in, by its name in the file, in the order of safetensors' own list: later ones
+stand first in a file, so that large numbers are aligned."""
+_NAMES: Final = {dtype: name for name, dtype in _TYPES.items()}
+_RANKS: Final = {dtype: rank for rank, dtype in enumerate(_TYPES.values())}
 
 
 @dataclass(frozen=True)
 class _Index:
-    """What is read of an index; DCP writes sizes beside it."""
+    """What is read of an index; sizes stand beside it."""
 
     weight_map: dict[str, str]
 
 
-def check_types(tensors: Mapping[str, Tensor]) -> None:
+@dataclass(frozen=True)
+class Layout:
+    """Where every byte of a checkpoint's tensors belongs: the same on all ranks, whatever each of them holds."""
+
+    heads: dict[str, bytes]
+    """File to what it begins with: the length of its header, and the header."""
+    sizes: dict[str, int]
+    """File to its bytes."""
+    places: dict[str, tuple[str, int]]
+    """Tensor to its file, and its first byte there; in the order in which they were given."""
+    index: str
+    """The text of the index."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(self.sizes.values()) + len(self.index.encode())
+
+
+# -- writing -----------------------------------------------------------------------------------
+
+
+def check_types(parts: Mapping[str, TensorPart]) -> None:
     """Refuse a type that a reader could not give back: a mistake in the caller."""
-    for name, tensor in tensors.items():
-        if tensor.dtype not in _TYPES.values():
-            raise TypeError(f"{name}: {tensor.dtype} cannot be stored in a checkpoint; view it as uint8")
+    for name, part in parts.items():
+        if part.local.dtype not in _NAMES:
+            raise TypeError(f"{name}: {part.local.dtype} cannot be stored in a checkpoint; view it as uint8")
 
 
-def assign_files(tensors: Mapping[str, Tensor], max_file_bytes: int) -> dict[str, int]:
-    """File number (from 1) of every tensor: groups by the first part of the name, files filled in order."""
+def assign_files(sizes: Mapping[str, int], max_file_bytes: int) -> dict[str, int]:
+    """File number (from 1) of every tensor, by its bytes: groups by the first part of the name, files filled in
+    order."""
     groups: dict[str, list[str]] = {}
-    for name in tensors:
+    for name in sizes:
         groups.setdefault(name.partition(".")[0], []).append(name)
     numbers: dict[str, int] = {}
     number = 0
     for names in groups.values():
         number, filled = number + 1, 0
         for name in names:
-            if filled and filled + tensors[name].nbytes > max_file_bytes:
+            if filled and filled + sizes[name] > max_file_bytes:
                 number, filled = number + 1, 0
-            filled += tensors[name].nbytes
+            filled += sizes[name]
             numbers[name] = number
     return numbers
 
 
-def write_tensors(folder: Path, tensors: Mapping[str, Tensor], *, max_file_bytes: int | None = None) -> None:
-    """Write contiguous tensors into `folder`. Raises OSError (no space, no permission)."""
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-    from torch.distributed.checkpoint.state_dict_saver import save
+def lay_out(parts: Mapping[str, TensorPart]) -> Layout:
+    """The files of the whole tensors, of which `parts` may be any share."""
+    numbers = assign_files({name: part.whole_nbytes for name, part in parts.items()}, MAX_FILE_BYTES)
+    count, files = max(numbers.values(), default=1), dict[str, list[str]]()
+    for name in parts:
+        files.setdefault(f"model-{numbers[name]:05}-of-{count:05}.safetensors", []).append(name)
+    heads, sizes, places = dict[str, bytes](), dict[str, int](), dict[str, tuple[str, int]]()
+    for file, names in files.items():
+        heads[file], begins = _head({name: parts[name] for name in names})
+        sizes[file] = len(heads[file]) + sum(parts[name].whole_nbytes for name in names)
+        places |= {name: (file, begins[name]) for name in names}
+    total = sum(part.whole_nbytes for part in parts.values())
+    weight_map = {name: file for file, names in files.items() for name in names}
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    return Layout(heads, sizes, {name: places[name] for name in parts}, json.dumps(index, indent=2))
 
-    _silence_single_process_warning()
-    writer = HuggingFaceStorageWriter(
-        path=str(folder), fqn_to_index_mapping=assign_files(tensors, max_file_bytes or MAX_FILE_BYTES)
-    )
-    # The overlapping loader would touch CUDA from this thread, and keep nothing on the host faster.
-    writer.per_thread_copy_ahead = 0
-    try:
-        save(dict(tensors), storage_writer=writer, no_dist=True)
-    except CheckpointException as error:
-        raise _cause(error) from error
-    for file in folder.glob("*.safetensors"):
-        _order_metadata(file)
+
+def _head(parts: Mapping[str, TensorPart]) -> tuple[bytes, dict[str, int]]:
+    """What a file of these tensors begins with, and the first byte of each in the file."""
+    whole = {name: {"saved_offsets": [0] * len(part.shape)} for name, part in parts.items()}
+    metadata = {"DCP_SHARDING_INFO": json.dumps(whole), "DCP_VERSION": "1.0", "format": "pt"}
+    header: dict[str, Any] = {"__metadata__": metadata}
+    begin, begins = 0, dict[str, int]()
+    for name, part in sorted(parts.items(), key=lambda item: (-_RANKS[item[1].local.dtype], item[0])):
+        begins[name], end = begin, begin + part.whole_nbytes
+        dtype = _NAMES[part.local.dtype]
+        header[name] = {"dtype": dtype, "shape": list(part.shape), "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)
+    head = len(text).to_bytes(8, "little") + text
+    return head, {name: len(head) + begin for name, begin in begins.items()}
+
+
+def create_files(folder: Path, layout: Layout) -> None:
+    """Make the files in their full size, and the index. Raises OSError."""
+    for name, head in layout.heads.items():
+        with open(folder / name, "xb") as file:
+            file.write(head)
+            file.truncate(layout.sizes[name])
+    (folder / INDEX).write_text(layout.index, encoding="utf-8", newline="\n")
+
+
+def write_parts(
+    folder: Path,
+    layout: Layout,
+    parts: Mapping[str, TensorPart],
+    *,
+    stopped: threading.Event | None = None,
+) -> list[str]:
+    """Write what this rank is to write into files that are there, and flush it to the disk.
+
+    Args:
+        stopped: ends the writing before the next piece once it is set.
+
+    Returns:
+        Names of the tensors with a NaN or an infinity in what was written.
+
+    Raises:
+        OSError: no space, no file.
+    """
+    files: dict[str, list[str]] = {}
+    for name, part in parts.items():
+        if part.is_writer and part.local.numel():
+            files.setdefault(layout.places[name][0], []).append(name)
+    bad: list[str] = []
+    for file, names in files.items():
+        # Not for reading too: a network file system then fetches what lies around a box, and writes it back.
+        descriptor = os.open(folder / file, os.O_WRONLY)
+        try:
+            for name in names:
+                is_good = True
+                for piece in _pieces(parts[name]):
+                    if stopped is not None and stopped.is_set():
+                        return bad
+                    _write_box(descriptor, layout.places[name][1], piece)
+                    is_good = is_good and is_finite(piece.local)
+                if not is_good:
+                    bad.append(name)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    return bad
+
+
+def _pieces(part: TensorPart) -> Iterator[TensorPart]:
+    """Boxes of a part of at most `PIECE_BYTES`, cut along the first dimensions; on the host, in order."""
+    local = part.local
+    if local.nbytes <= PIECE_BYTES:
+        yield dataclasses.replace(part, local=local.cpu().contiguous())
+        return
+    cut = next(dimension for dimension, size in enumerate(local.shape) if size > 1)
+    size = local.shape[cut]
+    step = max(1, PIECE_BYTES * size // local.nbytes)
+    for first in range(0, size, step):
+        offsets = (*part.offsets[:cut], part.offsets[cut] + first, *part.offsets[cut + 1 :])
+        piece = local.narrow(cut, first, min(step, size - first))
+        yield from _pieces(TensorPart(piece, part.shape, offsets, part.is_writer))
+
+
+def _write_box(descriptor: int, begin: int, part: TensorPart) -> None:
+    """Write a part into a tensor that begins at this byte of an open file."""
+    data, size = part.local.reshape(-1).view(torch.uint8).numpy().data, part.local.element_size()
+    run, places = _runs(tuple(part.local.shape), part.shape, part.offsets)
+    for number, place in enumerate(places):
+        rest, at = data[number * run * size : (number + 1) * run * size], begin + place * size
+        while rest:
+            count = os.pwrite(descriptor, rest, at)
+            rest, at = rest[count:], at + count
+
+
+def _runs(box: tuple[int, ...], whole: tuple[int, ...], offsets: tuple[int, ...]) -> tuple[int, list[int]]:
+    """Numbers of a box that follow one another in the whole without a gap, and where each such run begins there."""
+    strides = [math.prod(whole[dimension + 1 :]) for dimension in range(len(whole))]
+    last = max((dimension for dimension in range(len(box)) if box[dimension] != whole[dimension]), default=0)
+    begins = np.array(sum(at * stride for at, stride in zip(offsets, strides, strict=True)))
+    for size, stride in zip(box[:last], strides[:last], strict=True):
+        begins = begins[..., None] + np.arange(size) * stride
+    return math.prod(box[last:]), begins.reshape(-1).tolist()
 
 
 def not_finite(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
@@ -128,17 +264,16 @@ def is_finite(tensor: Tensor) -> bool:
     return all(bool(torch.isfinite(low) & torch.isfinite(high)) for low, high in extremes)
 
 
-def read_tensors(folder: Path, into: Mapping[str, Tensor]) -> None:
-    """Fill `into` in place from `folder`; nothing is touched unless everything fits.
+# -- reading -----------------------------------------------------------------------------------
+
+
+def refuse_other_tensors(folder: Path, wanted: Mapping[str, TensorPart]) -> None:
+    """Compare what a folder holds with what is to be filled from it.
 
     Raises:
         CheckpointError: names, shapes or types are those of another model, or a file is damaged.
     """
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    problems = differences(describe(folder), into)
+    problems = differences(describe(folder), wanted)
     if problems:
         shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
         raise CheckpointError(
@@ -146,16 +281,22 @@ def read_tensors(folder: Path, into: Mapping[str, Tensor]) -> None:
             got=shown,
             do="resume with the configuration that wrote it, or choose another run folder",
         )
-    _silence_single_process_warning()
-    try:
-        load(
-            {name: tensor.detach() for name, tensor in into.items()},
-            storage_reader=HuggingFaceStorageReader(path=str(folder)),
-            no_dist=True,
-        )
-    except CheckpointException as error:
-        cause = _cause(error)
-        raise CheckpointError(f"{folder} cannot be read", got=cause, do="use an older checkpoint") from cause
+
+
+def read_parts(folder: Path, into: Mapping[str, TensorPart]) -> None:
+    """Fill what this rank holds, in place, from a folder that `refuse_other_tensors` has passed.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    for path, names in _open_order(folder):
+        with _opened(path) as file:
+            for name in names:
+                part = into[name]
+                if part.local.numel():
+                    box = zip(part.offsets, part.local.shape, strict=True)
+                    stored = file.get_slice(name)[tuple(slice(at, at + size) for at, size in box)]
+                    part.local.copy_(stored)
 
 
 def describe(folder: Path) -> dict[str, tuple[torch.dtype | str, tuple[int, ...]]]:
@@ -171,19 +312,19 @@ def describe(folder: Path) -> dict[str, tuple[torch.dtype | str, tuple[int, ...]
 
 
 def differences(
-    stored: Mapping[str, tuple[torch.dtype | str, tuple[int, ...]]], wanted: Mapping[str, Tensor]
+    stored: Mapping[str, tuple[torch.dtype | str, tuple[int, ...]]], wanted: Mapping[str, TensorPart]
 ) -> list[str]:
     """What differs between a checkpoint and the tensors of this run, one sentence per tensor."""
     problems = [f"no {name}" for name in wanted if name not in stored]
     problems += [f"unexpected {name}" for name in stored if name not in wanted]
-    for name, tensor in wanted.items():
+    for name, part in wanted.items():
         if name not in stored:
             continue
         dtype, shape = stored[name]
-        if shape != tuple(tensor.shape):
-            problems.append(f"{name} of shape {list(shape)} instead of {list(tensor.shape)}")
-        elif dtype != tensor.dtype:
-            problems.append(f"{name} in {_short(dtype)} instead of {_short(tensor.dtype)}")
+        if shape != part.shape:
+            problems.append(f"{name} of shape {list(shape)} instead of {list(part.shape)}")
+        elif dtype != part.local.dtype:
+            problems.append(f"{name} in {_short(dtype)} instead of {_short(part.local.dtype)}")
     return problems
 
 
@@ -195,19 +336,6 @@ def stream_tensors(folder: Path, prefix: str) -> Iterator[tuple[str, Tensor]]:
             with _opened(path) as file:
                 for name in chosen:
                     yield name, file.get_tensor(name)
-
-
-def _order_metadata(file: Path) -> None:
-    """Sort the metadata in the header of a safetensors file; its length, and all else, stays."""
-    with open(file, "r+b") as opened:
-        size = int.from_bytes(opened.read(8), "little")
-        header = json.loads(opened.read(size))
-        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-        text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-        if len(text) > size:
-            raise AssertionError(f"the header of {file.name} grew from {size} to {len(text)} bytes")
-        opened.seek(8)
-        opened.write(text.ljust(size))
 
 
 def _open_order(folder: Path) -> Iterable[tuple[Path, list[str]]]:
@@ -234,14 +362,3 @@ def _opened(path: Path) -> Iterator[Any]:
 
 def _short(dtype: torch.dtype | str) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _cause(error: BaseException) -> BaseException:
-    # DCP's exception is a BaseException that carries the real one of each rank.
-    failures = getattr(error, "failures", {})
-    return next((wrapped[0] for wrapped in failures.values()), error)
-
-
-def _silence_single_process_warning() -> None:
-    # Not `warnings.catch_warnings`: it swaps process-wide state, and this runs beside the training thread.
-    warnings.filterwarnings("ignore", message=_SINGLE_PROCESS, category=UserWarning)

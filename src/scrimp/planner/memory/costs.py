@@ -14,7 +14,6 @@ from scrimp.errors import PlanError
 
 Origin = Literal["measured", "predicted"]
 """Where seconds come from: timed on this device, or predicted from the work."""
-CHECKPOINT_FILE_BYTES = 512 * 2**20
 
 
 @dataclass(frozen=True)
@@ -128,16 +127,11 @@ class StepCosts:
     """Where the seconds of blocks come from; None: nobody asked for them."""
 
     @property
-    def checkpoint_state(self) -> int:
-        """Bytes of what a checkpoint holds: weights, masters, moments, wherever they live."""
+    def checkpoint_copy(self) -> int:
+        """Bytes of what a checkpoint holds: weights, masters, moments, wherever they live. As many on the host, in a
+        copy, while one is written beside the training."""
         parts: list[BlockClass | EndsCost] = [self.ends, *(self.classes[number] for number in self.blocks)]
         return sum(part.weights + part.optimizer for part in parts)
-
-    @property
-    def checkpoint_copy(self) -> int:
-        """Host bytes while a checkpoint is written beside the training: a copy of the state, and the one file of it
-        that is being assembled."""
-        return self.checkpoint_state + min(self.checkpoint_state, CHECKPOINT_FILE_BYTES)
 
 
 def chosen_costs(costs: StepCosts, choices: Sequence[str]) -> list[BlockCost]:

@@ -43,7 +43,7 @@ class Checkpoints(Callback):
         except StorageError as error:
             self.failed(error)
 
-    def tensors(self) -> dict[str, TensorPart]:
+    def parts(self) -> dict[str, TensorPart]:
         """What lies here of every tensor of the run's state, by the name it has in a checkpoint."""
         run = self._run
         state = {f"model.{name}": part for name, part in run.executable.parameters()}
@@ -57,9 +57,9 @@ class Checkpoints(Callback):
         """Continue from a checkpoint: tensors are loaded in place."""
         state = read_state(checkpoint)
         self._run.optimizer.prepare(state.position.updates)
-        tensors = self.tensors()
-        checkpoint.load(tensors)
-        torch.set_rng_state(tensors[RANDOM_STATE].local)
+        parts = self.parts()
+        checkpoint.load(parts, self._run.decisions.world)
+        torch.set_rng_state(parts[RANDOM_STATE].local)
         self._run.position = state.position
         self._run.optimizer.restore_updates(state.position.updates)
         if self._cycle is not None:
@@ -83,7 +83,7 @@ class Checkpoints(Callback):
         )
         skipped = run.step - run.position.updates
         files = run.files | {PLAN: self._plan_text()}
-        run.store.save(run.step, self.tensors(), state.to_json(), files, skipped_steps=skipped, wait=wait)
+        run.store.save(run.step, self.parts(), state.to_json(), files, skipped_steps=skipped, wait=wait)
         self._last_saved = run.step
 
     def _plan_text(self) -> str:
