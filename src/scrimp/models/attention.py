@@ -112,8 +112,9 @@ class AttentionLayout:
         """Those that all blocks share."""
         starts = () if self.pieces is None else self.pieces.starts
         shared = () if self.whole is None else self.whole.tensors
-        handles = (one.handle for one in (self.ring, self.ulysses) if one is not None)
-        found = (*self.rope, self.starts, self.mask, *starts, *handles, *shared)
+        ring = () if self.ring is None else (self.ring.handle,)
+        ulysses = () if self.ulysses is None else (self.ulysses.handle, self.ulysses.index)
+        found = (*self.rope, self.starts, self.mask, *starts, *shared, *ring, *ulysses)
         return tuple(tensor for tensor in found if tensor is not None)
 
     @classmethod
@@ -218,10 +219,13 @@ def _in_parts(
     tables = rope_tables_at(attends.rope, attends.head_size, position)
     heads = attends.num_heads, attends.num_kv_heads, tables
     if parallel.method == "ulysses":
-        exchange, tokens_BT = parallel.ulysses(attends), tokens_Bt[:, :1].expand(rows, length)
+        exchange, tokens_BT = parallel.ulysses(attends, device), tokens_Bt[:, :1].expand(rows, length)
         whole = make.prepare(exchange.attends, tokens_BT, document_starts, dtype=dtype, compiled=compiled)
         return make(*heads, "ulysses", ulysses=exchange, whole=whole)
     starts = _cumulative(_document_lengths(rows, length, document_starts))
+    if compiled:
+        # Batches differ in their numbers of documents: one program for all.
+        torch._dynamo.maybe_mark_dynamic(starts, 0)
     return make(*heads, "ring", starts=starts, ring=parallel.ring(attends.window))
 
 

@@ -51,7 +51,7 @@ class ContextParallel:
         self.group = cast("dist.ProcessGroup", group or dist.group.WORLD)
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         self._rings: dict[int | None, Ring] = {}
-        self._ulysses: dict[AttentionSpec, Ulysses] = {}
+        self._ulysses: dict[tuple[AttentionSpec, torch.device], Ulysses] = {}
 
     def division(self, length: int) -> Division:
         """Who holds which of a row's tokens.
@@ -97,15 +97,15 @@ class ContextParallel:
             self._rings[window] = Ring(self.group, self.method, window=window)
         return self._rings[window]
 
-    def ulysses(self, attends: AttentionSpec) -> Ulysses:
-        """The exchange of blocks with such attention.
+    def ulysses(self, attends: AttentionSpec, device: torch.device) -> Ulysses:
+        """The exchange of blocks with such attention on a device.
 
         Raises:
             ConfigError: heads do not divide.
         """
-        if attends not in self._ulysses:
-            self._ulysses[attends] = Ulysses(self.group, attends)
-        return self._ulysses[attends]
+        if (attends, device) not in self._ulysses:
+            self._ulysses[attends, device] = Ulysses(self.group, attends, device)
+        return self._ulysses[attends, device]
 
 
 __all__ = [

@@ -45,26 +45,28 @@ class Ulysses:
     Args:
         group: the ranks; None: the default group.
         attends: attention with all heads.
+        device: of what is exchanged.
 
     Raises:
         ConfigError: heads do not divide over the ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, attends: AttentionSpec) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, attends: AttentionSpec, device: torch.device) -> None:
         self.group = cast(dist.ProcessGroup, group or dist.group.WORLD)
         self.size = dist.get_world_size(self.group)
         self.attends = heads_of_rank(attends, self.size)
         """Attention with a rank's heads."""
-        self.index = torch.tensor(_head_index(attends, self.size))
+        self.index = torch.tensor(_head_index(attends, self.size), device=device)
         """Which heads go to each rank, one rank after the other."""
         number = next(_numbers)
         self.handle = torch.tensor(number)
+        """What stands for it in operators."""
         _ulysses[number] = self
 
     def to_heads(self, qkv_BtCK: Tensor) -> Tensor:
         """qkv_BTGK, whole rows of a rank's heads, of some tokens with all C heads."""
         B, t, _, K = qkv_BtCK.shape
-        sent = qkv_BtCK.index_select(2, self.index.to(qkv_BtCK.device)).view(B, t, self.size, -1, K)
+        sent = qkv_BtCK.index_select(2, self.index).view(B, t, self.size, -1, K)
         return self._exchanged(sent.permute(2, 0, 1, 3, 4)).transpose(0, 1).flatten(1, 2)
 
     def to_tokens(self, out_BThK: Tensor) -> Tensor:
