@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 from decoder_reference import FAMILIES, LLAMA, filled
 from distributed import spawn
+from late_link import LateLink
 from test_tiles import drawn, exactly
 from torch import Tensor
 
-from scrimp.config.activations import LEVELS, Activations
+from scrimp.config.activations import ALL_ACTIVATIONS, Activations
 from scrimp.data import IGNORED, Batch
 from scrimp.errors import ConfigError, DeviceError, ModelError
 from scrimp.models import spec_of
@@ -33,7 +34,9 @@ from scrimp.models.context_parallel import (
 )
 from scrimp.models.model import Model
 from scrimp.objectives.next_token import NEXT_TOKEN
+from scrimp.runtime.memory import ActivationOffload, BlockMemory, HostArena
 
+CPU = torch.device("cpu")
 LENGTH = 32
 WHOLE = None
 PACKED = ([0, 3, 30, 32, 33, 64], [0, 17, 32, 64])
@@ -75,8 +78,13 @@ def batches(case: Case) -> list[Batch]:
 
 def model_of(case: Case) -> Model:
     model = filled(FAMILIES[case.family])
+    activations = Activations.parse(case.level)
     for block in model.each_block():
-        block.activations = Activations.parse(case.level)
+        block.activations = activations
+    if activations.is_offloaded:
+        arena, count = HostArena(2**23, CPU, poisons=True), len(model.blocks)
+        offload = ActivationOffload(arena, LateLink(CPU), num_blocks=count, keep_last=False, min_bytes=64)
+        model.run_block = BlockMemory(count, offload=offload, leaving=frozenset(range(count)))
     if case.compiled:
         compile_blocks(model)
     return model
@@ -89,6 +97,8 @@ def passed(model: Model, parts: list[Batch], bf16: bool = False) -> dict[str, Te
         with torch.autocast("cpu", enabled=bf16):
             total = NEXT_TOKEN.loss(model, part).total
         total.backward()
+        if isinstance(model.run_block, BlockMemory):
+            model.run_block.end_backward()
         losses.append(total.detach())
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return {"loss": torch.stack(losses).sum(), **gradients}
@@ -188,6 +198,20 @@ def test_compiled_blocks_train_as_one_process(method: str, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("alone")
+def test_a_compiled_ring_breaks_no_graph_and_compiles_once_for_any_documents() -> None:
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    model = model_of(Case("zigzag", "mistral", compiled=True, level="qkv"))
+    model.context_parallel = ContextParallel("zigzag")
+    for documents in (PACKED, [[0, 32, 64], [0, 1, 2, 3, 32, 64]]):
+        passed(model, batches(Case("zigzag", documents=tuple(documents))))
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+
+
+@pytest.mark.slow
 def test_bf16_stays_within_its_rounding(tmp_path: Path) -> None:
     check(2, [Case(method, "mistral", bf16=True) for method in METHODS], tmp_path)
 
@@ -197,12 +221,13 @@ def test_bf16_stays_within_its_rounding(tmp_path: Path) -> None:
 def test_recomputation_changes_no_bit_and_a_ring_that_keeps_attention_sends_nothing_again(
     method: str, tmp_path: Path
 ) -> None:
-    cases = [Case(method, "mistral", level=level) for level in LEVELS]
+    cases = [Case(method, "mistral", level=level) for level in ALL_ACTIVATIONS]
     for results in check(2, cases, tmp_path):
         (kept, sent), *others = results
         for case, (found, bytes_sent) in zip(cases[1:], others, strict=True):
             assert all(torch.equal(found[name], kept[name]) for name in kept), case
-            runs_again = case.level in ("attention", "block") or (case.level, method) == ("qkv", "ulysses")
+            level = Activations.parse(case.level).level
+            runs_again = level in ("attention", "block") or (level, method) == ("qkv", "ulysses")
             assert (sum(bytes_sent) > sum(sent)) == runs_again, case
 
 
@@ -270,7 +295,7 @@ def exchange_parts(rank: int, families: Sequence[str]) -> list[int]:
     for family in families:
         parallel = ContextParallel("ulysses")
         attends = spec_of(FAMILIES[family]).block(0).attention
-        exchange = parallel.ulysses(attends, torch.device("cpu"))
+        exchange = parallel.ulysses(attends, CPU)
         heads = attends.num_heads + 2 * attends.num_kv_heads
         qkv = torch.randn(2, LENGTH // parallel.size, heads, attends.head_size, requires_grad=True)
         with counting() as sent:
@@ -315,12 +340,10 @@ def test_one_rank_alone_sends_nothing_and_trains_alike(method: str) -> None:
 @pytest.mark.usefixtures("alone")
 def test_what_cannot_be_carried_out_is_refused_by_name() -> None:
     attends = spec_of(LLAMA).block(0).attention
-    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    cuda = torch.device("cuda" if torch.cuda.is_available() else "meta")
     ring = ContextParallel("zigzag")
     with pytest.raises(ConfigError, match="does not divide"):
-        ring.check(attends, 33, device=cpu, dtype=torch.float32)
-    if not torch.cuda.is_available():
-        cuda = torch.device("meta")
+        ring.check(attends, 33, device=CPU, dtype=torch.float32)
     with pytest.raises(DeviceError, match="heads of 8 in float32"):
         ring.check(attends, 32, device=cuda, dtype=torch.float32)
     with pytest.raises(ConfigError, match="attention heads do not divide"):
