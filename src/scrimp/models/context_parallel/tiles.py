@@ -14,10 +14,12 @@ Method   A document's tokens are neighbours on every rank (`division`). Per docu
                          c = 0 for s <= r and c = -1 for s > r; without the first query or the last key, which
                          then see or are seen by nobody, that is a causal square
 
-Window   A window w matters to a document of more than w tokens: then the pairs of chunks are tiles of their own, cut to
-         the rows and columns that see anything, with `left` keys visible beside the diagonal that ends in the lower
-         right corner (as flash attention counts):  left = w - 1 + (end of keys) - (end of queries). Striped, distances
-         are multiples of W:  left = floor((w - 1 - r + s) / W) + c.  A tile of which nothing is visible is no tile.
+Window   A window w matters to a document of more than w tokens: then pairs of chunks are tiles of their own. Keys that no
+         query sees and queries that see no key are cut off; queries that see all that is left make a rectangle. The
+         others are a tile with a bound: `left` keys are visible beside the diagonal that ends in the lower right corner
+         (as flash attention counts):  left = w - 1 + (end of keys) - (end of queries).  It has no more queries than
+         keys, as it must: CUDA's kernel lets a window without a right bound end as many keys beside the diagonal as the
+         tile has. Striped, distances are multiples of W:  left = floor((w - 1 - r + s) / W) + c.
 Strips   A kernel without windows (the CPU's) would compute all of a tile with `left`. `strips` cuts it into pieces of
          about left + 1 queries with the keys that these see.
 Checked  tests/models/test_tiles.py: the visible pairs of all ranks and sources, against the definition.
@@ -221,8 +223,13 @@ def _chunk_pairs(
             yield from _tile(document, here, here, causal=True, left=window - 1, place=place)
         elif one.first > other.first:
             k_start, q_stop = max(k_start, q_start - window + 1), min(q_stop, k_stop + window - 1)
-            queries, keys = local(rank, q_start, q_stop), local(source, k_start, k_stop)
-            yield from _tile(document, queries, keys, left=window - 1 + k_stop - q_stop, place=place)
+            # Queries before this position see all of these keys, those from there on not the first.
+            middle = min(q_stop, k_start + window)
+            queries, keys = local(rank, q_start, middle), local(source, k_start, k_stop)
+            yield from _tile(document, queries, keys, place=place)
+            queries, keys = local(rank, middle, q_stop), local(source, k_start + 1, k_stop)
+            left = window - 1 + k_stop - q_stop
+            yield from _tile(document, queries, keys, left=left, place=place + len(pairs))
 
 
 def _within(run: Run, document: Document) -> tuple[int, int]:
