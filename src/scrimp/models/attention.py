@@ -86,7 +86,7 @@ class AttentionLayout:
     num_kv_heads: int
     """Key heads, and as many value heads."""
     rope: tuple[Tensor, Tensor]
-    """cos_T1K and sin_T1K of `rope_tables`."""
+    """cos_T1K and sin_T1K of `rope_tables`; ring: at this rank's positions."""
     route: Route
     """See the module's docstring."""
     segments: tuple[Segment, ...] = ()
@@ -215,18 +215,18 @@ def _in_parts(
     rows, part = tokens_Bt.shape
     device, length = tokens_Bt.device, part * parallel.size
     parallel.check(attends, length, device=device, dtype=dtype)
-    position = parallel.division(length).positions(parallel.rank).to(device, non_blocking=True)
-    tables = rope_tables_at(attends.rope, attends.head_size, position)
-    heads = attends.num_heads, attends.num_kv_heads, tables
+    heads = attends.num_heads, attends.num_kv_heads
     if parallel.method == "ulysses":
         exchange, tokens_BT = parallel.ulysses(attends, device), tokens_Bt[:, :1].expand(rows, length)
         whole = make.prepare(exchange.attends, tokens_BT, document_starts, dtype=dtype, compiled=compiled)
-        return make(*heads, "ulysses", ulysses=exchange, whole=whole)
+        return make(*heads, whole.rope, "ulysses", ulysses=exchange, whole=whole)
+    position = parallel.division(length).positions(parallel.rank).to(device, non_blocking=True)
+    tables = rope_tables_at(attends.rope, attends.head_size, position)
     starts = _cumulative(_document_lengths(rows, length, document_starts))
     if compiled:
         # Batches differ in their numbers of documents: one program for all.
         torch._dynamo.maybe_mark_dynamic(starts, 0)
-    return make(*heads, "ring", starts=starts, ring=parallel.ring(attends.window))
+    return make(*heads, tables, "ring", starts=starts, ring=parallel.ring(attends.window))
 
 
 def _document_lengths(rows: int, length: int, document_starts: Tensor | None) -> tuple[int, ...]:

@@ -49,7 +49,7 @@ from scrimp.models.context_parallel.calls import Call, calls_of
 from scrimp.models.context_parallel.division import Division, Scheme
 from scrimp.models.context_parallel.tiles import documents_of, tiles_of
 
-PLANS = 16
+PLANS = 4
 """Batches whose calls a ring remembers, from their forward to their backward pass; others are found anew."""
 
 Calls = tuple[tuple[Call, ...], ...]

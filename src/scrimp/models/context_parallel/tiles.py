@@ -14,12 +14,12 @@ Method   A document's tokens are neighbours on every rank (`division`). Per docu
                          c = 0 for s <= r and c = -1 for s > r; without the first query or the last key, which
                          then see or are seen by nobody, that is a causal square
 
-Window   A window w matters to a document of more than w tokens: then pairs of chunks are tiles of their own. Keys that no
-         query sees and queries that see no key are cut off; queries that see all that is left make a rectangle. The
-         others are a tile with a bound: `left` keys are visible beside the diagonal that ends in the lower right corner
-         (as flash attention counts):  left = w - 1 + (end of keys) - (end of queries).  It has no more queries than
-         keys, as it must: CUDA's kernel lets a window without a right bound end as many keys beside the diagonal as the
-         tile has. Striped, distances are multiples of W:  left = floor((w - 1 - r + s) / W) + c.
+Window   A window w matters to a document of more than w tokens: then pairs of chunks are tiles of their own. Keys that
+         no query sees and queries that see no key are cut off; queries that see all that is left make a rectangle.
+         The others are a tile with a bound: `left` keys are visible beside the diagonal that ends in the lower right
+         corner (as flash attention counts):  left = w - 1 + (end of keys) - (end of queries).  It has no more queries
+         than keys, as it must: CUDA's kernel lets a window without a right bound end as many keys beside the diagonal
+         as the tile has. Striped, distances are multiples of W:  left = floor((w - 1 - r + s) / W) + c.
 Strips   A kernel without windows (the CPU's) would compute all of a tile with `left`. `strips` cuts it into pieces of
          about left + 1 queries with the keys that these see.
 Checked  tests/models/test_tiles.py: the visible pairs of all ranks and sources, against the definition.
