@@ -274,30 +274,13 @@ def check_attention(ranks: Sequence[Attended]) -> None:
             assert (sum(sent[: world - 1]), sum(sent[world - 1 :])) == expected
 
 
-def train_and_attend(rank: int) -> tuple[Trained, Attended]:
-    return train_parts(rank, COVERING), attend_parts(rank)
-
-
-def test_ranks_that_share_rows_train_as_one_process_and_attend_as_float64(tmp_path: Path) -> None:
-    trained, attended = zip(*spawn(2, train_and_attend, tmp_path), strict=True)
-    check_training(COVERING, trained)
-    check_attention(attended)
-
-
-@pytest.mark.slow
-def test_four_ranks_attend_as_float64(tmp_path: Path) -> None:
-    check_attention(spawn(4, attend_parts, tmp_path))
-
-
-def exchange_parts(rank: int, families: Sequence[str]) -> list[int]:
-    """Bytes that Ulysses sends in a forward and a backward pass of one block."""
+def exchange_parts(rank: int) -> list[int]:
+    """Bytes that Ulysses sends in a forward and a backward pass of one block of each family."""
     found = []
-    for family in families:
-        parallel = ContextParallel("ulysses")
-        attends = spec_of(FAMILIES[family]).block(0).attention
-        exchange = parallel.ulysses(attends, CPU)
+    for attends in EXCHANGED:
+        exchange = ContextParallel("ulysses").ulysses(attends, CPU)
         heads = attends.num_heads + 2 * attends.num_kv_heads
-        qkv = torch.randn(2, LENGTH // parallel.size, heads, attends.head_size, requires_grad=True)
+        qkv = torch.randn(2, LENGTH // exchange.size, heads, attends.head_size, requires_grad=True)
         with counting() as sent:
             there = exchange.to_heads(qkv)
             assert there.shape[1] == LENGTH
@@ -306,14 +289,36 @@ def exchange_parts(rank: int, families: Sequence[str]) -> list[int]:
     return found
 
 
+EXCHANGED = [spec_of(FAMILIES[family]).block(0).attention for family in ("llama", "qwen3")]
+
+
+def check_exchange(ranks: Sequence[list[int]]) -> None:
+    """Compare what each rank sent with the formula."""
+    for attends, counts in zip(EXCHANGED, zip(*ranks, strict=True), strict=True):
+        part = LENGTH // len(ranks)
+        assert set(counts) == {2 * ulysses_bytes(attends, len(ranks), rows=2, part=part, itemsize=4)}
+
+
+def attend_and_exchange(rank: int) -> tuple[Attended, list[int]]:
+    return attend_parts(rank), exchange_parts(rank)
+
+
+def all_of_it(rank: int) -> tuple[Trained, Attended, list[int]]:
+    return train_parts(rank, COVERING), *attend_and_exchange(rank)
+
+
+def test_ranks_that_share_rows_train_as_one_process_and_attend_as_float64(tmp_path: Path) -> None:
+    trained, attended, exchanged = zip(*spawn(2, all_of_it, tmp_path), strict=True)
+    check_training(COVERING, trained)
+    check_attention(attended)
+    check_exchange(exchanged)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 4])
-def test_ulysses_sends_what_its_formula_says(world: int, tmp_path: Path) -> None:
-    families = ["llama", "qwen3"]
-    for sent in spawn(world, exchange_parts, tmp_path, families):
-        for family, count in zip(families, sent, strict=True):
-            attends = spec_of(FAMILIES[family]).block(0).attention
-            assert count == 2 * ulysses_bytes(attends, world, rows=2, part=LENGTH // world, itemsize=4)
+def test_four_ranks_attend_as_float64_and_send_what_formulas_say(tmp_path: Path) -> None:
+    attended, exchanged = zip(*spawn(4, attend_and_exchange, tmp_path), strict=True)
+    check_attention(attended)
+    check_exchange(exchanged)
 
 
 @pytest.fixture
