@@ -34,6 +34,17 @@ class Batch:
         """A batch of tensors, its targets counted."""
         return cls(tokens_BT, targets_BT, document_starts, int((targets_BT != IGNORED).sum()))
 
+    def at(self, positions_T: Tensor) -> Batch:
+        """Its rows at some positions alone, as one of the ranks that share them holds them.
+
+        Document starts stay those of whole rows. Targets are counted: its tensors must still be on the host.
+
+        Args:
+            positions_T: int64, on the CPU.
+        """
+        tokens, targets = (x.index_select(1, positions_T) for x in (self.tokens_BT, self.targets_BT))
+        return Batch.of(tokens, targets, self.document_starts)
+
     def pin(self) -> Batch:
         """The same batch in pinned host memory."""
         return replace(self, tokens_BT=self.tokens_BT.pin_memory(), targets_BT=self.targets_BT.pin_memory())

@@ -13,6 +13,11 @@ Method   `AttentionLayout.prepare` looks at the documents once per forward pass 
                    rows at a time (`scrimp.models.flash`).
          masked    Everything else: one call with a boolean mask of T x T per row.
 
+         Where ranks share rows (`scrimp.models.context_parallel`) a rank has t of the T tokens:
+
+         ring      Keys and values travel past the queries of all ranks.
+         ulysses   Tokens are exchanged for heads: whole rows of some heads then take one of the routes above.
+
 Rule     On the CPU rows are always cut into segments. Measured for one block, forward and backward (4 rows of
          512 tokens, 10 heads of 64, 2 threads, no window), in ms by tokens per document, before tiny ones shared a
          call:
@@ -51,25 +56,25 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from scrimp.models.context_parallel import ContextParallel, Ring, Ulysses, ring_attention
 from scrimp.models.flash import (
+    FLASH_CAPABILITY,
     STAND_IN,
-    Gpu,
     Heads,
     Pieces,
     attend_in_pieces,
     flash_operators,
+    flash_runs,
+    flash_takes,
     rows_at_once,
 )
 from scrimp.models.functions import runs_cpu_functions, uses_cpu_functions
 from scrimp.models.masks import added, allowed
-from scrimp.models.rope import rope_tables, rotate, rotate_into
+from scrimp.models.rope import rope_tables, rope_tables_at, rotate, rotate_into
 from scrimp.models.segments import Segment, segments_of, window_mask, worst_segments
 from scrimp.models.spec import AttentionSpec
 
-Route = Literal["causal", "segments", "varlen", "pieces", "masked"]
-
-FLASH_CAPABILITY = (8, 0)
-"""From which on flash attention runs on a GPU."""
+Route = Literal["causal", "segments", "varlen", "pieces", "masked", "ring", "ulysses"]
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,7 @@ class AttentionLayout:
     num_kv_heads: int
     """Key heads, and as many value heads."""
     rope: tuple[Tensor, Tensor]
-    """cos_T1K and sin_T1K of `rope_tables`."""
+    """cos_T1K and sin_T1K of `rope_tables`; ring: at this rank's positions."""
     route: Route
     """See the module's docstring."""
     segments: tuple[Segment, ...] = ()
@@ -95,12 +100,21 @@ class AttentionLayout:
     """segments, varlen, pieces: the sliding window, where any document reaches it."""
     pieces: Pieces | None = None
     """pieces: which rows go together."""
+    ring: Ring | None = None
+    """ring: the ranks; `starts` are then those of whole rows, on the CPU."""
+    ulysses: Ulysses | None = None
+    """ulysses: the exchange."""
+    whole: AttentionLayout | None = None
+    """ulysses: how whole rows of a rank's heads attend."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Those that all blocks share."""
         starts = () if self.pieces is None else self.pieces.starts
-        found = (*self.rope, self.starts, self.mask, *starts)
+        shared = () if self.whole is None else self.whole.tensors
+        ring = () if self.ring is None else (self.ring.handle,)
+        ulysses = () if self.ulysses is None else (self.ulysses.handle, self.ulysses.index)
+        found = (*self.rope, self.starts, self.mask, *starts, *shared, *ring, *ulysses)
         return tuple(tensor for tensor in found if tensor is not None)
 
     @classmethod
@@ -112,6 +126,7 @@ class AttentionLayout:
         *,
         dtype: torch.dtype,
         compiled: bool = False,
+        parallel: ContextParallel | None = None,
     ) -> AttentionLayout:
         """Choose the route for these rows.
 
@@ -122,7 +137,14 @@ class AttentionLayout:
             dtype: what attention computes in.
             compiled: whether torch.compile runs the blocks; then lengths that change with
                 every batch must not become part of the program.
+            parallel: the ranks that share these rows; then tokens_BT are this rank's, and document_starts
+                those of whole rows.
+
+        Raises:
+            ConfigError, DeviceError: these ranks cannot share them.
         """
+        if parallel is not None:
+            return _in_parts(cls, parallel, attends, tokens_BT, document_starts, dtype, compiled)
         rows, length = tokens_BT.shape
         device = tokens_BT.device
         tables = rope_tables(attends.rope, attends.head_size, 0, length, device=device)
@@ -180,6 +202,33 @@ class AttentionLayout:
         return replace(found, route="masked", mask=mask)
 
 
+def _in_parts(
+    make: type[AttentionLayout],
+    parallel: ContextParallel,
+    attends: AttentionSpec,
+    tokens_Bt: Tensor,
+    document_starts: Tensor | None,
+    dtype: torch.dtype,
+    compiled: bool,
+) -> AttentionLayout:
+    """The layout of rows that ranks share."""
+    rows, part = tokens_Bt.shape
+    device, length = tokens_Bt.device, part * parallel.size
+    parallel.check(attends, length, device=device, dtype=dtype)
+    heads = attends.num_heads, attends.num_kv_heads
+    if parallel.method == "ulysses":
+        exchange, tokens_BT = parallel.ulysses(attends, device), tokens_Bt[:, :1].expand(rows, length)
+        whole = make.prepare(exchange.attends, tokens_BT, document_starts, dtype=dtype, compiled=compiled)
+        return make(*heads, whole.rope, "ulysses", ulysses=exchange, whole=whole)
+    position = parallel.division(length).positions(parallel.rank).to(device, non_blocking=True)
+    tables = rope_tables_at(attends.rope, attends.head_size, position)
+    starts = _cumulative(_document_lengths(rows, length, document_starts))
+    if compiled:
+        # Batches differ in their numbers of documents: one program for all.
+        torch._dynamo.maybe_mark_dynamic(starts, 0)
+    return make(*heads, tables, "ring", starts=starts, ring=parallel.ring(attends.window))
+
+
 def _document_lengths(rows: int, length: int, document_starts: Tensor | None) -> tuple[int, ...]:
     if document_starts is None:
         return (length,) * rows
@@ -226,24 +275,6 @@ def varlen_runs(device: torch.device, dtype: torch.dtype, head_size: int) -> boo
     return device.type == "cuda" and varlen_kernel() is not None and flash_takes(device, dtype, head_size)
 
 
-def flash_takes(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
-    """Whether flash attention takes heads of this size and type; a CPU is asked for the sake of a GPU it stands for."""
-    return not head_size % 8 and _flash_runs(dtype, head_size, capability_of(device))
-
-
-def _flash_runs(dtype: torch.dtype, head_size: int, capability: tuple[int, int]) -> bool:
-    """Whether flash attention runs where torch pads heads to multiples of 8: in calls without documents or a mask."""
-    takes = dtype in (torch.bfloat16, torch.float16) and head_size <= 256
-    return takes and capability >= FLASH_CAPABILITY
-
-
-def capability_of(device: torch.device) -> tuple[int, int]:
-    """A GPU's own compute capability; on a CPU, that of the GPU that it stands for."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_capability(device)
-    return STAND_IN.get(device.type, Gpu()).capability
-
-
 def fuses_attention(
     attends: AttentionSpec,
     dtype: torch.dtype,
@@ -261,7 +292,7 @@ def fuses_attention(
         masks: documents or a window keep tokens apart, which flash attention does for heads of whole multiples of 8.
     """
     size = attends.head_size
-    return _flash_runs(dtype, size, capability) and not (masks and size % 8)
+    return flash_runs(dtype, size, capability) and not (masks and size % 8)
 
 
 def varlen_kernel() -> Callable[..., Tensor] | None:
@@ -292,6 +323,11 @@ def _with_own_heads(
 
 def attend(qkv_BTGK: Tensor, layout: AttentionLayout) -> Tensor:
     """out_BTHK of unrotated queries, keys and values, the heads of each side by side."""
+    if layout.ring is not None:
+        return _attend_in_ring(qkv_BTGK, layout, layout.ring)
+    if layout.ulysses is not None:
+        assert layout.whole is not None
+        return layout.ulysses.to_tokens(attend(layout.ulysses.to_heads(qkv_BTGK), layout.whole))
     if uses_cpu_functions(qkv_BTGK):
         assert layout.route != "pieces", "pieces are for plain operations"
         return cast(Tensor, _CpuAttention.apply(qkv_BTGK, layout))  # type: ignore[no-untyped-call]
@@ -324,8 +360,18 @@ def attention_operators() -> frozenset[Any]:
     )
     found = [getattr(torch.ops.aten, name).default for name in names if hasattr(torch.ops.aten, name)]
     varlen = getattr(getattr(torch.ops, "torch_attn", None), "_varlen_attn", None)
-    found += flash_operators()
+    found += [*flash_operators(), torch.ops.scrimp.ring_attention.default]
     return frozenset([*found, *([varlen.default] if varlen is not None else [])])
+
+
+def _attend_in_ring(qkv_BtGK: Tensor, layout: AttentionLayout, ring: Ring) -> Tensor:
+    H, N = layout.num_heads, layout.num_kv_heads
+    q, k, v = qkv_BtGK.split([H, N, N], dim=2)
+    assert layout.starts is not None
+    # Turned apart, so that neither keeps the other in memory.
+    return ring_attention(
+        rotate(q, *layout.rope), torch.stack([rotate(k, *layout.rope), v]), ring, layout.starts
+    )
 
 
 def _varlen(q_BTHK: Tensor, k_BTNK: Tensor, v_BTNK: Tensor, layout: AttentionLayout) -> Tensor:

@@ -47,6 +47,8 @@ from scrimp.models.spec import AttentionSpec
 State = tuple[Tensor, ...]
 """What backward needs besides queries, keys, values and results."""
 
+FLASH_CAPABILITY = (8, 0)
+"""From which on flash attention runs on a GPU."""
 WORKSPACE_BYTES: dict[str, int] = {"cuda": 2**28}
 """By device: what the backward pass of one call may take, unless one row takes more. None here: no bound."""
 MEAN_TOKENS = 128
@@ -90,6 +92,24 @@ def gpu_of(device: torch.device) -> Gpu:
         return STAND_IN.get(device.type, Gpu())
     count = int(torch.cuda.get_device_properties(device).multi_processor_count)
     return Gpu(count, torch.cuda.get_device_capability(device))
+
+
+def flash_takes(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
+    """Whether flash attention takes heads of this size and type; a CPU is asked for the sake of a GPU it stands for."""
+    return not head_size % 8 and flash_runs(dtype, head_size, capability_of(device))
+
+
+def flash_runs(dtype: torch.dtype, head_size: int, capability: tuple[int, int]) -> bool:
+    """Whether flash attention runs where torch pads heads to multiples of 8: in calls without documents or a mask."""
+    takes = dtype in (torch.bfloat16, torch.float16) and head_size <= 256
+    return takes and capability >= FLASH_CAPABILITY
+
+
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """A GPU's own compute capability; on a CPU, that of the GPU that it stands for."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device)
+    return STAND_IN.get(device.type, Gpu()).capability
 
 
 def backward_bytes(heads: Heads, tokens: int, documents: int) -> int:

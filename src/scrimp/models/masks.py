@@ -35,3 +35,17 @@ def added(may_look: Tensor, dtype: torch.dtype) -> Tensor:
     """What is added to scores for a boolean mask, which is overwritten."""
     hidden = may_look.logical_not_()
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
+
+
+def band(queries: int, keys: int, *, causal: bool, left: int | None, dtype: torch.dtype) -> Tensor:
+    """What is added to the scores of a block, (1, 1, queries, keys) on the CPU.
+
+    With d = keys - queries, so that the diagonal ends in the lower right corner: query i sees key j where j <= i + d,
+    if causal, and j >= i + d - left, if there is such a bound.
+    """
+    mask = torch.zeros(queries, keys, dtype=dtype)
+    if left is not None:
+        mask.fill_(float("-inf")).tril_(keys - queries - left - 1)
+    if causal:
+        mask += torch.full_like(mask, float("-inf")).triu_(keys - queries + 1)
+    return mask[None, None]

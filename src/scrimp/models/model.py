@@ -30,6 +30,7 @@ from scrimp.errors import ModelError
 from scrimp.gemm import PlannedLayer, compute_dtype
 from scrimp.models.attention import AttentionLayout
 from scrimp.models.blocks import Block, Embedding, Linear, Place
+from scrimp.models.context_parallel import ContextParallel
 from scrimp.models.kinds import spec_of
 from scrimp.models.spec import AttentionSpec, ModelSpec
 
@@ -79,6 +80,8 @@ class Model(nn.Module):
             self.head = Linear(a.width, a.vocab_size, bias=False, device=place.device, dtype=place.dtype)
         self.run_block: BlockRunner | None = None
         """None: blocks are simply called."""
+        self.context_parallel: ContextParallel | None = None
+        """The ranks that share rows; None: this process has whole ones."""
         self.planned_head: PlannedLayer | None = None
         """Formats of the head's GEMMs in the loss; None: the compute type."""
 
@@ -119,8 +122,10 @@ class Model(nn.Module):
 
         Raises:
             ModelError: rows are longer than the model's context.
+            ConfigError, DeviceError: the ranks of `context_parallel` cannot share them.
         """
-        length = tokens_BT.shape[1]
+        parallel = self.context_parallel
+        length = tokens_BT.shape[1] * (1 if parallel is None else parallel.size)
         if length > self.architecture.context:
             raise ModelError(
                 "sequence is longer than the model's context",
@@ -130,7 +135,7 @@ class Model(nn.Module):
             )
         return {
             attends: AttentionLayout.prepare(
-                attends, tokens_BT, document_starts, dtype=dtype, compiled=compiled
+                attends, tokens_BT, document_starts, dtype=dtype, compiled=compiled, parallel=parallel
             )
             for attends in dict.fromkeys(block.attends for block in self.each_block())
         }
@@ -139,10 +144,11 @@ class Model(nn.Module):
         """hidden_BTD after the final norm.
 
         Args:
-            tokens_BT: token ids; T at most the architecture's context.
+            tokens_BT: token ids; T at most the architecture's context. With `context_parallel`, this
+                rank's part of each row, and so are the hidden states.
             document_starts: int32 on the CPU, the documents' first positions in the flattened
                 B*T, rising from 0, ending with B*T, every row's start among them. None: each
-                row is one document.
+                row is one document. With `context_parallel`, of whole rows.
         """
         x_BTD = self.embed(tokens_BT)
         compiled = torch.compiler.is_compiling() or any(block.is_compiled for block in self.each_block())

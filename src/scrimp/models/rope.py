@@ -59,8 +59,12 @@ def rope_tables(
 
     Both halves of a head have the same angles; the sine's first half carries the minus sign.
     """
-    position_T = torch.arange(start, stop, device=device, dtype=torch.float32)
-    angle_TJ = position_T[:, None] * frequencies(rope, head_size, device=device)[None, :]
+    return rope_tables_at(rope, head_size, torch.arange(start, stop, device=device))
+
+
+def rope_tables_at(rope: Rope, head_size: int, position_T: Tensor) -> tuple[Tensor, Tensor]:
+    """The same for any positions, on their device."""
+    angle_TJ = position_T.float()[:, None] * frequencies(rope, head_size, device=position_T.device)[None, :]
     cos_TJ, sin_TJ = angle_TJ.cos(), angle_TJ.sin()
     cos_TK, sin_TK = torch.cat([cos_TJ, cos_TJ], dim=-1), torch.cat([-sin_TJ, sin_TJ], dim=-1)
     return cos_TK[:, None], sin_TK[:, None]

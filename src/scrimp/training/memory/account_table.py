@@ -14,7 +14,8 @@ from rich.table import Table
 
 from scrimp.gemm.problem import DTYPES
 from scrimp.models import spec_of
-from scrimp.models.attention import FLASH_CAPABILITY, capability_of, fuses_attention
+from scrimp.models.attention import fuses_attention
+from scrimp.models.flash import FLASH_CAPABILITY, capability_of
 from scrimp.planner.memory.search_space import Split
 from scrimp.report.memory_text import memory_tables
 from scrimp.report.units import format_bytes, format_duration
