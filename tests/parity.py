@@ -24,7 +24,7 @@ from scrimp.models.initialise import initialise
 from scrimp.optim import Optimizer, build
 from scrimp.runtime import Executable, realise
 from scrimp.runtime.parallel import RankMesh
-from scrimp.training.setup import decide
+from scrimp.training.setup import Decisions, decide
 from scrimp.world import World
 
 SEQUENCE, ROWS = 32, 2
@@ -81,7 +81,7 @@ def alone(ranks: int, case: Case) -> Trained:
 def trained(rank: int, ranks: int, case: Case, is_alone: bool = False) -> Trained:
     """The work of one rank, or of all."""
     world = World() if is_alone else World(rank, ranks)
-    executable, optimizer, lr = _made(case, world, ranks)
+    _, executable, optimizer, lr = made(case, world, ranks)
     turns = range(ranks) if is_alone else range(rank, rank + 1)
     losses, norms = [], []
     gradients: dict[str, Tensor] = {}
@@ -89,8 +89,8 @@ def trained(rank: int, ranks: int, case: Case, is_alone: bool = False) -> Traine
         numbers = [
             turn * case.micro_batches + number for turn in turns for number in range(case.micro_batches)
         ]
-        batches = [_batch(case, step, number) for number in numbers]
-        targets = sum(_batch(case, step, n).num_targets for n in range(ranks * case.micro_batches))
+        batches = [batch_of(case, step, number) for number in numbers]
+        targets = sum(batch_of(case, step, n).num_targets for n in range(ranks * case.micro_batches))
         total = 0.0
         for number, batch in zip(numbers, batches, strict=True):
             executable.begin(step, number * ROWS * SEQUENCE, is_last=number == numbers[-1])
@@ -128,7 +128,8 @@ def check_parity(ranks: list[Trained], one: Trained, *, gradients: float = 1e-5,
             assert difference <= gradients * float(expected.abs().max()) + 1e-7, name
 
 
-def _made(case: Case, world: World, ranks: int) -> tuple[Executable, Optimizer, float]:
+def made(case: Case, world: World, ranks: int) -> tuple[Decisions, Executable, Optimizer, float]:
+    """What a run would decide, and its model and optimizer."""
     settings = {
         "device": "cpu",
         "data.tokenizer": "bytes",
@@ -154,10 +155,11 @@ def _made(case: Case, world: World, ranks: int) -> tuple[Executable, Optimizer, 
     )
     for block in executable.model.each_block():
         block.activations = Activations.parse(case.activations)
-    return executable, build(config.optimizer, executable, seed=0), config.optimizer.lr
+    return decisions, executable, build(config.optimizer, executable, seed=0), config.optimizer.lr
 
 
-def _batch(case: Case, step: int, number: int) -> Batch:
+def batch_of(case: Case, step: int, number: int) -> Batch:
+    """A micro-batch, by its number among all ranks'."""
     generator = torch.Generator().manual_seed(1000 * step + number)
     tokens = torch.randint(0, VOCABULARY, (ROWS, SEQUENCE + 1), generator=generator)
     targets = tokens[:, 1:].clone()

@@ -20,14 +20,12 @@ from scrimp.config import Config, ModelConfig, RunConfig, TrainConfig
 from scrimp.errors import ScrimpError
 from scrimp.host_memory import host_memory_available
 from scrimp.profiler import peaks_of, resolve_device
-from scrimp.runtime.memory import ArenaTooSmallError
 from scrimp.training import checkpoint
 from scrimp.training.checkpoint import CheckpointStore
 from scrimp.training.guards import NonFiniteGuard, StopSignals
 from scrimp.training.memory.block_seconds import links_of
 from scrimp.training.memory.check import STEPS, WARM_UP, MemoryCheck
 from scrimp.training.memory.limits import host_free
-from scrimp.training.memory.oom import MemoryTrouble
 from scrimp.training.metrics import MetricsLog
 from scrimp.training.progress import StepLine
 from scrimp.training.run_folder import RunLock, claim_new_folder
@@ -75,19 +73,13 @@ def not_finite(world: World) -> dict[str, Any]:
 
 
 def memory(world: World, decisions: Decisions) -> dict[str, Any]:
-    """The second rank is slower, fuller, and runs out."""
-    trouble, rank = MemoryTrouble(decisions, None), world.rank  # type: ignore[arg-type]
-    seconds = [9.0] * WARM_UP + [1.0 + rank] * STEPS
+    """The second rank is slower and fuller."""
+    seconds = [9.0] * WARM_UP + [1.0 + world.rank] * STEPS
     check = MemoryCheck(decisions.memory, 0, world)
-    compared = check.after_step(decisions.plan, len(seconds), seconds, 1000 * (1 + rank))
+    compared = check.after_step(decisions.plan, len(seconds), seconds, 1000 * (1 + world.rank))
     assert compared is not None
-    own = torch.OutOfMemoryError("full") if rank == 1 else None
-    arena = ArenaTooSmallError("full", got="1 byte") if rank == 1 else None
-    found = [trouble.of_any_rank(one) for one in (own, arena, None)]
     return {
         "compared": (compared.sentence, compared.measured),
-        "trouble": [type(one).__name__ for one in found],
-        "words": [str(one) for one in found],
         "free": (int(world.smallest(decisions.device.available_bytes)), host_free(decisions.device)),
     }
 
@@ -186,17 +178,10 @@ def test_the_slowest_and_the_fullest_rank_are_compared_with_the_prediction(both:
     assert (figures.step_seconds, figures.peak_device_bytes) == (2.0, 2000)
 
 
-def test_a_rank_that_runs_out_of_memory_makes_all_give_the_step_up(both: Both) -> None:
-    for rank in both:
-        assert rank["trouble"] == ["OutOfMemoryError", "ArenaTooSmallError", "NoneType"]
-    assert both[1]["words"][0] == "full"
-    assert both[0]["words"][:2] == ["rank 1: full", "no room - got rank 1: full - got 1 byte"]
-
-
 def test_limits_are_those_of_the_rank_with_the_least_memory(both: Both) -> None:
     assert both[0]["device"] == both[1]["device"]
     assert both[0]["free"] == both[1]["free"]
-    assert min(both[0]["own"], both[1]["own"]) > 0
+    assert both[0]["device"] <= max(both[0]["own"], both[1]["own"])  # two ranks share this host's
 
 
 def test_what_is_measured_on_one_rank_is_reckoned_with_on_both(both: Both) -> None:

@@ -7,8 +7,10 @@ Method   With W, G, O a unit's bytes of weights, gradients, optimizer states, R 
          which they are reduced, FSDP2 holds of every block beside W/F, G/F, O/F::
 
              forward     W, and W that its gather has put there, which goes when the next block has gathered
-             backward    W, W of the block before it, which is gathered meanwhile, and R of the block after it, which
-                         is being reduced; its own whole G the trace counts already
+             backward    W, W of the block before it, which is gathered meanwhile, R of the block after it, which is
+                         being reduced, and one more W that the last gather's own thread may still hold; its own whole
+                         G the trace counts already
+             copies      (`layout.dp`) twice R/F, which is being added up over them
              zero 2      W stays from its forward to its backward pass, like an activation that it keeps
              zero 1      so do whole sums of gradients in float32, from the first micro-batch to the last
 
@@ -62,11 +64,12 @@ def shared_costs(
 def _block(kind: BlockClass, layout: ResolvedLayout, parameter_bytes: int, sums_whole: bool) -> BlockClass:
     whole, reduced = kind.weights, _reduced(kind.weights, parameter_bytes)
     stays = whole if layout.zero < 3 else 0
+    over_copies = 2 * _part(reduced, layout) * (layout.dp > 1)
 
     def cost(one: BlockCost) -> BlockCost:
         accumulating = one.accumulating_peak
-        # Its own weights, those gathered for the block before (none where all stay), what is being reduced.
-        extra = whole + (whole - stays) + reduced
+        # Its own weights, those gathered for the block before (none where all stay), and what is not let go of yet.
+        extra = whole + (whole - stays) + reduced + whole + over_copies
         return dataclasses.replace(
             one,
             kept=one.kept + stays,
@@ -88,7 +91,7 @@ def _block(kind: BlockClass, layout: ResolvedLayout, parameter_bytes: int, sums_
 def _ends(ends: EndsCost, layout: ResolvedLayout, parameter_bytes: int, sums_whole: bool) -> EndsCost:
     reduced = _reduced(ends.weights, parameter_bytes)
     # One copy in float32, and this rank's part of the sums.
-    reducing = reduced + _part(reduced, layout)
+    reducing = reduced + _part(reduced, layout) * (1 + 2 * (layout.dp > 1))
     accumulating = ends.accumulating_embedding_peak
     return dataclasses.replace(
         ends,

@@ -1,0 +1,120 @@
+"""What ranks send one another while code runs: every collective with its bytes, and the seconds spent in it.
+
+Problem  Which layout is fast is decided by bytes on links and by waits, and a layout that sends more than its formula
+         says has a mistake in it. torch counts collectives (`CommDebugMode`), neither bytes nor seconds.
+Method   The functions of torch.distributed that FSDP2, DTensor and Scrimp call are wrapped while the code runs. With B
+         the bytes of the whole tensor and n the ranks of the group, a ring sends from each rank::
+
+             all-gather, reduce-scatter, all-to-all     B (n - 1) / n
+             all-reduce                                 2 B (n - 1) / n
+             broadcast, send                            B
+
+Limits   Calls from Python in this process; a collective that returns before it is over (`async_op`, CUDA) is timed as
+         long as the call takes. Other algorithms than rings send other bytes over other links.
+Checked  tests/profiler/test_collectives.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+SHARES: dict[str, Callable[[int], float]] = {
+    "all-gather": lambda n: (n - 1) / n,
+    "reduce-scatter": lambda n: (n - 1) / n,
+    "all-to-all": lambda n: (n - 1) / n,
+    "all-reduce": lambda n: 2 * (n - 1) / n,
+    "broadcast": lambda n: 1.0,
+    "send": lambda n: 1.0,
+}
+"""What each of n ranks sends of the whole tensor."""
+FUNCTIONS = {
+    "all_gather": "all-gather",
+    "all_gather_into_tensor": "all-gather",
+    "all_gather_single": "all-gather",  # its name from torch 2.12 on
+    "reduce_scatter_tensor": "reduce-scatter",
+    "reduce_scatter_single": "reduce-scatter",
+    "all_to_all_single": "all-to-all",
+    "all_reduce": "all-reduce",
+    "broadcast": "broadcast",
+    "isend": "send",
+    "send": "send",
+}
+"""Function of torch.distributed to what it does."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One call."""
+
+    operation: str
+    """As in `SHARES`."""
+    ranks: int
+    """Of its group."""
+    num_bytes: int
+    """Of the whole tensor."""
+    sent: float
+    """Bytes that leave this rank, by a ring."""
+    seconds: float
+    """Spent in the call."""
+
+
+@dataclass
+class Collectives:
+    """All calls, in order."""
+
+    calls: list[Collective] = field(default_factory=list)
+
+    def sent(self, operation: str = "") -> float:
+        """Bytes that left this rank in these calls, or in all."""
+        return sum(one.sent for one in self.calls if operation in ("", one.operation))
+
+    @property
+    def seconds(self) -> float:
+        """Spent in all calls."""
+        return sum(one.seconds for one in self.calls)
+
+
+@contextlib.contextmanager
+def counting_collectives() -> Iterator[Collectives]:
+    """Count what this process sends while the body runs."""
+    import torch.distributed as dist
+
+    found = Collectives()
+    before = {name: getattr(dist, name) for name in FUNCTIONS if hasattr(dist, name)}
+    try:
+        for name, call in before.items():
+            setattr(dist, name, _counted(FUNCTIONS[name], call, found))
+        yield found
+    finally:
+        for name, call in before.items():
+            setattr(dist, name, call)
+
+
+def _counted(operation: str, call: Callable[..., Any], found: Collectives) -> Callable[..., Any]:
+    def counted(*arguments: Any, **named: Any) -> Any:
+        import torch.distributed as dist
+
+        start = time.perf_counter()
+        result = call(*arguments, **named)
+        seconds = time.perf_counter() - start
+        ranks = dist.get_world_size(named.get("group"))
+        num_bytes = _whole_bytes(arguments, named)
+        sent = num_bytes * SHARES[operation](ranks)
+        found.calls.append(Collective(operation, ranks, num_bytes, sent, seconds))
+        return result
+
+    return counted
+
+
+def _whole_bytes(arguments: tuple[Any, ...], named: dict[str, Any]) -> int:
+    """Bytes of the larger side of a call: what is gathered, or what is reduced."""
+    tensors = [*arguments, *named.values()]
+    sizes = [
+        sum(one.nbytes for one in value) if isinstance(value, list) else getattr(value, "nbytes", 0)
+        for value in tensors
+    ]
+    return max(sizes, default=0)

@@ -1,0 +1,97 @@
+"""Degrees of a layout against the number of ranks: filled up, or refused with the nearest number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scrimp.config import Config, for_ranks, preset, ranks_of, replace_values, resolve
+from scrimp.config.resolved import ResolvedConfig
+from scrimp.errors import ConfigError
+
+
+def resolved(ranks: int, **settings: Any) -> ResolvedConfig:
+    keys = {key.replace("__", "."): value for key, value in settings.items()}
+    config = replace_values(Config(), keys)
+    return resolve(config, preset("llama-3m"), device_type="cpu", ranks=ranks).config
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings", "degrees"),
+    [
+        (1, {}, (1, 1)),
+        (4, {}, (1, 4)),
+        (4, {"layout__dp": 2}, (2, 2)),
+        (4, {"layout__fsdp": 1}, (4, 1)),
+        (6, {"layout__dp": 3, "layout__fsdp": 2}, (3, 2)),
+    ],
+)
+def test_what_is_left_out_is_filled_up(ranks: int, settings: Any, degrees: tuple[int, int]) -> None:
+    layout = resolved(ranks, train__batch_tokens=256 * 12, train__sequence=256, **settings).layout
+    assert (layout.dp, layout.fsdp) == degrees
+
+
+@given(
+    ranks=st.integers(1, 64),
+    dp=st.none() | st.integers(1, 64),
+    fsdp=st.none() | st.integers(1, 64),
+)
+def test_a_product_is_all_ranks_or_is_refused(ranks: int, dp: int | None, fsdp: int | None) -> None:
+    degrees = [degree for degree in (dp, fsdp) if degree is not None]
+    product = (dp or 1) * (fsdp or 1)
+    possible = product == ranks if len(degrees) == 2 else ranks % product == 0
+    if possible:
+        layout = resolved(ranks, layout__dp=dp, layout__fsdp=fsdp).layout
+        assert layout.dp * layout.fsdp == ranks
+        return
+    with pytest.raises(ConfigError, match="scrimp launch --ranks"):
+        resolved(ranks, layout__dp=dp, layout__fsdp=fsdp)
+
+
+def test_the_nearest_number_of_ranks_is_said() -> None:
+    with pytest.raises(ConfigError, match=r"expected a multiple of 3 ranks .*--ranks 6"):
+        resolved(5, layout__dp=3)
+    with pytest.raises(ConfigError, match=r"expected 6 ranks"):
+        resolved(4, layout__dp=3, layout__fsdp=2)
+
+
+def test_each_rank_reads_its_share_of_a_batch() -> None:
+    config = resolved(4, train__sequence=64, train__batch_tokens=64 * 24)
+    assert (config.rank_sequences, config.train.micro_batch, config.micro_batches) == (6, 6, 1)
+    with pytest.raises(ConfigError, match="cannot be shared by the ranks"):
+        resolved(5, train__sequence=64, train__batch_tokens=64 * 24)
+    with pytest.raises(ConfigError, match=r"4 of 6 sequences"):
+        resolved(4, train__sequence=64, train__batch_tokens=64 * 24, train__micro_batch=4)
+
+
+def test_a_batch_left_to_scrimp_can_be_shared() -> None:
+    for ranks in range(1, 40):
+        assert resolved(ranks).train.sequences_per_step % ranks == 0
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("precision", "snip"),
+        ("optimizer.name", "muon"),
+        ("memory.optimizer", "host"),
+        ("memory.activations", "keep+offload"),
+        ("memory.update", "cpu"),
+    ],
+)
+def test_what_ranks_do_not_carry_out_is_refused_by_name(key: str, value: str) -> None:
+    config = replace_values(Config(), {key: value})
+    with pytest.raises(ConfigError, match=rf"{key} .*not carried out on several ranks"):
+        resolve(config, preset("llama-3m"), device_type="cpu", ranks=2)
+
+
+def test_a_saved_layout_is_open_again_on_another_number_of_ranks() -> None:
+    saved = resolved(4, layout__dp=2, layout__zero=2)
+    assert for_ranks(saved, 4, ()) == saved
+    opened = for_ranks(saved, 6, ())
+    assert (opened.layout.dp, opened.layout.fsdp, opened.layout.zero) == (None, None, 2)
+    given_too = for_ranks(saved, 6, {"layout.dp"})
+    assert (given_too.layout.dp, given_too.layout.fsdp, ranks_of(given_too.layout)) == (2, None, 2)

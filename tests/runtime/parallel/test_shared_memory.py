@@ -1,0 +1,60 @@
+"""Bytes of a step on real ranks beside the account: never more than predicted, and not much less."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+from distributed import spawn
+from parity import ROWS, SEQUENCE, Case, batch_of, made
+
+from scrimp.profiler.tensor_peak import counting_tensors
+from scrimp.world import World
+
+pytestmark = pytest.mark.slow
+
+LARGE = {"model.num_layers": 6, "model.width": 256, "model.ffn_width": 704, "model.num_heads": 8}
+"""Weights outweigh activations."""
+BF16 = {"precision": "bf16", "train.parameters": "bf16"}
+CASES = {
+    f"zero {zero}, {name}": Case({"zero": zero}, {**LARGE, **settings}, micro_batches=count)
+    for zero in (3, 2, 1)
+    for name, settings, count in (
+        ("fp32", {}, 1),
+        ("fp32 accumulated", {}, 3),
+        ("bf16 accumulated", BF16, 3),
+    )
+}
+CASES["copies"] = Case({"dp": 2}, LARGE)
+CASES["recomputed"] = Case({}, {**LARGE, "memory.activations": "block"}, activations="block")
+
+
+def measured(rank: int, ranks: int) -> dict[str, tuple[int, int]]:
+    """Predicted and counted bytes of a step but the first."""
+    found = {}
+    for name, case in CASES.items():
+        decisions, executable, optimizer, lr = made(case, World(rank, ranks), ranks)
+        for step in range(2):
+            with counting_tensors() as counted:
+                for number in range(case.micro_batches):
+                    batch = batch_of(case, step, number)
+                    executable.begin(step, number * ROWS * SEQUENCE, is_last=number == case.micro_batches - 1)
+                    executable.loss(batch).total.backward()
+                    del batch
+                optimizer.gradient_norm()
+                optimizer.step(lr)
+                optimizer.zero_grad()
+        predicted = decisions.plan.predicted.peak_device_bytes
+        assert predicted is not None
+        assert counted.num_bytes is not None
+        found[name] = predicted, counted.num_bytes
+        del executable, optimizer
+        gc.collect()
+    return found
+
+
+def test_a_rank_takes_what_its_account_says(tmp_path: Path) -> None:
+    for rank in spawn(2, measured, tmp_path, 2):
+        for name, (predicted, counted) in rank.items():
+            assert 0.98 * counted <= predicted <= 1.12 * counted, (name, predicted, counted)
