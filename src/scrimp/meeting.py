@@ -70,7 +70,7 @@ class Meeting:
         """A connection of its own to the store, under this job's prefix: one thread's waiting holds up no other."""
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-        # Rank 0 need not leave the machine to meet itself; a port that its launcher opened is open at the address alone.
+        # Rank 0 need not leave the machine to meet itself. A port that its launcher opened is open at one address.
         is_own = self._server is not None and self.place.listener is None
         host = "localhost" if is_own else self.place.address
         try:
