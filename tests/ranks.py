@@ -12,19 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src"
-LIFT_REFUSAL = """
-import importlib.abc, sys
-
-class Lifting(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if name == "scrimp.training.session":
-            sys.meta_path.remove(self)
-            from scrimp.training import setup
-            setup._refuse_ranks = lambda world: None
-
-sys.meta_path.insert(0, Lifting())
-"""
-"""Python runs it in each new process: until runs on several ranks are carried out, `train` refuses them."""
 
 
 def environment(folder: Path, *, source: Path = SOURCE, **more: str) -> dict[str, str]:
@@ -33,11 +20,8 @@ def environment(folder: Path, *, source: Path = SOURCE, **more: str) -> dict[str
     Args:
         folder: of the test.
     """
-    site = folder / "site"
-    site.mkdir(exist_ok=True)
-    (site / "sitecustomize.py").write_text(LIFT_REFUSAL)
     own = {
-        "PYTHONPATH": f"{source}:{site}",
+        "PYTHONPATH": str(source),
         "OMP_NUM_THREADS": "1",
         "SCRIMP_JOIN_TIMEOUT": "60",
         "HF_HUB_OFFLINE": "1",

@@ -20,7 +20,7 @@ Leaving  Other ranks wait until rank 0 has spoken: torchrun ends all processes a
          waits for all, since it runs the store.
 Limits   A rank that hangs, and whose process lives, is not gone: the others wait for it as long as
          `SCRIMP_COLLECTIVE_TIMEOUT` says. Which of several ranks that hang came first is not found out here.
-Checked  tests/test_joining.py, tests/cli/test_ranks.py
+Checked  tests/cli/test_ranks.py, tests/cli/test_launch.py
 """
 
 from __future__ import annotations
@@ -100,11 +100,12 @@ def _take_device(place: Place, name: str) -> bool:
     if name.startswith("cuda:"):  # taken, or refused, where the device is resolved
         return True
     count = torch.cuda.device_count()
-    # A launcher may show each process its own device alone, which is then the first.
-    if place.local_rank >= count > 1 or (count == 1 and (place.local_size or 1) > 1):
+    # A launcher may show each process its own device alone, which is then the first. Where that is the same one,
+    # it is found out when the device is resolved.
+    if place.local_rank >= count > 1:
         raise DeviceError(
             "this node has more ranks than CUDA devices",
-            got=f"{place.local_size or place.local_rank + 1} ranks and {count} devices",
+            got=f"{place.local_size or place.local_rank + 1} ranks, {count} devices",
             expected="a device for each rank",
             do="start as many ranks as there are devices, or give --device cpu",
         )

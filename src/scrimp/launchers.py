@@ -30,6 +30,7 @@ LISTENER = "SCRIMP_LISTENER"
 """Set by `scrimp launch` for rank 0: the open port, which nobody else can take meanwhile."""
 GRACE, GRACE_S = "SCRIMP_GRACE", 600.0
 """Seconds that a rank has to end in order, as to write its last checkpoint, before it is killed."""
+_SAYING_SEVERAL = ("WORLD_SIZE", "RANK", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
 MOST_RANKS = 1 << 20
 MOST_HOSTS = 100_000
 FIRST_PORT, PORTS = 20_000, 10_000
@@ -143,14 +144,10 @@ def _number(environ: Mapping[str, str], name: str, lowest: int, highest: int) ->
     """A variable as a whole number within its bounds."""
     text = environ.get(name, "").strip()
     if not (text.isascii() and text.isdecimal() and len(text) < 20 and lowest <= int(text) <= highest):
+        others = [f"{one}={environ[one]}" for one in _SAYING_SEVERAL if one in environ and one != name]
         raise ConfigError(
-            f"the environment's {name} "
-            + (
-                "is missing, where other variables say that there are several ranks"
-                if not text
-                else "is wrong"
-            ),
-            got=repr(text) if text else None,
+            f"the environment's {name} is {'wrong' if text else 'missing'}",
+            got=repr(text) if text else f"{' and '.join(others)} without it",
             expected=f"a whole number from {lowest} to {highest}",
             do="start the ranks with torchrun, scrimp launch or srun, or unset what is left of an earlier launch",
         )

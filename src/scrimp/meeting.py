@@ -11,7 +11,7 @@ Errors   An error that the verdict names is known to all, and rank 0 shows it. O
          reach the store, the port is in use) says who is to show it: `shown_by`.
 Limits   Whoever has the right job's name and reaches the port is believed. Two jobs that meet at one port notice, by
          the prefix of their keys, but cannot both run there.
-Checked  tests/test_joining.py
+Checked  tests/cli/test_ranks.py
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import errno
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
@@ -67,16 +68,15 @@ class Meeting:
 
     def connection(self) -> Store:
         """A connection of its own to the store, under this job's prefix: one thread's waiting holds up no other."""
-        from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-        # Rank 0 need not leave the machine to meet itself.
-        host = "localhost" if self._server is not None else self.place.address
-        limit = timedelta(seconds=min(self._limit, ANSWER_S))
+        # Rank 0 need not leave the machine to meet itself. A port that its launcher opened is open at one address.
+        is_own = self._server is not None and self.place.listener is None
+        host = "localhost" if is_own else self.place.address
         try:
-            store = TCPStore(
-                host, self.place.port, self.place.size, is_master=False, timeout=limit, wait_for_workers=False
-            )
+            store = _client(host, self.place, min(self._limit, ANSWER_S))
         except RuntimeError as error:
+            # Rank 0 says so itself: it cannot open the port.
             raise shown_by(
                 RanksError(
                     f"what answers at {self.place.address}:{self.place.port} is not rank 0",
@@ -253,6 +253,36 @@ def _host(place: Place, limit: float) -> Store:
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )
+
+
+def _client(host: str, place: Place, limit: float) -> Store:
+    """A connection to the store; RuntimeError where nothing answers that is one.
+
+    In a thread of its own: torch waits without end for the answer of a program that accepts connections and is silent.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    found: list[Store | RuntimeError] = []
+
+    def connect() -> None:
+        seconds = timedelta(seconds=limit)
+        try:
+            found.append(
+                TCPStore(
+                    host, place.port, place.size, is_master=False, timeout=seconds, wait_for_workers=False
+                )
+            )
+        except RuntimeError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=connect, name="scrimp-connect", daemon=True)
+    thread.start()
+    thread.join(limit + 1)
+    if not found:
+        raise RuntimeError(f"no answer within {limit:g} s")
+    if isinstance(found[0], RuntimeError):
+        raise found[0]
+    return found[0]
 
 
 def _listener(place: Place) -> socket.socket:

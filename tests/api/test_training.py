@@ -56,3 +56,13 @@ def test_bad_settings_are_refused_before_anything_starts(
     with pytest.raises(ConfigError, match=message):
         scrimp.train(settings=given)
     assert [path.name for path in tmp_path.iterdir()] == ["my.py"]
+
+
+def test_ranks_without_a_process_group_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    with pytest.raises(ConfigError, match="have not joined - got rank 1 of 2"):
+        scrimp.train(settings={"train.steps": 1})

@@ -2,9 +2,11 @@
 
 import gc
 import json
+from pathlib import Path
 
 import pytest
 import torch
+from distributed import spawn
 
 from scrimp import timing
 from scrimp.config import Config, base_architecture, resolve
@@ -20,6 +22,7 @@ from scrimp.profiler import (
     remember_throughput,
     resolve_device,
 )
+from scrimp.world import World
 
 
 def make_plan() -> tuple[Plan, Config]:
@@ -239,3 +242,16 @@ def test_a_card_has_the_narrow_rates_of_its_tensor_cores(name: str) -> None:
 )
 def test_a_recipe_has_a_rate_on_every_card(name: str, recipe: str, rate: float) -> None:
     assert peak_of_recipe(device_peaks(torch.device("cpu"), name), recipe) == rate
+
+
+def shared(rank: int) -> str:
+    """What two ranks are told that name one device."""
+    with pytest.raises(DeviceError) as told:
+        resolve_device("cuda:0", World.current())
+    return told.value.what
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_two_ranks_on_one_device_are_refused_by_name(tmp_path: Path) -> None:
+    assert spawn(2, shared, tmp_path) == ["ranks 0 and 1 share a CUDA device"] * 2

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 from scrimp.config import Config, check_values, leaves, read_config, replace_values
 from scrimp.config.read_toml import convert, unknown_key
 from scrimp.errors import ConfigError
+from scrimp.launchers import place_of
+from scrimp.world import World
 
 if TYPE_CHECKING:
     from scrimp.training import RunSummary
@@ -42,10 +44,12 @@ def train(
         Where the run's folder is, its last step and held-out loss, and its report.
 
     Raises:
-        ScrimpError: bad input (nothing was started), or a run that failed.
+        ScrimpError: bad input (nothing was started), ranks without a process group, or a run that failed.
     """
     from scrimp import user_code
     from scrimp.training import train as train_by
+
+    _refuse_copies()
 
     config, in_file = read_config(None if file is None else Path(file))
     values = _checked({} if settings is None else settings)
@@ -53,6 +57,18 @@ def train(
     check_values(config)
     with user_code.trusting(trust_code):
         return train_by(config, resume=resume, given=in_file | values.keys())
+
+
+def _refuse_copies() -> None:
+    """Refuse several ranks that have not joined: each would train a copy of its own."""
+    place = place_of(os.environ)
+    if place is not None and World.current().size == 1:
+        raise ConfigError(
+            "the ranks have not joined",
+            got=f"rank {place.rank} of {place.size}, by {place.launcher}, without a process group",
+            expected="a process group of all ranks, or one process",
+            do="call torch.distributed.init_process_group first, or start `scrimp train` with the launcher",
+        )
 
 
 def _checked(settings: Mapping[str, Any]) -> dict[str, Any]:
