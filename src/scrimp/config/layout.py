@@ -1,8 +1,9 @@
 """The degrees of a layout: given, checked against the number of ranks, and decided where they are open.
 
-    ranks = dp x fsdp
+    ranks = dp x fsdp x cp
 
-Degrees that are left out are filled up: `fsdp` takes all that `dp` leaves, and `dp` all that a given `fsdp` leaves.
+Degrees that are left out are filled up: `cp` is 1, `fsdp` takes all that the others leave, and `dp` all that a given
+`fsdp` leaves.
 Of all layouts fsdp over all ranks takes the least memory of each, and asks nothing of the model's sizes: it is what
 a run gets that says nothing.
 
@@ -19,7 +20,7 @@ from scrimp.config.optimizers import facts_of
 from scrimp.config.schema import Config, LayoutConfig, decided
 from scrimp.errors import ConfigError
 
-AXES = ("dp", "fsdp")
+AXES = ("dp", "fsdp", "cp")
 """Their product is the number of ranks."""
 
 
@@ -42,7 +43,7 @@ def check_layout(layout: LayoutConfig, ranks: int) -> None:
         ConfigError: with the nearest number of ranks that there are degrees for.
     """
     given = _given(layout)
-    product, is_open = math.prod(given.values()), len(given) < len(AXES)
+    product, is_open = math.prod(given.values()), not {"dp", "fsdp"} <= given.keys()
     if product == ranks or (is_open and ranks % product == 0):
         return
     nearest = max(1, round(ranks / product)) * product if is_open else product
@@ -84,17 +85,23 @@ def check_beside_layout(config: Config) -> None:
         )
 
 
+def decide_cp(layout: LayoutConfig) -> tuple[int, str]:
+    """Ranks that share a row, and why."""
+    return 1, "each rank reads whole rows"
+
+
 def decide_dp(layout: LayoutConfig, ranks: int) -> tuple[int, str]:
-    """Copies of the model, and why."""
+    """Copies of the model, and why; after `decide_cp`."""
     if layout.fsdp is None:
         return 1, "one copy of the model, sharded over all ranks" if ranks > 1 else "one rank"
-    return ranks // layout.fsdp, f"{ranks:,} ranks / layout.fsdp {layout.fsdp:,}"
+    rest = layout.fsdp * decided(layout.cp)
+    return ranks // rest, f"{ranks:,} ranks / {rest:,} of fsdp and cp"
 
 
 def decide_fsdp(layout: LayoutConfig, ranks: int) -> tuple[int, str]:
-    """Ranks of a copy, and why; after `decide_dp`."""
-    copies = decided(layout.dp)
-    return ranks // copies, f"{ranks:,} ranks / layout.dp {copies:,}" if ranks > 1 else "one rank"
+    """Ranks of a copy, and why; after the others."""
+    rest = decided(layout.dp) * decided(layout.cp)
+    return ranks // rest, f"{ranks:,} ranks / {rest:,} of dp and cp" if ranks > 1 else "one rank"
 
 
 def _given(layout: LayoutConfig) -> dict[str, int]:

@@ -58,7 +58,7 @@ from scrimp.config import snip
 from scrimp.config.activations import check_memory
 from scrimp.config.architecture import Architecture
 from scrimp.config.fields import flatten, replace_values
-from scrimp.config.layout import check_beside_layout, check_layout, decide_dp, decide_fsdp
+from scrimp.config.layout import check_beside_layout, check_layout, decide_cp, decide_dp, decide_fsdp
 from scrimp.config.optimizers import check_optimizer, facts_of
 from scrimp.config.resolved import ResolvedConfig, closed
 from scrimp.config.schema import Config, TrainConfig, decided
@@ -113,6 +113,8 @@ MAY_CHANGE_ON_RESUME: frozenset[str] = frozenset(
         "train.compile",
         "layout.dp",
         "layout.fsdp",
+        "layout.cp",
+        "layout.cp_method",
         "layout.zero",
     }
 )
@@ -150,6 +152,7 @@ def resolve(config: Config, architecture: Architecture, *, device_type: str, ran
 
     # In this order: each decision reads the ones before it.
     check_layout(config.layout, ranks)
+    config = decide(config, "layout.cp", lambda: decide_cp(config.layout))
     config = decide(config, "layout.dp", lambda: decide_dp(config.layout, ranks))
     config = decide(config, "layout.fsdp", lambda: decide_fsdp(config.layout, ranks))
     data_ranks = decided(config.layout.dp) * decided(config.layout.fsdp)

@@ -77,11 +77,17 @@ class ResolvedLayout(LayoutConfig):
 
     dp: int
     fsdp: int
+    cp: int
 
     @property
     def ranks(self) -> int:
         """All of them."""
-        return self.dp * self.fsdp
+        return self.dp * self.fsdp * self.cp
+
+    @property
+    def shards(self) -> int:
+        """Ranks that share one copy of the model."""
+        return self.fsdp * self.cp
 
     @property
     def data_ranks(self) -> int:

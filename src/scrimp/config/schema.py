@@ -21,6 +21,7 @@ ParameterType = Literal["auto", "fp32", "bf16"]
 MomentsType = Literal["auto", "fp32", "bf16", "8bit"]
 UpdateName = Literal["device", "cpu", "fastest"]
 SplitName = Literal["fixed", "fastest"]
+ContextMethod = Literal["zigzag", "striped", "ulysses"]
 BackendName = Literal["auto", "reference", "torch", "triton"]
 
 T = TypeVar("T")
@@ -198,8 +199,13 @@ class LayoutConfig:
     dp: int | None = None
     """Copies of the model, each on ranks of its own. Unset: as many as fsdp leaves, else one."""
     fsdp: int | None = None
-    """Ranks that share one copy, each with its part of weights, gradients and optimizer states. Unset: all that
-    dp leaves."""
+    """Ranks that share one copy, each with its part of weights, gradients and optimizer states (those of cp do too).
+    Unset: all that dp and cp leave."""
+    cp: int | None = None
+    """Ranks that share the tokens of every row: for sequences that are too long for one. Unset: one."""
+    cp_method: ContextMethod = "zigzag"
+    """How they attend: zigzag or striped, a ring that keys and values go round; ulysses, which exchanges tokens for
+    heads."""
     zero: int = 3
     """What each rank of fsdp holds whole for a while: 3: the weights of the block that runs; 2: all weights,
     from their forward to their backward pass; 1: and all gradients, until the last micro-batch."""

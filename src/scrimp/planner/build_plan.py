@@ -80,6 +80,7 @@ def build_plan(
             stages=[[0, architecture.num_layers - 1]],
             dp=config.layout.dp,
             fsdp=config.layout.fsdp,
+            cp=config.layout.cp,
             zero=config.layout.zero,
         ),
         predicted=predicted,

@@ -88,9 +88,17 @@ class Executable:
         Raises:
             PlanError: more tokens, or longer sequences, than the plan has memory for.
         """
-        self._refuse_unplanned(*batch.tokens_BT.shape)
+        part = self._part_of(batch)
+        self._refuse_unplanned(*part.tokens_BT.shape)
         with self.autocast():
-            return self.objective.loss(self.model, batch.to(self.device), chunk=self.loss_chunk)
+            return self.objective.loss(self.model, part.to(self.device), chunk=self.loss_chunk)
+
+    def _part_of(self, batch: Batch) -> Batch:
+        """What this rank has of a micro-batch: all of it, or its tokens of every row."""
+        shared = self.model.context_parallel
+        if shared is None:
+            return batch
+        return batch.at(shared.division(batch.tokens_BT.shape[1]).positions(shared.rank))
 
     def _refuse_unplanned(self, rows: int, length: int) -> None:
         """Refuse a micro-batch that the memory was not planned for.

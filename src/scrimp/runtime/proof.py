@@ -43,6 +43,7 @@ from scrimp.gemm import (
     without_witnesses,
 )
 from scrimp.gemm.problem import DTYPE_NAMES
+from scrimp.models.model import Model
 from scrimp.planner import Plan
 from scrimp.precision import GEMMS, LinearPrecision
 from scrimp.runtime.execute import HEAD, PLANNED_PROBE_TOKENS, Executable
@@ -126,12 +127,28 @@ def prove(executable: Executable, plan: Plan) -> None:
     # A few tokens, but of a tiny run they may be more than its own micro-batches have.
     probed = dataclasses.replace(executable, loss_chunk=0, most_tokens=0, longest=0)
     planned, fingerprints = StepCount(), Fingerprints(_quantized(plan, executable.precision))
-    # Witnesses wait for the first step, with its own data, and compiled.
-    with without_witnesses(), observing(planned), observing(fingerprints), _ProductCounter() as counter:
+    # Witnesses wait for the first step, with its own data, and compiled. Every rank probes whole rows.
+    with (
+        _whole_rows(executable.model),
+        without_witnesses(),
+        observing(planned),
+        observing(fingerprints),
+        _ProductCounter() as counter,
+    ):
         probed.loss(Batch.of(tokens_BT, tokens_BT)).total.backward()
     executable.model.zero_grad(set_to_none=True)
     _compare(counter.counts + planned.counts, expected_products(plan, executable.precision), "")
     fingerprints.check()
+
+
+@contextlib.contextmanager
+def _whole_rows(model: Model) -> Iterator[None]:
+    """Inside, ranks share no rows."""
+    shared, model.context_parallel = model.context_parallel, None
+    try:
+        yield
+    finally:
+        model.context_parallel = shared
 
 
 def _quantized(plan: Plan, compute: str) -> dict[str, LinearPrecision]:

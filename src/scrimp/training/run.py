@@ -87,8 +87,9 @@ class Run:
 
     @property
     def first_row(self) -> int:
-        """Of a batch's tokens the first that this rank reads."""
-        return self.executable.mesh.data_rank * self.config.rank_sequences * self.train.sequence
+        """Address of the first token that this rank reads, among those of a batch; each rank has a range of its own."""
+        tokens = self.config.rank_sequences * self.train.sequence // self.config.layout.cp
+        return self.decisions.world.rank * tokens
 
     def event(self, kind: str, sentence: str, *, step: int | None = None, **fields: Any) -> None:
         """Record that something happened, after the last step unless another is named."""

@@ -27,6 +27,7 @@ from scrimp.errors import CheckpointError, PlanError
 from scrimp.gemm import BackendChooser
 from scrimp.gemm.problem import DTYPES
 from scrimp.models import spec_of
+from scrimp.models.context_parallel import check_shared_rows
 from scrimp.planner import BackendChoice, Plan, build_plan, refuse_misfit, with_precisions
 from scrimp.planner.memory.decision import MemoryDecision
 from scrimp.planner.memory.room import Budgets
@@ -79,8 +80,8 @@ class Decisions:
 
     @property
     def micro_batch_tokens(self) -> int:
-        """Tokens of one forward pass."""
-        return self.config.train.micro_batch * self.config.train.sequence
+        """Tokens of one forward pass of a rank."""
+        return self.config.train.micro_batch_tokens // self.config.layout.cp
 
     def backends(self) -> BackendChooser:
         """What runs each GEMM on the device, in any format that a plan may give it; PlanError where nothing does,
@@ -261,7 +262,23 @@ def decide(
     ranks = ranks_of(config.layout) if plans_ahead and world.size == 1 else world.size
     resolution = resolve(fitted, architecture, device_type=device.torch_device.type, ranks=ranks)
     resolved = dataclasses.replace(resolution.config, device=device.spelling)
+    _check_shared_rows(resolved, architecture, device)
     return _plan_for(device, config, resolved, architecture, reasons | resolution.reasons)
+
+
+def _check_shared_rows(config: ResolvedConfig, architecture: Architecture, device: Device) -> None:
+    """Refuse rows that the ranks of `layout.cp` cannot share."""
+    if config.layout.cp == 1:
+        return
+    for attends in dict.fromkeys(block.attention for block in spec_of(architecture).blocks):
+        check_shared_rows(
+            config.layout.cp_method,
+            config.layout.cp,
+            attends,
+            config.train.sequence,
+            device=device.torch_device,
+            dtype=DTYPES[config.precision_rules.compute],
+        )
 
 
 def _reason_for_rows(entries: int) -> str:

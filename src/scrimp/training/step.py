@@ -64,7 +64,8 @@ class Stepper:
         run.phases.switch(TRAINING)
         start = time.perf_counter()
         batches = next(loader)
-        num_targets = sum(run.decisions.world.gathered(sum(map(run.executable.objective.count, batches))))
+        counts = run.decisions.world.gathered(sum(map(run.executable.objective.count, batches)))
+        num_targets = sum(counts) // run.config.layout.cp  # ranks that share rows have counted the same
         total = self._passes(batches, num_targets)
         while total is None:  # out of memory, and by now with a plan that takes less
             total = self._passes(batches, num_targets)
@@ -124,7 +125,7 @@ class Stepper:
             for name, metric in sums.metrics.items():
                 self._metric_sums[name] = self._metric_sums.get(name, 0.0) + metric
             del sums  # the graph, and with it masks and tables, before the next one is made
-            first_row += batch.tokens_BT.numel()
+            first_row += batch.tokens_BT.numel() // run.config.layout.cp
         return total
 
     def _take_less(self, trouble: Exception) -> None:

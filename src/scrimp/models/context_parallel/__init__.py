@@ -62,33 +62,11 @@ class ContextParallel:
         Raises:
             ConfigError: it does not divide.
         """
-        return Division("contiguous" if self.method == "ulysses" else self.method, length, self.size)
+        return _division(self.method, length, self.size)
 
     def check(self, attends: AttentionSpec, length: int, *, device: torch.device, dtype: torch.dtype) -> None:
-        """Refuse what these ranks cannot share: before work starts.
-
-        Args:
-            attends: of the blocks of one kind.
-            length: T, of whole rows.
-            device: of this rank.
-            dtype: what attention computes in.
-
-        Raises:
-            ConfigError: tokens or heads do not divide.
-            DeviceError: the device's flash attention does not take these heads, or this type.
-        """
-        self.division(length)
-        if self.method == "ulysses":
-            heads_of_rank(attends, self.size)
-        elif device.type != "cpu" and not (
-            device.type == "cuda" and flash_takes(device, dtype, attends.head_size)
-        ):
-            raise DeviceError(
-                "context parallelism by a ring needs flash attention",
-                got=f"heads of {attends.head_size} in {str(dtype).removeprefix('torch.')} on {device}",
-                expected="a CPU; or CUDA from compute capability 8.0 on, bf16, heads of a multiple of 8 up to 256",
-                do="use bf16, or Ulysses",
-            )
+        """Refuse what these ranks cannot share: see `check_shared_rows`."""
+        check_shared_rows(self.method, self.size, attends, length, device=device, dtype=dtype)
 
     def ring(self, window: int | None) -> Ring:
         """The ring of blocks with such a window."""
@@ -108,6 +86,45 @@ class ContextParallel:
         return self._ulysses[attends, device]
 
 
+def check_shared_rows(
+    method: Method,
+    ranks: int,
+    attends: AttentionSpec,
+    length: int,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> None:
+    """Refuse what so many ranks cannot share: before work starts.
+
+    Args:
+        attends: of the blocks of one kind.
+        length: T, of whole rows.
+        device: of this rank.
+        dtype: what attention computes in.
+
+    Raises:
+        ConfigError: tokens or heads do not divide.
+        DeviceError: the device's flash attention does not take these heads, or this type.
+    """
+    _division(method, length, ranks)
+    if method == "ulysses":
+        heads_of_rank(attends, ranks)
+    elif device.type != "cpu" and not (
+        device.type == "cuda" and flash_takes(device, dtype, attends.head_size)
+    ):
+        raise DeviceError(
+            "context parallelism by a ring needs flash attention",
+            got=f"heads of {attends.head_size} in {str(dtype).removeprefix('torch.')} on {device}",
+            expected="a CPU; or CUDA from compute capability 8.0 on, bf16, heads of a multiple of 8 up to 256",
+            do="use bf16, or Ulysses",
+        )
+
+
+def _division(method: Method, length: int, ranks: int) -> Division:
+    return Division("contiguous" if method == "ulysses" else method, length, ranks)
+
+
 __all__ = [
     "METHODS",
     "ContextParallel",
@@ -115,6 +132,7 @@ __all__ = [
     "Method",
     "Ring",
     "Ulysses",
+    "check_shared_rows",
     "heads_of_rank",
     "ring_attention",
     "ring_bytes",

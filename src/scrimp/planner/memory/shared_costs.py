@@ -1,8 +1,8 @@
 """The costs of a step on one of the ranks that share a model: its parts of all states, and what it gathers.
 
 Problem  A trace gives the bytes of a step that has all of the model. Of several ranks each keeps 1/F of weights,
-         gradients and optimizer states (F ranks of `layout.fsdp`), and for a while holds whole what its passes read
-         and make.
+         gradients and optimizer states (F ranks of `layout.fsdp` and `layout.cp`), and for a while holds whole what its
+         passes read and make.
 Method   With W, G, O a unit's bytes of weights, gradients, optimizer states, R those of its gradients in float32, in
          which they are reduced, FSDP2 holds of every block beside W/F, G/F, O/F::
 
@@ -109,4 +109,4 @@ def _reduced(weights: int, parameter_bytes: int) -> int:
 
 
 def _part(num_bytes: int, layout: ResolvedLayout) -> int:
-    return -(-num_bytes // layout.fsdp)
+    return -(-num_bytes // layout.shards)

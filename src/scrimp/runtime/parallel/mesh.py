@@ -5,7 +5,9 @@ last the axes are::
 
     dp       copies of the model
     fsdp     shards of a copy
+    cp       parts of every row
 
+Ranks of cp share the copy as well: weights are cut over fsdp and cp together.
 Axes of degree 1 are there too, so that nothing has to ask which exist.
 """
 
@@ -19,10 +21,9 @@ from scrimp.config.resolved import ResolvedLayout
 from scrimp.world import ALONE, World
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-AXES = ("dp", "fsdp")
+AXES = ("dp", "fsdp", "cp")
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class RankMesh:
         device_type: of the tensors, cpu or cuda.
     """
 
-    layout: ResolvedLayout = field(default_factory=lambda: ResolvedLayout(dp=1, fsdp=1))
+    layout: ResolvedLayout = field(default_factory=lambda: ResolvedLayout(dp=1, fsdp=1, cp=1))
     world: World = ALONE
     device_type: str = "cpu"
 
@@ -52,6 +53,14 @@ class RankMesh:
         degrees = tuple(getattr(self.layout, axis) for axis in AXES)
         return init_device_mesh(self.device_type, degrees, mesh_dim_names=AXES)
 
+    @cached_property
+    def copies_and_shards(self) -> DeviceMesh:
+        """The same ranks as FSDP2 sees them: copies, and the ranks that share one."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        degrees = (self.layout.dp, self.layout.shards)
+        return init_device_mesh(self.device_type, degrees, mesh_dim_names=("dp", "shards"))
+
     @property
     def data_ranks(self) -> int:
         """Ranks that read rows of their own."""
@@ -60,16 +69,7 @@ class RankMesh:
     @property
     def data_rank(self) -> int:
         """Which of them this is: it reads its share of every batch."""
-        return self.world.rank
-
-    @cached_property
-    def all_ranks(self) -> ProcessGroup:
-        """The group of all ranks."""
-        import torch.distributed as dist
-
-        found = dist.group.WORLD
-        assert found is not None, "ranks without a process group"
-        return found
+        return self.world.rank // self.layout.cp
 
 
 ONE_RANK = RankMesh()

@@ -12,6 +12,7 @@ Method   The model is described on the meta device, laid over the mesh, and only
              1   and gradients are reduced in the last micro-batch of a step alone: until then each rank keeps its own
                  whole sums
 
+         Where ranks share rows (`layout.cp`), attention alone needs the others (`scrimp.models.context_parallel`).
 Sums     A rank's loss is divided by the targets of all ranks, so gradients are added up, not averaged: in float32,
          whatever their type. (FSDP2 would divide by the number of ranks; gloo knows no sum with a factor, hence
          `set_force_sum_reduction_for_comms`.)
@@ -27,6 +28,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
+from scrimp.models.context_parallel import ContextParallel
 from scrimp.models.model import Model
 from scrimp.runtime.parallel.mesh import RankMesh
 
@@ -36,8 +38,11 @@ if TYPE_CHECKING:
 
 def parallelise(model: Model, mesh: RankMesh) -> None:
     """Lay a model that has no memory yet over the ranks; nothing happens where there is one rank."""
-    if not mesh.is_trivial:
-        _shard(model, mesh)
+    if mesh.is_trivial:
+        return
+    if mesh.layout.cp > 1:
+        model.context_parallel = ContextParallel(mesh.layout.cp_method, mesh.devices["cp"].get_group())
+    _shard(model, mesh)
 
 
 def units(model: Model) -> list[FSDPModule]:
@@ -52,7 +57,8 @@ def _shard(model: Model, mesh: RankMesh) -> None:
     # It warns of operations in place on what the model returns; nobody here makes any.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     sums = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-    over = mesh.devices if mesh.layout.dp > 1 else mesh.devices["fsdp"]
+    both = mesh.copies_and_shards
+    over = both if mesh.layout.dp > 1 else both["shards"]
     for block in model.blocks:
         fully_shard(block, mesh=over, reshard_after_forward=mesh.layout.zero == 3, mp_policy=sums)
     # The loss reads the head after the model's own forward pass is over.

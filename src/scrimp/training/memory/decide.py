@@ -388,7 +388,7 @@ def _traced_base(
         parameters=train.parameters,
         optimizer=memory_of(config, architecture),
         micro_batch=train.micro_batch,
-        sequence=train.sequence,
+        sequence=train.sequence // config.layout.cp,
         loss_chunk=train.loss_chunk,
         objective=objectives.build(config.objective),
         linears=tuple(linears_of(rules, architecture).items()),
