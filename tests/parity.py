@@ -6,7 +6,6 @@ the same groups of tokens and the same rounding noise.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,7 +37,7 @@ SMALL = {"num_layers": 3, "width": 64, "num_heads": 4, "num_kv_heads": 2, "ffn_w
 class Case:
     """One training."""
 
-    layout: dict[str, int] = field(default_factory=dict)
+    layout: dict[str, int | str] = field(default_factory=dict)
     """Degrees; left out: fsdp over all ranks."""
     settings: dict[str, object] = field(default_factory=dict)
     """Further settings, by dotted key."""
@@ -75,14 +74,15 @@ def _all(rank: int, ranks: int, cases: Mapping[str, Case]) -> dict[str, Trained]
 
 def alone(ranks: int, case: Case) -> Trained:
     """In this process, the work of so many ranks."""
-    return trained(0, ranks, dataclasses.replace(case, layout={}), is_alone=True)
+    return trained(0, ranks, case, is_alone=True)
 
 
 def trained(rank: int, ranks: int, case: Case, is_alone: bool = False) -> Trained:
     """The work of one rank, or of all."""
     world = World() if is_alone else World(rank, ranks)
     _, executable, optimizer, lr = made(case, world, ranks)
-    turns = range(ranks) if is_alone else range(rank, rank + 1)
+    readers = ranks // int(case.layout.get("cp", 1))
+    turns = range(readers) if is_alone else range(executable.mesh.data_rank, executable.mesh.data_rank + 1)
     losses, norms = [], []
     gradients: dict[str, Tensor] = {}
     for step in range(case.steps):
@@ -90,7 +90,7 @@ def trained(rank: int, ranks: int, case: Case, is_alone: bool = False) -> Traine
             turn * case.micro_batches + number for turn in turns for number in range(case.micro_batches)
         ]
         batches = [batch_of(case, step, number) for number in numbers]
-        targets = sum(batch_of(case, step, n).num_targets for n in range(ranks * case.micro_batches))
+        targets = sum(batch_of(case, step, n).num_targets for n in range(readers * case.micro_batches))
         total = 0.0
         for number, batch in zip(numbers, batches, strict=True):
             executable.begin(step, number * ROWS * SEQUENCE, is_last=number == numbers[-1])
@@ -136,10 +136,10 @@ def made(case: Case, world: World, ranks: int) -> tuple[Decisions, Executable, O
         "model.preset": case.preset,
         "model.vocab_size": VOCABULARY,
         "train.sequence": SEQUENCE,
-        "train.batch_tokens": SEQUENCE * ROWS * case.micro_batches * ranks,
+        "train.batch_tokens": SEQUENCE * ROWS * case.micro_batches * ranks // int(case.layout.get("cp", 1)),
         "train.micro_batch": ROWS,
         **{f"model.{name}": size for name, size in SMALL.items()},
-        **{f"layout.{axis}": degree for axis, degree in case.layout.items()},
+        **{f"layout.{axis}": degree for axis, degree in case.layout.items() if world.size > 1},
         **case.settings,
     }
     decisions = decide(replace_values(Config(), settings), world=world)

@@ -1,4 +1,4 @@
-"""Sharded data parallelism on gloo: losses, norms, every gradient and weights of one process."""
+"""Layouts on gloo: losses, norms, every gradient and weights of one process."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ TWO = {
     "recomputed": Case(activations="block"),
     "tied": Case(preset="qwen2.5-0.5b"),
     "norms on both sides": Case(preset="gemma3-1b"),
+    "ring": Case({"cp": 2}, with_documents=True),
+    "striped": Case({"cp": 2, "cp_method": "striped"}),
+    "ulysses": Case({"cp": 2, "cp_method": "ulysses"}, with_documents=True),
     "8-bit moments": Case(settings={"optimizer.moments": "8bit"}),
 }
 BF16 = {"precision": "bf16", "train.parameters": "bf16"}
@@ -26,6 +29,8 @@ LOW = {
 }
 """Step by step rounded to few bits."""
 FOUR = {
+    "shared rows, shards": Case({"cp": 2, "fsdp": 2}, with_documents=True),
+    "shared rows, copies": Case({"cp": 2, "dp": 2, "zero": 1}),
     "fsdp": Case(with_documents=True),
     "hybrid": Case({"dp": 2, "fsdp": 2}),
     "hybrid, zero 1": Case({"dp": 2, "fsdp": 2, "zero": 1}, with_documents=True),
