@@ -40,8 +40,7 @@ FUNCTIONS = {
     "all_to_all_single": "all-to-all",
     "all_reduce": "all-reduce",
     "broadcast": "broadcast",
-    "isend": "send",
-    "send": "send",
+    "batch_isend_irecv": "send",
 }
 """Function of torch.distributed to what it does."""
 
@@ -102,12 +101,18 @@ def _counted(operation: str, call: Callable[..., Any], found: Collectives) -> Ca
         result = call(*arguments, **named)
         seconds = time.perf_counter() - start
         ranks = dist.get_world_size(named.get("group"))
-        num_bytes = _whole_bytes(arguments, named)
+        is_send = operation == "send"
+        num_bytes = _sent_bytes(arguments[0], dist.isend) if is_send else _whole_bytes(arguments, named)
         sent = num_bytes * SHARES[operation](ranks)
         found.calls.append(Collective(operation, ranks, num_bytes, sent, seconds))
         return result
 
     return counted
+
+
+def _sent_bytes(operations: list[Any], send: Any) -> int:
+    """Bytes that a batch of point-to-point operations sends."""
+    return sum(one.tensor.nbytes for one in operations if one.op is send)
 
 
 def _whole_bytes(arguments: tuple[Any, ...], named: dict[str, Any]) -> int:
