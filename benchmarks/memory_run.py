@@ -192,8 +192,8 @@ def _on_cpu(run: Run, found: dict[str, Any]) -> Iterator[None]:
 def _resident_bytes(run: Run) -> int:
     """Weights and optimizer states that are not at home in the host's arena."""
     host = run.executable.host
-    tensors: list[Tensor] = [value for _, value in run.executable.parameters()]
-    tensors += [value for _, value in run.optimizer.tensors()]
+    tensors: list[Tensor] = [part.local for _, part in run.executable.parameters()]
+    tensors += [part.local for _, part in run.optimizer.parts()]
     return sum(tensor.nbytes for tensor in tensors if host is None or not host.arena.owns(tensor))
 
 

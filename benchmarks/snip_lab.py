@@ -62,7 +62,7 @@ class Lab:
         initialise(self.model, config.run.seed)
         self.optimizer = AdamW(dict(self.model.named_parameters()), self.decisions.config.optimizer)
         tensors = {f"model.{name}": p.detach() for name, p in self.model.named_parameters()}
-        tensors |= {f"optimizer.{name}": tensor for name, tensor in self.optimizer.tensors()}
+        tensors |= {f"optimizer.{name}": part.local for name, part in self.optimizer.parts()}
         tensors["random.torch"] = torch.get_rng_state()
         self.start, self._updates = step, 0
         if step:

@@ -301,9 +301,9 @@ def plan_of(
 def nudge(lab: Lab) -> None:
     """Move every master weight by one part in a million."""
     generator = torch.Generator().manual_seed(1)
-    for name, tensor in lab.optimizer.tensors():
+    for name, part in lab.optimizer.parts():
         if name.endswith(".master"):
-            tensor.mul_(1 + 1e-6 * torch.randn(tensor.shape, generator=generator))
+            part.local.mul_(1 + 1e-6 * torch.randn(part.shape, generator=generator))
 
 
 # -- what is there -----------------------------------------------------------------------------

@@ -175,7 +175,7 @@ class World:
         self.agree("the shape of what they add up", [str(numbers.dtype), *numbers.shape])
         if not numbers.size:
             return numbers
-        total = torch.from_numpy(numbers.copy()).to(_device())
+        total = torch.from_numpy(numbers.copy()).to(group_device())
         dist.all_reduce(total)
         return total.cpu().numpy()
 
@@ -211,6 +211,18 @@ class World:
             self._fail(error, doing)
             raise
 
+    @contextlib.contextmanager
+    def meeting_elsewhere(self) -> Iterator[None]:
+        """Inside, ranks meet in collectives of a model's own, where nobody would hear a question.
+
+        One that fails there does not tell the others: its process ends, and they find that it is gone.
+        """
+        try:
+            yield
+        except Exception as error:
+            setattr(error, _KNOWN, True)
+            raise
+
     def _fail(self, error: Exception, doing: str) -> None:
         """Answer with a failure what the others ask next, unless they know of it."""
         if not getattr(error, _KNOWN, False):
@@ -240,6 +252,13 @@ class World:
 
 
 ALONE = World()
+
+
+def told_like(error: Exception, other: Exception) -> Exception:
+    """An error that says the same as another one: the other ranks know of both, or of neither."""
+    if getattr(other, _KNOWN, False):
+        setattr(error, _KNOWN, True)
+    return error
 
 
 def differences_text(values: list[Any]) -> str:
@@ -311,13 +330,13 @@ def _all_gather(block: bytes) -> list[bytes]:
     import torch
     import torch.distributed as dist
 
-    own = torch.frombuffer(bytearray(block), dtype=torch.uint8).to(_device())
+    own = torch.frombuffer(bytearray(block), dtype=torch.uint8).to(group_device())
     found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(found, own)
     return [one.cpu().numpy().tobytes() for one in found]
 
 
-def _device() -> torch.device:
+def group_device() -> torch.device:
     """Where the default process group wants its tensors."""
     import torch
     import torch.distributed as dist

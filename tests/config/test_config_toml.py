@@ -83,6 +83,7 @@ def test_unset_values_are_left_out_and_sections_come_in_order() -> None:
         "optimizer",
         "schedule",
         "checkpoint",
+        "layout",
         "memory",
         "snip",
     ]

@@ -14,6 +14,8 @@ KNOWN = leaves(Config)
 
 USUAL = {
     "gradient_accumulation_steps": "train.batch_tokens",
+    "deepspeed": "layout.fsdp",
+    "deepspeed.zero_stage": "layout.zero",
     "per_device_train_batch_size": "train.micro_batch",
     "num_train_epochs": "train.steps",
     "learning_rate": "optimizer.lr",
@@ -52,11 +54,9 @@ NONE = {
     "wandb_project": "metrics.jsonl",
     "report_to": "metrics.jsonl",
     "optim_args": "optimizer.*",
-    "deepspeed": "one device",
-    "parallelism.tensor_parallel_degree": "one device",
+    "parallelism.tensor_parallel_degree": "does not cut",
     "lora_r": "all weights are trained",
     "wandb.project": "metrics.jsonl",
-    "deepspeed.zero_stage": "one device",
 }
 
 

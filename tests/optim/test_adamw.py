@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from states import states_of
 from torch import Tensor, nn
 
 from scrimp.config import Architecture, OptimizerConfig
@@ -46,7 +47,7 @@ def trained(optimizer: AdamW, named: dict[str, nn.Parameter], steps: range) -> N
 
 
 def state_of(optimizer: AdamW, named: dict[str, nn.Parameter]) -> dict[str, Tensor]:
-    return dict(optimizer.tensors()) | {name: p.detach() for name, p in named.items()}
+    return states_of(optimizer) | {name: p.detach() for name, p in named.items()}
 
 
 def saved(folder: Path, tensors: dict[str, Tensor]) -> Checkpoint:
@@ -77,7 +78,7 @@ def test_fp32_and_master_weights_are_updated_by_torchs_fused_adamw_bit_for_bit(m
         optimizer.step(0.01)
         optimizer.zero_grad()
         reference.step()
-    state = dict(optimizer.tensors())
+    state = states_of(optimizer)
     for name, p in theirs.items():
         assert torch.equal(state[f"{name}.master"] if master else ours[name], p)
         assert torch.equal(ours[name], p.to(ours[name].dtype))
@@ -103,7 +104,7 @@ def test_master_weights_keep_updates_that_bf16_would_lose() -> None:
         named["norm"].sum().backward()
         optimizer.step(1e-4)
         optimizer.zero_grad()
-    master = dict(optimizer.tensors())["norm.master"]
+    master = states_of(optimizer)["norm.master"]
     torch.testing.assert_close(master, start - 0.01, rtol=0, atol=1e-5)
     assert torch.equal(named["norm"], master.bfloat16())
 
@@ -246,14 +247,14 @@ def test_the_account_knows_the_bytes_of_the_state(kind: str, architecture: Archi
         loss_chunk=0,
     ).costs()
     traced = costs.ends.optimizer + sum(costs.classes[number].optimizer for number in costs.blocks)
-    assert traced == sum(tensor.nbytes for _, tensor in optimizer.tensors())
+    assert traced == sum(tensor.nbytes for _, tensor in states_of(optimizer).items())
 
 
 def test_a_checkpoint_of_another_format_is_refused_by_the_tensor(tmp_path: Path) -> None:
     named = parameters(torch.float32)
-    checkpoint = saved(tmp_path, dict(AdamW(named, dataclasses.replace(TRAIN, moments="8bit")).tensors()))
+    checkpoint = saved(tmp_path, states_of(AdamW(named, dataclasses.replace(TRAIN, moments="8bit"))))
     with pytest.raises(CheckpointError, match="exp_avg"):
-        checkpoint.load(dict(AdamW(named, TRAIN).tensors()))
+        checkpoint.load(states_of(AdamW(named, TRAIN)))
 
 
 def test_parameters_of_other_types_are_refused_by_name() -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from late_link import LateLink
 from losses import next_token_loss
 from property_tests import examples
+from states import states_of
 from test_streaming import ARCHITECTURE, CPU, FORMATS
 from torch import Tensor
 
@@ -89,7 +90,7 @@ class Made:
         """Copies of weights and states, where they live."""
         home = {} if self.memory is None else self.host_weights.at_home()
         found = {name: home.get(p, p.detach()) for name, p in self.model.named_parameters()}
-        return {name: t.clone() for name, t in (*found.items(), *self.optimizer.tensors())}
+        return {name: t.clone() for name, t in (*found.items(), *states_of(self.optimizer).items())}
 
 
 def block_of(name: str) -> int | None:
@@ -169,7 +170,7 @@ def test_a_run_goes_on_from_saved_tensors(format_: str) -> None:
         home = {} if resumed.memory is None else resumed.host_weights.at_home()
         for name, p in resumed.model.named_parameters():
             home.get(p, p.detach()).copy_(saved[name])
-        for name, tensor in resumed.optimizer.tensors():
+        for name, tensor in states_of(resumed.optimizer).items():
             tensor.copy_(saved[name])
         resumed.optimizer.restore_updates(2)
         assert whole.step(2) == resumed.step(2)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from allocator import allocator_peak
+from states import states_of
 from torch import Tensor, nn
 
 from scrimp.config import Architecture, OptimizerConfig
@@ -115,7 +116,7 @@ def test_masters_move_as_fp32_weights_do_and_parameters_are_these_rounded() -> N
         for one in (optimizer, reference):
             one.step(LR)
             one.zero_grad()
-    masters = dict(optimizer.tensors())
+    masters = states_of(optimizer)
     for name, parameter in plain.named_parameters():
         assert torch.equal(masters[f"{name}.master"], parameter), name
         assert torch.equal(model.get_parameter(name), parameter.bfloat16())
@@ -129,7 +130,7 @@ def test_a_resumed_run_continues_bit_for_bit(master: bool, tmp_path: Path) -> No
     resumed, again = made(LLAMA, dtype, settings)
 
     def state(model: Model, one: Muon) -> dict[str, Tensor]:
-        return dict(one.tensors()) | {name: p.detach() for name, p in model.named_parameters()}
+        return states_of(one) | {name: p.detach() for name, p in model.named_parameters()}
 
     before = list(state(straight, optimizer))
     trained(straight, optimizer, range(2))
@@ -182,7 +183,7 @@ def test_the_account_foretells_states_and_the_peak_of_the_update(master: bool, m
         loss_chunk=0,
     ).costs()
     model, optimizer = made(WIDE, dtype, settings)
-    held = sum(tensor.nbytes for _, tensor in optimizer.tensors())
+    held = sum(tensor.nbytes for _, tensor in states_of(optimizer).items())
     assert costs.ends.optimizer + sum(costs.classes[number].optimizer for number in costs.blocks) == held
     trained(model, optimizer, range(1))
     give_gradients(model, 1)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from states import states_of
 from tiny_run import flags, losses, write_corpus
 from torch import nn
 
@@ -75,12 +76,12 @@ def test_torchs_own_classes_move_as_they_do_alone_and_resume(kind: type, tmp_pat
         optimizer.step(1e-3)
         alone.step()
         if number == 1:
-            saved = {name: tensor.clone() for name, tensor in optimizer.tensors()}
+            saved = {name: tensor.clone() for name, tensor in states_of(optimizer).items()}
             weights = {name: p.detach().clone() for name, p in straight.named_parameters()}
     assert all(torch.equal(a, b) for a, b in zip(straight.parameters(), reference.parameters(), strict=True))
 
     again.prepare(2)
-    places = dict(again.tensors())
+    places = states_of(again)
     assert places.keys() == saved.keys()
     for name, tensor in places.items():
         tensor.copy_(saved[name])
@@ -109,7 +110,7 @@ def test_the_account_learns_states_from_a_step_without_memory() -> None:
         parameter.detach().zero_()
         parameter.grad = torch.ones_like(parameter)
     optimizer.step(1e-3)
-    held = sum(tensor.nbytes for name, tensor in optimizer.tensors() if name.endswith("average"))
+    held = sum(tensor.nbytes for name, tensor in states_of(optimizer).items() if name.endswith("average"))
     assert costs.ends.optimizer + sum(costs.classes[number].optimizer for number in costs.blocks) == held
     largest = max(parameter.nbytes for parameter in model.parameters())
     assert largest <= costs.optimizer_peak <= 3 * largest

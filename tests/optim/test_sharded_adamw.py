@@ -10,15 +10,15 @@ import pytest
 import torch
 from distributed import spawn
 from late_link import LateLink
+from states import states_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from scrimp.config import OptimizerConfig
-from scrimp.errors import PlanError
 from scrimp.optim import AdamW, Homes
-from scrimp.optim.sharded import ShardedAdamW
+from scrimp.optim.streaming import StreamedAdamW
 from scrimp.runtime.memory import HostArena, HostWeights
 
 pytestmark = pytest.mark.slow
@@ -65,8 +65,8 @@ def homes(optimizer: frozenset[int]) -> Homes:
     return Homes(arena, link, block_of, HostWeights({}, arena, link), frozenset(), optimizer)
 
 
-def make(model: Small, train: OptimizerConfig = TRAIN, on_host: tuple[int, ...] = ()) -> ShardedAdamW:
-    return ShardedAdamW(dict(model.named_parameters()), train, homes(frozenset(on_host)), seed=5)
+def make(model: Small, train: OptimizerConfig = TRAIN, on_host: tuple[int, ...] = ()) -> StreamedAdamW:
+    return StreamedAdamW(dict(model.named_parameters()), train, homes(frozenset(on_host)), seed=5)
 
 
 def passes(model: Small, number: int) -> None:
@@ -146,7 +146,9 @@ def resumed() -> tuple[list[float], dict[str, Tensor]]:
     first.step(1e-2)
     first.zero_grad()
     second = make(model, on_host=(2,))
-    for (name, kept), (other, target) in zip(first.tensors(), second.tensors(), strict=True):
+    for (name, kept), (other, target) in zip(
+        states_of(first).items(), states_of(second).items(), strict=True
+    ):
         assert name == other
         target.copy_(kept)
     second.restore_updates(1)
@@ -212,31 +214,3 @@ def test_a_run_goes_on_with_other_choices(found) -> None:
     for rank in found:
         assert rank["resumed"][0] == rank["() False"][0]
         assert same(rank["resumed"][1], rank["() False"][1])
-
-
-def refused(rank: int) -> list[str]:
-    """The messages of what is refused."""
-    model, messages = sharded(), []
-    plain = {"last.weight": nn.Parameter(torch.zeros(2, 2))}
-    half = {name: nn.Parameter(parameter.bfloat16()) for name, parameter in model.named_parameters()}
-    arena, link = HostArena(1 << 20, CPU), LateLink(CPU)
-    with_gradients = Homes(
-        arena, link, block_of, HostWeights({}, arena, link), frozenset([0]), frozenset([0])
-    )
-    cases = [(plain, homes(frozenset())), (half, homes(frozenset())), ({}, homes(frozenset()))]
-    for parameters, of in [*cases, (dict(model.named_parameters()), with_gradients)]:
-        with pytest.raises(PlanError) as raised:
-            ShardedAdamW(parameters, TRAIN, of)
-        messages.append(str(raised.value))
-    return messages
-
-
-def test_what_is_no_shard_is_refused_by_name(tmp_path: Path) -> None:
-    plain, half, empty, gradients = spawn(1, refused, tmp_path)[0]
-    assert "last.weight" in plain
-    assert "no shard" in plain
-    assert "blocks.0.weight" in half
-    assert "bfloat16" in half
-    assert "param_dtype" in half
-    assert "nothing to train" in empty
-    assert "CPUOffloadPolicy" in gradients

@@ -10,6 +10,7 @@ import pytest
 import torch
 from late_link import LateLink
 from losses import next_token_loss
+from states import states_of
 from torch import Tensor
 
 from scrimp.config import Architecture, OptimizerConfig
@@ -96,7 +97,7 @@ def test_streamed_states_are_updated_bit_for_bit(format_: str, mixture: str) -> 
         norms = [step(*made, number) for made in (plain, streamed)]
         assert norms[0] == norms[1]
         assert norms[0] > 0.05  # clipping takes part
-    expected, found = dict(plain[1].tensors()), dict(streamed[1].tensors())
+    expected, found = states_of(plain[1]), states_of(streamed[1])
     assert list(expected) == list(found)
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
@@ -129,8 +130,8 @@ def test_a_run_goes_on_from_saved_tensors(format_: str) -> None:
         for number in range(2):
             step(*whole, number)
         resumed = make(*FORMATS[format_], second)
-        for name, tensor in resumed[1].tensors():
-            tensor.copy_(dict(whole[1].tensors())[name])
+        for name, tensor in states_of(resumed[1]).items():
+            tensor.copy_(states_of(whole[1])[name])
         home = {} if resumed[2] is None else resumed[2].weights.at_home()
         for name, p in resumed[0].named_parameters():
             home.get(p, p.detach()).copy_(weights_of(whole[0], whole[2])[name])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from models import Batch, Bench, MlpModel, batch, bench, decoder, losses
+from states import states_of
 from torch import Tensor, nn
 
 from scrimp.config import OptimizerConfig
@@ -206,7 +207,7 @@ def test_an_optimizer_with_master_weights_is_left_alone(after: int | None) -> No
                     collect(subject, [batch(500)], FORMATS)
             assert optimizer.gradients() == {}
         history += [step(2), step(3), step(4)]
-        found.append((history, {n: t.clone() for n, t in optimizer.tensors()}))
+        found.append((history, {n: t.clone() for n, t in states_of(optimizer).items()}))
     assert found[0][0] == found[1][0]
     assert_same(found[0][1], found[1][1])
 

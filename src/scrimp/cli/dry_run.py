@@ -72,10 +72,10 @@ def dry_run(
 def _decided(config: Config) -> tuple[Decisions, NoRoomError | None]:
     """The decisions of a run; where nothing fits those of one that keeps everything, to be shown, and the refusal."""
     try:
-        return decide(config), None
+        return decide(config, plans_ahead=True), None
     except NoRoomError as no_room:
         resident = MemoryConfig(activations="keep", weights="device", gradients="device", optimizer="device")
-        shown = decide(replace(config, memory=resident))
+        shown = decide(replace(config, memory=resident), plans_ahead=True)
         memory = replace(shown.memory, reason="nothing: everything resident, to show what it takes")
         return replace(shown, memory=memory), no_room
 
@@ -88,7 +88,8 @@ def _run_table(decisions: Decisions) -> Any:
     rate = recall_throughput(plan, config)
     peaks = device_peaks(decisions.device.torch_device, decisions.device.name)
     compute = config.precision_rules.compute
-    ideal = 1 / ideal_seconds_per_token(spec_of(architecture), sequence, plan.gemms, peaks, compute)
+    layout, ranks = config.layout, config.layout.ranks
+    ideal = ranks / ideal_seconds_per_token(spec_of(architecture), sequence, plan.gemms, peaks, compute)
     backends, attention = decisions.describe_backends(), attention_text(decisions)
     measured = (
         f"{format_rate(rate)} (measured by an earlier run)" if rate else "not measured yet on this machine"
@@ -100,7 +101,12 @@ def _run_table(decisions: Decisions) -> Any:
         ("FLOPs per token, full form", format_flops(flops.full)),
         ("tokens per step", f"{config.train.batch_tokens:,} in sequences of {sequence:,}"),
         ("tokens in the run", f"{config.train.batch_tokens * config.train.steps:,}"),
-        ("device", f"{decisions.device.name} ({decisions.device.spelling})"),
+        *(
+            [("layout", f"dp {layout.dp} x fsdp {layout.fsdp}, ZeRO stage {layout.zero}")]
+            if ranks > 1
+            else []
+        ),
+        ("device", f"{ranks} x " * (ranks > 1) + f"{decisions.device.name} ({decisions.device.spelling})"),
         ("speed of light", f"{format_rate(ideal)} (predicted; {peaks.description})"),
         *([("quantized GEMMs", backends)] if backends else []),
         *([("shapes of tiles", f"tried before the model is made, {format_bytes(tuning)}")] if tuning else []),

@@ -6,6 +6,7 @@ The way of a configuration: `read_config` (file), the command line's overrides, 
 
 from scrimp.config.architecture import Architecture, RopeScaling
 from scrimp.config.fields import flatten, leaves, nearest_key, nearest_word, replace_values
+from scrimp.config.layout import for_ranks, ranks_of
 from scrimp.config.model_section import base_architecture
 from scrimp.config.presets import OWN_PRESETS, PRESETS, preset
 from scrimp.config.read_toml import load_config, parse_config, read_config
@@ -24,6 +25,7 @@ from scrimp.config.schema import (
     Config,
     DataConfig,
     EvaluationConfig,
+    LayoutConfig,
     MemoryConfig,
     ModelConfig,
     ObjectiveConfig,
@@ -47,6 +49,7 @@ __all__ = [
     "Config",
     "DataConfig",
     "EvaluationConfig",
+    "LayoutConfig",
     "MemoryConfig",
     "ModelConfig",
     "ObjectiveConfig",
@@ -67,6 +70,7 @@ __all__ = [
     "closed",
     "differences",
     "flatten",
+    "for_ranks",
     "leaves",
     "load_config",
     "nearest_key",
@@ -74,6 +78,7 @@ __all__ = [
     "parse_bytes",
     "parse_config",
     "preset",
+    "ranks_of",
     "read_config",
     "reasons_in",
     "replace_values",

@@ -35,7 +35,6 @@ def _none(note: str, names: str) -> dict[str, Answer]:
     return dict.fromkeys(names.split(), Answer(None, note))
 
 
-_ONE_DEVICE = "leave it out: a run has one device"
 _ALL_WEIGHTS = "leave it out: all weights are trained"
 _LOGS = "leave it out: metrics.jsonl and TensorBoard's files in the run folder have every step"
 
@@ -138,11 +137,21 @@ _ANSWERS: dict[str, Answer] = {
     **_named("budget.device_memory", "gpu_memory_limit max_memory gpu_memory_utilization"),
     **_named("train.compile", "torch_compile use_compile", note="on or off"),
     **_named("device", "use_cpu no_cuda device_type accelerator", note="cpu, cuda or cuda:N"),
+    **_named(
+        "layout.fsdp",
+        "deepspeed fsdp_config data_parallel_shard_degree",
+        note="without it the model is sharded over all ranks",
+    ),
+    **_named("layout.dp", "ddp data_parallel_replicate_degree", note="copies of the model"),
+    **_named("layout.zero", "zero_stage", note="3, 2 or 1"),
     **_none(
-        _ONE_DEVICE,
-        "deepspeed fsdp fsdp_config ddp num_gpus gpus nproc_per_node world_size tp_size "
-        "tensor_parallel_degree pipeline_parallel_degree context_parallel_degree "
-        "data_parallel_shard_degree data_parallel_replicate_degree tensor_model_parallel_size",
+        "start as many processes: scrimp launch --ranks N train ...",
+        "num_gpus gpus nproc_per_node world_size local_rank",
+    ),
+    **_none(
+        "leave it out: this version shards models over ranks (layout.fsdp), and does not cut their layers",
+        "tp_size tensor_parallel_degree pipeline_parallel_degree context_parallel_degree "
+        "tensor_model_parallel_size",
     ),
     **_none(
         _ALL_WEIGHTS,
@@ -271,7 +280,10 @@ _ANSWERS: dict[str, Answer] = {
         "use_liger_kernel liger_kernel use_unsloth",
     ),
     **_none("leave it out: Scrimp adds no noise to embeddings", "neftune_noise_alpha"),
-    **_none(_ONE_DEVICE, "parallelism local_rank ddp_find_unused_parameters ddp_backend"),
+    **_none(
+        "leave it out: [layout] says how a run is laid over its ranks",
+        "parallelism ddp_find_unused_parameters ddp_backend",
+    ),
     # -- where the last part alone says too little
     "model.name": Answer("model.preset", "model.weights FOLDER starts from weights"),
     "model.path": Answer("model.weights", "a folder"),

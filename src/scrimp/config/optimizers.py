@@ -26,11 +26,17 @@ class OptimizerFacts:
     """Whether blocks' weights, gradients and states can live on the host, and the CPU can update them."""
     rounds: bool = False
     """Whether it updates bf16 parameters without master weights."""
+    on_ranks: bool = False
+    """Whether each of several ranks can update its own rows of a parameter."""
 
 
 OPTIMIZERS: dict[str, OptimizerFacts] = {
     "adamw": OptimizerFacts(
-        "scrimp.optim.adamw_run", moments=("auto", "fp32", "bf16", "8bit"), on_host=True, rounds=True
+        "scrimp.optim.adamw_run",
+        moments=("auto", "fp32", "bf16", "8bit"),
+        on_host=True,
+        rounds=True,
+        on_ranks=True,
     ),
     "muon": OptimizerFacts("scrimp.optim.muon", moments=("auto", "fp32", "bf16", "8bit")),
 }

@@ -19,9 +19,10 @@ moments              fp32 beside fp32 parameters or master weights; bf16 beside 
                      the user (`benchmarks/moment_formats.py`).
 sequence             256 below 8M, 512 below 50M, 1024 below 200M, else 2048, at most the context:
                      small models gain nothing from context that they cannot use, and run faster without.
+layout.*             see `scrimp.config.layout`.
 batch_tokens         4Ki below 8M, 16Ki below 50M, 64Ki below 200M, 256Ki below 1B, else 512Ki: the
                      batch up to which a step gains from more tokens grows with the model.
-micro_batch          the largest divisor of the batch's sequences with at most 4Ki tokens on a CPU (where
+micro_batch          the largest divisor of the sequences of a rank with at most 4Ki tokens on a CPU (where
                      caches are small), 16Ki on CUDA: large enough for full GEMMs, and no more activations.
 lr                   min(3e-3, 0.8 / width): Adam's stable rate falls as one over the width. A
                      tenth of it when starting from trained weights, so that they are not unlearned. The same for
@@ -57,6 +58,7 @@ from scrimp.config import snip
 from scrimp.config.activations import check_memory
 from scrimp.config.architecture import Architecture
 from scrimp.config.fields import flatten, replace_values
+from scrimp.config.layout import check_beside_layout, check_layout, decide_dp, decide_fsdp
 from scrimp.config.optimizers import check_optimizer, facts_of
 from scrimp.config.resolved import ResolvedConfig, closed
 from scrimp.config.schema import Config, TrainConfig, decided
@@ -109,6 +111,9 @@ MAY_CHANGE_ON_RESUME: frozenset[str] = frozenset(
         "train.micro_batch",
         "train.loss_chunk",
         "train.compile",
+        "layout.dp",
+        "layout.fsdp",
+        "layout.zero",
     }
 )
 """Keys that may differ from the saved configuration when a run goes on."""
@@ -124,15 +129,16 @@ class Resolution:
     """By dotted key (`optimizer.lr`), only for what Scrimp decided."""
 
 
-def resolve(config: Config, architecture: Architecture, *, device_type: str) -> Resolution:
+def resolve(config: Config, architecture: Architecture, *, device_type: str, ranks: int = 1) -> Resolution:
     """Decide what the configuration leaves open. `config.device` is left to the caller.
 
     Args:
         architecture: of the model to train, its vocabulary and context final.
         device_type: cpu or cuda.
+        ranks: processes that train it together.
 
     Raises:
-        ConfigError: the given settings contradict each other or the model.
+        ConfigError: the given settings contradict each other, the model or the number of ranks.
     """
     reasons: dict[str, str] = {}
 
@@ -143,6 +149,10 @@ def resolve(config: Config, architecture: Architecture, *, device_type: str) -> 
         return replace_values(current, {key: value})
 
     # In this order: each decision reads the ones before it.
+    check_layout(config.layout, ranks)
+    config = decide(config, "layout.dp", lambda: decide_dp(config.layout, ranks))
+    config = decide(config, "layout.fsdp", lambda: decide_fsdp(config.layout, ranks))
+    data_ranks = decided(config.layout.dp) * decided(config.layout.fsdp)
     if parse_rules(config.precision).base is None:
         value, reasons["precision"] = _precision(config.precision, device_type)
         config = replace_values(config, {"precision": value})
@@ -157,14 +167,17 @@ def resolve(config: Config, architecture: Architecture, *, device_type: str) -> 
     config = decide(config, "optimizer.moments", lambda: _moments(config))
     _check_formats(config)
     check_optimizer(config)
+    check_beside_layout(config)
     if not facts_of(config.optimizer.name).on_host:
         on_device = "device", f"optimizer {config.optimizer.name} updates on the device"
         for key in ("memory.weights", "memory.gradients", "memory.optimizer"):
             config = decide(config, key, lambda: on_device)
-    config = decide(config, "train.sequence", lambda: _sequence(config.train, architecture))
-    config = decide(config, "train.batch_tokens", lambda: _batch_tokens(config.train, architecture))
-    _check_batch(config.train, architecture)
-    config = decide(config, "train.micro_batch", lambda: _micro_batch(config.train, device_type))
+    config = decide(config, "train.sequence", lambda: _sequence(config.train, architecture, data_ranks))
+    config = decide(
+        config, "train.batch_tokens", lambda: _batch_tokens(config.train, architecture, data_ranks)
+    )
+    _check_batch(config.train, architecture, data_ranks)
+    config = decide(config, "train.micro_batch", lambda: _micro_batch(config.train, device_type, data_ranks))
     config = decide(config, "optimizer.lr", lambda: _lr(config, architecture))
     config = decide(config, "schedule.warmup_steps", lambda: _warmup_steps(config.train.steps))
     config = decide(config, "evaluation.every", lambda: _eval_every(config))
@@ -234,7 +247,7 @@ def _moments(config: Config) -> _Decision:
     return "fp32", "as fine as the fp32 weights that they move"
 
 
-def _sequence(train: TrainConfig, architecture: Architecture) -> _Decision:
+def _sequence(train: TrainConfig, architecture: Architecture, ranks: int) -> _Decision:
     size = _by_parameters(_SEQUENCE_BY_PARAMETERS, architecture)
     wanted = min(architecture.context, size)
     reason = f"{size:,} for {_millions(architecture)}"
@@ -242,18 +255,20 @@ def _sequence(train: TrainConfig, architecture: Architecture) -> _Decision:
         reason = f"the model's context, below {size:,}"
     if train.batch_tokens is None:
         return wanted, reason
-    per_row = train.batch_tokens // (train.micro_batch or 1)
-    if train.micro_batch is not None and train.batch_tokens % train.micro_batch:
+    pieces = (train.micro_batch or 1) * ranks
+    per_row = train.batch_tokens // pieces
+    if train.batch_tokens % pieces:
+        on_ranks = f" on each of {ranks:,} ranks" if ranks > 1 else ""
         raise ConfigError(
-            "train.batch_tokens cannot be cut into train.micro_batch sequences",
-            got=f"{train.batch_tokens:,} tokens, {train.micro_batch:,} sequences",
-            expected=f"a multiple of {train.micro_batch:,}",
-            do=f"set train.batch_tokens to {_near_multiples(train.batch_tokens, train.micro_batch)}",
+            f"train.batch_tokens cannot be cut into train.micro_batch sequences{on_ranks}",
+            got=f"{train.batch_tokens:,} tokens, {train.micro_batch or 1:,} sequences",
+            expected=f"a multiple of {pieces:,}",
+            do=f"set train.batch_tokens to {_near_multiples(train.batch_tokens, pieces)}",
         )
     sequence = _largest_divisor(per_row, wanted)
     # A batch of, say, 4,099 tokens (a prime) has only a sequence of one token: nobody means that.
     if sequence < wanted // 4 and sequence < per_row:
-        unit = wanted * (train.micro_batch or 1)
+        unit = wanted * pieces
         raise ConfigError(
             "train.batch_tokens cannot be cut into sequences",
             got=f"{train.batch_tokens:,} tokens",
@@ -265,23 +280,25 @@ def _sequence(train: TrainConfig, architecture: Architecture) -> _Decision:
     return sequence, f"the largest divisor of the batch up to {wanted:,}"
 
 
-def _batch_tokens(train: TrainConfig, architecture: Architecture) -> _Decision:
+def _batch_tokens(train: TrainConfig, architecture: Architecture, ranks: int) -> _Decision:
     size = _by_parameters(_BATCH_BY_PARAMETERS, architecture)
-    unit = decided(train.sequence) * (train.micro_batch or 1)
+    unit = decided(train.sequence) * (train.micro_batch or 1) * ranks
     batch = max(1, (size + unit // 2) // unit) * unit
     reason = f"{size:,} for {_millions(architecture)}"
     if batch != size:
         what = "micro-batch" if train.micro_batch else "sequence"
-        reason += f", as a multiple of the {what}'s {unit:,}"
+        on_ranks = f" on {ranks:,} ranks" if ranks > 1 else ""
+        reason += f", as a multiple of the {what}'s {unit:,}{on_ranks}"
     return batch, reason
 
 
-def _micro_batch(train: TrainConfig, device_type: str) -> _Decision:
+def _micro_batch(train: TrainConfig, device_type: str, ranks: int) -> _Decision:
     most = _MICRO_BATCH_TOKENS.get(device_type, _MICRO_BATCH_TOKENS["cpu"])
     sequence = decided(train.sequence)
-    sequences = decided(train.batch_tokens) // sequence
+    sequences = decided(train.batch_tokens) // sequence // ranks
     size = _largest_divisor(sequences, max(1, most // sequence))
-    return size, f"the largest divisor of {sequences:,} sequences within {most:,} tokens, or one"
+    of_rank = " of a rank" if ranks > 1 else ""
+    return size, f"the largest divisor of {sequences:,} sequences{of_rank} within {most:,} tokens, or one"
 
 
 def _lr(config: Config, architecture: Architecture) -> _Decision:
@@ -373,7 +390,7 @@ def _check_formats(config: Config) -> None:
         )
 
 
-def _check_batch(train: TrainConfig, architecture: Architecture) -> None:
+def _check_batch(train: TrainConfig, architecture: Architecture, ranks: int) -> None:
     sequence, batch_tokens = decided(train.sequence), decided(train.batch_tokens)
     if sequence > architecture.context:
         raise ConfigError(
@@ -389,13 +406,21 @@ def _check_batch(train: TrainConfig, architecture: Architecture) -> None:
             expected=f"a multiple of {sequence:,}",
             do=f"set train.batch_tokens to {_near_multiples(batch_tokens, sequence)}",
         )
-    sequences = batch_tokens // sequence
+    sequences, rest = divmod(batch_tokens // sequence, ranks)
+    if rest:
+        raise ConfigError(
+            "the sequences of train.batch_tokens cannot be shared by the ranks",
+            got=f"{batch_tokens // sequence:,} sequences of {sequence:,} tokens on {ranks:,} ranks",
+            expected=f"a multiple of {ranks:,} sequences",
+            do=f"set train.batch_tokens to {_near_multiples(batch_tokens, sequence * ranks)}",
+        )
     if train.micro_batch is not None and sequences % train.micro_batch:
         near = _largest_divisor(sequences, train.micro_batch)
+        of_rank = f" / {ranks:,} ranks" if ranks > 1 else ""
         raise ConfigError(
             "train.micro_batch does not divide the batch",
             got=f"{train.micro_batch:,} of {sequences:,} sequences",
-            expected=f"a divisor of {sequences:,} (train.batch_tokens / train.sequence)",
+            expected=f"a divisor of {sequences:,} (train.batch_tokens / train.sequence{of_rank})",
             do=f"set train.micro_batch to {near:,}, or leave it out",
         )
     if (train.micro_batch or 1) * sequence > _MOST_MICRO_BATCH_TOKENS:

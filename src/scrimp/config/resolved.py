@@ -13,6 +13,7 @@ from scrimp.config.schema import (
     CheckpointConfig,
     Config,
     EvaluationConfig,
+    LayoutConfig,
     OptimizerConfig,
     ScheduleConfig,
     TrainConfig,
@@ -71,6 +72,24 @@ class ResolvedCheckpoint(CheckpointConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ResolvedLayout(LayoutConfig):
+    """How the run is laid over its ranks."""
+
+    dp: int
+    fsdp: int
+
+    @property
+    def ranks(self) -> int:
+        """All of them."""
+        return self.dp * self.fsdp
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks, or groups of them, that read rows of their own."""
+        return self.dp * self.fsdp
+
+
+@dataclass(frozen=True, kw_only=True)
 class ResolvedConfig(Config):
     """One training run, decided."""
 
@@ -79,6 +98,17 @@ class ResolvedConfig(Config):
     schedule: ResolvedSchedule
     evaluation: ResolvedEvaluation
     checkpoint: ResolvedCheckpoint
+    layout: ResolvedLayout
+
+    @property
+    def rank_sequences(self) -> int:
+        """Sequences of a batch that one rank reads."""
+        return self.train.sequences_per_step // self.layout.data_ranks
+
+    @property
+    def micro_batches(self) -> int:
+        """Forward passes of a rank in one step."""
+        return -(-self.rank_sequences // self.train.micro_batch)
 
 
 SECTIONS: dict[str, type[Any]] = {
@@ -87,6 +117,7 @@ SECTIONS: dict[str, type[Any]] = {
     "schedule": ResolvedSchedule,
     "evaluation": ResolvedEvaluation,
     "checkpoint": ResolvedCheckpoint,
+    "layout": ResolvedLayout,
 }
 
 

@@ -192,6 +192,20 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LayoutConfig:
+    """How a run is laid over the ranks that train it, as many as the product of all degrees."""
+
+    dp: int | None = None
+    """Copies of the model, each on ranks of its own. Unset: as many as fsdp leaves, else one."""
+    fsdp: int | None = None
+    """Ranks that share one copy, each with its part of weights, gradients and optimizer states. Unset: all that
+    dp leaves."""
+    zero: int = 3
+    """What each rank of fsdp holds whole for a while: 3: the weights of the block that runs; 2: all weights,
+    from their forward to their backward pass; 1: and all gradients, until the last micro-batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class BudgetConfig:
     """What the plan may spend. Exceeding it is refused before the run starts."""
 
@@ -286,6 +300,7 @@ class Config:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    layout: LayoutConfig = field(default_factory=LayoutConfig)
     budget: BudgetConfig = field(default_factory=BudgetConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     snip: SnipConfig = field(default_factory=SnipConfig)

@@ -297,7 +297,14 @@ def _produce(
 
 
 def evaluation_batches(
-    stream: TokenStream, *, sequence: int, micro_batch: int, max_tokens: int | None, mask_documents: bool
+    stream: TokenStream,
+    *,
+    sequence: int,
+    micro_batch: int,
+    max_tokens: int | None,
+    mask_documents: bool,
+    rank: int = 0,
+    world_size: int = 1,
 ) -> Iterator[Batch]:
     """The first `max_tokens` targets of a stream (None: all) in order, every one exactly once.
 
@@ -305,6 +312,7 @@ def evaluation_batches(
 
     The last sequence is filled up with ignored targets, and so is the last micro-batch where
     there is more than one, so that all micro-batches have one shape (torch.compile).
+    Ranks take every `world_size`-th micro-batch, equally many: the last may be nothing but ignored targets.
     """
     rows: Iterator[Row]
     if stream.has_answers:
@@ -317,8 +325,10 @@ def evaluation_batches(
     nothing = np.zeros(sequence, dtype=np.int64)
     empty = (nothing, np.full(sequence, IGNORED, dtype=np.int64), np.empty(0, dtype=np.int64))
     while taken:
-        yield _batch(taken + [empty] * (rows_per_batch - len(taken)), sequence, mask_documents)
-        taken = list(itertools.islice(rows, rows_per_batch))
+        for turn in range(world_size):
+            if turn == rank:
+                yield _batch(taken + [empty] * (rows_per_batch - len(taken)), sequence, mask_documents)
+            taken = list(itertools.islice(rows, rows_per_batch))
 
 
 def _evaluated_windows(

@@ -151,6 +151,11 @@ class _Cache:
 @torch.no_grad()
 def _next_logits(model: Model, new_ids: list[int], caches: list[_Cache]) -> Tensor:
     """Logits after the new tokens, logits_V; their keys and values join the caches."""
+    with model.ends_at_hand():
+        return _logits_at_hand(model, new_ids, caches)
+
+
+def _logits_at_hand(model: Model, new_ids: list[int], caches: list[_Cache]) -> Tensor:
     start = caches[0].length
     x_1TD = model.embed(torch.tensor([new_ids], device=model.head_weight.device))
     tables = {

@@ -4,7 +4,8 @@ Problem  One generator for all parameters makes every weight depend on the order
          number of the parameters before it: a deeper model, a tied head or another layout
          over devices would change all of them.
 Method   Each parameter draws from its own generator, seeded by SHA-256 of (seed, name), on
-         the CPU in float32, and is then copied to its device and type.
+         the CPU in float32, and is then copied to its device and type; of several ranks each draws the
+         whole and keeps its part.
          Matrices: normal(0, 0.02), as transformers does for all four families;
          norm weights: 1, with their offset; biases: 0.
 Checked  tests/models/test_initialise.py
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from scrimp.models.blocks import RMSNorm
 from scrimp.models.model import Model
+from scrimp.parts import part_of
 
 STANDARD_DEVIATION = 0.02
 
@@ -38,10 +40,11 @@ def initialise(model: Model, seed: int) -> None:
         seed: the run's seed.
     """
     for name, parameter in model.named_parameters():
-        parameter.copy_(initial_value(name, parameter, seed))
+        part = part_of(parameter)
+        part.local.copy_(initial_value(name, parameter, seed)[part.place])
     for module in model.modules():
         if isinstance(module, RMSNorm) and module.offset:
-            module.weight.fill_(1.0 - module.offset)
+            part_of(module.weight).local.fill_(1.0 - module.offset)
 
 
 def initial_value(name: str, parameter: Tensor, seed: int) -> Tensor:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Protocol, cast
+from typing import Protocol, cast, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +44,17 @@ class BlockRunner(Protocol):
 
     def at_hand(self, index: int) -> contextlib.AbstractContextManager[object]:
         """Inside, a block's weights can be read."""
+
+
+@runtime_checkable
+class _Shared(Protocol):
+    """What FSDP2 makes of a module."""
+
+    def unshard(self) -> object:
+        """Gather its weights."""
+
+    def reshard(self) -> None:
+        """Let go of what was gathered."""
 
 
 class Model(nn.Module):
@@ -141,13 +152,33 @@ class Model(nn.Module):
             x_BTD = run(x_BTD, layouts[block.attends])
         return self.finish(x_BTD)
 
-    def block_at_hand(self, index: int) -> contextlib.AbstractContextManager[object]:
+    @contextlib.contextmanager
+    def block_at_hand(self, index: int) -> Iterator[None]:
         """Around what reads a block's weights without running the block."""
-        return contextlib.nullcontext() if self.run_block is None else self.run_block.at_hand(index)
+        moved = contextlib.nullcontext() if self.run_block is None else self.run_block.at_hand(index)
+        with moved, _gathered(self.blocks[index]):
+            yield
+
+    def ends_at_hand(self) -> contextlib.AbstractContextManager[object]:
+        """Around what reads the weights of embedding, final norm or head without running the model."""
+        return _gathered(self)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of every vocabulary entry for hidden states of any leading shape."""
         return F.linear(hidden, self.head_weight)
+
+
+@contextlib.contextmanager
+def _gathered(module: nn.Module) -> Iterator[None]:
+    """Of a module whose weights ranks share (FSDP2's `fully_shard`), all of them; every rank must ask."""
+    if not isinstance(module, _Shared):
+        yield
+        return
+    module.unshard()
+    try:
+        yield
+    finally:
+        module.reshard()
 
 
 def build_model(

@@ -14,8 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
-from torch import Tensor
-
+from scrimp.parts import TensorPart
 from scrimp.statistics import OptimizerView
 
 
@@ -41,16 +40,17 @@ class Optimizer(OptimizerView, Protocol):
         """One update at learning rate `lr`; the gradients stay until `zero_grad`."""
         ...
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and storage of every state tensor: what a checkpoint holds, and what loading one writes into."""
+    def parts(self) -> Iterator[tuple[str, TensorPart]]:
+        """Name and storage of what lies here of every state tensor: what a checkpoint holds, and what loading one
+        writes into."""
         ...
 
     def prepare(self, num_updates: int) -> None:
-        """`tensors` are about to be loaded as they were after so many updates: have all of them."""
+        """`parts` are about to be loaded as they were after so many updates: have all of them."""
         ...
 
     def restore_updates(self, num_updates: int) -> None:
-        """Set the count of updates, after loading `tensors`."""
+        """Set the count of updates, after loading `parts`."""
         ...
 
     def close(self) -> None:

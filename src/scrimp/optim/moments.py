@@ -29,6 +29,7 @@ Checked  tests/optim/test_moments.py: codes against float64, means, slow average
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -202,7 +203,7 @@ class Moments:
 
 def as_matrix(tensor: Tensor) -> Tensor:
     """A view [first dimension, all others]; vectors and scalars become columns."""
-    return tensor.view(tensor.shape[0] if tensor.ndim else 1, -1)
+    return tensor.view(tensor.shape[0] if tensor.ndim else 1, math.prod(tensor.shape[1:]))
 
 
 def dense(moment: Moment, like: Tensor) -> Tensor:

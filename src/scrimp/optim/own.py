@@ -33,6 +33,7 @@ from scrimp.errors import ConfigError, PlanError
 from scrimp.optim.adamw_run import AdamWMemory
 from scrimp.optim.foreign import has_rule, rule_of
 from scrimp.optim.targets import Targets
+from scrimp.parts import TensorPart, part_of
 from scrimp.profiler.memory_trace import GradientSums, Tracing
 from scrimp.profiler.memory_trace.stand_ins import DeviceFunctions
 from scrimp.runtime import Executable
@@ -146,11 +147,11 @@ class OwnOptimizer(Targets):
         self._inner.step()
         self.zero_grad()
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def parts(self) -> Iterator[tuple[str, TensorPart]]:
         """Tensors and numbers of the state, none before the first update."""
-        yield from super().tensors()
+        yield from super().parts()
         self._numbers = {name: _exact(holder[key]) for name, holder, key in self._holders()}
-        yield from self._numbers.items()
+        yield from ((name, part_of(number)) for name, number in self._numbers.items())
 
     def restore_updates(self, num_updates: int) -> None:
         """Set the count of updates, and the numbers that were loaded."""

@@ -39,6 +39,7 @@ from scrimp.errors import PlanError
 from scrimp.optim.adamw import AdamW, moment_format
 from scrimp.optim.cpu_update import CpuUpdates
 from scrimp.optim.moments import Moments
+from scrimp.parts import TensorPart
 from scrimp.runtime.memory import (
     HeldGradient,
     HostArena,
@@ -181,13 +182,11 @@ class StreamedAdamW(AdamW):
 
     # -- a step --------------------------------------------------------------------------------
 
-    def gradient_norm(self) -> float:
-        """Global 2-norm of all gradients, here and at home; waits for the device."""
-        at_home = self.host_gradients.norms()
-        here = super().gradients()
-        norms = dict(zip(here, torch._foreach_norm(list(here.values()), 2, dtype=torch.float32), strict=True))
-        in_order = [norms.get(name, at_home.get(self.slot(name).like)) for name in self._targets]
-        return float(torch.linalg.vector_norm(torch.stack([norm for norm in in_order if norm is not None])))
+    def _norms(self) -> dict[str, Tensor]:
+        """With those of the gradients that are at home."""
+        here, at_home = super()._norms(), self.host_gradients.norms()
+        norms = {name: here.get(name, at_home.get(self.slot(name).like)) for name in self._targets}
+        return {name: norm for name, norm in norms.items() if norm is not None}
 
     def clip(self, norm: float, limit: float) -> None:
         """Clip like `AdamW.clip`; gradients at home are scaled when they come."""
@@ -300,14 +299,14 @@ class StreamedAdamW(AdamW):
 
     # -- state ---------------------------------------------------------------------------------
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def parts(self) -> Iterator[tuple[str, TensorPart]]:
         """Name and storage of every state tensor, at home where it has one."""
         self._homes.link.finish()
         for name in self._targets:
             guests = self._guests.get(name, {})
             for suffix, tensor in self._state(name):
                 guest = guests.get(suffix)
-                yield f"{name}.{suffix}", tensor if guest is None else guest.home
+                yield f"{name}.{suffix}", self._part_of_state(name, tensor if guest is None else guest.home)
 
     def restore_updates(self, num_updates: int) -> None:
         """Restore like `AdamW.restore_updates`, and copy the device's weights to the CPU's again."""

@@ -8,6 +8,13 @@ Method   A target is what an update changes: the parameter itself or, with `mast
          After the step the parameter is the master rounded to nearest.
          Without master weights the sums of bf16 gradients are rounded stochastically from the second micro-batch
          on: they are right on average.
+Ranks    Of a parameter that several ranks share (a DTensor) each updates the rows that lie there, by gradients that are
+         reduced already: an update of elements needs nobody else. The norm is of all of them::
+
+             |g|^2 = sum over ranks of |g_rank|^2            one all-reduce of a scalar in float64
+
+         where of equal copies one counts. Noise has the element's address in the whole parameter, so that numbers
+         do not depend on the layout.
 State    ``<parameter>.master`` in checkpoints. The count of updates is one integer, and the key of all rounding noise
          with the run's seed and the parameter's name: a resumed run rounds as it would have.
 Checked  tests/optim/test_adamw.py
@@ -15,12 +22,14 @@ Checked  tests/optim/test_adamw.py
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from scrimp.config import OptimizerConfig
@@ -29,8 +38,10 @@ from scrimp.formats import Noise
 from scrimp.optim.moments import as_matrix
 from scrimp.optim.stochastic_rounding import to_bf16
 from scrimp.optim.update import Workspace
+from scrimp.parts import TensorPart, part_of
 from scrimp.runtime.memory.gradients import GradientSlot, OwnGradient
 from scrimp.statistics import UpdateRule
+from scrimp.world import group_device
 
 
 class RoundedSum:
@@ -63,7 +74,11 @@ class Targets(ABC):
         _refuse_types(parameters)
         self._settings = settings
         self._seed = Noise(seed)
-        self._parameters = dict(parameters)
+        self._whole = dict(parameters)
+        """The model's own; those that ranks share are DTensors."""
+        self._tensor_parts = {name: part_of(parameter) for name, parameter in self._whole.items()}
+        self._parameters = {name: self._local(name) for name in self._whole}
+        """What lies here of each."""
         self._targets: dict[str, Tensor] = {}
         """What is updated: parameters, or their masters."""
         self._rounded_sums: dict[str, RoundedSum] = {}
@@ -71,6 +86,10 @@ class Targets(ABC):
         self.num_updates = 0
         for name, parameter in self._parameters.items():
             self._add(name, parameter)
+
+    def _local(self, name: str) -> nn.Parameter:
+        parameter = self._whole[name]
+        return nn.Parameter(self._tensor_parts[name].local) if _is_shared(parameter) else parameter
 
     def _add(self, name: str, parameter: nn.Parameter) -> None:
         """Make the target of a parameter, and collect its gradients where autograd is not to sum them."""
@@ -82,16 +101,36 @@ class Targets(ABC):
 
     def _collect(self, name: str, parameter: nn.Parameter, slot: GradientSlot) -> None:
         """Sum the gradients of a parameter in a slot, where autograd is not to sum them."""
+        whole = self._whole[name]  # FSDP2 calls its hooks with the reduced gradient of this rank's rows
         if self._settings.master_weights:
-            parameter.register_post_accumulate_grad_hook(_collect_into(slot))
+            whole.register_post_accumulate_grad_hook(_collect_into(slot))
         elif parameter.dtype == torch.bfloat16:
             self._rounded_sums[name] = RoundedSum(parameter)
-            parameter.register_post_accumulate_grad_hook(self._collect_rounded(name))
+            whole.register_post_accumulate_grad_hook(self._collect_rounded(name))
 
     def gradient_norm(self) -> float:
-        """Global 2-norm of the gradients; waits for the device."""
-        norms = torch._foreach_norm(list(self.gradients().values()), 2, dtype=torch.float32)
-        return float(torch.linalg.vector_norm(torch.stack(norms)))
+        """Global 2-norm of the gradients, of all ranks where they share any; waits for the device."""
+        norms = self._norms()
+        if not self._is_shared:
+            return float(torch.linalg.vector_norm(torch.stack(list(norms.values()))))
+        mine = [norm for name, norm in norms.items() if self._tensor_parts[name].is_writer]
+        # Where the group wants it: shards that FSDP2 keeps on the host are none that NCCL can reduce.
+        square = torch.zeros((), dtype=torch.float64, device=group_device())
+        if mine:
+            square += torch.linalg.vector_norm(torch.stack(mine)).double().square().to(square.device)
+        dist.all_reduce(square)
+        return float(square.sqrt())
+
+    def _norms(self) -> dict[str, Tensor]:
+        """Parameter name to the norm of its gradient, of what lies here."""
+        found = self.gradients()
+        norms = torch._foreach_norm(list(found.values()), 2, dtype=torch.float32) if found else []
+        return dict(zip(found, norms, strict=True))
+
+    @property
+    def _is_shared(self) -> bool:
+        """Whether ranks share parameters."""
+        return any(map(_is_shared, self._whole.values()))
 
     def clip(self, norm: float, limit: float) -> None:
         """Scale the gradients so that their norm, `norm` now, is at most `limit` (0: no limit)."""
@@ -111,31 +150,50 @@ class Targets(ABC):
         """Free the gradients."""
         for rounded in self._rounded_sums.values():
             rounded.sum, rounded.count = None, 0
-        for tensor in (*self._targets.values(), *self._parameters.values()):
+        for tensor in (*self._targets.values(), *self._parameters.values(), *self._whole.values()):
             tensor.grad = None
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def parts(self) -> Iterator[tuple[str, TensorPart]]:
         """Name and storage of every state tensor; loading a checkpoint writes into them."""
         for name in self._targets:
             for suffix, tensor in self._state(name):
-                yield f"{name}.{suffix}", tensor
+                yield f"{name}.{suffix}", self._part_of_state(name, tensor)
+
+    def _part_of_state(self, name: str, tensor: Tensor) -> TensorPart:
+        """A state of a parameter lies as the parameter does: with the same rows."""
+        part = self._tensor_parts[name]
+        if not tensor.ndim or part.is_whole:
+            return part_of(tensor)
+        shape, offsets = (part.shape[0], *tensor.shape[1:]), (part.offsets[0], *[0] * (tensor.ndim - 1))
+        return TensorPart(tensor, shape, offsets, part.is_writer)
 
     def prepare(self, num_updates: int) -> None:  # noqa: B027
         """Nothing: states exist from the start."""
 
     def restore_updates(self, num_updates: int) -> None:
-        """Set the count of updates that bias correction and noise use, after loading `tensors`."""
+        """Set the count of updates that bias correction and noise use, after loading `parts`."""
         self.num_updates = num_updates
 
     # -- for statistics (`scrimp.statistics.OptimizerView`) ---------------------------
 
     def gradients(self) -> dict[str, Tensor]:
-        """Parameter name to accumulated gradient, of those that have one."""
+        """Parameter name to accumulated gradient, of what lies here, where there is one."""
+        self._take_over()
         found = {
             name: self._rounded_sums[name].sum if name in self._rounded_sums else target.grad
             for name, target in self._targets.items()
         }
         return {name: gradient for name, gradient in found.items() if gradient is not None}
+
+    def _take_over(self) -> None:
+        """The rows as FSDP2 has them now (it moves uneven ones before the first pass), and their gradients."""
+        for name, whole in self._whole.items():
+            if not _is_shared(whole):
+                continue
+            local = self._parameters[name]
+            local.data = part_of(whole).local
+            if whole.grad is not None:
+                local.grad, whole.grad = part_of(whole.grad).local, None
 
     @abstractmethod
     def rule(self, name: str) -> UpdateRule | None:
@@ -160,7 +218,9 @@ class Targets(ABC):
     def _update_names(self, names: Sequence[str], lr: float) -> None:
         """Update some parameters, those that have a gradient, by the step after `num_updates`."""
         gradients = self.gradients()
-        self._update_by({name: gradients[name] for name in names if name in gradients}, lr)
+        # Of a parameter of fewer rows than there are ranks, some have none to update.
+        here = [name for name in names if name in gradients and gradients[name].numel()]
+        self._update_by({name: gradients[name] for name in here}, lr)
         if self._settings.master_weights and names:
             with torch.no_grad():
                 torch._foreach_copy_([self._parameters[n] for n in names], [self._targets[n] for n in names])
@@ -172,14 +232,16 @@ class Targets(ABC):
     def _noise(self, use: str, name: str, *numbers: int) -> Noise:
         """A stream for each use, parameter and update, whatever else there is and in whatever order."""
         digest = hashlib.sha256(f"{use} {name}".encode()).digest()
-        return self._seed.derive(int.from_bytes(digest[:8], "little"), self.num_updates, *numbers)
+        noise = self._seed.derive(int.from_bytes(digest[:8], "little"), self.num_updates, *numbers)
+        row, column = (*self._tensor_parts[name].offsets, 0, 0)[:2]
+        return dataclasses.replace(noise, first_row=row, first_column=column)
 
     def _collect_rounded(self, name: str) -> Callable[[Tensor], None]:
         """Sum bf16 gradients of micro-batches with stochastic rounding; autograd would round to nearest."""
 
         def hook(parameter: Tensor) -> None:
-            gradient, parameter.grad = parameter.grad, None
-            assert gradient is not None
+            assert parameter.grad is not None
+            gradient, parameter.grad = part_of(parameter.grad).local, None
             rounded = self._rounded_sums[name]
             rounded.count += 1
             if rounded.sum is None:
@@ -190,14 +252,18 @@ class Targets(ABC):
         return hook
 
 
+def _is_shared(parameter: Tensor) -> bool:
+    return hasattr(parameter, "device_mesh")
+
+
 def _collect_into(slot: GradientSlot) -> Callable[[Tensor], None]:
     def hook(parameter: Tensor) -> None:
         assert parameter.grad is not None
+        gradient, parameter.grad = part_of(parameter.grad).local, None
         if slot.sum is None:
-            slot.sum = parameter.grad.float()
+            slot.sum = gradient.float()
         else:
-            slot.sum += parameter.grad
-        parameter.grad = None
+            slot.sum += gradient
 
     return hook
 

@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 
-from scrimp.config import Architecture, Config, parse_bytes
+from scrimp.config import Architecture, Config, ResolvedConfig, parse_bytes
 from scrimp.config.snip import BUDGETS
 from scrimp.errors import PlanError
 from scrimp.models import HEAD, spec_of
@@ -41,7 +41,7 @@ def with_precisions(plan: Plan, rules: PrecisionRules, layers: Mapping[str, Inpu
 
 
 def build_plan(
-    config: Config,
+    config: ResolvedConfig,
     architecture: Architecture,
     *,
     device_name: str,
@@ -52,10 +52,9 @@ def build_plan(
     why: str,
     predicted: Figures,
 ) -> Plan:
-    """The plan of one run on one device; `refuse_misfit` says whether it fits.
+    """The plan of one run; `refuse_misfit` says whether it fits.
 
     Args:
-        config: resolved: no field of `train` is None, and the precision has a base.
         device_is_host: the device computes in host memory (a CPU).
         reasons: why settings were decided, from `scrimp.config.resolve`.
         placement: what blocks do so that the step fits, and where their states live.
@@ -68,13 +67,21 @@ def build_plan(
     blocks, states = rows_of(placement, why)
     return Plan(
         fingerprint=Fingerprint(
-            model=model_fingerprint(architecture), device=device_name, torch=torch_version, world_size=1
+            model=model_fingerprint(architecture),
+            device=device_name,
+            torch=torch_version,
+            world_size=config.layout.ranks,
         ),
         budget=_budget(config, device_is_host),
         gemms=_gemms(config, architecture, reasons),
         blocks=blocks,
         states=states,
-        layout=Layout(stages=[[0, architecture.num_layers - 1]]),
+        layout=Layout(
+            stages=[[0, architecture.num_layers - 1]],
+            dp=config.layout.dp,
+            fsdp=config.layout.fsdp,
+            zero=config.layout.zero,
+        ),
         predicted=predicted,
     )
 

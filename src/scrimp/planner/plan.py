@@ -147,6 +147,7 @@ class Layout:
     stages: list[list[int]]
     dp: int = 1
     fsdp: int = 1
+    zero: int = 3
     tp: int = 1
     pp: int = 1
     cp: int = 1

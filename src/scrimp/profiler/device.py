@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections import Counter
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -35,6 +36,8 @@ class Device:
     """Why this device."""
     world: World = field(default_factory=World)
     """The ranks that train together, each on such a device: what is decided by its figures is decided by all."""
+    ranks_here: int = 1
+    """Most of them on one host, whose memory they divide."""
 
     @property
     def is_host(self) -> bool:
@@ -60,7 +63,9 @@ def resolve_device(name: str, world: World = ALONE) -> Device:
     with world.together("finding the device"):
         device = _own_device(name)
         world.agree("their devices", device.name, do="start all ranks on one kind of device")
-        return replace(device, available_bytes=int(world.smallest(device.available_bytes)), world=world)
+        ranks_here = max(Counter(world.gathered(platform.node())).values())
+        available = int(world.smallest(device.available_bytes)) // (ranks_here if device.is_host else 1)
+        return replace(device, available_bytes=available, world=world, ranks_here=ranks_here)
 
 
 def _own_device(name: str) -> Device:

@@ -2,7 +2,7 @@
 
 A dry run starts nothing, so it can only tell a speed that was measured before. Each run leaves
 its median rate in a small JSON file in the user's cache folder, keyed by what decides the rate most:
-model, device, torch, precision, sequence, micro-batch, compile. The file is a
+model, device, torch, precision, sequence, micro-batch, compile, layout. The file is a
 convenience: when it cannot be written or read, the rate is simply not known.
 """
 
@@ -26,7 +26,10 @@ def _file() -> Path:
 def _key(plan: Plan, config: Config) -> str:
     mark, train = plan.fingerprint, config.train
     parts = [mark.model, mark.device, mark.torch, config.precision, train.parameters, train.compile]
-    return " | ".join([*parts, f"sequence {train.sequence}", f"micro-batch {train.micro_batch}"])
+    parts += [f"sequence {train.sequence}", f"micro-batch {train.micro_batch}"]
+    if mark.world_size > 1:
+        parts.append(f"dp {plan.layout.dp} fsdp {plan.layout.fsdp} zero {plan.layout.zero}")
+    return " | ".join(parts)
 
 
 def recall_throughput(plan: Plan, config: Config) -> float | None:

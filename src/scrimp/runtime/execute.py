@@ -1,6 +1,6 @@
 """From a plan to a model that runs by it: formats, placement, compilation.
 
-The model is described on the meta device, allocated once on its device in the format of its
+The model is described on the meta device, laid over its ranks, allocated once on its device in the format of its
 parameters, then initialised or loaded: no second copy ever exists. GEMMs in bf16 over fp32
 parameters run under autocast; over bf16 parameters they need nothing. Where the plan gives any GEMM a
 quantized recipe, the linear layers are swapped for planned ones, parameters untouched.
@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from scrimp.config import Architecture
 from scrimp.config.activations import Activations
@@ -30,9 +29,11 @@ from scrimp.gemm.problem import DTYPES
 from scrimp.models.model import Model, build_model
 from scrimp.objectives import LossSums, Objective
 from scrimp.objectives.next_token import NEXT_TOKEN
+from scrimp.parts import TensorPart, part_of
 from scrimp.planner import Plan
 from scrimp.precision import LinearPrecision
 from scrimp.runtime.memory import HostMemory, HostRoom, carry_out
+from scrimp.runtime.parallel import ONE_RANK, RankMesh, parallelise, reduce_gradients, units
 
 HEAD = "head"
 PLANNED_PROBE_TOKENS = 128
@@ -59,6 +60,8 @@ class Executable:
     """Tokens of a micro-batch for which the memory was planned; 0: not given."""
     longest: int = 0
     """Tokens of a sequence for which it was planned; 0: not given."""
+    mesh: RankMesh = ONE_RANK
+    """The ranks that the model is laid over."""
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         """Casts GEMM inputs to bf16 where the parameters are fp32."""
@@ -67,11 +70,17 @@ class Executable:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, DTYPES[self.precision])
 
-    def begin(self, step: int, first_row: int) -> None:
-        """The next micro-batch is of this step, its first token this row of the step's batch: the address
-        of its rounding noise."""
+    def begin(self, step: int, first_row: int, *, is_last: bool = True) -> None:
+        """The next micro-batch is of this step.
+
+        Args:
+            first_row: its first token's row in the step's batch: the address of its rounding noise.
+            is_last: of this rank in the step.
+        """
         if self.planned is not None:
             self.planned.clock.begin(step, first_row)
+        if self.mesh.layout.zero == 1:
+            reduce_gradients(self.model, is_last)
 
     def loss(self, batch: Batch) -> LossSums:
         """Summed loss of one micro-batch; its tensors may still be on the host.
@@ -138,14 +147,20 @@ class Executable:
         if self.host is not None:
             self.host.blocks.reset()
 
-    def parameters(self) -> Iterator[tuple[str, Tensor]]:
+    def settle(self) -> None:
+        """After passes that were not followed by a backward pass: what ranks share is in its parts again."""
+        for unit in units(self.model):
+            unit.reshard()
+
+    def parameters(self) -> Iterator[tuple[str, TensorPart]]:
         """Names and values of all parameters, where they are kept between steps."""
         at_home = {}
         if self.host is not None:
             self.host.link.finish()
             at_home = self.host.weights.at_home()
+        self.settle()
         for name, parameter in self.model.named_parameters():
-            yield name, at_home.get(parameter, parameter.detach())
+            yield name, part_of(at_home.get(parameter, parameter))
 
 
 def realise(
@@ -164,6 +179,7 @@ def realise(
     room: HostRoom | None = None,
     most_tokens: int = 0,
     longest: int = 0,
+    mesh: RankMesh = ONE_RANK,
 ) -> Executable:
     """Allocate the model of a plan and fill its parameters.
 
@@ -178,6 +194,7 @@ def realise(
         room: host memory that was taken for the plan (`take_room`), where it needs any.
         most_tokens: of a micro-batch; more are refused, since nobody planned for them.
         longest: tokens of a sequence; longer ones are refused too.
+        mesh: the ranks that the model is laid over, each of which calls this.
 
     Raises:
         PlanError: part of the plan lives on the host, and no room was taken there.
@@ -189,6 +206,7 @@ def realise(
         )
     with torch.device("meta"):
         model = build_model(architecture, dtype=DTYPES[parameters])
+    parallelise(model, mesh)
     # Weights that live on the host never lie on the device all at once, nor on the host twice, not even to be filled.
     hosted = plan.placement.states.on_host("weights")
     for index, block in enumerate(model.blocks):
@@ -204,7 +222,7 @@ def realise(
         planned = plan_layers(model, plan, choose or backends_for(device), seed)
     host = None if room is None else carry_out(plan.placement, model, room)
     executable = Executable(
-        model, device, compute, loss_chunk, objective, planned, host, most_tokens, longest
+        model, device, compute, loss_chunk, objective, planned, host, most_tokens, longest, mesh
     )
     executable.change_activations(plan)
     return executable

@@ -57,8 +57,8 @@ from torch import Tensor
 from scrimp.errors import CheckpointError, StorageError
 from scrimp.files import storage, storage_error, sync_folder
 from scrimp.json_files import read_json
+from scrimp.parts import TensorPart, parts_of
 from scrimp.report.units import format_bytes
-from scrimp.runtime.parts import TensorPart, parts_of
 from scrimp.training import checkpoint_manifest as manifests
 from scrimp.training import tensor_files
 from scrimp.training.checkpoint_retention import Retention

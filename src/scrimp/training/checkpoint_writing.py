@@ -23,7 +23,7 @@ from typing import Any
 
 from scrimp.errors import StorageError
 from scrimp.files import storage_error
-from scrimp.runtime.parts import TensorPart
+from scrimp.parts import TensorPart
 from scrimp.training import checkpoint_manifest as manifests
 from scrimp.training import tensor_files
 from scrimp.world import World, error_of, failure_of

@@ -4,7 +4,8 @@
     perplexity     exp(loss); comparable only between equal tokenizers
     bits per byte  total nats / (ln 2 * bytes of UTF-8 text); comparable between all tokenizers
 
-A document that the limit of tokens cuts counts by its share of bytes. Evaluation draws no random
+A document that the limit of tokens cuts counts by its share of bytes. Several ranks share the micro-batches, and all
+know the sums. Evaluation draws no random
 numbers and changes no state.
 """
 
@@ -48,10 +49,10 @@ def evaluate(
     """Evaluate on the first `max_tokens` tokens of `stream` (None: on all of them).
 
     Args:
-        on_tokens: told after each batch how many target tokens have been evaluated.
+        on_tokens: told after each batch how many target tokens this rank has evaluated.
     """
     total = torch.zeros((), dtype=torch.float64)
-    num_targets = 0
+    num_targets, mesh = 0, executable.mesh
     was_training = executable.model.training
     executable.model.eval()
     with torch.no_grad():
@@ -61,15 +62,20 @@ def evaluate(
             micro_batch=micro_batch,
             max_tokens=max_tokens,
             mask_documents=mask_documents,
+            rank=mesh.data_rank,
+            world_size=mesh.data_ranks,
         ):
             sums = executable.loss(batch)
             total += sums.loss.double().cpu()
             num_targets += executable.objective.count(batch)
             on_tokens(num_targets)
     executable.model.train(was_training)
+    executable.settle()
+    found = mesh.world.gathered([float(total), num_targets])
+    loss_sum, num_targets = sum(one[0] for one in found), sum(one[1] for one in found)
     if num_targets == 0:
         raise DataError("nothing to evaluate", got="no target token", do="give a longer text")
-    loss = float(total) / num_targets
+    loss = loss_sum / num_targets
     text_bytes = evaluation_text_bytes(stream, sequence, max_tokens)
-    bits_per_byte = float(total) / math.log(2) / text_bytes if text_bytes else math.nan
+    bits_per_byte = loss_sum / math.log(2) / text_bytes if text_bytes else math.nan
     return Evaluation(loss=loss, bits_per_byte=bits_per_byte, num_targets=num_targets)

@@ -85,6 +85,11 @@ class Run:
         """Tokens of a forward pass."""
         return self.decisions.micro_batch_tokens
 
+    @property
+    def first_row(self) -> int:
+        """Of a batch's tokens the first that this rank reads."""
+        return self.executable.mesh.data_rank * self.config.rank_sequences * self.train.sequence
+
     def event(self, kind: str, sentence: str, *, step: int | None = None, **fields: Any) -> None:
         """Record that something happened, after the last step unless another is named."""
         self.log.event(kind, self.step if step is None else step, sentence, **fields)
@@ -124,6 +129,8 @@ class Run:
             micro_batch=train.micro_batch,
             seed=self.config.run.seed,
             first_sample=step * sequences,
+            rank=self.executable.mesh.data_rank,
+            world_size=self.executable.mesh.data_ranks,
             mask_documents=self.config.data.mask_documents,
             pin=self.executable.device.type == "cuda",
         )

@@ -39,6 +39,7 @@ from scrimp.runtime import (
     tune,
 )
 from scrimp.runtime.memory import ArenaTooSmallError
+from scrimp.runtime.parallel import RankMesh
 from scrimp.training.checkpoint import CheckpointStore
 from scrimp.training.finish import RunSummary, finish, finish_failed
 from scrimp.training.guards import StopSignals
@@ -67,7 +68,7 @@ from scrimp.training.run_record import make_record, read_record, write_record
 from scrimp.training.setup import Decisions
 from scrimp.training.start import Start, fresh_start, resumed_start
 from scrimp.training.trained_weights import fill_from_weights
-from scrimp.world import World
+from scrimp.world import World, told_like
 
 
 def train(
@@ -359,6 +360,7 @@ def _realised(start: Start, choose: BackendChooser) -> Executable:
         room=start.room,
         most_tokens=decisions.micro_batch_tokens,
         longest=config.train.sequence,
+        mesh=RankMesh(config.layout, decisions.world, device.type),
     )
 
 
@@ -369,9 +371,9 @@ def _named_failures(trainer: Trainer) -> Iterator[None]:
         yield
     except (RuntimeError, ArenaTooSmallError) as error:
         if is_out_of_memory(error):
-            raise _out_of_memory(trainer, error) from None
+            raise told_like(_out_of_memory(trainer, error), error) from None
         if is_compiler_error(error):
-            raise _not_compiled(error) from None
+            raise told_like(_not_compiled(error), error) from None
         raise
 
 

@@ -8,7 +8,6 @@ then a run folder.
 from __future__ import annotations
 
 import dataclasses
-import os
 from dataclasses import dataclass
 
 import torch
@@ -20,10 +19,11 @@ from scrimp.config import (
     ResolvedConfig,
     base_architecture,
     check_values,
+    ranks_of,
     resolve,
 )
 from scrimp.data import Corpus
-from scrimp.errors import CheckpointError, DeviceError, PlanError
+from scrimp.errors import CheckpointError, PlanError
 from scrimp.gemm import BackendChooser
 from scrimp.gemm.problem import DTYPES
 from scrimp.models import spec_of
@@ -224,6 +224,7 @@ def decide(
     architecture: Architecture | None = None,
     entries: int | None = None,
     world: World = ALONE,
+    plans_ahead: bool = False,
 ) -> Decisions:
     """Resolve a configuration on this machine; starts nothing and reads no corpus.
 
@@ -231,12 +232,12 @@ def decide(
         architecture: of a run that is resumed; None derives it from the configuration.
         entries: of the tokenizer; None: as many as it has, or may get where it is still to be trained.
         world: the ranks of the run, all of which decide alike.
+        plans_ahead: one process decides for as many ranks as `config.layout` says.
     """
     check_values(config)
     objectives.check(config.objective)
     optim.check(config)
     refuse_unread_settings(config)
-    _refuse_ranks(world)
     device = resolve_device(config.device, world)
     refuse_undetermined(device.torch_device)
     if architecture is None:
@@ -257,27 +258,14 @@ def decide(
         reasons["model.vocab_size"] = _reason_for_rows(entries)
     if config.device == "auto":
         reasons["device"] = device.reason
-    resolution = resolve(fitted, architecture, device_type=device.torch_device.type)
+    ranks = ranks_of(config.layout) if plans_ahead and world.size == 1 else world.size
+    resolution = resolve(fitted, architecture, device_type=device.torch_device.type, ranks=ranks)
     resolved = dataclasses.replace(resolution.config, device=device.spelling)
     return _plan_for(device, config, resolved, architecture, reasons | resolution.reasons)
 
 
 def _reason_for_rows(entries: int) -> str:
     return f"the tokenizer's {entries:,} entries, rounded up to a multiple of {VOCAB_MULTIPLE}"
-
-
-def _refuse_ranks(world: World) -> None:
-    """Refuse several ranks: each would train a copy of its own."""
-    ranks = os.environ.get("WORLD_SIZE", "1")
-    if ranks != "1" or world.size > 1:
-        raise DeviceError(
-            "this version trains on one device",
-            got=f"WORLD_SIZE={ranks} in the environment, set by torchrun or Slurm"
-            if ranks != "1"
-            else f"a process group of {world.size} ranks",
-            expected="one process",
-            do="start `scrimp train` itself, without a launcher",
-        )
 
 
 def _plan_for(

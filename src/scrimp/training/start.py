@@ -22,6 +22,7 @@ from scrimp.config import (
     Config,
     differences,
     flatten,
+    for_ranks,
     load_config,
     replace_values,
     with_later_choices,
@@ -140,7 +141,7 @@ def resumed_start(
             corpus than the folder says.
     """
     saved = saved_config(run_dir)
-    config = config_to_resume(saved, anchored(config), given)
+    config = for_ranks(config_to_resume(saved, anchored(config), given), world.size, given)
     checkpoint, errors = _chosen_checkpoint(run_dir, from_step, world)
     if checkpoint is None and not may_restart:
         _refuse_to_restart(run_dir, errors)

@@ -64,13 +64,12 @@ class Stepper:
         run.phases.switch(TRAINING)
         start = time.perf_counter()
         batches = next(loader)
-        num_targets = sum(map(run.executable.objective.count, batches))
+        num_targets = sum(run.decisions.world.gathered(sum(map(run.executable.objective.count, batches))))
         total = self._passes(batches, num_targets)
         while total is None:  # out of memory, and by now with a plan that takes less
             total = self._passes(batches, num_targets)
         norm = optimizer.gradient_norm()
-        loss = float(total) / max(1, num_targets)
-        metrics = {name: float(metric) / max(1, num_targets) for name, metric in self._metric_sums.items()}
+        loss, metrics = self._means(total, num_targets)
         lr = self._lr(run.step)
         reason = self.guard.check(loss, norm)
         if reason is None:
@@ -87,33 +86,37 @@ class Stepper:
         waited = loader.wait_seconds
         return StepResult(loss, norm, lr, reason is not None, time.perf_counter() - start, waited, metrics)
 
+    def _means(self, total: Tensor, num_targets: int) -> tuple[float, dict[str, float]]:
+        """Loss and metrics of the batch, over all ranks."""
+        own = [float(total), *map(float, self._metric_sums.values())]
+        sums = (sum(ranks) for ranks in zip(*self.run.decisions.world.gathered(own), strict=True))
+        loss, *metrics = (one / max(1, num_targets) for one in sums)
+        return loss, dict(zip(self._metric_sums, metrics, strict=True))
+
     def _passes(self, batches: list[Batch], num_targets: int) -> Tensor | None:
         """Forward and backward of a step's micro-batches: the sum of the losses; None if memory ran out, and the plan
         was changed to one that takes less."""
-        total: Tensor | None = None
-        trouble: Exception | None = None
+        run = self.run
         try:
-            with self._proof.around(len(batches)):
-                total = self._passes_once(batches, num_targets)
+            with run.decisions.world.meeting_elsewhere(), self._proof.around(len(batches)):
+                return self._passes_once(batches, num_targets)
         except (RuntimeError, ArenaTooSmallError) as error:
-            if not is_out_of_memory(error):
+            # Of several ranks the others are in the model's collectives: they cannot take the step again.
+            if not is_out_of_memory(error) or run.decisions.world.size > 1:
                 raise
             # Its frames hold what the step had kept; the plan is made when they are gone.
             error.__traceback__ = None
             trouble = error
-        trouble = self._trouble.of_any_rank(trouble)
-        if trouble is None:
-            return total
         self._take_less(trouble)
         return None
 
     def _passes_once(self, batches: list[Batch], num_targets: int) -> Tensor:
         run = self.run
         # Sums stay on the device: reading one per micro-batch would make the host wait each time.
-        total, first_row = torch.zeros((), device=run.executable.device), 0
+        total, first_row = torch.zeros((), device=run.executable.device), run.first_row
         self._metric_sums = {}
-        for batch in batches:
-            run.executable.begin(run.step, first_row)
+        for number, batch in enumerate(batches, start=1):
+            run.executable.begin(run.step, first_row, is_last=number == len(batches))
             sums = run.executable.loss(batch)
             (sums.total / max(1, num_targets)).backward()
             run.executable.end_backward()

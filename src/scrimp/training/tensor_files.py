@@ -5,7 +5,7 @@ Problem  A checkpoint must be readable without pickle, by other tools, and by ot
 Method   Tensors are laid into files of at most `MAX_FILE_BYTES` in their given order, those whose names begin alike
          (``model.``, ``optimizer.``) together, so that weights can be copied alone. Where every byte belongs follows
          from names, types and shapes of the whole tensors alone: one rank creates the files with their headers and in
-         their full size, then each writes the boxes that it holds (`scrimp.runtime.parts`) at their places. In a
+         their full size, then each writes the boxes that it holds (`scrimp.parts`) at their places. In a
          tensor of shape (S1, ..., Sn) a box whose last dimension that is not whole is k is made of runs of
          b_k * S_(k+1) * ... * S_n numbers without a gap: one run where only rows are shared out, one per row where
          columns are. No tensor is gathered, no file is assembled in memory. A reader takes slices in the same way.
@@ -39,7 +39,7 @@ from torch import Tensor
 
 from scrimp.errors import CheckpointError
 from scrimp.json_files import read_json
-from scrimp.runtime.parts import TensorPart
+from scrimp.parts import TensorPart
 
 INDEX: Final = "model.safetensors.index.json"
 MAX_FILE_BYTES: Final = 512 << 20

@@ -24,6 +24,7 @@ from scrimp.errors import CheckpointError, ModelError
 from scrimp.models.huggingface.config_json import read_architecture
 from scrimp.models.huggingface.load import check_weights, load_weights, stream_weights
 from scrimp.models.model import Model
+from scrimp.parts import part_of
 from scrimp.training.checkpoint import Checkpoint, CheckpointStore, not_finite_error
 from scrimp.training.checkpoint_manifest import MANIFEST, read_manifest
 from scrimp.training.export_seal import read_seal
@@ -133,7 +134,7 @@ def refuse_unusable_weights(folder: Path) -> None:
 def fill_from_huggingface(model: Model, folder: Path) -> None:
     """Fill every parameter of `model` from a Hugging Face folder; ModelError if one is not finite."""
     load_weights(model, folder)
-    names = not_finite(model.named_parameters())
+    names = not_finite((name, part_of(parameter).local) for name, parameter in model.named_parameters())
     if names:
         raise _not_finite_in(folder, names)
 
@@ -158,7 +159,8 @@ def fill_from_checkpoint(model: Model, checkpoint: Checkpoint) -> None:
                 got=f"{name} of shape {list(tensor.shape)}",
                 expected="no such tensor" if parameter is None else f"shape {list(parameter.shape)}",
             )
-        parameter.copy_(tensor)
+        part = part_of(parameter)
+        part.local.copy_(tensor[part.place])
     if parameters:
         raise CheckpointError(
             f"{checkpoint.folder} belongs to another model",

@@ -9,6 +9,7 @@ import torch
 from allocator import allocator_peak
 from losses import next_token_loss
 from real_steps import RealStep, Setting
+from states import states_of
 
 from scrimp.config import Architecture
 from scrimp.config.activations import LEVELS
@@ -124,7 +125,7 @@ def test_states_are_what_model_and_optimizer_hold() -> None:
     setting = SETTINGS["qwen2-masters-1"]
     costs, step = TracedStep(setting.architecture, **setting.arguments).costs(), RealStep(setting)
     parts = [costs.ends, *(costs.classes[number] for number in costs.blocks)]
-    held = sum(tensor.nbytes for _, tensor in step.optimizer.tensors())
+    held = sum(tensor.nbytes for _, tensor in states_of(step.optimizer).items())
     assert sum(part.optimizer for part in parts) == held
     next_token_loss(step.model, step.tokens[0], step.tokens[0]).total.backward()
     gradients = step.optimizer.gradients().values()

@@ -5,7 +5,8 @@ Problem  A folder may be larger than the memory beside the model, and a wrong on
 Method   First only the headers of the safetensors files are read: every name, shape and
          format is compared with what the architecture needs, so that the model is untouched
          if anything is wrong. Then each tensor is read and copied into its rows of the fused
-         parameter, cast to the parameter's format on the way.
+         parameter, cast to the parameter's format on the way. Of several ranks each reads the rows
+         that lie there.
 Memory   The files are mapped, not read into buffers: beside the model there are only pages of
          the shard being copied, which the system may drop at any time.
 Limits   Only safetensors. A pickle (pytorch_model.bin) can run code when it is opened and is
@@ -31,7 +32,8 @@ from scrimp.config.architecture import Architecture
 from scrimp.errors import ModelError, StorageError
 from scrimp.files import storage_error
 from scrimp.json_files import read_json
-from scrimp.models.huggingface.tensor_names import EMBEDDING, HEAD, fused_parameters
+from scrimp.models.huggingface.tensor_names import EMBEDDING, HEAD, Piece, fused_parameters
+from scrimp.parts import TensorPart, part_of
 
 if TYPE_CHECKING:
     from scrimp.config.architecture import Architecture
@@ -67,6 +69,15 @@ class _Stored:
     dtype: str
 
 
+@dataclass(frozen=True)
+class _Target:
+    """What is read of a stored tensor."""
+
+    into: Tensor
+    place: tuple[slice, ...]
+    """In the stored tensor."""
+
+
 def check_weights(architecture: Architecture, folder: Path) -> None:
     """Hold an architecture against the names, shapes and formats of the stored tensors, by their headers.
 
@@ -88,11 +99,26 @@ def load_weights(model: Model, folder: Path) -> None:
     if any(parameter.is_meta for parameter in parameters.values()):
         raise ModelError("the model has no storage to load weights into", got="the meta device")
     stored = _checked_tensors(model.architecture, Path(folder))
-    targets: dict[str, Tensor] = {}
+    targets: dict[str, _Target] = {}
     for fused in fused_parameters(model.architecture):
+        part = part_of(parameters[fused.name])
         for piece in fused.pieces:
-            targets[piece.name] = parameters[fused.name].detach()[piece.start : piece.stop]
+            target = _target(part, piece)
+            if target is not None:
+                targets[piece.name] = target
     _copy(stored, targets)
+
+
+def _target(part: TensorPart, piece: Piece) -> _Target | None:
+    """Where the rows of a stored tensor go that lie in this part of its parameter; None: none of them do."""
+    rows, *others = part.place
+    first, last = max(rows.start, piece.start), min(rows.stop, piece.stop)
+    if first >= last:
+        return None
+    return _Target(
+        part.local[first - rows.start : last - rows.start],
+        (slice(first - piece.start, last - piece.start), *others),
+    )
 
 
 def stream_weights(architecture: Architecture, folder: Path) -> Iterator[tuple[str, Tensor]]:
@@ -251,13 +277,13 @@ def _check_tensors(stored: Mapping[str, _Stored], shapes: Mapping[str, tuple[int
         raise ModelError(f"{found.file}: {name} has the wrong shape", got=found.shape, expected=shape)
 
 
-def _copy(stored: Mapping[str, _Stored], targets: Mapping[str, Tensor]) -> None:
+def _copy(stored: Mapping[str, _Stored], targets: Mapping[str, _Target]) -> None:
     """Read tensor by tensor, file by file, into the rows they belong to."""
 
     def copy(file: Path, opened: Any) -> None:
         for name, target in targets.items():
             if stored[name].file == file:
-                target.copy_(opened.get_tensor(name))
+                target.into.copy_(opened.get_slice(name)[target.place])
 
     with torch.no_grad():
         for file in dict.fromkeys(stored[name].file for name in targets):

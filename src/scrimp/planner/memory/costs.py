@@ -121,6 +121,8 @@ class StepCosts:
     """Whatever else stays on the device: tokens, RoPE tables, copies of weights in other formats."""
     tables: int = 0
     """The part of `resident` that ends with the backward pass: RoPE tables, a mask."""
+    is_shared: bool = False
+    """Of one of several ranks: its parts of states, and seconds without communication."""
     seconds_origin: Origin | None = None
     """Where the seconds of blocks come from; None: nobody asked for them."""
 

@@ -35,8 +35,9 @@ class MemoryDecision:
 
     @property
     def step_seconds(self) -> float | None:
-        """Predicted; None where the seconds of blocks are not known."""
-        return None if self.costs.seconds_origin is None else self.timeline.seconds
+        """Predicted; None where the seconds of blocks are not known, or those of communication."""
+        is_known = self.costs.seconds_origin is not None and not self.costs.is_shared
+        return self.timeline.seconds if is_known else None
 
     @property
     def fits(self) -> bool:

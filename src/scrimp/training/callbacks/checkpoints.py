@@ -10,10 +10,9 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from torch import Tensor
 
 from scrimp.errors import StorageError
-from scrimp.runtime.parts import TensorPart
+from scrimp.parts import TensorPart, part_of
 from scrimp.training.callbacks.base import Callback, Record
 from scrimp.training.callbacks.precision import PlanPrecision
 from scrimp.training.checkpoint import Checkpoint
@@ -44,22 +43,23 @@ class Checkpoints(Callback):
         except StorageError as error:
             self.failed(error)
 
-    def tensors(self) -> dict[str, Tensor | TensorPart]:
-        """Every tensor of the run's state, by the name it has in a checkpoint."""
+    def parts(self) -> dict[str, TensorPart]:
+        """What lies here of every tensor of the run's state, by the name it has in a checkpoint."""
         run = self._run
-        state: dict[str, Tensor | TensorPart] = {
-            f"model.{name}": p for name, p in run.executable.parameters()
-        }
-        state |= {f"optimizer.{name}": tensor for name, tensor in run.optimizer.tensors()}
-        return state | {RANDOM_STATE: torch.get_rng_state()}
+        state = {f"model.{name}": part for name, part in run.executable.parameters()}
+        state |= {f"optimizer.{name}": part for name, part in run.optimizer.parts()}
+        # All ranks draw alike: the first one's is everybody's.
+        random = part_of(torch.get_rng_state())
+        state[RANDOM_STATE] = dataclasses.replace(random, is_writer=run.decisions.world.is_writer)
+        return state
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Continue from a checkpoint: tensors are loaded in place."""
         state = read_state(checkpoint)
         self._run.optimizer.prepare(state.position.updates)
-        random = torch.get_rng_state()
-        checkpoint.load(self.tensors() | {RANDOM_STATE: random}, self._run.decisions.world)
-        torch.set_rng_state(random)
+        parts = self.parts()
+        checkpoint.load(parts, self._run.decisions.world)
+        torch.set_rng_state(parts[RANDOM_STATE].local)
         self._run.position = state.position
         self._run.optimizer.restore_updates(state.position.updates)
         if self._cycle is not None:
@@ -83,7 +83,7 @@ class Checkpoints(Callback):
         )
         skipped = run.step - run.position.updates
         files = run.files | {PLAN: self._plan_text()}
-        run.store.save(run.step, self.tensors(), state.to_json(), files, skipped_steps=skipped, wait=wait)
+        run.store.save(run.step, self.parts(), state.to_json(), files, skipped_steps=skipped, wait=wait)
         self._last_saved = run.step
 
     def _plan_text(self) -> str:

@@ -20,7 +20,7 @@ class MeasureStep(Callback):
 
     def after_step(self, result: StepResult, record: Record) -> None:
         """Add the figures."""
-        run, meter = self._run, self._run.meter
+        run, meter, ranks = self._run, self._run.meter, self._run.config.layout.ranks
         rate = run.batch_tokens / result.seconds
         run.rates.append(rate)
         record |= {
@@ -31,8 +31,8 @@ class MeasureStep(Callback):
             "grad_norm": result.grad_norm,
             "lr": result.lr,
             "tokens_per_s": rate,
-            "mfu_bf16": mfu(self._flops_per_token, rate, run.peaks),
-            "sol": self._ideal_seconds() * rate,
+            "mfu_bf16": mfu(self._flops_per_token, rate / ranks, run.peaks),
+            "sol": self._ideal_seconds() * rate / ranks,
             "tensor_peak_bytes": meter.peak_device_bytes(),
             "process_peak_bytes": meter.process_peak_bytes(),
             "process_growth_bytes": meter.process_growth_bytes(),

@@ -33,6 +33,7 @@ from scrimp.config.activations import (
 from scrimp.config.optimizers import facts_of
 from scrimp.data import held_bytes
 from scrimp.errors import PlanError
+from scrimp.gemm.problem import DTYPES
 from scrimp.models import spec_of
 from scrimp.models.flash import gpu_of
 from scrimp.optim import memory_of
@@ -46,6 +47,7 @@ from scrimp.planner.memory.placement import Placement, States
 from scrimp.planner.memory.room import NoRoomError
 from scrimp.planner.memory.search import find
 from scrimp.planner.memory.search_space import Split
+from scrimp.planner.memory.shared_costs import shared_costs
 from scrimp.planner.memory.states import device_peak
 from scrimp.precision import LinearPrecision, PrecisionRules, parse_rules
 from scrimp.profiler import Device
@@ -234,7 +236,8 @@ def problem_of(config: ResolvedConfig, architecture: Architecture, device: Devic
     assigned = None if setting == "auto" else assign_activations(setting, architecture.num_layers)
     asks = asks_for_host(config, architecture.num_layers)
     _refuse_beside_snip(config, asks or config.memory.update == "cpu")
-    host = host_limit(config, device, is_asked_for=asks)
+    # On several ranks nothing leaves the device yet.
+    host = host_limit(config, device, is_asked_for=asks) if config.layout.ranks == 1 else 0
     may_offload = host > 0 and not config.is_planned and not copy_is_on_device(config, device)
     choices = _choices(architecture, assigned, may_offload=may_offload)
     costs = traced(config, architecture, device.torch_device, choices)
@@ -294,14 +297,12 @@ def decision_of(
 
 
 def _setup_of(config: ResolvedConfig) -> Setup:
-    train = config.train
-    sequences = train.sequences_per_step
     updaters: dict[str, tuple[Update, ...]] = {
         "device": ("device",),
         "cpu": ("cpu",),
         "fastest": ("device", "cpu"),
     }
-    return Setup(-(-sequences // train.micro_batch), updaters=updaters[config.memory.update])
+    return Setup(config.micro_batches, updaters=updaters[config.memory.update])
 
 
 def _machine(
@@ -347,7 +348,12 @@ def traced(
         bases = [rules.with_base(name) for name in names]
     with said_if_slow("tracing the model ..."):
         found = [_traced_base(config, architecture, device, choices, base) for base in bases]
-    return _with_batches(max(found, key=_most), config, device)
+    return shared_costs(
+        _with_batches(max(found, key=_most), config, device),
+        config.layout,
+        parameter_bytes=DTYPES[config.train.parameters].itemsize,
+        micro_batches=config.micro_batches,
+    )
 
 
 def _with_batches(costs: StepCosts, config: ResolvedConfig, device: torch.device) -> StepCosts:
@@ -355,7 +361,7 @@ def _with_batches(costs: StepCosts, config: ResolvedConfig, device: torch.device
     if device.type == "cuda":
         return costs
     train = config.train
-    held = held_bytes(train.batch_tokens, mask_documents=config.data.mask_documents)
+    held = held_bytes(config.rank_sequences * train.sequence, mask_documents=config.data.mask_documents)
     counted = batch_bytes(train.micro_batch, train.sequence)
     return dataclasses.replace(costs, resident=costs.resident + held - counted)
 

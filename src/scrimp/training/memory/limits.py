@@ -83,8 +83,8 @@ def _free(device: Device) -> int:
 
 
 def host_free(device: Device) -> int:
-    """Bytes of host memory that are free now, on the rank that has the least."""
-    return int(device.world.smallest(host_memory_available()))
+    """Bytes of host memory that are free now for each rank, on the host that has the least."""
+    return int(device.world.smallest(host_memory_available())) // device.ranks_here
 
 
 def _device_share(device: Device) -> float:

@@ -71,9 +71,8 @@ def _fastest(
 
 
 def _all_that_fit(sized: _Sized, *, may_measure: bool) -> list[tuple[ResolvedConfig, MemoryDecision]]:
-    """Every divisor of the batch, from one sequence upwards, until one does not fit."""
-    train = sized.config.train
-    sequences = train.sequences_per_step
+    """Every divisor of a rank's batch, from one sequence upwards, until one does not fit."""
+    sequences = sized.config.rank_sequences
     found: list[tuple[ResolvedConfig, MemoryDecision]] = []
     for size in (size for size in range(1, sequences + 1) if sequences % size == 0):
         try:
@@ -172,13 +171,13 @@ class _Sized:
     def _resolved(self, config: ResolvedConfig) -> Resolution:
         """With the chunks of the loss that its micro-batch asks for."""
         open_again = replace_values(config, {"train.loss_chunk": None})
-        return resolve(open_again, self.architecture, device_type=self.device.torch_device.type)
+        kind, ranks = self.device.torch_device.type, self.config.layout.ranks
+        return resolve(open_again, self.architecture, device_type=kind, ranks=ranks)
 
 
 def _smaller_and_smaller(config: ResolvedConfig) -> list[int]:
     """The micro-batch that was decided, then divisors of the batch, each at most half of the last."""
-    train = config.train
-    sizes, sequences = [train.micro_batch], train.sequences_per_step
+    sizes, sequences = [config.train.micro_batch], config.rank_sequences
     for size in range(sizes[0] // 2, 0, -1):
         if sequences % size == 0 and size <= sizes[-1] // 2:
             sizes.append(size)

@@ -7,10 +7,10 @@ Method   The passes of the step are given up, their gradients thrown away: nothi
          device or in the arena of host memory, whichever ran out; the other keeps its limit, and states stay where
          they are. Blocks change between two attempts, the event log says why. Rounding noise has the step as its
          address and recomputation changes no number, so the run goes on as it would have.
-Ranks    A step that runs out of memory on one rank is given up on all, and all go on by the same plan.
+Ranks    Of several ranks one that runs out of memory ends the run: the others wait in the model's collectives, and
+         cannot take the step again.
 Limits   What the update of the weights runs out of is not caught: it has begun to change them. The arena's limit falls
-         no lower than what the states take there. A rank that stops amid collectives of the model's own (a layer that
-         FSDP2 gathers) leaves the others waiting there.
+         no lower than what the states take there.
 Checked  tests/training/memory/test_out_of_memory.py, in a process that really has no more memory
 """
 
@@ -58,35 +58,12 @@ class MemoryTrouble:
             step: number of the step that ran out of memory.
             trouble: what it ran into, which says whether device or host had no room.
         """
-        world = self._decisions.world
         try:
-            found = self._plan_of_less(plan, step, is_host=isinstance(trouble, ArenaTooSmallError))
+            return self._plan_of_less(plan, step, is_host=isinstance(trouble, ArenaTooSmallError))
         except (RuntimeError, MemoryError) as error:
             if not isinstance(error, MemoryError) and not is_out_of_memory(error):
                 raise
-            found = None  # not even a plan can be made
-        return found if world.all(found is not None) else None
-
-    def of_any_rank(self, trouble: Exception | None) -> Exception | None:
-        """What the first rank ran into that ran out of memory, as an error here; None where none did.
-
-        All ranks ask when they have made a step's passes, or given them up.
-
-        Args:
-            trouble: of this rank.
-        """
-        world = self._decisions.world
-        if world.size == 1:
-            return trouble
-        own = None if trouble is None else [isinstance(trouble, ArenaTooSmallError), str(trouble)]
-        found = {rank: one for rank, one in enumerate(world.gathered(own)) if one is not None}
-        if not found:
-            return None
-        rank, (is_host, text) = next(iter(found.items()))
-        if rank == world.rank:
-            return trouble
-        there = f"rank {rank}: {text}"
-        return ArenaTooSmallError("no room", got=there) if is_host else torch.OutOfMemoryError(there)
+            return None  # not even a plan can be made
 
     def _plan_of_less(self, plan: Plan, step: int, *, is_host: bool) -> Plan | None:
         now = self._now or self._decision_of(plan)

@@ -56,8 +56,7 @@ def measured_times(
 
 
 def _measured(decisions: Decisions, run_dir: Path, progress: Callable[[str, int, int], None]) -> StepTimes:
-    train, path = decisions.config.train, run_dir / FILE
-    per_step = train.batch_tokens // train.micro_batch_tokens
+    path, per_step = run_dir / FILE, decisions.config.micro_batches
     if path.exists():
         do = "delete it: times are measured again"
         kept = read_json(path, _Kept, error=PlanError, do=do, at_most=2**24)
@@ -86,7 +85,7 @@ def _once(decisions: Decisions, make: Callable[[], StepTimes]) -> StepTimes:
 
 def _fresh(decisions: Decisions, progress: Callable[[str, int, int], None]) -> StepTimes:
     config, train = decisions.config, decisions.config.train
-    per_step = train.batch_tokens // train.micro_batch_tokens
+    per_step = config.micro_batches
     linears = spec_of(decisions.architecture).shapes
     shapes = [(one.outputs, one.inputs) for name, one in linears.items() if name != HEAD]
     rules = config.precision_rules

@@ -10,10 +10,9 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from scrimp import objectives
-from scrimp.config import Config, flatten, replace_values
+from scrimp.config import Config, flatten, for_ranks, replace_values
 from scrimp.config.snip import BUDGETS
 from scrimp.cycle import CycleSettings
 from scrimp.cycle.question import ask, formats_to_measure
@@ -23,6 +22,7 @@ from scrimp.errors import CheckpointError, ConfigError
 from scrimp.export import ExportTarget, plan_for
 from scrimp.models.model import Model
 from scrimp.optim import build
+from scrimp.parts import part_of
 from scrimp.planner.precision import PrecisionPlan
 from scrimp.runtime import realise
 from scrimp.training.checkpoint import Checkpoint
@@ -71,7 +71,7 @@ def preview(config: Config, given: Collection[str], target: ExportTarget | None 
         # What was decided for other formats would be taken for the user's own choice.
         own = dataclasses.replace(own, snip=config.snip, budget=config.budget)
     _refuse_seconds(own)
-    decisions = decide(anchored(own), architecture=read_state(checkpoint).architecture)
+    decisions = decide(for_ranks(anchored(own), 1, ()), architecture=read_state(checkpoint).architecture)
     return Preview(_measured(decisions, checkpoint, target), decisions, checkpoint.step)
 
 
@@ -119,12 +119,10 @@ def _meter(settings: CycleSettings, decisions: Decisions, checkpoint: Checkpoint
     )
     optimizer = build(config.optimizer, executable, seed=config.run.seed)
     optimizer.prepare(state.position.updates)
-    tensors: dict[str, Tensor] = {
-        f"model.{name}": p.detach() for name, p in executable.model.named_parameters()
-    }
-    tensors |= {f"optimizer.{name}": tensor for name, tensor in optimizer.tensors()}
-    tensors["random.torch"] = torch.get_rng_state()  # a copy: the process's own stays
-    checkpoint.load(tensors)
+    parts = {f"model.{name}": part for name, part in executable.parameters()}
+    parts |= {f"optimizer.{name}": part for name, part in optimizer.parts()}
+    parts["random.torch"] = part_of(torch.get_rng_state())  # a copy: the process's own stays
+    checkpoint.load(parts)
     optimizer.restore_updates(state.position.updates)
 
     def batches(step: int, count: int) -> Iterator[list[Batch]]:

@@ -10,7 +10,7 @@ Limits   One box per rank and tensor. FSDP over TP of the same dimension (`_Stri
          dimension divides evenly by all ranks that share it; else it is refused, as are partial sums. A mesh knows its
          own ranks only: copies outside of it have no writer of their own, so that a DTensor must lie on the mesh of all
          ranks that hold it.
-Checked  tests/runtime/test_parts.py (no process group), tests/training/test_checkpoint_layouts.py (gloo)
+Checked  tests/test_parts.py (no process group), tests/training/test_checkpoint_layouts.py (gloo)
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Placement
 
@@ -42,7 +41,7 @@ class TensorPart:
     """Of the whole."""
     offsets: tuple[int, ...]
     """Where the box begins, per dimension of the whole."""
-    is_writer: bool
+    is_writer: bool = True
     """Whether it is this rank's that is written, of equal copies on several."""
 
     def __post_init__(self) -> None:
@@ -55,6 +54,17 @@ class TensorPart:
             raise ValueError(
                 f"a box of shape {box} at {self.offsets} does not lie in a tensor of shape {self.shape}"
             )
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of the tensor lies here."""
+        return tuple(self.local.shape) == self.shape
+
+    @property
+    def place(self) -> tuple[slice, ...]:
+        """The box as an index into the whole."""
+        sizes = zip(self.offsets, self.local.shape, strict=True)
+        return tuple(slice(first, first + size) for first, size in sizes)
 
     @property
     def whole_numel(self) -> int:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from scrimp.runtime.parts import TensorPart, part_of, parts_of
+from scrimp.parts import TensorPart, part_of, parts_of
 
 STRIDED = _StridedShard(0, split_factor=2)
 

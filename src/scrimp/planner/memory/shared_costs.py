@@ -1,0 +1,109 @@
+"""The costs of a step on one of the ranks that share a model: its parts of all states, and what it gathers.
+
+Problem  A trace gives the bytes of a step that has all of the model. Of several ranks each keeps 1/F of weights,
+         gradients and optimizer states (F ranks of `layout.fsdp`), and for a while holds whole what its passes read
+         and make.
+Method   With W, G, O a unit's bytes of weights, gradients, optimizer states, R those of its gradients in float32, in
+         which they are reduced, FSDP2 holds of every block beside W/F, G/F, O/F::
+
+             forward     W, and W that its gather has put there, which goes when the next block has gathered
+             backward    W, W of the block before it, which is gathered meanwhile, and R of the block after it, which
+                         is being reduced; its own whole G the trace counts already
+             zero 2      W stays from its forward to its backward pass, like an activation that it keeps
+             zero 1      so do whole sums of gradients in float32, from the first micro-batch to the last
+
+         Embedding, final norm and head are one unit, gathered as long as the passes last; their whole gradients wait
+         for the end of the backward pass, where they are reduced.
+Limits   Parts are rounded up: ranks get equal numbers of rows or fewer. Blocks are taken to be as large as their
+         neighbours. What gloo and NCCL take for themselves is not counted, nor is a gather that FSDP2 begins earlier
+         on a GPU whose host runs ahead. Seconds are those of the passes alone, without communication: none are
+         predicted.
+Source   torch.distributed.fsdp._fully_shard, torch 2.13
+Checked  tests/planner/memory/test_shared_costs.py; tests/runtime/parallel/test_shared_memory.py: real ranks
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from scrimp.config.resolved import ResolvedLayout
+from scrimp.planner.memory.costs import BlockClass, BlockCost, EndsCost, StepCosts
+
+REDUCED_BYTES = 4
+"""Of a gradient while it is reduced."""
+
+
+def shared_costs(
+    costs: StepCosts, layout: ResolvedLayout, *, parameter_bytes: int, micro_batches: int
+) -> StepCosts:
+    """The costs of a rank.
+
+    Args:
+        costs: of a process that has all of the model.
+        parameter_bytes: of one number of the weights.
+        micro_batches: of a rank in a step.
+    """
+    if layout.ranks == 1:
+        return costs
+    sums_whole = layout.zero == 1 and micro_batches > 1
+    classes = tuple(_block(kind, layout, parameter_bytes, sums_whole) for kind in costs.classes)
+    gathered = costs.ends.weights
+    return dataclasses.replace(
+        costs,
+        classes=classes,
+        ends=_ends(costs.ends, layout, parameter_bytes, sums_whole),
+        # Like the tables they end with the backward pass.
+        resident=costs.resident + gathered,
+        tables=costs.tables + gathered,
+        is_shared=True,
+    )
+
+
+def _block(kind: BlockClass, layout: ResolvedLayout, parameter_bytes: int, sums_whole: bool) -> BlockClass:
+    whole, reduced = kind.weights, _reduced(kind.weights, parameter_bytes)
+    stays = whole if layout.zero < 3 else 0
+
+    def cost(one: BlockCost) -> BlockCost:
+        accumulating = one.accumulating_peak
+        # Its own weights, those gathered for the block before (none where all stay), what is being reduced.
+        extra = whole + (whole - stays) + reduced
+        return dataclasses.replace(
+            one,
+            kept=one.kept + stays,
+            forward_peak=one.forward_peak + 2 * whole,
+            backward_peak=one.backward_peak + extra,
+            accumulating_peak=None if accumulating is None else accumulating + extra,
+        )
+
+    return dataclasses.replace(
+        kind,
+        weights=_part(kind.weights, layout),
+        gradients=reduced if sums_whole else _part(kind.gradients, layout),
+        optimizer=_part(kind.optimizer, layout),
+        choices={name: cost(one) for name, one in kind.choices.items()},
+        parameters=_part(kind.parameters, layout),
+    )
+
+
+def _ends(ends: EndsCost, layout: ResolvedLayout, parameter_bytes: int, sums_whole: bool) -> EndsCost:
+    reduced = _reduced(ends.weights, parameter_bytes)
+    # One copy in float32, and this rank's part of the sums.
+    reducing = reduced + _part(reduced, layout)
+    accumulating = ends.accumulating_embedding_peak
+    return dataclasses.replace(
+        ends,
+        weights=_part(ends.weights, layout),
+        gradients=reduced if sums_whole else _part(ends.gradients, layout),
+        optimizer=_part(ends.optimizer, layout),
+        waiting=max(ends.waiting, ends.head_gradients),
+        embedding_peak=ends.embedding_peak + reducing,
+        accumulating_embedding_peak=None if accumulating is None else accumulating + reducing,
+    )
+
+
+def _reduced(weights: int, parameter_bytes: int) -> int:
+    return weights // parameter_bytes * REDUCED_BYTES
+
+
+def _part(num_bytes: int, layout: ResolvedLayout) -> int:
+    return -(-num_bytes // layout.fsdp)

@@ -1,0 +1,75 @@
+"""One mesh of all ranks, its axes by name.
+
+Neighbouring ranks differ in the last axis first: it gets the fastest links, those of one node. From the first to the
+last the axes are::
+
+    dp       copies of the model
+    fsdp     shards of a copy
+
+Axes of degree 1 are there too, so that nothing has to ask which exist.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from scrimp.config.resolved import ResolvedLayout
+from scrimp.world import ALONE, World
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+AXES = ("dp", "fsdp")
+
+
+@dataclass(frozen=True)
+class RankMesh:
+    """This rank's place in a layout; by default one process alone.
+
+    Args:
+        layout: as many degrees as there are ranks.
+        world: the ranks, of which every one makes its mesh.
+        device_type: of the tensors, cpu or cuda.
+    """
+
+    layout: ResolvedLayout = field(default_factory=lambda: ResolvedLayout(dp=1, fsdp=1))
+    world: World = ALONE
+    device_type: str = "cpu"
+
+    @property
+    def is_trivial(self) -> bool:
+        """Whether there is one rank."""
+        return self.world.size == 1
+
+    @cached_property
+    def devices(self) -> DeviceMesh:
+        """torch's mesh; making it is a collective."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        degrees = tuple(getattr(self.layout, axis) for axis in AXES)
+        return init_device_mesh(self.device_type, degrees, mesh_dim_names=AXES)
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that read rows of their own."""
+        return self.layout.data_ranks
+
+    @property
+    def data_rank(self) -> int:
+        """Which of them this is: it reads its share of every batch."""
+        return self.world.rank
+
+    @cached_property
+    def all_ranks(self) -> ProcessGroup:
+        """The group of all ranks."""
+        import torch.distributed as dist
+
+        found = dist.group.WORLD
+        assert found is not None, "ranks without a process group"
+        return found
+
+
+ONE_RANK = RankMesh()

@@ -1,0 +1,176 @@
+"""The same training on several ranks and in one process, for comparison: loss, every gradient, weights after steps.
+
+One process takes the micro-batches that the ranks take side by side one after another, so that quantized GEMMs see
+the same groups of tokens and the same rounding noise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from distributed import spawn
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from scrimp.config import Config, replace_values
+from scrimp.config.activations import Activations
+from scrimp.data import Batch
+from scrimp.models.initialise import initialise
+from scrimp.optim import Optimizer, build
+from scrimp.runtime import Executable, realise
+from scrimp.runtime.parallel import RankMesh
+from scrimp.training.setup import decide
+from scrimp.world import World
+
+SEQUENCE, ROWS = 32, 2
+"""Tokens of a row, and rows of a micro-batch."""
+VOCABULARY = 259
+"""Of bytes; no multiple of any number of ranks."""
+SMALL = {"num_layers": 3, "width": 64, "num_heads": 4, "num_kv_heads": 2, "ffn_width": 128}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training."""
+
+    layout: dict[str, int] = field(default_factory=dict)
+    """Degrees; left out: fsdp over all ranks."""
+    settings: dict[str, object] = field(default_factory=dict)
+    """Further settings, by dotted key."""
+    preset: str = "llama-3m"
+    """In the sizes of `SMALL`."""
+    activations: str = "keep"
+    micro_batches: int = 2
+    """Of each rank."""
+    with_documents: bool = False
+    steps: int = 3
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What came of it."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: dict[str, Tensor]
+    """Of the first step, whole."""
+    weights: dict[str, Tensor]
+    """After the last one, whole."""
+
+
+def on_ranks(ranks: int, cases: Mapping[str, Case], folder: Path) -> dict[str, list[Trained]]:
+    """By each of so many processes, which are started once for all cases."""
+    found = spawn(ranks, _all, folder, ranks, cases)
+    return {name: [rank[name] for rank in found] for name in cases}
+
+
+def _all(rank: int, ranks: int, cases: Mapping[str, Case]) -> dict[str, Trained]:
+    return {name: trained(rank, ranks, case) for name, case in cases.items()}
+
+
+def alone(ranks: int, case: Case) -> Trained:
+    """In this process, the work of so many ranks."""
+    return trained(0, ranks, dataclasses.replace(case, layout={}), is_alone=True)
+
+
+def trained(rank: int, ranks: int, case: Case, is_alone: bool = False) -> Trained:
+    """The work of one rank, or of all."""
+    world = World() if is_alone else World(rank, ranks)
+    executable, optimizer, lr = _made(case, world, ranks)
+    turns = range(ranks) if is_alone else range(rank, rank + 1)
+    losses, norms = [], []
+    gradients: dict[str, Tensor] = {}
+    for step in range(case.steps):
+        numbers = [
+            turn * case.micro_batches + number for turn in turns for number in range(case.micro_batches)
+        ]
+        batches = [_batch(case, step, number) for number in numbers]
+        targets = sum(_batch(case, step, n).num_targets for n in range(ranks * case.micro_batches))
+        total = 0.0
+        for number, batch in zip(numbers, batches, strict=True):
+            executable.begin(step, number * ROWS * SEQUENCE, is_last=number == numbers[-1])
+            sums = executable.loss(batch)
+            (sums.total / targets).backward()
+            executable.end_backward()
+            total += float(sums.loss.detach())
+        losses.append(sum(world.gathered(total)) / targets)
+        if not gradients:
+            gradients = _whole_gradients(executable)
+        norms.append(optimizer.gradient_norm())
+        optimizer.clip(norms[-1], 0.5)
+        optimizer.step(lr)
+        optimizer.zero_grad()
+    executable.settle()
+    return Trained(losses, norms, gradients, {n: _whole(p) for n, p in executable.model.named_parameters()})
+
+
+def check_parity(ranks: list[Trained], one: Trained, *, gradients: float = 1e-5, later: float = 1e-5) -> None:
+    """Equal up to the order of sums, and all ranks alike.
+
+    Args:
+        gradients: most difference of a gradient of the first step, of its largest number.
+        later: of losses and norms after the first step. Where numbers are rounded to few bits, one last bit of a
+            gradient more or less decides what a weight is rounded to.
+    """
+    for rank in ranks:
+        assert (rank.losses, rank.norms) == (ranks[0].losses, ranks[0].norms)
+        assert rank.gradients.keys() == one.gradients.keys()
+        assert rank.losses[0] == pytest.approx(one.losses[0], rel=1e-6)
+        assert rank.losses == pytest.approx(one.losses, rel=later)
+        assert rank.norms == pytest.approx(one.norms, rel=10 * later)
+        for name, expected in one.gradients.items():
+            difference = float((rank.gradients[name] - expected).abs().max())
+            assert difference <= gradients * float(expected.abs().max()) + 1e-7, name
+
+
+def _made(case: Case, world: World, ranks: int) -> tuple[Executable, Optimizer, float]:
+    settings = {
+        "device": "cpu",
+        "data.tokenizer": "bytes",
+        "model.preset": case.preset,
+        "model.vocab_size": VOCABULARY,
+        "train.sequence": SEQUENCE,
+        "train.batch_tokens": SEQUENCE * ROWS * case.micro_batches * ranks,
+        "train.micro_batch": ROWS,
+        **{f"model.{name}": size for name, size in SMALL.items()},
+        **{f"layout.{axis}": degree for axis, degree in case.layout.items()},
+        **case.settings,
+    }
+    decisions = decide(replace_values(Config(), settings), world=world)
+    config = decisions.config
+    executable = realise(
+        decisions.plan,
+        decisions.architecture,
+        lambda model: initialise(model, 0),
+        device=torch.device("cpu"),
+        parameters=config.train.parameters,
+        compute=config.precision_rules.compute,
+        mesh=RankMesh(config.layout, world),
+    )
+    for block in executable.model.each_block():
+        block.activations = Activations.parse(case.activations)
+    return executable, build(config.optimizer, executable, seed=0), config.optimizer.lr
+
+
+def _batch(case: Case, step: int, number: int) -> Batch:
+    generator = torch.Generator().manual_seed(1000 * step + number)
+    tokens = torch.randint(0, VOCABULARY, (ROWS, SEQUENCE + 1), generator=generator)
+    targets = tokens[:, 1:].clone()
+    targets[0, : 3 * number] = -100  # ranks have different numbers of targets
+    starts = None
+    if case.with_documents:
+        starts = torch.tensor([0, 5 + number, SEQUENCE, SEQUENCE + 17, 2 * SEQUENCE], dtype=torch.int32)
+    return Batch.of(tokens[:, :-1].contiguous(), targets, starts)
+
+
+def _whole_gradients(executable: Executable) -> dict[str, Tensor]:
+    return {name: _whole(p.grad) for name, p in executable.model.named_parameters() if p.grad is not None}
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
