@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from scrimp.runtime.parts import TensorPart
+from scrimp.parts import TensorPart
 from scrimp.training.checkpoint import CheckpointStore
 from scrimp.world import World
 

@@ -124,7 +124,7 @@ def test_a_kill_before_any_file_operation_keeps_the_newest_checkpoint(kill: Kill
 @pytest.mark.parametrize("seed", [4, 5])
 def test_two_ranks_of_which_either_is_killed_keep_the_newest_checkpoint(tmp_path: Path, seed: int) -> None:
     with victims(tmp_path, 2) as kill:
-        kill_at_random(kill, tmp_path, kills=30, seed=seed, ranks=2)
+        kill_at_random(kill, tmp_path, kills=20, seed=seed, ranks=2)
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from scrimp.errors import CheckpointError, ScrimpError
-from scrimp.runtime.parts import TensorPart, part_of
+from scrimp.parts import TensorPart, part_of
 from scrimp.training import checkpoint_manifest as manifests
 from scrimp.training import snapshot, tensor_files
 from scrimp.training.checkpoint import CheckpointStore
@@ -161,6 +161,7 @@ def check_layouts(folder: Path, ranks: list[dict[str, Any]]) -> dict[str, Tensor
     }
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_two_ranks_write_the_files_of_one_which_other_tools_read(both: Both) -> None:
     folder, ranks = both
     by_safetensors = check_layouts(folder, ranks)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_by_torch
 
-from scrimp.runtime.parts import TensorPart, parts_of
+from scrimp.parts import TensorPart, parts_of
 from scrimp.training import tensor_files
 from scrimp.training.checkpoint import Checkpoint
 from scrimp.training.checkpoint_manifest import seal

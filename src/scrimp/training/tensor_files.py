@@ -294,9 +294,7 @@ def read_parts(folder: Path, into: Mapping[str, TensorPart]) -> None:
             for name in names:
                 part = into[name]
                 if part.local.numel():
-                    box = zip(part.offsets, part.local.shape, strict=True)
-                    stored = file.get_slice(name)[tuple(slice(at, at + size) for at, size in box)]
-                    part.local.copy_(stored)
+                    part.local.copy_(file.get_slice(name)[part.place])
 
 
 def describe(folder: Path) -> dict[str, tuple[torch.dtype | str, tuple[int, ...]]]:
