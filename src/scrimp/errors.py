@@ -88,6 +88,10 @@ class DeviceError(ScrimpError):
     """A device that is not there or cannot do what was asked."""
 
 
+class RanksError(ScrimpError):
+    """Ranks that cannot train together: one never comes, another program has the port, or they differ."""
+
+
 class StorageError(ScrimpError):
     """No space, no permission, or a path that is in the way."""
 

@@ -14,13 +14,14 @@ Method   A decision that rests on something local is taken through a `World`: wh
                  ...                                      ... the others at their next question, or at the end
 
          So a failure needs no collective of its own: it answers whatever the others ask next. Nobody asks
-         after that: an error that all ranks know passes through outer `together` blocks in silence.
+         after that: an error that all ranks know passes through outer `together` blocks in silence. A rank whose
+         failure nobody asks for leaves after `TELLING_S` seconds; that closes its connections, which the others see.
 Errors   On the other ranks a failure is raised as the class of `scrimp.errors` that it belongs to there, so that
          handlers of these classes act on all ranks alike; of any other exception, as `RankFailedError`, which no
          handler takes for its own.
 One rank The trivial case: no collective, no import of torch.distributed, values as they are.
-Limits   Only what is asked through a World notices a failure: a rank that waits in a model's own collectives (a
-         backward pass) waits until torch's timeout. The default group of processes alone; every rank must ask, in
+Limits   A rank that waits in a model's own collectives (a backward pass) learns of a failure when the rank that
+         failed has left. The default group of processes alone; every rank must ask, in
          the same order, from one thread. Tuples come back as lists.
 Checked  on gloo: tests/test_world.py, tests/training/test_rank_decisions.py; whole runs in
          tests/training/test_run_on_ranks.py
@@ -33,8 +34,9 @@ import hashlib
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from scrimp import errors
@@ -48,8 +50,12 @@ if TYPE_CHECKING:
 BLOCK = 256
 """Bytes that every rank sends in the first exchange; the first `HEADER` say how long its text is."""
 HEADER = 8
-_KNOWN = "scrimp_is_known_to_all_ranks"
-"""Attribute of an exception that all ranks have been told of."""
+MOST_LISTED = 16
+"""Ranks that a sentence names."""
+_TOLD = "scrimp_told_by"
+"""Attribute of an exception that all ranks have been told of: the first that failed; None if telling them failed."""
+TELLING_S = 30
+"""Seconds that a rank waits for others to hear of its failure: they may wait in a collective for it to join them."""
 
 Made = TypeVar("Made")
 
@@ -220,22 +226,23 @@ class World:
         try:
             yield
         except Exception as error:
-            setattr(error, _KNOWN, True)
+            setattr(error, _TOLD, None)
             raise
 
     def _fail(self, error: Exception, doing: str) -> None:
         """Answer with a failure what the others ask next, unless they know of it."""
-        if not getattr(error, _KNOWN, False):
-            setattr(error, _KNOWN, True)
-            self._ask("failed", None, failure=failure_of(error, doing))
+        if not hasattr(error, _TOLD) and not _comes_of_loss(error):
+            setattr(error, _TOLD, None)
+            setattr(error, _TOLD, self._ask("failed", None, failure=failure_of(error, doing))[0])
 
     def _ask(self, asked: str, value: Any, *, failure: Mapping[str, Any] | None = None) -> list[Any]:
-        """One exchange; the answers of all ranks. Where this rank tells of its failure, none are read."""
+        """One exchange; the answers of all ranks. Where this rank tells of its failure: the ranks that failed."""
         message = {"asked": asked, "value": value} if failure is None else {"failure": failure}
-        found = [json.loads(text) for text in _exchange(json.dumps(message).encode())]
+        limit = None if failure is None else TELLING_S
+        found = [json.loads(text) for text in _exchange(json.dumps(message).encode(), limit)]
         failures = {rank: one["failure"] for rank, one in enumerate(found) if "failure" in one}
         if failure is not None:
-            return []
+            return list(failures)
         error: Exception
         if failures:
             error = error_of(*next(iter(failures.items())))
@@ -247,52 +254,97 @@ class World:
                 got=differences_text([one["asked"] for one in found]),
                 do="report this: a decision was taken on one rank alone",
             )
-        setattr(error, _KNOWN, True)
+        set_told(error, min(failures, default=0))
         raise error
 
 
 ALONE = World()
 
 
+def told_by(error: BaseException) -> int | None:
+    """The first rank that failed by an error which all ranks know of; None: of this one they do not."""
+    rank: int | None = getattr(error, _TOLD, None)
+    return rank
+
+
+def set_told(error: BaseException, rank: int) -> None:
+    """Note that all ranks know of an error, and the first that has it."""
+    setattr(error, _TOLD, rank)
+
+
 def told_like(error: Exception, other: Exception) -> Exception:
     """An error that says the same as another one: the other ranks know of both, or of neither."""
-    if getattr(other, _KNOWN, False):
-        setattr(error, _KNOWN, True)
+    if is_own_failure(other):
+        setattr(error, _TOLD, told_by(other))
     return error
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Whether torch says by an exception that another rank no longer answers.
+
+    NCCL and stores raise a `DistError`. Gloo raises a plain RuntimeError with the place in its sources, "Connection
+    closed by peer" or "Timed out waiting"; so does the backward pass whose collective failed. Of a wait with a limit it
+    says "Operation timed out!" alone.
+    """
+    if not isinstance(error, RuntimeError):
+        return False
+    dist = sys.modules.get("torch.distributed")
+    text = str(error)
+    return (
+        "/gloo/" in text
+        or text == "Operation timed out!"
+        or (dist is not None and isinstance(error, getattr(dist, "DistError", ())))
+    )
+
+
+def _comes_of_loss(error: BaseException | None) -> bool:
+    """Whether an exception is a lost connection, or was thrown where one was handled: nobody would hear of it."""
+    while error is not None and not is_lost_connection(error):
+        error = error.__context__
+    return error is not None
+
+
+def is_own_failure(error: BaseException) -> bool:
+    """Whether the other ranks know of an error, or this one has at least tried to tell them."""
+    return hasattr(error, _TOLD)
 
 
 def differences_text(values: list[Any]) -> str:
     """Values with the ranks that have them, as a sentence lists them: "a on ranks 0 and 2; b on rank 1"."""
-    ranks: dict[str, list[str]] = {}
+    ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
-        ranks.setdefault(str(value), []).append(str(rank))
-    return "; ".join(
-        f"{value} on rank{'s' * (len(who) > 1)} "
-        + (f"{', '.join(who[:-1])} and {who[-1]}" if len(who) > 1 else who[0])
-        for value, who in ranks.items()
-    )
+        ranks.setdefault(str(value), []).append(rank)
+    return "; ".join(f"{value} on {ranks_text(who)}" for value, who in ranks.items())
 
 
-def failure_of(error: Exception, doing: str) -> dict[str, str | None]:
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Ranks as a sentence lists them: "rank 1", "ranks 0, 1 and 3"; of many the first, and how many more."""
+    shown = [str(rank) for rank in ranks[:MOST_LISTED]]
+    if len(ranks) > MOST_LISTED:
+        shown.append(f"{len(ranks) - MOST_LISTED:,} more")
+    return f"ranks {', '.join(shown[:-1])} and {shown[-1]}" if len(shown) > 1 else f"rank {shown[0]}"
+
+
+def failure_of(error: Exception, doing: str = "") -> dict[str, str | None]:
     """An exception as other ranks are told of it."""
+    failed = f"{doing} failed: " if doing else ""
     if not isinstance(error, ScrimpError):
-        text = f"{type(error).__name__}: {errors.shortened(error)}"
-        return {"kind": None, "what": f"{doing} failed: {text}"}
+        return {"kind": None, "what": f"{failed}{type(error).__name__}: {errors.shortened(error)}"}
     family = (kind.__name__ for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
     rest = {
         name: None if (part := getattr(error, name)) is None else str(part)
         for name in ("got", "expected", "do")
     }
-    return {"kind": next(family), "what": f"{doing} failed: {error.what}", **rest}
+    return {"kind": next(family), "what": f"{failed}{error.what}", **rest}
 
 
-def error_of(rank: int, failure: Mapping[str, Any]) -> Exception:
-    """The failure of another rank as an exception here."""
+def error_of(rank: int | None, failure: Mapping[str, Any]) -> Exception:
+    """The failure of another rank, or of all, as an exception here."""
+    what = failure["what"] if rank is None else f"rank {rank}: {failure['what']}"
     if failure["kind"] is None:
-        return RankFailedError(f"rank {rank}: {failure['what']}")
+        return RankFailedError(what)
     kind: type[ScrimpError] = getattr(errors, failure["kind"])
-    parts = {name: failure[name] for name in ("got", "expected", "do")}
-    return kind(f"rank {rank}: {failure['what']}", **parts)
+    return kind(what, **{name: failure[name] for name in ("got", "expected", "do")})
 
 
 def framed(text: bytes) -> tuple[bytes, bytes]:
@@ -316,23 +368,26 @@ def _extreme(choose: Callable[[list[float]], float], numbers: list[float]) -> fl
     return math.nan if any(map(math.isnan, numbers)) else choose(numbers)
 
 
-def _exchange(text: bytes) -> list[bytes]:
-    """The texts of all ranks."""
+def _exchange(text: bytes, limit: float | None = None) -> list[bytes]:
+    """The texts of all ranks; RuntimeError after so many seconds, else after those of the process group."""
     first, rest = framed(text)
-    firsts = _all_gather(first)
+    firsts = _all_gather(first, limit)
     longest = max(map(length_of, firsts)) - (BLOCK - HEADER)
-    rests = _all_gather(rest.ljust(longest, b"\0")) if longest > 0 else [b""] * len(firsts)
+    rests = _all_gather(rest.ljust(longest, b"\0"), limit) if longest > 0 else [b""] * len(firsts)
     return [unframed(*pair) for pair in zip(firsts, rests, strict=True)]
 
 
-def _all_gather(block: bytes) -> list[bytes]:
+def _all_gather(block: bytes, limit: float | None) -> list[bytes]:
     """As many bytes of every rank."""
     import torch
     import torch.distributed as dist
 
     own = torch.frombuffer(bytearray(block), dtype=torch.uint8).to(group_device())
     found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, own)
+    if limit is None:
+        dist.all_gather(found, own)
+    else:
+        dist.all_gather(found, own, async_op=True).wait(timedelta(seconds=limit))
     return [one.cpu().numpy().tobytes() for one in found]
 
 

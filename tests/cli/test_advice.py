@@ -21,13 +21,22 @@ SOURCE = Path(scrimp.__file__).parent
 FLAG = re.compile(r"(?<![\w-])--([a-z][a-z0-9_.-]*[a-z0-9])")
 CALL = re.compile(r"scrimp ([a-z-]+)((?:(?!scrimp )[^`;])*)")
 KEY = re.compile(r"(?<![\w./-])((?:run|data|model|train|budget|memory|snip)\.[a-z_0-9]+)(?![\w(])")
-OF_OTHER_PROGRAMS = {"ulimit", "decompress", "long", "te-precision-config-file", "help", "version"}
+OF_OTHER_PROGRAMS = {
+    "master-port",
+    "ulimit",
+    "decompress",
+    "long",
+    "te-precision-config-file",
+    "help",
+    "version",
+}
 OF_ONE_COMMAND = {
     "cli/chat.py": "chat",
     "cli/doctor.py": "doctor",
     "cli/export.py": "export-precision",
     "config/sampling.py": "generate",
     "export/layer_names.py": "export-precision",
+    "cli/launch.py": "launch",
 }
 HOLE = "{}"
 

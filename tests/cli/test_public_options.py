@@ -38,6 +38,7 @@ CONFIG = """
 PUBLIC = {
     "train": f"[FILE] --resume --resume-from --restart --trust-code {CONFIG}",
     "plan": f"[FILE] --out --target --trust-code {CONFIG}",
+    "launch": "COMMAND --ranks --grace",
     "prepare": "SRC OUT --text-column --conversations --chat-template --tokenizer --bpe-vocab-size --held-out "
     "--workers",
     "verify": "PATH",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,8 @@ from typing import Annotated, Literal, Protocol
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
+from scrimp import user_code
+from scrimp.cli.advice import in_words_of
 from scrimp.cli.parse import expand_paths, flags_of, given_keys, option, parse, refuse_empty_paths
 from scrimp.config import (
     RANGES,
@@ -27,11 +30,13 @@ from scrimp.config import (
     flatten,
     leaves,
     nearest_key,
+    nearest_word,
     read_config,
     replace_values,
 )
 from scrimp.config.elsewhere import answer_for
-from scrimp.errors import ConfigError
+from scrimp.errors import ConfigError, ScrimpError, typed
+from scrimp.launchers import GRACE_S
 
 _COUNT = Range(1, 2**31 - 1)
 
@@ -341,8 +346,38 @@ class Doctor:
         return show_doctor(self.device, as_json=self.json, fresh=self.fresh)
 
 
+@dataclass(frozen=True)
+class Launch:
+    """Run a command on several processes of this machine, a rank each: scrimp launch --ranks 4 train FILE.toml.
+
+    Its exit code is that of the first rank that failed. For several nodes: torchrun, or srun.
+    """
+
+    command: Positional[str]
+    """The command, with its own options after it: train ..."""
+    ranks: int
+    """Processes; on CUDA one for each device."""
+    grace: float = GRACE_S
+    """Seconds that ranks have to write their last checkpoint after a signal, or where one failed, before they are
+    killed."""
+
+    def execute(self, given: frozenset[str]) -> int:
+        from scrimp.cli.launch import launch
+        from scrimp.cli.ranks import refuse_ranks
+
+        check_range("--ranks", self.ranks, Range(1, 4096))
+        check_range("--grace", self.grace, Range(1, 7 * 86400))
+        name, *words = shlex.split(self.command)
+        if name not in COMMANDS:
+            raise unknown_command([name, *words])
+        refuse_ranks(name, f"scrimp launch --ranks {self.ranks}")
+        build(name, words)  # a mistake, or --help, is answered here, once
+        return launch([name, *words], self.ranks, self.grace)
+
+
 COMMANDS: dict[str, type[Command]] = {
     "train": Train,
+    "launch": Launch,
     "plan": Plan,
     "prepare": Prepare,
     "verify": Verify,
@@ -365,10 +400,53 @@ def build(name: str, words: Sequence[str]) -> tuple[Command, frozenset[str]]:
         SystemExit: `--help` was asked for and printed.
     """
     kind, prog = COMMANDS[name], f"scrimp {name}"
+    if kind is Launch:
+        words = _with_one_command(words)
     refuse_empty_paths(words, kind, prog)
     if kind is Train or kind is Plan:
         return _build_configured(kind, words, prog)
     return parse(kind, words, prog=prog), given_keys(words, flags_of(kind))
+
+
+def carry_out(name: str, command: Command, given: frozenset[str]) -> int:
+    """Execute a command that was built; its errors are in its own words."""
+    try:
+        with user_code.trusting(getattr(command, "trust_code", False)):
+            return command.execute(given)
+    except ScrimpError as error:
+        raise in_words_of(name, COMMANDS[name], error) from None
+
+
+def unknown_command(words: Sequence[str]) -> ConfigError:
+    """The refusal of a command that there is not."""
+    wanted = words[0]
+    if list(words[:2]) == ["data", "verify"]:
+        return ConfigError(
+            "unknown command 'data verify'",
+            expected="scrimp verify, of corpora, runs, checkpoints and exported models",
+            do=f"write {typed('verify', *(words[2:] or ['FOLDER']))}",
+        )
+    if wanted.startswith("-"):
+        return ConfigError(
+            f"option {wanted} before a command",
+            expected="scrimp COMMAND, then its options",
+            do=f"write `scrimp train {wanted} ...` to train",
+        )
+    near = nearest_word(wanted, list(COMMANDS))
+    return ConfigError(
+        f"unknown command {wanted!r}",
+        expected=f"one of {', '.join(COMMANDS)}",
+        do=f"did you mean `scrimp {near}`?" if near else "see scrimp --help",
+    )
+
+
+def _with_one_command(words: Sequence[str]) -> list[str]:
+    """The words of `scrimp launch`, with the command and all that follows it as one."""
+    at = 0
+    while at < len(words) and words[at].startswith("-"):
+        at += 1 if "=" in words[at] or words[at] in ("-h", "--help") else 2
+    rest = words[at:]
+    return [*words[:at], *([shlex.join(rest)] if rest else [])]
 
 
 def _build_configured(

@@ -30,10 +30,11 @@ import traceback
 from collections.abc import Iterator, Sequence
 from types import FrameType
 
-from scrimp import __version__, user_code
+from scrimp import __version__
 from scrimp.cli.show import say, show_error
-from scrimp.config import nearest_word
-from scrimp.errors import ConfigError, ScrimpError, StorageError, typed
+from scrimp.errors import ConfigError, ScrimpError, StorageError
+from scrimp.launchers import place_of
+from scrimp.world import World
 
 _OVERVIEW = """\
 usage: scrimp COMMAND ...
@@ -41,6 +42,7 @@ usage: scrimp COMMAND ...
 Scrimp trains language models with the bits, bytes and devices you have.
 
   train [FILE.toml]             train a model; any setting can follow, as --train.steps 500
+  launch --ranks N COMMAND ...  a command on several processes of this machine, as: launch --ranks 4 train
   plan [FILE.toml]              what that run would take; starts nothing
   prepare SRC OUT               text to token shards
   verify PATH                   check all of a corpus, run, checkpoint or exported model
@@ -71,28 +73,33 @@ def main(argv: Sequence[str] | None = None) -> int:
             # Here, not at interpreter shutdown, where a closed pipe could no longer be handled.
             sys.stdout.flush()
             return code
-    except ScrimpError as error:
+    except BaseException as error:
+        return exit_code_of(error)
+
+
+def exit_code_of(error: BaseException) -> int:
+    """The exit code of an exception that ended a command; shows it."""
+    if isinstance(error, ScrimpError):
         show_error(error)
         return error.exit_code
-    except KeyboardInterrupt:
+    if isinstance(error, KeyboardInterrupt):
         say("interrupted")
         return 128 + signal.SIGINT
-    except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    except BrokenPipeError:
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    if isinstance(error, BrokenPipeError):
         _silence_stdout()
         return 1
-    except OSError as error:
-        if _is_no_memory(error):
-            return _no_memory(error)
-        if error.errno not in _STORAGE_ERRNOS + _PATH_ERRNOS:
-            return _bug()
-        path = f": {str(error.filename)[:200]}" if error.filename else ""
-        do = "free space or choose another folder" if error.errno in _STORAGE_ERRNOS else "give another path"
-        show_error(StorageError(f"{error.strerror}{path}", do=do))
-        return StorageError.exit_code
-    except Exception as error:
-        return _no_memory(error) if _is_no_memory(error) else _bug()
+    if not isinstance(error, Exception):
+        raise error
+    if _is_no_memory(error):
+        return _no_memory(error)
+    if not isinstance(error, OSError) or error.errno not in _STORAGE_ERRNOS + _PATH_ERRNOS:
+        return _bug(error)
+    path = f": {str(error.filename)[:200]}" if error.filename else ""
+    do = "free space or choose another folder" if error.errno in _STORAGE_ERRNOS else "give another path"
+    show_error(StorageError(f"{error.strerror}{path}", do=do))
+    return StorageError.exit_code
 
 
 def _prepare_process() -> None:
@@ -156,40 +163,17 @@ def _dispatch(words: Sequence[str]) -> int:
     _refuse_deleted_folder()
     _refuse_small_address_space()
     # Not at the top: with tyro it takes a while, which --help and --version need not wait for.
-    from scrimp.cli.advice import in_words_of
-    from scrimp.cli.commands import COMMANDS, build
+    from scrimp.cli.commands import COMMANDS, build, carry_out, unknown_command
 
     name = words[0]
-    if name in COMMANDS:
-        command, given = build(name, words[1:])
-        try:
-            with user_code.trusting(getattr(command, "trust_code", False)):
-                return command.execute(given)
-        except ScrimpError as error:
-            raise in_words_of(name, COMMANDS[name], error) from None
-    raise _unknown_command(words, list(COMMANDS))
+    if name not in COMMANDS:
+        raise unknown_command(words)
+    place = place_of(os.environ)
+    if place is not None and World.current().size == 1:
+        from scrimp.cli.ranks import on_ranks
 
-
-def _unknown_command(words: Sequence[str], known: list[str]) -> ConfigError:
-    wanted = words[0]
-    if list(words[:2]) == ["data", "verify"]:
-        return ConfigError(
-            "unknown command 'data verify'",
-            expected="scrimp verify, of corpora, runs, checkpoints and exported models",
-            do=f"write {typed('verify', *(words[2:] or ['FOLDER']))}",
-        )
-    if wanted.startswith("-"):
-        return ConfigError(
-            f"option {wanted} before a command",
-            expected="scrimp COMMAND, then its options",
-            do=f"write `scrimp train {wanted} ...` to train",
-        )
-    near = nearest_word(wanted, known)
-    return ConfigError(
-        f"unknown command {wanted!r}",
-        expected=f"one of {', '.join(known)}",
-        do=f"did you mean `scrimp {near}`?" if near else "see scrimp --help",
-    )
+        return on_ranks(place, words, exit_code_of)
+    return carry_out(name, *build(name, words[1:]))
 
 
 def _is_no_memory(error: Exception) -> bool:
@@ -210,8 +194,8 @@ def _no_memory(error: Exception) -> int:
     return StorageError.exit_code
 
 
-def _bug() -> int:
-    traceback.print_exc()
+def _bug(error: Exception) -> int:
+    traceback.print_exception(error)
     say("error: this is a bug in Scrimp; please report it with the lines above")
     return 1
 

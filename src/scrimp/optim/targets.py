@@ -163,7 +163,7 @@ class Targets(ABC):
         """A state of a parameter lies as the parameter does: with the same rows."""
         part = self._tensor_parts[name]
         if not tensor.ndim or part.is_whole:
-            return part_of(tensor)
+            return part_of(tensor, writes_whole=part.is_writer)
         shape, offsets = (part.shape[0], *tensor.shape[1:]), (part.offsets[0], *[0] * (tensor.ndim - 1))
         return TensorPart(tensor, shape, offsets, part.is_writer)
 

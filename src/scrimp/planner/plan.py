@@ -268,7 +268,12 @@ class Plan:
         self._check_recomputed(origin, layers)
         self._check_updaters(origin)
         if self.layout != decided.layout:
-            raise PlanError(f"{origin}: layout cannot be carried out", expected="one device", do=RESTORE)
+            raise PlanError(
+                f"{origin}: layout is not that of the run",
+                got=json.dumps(dataclasses.asdict(self.layout)),
+                expected=json.dumps(dataclasses.asdict(decided.layout)),
+                do=f"{RESTORE}; another layout is given by --layout.dp, --layout.fsdp and --layout.zero",
+            )
 
     def _check_recomputed(self, origin: str, layers: Mapping[str, InputOrigin]) -> None:
         """Refuse to recompute inputs that nothing makes again."""

@@ -2,7 +2,8 @@
 
 `auto` takes the CUDA device with the most free memory, else the CPU, and says why. Everything
 else is taken literally and refused when it is not there: a run that was asked to use a GPU
-never continues on a CPU.
+never continues on a CPU. Of several ranks each one takes the device that became its current one when it joined
+(`scrimp.joining`), by `auto` and by `cuda`; two ranks on one device are refused by name.
 
 A GPU that was resolved is the process's current device from then on: libraries ask that one for its multiprocessors,
 its stream and its capability, whatever device their tensors lie on. cuBLAS gets the workspace with which its products
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import os
 import platform
+import socket
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
@@ -20,7 +22,7 @@ import torch
 
 from scrimp.errors import DeviceError
 from scrimp.host_memory import host_memory_available
-from scrimp.world import ALONE, World
+from scrimp.world import ALONE, World, ranks_text
 
 
 @dataclass(frozen=True)
@@ -46,30 +48,48 @@ class Device:
 
     @property
     def spelling(self) -> str:
-        """The name that gives this device again, for the saved configuration."""
-        return str(self.torch_device)
+        """The name that gives this device again, for the saved configuration: of several ranks to each its own."""
+        return self.torch_device.type if self.world.size > 1 else str(self.torch_device)
 
 
 def resolve_device(name: str, world: World = ALONE) -> Device:
     """The device called `name`: auto, cpu, cuda or cuda:N.
 
     Args:
-        world: ranks that compute together, each on the device of its own that it calls so.
+        world: ranks that compute together, each on a device of its own.
 
     Raises:
-        DeviceError: an unknown name, or a CUDA device that is not there.
+        DeviceError: an unknown name, a CUDA device that is not there, or one that several ranks name.
         TrainingError: ranks have devices of different kinds.
     """
     with world.together("finding the device"):
-        device = _own_device(name)
+        device = _own_device(name, world)
         world.agree("their devices", device.name, do="start all ranks on one kind of device")
-        ranks_here = max(Counter(world.gathered(platform.node())).values())
+        if not device.is_host:
+            _refuse_shared(device.torch_device, world)
+        ranks_here = max(Counter(world.gathered(socket.gethostname())).values())
         available = int(world.smallest(device.available_bytes)) // (ranks_here if device.is_host else 1)
         return replace(device, available_bytes=available, world=world, ranks_here=ranks_here)
 
 
-def _own_device(name: str) -> Device:
+def _refuse_shared(device: torch.device, world: World) -> None:
+    """Refuse two ranks on one CUDA device: NCCL refuses them too, but later and without naming them."""
+    own = f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}" if world.size > 1 else ""
+    found = world.gathered(own)
+    sharing = [rank for rank, one in enumerate(found) if found.count(one) > 1]
+    if sharing:
+        raise DeviceError(
+            f"{ranks_text(sharing)} share a CUDA device",
+            got=f"{device} of {socket.gethostname()} on rank {world.rank}",
+            expected="a device for each rank",
+            do="give --device cuda, which is each rank's own, and start as many ranks as there are devices",
+        )
+
+
+def _own_device(name: str, world: World) -> Device:
     """The device of this process alone."""
+    if world.size > 1 and name in ("auto", "cuda") and torch.cuda.is_available():
+        return _cuda(torch.cuda.current_device(), f"{name}: the CUDA device of this rank")
     if name == "auto":
         if torch.cuda.is_available():
             free = [torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count())]

@@ -180,6 +180,8 @@ def _in_folder(run_dir: Path, start: Start) -> Start:
             began_with = saved.backends
             if config.is_planned and start.checkpoint is None:  # its formats are of a later step
                 saved = dataclasses.replace(saved, gemms=decisions.plan.gemms)
+            if any(key.startswith("layout.") for key in start.given):
+                saved = dataclasses.replace(saved, layout=decisions.plan.layout)
             if saved.fingerprint == decisions.plan.fingerprint:
                 saved.check_runnable(decisions.plan, str(plan_path), spec_of(decisions.architecture).origins)
                 decisions = _carried_on(saved, start)

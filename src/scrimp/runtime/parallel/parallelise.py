@@ -22,6 +22,7 @@ Checked  tests/runtime/parallel/test_fsdp.py: gradients against one process
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -48,6 +49,8 @@ def units(model: Model) -> list[FSDPModule]:
 def _shard(model: Model, mesh: RankMesh) -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    # It warns of operations in place on what the model returns; nobody here makes any.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     sums = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     over = mesh.devices if mesh.layout.dp > 1 else mesh.devices["fsdp"]
     for block in model.blocks:

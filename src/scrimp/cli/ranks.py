@@ -1,0 +1,199 @@
+"""A command as one of several ranks: it joins the others, speaks for all or not at all, and ends with them.
+
+Printing   Standard output and standard error of all ranks but the first lead nowhere, whatever prints there. An error
+           that another rank has to show (`Joined.explained`, `scrimp.meeting.shown_by`) goes to that rank's own
+           standard error, with its rank.
+Mistakes   A command line that is wrong on one node alone is told at the meeting: all ranks end, with one message.
+Launcher   A rank whose launcher is gone, by kill -9 say, gets SIGTERM from a thread of its own, and so writes its last
+           checkpoint as if the launcher had asked for it.
+Checked    tests/cli/test_ranks.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import platform
+import shlex
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TextIO
+
+import scrimp
+from scrimp import __version__, user_code
+from scrimp.cli.commands import Command, Train, build, carry_out
+from scrimp.cli.show import say, show_error
+from scrimp.config import flatten
+from scrimp.errors import ConfigError, ScrimpError
+from scrimp.launchers import GRACE, GRACE_S, LAUNCH, Place, seconds_in
+
+TAKING_PART = ("train",)
+"""Commands that run on several ranks."""
+_LOOK_S = 0.5
+
+
+def on_ranks(place: Place, words: Sequence[str], answer: Callable[[BaseException], int]) -> int:
+    """Run the command of some words as one of several ranks; returns the exit code.
+
+    Args:
+        answer: shows an exception, and gives its exit code.
+    """
+    _prepare_process()
+    with _voice(place.rank == 0) as voice:
+        command, given, failure = None, frozenset[str](), None
+        try:
+            refuse_ranks(words[0], f"rank {place.rank} of {place.size}, by {place.launcher}")
+            command, given = build(words[0], words[1:])
+            papers = papers_of(command, words)
+        except ScrimpError as error:
+            failure, papers = error, {}
+        return _together(place, words[0], command, given, papers, failure, answer, voice)
+
+
+def _together(
+    place: Place,
+    name: str,
+    command: Command | None,
+    given: frozenset[str],
+    papers: dict[str, str],
+    failure: ScrimpError | None,
+    answer: Callable[[BaseException], int],
+    voice: Voice,
+) -> int:
+    from scrimp.joining import join
+    from scrimp.meeting import is_shown_here
+
+    joined = None
+    try:
+        joined = join(
+            place,
+            papers,
+            device=command.config.device if isinstance(command, Train) else "cpu",
+            failure=failure,
+            say=say,
+            tell=lambda error: show_error(error, voice.own),
+        )
+        assert command is not None, "a failure would have been raised"
+        with joined.world.together(f"scrimp {name}"):
+            code = carry_out(name, command, given)
+        sys.stdout.flush()
+    except BaseException as raised:
+        if joined is not None:
+            error, shows = joined.explained(raised)
+        else:
+            error, shows = raised, is_shown_here(raised, place)
+        voice.speak(shows)
+        if isinstance(error, Exception) and not isinstance(error, ScrimpError):
+            say(f"rank {place.rank}:")
+        code = answer(error)
+    if joined is not None:
+        joined.leave(code)
+    return code
+
+
+def refuse_ranks(name: str, got: str) -> None:
+    """Refuse several ranks to a command that runs as one process.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    if name in TAKING_PART:
+        return
+    raise ConfigError(
+        f"scrimp {name} runs as one process",
+        got=got,
+        expected=f"several ranks for {' and '.join(TAKING_PART)} alone",
+        do="start it without a launcher"
+        + ("; the number of ranks to plan for is that of the layout" if name == "plan" else "")
+        + ("; several nodes are for torchrun or srun" if name == "launch" else ""),
+    )
+
+
+def papers_of(command: Command, words: Sequence[str]) -> dict[str, str]:
+    """What has to be the same on all ranks, by its name in a sentence.
+
+    Raises:
+        ScrimpError: a file that belongs to it cannot be read.
+    """
+    import torch
+
+    papers = {
+        "the version of Scrimp": __version__,
+        "Scrimp's source": source_digest(),
+        "the version of torch": torch.__version__,
+        "the version of Python": platform.python_version(),
+        "the command line": shlex.join(words),
+    }
+    if isinstance(command, Train):
+        if command.file is not None:
+            papers["the settings file"] = hashlib.sha256(command.file.read_bytes()).hexdigest()[:12]
+        for key, digest in user_code.digests(flatten(command.config)).items():
+            papers[f"the code of {key}"] = digest[:12]
+    return papers
+
+
+def source_digest() -> str:
+    """Twelve digits that change with any Python file of the package."""
+    root, digest = Path(scrimp.__file__).parent, hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(f"{path.relative_to(root)}\0".encode())
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:12]
+
+
+class Voice:
+    """Whether what this process prints is seen."""
+
+    def __init__(self) -> None:
+        self._own = sys.stdout, sys.stderr
+        self._nowhere = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+
+    @property
+    def own(self) -> TextIO:
+        """The process's standard error."""
+        return self._own[1]
+
+    def speak(self, speaks: bool) -> None:
+        """Print from now on, or do not."""
+        sys.stdout, sys.stderr = self._own if speaks else (self._nowhere, self._nowhere)
+
+    def close(self) -> None:
+        """As it was before."""
+        self.speak(True)
+        self._nowhere.close()
+
+
+@contextlib.contextmanager
+def _voice(speaks: bool) -> Iterator[Voice]:
+    voice = Voice()
+    voice.speak(speaks)
+    try:
+        yield voice
+    finally:
+        voice.close()
+
+
+def _prepare_process() -> None:
+    """Before torch is imported: no stack of C++ from each rank for a connection that another has closed."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    parent, launcher = os.getppid(), os.environ.get(LAUNCH, "").partition(".")[0]
+    if launcher.isdecimal():
+        parent = int(launcher)
+    elif "TORCHELASTIC_RUN_ID" not in os.environ:
+        return  # Slurm ends its own
+    grace = seconds_in(os.environ, GRACE, GRACE_S)
+    threading.Thread(target=_follow, args=(parent, grace), name="scrimp-launcher", daemon=True).start()
+
+
+def _follow(launcher: int, grace: float) -> None:
+    """End this process after its launcher, and in order if that is possible."""
+    while os.getppid() == launcher:
+        time.sleep(_LOOK_S)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(grace)
+    os._exit(128 + signal.SIGTERM)

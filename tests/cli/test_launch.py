@@ -1,0 +1,236 @@
+"""`scrimp launch` with real processes: exit codes, signals, processes that are killed, and nothing left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ranks import children_of, environment, lives, start, wait_for
+from tiny_run import flags, records, write_corpus
+
+from scrimp.cli import main
+from scrimp.cli.launch import launch
+from scrimp.training.checkpoint import CheckpointStore
+
+ENDLESS = ("--train.steps=100000", "--evaluation.every=0")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--ranks", "0", "train"], "--ranks"),
+        (["--ranks", "2"], "COMMAND is missing"),
+        (["train"], "--ranks is missing"),
+        (["--ranks", "two", "train"], "--ranks"),
+        (["--ranks", "2", "--grace", "0", "train"], "--grace"),
+        (["--ranks", "2", "trian"], "unknown command 'trian'"),
+        (["--ranks", "2", "launch", "--ranks", "2", "train"], "scrimp launch runs as one process"),
+        (["--ranks=2", "prepare", "a", "b"], "scrimp prepare runs as one process"),
+        (["--ranks=2", "plan"], "layout"),
+        (["--ranks=2", "train", "--train.stepz", "3"], "--train.stepz"),
+        (["--ranks=2", "--nodes=2", "train"], "--nodes"),
+    ],
+)
+def test_nonsense_is_refused_before_anything_starts(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["launch", *words]) == 2
+    told = capsys.readouterr().err
+    assert says in told
+    assert told.count("error:") == 1
+
+
+def test_help_is_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "--help"]) == 0
+    assert "--ranks" in capsys.readouterr().out
+    assert main(["launch", "--ranks", "2", "train", "--help"]) == 0
+    assert capsys.readouterr().out.count("--train.steps") == 1
+
+
+def test_the_code_is_that_of_the_ranks() -> None:
+    assert launch(["--version"], 2, 5) == 0
+    assert launch(["no-such-command"], 2, 5) == 2
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("launch"))
+
+
+class Launched:
+    """A run on two ranks that `scrimp launch` started."""
+
+    def __init__(self, corpus: Path, folder: Path, *more: str, options: tuple[str, ...] = ()) -> None:
+        self.run_dir = folder / "run"
+        words = ["-m", "scrimp", "launch", "--ranks=2", *options, *flags(corpus, self.run_dir, *more)]
+        self.process = start(words, environment(folder))
+        self.ranks: dict[int, int] = {}
+
+    def wait_for_steps(self) -> None:
+        """Until the run has taken some."""
+        log = self.run_dir / "metrics.jsonl"
+        wait_for(lambda: self.process.poll() is not None or (log.exists() and log.stat().st_size > 0))
+        assert self.process.poll() is None, self.process.communicate()[0]
+        self.ranks = children_of(self.process.pid)
+        assert sorted(self.ranks) == [0, 1]
+
+    def end(self) -> tuple[int, str]:
+        """Exit code and output."""
+        output, _ = self.process.communicate(timeout=90)
+        wait_for(lambda: not any(map(lives, self.ranks.values())), 30)
+        return self.process.returncode, output
+
+
+@pytest.fixture
+def launched(corpus: Path, tmp_path: Path) -> Iterator[Launched]:
+    run = Launched(corpus, tmp_path, *ENDLESS)
+    try:
+        run.wait_for_steps()
+        yield run
+    finally:
+        for process in (run.process.pid, *run.ranks.values()):
+            if lives(process):
+                os.kill(process, signal.SIGKILL)
+        run.process.communicate()
+
+
+def newest_step(run_dir: Path) -> int:
+    newest, errors = CheckpointStore(run_dir, keep_last=1, keep_every=0).latest(finite=True)
+    assert newest is not None
+    assert not errors
+    return newest.step
+
+
+@pytest.mark.slow
+def test_a_run_ends_with_one_voice_and_one_folder(corpus: Path, tmp_path: Path) -> None:
+    run = Launched(corpus, tmp_path, "--train.steps=3")
+    code, output = run.end()
+    assert code == 0, output
+    assert output.count("report: ") == output.count("step 3/3 ") == 1
+    assert [record["step"] for record in records(run.run_dir)] == [1, 2, 3]
+    assert newest_step(run.run_dir) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1], ids=lambda n: n.name
+)
+def test_a_signal_to_the_launcher_leaves_a_checkpoint(launched: Launched, number: signal.Signals) -> None:
+    launched.process.send_signal(number)
+    code, output = launched.end()
+    assert code == 128 + number, output
+    assert output.count("go on with") == 1
+    assert "Traceback" not in output
+    assert newest_step(launched.run_dir) == records(launched.run_dir)[-1]["step"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_killed_ends_all_and_is_named_once(launched: Launched, rank: int) -> None:
+    os.kill(launched.ranks[rank], signal.SIGKILL)
+    code, output = launched.end()
+    assert code == 137, output
+    assert output.count(f"error: rank {rank} is gone") == output.count("error:") == 1
+    assert f"rank {rank} was ended by SIGKILL" in output
+    assert "Traceback" not in output
+    assert "[W" not in output
+
+
+@pytest.mark.slow
+def test_a_launcher_that_is_killed_leaves_no_rank_but_a_checkpoint(launched: Launched) -> None:
+    launched.process.kill()
+    launched.process.wait()
+    wait_for(lambda: not any(map(lives, launched.ranks.values())), 60)
+    assert newest_step(launched.run_dir) == records(launched.run_dir)[-1]["step"]
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_end_is_killed_after_the_grace(corpus: Path, tmp_path: Path) -> None:
+    run = Launched(corpus, tmp_path, *ENDLESS, options=("--grace=15",))
+    run.wait_for_steps()
+    os.kill(run.ranks[1], signal.SIGSTOP)
+    os.kill(run.ranks[0], signal.SIGKILL)
+    code, output = run.end()
+    assert code == 137, output
+    assert "rank 1 has not ended within 15 s (--grace): it is killed" in output
+
+
+@pytest.mark.slow
+def test_ranks_that_cannot_start_are_told_once(corpus: Path, tmp_path: Path) -> None:
+    run = Launched(corpus, tmp_path, "--device=cuda")
+    code, output = run.end()
+    assert (code, output.count("error:")) == (2, 1), output
+
+
+@pytest.mark.slow
+def test_torchrun_does_the_same(corpus: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "scrimp"]
+    process = start([*words, *flags(corpus, run_dir, "--train.steps=3")], environment(tmp_path))
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    assert output.count("report: ") == 1
+    assert newest_step(run_dir) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1, None], ids=["rank 0", "rank 1", "the agent"])
+def test_a_process_of_torchrun_that_is_killed_ends_all(
+    corpus: Path, tmp_path: Path, rank: int | None
+) -> None:
+    run_dir = tmp_path / "run"
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "scrimp"]
+    process = start([*words, *flags(corpus, run_dir, *ENDLESS)], environment(tmp_path))
+    wait_for(lambda: (run_dir / "metrics.jsonl").exists() and (run_dir / "metrics.jsonl").stat().st_size > 0)
+    ranks = children_of(process.pid)
+    try:
+        os.kill(process.pid if rank is None else ranks[rank], signal.SIGKILL)
+        wait_for(lambda: not any(map(lives, [process.pid, *ranks.values()])), 60)
+        output, _ = process.communicate(timeout=10)
+        if rank is None:
+            assert newest_step(run_dir) == records(run_dir)[-1]["step"]
+        else:
+            assert output.count(f"error: rank {rank} is gone") == output.count("\nerror:") == 1
+    finally:
+        for one in (process.pid, *ranks.values()):
+            if lives(one):
+                os.kill(one, signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_ctrl_c_on_a_terminal_reaches_each_rank_once(corpus: Path, tmp_path: Path) -> None:
+    """Twice would end the ranks at once, without their checkpoint."""
+    run_dir = tmp_path / "run"
+    words = [sys.executable, "-m", "scrimp", "launch", "--ranks=2", *flags(corpus, run_dir, *ENDLESS)]
+    environ = environment(tmp_path)
+    child, terminal = pty.fork()
+    if child == 0:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.execve(sys.executable, words, environ)
+    log, shown = run_dir / "metrics.jsonl", bytearray()
+    os.set_blocking(terminal, False)
+
+    def has_stepped() -> bool:
+        with contextlib.suppress(BlockingIOError):
+            shown.extend(os.read(terminal, 65536))
+        return log.exists() and log.stat().st_size > 0
+
+    wait_for(has_stepped)
+    os.write(terminal, b"\x03")
+
+    def has_ended() -> bool:
+        with contextlib.suppress(BlockingIOError, OSError):
+            shown.extend(os.read(terminal, 65536))
+        return not lives(child)
+
+    wait_for(has_ended, 60)
+    _, status = os.waitpid(child, 0)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(status) == 130, shown.decode(errors="replace")
+    assert newest_step(run_dir) == records(run_dir)[-1]["step"]

@@ -1,0 +1,117 @@
+"""Starts `scrimp` on several processes as launchers do, and finds what they leave behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+SOURCE = Path(__file__).parents[1] / "src"
+LIFT_REFUSAL = """
+import importlib.abc, sys
+
+class Lifting(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "scrimp.training.session":
+            sys.meta_path.remove(self)
+            from scrimp.training import setup
+            setup._refuse_ranks = lambda world: None
+
+sys.meta_path.insert(0, Lifting())
+"""
+"""Python runs it in each new process: until runs on several ranks are carried out, `train` refuses them."""
+
+
+def environment(folder: Path, *, source: Path = SOURCE, **more: str) -> dict[str, str]:
+    """What a process finds in its environment: this package, one thread, and none of a launcher's variables.
+
+    Args:
+        folder: of the test.
+    """
+    site = folder / "site"
+    site.mkdir(exist_ok=True)
+    (site / "sitecustomize.py").write_text(LIFT_REFUSAL)
+    own = {
+        "PYTHONPATH": f"{source}:{site}",
+        "OMP_NUM_THREADS": "1",
+        "SCRIMP_JOIN_TIMEOUT": "60",
+        "HF_HUB_OFFLINE": "1",
+    }
+    return {**os.environ, **own, **more}
+
+
+def start(words: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[str]:
+    """A process of Python, both of its streams in one pipe; it ignores no signal."""
+    return subprocess.Popen(
+        [sys.executable, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=dict(environ),
+        # A shell's background job starts with SIGINT ignored, and hands that on.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+
+
+def by_environment(rank: int, size: int, port: int, **more: str) -> dict[str, str]:
+    """The variables that torchrun sets, without torchrun."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(rank),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+        **more,
+    }
+
+
+def ended(processes: Sequence[subprocess.Popen[str]], seconds: float = 120) -> list[tuple[int, str]]:
+    """Exit code and output of each; none is left behind."""
+    try:
+        return [(one.communicate(timeout=seconds)[0], one.returncode)[::-1] for one in processes]
+    finally:
+        for one in processes:
+            one.kill()
+
+
+def free_port() -> int:
+    """A port that nobody has at the moment."""
+    with socket.create_server(("", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def wait_for(is_so: Callable[[], bool], seconds: float = 90) -> None:
+    """Until it is so; AssertionError if it does not come to be."""
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline, "it did not come to be"
+        time.sleep(0.05)
+
+
+def children_of(process: int) -> dict[int, int]:
+    """Rank to process number of the ranks that a launcher has started."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            environ = dict(
+                entry.partition("=")[::2] for entry in (folder / "environ").read_text().split("\0") if entry
+            )
+        except (OSError, ValueError):
+            continue
+        if int(fields[1]) == process and "RANK" in environ:
+            found[int(environ["RANK"])] = int(folder.name)
+    return found
+
+
+def lives(process: int) -> bool:
+    """Whether a process is there and no zombie."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False

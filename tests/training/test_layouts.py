@@ -1,0 +1,110 @@
+"""Whole runs on several ranks: the losses of one process, and runs that go on under another layout."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from distributed import spawn
+from tiny_run import flags, losses, records, scrimp, write_corpus
+
+from scrimp.cli import main
+from scrimp.training.checkpoint import CheckpointStore
+
+pytestmark = pytest.mark.slow
+
+STEPS, HALF = 12, 6
+SETTINGS = [
+    f"--train.steps={STEPS}",
+    f"--checkpoint.every={HALF}",
+    "--checkpoint.keep-last=4",
+    "--evaluation.every=4",
+    "--train.micro-batch=1",
+    "--optimizer.clip=0.5",
+]
+HYBRID = ["--layout.dp=2", "--layout.zero=1"]
+
+
+def commands(rank: int, lines: Sequence[Sequence[str]]) -> list[int]:
+    """Exit codes of commands, one after another, of one rank."""
+    return [main(list(words)) for words in lines]
+
+
+def on_ranks(ranks: int, folder: Path, *lines: Sequence[str]) -> None:
+    folder.mkdir()
+    assert spawn(ranks, commands, folder, lines) == [[0] * len(lines)] * ranks
+
+
+def goes_on(run: Path, at: Path, *more: str) -> list[str]:
+    """The command that goes on with a copy of a run from its half."""
+    shutil.copytree(run, at)
+    return ["train", f"--run.dir={at}", f"--resume-from={HALF}", *more]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("layouts")
+    corpus = write_corpus(folder)
+    alone = folder / "alone"
+    assert scrimp(*flags(corpus, alone, *SETTINGS)).returncode == 0
+    on_ranks(
+        2,
+        folder / "two",
+        flags(corpus, folder / "fsdp", *SETTINGS),
+        flags(corpus, folder / "copies", *SETTINGS, "--layout.dp=2"),
+        goes_on(alone, folder / "from one to two"),
+    )
+    on_ranks(
+        2,
+        folder / "again",
+        goes_on(folder / "fsdp", folder / "from two to two"),
+        goes_on(folder / "fsdp", folder / "from fsdp to copies", "--layout.dp=2"),
+    )
+    on_ranks(4, folder / "four", goes_on(folder / "fsdp", folder / "from two to four", *HYBRID))
+    assert scrimp(*goes_on(folder / "from two to four", folder / "from four to one")).returncode == 0
+    return folder
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fsdp",
+        "copies",
+        "from one to two",
+        "from fsdp to copies",
+        "from two to four",
+        "from four to one",
+    ],
+)
+def test_losses_are_those_of_one_process(runs: Path, name: str) -> None:
+    expected, found = losses(runs / "alone"), losses(runs / name)
+    assert found.keys() == expected.keys()
+    assert list(found.values()) == pytest.approx(list(expected.values()), rel=1e-5)
+    for one, other in zip(records(runs / name), records(runs / "alone"), strict=True):
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+        if "eval_loss" in other:
+            assert one["eval_loss"] == pytest.approx(other["eval_loss"], rel=1e-5)
+
+
+def test_the_same_layout_goes_on_bit_for_bit(runs: Path) -> None:
+    assert losses(runs / "from two to two") == losses(runs / "fsdp")
+
+
+def test_a_checkpoint_has_the_names_shapes_and_sizes_of_one_process(runs: Path) -> None:
+    stores = [CheckpointStore(runs / name, keep_last=1, keep_every=0) for name in ("alone", "fsdp", "copies")]
+    alone, *others = (dict(store.at(STEPS).tensors()) for store in stores)
+    for other in others:
+        assert {n: (t.shape, t.dtype) for n, t in other.items()} == {
+            n: (t.shape, t.dtype) for n, t in alone.items()
+        }
+        for name, tensor in alone.items():
+            assert (tensor.float() - other[name].float()).abs().max() < 1e-4, name
+
+
+def test_exports_and_evaluations_need_not_know_the_layout(runs: Path, tmp_path: Path) -> None:
+    assert scrimp("export", str(runs / "fsdp"), str(tmp_path / "out")).returncode == 0
+    found = scrimp("eval", str(tmp_path / "out"), f"--data={runs / 'corpus.txt'}", "--device=cpu")
+    assert found.returncode == 0, found.stderr
+    assert scrimp("verify", str(runs / "from two to four")).returncode == 0
