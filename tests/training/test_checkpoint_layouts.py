@@ -306,7 +306,7 @@ def trouble(rank: int, folder: Path) -> dict[str, Any]:
         patch.setattr(tensor_files, "write_parts", slow)
         store.save(4, halves(rank, float("nan") if rank else 4.0), {}, {})
         early = store.poll(), store.poll(), [one.step for one in store.complete()]
-        found["slow"] = early, polled(store), store.not_finite[4]
+        found["slow"] = early, polled(store), store.not_finite[4], store.at(4).not_finite
     return found | refusals(rank, store)
 
 
@@ -353,7 +353,7 @@ def test_where_one_rank_has_no_room_for_a_copy_all_wait(both: Both) -> None:
 
 def test_a_checkpoint_is_complete_when_the_slowest_rank_has_written(both: Both) -> None:
     for rank in both[1]:
-        assert rank["slow"] == (([], [], [1, 3]), ([4], ""), ("model.x",))
+        assert rank["slow"] == (([], [], [1, 3]), ([4], ""), ("model.x",), ("model.x",))
 
 
 def test_parts_that_are_not_the_whole_are_refused_on_all(both: Both) -> None:
