@@ -95,7 +95,7 @@ def die_before_call(number: int) -> None:
 
         return wrapped
 
-    for name in ("rename", "replace", "fsync", "mkdir", "unlink", "rmdir", "open", "pwrite"):
+    for name in ("rename", "replace", "fsync", "mkdir", "unlink", "rmdir", "pwrite"):
         setattr(os, name, counted(getattr(os, name)))
     builtins.open = counted(open)
     shutil.rmtree = counted(shutil.rmtree)
