@@ -1,12 +1,13 @@
-"""The process that test_checkpoint_kill.py kills: saves checkpoint after checkpoint.
+"""The process that test_checkpoint_kill.py kills: saves checkpoint after checkpoint, alone or as one rank of several.
 
-Run as ``checkpoint_victim.py RUN_DIR``. It imports torch once and forks one victim per line of
-its input, so that fifty kills cost fifty forks:
+Run as ``checkpoint_victim.py RUN_DIR RANKS``. It imports torch once and forks a victim per line of
+its input, with the other ranks beside it, so that fifty kills cost fifty forks:
 
-    random SECONDS    kill -9 the victim that long after its first save began
-    call NUMBER       the victim kills itself just before its NUMBER-th file operation
+    random SECONDS RANK    kill -9 that rank so long after its first save began
+    call NUMBER RANK       that rank kills itself just before its NUMBER-th file operation
 
-and answers ``killed`` or, if the victim came to its end first, ``ended``.
+and answers ``killed`` or, if the victim came to its end first, ``ended``. The other ranks are left to
+notice by themselves; only then does it answer.
 """
 
 from __future__ import annotations
@@ -16,18 +17,24 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint.hf_storage
+import torch.distributed as dist
 
+from scrimp.parts import TensorPart
 from scrimp.training.checkpoint import CheckpointStore
+from scrimp.world import World
 
 SAVES = 1_000_000
 SAVES_WHEN_COUNTED = 3
+PATIENCE = timedelta(seconds=60)
+"""So long a rank waits for another; one whose peer is dead is told by the system, at once."""
 
 
 def expected(step: int) -> dict[str, torch.Tensor]:
@@ -41,9 +48,23 @@ def expected(step: int) -> dict[str, torch.Tensor]:
     }
 
 
-def train(run_dir: Path, saves: int, begun: Callable[[], None]) -> None:
+def parts(tensors: dict[str, torch.Tensor], world: World) -> dict[str, TensorPart]:
+    """What a rank holds: rows of the weight, columns of its moments, and a copy of the rest, which rank 0 writes."""
+    found = {}
+    for name, tensor in tensors.items():
+        local, offsets, is_writer = tensor, [0] * tensor.dim(), world.is_writer
+        if tensor.dim() == 2:
+            dimension = 0 if name.startswith("model") else 1
+            size = tensor.shape[dimension] // world.size
+            offsets[dimension], is_writer = world.rank * size, True
+            local = tensor.narrow(dimension, world.rank * size, size)
+        found[name] = TensorPart(local, tuple(tensor.shape), tuple(offsets), is_writer)
+    return found
+
+
+def train(run_dir: Path, saves: int, world: World, begun: Callable[[], None]) -> None:
     """What a run does: go on from the newest good checkpoint, and save as it goes."""
-    store = CheckpointStore(run_dir, keep_last=2, keep_every=7)
+    store = CheckpointStore(run_dir, keep_last=2, keep_every=7, world=world)
     checkpoint, errors = store.latest()
     if errors:
         raise errors[0]
@@ -52,9 +73,11 @@ def train(run_dir: Path, saves: int, begun: Callable[[], None]) -> None:
     # The first one is saved once more: replacing an existing checkpoint is killed as well.
     for step in range(max(first, 1), first + saves + 1):
         tensors = expected(step)
-        store.save(step, tensors, {"step": step}, {"config.toml": f"# {step}\n"})
+        store.save(step, parts(tensors, world), {"step": step}, {"config.toml": f"# {step}\n"})
         for tensor in tensors.values():
             tensor.zero_()  # training goes on at once
+        for _ in range(3):
+            store.poll()
     store.wait()
 
 
@@ -72,44 +95,73 @@ def die_before_call(number: int) -> None:
 
         return wrapped
 
-    for name in ("rename", "replace", "fsync", "mkdir", "unlink", "rmdir"):
+    for name in ("rename", "replace", "fsync", "mkdir", "unlink", "rmdir", "pwrite"):
         setattr(os, name, counted(getattr(os, name)))
     builtins.open = counted(open)
     shutil.rmtree = counted(shutil.rmtree)
 
 
-def fork_victim(run_dir: Path, how: str, amount: str) -> str:
-    """One victim; returns when it is dead."""
+def fork_rank(run_dir: Path, meeting: Path, world: World, how: str, amount: str) -> tuple[int, int]:
+    """One rank: its process, and what can be read from when its first save begins, or it is dead.
+
+    Args:
+        how: "call" where it kills itself.
+    """
     reader, writer = os.pipe()
-    victim = os.fork()
-    if victim == 0:
-        os.close(reader)
-        try:
-            if how == "call":
-                die_before_call(int(amount))
-            saves = SAVES_WHEN_COUNTED if how == "call" else SAVES
-            train(run_dir, saves, lambda: os.close(writer))
-        except BaseException as error:
-            sys.stderr.write(f"{error!r}\n")
-            os._exit(1)
-        os._exit(0)
-    os.close(writer)
-    os.read(reader, 1)  # ends when the victim closes its end, or dies
+    child = os.fork()
+    if child:
+        os.close(writer)
+        return child, reader
     os.close(reader)
-    if how == "random":
-        time.sleep(float(amount))
-        os.kill(victim, signal.SIGKILL)
-    _, status = os.waitpid(victim, 0)
-    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
+    try:
+        if world.size > 1:
+            store = dist.FileStore(str(meeting / "store"), world.size)
+            dist.init_process_group(
+                "gloo", store=store, rank=world.rank, world_size=world.size, timeout=PATIENCE
+            )
+        if how == "call":
+            die_before_call(int(amount))
+        train(run_dir, SAVES_WHEN_COUNTED if amount else SAVES, world, lambda: os.close(writer))
+        if world.size > 1:
+            dist.destroy_process_group()
+    except BaseException as error:
+        if world.size == 1:
+            sys.stderr.write(f"{error!r}\n")
+        os._exit(1)
+    os._exit(0)
+
+
+def fork_victim(run_dir: Path, ranks: int, how: str, amount: str, rank: str = "0") -> str:
+    """One victim, and the ranks beside it; returns when all are dead."""
+    with tempfile.TemporaryDirectory() as meeting:
+        found = [
+            fork_rank(
+                run_dir,
+                Path(meeting),
+                World(number, ranks),
+                how if number == int(rank) else "watch",
+                amount if how == "call" else "",
+            )
+            for number in range(ranks)
+        ]
+        victim, reader = found[int(rank)]
+        os.read(reader, 1)  # ends when the victim closes its end, or dies
+        if how == "random":
+            time.sleep(float(amount))
+            os.kill(victim, signal.SIGKILL)
+        statuses = {child: os.waitpid(child, 0)[1] for child, _ in found}
+        for _, pipe in found:
+            os.close(pipe)
+    if os.WIFSIGNALED(statuses[victim]) and os.WTERMSIG(statuses[victim]) == signal.SIGKILL:
         return "killed"
-    return "ended" if status == 0 else f"failed with {status}"
+    return "ended" if not any(statuses.values()) else f"failed with {statuses}"
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    run_dir = Path(sys.argv[1])
+    run_dir, ranks = Path(sys.argv[1]), int(sys.argv[2])
     for line in sys.stdin:
-        print(fork_victim(run_dir, *line.split()), flush=True)
+        print(fork_victim(run_dir, ranks, *line.split()), flush=True)
 
 
 if __name__ == "__main__":

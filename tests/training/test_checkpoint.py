@@ -345,6 +345,7 @@ def test_the_first_save_clears_what_a_killed_run_left_and_nothing_else(tmp_path:
     folder = tmp_path / "checkpoints"
     for name in (
         ".step-00000001.partial",
+        ".step-00000001.0a1b2c3d.partial",
         ".step-00000002.removed",
         ".mine",
         "step-by-step",

@@ -1,38 +1,34 @@
 """Checkpoints of a run: written beside, sealed, renamed; a kill at any moment loses no old one.
 
-Problem  A run can be killed (kill -9, power, preemption) in the middle of a write, the disk can
-         fill up, and what was written can be damaged later. Training should not wait for disks.
-         Under a layout each of many ranks holds a share of the state, and must hold no more.
+Problem  A run can be killed (kill -9, power, preemption) in the middle of a write, the disk can fill up, and what was
+         written can be damaged later. Training should not wait for disks. Under a layout each of many ranks holds a
+         share of the state, and must hold no more.
 Method   `save` copies what this rank is to write to the host and returns; threads in the background then
 
-             write       checkpoints/.step-00000400.1f0c55aa.partial/   every rank its boxes of the tensors,
-                                                        rank 0 also state.json and given files
+             write       checkpoints/.step-00000400.1f0c55aa.partial/: all ranks their boxes, rank 0 state.json, ...
              seal        rank 0: hash and flush every file, manifest.json last
              rename      to checkpoints/step-00000400, and flush the folder
              prune       rename to .step-00000200.removed, then delete
 
-         so that a folder named step-* was complete when it got its name: of all ranks, for between
-         the first line and the second all have said that theirs is done (`Writing`). The ranks take
-         a write further in `poll`, `wait` and `save`, which all of them call in the same order. What
-         one fails in ends the write on all; older checkpoints stay.
-         The number in the name is new in each write: a rank that does not see that folder sees
-         another disk, which is refused, and one that a dead run has left behind writes into none.
-         Where the final name is taken (the run went back behind a damaged checkpoint and came here again),
-         the old folder steps aside to .step-00000400.replaced, still found by a reader, and goes when
-         the new one has the name. The first save of a process clears what a killed one left.
-         `latest` trusts no name: it verifies the checksums, from the newest downwards.
-         A state that holds a NaN or an infinity is written too, for it says what went wrong, and
-         its manifest says so: it pushes out no good checkpoint, and only the newest such stays.
-Bytes    The same run gives the same bytes in every file, in whichever folder, and under every layout that
-         gives the same numbers: times that were measured
-         stand in the run's own plan.json and logs. Not so where measured times decide: blocks that
-         memory limits were timed for, and state.json of runs that plan their precision, which keeps the
-         seconds of its plans for the run's page.
-Limits   One run at a time per folder (its lock sees to it). An error of the background is raised by the next
-         `save`, `poll` or `wait`; the training itself can go on. All ranks hold parts of the same tensors.
-Checked  tests/training/test_checkpoint.py, test_checkpoint_faults.py (faults made for real),
-         test_not_finite.py, test_same_bytes.py, test_checkpoint_layouts.py (several ranks),
-         test_checkpoint_kill.py (kill -9 at random moments and at every file operation)
+         so that a folder named step-* was complete when it got its name: of all ranks, for between the first line and
+         the second all have said that theirs is done (`Writing`). The ranks take a write further in `poll`, `wait` and
+         `save`, which all of them call in the same order. What one fails in ends the write on all; older ones stay.
+         The number in the name is new in each write: a rank that does not see that folder sees another disk, which is
+         refused, and one that a dead run has left behind writes into none.
+         Where the final name is taken (the run went back behind a damaged checkpoint and came here again), the old
+         folder steps aside to .step-00000400.replaced, still found by a reader, and goes when the new one has the name.
+         The first save of a process clears what a killed one left. `latest` trusts no name: it verifies the checksums,
+         from the newest downwards. A state that holds a NaN or an infinity is written too, for it says what went wrong,
+         and its manifest says so: it pushes out no good checkpoint, and only the newest such stays.
+Bytes    The same run gives the same bytes in every file, in whichever folder, and under every layout that gives the
+         same numbers: times that were measured stand in the run's own plan.json and logs. Not so where measured times
+         decide: blocks that memory limits were timed for, and state.json of runs that plan their precision, which keeps
+         the seconds of its plans for the run's page.
+Limits   One run at a time per folder (its lock sees to it). An error of the background is raised by the next `save`,
+         `poll` or `wait`; the training itself can go on. All ranks hold parts of the same tensors.
+Checked  tests/training/test_checkpoint.py, test_checkpoint_faults.py (faults made for real), test_not_finite.py,
+         test_same_bytes.py, test_checkpoint_layouts.py (several ranks), test_checkpoint_kill.py (kill -9 at random
+         moments and at every file operation)
 """
 
 from __future__ import annotations
@@ -214,32 +210,10 @@ class CheckpointStore:
             StorageError: no space, no permission, or the previous write failed.
         """
         self.wait()
-        world, folder, doing = self._world, None, f"writing the checkpoint of step {step}"
-        try:
-            with world.together(doing):
-                parts = parts_of(tensors, writes_whole=world.is_writer)
-                layout = self._layout_of(parts)
-                texts = {
-                    STATE: json.dumps(encoded(state), indent=1, allow_nan=False) + "\n",
-                    **_checked(files),
-                }
-                size = layout.nbytes + sum(len(text.encode()) for text in texts.values())
-                name = world.once(doing, lambda: self._created(step, layout, size).name)
-                folder = self.folder / name
-                _refuse_unseen(folder)
-                own = {name: part for name, part in parts.items() if part.is_writer}
-                copies = None if wait else self._copies.take({name: own[name].local for name in own})
-                waits = wait or world.any(copies is None)
-        except BaseException:
-            self._remove(folder)
-            raise
-        if copies is not None:
-            own = {name: dataclasses.replace(own[name], local=copies[name]) for name in own}
-        # Where there is no copy, nothing changes the tensors while the caller waits here.
-        writing = Writing(step, folder, layout, own, texts if world.is_writer else {}, skipped_steps)
-        self._writing, writing.is_sealing = writing, world.size == 1
-        phase = functools.partial(self._write_and_seal, writing) if writing.is_sealing else writing.write
-        writing.start(phase, inline=waits)
+        self._writing, waits = self._begun(step, tensors, state, files, skipped_steps, wait)
+        is_alone = self._writing.is_sealing = self._world.size == 1
+        phase = self._write_and_seal if is_alone else Writing.write
+        self._writing.start(functools.partial(phase, self._writing), inline=waits)
         if waits:
             self.wait()
 
@@ -359,6 +333,37 @@ class CheckpointStore:
         return [Checkpoint(step, folder) for step, folder in sorted(found.items())]
 
     # -- the background ------------------------------------------------------------------------
+
+    def _begun(
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor | TensorPart],
+        state: Mapping[str, Any],
+        files: Mapping[str, str],
+        skipped_steps: int,
+        wait: bool,
+    ) -> tuple[Writing, bool]:
+        """What is to be written of a checkpoint whose files are there, and whether the callers wait for it, all ranks
+        alike: where one has no room for a copy, they do, and what they hold does not change meanwhile."""
+        world, folder, doing = self._world, None, f"writing the checkpoint of step {step}"
+        try:
+            with world.together(doing):
+                parts = parts_of(tensors, writes_whole=world.is_writer)
+                layout = self._layout_of(parts)
+                content = json.dumps(encoded(state), indent=1, allow_nan=False) + "\n"
+                texts = {STATE: content, **_checked(files)}
+                size = layout.nbytes + sum(len(text.encode()) for text in texts.values())
+                folder = self.folder / world.once(doing, lambda: self._created(step, layout, size).name)
+                _refuse_unseen(folder)
+                own = {name: part for name, part in parts.items() if part.is_writer}
+                copies = None if wait else self._copies.take({name: own[name].local for name in own})
+                waits = wait or world.any(copies is None)
+        except BaseException:
+            self._remove(folder)
+            raise
+        if copies is not None:
+            own = {name: dataclasses.replace(own[name], local=copies[name]) for name in own}
+        return Writing(step, folder, layout, own, texts if world.is_writer else {}, skipped_steps), waits
 
     def _layout_of(self, parts: Mapping[str, TensorPart]) -> tensor_files.Layout:
         """Where the bytes of all tensors belong. Of no tensor a hole may stay, or anything be written twice."""

@@ -43,7 +43,7 @@ def copy_bytes() -> int:
     found = decide(CONFIG)
     assert found.plan.predicted.peak_device_bytes is not None
     weights = 4 * spec_of(found.architecture).parameters
-    return 2 * 3 * weights
+    return 3 * weights
 
 
 def smallest_of(error: NoRoomError) -> int:

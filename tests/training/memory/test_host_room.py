@@ -78,10 +78,10 @@ def test_a_budget_of_the_host_holds_the_arena_and_what_a_checkpoint_takes(
     assert seen.copies == [True]  # of the last step none is asked for
     shown = capsys.readouterr().out
     assert "copy for a checkpoint" in shown
-    budget = seen.arena + seen.state - 1
+    budget = seen.arena + int(0.9 * seen.state)
     tight = run("tight", budget)
     assert seen.copies == [True, False]
-    assert seen.arena + seen.state <= budget
+    assert seen.arena <= budget < seen.arena + seen.state
     assert roomy - tight == pytest.approx(seen.state, rel=0.1)
     shown = capsys.readouterr().out
     assert "training waits" in shown.partition("step 1/2")[0]
