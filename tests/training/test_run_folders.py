@@ -13,7 +13,7 @@ from scrimp.cli import main
 from scrimp.config import Config, RunConfig
 from scrimp.errors import CheckpointError, StorageError
 from scrimp.planner import Plan
-from scrimp.training.checkpoint import CheckpointStore
+from scrimp.training.checkpoint_writing import Writing
 from scrimp.training.run_folder import RunLock, claim_new_folder
 
 LOCKED = (
@@ -135,18 +135,15 @@ def test_a_failed_checkpoint_does_not_keep_the_last_one_from_being_written(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One background write meets a full disk; space is there again at the end."""
-    save, failures = CheckpointStore.save, []
+    write, failures = Writing.write, []
 
-    def full_once(self: CheckpointStore, step: int, *rest: object, **more: object) -> None:
-        save(self, step, *rest, **more)  # type: ignore[arg-type]
-        if step == 4:
-            self._thread.join()  # type: ignore[union-attr]
-            shutil.rmtree(self.folder / "step-00000004")
-            self._error = StorageError("no space left", do="free space")
-            self._finished.clear()
-            failures.append(step)
+    def full_once(self: Writing) -> None:
+        if self.step == 4 and not failures:
+            failures.append(self.step)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(self)
 
-    monkeypatch.setattr(CheckpointStore, "save", full_once)
+    monkeypatch.setattr(Writing, "write", full_once)
     run_dir = tmp_path / "run"
     assert (
         main(flags(corpus, run_dir, "--train.steps=5", "--checkpoint.every=4", "--evaluation.every=0")) == 0
