@@ -1,5 +1,6 @@
 """Run folders under contention, after kills and with edited files: nothing is mixed up or lost."""
 
+import errno
 import shutil
 import subprocess
 import sys
