@@ -77,8 +77,8 @@ def test_a_batch_left_to_scrimp_can_be_shared() -> None:
     [
         ("precision", "snip"),
         ("optimizer.name", "muon"),
-        ("memory.optimizer", "host"),
-        ("memory.activations", "keep+offload"),
+        ("memory.weights", "host"),
+        ("memory.gradients", "1"),
         ("memory.update", "cpu"),
     ],
 )

@@ -24,6 +24,12 @@ SETTINGS = [
     "--train.micro-batch=1",
     "--optimizer.clip=0.5",
 ]
+ON_HOST = [
+    "--memory.optimizer=host",
+    "--memory.activations=keep+offload",
+    "--budget.device-memory=1GB",
+    "--budget.host-memory=1GB",
+]
 HYBRID = ["--layout.dp=2", "--layout.zero=1"]
 
 
@@ -54,6 +60,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder / "two",
         flags(corpus, folder / "fsdp", *SETTINGS),
         flags(corpus, folder / "copies", *SETTINGS, "--layout.dp=2"),
+        flags(corpus, folder / "on the host", *SETTINGS, *ON_HOST),
+        flags(corpus, folder / "shared rows", *SETTINGS, "--layout.cp=2"),
         goes_on(alone, folder / "from one to two"),
     )
     on_ranks(
@@ -72,6 +80,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         "fsdp",
         "copies",
+        "on the host",
+        "shared rows",
         "from one to two",
         "from fsdp to copies",
         "from two to four",

@@ -73,10 +73,9 @@ def check_beside_layout(config: Config) -> None:
     refused += [("optimizer.name", name)] * (not facts_of(name).on_ranks)
     refused += [
         (f"memory.{key}", getattr(memory, key))
-        for key in ("weights", "gradients", "optimizer", "update")
+        for key in ("weights", "gradients", "update")  # FSDP2 has them where it gathers and reduces
         if getattr(memory, key) not in on_device
     ]
-    refused += [("memory.activations", memory.activations)] * ("offload" in memory.activations)
     for key, value in refused:
         raise ConfigError(
             f"{key} {value} is not carried out on several ranks yet",

@@ -236,8 +236,9 @@ def problem_of(config: ResolvedConfig, architecture: Architecture, device: Devic
     assigned = None if setting == "auto" else assign_activations(setting, architecture.num_layers)
     asks = asks_for_host(config, architecture.num_layers)
     _refuse_beside_snip(config, asks or config.memory.update == "cpu")
-    # On several ranks nothing leaves the device yet.
-    host = host_limit(config, device, is_asked_for=asks) if config.layout.ranks == 1 else 0
+    # On several ranks nothing leaves the device unless its user says so: what that costs there is not known.
+    may_leave = config.layout.ranks == 1 or asks
+    host = host_limit(config, device, is_asked_for=asks) if may_leave else 0
     may_offload = host > 0 and not config.is_planned and not copy_is_on_device(config, device)
     choices = _choices(architecture, assigned, may_offload=may_offload)
     costs = traced(config, architecture, device.torch_device, choices)
