@@ -20,7 +20,7 @@ Leaving  Other ranks wait until rank 0 has spoken: torchrun ends all processes a
          waits for all, since it runs the store.
 Limits   A rank that hangs, and whose process lives, is not gone: the others wait for it as long as
          `SCRIMP_COLLECTIVE_TIMEOUT` says. Which of several ranks that hang came first is not found out here.
-Checked  tests/cli/test_ranks.py, tests/cli/test_launch.py
+Checked  tests/cli/test_command_on_ranks.py, tests/cli/test_launch.py
 """
 
 from __future__ import annotations

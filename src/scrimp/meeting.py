@@ -11,7 +11,7 @@ Errors   An error that the verdict names is known to all, and rank 0 shows it. O
          reach the store, the port is in use) says who is to show it: `shown_by`.
 Limits   Whoever has the right job's name and reaches the port is believed. Two jobs that meet at one port notice, by
          the prefix of their keys, but cannot both run there.
-Checked  tests/cli/test_ranks.py
+Checked  tests/cli/test_command_on_ranks.py
 """
 
 from __future__ import annotations

@@ -62,6 +62,7 @@ def test_the_loss_falls_in_every_precision(runs: dict[str, Path], precision: str
 
 
 @pytest.mark.parametrize("precision", PRECISIONS[1:])
+@pytest.mark.every(3)
 def test_a_quantized_run_is_near_the_bf16_run_and_not_the_same(runs: dict[str, Path], precision: str) -> None:
     plain, found = losses(runs["bf16"]), losses(runs[precision])
     assert all(found[step] != plain[step] for step in range(2, STEPS + 1))

@@ -32,6 +32,8 @@ from scrimp.training.run_folder import RunLock, claim_new_folder
 from scrimp.training.setup import Decisions, decide
 from scrimp.world import World
 
+pytestmark = pytest.mark.slow
+
 GIVEN = Config(
     device="cpu",
     model=ModelConfig(preset="llama-3m", vocab_size=512, num_layers=2),

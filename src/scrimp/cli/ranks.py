@@ -6,7 +6,7 @@ Printing   Standard output and standard error of all ranks but the first lead no
 Mistakes   A command line that is wrong on one node alone is told at the meeting: all ranks end, with one message.
 Launcher   A rank whose launcher is gone, by kill -9 say, gets SIGTERM from a thread of its own, and so writes its last
            checkpoint as if the launcher had asked for it.
-Checked    tests/cli/test_ranks.py
+Checked    tests/cli/test_command_on_ranks.py
 """
 
 from __future__ import annotations

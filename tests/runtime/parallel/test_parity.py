@@ -37,6 +37,14 @@ FOUR = {
 }
 
 
+def test_shards_and_shared_rows_train_as_one_process(tmp_path: Path) -> None:
+    """What `make test` sees of the matrix below."""
+    sample = {"shards": Case(steps=2, with_documents=True), "ring": Case({"cp": 2, "zero": 1}, steps=2)}
+    found = on_ranks(2, sample, tmp_path)
+    for name, case in sample.items():
+        check_parity(found[name], alone(2, case))
+
+
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Trained]]:
     return on_ranks(2, TWO | LOW, tmp_path_factory.mktemp("two"))
