@@ -7,21 +7,24 @@ the same groups of tokens and the same rounding noise.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from distributed import spawn
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from scrimp.config import Config, replace_values
 from scrimp.config.activations import Activations
 from scrimp.data import Batch
 from scrimp.models.initialise import initialise
 from scrimp.optim import Optimizer, build
+from scrimp.parts import cut_of, part_of
 from scrimp.runtime import Executable, realise
 from scrimp.runtime.parallel import RankMesh
 from scrimp.training.setup import Decisions, decide
@@ -75,14 +78,17 @@ def _all(rank: int, ranks: int, cases: Mapping[str, Case]) -> dict[str, Trained]
 
 def alone(ranks: int, case: Case) -> Trained:
     """In this process, the work of so many ranks."""
-    return trained(0, ranks, dataclasses.replace(case, layout={}), is_alone=True)
+    return trained(0, ranks, case, is_alone=True)
 
 
 def trained(rank: int, ranks: int, case: Case, is_alone: bool = False) -> Trained:
     """The work of one rank, or of all."""
     world = World() if is_alone else World(rank, ranks)
+    ranks //= case.layout.get("tp", 1)  # of those that read rows of their own
+    if is_alone:
+        case = dataclasses.replace(case, layout={})
     _, executable, optimizer, lr = made(case, world, ranks)
-    turns = range(ranks) if is_alone else range(rank, rank + 1)
+    turns = range(ranks) if is_alone else range(first := executable.mesh.data_rank, first + 1)
     losses, norms = [], []
     gradients: dict[str, Tensor] = {}
     for step in range(case.steps):
@@ -98,15 +104,20 @@ def trained(rank: int, ranks: int, case: Case, is_alone: bool = False) -> Traine
             (sums.total / targets).backward()
             executable.end_backward()
             total += float(sums.loss.detach())
-        losses.append(sum(world.gathered(total)) / targets)
+        losses.append(sum(executable.mesh.gathered(total)) / targets)
         if not gradients:
-            gradients = _whole_gradients(executable)
+            gradients = {
+                name: _whole(p.grad, p, world)
+                for name, p in executable.model.named_parameters()
+                if p.grad is not None
+            }
         norms.append(optimizer.gradient_norm())
         optimizer.clip(norms[-1], 0.5)
         optimizer.step(lr)
         optimizer.zero_grad()
     executable.settle()
-    return Trained(losses, norms, gradients, {n: _whole(p) for n, p in executable.model.named_parameters()})
+    weights = {name: _whole(p, p, world) for name, p in executable.model.named_parameters()}
+    return Trained(losses, norms, gradients, weights)
 
 
 def check_parity(ranks: list[Trained], one: Trained, *, gradients: float = 1e-5, later: float = 1e-5) -> None:
@@ -170,9 +181,19 @@ def batch_of(case: Case, step: int, number: int) -> Batch:
     return Batch.of(tokens[:, :-1].contiguous(), targets, starts)
 
 
-def _whole_gradients(executable: Executable) -> dict[str, Tensor]:
-    return {name: _whole(p.grad) for name, p in executable.model.named_parameters() if p.grad is not None}
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+def _whole(tensor: Tensor, parameter: Tensor, world: World) -> Tensor:
+    """A parameter or its gradient from what all ranks hold of it; where several hold the same, they must agree."""
+    part, cut = part_of(tensor), cut_of(parameter)
+    if cut is not None and cut_of(tensor) is None:
+        part = cut.placed(part)
+    found: list[Any] = [[(box.place, box.local.clone()) for box in part.boxes()]]
+    if world.size > 1:
+        found = [None] * world.size
+        dist.all_gather_object(found, [(box.place, box.local.clone()) for box in part.boxes()])
+    whole = torch.full(part.shape, torch.nan, dtype=tensor.dtype)
+    for place, local in itertools.chain.from_iterable(found):
+        known = ~whole[place].isnan()
+        assert torch.equal(whole[place][known], local[known])
+        whole[place] = local
+    assert not whole.isnan().any()
+    return whole

@@ -54,7 +54,7 @@ NONE = {
     "wandb_project": "metrics.jsonl",
     "report_to": "metrics.jsonl",
     "optim_args": "optimizer.*",
-    "parallelism.tensor_parallel_degree": "does not cut",
+    "parallelism.pipeline_parallel_degree": "layout.fsdp",
     "lora_r": "all weights are trained",
     "wandb.project": "metrics.jsonl",
 }

@@ -1,10 +1,10 @@
 """The degrees of a layout: given, checked against the number of ranks, and decided where they are open.
 
-    ranks = dp x fsdp
+    ranks = dp x fsdp x tp
 
 Degrees that are left out are filled up: `fsdp` takes all that `dp` leaves, and `dp` all that a given `fsdp` leaves.
 Of all layouts fsdp over all ranks takes the least memory of each, and asks nothing of the model's sizes: it is what
-a run gets that says nothing.
+a run gets that says nothing. `tp` is 1 unless it is given, since it asks a lot of them (`check_tensor_ranks`).
 
 Checked  tests/config/test_layout.py
 """
@@ -14,12 +14,16 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
+from scrimp.config.architecture import Architecture
 from scrimp.config.fields import replace_values
 from scrimp.config.optimizers import facts_of
 from scrimp.config.schema import Config, LayoutConfig, decided
 from scrimp.errors import ConfigError
+from scrimp.precision import HIGH_PRECISION
 
-AXES = ("dp", "fsdp")
+OPEN_AXES = ("dp", "fsdp")
+"""Those that may be left out."""
+AXES = (*OPEN_AXES, "tp")
 """Their product is the number of ranks."""
 
 
@@ -32,7 +36,8 @@ def for_ranks(config: Config, ranks: int, given: Collection[str]) -> Config:
     """A saved configuration on another number of ranks: its degrees are open again but for those that the user gave."""
     if ranks_of(config.layout) == ranks:
         return config
-    return replace_values(config, {f"layout.{axis}": None for axis in AXES if f"layout.{axis}" not in given})
+    before = {axis: getattr(LayoutConfig(), axis) for axis in AXES if f"layout.{axis}" not in given}
+    return replace_values(config, {f"layout.{axis}": value for axis, value in before.items()})
 
 
 def check_layout(layout: LayoutConfig, ranks: int) -> None:
@@ -42,7 +47,7 @@ def check_layout(layout: LayoutConfig, ranks: int) -> None:
         ConfigError: with the nearest number of ranks that there are degrees for.
     """
     given = _given(layout)
-    product, is_open = math.prod(given.values()), len(given) < len(AXES)
+    product, is_open = math.prod(given.values()), any(axis not in given for axis in OPEN_AXES)
     if product == ranks or (is_open and ranks % product == 0):
         return
     nearest = max(1, round(ranks / product)) * product if is_open else product
@@ -97,6 +102,50 @@ def decide_fsdp(layout: LayoutConfig, ranks: int) -> tuple[int, str]:
     return ranks // copies, f"{ranks:,} ranks / layout.dp {copies:,}" if ranks > 1 else "one rank"
 
 
+def check_tensor_ranks(config: Config, architecture: Architecture) -> None:
+    """Refuse what ranks that compute layers together cannot share, and what is not carried out beside them yet.
+
+    Args:
+        config: with the layout and the sequence decided.
+
+    Raises:
+        ConfigError: with the setting to change.
+    """
+    ranks, a = config.layout.tp, architecture
+    if ranks == 1:
+        return
+    for what, count in (
+        ("attention heads", a.num_heads),
+        ("key heads", a.num_kv_heads),
+        ("the MLP's width", a.ffn_width),
+        ("tokens of a sequence", decided(config.train.sequence)),
+    ):
+        if count % ranks:
+            raise ConfigError(
+                f"layout.tp does not divide {what}",
+                got=f"{count:,} on {ranks:,} ranks",
+                expected="a number of ranks that divides them",
+                do="choose another layout.tp, or leave it out: layout.fsdp asks nothing of the model",
+            )
+    rounds = config.train.parameters == "bf16" and not config.optimizer.master_weights
+    refused = [("precision", config.precision)] * (config.precision_rules.base not in HIGH_PRECISION)
+    refused += [("optimizer.moments", config.optimizer.moments)] * (config.optimizer.moments != "fp32")
+    refused += [("optimizer.master_weights", "false")] * rounds
+    refused += [
+        (f"budget.{key}", getattr(config.budget, key))
+        for key in ("device_memory", "host_memory")
+        if getattr(config.budget, key) not in (None, "auto")
+    ]
+    for key, value in refused:
+        raise ConfigError(
+            f"{key} {value} is not carried out beside layout.tp yet",
+            got=f"layout.tp {ranks:,}",
+            do=f"change {key}, or use layout.fsdp instead",
+        )
+
+
 def _given(layout: LayoutConfig) -> dict[str, int]:
     degrees = {axis: getattr(layout, axis) for axis in AXES}
-    return {axis: degree for axis, degree in degrees.items() if degree is not None}
+    return {
+        axis: degree for axis, degree in degrees.items() if degree is not None and (axis, degree) != ("tp", 1)
+    }

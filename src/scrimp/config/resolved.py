@@ -81,7 +81,7 @@ class ResolvedLayout(LayoutConfig):
     @property
     def ranks(self) -> int:
         """All of them."""
-        return self.dp * self.fsdp
+        return self.dp * self.fsdp * self.tp
 
     @property
     def data_ranks(self) -> int:

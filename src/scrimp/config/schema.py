@@ -200,6 +200,9 @@ class LayoutConfig:
     fsdp: int | None = None
     """Ranks that share one copy, each with its part of weights, gradients and optimizer states. Unset: all that
     dp leaves."""
+    tp: int = 1
+    """Ranks that compute every layer together, each with its own heads, its part of the MLP and its words. They read
+    the same rows, and exchange activations in every block: they belong on the fastest links."""
     zero: int = 3
     """What each rank of fsdp holds whole for a while: 3: the weights of the block that runs; 2: all weights,
     from their forward to their backward pass; 1: and all gradients, until the last micro-batch."""

@@ -90,6 +90,7 @@ RANGES: dict[str, Range] = {
     "train.loss_chunk": _COUNT_OR_OFF,
     "layout.dp": _COUNT,
     "layout.fsdp": _COUNT,
+    "layout.tp": _COUNT,
     "layout.zero": Range(1, 3),
     "evaluation.every": _COUNT_OR_OFF,
     "evaluation.tokens": _COUNT,

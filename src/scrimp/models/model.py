@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +33,9 @@ from scrimp.models.blocks import Block, Embedding, Linear, Place
 from scrimp.models.context_parallel import ContextParallel
 from scrimp.models.kinds import spec_of
 from scrimp.models.spec import AttentionSpec, ModelSpec
+
+if TYPE_CHECKING:
+    from scrimp.models.tensor_ranks import TensorRanks
 
 Layouts = Mapping[AttentionSpec, AttentionLayout]
 
@@ -82,6 +85,8 @@ class Model(nn.Module):
         """None: blocks are simply called."""
         self.context_parallel: ContextParallel | None = None
         """The ranks that share rows; None: this process has whole ones."""
+        self.tensor_ranks: TensorRanks | None = None
+        """The ranks that share layers, each with its own heads and words; None: this process has all."""
         self.planned_head: PlannedLayer | None = None
         """Formats of the head's GEMMs in the loss; None: the compute type."""
 
@@ -170,7 +175,8 @@ class Model(nn.Module):
         return _gathered(self)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Scores of every vocabulary entry for hidden states of any leading shape."""
+        """Scores of every vocabulary entry for hidden states of any leading shape; not where ranks share the head."""
+        assert self.tensor_ranks is None, "logits of a part of the vocabulary"
         return F.linear(hidden, self.head_weight)
 
 

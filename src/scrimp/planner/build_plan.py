@@ -81,6 +81,7 @@ def build_plan(
             dp=config.layout.dp,
             fsdp=config.layout.fsdp,
             zero=config.layout.zero,
+            tp=config.layout.tp,
         ),
         predicted=predicted,
     )

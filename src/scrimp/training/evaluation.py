@@ -71,8 +71,8 @@ def evaluate(
             on_tokens(num_targets)
     executable.model.train(was_training)
     executable.settle()
-    found = mesh.world.gathered([float(total), num_targets])
-    loss_sum, num_targets = sum(one[0] for one in found), sum(one[1] for one in found)
+    found = mesh.gathered([float(total), num_targets])
+    loss_sum, num_targets = sum(one[0] for one in found), sum(int(one[1]) for one in found)
     if num_targets == 0:
         raise DataError("nothing to evaluate", got="no target token", do="give a longer text")
     loss = loss_sum / num_targets

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -198,7 +199,7 @@ def write_parts(
         try:
             for name in names:
                 is_good = True
-                for piece in _pieces(parts[name]):
+                for piece in itertools.chain.from_iterable(map(_pieces, parts[name].boxes())):
                     if stopped is not None and stopped.is_set():
                         return bad
                     _write_box(descriptor, layout.places[name][1], piece)
@@ -212,7 +213,7 @@ def write_parts(
 
 
 def _pieces(part: TensorPart) -> Iterator[TensorPart]:
-    """Boxes of a part of at most `PIECE_BYTES`, cut along the first dimensions; on the host, in order."""
+    """Smaller boxes of one, of at most `PIECE_BYTES`, cut along the first dimensions; on the host, in order."""
     local = part.local
     if local.nbytes <= PIECE_BYTES:
         yield dataclasses.replace(part, local=local.cpu().contiguous())
@@ -292,11 +293,9 @@ def read_parts(folder: Path, into: Mapping[str, TensorPart]) -> None:
     for path, names in _open_order(folder):
         with _opened(path) as file:
             for name in names:
-                part = into[name]
-                if part.local.numel():
-                    box = zip(part.offsets, part.local.shape, strict=True)
-                    stored = file.get_slice(name)[tuple(slice(at, at + size) for at, size in box)]
-                    part.local.copy_(stored)
+                for box in into[name].boxes():
+                    if box.local.numel():
+                        box.local.copy_(file.get_slice(name)[box.place])
 
 
 def describe(folder: Path) -> dict[str, tuple[torch.dtype | str, tuple[int, ...]]]:

@@ -5,6 +5,7 @@ last the axes are::
 
     dp       copies of the model
     fsdp     shards of a copy
+    tp       pieces of every layer: these ranks read the same rows
 
 Axes of degree 1 are there too, so that nothing has to ask which exist.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from scrimp.config.resolved import ResolvedLayout
 from scrimp.world import ALONE, World
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-AXES = ("dp", "fsdp")
+T = TypeVar("T")
+AXES = ("dp", "fsdp", "tp")
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,11 @@ class RankMesh:
     @property
     def data_rank(self) -> int:
         """Which of them this is: it reads its share of every batch."""
-        return self.world.rank
+        return self.world.rank // self.layout.tp
+
+    def gathered(self, value: T) -> list[T]:
+        """What the ranks say of the rows that they read, each row's once; a collective."""
+        return self.world.gathered(value)[:: self.layout.tp]
 
     @cached_property
     def all_ranks(self) -> ProcessGroup:
