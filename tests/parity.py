@@ -22,6 +22,7 @@ from torch import Tensor
 from scrimp.config import Config, replace_values
 from scrimp.config.activations import Activations
 from scrimp.data import Batch
+from scrimp.models.compiled import compile_blocks
 from scrimp.models.initialise import initialise
 from scrimp.optim import Optimizer, build
 from scrimp.parts import cut_of, part_of
@@ -48,6 +49,7 @@ class Case:
     preset: str = "llama-3m"
     """In the sizes of `SMALL`."""
     activations: str = "keep"
+    compiled: bool = False
     micro_batches: int = 2
     """Of each rank."""
     with_documents: bool = False
@@ -166,6 +168,8 @@ def made(case: Case, world: World, ranks: int) -> tuple[Decisions, Executable, O
     )
     for block in executable.model.each_block():
         block.activations = Activations.parse(case.activations)
+    if case.compiled:
+        compile_blocks(executable.model)
     return decisions, executable, build(config.optimizer, executable, seed=0), config.optimizer.lr
 
 

@@ -13,7 +13,8 @@ Limits   Several boxes differ in their rows alone. DTensors that FSDP2 made of D
          (`_StridedShard`) are one box only where the dimension divides evenly by all ranks that share it; else they are
          refused, as are partial sums. A mesh knows its own ranks only: copies outside of it have no writer of their
          own, so that a DTensor must lie on the mesh of all ranks that hold it, or its copies be noted as a cut.
-Checked  tests/test_parts.py (no process group), tests/training/test_checkpoint_layouts.py (gloo)
+Checked  tests/test_parts.py (no process group), tests/training/test_checkpoint_layouts.py and
+         tests/runtime/parallel/test_cut_parts.py (gloo)
 """
 
 from __future__ import annotations

@@ -113,6 +113,7 @@ MAY_CHANGE_ON_RESUME: frozenset[str] = frozenset(
         "train.compile",
         "layout.dp",
         "layout.fsdp",
+        "layout.tp",
         "layout.zero",
     }
 )

@@ -170,14 +170,18 @@ class Model(nn.Module):
         with moved, _gathered(self.blocks[index]):
             yield
 
+    def whole_rows(self) -> contextlib.AbstractContextManager[object]:
+        """Around passes over any number of tokens, without gradients, where ranks share layers and cut rows."""
+        return contextlib.nullcontext() if self.tensor_ranks is None else self.tensor_ranks.whole_rows()
+
     def ends_at_hand(self) -> contextlib.AbstractContextManager[object]:
         """Around what reads the weights of embedding, final norm or head without running the model."""
         return _gathered(self)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Scores of every vocabulary entry for hidden states of any leading shape; not where ranks share the head."""
-        assert self.tensor_ranks is None, "logits of a part of the vocabulary"
-        return F.linear(hidden, self.head_weight)
+        """Scores of every vocabulary entry for hidden states of any leading shape."""
+        logits, ranks = F.linear(hidden, self.head_weight), self.tensor_ranks
+        return logits if ranks is None else ranks.joined(logits, self.architecture.vocab_size)
 
 
 @contextlib.contextmanager

@@ -21,15 +21,17 @@ Choice   Plain tensors, and an autograd function for each exchange, instead of D
 Limits   The sequence must divide by the ranks. What `gather` gives a product is kept whole for its backward pass, if
          that is not recomputed (from `norms` on, which gathers again).
 Source   Megatron-LM, arXiv 1909.08053; sequence parallelism, arXiv 2205.05198; PTD-P, arXiv 2104.04473
-Checked  tests/runtime/parallel/test_tensor_parallel_runs.py
+Checked  tests/runtime/parallel/test_cut_layers.py
 
 Shapes: B rows, T tokens of a row, n ranks, t = T / n, D width, V vocabulary.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -56,7 +58,18 @@ class TensorRanks:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.number = group, next(_numbers)
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self._cuts_tokens = True
         _all[self.number] = self
+
+    @contextlib.contextmanager
+    def whole_rows(self) -> Iterator[None]:
+        """Inside, without gradients, every rank has all tokens of the residual stream: one, or any number of them."""
+        assert not torch.is_grad_enabled()
+        self._cuts_tokens = False
+        try:
+            yield
+        finally:
+            self._cuts_tokens = True
 
     def share(self, count: int) -> range:
         """Which of so many things in a row are this rank's; the shares differ by one at most."""
@@ -65,11 +78,32 @@ class TensorRanks:
     def gather(self, x_BtD: Tensor) -> Tensor:
         """x_BTD: the tokens of all ranks, in the type of the product that reads them."""
         x_BtD = x_BtD.to(compute_dtype(x_BtD))
+        if not self._cuts_tokens:
+            return x_BtD
         return cast(Tensor, _Gather.apply(x_BtD, self.number, self.size))  # type: ignore[no-untyped-call]
 
     def scatter(self, partial_BTD: Tensor) -> Tensor:
-        """x_BtD: the sum of all ranks' tensors, at this rank's tokens."""
+        """x_BtD: the sum of all ranks' tensors, at this rank's tokens.
+
+        Raises:
+            ConfigError: the sequence does not divide.
+        """
+        if not self._cuts_tokens:
+            return self.sum(partial_BTD)
+        if partial_BTD.shape[1] % self.size:
+            raise ConfigError(
+                "sequences cannot be cut over the ranks that share layers (layout.tp)",
+                got=f"{partial_BTD.shape[1]:,} tokens on {self.size} ranks",
+                expected=f"a multiple of {self.size}",
+            )
         return cast(Tensor, _Scatter.apply(partial_BTD, self.number, self.size))  # type: ignore[no-untyped-call]
+
+    def joined(self, logits: Tensor, words: int) -> Tensor:
+        """Logits of all words from each rank's own, in the last dimension; without gradients, of a few positions."""
+        own = self.share(words)
+        whole = logits.new_zeros(*logits.shape[:-1], words)
+        whole[..., own.start : own.stop] = logits
+        return self.sum(whole)
 
     def one_copy(self, weight: Tensor) -> Tensor:
         """A weight that all ranks have, with the sum of all ranks' gradients."""
@@ -93,17 +127,7 @@ class CutEmbedding(Embedding):
         super().__init__(len(self.words), whole.embedding_dim, device=like.device, dtype=like.dtype)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        """x_BtD.
-
-        Raises:
-            ConfigError: the sequence does not divide.
-        """
-        if tokens_BT.shape[1] % self.ranks.size:
-            raise ConfigError(
-                "sequences cannot be cut over the ranks that share layers (layout.tp)",
-                got=f"{tokens_BT.shape[1]:,} tokens on {self.ranks.size} ranks",
-                expected=f"a multiple of {self.ranks.size}",
-            )
+        """x_BtD."""
         index_BT = tokens_BT - self.words.start
         is_elsewhere_BT = (index_BT < 0) | (index_BT >= len(self.words))
         x_BTD = super().forward(index_BT.masked_fill(is_elsewhere_BT, 0))

@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
-from parity import Case, Trained, alone, check_parity, on_ranks
+from distributed import spawn
+from parity import (
+    ROWS,
+    SEQUENCE,
+    SMALL,
+    Case,
+    Trained,
+    alone,
+    batch_of,
+    check_parity,
+    made,
+    on_ranks,
+    trained,
+)
+
+from scrimp.profiler.collectives import Collectives, counting_collectives
+from scrimp.world import World
 
 TP = {"tp": 2}
+QUICK_BLOCKS = 2
+QUICK = Case(TP, settings={"model.num_layers": QUICK_BLOCKS}, with_documents=True, steps=2)
 TWO = {
     "documents": Case(TP, with_documents=True),
     "z-loss in chunks": Case(TP, settings={"objective.z_loss": 1e-3, "train.loss_chunk": 24}),
@@ -27,6 +46,10 @@ FOUR = {
     "fsdp 2 x tp 2, zero 1": Case({"tp": 2, "zero": 1}, preset="qwen3-0.6b"),
     "dp 2 x tp 2": Case({"dp": 2, "tp": 2}, preset="gemma3-1b"),
 }
+COMPILED = {
+    "kept": Case(TP, compiled=True, steps=1),
+    "recomputed": Case(TP, compiled=True, activations="block", preset="olmo2-1b", steps=1),
+}
 EIGHT = {"dp 2 x fsdp 2 x tp 2": Case({"dp": 2, "fsdp": 2, "tp": 2}, with_documents=True)}
 
 
@@ -41,9 +64,38 @@ def test_two_ranks_train_as_one_process(name: str, two: dict[str, list[Trained]]
     check_parity(two[name], alone(2, TWO[name]))
 
 
-@pytest.mark.parametrize(("ranks", "cases"), [(4, FOUR), (8, EIGHT)], ids=["four", "eight"])
+@pytest.mark.parametrize(
+    ("ranks", "cases"), [(2, COMPILED), (4, FOUR), (8, EIGHT)], ids=["compiled", "four", "eight"]
+)
 @pytest.mark.slow
-def test_more_ranks_train_as_one_process(ranks: int, cases: dict[str, Case], tmp_path: Path) -> None:
+def test_ranks_train_as_one_process(ranks: int, cases: dict[str, Case], tmp_path: Path) -> None:
     found = on_ranks(ranks, cases, tmp_path)
     for name, case in cases.items():
         check_parity(found[name], alone(ranks, case))
+
+
+def cheapest(rank: int) -> tuple[Trained, Collectives]:
+    """One step of one block, its micro-batch after one that laid FSDP2's groups out."""
+    case = dataclasses.replace(QUICK, micro_batches=1, steps=1)
+    _, executable, _, _ = made(case, World(rank, 2), 1)
+    for _ in range(2):
+        with counting_collectives() as counted:
+            executable.loss(batch_of(case, 0, 0)).total.backward()
+    return trained(rank, 2, QUICK), counted
+
+
+def test_ranks_send_what_the_formula_says_and_train_as_one_process(tmp_path: Path) -> None:
+    found = spawn(2, cheapest, tmp_path)
+    check_parity([one for one, _ in found], alone(2, QUICK))
+    width, tokens = SMALL["width"], ROWS * SEQUENCE
+    stream = 4 * tokens * width // 2  # what a ring of two sends of it
+    for _, counted in found:
+        # Of each block 8 B T D e (n - 1) / n, and twice the embedding's, and what the head reads.
+        sent = {kind: counted.sent(kind) for kind in ("all-gather", "reduce-scatter", "all-reduce")}
+        own = [one for one in counted.calls if one.ranks == 2]
+        passes = 4 * QUICK_BLOCKS + 2
+        assert sum(one.operation == "all-gather" for one in own) == passes
+        assert sum(one.operation == "reduce-scatter" for one in own) == passes
+        assert sent["all-gather"] == sent["reduce-scatter"] == passes * stream
+        # Norms of width D: two of each block and the last; three numbers of each token for the loss.
+        assert sent["all-reduce"] == 4 * ((2 * QUICK_BLOCKS + 1) * width + 3 * tokens)

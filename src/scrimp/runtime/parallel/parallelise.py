@@ -19,7 +19,7 @@ Sums     A rank's loss is divided by the targets of all ranks, so gradients are 
          `set_force_sum_reduction_for_comms`.)
 Limits   Weights that live on the host are not gathered from there: `memory.*` may not place states beside a layout yet.
 Source   ZeRO, arXiv 1910.02054; PyTorch FSDP, arXiv 2304.11277, and its second version in torch
-Checked  tests/runtime/parallel/test_fsdp.py: gradients against one process
+Checked  tests/runtime/parallel/test_fsdp.py, test_cut_layers.py: gradients against one process
 """
 
 from __future__ import annotations
