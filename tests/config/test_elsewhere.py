@@ -15,6 +15,7 @@ KNOWN = leaves(Config)
 USUAL = {
     "gradient_accumulation_steps": "train.batch_tokens",
     "deepspeed": "layout.fsdp",
+    "tp_size": "layout.tp",
     "deepspeed.zero_stage": "layout.zero",
     "per_device_train_batch_size": "train.micro_batch",
     "num_train_epochs": "train.steps",

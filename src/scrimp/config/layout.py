@@ -128,7 +128,9 @@ def check_tensor_ranks(config: Config, architecture: Architecture) -> None:
                 do="choose another layout.tp, or leave it out: layout.fsdp asks nothing of the model",
             )
     rounds = config.train.parameters == "bf16" and not config.optimizer.master_weights
-    refused = [("precision", config.precision)] * (config.precision_rules.base not in HIGH_PRECISION)
+    precisions = config.precision_rules
+    quantizes = bool(precisions.rules) or precisions.base not in HIGH_PRECISION
+    refused = [("precision", config.precision)] * quantizes
     refused += [("optimizer.moments", config.optimizer.moments)] * (config.optimizer.moments != "fp32")
     refused += [("optimizer.master_weights", "false")] * rounds
     refused += [

@@ -46,6 +46,14 @@ FOUR = {
     "fsdp 2 x tp 2, zero 1": Case({"tp": 2, "zero": 1}, preset="qwen3-0.6b"),
     "dp 2 x tp 2": Case({"dp": 2, "tp": 2}, preset="gemma3-1b"),
 }
+LOW = {
+    "bf16": Case(TP, settings={"precision": "bf16", "train.parameters": "fp32"}),
+    "bf16, no norm before products": Case(
+        TP, settings={"precision": "bf16", "train.parameters": "fp32"}, preset="olmo2-1b"
+    ),
+    "bf16 weights with masters": Case(TP, settings={"precision": "bf16", "train.parameters": "bf16"}),
+}
+"""Partial sums are rounded once more before they are added up."""
 COMPILED = {
     "kept": Case(TP, compiled=True, steps=1),
     "recomputed": Case(TP, compiled=True, activations="block", preset="olmo2-1b", steps=1),
@@ -55,13 +63,19 @@ EIGHT = {"dp 2 x fsdp 2 x tp 2": Case({"dp": 2, "fsdp": 2, "tp": 2}, with_docume
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Trained]]:
-    return on_ranks(2, TWO, tmp_path_factory.mktemp("two"))
+    return on_ranks(2, TWO | LOW, tmp_path_factory.mktemp("two"))
 
 
 @pytest.mark.parametrize("name", TWO)
 @pytest.mark.slow
 def test_two_ranks_train_as_one_process(name: str, two: dict[str, list[Trained]]) -> None:
     check_parity(two[name], alone(2, TWO[name]))
+
+
+@pytest.mark.parametrize("name", LOW)
+@pytest.mark.slow
+def test_bf16_differs_by_what_it_rounds(name: str, two: dict[str, list[Trained]]) -> None:
+    check_parity(two[name], alone(2, LOW[name]), gradients=2e-2, later=2e-3)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,10 @@ import torch
 import torch.distributed as dist
 from distributed import spawn
 from parity import Case, batch_of, made
+from safetensors.torch import load_file, save_file
 
+from scrimp.models.huggingface.load import load_weights
+from scrimp.models.huggingface.tensor_names import fused_parameters
 from scrimp.optim import Optimizer
 from scrimp.parts import TensorPart
 from scrimp.runtime import Executable
@@ -33,6 +36,23 @@ def filled(case: Case, world: World, ranks: int) -> dict[str, TensorPart]:
     optimizer.step(lr)
     optimizer.zero_grad()
     return parts_of(executable, optimizer)
+
+
+def load(rank: int, ranks: int, folder: Path) -> list[str]:
+    """Parameters that differ from what a Hugging Face folder holds, after it was loaded."""
+    _, executable, _, _ = made(WRITING, World(rank, ranks), ranks)
+    load_weights(executable.model, folder)
+    stored = load_file(folder / "model.safetensors")
+    whole = {
+        fused.name: torch.cat([stored[piece.name] for piece in fused.pieces])
+        for fused in fused_parameters(executable.model.architecture)
+    }
+    return [
+        name
+        for name, part in executable.parameters()
+        for box in part.boxes()
+        if not torch.equal(box.local, whole[name][box.place])
+    ]
 
 
 def write_and_read(rank: int, ranks: int, folder: Path, layouts: list[dict[str, int]]) -> bool:
@@ -77,3 +97,17 @@ def test_checkpoints_do_not_depend_on_how_layers_were_cut(
     for name, part in parts.items():
         moved = (part.local - before[name]).abs().max()
         assert 0 < moved <= (1.01 * lr if name.startswith("model.") else torch.inf), name
+
+
+@pytest.mark.slow
+def test_each_rank_loads_its_pieces_of_a_hugging_face_folder(tmp_path: Path) -> None:
+    _, executable, _, _ = made(dataclasses.replace(WRITING, layout={}), World(), 4)
+    shapes = {
+        piece.name: piece.shape
+        for fused in fused_parameters(executable.model.architecture)
+        for piece in fused.pieces
+    }
+    generator = torch.Generator().manual_seed(1)
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert spawn(4, load, tmp_path, 4, tmp_path) == [[]] * 4
