@@ -46,12 +46,11 @@ FOUR = {
     "fsdp 2 x tp 2, zero 1": Case({"tp": 2, "zero": 1}, preset="qwen3-0.6b"),
     "dp 2 x tp 2": Case({"dp": 2, "tp": 2}, preset="gemma3-1b"),
 }
+BF16 = {"precision": "bf16", "train.parameters": "fp32"}
 LOW = {
-    "bf16": Case(TP, settings={"precision": "bf16", "train.parameters": "fp32"}),
-    "bf16, no norm before products": Case(
-        TP, settings={"precision": "bf16", "train.parameters": "fp32"}, preset="olmo2-1b"
-    ),
-    "bf16 weights with masters": Case(TP, settings={"precision": "bf16", "train.parameters": "bf16"}),
+    "bf16": Case(TP, settings=BF16, steps=1),
+    "bf16, no norm before products": Case(TP, settings=BF16, preset="olmo2-1b", steps=1),
+    "bf16 weights with masters": Case(TP, settings={**BF16, "train.parameters": "bf16"}, steps=1),
 }
 """Partial sums are rounded once more before they are added up."""
 COMPILED = {
@@ -75,7 +74,7 @@ def test_two_ranks_train_as_one_process(name: str, two: dict[str, list[Trained]]
 @pytest.mark.parametrize("name", LOW)
 @pytest.mark.slow
 def test_bf16_differs_by_what_it_rounds(name: str, two: dict[str, list[Trained]]) -> None:
-    check_parity(two[name], alone(2, LOW[name]), gradients=2e-2, later=2e-3)
+    check_parity(two[name], alone(2, LOW[name]), gradients=5e-2, later=2e-3, first=1e-4)
 
 
 @pytest.mark.parametrize(
