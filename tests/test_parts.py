@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from scrimp.parts import TensorPart, part_of, parts_of
+from scrimp.parts import Cut, TensorPart, part_of, parts_of, set_cut
 
 STRIDED = _StridedShard(0, split_factor=2)
 
@@ -146,3 +146,41 @@ def test_a_box_that_does_not_lie_in_its_whole_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match="does not lie in"):
         TensorPart(torch.zeros(3, 4), shape, offsets, is_writer=True)
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3, 7])
+@pytest.mark.parametrize("pieces", [2, 4])
+def test_a_shard_of_a_fused_piece_is_boxes_of_the_whole(pieces: int, shards: int) -> None:
+    """Queries, keys and values of a rank, one below the other, and of these the rows of one rank of FSDP2."""
+    queries, keys, width = 16, 8, 3
+    whole = torch.arange((queries + 2 * keys) * width).reshape(-1, width)
+    times = torch.zeros_like(whole)
+    for piece in range(pieces):
+        ranges = [
+            range(first + size * piece // pieces, first + size * (piece + 1) // pieces)
+            for first, size in ((0, queries), (queries, keys), (queries + keys, keys))
+        ]
+        cut = Cut(tuple(whole.shape), tuple(ranges))
+        fused = torch.cat([whole[one.start : one.stop] for one in ranges])
+        assert tuple(fused.shape) == cut.local_shape
+        size = -(-len(fused) // shards)
+        for first in range(0, size * shards, size):
+            local = fused[first : first + size]
+            offset = min(first, len(fused))
+            part = cut.placed(TensorPart(local, tuple(fused.shape), (offset, 0)))
+            assert sum(box.local.numel() for box in part.boxes()) == local.numel()
+            for box in part.boxes():
+                assert torch.equal(whole[box.place], box.local)
+                times[box.place] += 1
+    assert (times == 1).all()
+
+
+def test_a_noted_cut_says_where_columns_lie_and_which_copy_is_written() -> None:
+    whole = torch.arange(24).reshape(4, 6)
+    columns = whole[:, 3:].clone()
+    set_cut(columns, Cut((4, 6), (range(3, 6),), dimension=1))
+    assert torch.equal(whole[part_of(columns).place], columns)
+    copy = torch.ones(5)
+    set_cut(copy, Cut((5,), (range(5),), is_writer=False))
+    assert part_of(copy).is_whole
+    assert not part_of(copy).is_writer

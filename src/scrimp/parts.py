@@ -1,4 +1,4 @@
-"""What one rank holds of a tensor: a box of the whole, as checkpoints write it and read it.
+"""What one rank holds of a tensor: boxes of the whole, as checkpoints write them and read them.
 
 Problem  Under a layout a rank holds a shard of each weight and optimizer state. A checkpoint is of whole tensors, and
          must come out the same whatever the layout, so that a run can go on under another one.
@@ -6,11 +6,15 @@ Method   A part is a local tensor and where it lies in the whole: element i of t
          Of a DTensor both follow from its placements, by torch's `compute_local_shape_and_global_offset`. Where several
          ranks hold equal copies, one of them writes: the one with coordinate 0 along every mesh dimension that
          replicates. A plain tensor is the part that is the whole.
-Limits   One box per rank and tensor. FSDP over TP of the same dimension (`_StridedShard`) is one only where the
-         dimension divides evenly by all ranks that share it; else it is refused, as are partial sums. A mesh knows its
-         own ranks only: copies outside of it have no writer of their own, so that a DTensor must lie on the mesh of all
-         ranks that hold it.
-Checked  tests/test_parts.py (no process group), tests/training/test_checkpoint_layouts.py (gloo)
+         Ranks that share layers cut weights before FSDP2 sees them, and a fused one into several ranges of rows on
+         each rank, which no placement describes: what lies here is noted on the parameter (`set_cut`), and of its rows
+         a rank of FSDP2 then has some. Such a part is several boxes, one below the other in the local tensor.
+Limits   Several boxes differ in their rows alone. DTensors that FSDP2 made of DTensors of the same dimension
+         (`_StridedShard`) are one box only where the dimension divides evenly by all ranks that share it; else they are
+         refused, as are partial sums. A mesh knows its own ranks only: copies outside of it have no writer of their
+         own, so that a DTensor must lie on the mesh of all ranks that hold it, or its copies be noted as a cut.
+Checked  tests/test_parts.py (no process group), tests/training/test_checkpoint_layouts.py and
+         tests/runtime/parallel/test_cut_parts.py (gloo)
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -40,9 +44,11 @@ class TensorPart:
     shape: tuple[int, ...]
     """Of the whole."""
     offsets: tuple[int, ...]
-    """Where the box begins, per dimension of the whole."""
+    """Where the box begins, per dimension of the whole; the first of several."""
     is_writer: bool = True
     """Whether it is this rank's that is written, of equal copies on several."""
+    rows: tuple[range, ...] = ()
+    """Rows of the whole that lie here, in rising order, where they are several boxes; empty: one box."""
 
     def __post_init__(self) -> None:
         box = tuple(self.local.shape)
@@ -60,9 +66,20 @@ class TensorPart:
         """Whether all of the tensor lies here."""
         return tuple(self.local.shape) == self.shape
 
+    def boxes(self) -> Iterator[TensorPart]:
+        """The boxes, which are parts of their own."""
+        if not self.rows:
+            yield self
+        first = 0
+        for rows in self.rows:
+            local, offsets = self.local[first : first + len(rows)], (rows.start, *self.offsets[1:])
+            yield TensorPart(local, self.shape, offsets, self.is_writer)
+            first += len(rows)
+
     @property
     def place(self) -> tuple[slice, ...]:
-        """The box as an index into the whole."""
+        """One box as an index into the whole."""
+        assert not self.rows, "several boxes have no one place"
         sizes = zip(self.offsets, self.local.shape, strict=True)
         return tuple(slice(first, first + size) for first, size in sizes)
 
@@ -77,6 +94,49 @@ class TensorPart:
         return self.whole_numel * self.local.element_size()
 
 
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """What a rank has of a tensor that was cut, or copied, before anything else shared it out."""
+
+    shape: tuple[int, ...]
+    """Of the whole."""
+    ranges: tuple[range, ...]
+    """Of the whole's indices along `dimension`, in rising order, those that lie here."""
+    dimension: int = 0
+    """0 where there are several ranges."""
+    is_writer: bool = True
+    """Whether it is this rank's that is written, of equal copies on several."""
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Of what lies here."""
+        size = sum(map(len, self.ranges))
+        return (*self.shape[: self.dimension], size, *self.shape[self.dimension + 1 :])
+
+    def placed(self, part: TensorPart) -> TensorPart:
+        """A part of what lies here, as one of the whole."""
+        first, size = part.offsets[self.dimension], part.local.shape[self.dimension]
+        found, passed = [], 0
+        for one in self.ranges:
+            here = one[max(0, first - passed) : max(0, first + size - passed)]
+            found += [here] if here else []
+            passed += len(one)
+        offsets = list(part.offsets)
+        offsets[self.dimension] = found[0].start if found else 0
+        rows = tuple(found) if len(found) > 1 else ()
+        return TensorPart(part.local, self.shape, tuple(offsets), part.is_writer and self.is_writer, rows)
+
+
+def set_cut(parameter: Tensor, cut: Cut) -> None:
+    """Note of a parameter, or of the DTensor that holds its shard, that it is a piece of a larger one."""
+    parameter.scrimp_cut = cut  # type: ignore[attr-defined]
+
+
+def cut_of(parameter: Tensor) -> Cut | None:
+    """What was noted; None: it is whole."""
+    return getattr(parameter, "scrimp_cut", None)
+
+
 def part_of(tensor: Tensor, *, writes_whole: bool = True) -> TensorPart:
     """What this rank holds of a tensor; the local tensor shares its storage, without a gradient.
 
@@ -89,8 +149,11 @@ def part_of(tensor: Tensor, *, writes_whole: bool = True) -> TensorPart:
     # Whoever holds a DTensor has imported it.
     tensors = sys.modules.get("torch.distributed.tensor")
     if tensors is not None and isinstance(tensor, tensors.DTensor):
-        return _of_dtensor(tensor)
-    return TensorPart(tensor.detach(), tuple(tensor.shape), (0,) * tensor.dim(), writes_whole)
+        part = _of_dtensor(tensor)
+    else:
+        part = TensorPart(tensor.detach(), tuple(tensor.shape), (0,) * tensor.dim(), writes_whole)
+    cut = cut_of(tensor)
+    return part if cut is None else cut.placed(part)
 
 
 def parts_of(

@@ -15,6 +15,7 @@ KNOWN = leaves(Config)
 USUAL = {
     "gradient_accumulation_steps": "train.batch_tokens",
     "deepspeed": "layout.fsdp",
+    "tp_size": "layout.tp",
     "deepspeed.zero_stage": "layout.zero",
     "per_device_train_batch_size": "train.micro_batch",
     "num_train_epochs": "train.steps",
@@ -54,7 +55,7 @@ NONE = {
     "wandb_project": "metrics.jsonl",
     "report_to": "metrics.jsonl",
     "optim_args": "optimizer.*",
-    "parallelism.tensor_parallel_degree": "does not cut",
+    "parallelism.pipeline_parallel_degree": "layout.fsdp",
     "lora_r": "all weights are trained",
     "wandb.project": "metrics.jsonl",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -32,6 +33,47 @@ def resolved(ranks: int, **settings: Any) -> ResolvedConfig:
 def test_what_is_left_out_is_filled_up(ranks: int, settings: Any, degrees: tuple[int, int]) -> None:
     layout = resolved(ranks, train__batch_tokens=256 * 12, train__sequence=256, **settings).layout
     assert (layout.dp, layout.fsdp) == degrees
+
+
+@pytest.mark.parametrize(
+    ("settings", "degrees"),
+    [
+        ({"layout__tp": 2}, (1, 4, 2)),
+        ({"layout__tp": 2, "layout__dp": 2}, (2, 2, 2)),
+        ({"layout__tp": 2, "layout__fsdp": 1}, (4, 1, 2)),
+    ],
+)
+def test_ranks_that_cut_layers_leave_the_others_to_be_filled_up(settings: Any, degrees: Any) -> None:
+    config = resolved(8, **settings)
+    assert (config.layout.dp, config.layout.fsdp, config.layout.tp) == degrees
+    assert (config.layout.ranks, config.layout.data_ranks) == (8, 8 // config.layout.tp)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"layout__tp": 4}, "layout.tp does not divide attention heads - got 6 on 4 ranks"),
+        ({"layout__tp": 2, "train__sequence": 31}, "tokens of a sequence"),
+        ({"layout__tp": 2, "precision": "fp8"}, "precision fp8 is not carried out beside layout.tp"),
+        ({"layout__tp": 2, "precision": "bf16,head=fp8"}, "precision bf16,head=fp8 is not carried out"),
+        ({"layout__tp": 2, "optimizer__moments": "8bit"}, "optimizer.moments 8bit"),
+        (
+            {"layout__tp": 2, "precision": "bf16", "optimizer__master_weights": False},
+            "moments bf16|master_weights",
+        ),
+        ({"layout__tp": 2, "budget__device_memory": 2**30}, "budget.device_memory"),
+    ],
+)
+def test_what_ranks_cannot_cut_is_refused_by_name(settings: Any, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        resolved(settings["layout__tp"], **settings)
+
+
+def test_key_heads_that_ranks_cannot_share_are_refused_by_name() -> None:
+    config = replace_values(Config(), {"layout.tp": 2})
+    shared = dataclasses.replace(preset("llama-3m"), num_kv_heads=1)
+    with pytest.raises(ConfigError, match=r"layout.tp does not divide key heads - got 1 on 2 ranks"):
+        resolve(config, shared, device_type="cpu", ranks=2)
 
 
 @given(

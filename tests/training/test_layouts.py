@@ -24,6 +24,8 @@ SETTINGS = [
     "--train.micro-batch=1",
     "--optimizer.clip=0.5",
 ]
+# Key heads that two ranks can share.
+SETTINGS += ["--model.num-kv-heads=2", "--objective.z-loss=1e-4"]
 ON_HOST = [
     "--memory.optimizer=host",
     "--memory.activations=keep+offload",
@@ -62,6 +64,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         flags(corpus, folder / "copies", *SETTINGS, "--layout.dp=2"),
         flags(corpus, folder / "on the host", *SETTINGS, *ON_HOST),
         flags(corpus, folder / "shared rows", *SETTINGS, "--layout.cp=2"),
+        flags(corpus, folder / "cut layers", *SETTINGS, "--layout.tp=2"),
         goes_on(alone, folder / "from one to two"),
     )
     on_ranks(
@@ -69,8 +72,16 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder / "again",
         goes_on(folder / "fsdp", folder / "from two to two"),
         goes_on(folder / "fsdp", folder / "from fsdp to copies", "--layout.dp=2"),
+        goes_on(folder / "fsdp", folder / "from fsdp to cut layers", "--layout.tp=2"),
+        goes_on(folder / "cut layers", folder / "from cut layers to cut layers"),
     )
-    on_ranks(4, folder / "four", goes_on(folder / "fsdp", folder / "from two to four", *HYBRID))
+    on_ranks(
+        4,
+        folder / "four",
+        goes_on(folder / "fsdp", folder / "from two to four", *HYBRID),
+        goes_on(folder / "cut layers", folder / "from two to four cut layers", "--layout.tp=2"),
+    )
+    assert scrimp(*goes_on(folder / "cut layers", folder / "from cut layers to one")).returncode == 0
     assert scrimp(*goes_on(folder / "from two to four", folder / "from four to one")).returncode == 0
     return folder
 
@@ -82,6 +93,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "copies",
         "on the host",
         "shared rows",
+        "cut layers",
+        "from fsdp to cut layers",
+        "from two to four cut layers",
+        "from cut layers to one",
         "from one to two",
         "from fsdp to copies",
         "from two to four",
@@ -100,10 +115,12 @@ def test_losses_are_those_of_one_process(runs: Path, name: str) -> None:
 
 def test_the_same_layout_goes_on_bit_for_bit(runs: Path) -> None:
     assert losses(runs / "from two to two") == losses(runs / "fsdp")
+    assert losses(runs / "from cut layers to cut layers") == losses(runs / "cut layers")
 
 
 def test_a_checkpoint_has_the_names_shapes_and_sizes_of_one_process(runs: Path) -> None:
-    stores = [CheckpointStore(runs / name, keep_last=1, keep_every=0) for name in ("alone", "fsdp", "copies")]
+    names = ("alone", "fsdp", "copies", "cut layers")
+    stores = [CheckpointStore(runs / name, keep_last=1, keep_every=0) for name in names]
     alone, *others = (dict(store.at(STEPS).tensors()) for store in stores)
     for other in others:
         assert {n: (t.shape, t.dtype) for n, t in other.items()} == {

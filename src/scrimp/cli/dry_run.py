@@ -102,7 +102,7 @@ def _run_table(decisions: Decisions) -> Any:
         ("tokens per step", f"{config.train.batch_tokens:,} in sequences of {sequence:,}"),
         ("tokens in the run", f"{config.train.batch_tokens * config.train.steps:,}"),
         *(
-            [("layout", f"dp {layout.dp} x fsdp {layout.fsdp}, ZeRO stage {layout.zero}")]
+            [("layout", f"dp {layout.dp} x fsdp {layout.fsdp} x tp {layout.tp}, ZeRO stage {layout.zero}")]
             if ranks > 1
             else []
         ),

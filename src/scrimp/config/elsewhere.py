@@ -144,14 +144,14 @@ _ANSWERS: dict[str, Answer] = {
     ),
     **_named("layout.dp", "ddp data_parallel_replicate_degree", note="copies of the model"),
     **_named("layout.zero", "zero_stage", note="3, 2 or 1"),
+    **_named("layout.tp", "tp_size tensor_parallel_degree tensor_model_parallel_size"),
     **_none(
         "start as many processes: scrimp launch --ranks N train ...",
         "num_gpus gpus nproc_per_node world_size local_rank",
     ),
     **_none(
-        "leave it out: this version shards models over ranks (layout.fsdp), and does not cut their layers",
-        "tp_size tensor_parallel_degree pipeline_parallel_degree context_parallel_degree "
-        "tensor_model_parallel_size",
+        "leave it out: this version shards models over ranks (layout.fsdp) and cuts their layers (layout.tp)",
+        "pipeline_parallel_degree context_parallel_degree",
     ),
     **_none(
         _ALL_WEIGHTS,

@@ -1,11 +1,11 @@
 """The degrees of a layout: given, checked against the number of ranks, and decided where they are open.
 
-    ranks = dp x fsdp x cp
+    ranks = dp x fsdp x cp x tp
 
-Degrees that are left out are filled up: `cp` is 1, `fsdp` takes all that the others leave, and `dp` all that a given
-`fsdp` leaves.
+Degrees that are left out are filled up: `fsdp` takes all that the others leave, and `dp` all that a given `fsdp`
+leaves.
 Of all layouts fsdp over all ranks takes the least memory of each, and asks nothing of the model's sizes: it is what
-a run gets that says nothing.
+a run gets that says nothing. `tp` is 1 unless it is given, since it asks a lot of them (`check_tensor_ranks`).
 
 Checked  tests/config/test_layout.py
 """
@@ -15,12 +15,16 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
+from scrimp.config.architecture import Architecture
 from scrimp.config.fields import replace_values
 from scrimp.config.optimizers import facts_of
 from scrimp.config.schema import Config, LayoutConfig, decided
 from scrimp.errors import ConfigError
+from scrimp.precision import HIGH_PRECISION
 
-AXES = ("dp", "fsdp", "cp")
+OPEN_AXES = ("dp", "fsdp")
+"""Those that may be left out."""
+AXES = (*OPEN_AXES, "cp", "tp")
 """Their product is the number of ranks."""
 
 
@@ -33,7 +37,8 @@ def for_ranks(config: Config, ranks: int, given: Collection[str]) -> Config:
     """A saved configuration on another number of ranks: its degrees are open again but for those that the user gave."""
     if ranks_of(config.layout) == ranks:
         return config
-    return replace_values(config, {f"layout.{axis}": None for axis in AXES if f"layout.{axis}" not in given})
+    before = {axis: getattr(LayoutConfig(), axis) for axis in AXES if f"layout.{axis}" not in given}
+    return replace_values(config, {f"layout.{axis}": value for axis, value in before.items()})
 
 
 def check_layout(layout: LayoutConfig, ranks: int) -> None:
@@ -43,7 +48,7 @@ def check_layout(layout: LayoutConfig, ranks: int) -> None:
         ConfigError: with the nearest number of ranks that there are degrees for.
     """
     given = _given(layout)
-    product, is_open = math.prod(given.values()), not {"dp", "fsdp"} <= given.keys()
+    product, is_open = math.prod(given.values()), any(axis not in given for axis in OPEN_AXES)
     if product == ranks or (is_open and ranks % product == 0):
         return
     nearest = max(1, round(ranks / product)) * product if is_open else product
@@ -84,25 +89,73 @@ def check_beside_layout(config: Config) -> None:
         )
 
 
-def decide_cp(layout: LayoutConfig) -> tuple[int, str]:
-    """Ranks that share a row, and why."""
-    return 1, "each rank reads whole rows"
-
-
 def decide_dp(layout: LayoutConfig, ranks: int) -> tuple[int, str]:
-    """Copies of the model, and why; after `decide_cp`."""
+    """Copies of the model, and why.
+
+    Args:
+        ranks: that cp and tp leave.
+    """
     if layout.fsdp is None:
         return 1, "one copy of the model, sharded over all ranks" if ranks > 1 else "one rank"
-    rest = layout.fsdp * decided(layout.cp)
-    return ranks // rest, f"{ranks:,} ranks / {rest:,} of fsdp and cp"
+    return ranks // layout.fsdp, f"{ranks:,} ranks / layout.fsdp {layout.fsdp:,}"
 
 
 def decide_fsdp(layout: LayoutConfig, ranks: int) -> tuple[int, str]:
-    """Ranks of a copy, and why; after the others."""
-    rest = decided(layout.dp) * decided(layout.cp)
-    return ranks // rest, f"{ranks:,} ranks / {rest:,} of dp and cp" if ranks > 1 else "one rank"
+    """Ranks of a copy, and why; after `decide_dp`.
+
+    Args:
+        ranks: that cp and tp leave.
+    """
+    copies = decided(layout.dp)
+    return ranks // copies, f"{ranks:,} ranks / layout.dp {copies:,}" if ranks > 1 else "one rank"
+
+
+def check_tensor_ranks(config: Config, architecture: Architecture) -> None:
+    """Refuse what ranks that compute layers together cannot share, and what is not carried out beside them yet.
+
+    Args:
+        config: with the layout and the sequence decided.
+
+    Raises:
+        ConfigError: with the setting to change.
+    """
+    ranks, a = config.layout.tp, architecture
+    if ranks == 1:
+        return
+    for what, count in (
+        ("attention heads", a.num_heads),
+        ("key heads", a.num_kv_heads),
+        ("the MLP's width", a.ffn_width),
+        ("tokens of a sequence", decided(config.train.sequence)),
+    ):
+        if count % ranks:
+            raise ConfigError(
+                f"layout.tp does not divide {what}",
+                got=f"{count:,} on {ranks:,} ranks",
+                expected="a number of ranks that divides them",
+                do="choose another layout.tp, or leave it out: layout.fsdp asks nothing of the model",
+            )
+    rounds = config.train.parameters == "bf16" and not config.optimizer.master_weights
+    precisions = config.precision_rules
+    quantizes = bool(precisions.rules) or precisions.base not in HIGH_PRECISION
+    refused = [("precision", config.precision)] * quantizes
+    refused += [("layout.cp", str(config.layout.cp))] * (config.layout.cp > 1)
+    refused += [("optimizer.moments", config.optimizer.moments)] * (config.optimizer.moments != "fp32")
+    refused += [("optimizer.master_weights", "false")] * rounds
+    refused += [
+        (f"budget.{key}", getattr(config.budget, key))
+        for key in ("device_memory", "host_memory")
+        if getattr(config.budget, key) not in (None, "auto")
+    ]
+    for key, value in refused:
+        raise ConfigError(
+            f"{key} {value} is not carried out beside layout.tp yet",
+            got=f"layout.tp {ranks:,}",
+            do=f"change {key}, or use layout.fsdp instead",
+        )
 
 
 def _given(layout: LayoutConfig) -> dict[str, int]:
     degrees = {axis: getattr(layout, axis) for axis in AXES}
-    return {axis: degree for axis, degree in degrees.items() if degree is not None}
+    is_open = {axis: degrees[axis] == getattr(LayoutConfig(), axis) for axis in AXES}
+    return {axis: degree for axis, degree in degrees.items() if not is_open[axis]}

@@ -58,7 +58,7 @@ from scrimp.config import snip
 from scrimp.config.activations import check_memory
 from scrimp.config.architecture import Architecture
 from scrimp.config.fields import flatten, replace_values
-from scrimp.config.layout import check_beside_layout, check_layout, decide_cp, decide_dp, decide_fsdp
+from scrimp.config.layout import check_beside_layout, check_layout, check_tensor_ranks, decide_dp, decide_fsdp
 from scrimp.config.optimizers import check_optimizer, facts_of
 from scrimp.config.resolved import ResolvedConfig, closed
 from scrimp.config.schema import Config, TrainConfig, decided
@@ -115,6 +115,7 @@ MAY_CHANGE_ON_RESUME: frozenset[str] = frozenset(
         "layout.fsdp",
         "layout.cp",
         "layout.cp_method",
+        "layout.tp",
         "layout.zero",
     }
 )
@@ -152,9 +153,9 @@ def resolve(config: Config, architecture: Architecture, *, device_type: str, ran
 
     # In this order: each decision reads the ones before it.
     check_layout(config.layout, ranks)
-    config = decide(config, "layout.cp", lambda: decide_cp(config.layout))
-    config = decide(config, "layout.dp", lambda: decide_dp(config.layout, ranks))
-    config = decide(config, "layout.fsdp", lambda: decide_fsdp(config.layout, ranks))
+    together = config.layout.cp * config.layout.tp
+    config = decide(config, "layout.dp", lambda: decide_dp(config.layout, ranks // together))
+    config = decide(config, "layout.fsdp", lambda: decide_fsdp(config.layout, ranks // together))
     data_ranks = decided(config.layout.dp) * decided(config.layout.fsdp)
     if parse_rules(config.precision).base is None:
         value, reasons["precision"] = _precision(config.precision, device_type)
@@ -176,6 +177,7 @@ def resolve(config: Config, architecture: Architecture, *, device_type: str, ran
         for key in ("memory.weights", "memory.gradients", "memory.optimizer"):
             config = decide(config, key, lambda: on_device)
     config = decide(config, "train.sequence", lambda: _sequence(config.train, architecture, data_ranks))
+    check_tensor_ranks(config, architecture)
     config = decide(
         config, "train.batch_tokens", lambda: _batch_tokens(config.train, architecture, data_ranks)
     )

@@ -77,16 +77,15 @@ class ResolvedLayout(LayoutConfig):
 
     dp: int
     fsdp: int
-    cp: int
 
     @property
     def ranks(self) -> int:
         """All of them."""
-        return self.dp * self.fsdp * self.cp
+        return self.dp * self.fsdp * self.cp * self.tp
 
     @property
     def shards(self) -> int:
-        """Ranks that share one copy of the model."""
+        """Ranks over which FSDP2 cuts the weights of a copy, or of its pieces."""
         return self.fsdp * self.cp
 
     @property

@@ -200,12 +200,15 @@ class LayoutConfig:
     """Copies of the model, each on ranks of its own. Unset: as many as fsdp leaves, else one."""
     fsdp: int | None = None
     """Ranks that share one copy, each with its part of weights, gradients and optimizer states (those of cp do too).
-    Unset: all that dp and cp leave."""
-    cp: int | None = None
-    """Ranks that share the tokens of every row: for sequences that are too long for one. Unset: one."""
+    Unset: all that the others leave."""
+    cp: int = 1
+    """Ranks that share the tokens of every row: for sequences that are too long for one."""
     cp_method: ContextMethod = "zigzag"
     """How they attend: zigzag or striped, a ring that keys and values go round; ulysses, which exchanges tokens for
     heads."""
+    tp: int = 1
+    """Ranks that compute every layer together, each with its own heads, its part of the MLP and its words. They read
+    the same rows, and exchange activations in every block: they belong on the fastest links."""
     zero: int = 3
     """What each rank of fsdp holds whole for a while: 3: the weights of the block that runs; 2: all weights,
     from their forward to their backward pass; 1: and all gradients, until the last micro-batch."""

@@ -91,6 +91,7 @@ RANGES: dict[str, Range] = {
     "layout.dp": _COUNT,
     "layout.fsdp": _COUNT,
     "layout.cp": _COUNT,
+    "layout.tp": _COUNT,
     "layout.zero": Range(1, 3),
     "evaluation.every": _COUNT_OR_OFF,
     "evaluation.tokens": _COUNT,

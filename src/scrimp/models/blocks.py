@@ -77,14 +77,17 @@ class RMSNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.eps, self.offset, self.scale = eps, offset, scale
+        self.one_copy: Callable[[Tensor], Tensor] | None = None
+        """What adds up the gradients of a weight that several ranks have, each for its own tokens or heads."""
         self.weight = nn.Parameter(torch.empty(size, device=place.device, dtype=place.dtype))
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension."""
+        weight = self.weight if self.one_copy is None else self.one_copy(self.weight)
         if self.offset == 0.0 and self.scale == 1.0:
-            return rms_norm(x, self.weight, self.eps)
+            return rms_norm(x, weight, self.eps)
         # In float32: near 1, bfloat16 has steps of a hundredth, which weights near 0 have not.
-        gain = at_least_float32(self.weight) + self.offset
+        gain = at_least_float32(weight) + self.offset
         return rms_norm(x, gain if self.scale == 1.0 else gain * self.scale, self.eps)
 
 

@@ -151,7 +151,7 @@ class _Cache:
 @torch.no_grad()
 def _next_logits(model: Model, new_ids: list[int], caches: list[_Cache]) -> Tensor:
     """Logits after the new tokens, logits_V; their keys and values join the caches."""
-    with model.ends_at_hand():
+    with model.ends_at_hand(), model.whole_rows():
         return _logits_at_hand(model, new_ids, caches)
 
 

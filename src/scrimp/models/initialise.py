@@ -14,6 +14,7 @@ Checked  tests/models/test_initialise.py
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -41,17 +42,19 @@ def initialise(model: Model, seed: int) -> None:
     """
     for name, parameter in model.named_parameters():
         part = part_of(parameter)
-        part.local.copy_(initial_value(name, parameter, seed)[part.place])
+        value = initial_value(name, part.shape, seed)
+        for box in part.boxes():
+            box.local.copy_(value[box.place])
     for module in model.modules():
         if isinstance(module, RMSNorm) and module.offset:
             part_of(module.weight).local.fill_(1.0 - module.offset)
 
 
-def initial_value(name: str, parameter: Tensor, seed: int) -> Tensor:
+def initial_value(name: str, shape: Sequence[int], seed: int) -> Tensor:
     """One parameter's first value, in float32 on the CPU."""
     if name.endswith("bias"):
-        return torch.zeros(parameter.shape)
-    if parameter.ndim == 1:
-        return torch.ones(parameter.shape)
+        return torch.zeros(tuple(shape))
+    if len(shape) == 1:
+        return torch.ones(tuple(shape))
     generator = torch.Generator().manual_seed(parameter_seed(seed, name))
-    return torch.empty(parameter.shape).normal_(0.0, STANDARD_DEVIATION, generator=generator)
+    return torch.empty(tuple(shape)).normal_(0.0, STANDARD_DEVIATION, generator=generator)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +33,9 @@ from scrimp.models.blocks import Block, Embedding, Linear, Place
 from scrimp.models.context_parallel import ContextParallel
 from scrimp.models.kinds import spec_of
 from scrimp.models.spec import AttentionSpec, ModelSpec
+
+if TYPE_CHECKING:
+    from scrimp.models.tensor_ranks import TensorRanks
 
 Layouts = Mapping[AttentionSpec, AttentionLayout]
 
@@ -82,6 +85,8 @@ class Model(nn.Module):
         """None: blocks are simply called."""
         self.context_parallel: ContextParallel | None = None
         """The ranks that share rows; None: this process has whole ones."""
+        self.tensor_ranks: TensorRanks | None = None
+        """The ranks that share layers, each with its own heads and words; None: this process has all."""
         self.planned_head: PlannedLayer | None = None
         """Formats of the head's GEMMs in the loss; None: the compute type."""
 
@@ -165,13 +170,18 @@ class Model(nn.Module):
         with moved, _gathered(self.blocks[index]):
             yield
 
+    def whole_rows(self) -> contextlib.AbstractContextManager[object]:
+        """Around passes over any number of tokens, without gradients, where ranks share layers and cut rows."""
+        return contextlib.nullcontext() if self.tensor_ranks is None else self.tensor_ranks.whole_rows()
+
     def ends_at_hand(self) -> contextlib.AbstractContextManager[object]:
         """Around what reads the weights of embedding, final norm or head without running the model."""
         return _gathered(self)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of every vocabulary entry for hidden states of any leading shape."""
-        return F.linear(hidden, self.head_weight)
+        logits, ranks = F.linear(hidden, self.head_weight), self.tensor_ranks
+        return logits if ranks is None else ranks.joined(logits, self.architecture.vocab_size)
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ Method   Per chunk of tokens: logits = h W^T, their log-softmax, the loss, and a
 Sums     The result is a sum over the real targets, not a mean: the caller divides by the
          number of targets of the whole batch, so that the loss does not depend on how the
          batch is cut into micro-batches. Targets of -100 count nothing.
+Ranks    that have parts of the vocabulary exchange three numbers per token (`cut_vocabulary`).
 Types    GEMMs run in the compute type (autocast's, else that of h) or as a plan says, softmax and sums in
          float32, and the weight's gradient is summed over chunks in float32. Float64 stays
          float64.
@@ -44,6 +45,7 @@ from scrimp.formats.grouping import cut
 from scrimp.gemm import HeadGemms, PlannedLayer, compute_dtype
 from scrimp.models.functions import at_least_float32, float32_or_wider
 from scrimp.objectives.base import LossSums
+from scrimp.objectives.cut_vocabulary import CutVocabulary
 
 BLOCK_ELEMENTS = {"cpu": 2**21, "cuda": 2**26}
 """Logits whose softmax is computed at once, by device type."""
@@ -57,6 +59,7 @@ def cross_entropy_sums(
     chunk: int = 0,
     z_loss: float = 0.0,
     planned: PlannedLayer | None = None,
+    vocabulary: CutVocabulary | None = None,
 ) -> LossSums:
     """The cross-entropy of hidden states against targets, and the z-loss as its penalty, with the head's GEMM inside.
 
@@ -67,11 +70,20 @@ def cross_entropy_sums(
         chunk: tokens whose logits exist at once; 0 for all.
         z_loss: weight of the squared log-partition.
         planned: formats of the head's three GEMMs; None: the compute type.
+        vocabulary: the words of `weight_VD`, where other ranks have others; None: it has all.
     """
     training = torch.is_grad_enabled()
     chunk = chunk or len(targets_S)
     cross_entropy, z = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
-        hidden_SD, weight_VD, targets_S, chunk, z_loss, compute_dtype(hidden_SD), training, planned
+        hidden_SD,
+        weight_VD,
+        targets_S,
+        chunk,
+        z_loss,
+        compute_dtype(hidden_SD),
+        training,
+        planned,
+        vocabulary,
     )
     return LossSums(cross_entropy, z)
 
@@ -88,6 +100,7 @@ class _ChunkedLoss(torch.autograd.Function):
         compute: torch.dtype,
         training: bool,
         planned: PlannedLayer | None,
+        vocabulary: CutVocabulary | None,
     ) -> tuple[Tensor, Tensor]:
         needs_hidden, needs_weight = (training and needed for needed in ctx.needs_input_grad[:2])
         sums = hidden_SD.new_zeros(2, dtype=float32_or_wider(compute))
@@ -100,7 +113,8 @@ class _ChunkedLoss(torch.autograd.Function):
                 hidden, targets = hidden_SD[part].to(compute), targets_S[part]
                 real_Q1 = (targets != IGNORED)[:, None]
                 logits_QV = head.fprop(hidden)
-                sums += _losses(logits_QV, targets, real_Q1, z_loss, needs_hidden or needs_weight)
+                differentiates = needs_hidden or needs_weight
+                sums += _losses(logits_QV, targets, real_Q1, z_loss, differentiates, vocabulary)
                 # From here on logits_QV holds the gradient.
                 if grad_hidden is not None or needs_weight:
                     grad_part, grad_weight = head.backward(
@@ -132,12 +146,21 @@ class _ChunkedLoss(torch.autograd.Function):
         # Taken out of ctx, so that autograd can hand on these tensors without a copy.
         gradients, ctx.gradients = ctx.gradients, None
         hidden, weight = (None if g is None or grad_ce is None else g.mul_(grad_ce) for g in gradients)
-        return hidden, weight, *[None] * 6
+        return hidden, weight, *[None] * 7
 
 
-def _losses(logits_QV: Tensor, targets_Q: Tensor, real_Q1: Tensor, z_loss: float, training: bool) -> Tensor:
+def _losses(
+    logits_QV: Tensor,
+    targets_Q: Tensor,
+    real_Q1: Tensor,
+    z_loss: float,
+    training: bool,
+    vocabulary: CutVocabulary | None,
+) -> Tensor:
     """Both sums of one chunk, shape (2,); when training, logits_QV becomes its own gradient."""
     rows = max(1, BLOCK_ELEMENTS.get(logits_QV.device.type, 2**26) // logits_QV.shape[1])
+    if vocabulary is not None:
+        return vocabulary.losses(logits_QV, targets_Q, real_Q1, z_loss, training, rows=rows)
     index_Q1 = targets_Q[:, None].clamp_min(0)
     sums_B2 = logits_QV.new_empty(-(-len(logits_QV) // rows), 2, dtype=float32_or_wider(logits_QV.dtype))
     for part in cut(len(logits_QV), rows):

@@ -19,6 +19,7 @@ from scrimp.data import Batch
 from scrimp.models.model import Model
 from scrimp.objectives.base import LossSums, Reads
 from scrimp.objectives.cross_entropy import cross_entropy_sums
+from scrimp.objectives.cut_vocabulary import CutVocabulary
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class NextToken:
             chunk=chunk,
             z_loss=self.z_loss,
             planned=model.planned_head,
+            vocabulary=_vocabulary(model),
         )
 
     def count(self, batch: Batch) -> int:
@@ -61,6 +63,14 @@ class NextToken:
     def head_passes(self, num_tokens: int, chunk: int) -> int:
         """One per chunk."""
         return -(-num_tokens // (chunk or num_tokens))
+
+
+def _vocabulary(model: Model) -> CutVocabulary | None:
+    """The words whose rows of the head this rank has; None: it has all."""
+    ranks = model.tensor_ranks
+    if ranks is None:
+        return None
+    return CutVocabulary(ranks.share(model.architecture.vocab_size), ranks.group)
 
 
 NEXT_TOKEN = NextToken()

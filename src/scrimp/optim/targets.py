@@ -164,6 +164,8 @@ class Targets(ABC):
         part = self._tensor_parts[name]
         if not tensor.ndim or part.is_whole:
             return part_of(tensor, writes_whole=part.is_writer)
+        if tensor.shape == part.local.shape:
+            return dataclasses.replace(part, local=tensor)
         shape, offsets = (part.shape[0], *tensor.shape[1:]), (part.offsets[0], *[0] * (tensor.ndim - 1))
         return TensorPart(tensor, shape, offsets, part.is_writer)
 

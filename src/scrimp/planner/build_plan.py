@@ -82,6 +82,7 @@ def build_plan(
             fsdp=config.layout.fsdp,
             cp=config.layout.cp,
             zero=config.layout.zero,
+            tp=config.layout.tp,
         ),
         predicted=predicted,
     )

@@ -29,7 +29,7 @@ from scrimp.gemm.problem import DTYPES
 from scrimp.models.model import Model, build_model
 from scrimp.objectives import LossSums, Objective
 from scrimp.objectives.next_token import NEXT_TOKEN
-from scrimp.parts import TensorPart, part_of
+from scrimp.parts import TensorPart, part_of, set_cut
 from scrimp.planner import Plan
 from scrimp.precision import LinearPrecision
 from scrimp.runtime.memory import HostMemory, HostRoom, carry_out
@@ -214,7 +214,7 @@ def realise(
         )
     with torch.device("meta"):
         model = build_model(architecture, dtype=DTYPES[parameters])
-    parallelise(model, mesh)
+    cuts = parallelise(model, mesh)
     # Weights that live on the host never lie on the device all at once, nor on the host twice, not even to be filled.
     hosted = plan.placement.states.on_host("weights")
     for index, block in enumerate(model.blocks):
@@ -224,6 +224,9 @@ def realise(
             block.to_empty(device=device)
     for module in model.ends:
         module.to_empty(device=device)
+    for name, parameter in model.named_parameters():
+        if name in cuts:
+            set_cut(parameter, cuts[name])
     fill(model)
     planned = None
     if replans or quantizes(plan, compute):

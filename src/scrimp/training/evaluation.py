@@ -71,9 +71,9 @@ def evaluate(
             on_tokens(num_targets)
     executable.model.train(was_training)
     executable.settle()
-    found = mesh.world.gathered([float(total), num_targets])
+    found = mesh.gathered([float(total), num_targets])
     # Ranks that share rows have counted the same targets.
-    loss_sum, num_targets = sum(one[0] for one in found), sum(one[1] for one in found) // mesh.layout.cp
+    loss_sum, num_targets = sum(one[0] for one in found), sum(int(one[1]) for one in found[:: mesh.layout.cp])
     if num_targets == 0:
         raise DataError("nothing to evaluate", got="no target token", do="give a longer text")
     loss = loss_sum / num_targets

@@ -64,8 +64,8 @@ class Stepper:
         run.phases.switch(TRAINING)
         start = time.perf_counter()
         batches = next(loader)
-        counts = run.decisions.world.gathered(sum(map(run.executable.objective.count, batches)))
-        num_targets = sum(counts) // run.config.layout.cp  # ranks that share rows have counted the same
+        counts = run.executable.mesh.gathered_rows(sum(map(run.executable.objective.count, batches)))
+        num_targets = sum(counts)
         total = self._passes(batches, num_targets)
         while total is None:  # out of memory, and by now with a plan that takes less
             total = self._passes(batches, num_targets)
@@ -90,7 +90,7 @@ class Stepper:
     def _means(self, total: Tensor, num_targets: int) -> tuple[float, dict[str, float]]:
         """Loss and metrics of the batch, over all ranks."""
         own = [float(total), *map(float, self._metric_sums.values())]
-        sums = (sum(ranks) for ranks in zip(*self.run.decisions.world.gathered(own), strict=True))
+        sums = (sum(ranks) for ranks in zip(*self.run.executable.mesh.gathered(own), strict=True))
         loss, *metrics = (one / max(1, num_targets) for one in sums)
         return loss, dict(zip(self._metric_sums, metrics, strict=True))
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -199,7 +200,7 @@ def write_parts(
         try:
             for name in names:
                 is_good = True
-                for piece in _pieces(parts[name]):
+                for piece in itertools.chain.from_iterable(map(_pieces, parts[name].boxes())):
                     if stopped is not None and stopped.is_set():
                         return bad
                     _write_box(descriptor, layout.places[name][1], piece)
@@ -213,7 +214,7 @@ def write_parts(
 
 
 def _pieces(part: TensorPart) -> Iterator[TensorPart]:
-    """Boxes of a part of at most `PIECE_BYTES`, cut along the first dimensions; on the host, in order."""
+    """Smaller boxes of one, of at most `PIECE_BYTES`, cut along the first dimensions; on the host, in order."""
     local = part.local
     if local.nbytes <= PIECE_BYTES:
         yield dataclasses.replace(part, local=local.cpu().contiguous())
@@ -293,9 +294,9 @@ def read_parts(folder: Path, into: Mapping[str, TensorPart]) -> None:
     for path, names in _open_order(folder):
         with _opened(path) as file:
             for name in names:
-                part = into[name]
-                if part.local.numel():
-                    part.local.copy_(file.get_slice(name)[part.place])
+                for box in into[name].boxes():
+                    if box.local.numel():
+                        box.local.copy_(file.get_slice(name)[box.place])
 
 
 def describe(folder: Path) -> dict[str, tuple[torch.dtype | str, tuple[int, ...]]]:

@@ -18,7 +18,7 @@ Checked  tests/models/test_huggingface_load.py (table of damaged folders),
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -99,18 +99,18 @@ def load_weights(model: Model, folder: Path) -> None:
     if any(parameter.is_meta for parameter in parameters.values()):
         raise ModelError("the model has no storage to load weights into", got="the meta device")
     stored = _checked_tensors(model.architecture, Path(folder))
-    targets: dict[str, _Target] = {}
+    targets: list[tuple[str, _Target]] = []
     for fused in fused_parameters(model.architecture):
-        part = part_of(parameters[fused.name])
-        for piece in fused.pieces:
-            target = _target(part, piece)
-            if target is not None:
-                targets[piece.name] = target
+        for box in part_of(parameters[fused.name]).boxes():
+            for piece in fused.pieces:
+                target = _target(box, piece)
+                if target is not None:
+                    targets.append((piece.name, target))
     _copy(stored, targets)
 
 
 def _target(part: TensorPart, piece: Piece) -> _Target | None:
-    """Where the rows of a stored tensor go that lie in this part of its parameter; None: none of them do."""
+    """Where the rows of a stored tensor go that lie in this box of its parameter; None: none of them do."""
     rows, *others = part.place
     first, last = max(rows.start, piece.start), min(rows.stop, piece.stop)
     if first >= last:
@@ -277,16 +277,16 @@ def _check_tensors(stored: Mapping[str, _Stored], shapes: Mapping[str, tuple[int
         raise ModelError(f"{found.file}: {name} has the wrong shape", got=found.shape, expected=shape)
 
 
-def _copy(stored: Mapping[str, _Stored], targets: Mapping[str, _Target]) -> None:
+def _copy(stored: Mapping[str, _Stored], targets: Sequence[tuple[str, _Target]]) -> None:
     """Read tensor by tensor, file by file, into the rows they belong to."""
 
     def copy(file: Path, opened: Any) -> None:
-        for name, target in targets.items():
+        for name, target in targets:
             if stored[name].file == file:
                 target.into.copy_(opened.get_slice(name)[target.place])
 
     with torch.no_grad():
-        for file in dict.fromkeys(stored[name].file for name in targets):
+        for file in dict.fromkeys(stored[name].file for name, _ in targets):
             _with_file(file, copy)
 
 

@@ -2,7 +2,7 @@
 
 Problem  A trace gives the bytes of a step that has all of the model. Of several ranks each keeps 1/F of weights,
          gradients and optimizer states (F ranks of `layout.fsdp` and `layout.cp`), and for a while holds whole what its
-         passes read and make.
+         passes read and make. Of all of these `layout.tp` leaves a rank its pieces: 1/tp.
 Method   With W, G, O a unit's bytes of weights, gradients, optimizer states, R those of its gradients in float32, in
          which they are reduced, FSDP2 holds of every block beside W/F, G/F, O/F::
 
@@ -17,9 +17,10 @@ Method   With W, G, O a unit's bytes of weights, gradients, optimizer states, R 
          Embedding, final norm and head are one unit, gathered as long as the passes last; their whole gradients wait
          for the end of the backward pass, where they are reduced.
 Limits   Parts are rounded up: ranks get equal numbers of rows or fewer. Blocks are taken to be as large as their
-         neighbours. What gloo and NCCL take for themselves is not counted, nor is a gather that FSDP2 begins earlier
-         on a GPU whose host runs ahead. Seconds are those of the passes alone, without communication: none are
-         predicted.
+         neighbours. Of `layout.tp`, activations are counted as those of whole layers, and copies of norms as pieces:
+         the account is above what ranks take. What gloo and NCCL take for themselves is not counted, nor is a gather
+         that FSDP2 begins earlier on a GPU whose host runs ahead. Seconds are those of the passes alone, without
+         communication: none are predicted.
 Source   torch.distributed.fsdp._fully_shard, torch 2.13
 Checked  tests/planner/memory/test_shared_costs.py; tests/runtime/parallel/test_shared_memory.py: real ranks
 """
@@ -49,7 +50,7 @@ def shared_costs(
         return costs
     sums_whole = layout.zero == 1 and micro_batches > 1
     classes = tuple(_block(kind, layout, parameter_bytes, sums_whole) for kind in costs.classes)
-    gathered = costs.ends.weights
+    gathered = _piece(costs.ends.weights, layout)
     return dataclasses.replace(
         costs,
         classes=classes,
@@ -62,9 +63,10 @@ def shared_costs(
 
 
 def _block(kind: BlockClass, layout: ResolvedLayout, parameter_bytes: int, sums_whole: bool) -> BlockClass:
-    whole, reduced = kind.weights, _reduced(kind.weights, parameter_bytes)
+    whole = _piece(kind.weights, layout)
+    reduced = _reduced(whole, parameter_bytes)
     stays = whole if layout.zero < 3 else 0
-    over_copies = 2 * _part(reduced, layout) * (layout.dp > 1)
+    over_copies = 2 * -(-reduced // layout.fsdp) * (layout.dp > 1)
 
     def cost(one: BlockCost) -> BlockCost:
         accumulating = one.accumulating_peak
@@ -89,9 +91,9 @@ def _block(kind: BlockClass, layout: ResolvedLayout, parameter_bytes: int, sums_
 
 
 def _ends(ends: EndsCost, layout: ResolvedLayout, parameter_bytes: int, sums_whole: bool) -> EndsCost:
-    reduced = _reduced(ends.weights, parameter_bytes)
+    reduced = _reduced(_piece(ends.weights, layout), parameter_bytes)
     # One copy in float32, and this rank's part of the sums.
-    reducing = reduced + _part(reduced, layout) * (1 + 2 * (layout.dp > 1))
+    reducing = reduced + -(-reduced // layout.fsdp) * (1 + 2 * (layout.dp > 1))
     accumulating = ends.accumulating_embedding_peak
     return dataclasses.replace(
         ends,
@@ -108,5 +110,11 @@ def _reduced(weights: int, parameter_bytes: int) -> int:
     return weights // parameter_bytes * REDUCED_BYTES
 
 
+def _piece(num_bytes: int, layout: ResolvedLayout) -> int:
+    """What a rank has of a tensor while it is gathered."""
+    return -(-num_bytes // layout.tp)
+
+
 def _part(num_bytes: int, layout: ResolvedLayout) -> int:
-    return -(-num_bytes // layout.shards)
+    """What a rank keeps of it."""
+    return -(-num_bytes // (layout.shards * layout.tp))

@@ -6,6 +6,7 @@ last the axes are::
     dp       copies of the model
     fsdp     shards of a copy
     cp       parts of every row
+    tp       pieces of every layer: these ranks read the same rows
 
 Ranks of cp share the copy as well: weights are cut over fsdp and cp together.
 Axes of degree 1 are there too, so that nothing has to ask which exist.
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from scrimp.config.resolved import ResolvedLayout
 from scrimp.world import ALONE, World
@@ -23,7 +24,8 @@ from scrimp.world import ALONE, World
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-AXES = ("dp", "fsdp", "cp")
+T = TypeVar("T")
+AXES = ("dp", "fsdp", "cp", "tp")
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class RankMesh:
         device_type: of the tensors, cpu or cuda.
     """
 
-    layout: ResolvedLayout = field(default_factory=lambda: ResolvedLayout(dp=1, fsdp=1, cp=1))
+    layout: ResolvedLayout = field(default_factory=lambda: ResolvedLayout(dp=1, fsdp=1))
     world: World = ALONE
     device_type: str = "cpu"
 
@@ -55,11 +57,11 @@ class RankMesh:
 
     @cached_property
     def copies_and_shards(self) -> DeviceMesh:
-        """The same ranks as FSDP2 sees them: copies, and the ranks that share one."""
+        """The same ranks as FSDP2 sees them: copies, the ranks that share one, and what has pieces of its layers."""
         from torch.distributed.device_mesh import init_device_mesh
 
-        degrees = (self.layout.dp, self.layout.shards)
-        return init_device_mesh(self.device_type, degrees, mesh_dim_names=("dp", "shards"))
+        degrees = (self.layout.dp, self.layout.shards, self.layout.tp)
+        return init_device_mesh(self.device_type, degrees, mesh_dim_names=("dp", "shards", "tp"))
 
     @property
     def data_ranks(self) -> int:
@@ -69,7 +71,15 @@ class RankMesh:
     @property
     def data_rank(self) -> int:
         """Which of them this is: it reads its share of every batch."""
-        return self.world.rank // self.layout.cp
+        return self.world.rank // (self.layout.cp * self.layout.tp)
+
+    def gathered(self, value: T) -> list[T]:
+        """What the ranks say of the tokens that they read, of each token once; a collective."""
+        return self.world.gathered(value)[:: self.layout.tp]
+
+    def gathered_rows(self, value: T) -> list[T]:
+        """What they say of whole rows, of each row once; a collective."""
+        return self.world.gathered(value)[:: self.layout.cp * self.layout.tp]
 
 
 ONE_RANK = RankMesh()

@@ -5,6 +5,8 @@ Method   The model is described on the meta device, laid over the mesh, and only
          all of it. FSDP2 (`torch.distributed.fsdp.fully_shard`) cuts the weights of every block by rows, and those of
          embedding, final norm and head as one more unit. A unit's weights are gathered when it runs; its gradients are
          reduced and cut when its backward pass is over.
+         Before that, the ranks of `tp` cut the layers themselves (`cut_layers`): FSDP2 then shards each rank's pieces
+         over the ranks that have the same ones.
          `layout.zero` says how long the gathered lives::
 
              3   weights of a unit until it has run, and again for its backward pass
@@ -18,31 +20,43 @@ Sums     A rank's loss is divided by the targets of all ranks, so gradients are 
          `set_force_sum_reduction_for_comms`.)
 Limits   Weights that live on the host are not gathered from there: `memory.*` may not place states beside a layout yet.
 Source   ZeRO, arXiv 1910.02054; PyTorch FSDP, arXiv 2304.11277, and its second version in torch
-Checked  tests/runtime/parallel/test_parity.py: gradients against one process
+Checked  tests/runtime/parallel/test_parity.py, test_cut_layers.py: gradients against one process
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, cast
 
 import torch
 
 from scrimp.models.context_parallel import ContextParallel
 from scrimp.models.model import Model
+from scrimp.models.tensor_ranks import TensorRanks
+from scrimp.parts import Cut
+from scrimp.runtime.parallel.cut_layers import cut_layers
 from scrimp.runtime.parallel.mesh import RankMesh
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
 
-def parallelise(model: Model, mesh: RankMesh) -> None:
-    """Lay a model that has no memory yet over the ranks; nothing happens where there is one rank."""
+def parallelise(model: Model, mesh: RankMesh) -> Mapping[str, Cut]:
+    """Lay a model that has no memory yet over the ranks; nothing happens where there is one rank.
+
+    Returns:
+        by name what this rank has of a parameter, where layers are cut: to be noted when it has memory (`set_cut`).
+    """
+    cuts: Mapping[str, Cut] = {}
     if mesh.is_trivial:
-        return
+        return cuts
+    if mesh.layout.tp > 1:
+        cuts = cut_layers(model, TensorRanks(mesh.devices["tp"].get_group()))
     if mesh.layout.cp > 1:
         model.context_parallel = ContextParallel(mesh.layout.cp_method, mesh.devices["cp"].get_group())
     _shard(model, mesh)
+    return cuts
 
 
 def units(model: Model) -> list[FSDPModule]:
@@ -58,7 +72,7 @@ def _shard(model: Model, mesh: RankMesh) -> None:
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     sums = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     both = mesh.copies_and_shards
-    over = both if mesh.layout.dp > 1 else both["shards"]
+    over = both["dp", "shards"] if mesh.layout.dp > 1 else both["shards"]
     for block in model.blocks:
         fully_shard(block, mesh=over, reshard_after_forward=mesh.layout.zero == 3, mp_policy=sums)
     # The loss reads the head after the model's own forward pass is over.
