@@ -28,7 +28,7 @@ CONFIG = """
 --train.nonfinite-patience
 --budget.device-memory --budget.host-memory --budget.fp4-flops --budget.step-seconds --budget.speedup
 --budget.divergence
---layout.dp --layout.fsdp --layout.cp --layout.cp-method --layout.zero
+--layout.dp --layout.fsdp --layout.cp --layout.cp-method --layout.tp --layout.zero
 --memory.activations --memory.weights --memory.gradients --memory.optimizer --memory.update
 --memory.split
 --snip.formats --snip.policy --snip.start --snip.first --snip.every --snip.at --snip.delay --snip.batches

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import msgspec
 import torch
 
 from scrimp import objectives
@@ -137,7 +138,7 @@ def _resident(config: ResolvedConfig, architecture: Architecture, device: Device
         return None
     if may_place and split_of(config, blocks) is not None:
         return None
-    costs = traced(config, architecture, device.torch_device, ("keep",))
+    costs = traced(config, architecture, device, ("keep",))
     limit = device_limit(config, device, costs.checkpoint_copy)
     machine = _machine(config, device, NO_LINKS, limit, host_limit(config, device), with_cpu=False)
     setup, placement = _setup_of(config), Placement.resident(blocks)
@@ -241,7 +242,7 @@ def problem_of(config: ResolvedConfig, architecture: Architecture, device: Devic
     host = host_limit(config, device, is_asked_for=asks) if may_leave else 0
     may_offload = host > 0 and not config.is_planned and not copy_is_on_device(config, device)
     choices = _choices(architecture, assigned, may_offload=may_offload)
-    costs = traced(config, architecture, device.torch_device, choices)
+    costs = traced(config, architecture, device, choices)
     rates = links_of(device)
     costs = with_seconds(costs, config, architecture, device, rates, may_measure=False)
     limit = device_limit(config, device, costs.checkpoint_copy)
@@ -288,7 +289,7 @@ def decision_of(
     # Where nothing moves, their rates decide nothing; measuring takes memory that there may be none of.
     rates = links_of(device) if placement.uses_host else NO_LINKS
     every = tuple(dict.fromkeys((*choices, *placement.activations)))
-    costs = traced(config, architecture, device.torch_device, every)
+    costs = traced(config, architecture, device, every)
     costs = with_seconds(costs, config, architecture, device, rates, may_measure=False)
     update = placement.states.update
     setup = dataclasses.replace(_setup_of(config), updaters=(update,))
@@ -337,10 +338,23 @@ def _choices(
 
 
 def traced(
-    config: ResolvedConfig, architecture: Architecture, device: torch.device, choices: tuple[str, ...]
+    config: ResolvedConfig, architecture: Architecture, device: Device, choices: tuple[str, ...]
 ) -> StepCosts:
     """Costs of a step; where formats are planned while training, the largest: of a candidate, of the start, or of the
-    high-precision passes that measure. What takes seconds is said on stderr."""
+    high-precision passes that measure. What takes seconds is said on stderr. Of several ranks the first one traces, so
+    that all plan by the same bytes."""
+    found: StepCosts = device.world.once(
+        "tracing the model",
+        lambda: _traced(config, architecture, device.torch_device, choices),
+        write=msgspec.to_builtins,
+        read=lambda told: msgspec.convert(told, StepCosts),
+    )
+    return found
+
+
+def _traced(
+    config: ResolvedConfig, architecture: Architecture, device: torch.device, choices: tuple[str, ...]
+) -> StepCosts:
     rules = parse_rules(config.precision)
     bases = [config.precision_rules]
     if rules.is_planned:

@@ -117,7 +117,7 @@ def _with_other_numbers(
     costs: StepCosts, changed: ResolvedConfig, architecture: Architecture, device: Device
 ) -> StepCosts:
     """Costs at another format of moments or chunk of the loss; what blocks do with their activations is untouched."""
-    now = traced(changed, architecture, device.torch_device, ("keep",))
+    now = traced(changed, architecture, device, ("keep",))
     pairs = zip(costs.classes, now.classes, strict=True)
     classes = tuple(replace(kind, optimizer=other.optimizer) for kind, other in pairs)
     return replace(now, classes=classes)
