@@ -8,8 +8,8 @@ Method   With W, G, O a unit's bytes of weights, gradients, optimizer states, R 
 
              forward     W, and W that its gather has put there, which goes when the next block has gathered
              backward    W, W of the block before it, which is gathered meanwhile, R of the block after it, which is
-                         being reduced, and one more W that the last gather's own thread may still hold; its own whole
-                         G the trace counts already
+                         being reduced, and one more W and R that the threads of the last gather and reduction may
+                         still hold; its own whole G the trace counts already
              copies      (`layout.dp`) twice R/F, which is being added up over them
              zero 2      W stays from its forward to its backward pass, like an activation that it keeps
              zero 1      so do whole sums of gradients in float32, from the first micro-batch to the last
@@ -71,7 +71,7 @@ def _block(kind: BlockClass, layout: ResolvedLayout, parameter_bytes: int, sums_
     def cost(one: BlockCost) -> BlockCost:
         accumulating = one.accumulating_peak
         # Its own weights, those gathered for the block before (none where all stay), and what is not let go of yet.
-        extra = whole + (whole - stays) + reduced + whole + over_copies
+        extra = whole + (whole - stays) + reduced + (whole + reduced) + over_copies
         return dataclasses.replace(
             one,
             kept=one.kept + stays,
