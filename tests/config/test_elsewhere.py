@@ -15,6 +15,7 @@ KNOWN = leaves(Config)
 USUAL = {
     "gradient_accumulation_steps": "train.batch_tokens",
     "deepspeed": "layout.fsdp",
+    "parallelism.tensor_parallel_degree": "layout.tp",
     "tp_size": "layout.tp",
     "deepspeed.zero_stage": "layout.zero",
     "per_device_train_batch_size": "train.micro_batch",
@@ -55,7 +56,7 @@ NONE = {
     "wandb_project": "metrics.jsonl",
     "report_to": "metrics.jsonl",
     "optim_args": "optimizer.*",
-    "parallelism.pipeline_parallel_degree": "layout.fsdp",
+    "parallelism.pipeline_parallel_degree": "no pipelines",
     "lora_r": "all weights are trained",
     "wandb.project": "metrics.jsonl",
 }

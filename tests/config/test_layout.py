@@ -137,3 +137,15 @@ def test_a_saved_layout_is_open_again_on_another_number_of_ranks() -> None:
     assert (opened.layout.dp, opened.layout.fsdp, opened.layout.zero) == (None, None, 2)
     given_too = for_ranks(saved, 6, {"layout.dp"})
     assert (given_too.layout.dp, given_too.layout.fsdp, ranks_of(given_too.layout)) == (2, None, 2)
+
+
+def test_a_saved_micro_batch_is_open_again_where_it_no_longer_divides() -> None:
+    saved = resolved(1, train__sequence=64, train__batch_tokens=64 * 16)
+    assert saved.train.micro_batch == 16
+    assert for_ranks(saved, 1, ()) == saved
+    two = for_ranks(saved, 2, ())
+    assert (two.train.micro_batch, two.train.loss_chunk) == (None, None)
+    assert resolve(two, preset("llama-3m"), device_type="cpu", ranks=2).config.train.micro_batch == 8
+    assert for_ranks(saved, 2, {"train.micro_batch"}).train.micro_batch == 16
+    sharing = for_ranks(replace_values(saved, {"layout.cp": 2}), 2, {"layout.cp"})
+    assert sharing.train.micro_batch == 16

@@ -88,7 +88,7 @@ def _run_table(decisions: Decisions) -> Any:
     rate = recall_throughput(plan, config)
     peaks = device_peaks(decisions.device.torch_device, decisions.device.name)
     compute = config.precision_rules.compute
-    layout, ranks = config.layout, config.layout.ranks
+    ranks = config.layout.ranks
     ideal = ranks / ideal_seconds_per_token(spec_of(architecture), sequence, plan.gemms, peaks, compute)
     backends, attention = decisions.describe_backends(), attention_text(decisions)
     measured = (
@@ -101,11 +101,7 @@ def _run_table(decisions: Decisions) -> Any:
         ("FLOPs per token, full form", format_flops(flops.full)),
         ("tokens per step", f"{config.train.batch_tokens:,} in sequences of {sequence:,}"),
         ("tokens in the run", f"{config.train.batch_tokens * config.train.steps:,}"),
-        *(
-            [("layout", f"dp {layout.dp} x fsdp {layout.fsdp} x tp {layout.tp}, ZeRO stage {layout.zero}")]
-            if ranks > 1
-            else []
-        ),
+        *([("layout", plan.layout.text)] if ranks > 1 else []),
         ("device", f"{ranks} x " * (ranks > 1) + f"{decisions.device.name} ({decisions.device.spelling})"),
         ("speed of light", f"{format_rate(ideal)} (predicted; {peaks.description})"),
         *([("quantized GEMMs", backends)] if backends else []),

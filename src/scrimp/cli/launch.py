@@ -130,7 +130,7 @@ class _Watch:
         for rank, code in sorted(ended.items(), key=lambda one: one[1] >= 0):  # what a signal ended, first
             del self._running[rank]
             if code < 0:
-                say(f"rank {rank} was ended by {signal.Signals(-code).name}")
+                say(f"rank {rank} was ended by {_signal_name(-code)}")
             if code != 0 and self._code == 0:
                 self._code = code if code > 0 else 128 - code
                 now = time.monotonic()
@@ -159,3 +159,9 @@ def _noting(signals: list[int]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _signal_name(number: int) -> str:
+    """Real-time signals have no name of their own."""
+    known = {one.value: one.name for one in signal.Signals}
+    return known.get(number, f"signal {number}")

@@ -149,10 +149,9 @@ _ANSWERS: dict[str, Answer] = {
         "start as many processes: scrimp launch --ranks N train ...",
         "num_gpus gpus nproc_per_node world_size local_rank",
     ),
-    **_none(
-        "leave it out: this version shards models over ranks (layout.fsdp) and cuts their layers (layout.tp)",
-        "pipeline_parallel_degree context_parallel_degree",
-    ),
+    **_named("layout.tp", "tp_size tensor_parallel_degree tensor_model_parallel_size"),
+    **_named("layout.cp", "context_parallel_degree", note="ranks that share the tokens of every row"),
+    **_none("leave it out: this version has no pipelines", "pipeline_parallel_degree"),
     **_none(
         _ALL_WEIGHTS,
         "adapter lora peft use_peft lora_r lora_alpha lora_dropout lora_target_modules load_in_4bit "

@@ -34,11 +34,22 @@ def ranks_of(layout: LayoutConfig) -> int:
 
 
 def for_ranks(config: Config, ranks: int, given: Collection[str]) -> Config:
-    """A saved configuration on another number of ranks: its degrees are open again but for those that the user gave."""
-    if ranks_of(config.layout) == ranks:
+    """A saved configuration on these ranks.
+
+    On another number of them its degrees are open again, and wherever the saved micro-batch no longer divides a rank's
+    rows, so is that, with the chunks of the loss that follow from it; but for what the user gave.
+    """
+    if ranks_of(config.layout) != ranks:
+        before = {axis: getattr(LayoutConfig(), axis) for axis in AXES if f"layout.{axis}" not in given}
+        config = replace_values(config, {f"layout.{axis}": value for axis, value in before.items()})
+    train = config.train
+    readers = max(1, ranks // (config.layout.cp * config.layout.tp))
+    if train.batch_tokens is None or train.sequence is None or train.micro_batch is None:
         return config
-    before = {axis: getattr(LayoutConfig(), axis) for axis in AXES if f"layout.{axis}" not in given}
-    return replace_values(config, {f"layout.{axis}": value for axis, value in before.items()})
+    if train.batch_tokens // train.sequence // readers % train.micro_batch == 0:
+        return config
+    open_again = {key: None for key in ("train.micro_batch", "train.loss_chunk") if key not in given}
+    return replace_values(config, open_again)
 
 
 def check_layout(layout: LayoutConfig, ranks: int) -> None:

@@ -81,6 +81,7 @@ def build_plan(
             dp=config.layout.dp,
             fsdp=config.layout.fsdp,
             cp=config.layout.cp,
+            cp_method=config.layout.cp_method,
             zero=config.layout.zero,
             tp=config.layout.tp,
         ),

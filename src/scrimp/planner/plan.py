@@ -151,7 +151,17 @@ class Layout:
     tp: int = 1
     pp: int = 1
     cp: int = 1
+    cp_method: str = "zigzag"
     ep: int = 1
+
+    @property
+    def text(self) -> str:
+        """For people, and as a key: the degrees above one."""
+        degrees = {name: getattr(self, name) for name in ("dp", "fsdp", "cp", "tp")}
+        shown = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
+        if self.cp > 1:
+            shown.append(self.cp_method)
+        return ", ".join([*shown, f"ZeRO stage {self.zero}"])
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,7 @@ def _key(plan: Plan, config: Config) -> str:
     parts = [mark.model, mark.device, mark.torch, config.precision, train.parameters, train.compile]
     parts += [f"sequence {train.sequence}", f"micro-batch {train.micro_batch}"]
     if mark.world_size > 1:
-        layout = plan.layout
-        parts.append(f"dp {layout.dp} fsdp {layout.fsdp} tp {layout.tp} zero {layout.zero}")
+        parts.append(plan.layout.text)
     return " | ".join(parts)
 
 

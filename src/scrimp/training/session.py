@@ -245,6 +245,7 @@ def _carried_on(saved: Plan, start: Start) -> Decisions:
     if not edited:
         return dataclasses.replace(decisions, plan=plan)
     plan = dataclasses.replace(plan, **edited)
+    _refuse_on_ranks(plan)
     config, architecture, device = decisions.config, decisions.architecture, decisions.device
     memory = decision_of(plan, config, architecture, device)
     copy = memory.costs.checkpoint_copy
@@ -254,6 +255,18 @@ def _carried_on(saved: Plan, start: Start) -> Decisions:
     # Its seconds were not measured here.
     predicted = dataclasses.replace(decisions.plan.predicted, step_seconds=None)
     return dataclasses.replace(decisions, plan=dataclasses.replace(plan, predicted=predicted))
+
+
+def _refuse_on_ranks(plan: Plan) -> None:
+    """Refuse an edited plan that several ranks do not carry out."""
+    states = plan.placement.states
+    on_host = [name for name in ("weights", "gradients") if any(getattr(states, name))]
+    if plan.fingerprint.world_size > 1 and (on_host or states.update == "cpu"):
+        raise PlanError(
+            "weights and gradients stay on the device on several ranks, and so do updates",
+            got=f"a plan.json that was edited: {' and '.join(on_host) or 'an update on the CPU'}",
+            do="write device there, or train in one process",
+        )
 
 
 def _refuse_two_wills(edited: Collection[str], given: Collection[str]) -> None:

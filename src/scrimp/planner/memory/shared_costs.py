@@ -19,8 +19,8 @@ Method   With W, G, O a unit's bytes of weights, gradients, optimizer states, R 
 Limits   Parts are rounded up: ranks get equal numbers of rows or fewer. Blocks are taken to be as large as their
          neighbours. Of `layout.tp`, activations are counted as those of whole layers, and copies of norms as pieces:
          the account is above what ranks take. What gloo and NCCL take for themselves is not counted, nor is a gather
-         that FSDP2 begins earlier on a GPU whose host runs ahead. Seconds are those of the passes alone, without
-         communication: none are predicted.
+         that FSDP2 begins earlier on a GPU whose host runs ahead, nor what rings and Ulysses hold.
+         Seconds are those of the passes alone, without communication: none are predicted.
 Source   torch.distributed.fsdp._fully_shard, torch 2.13
 Checked  tests/planner/memory/test_shared_costs.py; tests/runtime/parallel/test_shared_memory.py: real ranks
 """

@@ -18,7 +18,8 @@ Method   The model is described on the meta device, laid over the mesh, and only
 Sums     A rank's loss is divided by the targets of all ranks, so gradients are added up, not averaged: in float32,
          whatever their type. (FSDP2 would divide by the number of ranks; gloo knows no sum with a factor, hence
          `set_force_sum_reduction_for_comms`.)
-Limits   Weights that live on the host are not gathered from there: `memory.*` may not place states beside a layout yet.
+Limits   Weights are gathered in their own format; beside fp32 weights autocast keeps its bf16 copies of those that were
+         gathered until the loss is over. Weights and gradients cannot live on the host.
 Source   ZeRO, arXiv 1910.02054; PyTorch FSDP, arXiv 2304.11277, and its second version in torch
 Checked  tests/runtime/parallel/test_parity.py, test_cut_layers.py: gradients against one process
 """

@@ -241,6 +241,7 @@ def problem_of(config: ResolvedConfig, architecture: Architecture, device: Devic
     may_leave = config.layout.ranks == 1 or asks
     host = host_limit(config, device, is_asked_for=asks) if may_leave else 0
     may_offload = host > 0 and not config.is_planned and not copy_is_on_device(config, device)
+    may_offload = may_offload and (config.layout.ranks == 1 or assigned is not None)
     choices = _choices(architecture, assigned, may_offload=may_offload)
     costs = traced(config, architecture, device, choices)
     rates = links_of(device)
