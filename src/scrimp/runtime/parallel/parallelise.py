@@ -33,10 +33,10 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from scrimp.models.context_parallel import ContextParallel
+from scrimp.models.cut_layers import cut_layers
 from scrimp.models.model import Model
 from scrimp.models.tensor_ranks import TensorRanks
 from scrimp.parts import Cut
-from scrimp.runtime.parallel.cut_layers import cut_layers
 from scrimp.runtime.parallel.mesh import RankMesh
 
 if TYPE_CHECKING:
