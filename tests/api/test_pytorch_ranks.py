@@ -93,7 +93,9 @@ def run(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module", params=[pytest.param(copied, marks=pytest.mark.slow), sharded])
+@pytest.fixture(
+    scope="module", params=[pytest.param(one, marks=pytest.mark.slow) for one in (copied, sharded)]
+)
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return spawn(RANKS, run, tmp_path_factory.mktemp("ranks"), request.param)
 

@@ -307,6 +307,7 @@ def all_of_it(rank: int) -> tuple[Trained, Attended, list[int]]:
     return train_parts(rank, COVERING), *attend_and_exchange(rank)
 
 
+@pytest.mark.slow
 def test_ranks_that_share_rows_train_as_one_process_and_attend_as_float64(tmp_path: Path) -> None:
     trained, attended, exchanged = zip(*spawn(2, all_of_it, tmp_path), strict=True)
     check_training(COVERING, trained)

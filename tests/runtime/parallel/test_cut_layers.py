@@ -97,6 +97,7 @@ def cheapest(rank: int) -> tuple[Trained, Collectives]:
     return trained(rank, 2, QUICK), counted
 
 
+@pytest.mark.slow
 def test_ranks_send_what_the_formula_says_and_train_as_one_process(tmp_path: Path) -> None:
     found = spawn(2, cheapest, tmp_path)
     check_parity([one for one, _ in found], alone(2, QUICK))
