@@ -74,7 +74,7 @@ class Row:
     layout: str
     ranks: int
     tokens: int
-    """Of a step, over all ranks."""
+    """Tokens of a step, over all ranks."""
     ours_tokens_per_s: float
     peer_tokens_per_s: float | None
     ratio: float | None

@@ -33,7 +33,7 @@ from scrimp.world import World
 SEQUENCE, ROWS = 32, 2
 """Tokens of a row, and rows of a micro-batch."""
 VOCABULARY = 259
-"""Of bytes; no multiple of any number of ranks."""
+"""Entries of a tokenizer of bytes; no multiple of any number of ranks."""
 SMALL = {"num_layers": 3, "width": 64, "num_heads": 4, "num_kv_heads": 2, "ffn_width": 128}
 
 
@@ -50,7 +50,7 @@ class Case:
     activations: str = "keep"
     compiled: bool = False
     micro_batches: int = 2
-    """Of each rank."""
+    """Micro-batches of each rank."""
     with_documents: bool = False
     steps: int = 3
 
@@ -62,7 +62,7 @@ class Trained:
     losses: list[float]
     norms: list[float]
     gradients: dict[str, Tensor]
-    """Of the first step, whole."""
+    """Whole gradients of the first step."""
     weights: dict[str, Tensor]
     """After the last one, whole."""
 

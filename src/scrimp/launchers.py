@@ -34,7 +34,7 @@ _SAYING_SEVERAL = ("WORLD_SIZE", "RANK", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
 MOST_RANKS = 1 << 20
 MOST_HOSTS = 100_000
 FIRST_PORT, PORTS = 20_000, 10_000
-"""Of Slurm jobs: below those that systems hand out on their own, 32768 on Linux."""
+"""Ports of Slurm jobs: below those that systems hand out on their own, 32768 on Linux."""
 
 
 @dataclass(frozen=True)

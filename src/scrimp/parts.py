@@ -42,7 +42,7 @@ class TensorPart:
     local: Tensor
     """The plain tensor of this rank; it may have no element."""
     shape: tuple[int, ...]
-    """Of the whole."""
+    """Shape of the whole."""
     offsets: tuple[int, ...]
     """Where the box begins, per dimension of the whole; the first of several."""
     is_writer: bool = True
@@ -99,9 +99,9 @@ class Cut:
     """What a rank has of a tensor that was cut, or copied, before anything else shared it out."""
 
     shape: tuple[int, ...]
-    """Of the whole."""
+    """Shape of the whole."""
     ranges: tuple[range, ...]
-    """Of the whole's indices along `dimension`, in rising order, those that lie here."""
+    """Indices of the whole along `dimension` that lie here, in rising order."""
     dimension: int = 0
     """0 where there are several ranges."""
     is_writer: bool = True
@@ -109,7 +109,7 @@ class Cut:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Of what lies here."""
+        """Shape of what lies here."""
         size = sum(map(len, self.ranges))
         return (*self.shape[: self.dimension], size, *self.shape[self.dimension + 1 :])
 

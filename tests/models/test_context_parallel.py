@@ -42,9 +42,9 @@ WHOLE = None
 PACKED = ([0, 3, 30, 32, 33, 64], [0, 17, 32, 64])
 """Documents of two micro-batches of two rows."""
 Trained = list[tuple[dict[str, Tensor], list[int]]]
-"""Of each case: the loss and all gradients, and the bytes that a rank sent, message by message."""
+"""By case: the loss and all gradients, and the bytes that a rank sent, message by message."""
 Attended = list[tuple[list[Tensor], list[int]]]
-"""Of each kind of attention: out, dq, dk and dv, and these bytes."""
+"""By kind of attention: out, dq, dk and dv, and these bytes."""
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ def victims(run_dir: Path, ranks: int) -> Iterator[Kill]:
 
 @pytest.fixture
 def kill(tmp_path: Path) -> Iterator[Kill]:
-    """Of a run of one rank in `tmp_path`."""
+    """Kill a run of one rank in `tmp_path`."""
     with victims(tmp_path, 1) as ask:
         yield ask
 

@@ -26,7 +26,7 @@ DTYPES = list(tensor_files._TYPES.values())
 
 
 def tensors() -> dict[str, Tensor]:
-    """Of every type, by names that sort otherwise than they are given, with what JSON escapes."""
+    """Tensors of every type, by names that sort otherwise than they are given, with what JSON escapes."""
     generator = torch.Generator().manual_seed(0)
     names = [f"model.{9 - number}.{'äb'[number % 2]}" for number in range(9)]
     made = {

@@ -186,7 +186,7 @@ class Model(nn.Module):
 
 @contextlib.contextmanager
 def _gathered(module: nn.Module) -> Iterator[None]:
-    """Of a module whose weights ranks share (FSDP2's `fully_shard`), all of them; every rank must ask."""
+    """Gather all weights of a module that ranks share (FSDP2's `fully_shard`); every rank must ask."""
     if not isinstance(module, _Shared):
         yield
         return

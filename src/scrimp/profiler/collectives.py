@@ -52,9 +52,9 @@ class Collective:
     operation: str
     """As in `SHARES`."""
     ranks: int
-    """Of its group."""
+    """Ranks of its group."""
     num_bytes: int
-    """Of the whole tensor."""
+    """Bytes of the whole tensor."""
     sent: float
     """Bytes that leave this rank, by a ring."""
     seconds: float

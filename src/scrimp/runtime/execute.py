@@ -9,7 +9,7 @@ quantized recipe, the linear layers are swapped for planned ones, parameters unt
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +29,7 @@ from scrimp.gemm.problem import DTYPES
 from scrimp.models.model import Model, build_model
 from scrimp.objectives import LossSums, Objective
 from scrimp.objectives.next_token import NEXT_TOKEN
-from scrimp.parts import TensorPart, part_of, set_cut
+from scrimp.parts import Cut, TensorPart, part_of, set_cut
 from scrimp.planner import Plan
 from scrimp.precision import LinearPrecision
 from scrimp.runtime.memory import HostMemory, HostRoom, carry_out
@@ -215,6 +215,23 @@ def realise(
     with torch.device("meta"):
         model = build_model(architecture, dtype=DTYPES[parameters])
     cuts = parallelise(model, mesh)
+    _allocate(model, plan, device, room, cuts)
+    fill(model)
+    planned = None
+    if replans or quantizes(plan, compute):
+        planned = plan_layers(model, plan, choose or backends_for(device), seed)
+    host = None if room is None else carry_out(plan.placement, model, room)
+    executable = Executable(
+        model, device, compute, loss_chunk, objective, planned, host, most_tokens, longest, mesh
+    )
+    executable.change_activations(plan)
+    return executable
+
+
+def _allocate(
+    model: Model, plan: Plan, device: torch.device, room: HostRoom | None, cuts: Mapping[str, Cut]
+) -> None:
+    """Give a model that is on the meta device memory where its plan says, and note what a rank has of cut layers."""
     # Weights that live on the host never lie on the device all at once, nor on the host twice, not even to be filled.
     hosted = plan.placement.states.on_host("weights")
     for index, block in enumerate(model.blocks):
@@ -227,16 +244,6 @@ def realise(
     for name, parameter in model.named_parameters():
         if name in cuts:
             set_cut(parameter, cuts[name])
-    fill(model)
-    planned = None
-    if replans or quantizes(plan, compute):
-        planned = plan_layers(model, plan, choose or backends_for(device), seed)
-    host = None if room is None else carry_out(plan.placement, model, room)
-    executable = Executable(
-        model, device, compute, loss_chunk, objective, planned, host, most_tokens, longest, mesh
-    )
-    executable.change_activations(plan)
-    return executable
 
 
 def quantizes(plan: Plan, compute: str) -> bool:

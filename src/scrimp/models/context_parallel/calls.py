@@ -182,7 +182,7 @@ class Packed:
     """Cumulative, int32."""
     key_starts: Tensor
     most_queries: int
-    """Of a document."""
+    """Where a document lies."""
     most_keys: int
 
     @classmethod

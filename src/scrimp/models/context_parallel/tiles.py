@@ -66,7 +66,7 @@ class Tile:
     left: int | None = None
     """And only where j >= i + (keys - queries) - left; None: no such bound."""
     place: int = 0
-    """Of a document's tiles for one source, which: two with the same number share neither queries nor keys."""
+    """Number of a tile among a document's for one source: two with the same number share neither queries nor keys."""
 
     @property
     def num_queries(self) -> int:

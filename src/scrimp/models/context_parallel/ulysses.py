@@ -103,7 +103,7 @@ def heads_of_rank(attends: AttentionSpec, ranks: int) -> AttentionSpec:
 
 
 def _head_index(attends: AttentionSpec, ranks: int) -> list[int]:
-    """Of query, key and value heads side by side, those of rank 0, then those of rank 1, and so on."""
+    """Query, key and value heads side by side in another order: those of rank 0, then those of rank 1, and so on."""
     H, N, own = attends.num_heads, attends.num_kv_heads, heads_of_rank(attends, ranks)
     found: list[int] = []
     for rank in range(ranks):

@@ -122,7 +122,7 @@ class StepCosts:
     tables: int = 0
     """The part of `resident` that ends with the backward pass: RoPE tables, a mask."""
     is_shared: bool = False
-    """Of one of several ranks: its parts of states, and seconds without communication."""
+    """Whether these are the costs of one of several ranks: its parts of states, and seconds without communication."""
     seconds_origin: Origin | None = None
     """Where the seconds of blocks come from; None: nobody asked for them."""
 

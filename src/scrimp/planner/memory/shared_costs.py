@@ -33,7 +33,7 @@ from scrimp.config.resolved import ResolvedLayout
 from scrimp.planner.memory.costs import BlockClass, BlockCost, EndsCost, StepCosts
 
 REDUCED_BYTES = 4
-"""Of a gradient while it is reduced."""
+"""Bytes of a gradient's number while it is reduced."""
 
 
 def shared_costs(
