@@ -22,6 +22,7 @@ def seconds(found: Decisions) -> dict[str, float]:
     return {name: cost.forward_seconds + cost.backward_seconds for name, cost in kind.choices.items()}
 
 
+@pytest.mark.slow
 def test_a_small_model_is_timed_and_the_plan_says_so() -> None:
     found = decide(SMALL)
     assert found.memory.costs.seconds_origin == "measured"

@@ -119,6 +119,7 @@ def test_a_budget_covers_the_copy_that_a_checkpoint_is_written_from() -> None:
             found.refuse_misfit()
 
 
+@pytest.mark.slow
 def test_two_budgets_on_a_cpu_are_two_memories() -> None:
     peak = resident_peak()
     found = decided_with(device_memory=f"{int(0.4 * peak)}B", host_memory="1GB")

@@ -195,6 +195,7 @@ def test_a_run_goes_on_with_the_cpu_as_updater_by_a_setting_or_an_edited_plan(
         assert [states[name].optimizer for name in ("0", "1")] == updaters
 
 
+@pytest.mark.slow
 def test_an_update_that_fails_on_the_cpu_ends_the_run_by_its_own_name(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
