@@ -138,6 +138,7 @@ def test_the_loss_hears_of_fprop_alone_and_by_about_what_is_predicted(real: tupl
     assert spearman(found.loss[:, p], real[1].loss[:, 0]) > 0.4
 
 
+@pytest.mark.every(2)
 def test_damages_of_several_gemms_add_in_squares(real: tuple[str, Real]) -> None:
     found, p = predicted(real)
     for quantized, update in real[1].plans:

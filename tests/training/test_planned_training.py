@@ -24,7 +24,7 @@ from scrimp.training import session, setup
 
 STEPS = 12
 MIXED = "fp4,*.wgrad=bf16,*.mlp.down.saved=recompute"
-PRECISIONS = ("bf16", "fp8", "nvfp4,head=fp8", MIXED)
+PRECISIONS = ("bf16", MIXED, "fp8", "nvfp4,head=fp8")
 
 
 @pytest.fixture(scope="module")

@@ -65,6 +65,7 @@ def test_where_everything_fits_easily_everything_stays_and_nothing_is_timed() ->
     ("precision", "capability", "is_counted"),
     [("fp32", (9, 0), True), ("bf16", (9, 0), False), ("bf16", (7, 5), True)],
 )
+@pytest.mark.every(3)
 def test_on_a_gpu_the_scores_of_unfused_attention_are_counted_where_everything_fits_easily(
     monkeypatch: pytest.MonkeyPatch, precision: str, capability: tuple[int, int], is_counted: bool
 ) -> None:

@@ -288,6 +288,7 @@ def test_an_edited_plan_sends_nothing_to_the_host_beside_snip(
     assert "beside precision snip" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_update_that_was_broken_off_is_no_checkpoint(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
