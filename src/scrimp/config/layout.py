@@ -26,6 +26,7 @@ OPEN_AXES = ("dp", "fsdp")
 """Those that may be left out."""
 AXES = (*OPEN_AXES, "cp", "tp")
 """Their product is the number of ranks."""
+_ON_DEVICE = ("auto", "device", "0")
 
 
 def ranks_of(layout: LayoutConfig) -> int:
@@ -84,19 +85,46 @@ def check_beside_layout(config: Config) -> None:
     ranks, memory, name = ranks_of(config.layout), config.memory, config.optimizer.name
     if ranks == 1:
         return
-    on_device = ("auto", "device", "0")
     refused = [("precision", config.precision)] * config.is_planned
     refused += [("optimizer.name", name)] * (not facts_of(name).on_ranks)
     refused += [
         (f"memory.{key}", getattr(memory, key))
         for key in ("weights", "gradients", "update")  # FSDP2 has them where it gathers and reduces
-        if getattr(memory, key) not in on_device
+        if getattr(memory, key) not in _ON_DEVICE
     ]
     for key, value in refused:
         raise ConfigError(
             f"{key} {value} is not carried out on several ranks yet",
             got=f"{ranks:,} ranks",
             do=f"change {key}, or train in one process",
+        )
+
+
+def check_outer(config: Config) -> None:
+    """Refuse what copies that train alone for some steps cannot do, by name.
+
+    Args:
+        config: with parameters, master weights and moments decided.
+
+    Raises:
+        ConfigError: with the setting to change.
+    """
+    memory, optimizer = config.memory, config.optimizer
+    if config.outer.every == 0:
+        return
+    refused = [("precision", config.precision)] * config.is_planned
+    refused += [("optimizer.moments", optimizer.moments)] * (optimizer.moments == "8bit")
+    refused += [("optimizer.master_weights", "false")] * _rounds(config)
+    refused += [
+        (f"memory.{key}", getattr(memory, key))
+        for key in ("weights", "gradients", "optimizer", "update")
+        if getattr(memory, key) not in _ON_DEVICE
+    ]
+    for key, value in refused:
+        raise ConfigError(
+            f"{key} {value} is not carried out beside outer.every",
+            got=f"outer.every {config.outer.every:,}",
+            do=f"change {key}, or leave outer.every out",
         )
 
 
@@ -146,13 +174,12 @@ def check_tensor_ranks(config: Config, architecture: Architecture) -> None:
                 expected="a number of ranks that divides them",
                 do="choose another layout.tp, or leave it out: layout.fsdp asks nothing of the model",
             )
-    rounds = config.train.parameters == "bf16" and not config.optimizer.master_weights
     precisions = config.precision_rules
     quantizes = bool(precisions.rules) or precisions.base not in HIGH_PRECISION
     refused = [("precision", config.precision)] * quantizes
     refused += [("layout.cp", str(config.layout.cp))] * (config.layout.cp > 1)
     refused += [("optimizer.moments", config.optimizer.moments)] * (config.optimizer.moments != "fp32")
-    refused += [("optimizer.master_weights", "false")] * rounds
+    refused += [("optimizer.master_weights", "false")] * _rounds(config)
     refused += [
         (f"budget.{key}", getattr(config.budget, key))
         for key in ("device_memory", "host_memory")
@@ -164,6 +191,11 @@ def check_tensor_ranks(config: Config, architecture: Architecture) -> None:
             got=f"layout.tp {ranks:,}",
             do=f"change {key}, or use layout.fsdp instead",
         )
+
+
+def _rounds(config: Config) -> bool:
+    """Whether weights are updated in bf16."""
+    return config.train.parameters == "bf16" and not config.optimizer.master_weights
 
 
 def _given(layout: LayoutConfig) -> dict[str, int]:

@@ -58,7 +58,14 @@ from scrimp.config import snip
 from scrimp.config.activations import check_memory
 from scrimp.config.architecture import Architecture
 from scrimp.config.fields import flatten, replace_values
-from scrimp.config.layout import check_beside_layout, check_layout, check_tensor_ranks, decide_dp, decide_fsdp
+from scrimp.config.layout import (
+    check_beside_layout,
+    check_layout,
+    check_outer,
+    check_tensor_ranks,
+    decide_dp,
+    decide_fsdp,
+)
 from scrimp.config.optimizers import check_optimizer, facts_of
 from scrimp.config.resolved import ResolvedConfig, closed
 from scrimp.config.schema import Config, TrainConfig, decided
@@ -172,8 +179,11 @@ def resolve(config: Config, architecture: Architecture, *, device_type: str, ran
     _check_formats(config)
     check_optimizer(config)
     check_beside_layout(config)
-    if not facts_of(config.optimizer.name).on_host:
-        on_device = "device", f"optimizer {config.optimizer.name} updates on the device"
+    check_outer(config)
+    stays = f"optimizer {config.optimizer.name}" if not facts_of(config.optimizer.name).on_host else ""
+    stays = "the outer optimizer" if config.outer.every else stays
+    if stays:
+        on_device = "device", f"{stays} updates on the device"
         for key in ("memory.weights", "memory.gradients", "memory.optimizer"):
             config = decide(config, key, lambda: on_device)
     config = decide(config, "train.sequence", lambda: _sequence(config.train, architecture, data_ranks))

@@ -22,6 +22,7 @@ MomentsType = Literal["auto", "fp32", "bf16", "8bit"]
 UpdateName = Literal["device", "cpu", "fastest"]
 SplitName = Literal["fixed", "fastest"]
 ContextMethod = Literal["zigzag", "striped", "ulysses"]
+ExchangeName = Literal["fp32", "fp8"]
 BackendName = Literal["auto", "reference", "torch", "triton"]
 
 T = TypeVar("T")
@@ -215,6 +216,24 @@ class LayoutConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OuterConfig:
+    """Copies of the model (layout.dp) that train alone for some steps, and then move together: for slow links."""
+
+    every: int = 0
+    """Local steps between exchanges; 0: gradients are added up over all copies in every step."""
+    lr: float = 0.7
+    """Learning rate of the common move. 1 with momentum 0 is the mean of the copies (local SGD)."""
+    momentum: float = 0.9
+    """Momentum of the common move."""
+    overlap: bool = False
+    """The exchange runs beside the next round, which then moves by the displacement of the one before (CO2)."""
+    clip: float = 1.0
+    """With overlap: most that the momentum of a weight may be, in learning rates times `every`."""
+    exchange: ExchangeName = "fp32"
+    """Format in which displacements are sent; fp8 with a scale per 128 is a quarter of the bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class BudgetConfig:
     """What the plan may spend. Exceeding it is refused before the run starts."""
 
@@ -310,6 +329,7 @@ class Config:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     layout: LayoutConfig = field(default_factory=LayoutConfig)
+    outer: OuterConfig = field(default_factory=OuterConfig)
     budget: BudgetConfig = field(default_factory=BudgetConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     snip: SnipConfig = field(default_factory=SnipConfig)

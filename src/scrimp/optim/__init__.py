@@ -14,6 +14,7 @@ from scrimp.config.optimizers import facts_of
 from scrimp.optim.adamw import AdamW
 from scrimp.optim.base import Optimizer
 from scrimp.optim.moments import MomentFormat, Moments
+from scrimp.optim.outer import OuterOptimizer, build_outer
 from scrimp.optim.streaming import Homes, StreamedAdamW
 from scrimp.optim.update import Step, update
 from scrimp.profiler.memory_trace import OptimizerMemory
@@ -26,9 +27,11 @@ __all__ = [
     "MomentFormat",
     "Moments",
     "Optimizer",
+    "OuterOptimizer",
     "Step",
     "StreamedAdamW",
     "build",
+    "build_outer",
     "check",
     "memory_of",
     "update",
@@ -43,6 +46,8 @@ def build(settings: OptimizerConfig, executable: Executable, *, seed: int) -> Op
         seed: of rounding noise.
     """
     made: Optimizer = _module(settings).build(executable, settings, seed=seed)
+    if executable.mesh.copies_apart:
+        made.ranks = executable.mesh.of_copy.get_group()
     return made
 
 

@@ -12,10 +12,14 @@ torch.optim.Optimizer behind it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from scrimp.parts import TensorPart
 from scrimp.statistics import OptimizerView
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
 
 
 class Optimizer(OptimizerView, Protocol):
@@ -27,6 +31,8 @@ class Optimizer(OptimizerView, Protocol):
 
     num_updates: int
     """Steps that have been taken."""
+    ranks: ProcessGroup | None
+    """Ranks whose gradients are of one step; None: all."""
 
     def gradient_norm(self) -> float:
         """Global 2-norm of the gradients; waits for the device."""
@@ -43,6 +49,18 @@ class Optimizer(OptimizerView, Protocol):
     def parts(self) -> Iterator[tuple[str, TensorPart]]:
         """Name and storage of what lies here of every state tensor: what a checkpoint holds, and what loading one
         writes into."""
+        ...
+
+    def state_part(self, name: str, tensor: Tensor) -> TensorPart:
+        """A state of a parameter, of the shape of its target, as checkpoints hold it."""
+        ...
+
+    def targets(self) -> dict[str, Tensor]:
+        """Parameter name to what is updated, of what lies here: the parameter, or its master."""
+        ...
+
+    def write_targets(self) -> None:
+        """Parameters follow their targets, where those were changed from outside."""
         ...
 
     def prepare(self, num_updates: int) -> None:

@@ -306,7 +306,7 @@ class StreamedAdamW(AdamW):
             guests = self._guests.get(name, {})
             for suffix, tensor in self._state(name):
                 guest = guests.get(suffix)
-                yield f"{name}.{suffix}", self._part_of_state(name, tensor if guest is None else guest.home)
+                yield f"{name}.{suffix}", self.state_part(name, tensor if guest is None else guest.home)
 
     def restore_updates(self, num_updates: int) -> None:
         """Restore like `AdamW.restore_updates`, and copy the device's weights to the CPU's again."""

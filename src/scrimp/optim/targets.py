@@ -84,6 +84,8 @@ class Targets(ABC):
         self._rounded_sums: dict[str, RoundedSum] = {}
         """Sums of the gradients of bf16 parameters without masters."""
         self.num_updates = 0
+        self.ranks: dist.ProcessGroup | None = None
+        """Ranks whose gradients are of one step; None: all."""
         for name, parameter in self._parameters.items():
             self._add(name, parameter)
 
@@ -118,7 +120,7 @@ class Targets(ABC):
         square = torch.zeros((), dtype=torch.float64, device=group_device())
         if mine:
             square += torch.linalg.vector_norm(torch.stack(mine)).double().square().to(square.device)
-        dist.all_reduce(square)
+        dist.all_reduce(square, group=self.ranks)
         return float(square.sqrt())
 
     def _norms(self) -> dict[str, Tensor]:
@@ -157,9 +159,9 @@ class Targets(ABC):
         """Name and storage of every state tensor; loading a checkpoint writes into them."""
         for name in self._targets:
             for suffix, tensor in self._state(name):
-                yield f"{name}.{suffix}", self._part_of_state(name, tensor)
+                yield f"{name}.{suffix}", self.state_part(name, tensor)
 
-    def _part_of_state(self, name: str, tensor: Tensor) -> TensorPart:
+    def state_part(self, name: str, tensor: Tensor) -> TensorPart:
         """A state of a parameter lies as the parameter does: with the same rows."""
         part = self._tensor_parts[name]
         if not tensor.ndim or part.is_whole:
@@ -168,6 +170,17 @@ class Targets(ABC):
             return dataclasses.replace(part, local=tensor)
         shape, offsets = (part.shape[0], *tensor.shape[1:]), (part.offsets[0], *[0] * (tensor.ndim - 1))
         return TensorPart(tensor, shape, offsets, part.is_writer)
+
+    def targets(self) -> dict[str, Tensor]:
+        """Parameter name to what is updated, of what lies here."""
+        self._take_over()
+        return dict(self._targets)
+
+    def write_targets(self) -> None:
+        """Parameters follow their targets, where those were changed from outside."""
+        if self._settings.master_weights:
+            with torch.no_grad():
+                torch._foreach_copy_(list(self._parameters.values()), list(self._targets.values()))
 
     def prepare(self, num_updates: int) -> None:  # noqa: B027
         """Nothing: states exist from the start."""

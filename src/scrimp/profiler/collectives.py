@@ -102,7 +102,7 @@ def _counted(operation: str, call: Callable[..., Any], found: Collectives) -> Ca
         seconds = time.perf_counter() - start
         ranks = dist.get_world_size(named.get("group"))
         is_send = operation == "send"
-        num_bytes = _sent_bytes(arguments[0], dist.isend) if is_send else _whole_bytes(arguments, named)
+        num_bytes = _sent_bytes(arguments[0], dist.isend) if is_send else whole_bytes(arguments, named)
         sent = num_bytes * SHARES[operation](ranks)
         found.calls.append(Collective(operation, ranks, num_bytes, sent, seconds))
         return result
@@ -115,7 +115,7 @@ def _sent_bytes(operations: list[Any], send: Any) -> int:
     return sum(one.tensor.nbytes for one in operations if one.op is send)
 
 
-def _whole_bytes(arguments: tuple[Any, ...], named: dict[str, Any]) -> int:
+def whole_bytes(arguments: tuple[Any, ...], named: dict[str, Any]) -> int:
     """Bytes of the larger side of a call: what is gathered, or what is reduced."""
     tensors = [*arguments, *named.values()]
     sizes = [

@@ -5,6 +5,7 @@
     PlanPrecision   before a step: measure, switch, probe; after it: signs of trouble
     MeasureStep     the figures of the step
     CheckMemory     measured beside predicted, once
+    LocalSteps      rounds of copies that train alone; before an evaluation or a checkpoint they meet
     Evaluations     the held-out loss
     WriteRecord     all figures to metrics.jsonl: before a checkpoint, from which a run may be resumed
     Guards          outliers; the end of a run whose steps are not finite
@@ -23,6 +24,7 @@ from scrimp.training.callbacks import (
     Checkpoints,
     Evaluations,
     Guards,
+    LocalSteps,
     MeasureStep,
     PlanPrecision,
     Record,
@@ -54,6 +56,7 @@ class Trainer:
             *([] if self.cycle is None else [self.cycle]),
             MeasureStep(run),
             CheckMemory(run),
+            *([] if run.outer is None else [LocalSteps(run, run.outer)]),
             self.evaluations,
             WriteRecord(run),
             Guards(run, self.stepper.guard),
@@ -93,4 +96,6 @@ class Trainer:
         """Leave nothing running."""
         if self.cycle is not None:
             self.cycle.close()
+        if self.run.outer is not None:
+            self.run.outer.close()
         self.run.optimizer.close()

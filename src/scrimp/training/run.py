@@ -10,7 +10,7 @@ from typing import Any
 from scrimp.config import ResolvedConfig
 from scrimp.config.resolved import ResolvedTrain
 from scrimp.data import Batch, Corpus, Loader
-from scrimp.optim import Optimizer
+from scrimp.optim import Optimizer, OuterOptimizer
 from scrimp.planner import Plan
 from scrimp.planner.flops import Peaks
 from scrimp.profiler import MemoryMeter
@@ -45,6 +45,8 @@ class Run:
     log: MetricsLog
     line: StepLine
     record: RunRecord
+    outer: OuterOptimizer | None
+    """What moves copies that take steps of their own."""
     files: dict[str, str]
     """Name to text of what every checkpoint holds beside the plan."""
     position: Position = field(default_factory=Position)

@@ -25,7 +25,7 @@ from scrimp.models import spec_of
 from scrimp.models.compiled import is_compiler_error
 from scrimp.models.initialise import initialise
 from scrimp.models.model import Model
-from scrimp.optim import build
+from scrimp.optim import build, build_outer
 from scrimp.planner import Plan, count_flops
 from scrimp.profiler import MemoryMeter, peaks_of
 from scrimp.report.units import format_count
@@ -330,12 +330,14 @@ def _begun(
     executable = _realised(start, choose)
     record = read_record(run_dir)
     assert record is not None  # `_write_decisions` has written it
+    optimizer = build(config.optimizer, executable, seed=config.run.seed)
     return Run(
         decisions=decisions,
         dir=run_dir,
         corpus=start.corpus,
         executable=executable,
-        optimizer=build(config.optimizer, executable, seed=config.run.seed),
+        optimizer=optimizer,
+        outer=build_outer(config.outer, optimizer, executable.mesh, config.optimizer.lr),
         plans=PlanInForce(decisions.plan),
         meter=meter,
         peaks=peaks,
@@ -360,6 +362,7 @@ def _realised(start: Start, choose: BackendChooser) -> Executable:
         else:
             initialise(model, config.run.seed)
 
+    apart = config.outer.every > 0 and config.layout.dp > 1
     return realise(
         decisions.plan,
         decisions.architecture,
@@ -375,7 +378,12 @@ def _realised(start: Start, choose: BackendChooser) -> Executable:
         room=start.room,
         most_tokens=decisions.micro_batch_tokens,
         longest=config.train.sequence,
-        mesh=RankMesh(config.layout, decisions.world, device.type),
+        mesh=RankMesh(
+            config.layout,
+            decisions.world,
+            device.type,
+            copies_apart=config.outer.every > 0 and config.layout.dp > 1,
+        ),
     )
 
 

@@ -65,10 +65,10 @@ class Stepper:
         start = time.perf_counter()
         batches = next(loader)
         counts = run.executable.mesh.gathered_rows(sum(map(run.executable.objective.count, batches)))
-        num_targets = sum(counts)
-        total = self._passes(batches, num_targets)
+        num_targets, of_step = sum(counts), sum(run.executable.mesh.of_step(counts))
+        total = self._passes(batches, of_step)
         while total is None:  # out of memory, and by now with a plan that takes less
-            total = self._passes(batches, num_targets)
+            total = self._passes(batches, of_step)
         norm = optimizer.gradient_norm()
         loss, metrics = self._means(total, num_targets)
         lr = self._lr(run.step)

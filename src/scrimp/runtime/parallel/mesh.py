@@ -36,11 +36,13 @@ class RankMesh:
         layout: as many degrees as there are ranks.
         world: the ranks, of which every one makes its mesh.
         device_type: of the tensors, cpu or cuda.
+        copies_apart: each copy takes steps by its own gradients alone.
     """
 
     layout: ResolvedLayout = field(default_factory=lambda: ResolvedLayout(dp=1, fsdp=1))
     world: World = ALONE
     device_type: str = "cpu"
+    copies_apart: bool = False
 
     @property
     def is_trivial(self) -> bool:
@@ -62,6 +64,22 @@ class RankMesh:
 
         degrees = (self.layout.dp, self.layout.shards, self.layout.tp)
         return init_device_mesh(self.device_type, degrees, mesh_dim_names=("dp", "shards", "tp"))
+
+    @cached_property
+    def of_copy(self) -> DeviceMesh:
+        """The ranks that share this copy of the model, as one axis."""
+        both = self.copies_and_shards["shards", "tp"]
+        return both._flatten("of_copy")
+
+    @property
+    def copy(self) -> int:
+        """Which copy of the model this rank has a part of."""
+        return self.world.rank // (self.world.size // self.layout.dp)
+
+    def of_step(self, counts: list[T]) -> list[T]:
+        """Of what `gathered_rows` gives, the part whose gradients are of one step."""
+        own = slice(self.copy * self.layout.fsdp, (self.copy + 1) * self.layout.fsdp)
+        return counts[own] if self.copies_apart else counts
 
     @property
     def data_ranks(self) -> int:

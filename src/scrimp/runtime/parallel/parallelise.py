@@ -73,7 +73,8 @@ def _shard(model: Model, mesh: RankMesh) -> None:
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     sums = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     both = mesh.copies_and_shards
-    over = both["dp", "shards"] if mesh.layout.dp > 1 else both["shards"]
+    adds_over_copies = mesh.layout.dp > 1 and not mesh.copies_apart
+    over = both["dp", "shards"] if adds_over_copies else both["shards"]
     for block in model.blocks:
         fully_shard(block, mesh=over, reshard_after_forward=mesh.layout.zero == 3, mp_policy=sums)
     # The loss reads the head after the model's own forward pass is over.

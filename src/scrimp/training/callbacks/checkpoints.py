@@ -48,6 +48,10 @@ class Checkpoints(Callback):
         run = self._run
         state = {f"model.{name}": part for name, part in run.executable.parameters()}
         state |= {f"optimizer.{name}": part for name, part in run.optimizer.parts()}
+        if run.outer is not None:
+            state |= {f"outer.{name}": part for name, part in run.outer.parts()}
+            if run.executable.mesh.copy > 0:  # each copy's mesh is its own: its shards have writers there
+                state = {name: dataclasses.replace(part, is_writer=False) for name, part in state.items()}
         # All ranks draw alike: the first one's is everybody's.
         random = part_of(torch.get_rng_state())
         state[RANDOM_STATE] = dataclasses.replace(random, is_writer=run.decisions.world.is_writer)
@@ -73,6 +77,8 @@ class Checkpoints(Callback):
             if wait:
                 run.store.wait()
             return
+        if run.outer is not None:
+            run.outer.meet(states=True)
         state = RunState(
             run.position,
             run.decisions.architecture,

@@ -31,6 +31,8 @@ class Evaluations(Callback):
             return None
         if self._last is not None and self._last[0] == run.step:
             return self._last[1]
+        if run.outer is not None:
+            run.outer.meet()
         run.line.phase("evaluating")
         run.phases.switch(EVALUATION)
         found = evaluate(

@@ -44,6 +44,7 @@ from scrimp.planner.memory.account import account_step
 from scrimp.planner.memory.costs import StepCosts
 from scrimp.planner.memory.decision import MemoryDecision
 from scrimp.planner.memory.machine import Machine, Setup, Update
+from scrimp.planner.memory.outer_costs import with_outer
 from scrimp.planner.memory.placement import Placement, States
 from scrimp.planner.memory.room import NoRoomError
 from scrimp.planner.memory.search import find
@@ -364,12 +365,13 @@ def _traced(
         bases = [rules.with_base(name) for name in names]
     with said_if_slow("tracing the model ..."):
         found = [_traced_base(config, architecture, device, choices, base) for base in bases]
-    return shared_costs(
+    costs = shared_costs(
         _with_batches(max(found, key=_most), config, device),
         config.layout,
         parameter_bytes=DTYPES[config.train.parameters].itemsize,
         micro_batches=config.micro_batches,
     )
+    return with_outer(costs, config)
 
 
 def _with_batches(costs: StepCosts, config: ResolvedConfig, device: torch.device) -> StepCosts:
