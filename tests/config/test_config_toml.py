@@ -84,6 +84,7 @@ def test_unset_values_are_left_out_and_sections_come_in_order() -> None:
         "schedule",
         "checkpoint",
         "layout",
+        "outer",
         "memory",
         "snip",
     ]

@@ -362,7 +362,6 @@ def _realised(start: Start, choose: BackendChooser) -> Executable:
         else:
             initialise(model, config.run.seed)
 
-    apart = config.outer.every > 0 and config.layout.dp > 1
     return realise(
         decisions.plan,
         decisions.architecture,
