@@ -12,8 +12,7 @@ import torch.distributed as dist
 from distributed import spawn
 from torch import Tensor, nn
 
-from scrimp.config import OptimizerConfig
-from scrimp.config.schema import OuterConfig
+from scrimp.config import OptimizerConfig, OuterConfig
 from scrimp.optim import AdamW, OuterOptimizer
 from scrimp.optim.outer import GROUP
 from scrimp.profiler.collectives import counting_collectives

@@ -42,7 +42,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from scrimp.config.schema import OuterConfig
+from scrimp.config import OuterConfig
 from scrimp.optim.base import Optimizer
 from scrimp.parts import TensorPart
 from scrimp.runtime.parallel.mesh import AXES, RankMesh
