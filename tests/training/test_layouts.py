@@ -135,3 +135,10 @@ def test_exports_and_evaluations_need_not_know_the_layout(runs: Path, tmp_path: 
     found = scrimp("eval", str(tmp_path / "out"), f"--data={runs / 'corpus.txt'}", "--device=cpu")
     assert found.returncode == 0, found.stderr
     assert scrimp("verify", str(runs / "from two to four")).returncode == 0
+
+
+def test_a_run_that_goes_on_under_another_layout_says_both(runs: Path) -> None:
+    (told,) = (
+        one for one in records(runs / "from fsdp to copies", "events.jsonl") if one["kind"] == "layout"
+    )
+    assert "layout: dp 2, ZeRO stage 3; before: fsdp 2, ZeRO stage 3" in told.values()

@@ -161,7 +161,7 @@ class Layout:
         shown = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
         if self.cp > 1:
             shown.append(self.cp_method)
-        return ", ".join([*shown, f"ZeRO stage {self.zero}"])
+        return ", ".join([*shown, f"ZeRO stage {self.zero}"]) if shown else "one process"
 
 
 @dataclass(frozen=True)

@@ -170,14 +170,14 @@ def _in_folder(run_dir: Path, start: Start) -> Start:
     """A start in its folder: a resumed run has its own plan and reasons, and takes host memory by these."""
     decisions = start.decisions
     config = dataclasses.replace(decisions.config, run=dataclasses.replace(decisions.config.run, dir=run_dir))
-    reasons, began_with = decisions.reasons, decisions.plan.backends
+    reasons, began_with, before = decisions.reasons, decisions.plan.backends, ""
     config_path, plan_path = run_dir / CONFIG, run_dir / PLAN
     is_resumed = config_path.exists()
     if is_resumed:
         reasons = reasons_in(config_path.read_text(encoding="utf-8"), config)
         saved = _saved_plan(plan_path, start)
         if saved is not None:
-            began_with = saved.backends
+            began_with, before = saved.backends, saved.layout.text
             if config.is_planned and start.checkpoint is None:  # its formats are of a later step
                 saved = dataclasses.replace(saved, gemms=decisions.plan.gemms)
             if any(key.startswith("layout.") for key in start.given):
@@ -198,7 +198,7 @@ def _in_folder(run_dir: Path, start: Start) -> Start:
         )
     room = take_host_room(decisions.memory, config, decisions.device) if is_resumed else start.room
     ran = "" if began_with in ({}, plan.backends) else backends_text(began_with)
-    return dataclasses.replace(start, decisions=decisions, room=room, ran_by=ran)
+    return dataclasses.replace(start, decisions=decisions, room=room, ran_by=ran, laid_before=before)
 
 
 def _saved_plan(path: Path, start: Start) -> Plan | None:
@@ -443,6 +443,11 @@ def _announce(run: Run, run_dir: Path, start: Start) -> None:
     if corpus.train.has_answers:
         run.tell("packing", packed(corpus.train, config.train.sequence).sentence)
     run.line.message(account_text(run.decisions))
+    layout, ranks = start.decisions.plan.layout.text, run.decisions.world.size
+    if start.laid_before not in ("", layout):
+        run.tell("layout", f"layout: {layout}; before: {start.laid_before}")
+    elif ranks > 1:
+        run.line.message(f"layout: {layout}")
     attention = attention_text(run.decisions)
     if attention:
         run.line.message(f"attention: {attention}")

@@ -68,6 +68,8 @@ class Start:
     """Dotted keys that the user has written for this start of a run that is resumed."""
     ran_by: str = ""
     """What ran its GEMMs before, where that is something else now, on another device or as the user asks."""
+    laid_before: str = ""
+    """The layout of a run that is resumed, as its plan.json says it."""
     notes: list[str] = field(default_factory=list)
     """Checkpoints that were passed over, and why."""
     goes_back: bool = False
