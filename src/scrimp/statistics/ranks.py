@@ -12,11 +12,12 @@ Method   Every statistic is a sum of squares, or of products. Each rank adds its
 
 Gradients  Both data-parallel kinds average gradients over ranks: the loss is the mean of the ranks' mean losses, and
            what a rank sees of G and gX is D times the global mean loss's, D data-parallel ranks. It counts by 1/D.
+           Where ranks add up gradients of parts of one loss (`Ranks.adds`), what a rank sees is of the whole loss.
 Noise      Independent between data-parallel ranks: micro-batch m of rank r draws as number m D + r, as if one process
            ran the ranks' micro-batches in turn. Ranks that hold copies draw the same, pieces draw the
            whole and take their part. Stochastic rounding is told apart by the clock: loops begin it by row.
-Limits     Ranks must run equally many micro-batches, of equally many tokens. Gradients that are summed instead of
-           averaged (`set_gradient_divide_factor`, a communication hook) are not noticed. Refused by name:
+Limits     Ranks must run equally many micro-batches, of equally many tokens. That gradients are summed instead of
+           averaged (`set_gradient_divide_factor`, a communication hook) has to be said. Refused by name:
            sequence parallel, FSDP1, and ranks that hold parts that no one here knows of (pipeline stages).
 Source     SNIP (arXiv 2602.01410), reconstruction section 6, all-reduce.
 Checked    tests/statistics/test_ranks.py: on gloo, against one process on the whole batch.
@@ -65,11 +66,13 @@ class Ranks:
     data_size: int = 1
     """Ranks, or groups of tensor-parallel ranks, that read different rows."""
     data_rank: int = 0
+    adds: bool = False
+    """Whether gradients are sums over ranks, each of which has a part of one loss; else means of their losses'."""
     tensor_mesh: Any = None
     """DeviceMesh of the ranks that share the tensors of this one's rows; None: each holds them whole."""
 
     @classmethod
-    def of(cls, model: nn.Module) -> Ranks:
+    def of(cls, model: nn.Module, *, adds: bool = False) -> Ranks:
         """Find out from a model how it is trained; between two steps, on all ranks.
 
         Parameters that FSDP2 left whole after a forward pass become shards again.
@@ -77,6 +80,7 @@ class Ranks:
         Args:
             model: with its wrappers: a DistributedDataParallel, or one that `fully_shard` or
                 `parallelize_module` was applied to.
+            adds: gradients are sums over ranks.
 
         Raises:
             ModelError: ranks that nothing joins, or that are joined in a way that is not known here.
@@ -94,7 +98,7 @@ class Ranks:
                 expected="DistributedDataParallel, fully_shard or tensor parallel over all ranks of the default group",
                 do="measure in one process, write the plan to a file, and apply it on every rank",
             )
-        return cls(world, data_size, data_rank, mesh)
+        return cls(world, data_size, data_rank, adds, mesh)
 
     @property
     def size(self) -> int:
@@ -109,7 +113,7 @@ class Ranks:
     @property
     def share(self) -> float:
         """What a gradient of this rank's loss counts in the one that all ranks reduce."""
-        return 1.0 / self.data_size
+        return 1.0 if self.adds else 1.0 / self.data_size
 
     def draw(self, micro_batch: int) -> int:
         """Number of a micro-batch among those of all ranks."""
@@ -132,7 +136,8 @@ class Ranks:
 
     def mean(self, loss: float) -> float:
         """Loss of all ranks from each one's own."""
-        return float(self.sum([loss])[0]) / self.size
+        total = float(self.sum([loss])[0])
+        return total / self.tensor_size if self.adds else total / self.size
 
     def norms(self, norms: Array, pieces: Sequence[Piece]) -> Array:
         """Norms of whole tensors from those of what lies here.

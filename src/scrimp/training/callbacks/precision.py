@@ -37,7 +37,12 @@ class PlanPrecision(Callback):
         settings = CycleSettings.of_run(run.config, recipes)
         self._run, self._world = run, decisions.world
         self._meter = PrecisionMeter(
-            settings, run.executable, run.optimizer, run.batches, device_name=decisions.device.name
+            settings,
+            run.executable,
+            run.optimizer,
+            run.batches,
+            device_name=decisions.device.name,
+            first_row=run.first_row,
         )
         self._rules = parse_rules(run.config.precision).with_base(run.config.snip.start)
         self.cycle = PrecisionCycle(settings, self, recipes, world=decisions.world, probe=self._probe)
