@@ -209,10 +209,10 @@ def fill(model: Model, seed: int) -> None:
     """Initial weights from one random piece of each standard deviation and format, repeated."""
     pieces: dict[tuple[torch.dtype, torch.device], Tensor] = {}
     like = torch.empty(PIECE_ELEMENTS // 1024, 1024, device="meta")
-    piece = initial_value("a matrix", like, seed).flatten()
+    piece = initial_value("a matrix", like.shape, seed).flatten()
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:
-            parameter.copy_(initial_value(name, parameter, seed))
+            parameter.copy_(initial_value(name, parameter.shape, seed))
             continue
         key = parameter.dtype, parameter.device
         if key not in pieces:

@@ -125,7 +125,7 @@ def test_a_batch_left_to_scrimp_can_be_shared() -> None:
     ],
 )
 def test_what_ranks_do_not_carry_out_is_refused_by_name(key: str, value: str) -> None:
-    config = replace_values(Config(), {key: value})
+    config = replace_values(Config(), {key: value, **({"layout.cp": 2} if key == "precision" else {})})
     with pytest.raises(ConfigError, match=rf"{key} .*not carried out on several ranks"):
         resolve(config, preset("llama-3m"), device_type="cpu", ranks=2)
 
