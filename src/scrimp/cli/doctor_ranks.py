@@ -20,7 +20,7 @@ from scrimp.profiler.links_report import (
     tiers_of,
 )
 from scrimp.profiler.rank_links import ALONE, measure_rank_links
-from scrimp.report.units import format_bytes
+from scrimp.report.units import format_bytes, format_duration
 from scrimp.world import World, ranks_text
 
 MOST_CLUSTERS = 8
@@ -75,7 +75,7 @@ def _matrix(links: RankLinks) -> Table:
             if one == other
             else rate_text(links.bandwidth[one][other])
             if one < other
-            else _latency_text(links.latency[one][other])
+            else format_duration(links.latency[one][other])
             for other in ranks
         ]
         table.add_row(str(one), *cells, "")
@@ -95,7 +95,7 @@ def _tiers(links: RankLinks) -> Table:
         table.add_row(
             f"{len(tier):,}",
             f"{rate_text(min(rates))} to {rate_text(max(rates))}",
-            f"{_latency_text(min(waits))} to {_latency_text(max(waits))}",
+            f"{format_duration(min(waits))} to {format_duration(max(waits))}",
             "; ".join(joined[:MOST_CLUSTERS]) + more,
         )
     return table
@@ -112,11 +112,6 @@ def _collectives(links: RankLinks) -> Table:
     )
     for one in links.collectives:
         table.add_row(
-            one.operation, _latency_text(one.latency), rate_text(one.bandwidth), format_bytes(one.num_bytes)
+            one.operation, format_duration(one.latency), rate_text(one.bandwidth), format_bytes(one.num_bytes)
         )
     return table
-
-
-def _latency_text(seconds: float) -> str:
-    """0.000123 -> ``123 µs``."""
-    return f"{seconds * 1e6:.3g} µs" if seconds < 999.5e-6 else f"{seconds * 1e3:.3g} ms"
