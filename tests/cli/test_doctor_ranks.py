@@ -44,7 +44,9 @@ def test_a_matrix_of_few_ranks_and_tiers_of_many() -> None:
     assert "measured at once" in many
     rows = [" ".join(line.split()) for line in many.splitlines()]
     assert any(row.startswith("36 2 GB/s to 2 GB/s 25.0 µs to 25.0 µs ranks 0, 1, 2 and 3; ") for row in rows)
-    assert any(row.startswith("240 250 MB/s to 250 MB/s 25.0 µs to 25.0 µs ranks 0, 1, 2, 3, 4,") for row in rows)
+    assert any(
+        row.startswith("240 250 MB/s to 250 MB/s 25.0 µs to 25.0 µs ranks 0, 1, 2, 3, 4,") for row in rows
+    )
     assert any("all-reduce" in row and "3.00 ms 100 MB/s 16.0 MiB" in row for row in rows)
 
 

@@ -43,7 +43,9 @@ def steps(rank: int) -> Found:
                     executable.begin(number, micro_batch * ROWS * SEQUENCE, is_last=last)
                     executable.loss(batch_of(case, number, micro_batch)).total.backward()
         traffic = traffic_of(spec_of(decisions.architecture), decisions.config)
-        sent = {operation: counted.sent(operation) for operation in (*FSDP, "all-reduce", "send", "all-to-all")}
+        sent = {
+            operation: counted.sent(operation) for operation in (*FSDP, "all-reduce", "send", "all-to-all")
+        }
         found[name] = {one.axes: one.num_bytes for one in traffic}, sent
     return found
 
@@ -56,7 +58,10 @@ def test_ranks_send_what_the_formulas_say(tmp_path: Path) -> None:
             assert set(traffic) == set(operations), name
             for axes, kinds in operations.items():
                 # FSDP2 rounds rows up.
-                assert sum(sent[kind] for kind in kinds) == pytest.approx(traffic[axes], rel=0.02), (name, axes)
+                assert sum(sent[kind] for kind in kinds) == pytest.approx(traffic[axes], rel=0.02), (
+                    name,
+                    axes,
+                )
 
 
 def test_an_axis_of_one_rank_sends_nothing() -> None:

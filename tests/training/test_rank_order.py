@@ -67,7 +67,9 @@ def test_a_run_in_another_order_writes_the_same_files(tmp_path: Path) -> None:
         command = ["-m", "scrimp", "launch", "--ranks=4", *words]
         ((code, output),) = ended([start(command, environ | {RANK_ORDER: order})], 300)
         assert code == 0, output
-        assert ("ranks by SCRIMP_RANK_ORDER: 1 is 2, 2 is 3, 3 is 1 of scrimp launch" in output) == bool(order)
+        assert ("ranks by SCRIMP_RANK_ORDER: 1 is 2, 2 is 3, 3 is 1 of scrimp launch" in output) == bool(
+            order
+        )
         files = sorted(run.glob("checkpoints/step-*/**/*.safetensors"))
         assert files
         digests = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
