@@ -130,8 +130,8 @@ def _write_small_files(folder: Path) -> None:
     )
     report = DoctorReport(Surroundings("a", "b", "c", "d", "e"), "a", rows)
     (folder / "doctor.json").write_text(report.to_json())
-    matrix = ((0.0, 1.5), (1.5, 0.0))
-    places = tuple(RankPlace("a", "b", rank) for rank in range(2))
+    matrix = ((0.0, 1.5, 9.5), (1.5, 0.0, 9.0), (9.5, 9.0, 0.0))
+    places = tuple(RankPlace("a", "b", rank) for rank in range(3))
     rates = (CollectiveRate("all-gather", 8, 0.5, 1.0),)
     (folder / "links.json").write_text(RankLinks("a", "b", places, False, matrix, matrix, rates).to_json())
 

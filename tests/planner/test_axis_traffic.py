@@ -64,6 +64,7 @@ def test_ranks_send_what_the_formulas_say(tmp_path: Path) -> None:
                 )
 
 
+@pytest.mark.slow
 def test_an_axis_of_one_rank_sends_nothing() -> None:
     decisions, _, _, _ = made(Case(), World(), 1)
     config = closed(decisions.config)

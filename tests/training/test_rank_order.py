@@ -47,6 +47,7 @@ def test_a_plan_says_which_order_is_better(shown: Callable[..., str]) -> None:
     assert f"{RANK_ORDER}=0,2,1,3 would take" in shown(*LAYOUT)
 
 
+@pytest.mark.slow
 def test_nothing_is_advised_where_nothing_is_known_or_gained(shown: Callable[..., str]) -> None:
     assert RANK_ORDER not in shown(*LAYOUT)
     known(within=1e9, between=0.98e9)

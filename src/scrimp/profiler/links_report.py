@@ -217,6 +217,8 @@ def _together(clusters: Sequence[Sequence[int]], one: int, other: int) -> bool:
 
 def share_text(share: float) -> str:
     """0.25 -> ``a quarter``; smaller ones as 1/9."""
+    if share < 1e-6:
+        return "less than a millionth"
     parts = round(1 / share)
     names = {1: "all", 2: "half", 3: "a third", 4: "a quarter", 5: "a fifth"}
     return names.get(parts, f"1/{parts:,}")
