@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from pathlib import Path
 
 import pytest
@@ -46,7 +45,7 @@ def measured(rank: int, ranks: int, slow: float, at_once: bool) -> tuple[RankLin
 
 @pytest.mark.parametrize("at_once", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_rank_that_is_far_away_is_named(at_once: bool, tmp_path: Path) -> None:
-    ranks, slow = 3, 5e6
+    ranks, slow = 3, 2e6
     found = spawn(ranks, measured, tmp_path, ranks, slow, at_once)
     links, shares = found[0]
     assert all(one == links for one, _ in found)
@@ -68,43 +67,42 @@ def test_a_rank_that_is_far_away_is_named(at_once: bool, tmp_path: Path) -> None
     assert RankLinks.from_json(links.to_json()) == links
 
 
-def sent_round(rank: int, order: Order) -> float:
-    """Seconds of two steps in which the ranks of every group send their bytes on to the next one."""
-    place = order.index(rank)
-    dist.barrier()
-    began = time.perf_counter()
+def clock_after(rank: int, order: Order) -> float:
+    """Seconds of two steps in which the ranks of every group send their bytes on to the next one.
+
+    By clocks of their own, which messages carry: one leaves when its sender's clock says so, its bytes take their time
+    on the link, and its receiver's clock is not behind from then on. So other work on this machine changes nothing.
+    """
+    place, clock = order.index(rank), 0.0
     for _, one in itertools.product(range(STEPS), TRAFFIC):
         group = next(group for group in places_of_groups(DEGREES, one.axes) if place in group)
         at = group.index(place)
         after, before = order[group[(at + 1) % len(group)]], order[group[at - 1]]
-        message = torch.zeros(int(one.num_bytes), dtype=torch.uint8)
-        arrives = torch.empty_like(message)
+        left = clock + one.num_bytes / RATES[rank][after]
+        message, arrives = torch.tensor([left], dtype=torch.float64), torch.empty(1, dtype=torch.float64)
         works = dist.batch_isend_irecv(
             [dist.P2POp(dist.isend, message, after), dist.P2POp(dist.irecv, arrives, before)]
         )
         for work in works:
             work.wait()
-    dist.barrier()
-    return time.perf_counter() - began
+        clock = max(left, float(arrives))
+    return clock
 
 
-def all_orders(rank: int) -> tuple[RankLinks, dict[Order, float]]:
-    device = resolve_device("cpu", World(rank, 4))
-    with delayed(RATES):
-        links = measure_rank_links(device)
-        orders = [(0, *rest) for rest in itertools.permutations((1, 2, 3))]
-        return links, {order: sent_round(rank, order) for order in orders}
+def all_orders(rank: int) -> dict[Order, float]:
+    orders = [(0, *rest) for rest in itertools.permutations((1, 2, 3))]
+    return {order: clock_after(rank, order) for order in orders}
 
 
 @pytest.mark.slow
 def test_orders_of_ranks_take_the_time_that_is_predicted(tmp_path: Path) -> None:
-    """Two clusters: from the measured links, all six placements of two axes come in the order in which they are."""
+    """Two clusters: all six placements of two axes come in the order that is predicted."""
     found = spawn(4, all_orders, tmp_path)
-    links = found[0][0].bandwidth
-    took = {order: max(seconds[order] for _, seconds in found) for order in found[0][1]}
-    predicted = {order: STEPS * seconds_on_links(order, DEGREES, TRAFFIC, links) for order in took}
+    took = {order: max(rank[order] for rank in found) for order in found[0]}
+    predicted = {order: STEPS * seconds_on_links(order, DEGREES, TRAFFIC, RATES) for order in took}
+    assert len(set(took.values())) == 6
     assert sorted(took, key=took.__getitem__) == sorted(predicted, key=predicted.__getitem__)
-    best = place_ranks(DEGREES, TRAFFIC, links)
+    best = place_ranks(DEGREES, TRAFFIC, RATES)
     assert best.order == min(took, key=took.__getitem__) == (0, 1, 3, 2)
-    for order, seconds in took.items():
-        assert seconds == pytest.approx(predicted[order], rel=0.35)
+    for order, seconds in took.items():  # a group need not wait for another one's link
+        assert 0.8 * predicted[order] < seconds <= predicted[order] * (1 + 1e-9)
