@@ -19,7 +19,8 @@ Limits   Groups that share a link at the same time are counted as if each had it
          hidden behind computing. Latency does not count. Several nodes of unequal sizes may be grouped worse than the
          best order.
 Source   Holmes, arXiv 2312.03549: the slow link carries the axis that sends least
-Checked  tests/planner/test_rank_placement.py: all orders of 4 to 8 ranks; clocks that messages between ranks carry
+Checked  tests/planner/test_rank_placement.py: all orders of 4 to 8 ranks; tests/profiler/test_rank_links.py: all
+         orders of four real ranks, by clocks that their messages carry
 """
 
 from __future__ import annotations
