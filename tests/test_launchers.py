@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scrimp.errors import ConfigError
-from scrimp.launchers import FIRST_PORT, PORTS, hosts_of, place_of, seconds_in
+from scrimp.launchers import FIRST_PORT, PORTS, RANK_ORDER, hosts_of, order_of, place_of, seconds_in
 
 TORCHRUN = {
     "RANK": "5",
@@ -163,3 +163,14 @@ def test_a_limit_is_a_number_above_0() -> None:
     for text in ("0", "-1", "nan", "inf", "soon", "1e99"):
         with pytest.raises(ConfigError, match="X is wrong"):
             seconds_in({"X": text}, "X", 3.5)
+
+
+def test_an_order_of_ranks_has_each_of_them_once_and_rank_0_first() -> None:
+    assert order_of({}, 4) is None
+    assert order_of({RANK_ORDER: " "}, 4) is None
+    assert order_of({RANK_ORDER: "0,2, 1,3"}, 4) == (0, 2, 1, 3)
+    # A job may go on with fewer ranks than it began with.
+    assert order_of({RANK_ORDER: "0,2,1,3"}, 3) is None
+    for wrong in ("0,1,1,3", "1,0,2,3", "0,1,2,4", "0;1;2;3", "0,-1", "0,x", ",", "0,1,2,", "0,²"):
+        with pytest.raises(ConfigError, match="is no order of ranks"):
+            order_of({RANK_ORDER: wrong}, 4)

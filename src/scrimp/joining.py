@@ -13,6 +13,9 @@ Method   `join` meets the others (`scrimp.meeting`), and makes the default proce
            be interrupted, so the process is then ended.
          - A store that is gone means the same, of rank 0 or of torchrun's agent.
 
+Order    Ranks may get other numbers than the launcher's (`SCRIMP_RANK_ORDER`), after they have met: a rank's number is
+         its place in every layout, so this decides which axis crosses which link (`scrimp.planner.rank_placement`).
+
 Errors   `Joined.explained` says what an exception means for all, and whether this rank shows it: one that all ranks
          know is shown by rank 0, a bug by the first rank that has it, a lost rank by the first that is left, and what
          only this rank knows by this rank.
@@ -32,7 +35,8 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Final
 
@@ -54,6 +58,14 @@ DESTROY_S: Final = 3.0
 NOTE: Final = "note"
 """Key of what a rank leaves that gives up."""
 
+NCCL_PRESETS: Final = (
+    (("NCCL_DEBUG",), "WARN"),
+    (("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), "2000"),
+    (("TORCH_NCCL_DUMP_ON_TIMEOUT",), "1"),
+)
+"""Variable, after it the name that it had before, and its value (docs/ranks.md says why)."""
+TRACES: Final = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+
 Tell = Callable[[ScrimpError], None]
 
 
@@ -65,6 +77,8 @@ def join(
     failure: ScrimpError | None,
     say: Callable[[str], None],
     tell: Tell,
+    order: Sequence[int] | None = None,
+    traces: str | None = None,
 ) -> Joined:
     """Meet the other ranks, and make the default process group with them.
 
@@ -74,6 +88,8 @@ def join(
         failure: why this rank cannot take part, which it tells the others.
         say: shows a sentence.
         tell: shows an error from the lookout's thread, just before it ends the process.
+        order: the launcher's ranks by the numbers that they have from then on.
+        traces: what the names of NCCL's traces begin with.
 
     Raises:
         ConfigError: a limit in the environment is no number.
@@ -87,6 +103,10 @@ def join(
     collective = timedelta(seconds=seconds_in(os.environ, COLLECTIVE_TIMEOUT, COLLECTIVE_S))
     meeting = Meeting(place, seconds_in(os.environ, JOIN_TIMEOUT, JOIN_S), say)
     meeting.compare({**papers, "the kind of device": "cuda" if uses_cuda else "cpu"}, failure)
+    if order is not None:
+        meeting.place = replace(place, rank=order.index(place.rank))
+    if uses_cuda:
+        prepare_nccl(os.environ, traces)
     _make_group(meeting, "cpu:gloo,cuda:nccl" if uses_cuda else "cpu:gloo", collective)
     return Joined(meeting, tell)
 
@@ -111,6 +131,17 @@ def _take_device(place: Place, name: str) -> bool:
         )
     torch.cuda.set_device(place.local_rank % count)
     return True
+
+
+def prepare_nccl(environ: MutableMapping[str, str], traces: str | None) -> None:
+    """Set what NCCL and torch's recorder of collectives read when the group is made, but for what the user has set.
+
+    Args:
+        traces: what the names of its files begin with, the rank follows; None: as torch decides.
+    """
+    for names, value in (*NCCL_PRESETS, (TRACES, traces)):
+        if value is not None and not any(name in environ for name in names):
+            environ[names[0]] = value
 
 
 def _make_group(meeting: Meeting, backend: str, timeout: timedelta) -> None:
@@ -144,6 +175,11 @@ class Joined:
         self._is_explained = False
         self._lookout = Lookout(meeting, self._last_words)
         self._lookout.start()
+
+    @property
+    def rank(self) -> int:
+        """Its number among those that work together."""
+        return self._place.rank
 
     def explained(self, error: BaseException) -> tuple[BaseException, bool]:
         """What an exception that ends the command means, and whether this rank shows it, with its rank if it is the

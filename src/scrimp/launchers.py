@@ -30,6 +30,8 @@ LISTENER = "SCRIMP_LISTENER"
 """Set by `scrimp launch` for rank 0: the open port, which nobody else can take meanwhile."""
 GRACE, GRACE_S = "SCRIMP_GRACE", 600.0
 """Seconds that a rank has to end in order, as to write its last checkpoint, before it is killed."""
+RANK_ORDER = "SCRIMP_RANK_ORDER"
+"""Which rank of the launcher takes which place: 0,2,1,3, as `scrimp doctor --ranks` and `scrimp plan` advise."""
 _SAYING_SEVERAL = ("WORLD_SIZE", "RANK", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
 MOST_RANKS = 1 << 20
 MOST_HOSTS = 100_000
@@ -96,6 +98,28 @@ def seconds_in(environ: Mapping[str, str], name: str, default: float) -> float:
     if not 0 < seconds <= 365 * 86400:
         raise ConfigError(f"the environment's {name} is wrong", got=repr(text), expected="seconds, above 0")
     return seconds
+
+
+def order_of(environ: Mapping[str, str], size: int) -> tuple[int, ...] | None:
+    """The launcher's ranks in the order of their places; None where they stay as they are.
+
+    An order of another number of ranks is passed over: a job may go on with fewer than it began with.
+
+    Raises:
+        ConfigError: it is no order of ranks, or does not begin with rank 0.
+    """
+    text = environ.get(RANK_ORDER, "").strip()
+    if not text:
+        return None
+    found = [int(one) if one.strip().isdecimal() and len(one) < 9 else -1 for one in text.split(",")]
+    if sorted(found) != list(range(len(found))) or found[0] != 0:
+        raise ConfigError(
+            f"the environment's {RANK_ORDER} is no order of ranks",
+            got=repr(text),
+            expected="each rank once, rank 0 first: 0,2,1,3",
+            do="take the order that scrimp doctor --ranks or scrimp plan gives, or unset it",
+        )
+    return tuple(found) if len(found) == size else None
 
 
 def _by_torchrun(environ: Mapping[str, str]) -> Place | None:

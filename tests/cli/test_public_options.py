@@ -50,7 +50,7 @@ PUBLIC = {
     "export": "RUN OUT --trust-code",
     "export-precision": "SOURCE OUT --target --names --approximate",
     "report": "RUN",
-    "doctor": "--device --json --fresh",
+    "doctor": "--device --json --fresh --ranks",
 }
 
 

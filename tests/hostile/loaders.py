@@ -24,6 +24,7 @@ from scrimp.planner import Plan
 from scrimp.planner.precision import PrecisionPlan, PrecisionProfile
 from scrimp.precision import GEMMS
 from scrimp.profiler.gemm_table import GemmTimes
+from scrimp.profiler.links_report import CollectiveRate, RankLinks, RankPlace, slow_links_text
 from scrimp.profiler.throughput import recall_throughput
 from scrimp.report import read_jsonl
 from scrimp.report.read_run import read_run
@@ -92,6 +93,7 @@ def _loaders(checkpoint: str) -> list[Loader]:
         Loader("profile.safetensors", _read_profile, in_header("scrimp_profile")),
         Loader("batches.safetensors", _read_batches, in_header("scrimp_batches")),
         Loader("doctor.json", _read_doctor, everything),
+        Loader("links.json", _read_links, everything),
         Loader("gemm_table.json", _read_table, everything),
         Loader("gemm_times.json", _read_times, everything),
         Loader("cache/scrimp/throughput.json", _recall, everything),
@@ -128,6 +130,10 @@ def _write_small_files(folder: Path) -> None:
     )
     report = DoctorReport(Surroundings("a", "b", "c", "d", "e"), "a", rows)
     (folder / "doctor.json").write_text(report.to_json())
+    matrix = ((0.0, 1.5, 9.5), (1.5, 0.0, 9.0), (9.5, 9.0, 0.0))
+    places = tuple(RankPlace("a", "b", rank) for rank in range(3))
+    rates = (CollectiveRate("all-gather", 8, 0.5, 1.0),)
+    (folder / "links.json").write_text(RankLinks("a", "b", places, False, matrix, matrix, rates).to_json())
 
     def figures(value: Any) -> Any:
         return {
@@ -180,6 +186,13 @@ def _read_profile(at: Path) -> None:
 
 def _read_batches(at: Path) -> None:
     RecentBatches(2).read(at / "batches.safetensors", torch.device("cpu"))
+
+
+def _read_links(at: Path) -> None:
+    content = read_bounded(at / "links.json", error=DeviceError, do="", at_most=2**24)
+    links = RankLinks.from_json(content)
+    slow_links_text(links.bandwidth)
+    links.in_order(links.places[::-1])
 
 
 def _read_doctor(at: Path) -> None:

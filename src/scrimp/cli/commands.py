@@ -330,6 +330,8 @@ class Doctor:
     """Try every recipe and back end on a device: works, wrong, slower than bf16, or not available, and why.
 
     The report is kept for this device, driver and versions; training takes the fastest that works.
+
+    With --ranks, on several processes: how fast the links between them are.
     """
 
     device: str = "auto"
@@ -338,9 +340,16 @@ class Doctor:
     """Print the report as JSON."""
     fresh: FlagCreatePairsOff[bool] = False
     """Measure again, even if a report is kept."""
+    ranks: FlagCreatePairsOff[bool] = False
+    """Measure the links between ranks instead, about 20 s: scrimp launch --ranks 4 doctor --ranks. Kept for these
+    hosts and devices; scrimp plan and scrimp train say by it which order of ranks is best."""
 
     def execute(self, given: frozenset[str]) -> int:
         check_device(self.device, "--device")
+        if self.ranks:
+            from scrimp.cli.doctor_ranks import show_links
+
+            return show_links(self.device, as_json=self.json)
         from scrimp.cli.doctor import show_doctor
 
         return show_doctor(self.device, as_json=self.json, fresh=self.fresh)
@@ -370,7 +379,7 @@ class Launch:
         name, *words = shlex.split(self.command)
         if name not in COMMANDS:
             raise unknown_command([name, *words])
-        refuse_ranks(name, f"scrimp launch --ranks {self.ranks}")
+        refuse_ranks([name, *words], f"scrimp launch --ranks {self.ranks}")
         build(name, words)  # a mistake, or --help, is answered here, once
         return launch([name, *words], self.ranks, self.grace)
 

@@ -21,6 +21,7 @@ from scrimp.report.units import format_bytes, format_count, format_flops, format
 from scrimp.training.memory.account_table import account_tables, attention_text
 from scrimp.training.precision.preview import Preview, preview
 from scrimp.training.precision.reachable import shares_of
+from scrimp.training.rank_order import order_advice
 from scrimp.training.setup import Decisions, decide
 from scrimp.training.start import anchored
 
@@ -94,7 +95,7 @@ def _run_table(decisions: Decisions) -> Any:
     measured = (
         f"{format_rate(rate)} (measured by an earlier run)" if rate else "not measured yet on this machine"
     )
-    tuning = decisions.tuning_bytes
+    tuning, order = decisions.tuning_bytes, order_advice(decisions)
     rows = [
         ("parameters", f"{count:,} ({format_count(count)})"),
         ("FLOPs per token, causal form", format_flops(flops.causal)),
@@ -102,6 +103,7 @@ def _run_table(decisions: Decisions) -> Any:
         ("tokens per step", f"{config.train.batch_tokens:,} in sequences of {sequence:,}"),
         ("tokens in the run", f"{config.train.batch_tokens * config.train.steps:,}"),
         *([("layout", plan.layout.text)] if ranks > 1 else []),
+        *([("order of ranks", order)] if order else []),
         ("device", f"{ranks} x " * (ranks > 1) + f"{decisions.device.name} ({decisions.device.spelling})"),
         ("speed of light", f"{format_rate(ideal)} (predicted; {peaks.description})"),
         *([("quantized GEMMs", backends)] if backends else []),

@@ -26,14 +26,16 @@ from typing import TextIO
 
 import scrimp
 from scrimp import __version__, user_code
-from scrimp.cli.commands import Command, Train, build, carry_out
+from scrimp.cli.commands import Command, Doctor, Train, build, carry_out
 from scrimp.cli.show import say, show_error
 from scrimp.config import flatten
 from scrimp.errors import ConfigError, ScrimpError
-from scrimp.launchers import GRACE, GRACE_S, LAUNCH, Place, seconds_in
+from scrimp.launchers import GRACE, GRACE_S, LAUNCH, RANK_ORDER, Place, order_of, seconds_in
 
-TAKING_PART = ("train",)
+TAKING_PART = ("train", "doctor --ranks")
 """Commands that run on several ranks."""
+TRACES = "flight-recorder-rank-"
+"""Files in the run's folder where NCCL's collectives are written down if one of them fails."""
 _LOOK_S = 0.5
 
 
@@ -47,9 +49,10 @@ def on_ranks(place: Place, words: Sequence[str], answer: Callable[[BaseException
     with _voice(place.rank == 0) as voice:
         command, given, failure = None, frozenset[str](), None
         try:
-            refuse_ranks(words[0], f"rank {place.rank} of {place.size}, by {place.launcher}")
+            refuse_ranks(words, f"rank {place.rank} of {place.size}, by {place.launcher}")
             command, given = build(words[0], words[1:])
             papers = papers_of(command, words)
+            papers["the order of ranks"] = str(_order(command, place))
         except ScrimpError as error:
             failure, papers = error, {}
         return _together(place, words[0], command, given, papers, failure, answer, voice)
@@ -68,16 +71,20 @@ def _together(
     from scrimp.joining import join
     from scrimp.meeting import is_shown_here
 
-    joined = None
+    joined, rank = None, place.rank
     try:
         joined = join(
             place,
             papers,
-            device=command.config.device if isinstance(command, Train) else "cpu",
+            device=_device(command),
             failure=failure,
             say=say,
             tell=lambda error: show_error(error, voice.own),
+            order=None if failure is not None else _order(command, place),
+            traces=_traces(command),
         )
+        rank = joined.rank
+        _say_order(command, place)
         assert command is not None, "a failure would have been raised"
         with joined.world.together(f"scrimp {name}"):
             code = carry_out(name, command, given)
@@ -89,20 +96,54 @@ def _together(
             error, shows = raised, is_shown_here(raised, place)
         voice.speak(shows)
         if isinstance(error, Exception) and not isinstance(error, ScrimpError):
-            say(f"rank {place.rank}:")
+            say(f"rank {rank}:")
         code = answer(error)
     if joined is not None:
         joined.leave(code)
     return code
 
 
-def refuse_ranks(name: str, got: str) -> None:
+def _device(command: Command | None) -> str:
+    """Whose links or memory the ranks use."""
+    if isinstance(command, Train):
+        return command.config.device
+    return command.device if isinstance(command, Doctor) else "cpu"
+
+
+def _order(command: Command | None, place: Place) -> tuple[int, ...] | None:
+    """The launcher's ranks by the numbers that they get; of a command that measures them they keep their own.
+
+    Raises:
+        ConfigError: the environment names no order.
+    """
+    return order_of(os.environ, place.size) if isinstance(command, Train) else None
+
+
+def _traces(command: Command | None) -> str | None:
+    folder = command.config.run.dir if isinstance(command, Train) else None
+    return None if folder is None else str(folder.absolute() / TRACES)
+
+
+def _say_order(command: Command | None, place: Place) -> None:
+    """A line for who compares the launcher's messages with those of the run."""
+    order = _order(command, place)
+    if order is not None:
+        own = ", ".join(f"{number} is {rank}" for number, rank in enumerate(order) if number != rank)
+        say(
+            f"ranks by {RANK_ORDER}: " + (f"{own} of {place.launcher}" if own else "as the launcher has them")
+        )
+    elif isinstance(command, Train) and os.environ.get(RANK_ORDER):
+        say(f"{RANK_ORDER} is of another number of ranks, and not followed")
+
+
+def refuse_ranks(words: Sequence[str], got: str) -> None:
     """Refuse several ranks to a command that runs as one process.
 
     Raises:
         ConfigError: naming it.
     """
-    if name in TAKING_PART:
+    name = words[0]
+    if any(all(word in words for word in one.split()) for one in TAKING_PART if one.split()[0] == name):
         return
     raise ConfigError(
         f"scrimp {name} runs as one process",

@@ -52,6 +52,7 @@ from scrimp.training.memory.oom import is_out_of_memory
 from scrimp.training.metrics import MetricsLog
 from scrimp.training.plan_in_force import PlanInForce
 from scrimp.training.progress import StepLine
+from scrimp.training.rank_order import order_advice
 from scrimp.training.run import Run
 from scrimp.training.run_folder import (
     CONFIG,
@@ -451,6 +452,9 @@ def _announce(run: Run, run_dir: Path, start: Start) -> None:
     attention = attention_text(run.decisions)
     if attention:
         run.line.message(f"attention: {attention}")
+    order = order_advice(run.decisions)
+    if order:
+        run.line.message(order)
     _note_edited_plan(run)
     if config.is_planned:
         run.line.message(
