@@ -31,6 +31,7 @@ from scrimp.gemm import PlannedLayer, compute_dtype
 from scrimp.models.attention import AttentionLayout
 from scrimp.models.blocks import Block, Embedding, Linear, Place
 from scrimp.models.context_parallel import ContextParallel
+from scrimp.models.experts import RoutedBlock
 from scrimp.models.kinds import spec_of
 from scrimp.models.spec import AttentionSpec, ModelSpec
 
@@ -177,6 +178,18 @@ class Model(nn.Module):
     def ends_at_hand(self) -> contextlib.AbstractContextManager[object]:
         """Around what reads the weights of embedding, final norm or head without running the model."""
         return _gathered(self)
+
+    def take_routing(self) -> Tensor | None:
+        """What the last forward pass routed, sums_L2E of the blocks with experts (`scrimp.models.experts`), for the one
+        who asks first; None: the model has no experts."""
+        if self.spec.routing is None:
+            return None
+        found = []
+        for block in self.each_block():
+            if isinstance(block, RoutedBlock) and block.routing is not None:
+                found.append(block.routing)
+                block.routing = None
+        return torch.stack(found) if found else None
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of every vocabulary entry for hidden states of any leading shape."""
