@@ -69,7 +69,7 @@ def _each(
     matrices = weight.view(len(ends), -1, weight.shape[1])
     for number, (expert, rows) in enumerate(runs(ends, tokens)):
         member = layer.members[expert]
-        member.run = number
+        member.run, member.clock = number, layer.clock
         yield member, matrices[expert], rows
 
 

@@ -56,17 +56,17 @@ def capacity(routing: RoutingSpec, tokens: int) -> int:
 class Routes:
     """Which token goes to which expert: pairs in the order of experts."""
 
-    weights_Sk: Tensor
+    weights_Sk: Tensor  # noqa: N815
     """Of each token's results, in float32."""
-    ends_E: Tensor
+    ends_E: Tensor  # noqa: N815
     """int32, the pair after each expert's last."""
-    token_A: Tensor
+    token_A: Tensor  # noqa: N815
     """Each pair's token."""
-    place_Sk: Tensor
+    place_Sk: Tensor  # noqa: N815
     """Where a token's pairs stand."""
-    is_dropped_A: Tensor | None = None
+    is_dropped_A: Tensor | None = None  # noqa: N815
     """Pairs that no expert takes, which stand at the end; None: there are none."""
-    sums_2E: Tensor | None = None
+    sums_2E: Tensor | None = None  # noqa: N815
     """How many pairs chose each expert, and the sum of its probabilities: what the balance is made of."""
 
 

@@ -34,7 +34,8 @@ def load_balance(sums_L2E: Tensor, chosen: int) -> Tensor:
     """
     counts_E, p_E = sums_L2E.sum(0)
     rows = counts_E.sum() / chosen
-    return (counts_E / rows * (p_E / rows)).sum() * sums_L2E.shape[-1]
+    loss: Tensor = (counts_E / rows * (p_E / rows)).sum() * sums_L2E.shape[-1]
+    return loss
 
 
 def with_load_balance(model: Model, sums: LossSums, count: int) -> LossSums:
