@@ -30,11 +30,13 @@ Letters: B rows, T tokens, S = B T, D width, E experts, k of them for a token, A
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -45,6 +47,11 @@ from scrimp.models.attention import AttentionLayout, attend
 from scrimp.models.blocks import KEEP, Attend, Block, Linear, Place, RMSNorm
 from scrimp.models.functions import at_least_float32, swiglu
 from scrimp.models.spec import RoutingSpec
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from scrimp.models.expert_ranks import ExpertRanks
 
 
 def capacity(routing: RoutingSpec, tokens: int) -> int:
@@ -167,8 +174,30 @@ class _Collect(torch.autograd.Function):
         return grad_AD, grad_Sk.to(weights_Sk.dtype), None, None
 
 
+class _AddedUp(torch.autograd.Function):
+    """The sum over ranks of what each has of the same rows; each differentiates its own part."""
+
+    @staticmethod
+    def forward(ctx: Any, sums: Tensor, group: dist.ProcessGroup) -> Tensor:
+        import torch.distributed as dist
+
+        total = sums.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return g, None
+
+
+def added_up(sums: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sums of a routing, over ranks that share rows: all take the same penalty of them."""
+    return cast(Tensor, _AddedUp.apply(sums, group))  # type: ignore[no-untyped-call]
+
+
 class Experts(nn.Module):
-    """The matrices of all experts.
+    """The matrices of all experts, or of those that this rank has.
 
     Args:
         width: of the residual stream; inner: of an expert.
@@ -180,20 +209,24 @@ class Experts(nn.Module):
         self.gate_up = GroupedLinear(experts, width, 2 * inner, **where)
         self.down = GroupedLinear(experts, inner, width, **where)
 
-    def forward(self, h_SD: Tensor, routes: Routes, *, keeps_gated: bool = True) -> Tensor:
+    def forward(self, x_SD: Tensor, routes: Routes, *, keeps_gated: bool = True) -> Tensor:
         """y_AD: each pair's result.
 
         Args:
             keeps_gated: keep the gated product for backward.
         """
 
-        def spread(h_SD: Tensor) -> Tensor:
-            x_AD = cast(Tensor, _Spread.apply(h_SD, routes.token_A, routes.place_Sk))  # type: ignore[no-untyped-call]
-            return _without(x_AD, routes)
+        def sorted_by_expert(x_SD: Tensor) -> Tensor:
+            return _without(spread(x_SD, routes.token_A, routes.place_Sk), routes)
 
-        gate_up_AF = regrouped(self.gate_up, spread, h_SD, ends_E=routes.ends_E)
+        gate_up_AF = regrouped(self.gate_up, sorted_by_expert, x_SD, ends_E=routes.ends_E)
         y_AD = regrouped(self.down, swiglu, gate_up_AF, ends_E=routes.ends_E, again=not keeps_gated)
         return _without(y_AD, routes)
+
+
+def spread(x_SD: Tensor, token_A: Tensor, place_Sk: Tensor) -> Tensor:
+    """x_AD: each pair's token; arguments as of `Routes`."""
+    return cast(Tensor, _Spread.apply(x_SD, token_A, place_Sk))  # type: ignore[no-untyped-call]
 
 
 def _without(x_AD: Tensor, routes: Routes) -> Tensor:
@@ -214,6 +247,10 @@ class RoutedMlp(nn.Module):
         self.routing = routing
         self.router = Linear(width, routing.experts, bias=False, device=place.device, dtype=place.dtype)
         self.experts = Experts(routing.experts, width, inner, place)
+        self.ranks: ExpertRanks | None = None
+        """Those that share the experts; None: this process has all."""
+        self.one_copy: Callable[[Tensor], Tensor] | None = None
+        """What adds up the gradients of a router that several ranks have, each for its own tokens."""
 
     def forward(
         self, x_BTD: Tensor, norm: RMSNorm | None, activations: Activations = KEEP
@@ -222,8 +259,8 @@ class RoutedMlp(nn.Module):
 
         def routed(x_BTD: Tensor, keeps_gated: bool = True) -> tuple[Tensor, Tensor]:
             h_SD = (x_BTD if norm is None else norm(x_BTD)).flatten(0, 1)
-            routes = routes_of(self.router(h_SD), self.routing, drops=self.training)
-            y_AD = self.experts(h_SD, routes, keeps_gated=keeps_gated)
+            routes = routes_of(self._logits(h_SD), self.routing, drops=self.training)
+            y_AD = self._results(h_SD, routes, keeps_gated)
             out_SD = _Collect.apply(y_AD, routes.weights_Sk, routes.token_A, routes.place_Sk)  # type: ignore[no-untyped-call]
             assert routes.sums_2E is not None
             return out_SD.view_as(x_BTD), routes.sums_2E
@@ -231,6 +268,21 @@ class RoutedMlp(nn.Module):
         if activations.recomputes("mlp"):
             return run_again(routed, x_BTD, last=None)
         return routed(x_BTD, not activations.recomputes("swiglu"))
+
+    def _logits(self, h_SD: Tensor) -> Tensor:
+        if self.one_copy is None:
+            return cast(Tensor, self.router(h_SD))
+        return F.linear(h_SD, self.one_copy(self.router.weight))
+
+    def _results(self, h_SD: Tensor, routes: Routes, keeps_gated: bool) -> Tensor:
+        """y_AD: each pair's result, wherever its expert is."""
+        if self.ranks is None:
+            return cast(Tensor, self.experts(h_SD, routes, keeps_gated=keeps_gated))
+        journey = self.ranks.journey(routes.ends_E)
+        x_RD = journey.go(spread(h_SD, routes.token_A, routes.place_Sk))
+        here = journey.routes()
+        y_RD = self.experts(x_RD, here, keeps_gated=keeps_gated)
+        return journey.back(journey.unsorted(y_RD, here), len(routes.token_A))
 
 
 class RoutedBlock(Block):

@@ -31,11 +31,13 @@ from scrimp.gemm import PlannedLayer, compute_dtype
 from scrimp.models.attention import AttentionLayout
 from scrimp.models.blocks import Block, Embedding, Linear, Place
 from scrimp.models.context_parallel import ContextParallel
-from scrimp.models.experts import RoutedBlock
+from scrimp.models.experts import RoutedBlock, added_up
 from scrimp.models.kinds import spec_of
 from scrimp.models.spec import AttentionSpec, ModelSpec
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from scrimp.models.tensor_ranks import TensorRanks
 
 Layouts = Mapping[AttentionSpec, AttentionLayout]
@@ -189,7 +191,17 @@ class Model(nn.Module):
             if isinstance(block, RoutedBlock) and block.routing is not None:
                 found.append(block.routing)
                 block.routing = None
-        return torch.stack(found) if found else None
+        if not found:
+            return None
+        sums_L2E = torch.stack(found)
+        for group in self.row_groups():
+            sums_L2E = added_up(sums_L2E, group)
+        return sums_L2E
+
+    def row_groups(self) -> list[dist.ProcessGroup]:
+        """The ranks that share the tokens of rows with this one."""
+        sharing = (self.tensor_ranks, self.context_parallel)
+        return [ranks.group for ranks in sharing if ranks is not None]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of every vocabulary entry for hidden states of any leading shape."""

@@ -8,6 +8,7 @@ its probabilities (`scrimp.models.experts`)::
 as transformers computes it. It counts times its weight (`router_aux_loss_coef`), as a penalty: the loss that is shown
 stays the objective's own. Gradients reach the routers by p alone.
 Sums     Like every loss it is a sum over the counted targets, so that micro-batches weigh by their targets.
+Ranks    that share rows add their sums up first: the loss is that of whole rows, and each differentiates its own part.
 Limits   It is of a micro-batch, not of a batch: cutting a batch otherwise changes it, in transformers too. All tokens
          of the micro-batch count, those without a target as well.
 Checked  tests/objectives/test_load_balance.py: transformers' function
@@ -38,16 +39,17 @@ def load_balance(sums_L2E: Tensor, chosen: int) -> Tensor:
     return loss
 
 
-def with_load_balance(model: Model, sums: LossSums, count: int) -> LossSums:
+def with_load_balance(model: Model, sums: LossSums, count: int, own: int | None = None) -> LossSums:
     """The sums of a micro-batch whose forward pass has just been, with the auxiliary loss of its routers.
 
     Args:
         count: its counted targets.
+        own: those of them in this rank's part of its rows; None: all.
     """
     routing, sums_L2E = model.spec.routing, model.take_routing()
     if routing is None or sums_L2E is None:
         return sums
     found = load_balance(sums_L2E, routing.chosen)
-    metrics = {**sums.metrics, METRIC: found.detach() * count}
+    metrics = {**sums.metrics, METRIC: found.detach() * (count if own is None else own)}
     penalty = sums.penalty + (routing.balance * count * found).to(sums.penalty.dtype)
     return dataclasses.replace(sums, penalty=penalty, metrics=metrics)

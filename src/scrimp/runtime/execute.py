@@ -93,7 +93,8 @@ class Executable:
         self._refuse_unplanned(*part.tokens_BT.shape)
         with self.autocast():
             sums = self.objective.loss(self.model, part.to(self.device), chunk=self.loss_chunk)
-        return with_load_balance(self.model, sums, self.objective.count(part))
+        count = self.objective.count
+        return with_load_balance(self.model, sums, count(batch), count(part))
 
     def _part_of(self, batch: Batch) -> Batch:
         """What this rank has of a micro-batch: all of it, or its tokens of every row."""

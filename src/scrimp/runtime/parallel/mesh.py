@@ -9,6 +9,12 @@ last the axes are::
     tp       pieces of every layer: these ranks read the same rows
 
 Ranks of cp share the copy as well: weights are cut over fsdp and cp together.
+Routed experts see the same ranks in other axes (MoE folding), edp, ep and etp, the last again among neighbours::
+
+    edp      shards of the same experts
+    ep       experts of a block
+    etp      pieces of an expert
+
 Axes of degree 1 are there too, so that nothing has to ask which exist.
 """
 
@@ -62,6 +68,15 @@ class RankMesh:
 
         degrees = (self.layout.dp, self.layout.shards, self.layout.tp)
         return init_device_mesh(self.device_type, degrees, mesh_dim_names=("dp", "shards", "tp"))
+
+    @cached_property
+    def sparse(self) -> DeviceMesh:
+        """The same ranks as routed experts see them: those with the same experts, and those that share them."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        sharing = self.layout.ep * self.layout.etp
+        degrees = (self.world.size // sharing, sharing)
+        return init_device_mesh(self.device_type, degrees, mesh_dim_names=("edp", "sharing"))
 
     @property
     def data_ranks(self) -> int:
