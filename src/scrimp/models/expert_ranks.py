@@ -81,7 +81,7 @@ class ExpertRanks:
             ends_E: of this rank's pairs, over all experts.
         """
         counts_E = ends_E.diff(prepend=ends_E.new_zeros(1)).long()
-        own_nE = counts_E.view(self.ep, 1, -1).expand(-1, self.etp, -1).reshape(self.size, -1)
+        own_nE = counts_E.view(self.ep, 1, -1).expand(-1, self.etp, -1).reshape(self.size, -1).contiguous()
         come_nE = torch.empty_like(own_nE)
         dist.all_to_all_single(come_nE, own_nE, group=self.group)
         return Journey(self, own_nE.cpu(), come_nE.cpu(), ends_E.device)
@@ -134,7 +134,8 @@ class Journey:
 
     def _blocks(self, x_AD: Tensor) -> tuple[Tensor, ...]:
         """The rows of each rank of ep."""
-        return x_AD.split(self.own_nE.sum(1)[:: self.ranks.etp].tolist())
+        rows: list[int] = self.own_nE.sum(1)[:: self.ranks.etp].tolist()
+        return torch.split(x_AD, rows)
 
     def routes(self) -> Routes:
         """From the rows that have come, rank by rank, to those of each expert here."""
