@@ -174,7 +174,10 @@ class _Exchange(torch.autograd.Function):
 
 def _all_to_all(x: Tensor, there: list[int], here: list[int], number: int) -> Tensor:
     found = x.new_empty(sum(here), x.shape[1])
-    dist.all_to_all_single(found, x.contiguous(), here, there, group=_all[number].group)
+    group = _all[number].group
+    dist.all_to_all_single(
+        found, x.contiguous(), output_split_sizes=here, input_split_sizes=there, group=group
+    )
     return found
 
 
