@@ -122,7 +122,7 @@ def _whole_bytes(arguments: tuple[Any, ...], named: dict[str, Any]) -> int:
     """Bytes of the larger side of a call: what is gathered, or what is reduced."""
     tensors = [*arguments, *named.values()]
     sizes = [
-        sum(one.nbytes for one in value) if isinstance(value, list) else getattr(value, "nbytes", 0)
+        sum(getattr(one, "nbytes", 0) for one in (value if isinstance(value, list) else [value]))
         for value in tensors
     ]
     return max(sizes, default=0)
