@@ -49,7 +49,7 @@ GEMMA3_OPTIONS = ("full_every", "local_rope_theta", "query_scalar", "rope_factor
 GEMMA3_KINDS = ("full_attention", "sliding_attention")
 
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    (LLAMA, {"model_type": "mixtral"}, "model_type is not supported - got 'mixtral', expected one of llama"),
+    (LLAMA, {"model_type": "phimoe"}, "model_type is not supported - got 'phimoe', expected one of llama"),
     (LLAMA, {"model_type": None}, "model_type"),
     (LLAMA, {"model_type": ["llama"]}, "model_type"),
     (LLAMA, {"architectures": ["LlamaForSequenceClassification"]}, "architectures"),

@@ -32,6 +32,11 @@ def commands(rank: int, lines: Sequence[Sequence[str]]) -> list[int]:
     return [main(list(words)) for words in lines]
 
 
+def on_ranks(folder: Path, *lines: Sequence[str]) -> None:
+    folder.mkdir()
+    assert spawn(2, commands, folder, lines) == [[0] * len(lines)] * 2
+
+
 def goes_on(run: Path, at: Path, *more: str) -> list[str]:
     """The command that goes on with a copy of a run from its half."""
     shutil.copytree(run, at)
@@ -43,20 +48,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("experts")
     corpus = write_corpus(folder)
     assert scrimp(*flags(corpus, folder / "alone", *SETTINGS)).returncode == 0
-    for name, lines in (
-        ("first", [flags(corpus, folder / "shared", *SETTINGS, "--layout.ep=2")]),
-        (
-            "again",
-            [
-                goes_on(folder / "shared", folder / "shared to shared", "--layout.ep=2"),
-                goes_on(folder / "shared", folder / "shared to pieces", "--layout.ep=1", "--layout.etp=2"),
-                goes_on(folder / "shared", folder / "shared to shards", "--layout.ep=1"),
-                goes_on(folder / "alone", folder / "one to shared", "--layout.ep=2"),
-            ],
-        ),
-    ):
-        (folder / name).mkdir()
-        assert spawn(2, commands, folder / name, lines) == [[0] * len(lines)] * 2
+    on_ranks(folder / "first", flags(corpus, folder / "shared", *SETTINGS, "--layout.ep=2"))
+    on_ranks(
+        folder / "again",
+        goes_on(folder / "shared", folder / "shared to shared", "--layout.ep=2"),
+        goes_on(folder / "shared", folder / "shared to pieces", "--layout.ep=1", "--layout.etp=2"),
+        goes_on(folder / "shared", folder / "shared to shards", "--layout.ep=1"),
+        goes_on(folder / "alone", folder / "one to shared", "--layout.ep=2"),
+    )
     assert scrimp(*goes_on(folder / "shared to pieces", folder / "pieces to one")).returncode == 0
     return folder
 
