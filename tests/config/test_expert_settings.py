@@ -8,7 +8,8 @@ from scrimp.config import Config, replace_values
 from scrimp.config.model_section import base_architecture
 from scrimp.config.resolve import resolve
 from scrimp.config.values import check_values
-from scrimp.errors import ConfigError
+from scrimp.errors import ConfigError, PlanError
+from scrimp.export import export_precision
 from scrimp.training.setup import decide
 from scrimp.world import World
 
@@ -68,3 +69,7 @@ def test_a_plan_says_which_formats_experts_and_routers_have() -> None:
     assert formats["blocks.0.mlp.router"] == ("bf16",) * 3
     assert formats["blocks.1.mlp.router"] == ("fp8",) * 3
     assert plan.gemms["blocks.0.mlp.router"].reason == "the router stays in bf16"
+    with pytest.raises(
+        PlanError, match=r"routed experts cannot be exported to torchao yet.*mlp\.experts\.gate_up"
+    ):
+        export_precision(plan, "torchao", "huggingface")

@@ -117,6 +117,8 @@ MAY_CHANGE_ON_RESUME: frozenset[str] = frozenset(
         "layout.cp",
         "layout.cp_method",
         "layout.tp",
+        "layout.ep",
+        "layout.etp",
         "layout.zero",
     }
 )
