@@ -58,18 +58,6 @@ def test_every_run_is_multiplied_with_its_experts_matrix(counts: tuple[int, ...]
         torch.testing.assert_close(found, wanted if wanted is not None else torch.zeros_like(found))
 
 
-def test_derivatives_are_those_of_finite_differences() -> None:
-    layer, x, ends = made((3, 0, 2, 4, 1))
-
-    def product(x: Tensor, weight: Tensor) -> Tensor:
-        layer.weight = nn.Parameter(weight) if isinstance(weight, nn.Parameter) else layer.weight
-        from scrimp.gemm.grouped import _Grouped
-
-        return _Grouped.apply(x, weight, ends, torch.float64, False)
-
-    assert torch.autograd.gradcheck(product, (x, layer.weight))
-
-
 def test_rows_after_the_last_run_are_zero_and_give_no_gradient() -> None:
     layer, x, ends = made((4, 0, 3, 2, 1))
     longer = torch.cat([x.detach(), torch.full((3, INPUTS), torch.nan, dtype=x.dtype)]).requires_grad_()
@@ -129,7 +117,9 @@ FORMATS = {
 
 
 @pytest.mark.parametrize("formats", FORMATS.values(), ids=FORMATS)
-@pytest.mark.parametrize("counts", [RUNS["one without tokens"], (130, 3, 0, 128, 1)])
+@pytest.mark.parametrize(
+    "counts", [RUNS["one without tokens"], pytest.param((130, 3, 0, 128, 1), marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_planned_group_is_a_loop_of_planned_layers_bit_for_bit(
     formats: LinearPrecision, counts: tuple[int, ...], compiled: bool

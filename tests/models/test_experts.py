@@ -125,7 +125,7 @@ def gradients(model: Model, level: str) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("name", ["mixtral-8m", "qwen3-moe-8m"])
+@pytest.mark.parametrize("name", ["mixtral-8m", pytest.param("qwen3-moe-8m", marks=pytest.mark.slow)])
 def test_no_level_of_recomputation_changes_a_bit(name: str) -> None:
     model = small(name)
     kept = gradients(model, "keep")

@@ -11,7 +11,7 @@ Sums     Like every loss it is a sum over the counted targets, so that micro-bat
 Ranks    that share rows add their sums up first: the loss is that of whole rows, and each differentiates its own part.
 Limits   It is of a micro-batch, not of a batch: cutting a batch otherwise changes it, in transformers too. All tokens
          of the micro-batch count, those without a target as well.
-Checked  tests/objectives/test_load_balance.py: transformers' function
+Checked  tests/models/test_load_balance.py: transformers' function
 """
 
 from __future__ import annotations

@@ -83,9 +83,3 @@ def test_ranks_send_what_the_formula_says(layout: dict[str, int | str], tmp_path
     for sent, expected, calls in spawn(2, counted, tmp_path, layout):
         assert sent == pytest.approx(expected)
         assert calls == 5 * SMALL["num_layers"], "counts, and tokens there and back, forward and backward"
-
-
-def test_ranks_that_share_experts_train_as_one_process(tmp_path: Path) -> None:
-    """What `make test` sees of the matrix above."""
-    case = Case({"ep": 2}, {"model.num_layers": 1}, MIXTRAL, with_documents=True, steps=2, routers=FIXED)
-    check_parity(on_ranks(2, {"shared": case}, tmp_path)["shared"], alone(2, case))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,9 @@ from hf_families import random_tokens, reference_folder, scrimp_model, stored_gr
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from scrimp.config import PRESETS
+from scrimp.config.activations import Activations
 from scrimp.data import Batch
+from scrimp.models import spec_of
 from scrimp.models.huggingface.tensor_names import fused_parameters, split_parameter
 from scrimp.models.initialise import initialise
 from scrimp.models.model import build_model
@@ -31,7 +34,9 @@ def test_value_is_that_of_transformers(experts: int, chosen: int, blocks: int) -
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe in every second block"])
-@pytest.mark.parametrize("level", ["keep", "mlp", "block"])
+@pytest.mark.parametrize(
+    "level", ["keep", *(pytest.param(x, marks=pytest.mark.slow) for x in ("mlp", "block"))]
+)
 def test_gradients_of_loss_and_balance_are_those_of_transformers(
     name: str, level: str, tmp_path: Path
 ) -> None:
@@ -41,9 +46,9 @@ def test_gradients_of_loss_and_balance_are_those_of_transformers(
     model = scrimp_model(folder)
     if name == "mixtral":  # far more than anybody would take, so that it is seen
         options = tuple((k, 0.7 if k == "router_aux_loss_coef" else v) for k, v in model.architecture.options)
-        model.spec = type(model.spec)(_with(model.architecture, options))
+        model.spec = spec_of(replace(model.architecture, options=options))
     for block in model.each_block():
-        block.activations = type(block.activations)(level)
+        block.activations = Activations(level)
     tokens_BT = random_tokens()
     labels_BT = torch.cat([torch.full((2, 1), -100), random_tokens(seed=2)[:, 1:]], dim=1)
     found = reference(tokens_BT, labels=labels_BT)
@@ -60,12 +65,6 @@ def test_gradients_of_loss_and_balance_are_those_of_transformers(
         for piece, gradient in split_parameter(fused, ours[fused.name].grad).items():
             expected = theirs.pop(piece)
             assert (gradient - expected).abs().max() <= 1e-4 * expected.abs().max() + 1e-8, piece
-
-
-def _with(architecture, options):
-    import dataclasses
-
-    return dataclasses.replace(architecture, options=options)
 
 
 def test_routing_is_taken_once_and_models_without_experts_have_none() -> None:
