@@ -23,6 +23,7 @@ from scrimp.config.activations import Activations
 from scrimp.data import Batch
 from scrimp.models.compiled import compile_blocks
 from scrimp.models.initialise import initialise
+from scrimp.models.model import Model
 from scrimp.optim import Optimizer, build
 from scrimp.parts import cut_of, part_of
 from scrimp.runtime import Executable, realise
@@ -53,6 +54,9 @@ class Case:
     """Micro-batches of each rank."""
     with_documents: bool = False
     steps: int = 3
+    routers: float = 1.0
+    """Routers' first weights are so many times the usual ones: far from ties, the same experts are chosen whatever the
+    order of sums."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +173,7 @@ def made(case: Case, world: World, readers: int) -> tuple[Decisions, Executable,
     executable = realise(
         decisions.plan,
         decisions.architecture,
-        lambda model: initialise(model, 0),
+        lambda model: filled(model, case),
         device=torch.device("cpu"),
         parameters=config.train.parameters,
         compute=config.precision_rules.compute,
@@ -180,6 +184,14 @@ def made(case: Case, world: World, readers: int) -> tuple[Decisions, Executable,
     if case.compiled:
         compile_blocks(executable.model)
     return decisions, executable, build(config.optimizer, executable, seed=0), config.optimizer.lr
+
+
+def filled(model: Model, case: Case) -> None:
+    """Initial weights."""
+    initialise(model, 0)
+    for name, parameter in model.named_parameters():
+        if name.endswith("router.weight"):
+            part_of(parameter).local.mul_(case.routers)
 
 
 def batch_of(case: Case, step: int, number: int) -> Batch:

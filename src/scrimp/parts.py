@@ -106,11 +106,15 @@ class Cut:
     """0 where there are several ranges."""
     is_writer: bool = True
     """Whether it is this rank's that is written, of equal copies on several."""
+    columns: range | None = None
+    """Of a matrix that is cut along dimension 0: which of its columns lie here; None: all."""
 
     @property
     def local_shape(self) -> tuple[int, ...]:
         """Shape of what lies here."""
         size = sum(map(len, self.ranges))
+        if self.columns is not None:
+            return size, len(self.columns)
         return (*self.shape[: self.dimension], size, *self.shape[self.dimension + 1 :])
 
     def placed(self, part: TensorPart) -> TensorPart:
@@ -123,6 +127,8 @@ class Cut:
             passed += len(one)
         offsets = list(part.offsets)
         offsets[self.dimension] = found[0].start if found else 0
+        if self.columns is not None:
+            offsets[1] += self.columns.start
         rows = tuple(found) if len(found) > 1 else ()
         return TensorPart(part.local, self.shape, tuple(offsets), part.is_writer and self.is_writer, rows)
 

@@ -38,6 +38,8 @@ PUBLISHED = {
     "olmo2-1b": (1_484_916_736, 4_096, 5e5, 1e-6, 100_352),
     "gemma3-270m": (268_098_176, 32_768, 1e6, 1e-6, 262_144),
     "gemma3-1b": (999_885_952, 32_768, 1e6, 1e-6, 262_144),
+    "mixtral-8x7b": (46_702_792_704, 32_768, 1e6, 1e-5, 32_000),
+    "qwen3-30b-a3b": (30_532_122_624, 40_960, 1e6, 1e-6, 151_936),
     "mistral-7b": (7_241_732_096, 32_768, 1e4, 1e-5, 32_000),
     "mistral-7b-v0.3": (7_248_023_552, 32_768, 1e6, 1e-5, 32_768),
 }
@@ -81,7 +83,10 @@ def test_own_preset_is_as_large_as_its_name_says_and_shaped_for_gemm_tiles(name:
     stated = float(number[:-1]) * {"m": 1e6, "b": 1e9}[number[-1]]
     assert abs(spec_of(a).parameters / stated - 1) < 0.1
     assert a.width % 64 == a.ffn_width % 64 == a.vocab_size % 64 == 0
-    assert abs(a.ffn_width - a.width * 8 / 3) < 64
+    # Of experts the width of all that a token meets.
+    inner = a.option("experts_per_token", 1) * a.option("expert_width", a.ffn_width)
+    assert inner % 64 == 0
+    assert abs(inner - a.width * 8 / 3) < 64
     assert a.head_size in (32, 64, 128)
     assert a.attention_width == a.width
 

@@ -56,6 +56,14 @@ _GEMMA3 = {
     "sliding_window": 24,
 }
 
+_QWEN3_MOE = {
+    "model_type": "qwen3_moe",
+    "head_dim": 16,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+}
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "llama with as many KV heads": {"model_type": "llama", "num_key_value_heads": 4, "rms_norm_eps": 1e-5},
@@ -98,6 +106,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_theta": 5_000.0, "rope_type": "default"},
         },
     },
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "router_aux_loss_coef": 0.02},
+    "mixtral with a window, tied": {
+        "model_type": "mixtral",
+        "num_local_experts": 3,
+        "sliding_window": 24,
+        "tie_word_embeddings": True,
+        **_rope(1e4),
+    },
+    "qwen3_moe": {**_QWEN3_MOE, "norm_topk_prob": True, **_rope(1e6)},
+    "qwen3_moe in every second block": {**_QWEN3_MOE, "decoder_sparse_step": 2, "router_aux_loss_coef": 0.0},
     "mistral without a window": {"model_type": "mistral", "sliding_window": None, **_rope(1e6)},
 }
 
@@ -129,3 +147,35 @@ def scrimp_model(folder: Path, dtype: torch.dtype = torch.float32) -> Model:
 
 def random_tokens(rows: int = 2, length: int = LENGTH, seed: int = 1) -> torch.Tensor:
     return torch.randint(0, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def stored_pieces(reference: Any) -> dict[str, torch.Tensor]:
+    """The parameters of a transformers model by their names in its files, where each expert has matrices of its own;
+    views, through which gradients flow."""
+    found = {}
+    for name, parameter in reference.named_parameters():
+        front, _, last = name.rpartition(".experts.")
+        if last not in ("gate_up_proj", "down_proj"):
+            name = name.replace(".mlp.gate.", ".block_sparse_moe.gate.") if _is_mixtral(reference) else name
+            found[name] = parameter
+            continue
+        front = front.replace(".mlp", ".block_sparse_moe") if _is_mixtral(reference) else front
+        names = {"down_proj": ("down_proj",), "gate_up_proj": ("gate_proj", "up_proj")}[last]
+        theirs = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+        for expert, matrix in enumerate(parameter):
+            for one, piece in zip(names, matrix.chunk(len(names)), strict=True):
+                key = theirs[one] if _is_mixtral(reference) else one
+                found[f"{front}.experts.{expert}.{key}.weight"] = piece
+    return found
+
+
+def stored_gradients(reference: Any) -> dict[str, torch.Tensor]:
+    """Their gradients."""
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+    return {name: piece.detach() for name, piece in stored_pieces(reference).items()}
+
+
+def _is_mixtral(reference: Any) -> bool:
+    return bool(reference.config.model_type == "mixtral")

@@ -36,6 +36,8 @@ QWEN2 = {**LLAMA, "model_type": "qwen2", "architectures": None, "num_key_value_h
 QWEN3 = {**QWEN2, "model_type": "qwen3"}
 MISTRAL = {**QWEN2, "model_type": "mistral"}
 OLMO2 = {**QWEN2, "model_type": "olmo2"}
+MIXTRAL = {**QWEN2, "model_type": "mixtral"}
+QWEN3_MOE = {**QWEN2, "model_type": "qwen3_moe"}
 GEMMA3 = {**QWEN2, "model_type": "gemma3_text", "sliding_window": 16}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -49,7 +51,13 @@ GEMMA3_OPTIONS = ("full_every", "local_rope_theta", "query_scalar", "rope_factor
 GEMMA3_KINDS = ("full_attention", "sliding_attention")
 
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    (LLAMA, {"model_type": "mixtral"}, "model_type is not supported - got 'mixtral', expected one of llama"),
+    (LLAMA, {"model_type": "phimoe"}, "model_type is not supported - got 'phimoe', expected one of llama"),
+    (MIXTRAL, {"router_jitter_noise": 0.1}, "router_jitter_noise"),
+    (MIXTRAL, {"hidden_act": "gelu"}, "hidden_act"),
+    (MIXTRAL, {"router_aux_loss_coef": -1}, "router_aux_loss_coef"),
+    (MIXTRAL, {"num_local_experts": 0}, "num_local_experts"),
+    (QWEN3_MOE, {"mlp_only_layers": [0]}, "mlp_only_layers"),
+    (QWEN3_MOE, {"attention_bias": True}, "attention_bias"),
     (LLAMA, {"model_type": None}, "model_type"),
     (LLAMA, {"model_type": ["llama"]}, "model_type"),
     (LLAMA, {"architectures": ["LlamaForSequenceClassification"]}, "architectures"),

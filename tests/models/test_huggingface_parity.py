@@ -11,7 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from hf_families import FAMILIES, VOCABULARY, random_tokens, reference_folder, reference_model, scrimp_model
+from hf_families import (
+    FAMILIES,
+    VOCABULARY,
+    random_tokens,
+    reference_folder,
+    reference_model,
+    scrimp_model,
+    stored_gradients,
+    stored_pieces,
+)
 from losses import next_token_loss
 from transformers import AutoModelForCausalLM
 
@@ -41,10 +50,10 @@ def test_logits_and_gradients_equal_those_of_transformers(name: str, tmp_path: P
     F.cross_entropy(expected_BTV.flatten(0, 1), targets_BT.flatten()).backward()
     (next_token_loss(model, tokens_BT, targets_BT).total / targets_BT.numel()).backward()
     ours = dict(model.named_parameters())
-    theirs = dict(reference.named_parameters())
+    theirs = stored_gradients(reference)
     for fused in fused_parameters(model.architecture):
         for piece, gradient in split_parameter(fused, ours[fused.name].grad).items():
-            expected = theirs.pop(piece).grad
+            expected = theirs.pop(piece)
             assert expected.abs().max() > 0, piece
             assert (gradient - expected).abs().max() <= GRADIENT_ERROR * expected.abs().max(), piece
     assert not theirs, "every parameter of the reference was compared"
@@ -112,7 +121,7 @@ def test_bfloat16_goes_out_and_in_without_a_change(name: str, tmp_path: Path) ->
         assert (half.logits(half(tokens_BT)) - exact_BTV).abs().max() < 0.1 * exact_BTV.abs().max()
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2 untied", "qwen3 tied", "mistral with a window"])
+@pytest.mark.parametrize("name", ["llama", "qwen2 untied", "qwen3 tied", "mistral with a window", "mixtral"])
 def test_first_weights_are_distributed_as_those_of_transformers(name: str, tmp_path: Path) -> None:
     config = reference_model(name).config
     torch.manual_seed(0)
@@ -121,7 +130,7 @@ def test_first_weights_are_distributed_as_those_of_transformers(name: str, tmp_p
     model = build_model(read_architecture(tmp_path))
     initialise(model, seed=0)
     ours = dict(model.named_parameters())
-    theirs = dict(fresh.named_parameters())
+    theirs = stored_pieces(fresh)
     for fused in fused_parameters(model.architecture):
         for piece, tensor in split_parameter(fused, ours[fused.name]).items():
             expected = theirs[piece]

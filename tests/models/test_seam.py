@@ -15,8 +15,10 @@ MODELS = ROOT / "models"
 WORDS = {
     part for kind in all_kinds() for name in kind.names_elsewhere for part in (name, name.rpartition(".")[2])
 }
+ORDINARY = {"out", "down", "router"}
+"""Words of everybody's; rules keep routers, whoever's they are, in high precision as they do the head."""
 KNOWS = re.compile(
-    rf"(?<![\w-])({'|'.join(map(re.escape, sorted(WORDS - {'out', 'down'})))})(?![\w-])"
+    rf"(?<![\w-])({'|'.join(map(re.escape, sorted(WORDS - ORDINARY)))})(?![\w-])"
     r"|\bDecoder\b|\bswiglu\b|\bgeglu\b|^blocks\.$"
 )
 ALLOWED = {

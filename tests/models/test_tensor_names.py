@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hf_families import FAMILIES, reference_model
+from hf_families import FAMILIES, reference_model, stored_pieces
 
 from scrimp.models import spec_of
 from scrimp.models.huggingface.config_json import architecture_from_config
@@ -26,7 +26,7 @@ def test_pieces_are_the_tensors_of_transformers_and_tile_the_parameters(name: st
         assert [(piece.start, piece.stop) for piece in fused.pieces] == list(pairwise(edges))
         assert edges[-1] == fused.shape[0]
     pieces = {piece.name: piece.shape for fused in table for piece in fused.pieces}
-    assert pieces == {n: tuple(p.shape) for n, p in reference.named_parameters()}
+    assert pieces == {n: tuple(p.shape) for n, p in stored_pieces(reference).items()}
     assert sum(p.numel() for p in model.parameters()) == spec_of(architecture).parameters
 
 

@@ -108,9 +108,10 @@ class Architecture:
 
     @property
     def matrix_parameters(self) -> int:
-        """Elements of embedding, head, attention and gated MLPs: by this the size of a run is chosen. All parameters of
-        a model counts `ModelSpec.parameters`."""
-        block = 2 * self.attention_width + 2 * self.kv_width + 3 * self.ffn_width
+        """Elements of embedding, head, attention and gated MLPs, of routed experts those that a token meets: by this
+        the size of a run is chosen. All parameters of a model counts `ModelSpec.parameters`."""
+        inner = self.option("experts_per_token", 1.0) * self.option("expert_width", self.ffn_width)
+        block = 2 * self.attention_width + 2 * self.kv_width + 3 * int(inner)
         ends = self.vocab_size * (1 if self.tied_embeddings else 2)
         return self.width * (self.num_layers * block + ends)
 

@@ -16,6 +16,7 @@ import math
 from collections.abc import Collection
 
 from scrimp.config.architecture import Architecture
+from scrimp.config.experts import has_experts
 from scrimp.config.fields import replace_values
 from scrimp.config.optimizers import facts_of
 from scrimp.config.schema import Config, LayoutConfig, decided
@@ -41,7 +42,8 @@ def for_ranks(config: Config, ranks: int, given: Collection[str]) -> Config:
     rows, so is that, with the chunks of the loss that follow from it; but for what the user gave.
     """
     if ranks_of(config.layout) != ranks:
-        before = {axis: getattr(LayoutConfig(), axis) for axis in AXES if f"layout.{axis}" not in given}
+        degrees = (*AXES, "ep", "etp")
+        before = {axis: getattr(LayoutConfig(), axis) for axis in degrees if f"layout.{axis}" not in given}
         config = replace_values(config, {f"layout.{axis}": value for axis, value in before.items()})
     train = config.train
     readers = max(1, ranks // (config.layout.cp * config.layout.tp))
@@ -165,7 +167,7 @@ def check_tensor_ranks(config: Config, architecture: Architecture) -> None:
     for what, count in (
         ("attention heads", a.num_heads),
         ("key heads", a.num_kv_heads),
-        ("the MLP's width", a.ffn_width),
+        *([] if has_experts(a) else [("the MLP's width", a.ffn_width)]),
         ("tokens of a sequence", decided(config.train.sequence)),
     ):
         if count % ranks:

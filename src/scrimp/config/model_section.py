@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from scrimp.config.architecture import Architecture
+from scrimp.config.experts import with_capacity
 from scrimp.config.presets import preset
 from scrimp.config.schema import Config, ModelConfig
 from scrimp.errors import ConfigError
@@ -28,7 +29,7 @@ def base_architecture(config: Config, weights: Architecture | None) -> Architect
     if weights is not None:
         _check_against_weights(sizes, weights, config.model)
         weights = _with_kind(weights, config.model)
-        return replace(weights, **sizes)
+        return with_capacity(replace(weights, **sizes), config.model.capacity_factor)
     base = preset(config.model.preset)
     if config.model.kind is not None:
         base = replace(base, family=config.model.kind)
@@ -43,7 +44,7 @@ def base_architecture(config: Config, weights: Architecture | None) -> Architect
                 f"{base.num_heads:,} heads, width {base.width:,})",
             )
         sizes["head_size"] = width // num_heads
-    return replace(base, **sizes)
+    return with_capacity(replace(base, **sizes), config.model.capacity_factor)
 
 
 def _with_kind(weights: Architecture, model: ModelConfig) -> Architecture:

@@ -40,6 +40,7 @@ def _own(
     family: str = "llama",
     qk_norm: bool = False,
     sliding_window: int | None = None,
+    options: tuple[tuple[str, float], ...] = (),
 ) -> Architecture:
     return Architecture(
         family=family,
@@ -55,7 +56,13 @@ def _own(
         tied_embeddings=tied,
         qk_norm=qk_norm,
         sliding_window=sliding_window,
+        options=options,
     )
+
+
+def _experts(count: int, per_token: int) -> tuple[tuple[str, float], ...]:
+    """Options of routed experts."""
+    return ("experts", count), ("experts_per_token", per_token), ("router_aux_loss_coef", 0.001)
 
 
 _OWN = {
@@ -69,6 +76,20 @@ _OWN = {
         32768, 20, 2048, 5440, num_heads=16, num_kv_heads=4, context=8192, rope_theta=500_000.0, tied=False
     ),
     "olmo2-8m": _own(4096, 9, 256, 704, num_heads=8, context=1024, family="olmo2", qk_norm=True),
+    "mixtral-8m": _own(
+        4096, 5, 192, 256, num_heads=6, context=1024, family="mixtral", options=_experts(8, 2)
+    ),
+    "qwen3-moe-8m": _own(
+        4096,
+        5,
+        192,
+        512,
+        num_heads=6,
+        context=1024,
+        family="qwen3_moe",
+        qk_norm=True,
+        options=(*_experts(16, 4), ("expert_width", 128), ("normalises", 1)),
+    ),
     "gemma3-8m": _own(
         4096,
         9,
@@ -208,6 +229,30 @@ _MISTRAL_7B = Architecture(
     sliding_window=4096,
 )
 
+_MIXTRAL_8X7B = replace(
+    _MISTRAL_7B,
+    family="mixtral",
+    rope_theta=1_000_000.0,
+    sliding_window=None,
+    options=(("experts", 8), ("experts_per_token", 2), ("router_aux_loss_coef", 0.02)),
+)
+
+_QWEN3_30B_A3B = Architecture(
+    family="qwen3_moe",
+    vocab_size=151_936,
+    num_layers=48,
+    width=2048,
+    num_heads=32,
+    num_kv_heads=4,
+    head_size=128,
+    ffn_width=6144,
+    context=40_960,
+    rope_theta=1_000_000.0,
+    norm_eps=1e-6,
+    qk_norm=True,
+    options=(*_experts(128, 8), ("expert_width", 768), ("normalises", 1)),
+)
+
 _LLAMA_8B = _llama(32, 4096, 32, 128, 14_336)
 _LLAMA_70B = _llama(80, 8192, 64, 128, 28_672)
 
@@ -235,6 +280,8 @@ _PUBLISHED = {
     "gemma3-270m": _gemma3(18, 640, 2048),
     "gemma3-1b": _gemma3(26, 1152, 6912),
     "mistral-7b": _MISTRAL_7B,
+    "mixtral-8x7b": _MIXTRAL_8X7B,
+    "qwen3-30b-a3b": _QWEN3_30B_A3B,
     "mistral-7b-v0.3": replace(_MISTRAL_7B, vocab_size=32_768, rope_theta=1_000_000.0, sliding_window=None),
 }
 

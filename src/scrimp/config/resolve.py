@@ -57,6 +57,7 @@ from typing import Any
 from scrimp.config import snip
 from scrimp.config.activations import check_memory
 from scrimp.config.architecture import Architecture
+from scrimp.config.experts import check_experts
 from scrimp.config.fields import flatten, replace_values
 from scrimp.config.layout import (
     check_beside_layout,
@@ -68,7 +69,7 @@ from scrimp.config.layout import (
 )
 from scrimp.config.optimizers import check_optimizer, facts_of
 from scrimp.config.resolved import ResolvedConfig, closed
-from scrimp.config.schema import Config, TrainConfig, decided
+from scrimp.config.schema import Config, LayoutConfig, TrainConfig, decided
 from scrimp.errors import ConfigError
 from scrimp.precision import parse_rules
 
@@ -123,6 +124,8 @@ MAY_CHANGE_ON_RESUME: frozenset[str] = frozenset(
         "layout.cp",
         "layout.cp_method",
         "layout.tp",
+        "layout.ep",
+        "layout.etp",
         "layout.zero",
     }
 )
@@ -188,6 +191,8 @@ def resolve(config: Config, architecture: Architecture, *, device_type: str, ran
             config = decide(config, key, lambda: on_device)
     config = decide(config, "train.sequence", lambda: _sequence(config.train, architecture, data_ranks))
     check_tensor_ranks(config, architecture)
+    config = decide(config, "train.compile", lambda: _compile(device_type, config.layout))
+    check_experts(config, architecture, ranks)
     config = decide(
         config, "train.batch_tokens", lambda: _batch_tokens(config.train, architecture, data_ranks)
     )
@@ -199,7 +204,6 @@ def resolve(config: Config, architecture: Architecture, *, device_type: str, ran
     config = decide(config, "evaluation.tokens", lambda: _eval_tokens(config))
     config = decide(config, "checkpoint.every", lambda: _checkpoint_every(config))
     config = decide(config, "train.loss_chunk", lambda: _loss_chunk(config.train, architecture, device_type))
-    config = decide(config, "train.compile", lambda: _compile(device_type))
     _check_schedule(config)
     check_memory(config.memory, architecture.num_layers)
     if config.is_planned:
@@ -381,7 +385,9 @@ def _loss_chunk(train: TrainConfig, architecture: Architecture, device_type: str
     return chunk, f"{tokens * per_token / 2**20:,.0f} MiB of logits in chunks of at most {most // 2**20} MiB"
 
 
-def _compile(device_type: str) -> _Decision:
+def _compile(device_type: str, layout: LayoutConfig) -> _Decision:
+    if layout.ep * layout.etp > 1:
+        return "off", "how many tokens the experts of a rank get, the tokens decide"
     if device_type == "cuda":
         return "on", "fuses the pointwise work of a block on CUDA"
     return "off", f"compiling costs more than it gains on {device_type}"

@@ -88,6 +88,9 @@ class ModelConfig:
     """Key and value heads. Unset: the preset's."""
     ffn_width: int | None = None
     """Inner width of SwiGLU. Unset: the preset's."""
+    capacity_factor: float | None = None
+    """Of routed experts: most tokens that one takes of a micro-batch in training, by the mean of all; what is beyond is
+    dropped. Unset: none is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,6 +213,11 @@ class LayoutConfig:
     tp: int = 1
     """Ranks that compute every layer together, each with its own heads, its part of the MLP and its words. They read
     the same rows, and exchange activations in every block: they belong on the fastest links."""
+    ep: int = 1
+    """Ranks that share the experts of each block: tokens travel to their experts. They are the same ranks as those
+    above, neighbours first, whatever these do for the rest of the model."""
+    etp: int = 1
+    """Ranks that share each expert, each with its part of the width."""
     zero: int = 3
     """What each rank of fsdp holds whole for a while: 3: the weights of the block that runs; 2: all weights,
     from their forward to their backward pass; 1: and all gradients, until the last micro-batch."""

@@ -74,6 +74,7 @@ RANGES: dict[str, Range] = {
     "model.ffn_width": _COUNT,
     "train.steps": _COUNT,
     "train.sequence": _TOKENS,
+    "model.capacity_factor": Range(0, 2**16, above=True),
     "train.batch_tokens": Range(1, 2**40),
     "train.micro_batch": Range(1, 2**16),
     # AdamW's update is about lr per element, whatever the gradient: above 1 it can only be a typo.
@@ -92,6 +93,8 @@ RANGES: dict[str, Range] = {
     "layout.fsdp": _COUNT,
     "layout.cp": _COUNT,
     "layout.tp": _COUNT,
+    "layout.ep": _COUNT,
+    "layout.etp": _COUNT,
     "layout.zero": Range(1, 3),
     "outer.every": _COUNT_OR_OFF,
     "outer.lr": Range(0, 10, above=True),

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from scrimp.errors import PlanError
 from scrimp.export.fit import Host, Inexpressible, Triple, compute_of, summarise
-from scrimp.export.layer_names import Names, is_megatron, is_own, of_stage, rename
+from scrimp.export.layer_names import Names, is_megatron, is_own, is_routed, of_stage, rename
 from scrimp.export.torchao import to_torchao, torchao_host
 from scrimp.export.transformer_engine import to_transformer_engine, transformer_engine_host
 from scrimp.planner import Plan
@@ -76,6 +76,13 @@ def export_precision(
     """
     precisions = plan.precisions if isinstance(plan, PrecisionPlan) else plan.gemms
     _host(target, compute_of(precisions))  # refuses what is no target
+    routed = [layer for layer in precisions if is_routed(layer)]
+    if routed:
+        raise PlanError(
+            f"formats of routed experts cannot be exported to {target} yet",
+            got=f"{len(routed)} of {len(precisions)} layers, such as {routed[0]}",
+            do="train with Scrimp, which runs them, or export the plan of a model without experts",
+        )
     if stage is not None:
         precisions = of_stage(precisions, *stage)
     names, notes = _as_they_are(precisions, names)

@@ -74,6 +74,12 @@ def rename(choices: Mapping[str, Choice], names: Names) -> dict[str, Choice]:
     return {name: choice for layer, choice in choices.items() for name in translators[names](layer)}
 
 
+def is_routed(layer: str) -> bool:
+    """Whether a layer of a Scrimp model is as many as there are experts."""
+    names = _names().get(place(layer)[1])
+    return names is not None and any("{expert}" in name for name in names.huggingface)
+
+
 def is_own(layer: str) -> bool:
     """Whether a layer has the name of one of a Scrimp model's; else a plan is of somebody else's model."""
     block, name = place(layer)

@@ -17,9 +17,11 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from scrimp.errors import ModelError, PlanError
 from scrimp.gemm.clock import Clock
 from scrimp.gemm.fingerprints import Fingerprints, changed_gemms
+from scrimp.gemm.grouped import GroupedLinear
 from scrimp.gemm.layer import BackendChooser, PlannedLayer, check_precision
 from scrimp.gemm.linear import PlannedLinear, PlannedTransposed
-from scrimp.gemm.linear_kinds import has_own_forward, is_transposed, linear_modules, weight_matrix
+from scrimp.gemm.linear_kinds import has_own_forward, is_transposed, plannable_modules, weight_matrix
+from scrimp.gemm.planned_grouped import PlannedGrouped, members_of
 from scrimp.precision import LinearPrecision
 
 _CLASSES: dict[type, type] = {}
@@ -160,7 +162,7 @@ def swap_in(
     """
     if not isinstance(model, nn.Module):
         raise ModelError("only modules are planned", got=type(model).__name__, expected="a torch.nn.Module")
-    linears = linear_modules(model)
+    linears = plannable_modules(model)
     if not linears:
         raise ModelError("the model has no linear layer", got=type(model).__name__)
     precisions = _by_layer(precisions, linears)
@@ -182,7 +184,10 @@ def swap_in(
     layers = {}
     for name, precision in precisions.items():
         layer = layers[name] = linears[name]
-        layer.planned = PlannedLayer(name, precision, clock, choose)  # type: ignore[assignment]
+        planned = PlannedLayer(name, precision, clock, choose)
+        if isinstance(layer, GroupedLinear):
+            planned.members = members_of(planned, layer.experts)
+        layer.planned = planned  # type: ignore[assignment]
         _to_class(layer, _planned_class(layer))
     return PlannedModel(model, layers, clock)
 
@@ -228,7 +233,9 @@ def _check_layer(layer: nn.Module, name: str) -> None:
 def _planned_class(layer: nn.Module) -> type:
     original = type(layer)
     if original not in _CLASSES:
-        planned = PlannedTransposed if is_transposed(layer) else PlannedLinear
+        planned: type = PlannedTransposed if is_transposed(layer) else PlannedLinear
+        if isinstance(layer, GroupedLinear):
+            planned = PlannedGrouped
         bases = (PlannedLinear,) if original is nn.Linear else (planned, original)
         _CLASSES[original] = type(f"Planned{original.__name__}", bases, {"__scrimp_original__": original})
     return _CLASSES[original]

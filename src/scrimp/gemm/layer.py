@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -91,6 +91,12 @@ class PlannedLayer:
     clock: Clock = field(default_factory=Clock)
     choose: BackendChooser = reference_only
     shard: Shard | None = None
+    group: PlannedLayer | None = None
+    """The grouped layer that this expert is of (`scrimp.gemm.planned_grouped`)."""
+    members: tuple[PlannedLayer, ...] = field(default=(), repr=False)
+    """The experts of a grouped layer."""
+    run: int = field(default=0, init=False, repr=False)
+    """Of an expert: which of the runs of tokens its is, in this pass."""
     handle: Tensor = field(init=False, repr=False, compare=False)
     """Stands for this layer in compiled graphs."""
 
@@ -110,10 +116,24 @@ class PlannedLayer:
         self.precision = precision
         if (kind := saved_class(precision.saved)) != getattr(self, "saved_class", None):
             self.saved_class = kind
+        for member in self.members:
+            member.replan(precision)
 
     def __deepcopy__(self, memo: dict[int, object]) -> PlannedLayer:
         """A layer of its own, on the same clock."""
-        return PlannedLayer(self.name, self.precision, self.clock, self.choose, self.shard)
+        copied = replace(self, group=None, members=())
+        copied.members = tuple(replace(member, group=copied) for member in self.members)
+        return copied
+
+    @property
+    def watched(self) -> PlannedLayer:
+        """Whose executions its are: its own, or the grouped layer's that it is of."""
+        return self.group or self
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether anyone is to be told of what it runs now: of a grouped layer the first run of a pass."""
+        return self.run == 0 and is_observed(self.watched)
 
     def is_plain(self, compute: str) -> bool:
         """Every GEMM in the compute format: an ordinary linear layer."""
@@ -171,7 +191,7 @@ def forward(
         a = backend.prepare(x.to(dtype), uses[0])
         codes = store_input(x, weight, layer, compute, now=now) if keep_codes else None
     y = backend.multiply("fprop", a, backend.prepare(_matrix(weight, dtype), uses[1]), compute)
-    if is_observed(layer):
+    if layer.is_watched:
         kept = (layer.uses("wgrad", now, saved)[1], layer.uses("wgrad", now)[1]) if keep_codes else None
         _tell(layer, "fprop", backend, (x, weight), uses, y, kept)
     return y, codes
@@ -291,6 +311,6 @@ def _tell(
     result: Tensor,
     kept: tuple[Use, Use] | None = None,
 ) -> None:
-    if is_observed(layer):
-        recipe = layer.precision.gemm(gemm)
-        report(layer, Execution(layer.name, gemm, recipe, backend.name, *operands, uses, result, kept))
+    if layer.is_watched:
+        recipe, watched = layer.precision.gemm(gemm), layer.watched
+        report(watched, Execution(watched.name, gemm, recipe, backend.name, *operands, uses, result, kept))

@@ -14,10 +14,21 @@ from typing import cast
 
 from torch import Tensor, nn
 
+from scrimp.gemm.grouped import GroupedLinear
+
 
 def is_linear(module: nn.Module) -> bool:
     """Whether a module is of a kind that can be planned, whatever its forward does."""
     return isinstance(module, nn.Linear) or is_transposed(module)
+
+
+def plannable_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Every linear layer, grouped ones too, by its name, in the model's order."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if is_linear(module) or isinstance(module, GroupedLinear)
+    }
 
 
 def is_transposed(module: nn.Module) -> bool:
@@ -39,7 +50,8 @@ def weight_matrix(layer: nn.Module) -> Tensor:
 def has_own_forward(layer: nn.Module) -> bool:
     """Whether a linear layer computes something else than its kind does, which a plan would replace, or which would
     keep a plan out: another library may have given this one object a forward."""
-    kind = _conv1d() if is_transposed(layer) else nn.Linear
+    kind = _conv1d() if is_transposed(layer) else GroupedLinear
+    kind = nn.Linear if isinstance(layer, nn.Linear) else kind
     return "forward" in vars(layer) or type(layer).forward is not cast(type[nn.Module], kind).forward
 
 

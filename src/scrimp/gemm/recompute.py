@@ -30,9 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from scrimp.gemm.layer import PlannedLayer
-
-T = TypeVar("T", bound=Tensor)
+T = TypeVar("T")
 Operators = Collection[Any]
 """Overloads of operators, such as torch.ops.aten.mm.default."""
 
@@ -41,9 +39,9 @@ class _Local(threading.local):
     """State of one thread: autograd runs backward passes in threads of its own."""
 
     is_again = False
-    handled: PlannedLayer | None = None
-    """Its input is made again by a region that it ends."""
-    only_saves: PlannedLayer | None = None
+    handled: object = None
+    """Its input is made again by a region that it ends: a planned layer, or the module of one that is not."""
+    only_saves: object = None
     """Its product is left out now."""
 
 
@@ -62,7 +60,7 @@ def run_again(
     """
     if not torch.is_grad_enabled():
         return function(*inputs)
-    contexts = partial(_contexts, getattr(last, "planned", None), keeps)
+    contexts = partial(_contexts, getattr(last, "planned", last), keeps)
     if torch.compiler.is_compiling():
         selective: dict[str, Any] = {"context_fn": partial(_selective, keeps)} if keeps else {}
         return cast(
@@ -78,12 +76,12 @@ def is_running_again() -> bool:
     return _local.is_again
 
 
-def is_handled(layer: PlannedLayer) -> bool:
+def is_handled(layer: object) -> bool:
     """Whether a layer's input will be, or is being, made again."""
-    return layer in (_local.handled, _local.only_saves)
+    return layer is _local.handled or layer is _local.only_saves
 
 
-def only_saves(layer: PlannedLayer) -> bool:
+def only_saves(layer: object) -> bool:
     """Whether a layer is run for what it saves alone."""
     return layer is _local.only_saves
 
@@ -91,7 +89,7 @@ def only_saves(layer: PlannedLayer) -> bool:
 Context = contextlib.AbstractContextManager[object]
 
 
-def _contexts(last: PlannedLayer | None, keeps: Operators) -> tuple[Context, Context]:
+def _contexts(last: object, keeps: Operators) -> tuple[Context, Context]:
     """Around the first run and around the second."""
     kept: list[Any] = []
     first: list[Any] = [_set(handled=last)]

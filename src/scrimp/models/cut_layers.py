@@ -6,6 +6,7 @@ Method   On the meta device, before FSDP2, so that no rank ever has a whole laye
              mlp.gate_up                   rows of its gates, then of their ups
              attention.out, mlp.down       columns: the inputs that its heads and gates make
              embedding, head               rows of its words
+             routers and experts           whole: see `scrimp.models.expert_ranks`
              norms                         a copy on every rank, gradients added up; a norm over all heads of a
                                            token together is cut like the heads
 
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from scrimp.models.blocks import Attention, Block, Mlp, RMSNorm
+from scrimp.models.experts import RoutedBlock
 from scrimp.models.model import Model
 from scrimp.models.tensor_ranks import AllHeadsNorm, CutEmbedding, TensorRanks
 from scrimp.parts import Cut
@@ -67,8 +69,13 @@ def _cut_block(block: Block, ranks: TensorRanks) -> dict[str, Cut]:
         block.attends, num_heads=len(ranks.share(heads)), num_kv_heads=len(ranks.share(kv_heads))
     )
     found = {f"attention.{name}": cut for name, cut in _cut_attention(block.attention, ranks).items()}
-    found |= {f"mlp.{name}": cut for name, cut in _cut_mlp(block.mlp, ranks).items()}
-    for first, last in ((block.attention.qkv, block.attention.out), (block.mlp.gate_up, block.mlp.down)):
+    products = [(block.attention.qkv, block.attention.out)]
+    if isinstance(block, RoutedBlock):  # its tokens find their experts wherever they are
+        block.mlp.one_copy = ranks.one_copy
+    else:
+        found |= {f"mlp.{name}": cut for name, cut in _cut_mlp(block.mlp, ranks).items()}
+        products.append((block.mlp.gate_up, block.mlp.down))
+    for first, last in products:
         first.register_forward_pre_hook(lambda module, inputs: (ranks.gather(inputs[0]),))
         last.register_forward_hook(lambda module, inputs, partial_BTD: ranks.scatter(partial_BTD))
     return found

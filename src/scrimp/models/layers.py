@@ -49,10 +49,11 @@ def layers_of(model: nn.Module) -> ModelLayers:
             got=f"matrices of other modules: {listed(others)}" if others else type(model).__name__,
             expected="torch.nn.Linear modules, or transformers' Conv1D",
         )
-    if isinstance(model, Model):
-        return ModelLayers(linears, {HEAD: "the head"} if HEAD in linears else {}, others)
     routers = {name: "a router of experts" for name in linears if is_router(name)}
-    return ModelLayers(linears, routers | _heads(model, linears), others)
+    heads = _heads(model, linears)
+    if isinstance(model, Model):
+        heads = {HEAD: "the head"} if HEAD in linears else {}
+    return ModelLayers(linears, routers | heads, others)
 
 
 def listed(names: Iterable[str], most: int = 8) -> str:

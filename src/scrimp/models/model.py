@@ -31,10 +31,13 @@ from scrimp.gemm import PlannedLayer, compute_dtype
 from scrimp.models.attention import AttentionLayout
 from scrimp.models.blocks import Block, Embedding, Linear, Place
 from scrimp.models.context_parallel import ContextParallel
+from scrimp.models.experts import RoutedBlock, added_up
 from scrimp.models.kinds import spec_of
 from scrimp.models.spec import AttentionSpec, ModelSpec
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from scrimp.models.tensor_ranks import TensorRanks
 
 Layouts = Mapping[AttentionSpec, AttentionLayout]
@@ -177,6 +180,28 @@ class Model(nn.Module):
     def ends_at_hand(self) -> contextlib.AbstractContextManager[object]:
         """Around what reads the weights of embedding, final norm or head without running the model."""
         return _gathered(self)
+
+    def take_routing(self) -> Tensor | None:
+        """What the last forward pass routed, sums_L2E of the blocks with experts (`scrimp.models.experts`), for the one
+        who asks first; None: the model has no experts."""
+        if self.spec.routing is None:
+            return None
+        found = []
+        for block in self.each_block():
+            if isinstance(block, RoutedBlock) and block.routing is not None:
+                found.append(block.routing)
+                block.routing = None
+        if not found:
+            return None
+        sums_L2E = torch.stack(found)
+        for group in self.row_groups():
+            sums_L2E = added_up(sums_L2E, group)
+        return sums_L2E
+
+    def row_groups(self) -> list[dist.ProcessGroup]:
+        """The ranks that share the tokens of rows with this one."""
+        sharing = (self.tensor_ranks, self.context_parallel)
+        return [ranks.group for ranks in sharing if ranks is not None]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of every vocabulary entry for hidden states of any leading shape."""

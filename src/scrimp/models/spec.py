@@ -10,6 +10,9 @@ Names    A linear layer is called ``blocks.3.mlp.down``: the block's number, the
          called ``head``. `full_name` and `place` are the only two functions that know this form. Layers of other
          people's models keep the names that they have there.
 Kinds    Each is one file in `scrimp.models.kinds`, chosen by `Architecture.family`.
+Experts  A block may have layers of which each token meets only some: a `LinearSpec` with `experts` is as many matrices,
+         one below the other, and runs as one grouped product (`scrimp.gemm.grouped`). How tokens choose, the model's
+         `RoutingSpec` says.
 Limits   Layers of the same name have the same shape in every block: a plan records one back end for each name.
 Checked  tests/models/test_spec.py: against the parameters and the linear layers of the modules themselves.
 
@@ -63,16 +66,25 @@ class LinearSpec:
     """Level of recomputation from which on backward multiplies it again; empty: never."""
     rows: tuple[int, ...] = ()
     """Outputs of each layer that is stacked in it, in the order of `Elsewhere.huggingface`; empty: one has all."""
+    experts: int = 1
+    """Matrices of these outputs and inputs, one below the other: a grouped product where there are several."""
+    chosen: int = 1
+    """Of how many of them a token is multiplied with."""
 
     @property
     def parameters(self) -> int:
-        """Elements of W."""
-        return self.outputs * self.inputs
+        """Elements of W, of all experts."""
+        return self.experts * self.outputs * self.inputs
+
+    @property
+    def parameters_per_token(self) -> int:
+        """Elements of W that one token is multiplied with."""
+        return self.chosen * self.outputs * self.inputs
 
     @property
     def stacked(self) -> tuple[int, ...]:
-        """Outputs of each layer that is stacked in it, or all of them."""
-        return self.rows or (self.outputs,)
+        """Outputs of each layer that is stacked in it, of all experts."""
+        return (self.rows or (self.outputs,)) * self.experts
 
 
 @dataclass(frozen=True)
@@ -131,6 +143,21 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True)
+class RoutingSpec:
+    """How tokens choose experts, in all blocks that have any."""
+
+    experts: int
+    chosen: int
+    """Experts that a token meets."""
+    normalises: bool = True
+    """Whether the weights of a token's experts add up to 1."""
+    balance: float = 0.0
+    """Weight of the auxiliary loss that keeps experts equally busy."""
+    capacity_factor: float = 0.0
+    """Most tokens of an expert in training, by their mean; 0: all that choose it."""
+
+
+@dataclass(frozen=True)
 class Traffic:
     """Operations that read and write whole activations and multiply no matrices: norms, gates, rotation, sums."""
 
@@ -156,9 +183,9 @@ class BlockSpec:
         return tuple(one for one in self.layers if isinstance(one, LinearSpec))
 
     @property
-    def matrix_parameters(self) -> int:
-        """Elements of its weight matrices."""
-        return sum(linear.parameters for linear in self.linears)
+    def parameters_per_token(self) -> int:
+        """Elements of its weight matrices that one token is multiplied with."""
+        return sum(linear.parameters_per_token for linear in self.linears)
 
     @property
     def parameters(self) -> int:
@@ -171,7 +198,7 @@ class Elsewhere:
     """What a linear layer is called in other libraries, within its block there."""
 
     huggingface: tuple[str, ...]
-    """Those that are stacked in it, in order."""
+    """Those that are stacked in it, in order; of experts with their number's place, {expert}."""
     megatron: str
 
 
@@ -221,6 +248,16 @@ class ModelSpec(ABC):
     def num_blocks(self) -> int:
         """How many there are."""
         return self.architecture.num_layers
+
+    @property
+    def routing(self) -> RoutingSpec | None:
+        """How tokens choose experts; None: there are none."""
+        return None
+
+    def weight_names(self, linear: LinearSpec) -> tuple[str, ...]:
+        """Names within a block, in Hugging Face's files, of the weights that are stacked in a layer's."""
+        names = self.names_elsewhere[linear.name].huggingface
+        return tuple(f"{name.format(expert=e)}.weight" for e in range(linear.experts) for name in names)
 
     @property
     def embedding_scale(self) -> float:

@@ -84,6 +84,8 @@ def build_plan(
             cp_method=config.layout.cp_method,
             zero=config.layout.zero,
             tp=config.layout.tp,
+            ep=config.layout.ep,
+            etp=config.layout.etp,
         ),
         predicted=predicted,
     )

@@ -3,9 +3,9 @@
 Problem  A rate in tokens per second says nothing about how well a device is used. Two figures
          do, and they answer different questions.
 Method   Matrices cost 2 FLOPs per weight and token forward, 4 backward; the embedding look-up
-         costs none. With N_mm = all block matrices + the LM head once (tied or not), A the
-         attention width, s the sequence and L the layers, all of them from the model's
-         specification (`scrimp.models`), per trained token::
+         costs none. With N_mm = all block matrices (of routed experts those that a token meets)
+         + the LM head once (tied or not), A the attention width, s the sequence and L the layers,
+         all of them from the model's specification (`scrimp.models`), per trained token::
 
              full    6 N_mm + 12 L A s       (PaLM, TorchTitan)
              causal  6 N_mm +  6 L A s       (Megatron-Bridge, LLMQ): half the scores are masked
@@ -126,7 +126,7 @@ def count_flops(spec: ModelSpec, sequence: int) -> Flops:
     """FLOPs per trained token of a model at one sequence length (tokens)."""
     matrices, causal, full = 0, 0.0, 0.0
     for block, count in spec.equal_blocks.items():
-        matrices += count * block.matrix_parameters
+        matrices += count * block.parameters_per_token
         causal_keys, all_keys = block.attention.keys(sequence)
         per_key = 12.0 * count * block.attention.width
         causal += per_key * causal_keys
@@ -156,7 +156,7 @@ def ideal_seconds_per_token(
     flops = count_flops(spec, sequence)
     seconds = 0.0
     for layer, formats in gemms.items():
-        size = 2.0 * spec.linear(layer).parameters
+        size = 2.0 * spec.linear(layer).parameters_per_token
         seconds += sum(size / peak_of_recipe(peaks, recipe) for recipe in formats.recipes)
     head = gemms.get(HEAD, LinearPrecision.of("bf16"))
     attention = compute or ("fp32" if head.fprop == "fp32" else "bf16")

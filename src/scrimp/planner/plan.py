@@ -153,11 +153,12 @@ class Layout:
     cp: int = 1
     cp_method: str = "zigzag"
     ep: int = 1
+    etp: int = 1
 
     @property
     def text(self) -> str:
         """For people, and as a key: the degrees above one."""
-        degrees = {name: getattr(self, name) for name in ("dp", "fsdp", "cp", "tp")}
+        degrees = {name: getattr(self, name) for name in ("dp", "fsdp", "cp", "tp", "ep", "etp")}
         shown = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
         if self.cp > 1:
             shown.append(self.cp_method)

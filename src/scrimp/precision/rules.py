@@ -21,6 +21,7 @@ Grammar  rules separated by commas; for each GEMM the last rule that names it wi
 Planned  The base snip leaves the choice to measurements: every GEMM that no rule names is planned while training.
 Head     The base and patterns such as ``*`` mean the linear layers of the blocks. The head, the layer that
          quantization hurts most, stays in the compute format unless a pattern that starts with `head` names it.
+Routers  of experts stay there as well, unless a pattern names them (``*.router=fp8``): a changed choice is a jump.
 Compute  The working format of activations: fp32 if the base is fp32, else bf16.
 Saved    What backward keeps of the input X: a high-precision name; a recipe name (X as that recipe's
          wgrad reads it); or recompute, where X is made from tensors that are kept anyway. By
@@ -45,6 +46,8 @@ AUTO = "auto"
 PLANNED = "snip"
 """The base of which formats are chosen by measurement."""
 HEAD = "head"
+ROUTER = "router"
+"""Last part of the name of a layer that chooses experts."""
 RECOMPUTE = "recompute"
 InputOrigin = Literal["alone", "made", "kept"]
 """Where a layer's input comes from: nobody else keeps it; it is made from tensors that are kept anyway (a norm's input,
@@ -121,8 +124,11 @@ class Rule:
         )
 
     def matches(self, layer: str) -> bool:
-        """Whether it means this layer; the head is meant only by patterns that start with its name."""
+        """Whether it means this layer; the head is meant only by patterns that start with its name, a router only by
+        those that have its."""
         if layer == HEAD and not self.pattern.startswith(HEAD):
+            return False
+        if _is_router(layer) and ROUTER not in self.pattern:
             return False
         return fnmatchcase(layer, self.layers)
 
@@ -212,8 +218,8 @@ class PrecisionRules:
     def _choose(self, layer: str, layers: Mapping[str, InputOrigin]) -> LinearPrecision:
         compute = self.compute
         base, why = self.base or compute, f"precision {self.base}"
-        if layer == HEAD and base != compute:
-            base, why = compute, f"the head stays in {compute}"
+        if (layer == HEAD or _is_router(layer)) and base != compute:
+            base, why = compute, f"the {HEAD if layer == HEAD else ROUTER} stays in {compute}"
         chosen: dict[str, str] = dict(zip(GEMMS, _three(base), strict=True))
         reasons = dict.fromkeys(chosen, why)
         for rule in self.rules:
@@ -236,6 +242,10 @@ class PrecisionRules:
                 do=f"write such as *.{able[-1]}.saved={RECOMPUTE}" if able else None,
             )
         return LinearPrecision(**chosen, reason="; ".join(dict.fromkeys(reasons.values())))
+
+
+def _is_router(layer: str) -> bool:
+    return layer.rpartition(".")[2] == ROUTER
 
 
 def _ending(layer: str) -> str:

@@ -30,7 +30,7 @@ SHARES: dict[str, Callable[[int], float]] = {
     "broadcast": lambda n: 1.0,
     "send": lambda n: 1.0,
 }
-"""What each of n ranks sends of the whole tensor."""
+"""What each of n ranks sends of the whole tensor; of an all-to-all of uneven parts, those of other ranks."""
 FUNCTIONS = {
     "all_gather": "all-gather",
     "all_gather_into_tensor": "all-gather",
@@ -104,6 +104,9 @@ def _counted(operation: str, call: Callable[..., Any], found: Collectives) -> Ca
         is_send = operation == "send"
         num_bytes = _sent_bytes(arguments[0], dist.isend) if is_send else whole_bytes(arguments, named)
         sent = num_bytes * SHARES[operation](ranks)
+        if operation == "all-to-all" and (sizes := named.get("input_split_sizes")):
+            num_bytes = arguments[1].nbytes
+            sent = num_bytes * (1 - sizes[dist.get_rank(named.get("group"))] / max(1, sum(sizes)))
         found.calls.append(Collective(operation, ranks, num_bytes, sent, seconds))
         return result
 
@@ -119,7 +122,7 @@ def whole_bytes(arguments: tuple[Any, ...], named: dict[str, Any]) -> int:
     """Bytes of the larger side of a call: what is gathered, or what is reduced."""
     tensors = [*arguments, *named.values()]
     sizes = [
-        sum(one.nbytes for one in value) if isinstance(value, list) else getattr(value, "nbytes", 0)
+        sum(getattr(one, "nbytes", 0) for one in (value if isinstance(value, list) else [value]))
         for value in tensors
     ]
     return max(sizes, default=0)

@@ -28,6 +28,7 @@ from scrimp.gemm import (
 from scrimp.gemm.problem import DTYPES
 from scrimp.models.model import Model, build_model
 from scrimp.objectives import LossSums, Objective
+from scrimp.objectives.load_balance import with_load_balance
 from scrimp.objectives.next_token import NEXT_TOKEN
 from scrimp.parts import Cut, TensorPart, part_of, set_cut
 from scrimp.planner import Plan
@@ -91,7 +92,9 @@ class Executable:
         part = self._part_of(batch)
         self._refuse_unplanned(*part.tokens_BT.shape)
         with self.autocast():
-            return self.objective.loss(self.model, part.to(self.device), chunk=self.loss_chunk)
+            sums = self.objective.loss(self.model, part.to(self.device), chunk=self.loss_chunk)
+        count = self.objective.count
+        return with_load_balance(self.model, sums, count(batch), count(part))
 
     def _part_of(self, batch: Batch) -> Batch:
         """What this rank has of a micro-batch: all of it, or its tokens of every row."""

@@ -14,7 +14,8 @@ Method   Before training: one forward and backward pass over a few tokens, twice
          In training: the first step of a plan, at the start, at a resume and at a switch, is proven on its own data,
          compiled or not (`StepProof`). All planned GEMMs are counted, and those that the plan changed are
          fingerprinted. What runs again in backward, where activations are recomputed, counts once.
-Limits   Attention's own products live inside one fused kernel and are not counted here. The probe
+Limits   Of grouped products each counts as one; of planned ones the first run of tokens vouches for the others.
+         Attention's own products live inside one fused kernel and are not counted here. The probe
          runs before compilation.
 Checked  tests/runtime/test_proof.py, tests/training/precision/test_precision_proof.py, with plans that lie.
 """
@@ -48,7 +49,9 @@ from scrimp.planner import Plan
 from scrimp.precision import GEMMS, LinearPrecision
 from scrimp.runtime.execute import HEAD, PLANNED_PROBE_TOKENS, Executable
 
-_PRODUCTS = {"mm", "addmm", "addmm_", "_addmm_activation", "linear"}
+_SECOND = {"addmm", "addmm_", "_addmm_activation", "grouped_product"}
+"""Products whose operands begin with the second argument."""
+_PRODUCTS = {"mm", "linear", *_SECOND}
 _PROBE_TOKENS = 8
 Counts = Counter[tuple[str, str, str]]
 """(layer or "plain", GEMM or "", format) to number of products."""
@@ -64,7 +67,7 @@ class _ProductCounter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         if name in _PRODUCTS and not is_running() and not is_running_again():
-            operand = args[1] if "addmm" in name else args[0]
+            operand = args[name in _SECOND]
             self.counts["plain", "", DTYPE_NAMES.get(operand.dtype, str(operand.dtype))] += 1
         return func(*args, **(kwargs or {}))
 

@@ -37,12 +37,13 @@ FOUR = {
 }
 
 
-def test_shards_shared_rows_and_cut_layers_train_as_one_process(tmp_path: Path) -> None:
+def test_shards_shared_rows_cut_layers_and_shared_experts_train_as_one_process(tmp_path: Path) -> None:
     """What `make test` sees of the matrix below."""
     sample = {
         "shards": Case(steps=2, with_documents=True),
         "ring": Case({"cp": 2, "zero": 1}, steps=2),
         "pieces": Case({"tp": 2}, steps=2),
+        "experts": Case({"ep": 2}, {"model.num_layers": 1}, "mixtral-8m", steps=2, routers=10.0),
     }
     found = on_ranks(2, sample, tmp_path)
     for name, case in sample.items():

@@ -88,14 +88,20 @@ def sizes(keys: Keys) -> dict[str, Any]:
     }
 
 
-def common(keys: Keys) -> dict[str, Any]:
-    """`sizes`, RoPE, epsilon and tied embeddings, with the defaults of most kinds."""
-    theta, scaling = read_rope(keys)
+def common(
+    keys: Keys, *, theta: float = _DEFAULT_ROPE_THETA, norm_eps: float = _DEFAULT_NORM_EPS
+) -> dict[str, Any]:
+    """`sizes`, RoPE, epsilon and tied embeddings.
+
+    Args:
+        theta: RoPE's base where the file does not say; norm_eps: the norms' epsilon.
+    """
+    theta, scaling = read_rope(keys, theta)
     return {
         **sizes(keys),
         "rope_theta": theta,
         "rope_scaling": scaling,
-        "norm_eps": keys.number("rms_norm_eps", _DEFAULT_NORM_EPS),
+        "norm_eps": keys.number("rms_norm_eps", norm_eps),
         "tied_embeddings": keys.boolean("tie_word_embeddings", False),
     }
 
@@ -128,9 +134,9 @@ def refuse_unsupported(keys: Keys) -> None:
         raise keys.refuse("is_causal", expected="true: every token sees only those before it")
 
 
-def read_rope(keys: Keys) -> tuple[float, RopeScaling | None]:
+def read_rope(keys: Keys, default: float = _DEFAULT_ROPE_THETA) -> tuple[float, RopeScaling | None]:
     """RoPE's base and scaling from the newer `rope_parameters` or the older pair of keys."""
-    theta = keys.number("rope_theta", _DEFAULT_ROPE_THETA)
+    theta = keys.number("rope_theta", default)
     older = rope_values(keys, "rope_scaling", theta)
     newer = rope_values(keys, "rope_parameters", theta)
     if newer is None:

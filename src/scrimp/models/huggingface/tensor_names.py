@@ -8,8 +8,8 @@ Method   Every parameter of the model is a stack of Hugging Face tensors along i
              qkv.weight     (A + 2NK, D) = [ q_proj (A, D) ; k_proj (NK, D) ; v_proj (NK, D) ]
              gate_up.weight (2F, D)      = [ gate_proj (F, D) ; up_proj (F, D) ]
 
-         A row range of a contiguous matrix is contiguous, so neither direction copies
-         more than the piece it moves.
+         and of routed experts the matrices of all, expert by expert. A row range of a contiguous
+         matrix is contiguous, so neither direction copies more than the piece it moves.
 Checked  tests/models/test_tensor_names.py (the pieces tile every parameter of the
          decoder, and are exactly the tensors of transformers' models).
 
@@ -82,8 +82,8 @@ def _block(spec: ModelSpec, index: int) -> Iterator[Fused]:
             parts = [(f"{theirs}.{name}", size) for name, size in one.stacked]
             yield _stack(full_name(index, one.name), parts)
         else:
-            names = spec.names_elsewhere[one.name].huggingface
-            parts = [(f"{theirs}.{name}.weight", rows) for name, rows in zip(names, one.stacked, strict=True)]
+            names = zip(spec.weight_names(one), one.stacked, strict=True)
+            parts = [(f"{theirs}.{name}", rows) for name, rows in names]
             yield _stack(full_name(index, f"{one.name}.weight"), parts, one.inputs)
 
 

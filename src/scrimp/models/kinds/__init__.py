@@ -16,6 +16,8 @@ FAMILIES = {
     "qwen2": "scrimp.models.kinds.llama:Llama",
     "qwen3": "scrimp.models.kinds.llama:Llama",
     "olmo2": "scrimp.models.kinds.olmo2:Olmo2",
+    "mixtral": "scrimp.models.kinds.mixtral:Mixtral",
+    "qwen3_moe": "scrimp.models.kinds.qwen3_moe:Qwen3Moe",
     "gemma3_text": "scrimp.models.kinds.gemma3:Gemma3",
 }
 """Family (transformers' `model_type`) to the class of its specification."""

@@ -58,6 +58,8 @@ class BlockClass:
     """Name of the activations' choice to cost."""
     parameters: int = 0
     """Numbers of the weights, for the CPU's Adam; 0: what gradients in bf16 say."""
+    routed: int = 0
+    """Those of them that are routed experts'."""
     update_peak: int = 0
     """Temporary memory of its update."""
     norm_peak: int = 0

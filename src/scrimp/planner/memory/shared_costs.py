@@ -16,10 +16,13 @@ Method   With W, G, O a unit's bytes of weights, gradients, optimizer states, R 
 
          Embedding, final norm and head are one unit, gathered as long as the passes last; their whole gradients wait
          for the end of the backward pass, where they are reduced.
+         Routed experts are shared otherwise (`scrimp.models.expert_ranks`): every rank keeps 1/ranks of them, and
+         gathers 1/(ep etp).
 Limits   Parts are rounded up: ranks get equal numbers of rows or fewer. Blocks are taken to be as large as their
          neighbours. Of `layout.tp`, activations are counted as those of whole layers, and copies of norms as pieces:
          the account is above what ranks take. What gloo and NCCL take for themselves is not counted, nor is a gather
-         that FSDP2 begins earlier on a GPU whose host runs ahead, nor what rings and Ulysses hold.
+         that FSDP2 begins earlier on a GPU whose host runs ahead, nor what rings and Ulysses hold, nor more
+         tokens at the experts of a rank than it has itself.
          Seconds are those of the passes alone, without communication: none are predicted.
 Source   torch.distributed.fsdp._fully_shard, torch 2.13
 Checked  tests/planner/memory/test_shared_costs.py; tests/runtime/parallel/test_shared_memory.py: real ranks
@@ -63,7 +66,8 @@ def shared_costs(
 
 
 def _block(kind: BlockClass, layout: ResolvedLayout, parameter_bytes: int, sums_whole: bool) -> BlockClass:
-    whole = _piece(kind.weights, layout)
+    share = kind.routed / kind.parameters if kind.parameters else 0.0
+    whole = _piece(kind.weights, layout, share)
     reduced = _reduced(whole, parameter_bytes)
     stays = whole if layout.zero < 3 else 0
     over_copies = 2 * -(-reduced // layout.fsdp) * (layout.dp > 1)
@@ -82,11 +86,12 @@ def _block(kind: BlockClass, layout: ResolvedLayout, parameter_bytes: int, sums_
 
     return dataclasses.replace(
         kind,
-        weights=_part(kind.weights, layout),
-        gradients=reduced if sums_whole else _part(kind.gradients, layout),
-        optimizer=_part(kind.optimizer, layout),
+        weights=_part(kind.weights, layout, share),
+        gradients=reduced if sums_whole else _part(kind.gradients, layout, share),
+        optimizer=_part(kind.optimizer, layout, share),
         choices={name: cost(one) for name, one in kind.choices.items()},
-        parameters=_part(kind.parameters, layout),
+        parameters=_part(kind.parameters, layout, share),
+        routed=_part(kind.routed, layout, 1.0),
     )
 
 
@@ -110,11 +115,17 @@ def _reduced(weights: int, parameter_bytes: int) -> int:
     return weights // parameter_bytes * REDUCED_BYTES
 
 
-def _piece(num_bytes: int, layout: ResolvedLayout) -> int:
-    """What a rank has of a tensor while it is gathered."""
-    return -(-num_bytes // layout.tp)
+def _piece(num_bytes: int, layout: ResolvedLayout, routed: float = 0.0) -> int:
+    """What a rank has of tensors while they are gathered.
+
+    Args:
+        routed: share of routed experts in them.
+    """
+    experts = round(routed * num_bytes)
+    return -(-(num_bytes - experts) // layout.tp) - (-experts // (layout.ep * layout.etp))
 
 
-def _part(num_bytes: int, layout: ResolvedLayout) -> int:
-    """What a rank keeps of it."""
-    return -(-num_bytes // (layout.shards * layout.tp))
+def _part(num_bytes: int, layout: ResolvedLayout, routed: float = 0.0) -> int:
+    """What a rank keeps of them; arguments as of `_piece`."""
+    experts = round(routed * num_bytes)
+    return -(-(num_bytes - experts) // (layout.shards * layout.tp)) - (-experts // layout.ranks)

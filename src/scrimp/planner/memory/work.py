@@ -9,7 +9,7 @@ Method   A roofline without overlap: products at a share `efficiency` of the pea
 
          per token and block, b bytes an element, by the block's specification (`scrimp.models`):
 
-             products            2 O I of each linear layer; three times with backward
+             products            2 O I of each linear layer, k times of routed experts; three times with backward
              attention           4 A keys forward, 10 A keys backward (flash attention makes the scores again),
                                  keys: those that a token may look at, on average half of a sequence; A its width
              all else            b bytes for each element that norms, gates, rotation and sums read or write
@@ -114,7 +114,7 @@ class _Parts:
 
     def product(self, linear: LinearSpec, gemm: str) -> float:
         peak = peak_of_recipe(self.rates.peaks, self.linears[linear.name].gemm(gemm))
-        return 2.0 * linear.parameters / (self.rates.efficiency * peak)
+        return 2.0 * linear.parameters_per_token / (self.rates.efficiency * peak)
 
     def products(self, gemms: tuple[str, ...]) -> float:
         return sum(self.product(linear, gemm) for linear in self.block.linears for gemm in gemms)

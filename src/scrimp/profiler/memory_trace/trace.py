@@ -260,6 +260,7 @@ class TracedStep:
             **self._states(named),
             choices={str(choice): self.known[kind, choice] for choice in choices},
             parameters=sum(parameter.numel() for parameter in named.values()),
+            routed=sum(one.parameters for one in kind[0].linears if one.experts > 1),
             update_peak=self._update_peak(named),
             norm_peak=max(self._norm_peak([parameter]) for parameter in block.parameters()),
             norms=sum(self._scalars(1) for _ in block.parameters()),

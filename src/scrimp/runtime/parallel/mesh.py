@@ -9,6 +9,12 @@ last the axes are::
     tp       pieces of every layer: these ranks read the same rows
 
 Ranks of cp share the copy as well: weights are cut over fsdp and cp together.
+Routed experts see the same ranks in other axes (MoE folding), edp, ep and etp, the last again among neighbours::
+
+    edp      shards of the same experts
+    ep       experts of a block
+    etp      pieces of an expert
+
 Axes of degree 1 are there too, so that nothing has to ask which exist.
 """
 
@@ -80,6 +86,15 @@ class RankMesh:
         """Of what `gathered_rows` gives, the part whose gradients are of one step."""
         own = slice(self.copy * self.layout.fsdp, (self.copy + 1) * self.layout.fsdp)
         return counts[own] if self.copies_apart else counts
+
+    @cached_property
+    def sparse(self) -> DeviceMesh:
+        """The same ranks as routed experts see them: those with the same experts, and those that share them."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        sharing = self.layout.ep * self.layout.etp
+        degrees = (self.world.size // sharing, sharing)
+        return init_device_mesh(self.device_type, degrees, mesh_dim_names=("edp", "sharing"))
 
     @property
     def data_ranks(self) -> int:

@@ -7,6 +7,7 @@ Method   The model is described on the meta device, laid over the mesh, and only
          reduced and cut when its backward pass is over.
          Before that, the ranks of `tp` cut the layers themselves (`cut_layers`): FSDP2 then shards each rank's pieces
          over the ranks that have the same ones.
+         Routed experts are units of their own, over the ranks that have the same ones (`scrimp.models.expert_ranks`).
          `layout.zero` says how long the gathered lives::
 
              3   weights of a unit until it has run, and again for its backward pass
@@ -34,6 +35,8 @@ import torch
 
 from scrimp.models.context_parallel import ContextParallel
 from scrimp.models.cut_layers import cut_layers
+from scrimp.models.expert_ranks import ExpertRanks, cut_experts
+from scrimp.models.experts import Experts, RoutedBlock
 from scrimp.models.model import Model
 from scrimp.models.tensor_ranks import TensorRanks
 from scrimp.parts import Cut
@@ -49,11 +52,16 @@ def parallelise(model: Model, mesh: RankMesh) -> Mapping[str, Cut]:
     Returns:
         by name what this rank has of a parameter, where layers are cut: to be noted when it has memory (`set_cut`).
     """
-    cuts: Mapping[str, Cut] = {}
+    cuts: dict[str, Cut] = {}
     if mesh.is_trivial:
         return cuts
     if mesh.layout.tp > 1:
-        cuts = cut_layers(model, TensorRanks(mesh.devices["tp"].get_group()))
+        cuts |= cut_layers(model, TensorRanks(mesh.devices["tp"].get_group()))
+    sharing = mesh.layout.ep * mesh.layout.etp > 1
+    ranks = ExpertRanks(mesh.sparse["sharing"].get_group(), mesh.layout.etp) if sharing else None
+    for name, cut in cut_experts(model, ranks).items():
+        cuts.pop(name, None)  # what is no piece of a tp rank's
+        cuts |= {} if cut is None else {name: cut}
     if mesh.layout.cp > 1:
         model.context_parallel = ContextParallel(mesh.layout.cp_method, mesh.devices["cp"].get_group())
     _shard(model, mesh)
@@ -62,8 +70,12 @@ def parallelise(model: Model, mesh: RankMesh) -> Mapping[str, Cut]:
 
 def units(model: Model) -> list[FSDPModule]:
     """What is gathered together: the blocks, and the rest as the model itself; none where there is one rank."""
-    modules = (*model.blocks, model)
+    modules = (*_experts(model), *model.blocks, model)
     return cast("list[FSDPModule]", [module for module in modules if hasattr(module, "unshard")])
+
+
+def _experts(model: Model) -> list[Experts]:
+    return [block.mlp.experts for block in model.each_block() if isinstance(block, RoutedBlock)]
 
 
 def _shard(model: Model, mesh: RankMesh) -> None:
@@ -75,6 +87,10 @@ def _shard(model: Model, mesh: RankMesh) -> None:
     both = mesh.copies_and_shards
     adds_over_copies = mesh.layout.dp > 1 and not mesh.copies_apart
     over = both["dp", "shards"] if adds_over_copies else both["shards"]
+    for experts in _experts(model):
+        fully_shard(
+            experts, mesh=mesh.sparse["edp"], reshard_after_forward=mesh.layout.zero == 3, mp_policy=sums
+        )
     for block in model.blocks:
         fully_shard(block, mesh=over, reshard_after_forward=mesh.layout.zero == 3, mp_policy=sums)
     # The loss reads the head after the model's own forward pass is over.
