@@ -54,7 +54,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from scrimp.config import snip
+from scrimp.config import pipeline, snip
 from scrimp.config.activations import check_memory
 from scrimp.config.architecture import Architecture
 from scrimp.config.fields import flatten, replace_values
@@ -116,6 +116,10 @@ MAY_CHANGE_ON_RESUME: frozenset[str] = frozenset(
         "layout.cp",
         "layout.cp_method",
         "layout.tp",
+        "layout.pp",
+        "layout.virtual",
+        "layout.schedule",
+        "layout.stages",
         "layout.zero",
     }
 )
@@ -153,7 +157,8 @@ def resolve(config: Config, architecture: Architecture, *, device_type: str, ran
 
     # In this order: each decision reads the ones before it.
     check_layout(config.layout, ranks)
-    together = config.layout.cp * config.layout.tp
+    together = config.layout.pp * config.layout.cp * config.layout.tp
+    config = _stages(config, decide)
     config = decide(config, "layout.dp", lambda: decide_dp(config.layout, ranks // together))
     config = decide(config, "layout.fsdp", lambda: decide_fsdp(config.layout, ranks // together))
     data_ranks = decided(config.layout.dp) * decided(config.layout.fsdp)
@@ -172,6 +177,7 @@ def resolve(config: Config, architecture: Architecture, *, device_type: str, ran
     _check_formats(config)
     check_optimizer(config)
     check_beside_layout(config)
+    pipeline.check_stages(config, architecture.num_layers)
     if not facts_of(config.optimizer.name).on_host:
         on_device = "device", f"optimizer {config.optimizer.name} updates on the device"
         for key in ("memory.weights", "memory.gradients", "memory.optimizer"):
@@ -179,17 +185,21 @@ def resolve(config: Config, architecture: Architecture, *, device_type: str, ran
     config = decide(config, "train.sequence", lambda: _sequence(config.train, architecture, data_ranks))
     check_tensor_ranks(config, architecture)
     config = decide(
-        config, "train.batch_tokens", lambda: _batch_tokens(config.train, architecture, data_ranks)
+        config,
+        "train.batch_tokens",
+        lambda: _batch_tokens(config.train, architecture, data_ranks * pipeline.fewest(config.layout)),
     )
     _check_batch(config.train, architecture, data_ranks)
-    config = decide(config, "train.micro_batch", lambda: _micro_batch(config.train, device_type, data_ranks))
+    config = decide(config, "train.micro_batch", lambda: _micro_batch(config, device_type, data_ranks))
+    sequences = decided(config.train.batch_tokens) // decided(config.train.sequence) // data_ranks
+    pipeline.check_micro_batches(config.layout, sequences // decided(config.train.micro_batch))
     config = decide(config, "optimizer.lr", lambda: _lr(config, architecture))
     config = decide(config, "schedule.warmup_steps", lambda: _warmup_steps(config.train.steps))
     config = decide(config, "evaluation.every", lambda: _eval_every(config))
     config = decide(config, "evaluation.tokens", lambda: _eval_tokens(config))
     config = decide(config, "checkpoint.every", lambda: _checkpoint_every(config))
     config = decide(config, "train.loss_chunk", lambda: _loss_chunk(config.train, architecture, device_type))
-    config = decide(config, "train.compile", lambda: _compile(device_type))
+    config = decide(config, "train.compile", lambda: _compile(config, device_type))
     _check_schedule(config)
     check_memory(config.memory, architecture.num_layers)
     if config.is_planned:
@@ -223,6 +233,16 @@ def differences(saved: Config, now: Config) -> dict[str, tuple[object, object]]:
         if old.rules == new.rules and new.base in (None, old.base):
             del changed["precision"]
     return changed
+
+
+def _stages(config: Config, decide: Callable[[Config, str, Callable[[], _Decision]], Config]) -> Config:
+    """What a pipeline's stages follow from, where there is one."""
+    if config.layout.pp == 1:
+        return config
+    config = decide(config, "layout.schedule", lambda: pipeline.decide_schedule(config.layout))
+    if config.layout.schedule in pipeline.V_SHAPED:
+        config = decide(config, "memory.activations", lambda: pipeline.decide_activations(config.layout))
+    return decide(config, "layout.virtual", lambda: pipeline.decide_virtual(config.layout))
 
 
 def _precision(given: str, device_type: str) -> _Decision:
@@ -297,10 +317,13 @@ def _batch_tokens(train: TrainConfig, architecture: Architecture, ranks: int) ->
     return batch, reason
 
 
-def _micro_batch(train: TrainConfig, device_type: str, ranks: int) -> _Decision:
+def _micro_batch(config: Config, device_type: str, ranks: int) -> _Decision:
+    train = config.train
     most = _MICRO_BATCH_TOKENS.get(device_type, _MICRO_BATCH_TOKENS["cpu"])
     sequence = decided(train.sequence)
     sequences = decided(train.batch_tokens) // sequence // ranks
+    if config.layout.pp > 1:
+        return pipeline.micro_batch_of(config.layout, sequences, max(1, most // sequence))
     size = _largest_divisor(sequences, max(1, most // sequence))
     of_rank = " of a rank" if ranks > 1 else ""
     return size, f"the largest divisor of {sequences:,} sequences{of_rank} within {most:,} tokens, or one"
@@ -371,7 +394,12 @@ def _loss_chunk(train: TrainConfig, architecture: Architecture, device_type: str
     return chunk, f"{tokens * per_token / 2**20:,.0f} MiB of logits in chunks of at most {most // 2**20} MiB"
 
 
-def _compile(device_type: str) -> _Decision:
+def _compile(config: Config, device_type: str) -> _Decision:
+    if config.layout.schedule in pipeline.V_SHAPED:
+        return (
+            "off",
+            f"compiled blocks make all gradients at once, and {config.layout.schedule} makes them apart",
+        )
     if device_type == "cuda":
         return "on", "fuses the pointwise work of a block on CUDA"
     return "off", f"compiling costs more than it gains on {device_type}"

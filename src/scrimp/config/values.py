@@ -92,6 +92,8 @@ RANGES: dict[str, Range] = {
     "layout.fsdp": _COUNT,
     "layout.cp": _COUNT,
     "layout.tp": _COUNT,
+    "layout.pp": _COUNT,
+    "layout.virtual": _COUNT,
     "layout.zero": Range(1, 3),
     "evaluation.every": _COUNT_OR_OFF,
     "evaluation.tokens": _COUNT,

@@ -1,0 +1,113 @@
+"""Gradients of weights that are made later than those of inputs.
+
+Problem  A schedule of a pipeline may want the gradient of a stage's input at once, for another rank waits for it, and
+         those of its weights when there is nothing else to do (zero bubble). One backward pass of autograd makes both;
+         asking it twice, for inputs and then for weights, runs a function of our own twice, with all that it does.
+Method   Inside `waiting` the backward pass of a linear layer makes dX, and leaves dW for later with what it takes to
+         make it. So there is one backward pass, in which every product but wgrad runs, and each of them once; `make`
+         then runs each wgrad once, and hands it to autograd as the gradient of its weight: sums and hooks are
+         autograd's own.
+Limits   Gradients of vectors, of the embedding and of the head (which its loss makes in the forward pass) do not wait.
+         What waits keeps the input of each layer and the gradient of its output.
+Source   zero bubble, arXiv 2401.10241
+Checked  tests/gemm/test_weight_gradients.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from scrimp.gemm.linear import compute_dtype
+
+_waiting: list[WeightGradients] = []
+"""Whose turn it is; one list for all threads, since autograd runs a GPU's backward pass in one of its own."""
+
+
+class WeightGradients:
+    """Those of one backward pass, to be made later."""
+
+    def __init__(self) -> None:
+        self._later: list[tuple[Tensor, Callable[[], Tensor]]] = []
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Inside, backward passes leave the gradients of weights for later."""
+        _waiting.append(self)
+        try:
+            yield
+        finally:
+            _waiting.remove(self)
+
+    def add(self, weight: Tensor, make: Callable[[], Tensor]) -> None:
+        """One more.
+
+        Args:
+            weight: a parameter.
+            make: its gradient.
+        """
+        self._later.append((weight, make))
+
+    def make(self) -> None:
+        """Make them, in the order in which they came."""
+        for weight, make in self._later:
+            with torch.no_grad():
+                gradient = make()
+            torch.autograd.backward(weight.view_as(weight), gradient)
+        self._later = []
+
+
+def waiting_now() -> WeightGradients | None:
+    """Where the gradient of a weight goes instead of being made; None: it is made."""
+    return _waiting[-1] if _waiting else None
+
+
+class SplitLinear(nn.Linear):
+    """torch's linear layer, whose weight's gradient can be made later than that of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x W^T + bias, x of any leading shape."""
+        compute = compute_dtype(x)
+        matrix = x.flatten(0, -2)
+        y = cast(Tensor, _Product.apply(matrix, self.weight, compute))  # type: ignore[no-untyped-call]
+        if self.bias is not None:
+            y = y + self.bias.to(compute)
+        return y.view(*x.shape[:-1], self.out_features)
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, compute: torch.dtype) -> Tensor:
+        low = x.to(compute)
+        ctx.save_for_backward(low, weight)
+        ctx.input_dtype = x.dtype
+        with torch.autocast(x.device.type, enabled=False):
+            return low @ weight.to(compute).t()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        grad_x = grad_weight = None
+        if needs_x:
+            grad_x = (g @ weight.to(g.dtype)).to(ctx.input_dtype)
+        if needs_weight:
+            later = waiting_now()
+            if later is None:
+                grad_weight = (g.t() @ x).to(weight.dtype)
+            else:
+                later.add(weight, lambda: (g.t() @ x).to(weight.dtype))
+        return grad_x, grad_weight, None
+
+
+def split_products(module: nn.Module) -> None:
+    """Let the gradients of the weights of a module's plain linear layers wait, where a backward pass asks for it."""
+    for layer in module.modules():
+        if isinstance(layer, nn.Linear) and not hasattr(layer, "planned"):
+            layer.__class__ = SplitLinear
