@@ -18,7 +18,9 @@ Checked   tests/config/test_pipeline.py
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from scrimp.config.activations import assign_activations
 from scrimp.config.resolved import ResolvedLayout
@@ -26,6 +28,8 @@ from scrimp.config.schema import Config, LayoutConfig, PipelineScheduleName, dec
 from scrimp.errors import ConfigError
 from scrimp.precision import HIGH_PRECISION
 
+Decision = tuple[Any, str]
+"""A value and the reason for it."""
 V_SHAPED = ("zbv", "dualpipev")
 """Schedules whose ranks hold a stage of the way there and one of the way back, and which split backward passes."""
 ONE_STAGE = ("gpipe", "1f1b")
@@ -84,15 +88,28 @@ def pipeline_of(layout: ResolvedLayout, num_blocks: int) -> Pipeline:
     return Pipeline(layout.pp, layout.schedule, stages)
 
 
-def decide_schedule(layout: LayoutConfig) -> tuple[str, str]:
-    """The schedule, and why."""
+def decide_stages(config: Config, decide: Callable[[Config, str, Callable[[], Decision]], Config]) -> Config:
+    """With all that stages follow from decided, where there is a pipeline.
+
+    Args:
+        decide: gives an open setting a value.
+    """
+    if config.layout.pp == 1:
+        return config
+    config = decide(config, "layout.schedule", lambda: _schedule(config.layout))
+    if config.layout.schedule in V_SHAPED:
+        why = f"blocks recompute nothing yet under layout.schedule {config.layout.schedule}"
+        config = decide(config, "memory.activations", lambda: ("keep", why))
+    return decide(config, "layout.virtual", lambda: _virtual(config.layout))
+
+
+def _schedule(layout: LayoutConfig) -> Decision:
     if layout.virtual is not None and layout.virtual > 1:
         return "interleaved", f"{layout.virtual:,} stages on each rank"
     return "1f1b", "as few micro-batches in flight as keep all ranks busy"
 
 
-def decide_virtual(layout: LayoutConfig) -> tuple[int, str]:
-    """Stages of a rank, and why; after the schedule."""
+def _virtual(layout: LayoutConfig) -> Decision:
     one = layout.schedule in ONE_STAGE
     return (1 if one else 2), f"what the schedule {layout.schedule} " + ("has" if one else "needs at least")
 
@@ -185,11 +202,6 @@ def _refuse_beside(config: Config, num_blocks: int) -> None:
         )
 
 
-def decide_activations(layout: LayoutConfig) -> tuple[str, str]:
-    """What blocks keep under a schedule that splits backward passes, and why."""
-    return "keep", f"blocks recompute nothing yet under layout.schedule {layout.schedule}"
-
-
 def fewest(layout: LayoutConfig) -> int:
     """Micro-batches that every schedule runs of these stages."""
     return layout.pp * (2 if layout.schedule in V_SHAPED else 1)
@@ -206,7 +218,7 @@ def fits(layout: LayoutConfig, micro_batches: int) -> bool:
     return micro_batches >= fewest(layout)
 
 
-def micro_batch_of(layout: LayoutConfig, sequences: int, most: int) -> tuple[int, str]:
+def micro_batch_of(layout: LayoutConfig, sequences: int, most: int) -> Decision:
     """Sequences of a micro-batch, and why: the largest that leaves enough micro-batches for all stages.
 
     Args:

@@ -158,7 +158,7 @@ def resolve(config: Config, architecture: Architecture, *, device_type: str, ran
     # In this order: each decision reads the ones before it.
     check_layout(config.layout, ranks)
     together = config.layout.pp * config.layout.cp * config.layout.tp
-    config = _stages(config, decide)
+    config = pipeline.decide_stages(config, decide)
     config = decide(config, "layout.dp", lambda: decide_dp(config.layout, ranks // together))
     config = decide(config, "layout.fsdp", lambda: decide_fsdp(config.layout, ranks // together))
     data_ranks = decided(config.layout.dp) * decided(config.layout.fsdp)
@@ -233,16 +233,6 @@ def differences(saved: Config, now: Config) -> dict[str, tuple[object, object]]:
         if old.rules == new.rules and new.base in (None, old.base):
             del changed["precision"]
     return changed
-
-
-def _stages(config: Config, decide: Callable[[Config, str, Callable[[], _Decision]], Config]) -> Config:
-    """What a pipeline's stages follow from, where there is one."""
-    if config.layout.pp == 1:
-        return config
-    config = decide(config, "layout.schedule", lambda: pipeline.decide_schedule(config.layout))
-    if config.layout.schedule in pipeline.V_SHAPED:
-        config = decide(config, "memory.activations", lambda: pipeline.decide_activations(config.layout))
-    return decide(config, "layout.virtual", lambda: pipeline.decide_virtual(config.layout))
 
 
 def _precision(given: str, device_type: str) -> _Decision:

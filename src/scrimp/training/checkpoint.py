@@ -24,8 +24,7 @@ Bytes    The same run gives the same bytes in every file, in whichever folder, a
          same numbers: times that were measured stand in the run's own plan.json and logs. Not so where measured times
          decide: blocks that memory limits were timed for, and state.json of runs that plan their precision, which keeps
          the seconds of its plans for the run's page.
-Limits   One run at a time per folder (its lock sees to it). An error of the background is raised by the next `save`,
-         `poll` or `wait`; the training itself can go on.
+Limits   One run at a time per folder (its lock). The next `save`, `poll` or `wait` raises an error of the background.
 Checked  tests/training/test_checkpoint.py, test_checkpoint_faults.py (faults made for real), test_not_finite.py,
          test_same_bytes.py, test_checkpoint_layouts.py (several ranks), test_checkpoint_kill.py (kill -9 at random
          moments and at every file operation)

@@ -6,7 +6,7 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import ScheduleGPipe
 
 from scrimp.config.pipeline import Pipeline, fewest
 from scrimp.config.schema import LayoutConfig, PipelineScheduleName
@@ -26,16 +26,25 @@ def pipeline(schedule: PipelineScheduleName, ranks: int) -> Pipeline:
     return Pipeline(ranks, schedule, tuple(range(at, at + 1) for at in range(ranks * STAGES[schedule])))
 
 
-@pytest.mark.parametrize(("schedule", "kind"), [("gpipe", ScheduleGPipe), ("1f1b", Schedule1F1B)])
-@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 2), (2, 5), (4, 4), (4, 9)])
-def test_one_stage_on_each_rank_is_torchs_order(
-    schedule: PipelineScheduleName, kind: type, ranks: int, micro_batches: int
-) -> None:
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 2), (2, 5), (4, 9)])
+def test_gpipe_is_torchs_order(ranks: int, micro_batches: int) -> None:
     stage = SimpleNamespace(num_stages=ranks, has_backward=True, is_first=True, is_last=False, submod=None)
-    expected = kind(stage, micro_batches)._get_pipeline_order()
-    for rank, order in enumerate(passes_of(pipeline(schedule, ranks), micro_batches)):
-        found = [f"{one.stage}{one.kind[0].upper()}{one.micro_batch}" for one in order]
-        assert found == [str(one) for one in expected[rank] if one is not None and "REDUCE" not in str(one)]
+    expected = ScheduleGPipe(stage, micro_batches)._get_pipeline_order()  # type: ignore[arg-type]
+    assert expected is not None
+    for rank, order in enumerate(passes_of(pipeline("gpipe", ranks), micro_batches)):
+        assert words(order) == [str(one) for one in expected[rank] if one and "REDUCE" not in str(one)]
+
+
+def test_1f1b_by_hand() -> None:
+    # torch's own list of it lacks the last rank's first forward pass (docs/lab-log.md).
+    first, second, last = map(words, passes_of(pipeline("1f1b", 3), 4))
+    assert first == ["0F0", "0F1", "0F2", "0B0", "0F3", "0B1", "0B2", "0B3"]
+    assert second == ["1F0", "1F1", "1B0", "1F2", "1B1", "1F3", "1B2", "1B3"]
+    assert last == ["2F0", "2B0", "2F1", "2B1", "2F2", "2B2", "2F3", "2B3"]
+
+
+def words(order: list[Action]) -> list[str]:
+    return [f"{one.stage}{one.kind[0].upper()}{one.micro_batch}" for one in order]
 
 
 @pytest.mark.parametrize("schedule", STAGES)
