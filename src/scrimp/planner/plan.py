@@ -130,6 +130,8 @@ class Figures:
     peak_host_bytes: int | None = None
     """Peak of the tensors on the host: those of a step, and a checkpoint's copy. Predicted only."""
     step_seconds: float | None = None
+    stage_bytes: list[int] | None = None
+    """Predicted of a pipeline: the peak of each of its ranks."""
     loss_divergence: float | None = None
     weight_divergence: float | None = None
     counted_in_step: int | None = None

@@ -13,7 +13,7 @@ from scrimp.config.schema import LayoutConfig, PipelineScheduleName
 from scrimp.runtime.pipeline.orders import (
     Action,
     everything_forward,
-    most_in_flight,
+    held_by,
     orders_of,
     passes_of,
     with_transfers,
@@ -89,10 +89,18 @@ def test_any_two_ranks_note_their_transfers_in_one_order(schedule: PipelineSched
             assert mine == theirs
 
 
-def test_in_flight_are_as_many_as_stages_follow() -> None:
-    orders = orders_of(pipeline("1f1b", 4), 12)
-    assert [most_in_flight(order) for order in orders] == [{0: 4}, {1: 3}, {2: 2}, {3: 1}]
-    assert most_in_flight(orders_of(pipeline("gpipe", 4), 12)[3]) == {3: 12}
+def test_what_a_rank_holds() -> None:
+    pipe = pipeline("1f1b", 4)
+    held = [held_by(order, pipe, rank) for rank, order in enumerate(orders_of(pipe, 12))]
+    assert [one.in_flight for one in held] == [{0: 4}, {1: 3}, {2: 2}, {3: 1}]
+    assert all(one.waiting == {} for one in held)
+    pipe = pipeline("gpipe", 4)
+    assert held_by(orders_of(pipe, 12)[3], pipe, 3).in_flight == {3: 12}
+    pipe = pipeline("zbv", 4)
+    held = [held_by(order, pipe, rank) for rank, order in enumerate(orders_of(pipe, 12))]
+    # Each rank holds as much of the way there and back together.
+    assert [sum(one.in_flight.values()) for one in held] == [9, 9, 9, 9]
+    assert max(one.waiting[stage] for one in held for stage in one.waiting) > 1
 
 
 def test_an_order_that_cannot_run_is_refused() -> None:

@@ -22,6 +22,7 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from scrimp.config.pipeline import Pipeline
+from scrimp.planner.memory.stage_costs import Held
 
 Pass = Literal["forward", "backward", "inputs", "weights"]
 """`backward` is `inputs` and `weights` in one: the gradients of a stage's input, and of its weights."""
@@ -60,14 +61,34 @@ def passes_of(pipeline: Pipeline, micro_batches: int) -> list[list[Action]]:
     return _of_torch(pipeline, micro_batches)
 
 
-def most_in_flight(order: Sequence[Action]) -> dict[int, int]:
-    """Stage to the most micro-batches at a time between their forward pass and the end of their backward pass."""
-    now, most = dict[int, int](), dict[int, int]()
+def held_by(order: Sequence[Action], pipeline: Pipeline, rank: int) -> Held:
+    """What a rank holds at most at a time."""
+    in_flight, waiting, arrived = _Count(), _Count(), _Count()
     for action in order:
-        if action.transfer is None and action.kind != "inputs":
-            now[action.stage] = now.get(action.stage, 0) + (1 if action.kind == "forward" else -1)
-            most[action.stage] = max(most.get(action.stage, 0), now[action.stage])
-    return most
+        stage, kind = action.stage, action.kind
+        if action.transfer is not None:
+            arrived.change(0, action.transfer == "receive")
+            continue
+        if kind != "inputs":
+            in_flight.change(stage, 1 if kind == "forward" else -1)
+        if kind in ("inputs", "weights"):
+            waiting.change(stage, 1 if kind == "inputs" else -1)
+        before = stage + (-1 if kind == "forward" else 1)
+        if kind != "weights" and 0 <= before < pipeline.num_stages and pipeline.rank_of(before) != rank:
+            arrived.change(0, -1)
+    return Held(in_flight.most, waiting.most, arrived.most.get(0, 0))
+
+
+class _Count:
+    """Things there are at a time, by key."""
+
+    def __init__(self) -> None:
+        self._now: dict[int, int] = {}
+        self.most: dict[int, int] = {}
+
+    def change(self, key: int, by: int) -> None:
+        self._now[key] = self._now.get(key, 0) + by
+        self.most[key] = max(self.most.get(key, 0), self._now[key])
 
 
 def _gpipe(pipeline: Pipeline, micro_batches: int) -> list[list[Action]]:
