@@ -69,7 +69,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         goes_on(folder / "1f1b", folder / "from 1f1b to fsdp", "--layout.pp=1", "--layout.fsdp=2"),
         goes_on(folder / "1f1b", folder / "from 1f1b to zbv", "--layout.pp=2", "--layout.schedule=zbv"),
     )
-    alone(goes_on(folder / "1f1b", folder / "from two to one"), goes_on(folder / "tied", folder / "tied to one"))
+    alone(
+        goes_on(folder / "1f1b", folder / "from two to one"), goes_on(folder / "tied", folder / "tied to one")
+    )
     return folder
 
 

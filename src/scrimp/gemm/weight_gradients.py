@@ -7,7 +7,8 @@ Method   Inside `waiting` the backward pass of a linear layer makes dX, and leav
          make it. So there is one backward pass, in which every product but wgrad runs, and each of them once; `make`
          then runs each wgrad once, and hands it to autograd as the gradient of its weight: sums and hooks are
          autograd's own.
-Limits   Gradients of vectors, of the embedding and of the head (which its loss makes in the forward pass) do not wait.
+Limits   The input must need a gradient. Gradients of vectors, of the embedding and of the head (which its loss makes in
+         the forward pass) do not wait.
          What waits keeps the input of each layer and the gradient of its output.
 Source   zero bubble, arXiv 2401.10241
 Checked  tests/gemm/test_weight_gradients.py
@@ -58,7 +59,9 @@ class WeightGradients:
         for weight, make in self._later:
             with torch.no_grad():
                 gradient = make()
-            torch.autograd.backward(weight.view_as(weight), gradient)
+            with torch.enable_grad():  # a backward pass may be going on
+                place = weight.view_as(weight)
+            torch.autograd.backward(place, gradient)
         self._later = []
 
 
@@ -74,7 +77,8 @@ class SplitLinear(nn.Linear):
         """x W^T + bias, x of any leading shape."""
         compute = compute_dtype(x)
         matrix = x.flatten(0, -2)
-        y = cast(Tensor, _Product.apply(matrix, self.weight, compute))  # type: ignore[no-untyped-call]
+        # In a tuple: of an input without a gradient autograd would call the weight's hooks all the same.
+        y = cast(Tensor, _Product.apply(matrix, (self.weight,), compute))  # type: ignore[no-untyped-call]
         if self.bias is not None:
             y = y + self.bias.to(compute)
         return y.view(*x.shape[:-1], self.out_features)
@@ -82,28 +86,22 @@ class SplitLinear(nn.Linear):
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, compute: torch.dtype) -> Tensor:
-        low = x.to(compute)
-        ctx.save_for_backward(low, weight)
-        ctx.input_dtype = x.dtype
+    def forward(ctx: Any, x: Tensor, weights: tuple[Tensor], compute: torch.dtype) -> Tensor:
+        low, (weight,) = x.to(compute), weights
+        ctx.save_for_backward(low)
+        ctx.weight, ctx.input_dtype = weight, x.dtype
         with torch.autocast(x.device.type, enabled=False):
             return low @ weight.to(compute).t()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x, weight = ctx.saved_tensors
-        needs_x, needs_weight = ctx.needs_input_grad[:2]
-        grad_x = grad_weight = None
-        if needs_x:
-            grad_x = (g @ weight.to(g.dtype)).to(ctx.input_dtype)
-        if needs_weight:
-            later = waiting_now()
-            if later is None:
-                grad_weight = (g.t() @ x).to(weight.dtype)
-            else:
-                later.add(weight, lambda: (g.t() @ x).to(weight.dtype))
-        return grad_x, grad_weight, None
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        (x,), weight = ctx.saved_tensors, ctx.weight
+        later = waiting_now() or WeightGradients()
+        later.add(weight, lambda: (g.t() @ x).to(weight.dtype))
+        if waiting_now() is None:
+            later.make()
+        return (g @ weight.to(g.dtype)).to(ctx.input_dtype), None, None
 
 
 def split_products(module: nn.Module) -> None:
