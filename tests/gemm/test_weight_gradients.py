@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scrimp.gemm.weight_gradients import SplitLinear, WeightGradients, split_products
+from scrimp.gemm.split_linear import SplitLinear, split_products
+from scrimp.gemm.weight_gradients import WeightGradients
 
 PRODUCTS = {"mm", "addmm", "linear"}
 

@@ -7,8 +7,7 @@ Method   Inside `waiting` the backward pass of a linear layer makes dX, and leav
          make it. So there is one backward pass, in which every product but wgrad runs, and each of them once; `make`
          then runs each wgrad once, and hands it to autograd as the gradient of its weight: sums and hooks are
          autograd's own.
-Limits   The input must need a gradient. Gradients of vectors, of the embedding and of the head (which its loss makes in
-         the forward pass) do not wait.
+Limits   Gradients of vectors, of the embedding and of the head (which its loss makes in the forward pass) do not wait.
          What waits keeps the input of each layer and the gradient of its output.
 Source   zero bubble, arXiv 2401.10241
 Checked  tests/gemm/test_weight_gradients.py
@@ -18,13 +17,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
-
-from scrimp.gemm.linear import compute_dtype
+from torch import Tensor
 
 _waiting: list[WeightGradients] = []
 """Whose turn it is; one list for all threads, since autograd runs a GPU's backward pass in one of its own."""
@@ -68,44 +63,3 @@ class WeightGradients:
 def waiting_now() -> WeightGradients | None:
     """Where the gradient of a weight goes instead of being made; None: it is made."""
     return _waiting[-1] if _waiting else None
-
-
-class SplitLinear(nn.Linear):
-    """torch's linear layer, whose weight's gradient can be made later than that of its input."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x W^T + bias, x of any leading shape."""
-        compute = compute_dtype(x)
-        matrix = x.flatten(0, -2)
-        # In a tuple: of an input without a gradient autograd would call the weight's hooks all the same.
-        y = cast(Tensor, _Product.apply(matrix, (self.weight,), compute))  # type: ignore[no-untyped-call]
-        if self.bias is not None:
-            y = y + self.bias.to(compute)
-        return y.view(*x.shape[:-1], self.out_features)
-
-
-class _Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: tuple[Tensor], compute: torch.dtype) -> Tensor:
-        low, (weight,) = x.to(compute), weights
-        ctx.save_for_backward(low)
-        ctx.weight, ctx.input_dtype = weight, x.dtype
-        with torch.autocast(x.device.type, enabled=False):
-            return low @ weight.to(compute).t()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
-        (x,), weight = ctx.saved_tensors, ctx.weight
-        later = waiting_now() or WeightGradients()
-        later.add(weight, lambda: (g.t() @ x).to(weight.dtype))
-        if waiting_now() is None:
-            later.make()
-        return (g @ weight.to(g.dtype)).to(ctx.input_dtype), None, None
-
-
-def split_products(module: nn.Module) -> None:
-    """Let the gradients of the weights of a module's plain linear layers wait, where a backward pass asks for it."""
-    for layer in module.modules():
-        if isinstance(layer, nn.Linear) and not hasattr(layer, "planned"):
-            layer.__class__ = SplitLinear

@@ -242,7 +242,8 @@ class Targets(ABC):
         """Sum bf16 gradients of micro-batches with stochastic rounding; autograd would round to nearest."""
 
         def hook(parameter: Tensor) -> None:
-            assert parameter.grad is not None
+            if parameter.grad is None:  # it is made later
+                return
             gradient, parameter.grad = part_of(parameter.grad).local, None
             rounded = self._rounded_sums[name]
             rounded.count += 1
@@ -260,7 +261,8 @@ def _is_shared(parameter: Tensor) -> bool:
 
 def _collect_into(slot: GradientSlot) -> Callable[[Tensor], None]:
     def hook(parameter: Tensor) -> None:
-        assert parameter.grad is not None
+        if parameter.grad is None:  # it is made later (`scrimp.gemm.weight_gradients`)
+            return
         gradient, parameter.grad = part_of(parameter.grad).local, None
         if slot.sum is None:
             slot.sum = gradient.float()

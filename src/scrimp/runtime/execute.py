@@ -30,7 +30,7 @@ from scrimp.gemm import (
     swap_in,
 )
 from scrimp.gemm.problem import DTYPES
-from scrimp.gemm.weight_gradients import split_products
+from scrimp.gemm.split_linear import split_products
 from scrimp.models import place
 from scrimp.models.model import Model, build_model
 from scrimp.objectives import LossSums, Objective
@@ -193,13 +193,7 @@ class Executable:
 
     def gemms_here(self, plan: Plan) -> Plan:
         """A plan with the GEMMs alone whose layers this rank has."""
-        part = self.model.part
-        here = {
-            layer: choice
-            for layer, choice in plan.gemms.items()
-            if (part.is_last if layer == HEAD else place(layer)[0] in part.blocks)
-        }
-        return dataclasses.replace(plan, gemms=here)
+        return dataclasses.replace(plan, gemms=gemms_in(self.model, plan))
 
     def parameters(self) -> Iterator[tuple[str, TensorPart]]:
         """Names and values of all parameters, where they are kept between steps."""
@@ -298,9 +292,21 @@ def quantizes(plan: Plan, compute: str) -> bool:
 
 
 def plan_layers(model: Model, plan: Plan, choose: BackendChooser, seed: int) -> PlannedModel:
-    """Swap the blocks' linear layers for planned ones, and plan the head's GEMMs inside the loss."""
-    precisions = dict(plan.gemms)
-    head = precisions.pop(HEAD)
+    """Swap the blocks' linear layers for planned ones, and plan the head's GEMMs inside the loss; of those that are
+    here."""
+    precisions = gemms_in(model, plan)
+    head = precisions.pop(HEAD, None)
     planned = swap_in(model, precisions, seed=seed, choose=choose)
-    model.planned_head = PlannedLayer(HEAD, head, planned.clock, choose)
+    if head is not None:
+        model.planned_head = PlannedLayer(HEAD, head, planned.clock, choose)
     return planned
+
+
+def gemms_in(model: Model, plan: Plan) -> dict[str, LinearPrecision]:
+    """The formats of a plan for the layers that a model has here."""
+    part = model.part
+    return {
+        layer: choice
+        for layer, choice in plan.gemms.items()
+        if (part.is_last if layer == HEAD else place(layer)[0] in part.blocks)
+    }

@@ -176,6 +176,7 @@ class StepProof:
             last: the proof of that plan; what it could not prove is proven now.
         """
         assert executable.planned is not None
+        plan = executable.gemms_here(plan)
         self._plan, self._compute = plan, executable.precision
         layers: dict[str, PlannedLayer] = dict(executable.planned.layers)
         if executable.model.planned_head is not None:

@@ -43,6 +43,7 @@ def test_shards_shared_rows_and_cut_layers_train_as_one_process(tmp_path: Path) 
         "shards": Case(steps=2, with_documents=True),
         "ring": Case({"cp": 2, "zero": 1}, steps=2),
         "pieces": Case({"tp": 2}, steps=2),
+        "stages": Case({"pp": 2}, steps=2),
     }
     found = on_ranks(2, sample, tmp_path)
     for name, case in sample.items():

@@ -122,12 +122,20 @@ def _of_pipeline(
     choices = _choices(architecture, given, may_offload=False)
     if placement is not None:
         choices = tuple(dict.fromkeys((*choices, *placement.activations)))
-    costs, setup = traced(config, architecture, device, choices), _setup_of(config)
-    limit = device_limit(config, device, costs.checkpoint_copy)
-    machine = _machine(config, device, NO_LINKS, limit, host_limit(config, device), with_cpu=False)
-    if placement is not None:
-        return of_stages(costs, machine, setup, placement, config, spec, "the plan of the run")
-    return decide_stages(costs, machine, setup, choices, config, spec)
+    setup = _setup_of(config)
+    # Where everything is kept and fits, nothing else is traced.
+    for some in dict.fromkeys((choices[:1], choices)) if placement is None else (choices,):
+        costs = traced(config, architecture, device, some)
+        limit = device_limit(config, device, costs.checkpoint_copy)
+        machine = _machine(config, device, NO_LINKS, limit, host_limit(config, device), with_cpu=False)
+        if placement is not None:
+            return of_stages(costs, machine, setup, placement, config, spec, "the plan of the run")
+        if given is not None and some != choices:
+            continue
+        found = decide_stages(costs, machine, setup, some, config, spec)
+        if found.fits:
+            break
+    return found
 
 
 def _shared(
