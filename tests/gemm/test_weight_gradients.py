@@ -57,7 +57,7 @@ def test_gradients_are_those_of_torchs_layer(autocast: bool) -> None:
         found.append([own.grad, *(p.grad for p in model.parameters())])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(
-            one, other, rtol=2e-2 if autocast else 1e-6, atol=1e-2 if autocast else 1e-6
+            one, other, rtol=5e-2 if autocast else 1e-6, atol=1e-1 if autocast else 1e-6
         )
 
 

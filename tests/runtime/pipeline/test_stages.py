@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +23,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from scrimp.config.pipeline import ONE_STAGE, pipeline_of
 from scrimp.config.resolved import ResolvedLayout
-from scrimp.gemm import observing
 from scrimp.profiler.collectives import counting_collectives
 from scrimp.runtime.passes import run_passes
 from scrimp.world import World
 
 PP = {"pp": 2}
-LAYERS = ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")
 TWO = {
     "1f1b, documents": Case(PP, with_documents=True, micro_batches=4),
     "gpipe": Case({**PP, "schedule": "gpipe"}, micro_batches=3),
@@ -42,9 +38,8 @@ TWO = {
     "dualpipev": Case({**PP, "schedule": "dualpipev"}, {"model.num_layers": 4}, micro_batches=5),
 }
 LOW = {
-    "fp8": Case(PP, {"precision": "fp8"}, micro_batches=3, steps=2),
-    "fp8, zbv": Case(
-        {**PP, "schedule": "zbv"}, {"precision": "fp8", "model.num_layers": 4}, micro_batches=3, steps=2
+    "bf16 with masters": Case(
+        PP, {"precision": "bf16", "train.parameters": "bf16"}, micro_batches=3, steps=2
     ),
     "bf16 with masters, zbv": Case(
         {**PP, "schedule": "zbv"},
@@ -53,7 +48,6 @@ LOW = {
         steps=2,
     ),
 }
-"""Rounded to few bits, but alike: a pipeline has the same micro-batches."""
 FOUR = {
     "pp 2 x fsdp 2": Case(PP, with_documents=True, micro_batches=3),
     "pp 2 x fsdp 2, zero 2": Case({**PP, "zero": 2}, preset="qwen2.5-0.5b", micro_batches=3),
@@ -98,19 +92,15 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def counted(rank: int, ranks: int) -> dict[str, tuple[float, int, Counter[tuple[str, str]]]]:
-    """Bytes that a rank sends to other stages in a step, its products, and the planned ones by layer."""
+def counted(rank: int, ranks: int) -> dict[str, tuple[float, int]]:
+    """Bytes that a rank sends to other stages in a step, and its products."""
     found = {}
     for name, case in COUNTED.items():
         _, executable, _, _ = made(case, World(rank, ranks), 1)
-        batches, planned = [batch_of(case, 0, number) for number in range(case.micro_batches)], Counter()
-        with (
-            Products() as products,
-            counting_collectives() as sent,
-            observing(lambda one, planned=planned: planned.update([(one.layer, one.gemm)])),
-        ):
+        batches = [batch_of(case, 0, number) for number in range(case.micro_batches)]
+        with Products() as products, counting_collectives() as sent:
             run_passes(executable, batches, 100)
-        found[name] = sent.sent("send"), products.count, planned
+        found[name] = sent.sent("send"), products.count
     return found
 
 
@@ -118,19 +108,13 @@ COUNTED = {
     name: Case({"pp": 2, "schedule": name}, {"model.num_layers": 4}, micro_batches=4)
     for name in ("gpipe", "1f1b", "interleaved", "zbv", "dualpipev")
 }
-COUNTED |= {
-    f"fp8, {name}": dataclasses.replace(
-        COUNTED[name], settings={"model.num_layers": 4, "precision": "fp8", "backend": "reference"}
-    )
-    for name in ("1f1b", "zbv", "dualpipev")
-}
 
 
 @pytest.mark.slow
 def test_ranks_send_what_the_formula_says_and_multiply_once(tmp_path: Path) -> None:
     boundary = 4 * ROWS * SEQUENCE * SMALL["width"]
     for rank, found in enumerate(spawn(2, counted, tmp_path, 2)):
-        for name, (sent, products, planned) in found.items():
+        for name, (sent, products) in found.items():
             case = COUNTED[name]
             schedule: Any = case.layout["schedule"]
             virtual = 1 if schedule in ONE_STAGE else 2
@@ -143,17 +127,7 @@ def test_ranks_send_what_the_formula_says_and_multiply_once(tmp_path: Path) -> N
                 passed += stage > 0 and pipe.rank_of(stage - 1) != rank
             assert sent == passed * case.micro_batches * boundary, (rank, name)
             has_head = last == pipe.num_stages - 1
-            if not planned:
-                assert products == 3 * (4 * len(pipe.blocks_of(rank)) + has_head) * case.micro_batches
-                continue
-            layers = [f"blocks.{i}.{one}" for i in pipe.blocks_of(rank) for one in LAYERS]
-            assert planned == Counter(
-                {
-                    (layer, gemm): case.micro_batches
-                    for layer in layers
-                    for gemm in ("fprop", "dgrad", "wgrad")
-                }
-            )
+            assert products == 3 * (4 * len(pipe.blocks_of(rank)) + has_head) * case.micro_batches
 
 
 @pytest.mark.parametrize(("ranks", "cases"), [(4, FOUR), (8, EIGHT)], ids=["four", "eight"])
