@@ -102,9 +102,11 @@ def trained(rank: int, ranks: int, case: Case, is_alone: bool = False) -> Traine
         first_row = numbers[0] * ROWS * SEQUENCE
         sums = run_passes(executable, batches, targets, step=step, first_row=first_row)
         losses.append(sum(executable.mesh.gathered(float(sums.loss))) / targets)
+        # Those that autograd sums; masters have sums of their own, in which bf16 is rounded elsewhere on ranks.
+        summed = {name for name, p in executable.model.named_parameters() if p.grad is not None}
         executable.add_up_copies(optimizer.gradients())
         if not gradients:
-            gradients = _gradients(executable, optimizer, world)
+            gradients = _gradients(executable, optimizer, world, summed)
         norms.append(optimizer.gradient_norm())
         optimizer.clip(norms[-1], 0.5)
         optimizer.step(lr)
@@ -189,10 +191,12 @@ def batch_of(case: Case, step: int, number: int) -> Batch:
     return Batch.of(tokens[:, :-1].contiguous(), targets, starts)
 
 
-def _gradients(executable: Executable, optimizer: Optimizer, world: World) -> dict[str, Tensor]:
-    """Whole gradients, of the sums that the optimizer reads."""
+def _gradients(
+    executable: Executable, optimizer: Optimizer, world: World, names: set[str]
+) -> dict[str, Tensor]:
+    """Whole gradients of some parameters, of the sums that the optimizer reads."""
     parameters = dict(executable.model.named_parameters())
-    found = optimizer.gradients()
+    found = {name: gradient for name, gradient in optimizer.gradients().items() if name in names}
     return _wholes(
         {name: dataclasses.replace(part_of(parameters[name]), local=found[name]) for name in found}, world
     )
