@@ -6,7 +6,9 @@ the same groups of tokens and the same rounding noise.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,9 +27,10 @@ from scrimp.models.compiled import compile_blocks
 from scrimp.models.initialise import initialise
 from scrimp.models.model import Model
 from scrimp.optim import Optimizer, build
-from scrimp.parts import cut_of, part_of
+from scrimp.parts import TensorPart, part_of
 from scrimp.runtime import Executable, realise
 from scrimp.runtime.parallel import RankMesh
+from scrimp.runtime.passes import run_passes
 from scrimp.training.setup import Decisions, decide
 from scrimp.world import World
 
@@ -89,7 +92,7 @@ def alone(ranks: int, case: Case) -> Trained:
 def trained(rank: int, ranks: int, case: Case, is_alone: bool = False) -> Trained:
     """The work of one rank, or of all."""
     world = World() if is_alone else World(rank, ranks)
-    readers = ranks // (int(case.layout.get("cp", 1)) * int(case.layout.get("tp", 1)))
+    readers = ranks // math.prod(int(case.layout.get(axis, 1)) for axis in ("pp", "cp", "tp"))
     _, executable, optimizer, lr = made(case, world, readers)
     turns = range(readers) if is_alone else range(first := executable.mesh.data_rank, first + 1)
     losses, norms = [], []
@@ -100,26 +103,20 @@ def trained(rank: int, ranks: int, case: Case, is_alone: bool = False) -> Traine
         ]
         batches = [batch_of(case, step, number) for number in numbers]
         targets = sum(batch_of(case, step, n).num_targets for n in range(readers * case.micro_batches))
-        total = 0.0
-        for number, batch in zip(numbers, batches, strict=True):
-            executable.begin(step, number * ROWS * SEQUENCE, is_last=number == numbers[-1])
-            sums = executable.loss(batch)
-            (sums.total / targets).backward()
-            executable.end_backward()
-            total += float(sums.loss.detach())
-        losses.append(sum(executable.mesh.gathered(total)) / targets)
+        first_row = numbers[0] * ROWS * SEQUENCE
+        sums = run_passes(executable, batches, targets, step=step, first_row=first_row)
+        losses.append(sum(executable.mesh.gathered(float(sums.loss))) / targets)
+        # Those that autograd sums; masters have sums of their own, in which bf16 is rounded elsewhere on ranks.
+        summed = {name for name, p in executable.model.named_parameters() if p.grad is not None}
+        executable.add_up_copies(optimizer.gradients())
         if not gradients:
-            gradients = {
-                name: _whole(p.grad, p, world)
-                for name, p in executable.model.named_parameters()
-                if p.grad is not None
-            }
+            gradients = _gradients(executable, optimizer, world, summed)
         norms.append(optimizer.gradient_norm())
         optimizer.clip(norms[-1], 0.5)
         optimizer.step(lr)
         optimizer.zero_grad()
     executable.settle()
-    weights = {name: _whole(p, p, world) for name, p in executable.model.named_parameters()}
+    weights = _wholes({name: part_of(p) for name, p in executable.model.named_parameters()}, world)
     return Trained(losses, norms, gradients, weights)
 
 
@@ -206,19 +203,33 @@ def batch_of(case: Case, step: int, number: int) -> Batch:
     return Batch.of(tokens[:, :-1].contiguous(), targets, starts)
 
 
-def _whole(tensor: Tensor, parameter: Tensor, world: World) -> Tensor:
-    """A parameter or its gradient from what all ranks hold of it; where several hold the same, they must agree."""
-    part, cut = part_of(tensor), cut_of(parameter)
-    if cut is not None and cut_of(tensor) is None:
-        part = cut.placed(part)
-    found: list[Any] = [[(box.place, box.local.clone()) for box in part.boxes()]]
+def _gradients(
+    executable: Executable, optimizer: Optimizer, world: World, names: set[str]
+) -> dict[str, Tensor]:
+    """Whole gradients of some parameters, of the sums that the optimizer reads."""
+    parameters = dict(executable.model.named_parameters())
+    found = {name: gradient for name, gradient in optimizer.gradients().items() if name in names}
+    return _wholes(
+        {name: dataclasses.replace(part_of(parameters[name]), local=found[name]) for name in found}, world
+    )
+
+
+def _wholes(parts: Mapping[str, TensorPart], world: World) -> dict[str, Tensor]:
+    """Tensors from what all ranks hold of them; where several hold the same, they must agree."""
+    own = {
+        name: (part.shape, part.local.dtype, [(box.place, box.local.clone()) for box in part.boxes()])
+        for name, part in parts.items()
+    }
+    found: list[Any] = [own]
     if world.size > 1:
         found = [None] * world.size
-        dist.all_gather_object(found, [(box.place, box.local.clone()) for box in part.boxes()])
-    whole = torch.full(part.shape, torch.nan, dtype=tensor.dtype)
-    for place, local in itertools.chain.from_iterable(found):
-        known = ~whole[place].isnan()
-        assert torch.equal(whole[place][known], local[known])
-        whole[place] = local
-    assert not whole.isnan().any()
-    return whole
+        dist.all_gather_object(found, own)
+    wholes: dict[str, Tensor] = {}
+    for name, (shape, dtype, boxes) in itertools.chain.from_iterable(rank.items() for rank in found):
+        whole = wholes.setdefault(name, torch.full(shape, torch.nan, dtype=dtype))
+        for place, local in boxes:
+            known = ~whole[place].isnan()
+            assert torch.equal(whole[place][known], local[known])
+            whole[place] = local
+    assert not any(whole.isnan().any() for whole in wholes.values())
+    return wholes

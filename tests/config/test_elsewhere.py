@@ -13,6 +13,7 @@ from scrimp.errors import ConfigError
 KNOWN = leaves(Config)
 
 USUAL = {
+    "parallelism.pipeline_parallel_degree": "layout.pp",
     "gradient_accumulation_steps": "train.batch_tokens",
     "deepspeed": "layout.fsdp",
     "parallelism.tensor_parallel_degree": "layout.tp",
@@ -56,7 +57,6 @@ NONE = {
     "wandb_project": "metrics.jsonl",
     "report_to": "metrics.jsonl",
     "optim_args": "optimizer.*",
-    "parallelism.pipeline_parallel_degree": "no pipelines",
     "lora_r": "all weights are trained",
     "wandb.project": "metrics.jsonl",
 }

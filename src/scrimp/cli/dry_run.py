@@ -9,6 +9,7 @@ from typing import Any
 
 from scrimp.cli.show import plain_console
 from scrimp.config import Config, MemoryConfig, flatten
+from scrimp.config.pipeline import pipeline_of
 from scrimp.errors import ConfigError, StorageError
 from scrimp.export import ExportTarget
 from scrimp.models import spec_of
@@ -19,6 +20,7 @@ from scrimp.profiler import device_peaks, recall_throughput
 from scrimp.report.tables import key_value_table
 from scrimp.report.units import format_bytes, format_count, format_flops, format_rate
 from scrimp.training.memory.account_table import account_tables, attention_text
+from scrimp.training.memory.stages import stages_text
 from scrimp.training.precision.preview import Preview, preview
 from scrimp.training.precision.reachable import shares_of
 from scrimp.training.rank_order import order_advice
@@ -104,6 +106,7 @@ def _run_table(decisions: Decisions) -> Any:
         ("tokens in the run", f"{config.train.batch_tokens * config.train.steps:,}"),
         *([("layout", plan.layout.text)] if ranks > 1 else []),
         *([("order of ranks", order)] if order else []),
+        *([("stages", _stages(decisions))] if decisions.memory.rank_peaks else []),
         ("device", f"{ranks} x " * (ranks > 1) + f"{decisions.device.name} ({decisions.device.spelling})"),
         ("speed of light", f"{format_rate(ideal)} (predicted; {peaks.description})"),
         *([("quantized GEMMs", backends)] if backends else []),
@@ -112,6 +115,11 @@ def _run_table(decisions: Decisions) -> Any:
         ("tokens/s", measured),
     ]
     return key_value_table(rows, title=f"{config.model.weights or config.model.preset}, {config.precision}")
+
+
+def _stages(decisions: Decisions) -> str:
+    pipeline = pipeline_of(decisions.config.layout, decisions.architecture.num_layers)
+    return f"{stages_text(pipeline, decisions.memory.rank_peaks)} (predicted peaks)"
 
 
 def _starting_map(decisions: Decisions) -> Any:

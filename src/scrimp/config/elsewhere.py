@@ -151,7 +151,11 @@ _ANSWERS: dict[str, Answer] = {
     ),
     **_named("layout.tp", "tp_size tensor_parallel_degree tensor_model_parallel_size"),
     **_named("layout.cp", "context_parallel_degree", note="ranks that share the tokens of every row"),
-    **_none("leave it out: this version has no pipelines", "pipeline_parallel_degree"),
+    **_named(
+        "layout.pp",
+        "pp_size pipeline_parallel_degree pipeline_model_parallel_size",
+        note="ranks of a pipeline",
+    ),
     **_none(
         _ALL_WEIGHTS,
         "adapter lora peft use_peft lora_r lora_alpha lora_dropout lora_target_modules load_in_4bit "

@@ -89,12 +89,13 @@ def _check_degrees(architecture: Architecture, ep: int, etp: int, ranks: int) ->
 
 def _check_beside_ranks(config: Config) -> None:
     layout = config.layout
-    if config.outer.every:
-        raise ConfigError(
-            "outer.every is not carried out for models with routed experts yet",
-            got=f"outer.every {config.outer.every:,}: experts are shared by the ranks of all copies",
-            do="leave outer.every out",
-        )
+    for key, number, default in (("outer.every", config.outer.every, 0), ("layout.pp", layout.pp, 1)):
+        if number != default:
+            raise ConfigError(
+                f"{key} is not carried out for models with routed experts yet",
+                got=f"{key} {number:,}",
+                do=f"leave {key} out",
+            )
     shares = layout.ep * layout.etp > 1
     rules = config.precision_rules
     quantizes = bool(rules.rules) or rules.base not in HIGH_PRECISION

@@ -1,6 +1,6 @@
 """The degrees of a layout: given, checked against the number of ranks, and decided where they are open.
 
-    ranks = dp x fsdp x cp x tp
+    ranks = pp x dp x fsdp x cp x tp
 
 Degrees that are left out are filled up: `fsdp` takes all that the others leave, and `dp` all that a given `fsdp`
 leaves.
@@ -19,13 +19,14 @@ from scrimp.config.architecture import Architecture
 from scrimp.config.experts import has_experts
 from scrimp.config.fields import replace_values
 from scrimp.config.optimizers import facts_of
+from scrimp.config.pipeline import fits
 from scrimp.config.schema import Config, LayoutConfig, decided
 from scrimp.errors import ConfigError
 from scrimp.precision import HIGH_PRECISION
 
 OPEN_AXES = ("dp", "fsdp")
 """Those that may be left out."""
-AXES = (*OPEN_AXES, "cp", "tp")
+AXES = ("pp", *OPEN_AXES, "cp", "tp")
 """Their product is the number of ranks."""
 _ON_DEVICE = ("auto", "device", "0")
 
@@ -45,14 +46,25 @@ def for_ranks(config: Config, ranks: int, given: Collection[str]) -> Config:
         degrees = (*AXES, "ep", "etp")
         before = {axis: getattr(LayoutConfig(), axis) for axis in degrees if f"layout.{axis}" not in given}
         config = replace_values(config, {f"layout.{axis}": value for axis, value in before.items()})
+    config = _without_stages(config, given)
     train = config.train
-    readers = max(1, ranks // (config.layout.cp * config.layout.tp))
+    readers = max(1, ranks // (config.layout.pp * config.layout.cp * config.layout.tp))
     if train.batch_tokens is None or train.sequence is None or train.micro_batch is None:
         return config
-    if train.batch_tokens // train.sequence // readers % train.micro_batch == 0:
+    micro_batches, rest = divmod(train.batch_tokens // train.sequence // readers, train.micro_batch)
+    if rest == 0 and fits(config.layout, micro_batches):
         return config
     open_again = {key: None for key in ("train.micro_batch", "train.loss_chunk") if key not in given}
     return replace_values(config, open_again)
+
+
+def _without_stages(config: Config, given: Collection[str]) -> Config:
+    """With all that is said of a pipeline's stages open again, where there is none, or another one is given."""
+    keys = ["virtual", "schedule", "stages"]
+    if config.layout.pp > 1 and not any(f"layout.{key}" in given for key in ("pp", *keys)):
+        return config
+    before = {f"layout.{key}": getattr(LayoutConfig(), key) for key in keys}
+    return replace_values(config, {key: value for key, value in before.items() if key not in given})
 
 
 def check_layout(layout: LayoutConfig, ranks: int) -> None:
@@ -135,7 +147,7 @@ def decide_dp(layout: LayoutConfig, ranks: int) -> tuple[int, str]:
     """Copies of the model, and why.
 
     Args:
-        ranks: that cp and tp leave.
+        ranks: that pp, cp and tp leave.
     """
     if layout.fsdp is None:
         return 1, "one copy of the model, sharded over all ranks" if ranks > 1 else "one rank"
@@ -146,7 +158,7 @@ def decide_fsdp(layout: LayoutConfig, ranks: int) -> tuple[int, str]:
     """Ranks of a copy, and why; after `decide_dp`.
 
     Args:
-        ranks: that cp and tp leave.
+        ranks: that pp, cp and tp leave.
     """
     copies = decided(layout.dp)
     return ranks // copies, f"{ranks:,} ranks / layout.dp {copies:,}" if ranks > 1 else "one rank"
@@ -178,7 +190,7 @@ def check_tensor_ranks(config: Config, architecture: Architecture) -> None:
                 do="choose another layout.tp, or leave it out: layout.fsdp asks nothing of the model",
             )
     precisions = config.precision_rules
-    quantizes = bool(precisions.rules) or precisions.base not in HIGH_PRECISION
+    quantizes = bool(precisions.rules) or precisions.base not in HIGH_PRECISION or config.is_planned
     refused = [("precision", config.precision)] * quantizes
     refused += [("layout.cp", str(config.layout.cp))] * (config.layout.cp > 1)
     refused += [("optimizer.moments", config.optimizer.moments)] * (config.optimizer.moments != "fp32")

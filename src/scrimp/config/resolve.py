@@ -54,7 +54,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from scrimp.config import snip
+from scrimp.config import pipeline, snip
 from scrimp.config.activations import check_memory
 from scrimp.config.architecture import Architecture
 from scrimp.config.experts import check_experts
@@ -69,7 +69,7 @@ from scrimp.config.layout import (
 )
 from scrimp.config.optimizers import check_optimizer, facts_of
 from scrimp.config.resolved import ResolvedConfig, closed
-from scrimp.config.schema import Config, LayoutConfig, TrainConfig, decided
+from scrimp.config.schema import Config, TrainConfig, decided
 from scrimp.errors import ConfigError
 from scrimp.precision import parse_rules
 
@@ -126,6 +126,10 @@ MAY_CHANGE_ON_RESUME: frozenset[str] = frozenset(
         "layout.tp",
         "layout.ep",
         "layout.etp",
+        "layout.pp",
+        "layout.virtual",
+        "layout.schedule",
+        "layout.stages",
         "layout.zero",
     }
 )
@@ -163,7 +167,8 @@ def resolve(config: Config, architecture: Architecture, *, device_type: str, ran
 
     # In this order: each decision reads the ones before it.
     check_layout(config.layout, ranks)
-    together = config.layout.cp * config.layout.tp
+    together = config.layout.pp * config.layout.cp * config.layout.tp
+    config = pipeline.decide_stages(config, decide)
     config = decide(config, "layout.dp", lambda: decide_dp(config.layout, ranks // together))
     config = decide(config, "layout.fsdp", lambda: decide_fsdp(config.layout, ranks // together))
     data_ranks = decided(config.layout.dp) * decided(config.layout.fsdp)
@@ -183,6 +188,7 @@ def resolve(config: Config, architecture: Architecture, *, device_type: str, ran
     check_optimizer(config)
     check_beside_layout(config)
     check_outer(config)
+    pipeline.check_stages(config, architecture.num_layers)
     stays = f"optimizer {config.optimizer.name}" if not facts_of(config.optimizer.name).on_host else ""
     stays = "the outer optimizer" if config.outer.every else stays
     if stays:
@@ -191,13 +197,17 @@ def resolve(config: Config, architecture: Architecture, *, device_type: str, ran
             config = decide(config, key, lambda: on_device)
     config = decide(config, "train.sequence", lambda: _sequence(config.train, architecture, data_ranks))
     check_tensor_ranks(config, architecture)
-    config = decide(config, "train.compile", lambda: _compile(device_type, config.layout))
+    config = decide(config, "train.compile", lambda: _compile(config, device_type))
     check_experts(config, architecture, ranks)
     config = decide(
-        config, "train.batch_tokens", lambda: _batch_tokens(config.train, architecture, data_ranks)
+        config,
+        "train.batch_tokens",
+        lambda: _batch_tokens(config.train, architecture, data_ranks * pipeline.fewest(config.layout)),
     )
     _check_batch(config.train, architecture, data_ranks)
-    config = decide(config, "train.micro_batch", lambda: _micro_batch(config.train, device_type, data_ranks))
+    config = decide(config, "train.micro_batch", lambda: _micro_batch(config, device_type, data_ranks))
+    sequences = decided(config.train.batch_tokens) // decided(config.train.sequence) // data_ranks
+    pipeline.check_micro_batches(config.layout, sequences // decided(config.train.micro_batch))
     config = decide(config, "optimizer.lr", lambda: _lr(config, architecture))
     config = decide(config, "schedule.warmup_steps", lambda: _warmup_steps(config.train.steps))
     config = decide(config, "evaluation.every", lambda: _eval_every(config))
@@ -311,10 +321,13 @@ def _batch_tokens(train: TrainConfig, architecture: Architecture, ranks: int) ->
     return batch, reason
 
 
-def _micro_batch(train: TrainConfig, device_type: str, ranks: int) -> _Decision:
+def _micro_batch(config: Config, device_type: str, ranks: int) -> _Decision:
+    train = config.train
     most = _MICRO_BATCH_TOKENS.get(device_type, _MICRO_BATCH_TOKENS["cpu"])
     sequence = decided(train.sequence)
     sequences = decided(train.batch_tokens) // sequence // ranks
+    if config.layout.pp > 1:
+        return pipeline.micro_batch_of(config.layout, sequences, max(1, most // sequence))
     size = _largest_divisor(sequences, max(1, most // sequence))
     of_rank = " of a rank" if ranks > 1 else ""
     return size, f"the largest divisor of {sequences:,} sequences{of_rank} within {most:,} tokens, or one"
@@ -385,9 +398,15 @@ def _loss_chunk(train: TrainConfig, architecture: Architecture, device_type: str
     return chunk, f"{tokens * per_token / 2**20:,.0f} MiB of logits in chunks of at most {most // 2**20} MiB"
 
 
-def _compile(device_type: str, layout: LayoutConfig) -> _Decision:
+def _compile(config: Config, device_type: str) -> _Decision:
+    layout = config.layout
     if layout.ep * layout.etp > 1:
         return "off", "how many tokens the experts of a rank get, the tokens decide"
+    if layout.schedule in pipeline.V_SHAPED:
+        return (
+            "off",
+            f"compiled blocks make all gradients at once, and {layout.schedule} makes them apart",
+        )
     if device_type == "cuda":
         return "on", "fuses the pointwise work of a block on CUDA"
     return "off", f"compiling costs more than it gains on {device_type}"

@@ -81,7 +81,7 @@ class ResolvedLayout(LayoutConfig):
     @property
     def ranks(self) -> int:
         """All of them."""
-        return self.dp * self.fsdp * self.cp * self.tp
+        return self.pp * self.dp * self.fsdp * self.cp * self.tp
 
     @property
     def shards(self) -> int:

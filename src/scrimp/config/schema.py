@@ -23,6 +23,7 @@ UpdateName = Literal["device", "cpu", "fastest"]
 SplitName = Literal["fixed", "fastest"]
 ContextMethod = Literal["zigzag", "striped", "ulysses"]
 ExchangeName = Literal["fp32", "fp8"]
+PipelineScheduleName = Literal["auto", "gpipe", "1f1b", "interleaved", "zbv", "dualpipev"]
 BackendName = Literal["auto", "reference", "torch", "triton"]
 
 T = TypeVar("T")
@@ -218,6 +219,14 @@ class LayoutConfig:
     above, neighbours first, whatever these do for the rest of the model."""
     etp: int = 1
     """Ranks that share each expert, each with its part of the width."""
+    pp: int = 1
+    """Ranks of a pipeline, each with some of the blocks: a batch passes through them in micro-batches."""
+    virtual: int | None = None
+    """Stages of each rank of the pipeline. Unset: as many as the schedule needs, 1 or 2."""
+    schedule: PipelineScheduleName = "auto"
+    """Order of the pipeline's passes. auto: 1f1b, or with several stages on each rank interleaved."""
+    stages: str | None = None
+    """Blocks of each of the pipeline's stages, as 3,4,4,3. Unset: as even as they divide."""
     zero: int = 3
     """What each rank of fsdp holds whole for a while: 3: the weights of the block that runs; 2: all weights,
     from their forward to their backward pass; 1: and all gradients, until the last micro-batch."""

@@ -95,6 +95,8 @@ RANGES: dict[str, Range] = {
     "layout.tp": _COUNT,
     "layout.ep": _COUNT,
     "layout.etp": _COUNT,
+    "layout.pp": _COUNT,
+    "layout.virtual": _COUNT,
     "layout.zero": Range(1, 3),
     "outer.every": _COUNT_OR_OFF,
     "outer.lr": Range(0, 10, above=True),

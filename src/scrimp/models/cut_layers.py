@@ -45,15 +45,18 @@ def cut_layers(model: Model, ranks: TensorRanks) -> dict[str, Cut]:
     whole = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     model.tensor_ranks = ranks
     words = ranks.share(model.architecture.vocab_size)
-    cuts = {"embedding.weight": Cut(whole["embedding.weight"], (words,))}
-    model.embedding = CutEmbedding(model.embedding, ranks)
+    cuts: dict[str, Cut] = {}
+    if "embedding.weight" in whole:
+        cuts["embedding.weight"] = Cut(whole["embedding.weight"], (words,))
+        model.embedding = CutEmbedding(model.embedding, ranks)
     if model.head is not None:
         cuts["head.weight"] = Cut(whole["head.weight"], (words,))
         _leave(model.head, cuts["head.weight"])
-    for index, block in enumerate(model.each_block()):
+    for number, block in zip(model.part.blocks, model.each_block(), strict=True):
         found = _cut_block(block, ranks)
-        cuts |= {f"blocks.{index}.{name}": cut for name, cut in found.items()}
-    model.final_norm.register_forward_hook(lambda module, inputs, x_BtD: ranks.gather(x_BtD))
+        cuts |= {f"blocks.{number}.{name}": cut for name, cut in found.items()}
+    if model.part.is_last:
+        model.final_norm.register_forward_hook(lambda module, inputs, x_BtD: ranks.gather(x_BtD))
     for module in model.modules():
         if isinstance(module, RMSNorm) and not isinstance(module, AllHeadsNorm):
             module.one_copy = ranks.one_copy

@@ -17,9 +17,10 @@ Shapes: B rows, T tokens, D width, V vocabulary.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +34,7 @@ from scrimp.models.blocks import Block, Embedding, Linear, Place
 from scrimp.models.context_parallel import ContextParallel
 from scrimp.models.experts import RoutedBlock, added_up
 from scrimp.models.kinds import spec_of
-from scrimp.models.spec import AttentionSpec, ModelSpec
+from scrimp.models.spec import AttentionSpec, ModelSpec, place
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -64,26 +65,66 @@ class _Shared(Protocol):
         """Let go of what was gathered."""
 
 
+class NumberedBlocks(nn.ModuleList):
+    """Some blocks of a model, by their numbers in it."""
+
+    def __init__(self, numbers: Iterable[int], build: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        for number in numbers:
+            self.add_module(str(number), build(number))
+
+    def __getitem__(self, number: Any) -> Any:
+        """The block of a number; of a slice, blocks in a list."""
+        return list(self)[number] if isinstance(number, slice) else self._modules[str(number)]
+
+
+@dataclass(frozen=True)
+class ModelPart:
+    """What a process has of a model."""
+
+    blocks: Sequence[int]
+    """Their numbers."""
+    is_first: bool = True
+    """It has the embedding."""
+    is_last: bool = True
+    """It has the final norm and the head; where that is the embedding, a copy of it."""
+
+
+@dataclass(frozen=True)
+class StagePass:
+    """What a forward pass runs of a model, some of whose blocks other ranks have."""
+
+    blocks: range
+    x_BTD: Tensor | None = None  # noqa: N815
+    """The residual stream before them; None: the pass begins with the embedding."""
+
+
 class Model(nn.Module):
     """Tokens in, hidden states or logits out. `build_model` makes one.
 
     Args:
         spec: what it is.
         place: where the parameters live.
-        blocks: numbers of the blocks that are made; None: all.
+        part: what is made of it; None: all.
     """
 
-    def __init__(self, spec: ModelSpec, place: Place, blocks: Sequence[int] | None = None) -> None:
+    embedding: Embedding
+    final_norm: nn.Module
+
+    def __init__(self, spec: ModelSpec, place: Place, part: ModelPart | None = None) -> None:
         super().__init__()
         a = spec.architecture
-        self.spec = spec
-        self.embedding = Embedding(a.vocab_size, a.width, device=place.device, dtype=place.dtype)
-        numbers = range(spec.num_blocks) if blocks is None else blocks
-        self.blocks = nn.ModuleList(spec.build_block(index, place) for index in numbers)
-        self.final_norm = spec.build_norm(place)
+        self.spec, self.part = spec, part or ModelPart(range(spec.num_blocks))
+        if self.part.is_first or (self.part.is_last and a.tied_embeddings):
+            self.embedding = Embedding(a.vocab_size, a.width, device=place.device, dtype=place.dtype)
+        self.blocks = NumberedBlocks(self.part.blocks, lambda number: spec.build_block(number, place))
         self.head: Linear | None = None
-        if not a.tied_embeddings:
-            self.head = Linear(a.width, a.vocab_size, bias=False, device=place.device, dtype=place.dtype)
+        if self.part.is_last:
+            self.final_norm = spec.build_norm(place)
+            if not a.tied_embeddings:
+                self.head = Linear(a.width, a.vocab_size, bias=False, device=place.device, dtype=place.dtype)
+        self.stage: StagePass | None = None
+        """What the next forward pass runs; None: all."""
         self.run_block: BlockRunner | None = None
         """None: blocks are simply called."""
         self.context_parallel: ContextParallel | None = None
@@ -98,10 +139,25 @@ class Model(nn.Module):
         """Its sizes and switches."""
         return self.spec.architecture
 
+    def has_here(self, parameter: str) -> bool:
+        """Whether this process has a parameter of the whole model, by its name."""
+        number = place(parameter)[0]
+        if number is not None:
+            return number in self.part.blocks
+        if parameter == "embedding.weight":
+            return hasattr(self, "embedding")
+        return self.part.is_last
+
     @property
     def head_weight(self) -> Tensor:
         """The head's matrix, shape (V, D): the embedding's own where the two are tied."""
+        assert self.part.is_last, "the head is on another rank"
         return self.embedding.weight if self.head is None else self.head.weight
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the parameters."""
+        return next(self.parameters()).dtype
 
     @property
     def ends(self) -> list[nn.Module]:
@@ -110,7 +166,7 @@ class Model(nn.Module):
 
     def each_block(self) -> Iterator[Block]:
         """The blocks, in order."""
-        return iter(cast("Sequence[Block]", self.blocks))
+        return iter(cast("Iterable[Block]", self.blocks))
 
     def embed(self, tokens_BT: Tensor) -> Tensor:
         """x_BTD, the residual stream before the first block."""
@@ -149,7 +205,7 @@ class Model(nn.Module):
         }
 
     def forward(self, tokens_BT: Tensor, document_starts: Tensor | None = None) -> Tensor:
-        """hidden_BTD after the final norm.
+        """hidden_BTD after the final norm; of a `stage` that is not the last, the residual stream after its blocks.
 
         Args:
             tokens_BT: token ids; T at most the architecture's context. With `context_parallel`, this
@@ -158,13 +214,15 @@ class Model(nn.Module):
                 B*T, rising from 0, ending with B*T, every row's start among them. None: each
                 row is one document. With `context_parallel`, of whole rows.
         """
-        x_BTD = self.embed(tokens_BT)
+        stage = self.stage or StagePass(range(self.spec.num_blocks))
+        x_BTD = self.embed(tokens_BT) if stage.x_BTD is None else stage.x_BTD
         compiled = torch.compiler.is_compiling() or any(block.is_compiled for block in self.each_block())
         layouts = self.layouts(tokens_BT, document_starts, dtype=compute_dtype(x_BTD), compiled=compiled)
-        for index, block in enumerate(self.each_block()):
-            run = block if self.run_block is None else partial(self.run_block, index, block)
+        for number in self.part.blocks if self.stage is None else stage.blocks:
+            block: Block = self.blocks[number]
+            run = block if self.run_block is None else partial(self.run_block, number, block)
             x_BTD = run(x_BTD, layouts[block.attends])
-        return self.finish(x_BTD)
+        return self.finish(x_BTD) if stage.blocks.stop == self.spec.num_blocks else x_BTD
 
     @contextlib.contextmanager
     def block_at_hand(self, index: int) -> Iterator[None]:
@@ -227,16 +285,16 @@ def build_model(
     *,
     device: torch.device | str | None = None,
     dtype: torch.dtype = torch.float32,
-    blocks: Sequence[int] | None = None,
+    part: ModelPart | None = None,
 ) -> Model:
     """The model of an architecture, its parameters uninitialised.
 
     Args:
         device: where the parameters live; `meta` gives shapes without memory.
         dtype: type of the parameters.
-        blocks: numbers of the blocks that are made; None: all.
+        part: what is made of it; None: all.
 
     Raises:
         ModelError: its family is unknown.
     """
-    return Model(spec_of(architecture), Place(device, dtype), blocks)
+    return Model(spec_of(architecture), Place(device, dtype), part)

@@ -38,7 +38,7 @@ from scrimp.formats import Noise
 from scrimp.optim.moments import as_matrix
 from scrimp.optim.stochastic_rounding import to_bf16
 from scrimp.optim.update import Workspace
-from scrimp.parts import TensorPart, part_of
+from scrimp.parts import TensorPart, cut_of, part_of
 from scrimp.runtime.memory.gradients import GradientSlot, OwnGradient
 from scrimp.statistics import UpdateRule
 from scrimp.world import group_device
@@ -131,8 +131,8 @@ class Targets(ABC):
 
     @property
     def _is_shared(self) -> bool:
-        """Whether ranks share parameters."""
-        return any(map(_is_shared, self._whole.values()))
+        """Whether ranks share parameters, or have others."""
+        return any(_is_shared(one) or cut_of(one) is not None for one in self._whole.values())
 
     def clip(self, norm: float, limit: float) -> None:
         """Scale the gradients so that their norm, `norm` now, is at most `limit` (0: no limit)."""
@@ -255,7 +255,8 @@ class Targets(ABC):
         """Sum bf16 gradients of micro-batches with stochastic rounding; autograd would round to nearest."""
 
         def hook(parameter: Tensor) -> None:
-            assert parameter.grad is not None
+            if parameter.grad is None:  # it is made later
+                return
             gradient, parameter.grad = part_of(parameter.grad).local, None
             rounded = self._rounded_sums[name]
             rounded.count += 1
@@ -273,7 +274,8 @@ def _is_shared(parameter: Tensor) -> bool:
 
 def _collect_into(slot: GradientSlot) -> Callable[[Tensor], None]:
     def hook(parameter: Tensor) -> None:
-        assert parameter.grad is not None
+        if parameter.grad is None:  # it is made later (`scrimp.gemm.weight_gradients`)
+            return
         gradient, parameter.grad = part_of(parameter.grad).local, None
         if slot.sum is None:
             slot.sum = gradient.float()

@@ -13,6 +13,7 @@ import json
 from collections.abc import Mapping
 
 from scrimp.config import Architecture, Config, ResolvedConfig, parse_bytes
+from scrimp.config.pipeline import pipeline_of
 from scrimp.config.snip import BUDGETS
 from scrimp.errors import PlanError
 from scrimp.models import HEAD, spec_of
@@ -77,7 +78,9 @@ def build_plan(
         blocks=blocks,
         states=states,
         layout=Layout(
-            stages=[[0, architecture.num_layers - 1]],
+            stages=_stages(config, architecture.num_layers),
+            pp=config.layout.pp,
+            schedule=config.layout.schedule if config.layout.pp > 1 else "",
             dp=config.layout.dp,
             fsdp=config.layout.fsdp,
             cp=config.layout.cp,
@@ -89,6 +92,12 @@ def build_plan(
         ),
         predicted=predicted,
     )
+
+
+def _stages(config: ResolvedConfig, num_blocks: int) -> list[list[int]]:
+    if config.layout.pp == 1:
+        return [[0, num_blocks - 1]]
+    return [[blocks[0], blocks[-1]] for blocks in pipeline_of(config.layout, num_blocks).stages]
 
 
 def _gemms(

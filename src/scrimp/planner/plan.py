@@ -130,6 +130,8 @@ class Figures:
     peak_host_bytes: int | None = None
     """Peak of the tensors on the host: those of a step, and a checkpoint's copy. Predicted only."""
     step_seconds: float | None = None
+    stage_bytes: list[int] | None = None
+    """Predicted of a pipeline: the peak of each of its ranks."""
     loss_divergence: float | None = None
     weight_divergence: float | None = None
     counted_in_step: int | None = None
@@ -142,7 +144,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees of the parallel axes; stages as [first, last] block."""
+    """Degrees of the parallel axes; stages as [first, last] block, one where there is no pipeline."""
 
     stages: list[list[int]]
     dp: int = 1
@@ -150,6 +152,8 @@ class Layout:
     zero: int = 3
     tp: int = 1
     pp: int = 1
+    schedule: str = ""
+    """Of a pipeline."""
     cp: int = 1
     cp_method: str = "zigzag"
     ep: int = 1
@@ -158,10 +162,14 @@ class Layout:
     @property
     def text(self) -> str:
         """For people, and as a key: the degrees above one."""
-        degrees = {name: getattr(self, name) for name in ("dp", "fsdp", "cp", "tp", "ep", "etp")}
+        names = ("pp", "dp", "fsdp", "cp", "tp", "ep", "etp")
+        degrees = {name: getattr(self, name) for name in names}
         shown = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
         if self.cp > 1:
             shown.append(self.cp_method)
+        if self.pp > 1:
+            blocks = ", ".join(f"{first}-{last}" for first, last in self.stages)
+            shown.append(f"{self.schedule} of {len(self.stages)} stages (blocks {blocks})")
         return ", ".join([*shown, f"ZeRO stage {self.zero}"]) if shown else "one process"
 
 
@@ -283,7 +291,7 @@ class Plan:
                 f"{origin}: layout is not that of the run",
                 got=json.dumps(dataclasses.asdict(self.layout)),
                 expected=json.dumps(dataclasses.asdict(decided.layout)),
-                do=f"{RESTORE}; another layout is given by --layout.dp, --layout.fsdp, --layout.tp and --layout.zero",
+                do=f"{RESTORE}; another layout is given by --layout.*",
             )
 
     def _check_recomputed(self, origin: str, layers: Mapping[str, InputOrigin]) -> None:

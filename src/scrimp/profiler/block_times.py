@@ -39,7 +39,7 @@ from scrimp.gemm import BackendChooser, PlannedLayer, swap_in
 from scrimp.gemm.problem import DTYPES
 from scrimp.models.blocks import Block
 from scrimp.models.compiled import MOST_GRAPHS, compile_blocks, forget_compiled, is_compiler_error
-from scrimp.models.model import Model, build_model
+from scrimp.models.model import Model, ModelPart, build_model
 from scrimp.objectives import Objective
 from scrimp.objectives.next_token import NEXT_TOKEN
 from scrimp.planner.memory.work import PassSeconds
@@ -144,7 +144,9 @@ class _Bench:
 
     def _build(self, choose: BackendChooser) -> Model:
         timed, plain = self.timed, LinearPrecision.of(self.timed.compute)
-        model = build_model(timed.architecture, device=self.device, dtype=self.dtype, blocks=timed.blocks)
+        model = build_model(
+            timed.architecture, device=self.device, dtype=self.dtype, part=ModelPart(timed.blocks)
+        )
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.normal_(0.0, _STANDARD_DEVIATION, generator=self.generator)

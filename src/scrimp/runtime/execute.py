@@ -9,13 +9,17 @@ quantized recipe, the linear layers are swapped for planned ones, parameters unt
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import torch
+from torch import Tensor
 
 from scrimp.config import Architecture
 from scrimp.config.activations import Activations
+from scrimp.config.pipeline import pipeline_of
 from scrimp.data import Batch
 from scrimp.errors import PlanError
 from scrimp.gemm import (
@@ -26,6 +30,8 @@ from scrimp.gemm import (
     swap_in,
 )
 from scrimp.gemm.problem import DTYPES
+from scrimp.gemm.split_linear import split_products
+from scrimp.models import place
 from scrimp.models.model import Model, build_model
 from scrimp.objectives import LossSums, Objective
 from scrimp.objectives.load_balance import with_load_balance
@@ -34,7 +40,8 @@ from scrimp.parts import Cut, TensorPart, part_of, set_cut
 from scrimp.planner import Plan
 from scrimp.precision import LinearPrecision
 from scrimp.runtime.memory import HostMemory, HostRoom, carry_out
-from scrimp.runtime.parallel import ONE_RANK, RankMesh, parallelise, reduce_gradients, units
+from scrimp.runtime.parallel import ONE_RANK, RankMesh, parallelise, part_of_rank, reduce_gradients, units
+from scrimp.runtime.pipeline import Stages
 
 HEAD = "head"
 PLANNED_PROBE_TOKENS = 128
@@ -63,10 +70,12 @@ class Executable:
     """Tokens of a sequence for which it was planned; 0: not given."""
     mesh: RankMesh = ONE_RANK
     """The ranks that the model is laid over."""
+    stages: Stages | None = None
+    """The stages of a pipeline that this rank has; None: it has all of the model."""
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         """Casts GEMM inputs to bf16 where the parameters are fp32."""
-        parameter_dtype = self.model.head_weight.dtype
+        parameter_dtype = self.model.dtype
         if parameter_dtype == DTYPES[self.precision]:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, DTYPES[self.precision])
@@ -84,15 +93,26 @@ class Executable:
             reduce_gradients(self.model, is_last)
 
     def loss(self, batch: Batch) -> LossSums:
-        """Summed loss of one micro-batch; its tensors may still be on the host.
+        """Summed loss of one micro-batch; its tensors may still be on the host. In a pipeline without gradients alone
+        (`scrimp.runtime.passes` has both), and zeros on ranks that have not the last stage.
 
         Raises:
             PlanError: more tokens, or longer sequences, than the plan has memory for.
         """
-        part = self._part_of(batch)
+        if self.stages is not None:
+            return self.stages.evaluate(batch, self.run)
+        return cast(LossSums, self.run(batch))
+
+    def run(self, batch: Batch) -> Tensor | LossSums:
+        """The model, or its stage that is set, on a micro-batch: the loss, or of an earlier stage than the last the
+        residual stream. PlanError as by `loss`."""
+        part, stage = self._part_of(batch), self.model.stage
         self._refuse_unplanned(*part.tokens_BT.shape)
         with self.autocast():
-            sums = self.objective.loss(self.model, part.to(self.device), chunk=self.loss_chunk)
+            given = part.to(self.device)
+            if stage is not None and stage.blocks.stop < self.model.spec.num_blocks:
+                return cast(Tensor, self.model(given.tokens_BT, given.document_starts))
+            sums = self.objective.loss(self.model, given, chunk=self.loss_chunk)
         count = self.objective.count
         return with_load_balance(self.model, sums, count(batch), count(part))
 
@@ -143,8 +163,8 @@ class Executable:
                 got=", ".join(dict.fromkeys(placement.activations)),
                 do="start it with a plan that offloads",
             )
-        for block, name in zip(self.model.each_block(), placement.activations, strict=True):
-            block.activations = Activations.parse(name)
+        for number, block in zip(self.model.part.blocks, self.model.each_block(), strict=True):
+            block.activations = Activations.parse(placement.activations[number])
         if self.host is not None:
             self.host.blocks.leaving = placement.offloaded
 
@@ -160,8 +180,23 @@ class Executable:
 
     def settle(self) -> None:
         """After passes that were not followed by a backward pass: what ranks share is in its parts again."""
+        if self.stages is not None:
+            self.stages.settle()
         for unit in units(self.model):
             unit.reshard()
+
+    def add_up_copies(self, gradients: Mapping[str, Tensor]) -> None:
+        """Add up the gradients of what two stages have copies of, after the passes of a step; all ranks must ask.
+
+        Args:
+            gradients: of what lies here (`Optimizer.gradients`).
+        """
+        if self.stages is not None:
+            self.stages.add_up_copies(gradients)
+
+    def gemms_here(self, plan: Plan) -> Plan:
+        """A plan with the GEMMs alone whose layers this rank has."""
+        return dataclasses.replace(plan, gemms=gemms_in(self.model, plan))
 
     def parameters(self) -> Iterator[tuple[str, TensorPart]]:
         """Names and values of all parameters, where they are kept between steps."""
@@ -216,7 +251,11 @@ def realise(
             do="take it with `take_room`, before the model is made",
         )
     with torch.device("meta"):
-        model = build_model(architecture, dtype=DTYPES[parameters])
+        pipeline = pipeline_of(mesh.layout, architecture.num_layers) if mesh.layout.pp > 1 else None
+        part = None if pipeline is None else part_of_rank(pipeline, mesh.pipeline_rank)
+        model = build_model(architecture, dtype=DTYPES[parameters], part=part)
+    if pipeline is not None and pipeline.splits_backward:
+        split_products(model.blocks)
     cuts = parallelise(model, mesh)
     _allocate(model, plan, device, room, cuts)
     fill(model)
@@ -224,8 +263,9 @@ def realise(
     if replans or quantizes(plan, compute):
         planned = plan_layers(model, plan, choose or backends_for(device), seed)
     host = None if room is None else carry_out(plan.placement, model, room)
+    stages = None if pipeline is None else Stages(model, pipeline, mesh)
     executable = Executable(
-        model, device, compute, loss_chunk, objective, planned, host, most_tokens, longest, mesh
+        model, device, compute, loss_chunk, objective, planned, host, most_tokens, longest, mesh, stages
     )
     executable.change_activations(plan)
     return executable
@@ -237,8 +277,8 @@ def _allocate(
     """Give a model that is on the meta device memory where its plan says, and note what a rank has of cut layers."""
     # Weights that live on the host never lie on the device all at once, nor on the host twice, not even to be filled.
     hosted = plan.placement.states.on_host("weights")
-    for index, block in enumerate(model.blocks):
-        if room is not None and index in hosted:
+    for number, block in zip(model.part.blocks, model.blocks, strict=True):
+        if room is not None and number in hosted:
             room.make_weights(block)
         else:
             block.to_empty(device=device)
@@ -255,9 +295,21 @@ def quantizes(plan: Plan, compute: str) -> bool:
 
 
 def plan_layers(model: Model, plan: Plan, choose: BackendChooser, seed: int) -> PlannedModel:
-    """Swap the blocks' linear layers for planned ones, and plan the head's GEMMs inside the loss."""
-    precisions = dict(plan.gemms)
-    head = precisions.pop(HEAD)
+    """Swap the blocks' linear layers for planned ones, and plan the head's GEMMs inside the loss; of those that are
+    here."""
+    precisions = gemms_in(model, plan)
+    head = precisions.pop(HEAD, None)
     planned = swap_in(model, precisions, seed=seed, choose=choose)
-    model.planned_head = PlannedLayer(HEAD, head, planned.clock, choose)
+    if head is not None:
+        model.planned_head = PlannedLayer(HEAD, head, planned.clock, choose)
     return planned
+
+
+def gemms_in(model: Model, plan: Plan) -> dict[str, LinearPrecision]:
+    """The formats of a plan for the layers that a model has here."""
+    part = model.part
+    return {
+        layer: choice
+        for layer, choice in plan.gemms.items()
+        if (part.is_last if layer == HEAD else place(layer)[0] in part.blocks)
+    }

@@ -121,7 +121,7 @@ def prove(executable: Executable, plan: Plan) -> None:
     Raises:
         TrainingError: the products that ran are not the plan's, or not in its formats.
     """
-    architecture = executable.model.architecture
+    architecture, plan = executable.model.architecture, executable.gemms_here(plan)
     num_tokens = PLANNED_PROBE_TOKENS if executable.planned else _PROBE_TOKENS
     # Several short rows where the context is short: kernels ask for a multiple of 128 tokens in all.
     length = min(num_tokens, 1 << (architecture.context.bit_length() - 1))
@@ -138,10 +138,17 @@ def prove(executable: Executable, plan: Plan) -> None:
         observing(fingerprints),
         _ProductCounter() as counter,
     ):
-        probed.loss(Batch.of(tokens_BT, tokens_BT)).total.backward()
+        _probe(probed, Batch.of(tokens_BT, tokens_BT))
     executable.model.zero_grad(set_to_none=True)
     _compare(counter.counts + planned.counts, expected_products(plan, executable.precision), "")
     fingerprints.check()
+
+
+def _probe(probed: Executable, batch: Batch) -> None:
+    if probed.stages is None:
+        probed.loss(batch).total.backward()
+    else:
+        probed.stages.passes([batch], probed.run, lambda number, is_last: None, 1, is_probe=True)
 
 
 @contextlib.contextmanager
@@ -172,6 +179,7 @@ class StepProof:
             last: the proof of that plan; what it could not prove is proven now.
         """
         assert executable.planned is not None
+        plan = executable.gemms_here(plan)
         self._plan, self._compute = plan, executable.precision
         layers: dict[str, PlannedLayer] = dict(executable.planned.layers)
         if executable.model.planned_head is not None:

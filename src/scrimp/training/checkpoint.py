@@ -24,8 +24,7 @@ Bytes    The same run gives the same bytes in every file, in whichever folder, a
          same numbers: times that were measured stand in the run's own plan.json and logs. Not so where measured times
          decide: blocks that memory limits were timed for, and state.json of runs that plan their precision, which keeps
          the seconds of its plans for the run's page.
-Limits   One run at a time per folder (its lock sees to it). An error of the background is raised by the next `save`,
-         `poll` or `wait`; the training itself can go on. All ranks hold parts of the same tensors.
+Limits   One run at a time per folder (its lock). The next `save`, `poll` or `wait` raises an error of the background.
 Checked  tests/training/test_checkpoint.py, test_checkpoint_faults.py (faults made for real), test_not_finite.py,
          test_same_bytes.py, test_checkpoint_layouts.py (several ranks), test_checkpoint_kill.py (kill -9 at random
          moments and at every file operation)
@@ -61,6 +60,7 @@ from scrimp.training.checkpoint_retention import Retention
 from scrimp.training.checkpoint_writing import Writing, not_written
 from scrimp.training.exact_json import decoded, encoded
 from scrimp.training.snapshot import HostCopies
+from scrimp.training.tensors_elsewhere import everywhere
 from scrimp.world import ALONE, World
 
 FOLDER: Final = "checkpoints"
@@ -121,7 +121,7 @@ class Checkpoint:
         Raises:
             CheckpointError: on all ranks: it is of another model, or damaged.
         """
-        parts = parts_of(into)
+        parts = everywhere(parts_of(into), world)
         with world.together(f"comparing {self.folder} with the model"):
             self.verify_sizes()
             tensor_files.refuse_other_tensors(self.folder, parts)
@@ -199,8 +199,8 @@ class CheckpointStore:
         nothing is saved now: record it, and save again.
 
         Args:
-            tensors: by name, the same names on all ranks; parts, DTensors, and plain tensors, of which every rank has
-                a copy, and rank 0's is written.
+            tensors: by name, of this rank; parts, DTensors, and plain tensors, of which every rank has a copy, and
+                rank 0's is written.
             state: JSON values only; comes back exactly, non-finite floats too; rank 0's, as `files`.
             files: name to text, saved along.
             skipped_steps: steps so far that moved no weight, for the manifest.
@@ -348,7 +348,7 @@ class CheckpointStore:
         world, folder, doing = self._world, None, f"writing the checkpoint of step {step}"
         try:
             with world.together(doing):
-                parts = parts_of(tensors, writes_whole=world.is_writer)
+                parts = everywhere(parts_of(tensors, writes_whole=world.is_writer), world)
                 layout = self._layout_of(parts)
                 content = json.dumps(encoded(state), indent=1, allow_nan=False) + "\n"
                 texts = {STATE: content, **_checked(files)}

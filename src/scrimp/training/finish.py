@@ -128,6 +128,10 @@ def finish_failed(run_dir: Path, trainer: Trainer, error: TrainingError) -> None
 
 def _sample(run: Run) -> None:
     """Continue the beginning of a document, held out where there is one, as a reader would judge."""
+    if run.executable.stages is not None:
+        folder = run.store.folder.parent
+        run.line.message(f"no sample in a pipeline: {typed('generate', folder)} reads its checkpoint")
+        return
     run.line.phase("generating a sample")
     run.phases.switch(GENERATION)
     corpus = run.corpus

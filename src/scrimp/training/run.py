@@ -91,7 +91,8 @@ class Run:
     def first_row(self) -> int:
         """Address of the first token that this rank reads, among those of a batch; each rank has a range of its own."""
         tokens = self.config.rank_sequences * self.train.sequence // self.config.layout.cp
-        return self.decisions.world.rank // self.config.layout.tp * tokens
+        layout = self.config.layout
+        return self.decisions.world.rank // layout.tp % (layout.data_ranks * layout.cp) * tokens
 
     def event(self, kind: str, sentence: str, *, step: int | None = None, **fields: Any) -> None:
         """Record that something happened, after the last step unless another is named."""

@@ -444,17 +444,10 @@ def _announce(run: Run, run_dir: Path, start: Start) -> None:
     if corpus.train.has_answers:
         run.tell("packing", packed(corpus.train, config.train.sequence).sentence)
     run.line.message(account_text(run.decisions))
-    layout, ranks = start.decisions.plan.layout.text, run.decisions.world.size
-    if start.laid_before not in ("", layout):
-        run.tell("layout", f"layout: {layout}; before: {start.laid_before}")
-    elif ranks > 1:
-        run.line.message(f"layout: {layout}")
+    _announce_layout(run, start)
     attention = attention_text(run.decisions)
     if attention:
         run.line.message(f"attention: {attention}")
-    order = order_advice(run.decisions)
-    if order:
-        run.line.message(order)
     _note_edited_plan(run)
     if config.is_planned:
         run.line.message(
@@ -475,6 +468,18 @@ def _announce(run: Run, run_dir: Path, start: Start) -> None:
         run.line.message(say)
     elif start.goes_back:
         run.line.message("no checkpoint can be used: beginning at step 0")
+
+
+def _announce_layout(run: Run, start: Start) -> None:
+    """How the run is laid over its ranks, and how before it was resumed, where that differs."""
+    layout = start.decisions.plan.layout.text
+    if start.laid_before not in ("", layout):
+        run.tell("layout", f"layout: {layout}; before: {start.laid_before}")
+    elif run.decisions.world.size > 1:
+        run.line.message(f"layout: {layout}")
+    order = order_advice(run.decisions)
+    if order:
+        run.line.message(order)
 
 
 def _record_start(run: Run, start: Start, backends: str) -> None:

@@ -17,10 +17,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from scrimp.data import Batch, Loader
 from scrimp.runtime.memory import ArenaTooSmallError
+from scrimp.runtime.passes import run_passes
+from scrimp.runtime.pipeline import PassSums
 from scrimp.training.guards import NonFiniteGuard
 from scrimp.training.memory.between_phases import TRAINING
 from scrimp.training.memory.oom import MemoryTrouble, is_out_of_memory
@@ -53,7 +54,6 @@ class Stepper:
         self.guard = NonFiniteGuard(run.train.nonfinite_patience, run.decisions.world)
         self.is_updating = False
         """Whether an update was broken off: what is there must not be kept."""
-        self._metric_sums: dict[str, Tensor | float] = {}
         self.ran_out_of_memory = False
         self.no_plan_takes_less = False
         """Whether a step ran out of memory, and no plan that takes less was found."""
@@ -69,6 +69,7 @@ class Stepper:
         total = self._passes(batches, of_step)
         while total is None:  # out of memory, and by now with a plan that takes less
             total = self._passes(batches, of_step)
+        run.executable.add_up_copies(optimizer.gradients())
         norm = optimizer.gradient_norm()
         loss, metrics = self._means(total, num_targets)
         lr = self._lr(run.step)
@@ -87,20 +88,22 @@ class Stepper:
         waited = loader.wait_seconds
         return StepResult(loss, norm, lr, reason is not None, time.perf_counter() - start, waited, metrics)
 
-    def _means(self, total: Tensor, num_targets: int) -> tuple[float, dict[str, float]]:
+    def _means(self, total: PassSums, num_targets: int) -> tuple[float, dict[str, float]]:
         """Loss and metrics of the batch, over all ranks."""
-        own = [float(total), *map(float, self._metric_sums.values())]
-        sums = (sum(ranks) for ranks in zip(*self.run.executable.mesh.gathered(own), strict=True))
-        loss, *metrics = (one / max(1, num_targets) for one in sums)
-        return loss, dict(zip(self._metric_sums, metrics, strict=True))
+        own = [float(total.loss), {name: float(metric) for name, metric in total.metrics.items()}]
+        losses, metrics = zip(*self.run.executable.mesh.gathered(own), strict=True)
+        count = max(1, num_targets)
+        return sum(losses) / count, {name: sum(one[name] for one in metrics) / count for name in metrics[0]}
 
-    def _passes(self, batches: list[Batch], num_targets: int) -> Tensor | None:
+    def _passes(self, batches: list[Batch], num_targets: int) -> PassSums | None:
         """Forward and backward of a step's micro-batches: the sum of the losses; None if memory ran out, and the plan
         was changed to one that takes less."""
         run = self.run
         try:
             with run.decisions.world.meeting_elsewhere(), self._proof.around(len(batches)):
-                return self._passes_once(batches, num_targets)
+                return run_passes(
+                    run.executable, batches, num_targets, step=run.step, first_row=run.first_row
+                )
         except (RuntimeError, ArenaTooSmallError) as error:
             # Of several ranks the others are in the model's collectives: they cannot take the step again.
             if not is_out_of_memory(error) or run.decisions.world.size > 1:
@@ -110,23 +113,6 @@ class Stepper:
             trouble = error
         self._take_less(trouble)
         return None
-
-    def _passes_once(self, batches: list[Batch], num_targets: int) -> Tensor:
-        run = self.run
-        # Sums stay on the device: reading one per micro-batch would make the host wait each time.
-        total, first_row = torch.zeros((), device=run.executable.device), run.first_row
-        self._metric_sums = {}
-        for number, batch in enumerate(batches, start=1):
-            run.executable.begin(run.step, first_row, is_last=number == len(batches))
-            sums = run.executable.loss(batch)
-            (sums.total / max(1, num_targets)).backward()
-            run.executable.end_backward()
-            total += sums.loss.detach()
-            for name, metric in sums.metrics.items():
-                self._metric_sums[name] = self._metric_sums.get(name, 0.0) + metric
-            del sums  # the graph, and with it masks and tables, before the next one is made
-            first_row += batch.tokens_BT.numel() // run.config.layout.cp
-        return total
 
     def _take_less(self, trouble: Exception) -> None:
         """After a step that ran out of memory: activations that take less from now on.

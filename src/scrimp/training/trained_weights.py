@@ -152,15 +152,18 @@ def fill_from_checkpoint(model: Model, checkpoint: Checkpoint) -> None:
     """Fill every parameter of `model` from a checkpoint, tensor by tensor."""
     parameters = dict(model.named_parameters())
     for name, tensor in finite_weights(checkpoint):
+        if name not in parameters and not model.has_here(name):
+            continue
         parameter = parameters.pop(name, None)
-        if parameter is None or parameter.shape != tensor.shape:
+        part = None if parameter is None else part_of(parameter)
+        if part is None or part.shape != tuple(tensor.shape):
             raise CheckpointError(
                 f"{checkpoint.folder} belongs to another model",
                 got=f"{name} of shape {list(tensor.shape)}",
-                expected="no such tensor" if parameter is None else f"shape {list(parameter.shape)}",
+                expected="no such tensor" if part is None else f"shape {list(part.shape)}",
             )
-        part = part_of(parameter)
-        part.local.copy_(tensor[part.place])
+        for box in part.boxes():
+            box.local.copy_(tensor[box.place])
     if parameters:
         raise CheckpointError(
             f"{checkpoint.folder} belongs to another model",

@@ -44,6 +44,7 @@ def test_shards_shared_rows_cut_layers_and_shared_experts_train_as_one_process(t
         "ring": Case({"cp": 2, "zero": 1}, steps=2),
         "pieces": Case({"tp": 2}, steps=2),
         "experts": Case({"ep": 2}, {"model.num_layers": 1}, "mixtral-8m", steps=2, routers=10.0),
+        "stages": Case({"pp": 2}, steps=2),
     }
     found = on_ranks(2, sample, tmp_path)
     for name, case in sample.items():

@@ -101,6 +101,8 @@ def load_weights(model: Model, folder: Path) -> None:
     stored = _checked_tensors(model.architecture, Path(folder))
     targets: list[tuple[str, _Target]] = []
     for fused in fused_parameters(model.architecture):
+        if not model.has_here(fused.name):
+            continue
         for box in part_of(parameters[fused.name]).boxes():
             for piece in fused.pieces:
                 target = _target(box, piece)

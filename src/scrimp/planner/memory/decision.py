@@ -25,6 +25,8 @@ class MemoryDecision:
     reason: str
     is_searched: bool = False
     """Whether it is the fastest that was found; else its user decided, or everything is resident."""
+    rank_peaks: tuple[int, ...] = ()
+    """Predicted peak on the device of each rank of a pipeline; the account is that of the largest."""
     is_exact: bool = False
     """Whether no activations with less computing fit beside its states, as far as the search knows."""
 
@@ -51,4 +53,5 @@ class MemoryDecision:
             peak_device_bytes=self.account.peak,
             peak_host_bytes=self.account.host_peak + copy_bytes,
             step_seconds=self.step_seconds,
+            stage_bytes=list(self.rank_peaks) or None,
         )

@@ -51,6 +51,8 @@ def shared_costs(
     """
     if layout.ranks == 1:
         return costs
+    if layout.ranks == layout.pp:
+        return dataclasses.replace(costs, is_shared=True)
     sums_whole = layout.zero == 1 and micro_batches > 1
     classes = tuple(_block(kind, layout, parameter_bytes, sums_whole) for kind in costs.classes)
     gathered = _piece(costs.ends.weights, layout)

@@ -38,7 +38,7 @@ from scrimp.models import HEAD, AttentionSpec, BlockSpec, ModelSpec, full_name, 
 from scrimp.models.attention import AttentionLayout, fuses_attention
 from scrimp.models.blocks import Block
 from scrimp.models.flash import Gpu
-from scrimp.models.model import Model, build_model
+from scrimp.models.model import Model, ModelPart, build_model
 from scrimp.objectives import Objective
 from scrimp.objectives.next_token import NEXT_TOKEN
 from scrimp.planner.memory.costs import BlockClass, BlockCost, EndsCost, StepCosts
@@ -208,7 +208,7 @@ class TracedStep:
             blocks: the first of each class.
         """
         model = build_model(
-            self.architecture, device=CPU, dtype=DTYPES[self.parameters], blocks=blocks
+            self.architecture, device=CPU, dtype=DTYPES[self.parameters], part=ModelPart(blocks)
         ).eval()
         clock, plain = _StillClock(), LinearPrecision.of(self.precision)
         if head != plain:

@@ -3,11 +3,13 @@
 Neighbouring ranks differ in the last axis first: it gets the fastest links, those of one node. From the first to the
 last the axes are::
 
+    pp       stages of a pipeline: these ranks read the same rows
     dp       copies of the model
     fsdp     shards of a copy
     cp       parts of every row
     tp       pieces of every layer: these ranks read the same rows
 
+Ranks of pp have different blocks: what is said below of a copy is of the part of it that a stage has.
 Ranks of cp share the copy as well: weights are cut over fsdp and cp together.
 Routed experts see the same ranks in other axes (MoE folding), edp, ep and etp, the last again among neighbours::
 
@@ -24,6 +26,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
 
+from scrimp.config.pipeline import V_SHAPED
 from scrimp.config.resolved import ResolvedLayout
 from scrimp.world import ALONE, World
 
@@ -31,7 +34,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
-AXES = ("dp", "fsdp", "cp", "tp")
+AXES = ("pp", "dp", "fsdp", "cp", "tp")
 
 
 @dataclass(frozen=True)
@@ -68,8 +71,8 @@ class RankMesh:
         """The same ranks as FSDP2 sees them: copies, the ranks that share one, and what has pieces of its layers."""
         from torch.distributed.device_mesh import init_device_mesh
 
-        degrees = (self.layout.dp, self.layout.shards, self.layout.tp)
-        return init_device_mesh(self.device_type, degrees, mesh_dim_names=("dp", "shards", "tp"))
+        degrees = (self.layout.pp, self.layout.dp, self.layout.shards, self.layout.tp)
+        return init_device_mesh(self.device_type, degrees, mesh_dim_names=("pp", "dp", "shards", "tp"))
 
     @cached_property
     def of_copy(self) -> DeviceMesh:
@@ -104,15 +107,31 @@ class RankMesh:
     @property
     def data_rank(self) -> int:
         """Which of them this is: it reads its share of every batch."""
-        return self.world.rank // (self.layout.cp * self.layout.tp)
+        return self.world.rank // (self.layout.cp * self.layout.tp) % self.layout.data_ranks
 
     def gathered(self, value: T) -> list[T]:
         """What the ranks say of the tokens that they read, of each token once; a collective."""
-        return self.world.gathered(value)[:: self.layout.tp]
+        return self._of_last_stage(value)[:: self.layout.tp]
 
     def gathered_rows(self, value: T) -> list[T]:
         """What they say of whole rows, of each row once; a collective."""
-        return self.world.gathered(value)[:: self.layout.cp * self.layout.tp]
+        return self._of_last_stage(value)[:: self.layout.cp * self.layout.tp]
+
+    @property
+    def pipeline_rank(self) -> int:
+        """Which rank of its pipeline this is."""
+        return self.world.rank // self._ranks_of_stage
+
+    @property
+    def _ranks_of_stage(self) -> int:
+        """Ranks that hold the same stages."""
+        return self.layout.ranks // self.layout.pp
+
+    def _of_last_stage(self, value: T) -> list[T]:
+        """What the ranks say that have the last stage, and with it the loss."""
+        last = 0 if self.layout.schedule in V_SHAPED else self.layout.pp - 1
+        each = self._ranks_of_stage
+        return self.world.gathered(value)[last * each : (last + 1) * each]
 
 
 ONE_RANK = RankMesh()

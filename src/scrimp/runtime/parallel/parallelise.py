@@ -27,23 +27,29 @@ Checked  tests/runtime/parallel/test_parity.py, test_cut_layers.py: gradients ag
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, cast
 
 import torch
 
+from scrimp.config.pipeline import Pipeline
 from scrimp.models.context_parallel import ContextParallel
 from scrimp.models.cut_layers import cut_layers
 from scrimp.models.expert_ranks import ExpertRanks, cut_experts
 from scrimp.models.experts import Experts, RoutedBlock
-from scrimp.models.model import Model
+from scrimp.models.model import Model, ModelPart
 from scrimp.models.tensor_ranks import TensorRanks
 from scrimp.parts import Cut
 from scrimp.runtime.parallel.mesh import RankMesh
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
+
+
+WORDS = "embedding.weight"
+"""The parameter of which the first and the last stage of a pipeline may both have a copy."""
 
 
 def parallelise(model: Model, mesh: RankMesh) -> Mapping[str, Cut]:
@@ -62,10 +68,31 @@ def parallelise(model: Model, mesh: RankMesh) -> Mapping[str, Cut]:
     for name, cut in cut_experts(model, ranks).items():
         cuts.pop(name, None)  # what is no piece of a tp rank's
         cuts |= {} if cut is None else {name: cut}
+    if mesh.layout.pp > 1:
+        cuts = _of_stages(model, cuts)
     if mesh.layout.cp > 1:
         model.context_parallel = ContextParallel(mesh.layout.cp_method, mesh.devices["cp"].get_group())
-    _shard(model, mesh)
+    if mesh.layout.pp == 1 or mesh.layout.dp * mesh.layout.shards > 1:
+        _shard(model, mesh)
     return cuts
+
+
+def part_of_rank(pipeline: Pipeline, rank: int) -> ModelPart:
+    """What a rank of a pipeline has of the model."""
+    stages = pipeline.stages_of(rank)
+    return ModelPart(pipeline.blocks_of(rank), 0 in stages, pipeline.num_stages - 1 in stages)
+
+
+def _of_stages(model: Model, cuts: Mapping[str, Cut]) -> dict[str, Cut]:
+    """Notes on all parameters, so that all know that other ranks have others: of two copies of the words, those of the
+    first stage are written."""
+    found = dict(cuts)
+    for name, parameter in model.named_parameters():
+        shape = tuple(parameter.shape)
+        cut = cuts.get(name) or Cut(shape, (range(shape[0]),))
+        is_copy = name == WORDS and not model.part.is_first
+        found[name] = dataclasses.replace(cut, is_writer=cut.is_writer and not is_copy)
+    return found
 
 
 def units(model: Model) -> list[FSDPModule]:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.table import Table
 
+from scrimp.config.pipeline import pipeline_of
 from scrimp.gemm.problem import DTYPES
 from scrimp.models import spec_of
 from scrimp.models.attention import fuses_attention
@@ -20,6 +21,7 @@ from scrimp.planner.memory.search_space import Split
 from scrimp.report.memory_text import memory_tables
 from scrimp.report.units import format_bytes, format_duration
 from scrimp.training.memory.decide import split_of
+from scrimp.training.memory.stages import stages_text
 from scrimp.training.setup import Decisions
 
 WIDEST = 120
@@ -79,6 +81,14 @@ def attention_text(decisions: Decisions) -> str | None:
 def account_text(decisions: Decisions) -> str:
     """The tables where anything is not resident or a budget was given, without alternatives, whose search a run need
     not wait for; else one line."""
+    text = _account_text(decisions)
+    if not decisions.memory.rank_peaks:
+        return text
+    pipeline = pipeline_of(decisions.config.layout, decisions.architecture.num_layers)
+    return f"{text}\nstages: {stages_text(pipeline, decisions.memory.rank_peaks)} (predicted)"
+
+
+def _account_text(decisions: Decisions) -> str:
     memory, budget = decisions.memory, decisions.config.budget
     has_budget = budget.device_memory is not None or budget.host_memory is not None
     if not has_budget and memory.placement.is_resident:

@@ -34,7 +34,6 @@ from scrimp.config.activations import (
 from scrimp.config.optimizers import facts_of
 from scrimp.data import held_bytes
 from scrimp.errors import PlanError
-from scrimp.gemm.problem import DTYPES
 from scrimp.models import spec_of
 from scrimp.models.flash import gpu_of
 from scrimp.optim import memory_of
@@ -49,7 +48,6 @@ from scrimp.planner.memory.placement import Placement, States
 from scrimp.planner.memory.room import NoRoomError
 from scrimp.planner.memory.search import find
 from scrimp.planner.memory.search_space import Split
-from scrimp.planner.memory.shared_costs import shared_costs
 from scrimp.planner.memory.states import device_peak
 from scrimp.precision import LinearPrecision, PrecisionRules, parse_rules
 from scrimp.profiler import Device
@@ -66,6 +64,7 @@ from scrimp.training.memory.limits import (
     refuse_beyond_one_memory,
 )
 from scrimp.training.memory.notice import said_if_slow
+from scrimp.training.memory.stages import decide_stages, of_stages, shared
 
 SMALL_SHARE = 0.5
 """Share of the memory: a run that takes less keeps everything, and nothing is timed."""
@@ -94,6 +93,8 @@ def decide_memory(
         NoRoomError: nothing fits; what would, `scrimp.training.memory.refusal` says. OneMemoryError where only the sum
             of what fits part by part does not.
     """
+    if config.layout.pp > 1:
+        return _of_pipeline(config, architecture, device)
     if not must_predict and (resident := _resident(config, architecture, device)) is not None:
         return resident
     problem = problem_of(config, architecture, device)
@@ -106,6 +107,35 @@ def decide_memory(
         if config.memory.activations != "auto" or (shared := _shared(problem, config, device)) is None:
             raise
         found = _timed(*shared, config, architecture, device, may_measure=may_measure)
+    return found
+
+
+def _of_pipeline(
+    config: ResolvedConfig, architecture: Architecture, device: Device, placement: Placement | None = None
+) -> MemoryDecision:
+    """The same of the ranks of a pipeline.
+
+    Args:
+        placement: what was decided; None: nothing was.
+    """
+    setting, spec = config.memory.activations, spec_of(architecture)
+    given = None if setting == "auto" else assign_activations(setting, spec.num_blocks)
+    choices = _choices(architecture, given, may_offload=False)
+    if placement is not None:
+        choices = tuple(dict.fromkeys((*choices, *placement.activations)))
+    setup = _setup_of(config)
+    # Where everything is kept and fits, nothing else is traced.
+    for some in dict.fromkeys((choices[:1], choices)) if placement is None else (choices,):
+        costs = traced(config, architecture, device, some)
+        limit = device_limit(config, device, costs.checkpoint_copy)
+        machine = _machine(config, device, NO_LINKS, limit, host_limit(config, device), with_cpu=False)
+        if placement is not None:
+            return of_stages(costs, machine, setup, placement, config, spec, "the plan of the run")
+        if given is not None and some != choices:
+            continue
+        found = decide_stages(costs, machine, setup, some, config, spec)
+        if found.fits:
+            break
     return found
 
 
@@ -288,6 +318,8 @@ def decision_of(
 ) -> MemoryDecision:
     """A plan as a decision, with the costs of everything that its blocks could do instead."""
     placement = plan.placement
+    if config.layout.pp > 1:
+        return _of_pipeline(config, architecture, device, placement)
     choices = _choices(architecture, None, may_offload=placement.uses_host)
     # Where nothing moves, their rates decide nothing; measuring takes memory that there may be none of.
     rates = links_of(device) if placement.uses_host else NO_LINKS
@@ -366,13 +398,8 @@ def _traced(
         bases = [rules.with_base(name) for name in names]
     with said_if_slow("tracing the model ..."):
         found = [_traced_base(config, architecture, device, choices, base) for base in bases]
-    costs = shared_costs(
-        _with_batches(max(found, key=_most), config, device),
-        config.layout,
-        parameter_bytes=DTYPES[config.train.parameters].itemsize,
-        micro_batches=config.micro_batches,
-    )
-    return with_outer(costs, config)
+    most = _with_batches(max(found, key=_most), config, device)
+    return most if config.layout.pp > 1 else with_outer(shared(most, config), config)
 
 
 def _with_batches(costs: StepCosts, config: ResolvedConfig, device: torch.device) -> StepCosts:

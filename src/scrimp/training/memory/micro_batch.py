@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TypeGuard
 
 from scrimp.config import Architecture, Resolution, ResolvedConfig, replace_values, resolve
+from scrimp.config.pipeline import fits
 from scrimp.errors import ConfigError
 from scrimp.planner.memory.decision import MemoryDecision
 from scrimp.planner.memory.room import NoRoomError
@@ -179,6 +180,7 @@ def _smaller_and_smaller(config: ResolvedConfig) -> list[int]:
     """The micro-batch that was decided, then divisors of the batch, each at most half of the last."""
     sizes, sequences = [config.train.micro_batch], config.rank_sequences
     for size in range(sizes[0] // 2, 0, -1):
-        if sequences % size == 0 and size <= sizes[-1] // 2:
+        divides = sequences % size == 0 and fits(config.layout, sequences // size)
+        if divides and size <= sizes[-1] // 2:
             sizes.append(size)
     return sizes

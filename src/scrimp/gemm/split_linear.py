@@ -1,0 +1,57 @@
+"""torch's linear layer, whose weight's gradient can be made later than that of its input (`weight_gradients`).
+
+Limits   The input must need a gradient.
+Checked  tests/gemm/test_weight_gradients.py
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from scrimp.gemm.linear import compute_dtype
+from scrimp.gemm.weight_gradients import WeightGradients, waiting_now
+
+
+class SplitLinear(nn.Linear):
+    """torch's linear layer, whose weight's gradient can be made later than that of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x W^T + bias, x of any leading shape."""
+        compute = compute_dtype(x)
+        matrix = x.flatten(0, -2)
+        # In a tuple: of an input without a gradient autograd would call the weight's hooks all the same.
+        y = cast(Tensor, _Product.apply(matrix, (self.weight,), compute))  # type: ignore[no-untyped-call]
+        if self.bias is not None:
+            y = y + self.bias.to(compute)
+        return y.view(*x.shape[:-1], self.out_features)
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: tuple[Tensor], compute: torch.dtype) -> Tensor:
+        low, (weight,) = x.to(compute), weights
+        ctx.save_for_backward(low)
+        ctx.weight, ctx.input_dtype = weight, x.dtype
+        with torch.autocast(x.device.type, enabled=False):
+            return low @ weight.to(compute).t()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        (x,), weight = ctx.saved_tensors, ctx.weight
+        later = waiting_now() or WeightGradients()
+        later.add(weight, lambda: (g.t() @ x).to(weight.dtype))
+        if waiting_now() is None:
+            later.make()
+        return (g @ weight.to(g.dtype)).to(ctx.input_dtype), None, None
+
+
+def split_products(module: nn.Module) -> None:
+    """Let the gradients of the weights of a module's plain linear layers wait, where a backward pass asks for it."""
+    for layer in module.modules():
+        if isinstance(layer, nn.Linear) and not hasattr(layer, "planned"):
+            layer.__class__ = SplitLinear
