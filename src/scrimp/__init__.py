@@ -10,6 +10,10 @@ Its plans, for any PyTorch loop::
     plan = scrimp.plan(profile, 0.75)
     scrimp.apply(model, plan)
 
+Its layers shared among ranks, in any PyTorch loop::
+
+    shared = scrimp.share_layers(model, {"input_ids": tokens, "labels": tokens})
+
 Names are imported when they are first asked for, so that `import scrimp` itself needs neither torch nor time.
 """
 
@@ -19,6 +23,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from scrimp.api.layer_sharing import share_layers, tensor_plan
     from scrimp.api.pytorch import apply, measure, plan
     from scrimp.api.training import train
     from scrimp.errors import ScrimpError
@@ -39,12 +44,15 @@ __all__ = [
     "apply",
     "measure",
     "plan",
+    "share_layers",
+    "tensor_plan",
     "train",
 ]
 
 _HOMES = {
     **dict.fromkeys(("apply", "measure", "plan"), "scrimp.api.pytorch"),
     "train": "scrimp.api.training",
+    **dict.fromkeys(("share_layers", "tensor_plan"), "scrimp.api.layer_sharing"),
     **dict.fromkeys(("Budget", "PrecisionPlan", "PrecisionProfile", "Weights"), "scrimp.planner.precision"),
     "PlannedModel": "scrimp.gemm",
     "ScrimpError": "scrimp.errors",

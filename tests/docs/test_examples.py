@@ -57,6 +57,26 @@ def test_the_trainer_plans_twice_and_learns(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
+def test_two_ranks_share_layers_and_learn(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    finished = subprocess.run(
+        [*launcher, str(EXAMPLES / "share_layers.py"), "--steps", "20"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert "attn.c_attn  x 2   outputs     4 parts in each of 3 stretches" in finished.stdout
+    losses = [float(found) for found in re.findall(r"loss ([\d.]+)", finished.stdout)]
+    assert len(losses) == 2
+    assert losses[1] < losses[0] - 0.1
+    assert "the whole model again" in finished.stdout
+
+
 @pytest.mark.parametrize(
     "path",
     sorted(path for path in EXAMPLES.glob("*.py") if not path.name.startswith("own_")),
