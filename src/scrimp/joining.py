@@ -4,7 +4,8 @@ Problem  A rank that is killed answers nothing any more. The others find out in 
          exception of gloo that names an address, by one of NCCL, or not at all; and the process that another one waits
          for must not end before what it has to say is said.
 Method   `join` meets the others (`scrimp.meeting`), and makes the default process group: gloo for CPU tensors, NCCL for
-         CUDA's where CUDA is used. Beside the work a thread, the `Lookout`, looks into the store twice a second.
+         CUDA's where CUDA is used. Beside the work a thread, the `Lookout` of `scrimp.health`, looks into the store
+         twice a second.
 
          - A rank whose connection breaks closes its own connections, so that the others notice too, and leaves a note
            in the store. Every lookout answers the note, whatever its main thread does. Who does not answer is gone:
@@ -12,14 +13,13 @@ Method   `join` meets the others (`scrimp.meeting`), and makes the default proce
          - From then on the process has `LEAVE_S` seconds to unwind: a thread that waits inside of NCCL or gloo cannot
            be interrupted, so the process is then ended.
          - A store that is gone means the same, of rank 0 or of torchrun's agent.
+         - A rank whose connection holds, and that is stopped or hangs, is named by the judge of `scrimp.health`.
 
 Errors   `Joined.explained` says what an exception means for all, and whether this rank shows it: one that all ranks
          know is shown by rank 0, a bug by the first rank that has it, a lost rank by the first that is left, and what
          only this rank knows by this rank.
 Leaving  Other ranks wait until rank 0 has spoken: torchrun ends all processes as soon as one ends in an error. Rank 0
          waits for all, since it runs the store.
-Limits   A rank that hangs, and whose process lives, is not gone: the others wait for it as long as
-         `SCRIMP_COLLECTIVE_TIMEOUT` says. Which of several ranks that hang came first is not found out here.
 Checked  tests/cli/test_command_on_ranks.py, tests/cli/test_launch.py
 """
 
@@ -30,13 +30,14 @@ import json
 import os
 import re
 import signal
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Final
 
 from scrimp.errors import DeviceError, RanksError, ScrimpError, TrainingError
+from scrimp.health import HANG_S, HANG_TIMEOUT, record
+from scrimp.health.lookout import ANSWER_S, LEAVE_S, NOTE, Lookout, end_process
 from scrimp.launchers import Place, seconds_in
 from scrimp.meeting import JOIN_TIMEOUT, Meeting, speaks_without_rank_0, wait_until
 from scrimp.world import World, is_lost_connection, is_own_failure, ranks_text, told_by
@@ -46,14 +47,9 @@ COLLECTIVE_TIMEOUT: Final = "SCRIMP_COLLECTIVE_TIMEOUT"
 """Environment variable: seconds that a rank waits for the others in a collective."""
 COLLECTIVE_S: Final = 3600.0
 """Long, since all wait while one prepares a corpus; ranks that are killed are noticed at once."""
-LOOK_S: Final = 0.5
-ANSWER_S: Final = 3.0
-"""Within which the lookout of a rank that lives has answered."""
-LEAVE_S: Final = 20.0
+JUDGED_FIRST_S: Final = 60.0
+"""How much longer gloo waits than the judge of `scrimp.health`, who can say for whom."""
 DESTROY_S: Final = 3.0
-NOTE: Final = "note"
-"""Key of what a rank leaves that gives up."""
-
 Tell = Callable[[ScrimpError], None]
 
 
@@ -84,11 +80,14 @@ def join(
         uses_cuda = failure is None and _take_device(place, device)
     except DeviceError as error:
         failure = error
-    collective = timedelta(seconds=seconds_in(os.environ, COLLECTIVE_TIMEOUT, COLLECTIVE_S))
+    hang, collective = (
+        seconds_in(os.environ, name, default)
+        for name, default in ((HANG_TIMEOUT, HANG_S), (COLLECTIVE_TIMEOUT, COLLECTIVE_S))
+    )
     meeting = Meeting(place, seconds_in(os.environ, JOIN_TIMEOUT, JOIN_S), say)
     meeting.compare({**papers, "the kind of device": "cuda" if uses_cuda else "cpu"}, failure)
     _make_group(meeting, "cpu:gloo,cuda:nccl" if uses_cuda else "cpu:gloo", collective)
-    return Joined(meeting, tell)
+    return Joined(meeting, tell, hang, collective)
 
 
 def _take_device(place: Place, name: str) -> bool:
@@ -113,7 +112,7 @@ def _take_device(place: Place, name: str) -> bool:
     return True
 
 
-def _make_group(meeting: Meeting, backend: str, timeout: timedelta) -> None:
+def _make_group(meeting: Meeting, backend: str, limit: float) -> None:
     """The default process group."""
     import torch.distributed as dist
 
@@ -124,7 +123,7 @@ def _make_group(meeting: Meeting, backend: str, timeout: timedelta) -> None:
             store=dist.PrefixStore("group", meeting.store),  # type: ignore[attr-defined]
             rank=place.rank,
             world_size=place.size,
-            timeout=timeout,
+            timeout=timedelta(seconds=limit + JUDGED_FIRST_S),
         )
     except RuntimeError as error:
         raise RanksError(
@@ -138,11 +137,14 @@ def _make_group(meeting: Meeting, backend: str, timeout: timedelta) -> None:
 class Joined:
     """This rank among the others, from joining to leaving."""
 
-    def __init__(self, meeting: Meeting, tell: Tell) -> None:
+    def __init__(self, meeting: Meeting, tell: Tell, hang: float, collective: float) -> None:
         self.world = World.current()
         self._meeting, self._place, self._tell = meeting, meeting.place, tell
         self._is_explained = False
-        self._lookout = Lookout(meeting, self._last_words)
+        self._record = record()
+        self._recording = contextlib.ExitStack()
+        self._recording.enter_context(self._record.recording())
+        self._lookout = Lookout(meeting, self._record, hang, collective, self._last_words, tell)
         self._lookout.start()
 
     def explained(self, error: BaseException) -> tuple[BaseException, bool]:
@@ -170,7 +172,9 @@ class Joined:
             code: exit code of the process, which ends here where something still waits in the process group.
         """
         rank, store, lookout = self._place.rank, self._meeting.store, self._lookout
+        self._record.ended = True  # from now on its silence is none
         with contextlib.suppress(RuntimeError):  # the store is gone, and with it who would listen
+            store.set(f"health/{rank}", json.dumps(self._record.statement()))
             store.set(f"end/{rank}", "")
             if rank == 0 and self._place.hosts_store:
                 ends = [f"end/{other}" for other in range(self._place.size)]
@@ -178,7 +182,8 @@ class Joined:
             elif code != 0:
                 wait_until(lambda: lookout.sees_note or store.check(["end/0"]), COLLECTIVE_S)
         if not self._destroyed():
-            _end_process(code)
+            end_process(code)
+        self._recording.close()
         if not lookout.sees_note:
             lookout.stop()
 
@@ -241,45 +246,6 @@ class Joined:
         return not thread.is_alive()
 
 
-class Lookout(threading.Thread):
-    """Looks whether another rank has left a note, and answers it; ends a process that then does not end by itself.
-
-    Args:
-        last_words: says why, where the main thread has not.
-    """
-
-    def __init__(self, meeting: Meeting, last_words: Callable[[], None]) -> None:
-        super().__init__(name="scrimp-lookout", daemon=True)
-        self._rank, self._last_words = meeting.place.rank, last_words
-        self._store = meeting.connection()
-        self._stopped = threading.Event()
-        self.sees_note = False
-        """Whether a rank has given up: the process ends, one way or another."""
-
-    def run(self) -> None:
-        """Until `stop`, or a note and `LEAVE_S` seconds."""
-        while not self._stopped.wait(LOOK_S):
-            if self._looks():
-                self.sees_note = True
-                self._stopped.wait(LEAVE_S)
-                break
-        if not self._stopped.is_set():
-            self._last_words()
-            _end_process(TrainingError.exit_code)
-
-    def stop(self) -> None:
-        """All went well."""
-        self._stopped.set()
-
-    def _looks(self) -> bool:
-        """Whether there is a note, or no store any more."""
-        with contextlib.suppress(RuntimeError):
-            if not self._store.check([NOTE]):
-                return False
-            self._store.set(f"alive/{self._rank}", "")
-        return True
-
-
 def first_failure(error: BaseException) -> BaseException:
     """The exception that made a command fail, of those that came of one another.
 
@@ -307,14 +273,6 @@ def _ignore_signals() -> None:
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)
-
-
-def _end_process(code: int) -> None:
-    """End the process whatever its threads wait for."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(code)
 
 
 def _first_line(error: BaseException) -> str:

@@ -30,6 +30,10 @@ LISTENER = "SCRIMP_LISTENER"
 """Set by `scrimp launch` for rank 0: the open port, which nobody else can take meanwhile."""
 GRACE, GRACE_S = "SCRIMP_GRACE", 600.0
 """Seconds that a rank has to end in order, as to write its last checkpoint, before it is killed."""
+RESTARTS = "SCRIMP_RESTARTS"
+"""Set by `scrimp launch`: how often it has started the ranks again."""
+WHY_AGAIN = "SCRIMP_WHY_AGAIN"
+"""Set by `scrimp launch`: why it has."""
 _SAYING_SEVERAL = ("WORLD_SIZE", "RANK", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
 MOST_RANKS = 1 << 20
 MOST_HOSTS = 100_000
@@ -57,6 +61,8 @@ class Place:
     """As sentences name it."""
     agent_hosts_store: bool = False
     """Whether the launcher itself runs the store where the ranks meet; otherwise rank 0 does."""
+    restarts: int = 0
+    """How often the launcher has started the ranks again."""
     listener: int | None = None
     """File descriptor of the port, where the launcher holds it for rank 0."""
 
@@ -78,6 +84,16 @@ def place_of(environ: Mapping[str, str]) -> Place | None:
     if environ.get("SLURM_STEP_NUM_TASKS", "1") != "1" and "SLURM_PROCID" in environ:
         return _in_slurm_step(environ)
     return None
+
+
+def restarts_in(environ: Mapping[str, str]) -> int:
+    """How often torchrun or `scrimp launch` has started this process's ranks again; 0 without either.
+
+    Raises:
+        ConfigError: it is no number.
+    """
+    counter = "TORCHELASTIC_RESTART_COUNT" if "TORCHELASTIC_RUN_ID" in environ else RESTARTS
+    return _number(environ, counter, 0, 2**31) if counter in environ else 0
 
 
 def seconds_in(environ: Mapping[str, str], name: str, default: float) -> float:
@@ -112,7 +128,7 @@ def _by_torchrun(environ: Mapping[str, str]) -> Place | None:
             expected="the host of rank 0",
             do="start the ranks with torchrun, scrimp launch or srun",
         )
-    run, attempt = environ.get("TORCHELASTIC_RUN_ID", ""), environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    run, restarts = environ.get("TORCHELASTIC_RUN_ID", ""), restarts_in(environ)
     return Place(
         rank,
         size,
@@ -120,9 +136,10 @@ def _by_torchrun(environ: Mapping[str, str]) -> Place | None:
         local_size,
         address,
         _number(environ, "MASTER_PORT", 1, 65535),
-        f"{run}.{attempt}" if run else environ.get(LAUNCH, ""),
+        f"{run}.{restarts}" if run else environ.get(LAUNCH, ""),
         "torchrun" if run else "scrimp launch" if LAUNCH in environ else "the environment",
         agent_hosts_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        restarts=restarts,
         listener=_number(environ, LISTENER, 3, 2**20) if rank == 0 and LISTENER in environ else None,
     )
 

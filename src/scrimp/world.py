@@ -58,6 +58,8 @@ TELLING_S = 30
 """Seconds that a rank waits for others to hear of its failure: they may wait in a collective for it to join them."""
 
 Made = TypeVar("Made")
+_doing: list[str] = []
+"""What this rank does alone or together, and other ranks may wait for, the innermost last."""
 
 
 class RankFailedError(Exception):
@@ -66,6 +68,20 @@ class RankFailedError(Exception):
 
 def _as_it_is(value: Any) -> Any:
     return value
+
+
+def announced() -> str | None:
+    """What this rank does at the moment that others may wait for, as the innermost `once` or `writer_first` says it."""
+    return next(iter(_doing[-1:]), None)
+
+
+@contextlib.contextmanager
+def _announced(what: str) -> Iterator[None]:
+    _doing.append(what)
+    try:
+        yield
+    finally:
+        _doing.pop()
 
 
 @dataclass(frozen=True)
@@ -161,7 +177,8 @@ class World:
         if self.size == 1:
             return make()
         try:
-            made = write(make()) if self.is_writer else None
+            with _announced(doing):
+                made = write(make()) if self.is_writer else None
         except Exception as error:
             self._fail(error, doing)
             raise
@@ -193,7 +210,7 @@ class World:
     @contextlib.contextmanager
     def writer_first(self, doing: str) -> Iterator[None]:
         """All ranks do the same, the others when the writer is done: it leaves files that they find."""
-        with self.together(doing):
+        with self.together(doing), _announced(doing):
             if not self.is_writer:
                 self.barrier()
             yield

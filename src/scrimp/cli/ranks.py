@@ -6,12 +6,15 @@ Printing   Standard output and standard error of all ranks but the first lead no
 Mistakes   A command line that is wrong on one node alone is told at the meeting: all ranks end, with one message.
 Launcher   A rank whose launcher is gone, by kill -9 say, gets SIGTERM from a thread of its own, and so writes its last
            checkpoint as if the launcher had asked for it.
-Checked    tests/cli/test_command_on_ranks.py
+Restarts   Ranks that their launcher has started again (`--restarts`, torchrun's `--max-restarts`) go on with the run
+           that is in the folder.
+Checked    tests/cli/test_command_on_ranks.py, tests/cli/test_restarts.py
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import os
 import platform
@@ -30,7 +33,9 @@ from scrimp.cli.commands import Command, Train, build, carry_out
 from scrimp.cli.show import say, show_error
 from scrimp.config import flatten
 from scrimp.errors import ConfigError, ScrimpError
-from scrimp.launchers import GRACE, GRACE_S, LAUNCH, Place, seconds_in
+from scrimp.health import record
+from scrimp.launchers import GRACE, GRACE_S, LAUNCH, WHY_AGAIN, Place, seconds_in
+from scrimp.world import World
 
 TAKING_PART = ("train",)
 """Commands that run on several ranks."""
@@ -80,6 +85,8 @@ def _together(
         )
         assert command is not None, "a failure would have been raised"
         with joined.world.together(f"scrimp {name}"):
+            if joined.world.any(place.restarts > 0):
+                command = going_on(command, joined.world)
             code = carry_out(name, command, given)
         sys.stdout.flush()
     except BaseException as raised:
@@ -94,6 +101,29 @@ def _together(
     if joined is not None:
         joined.leave(code)
     return code
+
+
+def going_on(command: Command, world: World) -> Command:
+    """The same command when its ranks are started again: a run that is there goes on from its newest checkpoint.
+
+    Without one it begins anew, where it has never had any (`scrimp train --resume`).
+
+    Raises:
+        ConfigError: nobody can say which run was begun.
+    """
+    if not isinstance(command, Train):
+        return command
+    folder = command.config.run.dir
+    if folder is None:
+        raise ConfigError(
+            "a run whose folder has no name cannot go on when its ranks are started again",
+            expected="--run.dir",
+            do="find the run in runs/, and go on with --run.dir and --resume",
+        )
+    why = os.environ.get(WHY_AGAIN) or "ranks were started again by their launcher"
+    record().findings.append(("restart", why))
+    holds_run = world.once("looking for the run", lambda: (folder / "config.toml").is_file())
+    return dataclasses.replace(command, resume=True, resume_from=None) if holds_run else command
 
 
 def refuse_ranks(name: str, got: str) -> None:
