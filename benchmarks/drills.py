@@ -1,7 +1,7 @@
-"""Ranks that are killed, stopped or asked to end at random moments: are they noticed and named, and does the run go on?
+"""Ranks that are killed, stopped or asked to end at random: are they noticed and named, and does the run go on?
 
-Method   A drill is a run of a tiny model on two processes by `scrimp launch --restarts 1`. One rank gets SIGKILL, SIGSTOP
-         or SIGTERM: in the first seconds, in a step, beside a checkpoint, or in an evaluation. Drill i draws all that
+Method   A drill is a run of a tiny model on two processes by `scrimp launch --restarts 1`. One rank gets SIGKILL,
+         SIGSTOP or SIGTERM: in the first seconds, in a step, beside a checkpoint, or in an evaluation. Drill i draws all that
          from the generator with seed i. What it must show:
 
          noticed   seconds from the signal to the first line that says so (of SIGTERM: to the launcher's end)
@@ -146,12 +146,20 @@ class Drill:
         return time.monotonic()
 
     def _noticed(self, gone: float) -> float:
-        signs = [at for at, text in self._lines if text.startswith("error:") or "was ended by" in text]
+        signs = [
+            at
+            for at, text in self._lines
+            if text.startswith("error:") or "was ended by" in text or "is stopped" in text
+        ]
         return min([*signs, gone])
 
     def _named(self) -> bool:
         """Whether the signalled rank is named, and no other; SIGTERM asks, and nobody is to blame."""
-        errors = [text for _, text in self._lines if text.startswith("error:") or "was ended by" in text]
+        errors = [
+            text
+            for _, text in self._lines
+            if text.startswith("error:") or "was ended by" in text or "is stopped" in text
+        ]
         others = [text for text in errors if f"rank {1 - self.rank}" in text]
         return not others and (
             self.signal == "SIGTERM" or any(f"rank {self.rank}" in text for text in errors)

@@ -10,10 +10,11 @@ Method   One process for each rank, in a process group of its own, so that Ctrl-
 Ends     The exit code is that of the first rank that failed, 128 + n where signal n ended it. The others notice by
          themselves (`scrimp.joining`); `ASK_S` seconds later they get SIGTERM, and SIGKILL after the grace. Ranks see
          that this process is gone (`scrimp.cli.ranks`), also by kill -9.
-         A rank that is stopped is killed once another one has failed.
+         A rank that is stopped (SIGSTOP), beside others that are not, is killed after `STOPPED_S` seconds: it would
+         neither notice that others are gone nor take SIGTERM, and nobody else notices before the ranks have met.
 Restarts `--restarts N`: after any failure but bad input (exit code 2) or a signal that asks to end, all ranks are
-         started again, up to N times, and go on from the newest checkpoint (`scrimp.cli.ranks`). Where `--min-ranks` allows it,
-         a slot (a device) whose process was lost twice is left out.
+         started again, up to N times, and go on from the newest checkpoint (`scrimp.cli.ranks`). Where `--min-ranks`
+         allows it, a slot (a device) whose process was lost twice is left out.
 Limits   One machine; for several there is torchrun with --max-restarts. Only what a signal ended counts as a lost slot:
          of a main thread that hangs its rank is named, and its slot is kept.
 Checked  tests/cli/test_launch.py, tests/cli/test_restarts.py, benchmarks/drills.py
@@ -41,12 +42,10 @@ from scrimp.errors import ScrimpError
 from scrimp.launchers import GRACE, LAUNCH, LISTENER, RESTARTS, WHY_AGAIN
 
 ASK_S: Final = 10.0
-STOPPED_S: Final = 3.0
-"""After the first rank has failed: one that is stopped then is killed, since it cannot end by itself."""
+STOPPED_S, STOPPED_LAST_S = 8.0, 2.0
+"""That a rank may be stopped; the second one after another rank has failed. Judges among the ranks come first."""
 LOST_TOO_OFTEN: Final = 2
 _LOOK_S: Final = 0.05
-_FINAL_CODES: Final = (0, ScrimpError.exit_code)
-"""Ranks that end so are not started again: all is well, or the user has to change something."""
 _PASSED_ON: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -71,7 +70,7 @@ def launch(words: Sequence[str], ranks: int, grace: float, restarts: Restarts = 
     with _noting(signals):
         for number in itertools.count():
             end = _run_once(words, slots, {RESTARTS: str(number), WHY_AGAIN: why}, grace, signals)
-            if end.code in _FINAL_CODES or end.is_asked or number == restarts.most:
+            if end.is_final or number == restarts.most:
                 return end.code
             losses.update(end.lost)
             twice = [slot for slot in slots if losses[slot] >= LOST_TOO_OFTEN]
@@ -90,6 +89,11 @@ class _End:
     """Whether a signal asked for it: the run is to stay ended."""
     lost: list[int]
     """Slots whose processes were ended by a signal from elsewhere, or stopped."""
+
+    @property
+    def is_final(self) -> bool:
+        """Whether another start is no help: all is well, somebody asked, or the user has to change something."""
+        return self.code == 0 or self.is_asked or (self.code == ScrimpError.exit_code and not self.lost)
 
 
 def _run_once(
@@ -169,7 +173,8 @@ class _Watch:
         self._running = dict(enumerate(children))
         self._signals, self._grace = signals, grace
         self._code = 0
-        self._ask_at = self._kill_at = self._stopped_at = float("inf")
+        self._ask_at = self._kill_at = float("inf")
+        self._stopped_since: dict[int, float] = {}
         self.is_asked = False
         """Whether a signal has asked the ranks to end: here, or one of them."""
         self.lost: list[int] = []
@@ -181,9 +186,8 @@ class _Watch:
         while self._running:
             self._pass_on()
             self._take_ended()
+            self._kill_stopped()
             now = time.monotonic()
-            if now > self._stopped_at:
-                self._kill_stopped()
             if now > self._ask_at:
                 self._ask_at = float("inf")
                 self._send(signal.SIGTERM)
@@ -196,11 +200,15 @@ class _Watch:
         return self._code
 
     def _kill_stopped(self) -> None:
-        """Whoever is stopped (SIGSTOP, a debugger) neither notices that a rank is gone nor takes SIGTERM."""
-        for rank, child in self._running.items():
-            if _is_stopped(child.pid):
+        now, limit = time.monotonic(), STOPPED_LAST_S if self._code else STOPPED_S
+        stopped = [rank for rank, child in self._running.items() if _is_stopped(child.pid)]
+        if len(stopped) == len(self._running) and not self._code:
+            stopped = []  # somebody holds the whole job
+        self._stopped_since = {rank: self._stopped_since.get(rank, now) for rank in stopped}
+        for rank, since in self._stopped_since.items():
+            if now - since > limit:
                 say(f"rank {rank} is stopped, and cannot end by itself: it is killed")
-                child.kill()
+                self._running[rank].kill()
 
     def _pass_on(self) -> None:
         while self._signals:
@@ -222,7 +230,6 @@ class _Watch:
                 self._code = code if code > 0 else 128 - code
                 # A rank that a signal asked to end has unwound: its code is positive, unless it came very early.
                 self.is_asked |= code > 128 or -code in _PASSED_ON
-                self._stopped_at = time.monotonic() + STOPPED_S
                 now = time.monotonic()
                 if self._kill_at == float("inf"):
                     self._ask_at, self._kill_at = now + ASK_S, now + self._grace
