@@ -1,8 +1,8 @@
 """Ranks that are killed, stopped or asked to end at random: are they noticed and named, and does the run go on?
 
 Method   A drill is a run of a tiny model on two processes by `scrimp launch --restarts 1`. One rank gets SIGKILL,
-         SIGSTOP or SIGTERM: in the first seconds, in a step, beside a checkpoint, or in an evaluation. Drill i draws all that
-         from the generator with seed i. What it must show:
+         SIGSTOP or SIGTERM: in the first seconds, in a step, beside a checkpoint, or in an evaluation. Drill i draws
+         all that from the generator with seed i. What it must show:
 
          noticed   seconds from the signal to the first line that says so (of SIGTERM: to the launcher's end)
          gone      seconds from that line until none of the first ranks is left; at most 10
