@@ -226,7 +226,8 @@ class _Watch:
             if code < 0:
                 if not self._has_ended_them:
                     self.lost.append(rank)
-                say(f"rank {rank} was ended by {_signal_name(-code)}")
+                if not (self._has_ended_them and -code == signal.SIGTERM):  # which this process sent
+                    say(f"rank {rank} was ended by {_signal_name(-code)}")
             if code != 0 and self._code == 0:
                 self._code = code if code > 0 else 128 - code
                 # A rank that a signal asked to end has unwound: its code is positive, unless it came very early.

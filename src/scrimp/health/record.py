@@ -68,7 +68,7 @@ class Record:
     findings: deque[tuple[str, str]] = field(default_factory=deque)
     """What is to be told of the ranks between two steps: the kind of an event, and its sentence."""
     on_loss: Callable[[ScrimpError], None] | None = None
-    _groups: dict[Any, Count] = field(default_factory=dict)
+    _groups: dict[str, Count] = field(default_factory=dict)
     _steps: deque[tuple[int, float, float]] = field(default_factory=lambda: deque(maxlen=STEPS))
     _moved: float = 0.0
     _waited: float = 0.0
@@ -140,7 +140,8 @@ class Record:
 
         def recorded(*arguments: Any, **named: Any) -> Any:
             group = named.get("group") or _group_in(arguments)
-            count = self._groups.get(group) or self._new_count(group)
+            # By its name: a group that something still holds cannot be destroyed in order.
+            count = self._groups.get("" if group is None else group.group_name) or self._new_count(group)
             begin = time.monotonic()
             if self._warm and self.step is not None:
                 self.longest_work = max(self.longest_work, begin - self._moved)
@@ -163,10 +164,10 @@ class Record:
         import torch.distributed as dist
 
         if group is None or group is dist.group.WORLD:
-            count = self._groups.setdefault(None, Count("all", list(range(dist.get_world_size()))))
+            count = self._groups.setdefault("", Count("all", list(range(dist.get_world_size()))))
         else:
             count = Count(group.group_name, dist.get_process_group_ranks(group))
-        return self._groups.setdefault(group, count)
+        return self._groups.setdefault("" if group is None else group.group_name, count)
 
 
 def _group_in(arguments: tuple[Any, ...]) -> Any:

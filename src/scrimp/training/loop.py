@@ -8,7 +8,7 @@
     Evaluations     the held-out loss
     WriteRecord     all figures to metrics.jsonl: before a checkpoint, from which a run may be resumed
     Guards          outliers; the end of a run whose steps are not finite
-    Ranks           of several those that are slow
+    RankFindings    of several those that are slow
     Checkpoints     those that are complete, and the next one
 
 A plan that changes is told to the model, the memory phases, the meter and plan.json by `PlanInForce`.
@@ -28,7 +28,7 @@ from scrimp.training.callbacks import (
     Guards,
     MeasureStep,
     PlanPrecision,
-    Ranks,
+    RankFindings,
     Record,
     WriteRecord,
 )
@@ -61,7 +61,7 @@ class Trainer:
             self.evaluations,
             WriteRecord(run),
             Guards(run, self.stepper.guard),
-            Ranks(run),
+            RankFindings(run),
             self.checkpoints,
         ]
 

@@ -9,7 +9,7 @@ from scrimp.training.callbacks.guards import Guards
 from scrimp.training.callbacks.memory_check import CheckMemory
 from scrimp.training.callbacks.metrics import MeasureStep, WriteRecord
 from scrimp.training.callbacks.precision import PlanPrecision
-from scrimp.training.callbacks.ranks import Ranks
+from scrimp.training.callbacks.rank_findings import RankFindings
 
 __all__ = [
     "Callback",
@@ -19,7 +19,7 @@ __all__ = [
     "Guards",
     "MeasureStep",
     "PlanPrecision",
-    "Ranks",
+    "RankFindings",
     "Record",
     "WriteRecord",
 ]

@@ -7,7 +7,7 @@ from scrimp.training.callbacks.base import Callback
 from scrimp.training.run import Run
 
 
-class Ranks(Callback):
+class RankFindings(Callback):
     """Tells of ranks that are slow, and that all were started again."""
 
     def __init__(self, run: Run) -> None:

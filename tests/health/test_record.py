@@ -1,0 +1,52 @@
+"""What ranks note of themselves on gloo, as one of them comes late."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from distributed import spawn
+
+from scrimp.health import record
+from scrimp.world import World
+
+
+def late(rank: int) -> list[dict[str, Any]]:
+    """Statements after a step, inside what rank 0 does alone, and after all; the second rank is late in the step."""
+    noted, said = record(), []
+    alone = dist.new_group([0])
+    with noted.recording(), noted.training(lambda error: None):
+        for step in range(1, 5):
+            with noted.in_step(step):
+                time.sleep(0.3 if rank == 1 and step == 4 else 0.0)
+                dist.all_reduce(torch.ones(2))
+                dist.all_reduce(torch.ones(2), dist.ReduceOp.SUM, dist.group.WORLD)
+                if rank == 0:
+                    dist.all_reduce(torch.ones(2), group=alone)
+        said.append(noted.statement())
+        World(rank, 2).once("a long task", lambda: said.append(noted.statement()))
+    dist.all_reduce(torch.ones(2))  # no longer noted
+    said.append(noted.statement())
+    return said
+
+
+def test_counters_are_alike_and_times_say_who_was_late(tmp_path: Path) -> None:
+    first, second = spawn(2, late, tmp_path)
+    for rank, said in enumerate((first, second)):
+        groups = {tuple(ranks): (entered, left) for _, ranks, entered, left, _ in said[0]["groups"]}
+        assert groups.pop((0, 1)) == (8, 8)
+        assert groups == ({(0,): (4, 4)} if rank == 0 else {})
+        assert said[0]["steady"]
+        assert [step for step, *_ in said[0]["steps"]] == [1, 2, 3, 4]
+    waits = [said[0]["steps"][-1][2] for said in (first, second)]
+    assert waits[0] - waits[1] > 0.2
+    assert second[0]["longest"][0] > 0.2
+    assert first[0]["longest"][1] > 0.2
+    assert first[1]["doing"] == "a long task"
+    assert (first[0]["doing"], first[-1]["doing"]) == (None, None)
+    assert not first[-1]["steady"]
+    entered = [one[2] for one in first[-1]["groups"] if one[1] == [0, 1]]
+    assert entered == [9]  # 8, and what `once` told
