@@ -189,22 +189,22 @@ def test_a_signal_ends_a_rank_that_waits(tmp_path: Path) -> None:
 
 
 OWN = """
+from dataclasses import dataclass
 import os
 import torch
 import torch.distributed as dist
+from scrimp.health import record
+from scrimp.objectives.next_token import NextToken
 
-class Talking(torch.optim.SGD):
+@dataclass(frozen=True)
+class Talking(NextToken):
     "Talks with the other ranks in each step, as layouts do."
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, lr=lr)
-        self.steps = 0
-
-    def step(self, closure=None):
-        self.steps += 1
-        if os.environ["RANK"] == "1" and self.steps == 4:
+    def loss(self, model, batch, *, chunk=0):
+        if os.environ["RANK"] == "1" and record().step == 4:
             {trouble}
-        dist.all_reduce(torch.ones(1000))
-        super().step(closure)
+        if record().step:
+            dist.all_reduce(torch.ones(1000))
+        return super().loss(model, batch, chunk=chunk)
 """
 
 
@@ -217,7 +217,7 @@ def talking(folder: Path, trouble: str, size: int = 2) -> list[tuple[int, str]]:
     return ended(
         [
             start(
-                ["-m", "scrimp", *words, f"--optimizer.name={code}:Talking", "--trust-code"],
+                ["-m", "scrimp", *words, f"--objective.name={code}:Talking", "--trust-code"],
                 environment(folder, **by_environment(rank, size, port)),
             )
             for rank in range(size)

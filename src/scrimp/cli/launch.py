@@ -41,7 +41,7 @@ from scrimp.cli.show import say
 from scrimp.errors import ScrimpError
 from scrimp.launchers import GRACE, LAUNCH, LISTENER, RESTARTS, WHY_AGAIN
 
-ASK_S: Final = 6.0
+ASK_S: Final = 4.0
 """After which ranks that did not notice by themselves, such as one that still waits for all to come, are asked."""
 STOPPED_S, STOPPED_LAST_S = 8.0, 2.0
 """That a rank may be stopped; the second one after another rank has failed. Judges among the ranks come first."""
