@@ -40,7 +40,7 @@ from scrimp.launchers import Place  # noqa: E402
 from scrimp.meeting import Meeting  # noqa: E402
 
 WIDTH, LAYERS, ROWS = 256, 8, 64
-ROUNDS, BLOCK, WARM = 60, 10, 10
+ROUNDS, BLOCK, WARM = 24, 5, 5
 CALLS = 200_000
 
 

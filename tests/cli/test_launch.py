@@ -167,6 +167,7 @@ def test_a_rank_that_does_not_end_is_killed_after_the_grace(
 ) -> None:
     """One rank fails, the other one hears nothing."""
     (tmp_path / "scrimp").mkdir()
+    (tmp_path / "scrimp" / "__init__.py").touch()
     (tmp_path / "scrimp" / "__main__.py").write_text(
         "import os, signal, sys, time\n"
         "if os.environ['RANK'] == '0': sys.exit(3)\n"
