@@ -11,7 +11,7 @@ Method   Twice a second `Lookout` looks into the store of `scrimp.meeting`.
 
          Rank 0 runs the store, so that a call to it may never return once that rank is stopped. On the others a second
          thread, `Guard`, counts its own looks since the last sign of rank 0; its own stops do not count.
-Checked  tests/cli/test_ranks.py, tests/cli/test_hangs.py
+Checked  tests/cli/test_command_on_ranks.py, tests/cli/test_hangs.py
 """
 
 from __future__ import annotations
