@@ -29,14 +29,21 @@ def environment(folder: Path, *, source: Path = SOURCE, **more: str) -> dict[str
     return {**os.environ, **own, **more}
 
 
-def start(words: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[str]:
-    """A process of Python, both of its streams in one pipe; it ignores no signal."""
+def start(
+    words: Sequence[str], environ: Mapping[str, str], handed: Sequence[int] = ()
+) -> subprocess.Popen[str]:
+    """A process of Python, both of its streams in one pipe; it ignores no signal.
+
+    Args:
+        handed: file descriptors that it gets.
+    """
     return subprocess.Popen(
         [sys.executable, *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         env=dict(environ),
+        pass_fds=handed,
         # A shell's background job starts with SIGINT ignored, and hands that on.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )

@@ -35,7 +35,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Final
 
-from scrimp.errors import DeviceError, RanksError, ScrimpError, TrainingError
+from scrimp.errors import ConfigError, DeviceError, RanksError, ScrimpError, TrainingError
 from scrimp.health import HANG_S, HANG_TIMEOUT, record
 from scrimp.health.lookout import ANSWER_S, LEAVE_S, NOTE, Lookout, end_process
 from scrimp.launchers import Place, seconds_in
@@ -72,22 +72,35 @@ def join(
         tell: shows an error from the lookout's thread, just before it ends the process.
 
     Raises:
-        ConfigError: a limit in the environment is no number.
-        ScrimpError: the ranks do not meet, are not equal, or one of them cannot take part.
+        ScrimpError: the ranks do not meet, are not equal, or one of them cannot take part, as where a limit in its
+            environment is no number.
     """
-    uses_cuda = False
+    limits, wrong = _limits()
+    failure, uses_cuda = failure or wrong, False
     try:
         uses_cuda = failure is None and _take_device(place, device)
     except DeviceError as error:
         failure = error
-    hang, collective = (
-        seconds_in(os.environ, name, default)
-        for name, default in ((HANG_TIMEOUT, HANG_S), (COLLECTIVE_TIMEOUT, COLLECTIVE_S))
-    )
-    meeting = Meeting(place, seconds_in(os.environ, JOIN_TIMEOUT, JOIN_S), say)
+    meeting = Meeting(place, limits[JOIN_TIMEOUT], say)
     meeting.compare({**papers, "the kind of device": "cuda" if uses_cuda else "cpu"}, failure)
-    _make_group(meeting, "cpu:gloo,cuda:nccl" if uses_cuda else "cpu:gloo", collective)
-    return Joined(meeting, tell, hang, collective)
+    _make_group(meeting, "cpu:gloo,cuda:nccl" if uses_cuda else "cpu:gloo", limits[COLLECTIVE_TIMEOUT])
+    return Joined(meeting, tell, limits[HANG_TIMEOUT], limits[COLLECTIVE_TIMEOUT])
+
+
+def _limits() -> tuple[dict[str, float], ConfigError | None]:
+    """Seconds that the environment sets, by variable, and what is wrong in it: then what stands there is the
+    default, since the other ranks have to hear of the mistake."""
+    found, wrong = {}, None
+    for name, default in (
+        (JOIN_TIMEOUT, JOIN_S),
+        (HANG_TIMEOUT, HANG_S),
+        (COLLECTIVE_TIMEOUT, COLLECTIVE_S),
+    ):
+        try:
+            found[name] = seconds_in(os.environ, name, default)
+        except ConfigError as error:
+            found[name], wrong = default, wrong or error
+    return found, wrong
 
 
 def _take_device(place: Place, name: str) -> bool:
@@ -147,6 +160,11 @@ class Joined:
         self._lookout = Lookout(meeting, self._record, hang, collective, self._last_words, tell)
         self._lookout.start()
 
+    @property
+    def is_again(self) -> bool:
+        """Whether these ranks were started again, as far as this one knows."""
+        return self._place.restarts > 0 or self._meeting.round > 1
+
     def explained(self, error: BaseException) -> tuple[BaseException, bool]:
         """What an exception that ends the command means, and whether this rank shows it, with its rank if it is the
         only one to know of it."""
@@ -181,11 +199,11 @@ class Joined:
                 wait_until(lambda: lookout.sees_note or store.check(ends), COLLECTIVE_S)
             elif code != 0:
                 wait_until(lambda: lookout.sees_note or store.check(["end/0"]), COLLECTIVE_S)
-        if not self._destroyed():
-            end_process(code)
-        self._recording.close()
         if not lookout.sees_note:
             lookout.stop()
+        if not (self._destroyed() and lookout.is_settled()):
+            end_process(code)
+        self._recording.close()
 
     def _loss(self, saw: str) -> tuple[ScrimpError, bool]:
         """Another rank is gone: which one, if that can be found out, and whether this rank says so."""

@@ -61,8 +61,10 @@ class Place:
     """As sentences name it."""
     agent_hosts_store: bool = False
     """Whether the launcher itself runs the store where the ranks meet; otherwise rank 0 does."""
+    holds_port: bool = False
+    """Whether the launcher has opened the port before rank 0 can answer there."""
     restarts: int = 0
-    """How often the launcher has started the ranks again."""
+    """How often the launcher has started this rank again; those of other nodes may have another number."""
     listener: int | None = None
     """File descriptor of the port, where the launcher holds it for rank 0."""
 
@@ -128,7 +130,7 @@ def _by_torchrun(environ: Mapping[str, str]) -> Place | None:
             expected="the host of rank 0",
             do="start the ranks with torchrun, scrimp launch or srun",
         )
-    run, restarts = environ.get("TORCHELASTIC_RUN_ID", ""), restarts_in(environ)
+    run = environ.get("TORCHELASTIC_RUN_ID", "")
     return Place(
         rank,
         size,
@@ -136,10 +138,11 @@ def _by_torchrun(environ: Mapping[str, str]) -> Place | None:
         local_size,
         address,
         _number(environ, "MASTER_PORT", 1, 65535),
-        f"{run}.{restarts}" if run else environ.get(LAUNCH, ""),
+        run or environ.get(LAUNCH, ""),
         "torchrun" if run else "scrimp launch" if LAUNCH in environ else "the environment",
         agent_hosts_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        restarts=restarts,
+        holds_port=LAUNCH in environ and not run,
+        restarts=restarts_in(environ),
         listener=_number(environ, LISTENER, 3, 2**20) if rank == 0 and LISTENER in environ else None,
     )
 

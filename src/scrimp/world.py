@@ -141,9 +141,13 @@ class World:
             TrainingError: on every rank, with the ranks and what each of them has.
         """
         if not self.same(value):
+            values = self.gathered(value)
+            is_short = max(len(str(one)) for one in values) <= errors.LONGEST
+            where, parts = ("", values) if is_short else first_difference(values)
+            found = differences_text(list(map(errors.shortened, parts)))
             raise TrainingError(
                 f"ranks differ in {what}",
-                got=differences_text(self.gathered(errors.shortened(value))),
+                got=f"{where}: {found}" if where else found,
                 expected="the same on all ranks",
                 do=do,
             )
@@ -324,6 +328,23 @@ def _comes_of_loss(error: BaseException | None) -> bool:
 def is_own_failure(error: BaseException) -> bool:
     """Whether the other ranks know of an error, or this one has at least tried to tell them."""
     return hasattr(error, _TOLD)
+
+
+def first_difference(values: Sequence[Any]) -> tuple[str, list[Any]]:
+    """Where JSON values begin to differ, as keys joined by dots, and what each of them has there; None: nothing."""
+    if all(isinstance(one, dict) for one in values):
+        keys = dict.fromkeys(key for one in values for key in one)
+        inner = ((str(key), [one.get(key) for one in values]) for key in keys)
+    elif all(isinstance(one, list) for one in values):
+        longest = max(map(len, values))
+        inner = ((str(at), [dict(enumerate(one)).get(at) for one in values]) for at in range(longest))
+    else:
+        return "", list(values)
+    for key, parts in inner:
+        if any(one != parts[0] for one in parts):
+            where, found = first_difference(parts)
+            return f"{key}.{where}".rstrip("."), found
+    return "", list(values)
 
 
 def differences_text(values: list[Any]) -> str:

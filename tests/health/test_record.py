@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import torch.distributed as dist
 from distributed import spawn
 
 from scrimp.health import record
+from scrimp.health.record import place_of_main_thread
 from scrimp.world import World
 
 
@@ -31,6 +35,41 @@ def late(rank: int) -> list[dict[str, Any]]:
     dist.all_reduce(torch.ones(2))  # no longer noted
     said.append(noted.statement())
     return said
+
+
+class Held:
+    """Something that can be referred to weakly."""
+
+
+def made_and_left() -> weakref.ref[Held]:
+    held = Held()
+    for _ in range(50):  # time in which the other thread looks
+        pass
+    return weakref.ref(held)
+
+
+def test_the_place_of_the_main_thread_is_read_without_keeping_anything_of_it() -> None:
+    """A frame that another thread holds keeps all locals; a memory trace would count them."""
+    places: list[str | None] = []
+    stopped, before = threading.Event(), sys.getswitchinterval()
+
+    def look() -> None:
+        while not stopped.is_set():
+            places.append(place_of_main_thread())
+
+    thread = threading.Thread(target=look)
+    sys.setswitchinterval(1e-5)
+    thread.start()
+    try:
+        kept = 0
+        while len(places) < 100:
+            kept += made_and_left()() is not None
+    finally:
+        sys.setswitchinterval(before)
+        stopped.set()
+        thread.join()
+    assert kept == 0
+    assert any(place is not None and "test_record.py" in place for place in places)
 
 
 def test_counters_are_alike_and_times_say_who_was_late(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from scrimp.cli.commands import Command, Train, build, carry_out
 from scrimp.cli.show import say, show_error
 from scrimp.config import flatten
 from scrimp.errors import ConfigError, ScrimpError
+from scrimp.files import storage_error
 from scrimp.health import record
 from scrimp.launchers import GRACE, GRACE_S, LAUNCH, WHY_AGAIN, Place, seconds_in
 from scrimp.world import World
@@ -48,15 +49,17 @@ def on_ranks(place: Place, words: Sequence[str], answer: Callable[[BaseException
     Args:
         answer: shows an exception, and gives its exit code.
     """
-    _prepare_process()
     with _voice(place.rank == 0) as voice:
         command, given, failure = None, frozenset[str](), None
         try:
+            _prepare_process()
             refuse_ranks(words[0], f"rank {place.rank} of {place.size}, by {place.launcher}")
             command, given = build(words[0], words[1:])
             papers = papers_of(command, words)
         except ScrimpError as error:
             failure, papers = error, {}
+        except OSError as error:
+            failure, papers = storage_error(error, "a file that the command names cannot be read"), {}
         return _together(place, words[0], command, given, papers, failure, answer, voice)
 
 
@@ -70,8 +73,9 @@ def _together(
     answer: Callable[[BaseException], int],
     voice: Voice,
 ) -> int:
+    from scrimp.health.lookout import end_process
     from scrimp.joining import join
-    from scrimp.meeting import is_shown_here
+    from scrimp.meeting import is_connecting, is_shown_here
 
     joined = None
     try:
@@ -85,7 +89,7 @@ def _together(
         )
         assert command is not None, "a failure would have been raised"
         with joined.world.together(f"scrimp {name}"):
-            if joined.world.any(place.restarts > 0):
+            if joined.world.any(joined.is_again):
                 command = going_on(command, joined.world)
             code = carry_out(name, command, given)
         sys.stdout.flush()
@@ -100,6 +104,8 @@ def _together(
         code = answer(error)
     if joined is not None:
         joined.leave(code)
+    elif is_connecting():
+        end_process(code)
     return code
 
 

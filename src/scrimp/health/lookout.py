@@ -65,7 +65,7 @@ class Lookout(threading.Thread):
         self._store = meeting.connection()
         self._judge = Judge(limit, elsewhere) if meeting.place.rank == 0 else None
         self._keys = [f"health/{rank}" for rank in range(meeting.place.size)]
-        self._stopped = threading.Event()
+        self._stopped, self._settled = threading.Event(), threading.Event()
         self.rank_0: Mapping[str, Any] = {}
         """What rank 0 has last said, on the others."""
         self.sees_note = False
@@ -83,15 +83,19 @@ class Lookout(threading.Thread):
         while not self._stopped.wait(LOOK_S):
             if self._looks():
                 self.sees_note = True
-                self._stopped.wait(LEAVE_S)
                 break
-        if not self._stopped.is_set():
+        self._settled.set()
+        if not self._stopped.wait(LEAVE_S):
             self._last_words()
             end_process(TrainingError.exit_code)
 
     def stop(self) -> None:
         """All went well."""
         self._stopped.set()
+
+    def is_settled(self) -> bool:
+        """Whether it calls the store no more, after `ANSWER_S` seconds at the latest; see `meeting.is_connecting`."""
+        return self._settled.wait(ANSWER_S)
 
     @property
     def is_over(self) -> bool:

@@ -8,7 +8,7 @@ Method   As in C4 (arXiv 2406.04594): a counter for each process group, one more
          (`scrimp.world.announced`), and of each of the last `STEPS` steps the seconds, and those spent in collectives.
          A thread beside the work (`scrimp.joining.Lookout`) sends this as `statement` twice a second; once the counters
          stand still it adds the line of Python where the main thread is.
-Cost     Two readings of a clock and a few additions for each collective (`benchmarks/health.py` measures it).
+Cost     Two readings of a clock and a few additions for each collective (`benchmarks/rank_health.py` measures it).
 Limits   A collective that returns before it is over (CUDA, `async_op`) counts as left at once: a wait for it does not
          show, and its lateness neither. There NCCL's own watchdog ends what hangs.
 Checked  tests/health/test_record.py
@@ -17,10 +17,11 @@ Checked  tests/health/test_record.py
 from __future__ import annotations
 
 import contextlib
-import sys
+import faulthandler
+import re
+import tempfile
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -187,12 +188,26 @@ def record() -> Record:
     return _RECORD
 
 
+_PLACE = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+
+
 def place_of_main_thread() -> str | None:
-    """File, line and function in which the main thread is: the innermost that is no part of an installed package."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    if frame is None:
+    """File, line and function in which the main thread is: the innermost that is no part of an installed package.
+
+    By `faulthandler`, which reads stacks and holds nothing. Who takes a frame from another thread keeps all its local
+    variables alive while looking at it: tensors would be freed later than the program says, and the memory trace of a
+    run would count what another one's does not.
+    """
+    try:
+        with tempfile.TemporaryFile() as file:
+            faulthandler.dump_traceback(file)
+            file.seek(0)
+            text = file.read().decode(errors="replace")
+    except OSError:  # no room for a file: then without a place
         return None
-    stack = traceback.extract_stack(frame)
-    own = [one for one in stack if "site-packages" not in one.filename and not one.filename.startswith("<")]
-    chosen = (own or list(stack))[-1]
-    return f"{chosen.filename}:{chosen.lineno} in {chosen.name}"
+    _, _, own = text.partition(f"hread 0x{threading.main_thread().ident or 0:016x}")
+    stack = [
+        found.groups() for line in own.partition("\n\n")[0].splitlines() if (found := _PLACE.fullmatch(line))
+    ]
+    chosen = [one for one in stack if "site-packages" not in one[0] and not one[0].startswith("<")] or stack
+    return "{}:{} in {}".format(*chosen[0]) if chosen else None
