@@ -4,7 +4,8 @@ Method   A drill is a run of a tiny model on two processes by `scrimp launch --r
          SIGSTOP or SIGTERM: in the first seconds, in a step, beside a checkpoint, or in an evaluation. Drill i draws
          all that from the generator with seed i. What it must show:
 
-         noticed   seconds from the signal to the first line that says so (of SIGTERM: to the launcher's end)
+         noticed   seconds from the signal to the first line that says so (of SIGTERM: to the launcher's end); of
+                   SIGKILL and SIGSTOP at most 10
          gone      seconds from that line until none of the first ranks is left; at most 10
          named     the line names the rank that got the signal, and no other
          left      processes of this run that are there at the end: none
@@ -37,15 +38,15 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
+from environment import RESULTS, cpu, facts  # noqa: E402
 from ranks import children_of, environment, lives, start  # noqa: E402
 from tiny_run import flags, losses, write_corpus  # noqa: E402
 
-RESULTS = ROOT / "benchmarks" / "results"
 STEPS, CHECKPOINT_EVERY, EVALUATE_EVERY = 60, 10, 20
 SIGNALS = ("SIGKILL", "SIGSTOP", "SIGTERM")
 MOMENTS = ("first seconds", "step", "checkpoint", "evaluation")
-GONE_WITHIN_S = 10.0
-PATIENCE_S = 240.0
+NOTICED_WITHIN_S = GONE_WITHIN_S = 10.0
+PATIENCE_S = 300.0
 
 
 def words(corpus: Path, run_dir: Path) -> list[str]:
@@ -84,12 +85,12 @@ class Drill:
         sent = time.monotonic()
         if lives(first[self.rank]):
             os.kill(first[self.rank], getattr(signal, self.signal))
-        gone = self._gone(process, first)
-        code = process.wait(PATIENCE_S)
-        noticed = self._noticed(gone)
+        gone = self._gone(first)
+        code = self._code(process)
+        noticed = self._noticed(sent, gone)
         continued = self._continued() if self.signal == "SIGTERM" else code
         found = losses(self.run_dir) if (self.run_dir / "metrics.jsonl").exists() else {}
-        return {
+        row = {
             "drill": self.number,
             "signal": self.signal,
             "rank": self.rank,
@@ -102,12 +103,31 @@ class Drill:
             "continued": continued,
             "left": self._left(),
             "same_losses": found == expected,
-            "said": [text for _, text in self._lines if "error:" in text or "rank" in text][:6],
         }
+        if is_good(row):
+            said = [text for _, text in self._lines if "error:" in text or "rank" in text][:6]
+        else:
+            said = [f"{at - sent:.1f} {text}" for at, text in self._lines][-80:]
+        return row | {"said": said}
+
+    def _code(self, process: subprocess.Popen[str]) -> int | None:
+        """Exit code of the launcher; None where it does not end: where its processes are is in the output then."""
+        try:
+            return process.wait(PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            for one in (*children_of(process.pid).values(), process.pid):
+                state = Path(f"/proc/{one}/status").read_text().split("State:")[1].splitlines()[0].strip()
+                where = Path(f"/proc/{one}/wchan").read_text()
+                self._lines.append((time.monotonic(), f"process {one} still there: {state}, in {where}"))
+                os.kill(one, signal.SIGABRT)
+            process.wait()
+            return None
 
     def _launched(self, *options: str) -> subprocess.Popen[str]:
         command = ["-m", "scrimp", "launch", "--ranks=2", *options, *words(self.corpus, self.run_dir)]
-        process = start(command, environment(self.folder, SCRIMP_DRILL=str(self.folder)))
+        process = start(
+            command, environment(self.folder, SCRIMP_DRILL=str(self.folder), PYTHONFAULTHANDLER="1")
+        )
 
         def read() -> None:
             assert process.stdout is not None
@@ -139,27 +159,26 @@ class Drill:
             time.sleep(0.002)
         time.sleep(draw.uniform(0, 0.1))
 
-    def _gone(self, process: subprocess.Popen[str], first: dict[int, int]) -> float:
+    def _gone(self, first: dict[int, int]) -> float:
         ends = time.monotonic() + PATIENCE_S
         while any(map(lives, first.values())) and time.monotonic() < ends:
             time.sleep(0.02)
         return time.monotonic()
 
-    def _noticed(self, gone: float) -> float:
-        signs = [
-            at
+    def _noticed(self, sent: float, gone: float) -> float:
+        return min([at for at, _ in self._signs() if at >= sent] + [gone])
+
+    def _signs(self) -> list[tuple[float, str]]:
+        """Lines that say that something happened to a rank."""
+        return [
+            (at, text)
             for at, text in self._lines
             if text.startswith("error:") or "was ended by" in text or "is stopped" in text
         ]
-        return min([*signs, gone])
 
     def _named(self) -> bool:
         """Whether the signalled rank is named, and no other; SIGTERM asks, and nobody is to blame."""
-        errors = [
-            text
-            for _, text in self._lines
-            if text.startswith("error:") or "was ended by" in text or "is stopped" in text
-        ]
+        errors = [text for _, text in self._signs()]
         others = [text for text in errors if f"rank {1 - self.rank}" in text]
         return not others and (
             self.signal == "SIGTERM" or any(f"rank {self.rank}" in text for text in errors)
@@ -171,7 +190,8 @@ class Drill:
         command = ["-m", "scrimp", "launch", "--ranks=2", *words(self.corpus, self.run_dir), *more]
         process = start(command, environment(self.folder))
         output, _ = process.communicate(timeout=PATIENCE_S)
-        self._lines += [(time.monotonic(), line) for line in output.splitlines()[-3:] if process.returncode]
+        if process.returncode:
+            self._lines += [(time.monotonic(), line) for line in output.splitlines()]
         return process.returncode
 
     def _left(self) -> int:
@@ -191,6 +211,7 @@ def is_good(row: dict[str, Any]) -> bool:
     code = 143 if row["signal"] == "SIGTERM" else 0
     return bool(
         row["named"]
+        and (row["signal"] == "SIGTERM" or row["noticed_s"] <= NOTICED_WITHIN_S)
         and row["gone_s"] <= GONE_WITHIN_S
         and row["left"] == 0
         and row["same_losses"]
@@ -209,8 +230,12 @@ def undisturbed(corpus: Path, folder: Path) -> dict[int, float]:
     return losses(folder / "run")
 
 
-def page(rows: list[dict[str, Any]]) -> str:
-    """A table: one row for each signal and moment."""
+def page(rows: list[dict[str, Any]], about: list[dict[str, Any]]) -> str:
+    """A table: one row for each signal and moment.
+
+    Args:
+        about: of each start of this program, what ran where.
+    """
     groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
         groups[row["signal"], row["moment"]].append(row)
@@ -218,6 +243,12 @@ def page(rows: list[dict[str, Any]]) -> str:
         f"# Drills: {len(rows)} accidents on two ranks, {sum(map(is_good, rows))} as they must be",
         "",
         "By `benchmarks/drills.py`, which says what the columns are; seconds are median (largest).",
+        "",
+        *dict.fromkeys(
+            f"- {one['date']}: `{one['command']}`, commit {one['commit'][:12]}, {one['versions']}, {one['cpu']}, "
+            f"load {one['load']}"
+            for one in about
+        ),
         "",
         "| signal | moment | drills | good | noticed s | gone s | named | left | same losses |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -244,11 +275,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / f"{datetime.now(UTC):%Y-%m-%d}-drills.jsonl")
     parser.add_argument("--page", action="store_true", help="write the table and end")
     given = parser.parse_args()
-    rows = [json.loads(line) for line in given.out.read_text().splitlines()] if given.out.exists() else []
-    rows.sort(key=lambda row: row["drill"])
+    lines = [json.loads(line) for line in given.out.read_text().splitlines()] if given.out.exists() else []
+    about = [line for line in lines if "drill" not in line]
+    rows = sorted((line for line in lines if "drill" in line), key=lambda row: row["drill"])
     if given.page:
-        given.out.with_suffix(".md").write_text(page(rows))
+        given.out.with_suffix(".md").write_text(page(rows, about))
         return
+    began = {"date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC", **facts("torch"), "cpu": cpu()}
+    _note(given.out, began | {"load": round(os.getloadavg()[0], 1)})
     part, parts = map(int, given.part.split("/"))
     with tempfile.TemporaryDirectory(prefix="drills-") as name:
         folder = Path(name)
@@ -260,9 +294,13 @@ def main() -> None:
             own = folder / f"drill-{number}"
             own.mkdir()
             row = Drill(number, corpus, own).carried_out(expected)
-            with given.out.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+            _note(given.out, row)
             print("good" if is_good(row) else "BAD ", json.dumps(row), flush=True)
+
+
+def _note(path: Path, line: dict[str, Any]) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps(line) + "\n")
 
 
 if __name__ == "__main__":
