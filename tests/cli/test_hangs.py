@@ -32,16 +32,18 @@ class Late(NextToken):
     def loss(self, model, batch, *, chunk=0):
         if os.environ["RANK"] == "1" and (record().step or 0) {when}:
             time.sleep({seconds})
-        if record().step:
+        if record().step and {talks}:
             dist.all_reduce(torch.ones(1000))
         return super().loss(model, batch, chunk=chunk)
 """
 
 
-def late(folder: Path, when: str, seconds: float, *more: str) -> tuple[float, list[tuple[int, str]]]:
+def late(
+    folder: Path, when: str, seconds: float, *more: str, talks: bool = True
+) -> tuple[float, list[tuple[int, str]]]:
     """Seconds, exit codes and outputs of a run on two ranks."""
     code = folder / "own.py"
-    code.write_text(OWN.format(when=when, seconds=seconds))
+    code.write_text(OWN.format(when=when, seconds=seconds, talks=talks))
     words = flags(write_corpus(folder), folder / "run", "--evaluation.every=0", *more)
     port, began = free_port(), time.monotonic()
     ranks = [
@@ -67,6 +69,13 @@ def test_a_rank_that_hangs_in_a_step_is_named_with_its_place(tmp_path: Path) -> 
     assert [
         one["step"] for one in records(tmp_path / "run", "events.jsonl") if one["kind"] == "lost-rank"
     ] == [19]
+
+
+def test_a_rank_for_which_another_one_waits_in_a_ring_is_named(tmp_path: Path) -> None:
+    _, found = late(tmp_path, "== 20", 1000, "--train.steps=1000", "--layout.cp=2", talks=False)
+    assert [code for code, _ in found] == [1, 1], found
+    assert "error: rank 1 hangs outside of communication" in found[0][1]
+    assert "own.py:14 in loss; rank 0 waits for it in transfer" in found[0][1]
 
 
 def test_a_slow_rank_is_named_once_and_goes_on(tmp_path: Path) -> None:

@@ -37,6 +37,37 @@ def late(rank: int) -> list[dict[str, Any]]:
     return said
 
 
+def passed_on(rank: int) -> list[list[Any]]:
+    """What rank 0 says of its transfers while it waits for the second rank, which comes late, and both in the end."""
+    noted, said = record(), []
+    with noted.recording():
+        for _ in range(2):
+            time.sleep(0.6 * rank)
+            other, found = 1 - rank, torch.empty(2)
+            asked = [dist.P2POp(dist.isend, torch.ones(2), other), dist.P2POp(dist.irecv, found, other)]
+            works = dist.batch_isend_irecv(asked)
+            timer = threading.Timer(0.3, lambda: said.append(noted.statement()["groups"]))
+            if rank == 0:
+                timer.start()
+            works[1].wait()
+            works[0].wait()
+            assert found.tolist() == [1, 1]
+            timer.cancel()
+        said.append(noted.statement()["groups"])
+    return said
+
+
+def test_a_wait_for_a_transfer_shows_which_one_and_from_whom(tmp_path: Path) -> None:
+    first, second = (
+        [sorted(one[1:] for one in groups) for groups in said] for said in spawn(2, passed_on, tmp_path)
+    )
+    there, back = [0, 1], [1, 0]
+    assert first == [
+        [[there, number, number, "transfer"], [back, number, number - 1, "transfer"]] for number in (1, 2)
+    ] + [[[there, 2, 2, "transfer"], [back, 2, 2, "transfer"]]]
+    assert second == first[-1:]
+
+
 class Held:
     """Something that can be referred to weakly."""
 

@@ -8,9 +8,12 @@ Method   As in C4 (arXiv 2406.04594): a counter for each process group, one more
          (`scrimp.world.announced`), and of each of the last `STEPS` steps the seconds, and those spent in collectives.
          A thread beside the work (`scrimp.joining.Lookout`) sends this as `statement` twice a second; once the counters
          stand still it adds the line of Python where the main thread is.
+         Between two ranks (rings, pipelines) each direction is a group of its own: both count a transfer when they
+         begin it, and are inside of it while they wait for its end.
 Cost     Two readings of a clock and a few additions for each collective (`benchmarks/rank_health.py` measures it).
 Limits   A collective that returns before it is over (CUDA, `async_op`) counts as left at once: a wait for it does not
-         show, and its lateness neither. There NCCL's own watchdog ends what hangs.
+         show, and its lateness neither. There NCCL's own watchdog ends what hangs. Of transfers those of
+         `batch_isend_irecv` are noted.
 Checked  tests/health/test_record.py
 """
 
@@ -37,13 +40,11 @@ WARM_STEPS = 3
 """After a start or another plan, in which compiling and tuning may hold up any rank."""
 STILL_S = 1.0
 """After which a statement says where the main thread is."""
-_PAIRS = ("send",)
-"""Between two ranks: the others do not count them."""
 
 
 @dataclass
 class Count:
-    """Collectives of one process group."""
+    """Collectives of one process group, or transfers from one rank to another."""
 
     name: str
     ranks: list[int]
@@ -51,6 +52,13 @@ class Count:
     left: int = 0
     operation: str = ""
     """The last that was entered."""
+    waits_for: int = 0
+    """The transfer that this rank waits for; 0: none. It may have begun later ones."""
+
+    def statement(self) -> list[Any]:
+        """As a JSON value."""
+        entered, left = (self.waits_for, self.waits_for - 1) if self.waits_for else (self.entered, self.left)
+        return [self.name, self.ranks, entered, left, self.operation]
 
 
 @dataclass
@@ -119,10 +127,7 @@ class Record:
         """All of it as a JSON value, asked by another thread than that which works."""
         self._beat += 1
         still = time.monotonic() - self._moved
-        groups = [
-            [one.name, one.ranks, one.entered, one.left, one.operation]
-            for one in {id(one): one for one in list(self._groups.values())}.values()
-        ]
+        groups = [one.statement() for one in {id(one): one for one in list(self._groups.values())}.values()]
         return {
             "beat": self._beat,
             "ended": self.ended,
@@ -136,29 +141,76 @@ class Record:
         }
 
     def _recorded(self, operation: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        if operation in _PAIRS:
-            return call
+        if operation == "send":
+            return self._transferring(call)
 
         def recorded(*arguments: Any, **named: Any) -> Any:
             group = named.get("group") or _group_in(arguments)
             # By its name: a group that something still holds cannot be destroyed in order.
             count = self._groups.get("" if group is None else group.group_name) or self._new_count(group)
-            begin = time.monotonic()
-            if self._warm and self.step is not None:
-                self.longest_work = max(self.longest_work, begin - self._moved)
+            begin = self._begun()
             count.operation = operation
             count.entered += 1
-            self._moved = begin
             try:
                 return call(*arguments, **named)
             finally:
                 count.left = count.entered
-                self._moved = end = time.monotonic()
-                self._waited += end - begin
-                if self._warm and self.step is not None:
-                    self.longest_call = max(self.longest_call, end - begin)
+                self._ended(begin)
 
         return recorded
+
+    def _begun(self) -> float:
+        """Now, where the work between two collectives ends."""
+        begin = time.monotonic()
+        if self._warm and self.step is not None:
+            self.longest_work = max(self.longest_work, begin - self._moved)
+        self._moved = begin
+        return begin
+
+    def _ended(self, begin: float) -> None:
+        self._moved = end = time.monotonic()
+        self._waited += end - begin
+        if self._warm and self.step is not None:
+            self.longest_call = max(self.longest_call, end - begin)
+
+    def _transferring(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Of `batch_isend_irecv`."""
+
+        def recorded(operations: list[Any]) -> list[Any]:
+            begun = [self._transfer(one) for one in operations]
+            works: list[Any] = call(operations)
+            if len(works) != len(begun):  # NCCL's are one, for which the host does not wait
+                return works
+            return [
+                Transfer(work, self, count, number)
+                for work, (count, number) in zip(works, begun, strict=True)
+            ]
+
+        return recorded
+
+    def _transfer(self, operation: Any) -> tuple[Count, int]:
+        """The count of a transfer's direction, and its number there."""
+        import torch.distributed as dist
+
+        ends = [dist.get_rank(), operation.peer]
+        if operation.op is not dist.isend:
+            ends.reverse()
+        group: Any = operation.group or dist.group.WORLD
+        name = f"{group.group_name} from {ends[0]} to {ends[1]}"
+        count = self._groups.setdefault(name, Count(name, ends, operation="transfer"))
+        count.entered += 1
+        count.left = count.entered
+        return count, count.entered
+
+    @contextlib.contextmanager
+    def waiting(self, count: Count, number: int) -> Iterator[None]:
+        """The body waits for a transfer."""
+        begin, count.waits_for = self._begun(), number
+        try:
+            yield
+        finally:
+            count.waits_for = 0
+            self._ended(begin)
 
     def _new_count(self, group: Any) -> Count:
         """The count of a group that is met for the first time; None is the default one."""
@@ -169,6 +221,21 @@ class Record:
         else:
             count = Count(group.group_name, dist.get_process_group_ranks(group))
         return self._groups.setdefault("" if group is None else group.group_name, count)
+
+
+class Transfer:
+    """What `batch_isend_irecv` gives for one of its operations; waiting for it is noted."""
+
+    def __init__(self, work: Any, noted: Record, count: Count, number: int) -> None:
+        self._work, self._noted, self._count, self._number = work, noted, count, number
+
+    def wait(self, *arguments: Any, **named: Any) -> Any:
+        """As torch's own `Work.wait`."""
+        with self._noted.waiting(self._count, self._number):
+            return self._work.wait(*arguments, **named)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
 
 
 def _group_in(arguments: tuple[Any, ...]) -> Any:
