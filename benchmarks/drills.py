@@ -46,7 +46,7 @@ STEPS, CHECKPOINT_EVERY, EVALUATE_EVERY = 60, 10, 20
 SIGNALS = ("SIGKILL", "SIGSTOP", "SIGTERM")
 MOMENTS = ("first seconds", "step", "checkpoint", "evaluation")
 NOTICED_WITHIN_S = GONE_WITHIN_S = 10.0
-PATIENCE_S = 300.0
+PATIENCE_S = 600.0
 
 
 def words(corpus: Path, run_dir: Path) -> list[str]:
@@ -96,6 +96,7 @@ class Drill:
             "rank": self.rank,
             "moment": self.moment,
             "step": step,
+            "load": round(os.getloadavg()[0], 1),
             "noticed_s": round(noticed - sent, 2),
             "gone_s": round(max(0.0, gone - noticed), 2),
             "named": self._named(),
@@ -125,9 +126,11 @@ class Drill:
 
     def _launched(self, *options: str) -> subprocess.Popen[str]:
         command = ["-m", "scrimp", "launch", "--ranks=2", *options, *words(self.corpus, self.run_dir)]
-        process = start(
-            command, environment(self.folder, SCRIMP_DRILL=str(self.folder), PYTHONFAULTHANDLER="1")
-        )
+        return self._started(command)
+
+    def _started(self, command: list[str]) -> subprocess.Popen[str]:
+        environ = environment(self.folder, SCRIMP_DRILL=str(self.folder), PYTHONFAULTHANDLER="1")
+        process = start(command, environ)
 
         def read() -> None:
             assert process.stdout is not None
@@ -184,15 +187,15 @@ class Drill:
             self.signal == "SIGTERM" or any(f"rank {self.rank}" in text for text in errors)
         )
 
-    def _continued(self) -> int:
+    def _continued(self) -> int | None:
         """Exit code of a second command, after a run that was asked to end."""
         more = ["--resume"] if (self.run_dir / "config.toml").exists() else []
         command = ["-m", "scrimp", "launch", "--ranks=2", *words(self.corpus, self.run_dir), *more]
-        process = start(command, environment(self.folder))
-        output, _ = process.communicate(timeout=PATIENCE_S)
-        if process.returncode:
-            self._lines += [(time.monotonic(), line) for line in output.splitlines()]
-        return process.returncode
+        process = self._started(command)
+        before, code = len(self._lines), self._code(process)
+        if code == 0:
+            del self._lines[before:]
+        return code
 
     def _left(self) -> int:
         """Processes that have this drill's folder in their environment."""
