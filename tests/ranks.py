@@ -61,7 +61,7 @@ def by_environment(rank: int, size: int, port: int, **more: str) -> dict[str, st
     }
 
 
-def ended(processes: Sequence[subprocess.Popen[str]], seconds: float = 120) -> list[tuple[int, str]]:
+def ended(processes: Sequence[subprocess.Popen[str]], seconds: float = 300) -> list[tuple[int, str]]:
     """Exit code and output of each; none is left behind."""
     try:
         return [(one.communicate(timeout=seconds)[0], one.returncode)[::-1] for one in processes]
@@ -76,7 +76,7 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def wait_for(is_so: Callable[[], bool], seconds: float = 90) -> None:
+def wait_for(is_so: Callable[[], bool], seconds: float = 240) -> None:
     """Until it is so; AssertionError if it does not come to be."""
     deadline = time.monotonic() + seconds
     while not is_so():
