@@ -31,7 +31,7 @@ class Late(NextToken):
     "Is late on the second rank."
     def loss(self, model, batch, *, chunk=0):
         if os.environ["RANK"] == "1" and (record().step or 0) {when}:
-            time.sleep({seconds})
+            {late}
         if record().step and {talks}:
             dist.all_reduce(torch.ones(1000))
         return super().loss(model, batch, chunk=chunk)
@@ -39,11 +39,11 @@ class Late(NextToken):
 
 
 def late(
-    folder: Path, when: str, seconds: float, *more: str, talks: bool = True
+    folder: Path, when: str, late: str, *more: str, talks: bool = True
 ) -> tuple[float, list[tuple[int, str]]]:
     """Seconds, exit codes and outputs of a run on two ranks."""
     code = folder / "own.py"
-    code.write_text(OWN.format(when=when, seconds=seconds, talks=talks))
+    code.write_text(OWN.format(when=when, late=late, talks=talks))
     words = flags(write_corpus(folder), folder / "run", "--evaluation.every=0", *more)
     port, began = free_port(), time.monotonic()
     ranks = [
@@ -58,7 +58,7 @@ def late(
 
 
 def test_a_rank_that_hangs_in_a_step_is_named_with_its_place(tmp_path: Path) -> None:
-    seconds, found = late(tmp_path, "== 20", 1000, "--train.steps=1000")
+    seconds, found = late(tmp_path, "== 20", "time.sleep(1000)", "--train.steps=1000")
     assert [code for code, _ in found] == [1, 1], found
     assert found[0][1].count("error:") == 1
     assert "error: rank 1 hangs outside of communication" in found[0][1]
@@ -72,14 +72,16 @@ def test_a_rank_that_hangs_in_a_step_is_named_with_its_place(tmp_path: Path) -> 
 
 
 def test_a_rank_for_which_another_one_waits_in_a_ring_is_named(tmp_path: Path) -> None:
-    _, found = late(tmp_path, "== 20", 1000, "--train.steps=1000", "--layout.cp=2", talks=False)
+    """It hangs behind the gathering of a block's weights, and before its attention."""
+    first = "next(model.blocks[0].children()).register_forward_pre_hook(lambda *given: time.sleep(1000))"
+    _, found = late(tmp_path, "== 20", first, "--train.steps=1000", "--layout.cp=2", talks=False)
     assert [code for code, _ in found] == [1, 1], found
     assert "error: rank 1 hangs outside of communication" in found[0][1]
-    assert "own.py:14 in loss; rank 0 waits for it in transfer" in found[0][1]
+    assert "own.py:14 in <lambda>; rank 0 waits for it in transfer" in found[0][1]
 
 
 def test_a_slow_rank_is_named_once_and_goes_on(tmp_path: Path) -> None:
-    _, found = late(tmp_path, "> 5", 0.3, "--train.steps=60")
+    _, found = late(tmp_path, "> 5", "time.sleep(0.3)", "--train.steps=60")
     assert [code for code, _ in found] == [0, 0], found
     assert found[0][1].count("rank 1 is slow: the others waited ") == 1
     kinds = [one["kind"] for one in records(tmp_path / "run", "events.jsonl")]
