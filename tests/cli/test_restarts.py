@@ -106,8 +106,8 @@ def test_torchrun_starts_ranks_again_and_the_run_goes_on(tmp_path: Path) -> None
 class Agents:
     """Two of torchrun's, with a rank each; the store where they meet is the test's, and outlives both."""
 
-    def __init__(self, folder: Path, steps: int) -> None:
-        self.run_dir, self._folder = folder / "run", folder
+    def __init__(self, folder: Path, steps: int, **environ: str) -> None:
+        self.run_dir, self._environ = folder / "run", environment(folder, **environ)
         self._store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         more = (f"--train.steps={steps}", "--checkpoint.every=10", "--evaluation.every=0")
         self._words = flags(write_corpus(folder), self.run_dir, *more)
@@ -120,7 +120,7 @@ class Agents:
             *("--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{self._store.port}", "--rdzv-id=two-agents"),
             *("--rdzv-conf=last_call_timeout=5,is_host=0", "--local-addr=localhost", "-m", "scrimp"),
         ]
-        return start([*torchrun, *self._words], environment(self._folder))
+        return start([*torchrun, *self._words], self._environ)
 
     def add(self) -> None:
         """Start another one."""
@@ -181,8 +181,11 @@ def test_one_of_two_agents_is_killed_and_the_other_one_goes_on(tmp_path: Path, r
 
 @pytest.mark.slow
 def test_an_agent_that_comes_later_joins_one_that_has_started_its_rank_again(tmp_path: Path) -> None:
-    """The later one has restarted nothing: what they count differs, and they meet all the same."""
-    agents = Agents(tmp_path, 100_000)
+    """The later one has restarted nothing: what they count differs, and they meet all the same.
+
+    With the store that agents share by default torch 2.13 does not get so far (docs/lab-log.md).
+    """
+    agents = Agents(tmp_path, 100_000, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     try:
         wait_for(lambda: agents.steps() >= 12)
         agents.kill(1)
