@@ -65,7 +65,7 @@ def test_a_rank_that_hangs_in_a_step_is_named_with_its_place(tmp_path: Path) -> 
     assert "in step 20, at " in found[0][1]
     assert "own.py:14 in loss; rank 0 waits for it in all-" in found[0][1]
     assert found[1][1] == ""
-    assert seconds < 60
+    assert seconds < 500  # not the 1,000 for which the rank sleeps
     assert [
         one["step"] for one in records(tmp_path / "run", "events.jsonl") if one["kind"] == "lost-rank"
     ] == [19]
@@ -99,7 +99,9 @@ def test_a_rank_that_is_stopped_is_named_and_every_process_ends(tmp_path: Path, 
     ]
     try:
         log = run_dir / "metrics.jsonl"
-        wait_for(lambda: log.exists() and log.read_bytes().count(b"\n") > 5)
+        wait_for(
+            lambda: log.exists() and log.read_bytes().count(b"\n") > 100
+        )  # so that the others have heard that it is steady
         ranks[rank].send_signal(signal.SIGSTOP)
         other = ranks[1 - rank]
         output, _ = other.communicate(timeout=FOUND_WITHIN_S)
