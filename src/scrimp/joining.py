@@ -170,6 +170,8 @@ class Joined:
         only one to know of it."""
         self._is_explained = True
         first = first_failure(error)
+        if self._lookout.has_judged:
+            return first, False
         told = told_by(first)
         if told is not None:
             return first, (0 if isinstance(first, ScrimpError) else told) == self._place.rank

@@ -68,6 +68,8 @@ class Lookout(threading.Thread):
         self._stopped, self._settled = threading.Event(), threading.Event()
         self.rank_0: Mapping[str, Any] = {}
         """What rank 0 has last said, on the others."""
+        self.has_judged = False
+        """Whether it has said why all ranks end: connections that break from now on come of that."""
         self.sees_note = False
         """Whether a rank has given up: the process ends, one way or another."""
 
@@ -135,6 +137,7 @@ class Lookout(threading.Thread):
             return
         if self._record.on_loss is not None:
             self._record.on_loss(loss)
+        self.has_judged = True
         self._tell(loss)
         self._store.set(LOSS, "")
         others = [f"alive/{rank}" for rank in judge.speaking if rank != 0]
