@@ -34,7 +34,8 @@ import torch.multiprocessing as mp
 from environment import RESULTS, cpu, facts, markdown_table, write_pair
 
 from scrimp.cli import main as scrimp
-from scrimp.profiler.collectives import FUNCTIONS, SHARES, whole_bytes
+from scrimp.collective_calls import wrapped
+from scrimp.profiler.collectives import SHARES, whole_bytes
 
 WAYS = {
     "every step": [],
@@ -169,14 +170,8 @@ def slow_link(rate: float, latency: float) -> Iterator[None]:
         rate: bytes per second that a rank sends.
         latency: seconds.
     """
-    before = {name: getattr(dist, name) for name in FUNCTIONS if hasattr(dist, name)}
-    try:
-        for name, call in before.items():
-            setattr(dist, name, _slowed(FUNCTIONS[name], call, rate, latency))
+    with wrapped(lambda operation, call: _slowed(operation, call, rate, latency)):
         yield
-    finally:
-        for name, call in before.items():
-            setattr(dist, name, call)
 
 
 def _slowed(operation: str, call: Callable[..., Any], rate: float, latency: float) -> Callable[..., Any]:

@@ -29,14 +29,21 @@ def environment(folder: Path, *, source: Path = SOURCE, **more: str) -> dict[str
     return {**os.environ, **own, **more}
 
 
-def start(words: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[str]:
-    """A process of Python, both of its streams in one pipe; it ignores no signal."""
+def start(
+    words: Sequence[str], environ: Mapping[str, str], handed: Sequence[int] = ()
+) -> subprocess.Popen[str]:
+    """A process of Python, both of its streams in one pipe; it ignores no signal.
+
+    Args:
+        handed: file descriptors that it gets.
+    """
     return subprocess.Popen(
         [sys.executable, *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         env=dict(environ),
+        pass_fds=handed,
         # A shell's background job starts with SIGINT ignored, and hands that on.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
@@ -54,7 +61,7 @@ def by_environment(rank: int, size: int, port: int, **more: str) -> dict[str, st
     }
 
 
-def ended(processes: Sequence[subprocess.Popen[str]], seconds: float = 120) -> list[tuple[int, str]]:
+def ended(processes: Sequence[subprocess.Popen[str]], seconds: float = 300) -> list[tuple[int, str]]:
     """Exit code and output of each; none is left behind."""
     try:
         return [(one.communicate(timeout=seconds)[0], one.returncode)[::-1] for one in processes]
@@ -69,7 +76,7 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def wait_for(is_so: Callable[[], bool], seconds: float = 90) -> None:
+def wait_for(is_so: Callable[[], bool], seconds: float = 240) -> None:
     """Until it is so; AssertionError if it does not come to be."""
     deadline = time.monotonic() + seconds
     while not is_so():

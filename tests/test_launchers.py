@@ -50,7 +50,7 @@ def test_torchrun_says_all_of_it() -> None:
     place = place_of(TORCHRUN | SLURM)
     assert place is not None
     assert (place.rank, place.size, place.local_rank, place.local_size) == (5, 8, 1, 4)
-    assert (place.address, place.port, place.job) == ("node-b", 29512, "77.2")
+    assert (place.address, place.port, place.job) == ("node-b", 29512, "77")
     assert (place.launcher, place.agent_hosts_store, place.hosts_store) == ("torchrun", True, False)
 
 

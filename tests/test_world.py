@@ -18,7 +18,17 @@ from hypothesis import strategies as st
 
 from scrimp import errors
 from scrimp.errors import CheckpointError, ScrimpError, StorageError
-from scrimp.world import BLOCK, HEADER, RankFailedError, World, error_of, failure_of, framed, unframed
+from scrimp.world import (
+    BLOCK,
+    HEADER,
+    RankFailedError,
+    World,
+    error_of,
+    failure_of,
+    first_difference,
+    framed,
+    unframed,
+)
 
 LONG = "ä" * 1000
 """Longer than a block, in bytes of more than one each."""
@@ -262,6 +272,17 @@ def test_ranks_that_differ_are_named_on_all_of_them(ranks: Found) -> None:
         kind, sentence = found["at_different_places"]
         assert kind == "TrainingError"
         assert f"got told on {first}; gathered on rank {last}" in sentence
+
+
+def test_where_values_begin_to_differ_is_found_by_its_keys() -> None:
+    plan = {"budget": 1, "blocks": {"0": ["keep", 2], "1": ["keep", 3]}}
+    other = {"budget": 1, "blocks": {"0": ["keep", 2], "1": ["keep", 4]}}
+    assert first_difference([plan, other, plan]) == ("blocks.1.1", [3, 4, 3])
+    assert first_difference([plan, {"budget": 1}]) == ("blocks", [plan["blocks"], None])
+    assert first_difference([[1], [1, 2]]) == ("1", [None, 2])
+    assert first_difference(["a", "b"]) == ("", ["a", "b"])
+    assert first_difference([{"a": 1}, [1]]) == ("", [{"a": 1}, [1]])
+    assert first_difference([plan, plan]) == ("", [plan, plan])
 
 
 def test_one_process_asks_nobody_and_needs_no_torch() -> None:

@@ -4,7 +4,8 @@ Problem  A rank that is killed answers nothing any more. The others find out in 
          exception of gloo that names an address, by one of NCCL, or not at all; and the process that another one waits
          for must not end before what it has to say is said.
 Method   `join` meets the others (`scrimp.meeting`), and makes the default process group: gloo for CPU tensors, NCCL for
-         CUDA's where CUDA is used. Beside the work a thread, the `Lookout`, looks into the store twice a second.
+         CUDA's where CUDA is used. Beside the work a thread, the `Lookout` of `scrimp.health`, looks into the store
+         twice a second.
 
          - A rank whose connection breaks closes its own connections, so that the others notice too, and leaves a note
            in the store. Every lookout answers the note, whatever its main thread does. Who does not answer is gone:
@@ -12,6 +13,7 @@ Method   `join` meets the others (`scrimp.meeting`), and makes the default proce
          - From then on the process has `LEAVE_S` seconds to unwind: a thread that waits inside of NCCL or gloo cannot
            be interrupted, so the process is then ended.
          - A store that is gone means the same, of rank 0 or of torchrun's agent.
+         - A rank whose connection holds, and that is stopped or hangs, is named by the judge of `scrimp.health`.
 
 Order    Ranks may get other numbers than the launcher's (`SCRIMP_RANK_ORDER`), after they have met: a rank's number is
          its place in every layout, so this decides which axis crosses which link (`scrimp.planner.rank_placement`).
@@ -21,8 +23,6 @@ Errors   `Joined.explained` says what an exception means for all, and whether th
          only this rank knows by this rank.
 Leaving  Other ranks wait until rank 0 has spoken: torchrun ends all processes as soon as one ends in an error. Rank 0
          waits for all, since it runs the store.
-Limits   A rank that hangs, and whose process lives, is not gone: the others wait for it as long as
-         `SCRIMP_COLLECTIVE_TIMEOUT` says. Which of several ranks that hang came first is not found out here.
 Checked  tests/cli/test_command_on_ranks.py, tests/cli/test_launch.py
 """
 
@@ -33,14 +33,15 @@ import json
 import os
 import re
 import signal
-import sys
 import threading
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Final
 
-from scrimp.errors import DeviceError, RanksError, ScrimpError, TrainingError
+from scrimp.errors import ConfigError, DeviceError, RanksError, ScrimpError, TrainingError
+from scrimp.health import HANG_S, HANG_TIMEOUT, record
+from scrimp.health.lookout import ANSWER_S, LEAVE_S, NOTE, Lookout, end_process
 from scrimp.launchers import Place, seconds_in
 from scrimp.meeting import JOIN_TIMEOUT, Meeting, speaks_without_rank_0, wait_until
 from scrimp.world import World, is_lost_connection, is_own_failure, ranks_text, told_by
@@ -50,14 +51,9 @@ COLLECTIVE_TIMEOUT: Final = "SCRIMP_COLLECTIVE_TIMEOUT"
 """Environment variable: seconds that a rank waits for the others in a collective."""
 COLLECTIVE_S: Final = 3600.0
 """Long, since all wait while one prepares a corpus; ranks that are killed are noticed at once."""
-LOOK_S: Final = 0.5
-ANSWER_S: Final = 3.0
-"""Within which the lookout of a rank that lives has answered."""
-LEAVE_S: Final = 20.0
+JUDGED_FIRST_S: Final = 60.0
+"""How much longer gloo waits than the judge of `scrimp.health`, who can say for whom."""
 DESTROY_S: Final = 3.0
-NOTE: Final = "note"
-"""Key of what a rank leaves that gives up."""
-
 NCCL_PRESETS: Final = (
     (("NCCL_DEBUG",), "WARN"),
     (("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), "2000"),
@@ -92,23 +88,39 @@ def join(
         traces: what the names of NCCL's traces begin with.
 
     Raises:
-        ConfigError: a limit in the environment is no number.
-        ScrimpError: the ranks do not meet, are not equal, or one of them cannot take part.
+        ScrimpError: the ranks do not meet, are not equal, or one of them cannot take part, as where a limit in its
+            environment is no number.
     """
-    uses_cuda = False
+    limits, wrong = _limits()
+    failure, uses_cuda = failure or wrong, False
     try:
         uses_cuda = failure is None and _take_device(place, device)
     except DeviceError as error:
         failure = error
-    collective = timedelta(seconds=seconds_in(os.environ, COLLECTIVE_TIMEOUT, COLLECTIVE_S))
-    meeting = Meeting(place, seconds_in(os.environ, JOIN_TIMEOUT, JOIN_S), say)
+    meeting = Meeting(place, limits[JOIN_TIMEOUT], say)
     meeting.compare({**papers, "the kind of device": "cuda" if uses_cuda else "cpu"}, failure)
     if order is not None:
         meeting.place = replace(place, rank=order.index(place.rank))
     if uses_cuda:
         prepare_nccl(os.environ, traces)
-    _make_group(meeting, "cpu:gloo,cuda:nccl" if uses_cuda else "cpu:gloo", collective)
-    return Joined(meeting, tell)
+    _make_group(meeting, "cpu:gloo,cuda:nccl" if uses_cuda else "cpu:gloo", limits[COLLECTIVE_TIMEOUT])
+    return Joined(meeting, tell, limits[HANG_TIMEOUT], limits[COLLECTIVE_TIMEOUT])
+
+
+def _limits() -> tuple[dict[str, float], ConfigError | None]:
+    """Seconds that the environment sets, by variable, and what is wrong in it: then what stands there is the
+    default, since the other ranks have to hear of the mistake."""
+    found, wrong = {}, None
+    for name, default in (
+        (JOIN_TIMEOUT, JOIN_S),
+        (HANG_TIMEOUT, HANG_S),
+        (COLLECTIVE_TIMEOUT, COLLECTIVE_S),
+    ):
+        try:
+            found[name] = seconds_in(os.environ, name, default)
+        except ConfigError as error:
+            found[name], wrong = default, wrong or error
+    return found, wrong
 
 
 def _take_device(place: Place, name: str) -> bool:
@@ -144,7 +156,7 @@ def prepare_nccl(environ: MutableMapping[str, str], traces: str | None) -> None:
             environ[names[0]] = value
 
 
-def _make_group(meeting: Meeting, backend: str, timeout: timedelta) -> None:
+def _make_group(meeting: Meeting, backend: str, limit: float) -> None:
     """The default process group."""
     import torch.distributed as dist
 
@@ -155,7 +167,7 @@ def _make_group(meeting: Meeting, backend: str, timeout: timedelta) -> None:
             store=dist.PrefixStore("group", meeting.store),  # type: ignore[attr-defined]
             rank=place.rank,
             world_size=place.size,
-            timeout=timeout,
+            timeout=timedelta(seconds=limit + JUDGED_FIRST_S),
         )
     except RuntimeError as error:
         raise RanksError(
@@ -169,11 +181,14 @@ def _make_group(meeting: Meeting, backend: str, timeout: timedelta) -> None:
 class Joined:
     """This rank among the others, from joining to leaving."""
 
-    def __init__(self, meeting: Meeting, tell: Tell) -> None:
+    def __init__(self, meeting: Meeting, tell: Tell, hang: float, collective: float) -> None:
         self.world = World.current()
         self._meeting, self._place, self._tell = meeting, meeting.place, tell
         self._is_explained = False
-        self._lookout = Lookout(meeting, self._last_words)
+        self._record = record()
+        self._recording = contextlib.ExitStack()
+        self._recording.enter_context(self._record.recording())
+        self._lookout = Lookout(meeting, self._record, hang, collective, self._last_words, tell)
         self._lookout.start()
 
     @property
@@ -181,11 +196,18 @@ class Joined:
         """Its number among those that work together."""
         return self._place.rank
 
+    @property
+    def is_again(self) -> bool:
+        """Whether these ranks were started again, as far as this one knows."""
+        return self._place.restarts > 0 or self._meeting.round > 1
+
     def explained(self, error: BaseException) -> tuple[BaseException, bool]:
         """What an exception that ends the command means, and whether this rank shows it, with its rank if it is the
         only one to know of it."""
         self._is_explained = True
         first = first_failure(error)
+        if self._lookout.has_judged:
+            return first, False
         told = told_by(first)
         if told is not None:
             return first, (0 if isinstance(first, ScrimpError) else told) == self._place.rank
@@ -206,17 +228,20 @@ class Joined:
             code: exit code of the process, which ends here where something still waits in the process group.
         """
         rank, store, lookout = self._place.rank, self._meeting.store, self._lookout
+        self._record.ended = True  # from now on its silence is none
         with contextlib.suppress(RuntimeError):  # the store is gone, and with it who would listen
+            store.set(f"health/{rank}", json.dumps(self._record.statement()))
             store.set(f"end/{rank}", "")
             if rank == 0 and self._place.hosts_store:
                 ends = [f"end/{other}" for other in range(self._place.size)]
                 wait_until(lambda: lookout.sees_note or store.check(ends), COLLECTIVE_S)
             elif code != 0:
                 wait_until(lambda: lookout.sees_note or store.check(["end/0"]), COLLECTIVE_S)
-        if not self._destroyed():
-            _end_process(code)
         if not lookout.sees_note:
             lookout.stop()
+        if not (self._destroyed() and lookout.is_settled()):
+            end_process(code)
+        self._recording.close()
 
     def _loss(self, saw: str) -> tuple[ScrimpError, bool]:
         """Another rank is gone: which one, if that can be found out, and whether this rank says so."""
@@ -277,45 +302,6 @@ class Joined:
         return not thread.is_alive()
 
 
-class Lookout(threading.Thread):
-    """Looks whether another rank has left a note, and answers it; ends a process that then does not end by itself.
-
-    Args:
-        last_words: says why, where the main thread has not.
-    """
-
-    def __init__(self, meeting: Meeting, last_words: Callable[[], None]) -> None:
-        super().__init__(name="scrimp-lookout", daemon=True)
-        self._rank, self._last_words = meeting.place.rank, last_words
-        self._store = meeting.connection()
-        self._stopped = threading.Event()
-        self.sees_note = False
-        """Whether a rank has given up: the process ends, one way or another."""
-
-    def run(self) -> None:
-        """Until `stop`, or a note and `LEAVE_S` seconds."""
-        while not self._stopped.wait(LOOK_S):
-            if self._looks():
-                self.sees_note = True
-                self._stopped.wait(LEAVE_S)
-                break
-        if not self._stopped.is_set():
-            self._last_words()
-            _end_process(TrainingError.exit_code)
-
-    def stop(self) -> None:
-        """All went well."""
-        self._stopped.set()
-
-    def _looks(self) -> bool:
-        """Whether there is a note, or no store any more."""
-        with contextlib.suppress(RuntimeError):
-            if not self._store.check([NOTE]):
-                return False
-            self._store.set(f"alive/{self._rank}", "")
-        return True
-
-
 def first_failure(error: BaseException) -> BaseException:
     """The exception that made a command fail, of those that came of one another.
 
@@ -343,14 +329,6 @@ def _ignore_signals() -> None:
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)
-
-
-def _end_process(code: int) -> None:
-    """End the process whatever its threads wait for."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(code)
 
 
 def _first_line(error: BaseException) -> str:

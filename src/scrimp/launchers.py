@@ -32,6 +32,10 @@ GRACE, GRACE_S = "SCRIMP_GRACE", 600.0
 """Seconds that a rank has to end in order, as to write its last checkpoint, before it is killed."""
 RANK_ORDER = "SCRIMP_RANK_ORDER"
 """Which rank of the launcher takes which place: 0,2,1,3, as `scrimp doctor --ranks` and `scrimp plan` advise."""
+RESTARTS = "SCRIMP_RESTARTS"
+"""Set by `scrimp launch`: how often it has started the ranks again."""
+WHY_AGAIN = "SCRIMP_WHY_AGAIN"
+"""Set by `scrimp launch`: why it has."""
 _SAYING_SEVERAL = ("WORLD_SIZE", "RANK", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
 MOST_RANKS = 1 << 20
 MOST_HOSTS = 100_000
@@ -59,6 +63,10 @@ class Place:
     """As sentences name it."""
     agent_hosts_store: bool = False
     """Whether the launcher itself runs the store where the ranks meet; otherwise rank 0 does."""
+    holds_port: bool = False
+    """Whether the launcher has opened the port before rank 0 can answer there."""
+    restarts: int = 0
+    """How often the launcher has started this rank again; those of other nodes may have another number."""
     listener: int | None = None
     """File descriptor of the port, where the launcher holds it for rank 0."""
 
@@ -80,6 +88,16 @@ def place_of(environ: Mapping[str, str]) -> Place | None:
     if environ.get("SLURM_STEP_NUM_TASKS", "1") != "1" and "SLURM_PROCID" in environ:
         return _in_slurm_step(environ)
     return None
+
+
+def restarts_in(environ: Mapping[str, str]) -> int:
+    """How often torchrun or `scrimp launch` has started this process's ranks again; 0 without either.
+
+    Raises:
+        ConfigError: it is no number.
+    """
+    counter = "TORCHELASTIC_RESTART_COUNT" if "TORCHELASTIC_RUN_ID" in environ else RESTARTS
+    return _number(environ, counter, 0, 2**31) if counter in environ else 0
 
 
 def seconds_in(environ: Mapping[str, str], name: str, default: float) -> float:
@@ -136,7 +154,7 @@ def _by_torchrun(environ: Mapping[str, str]) -> Place | None:
             expected="the host of rank 0",
             do="start the ranks with torchrun, scrimp launch or srun",
         )
-    run, attempt = environ.get("TORCHELASTIC_RUN_ID", ""), environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    run = environ.get("TORCHELASTIC_RUN_ID", "")
     return Place(
         rank,
         size,
@@ -144,9 +162,11 @@ def _by_torchrun(environ: Mapping[str, str]) -> Place | None:
         local_size,
         address,
         _number(environ, "MASTER_PORT", 1, 65535),
-        f"{run}.{attempt}" if run else environ.get(LAUNCH, ""),
+        run or environ.get(LAUNCH, ""),
         "torchrun" if run else "scrimp launch" if LAUNCH in environ else "the environment",
         agent_hosts_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        holds_port=LAUNCH in environ and not run,
+        restarts=restarts_in(environ),
         listener=_number(environ, LISTENER, 3, 2**20) if rank == 0 and LISTENER in environ else None,
     )
 

@@ -7,10 +7,14 @@ Method   One `TCPStore` of torch, run by rank 0 (or by torchrun's agent). Every 
          digests, command line, or the error because of which it cannot take part. Rank 0 waits for all, compares, and
          leaves one verdict, by which all go on or all end. Nobody waits inside of torch: each looks again and again,
          so that a signal ends a rank that waits.
+Again    The store of torchrun's agent outlives the ranks that it starts again, with all that they left there, and how
+         often it did differs between agents: one that came later has restarted nothing. Ranks therefore meet in rounds.
+         Rank 0 opens the next one; each of the others takes a number, under which rank 0 leaves the round.
 Errors   An error that the verdict names is known to all, and rank 0 shows it. One that a rank has alone (it cannot
          reach the store, the port is in use) says who is to show it: `shown_by`.
 Limits   Whoever has the right job's name and reaches the port is believed. Two jobs that meet at one port notice, by
-         the prefix of their keys, but cannot both run there.
+         the prefix of their keys, but cannot both run there. Rounds rely on torchrun, which starts ranks when all of
+         the last start have ended: a rank 0 of that one would still answer.
 Checked  tests/cli/test_command_on_ranks.py
 """
 
@@ -44,6 +48,7 @@ ANSWER_S: Final = 10.0
 MARGIN_S: Final = 30.0
 """How much longer than rank 0 the others wait for its verdict."""
 _LOOK_S: Final = 0.05
+_CONNECTING: Final = "scrimp-connect"
 
 
 class Meeting:
@@ -64,17 +69,41 @@ class Meeting:
         self._server = _host(place, limit) if place.hosts_store else None
         if self._server is None:
             _reach(place, limit)
-        self.store = self.connection()
+        store = self._connected()
+        self._lobby = _under(f"scrimp/{place.job}", store)
+        self._admitted = 0
+        with _lost_store(place):
+            self.round = self._next_round()
+        """Which meeting of the job it is at this store, from 1 on."""
+        self.store = _under(f"{self.round}", self._lobby)
 
     def connection(self) -> Store:
         """A connection of its own to the store, under this job's prefix: one thread's waiting holds up no other."""
-        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+        return _under(f"scrimp/{self.place.job}/{self.round}", self._connected())
 
+    def _next_round(self) -> int:
+        if not self.place.agent_hosts_store:
+            return 1  # rank 0's store is as new as the rank
+        if self.place.rank == 0:
+            return self._lobby.add("rounds", 1)
+        number = self._lobby.add("numbers", 1)
+        return int(self._awaited(self._lobby, f"round/{number}"))
+
+    def _admit(self) -> None:
+        """Leave the round for all who have taken a number; nobody waits any more for those of earlier rounds."""
+        if self.place.agent_hosts_store:
+            taken = self._lobby.add("numbers", 0)
+            for number in range(self._admitted + 1, taken + 1):
+                self._lobby.set(f"round/{number}", str(self.round))
+            self._admitted = taken
+
+    def _connected(self) -> Store:
         # Rank 0 need not leave the machine to meet itself. A port that its launcher opened is open at one address.
         is_own = self._server is not None and self.place.listener is None
         host = "localhost" if is_own else self.place.address
+        patience = self._limit if self.place.holds_port else min(self._limit, ANSWER_S)
         try:
-            store = _client(host, self.place, min(self._limit, ANSWER_S))
+            return _client(host, self.place, patience)
         except RuntimeError as error:
             # Rank 0 says so itself: it cannot open the port.
             raise shown_by(
@@ -85,7 +114,6 @@ class Meeting:
                 ),
                 self.place.rank == 0,
             ) from None
-        return PrefixStore(f"scrimp/{self.place.job}", store)
 
     def compare(self, papers: Mapping[str, str], failure: ScrimpError | None) -> None:
         """Wait for all ranks, and go on where they are equal.
@@ -99,12 +127,13 @@ class Meeting:
         """
         rank = self.place.rank
         own = None if failure is None else failure_of(failure)
-        if self.store.add(f"came/{rank}", 1) > 1:
-            self.store.set("twice", str(rank))
-        self.store.set(f"papers/{rank}", json.dumps({"papers": papers, "failure": own}))
-        if rank == 0:
-            self.store.set("verdict", json.dumps(self._judge()))
-        verdict = json.loads(self._verdict())
+        with _lost_store(self.place):
+            if self.store.add(f"came/{rank}", 1) > 1:
+                self.store.set("twice", str(rank))
+            self.store.set(f"papers/{rank}", json.dumps({"papers": papers, "failure": own}))
+            if rank == 0:
+                self.store.set("verdict", json.dumps(self._judge()))
+        verdict = json.loads(self._awaited(self.store, "verdict"))
         if verdict is None:
             return
         self._wait_for_readers()
@@ -157,6 +186,7 @@ class Meeting:
         """Ranks that have not come within the limit; says after a while for whom rank 0 waits."""
         waits_for, note_at = set(range(self.place.size)), time.monotonic() + NOTE_AFTER_S
         while waits_for:
+            self._admit()
             waits_for -= {rank for rank in waits_for if self.store.check([f"papers/{rank}"])}
             now = time.monotonic()
             if now > self._ends or not waits_for or self.store.check(["twice"]):
@@ -167,11 +197,12 @@ class Meeting:
             time.sleep(_LOOK_S)
         return sorted(waits_for)
 
-    def _verdict(self) -> str:
+    def _awaited(self, store: Store, key: str) -> str:
+        """What rank 0 leaves under a key."""
         while time.monotonic() < self._ends + MARGIN_S:
             with _lost_store(self.place):
-                if self.store.check(["verdict"]):
-                    return self.store.get("verdict").decode()
+                if store.check([key]):
+                    return store.get(key).decode()
             time.sleep(_LOOK_S)
         raise shown_by(
             RanksError(
@@ -189,6 +220,12 @@ class Meeting:
             return
         came = [rank for rank in range(self.place.size) if self.store.check([f"papers/{rank}"])]
         wait_until(lambda: self.store.check([f"read/{rank}" for rank in came]), ANSWER_S)
+
+
+def is_connecting() -> bool:
+    """Whether a thread still waits inside of torch for a store. It may come back while the interpreter ends, where
+    Python ends a thread that wants to run by unwinding it, and C++ ends the process by SIGABRT for that."""
+    return any(thread.name == _CONNECTING for thread in threading.enumerate())
 
 
 def wait_until(is_so: Callable[[], bool], seconds: float) -> bool:
@@ -228,9 +265,10 @@ def _lost_store(place: Place) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        host = "torchrun's agent" if place.agent_hosts_store else "rank 0"
         raise shown_by(
             RanksError(
-                f"rank 0 is gone from {place.address}:{place.port}",
+                f"{host} is gone from {place.address}:{place.port}",
                 got=_first_line(error),
                 do="see its output",
             ),
@@ -275,7 +313,7 @@ def _client(host: str, place: Place, limit: float) -> Store:
         except RuntimeError as error:
             found.append(error)
 
-    thread = threading.Thread(target=connect, name="scrimp-connect", daemon=True)
+    thread = threading.Thread(target=connect, name=_CONNECTING, daemon=True)
     thread.start()
     thread.join(limit + 1)
     if not found:
@@ -283,6 +321,12 @@ def _client(host: str, place: Place, limit: float) -> Store:
     if isinstance(found[0], RuntimeError):
         raise found[0]
     return found[0]
+
+
+def _under(prefix: str, store: Store) -> Store:
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+    return PrefixStore(prefix, store)
 
 
 def _listener(place: Place) -> socket.socket:

@@ -58,6 +58,8 @@ TELLING_S = 30
 """Seconds that a rank waits for others to hear of its failure: they may wait in a collective for it to join them."""
 
 Made = TypeVar("Made")
+_doing: list[str] = []
+"""What this rank does alone or together, and other ranks may wait for, the innermost last."""
 
 
 class RankFailedError(Exception):
@@ -66,6 +68,20 @@ class RankFailedError(Exception):
 
 def _as_it_is(value: Any) -> Any:
     return value
+
+
+def announced() -> str | None:
+    """What this rank does at the moment that others may wait for, as the innermost `once` or `writer_first` says it."""
+    return next(iter(_doing[-1:]), None)
+
+
+@contextlib.contextmanager
+def _announced(what: str) -> Iterator[None]:
+    _doing.append(what)
+    try:
+        yield
+    finally:
+        _doing.pop()
 
 
 @dataclass(frozen=True)
@@ -125,9 +141,13 @@ class World:
             TrainingError: on every rank, with the ranks and what each of them has.
         """
         if not self.same(value):
+            values = self.gathered(value)
+            is_short = max(len(str(one)) for one in values) <= errors.LONGEST
+            where, parts = ("", values) if is_short else first_difference(values)
+            found = differences_text(list(map(errors.shortened, parts)))
             raise TrainingError(
                 f"ranks differ in {what}",
-                got=differences_text(self.gathered(errors.shortened(value))),
+                got=f"{where}: {found}" if where else found,
                 expected="the same on all ranks",
                 do=do,
             )
@@ -161,7 +181,8 @@ class World:
         if self.size == 1:
             return make()
         try:
-            made = write(make()) if self.is_writer else None
+            with _announced(doing):
+                made = write(make()) if self.is_writer else None
         except Exception as error:
             self._fail(error, doing)
             raise
@@ -193,7 +214,7 @@ class World:
     @contextlib.contextmanager
     def writer_first(self, doing: str) -> Iterator[None]:
         """All ranks do the same, the others when the writer is done: it leaves files that they find."""
-        with self.together(doing):
+        with self.together(doing), _announced(doing):
             if not self.is_writer:
                 self.barrier()
             yield
@@ -307,6 +328,23 @@ def _comes_of_loss(error: BaseException | None) -> bool:
 def is_own_failure(error: BaseException) -> bool:
     """Whether the other ranks know of an error, or this one has at least tried to tell them."""
     return hasattr(error, _TOLD)
+
+
+def first_difference(values: Sequence[Any]) -> tuple[str, list[Any]]:
+    """Where JSON values begin to differ, as keys joined by dots, and what each of them has there; None: nothing."""
+    if all(isinstance(one, dict) for one in values):
+        keys = dict.fromkeys(key for one in values for key in one)
+        inner = ((str(key), [one.get(key) for one in values]) for key in keys)
+    elif all(isinstance(one, list) for one in values):
+        longest = max(map(len, values))
+        inner = ((str(at), [dict(enumerate(one)).get(at) for one in values]) for at in range(longest))
+    else:
+        return "", list(values)
+    for key, parts in inner:
+        if any(one != parts[0] for one in parts):
+            where, found = first_difference(parts)
+            return f"{key}.{where}".rstrip("."), found
+    return "", list(values)
 
 
 def differences_text(values: list[Any]) -> str:

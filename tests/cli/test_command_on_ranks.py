@@ -14,6 +14,7 @@ from ranks import SOURCE, by_environment, ended, environment, free_port, start, 
 from tiny_run import flags, write_corpus
 
 from scrimp.joining import first_failure
+from scrimp.meeting import ANSWER_S
 from scrimp.world import is_lost_connection
 
 GLOO = RuntimeError(
@@ -78,6 +79,46 @@ def test_a_mistake_on_one_rank_alone_is_told_with_its_rank(tmp_path: Path) -> No
     )
     assert [code for code, _ in found] == [2, 2]
     assert errors_of(found) == ["error: rank 1: --train.steps cannot take this value"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["SCRIMP_JOIN_TIMEOUT", "SCRIMP_HANG_TIMEOUT", "SCRIMP_COLLECTIVE_TIMEOUT", "SCRIMP_GRACE"]
+)
+def test_a_limit_that_is_wrong_on_one_rank_is_told_with_its_rank(tmp_path: Path, name: str) -> None:
+    """And holds nobody up."""
+    port, common = free_port(), {"SCRIMP_JOIN_TIMEOUT": "1000"}
+    common["TORCHELASTIC_RUN_ID"] = "x"  # ranks of torchrun ask for the grace
+    found = ended(
+        [
+            start(
+                ["-m", "scrimp", "train"],
+                environment(
+                    tmp_path, **by_environment(rank, 2, port) | common | ({name: "soon"} if rank else {})
+                ),
+            )
+            for rank in range(2)
+        ]
+    )
+    assert [code for code, _ in found] == [2, 2], found
+    assert errors_of(found) == [f"error: rank 1: the environment's {name} is wrong"]
+
+
+@pytest.mark.slow
+def test_a_launchers_port_may_be_silent_until_rank_0_is_there(tmp_path: Path) -> None:
+    """`scrimp launch` opens it; on a busy machine rank 0 takes long to load torch."""
+    with socket.create_server(("127.0.0.1", 0), backlog=16) as port:
+        number = port.getsockname()[1]
+        common = {"SCRIMP_LAUNCH": f"{os.getpid()}.x", "MASTER_ADDR": "127.0.0.1"}
+        words = ["-m", "scrimp", *flags(write_corpus(tmp_path), tmp_path / "run", "--train.steps=2")]
+        second = start(words, environment(tmp_path, **by_environment(1, 2, number) | common))
+        time.sleep(ANSWER_S + 8)
+        own = {"SCRIMP_LISTENER": str(port.fileno())}
+        first = start(
+            words, environment(tmp_path, **by_environment(0, 2, number) | common | own), [port.fileno()]
+        )
+    found = ended([first, second])
+    assert [code for code, _ in found] == [0, 0], found
 
 
 @pytest.mark.slow
@@ -189,22 +230,22 @@ def test_a_signal_ends_a_rank_that_waits(tmp_path: Path) -> None:
 
 
 OWN = """
+from dataclasses import dataclass
 import os
 import torch
 import torch.distributed as dist
+from scrimp.health import record
+from scrimp.objectives.next_token import NextToken
 
-class Talking(torch.optim.SGD):
+@dataclass(frozen=True)
+class Talking(NextToken):
     "Talks with the other ranks in each step, as layouts do."
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, lr=lr)
-        self.steps = 0
-
-    def step(self, closure=None):
-        self.steps += 1
-        if os.environ["RANK"] == "1" and self.steps == 4:
+    def loss(self, model, batch, *, chunk=0):
+        if os.environ["RANK"] == "1" and record().step == 4:
             {trouble}
-        dist.all_reduce(torch.ones(1000))
-        super().step(closure)
+        if record().step:
+            dist.all_reduce(torch.ones(1000))
+        return super().loss(model, batch, chunk=chunk)
 """
 
 
@@ -217,7 +258,7 @@ def talking(folder: Path, trouble: str, size: int = 2) -> list[tuple[int, str]]:
     return ended(
         [
             start(
-                ["-m", "scrimp", *words, f"--optimizer.name={code}:Talking", "--trust-code"],
+                ["-m", "scrimp", *words, f"--objective.name={code}:Talking", "--trust-code"],
                 environment(folder, **by_environment(rank, size, port)),
             )
             for rank in range(size)

@@ -151,14 +151,32 @@ def test_a_launcher_that_is_killed_leaves_no_rank_but_a_checkpoint(launched: Lau
 
 
 @pytest.mark.slow
-def test_a_rank_that_does_not_end_is_killed_after_the_grace(corpus: Path, tmp_path: Path) -> None:
-    run = Launched(corpus, tmp_path, *ENDLESS, options=("--grace=15",))
+def test_a_stopped_rank_is_killed_where_another_one_is_gone(corpus: Path, tmp_path: Path) -> None:
+    run = Launched(corpus, tmp_path, *ENDLESS)
     run.wait_for_steps()
     os.kill(run.ranks[1], signal.SIGSTOP)
     os.kill(run.ranks[0], signal.SIGKILL)
     code, output = run.end()
     assert code == 137, output
-    assert "rank 1 has not ended within 15 s (--grace): it is killed" in output
+    assert "rank 1 is stopped, and cannot end by itself: it is killed" in output
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_end_is_killed_after_the_grace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One rank fails, the other one hears nothing."""
+    (tmp_path / "scrimp").mkdir()
+    (tmp_path / "scrimp" / "__init__.py").touch()
+    (tmp_path / "scrimp" / "__main__.py").write_text(
+        "import os, signal, sys, time\n"
+        "if os.environ['RANK'] == '0': sys.exit(3)\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "time.sleep(600)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert launch(["train"], 2, 9) == 3
+    assert "rank 1 has not ended within 9 s (--grace): it is killed" in capfd.readouterr().err
 
 
 @pytest.mark.slow

@@ -56,6 +56,16 @@ def test_the_seed_decides_the_draws() -> None:
     assert texts[0] == texts[1] != texts[2]
 
 
+def test_what_is_agreed_upon_goes_on_and_not_what_was_chosen() -> None:
+    model, others = filled(LLAMA), iter([11, 4, 27])
+    ids = list(generate(model, PROMPT, max_tokens=4, agreed=lambda token: next(others, token)))
+    assert ids[:3] == [11, 4, 27]
+    logits = packed_logits(
+        model.architecture, weights_of(model), torch.tensor([[*PROMPT, *ids[:3]]]), [0, 12]
+    )
+    assert ids[3] == int(logits[-1].argmax())
+
+
 def test_an_end_token_ends_the_text_and_is_not_part_of_it() -> None:
     model = filled(LLAMA)
     whole = list(generate(model, PROMPT, max_tokens=30))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import os
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +30,7 @@ from scrimp.parts import TensorPart, part_of
 from scrimp.training import checkpoint_manifest as manifests
 from scrimp.training import snapshot, tensor_files
 from scrimp.training.checkpoint import CheckpointStore
-from scrimp.world import World
+from scrimp.world import World, told_by
 
 Layout = tuple[tuple[int, ...], tuple[Placement, ...]]
 """Shape of the mesh, and how every tensor lies on it."""
@@ -273,6 +274,23 @@ def full_disk(*words: Any, **named: Any) -> int:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+def a_bug(*words: Any, **named: Any) -> int:
+    raise KeyError("surprise")
+
+
+def shown(act: Callable[[], object]) -> tuple[str, int | None, list[str]]:
+    """What is raised: its type, the rank that shows it, and the functions of its traceback."""
+    try:
+        act()
+    except Exception as error:
+        return (
+            type(error).__name__,
+            told_by(error),
+            [one.name for one in traceback.extract_tb(error.__traceback__)],
+        )
+    return "", None, []
+
+
 def trouble(rank: int, folder: Path) -> dict[str, Any]:
     """One thing after another goes wrong on one rank."""
     world, found = World.current(), dict[str, Any]()
@@ -290,6 +308,11 @@ def trouble(rank: int, folder: Path) -> dict[str, Any]:
             patch.setattr(manifests, "seal", full_disk)
         store.save(2, halves(rank, 2.0), {}, {})
         found["cannot be sealed"] = said(store.wait)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(os, "pwrite", a_bug)
+        store.save(2, halves(rank, 2.0), {}, {})
+        found["a bug"] = shown(store.wait)
     found["older one"] = value_of(store, rank), store.poll(), sorted(os.listdir(store.folder))
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
@@ -344,6 +367,13 @@ def test_what_one_rank_cannot_write_or_seal_is_an_error_on_all_and_older_ones_st
         assert rank["older one"] == ((1, 1.0), [], ["step-00000001"])
     assert "rank 1: " in both[1][0]["full disk, waits False"]
     assert "rank 1: " not in both[1][1]["full disk, waits False"]
+
+
+def test_a_bug_in_the_thread_of_one_rank_is_shown_there_with_its_traceback(both: Both) -> None:
+    (kind, by, _), (own_kind, own_by, functions) = (rank["a bug"] for rank in both[1])
+    assert (kind, own_kind) == ("RankFailedError", "KeyError")
+    assert by == own_by == 1
+    assert functions[-1] == "a_bug"
 
 
 def test_where_one_rank_has_no_room_for_a_copy_all_wait(both: Both) -> None:

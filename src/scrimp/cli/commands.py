@@ -369,19 +369,35 @@ class Launch:
     grace: float = GRACE_S
     """Seconds that ranks have to write their last checkpoint after a signal, or where one failed, before they are
     killed."""
+    restarts: int = 0
+    """How often ranks are started again after one was lost: the run goes on from its newest checkpoint."""
+    min_ranks: int | None = None
+    """With --restarts: go on with fewer processes, so many at least, without one that was lost twice."""
 
     def execute(self, given: frozenset[str]) -> int:
-        from scrimp.cli.launch import launch
+        from scrimp.cli.launch import Restarts, launch
         from scrimp.cli.ranks import refuse_ranks
 
         check_range("--ranks", self.ranks, Range(1, 4096))
         check_range("--grace", self.grace, Range(1, 7 * 86400))
+        check_range("--restarts", self.restarts, Range(0, 2**31 - 1))
+        if self.min_ranks is not None:
+            check_range("--min-ranks", self.min_ranks, Range(1, self.ranks))
         name, *words = shlex.split(self.command)
         if name not in COMMANDS:
             raise unknown_command([name, *words])
         refuse_ranks([name, *words], f"scrimp launch --ranks {self.ranks}")
-        build(name, words)  # a mistake, or --help, is answered here, once
-        return launch([name, *words], self.ranks, self.grace)
+        command, _ = build(name, words)  # a mistake, or --help, is answered here, once
+        self._check_restarts(command)
+        restarts = Restarts(self.restarts, self.min_ranks or self.ranks)
+        return launch([name, *words], self.ranks, self.grace, restarts)
+
+    def _check_restarts(self, command: Command) -> None:
+        """Ranks that are started again have to know what they go on with."""
+        if self.min_ranks is not None and not self.restarts:
+            raise ConfigError("--min-ranks needs --restarts", expected="how often ranks are started again")
+        if self.restarts and isinstance(command, Train) and command.config.run.dir is None:
+            raise ConfigError("--restarts needs a run to go on with", do="name its folder with --run.dir")
 
 
 COMMANDS: dict[str, type[Command]] = {

@@ -33,7 +33,7 @@ from types import FrameType
 from scrimp import __version__
 from scrimp.cli.show import say, show_error
 from scrimp.errors import ConfigError, ScrimpError, StorageError
-from scrimp.launchers import place_of
+from scrimp.launchers import place_of, restarts_in
 from scrimp.world import World
 
 _OVERVIEW = """\
@@ -173,7 +173,12 @@ def _dispatch(words: Sequence[str]) -> int:
         from scrimp.cli.ranks import on_ranks
 
         return on_ranks(place, words, exit_code_of)
-    return carry_out(name, *build(name, words[1:]))
+    command, given = build(name, words[1:])
+    if restarts_in(os.environ) > 0:  # of several ranks one is left
+        from scrimp.cli.ranks import going_on
+
+        command = going_on(command, World.current())
+    return carry_out(name, command, given)
 
 
 def _is_no_memory(error: Exception) -> bool:

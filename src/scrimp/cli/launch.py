@@ -10,13 +10,20 @@ Method   One process for each rank, in a process group of its own, so that Ctrl-
 Ends     The exit code is that of the first rank that failed, 128 + n where signal n ended it. The others notice by
          themselves (`scrimp.joining`); `ASK_S` seconds later they get SIGTERM, and SIGKILL after the grace. Ranks see
          that this process is gone (`scrimp.cli.ranks`), also by kill -9.
-Limits   One machine, and no restarts: for both there is torchrun.
-Checked  tests/cli/test_launch.py
+         A rank that is stopped (SIGSTOP), beside others that are not, is killed after `STOPPED_S` seconds: it would
+         neither notice that others are gone nor take SIGTERM, and nobody else notices before the ranks have met.
+Restarts `--restarts N`: after any failure but bad input (exit code 2) or a signal that asks to end, all ranks are
+         started again, up to N times, and go on from the newest checkpoint (`scrimp.cli.ranks`). Where `--min-ranks`
+         allows it, a slot (a device) whose process was lost twice is left out.
+Limits   One machine; for several there is torchrun with --max-restarts. Only what a signal ended counts as a lost slot:
+         of a main thread that hangs its rank is named, and its slot is kept.
+Checked  tests/cli/test_launch.py, tests/cli/test_restarts.py, benchmarks/drills.py
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import secrets
 import signal
@@ -24,50 +31,118 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from types import FrameType
 from typing import Final
 
 from scrimp.cli.show import say
-from scrimp.launchers import GRACE, LAUNCH, LISTENER
+from scrimp.errors import ScrimpError
+from scrimp.launchers import GRACE, LAUNCH, LISTENER, RESTARTS, WHY_AGAIN
 
-ASK_S: Final = 10.0
+ASK_S: Final = 4.0
+"""After which ranks that did not notice by themselves, such as one that still waits for all to come, are asked."""
+STOPPED_S, STOPPED_LAST_S = 8.0, 2.0
+"""That a rank may be stopped; the second one after another rank has failed. Judges among the ranks come first."""
+LOST_TOO_OFTEN: Final = 2
 _LOOK_S: Final = 0.05
 _PASSED_ON: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
-def launch(words: Sequence[str], ranks: int, grace: float) -> int:
+@dataclass(frozen=True)
+class Restarts:
+    """What is done where a rank was lost."""
+
+    most: int = 0
+    """How often ranks are started again."""
+    least_ranks: int = 1
+
+
+def launch(words: Sequence[str], ranks: int, grace: float, restarts: Restarts = Restarts()) -> int:
     """Run `scrimp` with some words on each of several processes; returns the exit code of the first that failed.
 
     Args:
         grace: seconds that ranks have to end after a signal, or after one of them failed.
+        restarts: how often all are started again.
     """
     signals: list[int] = []
-    with _noting(signals), contextlib.closing(socket.create_server(("127.0.0.1", 0), backlog=1024)) as port:
-        children: list[subprocess.Popen[bytes]] = []
+    slots, losses, why = list(range(ranks)), Counter[int](), ""
+    with _noting(signals):
+        for number in itertools.count():
+            end = _run_once(words, slots, {RESTARTS: str(number), WHY_AGAIN: why}, grace, signals)
+            if end.is_final or number == restarts.most:
+                return end.code
+            losses.update(end.lost)
+            twice = [slot for slot in slots if losses[slot] >= LOST_TOO_OFTEN]
+            if twice and len(slots) - len(twice) >= restarts.least_ranks:
+                slots = [slot for slot in slots if slot not in twice]
+            why = _told(restarts, number + 1, end, slots, twice)
+    raise AssertionError("the loop returns")
+
+
+@dataclass(frozen=True)
+class _End:
+    """How the processes of one start have ended."""
+
+    code: int
+    is_asked: bool
+    """Whether a signal asked for it: the run is to stay ended."""
+    lost: list[int]
+    """Slots whose processes were ended by a signal from elsewhere, or stopped."""
+
+    @property
+    def is_final(self) -> bool:
+        """Whether another start is no help: all is well, somebody asked, or the user has to change something."""
+        return self.code == 0 or self.is_asked or (self.code == ScrimpError.exit_code and not self.lost)
+
+
+def _run_once(
+    words: Sequence[str], slots: Sequence[int], again: dict[str, str], grace: float, signals: list[int]
+) -> _End:
+    children: list[subprocess.Popen[bytes]] = []
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0), backlog=1024)) as port:
         try:
-            common = _environment(ranks, port, grace)
-            children.extend(_started(words, rank, common, port) for rank in range(ranks))
+            common = _environment(slots, port, grace) | again
+            children.extend(_started(words, rank, common, port) for rank in range(len(slots)))
             port.close()  # rank 0 has its own copy
-            return _Watch(children, signals, grace).to_the_end()
+            watch = _Watch(children, signals, grace)
+            code = watch.to_the_end()
         finally:
             for child in children:
                 if child.poll() is None:
                     child.kill()
             for child in children:
                 child.wait()
+    return _End(code, watch.is_asked, [slots[rank] for rank in watch.lost])
 
 
-def _environment(ranks: int, port: socket.socket, grace: float) -> dict[str, str]:
+def _told(restarts: Restarts, number: int, end: _End, slots: Sequence[int], dropped: Sequence[int]) -> str:
+    """Say in one line that ranks are started again."""
+    text = f"ranks are started again ({number} of {restarts.most}), {len(slots)} of them, after exit code {end.code}"
+    if dropped:
+        text += f"; without slot {' and '.join(map(str, dropped))}, lost {LOST_TOO_OFTEN} times"
+    say(text)
+    return text
+
+
+def _environment(slots: Sequence[int], port: socket.socket, grace: float) -> dict[str, str]:
     """What all ranks find in their environment."""
+    ranks = len(slots)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     found = {"OMP_NUM_THREADS": str(max(1, cores // ranks))}
     if "lo" in (name for _, name in socket.if_nameindex()):
         # Else gloo takes the interface of the host's name, which need not resolve.
         found["GLOO_SOCKET_IFNAME"] = "lo"
+    devices = {}
+    if slots != list(range(ranks)):  # those of slots that were lost too often stay unused
+        shown = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        names = shown if shown != [""] else list(map(str, range(max(slots) + 1)))
+        devices["CUDA_VISIBLE_DEVICES"] = ",".join(names[slot] for slot in slots if slot < len(names))
     return {
         **found,
         **os.environ,
+        **devices,
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
@@ -100,12 +175,19 @@ class _Watch:
         self._signals, self._grace = signals, grace
         self._code = 0
         self._ask_at = self._kill_at = float("inf")
+        self._stopped_since: dict[int, float] = {}
+        self.is_asked = False
+        """Whether a signal has asked the ranks to end: here, or one of them."""
+        self.lost: list[int] = []
+        """Ranks that a signal ended from elsewhere, or that were stopped."""
+        self._has_ended_them = False
 
     def to_the_end(self) -> int:
         """The exit code of the first rank that failed, when all have ended."""
         while self._running:
             self._pass_on()
             self._take_ended()
+            self._kill_stopped()
             now = time.monotonic()
             if now > self._ask_at:
                 self._ask_at = float("inf")
@@ -118,8 +200,20 @@ class _Watch:
             time.sleep(_LOOK_S)
         return self._code
 
+    def _kill_stopped(self) -> None:
+        now, limit = time.monotonic(), STOPPED_LAST_S if self._code else STOPPED_S
+        stopped = [rank for rank, child in self._running.items() if _is_stopped(child.pid)]
+        if len(stopped) == len(self._running) and not self._code:
+            stopped = []  # somebody holds the whole job
+        self._stopped_since = {rank: self._stopped_since.get(rank, now) for rank in stopped}
+        for rank, since in self._stopped_since.items():
+            if now - since > limit:
+                say(f"rank {rank} is stopped, and cannot end by itself: it is killed")
+                self._running[rank].kill()
+
     def _pass_on(self) -> None:
         while self._signals:
+            self.is_asked = True
             self._send(self._signals.pop(0))
             # A second SIGTERM would end ranks at once that write their checkpoint because of the first.
             self._ask_at = float("inf")
@@ -130,16 +224,28 @@ class _Watch:
         for rank, code in sorted(ended.items(), key=lambda one: one[1] >= 0):  # what a signal ended, first
             del self._running[rank]
             if code < 0:
-                say(f"rank {rank} was ended by {_signal_name(-code)}")
+                if not self._has_ended_them:
+                    self.lost.append(rank)
+                if not (self._has_ended_them and -code == signal.SIGTERM):  # which this process sent
+                    say(f"rank {rank} was ended by {_signal_name(-code)}")
             if code != 0 and self._code == 0:
                 self._code = code if code > 0 else 128 - code
+                # A rank that a signal asked to end has unwound: its code is positive, unless it came very early.
+                self.is_asked |= code > 128 or -code in _PASSED_ON
                 now = time.monotonic()
                 if self._kill_at == float("inf"):
                     self._ask_at, self._kill_at = now + ASK_S, now + self._grace
 
     def _send(self, number: int) -> None:
+        self._has_ended_them = True
         for child in self._running.values():
             child.send_signal(number)
+
+
+def _is_stopped(process: int) -> bool:
+    """Whether a child was stopped by a signal and has not been continued."""
+    found = os.waitid(os.P_PID, process, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
+    return found is not None and found.si_code == os.CLD_STOPPED
 
 
 @contextlib.contextmanager

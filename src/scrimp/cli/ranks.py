@@ -6,12 +6,15 @@ Printing   Standard output and standard error of all ranks but the first lead no
 Mistakes   A command line that is wrong on one node alone is told at the meeting: all ranks end, with one message.
 Launcher   A rank whose launcher is gone, by kill -9 say, gets SIGTERM from a thread of its own, and so writes its last
            checkpoint as if the launcher had asked for it.
-Checked    tests/cli/test_command_on_ranks.py
+Restarts   Ranks that their launcher has started again (`--restarts`, torchrun's `--max-restarts`) go on with the run
+           that is in the folder.
+Checked    tests/cli/test_command_on_ranks.py, tests/cli/test_restarts.py
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import os
 import platform
@@ -30,7 +33,10 @@ from scrimp.cli.commands import Command, Doctor, Train, build, carry_out
 from scrimp.cli.show import say, show_error
 from scrimp.config import flatten
 from scrimp.errors import ConfigError, ScrimpError
-from scrimp.launchers import GRACE, GRACE_S, LAUNCH, RANK_ORDER, Place, order_of, seconds_in
+from scrimp.files import storage_error
+from scrimp.health import record
+from scrimp.launchers import GRACE, GRACE_S, LAUNCH, RANK_ORDER, WHY_AGAIN, Place, order_of, seconds_in
+from scrimp.world import World
 
 TAKING_PART = ("train", "doctor --ranks")
 """Commands that run on several ranks."""
@@ -45,16 +51,18 @@ def on_ranks(place: Place, words: Sequence[str], answer: Callable[[BaseException
     Args:
         answer: shows an exception, and gives its exit code.
     """
-    _prepare_process()
     with _voice(place.rank == 0) as voice:
         command, given, failure = None, frozenset[str](), None
         try:
+            _prepare_process()
             refuse_ranks(words, f"rank {place.rank} of {place.size}, by {place.launcher}")
             command, given = build(words[0], words[1:])
             papers = papers_of(command, words)
             papers["the order of ranks"] = str(_order(command, place))
         except ScrimpError as error:
             failure, papers = error, {}
+        except OSError as error:
+            failure, papers = storage_error(error, "a file that the command names cannot be read"), {}
         return _together(place, words[0], command, given, papers, failure, answer, voice)
 
 
@@ -68,8 +76,9 @@ def _together(
     answer: Callable[[BaseException], int],
     voice: Voice,
 ) -> int:
+    from scrimp.health.lookout import end_process
     from scrimp.joining import join
-    from scrimp.meeting import is_shown_here
+    from scrimp.meeting import is_connecting, is_shown_here
 
     joined, rank = None, place.rank
     try:
@@ -87,6 +96,8 @@ def _together(
         _say_order(command, place)
         assert command is not None, "a failure would have been raised"
         with joined.world.together(f"scrimp {name}"):
+            if joined.world.any(joined.is_again):
+                command = going_on(command, joined.world)
             code = carry_out(name, command, given)
         sys.stdout.flush()
     except BaseException as raised:
@@ -100,6 +111,8 @@ def _together(
         code = answer(error)
     if joined is not None:
         joined.leave(code)
+    elif is_connecting():
+        end_process(code)
     return code
 
 
@@ -134,6 +147,29 @@ def _say_order(command: Command | None, place: Place) -> None:
         )
     elif isinstance(command, Train) and os.environ.get(RANK_ORDER):
         say(f"{RANK_ORDER} is of another number of ranks, and not followed")
+
+
+def going_on(command: Command, world: World) -> Command:
+    """The same command when its ranks are started again: a run that is there goes on from its newest checkpoint.
+
+    Without one it begins anew, where it has never had any (`scrimp train --resume`).
+
+    Raises:
+        ConfigError: nobody can say which run was begun.
+    """
+    if not isinstance(command, Train):
+        return command
+    folder = command.config.run.dir
+    if folder is None:
+        raise ConfigError(
+            "a run whose folder has no name cannot go on when its ranks are started again",
+            expected="--run.dir",
+            do="find the run in runs/, and go on with --run.dir and --resume",
+        )
+    why = os.environ.get(WHY_AGAIN) or "ranks were started again by their launcher"
+    record().findings.append(("restart", why))
+    holds_run = world.once("looking for the run", lambda: (folder / "config.toml").is_file())
+    return dataclasses.replace(command, resume=True, resume_from=None) if holds_run else command
 
 
 def refuse_ranks(words: Sequence[str], got: str) -> None:

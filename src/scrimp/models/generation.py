@@ -18,7 +18,7 @@ K head size, V vocabulary; 1 is the single row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -44,6 +44,7 @@ def generate(
     max_tokens: int,
     sampling: Sampling = GREEDY,
     end_ids: frozenset[int] = frozenset(),
+    agreed: Callable[[int], int] = int,
 ) -> Iterator[int]:
     """Continue a prompt, yielding each token id as it is chosen.
 
@@ -53,6 +54,8 @@ def generate(
         max_tokens: most tokens to produce.
         sampling: how each is drawn.
         end_ids: tokens that end the text; they are not yielded.
+        agreed: of the token that this process has chosen the one that all have, where several compute together: their
+            logits may differ in the last bits.
 
     Raises:
         ModelError: the prompt is empty, has unknown ids, or does not fit the context.
@@ -66,7 +69,7 @@ def generate(
         caches = [_Cache() for _ in model.blocks]
         new = list(prompt_ids)
         for _ in range(max_tokens):
-            token = choose(_next_logits(model, new, caches), sampling, generator)
+            token = agreed(choose(_next_logits(model, new, caches), sampling, generator))
             if token in end_ids:
                 return
             yield token

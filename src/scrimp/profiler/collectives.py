@@ -2,8 +2,8 @@
 
 Problem  Which layout is fast is decided by bytes on links and by waits, and a layout that sends more than its formula
          says has a mistake in it. torch counts collectives (`CommDebugMode`), neither bytes nor seconds.
-Method   The functions of torch.distributed that FSDP2, DTensor and Scrimp call are wrapped while the code runs. With B
-         the bytes of the whole tensor and n the ranks of the group, a ring sends from each rank::
+Method   The functions of `scrimp.collective_calls` are wrapped while the code runs. With B the bytes of the whole
+         tensor and n the ranks of the group, a ring sends from each rank::
 
              all-gather, reduce-scatter, all-to-all     B (n - 1) / n
              all-reduce                                 2 B (n - 1) / n
@@ -22,6 +22,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from scrimp.collective_calls import wrapped
+
 SHARES: dict[str, Callable[[int], float]] = {
     "all-gather": lambda n: (n - 1) / n,
     "reduce-scatter": lambda n: (n - 1) / n,
@@ -31,18 +33,6 @@ SHARES: dict[str, Callable[[int], float]] = {
     "send": lambda n: 1.0,
 }
 """What each of n ranks sends of the whole tensor; of an all-to-all of uneven parts, those of other ranks."""
-FUNCTIONS = {
-    "all_gather": "all-gather",
-    "all_gather_into_tensor": "all-gather",
-    "all_gather_single": "all-gather",  # its name from torch 2.12 on
-    "reduce_scatter_tensor": "reduce-scatter",
-    "reduce_scatter_single": "reduce-scatter",
-    "all_to_all_single": "all-to-all",
-    "all_reduce": "all-reduce",
-    "broadcast": "broadcast",
-    "batch_isend_irecv": "send",
-}
-"""Function of torch.distributed to what it does."""
 
 
 @dataclass(frozen=True)
@@ -80,17 +70,9 @@ class Collectives:
 @contextlib.contextmanager
 def counting_collectives() -> Iterator[Collectives]:
     """Count what this process sends while the body runs."""
-    import torch.distributed as dist
-
     found = Collectives()
-    before = {name: getattr(dist, name) for name in FUNCTIONS if hasattr(dist, name)}
-    try:
-        for name, call in before.items():
-            setattr(dist, name, _counted(FUNCTIONS[name], call, found))
+    with wrapped(lambda operation, call: _counted(operation, call, found)):
         yield found
-    finally:
-        for name, call in before.items():
-            setattr(dist, name, call)
 
 
 def _counted(operation: str, call: Callable[..., Any], found: Collectives) -> Callable[..., Any]:

@@ -26,7 +26,7 @@ from scrimp.files import storage_error
 from scrimp.parts import TensorPart
 from scrimp.training import checkpoint_manifest as manifests
 from scrimp.training import tensor_files
-from scrimp.world import World, error_of, failure_of
+from scrimp.world import World, error_of, failure_of, set_told
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,9 @@ class Writing:
         if not failures:
             return
         rank = min(failures, key=lambda rank: failures[rank]["kind"] is not None)
-        raise self._error if rank == world.rank and self._error else error_of(rank, failures[rank])
+        error = self._error if rank == world.rank and self._error else error_of(rank, failures[rank])
+        set_told(error, rank)  # so that it is shown where it has its traceback
+        raise error
 
     def _run(self, phase: Callable[[], None]) -> None:
         what = not_written(self.step, self.folder.parent)

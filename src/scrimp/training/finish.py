@@ -153,6 +153,7 @@ def _sample(run: Run) -> None:
                 max_tokens=min(SAMPLE_TOKENS, context - len(prompt_ids)),
                 sampling=Sampling(top_p=0.95, seed=run.config.run.seed),
                 end_ids=end_ids,
+                agreed=run.decisions.world.told,
             )
         )
     model.train()

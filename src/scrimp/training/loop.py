@@ -9,6 +9,7 @@
     Evaluations     the held-out loss
     WriteRecord     all figures to metrics.jsonl: before a checkpoint, from which a run may be resumed
     Guards          outliers; the end of a run whose steps are not finite
+    RankFindings    of several those that are slow
     Checkpoints     those that are complete, and the next one
 
 A plan that changes is told to the model, the memory phases, the meter and plan.json by `PlanInForce`.
@@ -16,7 +17,9 @@ A plan that changes is told to the model, the memory phases, the meter and plan.
 
 from __future__ import annotations
 
+from scrimp.errors import ScrimpError
 from scrimp.files import write_whole
+from scrimp.health import record
 from scrimp.planner import Plan
 from scrimp.training.callbacks import (
     Callback,
@@ -27,6 +30,7 @@ from scrimp.training.callbacks import (
     LocalSteps,
     MeasureStep,
     PlanPrecision,
+    RankFindings,
     Record,
     WriteRecord,
 )
@@ -60,6 +64,7 @@ class Trainer:
             self.evaluations,
             WriteRecord(run),
             Guards(run, self.stepper.guard),
+            RankFindings(run),
             self.checkpoints,
         ]
 
@@ -70,19 +75,23 @@ class Trainer:
             TrainingError: too many non-finite steps in a row.
         """
         run = self.run
-        with run.loader(run.step) as loader:
+        with run.loader(run.step) as loader, record().training(self._lost):
             while run.step < run.train.steps and not signals.should_stop():
                 for callback in self.callbacks:
                     callback.before_step()
                 with self._counted.around():
                     result = self.stepper.take(loader)
-                record: Record = {}
+                figures: Record = {}
                 for callback in self.callbacks:
-                    callback.after_step(result, record)
+                    callback.after_step(result, figures)
+
+    def _lost(self, error: ScrimpError) -> None:
+        self.run.event("lost-rank", str(error))
 
     def _carry_out(self, before: Plan, plan: Plan) -> None:
         """Another plan is in force: the model, what is known of its memory, and the run's file follow."""
         run = self.run
+        record().begin_anew()
         if plan.placement != before.placement:
             run.executable.change_activations(plan)
             run.meter.forget_counts()

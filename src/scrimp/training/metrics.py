@@ -33,6 +33,8 @@ from scrimp.world import ALONE, World
 METRICS: Final = "metrics.jsonl"
 EVENTS: Final = "events.jsonl"
 TENSORBOARD: Final = "tensorboard"
+LASTING: Final = ("lost-rank",)
+"""Kinds of events that a resumed run keeps, whatever their step: they will not be written again."""
 
 _GROUPS: Final = {
     "tokens_per_s": "speed",
@@ -168,6 +170,8 @@ def _drop_lines(path: Path, after: int) -> None:
 
 def _is_after(record: Mapping[str, Any], step: int) -> bool:
     number = record.get("step")
+    if record.get("kind") in LASTING:
+        return False
     return isinstance(number, int | float) and number > step
 
 

@@ -359,7 +359,8 @@ def _realised(start: Start, choose: BackendChooser) -> Executable:
         if start.checkpoint is not None:
             return  # every parameter is loaded from the checkpoint later
         if config.model.weights is not None:
-            fill_from_weights(model, config.model.weights)
+            with decisions.world.together("reading the weights"):
+                fill_from_weights(model, config.model.weights)
         else:
             initialise(model, config.run.seed)
 

@@ -8,6 +8,7 @@ then a run folder.
 from __future__ import annotations
 
 import dataclasses
+import json
 from dataclasses import dataclass
 
 import torch
@@ -297,7 +298,8 @@ def _plan_for(
         refuse_unreachable_share(config, architecture, pinned)
     config, memory = decide_micro_batch(device, config, architecture, reasons)
     decisions = _decisions(device, asked, config, architecture, reasons, memory)
-    device.world.agree("the plan of the run", decisions.plan.to_json(), do="give all ranks the same settings")
+    plan = json.loads(decisions.plan.to_json())
+    device.world.agree("the plan of the run", plan, do="give all ranks the same settings")
     return decisions
 
 

@@ -12,6 +12,7 @@ A step whose passes run out of memory is given up, and taken again by a plan tha
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from scrimp.data import Batch, Loader
+from scrimp.health import record
 from scrimp.runtime.memory import ArenaTooSmallError
 from scrimp.runtime.passes import run_passes
 from scrimp.runtime.pipeline import PassSums
@@ -60,10 +62,18 @@ class Stepper:
 
     def take(self, loader: Loader) -> StepResult:
         """The next step, on the loader's next batch."""
-        run, optimizer = self.run, self.run.optimizer
+        run = self.run
         run.phases.switch(TRAINING)
         start = time.perf_counter()
         batches = next(loader)
+        with record().in_step(run.step + 1):
+            result = self._update(batches)
+        seconds = time.perf_counter() - start
+        return dataclasses.replace(result, seconds=seconds, data_wait_seconds=loader.wait_seconds)
+
+    def _update(self, batches: list[Batch]) -> StepResult:
+        """Passes and update of a step; its seconds are still to be said."""
+        run, optimizer = self.run, self.run.optimizer
         counts = run.executable.mesh.gathered_rows(sum(map(run.executable.objective.count, batches)))
         num_targets, of_step = sum(counts), sum(run.executable.mesh.of_step(counts))
         total = self._passes(batches, of_step)
@@ -85,8 +95,7 @@ class Stepper:
         optimizer.zero_grad()
         run.position.step += 1
         run.position.updates = optimizer.num_updates
-        waited = loader.wait_seconds
-        return StepResult(loss, norm, lr, reason is not None, time.perf_counter() - start, waited, metrics)
+        return StepResult(loss, norm, lr, reason is not None, 0.0, 0.0, metrics)
 
     def _means(self, total: PassSums, num_targets: int) -> tuple[float, dict[str, float]]:
         """Loss and metrics of the batch, over all ranks."""

@@ -10,6 +10,7 @@ from scrimp.training.callbacks.local_steps import LocalSteps
 from scrimp.training.callbacks.memory_check import CheckMemory
 from scrimp.training.callbacks.metrics import MeasureStep, WriteRecord
 from scrimp.training.callbacks.precision import PlanPrecision
+from scrimp.training.callbacks.rank_findings import RankFindings
 
 __all__ = [
     "Callback",
@@ -20,6 +21,7 @@ __all__ = [
     "LocalSteps",
     "MeasureStep",
     "PlanPrecision",
+    "RankFindings",
     "Record",
     "WriteRecord",
 ]
