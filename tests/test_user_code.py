@@ -31,6 +31,7 @@ def nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(user_code, "_modules", {})
 
 
+@pytest.mark.slow
 def test_the_example_trains_and_resumes_bit_for_bit(tmp_path: Path) -> None:
     corpus, code = write_corpus(tmp_path), own(tmp_path / "code")
     name = f"--objective.name={code}:Smoothed"

@@ -90,6 +90,7 @@ def test_the_shards_are_the_same_for_any_number_of_workers(tmp_path: Path, text_
     assert all(result == results[0] for result in results)
 
 
+@pytest.mark.slow
 def test_a_kill_between_any_two_file_operations_is_made_good(
     tmp_path: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -131,6 +131,7 @@ def test_a_run_counts_one_step_and_no_number_of_it_changes(
     assert "process grown by" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("steps", "counted"), [(4, 2), (2, 2), (1, 1)])
 @pytest.mark.every(3)
 def test_a_step_that_proves_a_plan_is_not_counted_unless_it_is_the_last(

@@ -129,6 +129,7 @@ def test_its_size_is_right_within_a_factor(real: tuple[str, Real]) -> None:
     assert ratios.max() < 2.5
 
 
+@pytest.mark.every(2)
 def test_the_loss_hears_of_fprop_alone_and_by_about_what_is_predicted(real: tuple[str, Real]) -> None:
     found, p = predicted(real)
     assert np.abs(real[1].loss[:, 1:]).max() < 1e-6
@@ -137,6 +138,7 @@ def test_the_loss_hears_of_fprop_alone_and_by_about_what_is_predicted(real: tupl
     assert spearman(found.loss[:, p], real[1].loss[:, 0]) > 0.4
 
 
+@pytest.mark.every(2)
 def test_damages_of_several_gemms_add_in_squares(real: tuple[str, Real]) -> None:
     found, p = predicted(real)
     for quantized, update in real[1].plans:

@@ -36,6 +36,7 @@ def profiles(trained: Bench) -> Mapping[str, PrecisionProfile]:
 
 @pytest.mark.parametrize("gains", ["ratios", "blocks"])
 @pytest.mark.parametrize("name", ["forward", "backward"])
+@pytest.mark.every(2)
 def test_cheap_gains_are_of_the_size_of_exact_ones(
     profiles: Mapping[str, PrecisionProfile], gains: str, name: str
 ) -> None:
@@ -93,6 +94,7 @@ def test_what_is_not_trained_before_the_stream_leaves_gains_finite(gains: str) -
 
 
 @pytest.mark.parametrize("gains", ["ratios", "blocks", "exact"])
+@pytest.mark.every(2)
 def test_a_model_whose_branches_begin_at_zero_has_finite_statistics(gains: str) -> None:
     model = decoder()
     for name, parameter in model.named_parameters():

@@ -176,6 +176,7 @@ def test_training_goes_on_as_if_nothing_had_been_measured(name: str) -> None:
 
 
 @pytest.mark.parametrize("after", [None, 2, 6])
+@pytest.mark.every(2)
 def test_an_optimizer_with_master_weights_is_left_alone(after: int | None) -> None:
     found = []
     for measures in (False, True):

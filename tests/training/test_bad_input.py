@@ -233,6 +233,7 @@ CASES: dict[str, tuple[Case, str]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.every(2)
 def test_bad_input_is_named_and_nothing_is_lost(
     name: str,
     tmp_path: Path,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -98,6 +99,8 @@ def count_kills(kill: Kill, run_dir: Path, first: int, stride: int, rank: int = 
         after = newest_good_step(run_dir)
         assert before <= after <= before + SAVES_WHEN_COUNTED
         before = after
+        for old in CheckpointStore(run_dir, keep_last=1, keep_every=0).complete()[: -2 - SAVES_WHEN_COUNTED]:
+            shutil.rmtree(old.folder)  # every seventh is kept: hundreds of them would be read at each start
         if answer == "ended":
             return number
         assert answer == "killed"

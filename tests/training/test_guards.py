@@ -69,6 +69,7 @@ def test_the_first_signal_asks_and_handlers_are_restored(number: signal.Signals,
     assert signal.getsignal(number) == before
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_the_process_at_once() -> None:
     script = (
         "import os, signal, time\n"

@@ -98,6 +98,7 @@ def test_what_is_not_finite_is_valid_json_and_says_what_it_was(tmp_path: Path, v
     assert event["window"] == [1.0, None]
 
 
+@pytest.mark.slow
 def test_a_line_is_in_the_file_as_soon_as_it_was_written(tmp_path: Path) -> None:
     code = """
 import os, signal, sys, pathlib

@@ -30,6 +30,7 @@ def test_a_resumed_run_repeats_the_same_losses(precision: str, tmp_path: Path) -
     assert main(["verify", str(run)]) == 0
 
 
+@pytest.mark.slow
 def test_another_optimizer_is_refused_on_resume_by_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

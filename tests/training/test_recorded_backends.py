@@ -109,6 +109,7 @@ def test_which_back_end_ran_each_gemm_stands_in_the_plan_and_in_every_checkpoint
         assert Plan.read(folder / "plan.json").backends == plan.backends
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keeps_plan", [True, False], ids=["plan.json", "the checkpoint's"])
 @pytest.mark.every(2)
 def test_another_report_between_start_and_resume_changes_nothing(

@@ -91,6 +91,7 @@ def test_a_tokenizer_may_get_more_entries_than_the_presets_rows(config: Config) 
     assert decisions.architecture.vocab_size == 8192
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batch", [16, pytest.param(None, marks=pytest.mark.slow)])
 def test_what_a_run_decides_follows_the_vocabulary_that_it_gets(
     config: Config, micro_batch: int | None

@@ -90,6 +90,7 @@ def test_an_export_carries_the_template_and_answers_alike(learnt: Path, told, tm
     assert (run / "tokenizer" / "chat_template.jinja").read_text() == TEMPLATE
 
 
+@pytest.mark.slow
 def test_a_resumed_run_repeats_its_losses_bit_for_bit(tmp_path: Path) -> None:
     write_chats(tmp_path)
     run = tmp_path / "run"

@@ -98,8 +98,8 @@ def ignoring(number: signal.Signals) -> Callable[[], object]:
     return lambda: signal.signal(number, signal.SIG_IGN)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1], ids=lambda number: number.name)
-@pytest.mark.every(2)
 def test_a_signal_that_was_ignored_at_the_start_stays_ignored(
     corpus: Path, tmp_path: Path, number: signal.Signals
 ) -> None:

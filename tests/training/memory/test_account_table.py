@@ -67,6 +67,7 @@ def test_where_something_was_decided_or_limited_the_tables_are_those_of_a_plan(
         ("fp32", (7, 5), "compute capability 7.5"),
     ],
 )
+@pytest.mark.every(3)
 def test_attention_without_a_fused_kernel_on_cuda_is_said(
     precision: str, capability: tuple[int, int], reason: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

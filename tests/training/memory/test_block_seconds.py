@@ -22,6 +22,7 @@ def seconds(found: Decisions) -> dict[str, float]:
     return {name: cost.forward_seconds + cost.backward_seconds for name, cost in kind.choices.items()}
 
 
+@pytest.mark.slow
 def test_a_small_model_is_timed_and_the_plan_says_so() -> None:
     found = decide(SMALL)
     assert found.memory.costs.seconds_origin == "measured"
@@ -30,6 +31,7 @@ def test_a_small_model_is_timed_and_the_plan_says_so() -> None:
     assert seconds(found)["keep"] <= seconds(found)["block"]
 
 
+@pytest.mark.slow
 def test_what_would_take_too_long_is_predicted_from_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_times, "LIMIT_S", 1e-6)
     found = decide(SMALL)

@@ -65,6 +65,7 @@ def test_where_everything_fits_easily_everything_stays_and_nothing_is_timed() ->
     ("precision", "capability", "is_counted"),
     [("fp32", (9, 0), True), ("bf16", (9, 0), False), ("bf16", (7, 5), True)],
 )
+@pytest.mark.every(3)
 def test_on_a_gpu_the_scores_of_unfused_attention_are_counted_where_everything_fits_easily(
     monkeypatch: pytest.MonkeyPatch, precision: str, capability: tuple[int, int], is_counted: bool
 ) -> None:
@@ -119,6 +120,7 @@ def test_a_budget_covers_the_copy_that_a_checkpoint_is_written_from() -> None:
             found.refuse_misfit()
 
 
+@pytest.mark.slow
 def test_two_budgets_on_a_cpu_are_two_memories() -> None:
     peak = resident_peak()
     found = decided_with(device_memory=f"{int(0.4 * peak)}B", host_memory="1GB")

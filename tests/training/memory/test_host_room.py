@@ -123,6 +123,7 @@ print(sum(tensor.nbytes for tensor in tensors.values()), taken(2, True), taken(3
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak of a process is read as Linux tells it")
 def test_writing_takes_a_copy_of_the_state_or_where_training_waits_nothing(tmp_path: Path) -> None:
     """Measured in a process: no file is assembled, and what lies turned is not copied whole."""

@@ -122,6 +122,7 @@ def test_on_one_memory_parts_that_fit_alone_are_refused_as_a_sum() -> None:
         decide(with_budget(keeping, host_memory=tight))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("free", [60, 75])
 def test_what_is_free_of_one_memory_is_divided_between_both_budgets(
     monkeypatch: pytest.MonkeyPatch, free: int

@@ -195,6 +195,7 @@ def test_a_run_goes_on_with_the_cpu_as_updater_by_a_setting_or_an_edited_plan(
         assert [states[name].optimizer for name in ("0", "1")] == updaters
 
 
+@pytest.mark.slow
 def test_an_update_that_fails_on_the_cpu_ends_the_run_by_its_own_name(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -287,6 +288,7 @@ def test_an_edited_plan_sends_nothing_to_the_host_beside_snip(
     assert "beside precision snip" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_update_that_was_broken_off_is_no_checkpoint(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -44,6 +44,7 @@ def elsewhere(here: Plan, device: str) -> Plan:
     )
 
 
+@pytest.mark.slow
 def test_formats_and_their_harm_are_the_checkpoints_and_memory_is_that_of_here(here: Plan) -> None:
     saved = elsewhere(here, here.fingerprint.device)
     found = carried_on(here, saved)
@@ -54,12 +55,14 @@ def test_formats_and_their_harm_are_the_checkpoints_and_memory_is_that_of_here(h
     assert found.measured == saved.measured
 
 
+@pytest.mark.slow
 def test_what_was_measured_on_another_device_is_no_figure_of_this_one(here: Plan) -> None:
     found = carried_on(here, elsewhere(here, "another device"))
     assert found.fingerprint == here.fingerprint
     assert found.measured is None
 
 
+@pytest.mark.slow
 def test_a_finished_run_keeps_the_device_that_its_steps_ran_on(here: Plan) -> None:
     saved = elsewhere(here, "another device")
     found = carried_on(here, saved, trains=False)

@@ -33,6 +33,7 @@ def preview(run_dir: Path, *more: str) -> int:
     return main(["plan", "--precision=snip", f"--model.weights={run_dir}", *more])
 
 
+@pytest.mark.slow
 def test_a_run_in_other_formats_is_measured_and_its_plan_shown(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

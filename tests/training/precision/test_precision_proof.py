@@ -88,6 +88,7 @@ def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
     return [event for event in records(run_dir, "events.jsonl") if event["kind"] == kind]
 
 
+@pytest.mark.slow
 def test_a_true_run_says_what_was_proven(honest: Path) -> None:
     found = "24 GEMMs of 8 layers gave the numbers of their formats"
     first, second = events(honest, "proof")
@@ -96,6 +97,7 @@ def test_a_true_run_says_what_was_proven(honest: Path) -> None:
     assert (second["step"], second["reason"]) == (SWITCH, found + answer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gemm", ["dgrad", "fprop"])
 @pytest.mark.every(2)
 def test_one_operand_of_one_layer_that_stays_bf16_after_a_switch_stops_the_run(
