@@ -17,7 +17,7 @@ CONFIG = """
 --data.source --data.text-column --data.chat-template --data.tokenizer --data.vocab-size --data.held-out
 --data.mask-documents --data.no-mask-documents --data.cache
 --model.preset --model.weights --model.kind --model.vocab-size --model.context --model.num-layers --model.width
---model.num-heads --model.num-kv-heads --model.ffn-width
+--model.num-heads --model.num-kv-heads --model.ffn-width --model.capacity-factor
 --train.steps --train.sequence --train.batch-tokens --train.micro-batch --optimizer.name --optimizer.lr
 --schedule.name --schedule.warmup-steps --schedule.final-lr-ratio --optimizer.weight-decay --optimizer.beta1
 --optimizer.beta2 --optimizer.eps --optimizer.momentum
@@ -29,6 +29,7 @@ CONFIG = """
 --budget.device-memory --budget.host-memory --budget.fp4-flops --budget.step-seconds --budget.speedup
 --budget.divergence
 --layout.dp --layout.fsdp --layout.cp --layout.cp-method --layout.tp --layout.zero
+--layout.pp --layout.virtual --layout.schedule --layout.stages --layout.ep --layout.etp
 --outer.every --outer.lr --outer.momentum --outer.overlap --outer.no-overlap --outer.clip --outer.exchange
 --memory.activations --memory.weights --memory.gradients --memory.optimizer --memory.update
 --memory.split
@@ -40,7 +41,7 @@ CONFIG = """
 PUBLIC = {
     "train": f"[FILE] --resume --resume-from --restart --trust-code {CONFIG}",
     "plan": f"[FILE] --out --target --trust-code {CONFIG}",
-    "launch": "COMMAND --ranks --grace",
+    "launch": "COMMAND --ranks --grace --restarts --min-ranks",
     "prepare": "SRC OUT --text-column --conversations --chat-template --tokenizer --bpe-vocab-size --held-out "
     "--workers",
     "verify": "PATH",

@@ -12,7 +12,7 @@ from scrimp.config.activations import LEVELS
 from scrimp.errors import ModelError
 from scrimp.gemm.grouped import GroupedLinear
 from scrimp.models import all_kinds, full_name, place, spec_of
-from scrimp.models.model import build_model
+from scrimp.models.model import ModelPart, build_model
 
 NAMES = ("llama-3m", "llama-1b", "qwen2.5-0.5b", "qwen3-0.6b", "mistral-7b", "olmo2-1b", "gemma3-1b")
 ROUTED = ("mixtral-8m", "mixtral-8x7b", "qwen3-moe-8m", "qwen3-30b-a3b")
@@ -62,7 +62,7 @@ def test_levels_are_known_and_every_layer_has_names_elsewhere(name: str) -> None
 @pytest.mark.parametrize("name", ROUTED)
 def test_experts_are_said_as_grouped_products(name: str) -> None:
     spec = spec_of(PRESETS[name])
-    model = build_model(PRESETS[name], device="meta", blocks=[0])
+    model = build_model(PRESETS[name], device="meta", part=ModelPart((0,), True, True))
     grouped = {
         place(f"blocks.0.{layer}")[1]: module
         for layer, module in model.blocks[0].named_modules()

@@ -291,7 +291,7 @@ class Plan:
                 f"{origin}: layout is not that of the run",
                 got=json.dumps(dataclasses.asdict(self.layout)),
                 expected=json.dumps(dataclasses.asdict(decided.layout)),
-                do=f"{RESTORE}; another layout is given by --layout.*",
+                do=f"{RESTORE}; another layout is given by --layout.fsdp and the others",
             )
 
     def _check_recomputed(self, origin: str, layers: Mapping[str, InputOrigin]) -> None:

@@ -80,7 +80,7 @@ def test_an_offloaded_block_leaves_its_output_less_its_input() -> None:
 
 def test_cast_copies_of_recomputed_blocks_live_until_the_loss() -> None:
     (block,) = traced(parameters="fp32", activations=("keep", "block")).classes
-    weights = 2 * spec_of(LLAMA).block(0).matrix_parameters
+    weights = 2 * spec_of(LLAMA).block(0).parameters_per_token
     assert (block.choices["keep"].cast, block.choices["block"].cast) == (0, weights)
 
 

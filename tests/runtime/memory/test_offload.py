@@ -32,6 +32,7 @@ from torch.utils.checkpoint import checkpoint
 
 from scrimp.config.activations import LEVELS
 from scrimp.errors import TrainingError
+from scrimp.models.model import ModelPart
 from scrimp.runtime.memory import (
     ActivationOffload,
     ArenaTooSmallError,
@@ -180,6 +181,7 @@ def test_between_the_passes_only_the_last_block_is_on_the_device(precision: str)
 
 def live_after_forward(run: Run, blocks: int = 4) -> int:
     run.model.blocks = nn.ModuleList(list(run.model.blocks)[:blocks])
+    run.model.part = ModelPart(range(blocks))
     arena = run.offload.arena if run.offload is not None else None
     with DeviceBytes(run.model, arena) as device:
         loss = run.loss()

@@ -12,7 +12,7 @@ Method   Every dimension is an axis. An axis is a leaf, a product of others (a f
 Blocked  A leaf along which numbers do not stay apart, or that is not understood, is blocked, with the reason. It can
          not be shared out.
 Limits   Sizes are numbers. A dimension of one number has no axis.
-Checked  tests/runtime/parallel/traced/test_axes.py
+Checked  tests/runtime/parallel/traced/test_traced_axes.py
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ An operator without a rule blocks every axis of its arguments and results.
 
 Values   Constants that are alike everywhere (`zeros`) may have any axis, others (`arange`) none. Random numbers block:
          ranks would draw other ones than one process.
-Checked  tests/runtime/parallel/traced/test_operators.py, and every plan by tracing the cut model (`share_proof`)
+Checked  tests/runtime/parallel/traced/test_operator_rules.py, and every plan by tracing the cut model (`share_proof`)
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ Sizes    Where it differs, whole numbers that the modules around the cut layers 
          that are sizes of shared dimensions are tried as those of one rank: none, those of heads (of configurations
          too, of which the module then gets a copy), one, all, two.
 Limits   The proof is of the path that the example takes, in training mode.
-Checked  tests/runtime/parallel/traced/test_finding.py, test_proof.py
+Checked  tests/runtime/parallel/traced/test_share_finding.py
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ that cuts more numbers for each number that is exchanged.
 Words    A linear layer whose outputs no other layer reads (a head) is cut by its outputs, which are gathered. An
          embedding that shares its weight, or that reads the model's inputs, is cut by rows.
 Source   Redco, arXiv 2310.16355; Megatron-LM, arXiv 1909.08053
-Checked  tests/runtime/parallel/traced/test_finding.py
+Checked  tests/runtime/parallel/traced/test_share_finding.py
 """
 
 from __future__ import annotations

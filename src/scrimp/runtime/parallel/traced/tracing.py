@@ -8,7 +8,7 @@ Values     Tensors are numbered in the order in which they come to life, paramet
            operator reads is noted as such numbers, so that two passes can be compared.
 Gradients  Whether a value needs one, and whether it is made of parameters alone, is followed beside the axes.
 Limits     Code that asks for a number (`item`, `if tensor`) cannot run so, and is refused.
-Checked    tests/runtime/parallel/traced/test_finding.py
+Checked    tests/runtime/parallel/traced/test_share_finding.py
 """
 
 from __future__ import annotations
