@@ -11,13 +11,12 @@ from scrimp.config.model_section import base_architecture
 from scrimp.config.presets import OWN_PRESETS, PRESETS, preset
 from scrimp.config.read_toml import load_config, parse_config, read_config
 from scrimp.config.resolve import (
-    MAY_CHANGE_ON_RESUME,
     Resolution,
-    differences,
     resolve,
     with_later_choices,
 )
 from scrimp.config.resolved import ResolvedConfig, closed
+from scrimp.config.resuming import MAY_CHANGE_ON_RESUME, differences
 from scrimp.config.sampling import Sampling
 from scrimp.config.schema import (
     BudgetConfig,

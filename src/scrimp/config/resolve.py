@@ -94,46 +94,8 @@ _MOST_MICRO_BATCH_TOKENS = 2**31 - 1  # document starts inside a micro-batch are
 
 _Decision = tuple[Any, str]
 """A value and the reason for it."""
-
-MAY_CHANGE_ON_RESUME: frozenset[str] = frozenset(
-    {
-        # Where things lie and how often they are written: the numbers of the run stay.
-        "run.dir",
-        "data.cache",
-        "budget.device_memory",
-        "budget.host_memory",
-        "evaluation.every",
-        "evaluation.tokens",
-        "checkpoint.every",
-        "checkpoint.keep_last",
-        "checkpoint.keep_every",
-        "train.nonfinite_patience",
-        # How the same step is carried out: the same run but for rounding.
-        "device",
-        "backend",
-        "memory.activations",
-        "memory.weights",
-        "memory.gradients",
-        "memory.optimizer",
-        "memory.update",
-        "train.micro_batch",
-        "train.loss_chunk",
-        "train.compile",
-        "layout.dp",
-        "layout.fsdp",
-        "layout.cp",
-        "layout.cp_method",
-        "layout.tp",
-        "layout.ep",
-        "layout.etp",
-        "layout.pp",
-        "layout.virtual",
-        "layout.schedule",
-        "layout.stages",
-        "layout.zero",
-    }
-)
-"""Keys that may differ from the saved configuration when a run goes on."""
+_Decide = Callable[[Config, str, Callable[[], _Decision]], Config]
+"""Gives a setting that is open a value."""
 
 
 @dataclass(frozen=True)
@@ -166,15 +128,35 @@ def resolve(config: Config, architecture: Architecture, *, device_type: str, ran
         return replace_values(current, {key: value})
 
     # In this order: each decision reads the ones before it.
+    config = _with_layout(config, ranks, decide)
+    if parse_rules(config.precision).base is None:
+        value, reasons["precision"] = _precision(config.precision, device_type)
+        config = replace_values(config, {"precision": value})
+    config = _with_formats(config, decide)
+    pipeline.check_stages(config, architecture.num_layers)
+    config = _with_homes(config, decide)
+    config = _with_batches(config, architecture, device_type, ranks, decide)
+    config = _with_cadence(config, architecture, decide)
+    config = decide(config, "train.loss_chunk", lambda: _loss_chunk(config.train, architecture, device_type))
+    _check_schedule(config)
+    check_memory(config.memory, architecture.num_layers)
+    if config.is_planned:
+        config = _with_plans(config, decide)
+        if "snip.first" not in reasons:
+            snip.check_first(config)
+    return Resolution(config=closed(config), architecture=architecture, reasons=reasons)
+
+
+def _with_layout(config: Config, ranks: int, decide: _Decide) -> Config:
     check_layout(config.layout, ranks)
     together = config.layout.pp * config.layout.cp * config.layout.tp
     config = pipeline.decide_stages(config, decide)
     config = decide(config, "layout.dp", lambda: decide_dp(config.layout, ranks // together))
-    config = decide(config, "layout.fsdp", lambda: decide_fsdp(config.layout, ranks // together))
-    data_ranks = decided(config.layout.dp) * decided(config.layout.fsdp)
-    if parse_rules(config.precision).base is None:
-        value, reasons["precision"] = _precision(config.precision, device_type)
-        config = replace_values(config, {"precision": value})
+    return decide(config, "layout.fsdp", lambda: decide_fsdp(config.layout, ranks // together))
+
+
+def _with_formats(config: Config, decide: _Decide) -> Config:
+    """Formats of matrix products, parameters and the optimizer's states; and what does not go with them."""
     if config.is_planned:
         config = decide(config, "snip.formats", snip.decide_formats)
         config = decide(config, "snip.start", lambda: snip.decide_start(config))
@@ -188,44 +170,56 @@ def resolve(config: Config, architecture: Architecture, *, device_type: str, ran
     check_optimizer(config)
     check_beside_layout(config)
     check_outer(config)
-    pipeline.check_stages(config, architecture.num_layers)
+    return config
+
+
+def _with_homes(config: Config, decide: _Decide) -> Config:
+    """Where states live, of an optimizer that can update on the device alone."""
     stays = f"optimizer {config.optimizer.name}" if not facts_of(config.optimizer.name).on_host else ""
     stays = "the outer optimizer" if config.outer.every else stays
     if stays:
         on_device = "device", f"{stays} updates on the device"
         for key in ("memory.weights", "memory.gradients", "memory.optimizer"):
             config = decide(config, key, lambda: on_device)
-    config = decide(config, "train.sequence", lambda: _sequence(config.train, architecture, data_ranks))
+    return config
+
+
+def _with_batches(
+    config: Config, architecture: Architecture, device_type: str, ranks: int, decide: _Decide
+) -> Config:
+    """Sequences, batches and micro-batches, which all ranks that read rows must be able to share."""
+    readers = decided(config.layout.dp) * decided(config.layout.fsdp)
+    config = decide(config, "train.sequence", lambda: _sequence(config.train, architecture, readers))
     check_tensor_ranks(config, architecture)
     config = decide(config, "train.compile", lambda: _compile(config, device_type))
     check_experts(config, architecture, ranks)
-    config = decide(
-        config,
-        "train.batch_tokens",
-        lambda: _batch_tokens(config.train, architecture, data_ranks * pipeline.fewest(config.layout)),
-    )
-    _check_batch(config.train, architecture, data_ranks)
-    config = decide(config, "train.micro_batch", lambda: _micro_batch(config, device_type, data_ranks))
-    sequences = decided(config.train.batch_tokens) // decided(config.train.sequence) // data_ranks
+    shares = readers * pipeline.fewest(config.layout)
+    config = decide(config, "train.batch_tokens", lambda: _batch_tokens(config.train, architecture, shares))
+    _check_batch(config.train, architecture, readers)
+    config = decide(config, "train.micro_batch", lambda: _micro_batch(config, device_type, readers))
+    sequences = decided(config.train.batch_tokens) // decided(config.train.sequence) // readers
     pipeline.check_micro_batches(config.layout, sequences // decided(config.train.micro_batch))
+    return config
+
+
+def _with_cadence(config: Config, architecture: Architecture, decide: _Decide) -> Config:
+    """The learning rate, and what happens every so many steps."""
     config = decide(config, "optimizer.lr", lambda: _lr(config, architecture))
     config = decide(config, "schedule.warmup_steps", lambda: _warmup_steps(config.train.steps))
     config = decide(config, "evaluation.every", lambda: _eval_every(config))
     config = decide(config, "evaluation.tokens", lambda: _eval_tokens(config))
-    config = decide(config, "checkpoint.every", lambda: _checkpoint_every(config))
-    config = decide(config, "train.loss_chunk", lambda: _loss_chunk(config.train, architecture, device_type))
-    _check_schedule(config)
-    check_memory(config.memory, architecture.num_layers)
-    if config.is_planned:
-        config = decide(config, "snip.first", lambda: snip.decide_first(config))
-        config = decide(config, "snip.every", lambda: snip.decide_every(config))
-        config = decide(config, "snip.delay", lambda: snip.decide_delay(config))
-        config = decide(config, "snip.probe_every", lambda: snip.decide_probe(config))
-        snip.check_cadence(config)
-        snip.check_chosen_steps(config)
-        if "snip.first" not in reasons:
-            snip.check_first(config)
-    return Resolution(config=closed(config), architecture=architecture, reasons=reasons)
+    return decide(config, "checkpoint.every", lambda: _checkpoint_every(config))
+
+
+def _with_plans(config: Config, decide: _Decide) -> Config:
+    """When formats are planned."""
+    config = decide(config, "snip.first", lambda: snip.decide_first(config))
+    config = decide(config, "snip.every", lambda: snip.decide_every(config))
+    config = decide(config, "snip.delay", lambda: snip.decide_delay(config))
+    config = decide(config, "snip.probe_every", lambda: snip.decide_probe(config))
+    snip.check_cadence(config)
+    snip.check_chosen_steps(config)
+    return config
 
 
 def with_later_choices(saved: Config) -> Config:
@@ -233,20 +227,6 @@ def with_later_choices(saved: Config) -> Config:
     if saved.optimizer.moments == "auto" and saved.train.parameters != "auto":
         return replace_values(saved, {"optimizer.moments": _moments(saved)[0]})
     return saved
-
-
-def differences(saved: Config, now: Config) -> dict[str, tuple[object, object]]:
-    """Settings that differ, by dotted key: (saved value, value now).
-
-    Precisions are compared by what they mean, and one whose base is open now agrees with any base.
-    """
-    before, after = flatten(saved), flatten(now)
-    changed = {key: (before[key], after[key]) for key in before if before[key] != after[key]}
-    if "precision" in changed:
-        old, new = saved.precision_rules, now.precision_rules
-        if old.rules == new.rules and new.base in (None, old.base):
-            del changed["precision"]
-    return changed
 
 
 def _precision(given: str, device_type: str) -> _Decision:

@@ -1,0 +1,63 @@
+"""What may differ between a run's saved configuration and that with which it goes on.
+
+Checked  tests/config/test_resolve.py
+"""
+
+from __future__ import annotations
+
+from scrimp.config.fields import flatten
+from scrimp.config.schema import Config
+
+MAY_CHANGE_ON_RESUME: frozenset[str] = frozenset(
+    {
+        # Where things lie and how often they are written: the numbers of the run stay.
+        "run.dir",
+        "data.cache",
+        "budget.device_memory",
+        "budget.host_memory",
+        "evaluation.every",
+        "evaluation.tokens",
+        "checkpoint.every",
+        "checkpoint.keep_last",
+        "checkpoint.keep_every",
+        "train.nonfinite_patience",
+        # How the same step is carried out: the same run but for rounding.
+        "device",
+        "backend",
+        "memory.activations",
+        "memory.weights",
+        "memory.gradients",
+        "memory.optimizer",
+        "memory.update",
+        "train.micro_batch",
+        "train.loss_chunk",
+        "train.compile",
+        "layout.dp",
+        "layout.fsdp",
+        "layout.cp",
+        "layout.cp_method",
+        "layout.tp",
+        "layout.ep",
+        "layout.etp",
+        "layout.pp",
+        "layout.virtual",
+        "layout.schedule",
+        "layout.stages",
+        "layout.zero",
+    }
+)
+"""Keys that may differ from the saved configuration when a run goes on."""
+
+
+def differences(saved: Config, now: Config) -> dict[str, tuple[object, object]]:
+    """Settings that differ, by dotted key: (saved value, value now).
+
+    Precisions are compared by what they mean, and one whose base is open now agrees with any base.
+    """
+    before, after = flatten(saved), flatten(now)
+    changed = {key: (before[key], after[key]) for key in before if before[key] != after[key]}
+    if "precision" in changed:
+        old, new = saved.precision_rules, now.precision_rules
+        if old.rules == new.rules and new.base in (None, old.base):
+            del changed["precision"]
+    return changed
