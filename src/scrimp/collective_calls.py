@@ -13,6 +13,8 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+BESIDE = "scrimp-beside"
+"""Beginning of the names of threads that exchange beside the training: nobody's step waits for them."""
 FUNCTIONS = {
     "all_gather": "all-gather",
     "all_gather_into_tensor": "all-gather",

@@ -15,7 +15,9 @@ from ranks import children_of, environment, lives, start, wait_for
 from tiny_run import flags, records, write_corpus
 
 from scrimp.cli import main
-from scrimp.cli.launch import launch
+from scrimp.cli.launch import can_share, launch
+from scrimp.config import Config, replace_values
+from scrimp.config.write_toml import to_toml
 from scrimp.training.checkpoint import CheckpointStore
 
 ENDLESS = ("--train.steps=100000", "--evaluation.every=0")
@@ -252,3 +254,12 @@ def test_ctrl_c_on_a_terminal_reaches_each_rank_once(corpus: Path, tmp_path: Pat
     os.close(terminal)
     assert os.waitstatus_to_exitcode(status) == 130, shown.decode(errors="replace")
     assert newest_step(run_dir) == records(run_dir)[-1]["step"]
+
+
+def test_ranks_that_are_left_can_share_the_rows_of_the_run(tmp_path: Path) -> None:
+    """Else the next start would be refused as bad input, and the run would stay ended."""
+    assert can_share(tmp_path, 3, ())  # there is no run yet
+    config = replace_values(Config(), {"train.sequence": 64, "train.batch_tokens": 64 * 12, "layout.dp": 4})
+    (tmp_path / "config.toml").write_text(to_toml(config), encoding="utf-8")
+    assert [ranks for ranks in range(1, 13) if can_share(tmp_path, ranks, ())] == [1, 2, 3, 4, 6, 12]
+    assert [ranks for ranks in range(1, 13) if can_share(tmp_path, ranks, {"layout.dp"})] == [4, 12]

@@ -130,6 +130,23 @@ def test_what_ranks_do_not_carry_out_is_refused_by_name(key: str, value: str) ->
         resolve(config, preset("llama-3m"), device_type="cpu", ranks=2)
 
 
+def test_copies_that_train_alone_are_one_a_rank_unless_said_otherwise() -> None:
+    alone = replace_values(Config(), {"outer.every": 8})
+
+    def layout(ranks: int, device_type: str = "cpu", **more: object) -> tuple[int, int]:
+        config = replace_values(alone, {key.replace("__", "."): value for key, value in more.items()})
+        found = resolve(config, preset("llama-3m"), device_type=device_type, ranks=ranks).config.layout
+        return found.dp, found.fsdp
+
+    assert layout(4) == (4, 1)
+    assert layout(4, layout__fsdp=2) == (2, 2)
+    assert layout(1) == (1, 1)
+    with pytest.raises(ConfigError, match="there is one copy"):
+        layout(4, layout__fsdp=4)
+    with pytest.raises(ConfigError, match=r"outer\.overlap on CUDA is not carried out"):
+        layout(4, "cuda", outer__overlap=True)
+
+
 def test_a_saved_layout_is_open_again_on_another_number_of_ranks() -> None:
     saved = resolved(4, layout__dp=2, layout__zero=2)
     assert for_ranks(saved, 4, ()) == saved

@@ -83,7 +83,7 @@ def test_uneven_stages_are_those_given() -> None:
         ({"memory__split": "fastest"}, "memory.split fastest is not carried out in a pipeline"),
         ({"layout__schedule": "zbv", "memory__activations": "block"}, "memory.activations block is not"),
         ({"layout__schedule": "dualpipev", "train__compile": "on"}, "train.compile on is not carried out"),
-        ({"train__sequence": 64, "train__batch_tokens": 64}, "cannot run so few micro-batches"),
+        ({"train__sequence": 64, "train__batch_tokens": 64}, "cannot run this number of micro-batches"),
     ],
 )
 def test_what_a_pipeline_cannot_have_is_refused_by_name(settings: Any, named: str) -> None:

@@ -51,7 +51,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = {
         "two copies": ["--layout.dp=2"],
         "stale": [*STALE, "--layout.dp=2"],
-        "bytes": ["--outer.exchange=fp8", "--layout.dp=2"],
+        "bytes": ["--outer.exchange=fp8"],  # a copy on each rank is what `outer.every` asks for
+        "stale bytes": [*STALE, "--outer.exchange=fp8", "--layout.dp=2"],
         "added up": ["--outer.every=0", "--layout.dp=2"],
     }
     for name, more in words.items():
@@ -128,7 +129,7 @@ def test_what_the_exchange_took_is_recorded(runs: Path) -> None:
 
 @pytest.mark.slow
 def test_the_account_covers_what_is_counted(runs: Path) -> None:
-    for name in ("two copies", "stale", "bytes"):
+    for name in ("two copies", "stale", "bytes", "stale bytes"):
         counted = max(one.get("tensor_peak_bytes") or 0 for one in records(runs / name))
         predicted = Plan.read(runs / name / "plan.json").predicted.peak_device_bytes
         assert predicted is not None

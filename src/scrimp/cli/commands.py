@@ -375,7 +375,7 @@ class Launch:
     """With --restarts: go on with fewer processes, so many at least, without one that was lost twice."""
 
     def execute(self, given: frozenset[str]) -> int:
-        from scrimp.cli.launch import Restarts, launch
+        from scrimp.cli.launch import Restarts, can_share, launch
         from scrimp.cli.ranks import refuse_ranks
 
         check_range("--ranks", self.ranks, Range(1, 4096))
@@ -387,9 +387,12 @@ class Launch:
         if name not in COMMANDS:
             raise unknown_command([name, *words])
         refuse_ranks([name, *words], f"scrimp launch --ranks {self.ranks}")
-        command, _ = build(name, words)  # a mistake, or --help, is answered here, once
+        command, keys = build(name, words)  # a mistake, or --help, is answered here, once
         self._check_restarts(command)
-        restarts = Restarts(self.restarts, self.min_ranks or self.ranks)
+        folder = command.config.run.dir if isinstance(command, Train) else None
+        restarts = Restarts(
+            self.restarts, self.min_ranks or self.ranks, lambda ranks: can_share(folder, ranks, keys)
+        )
         return launch([name, *words], self.ranks, self.grace, restarts)
 
     def _check_restarts(self, command: Command) -> None:

@@ -14,7 +14,8 @@ Ends     The exit code is that of the first rank that failed, 128 + n where sign
          neither notice that others are gone nor take SIGTERM, and nobody else notices before the ranks have met.
 Restarts `--restarts N`: after any failure but bad input (exit code 2) or a signal that asks to end, all ranks are
          started again, up to N times, and go on from the newest checkpoint (`scrimp.cli.ranks`). Where `--min-ranks`
-         allows it, a slot (a device) whose process was lost twice is left out.
+         allows it, a slot (a device) whose process was lost twice is left out, and as many more as the rows of the
+         run's batch ask for.
 Limits   One machine; for several there is torchrun with --max-restarts. Only what a signal ended counts as a lost slot:
          of a main thread that hangs its rank is named, and its slot is kept.
 Checked  tests/cli/test_launch.py, tests/cli/test_restarts.py, benchmarks/drills.py
@@ -32,13 +33,17 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Final
 
 from scrimp.cli.show import say
-from scrimp.errors import ScrimpError
+from scrimp.config import for_ranks, load_config
+from scrimp.config.layout import check_layout
+from scrimp.config.schema import decided
+from scrimp.errors import ConfigError, ScrimpError
 from scrimp.launchers import GRACE, LAUNCH, LISTENER, RESTARTS, WHY_AGAIN
 
 ASK_S: Final = 4.0
@@ -57,6 +62,8 @@ class Restarts:
     most: int = 0
     """How often ranks are started again."""
     least_ranks: int = 1
+    can_share: Callable[[int], bool] = lambda ranks: True
+    """Whether so many ranks can share the run's batch."""
 
 
 def launch(words: Sequence[str], ranks: int, grace: float, restarts: Restarts = Restarts()) -> int:
@@ -75,10 +82,31 @@ def launch(words: Sequence[str], ranks: int, grace: float, restarts: Restarts = 
                 return end.code
             losses.update(end.lost)
             twice = [slot for slot in slots if losses[slot] >= LOST_TOO_OFTEN]
-            if twice and len(slots) - len(twice) >= restarts.least_ranks:
-                slots = [slot for slot in slots if slot not in twice]
+            left = [slot for slot in slots if slot not in twice]
+            most = range(len(left), restarts.least_ranks - 1, -1) if twice else range(0)
+            count = next(filter(restarts.can_share, most), None)
+            slots = slots if count is None else left[:count]
             why = _told(restarts, number + 1, end, slots, twice)
     raise AssertionError("the loop returns")
+
+
+def can_share(run_dir: Path | None, ranks: int, given: Collection[str]) -> bool:
+    """Whether so many ranks can go on with the run of a folder: the layout fits them, and they share its rows.
+
+    Args:
+        given: dotted keys that the user wrote.
+    """
+    if run_dir is None or not (run_dir / "config.toml").is_file():
+        return True
+    config = for_ranks(load_config(run_dir / "config.toml"), ranks, given)
+    try:
+        check_layout(config.layout, ranks)
+    except ConfigError:
+        return False
+    readers = ranks // (config.layout.pp * config.layout.cp * config.layout.tp)
+    return (
+        readers > 0 and (decided(config.train.batch_tokens) // decided(config.train.sequence)) % readers == 0
+    )
 
 
 @dataclass(frozen=True)
@@ -136,8 +164,8 @@ def _environment(slots: Sequence[int], port: socket.socket, grace: float) -> dic
         found["GLOO_SOCKET_IFNAME"] = "lo"
     devices = {}
     if slots != list(range(ranks)):  # those of slots that were lost too often stay unused
-        shown = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        names = shown if shown != [""] else list(map(str, range(max(slots) + 1)))
+        shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = list(map(str, range(max(slots) + 1))) if shown is None else shown.split(",")
         devices["CUDA_VISIBLE_DEVICES"] = ",".join(names[slot] for slot in slots if slot < len(names))
     return {
         **found,

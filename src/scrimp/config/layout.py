@@ -115,11 +115,13 @@ def check_beside_layout(config: Config) -> None:
         )
 
 
-def check_outer(config: Config) -> None:
+def check_outer(config: Config, device_type: str, ranks: int) -> None:
     """Refuse what copies that train alone for some steps cannot do, by name.
 
     Args:
-        config: with parameters, master weights and moments decided.
+        config: with layout, parameters, master weights and moments decided.
+        device_type: cpu or cuda.
+        ranks: of the run.
 
     Raises:
         ConfigError: with the setting to change.
@@ -127,7 +129,16 @@ def check_outer(config: Config) -> None:
     memory, optimizer = config.memory, config.optimizer
     if config.outer.every == 0:
         return
+    if config.layout.dp == 1 and ranks > 1:
+        raise ConfigError(
+            "outer.every is of copies that train alone for some steps, and there is one copy",
+            got=f"layout.dp 1 on {ranks:,} ranks",
+            expected="layout.dp of at least 2",
+            do="set layout.dp, or leave outer.every out",
+        )
     refused = [("precision", config.precision)] * config.is_planned
+    # Of one CUDA stream the exchange would be a part of the next round, not beside it.
+    refused += [("outer.overlap", "on CUDA")] * (config.outer.overlap and device_type == "cuda")
     refused += [("optimizer.moments", optimizer.moments)] * (optimizer.moments == "8bit")
     refused += [("optimizer.master_weights", "false")] * _rounds(config)
     refused += [
@@ -143,12 +154,18 @@ def check_outer(config: Config) -> None:
         )
 
 
-def decide_dp(layout: LayoutConfig, ranks: int) -> tuple[int, str]:
+def decide_dp(layout: LayoutConfig, ranks: int, *, apart: bool = False) -> tuple[int, str]:
     """Copies of the model, and why.
 
     Args:
         ranks: that pp, cp and tp leave.
+        apart: copies take steps of their own (`outer.every`).
     """
+    if layout.fsdp is None and apart:
+        return (
+            ranks,
+            f"a copy on each of {ranks:,} ranks, which outer.every is of" if ranks > 1 else "one rank",
+        )
     if layout.fsdp is None:
         return 1, "one copy of the model, sharded over all ranks" if ranks > 1 else "one rank"
     return ranks // layout.fsdp, f"{ranks:,} ranks / layout.fsdp {layout.fsdp:,}"

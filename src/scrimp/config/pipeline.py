@@ -214,7 +214,7 @@ def fits(layout: LayoutConfig, micro_batches: int) -> bool:
         return True
     if layout.schedule == "1f1b":
         return micro_batches >= layout.pp
-    if layout.schedule == "interleaved":
+    if layout.schedule == "interleaved" or (layout.schedule == "auto" and (layout.virtual or 1) > 1):
         return micro_batches % layout.pp == 0
     return micro_batches >= fewest(layout)
 
@@ -247,7 +247,7 @@ def check_micro_batches(layout: LayoutConfig, micro_batches: int) -> None:
         "dualpipev": f"at least {fewest(layout):,}",
     }[layout.schedule]
     raise ConfigError(
-        f"layout.schedule {layout.schedule} cannot run so few micro-batches",
+        f"layout.schedule {layout.schedule} cannot run this number of micro-batches",
         got=f"{micro_batches:,} micro-batches of a rank in a step",
         expected=expected,
         do="raise train.batch_tokens, lower train.micro_batch, or choose layout.schedule gpipe",

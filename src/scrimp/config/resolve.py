@@ -133,6 +133,7 @@ def resolve(config: Config, architecture: Architecture, *, device_type: str, ran
         value, reasons["precision"] = _precision(config.precision, device_type)
         config = replace_values(config, {"precision": value})
     config = _with_formats(config, decide)
+    check_outer(config, device_type, ranks)
     pipeline.check_stages(config, architecture.num_layers)
     config = _with_homes(config, decide)
     config = _with_batches(config, architecture, device_type, ranks, decide)
@@ -151,7 +152,8 @@ def _with_layout(config: Config, ranks: int, decide: _Decide) -> Config:
     check_layout(config.layout, ranks)
     together = config.layout.pp * config.layout.cp * config.layout.tp
     config = pipeline.decide_stages(config, decide)
-    config = decide(config, "layout.dp", lambda: decide_dp(config.layout, ranks // together))
+    apart = config.outer.every > 0
+    config = decide(config, "layout.dp", lambda: decide_dp(config.layout, ranks // together, apart=apart))
     return decide(config, "layout.fsdp", lambda: decide_fsdp(config.layout, ranks // together))
 
 
@@ -169,7 +171,6 @@ def _with_formats(config: Config, decide: _Decide) -> Config:
     _check_formats(config)
     check_optimizer(config)
     check_beside_layout(config)
-    check_outer(config)
     return config
 
 

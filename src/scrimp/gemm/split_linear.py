@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from scrimp.errors import ModelError
 from scrimp.gemm.linear import compute_dtype
+from scrimp.gemm.linear_kinds import has_own_forward
 from scrimp.gemm.weight_gradients import WeightGradients, waiting_now
 
 
@@ -51,7 +53,18 @@ class _Product(torch.autograd.Function):
 
 
 def split_products(module: nn.Module) -> None:
-    """Let the gradients of the weights of a module's plain linear layers wait, where a backward pass asks for it."""
-    for layer in module.modules():
-        if isinstance(layer, nn.Linear) and not hasattr(layer, "planned"):
-            layer.__class__ = SplitLinear
+    """Let the gradients of the weights of a module's plain linear layers wait, where a backward pass asks for it.
+
+    Raises:
+        ModelError: a layer has a forward method of its own.
+    """
+    for name, layer in module.named_modules():
+        if not isinstance(layer, nn.Linear) or hasattr(layer, "planned"):
+            continue
+        if has_own_forward(layer):
+            raise ModelError(
+                "a schedule that splits backward passes cannot split this layer's",
+                got=f"{name}: {type(layer).__name__}, with a forward method of its own",
+                do="choose layout.schedule 1f1b",
+            )
+        layer.__class__ = SplitLinear

@@ -1,7 +1,7 @@
 """Whether every rank of a run is well: one that hangs, is stopped, or is slow is found and named.
 
 `record` is what a rank says of itself, `judge` what one rank concludes from what all say. The thread that carries the
-first to the second is `scrimp.joining.Lookout`.
+first to the second is `scrimp.health.lookout.Lookout`.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from scrimp import world
-from scrimp.collective_calls import wrapped
+from scrimp.collective_calls import BESIDE, wrapped
 from scrimp.errors import ScrimpError
 
 STEPS = 64
@@ -83,6 +83,7 @@ class Record:
     _waited: float = 0.0
     _warm: int = 0
     _beat: int = 0
+    _is_even: bool = True
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -93,13 +94,15 @@ class Record:
             yield
 
     @contextlib.contextmanager
-    def training(self, on_loss: Callable[[ScrimpError], None]) -> Iterator[None]:
+    def training(self, on_loss: Callable[[ScrimpError], None], *, is_even: bool = True) -> Iterator[None]:
         """Steps are taken in the body; the first of them may take long.
 
         Args:
             on_loss: called in the judge's thread with what ends the run, just before it does.
+            is_even: every rank has as much to do, so that one for which the others wait is slow.
         """
         self.begin_anew()
+        self._is_even = is_even
         self.on_loss = on_loss
         try:
             yield
@@ -137,7 +140,7 @@ class Record:
             "groups": groups,
             "place": place_of_main_thread() if still > STILL_S else None,
             "longest": [self.longest_work, self.longest_call],
-            "steps": list(self._steps) if self.steady else [],
+            "steps": list(self._steps) if self.steady and self._is_even else [],
         }
 
     def _recorded(self, operation: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -145,6 +148,8 @@ class Record:
             return self._transferring(call)
 
         def recorded(*arguments: Any, **named: Any) -> Any:
+            if threading.current_thread().name.startswith(BESIDE):
+                return call(*arguments, **named)
             group = named.get("group") or _group_in(arguments)
             # By its name: a group that something still holds cannot be destroyed in order.
             count = self._groups.get("" if group is None else group.group_name) or self._new_count(group)

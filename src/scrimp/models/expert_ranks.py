@@ -192,7 +192,7 @@ def cut_experts(model: Model, ranks: ExpertRanks | None) -> dict[str, Cut | None
         by name what this rank has of the weights of experts; None: all.
     """
     found: dict[str, Cut | None] = {}
-    for index, block in enumerate(model.each_block()):
+    for index, block in zip(model.part.blocks, model.each_block(), strict=True):
         if not isinstance(block, RoutedBlock):
             continue
         block.mlp.ranks = ranks

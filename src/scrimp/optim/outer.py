@@ -24,8 +24,10 @@ Method   Each copy takes `outer.every` steps by its own gradients. Their mean di
 Meeting  Evaluations and checkpoints want one model: before them the round ends early (`meet`), and before checkpoints
          the states of the inner optimizers become their mean too. So a checkpoint has one copy of everything, and
          a run goes on from it under any layout, also with one copy.
-Limits   Every step still exchanges its few scalars (loss, norm, whether anybody has to stop), so that copies agree on
-         them: latency counts, bytes do not. Not with states on the host nor 8-bit moments, which have no mean.
+Limits   Every step still exchanges its few scalars (loss, whether it is finite, whether anybody has to stop), so that
+         copies agree on them: latency counts, bytes do not. Each copy clips by its own norm; that of the first is
+         recorded. Evaluations and checkpoints at other steps are rounds of other lengths, and so other numbers. Not
+         with states on the host nor 8-bit moments, which have no mean; no overlap on CUDA.
 Source   Local SGD, arXiv 1805.09767; DiLoCo, arXiv 2311.08105; CO2, arXiv 2401.16265. CO2's gap and clipping are
          written down there only in words: the forms above need no further exchange.
 Checked  tests/optim/test_outer.py; benchmarks/slow_links.py: time gained beside loss lost
@@ -42,6 +44,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from scrimp.collective_calls import BESIDE
 from scrimp.config import OuterConfig
 from scrimp.optim.base import Optimizer
 from scrimp.parts import TensorPart
@@ -98,7 +101,7 @@ class OuterOptimizer:
         """By how much the last move, and the first one, have moved weights, in the mean; 0: there was none."""
         self._steps, self._began = 0, 0.0
         self._pending: Future[tuple[Tensor, float]] | None = None
-        self._thread = ThreadPoolExecutor(1, "scrimp-outer") if settings.overlap else None
+        self._thread = ThreadPoolExecutor(1, BESIDE) if settings.overlap else None
 
     def before_step(self) -> None:
         """A round begins with the first step after another."""
@@ -175,8 +178,12 @@ class OuterOptimizer:
         return torch.cat([(self._start[name].float() - targets[name].float()).flatten() for name in targets])
 
     def _timed_mean(self, own: Tensor) -> tuple[Tensor, float]:
+        if own.is_cuda:
+            torch.cuda.synchronize(own.device)
         start = time.perf_counter()
         found = self._mean(own)
+        if own.is_cuda:
+            torch.cuda.synchronize(own.device)
         return found, time.perf_counter() - start
 
     def _mean(self, own: Tensor) -> Tensor:

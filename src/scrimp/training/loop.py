@@ -74,8 +74,9 @@ class Trainer:
         Raises:
             TrainingError: too many non-finite steps in a row.
         """
-        run = self.run
-        with run.loader(run.step) as loader, record().training(self._lost):
+        run, layout = self.run, self.run.config.layout
+        is_even = layout.pp * layout.ep * layout.etp == 1
+        with run.loader(run.step) as loader, record().training(self._lost, is_even=is_even):
             while run.step < run.train.steps and not signals.should_stop():
                 for callback in self.callbacks:
                     callback.before_step()

@@ -32,13 +32,16 @@ def order_advice(decisions: Decisions) -> str | None:
     ranks, is_plan = config.layout.ranks, device.world.size == 1
     if ranks == 1 or (ranks > MOST_SWAPPED and not is_plan):  # others would wait for seconds
         return None
+    spec = spec_of(decisions.architecture)
+    if config.layout.pp > 1 or config.outer.every or spec.routing is not None:
+        return None  # whose bytes `traffic_of` does not know
     where = ranks if is_plan else places(device)
     links = known_links(where) if device.world.is_writer else None
     if links is None:
         return None
-    traffic = traffic_of(spec_of(decisions.architecture), config)
+    traffic = traffic_of(spec, config)
     found = place_ranks(degrees_of(config.layout), traffic, links.bandwidth)
-    if found.seconds > WORTH * found.seconds_given:
+    if found.seconds >= WORTH * found.seconds_given:
         return None
     present = (None if is_plan else order_of(os.environ, ranks)) or tuple(range(ranks))
     order = ",".join(str(present[rank]) for rank in found.order)

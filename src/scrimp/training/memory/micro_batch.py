@@ -101,9 +101,10 @@ def _first_that_fits(
     first = sized.attempt(size)
     if _does_fit(first):
         return first
-    # All of these add to gradients that exist: where the smallest does not fit, none does.
+    # All of these add to gradients that exist: where the smallest does not fit, none does; but for stages of a
+    # pipeline, of which more micro-batches wait where they are smaller.
     least = smaller[-1] if smaller else size
-    if smaller and not _does_fit(sized.attempt(least, may_measure=False)):
+    if smaller and config.layout.pp == 1 and not _does_fit(sized.attempt(least, may_measure=False)):
         smaller = []
     for size in smaller:
         found = sized.attempt(size)

@@ -12,6 +12,7 @@ Checked  tests/runtime/parallel/traced/
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -95,7 +96,7 @@ class _Finding:
             if isinstance(share, str):
                 self._reasons[leaf] = share
             else:
-                numbers = sum(_count(cut.shape) for cut in share.cuts.values())
+                numbers = sum(math.prod(cut.shape) for cut in share.cuts.values())
                 found.append((share.exchanged / numbers, len(found), share))
         taken, added = set[str](), set[str]()
         kept: dict[frozenset[str], list[Share]] = {}
@@ -222,10 +223,3 @@ def _of(leaf: Axis) -> str:
 
 def _fused(cut: ParameterCut) -> str:
     return f" in each of {len(cut.ranges)} stretches" if len(cut.ranges) > 1 else ""
-
-
-def _count(shape: Sequence[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count

@@ -7,6 +7,7 @@ of queries, keys and values, therefore, its own queries, its own keys and its ow
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -86,8 +87,8 @@ class TensorPlan:
     @property
     def share_cut(self) -> float:
         """Numbers in parameters that are cut, of all."""
-        total = sum(map(_count, self.shapes.values()))
-        return sum(_count(cut.shape) for cut in self.cuts.values()) / total if total else 0.0
+        total = sum(map(math.prod, self.shapes.values()))
+        return sum(math.prod(cut.shape) for cut in self.cuts.values()) / total if total else 0.0
 
     @property
     def digest(self) -> str:
@@ -117,13 +118,6 @@ class TensorPlan:
 
     def _sums(self) -> int:
         return sum(layer.kind in ("inputs", "words") for layer in self.layers)
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def without_numbers(name: str) -> str:
