@@ -253,7 +253,8 @@ def talking(folder: Path, trouble: str, size: int = 2) -> list[tuple[int, str]]:
     """Exit codes and outputs of a run in whose fourth step the second rank has trouble."""
     code = folder / "own.py"
     code.write_text(OWN.format(trouble=trouble))
-    words = flags(write_corpus(folder), folder / "run", "--train.steps=1000", "--evaluation.every=0")
+    more = ["--train.steps=1000", "--evaluation.every=0", f"--train.batch-tokens={128 * size}"]
+    words = flags(write_corpus(folder), folder / "run", *more)
     port = free_port()
     return ended(
         [
