@@ -60,16 +60,12 @@ def texts() -> Iterator[tuple[str, str]]:
                 inside.update(id(part) for part in ast.walk(node) if part is not node)
             if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
                 docstrings.add(id(node.value))
+        name, left_out = path.relative_to(SOURCE).as_posix(), docstrings | inside
         for node in ast.walk(tree):
-            name = path.relative_to(SOURCE).as_posix()
             if isinstance(node, ast.JoinedStr):
                 parts = (part.value if isinstance(part, ast.Constant) else HOLE for part in node.values)
                 yield name, "".join(map(str, parts))
-            elif (
-                isinstance(node, ast.Constant)
-                and isinstance(node.value, str)
-                and id(node) not in docstrings | inside
-            ):
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in left_out:
                 yield name, node.value
 
 

@@ -108,6 +108,7 @@ def check(words: list[str], parts: list[str], calls, capsys) -> None:
 
 
 @pytest.mark.parametrize(("words", "parts"), OPTIONS, ids=lambda value: " ".join(value))
+@pytest.mark.every(2)
 def test_options(words, parts, calls, capsys, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     check(words, parts, calls, capsys)

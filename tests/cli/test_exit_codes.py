@@ -93,6 +93,7 @@ def test_storage_errors_name_the_path(calls, capsys) -> None:
     ("number", "code"),
     [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129), (signal.SIGUSR1, 138)],
 )
+@pytest.mark.every(3)
 def test_a_signal_unwinds_the_command(number, code) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", SLOW],

@@ -60,6 +60,7 @@ def short_refusal(code: int, told: str) -> str:
 
 
 @pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)])
+@pytest.mark.every(3)
 def test_a_closed_standard_stream_changes_no_exit_code(closed: tuple[int, ...], tmp_path: Path) -> None:
     def close() -> None:
         for number in closed:

@@ -56,6 +56,7 @@ def test_shared_experts_are_not_compiled_where_nobody_says() -> None:
     assert "tokens decide" in found.reasons["train.compile"]
 
 
+@pytest.mark.slow
 def test_a_plan_says_which_formats_experts_and_routers_have() -> None:
     settings = {
         **BASE,

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+NEED_TRANSFORMERS = ("share_layers.py", "transformers_trainer.py")
 
 
 def output_of(name: str, folder: Path, *arguments: str) -> str:
@@ -79,10 +80,12 @@ def test_two_ranks_share_layers_and_learn(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    sorted(path for path in EXAMPLES.glob("*.py") if not path.name.startswith("own_")),
+    [
+        EXAMPLES / "train_any_loop.py",  # the others import transformers: seconds each
+        *(pytest.param(EXAMPLES / name, marks=pytest.mark.slow) for name in NEED_TRANSFORMERS),
+    ],
     ids=lambda path: path.name,
 )
-@pytest.mark.every(2)
 def test_an_example_says_how_it_is_run_and_helps(path: Path, tmp_path: Path) -> None:
     assert f"python examples/{path.name}" in path.read_text(encoding="utf-8")
     if "transformers" in path.name:

@@ -40,8 +40,8 @@ def named(folder: Path, text: str, name: str = "Own") -> OptimizerConfig:
     return dataclasses.replace(LION, name=f"{path}:{name}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "snip"])
-@pytest.mark.every(3)
 def test_the_example_trains_and_resumes_bit_for_bit(precision: str, tmp_path: Path) -> None:
     corpus, run = write_corpus(tmp_path), tmp_path / "run"
     own = (f"--optimizer.name={EXAMPLE}:Lion", "--trust-code", f"--precision={precision}")

@@ -147,6 +147,7 @@ def test_damages_of_several_gemms_add_in_squares(real: tuple[str, Real]) -> None
         assert update == pytest.approx(math.sqrt((found.update[:, :, p][quantized] ** 2).sum()), rel=0.35)
 
 
+@pytest.mark.slow
 def test_it_ranks_better_than_local_errors_and_than_the_reconstruction_of_snip(
     real: tuple[str, Real],
 ) -> None:

@@ -71,6 +71,7 @@ def contents(run_dir: Path) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.slow
 def test_a_start_after_a_kill_before_any_file_operation_leaves_its_own_files(
     texts: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

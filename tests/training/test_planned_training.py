@@ -196,6 +196,7 @@ def edited(run_dir: Path, layer: str, **changes: str) -> None:
     path.write_text(json.dumps(raw), encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_an_edited_plan_is_carried_out_on_resume(runs: dict[str, Path], tmp_path: Path) -> None:
     run_dir = interrupted(runs["fp8"], tmp_path / "edited")
     edited(run_dir, "blocks.1.mlp.down", fprop="mxfp4", saved="mxfp8")

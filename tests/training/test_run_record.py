@@ -66,6 +66,7 @@ def commands(target: Path, corpus: Path, out: Path) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("alter", [swap_ids, add_end])
 @pytest.mark.parametrize("name", ["eval", "generate", "export", "train", "resume", "verify"])
+@pytest.mark.every(5)
 def test_an_altered_tokenizer_is_refused(
     name: str, alter: object, copy: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -142,6 +143,7 @@ def test_a_tokenizer_that_is_gone_is_put_back_by_resuming(copy: Path, whole: Pat
 
 
 @pytest.mark.parametrize("name", ["eval", "generate", "export", "train", "verify"])
+@pytest.mark.every(2)
 def test_a_lost_record_is_computed_again(
     name: str, copy: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

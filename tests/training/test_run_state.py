@@ -85,6 +85,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("path", "value"), WRONG, ids=[f"{path}={value!r}" for path, value in WRONG])
+@pytest.mark.every(3)
 def test_a_forged_state_is_refused_by_key(
     run: Path, tmp_path: Path, path: str, value: object, capsys: pytest.CaptureFixture[str]
 ) -> None:

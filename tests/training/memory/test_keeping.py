@@ -52,8 +52,8 @@ def test_levels_that_tie_do_not_let_every_block_recompute(monkeypatch: pytest.Mo
     assert sum(name != "keep" for name in found.placement.activations) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("faster", "is_kept"), [(0.5 * CLEARLY, True), (3 * CLEARLY, False)])
-@pytest.mark.every(2)
 def test_what_is_clearly_faster_still_wins(
     faster: float, is_kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -207,6 +207,7 @@ def test_beside_snip_no_host_is_named() -> None:
     fits(with_budget(snip, device_memory=size("these would fit: SIZE of device memory", text)))
 
 
+@pytest.mark.slow
 def test_states_that_the_user_placed_stay_where_they_are() -> None:
     placed = dataclasses.replace(CONFIG, memory=MemoryConfig(optimizer="host"))
     text = refusal(with_budget(placed, device_memory="5MB", host_memory="9MB"))

@@ -101,8 +101,8 @@ def test_a_plan_that_was_edited_recomputes_on_every_resume(
     assert "plan.json was edited" in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [["--precision=bf16", "--train.parameters=bf16"], []], ids=["bf16", "fp32"])
-@pytest.mark.every(2)
 def test_states_on_the_host_change_no_loss(corpus: Path, tmp_path: Path, words: list[str]) -> None:
     more = [*words, "--train.micro-batch=2", "--optimizer.clip=0.1"]
     expected = run(corpus, tmp_path / "device", *more)

@@ -230,6 +230,7 @@ def filled(monkeypatch: pytest.MonkeyPatch, left: int) -> list[Place]:
     return kept
 
 
+@pytest.mark.slow
 def test_a_step_that_fills_the_arena_is_taken_again_with_less_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

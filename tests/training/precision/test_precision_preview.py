@@ -17,6 +17,8 @@ from scrimp.planner import Plan
 from scrimp.planner.precision import PrecisionPlan, PrecisionProfile
 from scrimp.training.precision import meter as precision_meter
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:

@@ -17,6 +17,8 @@ from scrimp.gemm.backends import ReferenceBackend
 from scrimp.gemm.layer import PlannedLayer
 from scrimp.gemm.problem import Use
 
+pytestmark = pytest.mark.slow
+
 LIAR = "blocks.1.mlp.down"
 FIRST, DELAY = 2, 1
 SWITCH = FIRST + DELAY + 1

@@ -18,6 +18,8 @@ from scrimp.errors import ConfigError, ModelError
 from scrimp.profiler.collectives import counting_collectives
 from scrimp.runtime.parallel.traced import SharedLayers, find
 
+pytestmark = pytest.mark.slow
+
 STEPS, CLIP = 3, 0.5
 Found = dict[str, Any]
 
