@@ -72,7 +72,7 @@ class Row:
     way: str
     seed: int
     seconds: float
-    """Of all steps, and of exchanges that were waited for."""
+    """Seconds of all steps and of the exchanges that they waited for."""
     exchanging: float
     """The part of them in which only an exchange went on, between rounds."""
     loss: float

@@ -107,7 +107,7 @@ class Cut:
     is_writer: bool = True
     """Whether it is this rank's that is written, of equal copies on several."""
     columns: range | None = None
-    """Of a matrix that is cut along dimension 0: which of its columns lie here; None: all."""
+    """Columns that lie here of a matrix that is cut along dimension 0; None: all."""
 
     @property
     def local_shape(self) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from scrimp.cli.launch import STOPPED_S
 pytestmark = pytest.mark.slow
 
 FOUND_WITHIN_S = 25
-"""Of a machine that others use too; 7 s on one alone (docs/ranks.md)."""
+"""Limit on a machine that others use too; 7 s on one alone (docs/ranks.md)."""
 
 OWN = """
 from dataclasses import dataclass

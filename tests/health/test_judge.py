@@ -12,7 +12,7 @@ ELSEWHERE_S = 3600.0
 
 
 def statement(beat: int, entered: int, left: int, **more: Any) -> dict[str, Any]:
-    """Of a rank that is in a step, by default."""
+    """What a rank states, by default from inside a step."""
     return {
         "beat": beat,
         "ended": False,

@@ -50,7 +50,7 @@ def by_hand(
 
 
 def random_rates(ranks: int, seed: int) -> list[list[float]]:
-    """Of links that have nothing in common."""
+    """Random links that have nothing in common."""
     generator = random.Random(seed)
     found = [[0.0] * ranks for _ in range(ranks)]
     for one, other in itertools.combinations(range(ranks), 2):

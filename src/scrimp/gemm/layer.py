@@ -96,7 +96,7 @@ class PlannedLayer:
     members: tuple[PlannedLayer, ...] = field(default=(), repr=False)
     """The experts of a grouped layer."""
     run: int = field(default=0, init=False, repr=False)
-    """Of an expert: which of the runs of tokens its is, in this pass."""
+    """Which run of tokens an expert computes in this pass."""
     handle: Tensor = field(init=False, repr=False, compare=False)
     """Stands for this layer in compiled graphs."""
 

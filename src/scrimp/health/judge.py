@@ -204,7 +204,7 @@ def silence(one: Statement, limit: float) -> float:
 
 
 def silent_error(ranks: Sequence[int], said: Sequence[Statement], limit: float) -> TrainingError:
-    """Of ranks of whose processes there is no sign."""
+    """The error that names ranks whose processes give no sign."""
     seconds = min(silence(one, limit) for one in said)
     return TrainingError(
         f"{ranks_text(ranks)} {'is' if len(ranks) == 1 else 'are'} stopped or cut off",

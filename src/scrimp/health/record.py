@@ -35,7 +35,7 @@ from scrimp.collective_calls import BESIDE, wrapped
 from scrimp.errors import ScrimpError
 
 STEPS = 64
-"""Of which a rank keeps the times."""
+"""Steps whose times a rank keeps."""
 WARM_STEPS = 3
 """After a start or another plan, in which compiling and tuning may hold up any rank."""
 STILL_S = 1.0
@@ -179,7 +179,7 @@ class Record:
             self.longest_call = max(self.longest_call, end - begin)
 
     def _transferring(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Of `batch_isend_irecv`."""
+        """`batch_isend_irecv`, with its transfers noted."""
 
         def recorded(operations: list[Any]) -> list[Any]:
             begun = [self._transfer(one) for one in operations]

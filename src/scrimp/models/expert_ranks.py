@@ -19,8 +19,8 @@ Sums     A rank's expert sees the tokens of the group, and its gradient is their
 Bytes    Of A pairs of this rank those whose expert is elsewhere, times D numbers and etp copies, in each of four
          all-to-alls: there and back, forward and backward. Counts are 8 E etp bytes.
 Order    Results do not depend on which ranks have which experts, but for the order of sums in weights' gradients.
-Limits   How many tokens a rank gets is not known before, nor in the account of memory: a balanced router gives each as
-         many as it has. Capacity is of the tokens of one rank. The host waits for the counts.
+Limits   Nobody knows beforehand how many tokens a rank will get. The account of memory assumes as many as the rank has,
+         as with a balanced router. Capacity is of the tokens of one rank. The host waits for the counts.
 Source   MoE Parallel Folding with Megatron Core, arXiv 2504.14960; GShard, arXiv 2006.16668
 Checked  tests/runtime/parallel/test_expert_ranks.py
 

@@ -67,7 +67,7 @@ class Routes:
     """Which token goes to which expert: pairs in the order of experts."""
 
     weights_Sk: Tensor  # noqa: N815
-    """Of each token's results, in float32."""
+    """Weight of each chosen expert's result, in float32."""
     ends_E: Tensor  # noqa: N815
     """int32, the pair after each expert's last."""
     token_A: Tensor  # noqa: N815

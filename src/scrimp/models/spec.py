@@ -69,7 +69,7 @@ class LinearSpec:
     experts: int = 1
     """Matrices of these outputs and inputs, one below the other: a grouped product where there are several."""
     chosen: int = 1
-    """Of how many of them a token is multiplied with."""
+    """How many of the experts each token uses."""
 
     @property
     def parameters(self) -> int:

@@ -64,7 +64,7 @@ class Round:
     steps: int
     """Local steps."""
     seconds: float
-    """Of them."""
+    """Seconds of the local steps."""
     exchange: float | None
     """Seconds of the exchange that ended with it; None: there was none."""
     waited: float
@@ -215,7 +215,7 @@ class OuterOptimizer:
         return max(1.0, float(self._gap / self._first_gap)) if float(self._first_gap) else 1.0
 
     def _note_gap(self, moved: float, count: int) -> None:
-        """Of all parts of x, so that ranks that hold other parts divide alike."""
+        """Remember how far x has moved: the mean over all ranks, so that all use the same penalty."""
         if not self._settings.overlap:
             return
         sums = torch.tensor([moved, count], dtype=torch.float64)

@@ -25,7 +25,7 @@ from scrimp.models import ModelSpec
 from scrimp.planner.rank_placement import AxisTraffic
 
 REDUCED_BYTES = 4
-"""Of a gradient's number while it is reduced, and of gradients that go round a ring."""
+"""Bytes of a gradient's number while it is reduced or goes round a ring."""
 NUMBER_BYTES = {"fp32": 4, "bf16": 2}
 
 

@@ -49,7 +49,7 @@ class CollectiveRate:
 
     operation: str
     num_bytes: int
-    """Of the whole tensor whose bandwidth was measured."""
+    """Bytes of the whole tensor whose bandwidth was measured."""
     latency: NotNegative
     """Seconds of a few bytes."""
     bandwidth: NotNegative

@@ -256,7 +256,7 @@ def _collective(operation: str, world: World, device: torch.device, slowest: flo
 
 
 def _seconds(operation: str, world: World, device: torch.device, part: int) -> float:
-    """Of the fastest call, by the rank that needed longest for it."""
+    """Seconds of the fastest call, as its slowest rank measured them."""
     call = OPERATIONS[operation]
     tensors = torch.zeros(part * world.size, device=device), torch.zeros(part, device=device)
     found = []

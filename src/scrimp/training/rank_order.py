@@ -20,7 +20,7 @@ from scrimp.report.units import format_duration
 from scrimp.training.setup import Decisions
 
 WORTH = 0.9
-"""Of the time on links in the present order: what another one takes at most."""
+"""An order is advised if it takes at most this share of the present order's time on links."""
 
 
 def order_advice(decisions: Decisions) -> str | None:

@@ -86,7 +86,7 @@ class RankMesh:
         return self.world.rank // (self.world.size // self.layout.dp)
 
     def of_step(self, counts: list[T]) -> list[T]:
-        """Of what `gathered_rows` gives, the part whose gradients are of one step."""
+        """The part of what `gathered_rows` gives whose gradients are added up in one step."""
         own = slice(self.copy * self.layout.fsdp, (self.copy + 1) * self.layout.fsdp)
         return counts[own] if self.copies_apart else counts
 

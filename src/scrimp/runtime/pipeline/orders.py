@@ -35,7 +35,7 @@ class Action:
     """One thing that a rank does."""
 
     kind: Pass
-    """Of a transfer, the pass whose result is moved."""
+    """The pass whose result a transfer moves."""
     stage: int
     """That runs; of a transfer, that made what is moved."""
     micro_batch: int

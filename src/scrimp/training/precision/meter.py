@@ -103,7 +103,7 @@ class _SharedOptimizer:
 
     @property
     def name(self) -> str:
-        """Of the optimizer."""
+        """Name of the optimizer's update rule."""
         return self._optimizer.name
 
     def gradients(self) -> dict[str, Tensor]:
@@ -124,7 +124,7 @@ class _SharedOptimizer:
         return found
 
     def rule(self, name: str) -> UpdateRule | None:
-        """Of the rows that lie here."""
+        """How the rows that lie here are updated."""
         return self._optimizer.rule(name)
 
     def clip_factor(self, norm: float) -> float:

@@ -56,7 +56,7 @@ CASES: dict[str, tuple[Run, list[tuple[int, ...]]]] = {
     "unknown": (lambda x: x.roll(1, 1), [(4, 6)]),
 }
 FREE = {"product": 2, "broadcast sum": 3, "activation": 2, "attention": 2, "unknown": 0, "looked up": 1}
-"""Of some, how many axes must be left free: else a rule that blocks all would pass."""
+"""Axes that some rules must leave free: else a rule that blocks all of them would pass."""
 
 
 class Module(nn.Module):

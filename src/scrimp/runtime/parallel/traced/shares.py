@@ -89,7 +89,7 @@ class TracedModel:
         return found
 
     def value(self, parameter: str) -> Value:
-        """Of a parameter."""
+        """The traced value of a parameter."""
         return self.trace.values[self.trace.parameters[parameter]]
 
     def weight(self, layer: str) -> str:

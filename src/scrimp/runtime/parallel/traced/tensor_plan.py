@@ -30,7 +30,7 @@ class ParameterCut:
     """How a parameter is shared out."""
 
     shape: tuple[int, ...]
-    """Of the whole."""
+    """Shape of the whole parameter."""
     dimension: int
     ranges: tuple[range, ...]
     """Stretches of the dimension, of each of which every rank has its share."""
@@ -71,9 +71,9 @@ class TensorPlan:
     layers: tuple[LayerShare, ...]
     """In the order of the model."""
     shapes: Mapping[str, tuple[int, ...]]
-    """Of all parameters, whole."""
+    """Shapes of all whole parameters."""
     cuts: Mapping[str, ParameterCut]
-    """Of those that are cut; every rank has all of the others."""
+    """The parameters that are cut; every rank has the others whole."""
     sizes: Mapping[str, Mapping[str, int]]
     """Numbers that the code of modules reads, such as a count of heads, on each rank: by module and attribute."""
     entries: tuple[Entry, ...]

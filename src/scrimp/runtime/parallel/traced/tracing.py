@@ -68,7 +68,7 @@ class Record:
     arguments: tuple[Any, ...]
     """Those that are no tensors."""
     start: tuple[int, int] | None
-    """Of a slice: the dimension, and its first number."""
+    """Where a slice is taken: the dimension, and the first index."""
     reads_values: bool
 
 
