@@ -12,7 +12,8 @@ CPU     Operators on numbers of two widths first copy the narrower operands to t
             pack      4 B N T K + 2 t k K, and where K is odd one column more of each query, key and value
 
         Products in bf16 take what `products` says. In attention's backward pass each thread multiplies its own tiles,
-        and takes that once for itself.
+        and takes that once for itself. A matrix of 60 x 60 numbers or more that lies transposed is copied through a
+        tile of 60 x 60, also where a product is added to it.
 Both    Attention without a fused kernel takes a softmax that knows rows without any key: one byte for each number.
 CUDA    Nothing is copied to widen. Flash attention's backward pass sums the queries' gradient in several fp32 copies,
         by the formula of `scrimp.models.flash`; counted for the worst of one document in each row to documents of 128
@@ -21,7 +22,7 @@ CUDA    Nothing is copied to widen. Flash attention's backward pass sums the que
 Limits  Shorter documents take more on CUDA, up to the bound of `scrimp.models.flash` where rows can be cut.
         torch's profiler sees the memory of one thread's products in attention's backward pass, not of all.
         cuBLAS's workspace is taken once and stays.
-Source  ATen/TensorIterator.cpp, ATen/native/cpu/FlashAttentionKernel.cpp, ATen/native/transformers/attention.cpp
+Source  ATen/TensorIterator.cpp, ATen/native/Copy.cpp, ATen/native/cpu/FlashAttentionKernel.cpp, ATen/native/transformers/attention.cpp
 Checked tests/profiler/memory_trace/test_tracker.py: the CPU's against torch's profiler.
 """
 
@@ -53,6 +54,7 @@ _PRODUCTS = {
 }
 """Operator to place of the left operand."""
 _COPIES = (_aten.copy_.default, _aten._foreach_copy_.default)
+_COPIED_AT_ONCE = 60 * 60
 _KEYS = 512
 _LEAST_PACKED = 64
 _SCALAR = 4
@@ -71,13 +73,16 @@ def cpu_workspace(operator: Any, args: Any, named: Any) -> int:
         is_backward = operator is _FLASH_BACKWARD
         return _cpu_attention(*args[1:3] if is_backward else args[:2], is_backward=is_backward)
     if operator in _PRODUCTS:
-        return _product(*args[_PRODUCTS[operator] :][:2])
+        place = _PRODUCTS[operator]
+        return max(_product(*args[place:][:2]), _transposed(args[0]) if place else 0)
     if operator is _SOFTMAX:
         return _empty_rows(args[0])
     if operator in _NORMS:
         wide = named.get("dtype")
         tensors = args[0] if isinstance(args[0], list | tuple) else [args[0]]
         return max((x.numel() * wide.itemsize for x in tensors if wide not in (None, x.dtype)), default=0)
+    if operator is _aten.copy_.default and args[0].is_contiguous() and args[0].dtype == args[1].dtype:
+        return _transposed(args[1])
     if operator in _COPIES or torch.Tag.pointwise not in operator.tags:
         return 0
     return _widened([value for value in (*args, *named.values()) if isinstance(value, Tensor)])
@@ -102,6 +107,12 @@ def _widened(tensors: list[Tensor]) -> int:
     floats = [x for x in tensors if x.is_floating_point() and x.dim()]
     widest = max((x.dtype for x in floats), key=lambda dtype: dtype.itemsize, default=None)
     return 0 if widest is None else sum(x.numel() * widest.itemsize for x in floats if x.dtype != widest)
+
+
+def _transposed(source: Tensor) -> int:
+    """What a copy of a transposed matrix into a contiguous one of its type goes through."""
+    is_transposed = source.dim() == 2 and source.stride() == (1, source.shape[0])
+    return _COPIED_AT_ONCE * source.itemsize if is_transposed and source.numel() >= _COPIED_AT_ONCE else 0
 
 
 def _empty_rows(scores: Tensor) -> int:
