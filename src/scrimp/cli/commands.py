@@ -480,18 +480,20 @@ def _with_one_command(words: Sequence[str]) -> list[str]:
 def _build_configured(
     kind: type[Train] | type[Plan], words: Sequence[str], prog: str
 ) -> tuple[Command, frozenset[str]]:
-    """Parse twice: once to learn which FILE, then with its values as the options' defaults."""
+    """Parse once to learn which FILE, and if there is one, again with its values as the options' defaults."""
     quiet = [word for word in words if word not in ("-h", "--help")]
     try:
-        file = parse(kind, quiet, prog=prog).file
+        command = parse(kind, quiet, prog=prog)
     except ConfigError:
         if len(quiet) == len(words):
             raise
-        file = None  # a mistake beside --help: the help answers it
-    if file is not None:
-        _check_is_file(str(file), words, prog)
-    from_file, in_file = read_config(file)
-    command = parse(kind, words, prog=prog, default=kind(config=from_file))
+        command = kind()  # a mistake beside --help: the help answers it
+    in_file = frozenset[str]()
+    if command.file is not None or len(quiet) < len(words):
+        if command.file is not None:
+            _check_is_file(str(command.file), words, prog)
+        from_file, in_file = read_config(command.file)
+        command = parse(kind, words, prog=prog, default=kind(config=from_file))
     given = given_keys(words, leaves(Config))
     values = flatten(command.config)
     expanded = expand_paths({key: values[key] for key in given})

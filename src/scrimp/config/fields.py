@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -58,10 +59,16 @@ class Leaf:
         return ", ".join(self.choices) if self.choices else _NAMES[self.kind]
 
 
+@functools.cache
+def _hints(section: type[Any]) -> dict[str, Any]:
+    """Types of the fields, compiled once: each command asks for all of them several times."""
+    return typing.get_type_hints(section)
+
+
 def leaves(section: type[Any], prefix: str = "") -> dict[str, Leaf]:
     """All leaves below a dataclass, by dotted key, in the order of their definition."""
     found: dict[str, Leaf] = {}
-    hints = typing.get_type_hints(section)
+    hints = _hints(section)  # type: ignore[arg-type]  # mypy takes no class for hashable
     for field in dataclasses.fields(section):
         key, hint = prefix + field.name, hints[field.name]
         if dataclasses.is_dataclass(hint):
@@ -77,7 +84,7 @@ def leaves(section: type[Any], prefix: str = "") -> dict[str, Leaf]:
 
 def sections(section: type[Any]) -> dict[str, type[Any]]:
     """The dataclass-valued fields of a dataclass: the tables of the file."""
-    hints = typing.get_type_hints(section)
+    hints = _hints(section)  # type: ignore[arg-type]  # mypy takes no class for hashable
     names = [field.name for field in dataclasses.fields(section)]
     return {name: hints[name] for name in names if dataclasses.is_dataclass(hints[name])}
 

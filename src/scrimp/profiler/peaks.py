@@ -12,6 +12,7 @@ A measured peak is a lower bound of the hardware's, so MFU against it is an uppe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import cache
 from typing import NamedTuple
@@ -50,6 +51,9 @@ _SPEC_TFLOPS: dict[str, _Rates] = {
 }
 SIZES = {"cpu": 1024, "cuda": 8192}
 """Rows and columns of the products; smaller ones leave multiprocessors of a large GPU idle."""
+_SMALLEST = 128
+_LONGEST_S = 0.05
+"""On a CPU sizes double up to here: one without units for bf16 takes two seconds for a product of 1,024."""
 IN_A_ROW = {"cpu": 1, "cuda": 10}
 ROUNDS = 3
 """At least so many of each format; more within `_SECONDS`."""
@@ -70,8 +74,7 @@ def device_peaks(device: torch.device, name: str) -> Peaks:
             rates = {name: rate * 1e12 for name, rate in sheet._asdict().items() if rate is not None}
             return Peaks(rates, f"spec sheet of the {spec}, dense")
     rates = {"fp32": _gemm_rate(device, torch.float32), "bf16": _gemm_rate(device, torch.bfloat16)}
-    size = SIZES[device.type]
-    return Peaks(rates, f"measured here: best {size}x{size}x{size} products")
+    return Peaks(rates, "measured here: the best products of square matrices")
 
 
 def peaks_of(device: Device) -> Peaks:
@@ -96,16 +99,29 @@ def _contains(words: list[str], part: list[str]) -> bool:
 
 
 def _gemm_rate(device: torch.device, dtype: torch.dtype) -> float:
-    generator = torch.Generator(device).manual_seed(0)
-    # Random data: products of zeros run above the rate of real ones on power-limited devices.
-    size = SIZES[device.type]
-    left, right = (torch.randn(size, size, generator=generator, device=device).to(dtype) for _ in range(2))
-    product = torch.empty_like(left)
+    size = SIZES[device.type] if device.type == "cuda" else _size_on_cpu(device, dtype)
     seconds = best(
-        lambda: torch.mm(left, right, out=product),
+        _product(size, device, dtype),
         device,
         rounds=ROUNDS,
         least_s=_SECONDS,
         in_a_row=IN_A_ROW[device.type],
     )
     return 2.0 * size**3 / seconds
+
+
+def _size_on_cpu(device: torch.device, dtype: torch.dtype) -> int:
+    """The largest size up to `SIZES` whose product takes `_LONGEST_S` at most, as the next smaller one foretells."""
+    largest = SIZES[device.type]
+    size = min(_SMALLEST, largest)
+    while size < largest and 8 * best(_product(size, device, dtype), device, rounds=1) <= _LONGEST_S:
+        size *= 2
+    return size
+
+
+def _product(size: int, device: torch.device, dtype: torch.dtype) -> Callable[[], object]:
+    generator = torch.Generator(device).manual_seed(0)
+    # Random data: products of zeros run above the rate of real ones on power-limited devices.
+    left, right = (torch.randn(size, size, generator=generator, device=device).to(dtype) for _ in range(2))
+    product = torch.empty_like(left)
+    return lambda: torch.mm(left, right, out=product)
