@@ -22,7 +22,7 @@ CUDA    Nothing is copied to widen. Flash attention's backward pass sums the que
 Limits  Shorter documents take more on CUDA, up to the bound of `scrimp.models.flash` where rows can be cut.
         torch's profiler sees the memory of one thread's products in attention's backward pass, not of all.
         cuBLAS's workspace is taken once and stays.
-Source  ATen/TensorIterator.cpp, ATen/native/Copy.cpp, ATen/native/cpu/FlashAttentionKernel.cpp, ATen/native/transformers/attention.cpp
+Source  ATen/TensorIterator.cpp; ATen/native: Copy.cpp, cpu/FlashAttentionKernel.cpp, transformers/attention.cpp
 Checked tests/profiler/memory_trace/test_tracker.py: the CPU's against torch's profiler.
 """
 
