@@ -27,6 +27,7 @@ def errors_of(found: list[tuple[int, str]]) -> list[str]:
     return [line for _, output in found for line in output.splitlines() if line.startswith("error:")]
 
 
+@pytest.mark.slow
 def test_settings_that_differ_are_told_once(tmp_path: Path) -> None:
     """The sample of `make test`: two processes meet, compare their papers, and end before there is a process group."""
     port, ranks = free_port(), []

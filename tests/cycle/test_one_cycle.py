@@ -114,6 +114,7 @@ def test_the_step_of_a_switch_is_the_same_however_long_solving_takes(monkeypatch
 
 @pytest.mark.parametrize("stops", [range(1, 24, 7), pytest.param(range(24), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("guarded", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_cycle_that_is_resumed_at_any_step_goes_on_the_same(guarded: bool, stops: range) -> None:
     more = {"guarded": guarded, "is_smoothed": guarded, "probe_every": 4, "steps": 24}
     whole_model, whole = made(**more)

@@ -168,6 +168,7 @@ def rows(columns: list[list[str]], values: list[list[str]]) -> str:
     [(9, 10, [3], True), (9, 10, [0, 2, 4, 6], False), (9, 2, [1], False)],
 )
 @pytest.mark.every(2)
+@pytest.mark.slow
 def test_lines_of_one_template_are_estimated_as_any_text(
     fixed: int, columns: int, changed: list[int], is_near: bool
 ) -> None:

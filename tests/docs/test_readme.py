@@ -165,6 +165,7 @@ def test_the_library_example_of_the_snip_guide_runs(capsys: pytest.CaptureFixtur
     assert set(formats) <= {"fp8", "nvfp4"}
 
 
+@pytest.mark.slow
 def test_every_command_of_the_snip_guide_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

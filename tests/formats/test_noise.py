@@ -242,6 +242,7 @@ def moving_averages(element: str, noises: list[Noise], value: float = 0.97, deca
 
 @EACH_ELEMENT
 @pytest.mark.every(3)
+@pytest.mark.slow
 def test_a_moving_average_over_steps_reaches_the_number_but_not_with_a_constant_seed(element: str) -> None:
     steps = 3000
     fresh = moving_averages(element, [noise_of(step) for step in range(steps)])

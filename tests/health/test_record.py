@@ -9,6 +9,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from distributed import spawn
@@ -57,6 +58,7 @@ def passed_on(rank: int) -> list[list[Any]]:
     return said
 
 
+@pytest.mark.slow
 def test_a_wait_for_a_transfer_shows_which_one_and_from_whom(tmp_path: Path) -> None:
     first, second = (
         [sorted(one[1:] for one in groups) for groups in said] for said in spawn(2, passed_on, tmp_path)

@@ -61,6 +61,7 @@ def on_rank(rank: int, ranks: int) -> dict[str, tuple[list[float], Tensor, Tenso
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_ranks_with_parts_of_the_vocabulary_find_the_loss_of_one_process(ranks: int, tmp_path: Path) -> None:
     found = spawn(ranks, on_rank, tmp_path, ranks)
     for name, case in CASES.items():

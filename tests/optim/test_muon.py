@@ -169,7 +169,7 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("master", [False, True])
 @pytest.mark.parametrize("moments", ["fp32", "8bit"])
-@pytest.mark.every(3)
+@pytest.mark.every(4)
 def test_the_account_foretells_states_and_the_peak_of_the_update(master: bool, moments: str) -> None:
     dtype, format_ = (torch.bfloat16, "bf16") if master else (torch.float32, "fp32")
     settings = dataclasses.replace(MASTERS if master else SETTINGS, moments=moments)  # type: ignore[arg-type]

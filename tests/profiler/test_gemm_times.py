@@ -317,6 +317,7 @@ def test_every_recipe_is_timed_here_and_nothing_is_left_behind(compute: str) -> 
     } == {"reference"}
 
 
+@pytest.mark.slow
 def test_eight_times_the_work_takes_longer_here() -> None:
     watch = Stopwatch(CPU, flush_bytes=2**16)
     times = measure_gemm_times(

@@ -44,6 +44,7 @@ def measured(rank: int, ranks: int, slow: float, at_once: bool) -> tuple[RankLin
 
 
 @pytest.mark.parametrize("at_once", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_rank_that_is_far_away_is_named(at_once: bool, tmp_path: Path) -> None:
     ranks, slow = 3, 2e6
     found = spawn(ranks, measured, tmp_path, ranks, slow, at_once)

@@ -121,6 +121,7 @@ def test_the_damage_to_the_update_is_ranked_over_all_gemms(real: tuple[str, Real
 
 
 @pytest.mark.every(2)
+@pytest.mark.slow
 def test_its_size_is_right_within_a_factor(real: tuple[str, Real]) -> None:
     found, p = predicted(real)
     ratios = found.update[:, :, p] / real[1].update

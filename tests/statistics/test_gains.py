@@ -37,6 +37,7 @@ def profiles(trained: Bench) -> Mapping[str, PrecisionProfile]:
 @pytest.mark.parametrize("gains", ["ratios", "blocks"])
 @pytest.mark.parametrize("name", ["forward", "backward"])
 @pytest.mark.every(2)
+@pytest.mark.slow
 def test_cheap_gains_are_of_the_size_of_exact_ones(
     profiles: Mapping[str, PrecisionProfile], gains: str, name: str
 ) -> None:

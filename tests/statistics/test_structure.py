@@ -81,6 +81,7 @@ def test_parallel_blocks_and_norms_behind_the_layers_are_not_taken_for_a_stream(
 
 @pytest.mark.parametrize("family", ["olmo2", "gemma3_text"])
 @pytest.mark.every(2)
+@pytest.mark.slow
 def test_norms_of_what_blocks_add_leave_no_structure_and_gains_are_exact(family: str) -> None:
     model = decoder(family=family, qk_norm=True, sliding_window=8 if family == "gemma3_text" else None)
     assert found(model) is None

@@ -213,11 +213,11 @@ CASES: dict[str, tuple[Case, str]] = {
     ),
     "heads that do not divide": (lambda s, c, r, e: flags(c, s / "new", "--model.num-heads=5"), "num_heads"),
     "device that is not there": (lambda s, c, r, e: ["train", "--device=cuda:77"], "cuda:77"),
+    "folder that is no model": (not_a_model, "neither"),
     "budget too small": (
         lambda s, c, r, e: flags(c, s / "new", "--budget.device-memory=1MB"),
         "does not fit",
     ),
-    "folder that is no model": (not_a_model, "neither"),
     "model of another kind": (unsupported_model, "gpt2"),
     "weights that are missing": (
         lambda s, c, r, e: ["train", f"--model.weights={s / 'no'}"],

@@ -83,6 +83,7 @@ def test_a_damaged_file_is_named_and_the_older_checkpoint_is_used(
     assert (store.folder / "step-00000003").is_dir(), "a damaged checkpoint is evidence: it stays"
 
 
+@pytest.mark.slow
 def test_every_flipped_byte_of_a_checkpoint_is_noticed(store: CheckpointStore) -> None:
     folder = store.folder / "step-00000003"
     for file in sorted(folder.iterdir()):

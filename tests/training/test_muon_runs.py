@@ -16,6 +16,7 @@ SNIP = ("--snip.first=1", "--snip.every=2", "--snip.delay=1", "--snip.formats=fp
 @pytest.mark.parametrize(
     "precision", ["fp32", *(pytest.param(p, marks=pytest.mark.slow) for p in ("bf16", "snip"))]
 )
+@pytest.mark.slow
 def test_a_resumed_run_repeats_the_same_losses(precision: str, tmp_path: Path) -> None:
     corpus, run = write_corpus(tmp_path), tmp_path / "run"
     more = SNIP if precision == "snip" else ()

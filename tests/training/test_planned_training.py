@@ -73,6 +73,7 @@ def test_the_loss_falls_in_every_precision(runs: dict[str, Path], precision: str
 
 @pytest.mark.parametrize("precision", PRECISIONS[1:])
 @pytest.mark.every(3)
+@pytest.mark.slow
 def test_a_quantized_run_is_near_the_bf16_run_and_not_the_same(runs: dict[str, Path], precision: str) -> None:
     plain, found = losses(runs["bf16"]), losses(runs[precision])
     assert all(found[step] != plain[step] for step in range(2, STEPS + 1))
@@ -103,6 +104,7 @@ def test_the_plan_holds_the_recipe_of_every_gemm(runs: dict[str, Path]) -> None:
     assert "rule `head=fp8`" in head.reason
 
 
+@pytest.mark.slow
 def test_the_log_says_what_runs_and_that_it_is_emulated(runs: dict[str, Path]) -> None:
     start = records(runs["nvfp4,head=fp8"], "events.jsonl")[0]
     assert "nvfp4 by reference (emulated)" in start["backends"]

@@ -98,6 +98,7 @@ def resume(run_dir: Path, *more: str) -> int:
     return main(["train", f"--run.dir={run_dir}", "--resume", *more])
 
 
+@pytest.mark.slow
 def test_which_back_end_ran_each_gemm_stands_in_the_plan_and_in_every_checkpoint(begun: Path) -> None:
     plan = Plan.read(begun / "plan.json")
     kinds = ("attention.qkv", "attention.out", "mlp.gate_up")

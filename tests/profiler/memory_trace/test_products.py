@@ -41,6 +41,7 @@ def hidden_bytes(left: Tensor, right: Tensor) -> int:
 
 @pytest.mark.parametrize("threads", [1, 2, 16])
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.every(9)
 def test_a_product_takes_at_most_what_is_said(layout: str, threads: int) -> None:
     torch.set_num_threads(threads)
     shapes = [
@@ -53,6 +54,7 @@ def test_a_product_takes_at_most_what_is_said(layout: str, threads: int) -> None
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.every(3)
 def test_products_of_the_smallest_preset_leave_little_room(layout: str) -> None:
     """llama-3m: at most 2.5 MB, of steps that take more than 100."""
     width, ffn, vocabulary, tokens = 192, 512, 4096, 1024

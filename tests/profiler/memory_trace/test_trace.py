@@ -139,6 +139,7 @@ def test_attention_without_a_fused_kernel_holds_its_scores() -> None:
 @pytest.mark.parametrize("kv_heads", [2, 4])
 @pytest.mark.parametrize("parameters", ["bf16", "fp32"])
 @pytest.mark.every(4)
+@pytest.mark.slow
 def test_older_gpus_hold_the_scores_of_attention_in_bf16(parameters: str, kv_heads: int) -> None:
     def kept(capability: tuple[int, int]) -> int:
         costs = traced(a, device_functions="cuda", gpu=Gpu(72, capability), parameters=parameters)

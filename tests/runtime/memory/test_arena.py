@@ -116,6 +116,7 @@ print(resident() - before)
 """
 
 
+@pytest.mark.slow
 def test_the_memory_is_there_from_the_start_to_the_byte() -> None:
     arena = HostArena(32 * 2**20, CPU, slab_bytes=11 * 2**20)
     assert [len(slab) for slab in arena._slabs] == [11184640 + 512, 11184640, 11184640]

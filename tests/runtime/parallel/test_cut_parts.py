@@ -81,6 +81,7 @@ def _write(rank: int, parts: dict[str, TensorPart], folder: Path) -> None:
     ("ranks", "layouts"),
     [(2, [{"tp": 2}, {"fsdp": 2}]), pytest.param(4, [{"tp": 2}, {"dp": 2}, {}], marks=pytest.mark.slow)],
 )
+@pytest.mark.slow
 def test_checkpoints_do_not_depend_on_how_layers_were_cut(
     ranks: int, layouts: list[dict[str, int]], tmp_path: Path
 ) -> None:

@@ -143,6 +143,7 @@ def test_all_micro_batches_of_a_step_are_planned_for() -> None:
     assert twice.account.peak - once.account.peak == batches[1] - batches[0]
 
 
+@pytest.mark.slow
 def test_no_room_at_all_says_what_would_fit() -> None:
     with pytest.raises(NoRoomError, match="would fit") as caught:
         decided_with(device_memory=f"{copy_bytes() + 10_000_000}B")

@@ -46,6 +46,7 @@ def test_too_few_steps_say_nothing_and_enough_say_it_once(found: Decisions) -> N
     assert one.after_step(found.plan, COUNT + 1, [1.0] * (COUNT + 1), None) is None
 
 
+@pytest.mark.slow
 def test_a_good_prediction_changes_nothing(found: Decisions) -> None:
     comparison = check(found, 1.02, 0)
     assert comparison is not None

@@ -13,8 +13,8 @@ from scrimp.cli import main
 from scrimp.planner import Plan
 from scrimp.planner.precision import PrecisionPlan
 
-STEPS = 14
-FIRST, EVERY, DELAY = 3, 5, 2
+STEPS = 11
+FIRST, EVERY, DELAY = 3, 4, 2
 SWITCH = FIRST + DELAY + 1
 """Number of the first step that runs by the first plan; steps are numbered from 1."""
 SNIP = [

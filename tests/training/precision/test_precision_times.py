@@ -212,6 +212,7 @@ def test_kept_times_count_until_the_micro_batch_is_another(
 
 
 @pytest.mark.parametrize("other", ["soon", -1.0, [1]])
+@pytest.mark.slow
 def test_damaged_seconds_are_refused(timed: list[tuple[str, ...]], tmp_path: Path, other: object) -> None:
     keep_times(tmp_path, measured_times(decisions(4), tmp_path, lambda *_: None))
     file = tmp_path / "gemm_times.json"
