@@ -5,7 +5,7 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all check install clean
+.PHONY: demo test test-all check lint types imports install clean
 .DEFAULT_GOAL := demo
 
 install: $(VENV)/.installed
@@ -23,10 +23,17 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 demo: install
 	$(BIN)/scrimp train --precision snip --train.steps 150
 
-check: $(VENV)/.installed-dev
+check:
+	$(MAKE) --jobs=2 --output-sync lint types imports
+
+lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(VENV)/.installed-dev
 	$(BIN)/mypy
+
+imports: $(VENV)/.installed-dev
 	$(BIN)/lint-imports
 
 # Modules that were compiled once are kept, or each process that a test starts would compile them anew.

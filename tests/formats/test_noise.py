@@ -164,7 +164,7 @@ def test_a_piece_of_a_tensor_rounds_as_in_the_whole(scaling: str, axis: int) -> 
 
 @EVERY_COMBINATION
 @pytest.mark.parametrize("axis", [-1, -2])
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 def test_the_size_of_working_pieces_changes_nothing(
     element: str, scaling: str, axis: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

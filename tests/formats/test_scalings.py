@@ -152,7 +152,7 @@ FIT = [
 
 
 @pytest.mark.parametrize(("element", "scaling", "shape", "axis"), FIT)
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 def test_every_scaling_on_every_axis_is_the_slow_oracle(
     element: str, scaling: str, shape: tuple[int, ...], axis: int
 ) -> None:

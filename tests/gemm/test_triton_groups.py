@@ -43,7 +43,7 @@ def exact_under_rotation(rows: int, columns: int) -> Tensor:
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize("names", OPERANDS, ids="-".join)
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 def test_values_of_groups_with_ragged_edges(
     names: tuple[str, str], axis: int, rounding: str, dtype: torch.dtype
 ) -> None:

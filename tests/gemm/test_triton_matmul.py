@@ -41,7 +41,7 @@ def values(codes: Tensor, scales: Tensor) -> Tensor:
 )
 @pytest.mark.parametrize("is_block", [False, True], ids=["tiles", "blocks"])
 @pytest.mark.parametrize("pair", [("e4m3", "e4m3"), ("e5m2", "e4m3")], ids="-".join)
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 def test_the_product_lies_within_the_bound_of_its_sums(
     m: int, n: int, k: int, is_block: bool, pair: tuple[str, str]
 ) -> None:

@@ -108,6 +108,7 @@ def planned_names() -> list[str]:
 # -- nothing else changes ----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_whose_plan_stays_equal_is_bit_equal_to_one_without_the_callback(tmp_path: Path) -> None:
     bare = llama()
     swap_in(bare, dict.fromkeys(planned_names(), LinearPrecision.of("nvfp4")))

@@ -262,7 +262,7 @@ LIED_GEMMS = [
 @pytest.mark.parametrize(
     ("backend", "recipe", "gemm"), LIED_GEMMS, ids=lambda x: x if isinstance(x, str) else type(x).__name__
 )
-@pytest.mark.every(5)
+@pytest.mark.every(10)
 def test_a_back_end_that_does_not_do_what_it_says_is_stopped(
     backend: ReferenceBackend, recipe: str, gemm: str, parameters: str
 ) -> None:

@@ -51,7 +51,7 @@ def passed(executable: Executable, starts: Tensor | None) -> tuple[Tensor, dict[
 
 @pytest.mark.parametrize("starts", [None, STARTS], ids=["whole rows", "documents"])
 @pytest.mark.parametrize(("precision", "parameters"), PRECISIONS)
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 def test_no_level_changes_a_number(precision: str, parameters: str, starts: Tensor | None) -> None:
     architecture = UNTIED if "nvfp4" in precision else ARCHITECTURE
     _, executable = realised(precision, parameters, architecture)

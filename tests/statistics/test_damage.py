@@ -131,6 +131,7 @@ def test_its_size_is_right_within_a_factor(real: tuple[str, Real]) -> None:
 
 
 @pytest.mark.every(2)
+@pytest.mark.slow
 def test_the_loss_hears_of_fprop_alone_and_by_about_what_is_predicted(real: tuple[str, Real]) -> None:
     found, p = predicted(real)
     assert np.abs(real[1].loss[:, 1:]).max() < 1e-6
@@ -140,6 +141,7 @@ def test_the_loss_hears_of_fprop_alone_and_by_about_what_is_predicted(real: tupl
 
 
 @pytest.mark.every(2)
+@pytest.mark.slow
 def test_damages_of_several_gemms_add_in_squares(real: tuple[str, Real]) -> None:
     found, p = predicted(real)
     for quantized, update in real[1].plans:

@@ -54,6 +54,7 @@ def test_cheap_gains_are_of_the_size_of_exact_ones(
     ("method", "correlation", "factor"),
     [(Method(), 0.95, 2.5), (Method(weight_errors="tokens"), 0.95, 4.0), (SNIP, 0.8, 5.0)],
 )
+@pytest.mark.slow
 def test_they_predict_the_updates_that_exact_gains_predict(
     profiles: Mapping[str, PrecisionProfile], gains: str, method: Method, correlation: float, factor: float
 ) -> None:

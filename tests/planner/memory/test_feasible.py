@@ -83,6 +83,7 @@ def refusals(seeds: range) -> tuple[int, int]:
     return budgets, refused
 
 
+@pytest.mark.slow
 def test_no_budget_at_an_edge_is_refused() -> None:
     budgets, refused = refusals(range(6))
     assert budgets > 30

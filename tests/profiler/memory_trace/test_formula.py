@@ -58,6 +58,7 @@ def kept_in_bf16() -> int:
 @pytest.mark.parametrize(
     "architecture", [dataclasses.replace(LLAMA, num_kv_heads=4), QWEN2, LLAMA], ids=["mha", "qwen2", "gqa"]
 )
+@pytest.mark.every(2)
 def test_a_block_keeps_what_the_formula_says(architecture: Architecture, precision: str) -> None:
     a, size = architecture, SIZES[precision]
     elements = 4 * a.width + 2 * a.attention_width + 2 * a.kv_width + 3 * a.ffn_width
@@ -87,7 +88,7 @@ def test_a_block_keeps_what_the_formula_says(architecture: Architecture, precisi
         ("fp8,*.mlp.*.saved=recompute", (TOKENS + 4 * TOKENS // 128) * INPUTS[0] - 4 * TOKENS),
     ],
 )
-@pytest.mark.every(3)
+@pytest.mark.every(9)
 def test_what_wgrad_reads_takes_the_bytes_of_its_format(precision: str, bytes_of_inputs: int) -> None:
     others = kept_in_bf16() - 2 * TOKENS * sum(INPUTS)
     assert kept(traced(LLAMA, precision)) == others + bytes_of_inputs

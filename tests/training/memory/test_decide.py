@@ -302,6 +302,7 @@ def test_no_optimizer_runs_on_the_cpu_beside_snip() -> None:
         decide(config)
 
 
+@pytest.mark.slow
 def test_where_nothing_is_timed_the_search_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the same seconds it would find the same again."""
     asked: list[float] = []

@@ -54,6 +54,7 @@ def test_a_good_prediction_changes_nothing(found: Decisions) -> None:
     assert comparison.plan is None
 
 
+@pytest.mark.slow
 def test_a_plan_that_turns_out_too_large_is_made_anew_and_smaller(found: Decisions) -> None:
     room = found.memory.machine.device_bytes - found.memory.account.peak
     extra = room + found.memory.account.peak // 12
