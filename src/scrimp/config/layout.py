@@ -39,13 +39,13 @@ def ranks_of(layout: LayoutConfig) -> int:
 def for_ranks(config: Config, ranks: int, given: Collection[str]) -> Config:
     """A saved configuration on these ranks.
 
-    On another number of them its degrees are open again, and wherever the saved micro-batch no longer divides a rank's
-    rows, so is that, with the chunks of the loss that follow from it; but for what the user gave.
+    On another number of them its degrees and back ends are open again, and wherever the saved micro-batch no longer
+    divides a rank's rows, so is that, with the chunks of the loss that follow from it; but for what the user gave.
     """
     if ranks_of(config.layout) != ranks:
-        degrees = (*AXES, "ep", "etp")
-        before = {axis: getattr(LayoutConfig(), axis) for axis in degrees if f"layout.{axis}" not in given}
-        config = replace_values(config, {f"layout.{axis}": value for axis, value in before.items()})
+        keys = (*AXES, "ep", "etp", "backends")
+        before = {key: getattr(LayoutConfig(), key) for key in keys if f"layout.{key}" not in given}
+        config = replace_values(config, {f"layout.{key}": value for key, value in before.items()})
     config = _without_stages(config, given)
     train = config.train
     readers = max(1, ranks // (config.layout.pp * config.layout.cp * config.layout.tp))

@@ -57,6 +57,7 @@ from typing import Any
 from scrimp.config import pipeline, snip
 from scrimp.config.activations import check_memory
 from scrimp.config.architecture import Architecture
+from scrimp.config.axis_backends import check_backends
 from scrimp.config.experts import check_experts
 from scrimp.config.fields import flatten, replace_values
 from scrimp.config.layout import (
@@ -129,6 +130,7 @@ def resolve(config: Config, architecture: Architecture, *, device_type: str, ran
 
     # In this order: each decision reads the ones before it.
     config = _with_layout(config, ranks, decide)
+    check_backends(config.layout, device_type)
     if parse_rules(config.precision).base is None:
         value, reasons["precision"] = _precision(config.precision, device_type)
         config = replace_values(config, {"precision": value})

@@ -44,6 +44,7 @@ MAY_CHANGE_ON_RESUME: frozenset[str] = frozenset(
         "layout.schedule",
         "layout.stages",
         "layout.zero",
+        "layout.backends",
     }
 )
 """Keys that may differ from the saved configuration when a run goes on."""

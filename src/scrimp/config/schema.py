@@ -227,6 +227,9 @@ class LayoutConfig:
     """Order of the pipeline's passes. auto: 1f1b, or with several stages on each rank interleaved."""
     stages: str | None = None
     """Blocks of each of the pipeline's stages, as 3,4,4,3. Unset: as even as they divide."""
+    backends: str | None = None
+    """What carries the messages of an axis, where links are unequal, as dp=gloo,fsdp=nccl:IB: gloo, or NCCL, over one
+    of its networks. Unset: gloo between CPUs, NCCL between GPUs, over what it finds."""
     zero: int = 3
     """What each rank of fsdp holds whole for a while: 3: the weights of the block that runs; 2: all weights,
     from their forward to their backward pass; 1: and all gradients, until the last micro-batch."""

@@ -24,8 +24,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from scrimp.config.axis_backends import AxisBackend, axis_backends
 from scrimp.config.pipeline import V_SHAPED
 from scrimp.config.resolved import ResolvedLayout
 from scrimp.world import ALONE, World
@@ -64,7 +65,9 @@ class RankMesh:
         from torch.distributed.device_mesh import init_device_mesh
 
         degrees = tuple(getattr(self.layout, axis) for axis in AXES)
-        return init_device_mesh(self.device_type, degrees, mesh_dim_names=AXES)
+        return init_device_mesh(
+            self.device_type, degrees, mesh_dim_names=AXES, backend_override=self._backends(*AXES)
+        )
 
     @cached_property
     def copies_and_shards(self) -> DeviceMesh:
@@ -72,7 +75,12 @@ class RankMesh:
         from torch.distributed.device_mesh import init_device_mesh
 
         degrees = (self.layout.pp, self.layout.dp, self.layout.shards, self.layout.tp)
-        return init_device_mesh(self.device_type, degrees, mesh_dim_names=("pp", "dp", "shards", "tp"))
+        return init_device_mesh(
+            self.device_type,
+            degrees,
+            mesh_dim_names=("pp", "dp", "shards", "tp"),
+            backend_override=self._backends("pp", "dp", "fsdp", "tp"),
+        )
 
     @cached_property
     def of_copy(self) -> DeviceMesh:
@@ -97,7 +105,17 @@ class RankMesh:
 
         sharing = self.layout.ep * self.layout.etp
         degrees = (self.world.size // sharing, sharing)
-        return init_device_mesh(self.device_type, degrees, mesh_dim_names=("edp", "sharing"))
+        return init_device_mesh(
+            self.device_type,
+            degrees,
+            mesh_dim_names=("edp", "sharing"),
+            backend_override=self._backends("fsdp", "ep"),
+        )
+
+    def _backends(self, *axes: str) -> dict[int | str, Any] | None:
+        """What carries these axes' messages, by their place, as torch's meshes take it."""
+        named = axis_backends(self.layout.backends)
+        return {i: _for_torch(named[axis]) for i, axis in enumerate(axes) if axis in named} or None
 
     @property
     def data_ranks(self) -> int:
@@ -132,6 +150,18 @@ class RankMesh:
         last = 0 if self.layout.schedule in V_SHAPED else self.layout.pp - 1
         each = self._ranks_of_stage
         return self.world.gathered(value)[last * each : (last + 1) * each]
+
+
+def _for_torch(backend: AxisBackend) -> Any:
+    """A back end's name, or for a network of NCCL that and its options."""
+    if backend.network is None:
+        return backend.name
+    from torch.distributed import ProcessGroupNCCL  # not there in torch's builds for CPUs
+
+    options = ProcessGroupNCCL.Options()
+    config: Any = options.config  # torch's stubs leave its network out
+    config.net_name = backend.network
+    return backend.name, options
 
 
 ONE_RANK = RankMesh()
