@@ -15,7 +15,8 @@ Ends     The exit code is that of the first rank that failed, 128 + n where sign
 Restarts `--restarts N`: after any failure but bad input (exit code 2) or a signal that asks to end, all ranks are
          started again, up to N times, and go on from the newest checkpoint (`scrimp.cli.ranks`). Where `--min-ranks`
          allows it, a slot (a device) whose process was lost twice is left out, and as many more as the rows of the
-         run's batch ask for.
+         run's batch ask for. Of one start only the first that a signal ended is lost: NCCL's watchdog ends healthy
+         ranks by SIGABRT where another one is gone.
 Limits   One machine; for several there is torchrun with --max-restarts. Only what a signal ended counts as a lost slot:
          of a main thread that hangs its rank is named, and its slot is kept.
 Checked  tests/cli/test_launch.py, tests/cli/test_restarts.py, benchmarks/drills.py
@@ -117,7 +118,7 @@ class _End:
     is_asked: bool
     """Whether a signal asked for it: the run is to stay ended."""
     lost: list[int]
-    """Slots whose processes were ended by a signal from elsewhere, or stopped."""
+    """The slot whose process was the first to be ended by a signal from elsewhere, or stopped, if there is one."""
 
     @property
     def is_final(self) -> bool:
@@ -207,7 +208,7 @@ class _Watch:
         self.is_asked = False
         """Whether a signal has asked the ranks to end: here, or one of them."""
         self.lost: list[int] = []
-        """Ranks that a signal ended from elsewhere, or that were stopped."""
+        """The first rank that a signal ended from elsewhere, or that was stopped, if there is one."""
         self._has_ended_them = False
 
     def to_the_end(self) -> int:
@@ -249,10 +250,11 @@ class _Watch:
 
     def _take_ended(self) -> None:
         ended = {rank: code for rank, child in self._running.items() if (code := child.poll()) is not None}
-        for rank, code in sorted(ended.items(), key=lambda one: one[1] >= 0):  # what a signal ended, first
+        for rank, code in sorted(ended.items(), key=_likely_cause):
             del self._running[rank]
             if code < 0:
-                if not self._has_ended_them:
+                is_victim = self._code != 0 and -code == signal.SIGABRT
+                if not (self._has_ended_them or self.lost or is_victim):
                     self.lost.append(rank)
                 if not (self._has_ended_them and -code == signal.SIGTERM):  # which this process sent
                     say(f"rank {rank} was ended by {_signal_name(-code)}")
@@ -268,6 +270,13 @@ class _Watch:
         self._has_ended_them = True
         for child in self._running.values():
             child.send_signal(number)
+
+
+def _likely_cause(ended: tuple[int, int]) -> int:
+    """The order in which ranks that were found ended at once are looked at: a signal is the cause of exit codes, and
+    either one of an abort."""
+    _, code = ended
+    return 2 if -code == signal.SIGABRT else int(code >= 0)
 
 
 def _is_stopped(process: int) -> bool:
