@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from scrimp import __version__, objectives, user_code
-from scrimp.config import Config, flatten, reasons_in, to_toml
+from scrimp.config import Config, flatten, to_toml
 from scrimp.data import load_tokenizer, packed
 from scrimp.errors import CheckpointError, ConfigError, PlanError, TrainingError
 from scrimp.files import write_whole
@@ -59,6 +59,7 @@ from scrimp.training.run_folder import (
     PLAN,
     TOKENIZER,
     RunLock,
+    chosen_values,
     claim_new_folder,
     drop_plans_after,
     refuse_checkpoint,
@@ -175,7 +176,8 @@ def _in_folder(run_dir: Path, start: Start) -> Start:
     config_path, plan_path = run_dir / CONFIG, run_dir / PLAN
     is_resumed = config_path.exists()
     if is_resumed:
-        reasons = reasons_in(config_path.read_text(encoding="utf-8"), config)
+        kept = chosen_values(run_dir, config).items()
+        reasons = {key: why for key, why in kept if key not in start.by_user} | reasons
         saved = _saved_plan(plan_path, start)
         if saved is not None:
             began_with, before = saved.backends, saved.layout.text
