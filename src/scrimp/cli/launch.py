@@ -28,18 +28,21 @@ import contextlib
 import itertools
 import os
 import secrets
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Final
 
+from scrimp.cli.commands import COMMANDS, Launch, Train, build, unknown_command
+from scrimp.cli.handlers import handled
+from scrimp.cli.ranks import refuse_ranks
 from scrimp.cli.show import say
 from scrimp.config import for_ranks, load_config
 from scrimp.config.layout import check_layout
@@ -67,6 +70,28 @@ class Restarts:
     """Whether so many ranks can share the run's batch."""
 
 
+def launch_command(options: Launch) -> int:
+    """`scrimp launch` with its options: the exit code of the first rank that failed.
+
+    Raises:
+        ConfigError: the command, or how it is started again, is wrong.
+    """
+    name, *words = shlex.split(options.command)
+    if name not in COMMANDS:
+        raise unknown_command([name, *words])
+    refuse_ranks([name, *words], f"scrimp launch --ranks {options.ranks}")
+    command, keys = build(name, words)  # a mistake, or --help, is answered here, once
+    folder = command.config.run.dir if isinstance(command, Train) else None
+    if options.min_ranks is not None and not options.restarts:
+        raise ConfigError("--min-ranks needs --restarts", expected="how often ranks are started again")
+    if options.restarts and isinstance(command, Train) and folder is None:
+        raise ConfigError("--restarts needs a run to go on with", do="name its folder with --run.dir")
+    restarts = Restarts(
+        options.restarts, options.min_ranks or options.ranks, lambda ranks: can_share(folder, ranks, keys)
+    )
+    return launch([name, *words], options.ranks, options.grace, restarts)
+
+
 def launch(words: Sequence[str], ranks: int, grace: float, restarts: Restarts = Restarts()) -> int:
     """Run `scrimp` with some words on each of several processes; returns the exit code of the first that failed.
 
@@ -76,7 +101,7 @@ def launch(words: Sequence[str], ranks: int, grace: float, restarts: Restarts = 
     """
     signals: list[int] = []
     slots, losses, why = list(range(ranks)), Counter[int](), ""
-    with _noting(signals):
+    with handled(_PASSED_ON, lambda number, frame: signals.append(number)):
         for number in itertools.count():
             end = _run_once(words, slots, {RESTARTS: str(number), WHY_AGAIN: why}, grace, signals)
             if end.is_final or number == restarts.most:
@@ -283,25 +308,6 @@ def _is_stopped(process: int) -> bool:
     """Whether a child was stopped by a signal and has not been continued."""
     found = os.waitid(os.P_PID, process, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
     return found is not None and found.si_code == os.CLD_STOPPED
-
-
-@contextlib.contextmanager
-def _noting(signals: list[int]) -> Iterator[None]:
-    """Note signals that are to be passed on; those that are ignored (`nohup`) stay ignored, here and by the ranks."""
-
-    def note(number: int, frame: FrameType | None) -> None:
-        signals.append(number)
-
-    before: dict[signal.Signals, Callable[..., object] | int | None] = {
-        number: signal.signal(number, note)
-        for number in _PASSED_ON
-        if signal.getsignal(number) is not signal.SIG_IGN
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _signal_name(number: int) -> str:
