@@ -7,7 +7,9 @@ With m the average of gradients::
     W = (1 - lr wd) W - lr sign(b1 m + (1 - b1) g)            m = b2 m + (1 - b2) g
 
 Any torch.optim.Optimizer does. Its constructor gets lr, weight_decay, betas, eps and momentum of the settings, as far
-as it has parameters of these names. `update_rule` is only for --precision snip: what the next step makes of a gradient.
+as it has parameters of these names. `elementwise` is only for several ranks, each of which has some rows of a
+parameter: every element moves by its own gradients and states alone. `update_rule` is only for --precision snip: what
+the next step makes of a gradient.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from torch import Tensor
 
 class Lion(torch.optim.Optimizer):
     """The sign of an average of gradients."""
+
+    elementwise = True
 
     def __init__(
         self,

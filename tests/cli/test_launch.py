@@ -15,7 +15,7 @@ from ranks import children_of, environment, lives, start, wait_for
 from tiny_run import flags, records, write_corpus
 
 from scrimp.cli import main
-from scrimp.cli.launch import can_share, launch
+from scrimp.cli.launch import Restarts, can_share, launch
 from scrimp.config import Config, replace_values
 from scrimp.config.write_toml import to_toml
 from scrimp.training.checkpoint import CheckpointStore
@@ -179,6 +179,51 @@ def test_a_rank_that_does_not_end_is_killed_after_the_grace(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert launch(["train"], 2, 9) == 3
     assert "rank 1 has not ended within 9 s (--grace): it is killed" in capfd.readouterr().err
+
+
+VICTIMS = """
+import os, signal, sys, time
+from pathlib import Path
+
+rank, ranks, here = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), Path(__file__).parent
+number = os.environ["SCRIMP_RESTARTS"]
+if ranks < 3:
+    sys.exit(0)
+if rank == 1:
+    (here / f"dies-{number}").write_text(str(os.getpid()))
+    CAUSE
+while not (here / f"dies-{number}").exists() or not (here / f"dies-{number}").read_text():
+    time.sleep(0.01)
+time.sleep(0.3)
+os.abort()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("cause", "code", "ranks"),
+    [("os.kill(os.getpid(), signal.SIGKILL)", 137, [3, 3, 2]), ("sys.exit(7)", 7, [3, 3])],
+)
+def test_ranks_that_abort_because_another_one_is_gone_keep_their_slots(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    cause: str,
+    code: int,
+    ranks: list[int],
+) -> None:
+    """As NCCL's watchdog lets them."""
+    (tmp_path / "scrimp").mkdir()
+    (tmp_path / "scrimp" / "__init__.py").touch()
+    (tmp_path / "scrimp" / "__main__.py").write_text(VICTIMS.replace("CAUSE", cause))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    found = launch(["train"], 3, 9, Restarts(len(ranks) - 1, least_ranks=1))
+    shown = capfd.readouterr().err
+    assert found == (0 if ranks[-1] == 2 else code), shown
+    for number, count in enumerate(ranks[1:], 1):
+        assert f"({number} of {len(ranks) - 1}), {count} of them, after exit code {code}" in shown
+    assert ("without slot 1, lost 2 times" in shown) == (ranks[-1] == 2)
+    assert shown.count("was ended by SIGABRT") == 2 * ranks.count(3)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scrimp.config import Config, for_ranks, preset, ranks_of, replace_values, resolve
+from scrimp.config import Config, decided_anew, for_ranks, preset, ranks_of, replace_values, resolve
 from scrimp.config.resolved import ResolvedConfig
 from scrimp.errors import ConfigError
 
@@ -166,3 +166,22 @@ def test_a_saved_micro_batch_is_open_again_where_it_no_longer_divides() -> None:
     assert for_ranks(saved, 2, {"train.micro_batch"}).train.micro_batch == 16
     sharing = for_ranks(replace_values(saved, {"layout.cp": 2}), 2, {"layout.cp"})
     assert sharing.train.micro_batch == 16
+
+
+@pytest.mark.parametrize(
+    ("chosen", "expected"),
+    [
+        ({"memory.activations", "train.compile", "train.micro_batch"}, ("auto", "auto")),
+        ({"train.micro_batch"}, ("keep", "off")),
+    ],
+    ids=["by Scrimp", "by the user"],
+)
+def test_what_was_decided_for_another_layout_is_open_again(
+    chosen: set[str], expected: tuple[str, str]
+) -> None:
+    saved: Config = resolved(4, layout__fsdp=4)
+    saved = replace_values(saved, {"memory.activations": "keep", "train.compile": "off"})
+    assert decided_anew(for_ranks(saved, 4, ()), saved, chosen) == saved
+    other = decided_anew(for_ranks(saved, 2, ()), saved, chosen)
+    assert (other.memory.activations, other.train.compile) == expected
+    assert other.train.micro_batch == for_ranks(saved, 2, ()).train.micro_batch

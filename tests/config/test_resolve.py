@@ -19,6 +19,7 @@ from scrimp.config import (
     flatten,
     leaves,
     load_config,
+    may_change,
     replace_values,
     resolve,
     to_toml,
@@ -362,6 +363,12 @@ def test_keys_that_may_change_on_resume_exist_and_leave_the_experiment_alone() -
         "precision",
     }
     assert not decisive & MAY_CHANGE_ON_RESUME
+
+
+def test_copies_that_train_alone_keep_the_steps_at_which_they_meet() -> None:
+    ends_rounds = {"evaluation.every", "checkpoint.every"}
+    assert may_change(Config()) == MAY_CHANGE_ON_RESUME
+    assert MAY_CHANGE_ON_RESUME - may_change(replace_values(Config(), {"outer.every": 3})) == ends_rounds
 
 
 def test_resolution_keeps_the_architecture() -> None:

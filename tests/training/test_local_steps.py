@@ -136,6 +136,16 @@ def test_the_account_covers_what_is_counted(runs: Path) -> None:
         assert 0.6 * predicted < counted <= 1.1 * predicted, name
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("key", ["evaluation.every", "checkpoint.every"])
+def test_steps_at_which_copies_meet_stay(
+    runs: Path, key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = goes_on(runs / "two copies", tmp_path / "run", f"--{key}=1")
+    assert main(words) == 2
+    assert f"{key} = 1 (the run has {4 if key == 'evaluation.every' else HALF})" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

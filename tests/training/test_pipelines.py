@@ -70,7 +70,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         goes_on(folder / "1f1b", folder / "from 1f1b to zbv", "--layout.pp=2", "--layout.schedule=zbv"),
     )
     alone(
-        goes_on(folder / "1f1b", folder / "from two to one"), goes_on(folder / "tied", folder / "tied to one")
+        goes_on(folder / "1f1b", folder / "from two to one"),
+        goes_on(folder / "tied", folder / "tied to one"),
+        goes_on(folder / "from 1f1b to zbv", folder / "from zbv to one"),
     )
     return folder
 
@@ -86,6 +88,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("from two to one", "alone"),
         ("from 1f1b to fsdp", "alone"),
         ("from 1f1b to zbv", "alone"),
+        ("from zbv to one", "alone"),
     ],
 )
 def test_losses_are_those_of_one_process(runs: Path, name: str, expected: str) -> None:
@@ -113,6 +116,15 @@ def test_a_checkpoint_has_the_files_of_one_process(runs: Path, name: str, expect
     found = dict(other.tensors())
     for tensor_name, tensor in one.tensors():
         assert (tensor.float() - found[tensor_name].float()).abs().max() < 1e-4, tensor_name
+
+
+def test_what_a_schedule_decided_is_open_again_without_it(runs: Path) -> None:
+    def activations(name: str) -> str:
+        lines = (runs / name / "config.toml").read_text().splitlines()
+        return next(line for line in lines if line.startswith("activations"))
+
+    assert activations("from 1f1b to zbv").startswith('activations = "keep"  # blocks recompute nothing')
+    assert activations("from zbv to one") == activations("alone") == 'activations = "auto"'
 
 
 def test_the_plan_says_which_blocks_each_stage_has(runs: Path) -> None:

@@ -375,32 +375,14 @@ class Launch:
     """With --restarts: go on with fewer processes, so many at least, without one that was lost twice."""
 
     def execute(self, given: frozenset[str]) -> int:
-        from scrimp.cli.launch import Restarts, can_share, launch
-        from scrimp.cli.ranks import refuse_ranks
+        from scrimp.cli.launch import launch_command
 
         check_range("--ranks", self.ranks, Range(1, 4096))
         check_range("--grace", self.grace, Range(1, 7 * 86400))
         check_range("--restarts", self.restarts, Range(0, 2**31 - 1))
         if self.min_ranks is not None:
             check_range("--min-ranks", self.min_ranks, Range(1, self.ranks))
-        name, *words = shlex.split(self.command)
-        if name not in COMMANDS:
-            raise unknown_command([name, *words])
-        refuse_ranks([name, *words], f"scrimp launch --ranks {self.ranks}")
-        command, keys = build(name, words)  # a mistake, or --help, is answered here, once
-        self._check_restarts(command)
-        folder = command.config.run.dir if isinstance(command, Train) else None
-        restarts = Restarts(
-            self.restarts, self.min_ranks or self.ranks, lambda ranks: can_share(folder, ranks, keys)
-        )
-        return launch([name, *words], self.ranks, self.grace, restarts)
-
-    def _check_restarts(self, command: Command) -> None:
-        """Ranks that are started again have to know what they go on with."""
-        if self.min_ranks is not None and not self.restarts:
-            raise ConfigError("--min-ranks needs --restarts", expected="how often ranks are started again")
-        if self.restarts and isinstance(command, Train) and command.config.run.dir is None:
-            raise ConfigError("--restarts needs a run to go on with", do="name its folder with --run.dir")
+        return launch_command(self)
 
 
 COMMANDS: dict[str, type[Command]] = {

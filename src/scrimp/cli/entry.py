@@ -31,6 +31,7 @@ from collections.abc import Iterator, Sequence
 from types import FrameType
 
 from scrimp import __version__
+from scrimp.cli.handlers import handled
 from scrimp.cli.show import say, show_error
 from scrimp.errors import ConfigError, ScrimpError, StorageError
 from scrimp.launchers import place_of, restarts_in
@@ -231,14 +232,5 @@ def _signals_unwind() -> Iterator[None]:
         is_ending = True
         raise SystemExit(128 + number)
 
-    ending = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-    before = {
-        number: signal.signal(number, unwind)
-        for number in ending
-        if signal.getsignal(number) is not signal.SIG_IGN
-    }
-    try:
+    with handled((signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1), unwind):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

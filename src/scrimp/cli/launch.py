@@ -15,7 +15,8 @@ Ends     The exit code is that of the first rank that failed, 128 + n where sign
 Restarts `--restarts N`: after any failure but bad input (exit code 2) or a signal that asks to end, all ranks are
          started again, up to N times, and go on from the newest checkpoint (`scrimp.cli.ranks`). Where `--min-ranks`
          allows it, a slot (a device) whose process was lost twice is left out, and as many more as the rows of the
-         run's batch ask for.
+         run's batch ask for. Of one start only the first that a signal ended is lost: NCCL's watchdog ends healthy
+         ranks by SIGABRT where another one is gone.
 Limits   One machine; for several there is torchrun with --max-restarts. Only what a signal ended counts as a lost slot:
          of a main thread that hangs its rank is named, and its slot is kept.
 Checked  tests/cli/test_launch.py, tests/cli/test_restarts.py, benchmarks/drills.py
@@ -27,18 +28,21 @@ import contextlib
 import itertools
 import os
 import secrets
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Final
 
+from scrimp.cli.commands import COMMANDS, Launch, Train, build, unknown_command
+from scrimp.cli.handlers import handled
+from scrimp.cli.ranks import refuse_ranks
 from scrimp.cli.show import say
 from scrimp.config import for_ranks, load_config
 from scrimp.config.layout import check_layout
@@ -66,6 +70,28 @@ class Restarts:
     """Whether so many ranks can share the run's batch."""
 
 
+def launch_command(options: Launch) -> int:
+    """`scrimp launch` with its options: the exit code of the first rank that failed.
+
+    Raises:
+        ConfigError: the command, or how it is started again, is wrong.
+    """
+    name, *words = shlex.split(options.command)
+    if name not in COMMANDS:
+        raise unknown_command([name, *words])
+    refuse_ranks([name, *words], f"scrimp launch --ranks {options.ranks}")
+    command, keys = build(name, words)  # a mistake, or --help, is answered here, once
+    folder = command.config.run.dir if isinstance(command, Train) else None
+    if options.min_ranks is not None and not options.restarts:
+        raise ConfigError("--min-ranks needs --restarts", expected="how often ranks are started again")
+    if options.restarts and isinstance(command, Train) and folder is None:
+        raise ConfigError("--restarts needs a run to go on with", do="name its folder with --run.dir")
+    restarts = Restarts(
+        options.restarts, options.min_ranks or options.ranks, lambda ranks: can_share(folder, ranks, keys)
+    )
+    return launch([name, *words], options.ranks, options.grace, restarts)
+
+
 def launch(words: Sequence[str], ranks: int, grace: float, restarts: Restarts = Restarts()) -> int:
     """Run `scrimp` with some words on each of several processes; returns the exit code of the first that failed.
 
@@ -75,7 +101,7 @@ def launch(words: Sequence[str], ranks: int, grace: float, restarts: Restarts = 
     """
     signals: list[int] = []
     slots, losses, why = list(range(ranks)), Counter[int](), ""
-    with _noting(signals):
+    with handled(_PASSED_ON, lambda number, frame: signals.append(number)):
         for number in itertools.count():
             end = _run_once(words, slots, {RESTARTS: str(number), WHY_AGAIN: why}, grace, signals)
             if end.is_final or number == restarts.most:
@@ -117,7 +143,7 @@ class _End:
     is_asked: bool
     """Whether a signal asked for it: the run is to stay ended."""
     lost: list[int]
-    """Slots whose processes were ended by a signal from elsewhere, or stopped."""
+    """The slot whose process was the first to be ended by a signal from elsewhere, or stopped, if there is one."""
 
     @property
     def is_final(self) -> bool:
@@ -207,7 +233,7 @@ class _Watch:
         self.is_asked = False
         """Whether a signal has asked the ranks to end: here, or one of them."""
         self.lost: list[int] = []
-        """Ranks that a signal ended from elsewhere, or that were stopped."""
+        """The first rank that a signal ended from elsewhere, or that was stopped, if there is one."""
         self._has_ended_them = False
 
     def to_the_end(self) -> int:
@@ -249,10 +275,11 @@ class _Watch:
 
     def _take_ended(self) -> None:
         ended = {rank: code for rank, child in self._running.items() if (code := child.poll()) is not None}
-        for rank, code in sorted(ended.items(), key=lambda one: one[1] >= 0):  # what a signal ended, first
+        for rank, code in sorted(ended.items(), key=_likely_cause):
             del self._running[rank]
             if code < 0:
-                if not self._has_ended_them:
+                is_victim = self._code != 0 and -code == signal.SIGABRT
+                if not (self._has_ended_them or self.lost or is_victim):
                     self.lost.append(rank)
                 if not (self._has_ended_them and -code == signal.SIGTERM):  # which this process sent
                     say(f"rank {rank} was ended by {_signal_name(-code)}")
@@ -270,29 +297,17 @@ class _Watch:
             child.send_signal(number)
 
 
+def _likely_cause(ended: tuple[int, int]) -> int:
+    """The order in which ranks that were found ended at once are looked at: a signal is the cause of exit codes, and
+    either one of an abort."""
+    _, code = ended
+    return 2 if -code == signal.SIGABRT else int(code >= 0)
+
+
 def _is_stopped(process: int) -> bool:
     """Whether a child was stopped by a signal and has not been continued."""
     found = os.waitid(os.P_PID, process, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
     return found is not None and found.si_code == os.CLD_STOPPED
-
-
-@contextlib.contextmanager
-def _noting(signals: list[int]) -> Iterator[None]:
-    """Note signals that are to be passed on; those that are ignored (`nohup`) stay ignored, here and by the ranks."""
-
-    def note(number: int, frame: FrameType | None) -> None:
-        signals.append(number)
-
-    before: dict[signal.Signals, Callable[..., object] | int | None] = {
-        number: signal.signal(number, note)
-        for number in _PASSED_ON
-        if signal.getsignal(number) is not signal.SIG_IGN
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _signal_name(number: int) -> str:

@@ -16,7 +16,7 @@ from scrimp.config.resolve import (
     with_later_choices,
 )
 from scrimp.config.resolved import ResolvedConfig, closed
-from scrimp.config.resuming import MAY_CHANGE_ON_RESUME, differences
+from scrimp.config.resuming import MAY_CHANGE_ON_RESUME, decided_anew, differences, may_change
 from scrimp.config.sampling import Sampling
 from scrimp.config.schema import (
     BudgetConfig,
@@ -69,11 +69,13 @@ __all__ = [
     "check_range",
     "check_values",
     "closed",
+    "decided_anew",
     "differences",
     "flatten",
     "for_ranks",
     "leaves",
     "load_config",
+    "may_change",
     "nearest_key",
     "nearest_word",
     "parse_bytes",

@@ -99,12 +99,13 @@ def check_beside_layout(config: Config) -> None:
     ranks, memory, name = ranks_of(config.layout), config.memory, config.optimizer.name
     if ranks == 1:
         return
-    refused = [("optimizer.name", name)] * (not facts_of(name).on_ranks)
-    refused += [
+    refused = [
         (f"memory.{key}", getattr(memory, key))
         for key in ("weights", "gradients", "update")  # FSDP2 has them where it gathers and reduces
         if getattr(memory, key) not in _ON_DEVICE
     ]
+    if config.is_planned and not facts_of(name).planned_on_ranks:
+        refused.append(("precision", f"{config.precision} beside optimizer.name {name}"))
     if config.is_planned and config.layout.cp > 1:  # nothing adds up what ranks that share rows find
         refused.append(("precision", f"{config.precision} beside layout.cp"))
     for key, value in refused:

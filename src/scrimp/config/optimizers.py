@@ -26,8 +26,8 @@ class OptimizerFacts:
     """Whether blocks' weights, gradients and states can live on the host, and the CPU can update them."""
     rounds: bool = False
     """Whether it updates bf16 parameters without master weights."""
-    on_ranks: bool = False
-    """Whether each of several ranks can update its own rows of a parameter."""
+    planned_on_ranks: bool = False
+    """Whether formats can be planned by its rule where each of several ranks has some rows of a parameter."""
 
 
 OPTIMIZERS: dict[str, OptimizerFacts] = {
@@ -36,7 +36,7 @@ OPTIMIZERS: dict[str, OptimizerFacts] = {
         moments=("auto", "fp32", "bf16", "8bit"),
         on_host=True,
         rounds=True,
-        on_ranks=True,
+        planned_on_ranks=True,
     ),
     "muon": OptimizerFacts("scrimp.optim.muon", moments=("auto", "fp32", "bf16", "8bit")),
 }

@@ -5,7 +5,9 @@ Checked  tests/config/test_resolve.py
 
 from __future__ import annotations
 
-from scrimp.config.fields import flatten
+from collections.abc import Collection
+
+from scrimp.config.fields import flatten, replace_values
 from scrimp.config.schema import Config
 
 MAY_CHANGE_ON_RESUME: frozenset[str] = frozenset(
@@ -48,6 +50,30 @@ MAY_CHANGE_ON_RESUME: frozenset[str] = frozenset(
     }
 )
 """Keys that may differ from the saved configuration when a run goes on."""
+FOLLOWS_LAYOUT = ("memory.activations", "train.compile")
+"""Those that some layouts decide, and others leave open. The micro-batch is none: with it, scales and rounding would
+be others; `scrimp.config.layout.for_ranks` opens it where it has to."""
+_ENDS_ROUNDS = frozenset({"evaluation.every", "checkpoint.every"})
+"""Steps at which copies that train alone (`outer.every`) meet: at other ones, other numbers."""
+
+
+def may_change(saved: Config) -> frozenset[str]:
+    """Keys in which a run may differ from its saved configuration when it goes on."""
+    return MAY_CHANGE_ON_RESUME - _ENDS_ROUNDS if saved.outer.every else MAY_CHANGE_ON_RESUME
+
+
+def decided_anew(config: Config, saved: Config, chosen: Collection[str]) -> Config:
+    """A configuration to go on with, in which open is again what Scrimp decided for another layout.
+
+    Args:
+        config: with the layout of these ranks.
+        saved: that of the run until now.
+        chosen: dotted keys that Scrimp decided, not the user.
+    """
+    if config.layout == saved.layout:
+        return config
+    unset = flatten(Config())
+    return replace_values(config, {key: unset[key] for key in FOLLOWS_LAYOUT if key in chosen})
 
 
 def differences(saved: Config, now: Config) -> dict[str, tuple[object, object]]:

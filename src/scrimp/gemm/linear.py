@@ -153,7 +153,8 @@ class _Linear(torch.autograd.Function):
         if saves and layer.saved_class == RECOMPUTED and not is_handled(layer):
             raise PlanError(
                 f"{layer.name} is planned to recompute its input, and nothing tells it how",
-                do="call it through scrimp.gemm.recomputed(layer, producer, *inputs), or save the input",
+                expected="a call through scrimp.gemm.recomputed(layer, producer, *inputs), as Scrimp's own blocks make",
+                do=f"add {layer.name}.saved=bf16 to the precision, or call it so",
             )
         with torch.autocast(x.device.type, enabled=False):  # each product has its own type
             if only_saves(layer):

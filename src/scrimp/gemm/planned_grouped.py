@@ -91,7 +91,8 @@ class _Groups(torch.autograd.Function):
         if saves and layer.saved_class == RECOMPUTED and not is_handled(layer):
             raise PlanError(
                 f"{layer.name} is planned to recompute its input, and nothing tells it how",
-                do="call it through scrimp.gemm.grouped.regrouped, or save the input",
+                expected="a call through scrimp.gemm.grouped.regrouped, as Scrimp's own blocks make",
+                do=f"add {layer.name}.saved=bf16 to the precision, or call it so",
             )
         found: list[Codes] = []
         y = x.new_zeros(len(x), len(weight) // len(ends), dtype=compute)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from scrimp.config import Architecture, Config, OptimizerConfig
+from scrimp.config import Architecture, Config, OptimizerConfig, ResolvedConfig
 from scrimp.config.optimizers import facts_of
 from scrimp.optim.adamw import AdamW
 from scrimp.optim.base import Optimizer
@@ -51,20 +51,24 @@ def build(settings: OptimizerConfig, executable: Executable, *, seed: int) -> Op
     return made
 
 
-def check(config: Config) -> None:
+def check(config: Config, ranks: int = 1) -> None:
     """Refuse an optimizer of the user's own file that may not run or cannot do what the settings ask.
+
+    Args:
+        ranks: of the run.
 
     Raises:
         ConfigError: by name.
     """
     if is_code(config.optimizer.name):
-        _module(config.optimizer).check(config.optimizer, is_planned=config.is_planned)
+        _module(config.optimizer).check(config.optimizer, is_planned=config.is_planned, ranks=ranks)
 
 
-def memory_of(config: Config, architecture: Architecture) -> OptimizerMemory:
+def memory_of(config: ResolvedConfig, architecture: Architecture) -> OptimizerMemory:
     """What the optimizer of a decided configuration takes, for the memory account."""
+    layout = config.layout
     found: OptimizerMemory = _module(config.optimizer).memory(
-        architecture, config.optimizer, config.train.parameters
+        architecture, config.optimizer, config.train.parameters, ranks=layout.shards * layout.tp
     )
     return found
 

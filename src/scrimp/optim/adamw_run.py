@@ -49,7 +49,9 @@ def build(executable: Executable, settings: OptimizerConfig, *, seed: int) -> Ad
     return optimizer
 
 
-def memory(architecture: Architecture, settings: OptimizerConfig, parameters: str) -> AdamWMemory:
+def memory(
+    architecture: Architecture, settings: OptimizerConfig, parameters: str, *, ranks: int = 1
+) -> AdamWMemory:
     """What it takes for parameters in this format, fp32 or bf16."""
     return AdamWMemory(parameters, bool(settings.master_weights), settings.moments)
 

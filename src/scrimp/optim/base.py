@@ -3,10 +3,18 @@
 An optimizer is a module with two functions, named in one line of `scrimp.config.optimizers`::
 
     build(executable, settings, *, seed) -> Optimizer
-    memory(architecture, settings, parameters) -> OptimizerMemory
+    memory(architecture, settings, parameters, *, ranks) -> OptimizerMemory
 
 `scrimp.optim.targets.Targets` has all of `Optimizer` but the update itself; `scrimp.optim.own` puts any
 torch.optim.Optimizer behind it.
+
+Of several ranks each updates what lies with it of every parameter. That is right where elements move alone; an
+optimizer that looks at whole matrices exchanges what it needs (`scrimp.optim.shared_maps`). One from a user's file says
+in its class that elements move alone::
+
+    elementwise = True
+
+and is refused on ranks where it does not.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Muon: the blocks' weight matrices move by orthogonalised momentum, everything else by AdamW.
 
 Problem  The gradients of a weight matrix lie mostly in a few directions; AdamW follows these, whatever it divides by.
-Method   torch.optim.Muon for the blocks' matrices, g the gradient, B its average, mu `momentum`::
+Method   That of torch.optim.Muon for the blocks' matrices, g the gradient, B its average, mu `momentum`::
 
              B = mu B + (1 - mu) g             U = (1 - mu) g + mu B                  (Nesterov)
              O = five quintic Newton-Schulz steps of U / |U|, in bf16: all singular values come near 1
@@ -16,27 +16,34 @@ Parts    A matrix in which several maps of the same input are stacked (q, k and 
          orthogonalised and scaled alone. Together, the maps with the large gradients would decide how far the others
          move; Jordan reports that Q, K and V apart train better, and the models that Muon was tuned on keep gate and
          up apart, too.
-State    ``<parameter>.momentum_buffer`` of a matrix, whole, beside AdamW's states of the rest; all from the start.
-Limits   States stay on the device, and masters are needed beside bf16 parameters: torch's Muon rounds to nearest.
+Ranks    Momentum lies as its parameter does. Maps of which ranks have parts are orthogonalised whole, each on one of
+         them (`scrimp.optim.shared_maps`).
+State    ``<parameter>.momentum_buffer`` of a matrix, beside AdamW's states of the rest; all from the start.
+Limits   States stay on the device, and masters are needed beside bf16 parameters, whose updates would be rounded
+         to nearest.
          The account's peak of an update is a bound where several threads of a CPU multiply in bf16
          (`scrimp.profiler.memory_trace.products`): on two of them up to 18 % too high, on one within 2 %.
-         Newton-Schulz takes 15 small products per matrix: 10 max(m, n)^2 min(m, n) FLOPs or fewer, whatever the batch.
 Source   Jordan, https://kellerjordan.github.io/posts/muon/; rate and decay: Liu et al., arXiv 2502.16982 (Moonlight)
-Checked  tests/optim/test_muon.py: torch's optimizers on the parts, bit for bit; the account against torch's allocator
+Checked  tests/optim/test_muon.py: torch's optimizers on the parts, bit for bit; the account against torch's allocator;
+         tests/optim/test_muon_on_ranks.py: one process
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from scrimp.config import Architecture, OptimizerConfig
+from scrimp.config.experts import has_experts
 from scrimp.models import ModelSpec, place, spec_of
 from scrimp.optim.adamw import AdamW
 from scrimp.optim.adamw_run import AdamWMemory
+from scrimp.optim.newton_schulz import matched_rate, orthogonalised
+from scrimp.optim.shared_maps import Map, SharedMaps, WholeMaps, maps_of
 from scrimp.optim.targets import Targets
 from scrimp.optim.update_rules import MuonRule
 from scrimp.profiler.memory_trace import GradientSums, Tracing
@@ -44,20 +51,31 @@ from scrimp.profiler.memory_trace.stand_ins import DeviceFunctions
 from scrimp.runtime import Executable
 from scrimp.statistics import UpdateRule
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 RATE = "match_rms_adamw"
-"""torch's name for the factor of the learning rate."""
+"""torch's name for `matched_rate`."""
 
 
 def build(executable: Executable, settings: OptimizerConfig, *, seed: int) -> Muon:
     """Muon of a run: all of it on the device."""
-    model = executable.model
-    return Muon(dict(model.named_parameters()), settings, model.spec, seed=seed)
+    model, mesh = executable.model, executable.mesh
+    parameters, is_shared, group = dict(model.named_parameters()), False, None
+    if not mesh.is_trivial:
+        # Routed experts are cut over all ranks, everything else over those that share a copy of the model.
+        routed = has_experts(model.spec.architecture)
+        is_shared = routed or mesh.layout.shards * mesh.layout.tp > 1
+        group = mesh.of_copy.get_group() if is_shared and not routed else None
+    return Muon(parameters, settings, model.spec, seed=seed, is_shared=is_shared, group=group)
 
 
-def memory(architecture: Architecture, settings: OptimizerConfig, parameters: str) -> MuonMemory:
+def memory(
+    architecture: Architecture, settings: OptimizerConfig, parameters: str, *, ranks: int = 1
+) -> MuonMemory:
     """What it takes for parameters in this format, fp32 or bf16."""
     rest = AdamWMemory(parameters, bool(settings.master_weights), settings.moments)
-    return MuonMemory(architecture, rest)
+    return MuonMemory(architecture, rest, is_shared=ranks > 1)
 
 
 def stacked_rows(spec: ModelSpec, name: str) -> tuple[int, ...] | None:
@@ -68,13 +86,15 @@ def stacked_rows(spec: ModelSpec, name: str) -> tuple[int, ...] | None:
 
 
 class Muon(AdamW):
-    """torch.optim.Muon for the matrices of the blocks, AdamW for the rest.
+    """Orthogonalised momentum for the matrices of the blocks, AdamW for the rest.
 
     Args:
         parameters: float32, or bfloat16 with `master_weights`, by name.
         settings: as of `AdamW`, and `momentum`.
         spec: of the model that the parameters are of.
         seed: of AdamW's rounding noise, where its averages are rounded.
+        is_shared: ranks have parts of the matrices; making it is a collective then.
+        group: those that together have all of them; None: all ranks.
     """
 
     name = "muon"
@@ -86,20 +106,17 @@ class Muon(AdamW):
         spec: ModelSpec,
         *,
         seed: int = 0,
+        is_shared: bool = False,
+        group: ProcessGroup | None = None,
     ) -> None:
         self._spec = spec
         self._rows: dict[str, tuple[int, ...]] = {}
         self._buffers: dict[str, Tensor] = {}
-        """Averages of whole matrices; torch's optimizer has views of them."""
+        """Averages of what lies here of matrices."""
         super().__init__(parameters, settings, seed=seed)
-        self._parts = {
-            name: self._targets[name].detach().split(list(rows)) for name, rows in self._rows.items()
-        }
-        self._muon = torch_muon([part for parts in self._parts.values() for part in parts], settings)
-        for name, parts in self._parts.items():
-            buffers = self._buffers[name].split(list(self._rows[name]))
-            for part, buffer in zip(parts, buffers, strict=True):
-                self._muon.state[part]["momentum_buffer"] = buffer
+        parts = {name: self._tensor_parts[name] for name in self._rows}
+        maps = maps_of(self._rows, {name: part.shape[1] for name, part in parts.items()})
+        self._maps = SharedMaps(maps, parts, group) if is_shared else WholeMaps(maps)
 
     def _add(self, name: str, parameter: nn.Parameter) -> None:
         rows = stacked_rows(self._spec, name)
@@ -124,26 +141,33 @@ class Muon(AdamW):
         rows, momentum = self._rows[name], self._settings.momentum
         return MuonRule(1.0, self._buffers[name], momentum, rows=rows, rate=RATE)
 
+    @torch.no_grad()
     def _update_by(self, gradients: Mapping[str, Tensor], lr: float) -> None:
         super()._update_by({n: g for n, g in gradients.items() if n not in self._buffers}, lr)
-        for name, parts in self._parts.items():
-            if name in gradients:
-                for part, gradient in zip(parts, gradients[name].split(list(self._rows[name])), strict=True):
-                    part.grad = gradient
-        self._muon.param_groups[0]["lr"] = lr
-        self._muon.step()
-        self._muon.zero_grad()
+        settings = self._settings
+
+        def move(name: str, rows: slice) -> Tensor:
+            average, gradient = self._buffers[name][rows], gradients.get(name)
+            gradient = torch.zeros_like(average) if gradient is None else gradient[rows]
+            return moved(gradient, average, settings.momentum)
+
+        def follow(one: Map, rows: slice, move: Tensor) -> None:
+            rate = lr * matched_rate(one.rows, one.columns)
+            step(self._targets[one.name][rows], move, rate, lr * settings.weight_decay)
+
+        self._maps.update(gradients.keys(), move, orthogonalised, follow)
 
 
-def torch_muon(parts: list[Tensor], settings: OptimizerConfig) -> torch.optim.Muon:
-    """torch's optimizer over matrices."""
-    return torch.optim.Muon(
-        parts,
-        lr=0.0,
-        weight_decay=settings.weight_decay,
-        momentum=settings.momentum,
-        adjust_lr_fn=RATE,
-    )
+def moved(gradient: Tensor, average: Tensor, momentum: float) -> Tensor:
+    """What is orthogonalised: the gradient beside its average, which takes it in."""
+    average.lerp_(gradient, 1 - momentum)
+    return gradient.lerp(average, momentum)
+
+
+def step(target: Tensor, move: Tensor, rate: float, decay: float) -> None:
+    """Decay, and follow what was orthogonalised."""
+    target.mul_(1 - decay)
+    target.add_(move, alpha=-rate)
 
 
 @dataclass(frozen=True)
@@ -153,6 +177,8 @@ class MuonMemory:
     architecture: Architecture
     rest: AdamWMemory
     """Bytes of what AdamW updates."""
+    is_shared: bool = False
+    """Whether ranks have parts of the matrices."""
 
     def sums(self, device: DeviceFunctions) -> GradientSums:
         """As AdamW's."""
@@ -169,16 +195,14 @@ class MuonMemory:
         """That of the matrix that takes most, or of AdamW: one after the other."""
         matrices, others = self._split(named)
         shapes = {(rows, named[name].shape[1]) for name, parts in matrices.items() for rows in parts}
-        parts = [torch.empty(shape) for shape in sorted(shapes)]
-        if not parts:
+        maps = [torch.empty(shape) for shape in sorted(shapes)]
+        if not maps:
             return self.rest.update_peak(others, device, tracing)
-        muon = torch_muon(parts, OptimizerConfig())
-        for part in parts:
-            part.grad = torch.empty_like(part)
-            muon.state[part]["momentum_buffer"] = torch.empty_like(part)
         with tracing() as tracker:
-            muon.step()
-        return max(tracker.peak, self.rest.update_peak(others, device, tracing))
+            for one in maps:
+                step(one, orthogonalised(moved(one, one, 0.9).bfloat16()), 1.0, 0.0)
+        exchanged = 3 * 2 * max(one.numel() for one in maps) if self.is_shared else 0
+        return max(tracker.peak, exchanged, self.rest.update_peak(others, device, tracing))
 
     def _split(self, named: Mapping[str, Tensor]) -> tuple[dict[str, tuple[int, ...]], dict[str, Tensor]]:
         """Rows of the maps in Muon's matrices, and the parameters that AdamW has."""

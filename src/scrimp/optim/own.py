@@ -9,6 +9,9 @@ State    Not known before the first step. Planning therefore takes two steps on 
          numbers from tensors, needs a closure) or keeps more than tensors and numbers is refused then. A checkpoint
          holds the tensors and numbers of each parameter and the numbers of each group. Before one is loaded,
          a step on zero gradients makes their places: all that it changes is then overwritten.
+Ranks    Each rank's optimizer has what lies there of every parameter. That is right where elements move alone, which
+         the class has to say: ``elementwise = True``. Its states then have their parameter's shape, or are numbers,
+         which are the same on all ranks.
 Rule     `precision snip` needs a class with a rule: torch's AdamW, Adam, SGD or Muon, or a method
          ``update_rule(parameter) -> UpdateRule``. Others are refused before a run starts.
 Limits   No states on the host. State that first appears after the first update makes a checkpoint unreadable, which is
@@ -25,6 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from scrimp import user_code
@@ -47,19 +51,30 @@ def build(executable: Executable, settings: OptimizerConfig, *, seed: int) -> Ow
     return OwnOptimizer(dict(executable.model.named_parameters()), settings, seed=seed)
 
 
-def memory(architecture: Architecture, settings: OptimizerConfig, parameters: str) -> OwnMemory:
+def memory(
+    architecture: Architecture, settings: OptimizerConfig, parameters: str, *, ranks: int = 1
+) -> OwnMemory:
     """What it takes for parameters in this format, fp32 or bf16."""
     class_of(settings)
-    return OwnMemory(settings, parameters)
+    return OwnMemory(settings, parameters, ranks)
 
 
-def check(settings: OptimizerConfig, *, is_planned: bool) -> None:
-    """Refuse a class that is not an optimizer, or has no rule where formats are planned by it.
+def check(settings: OptimizerConfig, *, is_planned: bool, ranks: int = 1) -> None:
+    """Refuse a class that is not an optimizer, has no rule where formats are planned by it, or does not say on several
+    ranks that elements move alone.
 
     Raises:
         ConfigError: by name.
     """
     found = class_of(settings)
+    if ranks > 1 and not is_elementwise(found):
+        raise ConfigError(
+            f"{KEY}: {settings.name} does not say that it can be used on several ranks",
+            got=f"{ranks:,} ranks, each of which has some rows of a parameter",
+            expected="an update in which every element moves by its own gradients and states alone",
+            do=f"where that is so, write `elementwise = True` into the class {found.__name__}; "
+            "else train in one process",
+        )
     if is_planned and not has_rule(found):
         raise ConfigError(
             "precision snip needs to know how noise in a gradient changes the next update",
@@ -82,6 +97,11 @@ def class_of(settings: OptimizerConfig) -> type[torch.optim.Optimizer]:
             expected="a class derived from torch.optim.Optimizer",
         )
     return found
+
+
+def is_elementwise(kind: type[torch.optim.Optimizer]) -> bool:
+    """Whether a class says that elements move alone."""
+    return getattr(kind, "elementwise", False) is True
 
 
 def made(settings: OptimizerConfig, targets: Mapping[str, Tensor]) -> torch.optim.Optimizer:
@@ -150,13 +170,16 @@ class OwnOptimizer(Targets):
     def parts(self) -> Iterator[tuple[str, TensorPart]]:
         """Tensors and numbers of the state, none before the first update."""
         yield from super().parts()
-        self._numbers = {name: _exact(holder[key]) for name, holder, key in self._holders()}
-        yield from ((name, part_of(number)) for name, number in self._numbers.items())
+        self._numbers = {name: _exact(holder[key]) for name, _, holder, key in self._holders()}
+        for name, of, _, _ in self._holders():
+            number = self._numbers[name]
+            is_first = not dist.is_initialized() or dist.get_rank() == 0
+            yield name, part_of(number, writes_whole=is_first) if of is None else self.state_part(of, number)
 
     def restore_updates(self, num_updates: int) -> None:
         """Set the count of updates, and the numbers that were loaded."""
         super().restore_updates(num_updates)
-        for name, holder, key in list(self._holders()):
+        for name, _, holder, key in list(self._holders()):
             if name in self._numbers:
                 holder[key] = self._numbers[name].item()
 
@@ -165,15 +188,17 @@ class OwnOptimizer(Targets):
         yield from ((key, value) for key, value in state.items() if isinstance(value, Tensor))
         yield from super()._state(name)
 
-    def _holders(self) -> Iterator[tuple[str, dict[str, Any], str]]:
-        """Every number of the state: its name in a checkpoint, the dict that holds it, and its key there."""
+    def _holders(self) -> Iterator[tuple[str, str | None, dict[str, Any], str]]:
+        """Every number of the state: its name in a checkpoint, the parameter that it is of, the dict that holds it, and
+        its key there."""
         for name, target in self._targets.items():
             state = self._inner.state.get(target, {})
-            yield from ((f"{name}.{key}", state, key) for key, value in state.items() if _is_number(value))
+            numbers = [key for key, value in state.items() if _is_number(value)]
+            yield from ((f"{name}.{key}", name, state, key) for key in numbers)
         for index, group in enumerate(self._inner.param_groups):
             for key, value in group.items():
                 if key != "lr" and _is_number(value):
-                    yield f"group-{index}.{key}", group, key
+                    yield f"group-{index}.{key}", None, group, key
 
     def _update_by(self, gradients: Mapping[str, Tensor], lr: float) -> None:
         for group in self._inner.param_groups:
@@ -204,6 +229,8 @@ class OwnMemory:
 
     settings: OptimizerConfig
     parameters: str
+    ranks: int = 1
+    """That share each parameter."""
 
     def sums(self, device: DeviceFunctions) -> GradientSums:
         """As AdamW's."""
@@ -222,7 +249,7 @@ class OwnMemory:
         inner = self._stepped(named)
         with tracing() as tracker:
             inner.step()
-        return tracker.peak
+        return -(-tracker.peak // self.ranks)
 
     def _stepped(self, named: Mapping[str, Tensor]) -> torch.optim.Optimizer:
         """After a first step.
@@ -249,10 +276,18 @@ class OwnMemory:
                     raise self._cannot_hold(
                         f"{key} of its groups, a {type(value).__name__} that a step changes"
                     )
-        for state in inner.state.values():
+        for target, state in inner.state.items():
             for key, value in state.items():
                 if not (isinstance(value, Tensor) or _is_number(value)):
                     raise self._cannot_hold(f"{key}, a {type(value).__name__}")
+                is_whole = isinstance(value, Tensor) and value.ndim and value.shape != target.shape
+                if is_whole and is_elementwise(type(inner)):
+                    raise ConfigError(
+                        f"{KEY}: {self.settings.name} says that elements move alone, and keeps something else of them",
+                        got=f"{key} of shape {tuple(value.shape)} for a parameter of {tuple(target.shape)}",
+                        expected="states of the parameter's shape, and numbers",
+                        do="leave `elementwise` out",
+                    )
         return inner
 
     def _cannot_hold(self, what: str) -> ConfigError:

@@ -164,7 +164,10 @@ class Targets(ABC):
     def state_part(self, name: str, tensor: Tensor) -> TensorPart:
         """A state of a parameter lies as the parameter does: with the same rows."""
         part = self._tensor_parts[name]
-        if not tensor.ndim or part.is_whole:
+        if not tensor.ndim:  # a number, of which all ranks that have rows have a copy
+            has_first = part.local.numel() > 0 and not any(part.offsets)
+            return part_of(tensor, writes_whole=part.is_writer and has_first)
+        if part.is_whole:
             return part_of(tensor, writes_whole=part.is_writer)
         if tensor.shape == part.local.shape:
             return dataclasses.replace(part, local=tensor)

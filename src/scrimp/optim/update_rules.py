@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from scrimp.optim.newton_schulz import COEFFICIENTS, EPS, STEPS, matched_rate, orthogonalised
 from scrimp.statistics.ranks import local
 
 
@@ -89,10 +90,10 @@ class MuonRule:
     """Average of the gradients; None: zeros."""
     momentum: float = 0.95
     nesterov: bool = True
-    coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
+    coefficients: tuple[float, float, float] = COEFFICIENTS
     """The polynomial of a Newton-Schulz step."""
-    steps: int = 5
-    eps: float = 1e-7
+    steps: int = STEPS
+    eps: float = EPS
     rate: str | None = None
     """torch's `adjust_lr_fn`."""
     rows: tuple[int, ...] = ()
@@ -113,15 +114,11 @@ class MuonRule:
 
     def _factor(self, part: Tensor) -> float:
         rows, columns = part.shape
-        if self.rate == "match_rms_adamw":
-            return 0.2 * math.sqrt(max(rows, columns))
-        return math.sqrt(max(1.0, rows / columns))
+        return (
+            matched_rate(rows, columns)
+            if self.rate == "match_rms_adamw"
+            else math.sqrt(max(1.0, rows / columns))
+        )
 
     def _orthogonal(self, part: Tensor) -> Tensor:
-        a, b, c = self.coefficients
-        x: Tensor = part.mT if part.shape[0] > part.shape[1] else part
-        x = x / x.norm().clamp(min=self.eps)
-        for _ in range(self.steps):
-            gram = x @ x.mT
-            x = a * x + (b * gram + c * gram @ gram) @ x
-        return x.mT if part.shape[0] > part.shape[1] else x
+        return orthogonalised(part, self.coefficients, self.steps, self.eps)

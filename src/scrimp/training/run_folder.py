@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import IO
 
 from scrimp.config import (
-    MAY_CHANGE_ON_RESUME,
     Config,
     differences,
+    flatten,
     load_config,
+    may_change,
+    reasons_in,
     replace_values,
     with_later_choices,
 )
@@ -209,13 +211,9 @@ def config_to_resume(saved: Config, now: Config, given: Collection[str]) -> Conf
         CheckpointError: a given key differs from the saved run and decides its numbers.
     """
     # A choice that the user left to Scrimp has been made, and is kept; a back end is chosen anew where auto is given.
-    open_choices = (None, "auto")
-    changed = {
-        key: (old, new)
-        for key, (old, new) in differences(saved, now).items()
-        if key in given and (new not in open_choices or key == "backend")
-    }
-    refused = {key: pair for key, pair in changed.items() if key not in MAY_CHANGE_ON_RESUME}
+    wanted = settled(now, given) | ({"backend"} & set(given))
+    changed = {key: pair for key, pair in differences(saved, now).items() if key in wanted}
+    refused = {key: pair for key, pair in changed.items() if key not in may_change(saved)}
     if refused:
         raise CheckpointError(
             "the configuration is not the one of the run",
@@ -226,6 +224,17 @@ def config_to_resume(saved: Config, now: Config, given: Collection[str]) -> Conf
             do="leave them out, or start a new run from these weights with --model.weights",
         )
     return replace_values(saved, {key: new for key, (_, new) in changed.items()})
+
+
+def settled(now: Config, given: Collection[str]) -> set[str]:
+    """Of the dotted keys that the user wrote those that leave nothing to Scrimp."""
+    return {key for key, value in flatten(now).items() if key in given and value not in (None, "auto")}
+
+
+def chosen_values(run_dir: Path, config: Config) -> dict[str, str]:
+    """Dotted keys of values that Scrimp chose, by the saved configuration of a run, and why, as far as `config` still
+    has them."""
+    return reasons_in((run_dir / CONFIG).read_text(encoding="utf-8"), config)
 
 
 def drop_plans_after(run_dir: Path, step: int) -> None:

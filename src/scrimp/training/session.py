@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import platform
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import torch
 
-from scrimp import __version__, objectives, user_code
-from scrimp.config import Config, flatten, reasons_in, to_toml
-from scrimp.data import load_tokenizer, packed
+from scrimp import objectives, user_code
+from scrimp.config import Config, flatten, to_toml
+from scrimp.data import load_tokenizer
 from scrimp.errors import CheckpointError, ConfigError, PlanError, TrainingError
 from scrimp.files import write_whole
 from scrimp.gemm import BackendChooser
@@ -26,9 +25,8 @@ from scrimp.models.compiled import is_compiler_error
 from scrimp.models.initialise import initialise
 from scrimp.models.model import Model
 from scrimp.optim import build, build_outer
-from scrimp.planner import Plan, count_flops
+from scrimp.planner import Plan
 from scrimp.profiler import MemoryMeter, peaks_of
-from scrimp.report.units import format_count
 from scrimp.runtime import (
     Executable,
     backends_text,
@@ -40,11 +38,11 @@ from scrimp.runtime import (
 )
 from scrimp.runtime.memory import ArenaTooSmallError
 from scrimp.runtime.parallel import RankMesh
+from scrimp.training.announce import announce
 from scrimp.training.checkpoint import CheckpointStore
 from scrimp.training.finish import RunSummary, finish, finish_failed
 from scrimp.training.guards import StopSignals
 from scrimp.training.loop import Trainer
-from scrimp.training.memory.account_table import account_text, attention_text
 from scrimp.training.memory.decide import decision_of
 from scrimp.training.memory.host_room import left_of_budget, take_host_room
 from scrimp.training.memory.limits import device_limit, refuse_beyond_memory
@@ -52,13 +50,13 @@ from scrimp.training.memory.oom import is_out_of_memory
 from scrimp.training.metrics import MetricsLog
 from scrimp.training.plan_in_force import PlanInForce
 from scrimp.training.progress import StepLine
-from scrimp.training.rank_order import order_advice
 from scrimp.training.run import Run
 from scrimp.training.run_folder import (
     CONFIG,
     PLAN,
     TOKENIZER,
     RunLock,
+    chosen_values,
     claim_new_folder,
     drop_plans_after,
     refuse_checkpoint,
@@ -145,7 +143,7 @@ def _train_in(run_dir: Path, start: Start) -> RunSummary:
             line.message(f"left behind: {path}, which may be deleted")
         trainer = _make_trainer(run_dir, start, store, log, line, files)
         stack.callback(trainer.close)
-        _announce(trainer.run, run_dir, start)
+        announce(trainer.run, run_dir, start)
         try:
             with world.together("training"), _named_failures(trainer):
                 with deterministic(trainer.run.executable.device):
@@ -175,7 +173,8 @@ def _in_folder(run_dir: Path, start: Start) -> Start:
     config_path, plan_path = run_dir / CONFIG, run_dir / PLAN
     is_resumed = config_path.exists()
     if is_resumed:
-        reasons = reasons_in(config_path.read_text(encoding="utf-8"), config)
+        kept = chosen_values(run_dir, config).items()
+        reasons = {key: why for key, why in kept if key not in start.by_user} | reasons
         saved = _saved_plan(plan_path, start)
         if saved is not None:
             began_with, before = saved.backends, saved.layout.text
@@ -430,92 +429,3 @@ def _not_compiled(error: Exception) -> TrainingError:
         expected="a working C++ compiler, and Triton on CUDA",
         do="install one, or go on with --resume --train.compile off",
     )
-
-
-def _announce(run: Run, run_dir: Path, start: Start) -> None:
-    config, spec = run.config, spec_of(run.decisions.architecture)
-    corpus, device = run.corpus, run.decisions.device
-    run.line.message(
-        f"{config.model.weights or config.model.preset}: {format_count(spec.parameters)} parameters in "
-        f"{config.train.parameters}, GEMMs in {config.precision}, {device.name}; "
-        f"{format_count(corpus.train.num_tokens)} training tokens, "
-        f"{format_count(corpus.held_out.num_tokens)} held out; {run_dir}"
-    )
-    run.line.message(f"data: {corpus.checked}")
-    if corpus.train.has_answers:
-        run.tell("packing", packed(corpus.train, config.train.sequence).sentence)
-    run.line.message(account_text(run.decisions))
-    _announce_layout(run, start)
-    attention = attention_text(run.decisions)
-    if attention:
-        run.line.message(f"attention: {attention}")
-    _note_edited_plan(run)
-    if config.is_planned:
-        run.line.message(
-            f"precision is planned: {config.snip.formats} per GEMM, first at step {config.snip.first}, "
-            f"every {config.snip.every} steps; until then {config.snip.start}"
-        )
-    backends = run.decisions.describe_backends()
-    if backends:
-        run.line.message(f"GEMMs: {backends}")
-    if start.ran_by:
-        what = f"GEMMs ran {start.ran_by} before: the same formats, sums in another order"
-        run.line.message(what)
-        run.event("backends-changed", what, now=backends)
-    _record_start(run, start, backends)
-    if start.checkpoint:
-        done = start.checkpoint.step >= config.train.steps
-        say = "all steps are done already" if done else f"continuing from step {start.checkpoint.step:,}"
-        run.line.message(say)
-    elif start.goes_back:
-        run.line.message("no checkpoint can be used: beginning at step 0")
-
-
-def _announce_layout(run: Run, start: Start) -> None:
-    """How the run is laid over its ranks, and how before it was resumed, where that differs."""
-    layout = start.decisions.plan.layout.text
-    if start.laid_before not in ("", layout):
-        run.tell("layout", f"layout: {layout}; before: {start.laid_before}")
-    elif run.decisions.world.size > 1:
-        run.line.message(f"layout: {layout}")
-    order = order_advice(run.decisions)
-    if order:
-        run.line.message(order)
-
-
-def _record_start(run: Run, start: Start, backends: str) -> None:
-    """The event that says what begins, where, and with which software."""
-    spec = spec_of(run.decisions.architecture)
-    flops = count_flops(spec, run.config.train.sequence)
-    run.event(
-        "resume" if start.checkpoint else "start",
-        f"from {start.checkpoint.folder.name}" if start.checkpoint else "from the beginning",
-        device=run.decisions.device.name,
-        parameters=spec.parameters,
-        flops_per_token_causal=flops.causal,
-        flops_per_token_full=flops.full,
-        peak_origin=run.peaks.origin,
-        backends=backends,
-        environment={
-            "scrimp": __version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "threads": torch.get_num_threads(),
-            "system": platform.platform(),
-        },
-    )
-
-
-def _note_edited_plan(run: Run) -> None:
-    """Say so where plan.json no longer says what a fixed `precision` does; it is carried out as it stands."""
-    plan = run.plans.plan
-    if run.config.is_planned:
-        return
-    rules = run.config.precision_rules.assign(spec_of(run.decisions.architecture).origins)
-    edited = [layer for layer, choice in plan.gemms.items() if choice != rules[layer]]
-    if edited:
-        note = (
-            f"plan.json differs from `precision` in {len(edited)} layers, {edited[0]} first: the plan counts"
-        )
-        run.line.message(note)
-        run.event("plan", note)

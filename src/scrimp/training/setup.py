@@ -238,7 +238,8 @@ def decide(
     """
     check_values(config)
     objectives.check(config.objective)
-    optim.check(config)
+    ranks = ranks_of(config.layout) if plans_ahead and world.size == 1 else world.size
+    optim.check(config, ranks)
     refuse_unread_settings(config)
     device = resolve_device(config.device, world)
     refuse_undetermined(device.torch_device)
@@ -260,7 +261,6 @@ def decide(
         reasons["model.vocab_size"] = _reason_for_rows(entries)
     if config.device == "auto":
         reasons["device"] = device.reason
-    ranks = ranks_of(config.layout) if plans_ahead and world.size == 1 else world.size
     resolution = resolve(fitted, architecture, device_type=device.torch_device.type, ranks=ranks)
     resolved = dataclasses.replace(resolution.config, device=device.spelling)
     _check_shared_rows(resolved, architecture, device)

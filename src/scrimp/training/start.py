@@ -18,12 +18,13 @@ from typing import Any
 
 from scrimp import user_code
 from scrimp.config import (
-    MAY_CHANGE_ON_RESUME,
     Config,
+    decided_anew,
     differences,
     flatten,
     for_ranks,
     load_config,
+    may_change,
     replace_values,
     with_later_choices,
 )
@@ -41,7 +42,15 @@ from scrimp.training.precision.gemm_seconds import (
 )
 from scrimp.training.precision.reachable import refuse_unreachable_speed
 from scrimp.training.run_data import has_open_vocabulary, open_run_corpus, trains_tokenizer
-from scrimp.training.run_folder import CONFIG, TOKENIZER, config_to_resume, saved_config, sign_of_checkpoints
+from scrimp.training.run_folder import (
+    CONFIG,
+    TOKENIZER,
+    chosen_values,
+    config_to_resume,
+    saved_config,
+    settled,
+    sign_of_checkpoints,
+)
 from scrimp.training.run_record import RunRecord, checked_record
 from scrimp.training.run_state import RunState, read_state
 from scrimp.training.setup import Decisions, decide
@@ -66,6 +75,8 @@ class Start:
     """Host memory that was taken for the plan, where it needs any."""
     given: frozenset[str] = frozenset()
     """Dotted keys that the user has written for this start of a run that is resumed."""
+    by_user: frozenset[str] = frozenset()
+    """Those of them that leave nothing to Scrimp."""
     ran_by: str = ""
     """What ran its GEMMs before, where that is something else now, on another device or as the user asks."""
     laid_before: str = ""
@@ -143,7 +154,10 @@ def resumed_start(
             corpus than the folder says.
     """
     saved = saved_config(run_dir)
-    config = for_ranks(config_to_resume(saved, anchored(config), given), world.size, given)
+    now = anchored(config)
+    config = for_ranks(config_to_resume(saved, now, given), world.size, given)
+    by_user = settled(now, given)
+    config = decided_anew(config, saved, chosen_values(run_dir, saved).keys() - by_user)
     checkpoint, errors = _chosen_checkpoint(run_dir, from_step, world)
     if checkpoint is None and not may_restart:
         _refuse_to_restart(run_dir, errors)
@@ -176,6 +190,7 @@ def resumed_start(
         checkpoint,
         record,
         given=frozenset(given),
+        by_user=frozenset(by_user),
         notes=notes,
         goes_back=goes_back,
     )
@@ -275,7 +290,7 @@ def refuse_other_configuration(checkpoint: Checkpoint, saved: Config, run_dir: P
     """The folder's config.toml must be the one that the checkpoint was made with."""
     then = with_later_choices(load_config(checkpoint.folder / CONFIG))
     # A tokenizer may lie elsewhere by now; that it is the same one, the digest of the data says.
-    free = MAY_CHANGE_ON_RESUME | {"data.tokenizer", "data.chat_template"}
+    free = may_change(saved) | {"data.tokenizer", "data.chat_template"}
     changed = {key: pair for key, pair in differences(then, saved).items() if key not in free}
     if changed:
         raise CheckpointError(

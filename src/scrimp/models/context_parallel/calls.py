@@ -34,6 +34,9 @@ from torch import Tensor
 from scrimp.models.context_parallel.tiles import Tile, strips
 from scrimp.models.masks import band
 
+_Lengths = tuple[Tensor | None, Tensor | None, int, int]
+"""Where documents begin among queries and among keys (None: rows of one length), and the longest of each."""
+
 
 class Call(Protocol):
     """Some queries and some keys. Tensors that it takes have tokens first (B, T, or S), then heads."""
@@ -133,40 +136,19 @@ class OnViews(_OnSlices):
     """CUDA's kernel for rows of one length."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            q,
-            k,
-            v,
-            None,
-            None,
-            q.shape[1],
-            k.shape[1],
-            0.0,
-            self.tile.causal,
-            False,
-            **_window(self.tile.causal, self.tile.left),
-        )
+        out, lse = _flash(q, k, v, self._lengths(q, k), self.tile.causal, self.tile.left)
         return out, lse.transpose(1, 2)
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return torch.ops.aten._flash_attention_backward(  # type: ignore[no-any-return]
-            grad,
-            q,
-            k,
-            v,
-            out,
-            lse.transpose(1, 2).contiguous(),
-            None,
-            None,
-            q.shape[1],
-            k.shape[1],
-            0.0,
-            self.tile.causal,
-            *_no_dropout(q),
-            **_window(self.tile.causal, self.tile.left),
+        lse = lse.transpose(1, 2).contiguous()
+        return _flash_gradients(
+            grad, q, k, v, out, lse, self._lengths(q, k), self.tile.causal, self.tile.left
         )
+
+    def _lengths(self, q: Tensor, k: Tensor) -> _Lengths:
+        return None, None, q.shape[1], k.shape[1]
 
 
 @dataclass(frozen=True)
@@ -215,40 +197,44 @@ class Packed:
         x_BTX.flatten(0, 1).index_copy_(0, self.key_index, part)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            q,
-            k,
-            v,
-            self.query_starts,
-            self.key_starts,
-            self.most_queries,
-            self.most_keys,
-            0.0,
-            self.causal,
-            False,
-            **_window(self.causal, self.left),
-        )
+        out, lse = _flash(q, k, v, self._lengths, self.causal, self.left)
         return out, lse.transpose(0, 1)
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return torch.ops.aten._flash_attention_backward(  # type: ignore[no-any-return]
-            grad,
-            q,
-            k,
-            v,
-            out,
-            lse.transpose(0, 1).contiguous(),
-            self.query_starts,
-            self.key_starts,
-            self.most_queries,
-            self.most_keys,
-            0.0,
-            self.causal,
-            *_no_dropout(q),
-            **_window(self.causal, self.left),
-        )
+        lse = lse.transpose(0, 1).contiguous()
+        return _flash_gradients(grad, q, k, v, out, lse, self._lengths, self.causal, self.left)
+
+    @property
+    def _lengths(self) -> _Lengths:
+        return self.query_starts, self.key_starts, self.most_queries, self.most_keys
+
+
+def _flash(
+    q: Tensor, k: Tensor, v: Tensor, lengths: _Lengths, causal: bool, left: int | None
+) -> tuple[Tensor, Tensor]:
+    """CUDA's kernel: results and lse, in its own order of dimensions."""
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        q, k, v, *lengths, 0.0, causal, False, **_window(causal, left)
+    )
+    return out, lse
+
+
+def _flash_gradients(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    lengths: _Lengths,
+    causal: bool,
+    left: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.ops.aten._flash_attention_backward(  # type: ignore[no-any-return]
+        grad, q, k, v, out, lse, *lengths, 0.0, causal, *_no_dropout(q), **_window(causal, left)
+    )
 
 
 def _window(causal: bool, left: int | None) -> dict[str, int | None]:

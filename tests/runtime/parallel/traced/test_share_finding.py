@@ -117,6 +117,26 @@ class Mlp(nn.Module):
         return self.layers[-1](x)  # type: ignore[no-any-return]
 
 
+class TurnedInPlace(nn.Module):
+    """A tensor gets another shape and stays the same tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain, self.turned = Mlp(8, 16, 8), Mlp(8, 16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.plain(x)
+        hidden = self.turned.layers[0](x).transpose_(0, 1)
+        return x + self.turned.layers[1]((hidden * 2).transpose_(0, 1))  # type: ignore[no-any-return]
+
+
+def test_only_the_layers_whose_shape_changes_in_place_stay_whole() -> None:
+    plan = find(TurnedInPlace(), (torch.zeros(3, 5, 8),), {}, 2)
+    assert kinds(plan, "0", "1") == ["outputs", "inputs", "gathered", "replicated"]
+    (why,) = (layer.why for layer in plan.layers if layer.kind == "replicated")
+    assert why
+
+
 def test_layers_alternate() -> None:
     plan = find(Mlp(8, 16, 12, 16, 8), (torch.zeros(3, 8),), {}, 2)
     assert [layer.kind for layer in plan.layers] == ["outputs", "inputs"] * 2
@@ -203,8 +223,17 @@ class Uneven(nn.Module):
         return x * 2 if x.sum() > 0 else x
 
 
-def test_what_cannot_be_traced_is_refused() -> None:
+class Checking(nn.Module):
+    """Stops where it dislikes what it gets."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.shape[0] == 3, "three rows"
+        return x
+
+
+@pytest.mark.parametrize("module", [Uneven(), Checking()])
+def test_what_cannot_be_traced_is_refused(module: nn.Module) -> None:
     with pytest.raises(ModelError, match="cannot be traced"):
-        find(Uneven(), (torch.zeros(2, 3),), {}, 2)
+        find(module, (torch.zeros(2, 3),), {}, 2)
     with pytest.raises(ConfigError, match="at least 2"):
         find(nn.Linear(2, 2), (torch.zeros(2, 2),), {}, 1)

@@ -99,3 +99,10 @@ def test_cutting_between_numbers_that_belong_together_blocks() -> None:
     axis = product([Axis(4), Axis(3)])
     assert all(piece.blocked for piece in cut_at(axis, [5]))
     assert all(leaf.blocked for leaf in axis.leaves())
+
+
+def test_dimensions_of_different_sizes_are_blocked() -> None:
+    one, other = Axis(6), Axis(4)
+    unify(one, other)
+    assert one.blocked == other.blocked == "it is read beside a dimension of another size"
+    assert one.root is not other.root

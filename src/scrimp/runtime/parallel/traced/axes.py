@@ -160,11 +160,16 @@ def join(parts: Sequence[Axis]) -> Axis:
 
 
 def unify(one: Axis, other: Axis) -> None:
-    """Two dimensions are the same from now on: what is found out of one holds of the other."""
+    """Two dimensions are the same from now on: what is found out of one holds of the other. Both are blocked where they
+    cannot be, as of different sizes."""
     one, other = one.root, other.root
     if one is other:
         return
-    assert one.size == other.size, (one.size, other.size)
+    if one.size != other.size:
+        why = "it is read beside a dimension of another size"
+        one.block(why)
+        other.block(why)
+        return
     if one.is_leaf or other.is_leaf:
         leaf, kept = (one, other) if one.is_leaf else (other, one)
         leaf._same_as = kept

@@ -65,9 +65,9 @@ def axes_after(call: Call) -> list[Dims]:
         found = _each(call)
     else:
         found = _blocking(call, f"{call.name} is not known to keep it apart")
-    for dims, result in zip(found, call.results, strict=True):
-        sizes = [1 if dim is None else dim.size for dim in dims]
-        assert sizes == list(result.shape), (call.name, sizes, result.shape)
+    sizes = [[1 if dim is None else dim.size for dim in dims] for dims in found]
+    if sizes != [list(result.shape) for result in call.results]:
+        return _blocking(call, f"{call.name} gives it another shape than is known")
     return found
 
 

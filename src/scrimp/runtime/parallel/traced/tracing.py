@@ -143,8 +143,6 @@ def trace(
     try:
         with torch.no_grad(), mode, recorder.following(twin), recorder:
             returned = twin(*inputs, **keys)
-    except AssertionError:
-        raise
     except Exception as error:
         raise ModelError(
             "the model cannot be traced",
@@ -260,6 +258,8 @@ class _Recorder(TorchDispatchMode):
         """A result, which may be one of the arguments, changed in place."""
         known = self._numbers.get(id(tensor))
         value = self._new(tensor, dims) if known is None else self.trace.values[known]
+        if value.shape != tuple(tensor.shape):  # `transpose_` and the like
+            value.shape, value.dims = tuple(tensor.shape), dims
         needing = [one for one in read if one.needs_gradient]
         is_number = tensor.is_floating_point() or tensor.is_complex()
         value.needs_gradient = bool(needing) and is_number

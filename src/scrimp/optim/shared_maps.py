@@ -1,0 +1,234 @@
+"""Maps of which ranks have parts, each made whole on one rank for a moment.
+
+Problem  Muon orthogonalises whole matrices, and under FSDP2 and `layout.tp` a rank has some rows or columns of each.
+Method   Momentum and updates move number by number, and stay where the parameter is. Only what is orthogonalised
+         travels, in the bf16 that Newton-Schulz computes in. Each map has an owner among the ranks that share the
+         model, in turn, the largest maps first. In a round every rank owns one map::
+
+             all-to-all    each rank's parts of all maps of the round to their owners
+                           owners put theirs together and orthogonalise it
+             all-to-all    its parts back to all that have them
+
+         So every map is orthogonalised once, beside others, whatever the number of ranks.
+Bytes    With N numbers in all maps and F ranks that have equal parts each rank sends
+
+             2 * 2 N / F * (F - 1) / F
+
+         in an update: parts of maps that it owns itself go nowhere. Of parts that several ranks have alike one sends.
+Memory   Three bf16 copies of the largest map beside the parameters, or what Newton-Schulz takes of it.
+Layout   Which rank has what follows from `TensorPart`, which ranks tell one another once.
+Source   Liu et al., arXiv 2502.16982 (Moonlight), gathers momentum of shards; Ahn et al., arXiv 2504.05295 (Dion),
+         divides the work over ranks
+Checked  tests/optim/test_muon_on_ranks.py: one process, bit for bit, with the bytes counted
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain, pairwise
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from scrimp.parts import TensorPart
+
+Box = tuple[int, int, int, int]
+"""First row, rows, first column, columns; of a whole matrix."""
+
+
+@dataclass(frozen=True)
+class Map:
+    """Rows of a weight matrix that are orthogonalised alone."""
+
+    name: str
+    """Of the parameter."""
+    first: int
+    rows: int
+    columns: int
+
+
+Move = Callable[[str, slice], Tensor]
+"""Of a parameter and rows that lie here what is to be orthogonalised."""
+Follow = Callable[[Map, slice, Tensor], None]
+"""Takes what was made of it: the map, rows that lie here, and the orthogonalised ones."""
+Make = Callable[[Tensor], Tensor]
+
+
+def maps_of(rows: Mapping[str, Sequence[int]], columns: Mapping[str, int]) -> list[Map]:
+    """The maps of some matrices.
+
+    Args:
+        rows: of the maps that are stacked in each.
+    """
+    return [
+        Map(name, first, end - first, columns[name])
+        for name, sizes in rows.items()
+        for first, end in pairwise(accumulate(sizes, initial=0))
+    ]
+
+
+class WholeMaps:
+    """Maps that lie here whole."""
+
+    def __init__(self, maps: Sequence[Map]) -> None:
+        self._maps = maps
+
+    def update(self, names: Collection[str], move: Move, make: Make, follow: Follow) -> None:
+        """Orthogonalise the maps of some parameters, one after the other."""
+        for one in self._maps:
+            if one.name in names:
+                rows = slice(one.first, one.first + one.rows)
+                follow(one, rows, make(move(one.name, rows).bfloat16()))
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """What a rank has of a map, one box."""
+
+    box: Box
+    """In the map."""
+    here: slice
+    """Rows of the rank's own tensor."""
+
+    @property
+    def numel(self) -> int:
+        return self.box[1] * self.box[3]
+
+    def of(self, whole: Tensor) -> Tensor:
+        """Its place in the map."""
+        first, rows, left, columns = self.box
+        return whole[first : first + rows, left : left + columns]
+
+
+Pieces = list[_Piece]
+
+
+class SharedMaps:
+    """Maps of which each rank of a group has parts; making it is a collective.
+
+    Args:
+        parts: what this rank has of the matrices, by name.
+        group: ranks that together have all of them; None: all ranks.
+
+    Raises:
+        ValueError: they do not.
+    """
+
+    def __init__(
+        self, maps: Sequence[Map], parts: Mapping[str, TensorPart], group: dist.ProcessGroup | None
+    ) -> None:
+        self._group, self._size = group, dist.get_world_size(group)
+        self._rank = dist.get_rank(group)
+        self._device = next(iter(parts.values())).local.device
+        told: list[dict[str, list[Box]]] = [{}] * self._size
+        own = {name: [_box(one) for one in part.boxes()] for name, part in parts.items()}
+        dist.all_gather_object(told, own, group=group)
+        self._maps = sorted(maps, key=lambda one: -one.rows * one.columns)
+        self._held = {one: [_pieces(one, boxes[one.name]) for boxes in told] for one in self._maps}
+        """What each rank has of a map."""
+        self._given = {one: _without_copies(held) for one, held in self._held.items()}
+        """The same, of equal ones that of the first rank."""
+        for one, given in self._given.items():
+            found = sum(piece.numel for pieces in given for piece in pieces)
+            if found != one.rows * one.columns:
+                raise ValueError(f"{one}: ranks have {found:,} of its numbers")
+
+    def update(self, names: Collection[str], move: Move, make: Make, follow: Follow) -> None:
+        """Orthogonalise the maps of all parameters; a collective."""
+        for start in range(0, len(self._maps), self._size):
+            maps = self._maps[start : start + self._size]
+            mine = maps[self._rank] if self._rank < len(maps) else None
+            whole = self._to_owners(maps, mine, move)
+            self._from_owners(maps, mine, None if whole is None else make(whole), follow)
+
+    def _to_owners(self, maps: Sequence[Map], mine: Map | None, move: Move) -> Tensor | None:
+        """The map that this rank owns, whole."""
+        sent = [self._given[one][self._rank] for one in maps]
+        due = [] if mine is None else self._given[mine]
+        out = self._buffer(sent)
+        places = _places(out, sent)
+        for one, given in zip(maps, sent, strict=True):
+            for piece in self._held[one][self._rank]:  # momentum moves in copies too
+                part = move(one.name, piece.here)
+                if given:
+                    next(places).copy_(part)
+        found = self._exchanged(out, sent, due)
+        del out
+        if mine is None:
+            return None
+        whole = found.new_empty(mine.rows, mine.columns)
+        for piece, part in zip(chain.from_iterable(due), _places(found, due), strict=True):
+            piece.of(whole).copy_(part)
+        return whole
+
+    def _from_owners(
+        self, maps: Sequence[Map], mine: Map | None, made: Tensor | None, follow: Follow
+    ) -> None:
+        """Hand the parts of what was made to all that have them."""
+        sent = [] if mine is None else self._held[mine]
+        due = [self._held[one][self._rank] for one in maps]
+        out = self._buffer(sent)
+        if made is not None:
+            for piece, part in zip(chain.from_iterable(sent), _places(out, sent), strict=True):
+                part.copy_(piece.of(made))
+            del made
+        places = _places(self._exchanged(out, sent, due), due)
+        for one, pieces in zip(maps, due, strict=True):
+            for piece in pieces:
+                follow(one, piece.here, next(places))
+
+    def _buffer(self, parts: Sequence[Pieces]) -> Tensor:
+        return torch.empty(sum(map(_numel, parts)), dtype=torch.bfloat16, device=self._device)
+
+    def _exchanged(self, out: Tensor, sent: Sequence[Pieces], due: Sequence[Pieces]) -> Tensor:
+        """What the other ranks have for this one, in their order."""
+        found = self._buffer(due)
+        dist.all_to_all_single(found, out, self._sizes(due), self._sizes(sent), group=self._group)
+        return found
+
+    def _sizes(self, parts: Sequence[Pieces]) -> list[int]:
+        """Numbers for each rank, or of each; none where there is no map for it in this round."""
+        return [*map(_numel, parts), *[0] * (self._size - len(parts))]
+
+
+def _box(part: TensorPart) -> Box:
+    (first, left), (rows, columns) = part.offsets, part.local.shape
+    return first, rows, left, columns
+
+
+def _pieces(one: Map, boxes: Sequence[Box]) -> Pieces:
+    """What a rank has of a map whose parameter it has in these boxes, one below the other."""
+    found, passed = [], 0
+    for first, rows, left, columns in boxes:
+        start, stop = max(first, one.first), min(first + rows, one.first + one.rows)
+        if start < stop and columns:
+            here = slice(passed + start - first, passed + stop - first)
+            found.append(_Piece((start - one.first, stop - start, left, columns), here))
+        passed += rows
+    return found
+
+
+def _without_copies(held: Sequence[Pieces]) -> list[Pieces]:
+    """Of ranks that have the same, that of the first."""
+    seen = set[tuple[Box, ...]]()
+    found = []
+    for pieces in held:
+        boxes = tuple(piece.box for piece in pieces)
+        found.append([] if boxes in seen else pieces)
+        seen.add(boxes)
+    return found
+
+
+def _numel(pieces: Pieces) -> int:
+    return sum(piece.numel for piece in pieces)
+
+
+def _places(buffer: Tensor, parts: Sequence[Pieces]) -> Iterator[Tensor]:
+    """Where each piece lies in a buffer."""
+    start = 0
+    for piece in chain.from_iterable(parts):
+        _, rows, _, columns = piece.box
+        yield buffer[start : start + piece.numel].view(rows, columns)
+        start += piece.numel
