@@ -243,7 +243,8 @@ class Fingerprints:
         side = _side(x, replace(use, operand=wanted), _signs(x.shape[1], x.device), read_as)
         waiting = self._inputs.setdefault(execution.layer, [])
         waiting.append(side)
-        del waiting[:-MOST_WAITING]
+        # Backward passes begin with the first one (of a pipeline) or the last one (of a sum).
+        del waiting[MOST_WAITING // 2 : -MOST_WAITING // 2]
 
 
 def _of_rank(lie: Lie) -> str:

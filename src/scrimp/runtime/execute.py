@@ -29,8 +29,8 @@ from scrimp.gemm import (
     backends_for,
     swap_in,
 )
+from scrimp.gemm.convert import split_products
 from scrimp.gemm.problem import DTYPES
-from scrimp.gemm.split_linear import split_products
 from scrimp.models import place
 from scrimp.models.model import Model, build_model
 from scrimp.objectives import LossSums, Objective
