@@ -58,7 +58,7 @@ class PlannedModel:
         if unknown:
             raise PlanError("the plan names layers that the model does not have", got=", ".join(unknown[:8]))
         for name, precision in precisions.items():
-            check_precision(precision, name)
+            self.layers[name].check(precision)
         layers = self.layers
         changed = [name for name, new in precisions.items() if layers[name].precision != new]
         for name in changed:

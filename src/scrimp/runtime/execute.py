@@ -41,6 +41,7 @@ from scrimp.planner import Plan
 from scrimp.precision import LinearPrecision
 from scrimp.runtime.memory import HostMemory, HostRoom, carry_out
 from scrimp.runtime.parallel import ONE_RANK, RankMesh, parallelise, part_of_rank, reduce_gradients, units
+from scrimp.runtime.pieces import share_formats
 from scrimp.runtime.pipeline import Stages
 
 HEAD = "head"
@@ -302,6 +303,7 @@ def plan_layers(model: Model, plan: Plan, choose: BackendChooser, seed: int) -> 
     planned = swap_in(model, precisions, seed=seed, choose=choose)
     if head is not None:
         model.planned_head = PlannedLayer(HEAD, head, planned.clock, choose)
+    share_formats(model, planned)
     return planned
 
 
