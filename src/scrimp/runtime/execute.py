@@ -262,7 +262,7 @@ def realise(
     fill(model)
     planned = None
     if replans or quantizes(plan, compute):
-        planned = plan_layers(model, plan, choose or backends_for(device), seed)
+        planned = plan_layers(model, plan, choose or backends_for(device), seed, mesh)
     host = None if room is None else carry_out(plan.placement, model, room)
     stages = None if pipeline is None else Stages(model, pipeline, mesh)
     executable = Executable(
@@ -295,7 +295,9 @@ def quantizes(plan: Plan, compute: str) -> bool:
     return any(choice != LinearPrecision.of(compute) for choice in plan.gemms.values())
 
 
-def plan_layers(model: Model, plan: Plan, choose: BackendChooser, seed: int) -> PlannedModel:
+def plan_layers(
+    model: Model, plan: Plan, choose: BackendChooser, seed: int, mesh: RankMesh = ONE_RANK
+) -> PlannedModel:
     """Swap the blocks' linear layers for planned ones, and plan the head's GEMMs inside the loss; of those that are
     here."""
     precisions = gemms_in(model, plan)
@@ -303,7 +305,7 @@ def plan_layers(model: Model, plan: Plan, choose: BackendChooser, seed: int) -> 
     planned = swap_in(model, precisions, seed=seed, choose=choose)
     if head is not None:
         model.planned_head = PlannedLayer(HEAD, head, planned.clock, choose)
-    share_formats(model, planned)
+    share_formats(model, planned, mesh)
     return planned
 
 

@@ -99,6 +99,15 @@ class RankMesh:
         degrees = (self.world.size // sharing, sharing)
         return init_device_mesh(self.device_type, degrees, mesh_dim_names=("edp", "sharing"))
 
+    @cached_property
+    def of_expert(self) -> DeviceMesh:
+        """The ranks that share each expert that this one has (`layout.etp`); making it is a collective."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        etp = self.layout.etp
+        names = ("others", "etp")
+        return init_device_mesh(self.device_type, (self.world.size // etp, etp), mesh_dim_names=names)["etp"]
+
     @property
     def data_ranks(self) -> int:
         """Ranks that read rows of their own."""
