@@ -31,7 +31,6 @@ BASE = {"device": "cpu", "data.tokenizer": "bytes", "model.preset": "mixtral-8m"
         ({"layout.ep": 3}, 6, "layout.ep does not divide the experts of a block - got 8 over 3"),
         ({"layout.ep": 4}, 2, "layout.ep x layout.etp does not divide the ranks of the run - got 2 over 4"),
         ({"layout.etp": 3}, 3, "layout.etp does not divide the width of an expert - got 256 over 3"),
-        ({"layout.ep": 2, "precision": "fp8"}, 2, "precision fp8 is not carried out beside layout.ep"),
         ({"layout.ep": 2, "optimizer.moments": "8bit"}, 2, "optimizer.moments 8bit"),
         ({"layout.ep": 2, "train.compile": "on"}, 2, "train.compile on"),
     ],

@@ -77,7 +77,7 @@ def test_uneven_stages_are_those_given() -> None:
         ({"layout__stages": "a,b"}, "layout.stages is no list of blocks"),
         ({"layout__stages": f"0,{BLOCKS}"}, "layout.stages is no list of blocks"),
         ({"layout__stages": "1,1"}, "layout.stages does not fit"),
-        ({"precision": "fp8"}, "precision fp8 is not carried out in a pipeline"),
+        ({"precision": "snip"}, "precision snip is not carried out in a pipeline"),
         ({"memory__activations": "keep+offload"}, r"memory.activations keep\+offload is not carried out"),
         ({"memory__optimizer": "host"}, "memory.optimizer host is not carried out in a pipeline"),
         ({"memory__split": "fastest"}, "memory.split fastest is not carried out in a pipeline"),

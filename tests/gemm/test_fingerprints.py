@@ -99,6 +99,24 @@ def test_outliers_and_sizes_raise_no_false_alarm(recipe: str, scale: float) -> N
     proof.check()
 
 
+def test_tokens_that_a_rotation_pads_raise_no_false_alarm() -> None:
+    layers, plan = planned("nvfp4", torch.float32)
+    proof = told(plan)
+    layers(random(37, WIDTH, seed=9).requires_grad_()).square().mean().backward()
+    proof.check()
+    assert not proof.pending
+
+
+@pytest.mark.parametrize("first", [0, -1])
+def test_many_forward_passes_may_wait_for_the_backward_pass_of_the_first_or_of_the_last(first: int) -> None:
+    layers, plan = planned("fp8")
+    proof, most = told(plan), fingerprints.MOST_WAITING + 3
+    waiting = [layers(random(TOKENS, WIDTH, seed=number).requires_grad_()) for number in range(most)]
+    waiting[first].square().mean().backward()
+    proof.check()
+    assert not proof.pending
+
+
 def test_what_shows_nothing_is_left_after_some_runs_and_zeros_never_are() -> None:
     layers, plan = planned("fp8")
     proof = told(plan)

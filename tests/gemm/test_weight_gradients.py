@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
+from planned_cases import start, watching_gemms
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scrimp.gemm.split_linear import SplitLinear, split_products
+from scrimp.gemm.convert import split_products
+from scrimp.gemm.split_linear import SplitLinear
 from scrimp.gemm.weight_gradients import WeightGradients
+from scrimp.precision import GEMMS, LinearPrecision
 
 PRODUCTS = {"mm", "addmm", "linear"}
 
@@ -82,6 +86,32 @@ def test_each_product_runs_once_and_those_of_weights_when_they_are_asked_for() -
     with Products() as again:
         later.make()
     assert not again.shapes
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_planned_products_wait_too_and_their_numbers_are_those_of_one_pass(plain: bool) -> None:
+    _, split = layers()
+    whole, x = copy.deepcopy(split), torch.randn(11, 3)
+    recipe: Any = (
+        LinearPrecision.of("fp32") if plain else LinearPrecision("fp8_row", "mxfp4", "nvfp4", "nvfp4")
+    )
+    found = []
+    for model, waits in ((split, True), (whole, False)):
+        plan, later, own = start(model, recipe), WeightGradients(), x.clone().requires_grad_()
+        with watching_gemms() as ran:
+            y = model(own)
+            with later.waiting() if waits else contextlib.nullcontext():
+                y.square().sum().backward()
+            assert (model[0].weight.grad is None) == waits
+            assert [one.gemm for one in ran].count("wgrad") == (0 if waits or plain else 2)
+            later.make()
+        once = {} if plain else {(name, gemm): 1 for name in plan.layers for gemm in GEMMS}
+        assert Counter((one.layer, one.gemm) for one in ran) == once
+        found.append([own.grad, *(p.grad for p in model.parameters())])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+    plan.swap_out()
+    assert type(whole[0]) is SplitLinear
 
 
 def test_without_waiting_all_are_made_at_once() -> None:

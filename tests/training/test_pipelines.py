@@ -26,6 +26,7 @@ SETTINGS = [
     "--optimizer.clip=0.5",
     "--model.num-layers=4",
 ]
+QUANTIZED = ["--precision=fp8,*.qkv=nvfp4", "--train.parameters=fp32"]
 TIED = ["--model.preset=qwen2.5-0.5b", "--model.vocab-size=260"]
 
 
@@ -53,13 +54,18 @@ def goes_on(run: Path, at: Path, *more: str) -> list[str]:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pipelines")
     corpus = write_corpus(folder)
-    alone(flags(corpus, folder / "alone", *SETTINGS), flags(corpus, folder / "tied alone", *SETTINGS, *TIED))
+    alone(
+        flags(corpus, folder / "alone", *SETTINGS),
+        flags(corpus, folder / "tied alone", *SETTINGS, *TIED),
+        flags(corpus, folder / "quantized alone", *SETTINGS, *QUANTIZED),
+    )
     on_ranks(
         2,
         folder / "two",
         flags(corpus, folder / "1f1b", *SETTINGS, "--layout.pp=2"),
         flags(corpus, folder / "interleaved", *SETTINGS, "--layout.pp=2", "--layout.virtual=2"),
         flags(corpus, folder / "tied", *SETTINGS, *TIED, "--layout.pp=2", "--layout.stages=1,3"),
+        flags(corpus, folder / "quantized", *SETTINGS, *QUANTIZED, "--layout.pp=2", "--layout.schedule=zbv"),
         goes_on(folder / "alone", folder / "from one to two", "--layout.pp=2"),
     )
     on_ranks(
@@ -99,6 +105,15 @@ def test_losses_are_those_of_one_process(runs: Path, name: str, expected: str) -
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
         if "eval_loss" in other:
             assert one["eval_loss"] == pytest.approx(other["eval_loss"], rel=1e-5)
+
+
+def test_quantized_layers_are_proven_and_train_as_in_one_process(runs: Path) -> None:
+    wanted, found = losses(runs / "quantized alone"), losses(runs / "quantized")
+    assert list(found.values()) == pytest.approx(list(wanted.values()), rel=1e-3)
+    assert next(iter(found.values())) == pytest.approx(next(iter(wanted.values())), rel=1e-6)
+    events = (runs / "quantized" / "events.jsonl").read_text()
+    assert "gave the numbers of their formats" in events
+    assert "nothing could be told" not in events
 
 
 def test_the_same_stages_go_on_bit_for_bit(runs: Path) -> None:

@@ -11,7 +11,6 @@ from dataclasses import replace
 from scrimp.config.architecture import Architecture
 from scrimp.config.schema import Config
 from scrimp.errors import ConfigError
-from scrimp.precision import HIGH_PRECISION
 
 CAPACITY = "capacity_factor"
 
@@ -97,10 +96,8 @@ def _check_beside_ranks(config: Config) -> None:
                 do=f"leave {key} out",
             )
     shares = layout.ep * layout.etp > 1
-    rules = config.precision_rules
-    quantizes = bool(rules.rules) or rules.base not in HIGH_PRECISION
     rounds = config.train.parameters == "bf16" and not config.optimizer.master_weights
-    refused = [("precision", config.precision)] * quantizes
+    refused: list[tuple[str, str]] = []
     refused += [("optimizer.moments", config.optimizer.moments)] * (config.optimizer.moments != "fp32")
     refused += [("optimizer.master_weights", "false")] * rounds
     refused += [("train.compile", config.train.compile)] * (config.train.compile == "on")

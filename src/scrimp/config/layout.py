@@ -22,7 +22,6 @@ from scrimp.config.optimizers import facts_of
 from scrimp.config.pipeline import fits
 from scrimp.config.schema import Config, LayoutConfig, decided
 from scrimp.errors import ConfigError
-from scrimp.precision import HIGH_PRECISION
 
 OPEN_AXES = ("dp", "fsdp")
 """Those that may be left out."""
@@ -207,9 +206,7 @@ def check_tensor_ranks(config: Config, architecture: Architecture) -> None:
                 expected="a number of ranks that divides them",
                 do="choose another layout.tp, or leave it out: layout.fsdp asks nothing of the model",
             )
-    precisions = config.precision_rules
-    quantizes = bool(precisions.rules) or precisions.base not in HIGH_PRECISION or config.is_planned
-    refused = [("precision", config.precision)] * quantizes
+    refused = [("precision", config.precision)] * config.is_planned
     refused += [("layout.cp", str(config.layout.cp))] * (config.layout.cp > 1)
     refused += [("optimizer.moments", config.optimizer.moments)] * (config.optimizer.moments != "fp32")
     refused += [("optimizer.master_weights", "false")] * _rounds(config)

@@ -26,7 +26,6 @@ from scrimp.config.activations import assign_activations
 from scrimp.config.resolved import ResolvedLayout
 from scrimp.config.schema import Config, LayoutConfig, PipelineScheduleName, decided
 from scrimp.errors import ConfigError
-from scrimp.precision import HIGH_PRECISION
 
 Decision = tuple[Any, str]
 """A value and the reason for it."""
@@ -172,10 +171,9 @@ def _check_sizes(text: str, count: int, num_blocks: int) -> None:
 
 
 def _refuse_beside(config: Config, num_blocks: int) -> None:
-    layout, memory, rules = config.layout, config.memory, config.precision_rules
-    quantizes = bool(rules.rules) or rules.base not in HIGH_PRECISION or config.is_planned
+    layout, memory = config.layout, config.memory
     refused = [("layout.cp", f"{layout.cp}")] * (layout.cp > 1)
-    refused += [("precision", config.precision)] * quantizes
+    refused += [("precision", config.precision)] * config.is_planned
     offloads = memory.activations != "auto" and any(
         one.is_offloaded for one in assign_activations(memory.activations, num_blocks)
     )

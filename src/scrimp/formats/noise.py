@@ -40,6 +40,8 @@ class Noise:
     first_row: int = 0
     """Address of the first row here, where the tensor is a piece of a larger one."""
     first_column: int = 0
+    columns: tuple[range, ...] = ()
+    """Addresses of the columns here where they are several ranges; in place of `first_column`."""
 
     def derive(self, *identifiers: int) -> Noise:
         """An independent stream for each tuple of identifiers (step, layer, operand, ...)."""
@@ -50,11 +52,16 @@ class Noise:
 
     def row_hashes(self, num_rows: int, device: torch.device | str) -> Tensor:
         """int32 hash of each row's address, shape (rows,)."""
-        return _hashes(self.key, self.first_row, num_rows, device)
+        return _hashes(self.key, _addresses(self.first_row, num_rows, device))
 
     def column_hashes(self, num_columns: int, device: torch.device | str) -> Tensor:
         """int32 hash of each column's address, shape (columns,)."""
-        return _hashes(~self.key & _MASK64, self.first_column, num_columns, device)
+        own, left = [], num_columns
+        for part in self.columns[:-1]:
+            own.append(_addresses(part.start, len(part), device))
+            left -= len(part)
+        own.append(_addresses(self.columns[-1].start if self.columns else self.first_column, left, device))
+        return _hashes(~self.key & _MASK64, own[0] if len(own) == 1 else torch.cat(own))
 
     def uniform(self, num_rows: int, num_columns: int, device: torch.device | str) -> Tensor:
         """Numbers in [0, 1), float32, shape (rows, columns)."""
@@ -69,10 +76,14 @@ def combine(rows: Tensor, columns: Tensor) -> Tensor:
     return h.bitwise_right_shift_(12).to(torch.float32).mul_(UNIT).add_(0.5)
 
 
-def _hashes(key: int, first: int, count: int, device: torch.device | str) -> Tensor:
-    """The low 32 bits of mix64(key ^ address), as int32; arithmetic modulo 2^64 as in `_mix`."""
-    # Integer arithmetic: the same on every device, and made where it is used, without waiting for a copy.
-    x = torch.arange(first, first + count, dtype=torch.int64, device=device)
+def _addresses(first: int, count: int, device: torch.device | str) -> Tensor:
+    """So many in a row, made where they are used, without waiting for a copy."""
+    return torch.arange(first, first + count, dtype=torch.int64, device=device)
+
+
+def _hashes(key: int, x: Tensor) -> Tensor:
+    """The low 32 bits of mix64(key ^ address), as int32; arithmetic modulo 2^64 as in `_mix`. Changes `x`."""
+    # Integer arithmetic: the same on every device.
     x.mul_(_signed(_GOLDEN)).bitwise_xor_(_signed(key))
     for shift, multiplier in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         x.bitwise_xor_((x >> shift) & ((1 << (64 - shift)) - 1)).mul_(_signed(multiplier))

@@ -247,6 +247,7 @@ def project(
     dtype: torch.dtype | None = None,
     noise: Noise | None = None,
     reduce_amax: AmaxReducer | None = None,
+    padded: bool = False,
 ) -> Tensor:
     """Q(x) V, or Q(x)^T V, in float64: a fingerprint of a quantized matrix, which never exists as a whole.
 
@@ -256,8 +257,9 @@ def project(
         x: a matrix [R, C].
         operand: what Q rounds to; None: x as it is.
         axis: the scaled one.
-        vectors: V, float64 [C, n]; [R, n] where transposed.
+        vectors: V, float64 [C, n]; [R, n] where transposed, or more where a rotation pads x.
         dtype: what x is cast to first; None: its own type.
+        padded: keep the rows of the result that a rotation adds: rounding fills them.
 
     Returns:
         float64 [R, n]; [C, n] where transposed.
@@ -273,8 +275,10 @@ def project(
     # Rotated values meet rotated vectors: of an axis that is summed here, else the result is rotated back.
     is_summed = (axis == -2) == transposed
     if operand.hadamard:
-        padded = F.pad(vectors if is_summed else out, (0, 0, 0, -x.shape[axis] % HADAMARD_SIZE))
-        vectors, out = (rotate(padded.float(), -2).double(), out) if is_summed else (vectors, padded)
+        length = x.shape[axis] + (-x.shape[axis] % HADAMARD_SIZE)
+        whole = vectors if is_summed else out
+        whole = F.pad(whole, (0, 0, 0, length - len(whole)))
+        vectors, out = (rotate(whole.float(), -2).double(), out) if is_summed else (vectors, whole)
     matrix = _Read(x.detach(), dtype or x.dtype, axis if operand.hadamard else None)
     tensor_scale = _tensor_scale([matrix], operand, x.device, reduce_amax)
     for piece in _rounded(matrix, operand, axis, noise or Noise(), tensor_scale, reduce_amax):
@@ -284,7 +288,8 @@ def project(
     if tensor_scale is not None:
         out *= tensor_scale.double()
     if operand.hadamard and not is_summed:
-        out = rotate(out.float(), -2, inverse=True).double()[: x.shape[axis]]
+        out = rotate(out.float(), -2, inverse=True).double()
+        out = out if padded else out[: x.shape[axis]]
     return out
 
 

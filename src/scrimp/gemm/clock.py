@@ -63,11 +63,15 @@ class Clock:
         return self.now[1]
 
     def noise(
-        self, layer: str, gemm: str, operand: int, now: tuple[int, int], first_column: int = 0
+        self, layer: str, gemm: str, operand: int, now: tuple[int, int], columns: tuple[range, ...] = ()
     ) -> Noise:
-        """The stream of one operand (0 or 1) of a GEMM of a layer."""
+        """The stream of one operand (0 or 1) of a GEMM of a layer.
+
+        Args:
+            columns: of the operand that are here; empty: all.
+        """
         step, first_row = now
-        stream = Noise(0, first_row, first_column)
+        stream = Noise(0, first_row, columns=columns)
         return stream.derive(self.seed, step, zlib.crc32(layer.encode()), _GEMM_IDS[gemm], operand)
 
 

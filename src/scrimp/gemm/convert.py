@@ -22,6 +22,7 @@ from scrimp.gemm.layer import BackendChooser, PlannedLayer, check_precision
 from scrimp.gemm.linear import PlannedLinear, PlannedTransposed
 from scrimp.gemm.linear_kinds import has_own_forward, is_transposed, plannable_modules, weight_matrix
 from scrimp.gemm.planned_grouped import PlannedGrouped, members_of
+from scrimp.gemm.split_linear import PlannedSplit, SplitLinear
 from scrimp.precision import LinearPrecision
 
 _CLASSES: dict[type, type] = {}
@@ -57,7 +58,7 @@ class PlannedModel:
         if unknown:
             raise PlanError("the plan names layers that the model does not have", got=", ".join(unknown[:8]))
         for name, precision in precisions.items():
-            check_precision(precision, name)
+            self.layers[name].check(precision)
         layers = self.layers
         changed = [name for name, new in precisions.items() if layers[name].precision != new]
         for name in changed:
@@ -192,6 +193,24 @@ def swap_in(
     return PlannedModel(model, layers, clock)
 
 
+def split_products(module: nn.Module) -> None:
+    """Let the gradients of the weights of a module's plain linear layers wait, where a backward pass asks for it.
+
+    Raises:
+        ModelError: a layer has a forward method of its own.
+    """
+    for name, layer in module.named_modules():
+        if not isinstance(layer, nn.Linear) or hasattr(layer, "planned"):
+            continue
+        if has_own_forward(layer):
+            raise ModelError(
+                "a schedule that splits backward passes cannot split this layer's",
+                got=f"{name}: {type(layer).__name__}, with a forward method of its own",
+                do="choose layout.schedule 1f1b",
+            )
+        layer.__class__ = SplitLinear
+
+
 def _by_layer(
     precisions: Mapping[str, LinearPrecision] | LinearPrecision | str, layers: Mapping[str, nn.Module]
 ) -> Mapping[str, LinearPrecision]:
@@ -236,6 +255,8 @@ def _planned_class(layer: nn.Module) -> type:
         planned: type = PlannedTransposed if is_transposed(layer) else PlannedLinear
         if isinstance(layer, GroupedLinear):
             planned = PlannedGrouped
+        if isinstance(layer, SplitLinear):
+            planned = PlannedSplit
         bases = (PlannedLinear,) if original is nn.Linear else (planned, original)
         _CLASSES[original] = type(f"Planned{original.__name__}", bases, {"__scrimp_original__": original})
     return _CLASSES[original]

@@ -39,6 +39,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from scrimp.errors import TrainingError
@@ -243,7 +244,8 @@ class Fingerprints:
         side = _side(x, replace(use, operand=wanted), _signs(x.shape[1], x.device), read_as)
         waiting = self._inputs.setdefault(execution.layer, [])
         waiting.append(side)
-        del waiting[:-MOST_WAITING]
+        # Backward passes begin with the first one (of a pipeline) or the last one (of a sum).
+        del waiting[MOST_WAITING // 2 : -MOST_WAITING // 2]
 
 
 def _of_rank(lie: Lie) -> str:
@@ -300,10 +302,15 @@ def _side(x: Tensor, use: Use, vectors: Tensor, read_as: torch.dtype) -> _Side:
     """The second operand, transposed where the product transposes it, times vectors."""
     transposed = use.axis == COLUMNS
     plain = project(x, None, use.axis, vectors, transposed=transposed, dtype=read_as)
-    return _Side(plain if use.operand is None else _rounded(x, use, vectors, transposed, read_as), plain)
+    if use.operand is None:
+        return _Side(plain, plain)
+    rounded = _rounded(x, use, vectors, transposed, read_as, padded=True)
+    return _Side(rounded, F.pad(plain, (0, 0, 0, len(rounded) - len(plain))))
 
 
-def _rounded(x: Tensor, use: Use, vectors: Tensor, transposed: bool, read_as: torch.dtype) -> Tensor:
+def _rounded(
+    x: Tensor, use: Use, vectors: Tensor, transposed: bool, read_as: torch.dtype, *, padded: bool = False
+) -> Tensor:
     return project(
         x,
         use.operand,
@@ -313,6 +320,7 @@ def _rounded(x: Tensor, use: Use, vectors: Tensor, transposed: bool, read_as: to
         dtype=read_as,
         noise=use.noise,
         reduce_amax=use.reduce_amax,
+        padded=padded,
     )
 
 

@@ -21,7 +21,7 @@ from scrimp.formats.quantize import AmaxReducer
 from scrimp.gemm.backends import Backend, ReferenceBackend
 from scrimp.gemm.clock import Clock
 from scrimp.gemm.observe import Execution, is_observed, report, running
-from scrimp.gemm.problem import AXES, Shape, Use, high_precision, operands_of, shape_of
+from scrimp.gemm.problem import AXES, COLUMNS, Shape, Use, high_precision, operands_of, shape_of
 from scrimp.gemm.storage import saved_class
 from scrimp.precision import (
     GEMMS,
@@ -30,6 +30,7 @@ from scrimp.precision import (
     RECOMPUTE,
     LinearPrecision,
     Scaling,
+    check_cut,
     lookup_scaling,
 )
 
@@ -56,14 +57,17 @@ def layer_of(handle: Tensor) -> PlannedLayer:
 
 @dataclass
 class Shard:
-    """Where the pieces of a tensor-parallel layer lie."""
+    """The piece of a layer that ranks share."""
 
     split: str
     """"outputs" (column-parallel: W, Y and G are cut along O) or "inputs" (row-parallel: X and W along I)."""
     reduce_amax: AmaxReducer
-    first_feature: int
-    """Index of the first output (or input) feature held here."""
-    num_pieces: int
+    features: tuple[range, ...]
+    """The outputs (or inputs) held here, of those of the whole layer; several ranges of layers that are stacked."""
+    begins: frozenset[int]
+    """Features at which pieces begin, those of all ranks."""
+    size: int
+    """Outputs (or inputs) of the whole layer."""
 
     @property
     def cut_axes(self) -> dict[str, int]:
@@ -112,12 +116,31 @@ class PlannedLayer:
 
     def replan(self, precision: LinearPrecision) -> None:
         """Run by another plan from now on; between two steps."""
-        check_precision(precision, self.name)
+        self.check(precision)
         self.precision = precision
         if (kind := saved_class(precision.saved)) != getattr(self, "saved_class", None):
             self.saved_class = kind
         for member in self.members:
             member.replan(precision)
+
+    def check(self, precision: LinearPrecision) -> None:
+        """Refuse a precision that this layer, or this piece of one, cannot run in.
+
+        Raises:
+            PlanError: by what.
+        """
+        check_precision(precision, self.name)
+        if self.shard is not None:
+            check_cut(self.name, precision, self.shard.split, self.shard.begins, self.shard.size)
+
+    def share(self, shard: Shard) -> None:
+        """Run on a piece from now on.
+
+        Raises:
+            PlanError: groups of the plan would lie on two ranks; nothing has changed.
+        """
+        check_cut(self.name, self.precision, shard.split, shard.begins, shard.size)
+        self.shard = shard
 
     def __deepcopy__(self, memo: dict[int, object]) -> PlannedLayer:
         """A layer of its own, on the same clock."""
@@ -151,14 +174,15 @@ class PlannedLayer:
     def _use(self, gemm: str, operand: int, now: tuple[int, int], recipe: str | None) -> Use:
         choice = operands_of(gemm, recipe or self.precision.gemm(gemm))[operand]
         tensor, axis = OPERANDS[gemm][operand], AXES[gemm][operand]
-        first_column, reduce_amax = 0, None
+        columns: tuple[range, ...] = ()
+        reduce_amax = None
         if self.shard is not None and choice is not None:
-            if tensor == "g" and self.shard.split == "outputs":
-                first_column = self.shard.first_feature
+            if self.shard.cut_axes.get(tensor) == COLUMNS:
+                columns = self.shard.features
             reduce_amax = self.shard.reducer(tensor, axis, lookup_scaling(choice.scaling))
         noise = Noise()
         if choice is not None and choice.rounding == "stochastic":
-            noise = self.clock.noise(self.name, gemm, operand, now, first_column)
+            noise = self.clock.noise(self.name, gemm, operand, now, columns)
         return Use(choice, axis, noise, reduce_amax)
 
 

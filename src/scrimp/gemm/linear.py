@@ -31,6 +31,7 @@ from scrimp.gemm.observe import is_plain_observed
 from scrimp.gemm.problem import DTYPE_NAMES, high_precision
 from scrimp.gemm.recompute import is_handled, only_saves, run_again
 from scrimp.gemm.storage import RECOMPUTED
+from scrimp.gemm.weight_gradients import waiting_now
 from scrimp.precision import HIGH_PRECISION, RECOMPUTE
 
 
@@ -181,17 +182,16 @@ class _Linear(torch.autograd.Function):
         if ctx.codes_like is not None:
             x = ctx.codes_like.with_tensors(*saved)
         needs_x, needs_weight = ctx.needs_input_grad[:2]
-        with torch.autocast(g.device.type, enabled=False):
-            grad_x, grad_weight = backward(
-                g.contiguous(),
-                x,
-                weight,
-                ctx.layer,
-                ctx.compute,
-                ctx.now,
-                needs_x=needs_x,
-                needs_weight=needs_weight,
-            )
+        operands = g.contiguous(), x, weight, ctx.layer, ctx.compute, ctx.now
+
+        def gradients(needs_x: bool, needs_weight: bool) -> tuple[Tensor | None, Tensor | None]:
+            with torch.autocast(g.device.type, enabled=False):
+                return backward(*operands, needs_x=needs_x, needs_weight=needs_weight)
+
+        later = waiting_now() if needs_weight else None
+        grad_x, grad_weight = gradients(needs_x, needs_weight and later is None)
+        if later is not None:
+            later.add(weight, lambda: cast(Tensor, gradients(False, True)[1]))
         return None if grad_x is None else grad_x.to(ctx.input_dtype), grad_weight, None, None, None
 
 

@@ -15,6 +15,7 @@ from typing import cast
 from torch import Tensor, nn
 
 from scrimp.gemm.grouped import GroupedLinear
+from scrimp.gemm.split_linear import SplitLinear
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -52,7 +53,8 @@ def has_own_forward(layer: nn.Module) -> bool:
     keep a plan out: another library may have given this one object a forward."""
     kind = _conv1d() if is_transposed(layer) else GroupedLinear
     kind = nn.Linear if isinstance(layer, nn.Linear) else kind
-    return "forward" in vars(layer) or type(layer).forward is not cast(type[nn.Module], kind).forward
+    known = (cast(type[nn.Module], kind).forward, SplitLinear.forward)
+    return "forward" in vars(layer) or type(layer).forward not in known
 
 
 def _conv1d() -> type[nn.Module] | tuple[()]:

@@ -10,6 +10,8 @@ Method   A grouped layer has one plan, and for each expert a member (`PlannedLay
 Saved    Codes of each run, where the plan saves codes. In a compiled graph the input in the compute type instead, of
          which backward makes the codes: the same numbers, and more memory; a graph cannot know the sizes of runs.
 Proofs   Watchers are told of the first run of a pass alone: how many there are, the tokens decide.
+Ranks    may share experts: members are named by the experts' numbers among all, and run on pieces as other layers do
+         (`scrimp.runtime.pieces`).
 Limits   Run lengths are read by the host: on a GPU each product waits for the router. A trace without data takes all
          tokens as one run, the most that a product can take. No part of a DTensor.
 Checked  tests/gemm/test_grouped.py
@@ -64,13 +66,13 @@ def members_of(layer: PlannedLayer, experts: int) -> tuple[PlannedLayer, ...]:
 
 def _each(
     layer: PlannedLayer, weight: Tensor, ends: Tensor, tokens: int
-) -> Iterator[tuple[PlannedLayer, Tensor, slice]]:
-    """Plan, matrix and rows of each expert that has tokens."""
+) -> Iterator[tuple[PlannedLayer, int, Tensor, slice]]:
+    """Plan, number here, matrix and rows of each expert that has tokens."""
     matrices = weight.view(len(ends), -1, weight.shape[1])
     for number, (expert, rows) in enumerate(runs(ends, tokens)):
         member = layer.members[expert]
         member.run, member.clock = number, layer.clock
-        yield member, matrices[expert], rows
+        yield member, expert, matrices[expert], rows
 
 
 class _Groups(torch.autograd.Function):
@@ -97,7 +99,7 @@ class _Groups(torch.autograd.Function):
         found: list[Codes] = []
         y = x.new_zeros(len(x), len(weight) // len(ends), dtype=compute)
         with torch.autocast(x.device.type, enabled=False):
-            for member, matrix, rows in _each(layer, weight, ends, len(x)):
+            for member, _, matrix, rows in _each(layer, weight, ends, len(x)):
                 if only_saves(layer):
                     codes = store_input(x[rows], matrix, member, compute) if keeps_codes else None
                 else:
@@ -146,15 +148,14 @@ def _gradients(
     grad_weight = torch.zeros_like(weight) if needs_weight else None
     g = g.contiguous()
     with torch.autocast(g.device.type, enabled=False):
-        for (member, matrix, rows), x in zip(_each(layer, weight, ends, len(g)), inputs, strict=True):
+        for (member, expert, matrix, rows), x in zip(_each(layer, weight, ends, len(g)), inputs, strict=True):
             dx, dw = backward(
                 g[rows], x, matrix, member, compute, now, needs_x=needs_x, needs_weight=needs_weight
             )
             if grad_x is not None and dx is not None:
                 grad_x[rows] = dx
             if grad_weight is not None and dw is not None:
-                first = int(member.name.rpartition(".")[2]) * len(matrix)
-                grad_weight[first : first + len(matrix)] = dw
+                grad_weight[expert * len(matrix) : (expert + 1) * len(matrix)] = dw
     return grad_x, grad_weight
 
 
@@ -166,7 +167,7 @@ def planned_groups(
     layer, (step, first_row) = layer_of(handle), now.tolist()
     y = x.new_zeros(len(x), len(weight) // len(ends), dtype=compute)
     with torch.autocast(x.device.type, enabled=False):
-        for member, matrix, rows in _each(layer, weight, ends, len(x)):
+        for member, _, matrix, rows in _each(layer, weight, ends, len(x)):
             y[rows], _ = forward(x[rows], matrix, member, compute, keep_codes=False, now=(step, first_row))
     return y
 
@@ -194,7 +195,7 @@ def planned_groups_backward(
     saves_codes = layer.precision.saved not in (*HIGH_PRECISION, RECOMPUTE)
     inputs: list[Tensor | QuantizedTensor | None] = []
     with torch.autocast(g.device.type, enabled=False):
-        for member, matrix, rows in _each(layer, weight, ends, len(x)):
+        for member, _, matrix, rows in _each(layer, weight, ends, len(x)):
             made = saves_codes and needs_weight
             inputs.append(store_input(x[rows], matrix, member, compute, now=at) if made else x[rows])
     grad_x, grad_weight = _gradients(g, inputs, weight, ends, layer, compute, at, (needs_x, needs_weight))

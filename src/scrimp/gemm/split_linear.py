@@ -12,9 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from scrimp.errors import ModelError
-from scrimp.gemm.linear import compute_dtype
-from scrimp.gemm.linear_kinds import has_own_forward
+from scrimp.gemm.linear import PlannedLinear, compute_dtype, runs_plain
 from scrimp.gemm.weight_gradients import WeightGradients, waiting_now
 
 
@@ -30,6 +28,15 @@ class SplitLinear(nn.Linear):
         if self.bias is not None:
             y = y + self.bias.to(compute)
         return y.view(*x.shape[:-1], self.out_features)
+
+
+class PlannedSplit(PlannedLinear, SplitLinear):
+    """The same, by a plan: planned products wait as well."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x W^T + bias, x of any leading shape."""
+        kind = SplitLinear if runs_plain(x, self.planned) else PlannedLinear
+        return kind.forward(self, x)
 
 
 class _Product(torch.autograd.Function):
@@ -50,21 +57,3 @@ class _Product(torch.autograd.Function):
         if waiting_now() is None:
             later.make()
         return (g @ weight.to(g.dtype)).to(ctx.input_dtype), None, None
-
-
-def split_products(module: nn.Module) -> None:
-    """Let the gradients of the weights of a module's plain linear layers wait, where a backward pass asks for it.
-
-    Raises:
-        ModelError: a layer has a forward method of its own.
-    """
-    for name, layer in module.named_modules():
-        if not isinstance(layer, nn.Linear) or hasattr(layer, "planned"):
-            continue
-        if has_own_forward(layer):
-            raise ModelError(
-                "a schedule that splits backward passes cannot split this layer's",
-                got=f"{name}: {type(layer).__name__}, with a forward method of its own",
-                do="choose layout.schedule 1f1b",
-            )
-        layer.__class__ = SplitLinear

@@ -27,10 +27,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.distributed.tensor import Shard as Split
 
-from scrimp.errors import ModelError, PlanError
+from scrimp.errors import ModelError
 from scrimp.gemm.layer import PlannedLayer, Shard
-from scrimp.gemm.problem import AXES, COLUMNS, operands_of
-from scrimp.precision import GEMMS, HIGH_PRECISION, OPERANDS, RECOMPUTE, LinearPrecision, lookup_scaling
 
 LocalLinear = Callable[[Tensor, Tensor, Tensor | None, PlannedLayer], Tensor]
 """x W^T + bias by a layer's plan, on ordinary tensors."""
@@ -64,8 +62,6 @@ def sharded_linear(
                 f"{layer.name} does not know its shard yet - call locate_shards() of the PlannedModel"
             )
         locate(layer, weight)
-    if layer.shard is not None:
-        check_cut(layer, weight.shape, layer.precision)
     wanted: Placement = Split(last) if split == "inputs" else Replicate()
     gradient: Placement = {"inputs": Split(last), "outputs": Partial(), None: Replicate()}[split]
     result: Placement = {"inputs": Partial(), "outputs": Split(last), None: Replicate()}[split]
@@ -97,7 +93,11 @@ def split_of(weight: DTensor, name: str) -> str | None:
 
 
 def locate(layer: PlannedLayer, weight: DTensor) -> None:
-    """Tell a layer which piece of its weight lies here."""
+    """Tell a layer which piece of its weight lies here.
+
+    Raises:
+        PlanError: groups of its recipes straddle the cut.
+    """
     split = split_of(weight, layer.name)
     if split is None:
         return
@@ -109,36 +109,6 @@ def locate(layer: PlannedLayer, weight: DTensor) -> None:
 
     size = weight.shape[0 if split == "outputs" else 1]
     piece = -(-size // mesh.size())  # DTensor cuts as torch.chunk does
-    layer.shard = Shard(split, reduce_amax, min(size, piece * mesh.get_local_rank()), mesh.size())
-
-
-def check_cut(layer: PlannedLayer, whole: torch.Size, precision: LinearPrecision) -> None:
-    """Refuse a precision whose groups would lie on two ranks.
-
-    Args:
-        whole: shape of the weight before it was cut.
-    """
-    assert layer.shard is not None
-    split = layer.shard.split
-    size = whole[0 if split == "outputs" else 1]
-    piece = -(-size // layer.shard.num_pieces)
-    uses = [(gemm, precision.gemm(gemm)) for gemm in GEMMS]
-    if precision.saved not in (*HIGH_PRECISION, RECOMPUTE):
-        uses.append(("wgrad", precision.saved))
-    for gemm, recipe in uses:
-        for tensor, axis, operand in zip(OPERANDS[gemm], AXES[gemm], operands_of(gemm, recipe), strict=True):
-            cut = layer.shard.cut_axes.get(tensor)
-            if operand is None or cut is None:
-                continue
-            kind = lookup_scaling(operand.scaling)
-            group = (kind.columns if cut == axis else kind.rows) or 1
-            group = max(group, 16) if operand.hadamard and cut == axis else group
-            if piece % group:
-                along = "columns" if cut == COLUMNS else "rows"
-                raise PlanError(
-                    f"{layer.name}.{gemm} cannot run in {recipe} on {layer.shard.num_pieces} ranks",
-                    got=f"pieces of {piece} of its {size} {split}; groups of {group} along the {along} of "
-                    f"{tensor.upper()}",
-                    expected=f"pieces of a multiple of {group}",
-                    do="plan another recipe for this layer (fp8_tensor, fp8_row), or use fewer ranks",
-                )
+    first = min(size, piece * mesh.get_local_rank())
+    features = (range(first, min(size, first + piece)),)
+    layer.share(Shard(split, reduce_amax, features, frozenset(range(0, size, piece)), size))

@@ -18,6 +18,8 @@ Sums     A rank's expert sees the tokens of the group, and its gradient is their
          Nothing is scaled, since losses are divided by the targets of all ranks. Routers are dense weights.
 Bytes    Of A pairs of this rank those whose expert is elsewhere, times D numbers and etp copies, in each of four
          all-to-alls: there and back, forward and backward. Counts are 8 E etp bytes.
+Formats  Quantized experts round by one clock on all ranks of a group; the counts bring the addresses of their rows, 8
+         bytes to each rank.
 Order    Results do not depend on which ranks have which experts, but for the order of sums in weights' gradients.
 Limits   Nobody knows beforehand how many tokens a rank will get. The account of memory assumes as many as the rank has,
          as with a balanced router. Capacity is of the tokens of one rank. The host waits for the counts.
@@ -39,11 +41,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from scrimp.gemm.clock import Clock
 from scrimp.gemm.grouped import GroupedLinear
 from scrimp.models.experts import RoutedBlock, Routes, spread
 from scrimp.models.model import Model
 from scrimp.parts import Cut
 
+_ROWS_OF_A_GROUP = 2**40
+"""More rows than any step has: addresses of rounding noise."""
 _numbers = itertools.count()
 _all: weakref.WeakValueDictionary[int, ExpertRanks] = weakref.WeakValueDictionary()
 
@@ -60,6 +65,8 @@ class ExpertRanks:
         self.group, self.etp, self.number = group, etp, next(_numbers)
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.ep = self.size // etp
+        self.clocks: tuple[Clock, Clock] | None = None
+        """Where experts are quantized: the model's clock, and that of the experts, which all ranks here set alike."""
         _all[self.number] = self
 
     def experts(self, count: int) -> range:
@@ -82,9 +89,23 @@ class ExpertRanks:
         """
         counts_E = ends_E.diff(prepend=ends_E.new_zeros(1)).long()
         own_nE = counts_E.view(self.ep, 1, -1).expand(-1, self.etp, -1).reshape(self.size, -1).contiguous()
+        if self.clocks is not None:
+            row = own_nE.new_full((self.size, 1), self.clocks[0].first_row)
+            own_nE = torch.cat([own_nE, row], 1)
         come_nE = torch.empty_like(own_nE)
         dist.all_to_all_single(come_nE, own_nE, group=self.group)
+        if self.clocks is not None:
+            self._set_clock(come_nE[:, -1].tolist())
+            own_nE, come_nE = own_nE[:, :-1], come_nE[:, :-1]
         return Journey(self, own_nE.cpu(), come_nE.cpu(), ends_E.device)
+
+    def _set_clock(self, first_rows: list[int]) -> None:
+        """Experts round by one address on all ranks of a group: that of the joint micro-batch in one process, where
+        there is one group; others lie beyond it."""
+        assert self.clocks is not None
+        of_model, of_experts = self.clocks
+        group = dist.get_rank() // self.size
+        of_experts.begin(of_model.step, min(first_rows) * len(set(first_rows)) + group * _ROWS_OF_A_GROUP)
 
 
 @dataclass

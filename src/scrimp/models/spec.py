@@ -21,6 +21,7 @@ Pure: importing it needs no torch; `build_block` and `build_norm` do.
 
 from __future__ import annotations
 
+import itertools
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -32,7 +33,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from scrimp.config.activations import LEVELS
 from scrimp.config.architecture import Architecture, RopeScaling
 from scrimp.errors import ModelError
-from scrimp.precision import HEAD, InputOrigin
+from scrimp.precision import HEAD, InputOrigin, Split
 
 if TYPE_CHECKING:
     from scrimp.models.blocks import Block, Place, RMSNorm
@@ -70,6 +71,9 @@ class LinearSpec:
     """Matrices of these outputs and inputs, one below the other: a grouped product where there are several."""
     chosen: int = 1
     """How many of the experts each token uses."""
+    cut: Split | None = None
+    """What ranks that share the layer have their part of: outputs, of each layer that is stacked in it, or inputs.
+    None: each of them runs all of it on its own tokens."""
 
     @property
     def parameters(self) -> int:
@@ -85,6 +89,25 @@ class LinearSpec:
     def stacked(self) -> tuple[int, ...]:
         """Outputs of each layer that is stacked in it, of all experts."""
         return (self.rows or (self.outputs,)) * self.experts
+
+    def pieces(self, ranks: int) -> tuple[tuple[range, ...], ...]:
+        """The outputs, or inputs, that each of so many ranks has of it, or of each of its experts."""
+        sizes = (self.rows or (self.outputs,)) if self.cut == "outputs" else (self.inputs,)
+        starts = [end - size for end, size in zip(itertools.accumulate(sizes), sizes, strict=True)]
+        return tuple(
+            tuple(
+                range(start + size * rank // ranks, start + size * (rank + 1) // ranks)
+                for start, size in zip(starts, sizes, strict=True)
+            )
+            for rank in range(ranks)
+        )
+
+    def piece_sizes(self, ranks: int) -> tuple[int, int]:
+        """Inputs and outputs of the piece of one of so many ranks, the first."""
+        if self.cut is None:
+            return self.inputs, self.outputs
+        features = sum(map(len, self.pieces(ranks)[0]))
+        return (self.inputs, features) if self.cut == "outputs" else (features, self.outputs)
 
 
 @dataclass(frozen=True)
@@ -277,7 +300,7 @@ class ModelSpec(ABC):
     @property
     def head(self) -> LinearSpec:
         """The layer that gives the logits."""
-        return LinearSpec(HEAD, self.architecture.vocab_size, self.architecture.width)
+        return LinearSpec(HEAD, self.architecture.vocab_size, self.architecture.width, cut="outputs")
 
     @property
     def parameters(self) -> int:

@@ -16,12 +16,19 @@ from scrimp.config import Architecture, Config, ResolvedConfig, parse_bytes
 from scrimp.config.pipeline import pipeline_of
 from scrimp.config.snip import BUDGETS
 from scrimp.errors import PlanError
-from scrimp.models import HEAD, spec_of
+from scrimp.models import HEAD, ModelSpec, spec_of
 from scrimp.planner.memory.decision import MemoryDecision
 from scrimp.planner.memory.placement import Placement
 from scrimp.planner.memory.room import Budgets, enough_text, size_text
 from scrimp.planner.plan import Figures, Fingerprint, Layout, Plan, rows_of
-from scrimp.precision import HIGH_PRECISION, InputOrigin, LinearPrecision, PrecisionRules, parse_rules
+from scrimp.precision import (
+    HIGH_PRECISION,
+    InputOrigin,
+    LinearPrecision,
+    PrecisionRules,
+    check_cut,
+    parse_rules,
+)
 
 
 def model_fingerprint(architecture: Architecture) -> str:
@@ -64,8 +71,11 @@ def build_plan(
 
     Raises:
         ConfigError: a rule of the precision that matches no layer, or cannot be carried out there.
+        PlanError: formats that ranks which share a layer cannot carry out.
     """
     blocks, states = rows_of(placement, why)
+    gemms = _gemms(config, architecture, reasons)
+    _refuse_cut(gemms, config, spec_of(architecture))
     return Plan(
         fingerprint=Fingerprint(
             model=model_fingerprint(architecture),
@@ -74,7 +84,7 @@ def build_plan(
             world_size=config.layout.ranks,
         ),
         budget=_budget(config, device_is_host),
-        gemms=_gemms(config, architecture, reasons),
+        gemms=gemms,
         blocks=blocks,
         states=states,
         layout=Layout(
@@ -118,6 +128,27 @@ def _gemms(
         layer: dataclasses.replace(choice, reason=only or choice.reason)
         for layer, choice in rules.assign(layers).items()
     }
+
+
+def _refuse_cut(gemms: Mapping[str, LinearPrecision], config: ResolvedConfig, spec: ModelSpec) -> None:
+    """Refuse formats whose scales are not those of the whole layer where ranks share it, or its tokens."""
+    for layer, choice in gemms.items():
+        linear = spec.linear(layer)
+        key = "layout.tp" if linear.experts == 1 else "layout.etp"
+        ranks = config.layout.tp if linear.experts == 1 else config.layout.etp
+        if ranks == 1 or set(choice.recipes) <= {*HIGH_PRECISION}:
+            continue
+        begins = [features.start for piece in linear.pieces(ranks) for features in piece]
+        features = linear.outputs if linear.cut == "outputs" else linear.inputs
+        if linear.cut is None or any(features % ranks for features in (linear.rows or (features,))):
+            raise PlanError(
+                f"{layer} cannot be quantized on ranks that share layers",
+                got="each runs it on its own tokens"
+                if linear.cut is None
+                else f"pieces of unequal size: {features:,} {linear.cut} on {ranks:,} ranks",
+                do=f"leave it in high precision ({layer}=bf16), or change {key}",
+            )
+        check_cut(layer, choice, linear.cut, begins, features)
 
 
 def refuse_misfit(memory: MemoryDecision, config: Config, budgets: Budgets) -> None:

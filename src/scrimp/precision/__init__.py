@@ -1,5 +1,6 @@
 """Precision as data: formats, scalings and recipes by name, and their bytes. Needs no torch."""
 
+from scrimp.precision.cut_groups import Split, check_cut
 from scrimp.precision.formats import (
     ELEMENTS,
     SCALINGS,
@@ -54,6 +55,8 @@ __all__ = [
     "Recipe",
     "Rule",
     "Scaling",
+    "Split",
+    "check_cut",
     "lookup_element",
     "lookup_scaling",
     "parse_rules",

@@ -57,7 +57,7 @@ def choose_backends(
     quantized = {
         layer: choice for layer, choice in plan.gemms.items() if set(choice.recipes) - {*HIGH_PRECISION}
     }
-    shapes = {layer: _sizes(architecture, layer) for layer in quantized}
+    shapes = {layer: _sizes(plan, architecture, layer) for layer in quantized}
     in_blocks = {layer: choice for layer, choice in quantized.items() if layer != HEAD}
     refuse_unrunnable(in_blocks, shapes, tokens, device, only, record)
     if HEAD in quantized:
@@ -190,7 +190,12 @@ def _quantized(
             recipe, kind = choice.gemm(gemm), _kind(layer)
             if recipe not in HIGH_PRECISION and (recipe, kind, gemm) not in seen:
                 seen.add((recipe, kind, gemm))
-                yield f"{recipe} {kind}", recipe, gemm, shape_of(gemm, rows, *_sizes(architecture, layer))
+                yield (
+                    f"{recipe} {kind}",
+                    recipe,
+                    gemm,
+                    shape_of(gemm, rows, *_sizes(plan, architecture, layer)),
+                )
 
 
 def _record_of(plan: Plan, architecture: Architecture) -> tuple[Recorded, ...]:
@@ -210,7 +215,7 @@ def _record_of(plan: Plan, architecture: Architecture) -> tuple[Recorded, ...]:
                 do="copy plan.json from the newest checkpoint of the run",
             )
         named = {gemm: getattr(choice, gemm) for gemm in GEMMS}
-        sizes = _sizes(architecture, kind)
+        sizes = _sizes(plan, architecture, kind)
         found += [Recorded(recipe, gemm, *sizes, name) for gemm, name in named.items() if name is not None]
     return tuple(found)
 
@@ -259,7 +264,7 @@ def _kind(layer: str) -> str:
     return place(layer)[1]
 
 
-def _sizes(architecture: Architecture, layer: str) -> tuple[int, int]:
-    """(inputs, outputs) of a layer by its name in the plan, or by its kind."""
+def _sizes(plan: Plan, architecture: Architecture, layer: str) -> tuple[int, int]:
+    """(inputs, outputs) of what a rank has of a layer, by its name in the plan, or by its kind."""
     linear = spec_of(architecture).linear(layer)
-    return linear.inputs, linear.outputs
+    return linear.piece_sizes(plan.layout.tp if linear.experts == 1 else plan.layout.etp)

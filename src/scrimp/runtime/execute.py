@@ -29,8 +29,8 @@ from scrimp.gemm import (
     backends_for,
     swap_in,
 )
+from scrimp.gemm.convert import split_products
 from scrimp.gemm.problem import DTYPES
-from scrimp.gemm.split_linear import split_products
 from scrimp.models import place
 from scrimp.models.model import Model, build_model
 from scrimp.objectives import LossSums, Objective
@@ -41,6 +41,7 @@ from scrimp.planner import Plan
 from scrimp.precision import LinearPrecision
 from scrimp.runtime.memory import HostMemory, HostRoom, carry_out
 from scrimp.runtime.parallel import ONE_RANK, RankMesh, parallelise, part_of_rank, reduce_gradients, units
+from scrimp.runtime.pieces import share_formats
 from scrimp.runtime.pipeline import Stages
 
 HEAD = "head"
@@ -261,7 +262,7 @@ def realise(
     fill(model)
     planned = None
     if replans or quantizes(plan, compute):
-        planned = plan_layers(model, plan, choose or backends_for(device), seed)
+        planned = plan_layers(model, plan, choose or backends_for(device), seed, mesh)
     host = None if room is None else carry_out(plan.placement, model, room)
     stages = None if pipeline is None else Stages(model, pipeline, mesh)
     executable = Executable(
@@ -294,7 +295,9 @@ def quantizes(plan: Plan, compute: str) -> bool:
     return any(choice != LinearPrecision.of(compute) for choice in plan.gemms.values())
 
 
-def plan_layers(model: Model, plan: Plan, choose: BackendChooser, seed: int) -> PlannedModel:
+def plan_layers(
+    model: Model, plan: Plan, choose: BackendChooser, seed: int, mesh: RankMesh = ONE_RANK
+) -> PlannedModel:
     """Swap the blocks' linear layers for planned ones, and plan the head's GEMMs inside the loss; of those that are
     here."""
     precisions = gemms_in(model, plan)
@@ -302,6 +305,7 @@ def plan_layers(model: Model, plan: Plan, choose: BackendChooser, seed: int) -> 
     planned = swap_in(model, precisions, seed=seed, choose=choose)
     if head is not None:
         model.planned_head = PlannedLayer(HEAD, head, planned.clock, choose)
+    share_formats(model, planned, mesh)
     return planned
 
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -84,12 +84,21 @@ class StepCount:
             return
         self.counts[execution.layer, execution.gemm, execution.recipe] += 1
 
-    def check(self, plan: Plan, compute: str, *, micro_batches: int, head_passes: int) -> None:
+    def check(
+        self,
+        plan: Plan,
+        compute: str,
+        *,
+        micro_batches: int,
+        head_passes: int,
+        may_idle: Collection[str] = (),
+    ) -> None:
         """Compare one step with the plan.
 
         Args:
             compute: the working format; layers that run in it alone may go their own way, uncounted.
             head_passes: how often the loss of the whole step runs the head (`Objective.head_passes`).
+            may_idle: layers of which fewer may run (`idle_layers`).
 
         Raises:
             TrainingError: the GEMMs that ran are not those of the plan.
@@ -98,6 +107,7 @@ class StepCount:
         for (layer, gemm, recipe), number in expected_products(plan, compute).items():
             if layer != "plain":
                 expected[layer, gemm, recipe] = number * (head_passes if layer == HEAD else micro_batches)
+        expected = as_far_as_tokens_come(expected, self.counts, may_idle)
         plain = {layer for layer, choice in plan.gemms.items() if choice == LinearPrecision.of(compute)}
         ran = Counter(
             {key: number for key, number in self.counts.items() if key[0] not in plain or key[2] != compute}
@@ -113,6 +123,19 @@ def expected_products(plan: Plan, compute: str) -> Counts:
         for gemm in GEMMS:
             counts[("plain", "", choice.gemm(gemm)) if is_plain else (layer, gemm, choice.gemm(gemm))] += 1
     return counts
+
+
+def idle_layers(executable: Executable, plan: Plan) -> set[str]:
+    """Layers of experts that ranks share: there may be no token for any of those here."""
+    layout, spec = executable.mesh.layout, executable.model.spec
+    return {layer for layer in plan.gemms if layout.ep > 1 and spec.linear(layer).experts > 1}
+
+
+def as_far_as_tokens_come(expected: Counts, ran: Counts, may_idle: Collection[str]) -> Counts:
+    """Of layers that may idle as few as ran."""
+    return Counter(
+        {key: min(number, ran[key]) if key[0] in may_idle else number for key, number in expected.items()}
+    )
 
 
 def prove(executable: Executable, plan: Plan) -> None:
@@ -140,7 +163,8 @@ def prove(executable: Executable, plan: Plan) -> None:
     ):
         _probe(probed, Batch.of(tokens_BT, tokens_BT))
     executable.model.zero_grad(set_to_none=True)
-    _compare(counter.counts + planned.counts, expected_products(plan, executable.precision), "")
+    ran, expected = counter.counts + planned.counts, expected_products(plan, executable.precision)
+    _compare(ran, as_far_as_tokens_come(expected, ran, idle_layers(executable, plan)), "")
     fingerprints.check()
 
 
@@ -181,6 +205,7 @@ class StepProof:
         assert executable.planned is not None
         plan = executable.gemms_here(plan)
         self._plan, self._compute = plan, executable.precision
+        self._may_idle = idle_layers(executable, plan)
         layers: dict[str, PlannedLayer] = dict(executable.planned.layers)
         if executable.model.planned_head is not None:
             layers[HEAD] = executable.model.planned_head
@@ -201,7 +226,13 @@ class StepProof:
         count = StepCount()
         with observing(count):
             yield
-        count.check(self._plan, self._compute, micro_batches=micro_batches, head_passes=head_passes)
+        count.check(
+            self._plan,
+            self._compute,
+            micro_batches=micro_batches,
+            head_passes=head_passes,
+            may_idle=self._may_idle,
+        )
         self._fingerprints.check()
 
     def check(self) -> None:

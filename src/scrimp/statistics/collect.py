@@ -115,7 +115,7 @@ def collect(
                 structure = _structure(subject, batch)
                 if ranks.size > 1:
                     structure = structure if ranks.world.same(repr(structure)) else None
-                    ranks.refuse_straddling(subject.model, subject.planned.layers, formats)
+                    ranks.refuse_straddling(subject.planned.layers, formats)
                 way = _way(gains, structure)
                 measurement = _Measurement(subject, names, tuple(formats), way, structure, noise, ranks)
             measures_gains = number < max(1, gain_batches)

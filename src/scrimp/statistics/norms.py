@@ -20,6 +20,7 @@ Checked  tests/statistics/test_norms.py: against quantized copies and products i
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 
@@ -160,8 +161,10 @@ class NormWatch:
         own, shard = self.columns.get((layer, name)), self._layers[layer].shard
         whole = np.zeros(width)
         if own is not None:
-            first = shard.first_feature if shard is not None and (shard.split, name) in _CUT else 0
-            whole[first : first + len(own)] = own.double().cpu().numpy() * factor
+            features = [range(len(own))]
+            if shard is not None and (shard.split, name) in _CUT:
+                features = [*shard.features]
+            whole[list(itertools.chain(*features))] = own.double().cpu().numpy() * factor
         total = torch.from_numpy(self._ranks.sum(whole)).float()
         self.columns[layer, name] = total if own is None else total.to(own.device)
 

@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from scrimp.errors import ModelError
-from scrimp.gemm import PlannedLayer, weight_matrix
+from scrimp.gemm import PlannedLayer
 from scrimp.precision import LinearPrecision
 from scrimp.statistics.structure import is_norm
 from scrimp.world import World
@@ -183,22 +183,14 @@ class Ranks:
             dist.all_reduce(total, group=self.tensor_mesh.get_group())
         return total
 
-    def refuse_straddling(
-        self, model: nn.Module, layers: Mapping[str, PlannedLayer], recipes: Iterable[str]
-    ) -> None:
+    def refuse_straddling(self, layers: Mapping[str, PlannedLayer], recipes: Iterable[str]) -> None:
         """Refuse candidates that tensor-parallel layers could not run; after a forward pass.
 
         Raises:
             PlanError: groups of a recipe straddle the cut of a layer.
         """
-        if self.tensor_mesh is None:
-            return
-        from scrimp.gemm.tensor_parallel import check_cut
-
-        for (name, layer), recipe in itertools.product(layers.items(), recipes):
-            if layer.shard is not None:
-                whole = weight_matrix(model.get_submodule(name)).shape
-                check_cut(layer, whole, LinearPrecision.of(recipe))
+        for layer, recipe in itertools.product(layers.values(), recipes):
+            layer.check(LinearPrecision.of(recipe))
 
     def of_whole(self, piece: Tensor, width: int | None, make: Callable[[Tensor], Tensor]) -> Tensor:
         """The part that lies here of what is made of a tensor whose last axis is cut.

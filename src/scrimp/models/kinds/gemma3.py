@@ -85,12 +85,12 @@ class Gemma3(Llama):
                     VectorSpec(f"{ours}.weight", ((f"{theirs}.weight", D),))
                     for ours, theirs in _NORMS.items()
                 ),
-                LinearSpec(QKV, C, D, origin="made", again="qkv", rows=(A, N, N)),
+                LinearSpec(QKV, C, D, origin="made", again="qkv", rows=(A, N, N), cut="outputs"),
                 VectorSpec("attention.q_norm.weight", (("self_attn.q_norm.weight", K),)),
                 VectorSpec("attention.k_norm.weight", (("self_attn.k_norm.weight", K),)),
-                LinearSpec(OUT, D, A, origin="kept", again="block"),
-                LinearSpec(GATE_UP, 2 * F, D, origin="made", again="mlp", rows=(F, F)),
-                LinearSpec(DOWN, D, F, origin="made", again="block"),
+                LinearSpec(OUT, D, A, origin="kept", again="block", cut="inputs"),
+                LinearSpec(GATE_UP, 2 * F, D, origin="made", again="mlp", rows=(F, F), cut="outputs"),
+                LinearSpec(DOWN, D, F, origin="made", again="block", cut="inputs"),
             ),
             attention=AttentionSpec(a.num_heads, a.num_kv_heads, K, rope, window),
             traffic=(

@@ -78,13 +78,13 @@ class Llama(ModelSpec):
         return BlockSpec(
             layers=(
                 VectorSpec("attention_norm.weight", (("input_layernorm.weight", D),)),
-                LinearSpec(QKV, C, D, origin="made", again="qkv", rows=(A, N, N)),
+                LinearSpec(QKV, C, D, origin="made", again="qkv", rows=(A, N, N), cut="outputs"),
                 *([VectorSpec("attention.qkv.bias", bias)] if a.qkv_bias else []),
                 *(norms if a.qk_norm else []),
-                LinearSpec(OUT, D, A, origin="kept", again="block"),
+                LinearSpec(OUT, D, A, origin="kept", again="block", cut="inputs"),
                 VectorSpec("mlp_norm.weight", (("post_attention_layernorm.weight", D),)),
-                LinearSpec(GATE_UP, 2 * F, D, origin="made", again="mlp", rows=(F, F)),
-                LinearSpec(DOWN, D, F, origin="made"),
+                LinearSpec(GATE_UP, 2 * F, D, origin="made", again="mlp", rows=(F, F), cut="outputs"),
+                LinearSpec(DOWN, D, F, origin="made", cut="inputs"),
             ),
             attention=AttentionSpec(
                 a.num_heads, a.num_kv_heads, K, Rope(a.rope_theta, a.rope_scaling), a.sliding_window

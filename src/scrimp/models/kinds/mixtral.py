@@ -86,9 +86,17 @@ class Mixtral(Llama):
                 *kept,
                 LinearSpec(ROUTER, E, D, origin="made", again="mlp"),
                 LinearSpec(
-                    EXPERTS_GATE_UP, 2 * F, D, origin="made", again="mlp", rows=(F, F), experts=E, chosen=k
+                    EXPERTS_GATE_UP,
+                    2 * F,
+                    D,
+                    origin="made",
+                    again="mlp",
+                    rows=(F, F),
+                    experts=E,
+                    chosen=k,
+                    cut="outputs",
                 ),
-                LinearSpec(EXPERTS_DOWN, D, F, origin="made", again="mlp", experts=E, chosen=k),
+                LinearSpec(EXPERTS_DOWN, D, F, origin="made", again="mlp", experts=E, chosen=k, cut="inputs"),
             ),
             attention=dense.attention,
             traffic=(

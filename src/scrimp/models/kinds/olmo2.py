@@ -48,13 +48,13 @@ class Olmo2(Llama):
         C = A + 2 * N
         return BlockSpec(
             layers=(
-                LinearSpec(QKV, C, D, again="qkv", rows=(A, N, N)),
+                LinearSpec(QKV, C, D, again="qkv", rows=(A, N, N), cut="outputs"),
                 VectorSpec("attention.q_norm.weight", (("self_attn.q_norm.weight", A),)),
                 VectorSpec("attention.k_norm.weight", (("self_attn.k_norm.weight", N),)),
-                LinearSpec(OUT, D, A, origin="kept", again="block"),
+                LinearSpec(OUT, D, A, origin="kept", again="block", cut="inputs"),
                 VectorSpec("attention_output_norm.weight", (("post_attention_layernorm.weight", D),)),
-                LinearSpec(GATE_UP, 2 * F, D, again="mlp", rows=(F, F)),
-                LinearSpec(DOWN, D, F, origin="made", again="block"),
+                LinearSpec(GATE_UP, 2 * F, D, again="mlp", rows=(F, F), cut="outputs"),
+                LinearSpec(DOWN, D, F, origin="made", again="block", cut="inputs"),
                 VectorSpec("mlp_output_norm.weight", (("post_feedforward_layernorm.weight", D),)),
             ),
             attention=AttentionSpec(

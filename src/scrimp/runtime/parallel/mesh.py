@@ -117,6 +117,15 @@ class RankMesh:
         named = axis_backends(self.layout.backends)
         return {i: _for_torch(named[axis]) for i, axis in enumerate(axes) if axis in named} or None
 
+    @cached_property
+    def of_expert(self) -> DeviceMesh:
+        """The ranks that share each expert that this one has (`layout.etp`); making it is a collective."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        etp = self.layout.etp
+        names = ("others", "etp")
+        return init_device_mesh(self.device_type, (self.world.size // etp, etp), mesh_dim_names=names)["etp"]
+
     @property
     def data_ranks(self) -> int:
         """Ranks that read rows of their own."""
