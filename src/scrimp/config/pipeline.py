@@ -97,9 +97,6 @@ def decide_stages(config: Config, decide: Callable[[Config, str, Callable[[], De
     if config.layout.pp == 1:
         return config
     config = decide(config, "layout.schedule", lambda: _schedule(config.layout))
-    if config.layout.schedule in V_SHAPED:
-        why = f"blocks recompute nothing yet under layout.schedule {config.layout.schedule}"
-        config = decide(config, "memory.activations", lambda: ("keep", why))
     return decide(config, "layout.virtual", lambda: _virtual(config.layout))
 
 
@@ -189,17 +186,12 @@ def _refuse_beside(config: Config, num_blocks: int) -> None:
             got=f"layout.pp {layout.pp:,}",
             do=f"change {key}, or use layout.fsdp instead",
         )
-    beside = [("layout.fsdp", layout.fsdp), ("layout.dp", layout.dp)]
-    split = [(key, str(degree)) for key, degree in beside if decided(degree) > 1]
-    recomputes = memory.activations not in ("auto", "keep")
-    split += [("memory.activations", memory.activations)] * recomputes
-    split += [("train.compile", "on")] * (config.train.compile == "on")
-    if layout.schedule in V_SHAPED and split:
-        key, value = split[0]
+    if layout.schedule in V_SHAPED and config.train.compile == "on":
         raise ConfigError(
-            f"{key} {value} is not carried out beside layout.schedule {layout.schedule} yet",
+            f"train.compile on is not carried out beside layout.schedule {layout.schedule}",
+            got="compiled blocks, which make all gradients at once",
             expected="gradients of weights that are made apart from those of inputs",
-            do=f"change {key}, or choose layout.schedule interleaved",
+            do="set train.compile to off, or choose layout.schedule interleaved",
         )
 
 

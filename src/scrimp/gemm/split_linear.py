@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from scrimp.errors import ModelError
 from scrimp.gemm.linear import compute_dtype
 from scrimp.gemm.linear_kinds import has_own_forward
+from scrimp.gemm.recompute import only_saves
 from scrimp.gemm.weight_gradients import WeightGradients, waiting_now
 
 
@@ -26,7 +27,8 @@ class SplitLinear(nn.Linear):
         compute = compute_dtype(x)
         matrix = x.flatten(0, -2)
         # In a tuple: of an input without a gradient autograd would call the weight's hooks all the same.
-        y = cast(Tensor, _Product.apply(matrix, (self.weight,), compute))  # type: ignore[no-untyped-call]
+        found = _Product.apply(matrix, (self.weight,), compute, only_saves(self))  # type: ignore[no-untyped-call]
+        y = cast(Tensor, found)
         if self.bias is not None:
             y = y + self.bias.to(compute)
         return y.view(*x.shape[:-1], self.out_features)
@@ -34,22 +36,26 @@ class SplitLinear(nn.Linear):
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: tuple[Tensor], compute: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weights: tuple[Tensor], compute: torch.dtype, is_skipped: bool
+    ) -> Tensor:
         low, (weight,) = x.to(compute), weights
         ctx.save_for_backward(low)
         ctx.weight, ctx.input_dtype = weight, x.dtype
+        if is_skipped:
+            return low.new_empty(len(low), len(weight))
         with torch.autocast(x.device.type, enabled=False):
             return low @ weight.to(compute).t()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
         (x,), weight = ctx.saved_tensors, ctx.weight
         later = waiting_now() or WeightGradients()
         later.add(weight, lambda: (g.t() @ x).to(weight.dtype))
         if waiting_now() is None:
             later.make()
-        return (g @ weight.to(g.dtype)).to(ctx.input_dtype), None, None
+        return (g @ weight.to(g.dtype)).to(ctx.input_dtype), None, None, None
 
 
 def split_products(module: nn.Module) -> None:

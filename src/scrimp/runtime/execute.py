@@ -19,7 +19,7 @@ from torch import Tensor
 
 from scrimp.config import Architecture
 from scrimp.config.activations import Activations
-from scrimp.config.pipeline import pipeline_of
+from scrimp.config.pipeline import V_SHAPED, pipeline_of
 from scrimp.data import Batch
 from scrimp.errors import PlanError
 from scrimp.gemm import (
@@ -89,7 +89,7 @@ class Executable:
         """
         if self.planned is not None:
             self.planned.clock.begin(step, first_row)
-        if self.mesh.layout.zero == 1:
+        if self.mesh.layout.zero == 1 and self.mesh.layout.schedule not in V_SHAPED:
             reduce_gradients(self.model, is_last)
 
     def loss(self, batch: Batch) -> LossSums:

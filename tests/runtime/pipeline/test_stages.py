@@ -36,6 +36,16 @@ TWO = {
     "uneven stages": Case({**PP, "stages": "1,2"}, micro_batches=2),
     "zbv": Case({**PP, "schedule": "zbv"}, {"model.num_layers": 4}, micro_batches=4),
     "dualpipev": Case({**PP, "schedule": "dualpipev"}, {"model.num_layers": 4}, micro_batches=5),
+    "zbv, recomputed": Case(
+        {**PP, "schedule": "zbv"}, {"model.num_layers": 4}, activations="block", micro_batches=4
+    ),
+    "dualpipev, recomputed in part": Case(
+        {**PP, "schedule": "dualpipev"},
+        {"model.num_layers": 4},
+        preset="qwen2.5-0.5b",
+        activations="qkv",
+        micro_batches=4,
+    ),
 }
 LOW = {
     "bf16 with masters": Case(
@@ -53,6 +63,24 @@ FOUR = {
     "pp 2 x fsdp 2, zero 2": Case({**PP, "zero": 2}, preset="qwen2.5-0.5b", micro_batches=3),
     "pp 2 x fsdp 2, zero 1, interleaved": Case(
         {**PP, "zero": 1, "virtual": 2}, {"model.num_layers": 4}, micro_batches=4
+    ),
+    "pp 2 x fsdp 2, zbv": Case(
+        {**PP, "schedule": "zbv"}, {"model.num_layers": 4}, with_documents=True, micro_batches=4
+    ),
+    "pp 2 x fsdp 2, zero 2, dualpipev": Case(
+        {**PP, "schedule": "dualpipev", "zero": 2},
+        {"model.num_layers": 5},
+        preset="qwen2.5-0.5b",
+        micro_batches=5,
+    ),
+    "pp 2 x fsdp 2, zero 1, zbv": Case(
+        {**PP, "schedule": "zbv", "zero": 1}, {"model.num_layers": 4}, micro_batches=3
+    ),
+    "pp 2 x dp 2, zbv": Case(
+        {**PP, "dp": 2, "schedule": "zbv"}, {"model.num_layers": 4}, preset="qwen2.5-0.5b", micro_batches=3
+    ),
+    "pp 2 x fsdp 2, zbv, recomputed": Case(
+        {**PP, "schedule": "zbv"}, {"model.num_layers": 4}, activations="mlp", micro_batches=3
     ),
     "pp 2 x dp 2": Case({**PP, "dp": 2}, micro_batches=3),
     "pp 2 x tp 2": Case({**PP, "tp": 2}, preset="qwen2.5-0.5b", with_documents=True, micro_batches=3),

@@ -9,13 +9,14 @@ Method   One stage of the rank is taken as the chain of blocks that runs; what a
                         + tables of positions and masks, of each micro-batch in flight
                         + boundaries that have arrived and wait, and one that is sent each way
                         + f W of the last stage, where it holds several losses: each has made its head's gradient, of W
-                        + gradients of linear layers' results that wait for their weights' (zbv, dualpipev)
+                        + gradients of linear layers' results that wait for their weights' (zbv, dualpipev),
+                          and the layers' inputs, where a block made them again instead of keeping them
 
          A stage's own input is one boundary, and so is its last block's result, which goes when it is sent. Blocks of
          other ranks cost nothing; embedding and head have the share of their numbers. The rank's peak is that of the
          stage for which it is largest.
-Limits   The micro-batches in flight are taken to be as many as ever in every moment. Of `layout.tp` as in
-         `shared_costs`.
+Limits   The micro-batches in flight are taken to be as many as ever in every moment. Inputs that wait are taken to be
+         all made again, whatever a block keeps of them. Of `layout.tp` as in `shared_costs`.
 Checked  tests/planner/memory/test_stage_costs.py; tests/runtime/pipeline/test_stage_memory.py: real ranks
 """
 
@@ -86,8 +87,12 @@ def stage_costs(
     if last in kept:
         more += (held.in_flight[last] - 1) * (costs.boundary + spec.head.parameters * compute_bytes)
     for one, count in held.waiting.items():
-        outputs = sum(linear.outputs for i in pipeline.stages[one] for linear in spec.blocks[i].linears)
-        more += count * outputs * tokens * compute_bytes
+        numbers = sum(
+            linear.outputs + linear.inputs * (activations[i] != "keep")
+            for i in pipeline.stages[one]
+            for linear in spec.blocks[i].linears
+        )
+        more += count * numbers * tokens * compute_bytes
     silent = [_silent(kind) for kind in costs.classes]
     blocks = [
         number if i in pipeline.stages[stage] else len(silent) + number

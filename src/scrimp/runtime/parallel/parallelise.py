@@ -29,12 +29,12 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, cast
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from scrimp.config.pipeline import Pipeline
+from scrimp.config.pipeline import V_SHAPED, Pipeline
 from scrimp.models.context_parallel import ContextParallel
 from scrimp.models.cut_layers import cut_layers
 from scrimp.models.expert_ranks import ExpertRanks, cut_experts
@@ -125,9 +125,50 @@ def _shard(model: Model, mesh: RankMesh) -> None:
     for unit in units(model):
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
+    if mesh.layout.schedule in V_SHAPED:
+        reduce_later(model, ends=mesh.layout.zero == 1)
 
 
 def reduce_gradients(model: Model, reduce: bool) -> None:
     """Whether the backward passes from now on reduce gradients over ranks, or only add them up here."""
     for unit in units(model):
         unit.set_requires_gradient_sync(reduce, recurse=False)
+
+
+def reduce_later(model: Model, *, ends: bool) -> None:
+    """Leave the gradients of blocks to `reduce_now`: those of their weights come after their backward pass.
+
+    Args:
+        ends: those of embedding, final norm and head as well, which come in it.
+    """
+    for unit in units(model):
+        unit.set_requires_gradient_sync(unit is model and not ends, recurse=False)
+
+
+def reduce_now(model: Model, blocks: Sequence[int], *, ends: bool) -> None:
+    """Reduce over ranks what the gradients of some blocks have added up to here.
+
+    FSDP2 reduces a unit in its backward pass alone; afterwards torch's own pipelines call the same parts of it
+    (`_PipelineStage.perform_reduce_grad`).
+
+    Args:
+        blocks: their numbers.
+        ends: embedding, final norm and head as well.
+    """
+    if not hasattr(model, "unshard"):
+        return
+    own = {module for number in blocks for module in model.blocks[number].modules()}
+    for unit in units(model):
+        if unit not in own and not (ends and unit is model):
+            continue
+        state: Any = unit._get_fsdp_state()
+        # Older ones have one group in a unit, or none.
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        # First in one type: gradients of vectors have waited in float32, those of weights are in their own.
+        for reduce in (False, True):
+            unit.set_requires_gradient_sync(reduce, recurse=False)
+            for group in filter(None, groups):
+                group.post_backward()
+        unit.set_requires_gradient_sync(False, recurse=False)
+    root: Any = model
+    root._get_fsdp_state()._root_post_backward_final_callback()

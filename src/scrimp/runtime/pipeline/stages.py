@@ -41,7 +41,7 @@ from scrimp.gemm.weight_gradients import WeightGradients
 from scrimp.models.model import Model, StagePass
 from scrimp.objectives import LossSums
 from scrimp.runtime.parallel.mesh import RankMesh
-from scrimp.runtime.parallel.parallelise import WORDS
+from scrimp.runtime.parallel.parallelise import WORDS, reduce_now
 from scrimp.runtime.pipeline.orders import Action, everything_forward, orders_of
 
 Run = Callable[[Batch], Tensor | LossSums]
@@ -124,6 +124,8 @@ class Stages:
                 del found
             else:
                 self._backward(action)
+                if self.pipeline.splits_backward and action.kind != "inputs":
+                    self._reduce(action.stage, is_last=index == last)
         self.settle()
         return sums
 
@@ -211,6 +213,13 @@ class Stages:
             later.make()
         else:
             self._weights[key] = later
+
+    def _reduce(self, stage: int, *, is_last: bool) -> None:
+        """Reduce over the ranks that share this stage what its weights' gradients have added up to."""
+        if self.mesh.layout.zero > 1:
+            reduce_now(self.model, self.pipeline.stages[stage], ends=False)
+        elif is_last:
+            reduce_now(self.model, self.model.part.blocks, ends=True)
 
     def _inputs_of(self, stage: int, number: int) -> None:
         """The backward pass of a stage."""
