@@ -29,10 +29,11 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 import torch
+from torch import Tensor
 
 from scrimp.config.pipeline import V_SHAPED, Pipeline
 from scrimp.models.context_parallel import ContextParallel
@@ -50,6 +51,17 @@ if TYPE_CHECKING:
 
 WORDS = "embedding.weight"
 """The parameter of which the first and the last stage of a pipeline may both have a copy."""
+
+
+@runtime_checkable
+class _Unit(Protocol):
+    """What FSDP2 makes of a module."""
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether its backward passes reduce gradients."""
+
+    def _get_fsdp_state(self) -> Any:
+        """What torch knows of it."""
 
 
 def parallelise(model: Model, mesh: RankMesh) -> Mapping[str, Cut]:
@@ -98,7 +110,7 @@ def _of_stages(model: Model, cuts: Mapping[str, Cut]) -> dict[str, Cut]:
 def units(model: Model) -> list[FSDPModule]:
     """What is gathered together: the blocks, and the rest as the model itself; none where there is one rank."""
     modules = (*_experts(model), *model.blocks, model)
-    return cast("list[FSDPModule]", [module for module in modules if hasattr(module, "unshard")])
+    return cast("list[FSDPModule]", [module for module in modules if isinstance(module, _Unit)])
 
 
 def _experts(model: Model) -> list[Experts]:
@@ -142,33 +154,54 @@ def reduce_later(model: Model, *, ends: bool) -> None:
         ends: those of embedding, final norm and head as well, which come in it.
     """
     for unit in units(model):
-        unit.set_requires_gradient_sync(unit is model and not ends, recurse=False)
+        unit.set_requires_gradient_sync(unit is cast(object, model) and not ends, recurse=False)
 
 
-def reduce_now(model: Model, blocks: Sequence[int], *, ends: bool) -> None:
+def whole_weights(model: Model, block: int) -> list[Tensor]:
+    """The parameters of a block as its passes read them: gathered, where ranks share it."""
+    found = []
+    for module in model.blocks[block].modules():
+        groups = _groups(module) if isinstance(module, _Unit) else []
+        found += [getattr(one, "_unsharded_param", None) for group in groups for one in group.fsdp_params]
+    return [one for one in found if one is not None] or list(model.blocks[block].parameters())
+
+
+def reduce_now(model: Model, blocks: Iterable[int], *, ends: bool) -> None:
     """Reduce over ranks what the gradients of some blocks have added up to here.
 
-    FSDP2 reduces a unit in its backward pass alone; afterwards torch's own pipelines call the same parts of it
+    FSDP2 reduces a unit in its backward pass alone; for afterwards torch's own pipelines call the same parts of it
     (`_PipelineStage.perform_reduce_grad`).
 
     Args:
-        blocks: their numbers.
+        blocks: their numbers, each reduced before the next one is asked for.
         ends: embedding, final norm and head as well.
     """
-    if not hasattr(model, "unshard"):
+    if not isinstance(model, _Unit):
+        for _ in blocks:
+            pass
         return
-    own = {module for number in blocks for module in model.blocks[number].modules()}
-    for unit in units(model):
-        if unit not in own and not (ends and unit is model):
-            continue
-        state: Any = unit._get_fsdp_state()
-        # Older ones have one group in a unit, or none.
-        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-        # First in one type: gradients of vectors have waited in float32, those of weights are in their own.
-        for reduce in (False, True):
-            unit.set_requires_gradient_sync(reduce, recurse=False)
-            for group in filter(None, groups):
-                group.post_backward()
-        unit.set_requires_gradient_sync(False, recurse=False)
+    for number in blocks:
+        for module in model.blocks[number].modules():
+            if isinstance(module, _Unit):
+                _reduce(module)
+    if ends:
+        _reduce(model)
     root: Any = model
     root._get_fsdp_state()._root_post_backward_final_callback()
+
+
+def _reduce(unit: Any) -> None:
+    # First in one type: gradients of vectors have waited in float32, those of weights are in their own.
+    for reduce in (False, True):
+        unit.set_requires_gradient_sync(reduce, recurse=False)
+        for group in _groups(unit):
+            group.post_backward()
+    unit.set_requires_gradient_sync(False, recurse=False)
+
+
+def _groups(unit: Any) -> list[Any]:
+    """What FSDP2 gathers and reduces of a unit."""
+    state = unit._get_fsdp_state()
+    # Older versions have one, or None.
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [group for group in groups if group is not None]

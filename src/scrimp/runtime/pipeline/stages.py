@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, cast
@@ -41,7 +41,7 @@ from scrimp.gemm.weight_gradients import WeightGradients
 from scrimp.models.model import Model, StagePass
 from scrimp.objectives import LossSums
 from scrimp.runtime.parallel.mesh import RankMesh
-from scrimp.runtime.parallel.parallelise import WORDS, reduce_now
+from scrimp.runtime.parallel.parallelise import WORDS, reduce_now, whole_weights
 from scrimp.runtime.pipeline.orders import Action, everything_forward, orders_of
 
 Run = Callable[[Batch], Tensor | LossSums]
@@ -123,9 +123,7 @@ class Stages:
                     self._outputs[action.stage, action.micro_batch] = total
                 del found
             else:
-                self._backward(action)
-                if self.pipeline.splits_backward and action.kind != "inputs":
-                    self._reduce(action.stage, is_last=index == last)
+                self._backward(action, is_last=index == last)
         self.settle()
         return sums
 
@@ -198,27 +196,33 @@ class Stages:
             self._inputs[stage, number] = x_BTD
         return found
 
-    def _backward(self, action: Action) -> None:
+    def _backward(self, action: Action, *, is_last: bool) -> None:
         key = action.stage, action.micro_batch
-        if action.kind == "weights":
-            self._weights.pop(key).make()
-            return
-        later = WeightGradients()
-        if self.pipeline.splits_backward:
-            with later.waiting():
-                self._inputs_of(*key)
-        else:
+        if not self.pipeline.splits_backward:
             self._inputs_of(*key)
-        if action.kind == "backward":
-            later.make()
-        else:
-            self._weights[key] = later
+            return
+        if action.kind != "weights":
+            self._weights[key] = WeightGradients()
+            with self._weights[key].waiting():
+                self._inputs_of(*key)
+        if action.kind != "inputs":
+            self._weights_of(action.stage, self._weights.pop(key), is_last=is_last)
 
-    def _reduce(self, stage: int, *, is_last: bool) -> None:
-        """Reduce over the ranks that share this stage what its weights' gradients have added up to."""
+    def _weights_of(self, stage: int, later: WeightGradients, *, is_last: bool) -> None:
+        """Make the gradients of a stage's weights, and reduce them over the ranks that share it."""
+
+        def made(blocks: Iterable[int]) -> Iterator[int]:
+            for number in blocks:
+                later.make(whole_weights(self.model, number))
+                yield number
+
+        own = made(self.pipeline.stages[stage])
         if self.mesh.layout.zero > 1:
-            reduce_now(self.model, self.pipeline.stages[stage], ends=False)
-        elif is_last:
+            reduce_now(self.model, own, ends=False)
+            return
+        for _ in own:
+            pass
+        if is_last:
             reduce_now(self.model, self.model.part.blocks, ends=True)
 
     def _inputs_of(self, stage: int, number: int) -> None:
