@@ -92,12 +92,6 @@ def test_what_a_pipeline_cannot_have_is_refused_by_name(settings: Any, named: st
         )
 
 
-@pytest.mark.parametrize(("ranks", "settings"), [(4, {"layout__cp": 2})])
-def test_what_no_pipeline_has_beside_it_is_refused_by_name(ranks: int, settings: Any) -> None:
-    with pytest.raises(ConfigError, match=r"is not carried out"):
-        resolved(ranks, layout__pp=2, **settings)
-
-
 @given(schedule=st.sampled_from(SCHEDULES), sequences=st.integers(1, 64))
 def test_a_batch_left_to_scrimp_fits_the_schedule(schedule: Any, sequences: int) -> None:
     config = resolved(2, layout__pp=2, layout__schedule=schedule, train__sequence=64)

@@ -171,8 +171,7 @@ def _check_sizes(text: str, count: int, num_blocks: int) -> None:
 def _refuse_beside(config: Config, num_blocks: int) -> None:
     layout, memory, rules = config.layout, config.memory, config.precision_rules
     quantizes = bool(rules.rules) or rules.base not in HIGH_PRECISION or config.is_planned
-    refused = [("layout.cp", f"{layout.cp}")] * (layout.cp > 1)
-    refused += [("precision", config.precision)] * quantizes
+    refused = [("precision", config.precision)] * quantizes
     offloads = memory.activations != "auto" and any(
         one.is_offloaded for one in assign_activations(memory.activations, num_blocks)
     )

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from scrimp.errors import ModelError
+from scrimp.gemm.grouped import GroupedLinear
 from scrimp.gemm.linear import compute_dtype
 from scrimp.gemm.linear_kinds import has_own_forward
 from scrimp.gemm.recompute import only_saves
-from scrimp.gemm.weight_gradients import WeightGradients, waiting_now
+from scrimp.gemm.weight_gradients import make_later
 
 
 class SplitLinear(nn.Linear):
@@ -51,20 +52,20 @@ class _Product(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
         (x,), weight = ctx.saved_tensors, ctx.weight
-        later = waiting_now() or WeightGradients()
-        later.add(weight, lambda: (g.t() @ x).to(weight.dtype))
-        if waiting_now() is None:
-            later.make()
+        make_later(weight, lambda: (g.t() @ x).to(weight.dtype))
         return (g @ weight.to(g.dtype)).to(ctx.input_dtype), None, None, None
 
 
 def split_products(module: nn.Module) -> None:
-    """Let the gradients of the weights of a module's plain linear layers wait, where a backward pass asks for it.
+    """Let the gradients of the weights of a module's linear layers wait, where a backward pass asks for it; those of
+    planned layers do not.
 
     Raises:
         ModelError: a layer has a forward method of its own.
     """
     for name, layer in module.named_modules():
+        if isinstance(layer, GroupedLinear):
+            layer.splits = True
         if not isinstance(layer, nn.Linear) or hasattr(layer, "planned"):
             continue
         if has_own_forward(layer):

@@ -69,6 +69,14 @@ class WeightGradients:
             del gradient
 
 
+def make_later(weight: Tensor, make: Callable[[], Tensor]) -> None:
+    """Make the gradient of a weight when it is its turn: later where a backward pass leaves it, else now."""
+    later = waiting_now() or WeightGradients()
+    later.add(weight, make)
+    if waiting_now() is None:
+        later.make()
+
+
 def waiting_now() -> WeightGradients | None:
     """Where the gradient of a weight goes instead of being made; None: it is made."""
     return _waiting[-1] if _waiting else None

@@ -47,6 +47,26 @@ TWO = {
         micro_batches=4,
     ),
 }
+FIXED = 10.0
+"""With so large a router no choice is near a tie."""
+EXPERTS = {
+    "experts": Case(PP, preset="mixtral-8m", with_documents=True, micro_batches=4, routers=FIXED),
+    "experts, interleaved, recomputed": Case(
+        {**PP, "virtual": 2},
+        {"model.num_layers": 4},
+        preset="qwen3-moe-8m",
+        activations="block",
+        micro_batches=4,
+        routers=FIXED,
+    ),
+    "experts, zbv": Case(
+        {**PP, "schedule": "zbv"},
+        {"model.num_layers": 4},
+        preset="mixtral-8m",
+        micro_batches=3,
+        routers=FIXED,
+    ),
+}
 LOW = {
     "bf16 with masters": Case(
         PP, {"precision": "bf16", "train.parameters": "bf16"}, micro_batches=3, steps=2
@@ -88,18 +108,46 @@ FOUR = {
     "pp 4": Case({"pp": 4, "stages": "1,1,2,1"}, {"model.num_layers": 5}, micro_batches=5),
     "pp 4, dualpipev": Case({"pp": 4, "schedule": "dualpipev"}, {"model.num_layers": 8}, micro_batches=9),
 }
+OTHERS = {
+    "pp 2 x ep 2": Case(
+        {**PP, "ep": 2}, preset="mixtral-8m", with_documents=True, micro_batches=3, routers=FIXED
+    ),
+    "pp 2 x fsdp 2, experts": Case({**PP, "zero": 1}, preset="qwen3-moe-8m", micro_batches=3, routers=FIXED),
+    "pp 2 x ep 2, zbv": Case(
+        {**PP, "ep": 2, "schedule": "zbv"},
+        {"model.num_layers": 4},
+        preset="mixtral-8m",
+        micro_batches=3,
+        routers=FIXED,
+    ),
+    "pp 2 x tp 2, experts": Case({**PP, "tp": 2}, preset="mixtral-8m", micro_batches=2, routers=FIXED),
+    "pp 2 x tp 2, etp 2": Case(
+        {**PP, "tp": 2, "etp": 2}, preset="qwen3-moe-8m", micro_batches=2, routers=FIXED
+    ),
+    "pp 2 x cp 2": Case({**PP, "cp": 2}, with_documents=True, micro_batches=3),
+    "pp 2 x cp 2, striped, zbv": Case(
+        {**PP, "cp": 2, "cp_method": "striped", "schedule": "zbv"}, {"model.num_layers": 4}, micro_batches=3
+    ),
+    "pp 2 x cp 2, ulysses, ep 2": Case(
+        {**PP, "cp": 2, "cp_method": "ulysses", "ep": 2},
+        preset="mixtral-8m",
+        with_documents=True,
+        micro_batches=3,
+        routers=FIXED,
+    ),
+}
 EIGHT = {"fsdp 2 x tp 2 x pp 2": Case({"pp": 2, "tp": 2, "fsdp": 2}, with_documents=True, micro_batches=3)}
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Trained]]:
-    return on_ranks(2, TWO | LOW, tmp_path_factory.mktemp("two"))
+    return on_ranks(2, TWO | EXPERTS | LOW, tmp_path_factory.mktemp("two"))
 
 
-@pytest.mark.parametrize("name", TWO)
+@pytest.mark.parametrize("name", TWO | EXPERTS)
 @pytest.mark.slow
 def test_two_ranks_train_as_one_process(name: str, two: dict[str, list[Trained]]) -> None:
-    check_parity(two[name], alone(2, TWO[name]))
+    check_parity(two[name], alone(2, (TWO | EXPERTS)[name]))
 
 
 @pytest.mark.parametrize("name", LOW)
@@ -158,7 +206,9 @@ def test_ranks_send_what_the_formula_says_and_multiply_once(tmp_path: Path) -> N
             assert products == 3 * (4 * len(pipe.blocks_of(rank)) + has_head) * case.micro_batches
 
 
-@pytest.mark.parametrize(("ranks", "cases"), [(4, FOUR), (8, EIGHT)], ids=["four", "eight"])
+@pytest.mark.parametrize(
+    ("ranks", "cases"), [(4, FOUR), (4, OTHERS), (8, EIGHT)], ids=["four", "others", "eight"]
+)
 @pytest.mark.slow
 def test_ranks_train_as_one_process(ranks: int, cases: dict[str, Case], tmp_path: Path) -> None:
     found = on_ranks(ranks, cases, tmp_path)

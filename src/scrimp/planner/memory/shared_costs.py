@@ -18,8 +18,8 @@ Method   With W, G, O a unit's bytes of weights, gradients, optimizer states, R 
 
          Embedding, final norm and head are one unit, gathered as long as the passes last; their whole gradients wait
          for the end of the backward pass, where they are reduced.
-         Routed experts are shared otherwise (`scrimp.models.expert_ranks`): every rank keeps 1/ranks of them, and
-         gathers 1/(ep etp).
+         Routed experts are shared otherwise (`scrimp.models.expert_ranks`): of the n ranks of a stage each
+         keeps 1/n of them, and gathers 1/(ep etp).
 Limits   Parts are rounded up: ranks get equal numbers of rows or fewer. Blocks are taken to be as large as their
          neighbours. Of `layout.tp`, activations are counted as those of whole layers, and copies of norms as pieces:
          the account is above what ranks take. What gloo and NCCL take for themselves is not counted, nor is a gather
@@ -135,4 +135,6 @@ def _piece(num_bytes: int, layout: ResolvedLayout, routed: float = 0.0) -> int:
 def _part(num_bytes: int, layout: ResolvedLayout, routed: float = 0.0) -> int:
     """What a rank keeps of them; arguments as of `_piece`."""
     experts = round(routed * num_bytes)
-    return -(-(num_bytes - experts) // (layout.shards * layout.tp)) - (-experts // layout.ranks)
+    return -(-(num_bytes - experts) // (layout.shards * layout.tp)) - (
+        -experts // (layout.ranks // layout.pp)
+    )

@@ -112,7 +112,8 @@ def stage_costs(
 
 def _numbers_waiting(spec: ModelSpec, blocks: range) -> int:
     """For each token, of a micro-batch whose gradients of weights are still to be made."""
-    return sum(linear.inputs + linear.outputs for number in blocks for linear in spec.blocks[number].linears)
+    linears = [linear for number in blocks for linear in spec.blocks[number].linears]
+    return sum((linear.inputs + linear.outputs) * linear.chosen for linear in linears)
 
 
 def _share_of_ends(spec: ModelSpec, is_first: bool, is_last: bool) -> float:

@@ -11,7 +11,8 @@ last the axes are::
 
 Ranks of pp have different blocks: what is said below of a copy is of the part of it that a stage has.
 Ranks of cp share the copy as well: weights are cut over fsdp and cp together.
-Routed experts see the same ranks in other axes (MoE folding), edp, ep and etp, the last again among neighbours::
+Routed experts see the same ranks of a stage in other axes (MoE folding), edp, ep and etp, the last again among
+neighbours::
 
     edp      shards of the same experts
     ep       experts of a block
@@ -96,8 +97,8 @@ class RankMesh:
         from torch.distributed.device_mesh import init_device_mesh
 
         sharing = self.layout.ep * self.layout.etp
-        degrees = (self.world.size // sharing, sharing)
-        return init_device_mesh(self.device_type, degrees, mesh_dim_names=("edp", "sharing"))
+        degrees = (self.layout.pp, self._ranks_of_stage // sharing, sharing)
+        return init_device_mesh(self.device_type, degrees, mesh_dim_names=("pp", "edp", "sharing"))
 
     @property
     def data_ranks(self) -> int:

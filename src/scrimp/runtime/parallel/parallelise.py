@@ -84,7 +84,9 @@ def parallelise(model: Model, mesh: RankMesh) -> Mapping[str, Cut]:
         cuts = _of_stages(model, cuts)
     if mesh.layout.cp > 1:
         model.context_parallel = ContextParallel(mesh.layout.cp_method, mesh.devices["cp"].get_group())
-    if mesh.layout.pp == 1 or mesh.layout.dp * mesh.layout.shards > 1:
+    # Of a rank alone with its stage nothing is shared; of experts all ranks of a stage share something.
+    together = mesh.layout.dp * mesh.layout.shards * (1 if model.spec.routing is None else mesh.layout.tp)
+    if mesh.layout.pp == 1 or together > 1:
         _shard(model, mesh)
     return cuts
 
