@@ -178,7 +178,6 @@ def _refuse_beside(config: Config, num_blocks: int) -> None:
     refused += [("memory.activations", memory.activations)] * offloads
     refused += [("memory.optimizer", memory.optimizer)] * (memory.optimizer not in ("auto", "device", "0"))
     refused += [("memory.split", memory.split)] * (memory.split != "fixed")
-    refused += [("outer.every", f"{config.outer.every:,}")] * (config.outer.every > 0)
     for key, value in refused:
         raise ConfigError(
             f"{key} {value} is not carried out in a pipeline yet",

@@ -136,9 +136,11 @@ class _Grouped(torch.autograd.Function):
         compute: torch.dtype,
         is_skipped: bool,
     ) -> Tensor:
-        ctx.input_dtype, ctx.compute, ctx.splits = x.dtype, compute, isinstance(given, tuple)
+        ctx.input_dtype, ctx.compute = x.dtype, compute
         x, weight = x.to(compute), given[0] if isinstance(given, tuple) else given
-        ctx.save_for_backward(x, weight, ends)
+        # The parameter itself, which what is saved and made again is not.
+        ctx.split_weight = weight if isinstance(given, tuple) else None
+        ctx.save_for_backward(x, None if isinstance(given, tuple) else weight, ends)
         if is_skipped:
             return x.new_empty(len(x), len(weight) // len(ends))
         return cast(Tensor, grouped_product(FPROP, x, _matrices(weight, ends, compute), ends))
@@ -147,12 +149,13 @@ class _Grouped(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, ends = ctx.saved_tensors
+        weight = weight if ctx.split_weight is None else ctx.split_weight
         g = g.to(ctx.compute).contiguous()
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
             grad_x = grouped_product(DGRAD, g, _matrices(weight, ends, ctx.compute), ends)
             grad_x = grad_x.to(ctx.input_dtype)
-        if ctx.splits:
+        if ctx.split_weight is not None:
             make_later(weight, lambda: _of_weight(g, x, weight, ends))
         elif ctx.needs_input_grad[1]:
             grad_weight = _of_weight(g, x, weight, ends)

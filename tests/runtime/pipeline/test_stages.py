@@ -206,6 +206,47 @@ def test_ranks_send_what_the_formula_says_and_multiply_once(tmp_path: Path) -> N
             assert products == 3 * (4 * len(pipe.blocks_of(rank)) + has_head) * case.micro_batches
 
 
+def reduced(rank: int) -> dict[str, tuple[float, float, int]]:
+    """Bytes that a rank sends to reduce gradients and to gather weights in a step, and its products."""
+    found = {}
+    for name, case in REDUCED.items():
+        _, executable, _, _ = made(case, World(rank, 4), 2)
+        batches = [
+            batch_of(case, 0, 2 * number + executable.mesh.data_rank) for number in range(case.micro_batches)
+        ]
+        with Products() as products, counting_collectives() as sent:
+            run_passes(executable, batches, 100)
+        found[name] = sent.sent("reduce-scatter"), sent.sent("all-gather"), products.count
+    return found
+
+
+REDUCED = {
+    f"{schedule}, zero {zero}, {level}": Case(
+        {"pp": 2, "schedule": schedule, "zero": zero},
+        {"model.num_layers": 4},
+        activations=level,
+        micro_batches=4,
+    )
+    for schedule in ("interleaved", "zbv", "dualpipev")
+    for zero, level in ((1, "keep"), (3, "keep"), (3, "block"))
+}
+
+
+@pytest.mark.slow
+def test_split_backward_passes_multiply_reduce_and_gather_as_others_do(tmp_path: Path) -> None:
+    ranks = spawn(4, reduced, tmp_path)
+    for name in REDUCED:
+        _, _, rest = name.partition(", ")
+        reduces, gathers, products = (sum(rank[name][at] for rank in ranks) for at in range(3))
+        wanted = [sum(rank[f"interleaved, {rest}"][at] for rank in ranks) for at in range(3)]
+        assert products == wanted[2], name
+        if "zero 1" in rest:
+            assert reduces == wanted[0], "once a step"
+        else:  # gradients of vectors are reduced with those of the weights that come next
+            assert 0.97 * wanted[0] <= reduces <= wanted[0], name
+        assert gathers <= wanted[1], name
+
+
 @pytest.mark.parametrize(
     ("ranks", "cases"), [(4, FOUR), (4, OTHERS), (8, EIGHT)], ids=["four", "others", "eight"]
 )

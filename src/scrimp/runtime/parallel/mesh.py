@@ -78,13 +78,12 @@ class RankMesh:
     @cached_property
     def of_copy(self) -> DeviceMesh:
         """The ranks that share this copy of the model, as one axis."""
-        both = self.copies_and_shards["shards", "tp"]
-        return both._flatten("of_copy")
+        return self.copies_and_shards["pp", "shards", "tp"]._flatten("of_copy")
 
     @property
     def copy(self) -> int:
         """Which copy of the model this rank has a part of."""
-        return self.world.rank // (self.world.size // self.layout.dp)
+        return self.world.rank // (self._ranks_of_stage // self.layout.dp) % self.layout.dp
 
     def of_step(self, counts: list[T]) -> list[T]:
         """The part of what `gathered_rows` gives whose gradients are added up in one step."""
