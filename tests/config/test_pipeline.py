@@ -81,7 +81,6 @@ def test_uneven_stages_are_those_given() -> None:
         ({"memory__activations": "keep+offload"}, r"memory.activations keep\+offload is not carried out"),
         ({"memory__optimizer": "host"}, "memory.optimizer host is not carried out in a pipeline"),
         ({"memory__split": "fastest"}, "memory.split fastest is not carried out in a pipeline"),
-        ({"layout__schedule": "zbv", "memory__activations": "block"}, "memory.activations block is not"),
         ({"layout__schedule": "dualpipev", "train__compile": "on"}, "train.compile on is not carried out"),
         ({"train__sequence": 64, "train__batch_tokens": 64}, "cannot run this number of micro-batches"),
     ],
@@ -91,12 +90,6 @@ def test_what_a_pipeline_cannot_have_is_refused_by_name(settings: Any, named: st
         resolved(
             settings.get("layout__pp", 2) if "layout__pp" in settings else 2, **{"layout__pp": 2, **settings}
         )
-
-
-@pytest.mark.parametrize(("ranks", "settings"), [(4, {"layout__cp": 2}), (4, {"layout__schedule": "zbv"})])
-def test_what_no_pipeline_has_beside_it_is_refused_by_name(ranks: int, settings: Any) -> None:
-    with pytest.raises(ConfigError, match=r"is not carried out"):
-        resolved(ranks, layout__pp=2, **settings)
 
 
 @given(schedule=st.sampled_from(SCHEDULES), sequences=st.integers(1, 64))

@@ -54,6 +54,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         goes_on(folder / "shared", folder / "shared to shared", "--layout.ep=2"),
         goes_on(folder / "shared", folder / "shared to pieces", "--layout.ep=1", "--layout.etp=2"),
         goes_on(folder / "shared", folder / "shared to shards", "--layout.ep=1"),
+        goes_on(folder / "shared", folder / "shared to stages", "--layout.ep=1", "--layout.pp=2"),
         goes_on(folder / "alone", folder / "one to shared", "--layout.ep=2"),
     )
     assert scrimp(*goes_on(folder / "shared to pieces", folder / "pieces to one")).returncode == 0
@@ -61,7 +62,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "name", ["shared", "shared to pieces", "shared to shards", "one to shared", "pieces to one"]
+    "name",
+    ["shared", "shared to pieces", "shared to shards", "shared to stages", "one to shared", "pieces to one"],
 )
 def test_losses_are_those_of_one_process(runs: Path, name: str) -> None:
     expected, found = losses(runs / "alone"), losses(runs / name)

@@ -103,16 +103,20 @@ def test_a_checkpoint_holds_one_of_everything(runs: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_a_run_goes_on_with_another_number_of_copies(runs: Path, tmp_path: Path, ranks: int) -> None:
-    words = goes_on(runs / "two copies", tmp_path / "run", *(["--layout.dp=2"] if ranks == 4 else []))
+@pytest.mark.parametrize(
+    ("ranks", "layout"), [(1, []), (4, ["--layout.dp=2"]), (4, ["--layout.dp=2", "--layout.pp=2"])]
+)
+def test_a_run_goes_on_with_other_copies(
+    runs: Path, tmp_path: Path, ranks: int, layout: Sequence[str]
+) -> None:
+    words = goes_on(runs / "two copies", tmp_path / "run", *layout)
     if ranks == 1:
         assert main(words) == 0
     else:
         on_ranks(4, tmp_path / "ranks", words)
     assert sorted(losses(tmp_path / "run")) == list(range(1, STEPS + 1))
     wanted = losses(runs / "two copies")
-    # Shards of two copies add up the same numbers in another order; one copy learns from twice the tokens a step.
+    # Shards and stages of two copies add up in another order; one copy learns from twice the tokens a step.
     near = 1e-5 if ranks == 4 else 0.05
     assert losses(tmp_path / "run") == pytest.approx(wanted, rel=near)
 

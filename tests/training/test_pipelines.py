@@ -75,6 +75,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         goes_on(folder / "1f1b", folder / "from 1f1b to fsdp", "--layout.pp=1", "--layout.fsdp=2"),
         goes_on(folder / "1f1b", folder / "from 1f1b to zbv", "--layout.pp=2", "--layout.schedule=zbv"),
     )
+    on_ranks(
+        4,
+        folder / "four",
+        goes_on(
+            folder / "1f1b",
+            folder / "from two to four",
+            *("--layout.pp=2", "--layout.schedule=zbv", "--layout.fsdp=2", "--memory.activations=block"),
+        ),
+    )
     alone(
         goes_on(folder / "1f1b", folder / "from two to one"),
         goes_on(folder / "tied", folder / "tied to one"),
@@ -95,6 +104,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("from 1f1b to fsdp", "alone"),
         ("from 1f1b to zbv", "alone"),
         ("from zbv to one", "alone"),
+        ("from two to four", "alone"),
     ],
 )
 def test_losses_are_those_of_one_process(runs: Path, name: str, expected: str) -> None:

@@ -64,7 +64,7 @@ def check_experts(config: Config, architecture: Architecture, ranks: int) -> Non
             got=f"a {architecture.family} model, whose rare experts show too little to be measured",
             do="give formats by rules, such as fp8,*.experts.*.wgrad=bf16",
         )
-    _check_degrees(architecture, ep, etp, ranks)
+    _check_degrees(architecture, ep, etp, ranks // config.layout.pp)
     if ranks > 1:
         _check_beside_ranks(config)
 
@@ -73,7 +73,7 @@ def _check_degrees(architecture: Architecture, ep: int, etp: int, ranks: int) ->
     experts = int(architecture.option("experts", 0))
     width = int(architecture.option("expert_width", architecture.ffn_width))
     for key, what, count, degree in (
-        ("layout.ep x layout.etp", "the ranks of the run", ranks, ep * etp),
+        ("layout.ep x layout.etp", "the ranks of a stage", ranks, ep * etp),
         ("layout.ep", "the experts of a block", experts, ep),
         ("layout.etp", "the width of an expert", width, etp),
     ):
@@ -88,13 +88,12 @@ def _check_degrees(architecture: Architecture, ep: int, etp: int, ranks: int) ->
 
 def _check_beside_ranks(config: Config) -> None:
     layout = config.layout
-    for key, number, default in (("outer.every", config.outer.every, 0), ("layout.pp", layout.pp, 1)):
-        if number != default:
-            raise ConfigError(
-                f"{key} is not carried out for models with routed experts yet",
-                got=f"{key} {number:,}",
-                do=f"leave {key} out",
-            )
+    if config.outer.every:
+        raise ConfigError(
+            "outer.every is not carried out for models with routed experts yet",
+            got=f"outer.every {config.outer.every:,}",
+            do="leave outer.every out",
+        )
     shares = layout.ep * layout.etp > 1
     rounds = config.train.parameters == "bf16" and not config.optimizer.master_weights
     refused: list[tuple[str, str]] = []

@@ -96,9 +96,6 @@ def decide_stages(config: Config, decide: Callable[[Config, str, Callable[[], De
     if config.layout.pp == 1:
         return config
     config = decide(config, "layout.schedule", lambda: _schedule(config.layout))
-    if config.layout.schedule in V_SHAPED:
-        why = f"blocks recompute nothing yet under layout.schedule {config.layout.schedule}"
-        config = decide(config, "memory.activations", lambda: ("keep", why))
     return decide(config, "layout.virtual", lambda: _virtual(config.layout))
 
 
@@ -172,32 +169,25 @@ def _check_sizes(text: str, count: int, num_blocks: int) -> None:
 
 def _refuse_beside(config: Config, num_blocks: int) -> None:
     layout, memory = config.layout, config.memory
-    refused = [("layout.cp", f"{layout.cp}")] * (layout.cp > 1)
-    refused += [("precision", config.precision)] * config.is_planned
+    refused = [("precision", config.precision)] * config.is_planned
     offloads = memory.activations != "auto" and any(
         one.is_offloaded for one in assign_activations(memory.activations, num_blocks)
     )
     refused += [("memory.activations", memory.activations)] * offloads
     refused += [("memory.optimizer", memory.optimizer)] * (memory.optimizer not in ("auto", "device", "0"))
     refused += [("memory.split", memory.split)] * (memory.split != "fixed")
-    refused += [("outer.every", f"{config.outer.every:,}")] * (config.outer.every > 0)
     for key, value in refused:
         raise ConfigError(
             f"{key} {value} is not carried out in a pipeline yet",
             got=f"layout.pp {layout.pp:,}",
             do=f"change {key}, or use layout.fsdp instead",
         )
-    beside = [("layout.fsdp", layout.fsdp), ("layout.dp", layout.dp)]
-    split = [(key, str(degree)) for key, degree in beside if decided(degree) > 1]
-    recomputes = memory.activations not in ("auto", "keep")
-    split += [("memory.activations", memory.activations)] * recomputes
-    split += [("train.compile", "on")] * (config.train.compile == "on")
-    if layout.schedule in V_SHAPED and split:
-        key, value = split[0]
+    if layout.schedule in V_SHAPED and config.train.compile == "on":
         raise ConfigError(
-            f"{key} {value} is not carried out beside layout.schedule {layout.schedule} yet",
+            f"train.compile on is not carried out beside layout.schedule {layout.schedule}",
+            got="compiled blocks, which make all gradients at once",
             expected="gradients of weights that are made apart from those of inputs",
-            do=f"change {key}, or choose layout.schedule interleaved",
+            do="set train.compile to off, or choose layout.schedule interleaved",
         )
 
 

@@ -194,12 +194,14 @@ def swap_in(
 
 
 def split_products(module: nn.Module) -> None:
-    """Let the gradients of the weights of a module's plain linear layers wait, where a backward pass asks for it.
+    """Let the gradients of the weights of a module's linear layers wait, where a backward pass asks for it.
 
     Raises:
         ModelError: a layer has a forward method of its own.
     """
     for name, layer in module.named_modules():
+        if isinstance(layer, GroupedLinear):
+            layer.splits = True
         if not isinstance(layer, nn.Linear) or hasattr(layer, "planned"):
             continue
         if has_own_forward(layer):

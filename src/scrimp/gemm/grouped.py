@@ -34,6 +34,7 @@ from scrimp.errors import ModelError
 from scrimp.gemm.linear import compute_dtype
 from scrimp.gemm.recompute import only_saves, run_again
 from scrimp.gemm.storage import CODES, RECOMPUTED
+from scrimp.gemm.weight_gradients import make_later
 
 FPROP, DGRAD, WGRAD = "fprop", "dgrad", "wgrad"
 
@@ -57,6 +58,8 @@ class GroupedLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.experts, self.in_features, self.out_features = experts, inputs, outputs
+        self.splits = False
+        """Whether the gradient of its weight may wait (`scrimp.gemm.weight_gradients`); the tokens must need one."""
         self.weight = nn.Parameter(torch.empty(experts * outputs, inputs, device=device, dtype=dtype))
 
     def forward(self, x_AI: Tensor, ends_E: Tensor) -> Tensor:
@@ -73,7 +76,9 @@ class GroupedLinear(nn.Module):
         compute = compute_dtype(x_AI)
         owner = getattr(self, "planned", self)
         is_skipped = not torch.compiler.is_compiling() and only_saves(owner)
-        found = _Grouped.apply(x_AI, self.weight, ends_E, compute, is_skipped)  # type: ignore[no-untyped-call]
+        # In a tuple: of an input without a gradient autograd would call the weight's hooks all the same.
+        weight = (self.weight,) if self.splits else self.weight
+        found = _Grouped.apply(x_AI, weight, ends_E, compute, is_skipped)  # type: ignore[no-untyped-call]
         return cast(Tensor, found)
 
     def check(self, x_AI: Tensor, ends_E: Tensor) -> None:
@@ -124,11 +129,18 @@ def regrouped(
 class _Grouped(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, compute: torch.dtype, is_skipped: bool
+        ctx: Any,
+        x: Tensor,
+        given: Tensor | tuple[Tensor],
+        ends: Tensor,
+        compute: torch.dtype,
+        is_skipped: bool,
     ) -> Tensor:
         ctx.input_dtype, ctx.compute = x.dtype, compute
-        x = x.to(compute)
-        ctx.save_for_backward(x, weight, ends)
+        x, weight = x.to(compute), given[0] if isinstance(given, tuple) else given
+        # The parameter itself, which what is saved and made again is not.
+        ctx.split_weight = weight if isinstance(given, tuple) else None
+        ctx.save_for_backward(x, None if isinstance(given, tuple) else weight, ends)
         if is_skipped:
             return x.new_empty(len(x), len(weight) // len(ends))
         return cast(Tensor, grouped_product(FPROP, x, _matrices(weight, ends, compute), ends))
@@ -137,14 +149,21 @@ class _Grouped(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, ends = ctx.saved_tensors
+        weight = weight if ctx.split_weight is None else ctx.split_weight
         g = g.to(ctx.compute).contiguous()
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
             grad_x = grouped_product(DGRAD, g, _matrices(weight, ends, ctx.compute), ends)
             grad_x = grad_x.to(ctx.input_dtype)
-        if ctx.needs_input_grad[1]:
-            grad_weight = grouped_product(WGRAD, g, x, ends).flatten(0, 1).to(weight.dtype)
+        if ctx.split_weight is not None:
+            make_later(weight, lambda: _of_weight(g, x, weight, ends))
+        elif ctx.needs_input_grad[1]:
+            grad_weight = _of_weight(g, x, weight, ends)
         return grad_x, grad_weight, None, None, None
+
+
+def _of_weight(g: Tensor, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return cast(Tensor, grouped_product(WGRAD, g, x, ends).flatten(0, 1).to(weight.dtype))
 
 
 def _matrices(weight: Tensor, ends: Tensor, compute: torch.dtype) -> Tensor:

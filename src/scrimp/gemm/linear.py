@@ -31,7 +31,7 @@ from scrimp.gemm.observe import is_plain_observed
 from scrimp.gemm.problem import DTYPE_NAMES, high_precision
 from scrimp.gemm.recompute import is_handled, only_saves, run_again
 from scrimp.gemm.storage import RECOMPUTED
-from scrimp.gemm.weight_gradients import waiting_now
+from scrimp.gemm.weight_gradients import make_later
 from scrimp.precision import HIGH_PRECISION, RECOMPUTE
 
 
@@ -91,13 +91,16 @@ def runs_plain(x: Tensor, layer: PlannedLayer) -> bool:
     return layer.is_plain(DTYPE_NAMES.get(compute_dtype(x), "")) and not is_plain_observed()
 
 
-def planned_linear(x: Tensor, weight: Tensor, bias: Tensor | None, layer: PlannedLayer) -> Tensor:
+def planned_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, layer: PlannedLayer, *, splits: bool = False
+) -> Tensor:
     """x W^T + bias by a layer's plan.
 
     Args:
         x: [..., I], float32 or bfloat16 (under autocast any of the two).
         weight: [O, I], a parameter.
         bias: [O] or None.
+        splits: whether the gradient of the weight may wait (`scrimp.gemm.weight_gradients`); x must need one.
 
     Raises:
         ModelError, DeviceError: shapes, types or devices that do not belong together.
@@ -115,7 +118,9 @@ def planned_linear(x: Tensor, weight: Tensor, bias: Tensor | None, layer: Planne
     needs_grad = torch.is_grad_enabled()
     function = operators.CompiledLinear if is_compiling else _Linear
     matrix = x[None] if x.dim() == 1 else x.flatten(0, -2)
-    y = cast(Tensor, function.apply(matrix, weight, layer, compute, needs_grad))  # type: ignore[no-untyped-call]
+    # In a tuple: of an input without a gradient autograd would call the weight's hooks all the same.
+    given = (weight,) if splits else weight
+    y = cast(Tensor, function.apply(matrix, given, layer, compute, needs_grad))  # type: ignore[no-untyped-call]
     if bias is not None:
         y = y + bias.to(compute)
     return y.view(*x.shape[:-1], weight.shape[0])
@@ -146,9 +151,18 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, layer: PlannedLayer, compute: torch.dtype, needs_grad: bool
+        ctx: Any,
+        x: Tensor,
+        given: Tensor | tuple[Tensor],
+        layer: PlannedLayer,
+        compute: torch.dtype,
+        needs_grad: bool,
     ) -> Tensor:
-        saves = needs_grad and ctx.needs_input_grad[1]
+        splits = isinstance(given, tuple)
+        weight = given[0] if isinstance(given, tuple) else given
+        # The parameter itself, which what is saved and made again is not.
+        ctx.split_weight = weight if splits else None
+        saves = needs_grad and (splits or ctx.needs_input_grad[1])
         keeps_codes = saves and layer.precision.saved not in (*HIGH_PRECISION, RECOMPUTE)
         codes: QuantizedTensor | None = None
         if saves and layer.saved_class == RECOMPUTED and not is_handled(layer):
@@ -166,7 +180,7 @@ class _Linear(torch.autograd.Function):
         ctx.layer, ctx.compute, ctx.now = layer, compute, layer.clock.now
         ctx.input_dtype = x.dtype
         ctx.codes_like = None if codes is None else codes.without_tensors()
-        kept: list[Tensor | None] = [weight]
+        kept: list[Tensor | None] = [None if splits else weight]
         if codes is not None:
             kept += [codes.payload, codes.scales, codes.tensor_scale]
         elif saves:
@@ -178,6 +192,7 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         weight, *saved = ctx.saved_tensors
+        weight = weight if ctx.split_weight is None else ctx.split_weight
         x: Tensor | QuantizedTensor | None = saved[0] if saved else None
         if ctx.codes_like is not None:
             x = ctx.codes_like.with_tensors(*saved)
@@ -188,10 +203,9 @@ class _Linear(torch.autograd.Function):
             with torch.autocast(g.device.type, enabled=False):
                 return backward(*operands, needs_x=needs_x, needs_weight=needs_weight)
 
-        later = waiting_now() if needs_weight else None
-        grad_x, grad_weight = gradients(needs_x, needs_weight and later is None)
-        if later is not None:
-            later.add(weight, lambda: cast(Tensor, gradients(False, True)[1]))
+        grad_x, grad_weight = gradients(needs_x, needs_weight)
+        if ctx.split_weight is not None:
+            make_later(weight, lambda: cast(Tensor, gradients(False, True)[1]))
         return None if grad_x is None else grad_x.to(ctx.input_dtype), grad_weight, None, None, None
 
 

@@ -34,6 +34,7 @@ from scrimp.gemm.linear import compute_dtype, runs_plain
 from scrimp.gemm.problem import high_precision
 from scrimp.gemm.recompute import is_handled, only_saves
 from scrimp.gemm.storage import RECOMPUTED
+from scrimp.gemm.weight_gradients import make_later
 from scrimp.precision import HIGH_PRECISION, RECOMPUTE
 
 Codes = QuantizedTensor | None
@@ -52,7 +53,8 @@ class PlannedGrouped(GroupedLinear):
         self.check(x_AI, ends_E)
         function = _CompiledGroups if is_compiling else _Groups
         compute, needs_grad = compute_dtype(x_AI), torch.is_grad_enabled()
-        found = function.apply(x_AI, self.weight, ends_E, self.planned, compute, needs_grad)  # type: ignore[no-untyped-call]
+        weight = (self.weight,) if self.splits else self.weight
+        found = function.apply(x_AI, weight, ends_E, self.planned, compute, needs_grad)  # type: ignore[no-untyped-call]
         return cast(Tensor, found)
 
 
@@ -82,13 +84,16 @@ class _Groups(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        weight: Tensor,
+        given: Tensor | tuple[Tensor],
         ends: Tensor,
         layer: PlannedLayer,
         compute: torch.dtype,
         needs_grad: bool,
     ) -> Tensor:
-        saves = needs_grad and ctx.needs_input_grad[1]
+        splits = isinstance(given, tuple)
+        weight = given[0] if isinstance(given, tuple) else given
+        ctx.split_weight = weight if splits else None
+        saves = needs_grad and (splits or ctx.needs_input_grad[1])
         keeps_codes = saves and layer.precision.saved not in (*HIGH_PRECISION, RECOMPUTE)
         if saves and layer.saved_class == RECOMPUTED and not is_handled(layer):
             raise PlanError(
@@ -109,22 +114,24 @@ class _Groups(torch.autograd.Function):
         ctx.codes_like = [None if codes is None else codes.without_tensors() for codes in found]
         kept = [x.to(high_precision(layer.precision.saved, compute))] if saves and not keeps_codes else []
         tensors = [t for codes in found for t in (() if codes is None else _tensors(codes))]
-        ctx.save_for_backward(weight, ends, *kept, *tensors)
+        ctx.save_for_backward(None if splits else weight, ends, *kept, *tensors)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         weight, ends, *saved = ctx.saved_tensors
+        weight = weight if ctx.split_weight is None else ctx.split_weight
         inputs: list[Tensor | QuantizedTensor | None]
         if any(like is not None for like in ctx.codes_like):
             parts = iter(saved)
             inputs = [like.with_tensors(*(next(parts) for _ in range(3))) for like in ctx.codes_like]
         else:
             inputs = [saved[0][rows] if saved else None for _, rows in runs(ends, len(g))]
-        needs = ctx.needs_input_grad[:2]
-        grads = _gradients(g, inputs, weight, ends, ctx.layer, ctx.compute, ctx.now, needs)
-        grad_x, grad_weight = grads
+        operands = g, inputs, weight, ends, ctx.layer, ctx.compute, ctx.now
+        grad_x, grad_weight = _gradients(*operands, ctx.needs_input_grad[:2])
+        if ctx.split_weight is not None:
+            make_later(weight, lambda: cast(Tensor, _gradients(*operands, (False, True))[1]))
         return None if grad_x is None else grad_x.to(ctx.input_dtype), grad_weight, None, None, None, None
 
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from scrimp.gemm.linear import PlannedLinear, compute_dtype, runs_plain
-from scrimp.gemm.weight_gradients import WeightGradients, waiting_now
+from scrimp.gemm.linear import PlannedLinear, compute_dtype, planned_linear, runs_plain
+from scrimp.gemm.recompute import only_saves
+from scrimp.gemm.weight_gradients import make_later
 
 
 class SplitLinear(nn.Linear):
@@ -21,10 +22,11 @@ class SplitLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x W^T + bias, x of any leading shape."""
-        compute = compute_dtype(x)
+        compute, owner = compute_dtype(x), getattr(self, "planned", self)
         matrix = x.flatten(0, -2)
         # In a tuple: of an input without a gradient autograd would call the weight's hooks all the same.
-        y = cast(Tensor, _Product.apply(matrix, (self.weight,), compute))  # type: ignore[no-untyped-call]
+        found = _Product.apply(matrix, (self.weight,), compute, only_saves(owner))  # type: ignore[no-untyped-call]
+        y = cast(Tensor, found)
         if self.bias is not None:
             y = y + self.bias.to(compute)
         return y.view(*x.shape[:-1], self.out_features)
@@ -35,25 +37,27 @@ class PlannedSplit(PlannedLinear, SplitLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x W^T + bias, x of any leading shape."""
-        kind = SplitLinear if runs_plain(x, self.planned) else PlannedLinear
-        return kind.forward(self, x)
+        if runs_plain(x, self.planned):
+            return SplitLinear.forward(self, x)
+        return planned_linear(x, self.weight, self.bias, self.planned, splits=True)
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: tuple[Tensor], compute: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weights: tuple[Tensor], compute: torch.dtype, is_skipped: bool
+    ) -> Tensor:
         low, (weight,) = x.to(compute), weights
         ctx.save_for_backward(low)
         ctx.weight, ctx.input_dtype = weight, x.dtype
+        if is_skipped:
+            return low.new_empty(len(low), len(weight))
         with torch.autocast(x.device.type, enabled=False):
             return low @ weight.to(compute).t()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
         (x,), weight = ctx.saved_tensors, ctx.weight
-        later = waiting_now() or WeightGradients()
-        later.add(weight, lambda: (g.t() @ x).to(weight.dtype))
-        if waiting_now() is None:
-            later.make()
-        return (g @ weight.to(g.dtype)).to(ctx.input_dtype), None, None
+        make_later(weight, lambda: (g.t() @ x).to(weight.dtype))
+        return (g @ weight.to(g.dtype)).to(ctx.input_dtype), None, None, None

@@ -16,7 +16,7 @@ Checked  tests/gemm/test_weight_gradients.py
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -49,15 +49,32 @@ class WeightGradients:
         """
         self._later.append((weight, make))
 
-    def make(self) -> None:
-        """Make them, in the order in which they came."""
-        for weight, make in self._later:
+    def make(self, of: Iterable[Tensor] | None = None) -> None:
+        """Make them, in the order in which they came; what each is made of goes as it is made.
+
+        Args:
+            of: parameters; None: all.
+        """
+        these = None if of is None else {id(weight) for weight in of}
+        own = [one for one in self._later if these is None or id(one[0]) in these]
+        self._later = [] if these is None else [one for one in self._later if id(one[0]) not in these]
+        while own:
+            weight, make = own.pop(0)
             with torch.no_grad():
                 gradient = make()
+            del make
             with torch.enable_grad():  # a backward pass may be going on
                 place = weight.view_as(weight)
             torch.autograd.backward(place, gradient)
-        self._later = []
+            del gradient
+
+
+def make_later(weight: Tensor, make: Callable[[], Tensor]) -> None:
+    """Make the gradient of a weight when it is its turn: later where a backward pass leaves it, else now."""
+    later = waiting_now() or WeightGradients()
+    later.add(weight, make)
+    if waiting_now() is None:
+        later.make()
 
 
 def waiting_now() -> WeightGradients | None:

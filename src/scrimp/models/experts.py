@@ -23,8 +23,6 @@ Memory   What is saved of a token's copies is made again in backward: h is kept,
          from `mlp` on everything runs again, the router too: its choices come out the same.
 Source   Shazeer et al., arXiv 1701.06538; GShard, arXiv 2006.16668; Switch, arXiv 2101.03961; Mixtral, arXiv 2401.04088
 Ranks    Experts may lie on other ranks: `scrimp.models.expert_ranks`.
-Limits   Stages of a pipeline are not served: a block leaves its sums in `routing`, where the last stage's rank does
-         not see them.
 Checked  tests/models/test_experts.py: a loop over tokens in float64; tests/models/test_huggingface_parity.py
 
 Letters: B rows, T tokens, S = B T, D width, E experts, k of them for a token, A = S k pairs, F width of an expert.

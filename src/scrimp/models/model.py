@@ -97,6 +97,8 @@ class StagePass:
     blocks: range
     x_BTD: Tensor | None = None  # noqa: N815
     """The residual stream before them; None: the pass begins with the embedding."""
+    sums_2E: Tensor | None = None  # noqa: N815
+    """What blocks with experts before them have routed (`Model.take_routing`); None: nothing, or there are none."""
 
 
 class Model(nn.Module):
@@ -241,20 +243,34 @@ class Model(nn.Module):
 
     def take_routing(self) -> Tensor | None:
         """What the last forward pass routed, sums_L2E of the blocks with experts (`scrimp.models.experts`), for the one
-        who asks first; None: the model has no experts."""
-        if self.spec.routing is None:
-            return None
-        found = []
-        for block in self.each_block():
-            if isinstance(block, RoutedBlock) and block.routing is not None:
-                found.append(block.routing)
-                block.routing = None
+        who asks first; None: the model has no experts. Of the stages before one, their sum is one more block."""
+        found = self._routed()
         if not found:
             return None
         sums_L2E = torch.stack(found)
         for group in self.row_groups():
             sums_L2E = added_up(sums_L2E, group)
         return sums_L2E
+
+    def routing_so_far(self) -> Tensor | None:
+        """sums_2E for the next stage, of this rank's tokens; None: the model has no experts."""
+        found = self._routed()
+        if not found:
+            routing = self.spec.routing
+            return (
+                None
+                if routing is None
+                else torch.zeros(2, routing.experts, device=next(self.parameters()).device)
+            )
+        return torch.stack(found).sum(0)
+
+    def _routed(self) -> list[Tensor]:
+        found = [] if self.stage is None or self.stage.sums_2E is None else [self.stage.sums_2E]
+        for block in self.each_block():
+            if isinstance(block, RoutedBlock) and block.routing is not None:
+                found.append(block.routing)
+                block.routing = None
+        return found
 
     def row_groups(self) -> list[dist.ProcessGroup]:
         """The ranks that share the tokens of rows with this one."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from scrimp.config import Architecture
 from scrimp.config.activations import Activations
-from scrimp.config.pipeline import pipeline_of
+from scrimp.config.pipeline import V_SHAPED, pipeline_of
 from scrimp.data import Batch
 from scrimp.errors import PlanError
 from scrimp.gemm import (
@@ -42,7 +42,7 @@ from scrimp.precision import LinearPrecision
 from scrimp.runtime.memory import HostMemory, HostRoom, carry_out
 from scrimp.runtime.parallel import ONE_RANK, RankMesh, parallelise, part_of_rank, reduce_gradients, units
 from scrimp.runtime.pieces import share_formats
-from scrimp.runtime.pipeline import Stages
+from scrimp.runtime.pipeline import Boundary, Stages
 
 HEAD = "head"
 PLANNED_PROBE_TOKENS = 128
@@ -90,7 +90,7 @@ class Executable:
         """
         if self.planned is not None:
             self.planned.clock.begin(step, first_row)
-        if self.mesh.layout.zero == 1:
+        if self.mesh.layout.zero == 1 and self.mesh.layout.schedule not in V_SHAPED:
             reduce_gradients(self.model, is_last)
 
     def loss(self, batch: Batch) -> LossSums:
@@ -104,15 +104,17 @@ class Executable:
             return self.stages.evaluate(batch, self.run)
         return cast(LossSums, self.run(batch))
 
-    def run(self, batch: Batch) -> Tensor | LossSums:
-        """The model, or its stage that is set, on a micro-batch: the loss, or of an earlier stage than the last the
-        residual stream. PlanError as by `loss`."""
+    def run(self, batch: Batch) -> Boundary | LossSums:
+        """The model, or its stage that is set, on a micro-batch: the loss, or of an earlier stage than the last what it
+        hands on. PlanError as by `loss`."""
         part, stage = self._part_of(batch), self.model.stage
         self._refuse_unplanned(*part.tokens_BT.shape)
         with self.autocast():
             given = part.to(self.device)
             if stage is not None and stage.blocks.stop < self.model.spec.num_blocks:
-                return cast(Tensor, self.model(given.tokens_BT, given.document_starts))
+                x_BTD = cast(Tensor, self.model(given.tokens_BT, given.document_starts))
+                sums_2E = self.model.routing_so_far()
+                return (x_BTD,) if sums_2E is None else (x_BTD, sums_2E)
             sums = self.objective.loss(self.model, given, chunk=self.loss_chunk)
         count = self.objective.count
         return with_load_balance(self.model, sums, count(batch), count(part))

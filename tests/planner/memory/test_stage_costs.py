@@ -25,7 +25,9 @@ def spec(*, tied: bool) -> ModelSpec:
 
 
 def running(costs: StepCosts, pipeline: Pipeline, rank: int, stage: int, held: Held) -> StepCosts:
-    return stage_costs(costs, pipeline, rank, stage, held, KEEP, spec(tied=False), tokens=8, compute_bytes=4)
+    return stage_costs(
+        costs, pipeline, rank, stage, [held], KEEP, spec(tied=False), tokens=8, compute_bytes=4
+    )
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -64,5 +66,6 @@ def test_only_the_running_stage_takes_activations() -> None:
     kept = [found.classes[number].choices["keep"].kept for number in found.blocks]
     weights = [found.classes[number].weights for number in found.blocks]
     assert (kept, weights) == ([10, 10, 0, 0], [100, 100, 100, 100])
-    outputs = sum(linear.outputs for block in spec(tied=False).blocks[:2] for linear in block.linears)
-    assert found.resident == 20 + (2 * 20 + 20 - 20) + 2 * 4 + 2 * 3 + outputs * 8 * 4
+    linears = [linear for block in spec(tied=False).blocks[:2] for linear in block.linears]
+    numbers = sum(linear.inputs + linear.outputs for linear in linears)
+    assert found.resident == 20 + (2 * 20 + 20 - 20) + 2 * 4 + 2 * 3 + numbers * 8 * 4

@@ -32,8 +32,19 @@ TWO = {
     "recomputed": Case(PP, {**TOKENS, "memory.activations": "block"}, activations="block", micro_batches=6),
     "zbv": Case({**PP, "schedule": "zbv"}, TOKENS, micro_batches=6),
     "dualpipev": Case({**PP, "schedule": "dualpipev"}, TOKENS, micro_batches=6),
+    "zbv, recomputed": Case(
+        {**PP, "schedule": "zbv"},
+        {**TOKENS, "memory.activations": "block"},
+        activations="block",
+        micro_batches=6,
+    ),
 }
-FOUR = {"fsdp": Case(PP, WEIGHTS, micro_batches=4)}
+FOUR = {
+    "fsdp": Case(PP, WEIGHTS, micro_batches=4),
+    "fsdp, zbv": Case({**PP, "schedule": "zbv"}, WEIGHTS, micro_batches=4),
+    "fsdp, zbv, tokens": Case({**PP, "schedule": "zbv"}, TOKENS, micro_batches=4),
+    "dp, dualpipev": Case({**PP, "dp": 2, "schedule": "dualpipev"}, WEIGHTS, micro_batches=4),
+}
 
 
 def measured(rank: int, ranks: int, cases: dict[str, Case]) -> dict[str, tuple[int, int]]:

@@ -41,6 +41,36 @@ TWO = {
     "uneven stages": Case({**PP, "stages": "1,2"}, micro_batches=2),
     "zbv": Case({**PP, "schedule": "zbv"}, {"model.num_layers": 4}, micro_batches=4),
     "dualpipev": Case({**PP, "schedule": "dualpipev"}, {"model.num_layers": 4}, micro_batches=5),
+    "zbv, recomputed": Case(
+        {**PP, "schedule": "zbv"}, {"model.num_layers": 4}, activations="block", micro_batches=4
+    ),
+    "dualpipev, recomputed in part": Case(
+        {**PP, "schedule": "dualpipev"},
+        {"model.num_layers": 4},
+        preset="qwen2.5-0.5b",
+        activations="qkv",
+        micro_batches=4,
+    ),
+}
+FIXED = 10.0
+"""With so large a router no choice is near a tie."""
+EXPERTS = {
+    "experts": Case(PP, preset="mixtral-8m", with_documents=True, micro_batches=4, routers=FIXED),
+    "experts, interleaved, recomputed": Case(
+        {**PP, "virtual": 2},
+        {"model.num_layers": 4},
+        preset="qwen3-moe-8m",
+        activations="block",
+        micro_batches=4,
+        routers=FIXED,
+    ),
+    "experts, zbv": Case(
+        {**PP, "schedule": "zbv"},
+        {"model.num_layers": 4},
+        preset="mixtral-8m",
+        micro_batches=3,
+        routers=FIXED,
+    ),
 }
 LOW = {
     "bf16 with masters": Case(
@@ -71,6 +101,21 @@ QUANTIZED = {
     "mxfp4, interleaved, recomputed": Case(
         {**PP, "virtual": 2}, {**FP32, "precision": "mxfp4"}, activations="norms", micro_batches=4, steps=2
     ),
+    "fp8, zbv, recomputed": Case(
+        {**PP, "schedule": "zbv"},
+        {**FP32, "precision": "fp8", "memory.activations": "block"},
+        activations="block",
+        micro_batches=4,
+        steps=2,
+    ),
+    "experts in fp8, zbv": Case(
+        {**PP, "schedule": "zbv"},
+        {**FP32, "precision": "fp8", "model.num_layers": 4},
+        preset="mixtral-8m",
+        micro_batches=4,
+        steps=2,
+        routers=FIXED,
+    ),
 }
 """With fp32 weights: beside bf16 ones, autograd rounds the sum of a matrix of words' two gradients to bf16 where one
 process has both, and a pipeline does not."""
@@ -80,24 +125,76 @@ FOUR = {
     "pp 2 x fsdp 2, zero 1, interleaved": Case(
         {**PP, "zero": 1, "virtual": 2}, {"model.num_layers": 4}, micro_batches=4
     ),
+    "pp 2 x fsdp 2, zbv": Case(
+        {**PP, "schedule": "zbv"}, {"model.num_layers": 4}, with_documents=True, micro_batches=4
+    ),
+    "pp 2 x fsdp 2, zero 2, dualpipev": Case(
+        {**PP, "schedule": "dualpipev", "zero": 2},
+        {"model.num_layers": 5},
+        preset="qwen2.5-0.5b",
+        micro_batches=5,
+    ),
+    "pp 2 x fsdp 2, zero 1, zbv": Case(
+        {**PP, "schedule": "zbv", "zero": 1}, {"model.num_layers": 4}, micro_batches=3
+    ),
+    "pp 2 x dp 2, zbv": Case(
+        {**PP, "dp": 2, "schedule": "zbv"}, {"model.num_layers": 4}, preset="qwen2.5-0.5b", micro_batches=3
+    ),
+    "pp 2 x fsdp 2, zbv, recomputed": Case(
+        {**PP, "schedule": "zbv"}, {"model.num_layers": 4}, activations="mlp", micro_batches=3
+    ),
     "pp 2 x dp 2": Case({**PP, "dp": 2}, micro_batches=3),
     "pp 2 x tp 2": Case({**PP, "tp": 2}, preset="qwen2.5-0.5b", with_documents=True, micro_batches=3),
     "pp 2 x tp 2, zbv": Case({**PP, "tp": 2, "schedule": "zbv"}, {"model.num_layers": 4}, micro_batches=3),
     "pp 4": Case({"pp": 4, "stages": "1,1,2,1"}, {"model.num_layers": 5}, micro_batches=5),
     "pp 4, dualpipev": Case({"pp": 4, "schedule": "dualpipev"}, {"model.num_layers": 8}, micro_batches=9),
 }
+OTHERS = {
+    "pp 2 x ep 2": Case(
+        {**PP, "ep": 2}, preset="mixtral-8m", with_documents=True, micro_batches=3, routers=FIXED
+    ),
+    "pp 2 x fsdp 2, zbv, fp8": Case(
+        {**PP, "schedule": "zbv"},
+        {**FP32, "precision": "fp8", "model.num_layers": 4},
+        micro_batches=3,
+        steps=1,
+    ),
+    "pp 2 x fsdp 2, experts": Case({**PP, "zero": 1}, preset="qwen3-moe-8m", micro_batches=3, routers=FIXED),
+    "pp 2 x ep 2, zbv": Case(
+        {**PP, "ep": 2, "schedule": "zbv"},
+        {"model.num_layers": 4},
+        preset="mixtral-8m",
+        micro_batches=3,
+        routers=FIXED,
+    ),
+    "pp 2 x tp 2, experts": Case({**PP, "tp": 2}, preset="mixtral-8m", micro_batches=2, routers=FIXED),
+    "pp 2 x tp 2, etp 2": Case(
+        {**PP, "tp": 2, "etp": 2}, preset="qwen3-moe-8m", micro_batches=2, routers=FIXED
+    ),
+    "pp 2 x cp 2": Case({**PP, "cp": 2}, with_documents=True, micro_batches=3),
+    "pp 2 x cp 2, striped, zbv": Case(
+        {**PP, "cp": 2, "cp_method": "striped", "schedule": "zbv"}, {"model.num_layers": 4}, micro_batches=3
+    ),
+    "pp 2 x cp 2, ulysses, ep 2": Case(
+        {**PP, "cp": 2, "cp_method": "ulysses", "ep": 2},
+        preset="mixtral-8m",
+        with_documents=True,
+        micro_batches=3,
+        routers=FIXED,
+    ),
+}
 EIGHT = {"fsdp 2 x tp 2 x pp 2": Case({"pp": 2, "tp": 2, "fsdp": 2}, with_documents=True, micro_batches=3)}
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Trained]]:
-    return on_ranks(2, TWO | LOW | QUANTIZED, tmp_path_factory.mktemp("two"))
+    return on_ranks(2, TWO | EXPERTS | LOW | QUANTIZED, tmp_path_factory.mktemp("two"))
 
 
-@pytest.mark.parametrize("name", TWO)
+@pytest.mark.parametrize("name", TWO | EXPERTS)
 @pytest.mark.slow
 def test_two_ranks_train_as_one_process(name: str, two: dict[str, list[Trained]]) -> None:
-    check_parity(two[name], alone(2, TWO[name]))
+    check_parity(two[name], alone(2, (TWO | EXPERTS)[name]))
 
 
 @pytest.mark.parametrize("name", LOW)
@@ -182,7 +279,50 @@ def test_ranks_send_what_the_formula_says_and_multiply_once(tmp_path: Path) -> N
             assert planned == {(one, gemm): case.micro_batches for one in layers for gemm in GEMMS}, name
 
 
-@pytest.mark.parametrize(("ranks", "cases"), [(4, FOUR), (8, EIGHT)], ids=["four", "eight"])
+def reduced(rank: int) -> dict[str, tuple[float, float, int]]:
+    """Bytes that a rank sends to reduce gradients and to gather weights in a step, and its products."""
+    found = {}
+    for name, case in REDUCED.items():
+        _, executable, _, _ = made(case, World(rank, 4), 2)
+        batches = [
+            batch_of(case, 0, 2 * number + executable.mesh.data_rank) for number in range(case.micro_batches)
+        ]
+        with Products() as products, counting_collectives() as sent:
+            run_passes(executable, batches, 100)
+        found[name] = sent.sent("reduce-scatter"), sent.sent("all-gather"), products.count
+    return found
+
+
+REDUCED = {
+    f"{schedule}, zero {zero}, {level}": Case(
+        {"pp": 2, "schedule": schedule, "zero": zero},
+        {"model.num_layers": 4},
+        activations=level,
+        micro_batches=4,
+    )
+    for schedule in ("interleaved", "zbv", "dualpipev")
+    for zero, level in ((1, "keep"), (3, "keep"), (3, "block"))
+}
+
+
+@pytest.mark.slow
+def test_split_backward_passes_multiply_reduce_and_gather_as_others_do(tmp_path: Path) -> None:
+    ranks = spawn(4, reduced, tmp_path)
+    for name in REDUCED:
+        _, _, rest = name.partition(", ")
+        reduces, gathers, products = (sum(rank[name][at] for rank in ranks) for at in range(3))
+        wanted = [sum(rank[f"interleaved, {rest}"][at] for rank in ranks) for at in range(3)]
+        assert products == wanted[2], name
+        if "zero 1" in rest:
+            assert reduces == wanted[0], "once a step"
+        else:  # gradients of vectors are reduced with those of the weights that come next
+            assert 0.97 * wanted[0] <= reduces <= wanted[0], name
+        assert gathers <= wanted[1], name
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cases"), [(4, FOUR), (4, OTHERS), (8, EIGHT)], ids=["four", "others", "eight"]
+)
 @pytest.mark.slow
 def test_ranks_train_as_one_process(ranks: int, cases: dict[str, Case], tmp_path: Path) -> None:
     found = on_ranks(ranks, cases, tmp_path)

@@ -12,12 +12,14 @@ Method   With W, G, O a unit's bytes of weights, gradients, optimizer states, R 
                          still hold; its own whole G the trace counts already
              copies      (`layout.dp`) twice R/F, which is being added up over them
              zero 2      W stays from its forward to its backward pass, like an activation that it keeps
+             zbv, dualpipev: weights' gradients come when W is gone. So backward takes either three times W without
+                         the block's own G, or twice R with it and twice W that gathers may still hold
              zero 1      so do whole sums of gradients in float32, from the first micro-batch to the last
 
          Embedding, final norm and head are one unit, gathered as long as the passes last; their whole gradients wait
          for the end of the backward pass, where they are reduced.
-         Routed experts are shared otherwise (`scrimp.models.expert_ranks`): every rank keeps 1/ranks of them, and
-         gathers 1/(ep etp).
+         Routed experts are shared otherwise (`scrimp.models.expert_ranks`): of the n ranks of a stage each
+         keeps 1/n of them, and gathers 1/(ep etp).
 Limits   Parts are rounded up: ranks get equal numbers of rows or fewer. Blocks are taken to be as large as their
          neighbours. Of `layout.tp`, activations are counted as those of whole layers, and copies of norms as pieces:
          the account is above what ranks take. What gloo and NCCL take for themselves is not counted, nor is a gather
@@ -32,6 +34,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from scrimp.config.pipeline import V_SHAPED
 from scrimp.config.resolved import ResolvedLayout
 from scrimp.planner.memory.costs import BlockClass, BlockCost, EndsCost, StepCosts
 
@@ -73,11 +76,13 @@ def _block(kind: BlockClass, layout: ResolvedLayout, parameter_bytes: int, sums_
     reduced = _reduced(whole, parameter_bytes)
     stays = whole if layout.zero < 3 else 0
     over_copies = 2 * -(-reduced // layout.fsdp) * (layout.dp > 1)
+    # Its own weights, those gathered for the block before (none where all stay), and what is not let go of yet.
+    gathers, reduces = whole + (whole - stays) + whole, 2 * reduced + over_copies
+    apart = max(gathers - _piece(kind.gradients, layout, share), 2 * whole + reduces)
+    extra = apart if layout.schedule in V_SHAPED else gathers + reduces
 
     def cost(one: BlockCost) -> BlockCost:
         accumulating = one.accumulating_peak
-        # Its own weights, those gathered for the block before (none where all stay), and what is not let go of yet.
-        extra = whole + (whole - stays) + reduced + (whole + reduced) + over_copies
         return dataclasses.replace(
             one,
             kept=one.kept + stays,
@@ -130,4 +135,6 @@ def _piece(num_bytes: int, layout: ResolvedLayout, routed: float = 0.0) -> int:
 def _part(num_bytes: int, layout: ResolvedLayout, routed: float = 0.0) -> int:
     """What a rank keeps of them; arguments as of `_piece`."""
     experts = round(routed * num_bytes)
-    return -(-(num_bytes - experts) // (layout.shards * layout.tp)) - (-experts // layout.ranks)
+    return -(-(num_bytes - experts) // (layout.shards * layout.tp)) - (
+        -experts // (layout.ranks // layout.pp)
+    )

@@ -3,19 +3,19 @@
 Problem  A rank has the states of its own blocks alone, but keeps what they need of several micro-batches at once, as
          many as its schedule lets be between their forward and their backward pass.
 Method   One stage of the rank is taken as the chain of blocks that runs; what all of its stages hold besides is
-         resident. With f[s] the micro-batches of stage s in flight, K[s] what its blocks keep of one::
+         resident. With f[s] the micro-batches of stage s in flight, K[s] what its blocks keep of one, and n[s] those
+         that wait for gradients of weights (zbv, dualpipev), at the moment at which it is most::
 
-             resident   + sum over the rank's stages of f[s] K[s], without the one that runs
+             resident   + sum over the rank's stages of f[s] K[s] + n[s] x what waits, without the one that runs
                         + tables of positions and masks, of each micro-batch in flight
                         + boundaries that have arrived and wait, and one that is sent each way
                         + f W of the last stage, where it holds several losses: each has made its head's gradient, of W
-                        + gradients of linear layers' results that wait for their weights' (zbv, dualpipev)
 
+         What waits are the inputs of linear layers and the gradients of their results.
          A stage's own input is one boundary, and so is its last block's result, which goes when it is sent. Blocks of
          other ranks cost nothing; embedding and head have the share of their numbers. The rank's peak is that of the
          stage for which it is largest.
-Limits   The micro-batches in flight are taken to be as many as ever in every moment. Of `layout.tp` as in
-         `shared_costs`.
+Limits   Every stage of a rank is taken to run at that moment. Of `layout.tp` as in `shared_costs`.
 Checked  tests/planner/memory/test_stage_costs.py; tests/runtime/pipeline/test_stage_memory.py: real ranks
 """
 
@@ -34,14 +34,15 @@ NOTHING = BlockCost(0, 0, 0)
 
 @dataclass(frozen=True)
 class Held:
-    """What a rank holds at most at a time, by its order of passes."""
+    """What a rank holds at a moment, by its order of passes."""
 
     in_flight: Mapping[int, int]
-    """Stage to micro-batches between forward pass and the end of the backward pass."""
+    """Stage to micro-batches between forward pass and the end of the backward pass, of weights that wait of that for
+    inputs."""
     waiting: Mapping[int, int]
     """Stage to micro-batches whose gradients of weights are still to be made."""
     arrived: int
-    """Boundaries that other ranks have sent, and nobody has read."""
+    """Boundaries that other ranks have sent, and nobody has read; at most."""
 
 
 def part_of_costs(costs: StepCosts, pipeline: Pipeline, rank: int, spec: ModelSpec) -> StepCosts:
@@ -63,7 +64,7 @@ def stage_costs(
     pipeline: Pipeline,
     rank: int,
     stage: int,
-    held: Held,
+    held: Sequence[Held],
     activations: Sequence[str],
     spec: ModelSpec,
     *,
@@ -74,20 +75,26 @@ def stage_costs(
 
     Args:
         costs: of the rank (`part_of_costs`).
+        held: at each moment.
         activations: of all blocks.
         tokens: of a micro-batch.
         compute_bytes: of a number of the activations.
     """
     chosen, last = chosen_costs(costs, activations), pipeline.num_stages - 1
-    kept = {one: sum(chosen[i].kept for i in pipeline.stages[one]) for one in pipeline.stages_of(rank)}
-    flying = sum(held.in_flight.values())
-    more = sum(held.in_flight[one] * kept[one] for one in kept) - kept[stage]
-    more += (flying - 1) * costs.tables + (held.arrived + 2) * costs.boundary
-    if last in kept:
-        more += (held.in_flight[last] - 1) * (costs.boundary + spec.head.parameters * compute_bytes)
-    for one, count in held.waiting.items():
-        outputs = sum(linear.outputs for i in pipeline.stages[one] for linear in spec.blocks[i].linears)
-        more += count * outputs * tokens * compute_bytes
+    stages = pipeline.stages_of(rank)
+    kept = {one: sum(chosen[i].kept for i in pipeline.stages[one]) for one in stages}
+    waits = {one: _numbers_waiting(spec, pipeline.stages[one]) * tokens * compute_bytes for one in stages}
+    loss = costs.boundary + spec.head.parameters * compute_bytes
+
+    def bytes_of(moment: Held) -> int:
+        flying = moment.in_flight
+        found = sum(
+            flying.get(one, 0) * kept[one] + moment.waiting.get(one, 0) * waits[one] for one in stages
+        )
+        found += (sum(flying.values()) - 1) * costs.tables + (moment.arrived + 2) * costs.boundary
+        return found + max(0, flying.get(last, 0) - 1) * loss
+
+    more = max(map(bytes_of, held)) - kept[stage]
     silent = [_silent(kind) for kind in costs.classes]
     blocks = [
         number if i in pipeline.stages[stage] else len(silent) + number
@@ -101,6 +108,12 @@ def stage_costs(
         resident=costs.resident + more,
         ends=_ends_of(costs.ends, has_embedding=stage == 0, has_head=stage == last, waits=is_tied),
     )
+
+
+def _numbers_waiting(spec: ModelSpec, blocks: range) -> int:
+    """For each token, of a micro-batch whose gradients of weights are still to be made."""
+    linears = [linear for number in blocks for linear in spec.blocks[number].linears]
+    return sum((linear.inputs + linear.outputs) * linear.chosen for linear in linears)
 
 
 def _share_of_ends(spec: ModelSpec, is_first: bool, is_last: bool) -> float:

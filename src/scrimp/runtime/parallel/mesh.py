@@ -11,7 +11,8 @@ last the axes are::
 
 Ranks of pp have different blocks: what is said below of a copy is of the part of it that a stage has.
 Ranks of cp share the copy as well: weights are cut over fsdp and cp together.
-Routed experts see the same ranks in other axes (MoE folding), edp, ep and etp, the last again among neighbours::
+Routed experts see the same ranks of a stage in other axes (MoE folding), edp, ep and etp, the last again among
+neighbours::
 
     edp      shards of the same experts
     ep       experts of a block
@@ -85,13 +86,12 @@ class RankMesh:
     @cached_property
     def of_copy(self) -> DeviceMesh:
         """The ranks that share this copy of the model, as one axis."""
-        both = self.copies_and_shards["shards", "tp"]
-        return both._flatten("of_copy")
+        return self.copies_and_shards["pp", "shards", "tp"]._flatten("of_copy")
 
     @property
     def copy(self) -> int:
         """Which copy of the model this rank has a part of."""
-        return self.world.rank // (self.world.size // self.layout.dp)
+        return self.world.rank // (self._ranks_of_stage // self.layout.dp) % self.layout.dp
 
     def of_step(self, counts: list[T]) -> list[T]:
         """The part of what `gathered_rows` gives whose gradients are added up in one step."""
@@ -104,12 +104,12 @@ class RankMesh:
         from torch.distributed.device_mesh import init_device_mesh
 
         sharing = self.layout.ep * self.layout.etp
-        degrees = (self.world.size // sharing, sharing)
+        degrees = (self.layout.pp, self._ranks_of_stage // sharing, sharing)
         return init_device_mesh(
             self.device_type,
             degrees,
-            mesh_dim_names=("edp", "sharing"),
-            backend_override=self._backends("fsdp", "ep"),
+            mesh_dim_names=("pp", "edp", "sharing"),
+            backend_override=self._backends("pp", "fsdp", "ep"),
         )
 
     def _backends(self, *axes: str) -> dict[int | str, Any] | None:

@@ -29,12 +29,13 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, cast
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 import torch
+from torch import Tensor
 
-from scrimp.config.pipeline import Pipeline
+from scrimp.config.pipeline import V_SHAPED, Pipeline
 from scrimp.models.context_parallel import ContextParallel
 from scrimp.models.cut_layers import cut_layers
 from scrimp.models.expert_ranks import ExpertRanks, cut_experts
@@ -50,6 +51,17 @@ if TYPE_CHECKING:
 
 WORDS = "embedding.weight"
 """The parameter of which the first and the last stage of a pipeline may both have a copy."""
+
+
+@runtime_checkable
+class _Unit(Protocol):
+    """What FSDP2 makes of a module."""
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether its backward passes reduce gradients."""
+
+    def _get_fsdp_state(self) -> Any:
+        """What torch knows of it."""
 
 
 def parallelise(model: Model, mesh: RankMesh) -> Mapping[str, Cut]:
@@ -72,7 +84,9 @@ def parallelise(model: Model, mesh: RankMesh) -> Mapping[str, Cut]:
         cuts = _of_stages(model, cuts)
     if mesh.layout.cp > 1:
         model.context_parallel = ContextParallel(mesh.layout.cp_method, mesh.devices["cp"].get_group())
-    if mesh.layout.pp == 1 or mesh.layout.dp * mesh.layout.shards > 1:
+    # Of a rank alone with its stage nothing is shared; of experts all ranks of a stage share something.
+    together = mesh.layout.dp * mesh.layout.shards * (1 if model.spec.routing is None else mesh.layout.tp)
+    if mesh.layout.pp == 1 or together > 1:
         _shard(model, mesh)
     return cuts
 
@@ -98,7 +112,7 @@ def _of_stages(model: Model, cuts: Mapping[str, Cut]) -> dict[str, Cut]:
 def units(model: Model) -> list[FSDPModule]:
     """What is gathered together: the blocks, and the rest as the model itself; none where there is one rank."""
     modules = (*_experts(model), *model.blocks, model)
-    return cast("list[FSDPModule]", [module for module in modules if hasattr(module, "unshard")])
+    return cast("list[FSDPModule]", [module for module in modules if isinstance(module, _Unit)])
 
 
 def _experts(model: Model) -> list[Experts]:
@@ -125,9 +139,71 @@ def _shard(model: Model, mesh: RankMesh) -> None:
     for unit in units(model):
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
+    if mesh.layout.schedule in V_SHAPED:
+        reduce_later(model, ends=mesh.layout.zero == 1)
 
 
 def reduce_gradients(model: Model, reduce: bool) -> None:
     """Whether the backward passes from now on reduce gradients over ranks, or only add them up here."""
     for unit in units(model):
         unit.set_requires_gradient_sync(reduce, recurse=False)
+
+
+def reduce_later(model: Model, *, ends: bool) -> None:
+    """Leave the gradients of blocks to `reduce_now`: those of their weights come after their backward pass.
+
+    Args:
+        ends: those of embedding, final norm and head as well, which come in it.
+    """
+    for unit in units(model):
+        unit.set_requires_gradient_sync(unit is cast(object, model) and not ends, recurse=False)
+
+
+def whole_weights(model: Model, block: int) -> list[Tensor]:
+    """The parameters of a block as its passes read them: gathered, where ranks share it."""
+    found = []
+    for module in model.blocks[block].modules():
+        groups = _groups(module) if isinstance(module, _Unit) else []
+        found += [getattr(one, "_unsharded_param", None) for group in groups for one in group.fsdp_params]
+    return [one for one in found if one is not None] or list(model.blocks[block].parameters())
+
+
+def reduce_now(model: Model, blocks: Iterable[int], *, ends: bool) -> None:
+    """Reduce over ranks what the gradients of some blocks have added up to here.
+
+    FSDP2 reduces a unit in its backward pass alone; for afterwards torch's own pipelines call the same parts of it
+    (`_PipelineStage.perform_reduce_grad`).
+
+    Args:
+        blocks: their numbers, each reduced before the next one is asked for.
+        ends: embedding, final norm and head as well.
+    """
+    if not isinstance(model, _Unit):
+        for _ in blocks:
+            pass
+        return
+    for number in blocks:
+        for module in model.blocks[number].modules():
+            if isinstance(module, _Unit):
+                _reduce(module)
+    if ends:
+        _reduce(model)
+    root: Any = model
+    root._get_fsdp_state()._root_post_backward_final_callback()
+
+
+def _reduce(unit: Any) -> None:
+    # First in one type: gradients of vectors have waited in float32, those of weights are in their own.
+    for reduce in (False, True):
+        unit.set_requires_gradient_sync(reduce, recurse=False)
+        for group in _groups(unit):
+            group.post_backward()
+    unit.set_requires_gradient_sync(False, recurse=False)
+
+
+def _groups(unit: Any) -> list[Any]:
+    """What FSDP2 gathers and reduces of a unit."""
+    state = unit._get_fsdp_state()
+    # Older versions have one, or None.
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [group for group in groups if group is not None]

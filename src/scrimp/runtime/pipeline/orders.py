@@ -16,6 +16,7 @@ Checked  tests/runtime/pipeline/test_orders.py: torch's own orders, and every or
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -61,34 +62,28 @@ def passes_of(pipeline: Pipeline, micro_batches: int) -> list[list[Action]]:
     return _of_torch(pipeline, micro_batches)
 
 
-def held_by(order: Sequence[Action], pipeline: Pipeline, rank: int) -> Held:
-    """What a rank holds at most at a time."""
-    in_flight, waiting, arrived = _Count(), _Count(), _Count()
+def held_by(order: Sequence[Action], pipeline: Pipeline, rank: int) -> tuple[Held, ...]:
+    """What a rank holds, at every moment that differs."""
+    in_flight, waiting = Counter[int](), Counter[int]()
+    now = most_arrived = 0
+    moments: dict[tuple[tuple[int, ...], ...], tuple[Counter[int], Counter[int]]] = {}
+    stages = pipeline.stages_of(rank)
     for action in order:
         stage, kind = action.stage, action.kind
         if action.transfer is not None:
-            arrived.change(0, action.transfer == "receive")
+            now += action.transfer == "receive"
+            most_arrived = max(most_arrived, now)
             continue
-        if kind != "inputs":
-            in_flight.change(stage, 1 if kind == "forward" else -1)
-        if kind in ("inputs", "weights"):
-            waiting.change(stage, 1 if kind == "inputs" else -1)
+        if kind != "weights":
+            in_flight[stage] += 1 if kind == "forward" else -1
+        waiting[stage] += pipeline.splits_backward and kind in ("inputs", "backward")
+        numbers = tuple(tuple(counts[one] for one in stages) for counts in (in_flight, waiting))
+        moments.setdefault(numbers, (in_flight.copy(), waiting.copy()))
+        waiting[stage] -= pipeline.splits_backward and kind in ("weights", "backward")
         before = stage + (-1 if kind == "forward" else 1)
         if kind != "weights" and 0 <= before < pipeline.num_stages and pipeline.rank_of(before) != rank:
-            arrived.change(0, -1)
-    return Held(in_flight.most, waiting.most, arrived.most.get(0, 0))
-
-
-class _Count:
-    """Things there are at a time, by key."""
-
-    def __init__(self) -> None:
-        self._now: dict[int, int] = {}
-        self.most: dict[int, int] = {}
-
-    def change(self, key: int, by: int) -> None:
-        self._now[key] = self._now.get(key, 0) + by
-        self.most[key] = max(self.most.get(key, 0), self._now[key])
+            now -= 1
+    return tuple(Held(flying, waits, most_arrived) for flying, waits in moments.values())
 
 
 def _gpipe(pipeline: Pipeline, micro_batches: int) -> list[list[Action]]:

@@ -12,20 +12,22 @@ Bytes    What a rank sends of a micro-batch of B rows of T tokens, to each neigh
          backward: B T D e. Where ranks share layers (`layout.tp`, n of them), the residual stream is cut along the
          sequence already, and each sends its tokens alone: B T D e / n. That is what PTD-P's scatter and gather at the
          ends of stages send between nodes; without anything to gather.
+Experts  2 E numbers more: the sums of the auxiliary loss (`scrimp.objectives.load_balance`) grow from stage to stage;
+         the last one makes the loss, and their gradients go back like those of any input.
+Waiting  What is sent stays in memory until something has come that its reader sent later.
 Copies   Where embedding and head are one matrix, the first and the last stage have each a copy. Their gradients are
          added up after the last pass (`add_up_copies`), so that both are updated alike, bit for bit.
-Limits   What ranks send waits for the reader in memory of its own.
 Source   GPipe, arXiv 1811.06965; PTD-P, arXiv 2104.04473
 Checked  tests/runtime/pipeline/test_stages.py
 
-Shapes: B rows, T tokens, D width, e bytes a number, n ranks of tp.
+Shapes: B rows, T tokens, D width, E experts, e bytes a number, n ranks of tp.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, cast
@@ -41,11 +43,15 @@ from scrimp.gemm.weight_gradients import WeightGradients
 from scrimp.models.model import Model, StagePass
 from scrimp.objectives import LossSums
 from scrimp.runtime.parallel.mesh import RankMesh
-from scrimp.runtime.parallel.parallelise import WORDS
+from scrimp.runtime.parallel.parallelise import WORDS, reduce_now, whole_weights
 from scrimp.runtime.pipeline.orders import Action, everything_forward, orders_of
 
-Run = Callable[[Batch], Tensor | LossSums]
-"""Runs the model's stage on a micro-batch: the residual stream after it, or the sums of the loss."""
+Boundary = tuple[Tensor, ...]
+"""What a stage hands on: the residual stream, and in a model with experts what they have routed so far."""
+Run = Callable[[Batch], Boundary | LossSums]
+"""Runs the model's stage on a micro-batch: what it hands on, or the sums of the loss."""
+Sent = tuple[Sequence[Any], Boundary]
+"""Transfers to wait for, and what they move."""
 Key = tuple[str, int, int]
 """Pass, stage and micro-batch that made a tensor."""
 
@@ -73,12 +79,13 @@ class Stages:
 
     def __init__(self, model: Model, pipeline: Pipeline, mesh: RankMesh) -> None:
         self.model, self.pipeline, self.mesh = model, pipeline, mesh
-        self._made: dict[Key, Tensor] = {}
+        self._made: dict[Key, Boundary] = {}
         """What stages have made, or will have received, for others."""
-        self._works: dict[Key, list[Any]] = {}
-        """What to wait for before it is read."""
-        self._sent: deque[tuple[list[Any], Tensor]] = deque()
-        self._inputs: dict[tuple[int, int], Tensor | None] = {}
+        self._works: dict[Key, list[Sent]] = {}
+        """What to wait for before it is read, and what has come to its sender before."""
+        self._sent: dict[int, deque[Sent]] = {}
+        """To each rank."""
+        self._inputs: dict[tuple[int, int], Boundary] = {}
         self._outputs: dict[tuple[int, int], Any] = {}
         self._weights: dict[tuple[int, int], WeightGradients] = {}
         self._evaluated = 0
@@ -123,7 +130,7 @@ class Stages:
                     self._outputs[action.stage, action.micro_batch] = total
                 del found
             else:
-                self._backward(action)
+                self._backward(action, is_last=index == last)
         self.settle()
         return sums
 
@@ -143,14 +150,16 @@ class Stages:
                 sums = found
             elif self.pipeline.rank_of(stage + 1) != rank:
                 self._move(Action("forward", stage, number, "send"), batch)
-        while len(self._sent) > 2 * self.pipeline.num_stages:  # the first stage must not run far ahead
-            self._wait(self._sent.popleft()[0])
+        for sent in self._sent.values():
+            while len(sent) > 2 * self.pipeline.num_stages:  # the first stage must not run far ahead
+                self._wait([sent.popleft()])
         return sums
 
     def settle(self) -> None:
         """Wait until all that was sent is received."""
-        while self._sent:
-            self._wait(self._sent.popleft()[0])
+        for sent in self._sent.values():
+            self._wait(sent)
+        self._sent = {}
 
     def add_up_copies(self, gradients: Mapping[str, Tensor]) -> None:
         """Add up the gradients of the two copies of one matrix, where there are two.
@@ -170,7 +179,7 @@ class Stages:
             dist.P2POp(dist.isend, own, group=self.group, group_peer=peer),
             dist.P2POp(dist.irecv, other, group=self.group, group_peer=peer),
         ]
-        self._wait(dist.batch_isend_irecv(moves))
+        self._wait([(dist.batch_isend_irecv(moves), (own, other))])
         own += other
 
     # -- parts ---------------------------------------------------------------------------------
@@ -179,38 +188,52 @@ class Stages:
     def _device(self) -> torch.device:
         return next(self.model.parameters()).device
 
-    def _forward(self, stage: int, number: int, batch: Batch, run: Run) -> Tensor | LossSums:
-        x_BTD = None if stage == 0 else self._take("forward", stage - 1, number)
-        if x_BTD is not None and torch.is_grad_enabled():
-            x_BTD.requires_grad_()
-        self.model.stage = StagePass(self.pipeline.stages[stage], x_BTD)
+    def _forward(self, stage: int, number: int, batch: Batch, run: Run) -> Boundary | LossSums:
+        given = () if stage == 0 else self._take("forward", stage - 1, number)
+        if torch.is_grad_enabled():
+            for one in given:
+                one.requires_grad_()
+            self._inputs[stage, number] = given
+        self.model.stage = StagePass(self.pipeline.stages[stage], *given)
         try:
             found = run(batch)
         finally:
             self.model.stage = None
-        if isinstance(found, Tensor):
-            self._made["forward", stage, number] = found.detach()
+        if not isinstance(found, LossSums):
+            self._made["forward", stage, number] = tuple(one.detach() for one in found)
             if torch.is_grad_enabled():
-                self._outputs[stage, number] = get_gradient_edge(found)
-        if torch.is_grad_enabled():
-            self._inputs[stage, number] = x_BTD
+                edges = [get_gradient_edge(one) if one.requires_grad else None for one in found]
+                self._outputs[stage, number] = edges
         return found
 
-    def _backward(self, action: Action) -> None:
+    def _backward(self, action: Action, *, is_last: bool) -> None:
         key = action.stage, action.micro_batch
-        if action.kind == "weights":
-            self._weights.pop(key).make()
-            return
-        later = WeightGradients()
-        if self.pipeline.splits_backward:
-            with later.waiting():
-                self._inputs_of(*key)
-        else:
+        if not self.pipeline.splits_backward:
             self._inputs_of(*key)
-        if action.kind == "backward":
-            later.make()
-        else:
-            self._weights[key] = later
+            return
+        if action.kind != "weights":
+            self._weights[key] = WeightGradients()
+            with self._weights[key].waiting():
+                self._inputs_of(*key)
+        if action.kind != "inputs":
+            self._weights_of(action.stage, self._weights.pop(key), is_last=is_last)
+
+    def _weights_of(self, stage: int, later: WeightGradients, *, is_last: bool) -> None:
+        """Make the gradients of a stage's weights, and reduce them over the ranks that share it."""
+
+        def made(blocks: Iterable[int]) -> Iterator[int]:
+            for number in blocks:
+                later.make(whole_weights(self.model, number))
+                yield number
+
+        own = made(self.pipeline.stages[stage])
+        if self.mesh.layout.zero > 1:
+            reduce_now(self.model, own, ends=False)
+            return
+        for _ in own:
+            pass
+        if is_last:
+            reduce_now(self.model, self.model.part.blocks, ends=True)
 
     def _inputs_of(self, stage: int, number: int) -> None:
         """The backward pass of a stage."""
@@ -218,12 +241,14 @@ class Stages:
         if stage == self.pipeline.num_stages - 1:
             output.backward()
         else:
-            torch.autograd.backward(output, self._take("inputs", stage + 1, number))
-        x_BTD = self._inputs.pop((stage, number))
-        if x_BTD is not None:
-            self._made["inputs", stage, number] = cast(Tensor, x_BTD.grad)
+            gradients = self._take("inputs", stage + 1, number)
+            own = [at for at, edge in enumerate(output) if edge is not None]
+            torch.autograd.backward([output[one] for one in own], [gradients[one] for one in own])
+        given = self._inputs.pop((stage, number))
+        if given:
+            self._made["inputs", stage, number] = tuple(cast(Tensor, one.grad) for one in given)
 
-    def _take(self, kind: str, stage: int, number: int) -> Tensor:
+    def _take(self, kind: str, stage: int, number: int) -> Boundary:
         """What a stage has made, here or on another rank."""
         key = kind, stage, number
         self._wait(self._works.pop(key, []))
@@ -232,35 +257,36 @@ class Stages:
     def _move(self, action: Action, batch: Batch) -> None:
         """Send what a stage here has made, or begin to receive what another has."""
         key = action.kind, action.stage, action.micro_batch
-        while self._sent and all(work.is_completed() for work in self._sent[0][0]):
-            self._sent.popleft()
-        step = 1 if action.kind == "forward" else -1
         if action.transfer == "send":
-            tensor = self._made.pop(key).contiguous()
-            move = dist.P2POp(
-                dist.isend, tensor, group=self.group, group_peer=self._rank_of(action.stage + step)
-            )
-            self._sent.append((dist.batch_isend_irecv([move]), tensor))
+            peer = self.pipeline.rank_of(action.stage + (1 if action.kind == "forward" else -1))
+            moved = tuple(one.contiguous() for one in self._made.pop(key))
+            self._sent.setdefault(peer, deque()).append((self._exchange(dist.isend, moved, peer), moved))
             return
-        tensor = self._made[key] = self._boundary(batch)
-        move = dist.P2POp(dist.irecv, tensor, group=self.group, group_peer=self._rank_of(action.stage))
-        self._works[key] = dist.batch_isend_irecv([move])
+        peer = self.pipeline.rank_of(action.stage)
+        moved = self._made[key] = self._boundary(batch)
+        # Its sender has noted all transfers between the two in the same order.
+        before = self._sent.pop(peer, ())
+        self._works[key] = [*before, (self._exchange(dist.irecv, moved, peer), moved)]
 
-    def _rank_of(self, stage: int) -> int:
-        return self.pipeline.rank_of(stage)
+    def _exchange(self, move: Callable[..., Any], moved: Boundary, peer: int) -> Sequence[Any]:
+        moves = [dist.P2POp(move, one, group=self.group, group_peer=peer) for one in moved]
+        return cast("Sequence[Any]", dist.batch_isend_irecv(moves))
 
-    def _boundary(self, batch: Batch) -> Tensor:
-        """Memory for the residual stream of a micro-batch between two stages."""
+    def _boundary(self, batch: Batch) -> Boundary:
+        """Memory for what is handed on of a micro-batch between two stages."""
         rows, length = batch.tokens_BT.shape
-        width = self.model.architecture.width
-        return torch.empty(
-            rows, length // self.mesh.layout.tp, width, dtype=self.model.dtype, device=self._device
-        )
+        layout, routing = self.mesh.layout, self.model.spec.routing
+        shape = rows, length // (layout.cp * layout.tp), self.model.architecture.width
+        x_BTD = torch.empty(shape, dtype=self.model.dtype, device=self._device)
+        if routing is None:
+            return (x_BTD,)
+        return x_BTD, torch.empty(2, routing.experts, device=self._device)
 
     @staticmethod
-    def _wait(works: Sequence[Any]) -> None:
-        for work in works:
-            work.wait()
+    def _wait(sent: Iterable[Sent]) -> None:
+        for works, _ in sent:
+            for work in works:
+                work.wait()
 
 
 def first_rows(batches: Sequence[Batch], first_row: int, cp: int) -> list[int]:

@@ -17,6 +17,7 @@ from scrimp.planner.memory.account import StepAccount, account_step
 from scrimp.planner.memory.costs import StepCosts
 from scrimp.planner.memory.decision import MemoryDecision
 from scrimp.planner.memory.machine import Machine, Setup
+from scrimp.planner.memory.outer_costs import with_outer
 from scrimp.planner.memory.placement import Placement, States
 from scrimp.planner.memory.shared_costs import shared_costs
 from scrimp.planner.memory.stage_costs import part_of_costs, stage_costs
@@ -73,7 +74,7 @@ def of_stages(
     orders = orders_of(pipeline, config.micro_batches)
     ranks = []
     for rank, order in enumerate(orders):
-        own = shared(part_of_costs(costs, pipeline, rank, spec), config)
+        own = with_outer(shared(part_of_costs(costs, pipeline, rank, spec), config), config)
         found = [
             stage_costs(
                 own,
