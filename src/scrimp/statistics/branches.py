@@ -101,7 +101,7 @@ class BranchTape:
                 draw = 0 if kind == "weights" else self._ranks.draw(self.micro_batch)
                 generator = generator_of(output.device, seed, number, id_of[id(module)], draw)
                 z = self._ranks.of_whole(
-                    output.detach(), width, lambda whole: gaussian(whole, share, kind, generator)
+                    output.detach(), width, lambda whole: gaussian(whole, share, kind, generator, self._ranks)
                 )
                 if not is_recomputing():
                     injected[number] += square(z) / self._ranks.copies(is_cut=is_cut)

@@ -19,7 +19,8 @@ from scrimp.data import Batch
 from scrimp.optim import Optimizer
 from scrimp.planner.precision import PrecisionProfile
 from scrimp.runtime import Executable
-from scrimp.statistics import OptimizerView, Probe, Ranks, Subject, UpdateRule, collect, probe
+from scrimp.runtime.pipeline import first_rows
+from scrimp.statistics import OptimizerView, Probe, Ranks, SharedRows, Subject, UpdateRule, collect, probe
 
 MOST_MICRO_BATCHES = 4
 """Most micro-batches of a step that a statistics batch takes."""
@@ -65,8 +66,13 @@ class PrecisionMeter:
 
     def _ranks(self) -> Ranks | None:
         """The ranks that train; None: there is one."""
-        executable = self._executable
-        return None if executable.mesh.is_trivial else Ranks.of(executable.model, adds=True)
+        model, shared = self._executable.model, self._executable.model.context_parallel
+        if self._executable.mesh.is_trivial:
+            return None
+        rows = None
+        if shared is not None:
+            rows = SharedRows(shared.size, lambda length: shared.division(length).positions(shared.rank))
+        return Ranks.of(model, adds=True, rows=rows)
 
     def _subject(self, step: int) -> Subject:
         planned = self._executable.planned
@@ -82,14 +88,13 @@ class PrecisionMeter:
         )
 
     def _losses(self, step: int, micro_batches: list[Batch]) -> Iterator[Tensor]:
-        taken, first_row = micro_batches[:MOST_MICRO_BATCHES], self._first_row
+        taken = micro_batches[:MOST_MICRO_BATCHES]
+        rows = first_rows(taken, self._first_row, self._executable.mesh.layout.cp)
         counts = self._executable.mesh.gathered_rows(sum(map(self._executable.objective.count, taken)))
         targets = max(1, sum(counts))
-        for batch in taken:
+        for batch, first_row in zip(taken, rows, strict=True):
             self._executable.begin(step, first_row)
-            sums = self._executable.loss(batch)
-            first_row += batch.tokens_BT.numel()
-            yield sums.total / targets
+            yield self._executable.loss(batch).total / targets
 
     def _shared(self) -> OptimizerView:
         return _SharedOptimizer(self._optimizer, dict(self._executable.model.named_parameters()))
