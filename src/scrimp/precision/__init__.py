@@ -30,6 +30,7 @@ from scrimp.precision.rules import (
     LinearPrecision,
     PrecisionRules,
     Rule,
+    is_router,
     parse_rules,
 )
 
@@ -54,6 +55,7 @@ __all__ = [
     "Recipe",
     "Rule",
     "Scaling",
+    "is_router",
     "lookup_element",
     "lookup_scaling",
     "parse_rules",

@@ -16,8 +16,10 @@ from torch import Tensor
 
 from scrimp.cycle import CycleSettings
 from scrimp.data import Batch
+from scrimp.models.experts import Choices, keeping_choices
 from scrimp.optim import Optimizer
 from scrimp.planner.precision import PrecisionProfile
+from scrimp.precision import is_router
 from scrimp.runtime import Executable
 from scrimp.runtime.pipeline import first_rows
 from scrimp.statistics import OptimizerView, Probe, Ranks, SharedRows, Subject, UpdateRule, collect, probe
@@ -46,19 +48,22 @@ class PrecisionMeter:
         self._optimizer, self._batches, self._device_name = optimizer, batches, device_name
         self._first_row = first_row
         """Address of the first token that this rank reads of a batch."""
+        self._choices = Choices()
 
     def measure(self, step: int, formats: Sequence[str]) -> PrecisionProfile:
         """Statistics before a step, on its batch and those that follow."""
         settings = self._settings
-        batches = self._batches(step, settings.batches)
-        return collect(
-            self._subject(step),
-            batches,
-            formats,
-            gains=settings.gains,
-            seed=settings.seed + step,
-            ranks=self._ranks(),
-        )
+        batches, subject = self._batches(step, settings.batches), self._subject(step)
+        with keeping_choices(self._executable.model) as self._choices:
+            return collect(
+                subject,
+                batches,
+                formats,
+                layers=[name for name in subject.planned.layers if not is_router(name)],
+                gains=settings.gains,
+                seed=settings.seed + step,
+                ranks=self._ranks(),
+            )
 
     def probe(self, step: int) -> Probe:
         """The current plan against the compute format, on a step's batch."""
@@ -94,6 +99,7 @@ class PrecisionMeter:
         targets = max(1, sum(counts))
         for batch, first_row in zip(taken, rows, strict=True):
             self._executable.begin(step, first_row)
+            self._choices.batch = batch
             yield self._executable.loss(batch).total / targets
 
     def _shared(self) -> OptimizerView:
