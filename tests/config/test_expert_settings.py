@@ -19,7 +19,16 @@ BASE = {"device": "cpu", "data.tokenizer": "bytes", "model.preset": "mixtral-8m"
 @pytest.mark.parametrize(
     ("settings", "ranks", "match"),
     [
-        ({"precision": "snip"}, 1, "precision snip is not carried out for models with routed experts yet"),
+        (
+            {"precision": "snip", "budget.speedup": 1.5},
+            1,
+            "budget.speedup is not carried out for models with routed experts yet",
+        ),
+        (
+            {"precision": "snip", "snip.start": "bf16", "layout.ep": 2},
+            2,
+            "precision snip is not carried out beside layout.ep",
+        ),
         (
             {"model.preset": "llama-3m", "layout.ep": 2},
             2,

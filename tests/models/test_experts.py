@@ -8,14 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from scrimp.config import PRESETS
 from scrimp.config.activations import LEVELS, Activations
 from scrimp.config.experts import with_capacity
 from scrimp.models.blocks import Place
 from scrimp.models.compiled import compile_blocks
-from scrimp.models.experts import RoutedMlp, capacity
+from scrimp.models.experts import RoutedMlp, capacity, keeping_choices
 from scrimp.models.initialise import initialise
 from scrimp.models.model import Model, build_model
 from scrimp.models.spec import RoutingSpec
@@ -142,3 +142,23 @@ def test_compiled_blocks_give_the_same() -> None:
     for level in ("keep", "mlp", "block"):
         for key, value in gradients(model, level).items():
             torch.testing.assert_close(value, kept[key], rtol=1e-4, atol=1e-6)
+
+
+def test_tokens_of_a_batch_that_runs_again_choose_as_before() -> None:
+    mlp, x_BTD = made(RoutingSpec(4, 2, normalises=True, balance=0.0))
+    model = nn.Sequential(mlp)
+
+    def counts(x_BTD: Tensor) -> Tensor:
+        out_BTD, sums_2E = mlp(x_BTD, None)
+        return torch.cat([sums_2E[0], out_BTD.flatten()])
+
+    plain = counts(x_BTD)
+    with keeping_choices(model) as choices:
+        choices.batch = "first"
+        assert torch.equal(counts(x_BTD), plain)
+        assert torch.equal(counts(-x_BTD)[:4], plain[:4])
+        choices.batch = "second"
+        assert not torch.equal(counts(-x_BTD)[:4], plain[:4])
+        choices.batch = "first"
+        assert torch.equal(counts(x_BTD), plain)
+    assert mlp.choices is None

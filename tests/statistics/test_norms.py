@@ -15,7 +15,7 @@ from scrimp.gemm import Execution, PlannedLayer, observing, swap_in
 from scrimp.gemm.layer import reference_only
 from scrimp.gemm.problem import AXES
 from scrimp.precision import GEMMS, OPERANDS, RECIPES
-from scrimp.statistics.norms import NormWatch, squared_error
+from scrimp.statistics.norms import NormWatch, WeightKey, squared_error
 
 TOKENS, INPUTS, OUTPUTS = 24, 40, 18  # ragged: no multiple of 16
 QUANTIZED = [name for name, entry in RECIPES.items() if entry.fprop is not None]
@@ -51,6 +51,7 @@ class Watched:
                 w = self.layer.weight.detach()
                 named = {"x": x.detach(), "w": w, "g": g, "y": x.detach() @ w.T, "gx": g @ w}
                 self.operands.append(named)
+        self.watch.join({"0": (OUTPUTS, INPUTS)})
 
     @property
     def planned(self) -> PlannedLayer:
@@ -138,15 +139,16 @@ def test_formats_that_quantize_nothing_cost_nothing(watched: Watched) -> None:
 
 def test_errors_of_weights_are_computed_once_for_all_batches() -> None:
     first = Watched(1, recipes=["fp8"])
-    kept: dict[tuple[str, str, str, int], Tensor] = {}
+    kept: dict[WeightKey, Tensor] = {}
     for _ in range(2):
         watch = NormWatch(first.planned_model.layers, ["fp8"], kept)
         with observing(watch, plain=True):
             x = first.operands[0]["x"].clone().requires_grad_()
             first.model(x).backward(first.operands[0]["g"])
+        watch.join({"0": (OUTPUTS, INPUTS)})
         assert dict(watch.errors) == dict(first.watch.errors)
         assert dict(watch.results) == dict(first.watch.results)
-    assert {key[1:] for key in kept} == {("fprop", "fp8", 1), ("dgrad", "fp8", 1)}
+    assert {key[1:] for key, _ in kept} == {("fprop", "fp8", 1), ("dgrad", "fp8", 1)}
 
 
 def test_recomputed_products_are_counted_once() -> None:

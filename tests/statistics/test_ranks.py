@@ -31,8 +31,10 @@ from torch.distributed.tensor.parallel import (
 from scrimp.errors import ScrimpError
 from scrimp.gemm import LinearPrecision, swap_in
 from scrimp.gemm.layer import reference_only
+from scrimp.models.context_parallel.division import SCHEMES, Division, Scheme
 from scrimp.planner.precision.profile import BatchStatistics, PrecisionProfile
-from scrimp.statistics import Probe, Ranks, Subject, collect, probe
+from scrimp.statistics import Probe, Ranks, SharedRows, Subject, collect, probe
+from scrimp.statistics.stream import gaussian, generator_of
 from scrimp.world import World
 
 RANKS, MICRO_BATCHES, ROWS = 2, 4, 2
@@ -286,6 +288,18 @@ def test_no_two_micro_batches_of_a_batch_draw_the_same_noise(
     ranks = [Ranks(world, data_size, rank) for rank in range(data_size)]
     drawn = [of_rank.draw(micro_batch) for of_rank in ranks for micro_batch in range(number)]
     assert sorted(drawn) == list(range(data_size * number))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_ranks_that_share_rows_draw_the_noise_of_whole_rows(scheme: Scheme) -> None:
+    division, whole = Division(scheme, 24, 3), torch.randn(2, 24, 5)
+    rows = [SharedRows(3, lambda length, r=rank: division.positions(r)) for rank in range(3)]
+    ranks = [Ranks(World(rank, 6), 6, 3 + rank, rows=rows[rank]) for rank in range(3)]
+    alone = gaussian(whole, 0.1, "tokens", generator_of(whole.device, 7, Ranks(World(1, 2), 2, 1).draw(4)))
+    for rank, of_rank in enumerate(ranks):
+        generator = generator_of(whole.device, 7, of_rank.draw(4))
+        found = gaussian(division.cut(whole, rank), 0.1, "tokens", generator, of_rank)
+        assert torch.equal(found, division.cut(alone, rank))
 
 
 # -- refusals ----------------------------------------------------------------------------------

@@ -105,8 +105,6 @@ def check_beside_layout(config: Config) -> None:
     ]
     if config.is_planned and not facts_of(name).planned_on_ranks:
         refused.append(("precision", f"{config.precision} beside optimizer.name {name}"))
-    if config.is_planned and config.layout.cp > 1:  # nothing adds up what ranks that share rows find
-        refused.append(("precision", f"{config.precision} beside layout.cp"))
     for key, value in refused:
         raise ConfigError(
             f"{key} {value} is not carried out on several ranks yet",

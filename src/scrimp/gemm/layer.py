@@ -20,7 +20,7 @@ from scrimp.formats import Noise, QuantizedTensor
 from scrimp.formats.quantize import AmaxReducer
 from scrimp.gemm.backends import Backend, ReferenceBackend
 from scrimp.gemm.clock import Clock
-from scrimp.gemm.observe import Execution, is_observed, report, running
+from scrimp.gemm.observe import Execution, is_every_run_observed, is_observed, report, running
 from scrimp.gemm.problem import AXES, COLUMNS, Shape, Use, high_precision, operands_of, shape_of
 from scrimp.gemm.storage import saved_class
 from scrimp.precision import (
@@ -155,8 +155,8 @@ class PlannedLayer:
 
     @property
     def is_watched(self) -> bool:
-        """Whether anyone is to be told of what it runs now: of a grouped layer the first run of a pass."""
-        return self.run == 0 and is_observed(self.watched)
+        """Whether anyone is to be told of what it runs now: of a grouped layer the first run of a pass, or all."""
+        return (self.run == 0 or is_every_run_observed()) and is_observed(self.watched)
 
     def is_plain(self, compute: str) -> bool:
         """Every GEMM in the compute format: an ordinary linear layer."""
@@ -337,4 +337,6 @@ def _tell(
 ) -> None:
     if layer.is_watched:
         recipe, watched = layer.precision.gemm(gemm), layer.watched
-        report(watched, Execution(watched.name, gemm, recipe, backend.name, *operands, uses, result, kept))
+        expert = 0 if layer.group is None else int(layer.name.rpartition(".")[2])
+        found = Execution(watched.name, gemm, recipe, backend.name, *operands, uses, result, expert, kept)
+        report(watched, found)

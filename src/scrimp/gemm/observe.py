@@ -5,6 +5,9 @@ nobody watches this costs one test of a list per GEMM. Layers that run wholly in
 torch's own path, which tells nobody: an observer that must see them too asks for it, and they
 then run as planned GEMMs do.
 
+Of a grouped layer (`scrimp.gemm.planned_grouped`) only the first run of a pass is told of, unless an observer asks for
+every run.
+
 An observer is called for every layer of every model. A witness is set for one layer, and told of its executions until
 it is taken away; `without_witnesses` keeps it out for a while.
 """
@@ -39,6 +42,8 @@ class Execution:
     uses: tuple[Use, Use]
     """How both were quantized, with the streams of their noise."""
     result: Tensor
+    expert: int = 0
+    """Of a grouped layer, whose matrix it was."""
     kept: tuple[Use, Use] | None = None
     """Where fprop made codes of X for wgrad: how they were made, and how wgrad will quantize what they stand for."""
 
@@ -46,6 +51,7 @@ class Execution:
 Observer = Callable[[Execution], None]
 _observers: list[Observer] = []
 _of_plain: list[Observer] = []
+_of_every_run: list[Observer] = []
 _witnesses: weakref.WeakKeyDictionary[object, Observer] = weakref.WeakKeyDictionary()
 """By planned layer; beside the layers, so that compiled graphs see no change of them."""
 _are_witnesses_out = False
@@ -75,17 +81,21 @@ def is_running() -> bool:
 
 
 @contextlib.contextmanager
-def observing(observer: Observer, *, plain: bool = False) -> Iterator[None]:
-    """Call `observer` for every planned GEMM inside; with `plain` for those in the compute format too."""
-    _observers.append(observer)
-    if plain:
-        _of_plain.append(observer)
+def observing(observer: Observer, *, plain: bool = False, every_run: bool = False) -> Iterator[None]:
+    """Call `observer` for every planned GEMM inside.
+
+    Args:
+        plain: for those in the compute format too.
+        every_run: for all runs of grouped layers.
+    """
+    lists = [_observers] + [_of_plain] * plain + [_of_every_run] * every_run
+    for one in lists:
+        one.append(observer)
     try:
         yield
     finally:
-        _observers.remove(observer)
-        if plain:
-            _of_plain.remove(observer)
+        for one in lists:
+            one.remove(observer)
 
 
 def set_witness(layer: object, witness: Observer | None) -> None:
@@ -115,6 +125,11 @@ def is_observed(layer: object) -> bool:
 def is_plain_observed() -> bool:
     """Whether anyone watches layers in the compute format too."""
     return bool(_of_plain)
+
+
+def is_every_run_observed() -> bool:
+    """Whether anyone watches all runs of grouped layers."""
+    return bool(_of_every_run)
 
 
 def report(layer: object, execution: Execution) -> None:

@@ -30,8 +30,9 @@ Letters: B rows, T tokens, S = B T, D width, E experts, k of them for a token, A
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -78,14 +79,58 @@ class Routes:
     """How many pairs chose each expert, and the sum of its probabilities: what the balance is made of."""
 
 
-def routes_of(logits_SE: Tensor, routing: RoutingSpec, *, drops: bool = False) -> Routes:
+class Choices:
+    """Experts that tokens have chosen, and choose again whenever the same batch runs: what is measured of a model by
+    small changes of its tensors must not jump.
+
+    Attributes:
+        batch: that runs now.
+    """
+
+    def __init__(self) -> None:
+        self.batch: object = None
+        self._kept: dict[tuple[int, int], tuple[object, Tensor]] = {}
+
+    def of(self, module: nn.Module, expert_Sk: Tensor) -> Tensor:
+        """What the batch's tokens chose when a module first saw them.
+
+        Args:
+            expert_Sk: what they choose now.
+        """
+        return self._kept.setdefault((id(module), id(self.batch)), (self.batch, expert_Sk))[1]
+
+
+@contextlib.contextmanager
+def keeping_choices(model: nn.Module) -> Iterator[Choices]:
+    """Inside, tokens choose experts once: `Choices`, which whoever runs batches tells which one it is."""
+    choices, routers = Choices(), [module for module in model.modules() if isinstance(module, RoutedMlp)]
+    for router in routers:
+        router.choices = choices
+    try:
+        yield choices
+    finally:
+        for router in routers:
+            router.choices = None
+
+
+def routes_of(
+    logits_SE: Tensor,
+    routing: RoutingSpec,
+    *,
+    drops: bool = False,
+    choose: Callable[[Tensor], Tensor] | None = None,
+) -> Routes:
     """Choose experts by a router's logits.
 
     Args:
         drops: whether experts have a capacity now.
+        choose: from the experts that are most probable to those that are taken; None: these.
     """
     p_SE = at_least_float32(logits_SE).softmax(-1)
     weights_Sk, expert_Sk = p_SE.topk(routing.chosen, dim=-1)
+    if choose is not None:
+        expert_Sk = choose(expert_Sk)
+        weights_Sk = p_SE.gather(-1, expert_Sk)
     if routing.normalises:
         weights_Sk = weights_Sk / weights_Sk.sum(-1, keepdim=True)
     chosen_A = expert_Sk.flatten()
@@ -252,6 +297,8 @@ class RoutedMlp(nn.Module):
         """Those that share the experts; None: this process has all."""
         self.one_copy: Callable[[Tensor], Tensor] | None = None
         """What adds up the gradients of a router that several ranks have, each for its own tokens."""
+        self.choices: Choices | None = None
+        """Of batches that run again; None: every pass chooses anew."""
 
     def forward(
         self, x_BTD: Tensor, norm: RMSNorm | None, activations: Activations = KEEP
@@ -260,7 +307,8 @@ class RoutedMlp(nn.Module):
 
         def routed(x_BTD: Tensor, keeps_gated: bool = True) -> tuple[Tensor, Tensor]:
             h_SD = (x_BTD if norm is None else norm(x_BTD)).flatten(0, 1)
-            routes = routes_of(self._logits(h_SD), self.routing, drops=self.training)
+            choose = None if self.choices is None else partial(self.choices.of, self)
+            routes = routes_of(self._logits(h_SD), self.routing, drops=self.training, choose=choose)
             y_AD = self._results(h_SD, routes, keeps_gated)
             out_SD = _Collect.apply(y_AD, routes.weights_Sk, routes.token_A, routes.place_Sk)  # type: ignore[no-untyped-call]
             assert routes.sums_2E is not None

@@ -31,6 +31,7 @@ from scrimp.precision.rules import (
     LinearPrecision,
     PrecisionRules,
     Rule,
+    is_router,
     parse_rules,
 )
 
@@ -57,6 +58,7 @@ __all__ = [
     "Scaling",
     "Split",
     "check_cut",
+    "is_router",
     "lookup_element",
     "lookup_scaling",
     "parse_rules",

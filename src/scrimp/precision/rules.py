@@ -128,7 +128,7 @@ class Rule:
         those that have its."""
         if layer == HEAD and not self.pattern.startswith(HEAD):
             return False
-        if _is_router(layer) and ROUTER not in self.pattern:
+        if is_router(layer) and ROUTER not in self.pattern:
             return False
         return fnmatchcase(layer, self.layers)
 
@@ -218,7 +218,7 @@ class PrecisionRules:
     def _choose(self, layer: str, layers: Mapping[str, InputOrigin]) -> LinearPrecision:
         compute = self.compute
         base, why = self.base or compute, f"precision {self.base}"
-        if (layer == HEAD or _is_router(layer)) and base != compute:
+        if (layer == HEAD or is_router(layer)) and base != compute:
             base, why = compute, f"the {HEAD if layer == HEAD else ROUTER} stays in {compute}"
         chosen: dict[str, str] = dict(zip(GEMMS, _three(base), strict=True))
         reasons = dict.fromkeys(chosen, why)
@@ -244,7 +244,8 @@ class PrecisionRules:
         return LinearPrecision(**chosen, reason="; ".join(dict.fromkeys(reasons.values())))
 
 
-def _is_router(layer: str) -> bool:
+def is_router(layer: str) -> bool:
+    """Whether a layer chooses experts."""
     return layer.rpartition(".")[2] == ROUTER
 
 

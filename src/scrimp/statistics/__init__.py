@@ -3,7 +3,7 @@
 from scrimp.statistics.collect import GAINS, Subject, collect, fingerprint
 from scrimp.statistics.optimizer_view import OptimizerView, UpdateRule
 from scrimp.statistics.plan_probe import Probe, probe
-from scrimp.statistics.ranks import Ranks
+from scrimp.statistics.ranks import Ranks, SharedRows
 from scrimp.statistics.structure import Structure, find_structure
 from scrimp.statistics.untouched import untouched
 
@@ -12,6 +12,7 @@ __all__ = [
     "OptimizerView",
     "Probe",
     "Ranks",
+    "SharedRows",
     "Structure",
     "Subject",
     "UpdateRule",

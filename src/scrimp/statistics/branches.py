@@ -43,15 +43,29 @@ class BranchTape:
         self._ranks = ranks
         self._exits = [modules[sub.exit] for sub in structure.sublayers]
         self._entries = [[modules[name] for name in sub.entries] for sub in structure.sublayers]
+        self._branches = [modules[sub.branch or sub.exit] for sub in structure.sublayers]
         self._kept: dict[tuple[str, int, int], Tensor] = {}
         self.micro_batch = 0
+        self.added_squares: dict[int, float] = defaultdict(float)
+        """Clean pass: |what is added to the stream|^2 by sub-layer, where that is not what its exit gives."""
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Keep what exits give and get: the clean run."""
         self._kept.clear()
-        with self._hooks(self._exits, self._record):
+        self.added_squares.clear()
+        with self._hooks(self._exits, self._record), self._hooks(self._branches, self._add):
             yield
+        own = [n for n, branch in enumerate(self._branches) if branch is not self._exits[n]]
+        self._ranks.join(self.added_squares, dict.fromkeys(own, 1.0 / self._ranks.copies(is_cut=False)))
+
+    def _add(self, number: int) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            if module is not self._exits[number] and torch.is_grad_enabled() and not is_recomputing():
+                result = output[0] if isinstance(output, tuple) else output
+                self.added_squares[number] += square(result)
+
+        return hook
 
     @contextlib.contextmanager
     def comparing(self, changes: dict[int, float]) -> Iterator[None]:
@@ -101,7 +115,7 @@ class BranchTape:
                 draw = 0 if kind == "weights" else self._ranks.draw(self.micro_batch)
                 generator = generator_of(output.device, seed, number, id_of[id(module)], draw)
                 z = self._ranks.of_whole(
-                    output.detach(), width, lambda whole: gaussian(whole, share, kind, generator)
+                    output.detach(), width, lambda whole: gaussian(whole, share, kind, generator, self._ranks)
                 )
                 if not is_recomputing():
                     injected[number] += square(z) / self._ranks.copies(is_cut=is_cut)

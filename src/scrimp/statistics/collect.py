@@ -39,7 +39,7 @@ from scrimp.precision import GEMMS, LinearPrecision, recipe
 from scrimp.statistics.branches import BranchTape
 from scrimp.statistics.exact import Sites, exact_gains, watching_sites
 from scrimp.statistics.gains import CleanRun, Gains, Passes, by_blocks, by_ratios, of_layers, places
-from scrimp.statistics.norms import ErrorKey, NormWatch
+from scrimp.statistics.norms import NormWatch, WeightKey
 from scrimp.statistics.optimizer_view import OptimizerView
 from scrimp.statistics.ranks import ALONE, Ranks, local, settle
 from scrimp.statistics.stream import Changes, Injection, StreamTape, square
@@ -224,11 +224,13 @@ class _Measurement:
             stream = StreamTape(subject.model, structure, ranks)
             self.stream = _Stream(structure, where, stream, BranchTape(subject.model, structure, ranks))
         self.sites = Sites()
-        self.weight_errors: dict[ErrorKey, Tensor] = {}
+        self.weight_errors: dict[WeightKey, Tensor] = {}
         self.clean: dict[str, Tensor] = {}
         self.gradient_norms: dict[str, float] = {}
         self.updates: Updates | None = None
         self.last_gains: Gains | None = None
+        self.experts = tuple(max(1, len(planned[layer].members)) for layer in layers)
+        self.met = np.ones(len(layers))
         self.tokens = 0
         self.start = ForwardState(subject.model, subject.planned)
 
@@ -240,7 +242,7 @@ class _Measurement:
         planned = self.subject.planned.layers
         watch = NormWatch(planned, self.formats, self.weight_errors, self.layers, self.ranks)
         with (
-            observing(watch, plain=True),
+            observing(watch, plain=True, every_run=True),
             watching_sites(self.subject.model, tuple(planned), self.sites, self.ranks),
             self._recording(),
         ):
@@ -248,7 +250,7 @@ class _Measurement:
         watch.join(self.whole)
         if not math.isfinite(loss):
             raise TrainingError("the loss of a statistics batch is not finite", got=loss)
-        self.tokens = max(watch.tokens.values(), default=0)
+        self._count_tokens(watch)
         gradients = self.subject.optimizer.gradients()
         self.clean = {
             name: local(gradients[name]).to("cpu", copy=True) for name in self.weights if name in gradients
@@ -266,6 +268,13 @@ class _Measurement:
             self.last_gains = self._gains(batch, watch, seed)
         self.clean = {}
         return self._statistics(loss, watch, self.last_gains, moves, sizes)
+
+    def _count_tokens(self, watch: NormWatch) -> None:
+        """Tokens of a batch, and how many experts of each layer one of them met."""
+        dense = [n for name, n in watch.tokens.items() if not self.subject.planned.layers[name].members]
+        self.tokens = max(dense or watch.tokens.values(), default=0)
+        rows = np.array([watch.tokens.get(layer, 0) for layer in self.layers])
+        self.met = np.where(np.array(self.experts) > 1, rows / max(1, self.tokens), 1.0)
 
     def _refuse_idle(self, watch: NormWatch) -> None:
         """Layers of which the clean pass shows nothing: zeros would be taken for costs."""
@@ -351,6 +360,7 @@ class _Measurement:
         clean = CleanRun(
             {key: math.sqrt(value) for key, value in watch.squares.items()},
             {layer: math.sqrt(value) for layer, value in self.sites.input_gradients.items()},
+            {number: math.sqrt(value) for number, value in branches.added_squares.items()},
         )
         return of_layers(nodes, structure, where, self.layers, self.owned, clean, tape)
 
@@ -410,7 +420,14 @@ class _Measurement:
             optimizer=self.subject.optimizer.name,
             gains=self.gains,
             batches=tuple(statistics),
+            **self._of_experts(),
         )
+
+    def _of_experts(self) -> dict[str, Any]:
+        """Nothing, where there are none."""
+        if max(self.experts) == 1:
+            return {}
+        return {"experts": self.experts, "met": tuple(self.met.tolist())}
 
 
 def fingerprint(layers: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> str:

@@ -112,7 +112,7 @@ class _Source:
         number = 0 if self._kind == "weights" else self._ranks.draw(call)
         generator = generator_of(like.device, *self._key, number)
         z = self._ranks.of_whole(
-            like, self._width, lambda whole: gaussian(whole, self._share, self._kind, generator)
+            like, self._width, lambda whole: gaussian(whole, self._share, self._kind, generator, self._ranks)
         )
         if not again:
             self._calls += 1

@@ -33,6 +33,8 @@ Updates    Each pass also takes the change of the *update* that its noise causes
            gradients are large their errors are large too, and AdamW divides by just that.
 Curvature  z' H z / |z|^2 along the noise, for the mean of the second-order change of the loss: at the nodes
            <dx, dR> / |dx|^2 of the forward run, times c^2; exact: <z, G(Y + z) - G(Y)> / |z|^2.
+Experts    What routed experts add to the stream is |Y_added|, not |Y_exit|: the weighted sum of what each token's
+           experts gave. Tokens keep the experts that they chose in the clean pass: another choice is no small change.
 Limits     c takes noise in Y_l to reach the stream as Y_l itself does. On a small decoder that understates what qkv
            does by two thirds (softmax treats noise and signal differently), and what others do by less than half.
 Source     SNIP (arXiv 2602.01410), reconstruction eq. (2), (5) and R1 to R3.
@@ -44,8 +46,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,6 +82,8 @@ class CleanRun:
     """(layer, x w y g gx) to norm."""
     input_gradients: Mapping[str, float]
     """Norm of the summed gradient at a layer's input."""
+    added: Mapping[int, float]
+    """Sub-layer to the norm of what it adds to the stream, where that is not what its exit gives."""
 
 
 def places(structure: Structure, weights: tuple[str, ...], owners: Mapping[str, str]) -> NDArray[np.int64]:
@@ -97,9 +103,18 @@ def places(structure: Structure, weights: tuple[str, ...], owners: Mapping[str, 
             found.append(place)
         elif "head" in weight or "output" in weight or index > max(planned, default=-1):
             found.append(last)
-        else:
-            found.append(-1 if index < min(planned) else found[-1])
+        elif index < min(planned):
+            found.append(-1)
+        else:  # a router is of the sub-layer of its experts, which come after it
+            after = min(other for other in planned if other > index)
+            with_next = _shares_more(weight, weights[after], weights[index - 1])
+            found.append(cast(int, by_owner[after]) if with_next else found[-1])
     return np.array(found)
+
+
+def _shares_more(name: str, one: str, other: str) -> bool:
+    """Whether a name begins like one more than like the other."""
+    return len(os.path.commonprefix([name, one])) > len(os.path.commonprefix([name, other]))
 
 
 class NodeGains:
@@ -206,7 +221,7 @@ def of_layers(
         sub = structure.sublayers[s]
         through = _ratio(_root(tape.branch_squares[s]), clean.input_gradients[layer])
         backward[..., index] = np.where(where < s, through * nodes.backward[..., s], 0.0)
-        reach = _ratio(clean.norms[sub.exit, "y"], clean.norms[layer, "y"])
+        reach = _ratio(clean.added.get(s, clean.norms[sub.exit, "y"]), clean.norms[layer, "y"])
         forward[..., index] = reach * nodes.forward[..., s + 1]
         curvature[index] = reach**2 * nodes.curvature[s + 1]
         entries, own = (

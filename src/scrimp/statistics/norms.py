@@ -13,6 +13,9 @@ Method   `NormWatch` observes the planned GEMMs as they run, and quantizes both 
          features, rotations and tokens with large gradients make that wrong by up to a factor of two.
 Sums     Squares add over the micro-batches of a statistics batch, those of W and its error apart: all of them share
          the one weight, whose error is therefore computed once (nearest rounding has no luck).
+Experts  A grouped layer has one plan for all its experts, so their statistics are one pool: sums over the tokens of all.
+         What rare experts lack in tokens they lack in weight. Their matrices count all the same: where no token
+         of a statistics batch chose an expert, |W|^2 and |eW|^2 are taken to be the mean of the others'.
 Limits   Errors of W act on all tokens alike, and are not independent of X; the result's norm takes them as if.
 Source   SNIP (arXiv 2602.01410), reconstruction eq. (4), and the sums by index instead of norms.
 Checked  tests/statistics/test_norms.py: against quantized copies and products in float64.
@@ -23,6 +26,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,6 +51,8 @@ _PARTIAL = {("outputs", "gx"), ("inputs", "y")}
 
 ErrorKey = tuple[str, str, str, int]
 """Layer, GEMM, recipe, operand."""
+WeightKey = tuple[ErrorKey, int]
+"""And the expert, 0 where there is one matrix."""
 
 
 class NormWatch:
@@ -64,7 +70,7 @@ class NormWatch:
         self,
         layers: Mapping[str, PlannedLayer],
         recipes: Sequence[str],
-        weight_errors: dict[ErrorKey, Tensor] | None = None,
+        weight_errors: dict[WeightKey, Tensor] | None = None,
         quantized: Collection[str] | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
@@ -83,8 +89,12 @@ class NormWatch:
         self.tokens: dict[str, int] = defaultdict(int)
         self.runs: dict[tuple[str, str], float] = defaultdict(float)
         """(layer, GEMM) to how often it ran."""
-        self.columns: dict[tuple[str, str], Tensor] = {}
-        """(layer, g or x) to the squares of each feature, summed over tokens."""
+        self.columns: dict[tuple[str, str, int], Tensor] = {}
+        """(layer, g or x, expert) to the squares of each feature, summed over tokens."""
+        self.rows: dict[tuple[str, int], int] = defaultdict(int)
+        """(layer, expert) to rows of x."""
+        self._of_weights: dict[tuple[tuple[Any, ...], int], float] = {}
+        """Squares of W (layer, w) and of its errors (ErrorKey), by expert."""
         self._weight_errors = {} if weight_errors is None else weight_errors
 
     def __call__(self, execution: Execution) -> None:
@@ -98,42 +108,50 @@ class NormWatch:
         operands = execution.a, b
         for name, value in zip(names, (*operands, execution.result), strict=True):
             if _COUNTED_IN.get(name) == gemm:
-                self._count(layer, name, value)
+                self._count(layer, name, value, execution.expert)
         if layer not in self._quantized:
             return
         along = [_squares_along(value, axis) for value, axis in zip(operands, AXES[gemm], strict=True)]
         for recipe in self._recipes:
             for operand, value in enumerate(operands):
                 key = (layer, gemm, recipe, operand)
-                error = self._error(key, value)
-                before = 0.0 if names[operand] == "w" else self.errors[key]
-                self.errors[key] = before + float(error.sum())
+                error = self._error(key, value, execution.expert)
+                if names[operand] == "w":
+                    self._of_weights[key, execution.expert] = float(error.sum())
+                else:
+                    self.errors[key] += float(error.sum())
                 self.results[key] += float(torch.dot(error, along[1 - operand]))
 
-    def _count(self, layer: str, name: str, value: Tensor) -> None:
+    def _count(self, layer: str, name: str, value: Tensor, expert: int) -> None:
         if (self._cut(layer), name) in _PARTIAL:
             value = self._ranks.reduced(value)
         if name == "w":
-            self.squares[layer, name] = square(value)
+            self._of_weights[(layer, name), expert] = square(value)
         else:
             self.squares[layer, name] += square(value)
         if name == "x":
-            self.tokens[layer] += len(value)
+            self.rows[layer, expert] += len(value)
         if name in ("x", "g"):
             squares = value.float().square().sum(0)
-            before = self.columns.get((layer, name))
-            self.columns[layer, name] = squares if before is None else before.add_(squares)
+            before = self.columns.get((layer, name, expert))
+            self.columns[layer, name, expert] = squares if before is None else before.add_(squares)
 
     def join(self, shapes: Mapping[str, tuple[int, int]]) -> None:
-        """Sums over all ranks, the same on each; after the pass, by all of them.
+        """Close the sums, over all ranks and the same on each; after the pass, by all of them.
 
         Args:
             shapes: [O, I] of whole weights, by layer.
         """
+        for layer in sorted(self._layers):
+            self._join_weights(layer)
+            experts = range(self._experts(layer))
+            rows = self._ranks.sum([self.rows.get((layer, expert), 0) for expert in experts])
+            self.rows.update({(layer, e): round(rows[e] / self._ranks.tensor_size) for e in experts})
+            self.tokens[layer] = sum(self.rows[layer, expert] for expert in experts)
         if self._ranks.size == 1:
             return
-        data, share = self._ranks.data_size, self._ranks.share
-        once = {"x": 1.0, "w": 1.0 / data, "y": 1.0, "g": share**2, "gx": share**2}
+        share = self._ranks.share
+        once = {"x": 1.0, "y": 1.0, "g": share**2, "gx": share**2}
         by_gemm = {"fprop": 1.0, "dgrad": share**2, "wgrad": share**2}
         for layer in sorted(self._layers):
             cut = self._cut(layer)
@@ -141,24 +159,47 @@ class NormWatch:
             squares = {(layer, name): factor / copies[name] for name, factor in once.items()}
             self._ranks.join(self.squares, squares)
             self._ranks.join(self.runs, {(layer, gemm): 1.0 for gemm in GEMMS})
-            keys = [
-                (layer, gemm, recipe, operand)
-                for gemm in GEMMS
-                for recipe in self._recipes
-                for operand in (0, 1)
-            ]
+            keys = self._keys(layer, of_weights=False)
             self._ranks.join(self.errors, {key: squares[layer, OPERANDS[key[1]][key[3]]] for key in keys})
             of_results = self._ranks.copies(is_cut=cut is not None)
+            keys = self._keys(layer)
             self._ranks.join(self.results, {key: by_gemm[key[1]] / of_results for key in keys})
-            for name, width in zip(("g", "x"), shapes[layer], strict=True):
-                self._join_columns(layer, name, width, squares[layer, name])
-        rows = self._ranks.sum([self.tokens.get(layer, 0) for layer in sorted(self._layers)])
-        for layer, number in zip(sorted(self._layers), rows.tolist(), strict=True):
-            self.tokens[layer] = round(number / self._ranks.tensor_size)
+            outputs, inputs = shapes[layer]
+            for expert in range(count := self._experts(layer)):
+                for name, width in (("g", outputs // count), ("x", inputs)):
+                    self._join_columns((layer, name, expert), width, squares[layer, name])
 
-    def _join_columns(self, layer: str, name: str, width: int, factor: float) -> None:
+    def _join_weights(self, layer: str) -> None:
+        """Squares of all experts' matrices, from those that some rank has seen."""
+        experts = self._experts(layer)
+        copies = self._ranks.copies(is_cut=(self._cut(layer), "w") in _CUT)
+        errors = self._keys(layer, of_weights=True)
+        keys: list[tuple[Any, ...]] = [(layer, "w"), *errors]
+        own = np.array([[self._of_weights.get((key, e), np.nan) for e in range(experts)] for key in keys])
+        seen = self._ranks.sum(~np.isnan(own[0])) / self._ranks.tensor_size
+        total = self._ranks.sum(np.where(np.isnan(own), 0.0, own)) / copies
+        is_seen = seen > 0
+        found = (total[:, is_seen] / seen[is_seen]).sum(1) * (experts / max(1, is_seen.sum()))
+        self.squares[layer, "w"] = float(found[0])
+        self.errors.update(zip(errors, found[1:].tolist(), strict=True))
+
+    def _keys(self, layer: str, *, of_weights: bool | None = None) -> list[ErrorKey]:
+        """Of all errors of a layer; of those of W, or of the others, alone."""
+        return [
+            (layer, gemm, recipe, operand)
+            for gemm in GEMMS
+            for recipe in self._recipes
+            for operand in (0, 1)
+            if of_weights in (None, OPERANDS[gemm][operand] == "w")
+        ]
+
+    def _experts(self, layer: str) -> int:
+        return max(1, len(self._layers[layer].members))
+
+    def _join_columns(self, key: tuple[str, str, int], width: int, factor: float) -> None:
         """Put together the column sums of all features, whichever ranks hold them."""
-        own, shard = self.columns.get((layer, name)), self._layers[layer].shard
+        layer, name, _ = key
+        own, shard = self.columns.get(key), self._layers[layer].shard
         whole = np.zeros(width)
         if own is not None:
             features = [range(len(own))]
@@ -166,7 +207,7 @@ class NormWatch:
                 features = [*shard.features]
             whole[list(itertools.chain(*features))] = own.double().cpu().numpy() * factor
         total = torch.from_numpy(self._ranks.sum(whole)).float()
-        self.columns[layer, name] = total if own is None else total.to(own.device)
+        self.columns[key] = total if own is None else total.to(own.device)
 
     def _cut(self, layer: str) -> str | None:
         shard = self._layers[layer].shard
@@ -175,22 +216,35 @@ class NormWatch:
     def error_shape(self, layer: str) -> Tensor | None:
         """[O, I], where errors of a layer's weight gradient lie: |G_o| |X_i|, with a mean square of 1.
 
-        The error of an operand is about a share of its size, feature by feature.
+        The error of an operand is about a share of its size, feature by feature. Experts lie one below the other, each
+        with the n tokens that chose it: |G_o| |X_i| / sqrt(n).
         """
-        g, x = self.columns.get((layer, "g")), self.columns.get((layer, "x"))
+        if layer not in self._layers:
+            return None
+        found = [self._shape_of(layer, expert) for expert in range(self._experts(layer))]
+        like = next((shape for shape in found if shape is not None), None)
+        if like is None:
+            return None
+        whole = torch.cat([torch.zeros_like(like) if shape is None else shape for shape in found])
+        return whole.div_(whole.square().mean().sqrt())
+
+    def _shape_of(self, layer: str, expert: int) -> Tensor | None:
+        """[O, I], not normalised; None: nothing reached it."""
+        g, x = self.columns.get((layer, "g", expert)), self.columns.get((layer, "x", expert))
         if g is None or x is None or not float(g.sum()) or not float(x.sum()):
             return None
-        return torch.outer((g / g.mean()).sqrt_(), (x / x.mean()).sqrt_())
+        return torch.outer(g.sqrt(), (x / self.rows[layer, expert]).sqrt())
 
-    def _error(self, key: ErrorKey, value: Tensor) -> Tensor:
+    def _error(self, key: ErrorKey, value: Tensor, expert: int) -> Tensor:
         """Squares of an operand's error, along the axis that the GEMM sums over."""
         layer, gemm, recipe, operand = key
-        if key in self._weight_errors:
-            return self._weight_errors[key]
+        if (key, expert) in self._weight_errors:
+            return self._weight_errors[key, expert]
         planned = self._layers[layer]
+        planned = planned.members[expert] if planned.members else planned
         found = squared_error(value, planned.uses(gemm, planned.clock.now, recipe)[operand])
         if OPERANDS[gemm][operand] == "w":
-            self._weight_errors[key] = found
+            self._weight_errors[key, expert] = found
         return found
 
 

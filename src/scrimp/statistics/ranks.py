@@ -7,6 +7,7 @@ Method   Every statistic is a sum of squares, or of products. Each rank adds its
 
              data parallel     X, Y, G, gX and their errors: sum; W and its error: copies
              FSDP2             W, gW, changes of gradients and updates: sum over shards
+             context parallel  ranks that share rows are data-parallel ranks to all that is summed
              tensor parallel   what a layer cuts (`Shard.cut_axes`): sum; the rest: copies; partial sums (gX of
                                column-parallel, Y of row-parallel layers) are reduced before they are squared
 
@@ -15,7 +16,8 @@ Gradients  Both data-parallel kinds average gradients over ranks: the loss is th
            Where ranks add up gradients of parts of one loss (`Ranks.adds`), what a rank sees is of the whole loss.
 Noise      Independent between data-parallel ranks: micro-batch m of rank r draws as number m D + r, as if one process
            ran the ranks' micro-batches in turn. Ranks that hold copies draw the same, pieces draw the
-           whole and take their part. Stochastic rounding is told apart by the clock: loops begin it by row.
+           whole and take their part, and so do ranks that share rows (`SharedRows`). Stochastic rounding is told apart
+           by the clock: loops begin it by row.
 Limits     Ranks must run equally many micro-batches, of equally many tokens. That gradients are summed instead of
            averaged (`set_gradient_divide_factor`, a communication hook) has to be said. Refused by name:
            sequence parallel, FSDP1, and ranks that hold parts that no one here knows of (pipeline stages).
@@ -59,20 +61,32 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class SharedRows:
+    """How ranks share the tokens of every row."""
+
+    size: int
+    """Ranks that share a row; neighbours among those that read different tokens."""
+    positions: Callable[[int], Tensor]
+    """From the tokens of a whole row to those that this rank has, int64 on the CPU."""
+
+
+@dataclass(frozen=True)
 class Ranks:
     """The ranks that train one model together; by default one process alone."""
 
     world: World = field(default_factory=World)
     data_size: int = 1
-    """Ranks, or groups of tensor-parallel ranks, that read different rows."""
+    """Ranks, or groups of tensor-parallel ranks, that read different tokens."""
     data_rank: int = 0
     adds: bool = False
     """Whether gradients are sums over ranks, each of which has a part of one loss; else means of their losses'."""
     tensor_mesh: Any = None
     """DeviceMesh of the ranks that share the tensors of this one's rows; None: each holds them whole."""
+    rows: SharedRows | None = None
+    """How ranks share rows; None: each reads whole ones."""
 
     @classmethod
-    def of(cls, model: nn.Module, *, adds: bool = False) -> Ranks:
+    def of(cls, model: nn.Module, *, adds: bool = False, rows: SharedRows | None = None) -> Ranks:
         """Find out from a model how it is trained; between two steps, on all ranks.
 
         Parameters that FSDP2 left whole after a forward pass become shards again.
@@ -81,6 +95,7 @@ class Ranks:
             model: with its wrappers: a DistributedDataParallel, or one that `fully_shard` or
                 `parallelize_module` was applied to.
             adds: gradients are sums over ranks.
+            rows: how ranks share them, which a model does not show.
 
         Raises:
             ModelError: ranks that nothing joins, or that are joined in a way that is not known here.
@@ -98,7 +113,7 @@ class Ranks:
                 expected="DistributedDataParallel, fully_shard or tensor parallel over all ranks of the default group",
                 do="measure in one process, write the plan to a file, and apply it on every rank",
             )
-        return cls(world, data_size, data_rank, adds, mesh)
+        return cls(world, data_size, data_rank, adds, mesh, rows)
 
     @property
     def size(self) -> int:
@@ -116,8 +131,22 @@ class Ranks:
         return 1.0 if self.adds else 1.0 / self.data_size
 
     def draw(self, micro_batch: int) -> int:
-        """Number of a micro-batch among those of all ranks."""
-        return micro_batch * self.data_size + self.data_rank
+        """Number of a micro-batch among those of all ranks; equal on ranks that share its rows."""
+        sharing = 1 if self.rows is None else self.rows.size
+        return micro_batch * (self.data_size // sharing) + self.data_rank // sharing
+
+    def normal(self, like: Tensor, generator: torch.Generator) -> Tensor:
+        """Standard normal numbers for the tokens that lie here, those that one process draws of whole rows.
+
+        Args:
+            like: [..., D], or [B, T, D] where ranks share rows.
+        """
+        if self.rows is None:
+            return torch.randn(like.shape, generator=generator, device=like.device)
+        rows, length, width = like.shape
+        length *= self.rows.size
+        whole = torch.randn(rows, length, width, generator=generator, device=like.device)
+        return whole.index_select(1, self.rows.positions(length).to(like.device))
 
     def copies(self, *, is_cut: bool) -> int:
         """Tensor-parallel ranks that hold the same part of an activation."""

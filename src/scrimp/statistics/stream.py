@@ -222,7 +222,7 @@ class _NodeHook:
         kind, share = self._injection.kind, self._injection.share
         key = 0 if kind == "weights" else self._tape.ranks.draw(number)  # micro-batches share the weights
         generator = generator_of(like.device, self._injection.seed, self._node, key)
-        return gaussian(like.detach(), share, kind, generator)
+        return gaussian(like.detach(), share, kind, generator, self._tape.ranks)
 
 
 def is_recomputing() -> bool:
@@ -238,20 +238,23 @@ def generator_of(device: torch.device, *key: int) -> torch.Generator:
     return torch.Generator(device).manual_seed(seed)
 
 
-def gaussian(like: Tensor, share: float, kind: str, generator: torch.Generator) -> Tensor:
+def gaussian(
+    like: Tensor, share: float, kind: str, generator: torch.Generator, ranks: Ranks = ALONE
+) -> Tensor:
     """Noise of a share of the size of each token, as errors of scaled formats have it.
 
     Args:
         like: [..., D].
         kind: tokens, independent between tokens, like errors of X and G; or weights, the same linear map of every
             token, like errors of W.
+        ranks: that have the other tokens.
     """
     width = like.shape[-1]
     if kind == "weights":
         mixing = torch.randn(width, width, generator=generator, device=like.device)
         return (like.float() @ mixing.mul_(share / math.sqrt(width))).to(like.dtype)
     size = torch.linalg.vector_norm(like, dim=-1, keepdim=True, dtype=torch.float32)
-    z = torch.randn(like.shape, generator=generator, device=like.device)
+    z = ranks.normal(like, generator)
     return z.mul_(size * (share / math.sqrt(max(1, width)))).to(like.dtype)
 
 

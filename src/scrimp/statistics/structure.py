@@ -10,6 +10,7 @@ Method   Pre-norm transformers share one form, whatever their modules are called
          first one is node 0. A later one is the next node if its input has the same shape and equals the
          last node's plus the output of the last linear layer that ran, to rounding. That layer is
          the sub-layer's exit, all others since the last node are its entries.
+         Routed experts end in no linear layer: what a module around a grouped one returns may be what is added, too.
 Limits   Post-norm and parallel blocks, dropout on branches, and modules without norms have no such
          form: `find_structure` says None, and gains are then measured exactly, with a pass per layer.
 Checked  tests/statistics/test_structure.py
@@ -25,6 +26,8 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from scrimp.gemm.grouped import GroupedLinear
+
 _BRANCH_TOLERANCE = 0.05
 
 
@@ -34,6 +37,8 @@ class SubLayer:
 
     entries: tuple[str, ...]
     exit: str
+    branch: str = ""
+    """The module whose result is added to the stream; empty: the exit itself."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,8 @@ def find_structure(
                 stack.callback(module.register_forward_hook(tracer.linear(name)).remove)
             elif is_norm(module):
                 stack.callback(module.register_forward_pre_hook(tracer.norm(name)).remove)
+            elif any(is_grouped(inner) for inner in module.modules()) and name:
+                stack.callback(module.register_forward_hook(tracer.around(name)).remove)
         with torch.no_grad():
             forward()
     return tracer.structure()
@@ -77,6 +84,11 @@ def find_structure(
 def is_norm(module: nn.Module) -> bool:
     """Whether a module normalises, by the name of its class."""
     return "norm" in type(module).__name__.lower() and not isinstance(module, nn.modules.batchnorm._BatchNorm)
+
+
+def is_grouped(module: nn.Module) -> bool:
+    """Whether it holds the matrices of several experts."""
+    return isinstance(module, GroupedLinear)
 
 
 class _Tracer:
@@ -88,7 +100,8 @@ class _Tracer:
         self._sublayers: list[SubLayer] = []
         self._since: list[str] = []
         self._stream: Tensor | None = None
-        self._last: Tensor | None = None
+        self._last: dict[str, Tensor] = {}
+        """What may be added to the stream next: the last linear layer's result under no name, and others' by theirs."""
 
     def norm(self, name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
         """A hook that looks at a norm's input."""
@@ -100,10 +113,13 @@ class _Tracer:
             if self._stream is None and not self._since:
                 self._nodes.append(name)
                 self._stream = x.clone()
-            elif self._continues(x):
-                self._nodes.append(name)
-                self._sublayers.append(SubLayer(tuple(self._since[:-1]), self._since[-1]))
-                self._since, self._stream = [], x.clone()
+                return
+            for branch, result in self._last.items():
+                if self._continues(x, result):
+                    self._nodes.append(name)
+                    self._sublayers.append(SubLayer(tuple(self._since[:-1]), self._since[-1], branch))
+                    self._since, self._stream, self._last = [], x.clone(), {}
+                    return
 
         return hook
 
@@ -112,17 +128,26 @@ class _Tracer:
 
         def hook(module: nn.Module, inputs: object, output: Tensor) -> None:
             self._since.append(name)
-            self._last = output.detach().clone()  # the model may add to it in place
+            self._last = {"": output.detach().clone()}  # the model may add to it in place
 
         return hook
 
-    def _continues(self, x: Tensor) -> bool:
-        """Whether x is the stream plus what the last linear layer gave."""
-        if self._stream is None or self._last is None or x.shape != self._stream.shape or not self._since:
+    def around(self, name: str) -> Callable[[nn.Module, object, Tensor | tuple[Tensor, ...]], None]:
+        """A hook that keeps the result of a module that has grouped layers."""
+
+        def hook(module: nn.Module, inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
+            result = output[0] if isinstance(output, tuple) else output
+            self._last[name] = result.detach().clone()
+
+        return hook
+
+    def _continues(self, x: Tensor, result: Tensor) -> bool:
+        """Whether x is the stream plus what a layer gave."""
+        if self._stream is None or x.shape != self._stream.shape or not self._since:
             return False
-        if self._last.numel() != x.numel():
+        if result.numel() != x.numel():
             return False
-        branch = self._last.float().view_as(x)
+        branch = result.float().view_as(x)
         rest = torch.linalg.vector_norm(x.float() - self._stream.float() - branch)
         rounding = torch.finfo(x.dtype).eps / 2 * float(x.float().norm())  # of the sum, once
         return float(rest) <= _BRANCH_TOLERANCE * float(branch.norm()) + rounding

@@ -29,8 +29,14 @@ SNIP = [
     "--checkpoint.keep-last=4",
     "--evaluation.every=0",
     "--snip.formats=fp8,nvfp4",
+    "--snip.start=bf16",
 ]
-LAYOUTS = {"fsdp": [], "copies": ["--layout.dp=2"], "zero 1": ["--layout.zero=1"]}
+LAYOUTS = {
+    "fsdp": [],
+    "copies": ["--layout.dp=2"],
+    "zero 1": ["--layout.zero=1"],
+    "rows": ["--layout.cp=2"],
+}
 
 
 def command(rank: int, words: Sequence[str]) -> int:
@@ -63,8 +69,8 @@ def test_ranks_find_and_plan_what_one_process_does(runs: Path, name: str) -> Non
     for layer, row in wanted.layers.items():
         for gemm, cell in row.gemms.items():
             other = found.layers[layer].gemms[gemm]
-            # Noise is drawn for pieces of other shapes: harm differs by what a few passes leave to chance.
-            for kind, rel in (("loss", 0.05), ("update", 0.05)):
+            # Of half rows bf16 rounds other sums, which AdamW magnifies where gradients are small.
+            for kind, rel in (("loss", 0.05), ("update", 0.15 if name == "rows" else 0.05)):
                 assert getattr(other, kind) == pytest.approx(getattr(cell, kind), rel=rel), (
                     layer,
                     gemm,
@@ -81,7 +87,7 @@ def test_losses_are_those_of_one_process(runs: Path, name: str) -> None:
     wanted = losses(runs / "alone")
     assert losses(runs / name) == pytest.approx(wanted, rel=1e-3)
     assert {k: v for k, v in losses(runs / name).items() if k <= 3} == pytest.approx(
-        {k: v for k, v in wanted.items() if k <= 3}, rel=1e-5
+        {k: v for k, v in wanted.items() if k <= 3}, rel=1e-4 if name == "rows" else 1e-5
     )
 
 

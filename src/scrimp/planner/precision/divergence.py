@@ -102,7 +102,7 @@ def divergence(profile: PrecisionProfile, batch: BatchStatistics, method: Method
     method = method or Method()
     outputs, inputs = (np.array(sizes, dtype=float) for sizes in zip(*profile.shapes, strict=True))
     x_error, w_error = batch.errors[:, FPROP, :, 0], batch.errors[:, FPROP, :, 1]
-    of_x = (batch.gx[:, None] * x_error) ** 2 / (profile.tokens * inputs)[:, None]
+    of_x = (batch.gx[:, None] * x_error) ** 2 / (profile.rows * inputs)[:, None]
     of_w = (batch.gw[:, None] * w_error) ** 2 / (outputs * inputs)[:, None]
     loss = np.sqrt(of_x + of_w) / abs(batch.loss)
     errors = local_errors(profile, batch, method)
@@ -146,16 +146,12 @@ def local_errors(
     _check("errors", method.errors, ("results", "norms"))
     if method.errors == "results":
         return batch.results[:, FPROP], batch.results[:, DGRAD], batch.results[:, WGRAD]
-    outputs, inputs = (
-        np.array(sizes, dtype=float)[:, None, None] for sizes in zip(*profile.shapes, strict=True)
-    )
     sizes = {"x": batch.x, "w": batch.w, "g": batch.g}
-    summed: dict[str, Array] = {"fprop": inputs, "dgrad": outputs, "wgrad": np.array(float(profile.tokens))}
     found = []
-    for index, gemm in enumerate(GEMMS):
+    for index, (gemm, summed) in enumerate(zip(GEMMS, profile.summed, strict=True)):
         a, b = OPERANDS[gemm]
         others = np.stack([sizes[b], sizes[a]], axis=-1)[:, None, :]
-        found.append(batch.errors[:, index] * others / np.sqrt(summed[gemm]))
+        found.append(batch.errors[:, index] * others / np.sqrt(summed)[:, None, None])
     return found[0], found[1], found[2]
 
 

@@ -20,6 +20,9 @@ sensitivity  [2, K]     relative update of weight k per change of its gradient: 
 update       [K]        lr |h| / |W|: relative size of the clean update, in the same units
 ===========  =========  =====================================================================
 
+Of a grouped layer (routed experts) W is all E experts' matrices, one below the other, and X has a row for each pair of
+a token and an expert that it met.
+
 Nothing here knows how the gains were found (a pass per point, or ratios of few passes), what model they
 are of, or which optimizer ran. Stored as safetensors, never pickled.
 """
@@ -90,6 +93,10 @@ class _Facts:
     """Which update rule the sensitivities are of."""
     gains: str
     """How the gains were found: exact, blocks or ratios."""
+    experts: tuple[int, ...] = dataclasses.field(default=(), kw_only=True)
+    """E of each layer; empty: 1 of all."""
+    met: tuple[float, ...] = dataclasses.field(default=(), kw_only=True)
+    """Experts that a token meets in each layer, on average; empty: 1 in all."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,8 +150,24 @@ class PrecisionProfile(_Facts):
     def flops(self) -> Array:
         """[L], share of the planned layers' FLOPs; its three GEMMs have a third each."""
         sizes = np.array([float(outputs * inputs) for outputs, inputs in self.shapes])
-        shares: Array = sizes / sizes.sum()
+        per_token = sizes * self._by_layer(self.met) / self._by_layer(self.experts)
+        shares: Array = per_token / per_token.sum()
         return shares
+
+    @property
+    def summed(self) -> tuple[Array, Array, Array]:
+        """[L] each, over how many of all numbers of W, of W and of X the three GEMMs spread the energy of a result:
+        E I, E O and rows of X."""
+        outputs, inputs = (np.array(sizes, dtype=float) for sizes in zip(*self.shapes, strict=True))
+        return inputs * self._by_layer(self.experts), outputs, self.rows
+
+    @property
+    def rows(self) -> Array:
+        """[L], rows of X."""
+        return self.tokens * self._by_layer(self.met)
+
+    def _by_layer(self, values: Sequence[float]) -> Array:
+        return np.array(values or [1.0] * len(self.layers), dtype=float)
 
     def unusable(self) -> list[str]:
         """Names of layers whose statistics are not finite in some batch: they get no low format.

@@ -20,12 +20,13 @@ from scrimp.errors import CheckpointError, shortened
 from scrimp.models import HEAD
 from scrimp.planner import Plan
 from scrimp.planner.precision import PrecisionPlan
-from scrimp.precision import GEMMS, InputOrigin, PrecisionRules
+from scrimp.precision import GEMMS, InputOrigin, PrecisionRules, is_router
 
 
 def planned_recipes(plan: Plan) -> Recipes:
-    """The formats of the layers whose formats are planned: all but the head."""
-    return {layer: choice.recipes for layer, choice in plan.gemms.items() if layer != HEAD}
+    """The formats of the layers whose formats are planned: all but the head, and routers of experts."""
+    planned = (layer for layer in plan.gemms if layer != HEAD and not is_router(layer))
+    return {layer: plan.gemms[layer].recipes for layer in planned}
 
 
 def replanned(

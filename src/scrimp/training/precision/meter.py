@@ -16,10 +16,13 @@ from torch import Tensor
 
 from scrimp.cycle import CycleSettings
 from scrimp.data import Batch
+from scrimp.models.experts import Choices, keeping_choices
 from scrimp.optim import Optimizer
 from scrimp.planner.precision import PrecisionProfile
+from scrimp.precision import is_router
 from scrimp.runtime import Executable
-from scrimp.statistics import OptimizerView, Probe, Ranks, Subject, UpdateRule, collect, probe
+from scrimp.runtime.pipeline import first_rows
+from scrimp.statistics import OptimizerView, Probe, Ranks, SharedRows, Subject, UpdateRule, collect, probe
 
 MOST_MICRO_BATCHES = 4
 """Most micro-batches of a step that a statistics batch takes."""
@@ -45,19 +48,22 @@ class PrecisionMeter:
         self._optimizer, self._batches, self._device_name = optimizer, batches, device_name
         self._first_row = first_row
         """Address of the first token that this rank reads of a batch."""
+        self._choices = Choices()
 
     def measure(self, step: int, formats: Sequence[str]) -> PrecisionProfile:
         """Statistics before a step, on its batch and those that follow."""
         settings = self._settings
-        batches = self._batches(step, settings.batches)
-        return collect(
-            self._subject(step),
-            batches,
-            formats,
-            gains=settings.gains,
-            seed=settings.seed + step,
-            ranks=self._ranks(),
-        )
+        batches, subject = self._batches(step, settings.batches), self._subject(step)
+        with keeping_choices(self._executable.model) as self._choices:
+            return collect(
+                subject,
+                batches,
+                formats,
+                layers=[name for name in subject.planned.layers if not is_router(name)],
+                gains=settings.gains,
+                seed=settings.seed + step,
+                ranks=self._ranks(),
+            )
 
     def probe(self, step: int) -> Probe:
         """The current plan against the compute format, on a step's batch."""
@@ -65,8 +71,13 @@ class PrecisionMeter:
 
     def _ranks(self) -> Ranks | None:
         """The ranks that train; None: there is one."""
-        executable = self._executable
-        return None if executable.mesh.is_trivial else Ranks.of(executable.model, adds=True)
+        model, shared = self._executable.model, self._executable.model.context_parallel
+        if self._executable.mesh.is_trivial:
+            return None
+        rows = None
+        if shared is not None:
+            rows = SharedRows(shared.size, lambda length: shared.division(length).positions(shared.rank))
+        return Ranks.of(model, adds=True, rows=rows)
 
     def _subject(self, step: int) -> Subject:
         planned = self._executable.planned
@@ -82,14 +93,14 @@ class PrecisionMeter:
         )
 
     def _losses(self, step: int, micro_batches: list[Batch]) -> Iterator[Tensor]:
-        taken, first_row = micro_batches[:MOST_MICRO_BATCHES], self._first_row
+        taken = micro_batches[:MOST_MICRO_BATCHES]
+        rows = first_rows(taken, self._first_row, self._executable.mesh.layout.cp)
         counts = self._executable.mesh.gathered_rows(sum(map(self._executable.objective.count, taken)))
         targets = max(1, sum(counts))
-        for batch in taken:
+        for batch, first_row in zip(taken, rows, strict=True):
             self._executable.begin(step, first_row)
-            sums = self._executable.loss(batch)
-            first_row += batch.tokens_BT.numel()
-            yield sums.total / targets
+            self._choices.batch = batch
+            yield self._executable.loss(batch).total / targets
 
     def _shared(self) -> OptimizerView:
         return _SharedOptimizer(self._optimizer, dict(self._executable.model.named_parameters()))

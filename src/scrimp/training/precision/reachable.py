@@ -15,13 +15,17 @@ from scrimp.cycle.step_times import StepTimes, open_formats
 from scrimp.errors import PlanError
 from scrimp.models import HEAD, spec_of
 from scrimp.planner.precision.choose import LOW_BITS
-from scrimp.precision import GEMMS, RECIPES, parse_rules
+from scrimp.precision import GEMMS, RECIPES, is_router, parse_rules
 
 
 def shares_of(architecture: Architecture) -> dict[str, float]:
-    """Layer to its share of the blocks' linear FLOPs."""
+    """Layer to its share of the blocks' linear FLOPs; routers, whose formats nobody plans, count as none."""
     linears = spec_of(architecture).layers()
-    sizes = {layer: float(linear.parameters) for layer, linear in linears.items() if layer != HEAD}
+    sizes = {
+        layer: 0.0 if is_router(layer) else float(linear.parameters_per_token)
+        for layer, linear in linears.items()
+        if layer != HEAD
+    }
     total = sum(sizes.values())
     return {layer: size / total for layer, size in sizes.items()}
 
