@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -106,26 +105,34 @@ def test_each_map_is_whole_on_one_rank_and_the_same_bit_for_bit(tmp_path: Path) 
     for rank, (found, _, _) in enumerate(ranks):
         for name, part in parts(rank, expected).items():
             assert torch.equal(found[name], part.local), (rank, name)
+    # By hand: the first owns 5 x 8 and the router, the second 4 x 10 and 2 x 8, the third 4 x 8.
+    to_owners, back = (16 + 16, 8 + 8, 16 + 12), (8 + 16 + 2 * 24, 16 + 12, 16 + 8)
+    assert [sent for _, sent, _ in ranks] == [
+        2 * (there + here) for there, here in zip(to_owners, back, strict=True)
+    ]
     assert sorted(shape for _, _, seen in ranks for shape in seen) == sorted(
         str((rows, SHAPES[name][1])) for name, sizes in ROWS.items() for rows in sizes
     )
 
 
 def in_a_step(rank: int) -> tuple[float, float]:
-    case = Case(settings=MUON, micro_batches=1, steps=1)
-    _, executable, optimizer, lr = made(case, World(rank, 2), 2)
+    _, executable, optimizer, lr = made(Case(settings=MUON, micro_batches=1), World(rank, 2), 2)
     for parameter in executable.model.parameters():
         parameter.grad = torch.ones_like(parameter)
     with counting_collectives() as counted:
         optimizer.step(lr)
-    numbers = sum(math.prod(part.shape) for part in (p for n, p in optimizer.parts() if "momentum" in n))
-    return counted.sent("all-to-all"), 2 * 2 * numbers / 2 * (1 / 2)
+    matrices = [part for name, part in optimizer.parts() if name.endswith("momentum_buffer")]
+    return counted.sent("all-to-all"), 2 * 2 * sum(part.whole_numel for part in matrices) / 2 * (1 / 2)
 
 
 @pytest.mark.slow
-def test_ranks_send_what_the_formula_says(tmp_path: Path) -> None:
-    for sent, expected in spawn(2, in_a_step, tmp_path):
-        assert sent == pytest.approx(expected, rel=0.05)
+def test_ranks_send_less_than_equal_parts_would(tmp_path: Path) -> None:
+    """Of fused matrices a rank has whole maps, all of q, gate and up; k and v are on one rank, which owns one."""
+    (one, bound), (other, _) = spawn(2, in_a_step, tmp_path)
+    width, inner, keys = 64, 128, 32
+    travel = width * inner // 2 + width * width // 2 + keys * width  # of down, out, and of k or v
+    assert one + other == 2 * 2 * 2 * travel  # there and back, in two bytes, in two blocks
+    assert one + other <= 2 * bound
 
 
 OWN = """

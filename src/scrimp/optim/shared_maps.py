@@ -2,19 +2,20 @@
 
 Problem  Muon orthogonalises whole matrices, and under FSDP2 and `layout.tp` a rank has some rows or columns of each.
 Method   Momentum and updates move number by number, and stay where the parameter is. Only what is orthogonalised
-         travels, in the bf16 that Newton-Schulz computes in. Each map has an owner among the ranks that share the
-         model, in turn, the largest maps first. In a round every rank owns one map::
+         travels, in the bf16 that Newton-Schulz computes in. The largest maps come first, as many in a round as ranks
+         share the model, and each has an owner of its own, one that has much of it already::
 
              all-to-all    each rank's parts of all maps of the round to their owners
                            owners put theirs together and orthogonalise it
              all-to-all    its parts back to all that have them
 
          So every map is orthogonalised once, beside others, whatever the number of ranks.
-Bytes    With N numbers in all maps and F ranks that have equal parts each rank sends
+Bytes    With N numbers in all maps and F ranks that have equal parts of each, a rank sends
 
              2 * 2 N / F * (F - 1) / F
 
-         in an update: parts of maps that it owns itself go nowhere. Of parts that several ranks have alike one sends.
+         in an update: parts of maps that it owns itself go nowhere. Of a fused matrix a rank of FSDP2 often has whole
+         maps, which then need not travel at all. Of parts that several ranks have alike one sends.
 Memory   Three bf16 copies of the largest map beside the parameters, or what Newton-Schulz takes of it.
 Layout   Which rank has what follows from `TensorPart`, which ranks tell one another once.
 Source   Liu et al., arXiv 2502.16982 (Moonlight), gathers momentum of shards; Ahn et al., arXiv 2504.05295 (Dion),
@@ -125,8 +126,8 @@ class SharedMaps:
         told: list[dict[str, list[Box]]] = [{}] * self._size
         own = {name: [_box(one) for one in part.boxes()] for name, part in parts.items()}
         dist.all_gather_object(told, own, group=group)
-        self._maps = sorted(maps, key=lambda one: -one.rows * one.columns)
-        self._held = {one: [_pieces(one, boxes[one.name]) for boxes in told] for one in self._maps}
+        maps = sorted(maps, key=lambda one: -one.rows * one.columns)
+        self._held = {one: [_pieces(one, boxes[one.name]) for boxes in told] for one in maps}
         """What each rank has of a map."""
         self._given = {one: _without_copies(held) for one, held in self._held.items()}
         """The same, of equal ones that of the first rank."""
@@ -134,24 +135,39 @@ class SharedMaps:
             found = sum(piece.numel for pieces in given for piece in pieces)
             if found != one.rows * one.columns:
                 raise ValueError(f"{one}: ranks have {found:,} of its numbers")
+        self._rounds = [
+            self._owned(maps[start : start + self._size]) for start in range(0, len(maps), self._size)
+        ]
 
     def update(self, names: Collection[str], move: Move, make: Make, follow: Follow) -> None:
         """Orthogonalise the maps of all parameters; a collective."""
-        for start in range(0, len(self._maps), self._size):
-            maps = self._maps[start : start + self._size]
-            mine = maps[self._rank] if self._rank < len(maps) else None
-            whole = self._to_owners(maps, mine, move)
-            self._from_owners(maps, mine, None if whole is None else make(whole), follow)
+        for owned in self._rounds:
+            whole = self._to_owners(owned, move)
+            self._from_owners(owned, None if whole is None else make(whole), follow)
 
-    def _to_owners(self, maps: Sequence[Map], mine: Map | None, move: Move) -> Tensor | None:
+    def _owned(self, maps: Sequence[Map]) -> list[Map | None]:
+        """What each rank owns of the maps of a round: whoever has most of one first."""
+        wishes = [
+            (-_numel(self._given[one][rank]), n, rank)
+            for n, one in enumerate(maps)
+            for rank in range(self._size)
+        ]
+        owned: list[Map | None] = [None] * self._size
+        for _, number, rank in sorted(wishes):
+            if owned[rank] is None and maps[number] not in owned:
+                owned[rank] = maps[number]
+        return owned
+
+    def _to_owners(self, owned: Sequence[Map | None], move: Move) -> Tensor | None:
         """The map that this rank owns, whole."""
-        sent = [self._given[one][self._rank] for one in maps]
+        mine = owned[self._rank]
+        sent = [[] if one is None else self._given[one][self._rank] for one in owned]
         due = [] if mine is None else self._given[mine]
         out = self._buffer(sent)
         places = _places(out, sent)
-        for one, given in zip(maps, sent, strict=True):
-            for piece in self._held[one][self._rank]:  # momentum moves in copies too
-                part = move(one.name, piece.here)
+        for one, given in zip(owned, sent, strict=True):
+            for piece in self._here(one):  # momentum moves in copies too
+                part = move(one.name, piece.here)  # type: ignore[union-attr]
                 if given:
                     next(places).copy_(part)
         found = self._exchanged(out, sent, due)
@@ -163,21 +179,23 @@ class SharedMaps:
             piece.of(whole).copy_(part)
         return whole
 
-    def _from_owners(
-        self, maps: Sequence[Map], mine: Map | None, made: Tensor | None, follow: Follow
-    ) -> None:
+    def _from_owners(self, owned: Sequence[Map | None], made: Tensor | None, follow: Follow) -> None:
         """Hand the parts of what was made to all that have them."""
+        mine = owned[self._rank]
         sent = [] if mine is None else self._held[mine]
-        due = [self._held[one][self._rank] for one in maps]
+        due = [self._here(one) for one in owned]
         out = self._buffer(sent)
         if made is not None:
             for piece, part in zip(chain.from_iterable(sent), _places(out, sent), strict=True):
                 part.copy_(piece.of(made))
             del made
         places = _places(self._exchanged(out, sent, due), due)
-        for one, pieces in zip(maps, due, strict=True):
+        for one, pieces in zip(owned, due, strict=True):
             for piece in pieces:
-                follow(one, piece.here, next(places))
+                follow(one, piece.here, next(places))  # type: ignore[arg-type]
+
+    def _here(self, one: Map | None) -> Pieces:
+        return [] if one is None else self._held[one][self._rank]
 
     def _buffer(self, parts: Sequence[Pieces]) -> Tensor:
         return torch.empty(sum(map(_numel, parts)), dtype=torch.bfloat16, device=self._device)
@@ -185,7 +203,13 @@ class SharedMaps:
     def _exchanged(self, out: Tensor, sent: Sequence[Pieces], due: Sequence[Pieces]) -> Tensor:
         """What the other ranks have for this one, in their order."""
         found = self._buffer(due)
-        dist.all_to_all_single(found, out, self._sizes(due), self._sizes(sent), group=self._group)
+        dist.all_to_all_single(
+            found,
+            out,
+            output_split_sizes=self._sizes(due),
+            input_split_sizes=self._sizes(sent),
+            group=self._group,
+        )
         return found
 
     def _sizes(self, parts: Sequence[Pieces]) -> list[int]:

@@ -27,6 +27,7 @@ CASES = {
     )
 }
 CASES["copies"] = Case({"dp": 2}, LARGE)
+CASES["muon"] = Case({}, {**LARGE, "optimizer.name": "muon"})
 CASES["recomputed"] = Case({}, {**LARGE, "memory.activations": "block"}, activations="block")
 
 
