@@ -312,3 +312,13 @@ def test_every_result_is_one_of_the_two_neighbours(element: str, scaling: str) -
         assert (is_lower | is_upper).all()
         lowest, highest = lowest + int(is_lower.sum()), highest + int(is_upper.sum())
     assert 0.4 < lowest / (lowest + highest) < 0.6
+
+
+def test_columns_in_several_ranges_have_the_numbers_of_their_places() -> None:
+    whole, ranges = Noise(7, first_row=3).uniform(5, 60, "cpu"), (range(4, 9), range(20, 20), range(31, 47))
+    here = [column for one in ranges for column in one]
+    assert torch.equal(Noise(7, first_row=3, columns=ranges).uniform(5, 21, "cpu"), whole[:, here])
+    # Rotations pad the last range.
+    assert torch.equal(
+        Noise(7, first_row=3, columns=ranges).uniform(5, 24, "cpu"), whole[:, [*here, 47, 48, 49]]
+    )

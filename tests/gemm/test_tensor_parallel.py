@@ -205,9 +205,9 @@ def forget(rank: int) -> dict[tuple[str, str], float]:
             plan_of(entire, Case(recipe))
             for layer in plan.layers.values():
                 assert layer.shard is not None
-                assert layer.shard.num_pieces == RANKS
+                assert len(layer.shard.begins) == RANKS
                 if lost == "place":
-                    layer.shard.first_feature = 0
+                    layer.shard.features = (range(layer.shard.size // RANKS),)
                 else:
                     layer.shard.reduce_amax = lambda amax: None
             found[lost, recipe] = max(errors(passed(model, batch()), passed(entire, batch())).values())
@@ -308,8 +308,8 @@ def refusals(rank: int) -> dict[str, str]:
 def test_layouts_that_no_piece_can_run_are_refused_by_name(group: Group) -> None:
     for said in group["refusals"]:
         for recipe in ("fp8", "fp4"):
-            assert said[recipe].startswith(f"PlanError: up.fprop cannot run in {recipe} on {RANKS} ranks")
-            assert "pieces of 96 of its 192 outputs; groups of 128 along the rows of W" in said[recipe]
+            assert said[recipe].startswith(f"PlanError: up.fprop cannot run in {recipe} on ranks")
+            assert "a piece that begins at 96 of its 192 outputs; groups of 128 outputs of W" in said[recipe]
         assert said["mxfp8"] == said["nvfp4"] == said["fp8_tensor"] == ""  # 96 is three groups of 32
         assert said["saved"] == ""  # X of a column-parallel layer is whole: its codes straddle nothing
         assert said["plain input"].startswith("ModelError: up has a sharded weight and an ordinary input")

@@ -1,11 +1,12 @@
 """The plan file: what is written is read back, and what does not fit is named."""
 
+import contextlib
 import dataclasses
 import json
 
 import pytest
 
-from scrimp.config import BudgetConfig, Config, base_architecture, resolve
+from scrimp.config import BudgetConfig, Config, base_architecture, replace_values, resolve
 from scrimp.errors import ConfigError, PlanError
 from scrimp.models import spec_of
 from scrimp.planner import BackendChoice, Figures, Plan, build_plan
@@ -27,6 +28,42 @@ def make_plan(precision: str = "auto", **budget: str) -> Plan:
         why="everything resident",
         predicted=Figures(),
     )
+
+
+@pytest.mark.parametrize(
+    ("preset", "layout", "precision", "said"),
+    [
+        ("llama-3m", {"tp": 2}, "fp8", r"attention.qkv.fprop cannot run in fp8 .* begins at \d+ of its"),
+        ("llama-3m", {"tp": 2}, "fp8_row,*.qkv=nvfp4,head=fp8_tensor", ""),
+        (
+            "mixtral-8m",
+            {"tp": 2},
+            "bf16,*.router=fp8_row",
+            r"mlp.router cannot be quantized .* its own tokens",
+        ),
+        ("mixtral-8m", {"ep": 2}, "fp8,*.mlp.router=fp8_row", ""),
+        ("mixtral-8m", {"ep": 2, "etp": 2}, "*.experts.*=nvfp4", ""),
+        ("mixtral-8m", {"etp": 4}, "bf16,*.experts.down=fp8", r"experts.down.fprop cannot run in fp8"),
+    ],
+)
+def test_formats_whose_groups_lie_on_two_ranks_are_refused_by_name(
+    preset: str, layout: dict[str, int], precision: str, said: str
+) -> None:
+    asked = {"model.preset": preset, "precision": precision, "train.sequence": 64}
+    config = replace_values(Config(), asked | {f"layout.{axis}": degree for axis, degree in layout.items()})
+    found = resolve(config, base_architecture(config, None), device_type="cpu", ranks=4)
+    with pytest.raises(PlanError, match=said) if said else contextlib.nullcontext():
+        build_plan(
+            found.config,
+            found.architecture,
+            device_name="test CPU",
+            device_is_host=True,
+            torch_version="2.13.0",
+            reasons=found.reasons,
+            placement=Placement.resident(found.architecture.num_layers),
+            why="everything resident",
+            predicted=Figures(),
+        )
 
 
 LAYERS = spec_of(base_architecture(Config(), None)).origins

@@ -6,6 +6,7 @@ another number of few bits. So operands are compared layer by layer, from equal 
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from pathlib import Path
 from typing import Any
@@ -184,12 +185,8 @@ TWO = {
     "recomputed": Case(TP, FP4, activations="block", steps=1),
     "compiled": Case(TP, FP4, compiled=True, steps=1),
 }
-FOUR = {
-    "fsdp 2 x tp 2": Case(TP, FP4, steps=2),
-    "pp 2 x tp 2, zbv": Case(
-        {**TP, "pp": 2, "schedule": "zbv"}, {**FP4, "model.num_layers": 4}, micro_batches=4, steps=1
-    ),
-}
+IN_STAGES = Case({**TP, "pp": 2, "schedule": "zbv"}, {**FP4, "model.num_layers": 4}, micro_batches=4, steps=1)
+FOUR = {"fsdp 2 x tp 2": Case(TP, FP4, steps=2)}
 FLIPPED = {
     "fp8": Case(TP, {**FP4, "precision": "fp32,*=fp8"}, steps=1),
     "scales of tensors": Case(TP, {**FP4, "precision": "fp32,*=fp8_tensor,head=fp8_tensor"}, steps=1),
@@ -216,3 +213,14 @@ def test_a_number_rounded_otherwise_is_all_that_differs(
         for matrix, expected in one.gradients.items():
             difference = found[name][0].gradients[matrix] - expected
             assert float(difference.norm() / expected.norm()) < 2e-3, matrix
+
+
+@pytest.mark.slow
+def test_stages_of_cut_layers_are_the_cut_layers_bit_for_bit(tmp_path: Path) -> None:
+    for folder in ("four", "two"):
+        (tmp_path / folder).mkdir()
+    four = on_ranks(4, {"": IN_STAGES}, tmp_path / "four")[""]
+    two = on_ranks(2, {"": dataclasses.replace(IN_STAGES, layout=TP)}, tmp_path / "two")[""]
+    assert four[0].losses == two[0].losses
+    for matrix, expected in two[0].gradients.items():
+        assert (four[0].gradients[matrix] - expected).abs().max() <= 1e-6 * expected.abs().max(), matrix
