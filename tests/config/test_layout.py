@@ -116,7 +116,6 @@ def test_a_batch_left_to_scrimp_can_be_shared() -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("optimizer.name", "muon"),
         ("memory.weights", "host"),
         ("memory.gradients", "1"),
         ("memory.update", "cpu"),

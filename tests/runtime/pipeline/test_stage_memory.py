@@ -39,10 +39,17 @@ TWO = {
         micro_batches=6,
     ),
 }
+EXPERTS = {**KEEP, "model.num_layers": 4, "model.width": 64, "train.loss_chunk": 16}
+TWO |= {
+    "experts": Case(PP, EXPERTS, preset="mixtral-8m", micro_batches=4),
+    "experts, zbv": Case({**PP, "schedule": "zbv"}, EXPERTS, preset="mixtral-8m", micro_batches=4),
+}
 FOUR = {
     "fsdp": Case(PP, WEIGHTS, micro_batches=4),
     "fsdp, zbv": Case({**PP, "schedule": "zbv"}, WEIGHTS, micro_batches=4),
     "fsdp, zbv, tokens": Case({**PP, "schedule": "zbv"}, TOKENS, micro_batches=4),
+    "rows": Case({**PP, "cp": 2}, TOKENS, micro_batches=4),
+    "shared experts": Case({**PP, "ep": 2}, EXPERTS, preset="mixtral-8m", micro_batches=4),
     "dp, dualpipev": Case({**PP, "dp": 2, "schedule": "dualpipev"}, WEIGHTS, micro_batches=4),
 }
 

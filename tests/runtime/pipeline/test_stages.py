@@ -297,6 +297,7 @@ REDUCED = {
     f"{schedule}, zero {zero}, {level}": Case(
         {"pp": 2, "schedule": schedule, "zero": zero},
         {"model.num_layers": 4},
+        preset="llama-1b",  # two matrices of words
         activations=level,
         micro_batches=4,
     )

@@ -78,7 +78,8 @@ def _block(kind: BlockClass, layout: ResolvedLayout, parameter_bytes: int, sums_
     over_copies = 2 * -(-reduced // layout.fsdp) * (layout.dp > 1)
     # Its own weights, those gathered for the block before (none where all stay), and what is not let go of yet.
     gathers, reduces = whole + (whole - stays) + whole, 2 * reduced + over_copies
-    apart = max(gathers - _piece(kind.gradients, layout, share), 2 * whole + reduces)
+    still = 2 * whole * (layout.shards > 1)
+    apart = max(gathers - _piece(kind.gradients, layout, share), still + reduces)
     extra = apart if layout.schedule in V_SHAPED else gathers + reduces
 
     def cost(one: BlockCost) -> BlockCost:
