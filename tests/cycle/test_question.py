@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
 import pytest
 from profiles import profile
 
+from scrimp.config import Config, preset, replace_values, resolve
 from scrimp.cycle import CycleSettings
 from scrimp.cycle.question import ask
 from scrimp.cycle.state import CycleState
@@ -63,3 +65,23 @@ def test_the_planner_is_asked_for_the_users_own_budget(budget: dict[str, float])
     ends = {"speedup": (0.01 + 18 * 4e-3) / 2, "step_seconds": 0.5}
     assert plan.predicted["step_seconds"] <= ends.get(next(iter(budget)), 1.0) + 1e-9
     assert plan.predicted["step_seconds"] >= 0.01 + 18 * 1e-3 - 1e-9
+
+
+def test_each_rank_of_a_pipeline_keeps_a_budget_of_flops_by_itself() -> None:
+    stages = {layer: number % 2 for number, layer in enumerate(MADE.layers)}
+    plan = make_plan(asked(stages=stages))
+    for stage in (0, 1):
+        own = [layer for layer, number in stages.items() if number == stage]
+        flops = {layer: plan.layers[layer].flops_share for layer in own}
+        low = {layer: plan.precisions[layer].recipes.count("nvfp4") / 3 for layer in own}
+        assert sum(flops[layer] * low[layer] for layer in own) >= 0.5 * sum(flops.values()) - 1e-9
+
+
+def test_the_layers_of_a_pipeline_belong_to_the_ranks_that_hold_their_blocks() -> None:
+    config = replace_values(Config(), {"data.tokenizer": "bytes", "precision": "snip", "train.sequence": 64})
+    found = resolve(config, preset("llama-3m"), device_type="cpu").config
+    layout = dataclasses.replace(found.layout, pp=2, virtual=2, schedule="interleaved")
+    layers = [f"blocks.{number}.mlp.down" for number in range(preset("llama-3m").num_layers)]
+    assert not CycleSettings.of_run(found, layers).stages
+    stages = CycleSettings.of_run(dataclasses.replace(found, layout=layout), layers).stages
+    assert list(stages.values()) == [0, 0, 1, 0, 1]  # of five blocks the first of four stages has two

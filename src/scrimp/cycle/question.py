@@ -88,6 +88,7 @@ def ask(
         other_seconds=0.0 if times is None else times.other or 0.0,
         bf16_seconds=in_bf16,
         policy=settings.policy,
+        stages=[settings.stages[layer] for layer in profile.layers] if settings.stages else None,
         weights=settings.weights,
         allowed=open_formats(settings.formats, profile.layers, profile.formats, settings.pinned, useful),
         penalties=np.array([penalties.get(layer, [1.0] * len(GEMMS)) for layer in profile.layers]),

@@ -5,10 +5,11 @@ Steps at which a cycle measures are a function of these alone, so that a run tha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from scrimp.config import ResolvedConfig
+from scrimp.config.pipeline import pipeline_of
 from scrimp.config.schema import decided
 from scrimp.config.snip import BUDGETS, chosen_steps
 from scrimp.planner.precision import Budget, Weights
@@ -54,6 +55,8 @@ class CycleSettings:
     """Recipe before the first plan; None: the model as it is."""
     layers: tuple[str, ...] | None = None
     """To plan; None: those that are planned already, else all trained ones but the head."""
+    stages: Mapping[str, int] = field(default_factory=dict)
+    """Layer to the rank of a pipeline that computes it: each keeps a budget of FLOPs by itself. Empty: one has all."""
     is_smoothed: bool = False
     """Whether costs of the last statistics count half."""
     must_keep_budget: bool = True
@@ -80,6 +83,7 @@ class CycleSettings:
             steps=config.train.steps,
             at=chosen_steps(snip.at),
             compute=config.precision_rules.compute,
+            stages=_stages(config, list(layers)),
             is_smoothed=True,
             must_keep_budget=False,
             counts_from=1,
@@ -102,3 +106,13 @@ class CycleSettings:
         """The steps of the final share."""
         assert self.steps is not None, "a run without an end has no final share"
         return range(self.steps - round(self.final_share * self.steps), self.steps)
+
+
+def _stages(config: ResolvedConfig, layers: Sequence[str]) -> dict[str, int]:
+    """Which rank of a pipeline has each layer, by the number of its block."""
+    if config.layout.pp == 1:
+        return {}
+    blocks = {layer: int(layer.split(".")[1]) for layer in layers}
+    pipeline = pipeline_of(config.layout, max(blocks.values()) + 1)
+    ranks = {block: rank for rank in range(pipeline.ranks) for block in pipeline.blocks_of(rank)}
+    return {layer: ranks[block] for layer, block in blocks.items()}

@@ -41,9 +41,11 @@ class BranchTape:
     def __init__(self, model: nn.Module, structure: Structure, ranks: Ranks = ALONE) -> None:
         modules = dict(model.named_modules())
         self._ranks = ranks
-        self._exits = [modules[sub.exit] for sub in structure.sublayers]
-        self._entries = [[modules[name] for name in sub.entries] for sub in structure.sublayers]
-        self._branches = [modules[sub.branch or sub.exit] for sub in structure.sublayers]
+        self._all = structure.sublayers
+        here = {number: sub for number, sub in enumerate(self._all) if sub.exit in modules}
+        self._exits = {number: modules[sub.exit] for number, sub in here.items()}
+        self._entries = {number: [modules[name] for name in sub.entries] for number, sub in here.items()}
+        self._branches = {number: modules[sub.branch or sub.exit] for number, sub in here.items()}
         self._kept: dict[tuple[str, int, int], Tensor] = {}
         self.micro_batch = 0
         self.added_squares: dict[int, float] = defaultdict(float)
@@ -56,7 +58,7 @@ class BranchTape:
         self.added_squares.clear()
         with self._hooks(self._exits, self._record), self._hooks(self._branches, self._add):
             yield
-        own = [n for n, branch in enumerate(self._branches) if branch is not self._exits[n]]
+        own = [number for number, sub in enumerate(self._all) if sub.branch]
         self._ranks.join(self.added_squares, dict.fromkeys(own, 1.0 / self._ranks.copies(is_cut=False)))
 
     def _add(self, number: int) -> Callable[[nn.Module, Any, Any], None]:
@@ -89,7 +91,7 @@ class BranchTape:
 
         with self._hooks(self._exits, compare):
             yield
-        self._ranks.join(changes, dict.fromkeys(range(len(self._exits)), self._ranks.share**2))
+        self._ranks.join(changes, dict.fromkeys(range(len(self._all)), self._ranks.share**2))
 
     @contextlib.contextmanager
     def isolated(self, kind: str, share: float, seed: int) -> Iterator[dict[int, float]]:
@@ -123,14 +125,14 @@ class BranchTape:
 
             return hook
 
-        id_of = {id(module): i for group in self._entries for i, module in enumerate(group)}
+        id_of = {id(module): i for group in self._entries.values() for i, module in enumerate(group)}
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._hooks(self._exits, cut))
-            for number, group in enumerate(self._entries):
+            for number, group in self._entries.items():
                 for module in group:
                     stack.callback(module.register_forward_hook(disturb(number)).remove)
             yield injected
-        self._ranks.join(injected, dict.fromkeys(range(len(self._exits)), 1.0))
+        self._ranks.join(injected, dict.fromkeys(range(len(self._all)), 1.0))
 
     def _record(self, number: int) -> Callable[[nn.Module, Any, Tensor], Tensor | None]:
         def hook(module: nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
@@ -151,9 +153,9 @@ class BranchTape:
         self._kept[key] = local(value).to("cpu", copy=True)
 
     @contextlib.contextmanager
-    def _hooks(self, modules: list[nn.Module], make: Callable[[int], Any]) -> Iterator[None]:
+    def _hooks(self, modules: dict[int, nn.Module], make: Callable[[int], Any]) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            for number, module in enumerate(modules):
+            for number, module in modules.items():
                 stack.callback(module.register_forward_hook(make(number)).remove)
             yield
 

@@ -24,7 +24,7 @@ import contextlib
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,9 +41,9 @@ from scrimp.statistics.exact import Sites, exact_gains, watching_sites
 from scrimp.statistics.gains import CleanRun, Gains, Passes, by_blocks, by_ratios, of_layers, places
 from scrimp.statistics.norms import NormWatch, WeightKey
 from scrimp.statistics.optimizer_view import OptimizerView
-from scrimp.statistics.ranks import ALONE, Ranks, local, settle
+from scrimp.statistics.ranks import ALONE, Ranks, in_model_order, local, settle
 from scrimp.statistics.stream import Changes, Injection, StreamTape, square
-from scrimp.statistics.structure import Structure, find_structure
+from scrimp.statistics.structure import Structure, SubLayer, find_part, find_structure, joined
 from scrimp.statistics.untouched import ForwardState, untouched
 from scrimp.statistics.updates import Updates, norms_of
 
@@ -112,12 +112,13 @@ def collect(
     with _between_steps(subject):
         for number, batch in enumerate(batches):
             if measurement is None:
-                structure = _structure(subject, batch)
+                everything = _inventory(subject, names, ranks)
+                structure = _structure(subject, batch, ranks, everything)
                 if ranks.size > 1:
                     structure = structure if ranks.world.same(repr(structure)) else None
                     ranks.refuse_straddling(subject.planned.layers, formats)
-                way = _way(gains, structure)
-                measurement = _Measurement(subject, names, tuple(formats), way, structure, noise, ranks)
+                way = _way(gains, structure, ranks)
+                measurement = _Measurement(subject, everything, tuple(formats), way, structure, noise, ranks)
             measures_gains = number < max(1, gain_batches)
             statistics.append(measurement.measure(batch, seed + 1000 * number, measures_gains=measures_gains))
             if on_batch is not None:
@@ -147,19 +148,75 @@ def _nobody(execution: Execution) -> None:
     """Observes nothing: while anyone observes, clean and disturbed passes run by the same code."""
 
 
-def _structure(subject: Subject, batch: Any) -> Structure | None:
+@dataclass(frozen=True)
+class _Inventory:
+    """What there is on all ranks, in the order of the model."""
+
+    layers: tuple[str, ...]
+    """To measure."""
+    shapes: Mapping[str, tuple[int, int]]
+    """[O, I] of the whole weight of each planned layer, of all experts."""
+    experts: Mapping[str, int]
+    weights: tuple[str, ...]
+    """Watched parameters."""
+    owned: Mapping[str, str]
+    """Planned layer to its weight."""
+
+
+def _inventory(subject: Subject, names: Sequence[str], ranks: Ranks) -> _Inventory:
+    parameters, modules = dict(subject.model.named_parameters()), dict(subject.model.named_modules())
+    by_id = {id(parameter): name for name, parameter in parameters.items()}
+    facts: dict[str, Any] = {}
+    for layer, planned in subject.planned.layers.items():
+        here = max(1, len(planned.members))
+        experts = ranks.experts.get(layer, (0, here))[1]
+        outputs, inputs = weight_matrix(modules[layer]).shape
+        facts[layer] = [by_id[id(modules[layer].weight)], outputs // here * experts, inputs, experts]
+    weights = [name for name, p in parameters.items() if p.ndim >= 2 and p.requires_grad]
+    own: list[Any] = [list(names), facts, weights]
+    found: list[Any] = ranks.world.gathered(own) if ranks.stages > 1 else [own]
+    every = {layer: fact for one in found for layer, fact in one[1].items()}
+    return _Inventory(
+        tuple(in_model_order([one[0] for one in found])),
+        {layer: (fact[1], fact[2]) for layer, fact in every.items()},
+        {layer: fact[3] for layer, fact in every.items()},
+        tuple(in_model_order([one[2] for one in found])),
+        {layer: fact[0] for layer, fact in every.items()},
+    )
+
+
+def _structure(subject: Subject, batch: Any, ranks: Ranks, everything: _Inventory) -> Structure | None:
     """The structure of all planned layers, measured or not, found with the first micro-batch."""
     before = ForwardState(subject.model, subject.planned)
+
+    def forward() -> object:
+        return next(iter(subject.losses(batch)), None)
+
     try:
-        return find_structure(
-            subject.model, subject.planned.layers, lambda: next(iter(subject.losses(batch)), None)
-        )
+        if ranks.stages == 1:
+            return find_structure(subject.model, subject.planned.layers, forward)
+        part = find_part(subject.model, subject.planned.layers, forward)
+        said = {
+            node: None if sub is None else [sub.entries, sub.exit, sub.branch] for node, sub in part.items()
+        }
+        parts = [
+            {node: None if sub is None else SubLayer(tuple(sub[0]), *sub[1:]) for node, sub in one.items()}
+            for one in ranks.world.gathered(said)
+        ]
+        return joined(parts, in_model_order, everything.owned)
     finally:
         before.restore()
         settle(subject.model)
 
 
-def _way(gains: str, structure: Structure | None) -> str:
+def _way(gains: str, structure: Structure | None, ranks: Ranks) -> str:
+    if ranks.stages > 1 and (structure is None or gains == "exact"):
+        raise PlanError(
+            "gains are not measured exactly in a pipeline",
+            got="no residual stream was found in the model" if structure is None else gains,
+            expected="auto, ratios or blocks, of pre-norm blocks",
+            do="plan in one process, or without layout.pp",
+        )
     if gains == "auto":
         return "exact" if structure is None else "ratios"
     if gains not in GAINS:
@@ -190,33 +247,28 @@ class _Measurement:
     def __init__(
         self,
         subject: Subject,
-        layers: tuple[str, ...],
+        everything: _Inventory,
         formats: tuple[str, ...],
         gains: str,
         structure: Structure | None,
         noise: float,
         ranks: Ranks,
     ) -> None:
-        self.subject, self.layers, self.formats, self.ranks = subject, layers, formats, ranks
+        self.subject, self.layers, self.formats, self.ranks = subject, everything.layers, formats, ranks
         self.gains, self.noise = gains, noise
         parameters = dict(subject.model.named_parameters())
-        by_id = {id(parameter): name for name, parameter in parameters.items()}
         modules = dict(subject.model.named_modules())
         planned = subject.planned.layers
-        owned = {layer: by_id[id(modules[layer].weight)] for layer in planned}
-        self.weights = tuple(name for name, p in parameters.items() if p.ndim >= 2 and p.requires_grad)
-        missing = [layer for layer in layers if owned[layer] not in self.weights]
+        layers, self.weights = everything.layers, everything.weights
+        missing = [layer for layer in layers if everything.owned[layer] not in self.weights]
         if missing:
             raise ModelError("a layer that is to be planned is not trained", got=", ".join(missing[:8]))
-        owned = {layer: weight for layer, weight in owned.items() if weight in self.weights}
+        owned = {layer: weight for layer, weight in everything.owned.items() if weight in self.weights}
         self.owned = {layer: self.weights.index(weight) for layer, weight in owned.items()}
-        self.whole: dict[str, tuple[int, int]] = {
-            layer: tuple(weight_matrix(modules[layer]).shape)  # type: ignore[misc]
-            for layer in planned
-        }
+        self.whole, self.experts_of = everything.shapes, everything.experts
         self.shapes = tuple(self.whole[layer] for layer in layers)
         self.transposed = {layer for layer in planned if is_transposed(modules[layer])}
-        norms = norms_of({name: parameters[name] for name in self.weights}, ranks)
+        norms = norms_of({name: p for name, p in parameters.items() if name in self.weights}, ranks)
         self.norms_of_weights = [norms[name] for name in self.weights]
         self.stream: _Stream | None = None
         if structure is not None and gains != "exact":
@@ -229,7 +281,7 @@ class _Measurement:
         self.gradient_norms: dict[str, float] = {}
         self.updates: Updates | None = None
         self.last_gains: Gains | None = None
-        self.experts = tuple(max(1, len(planned[layer].members)) for layer in layers)
+        self.experts = tuple(everything.experts[layer] for layer in layers)
         self.met = np.ones(len(layers))
         self.tokens = 0
         self.start = ForwardState(subject.model, subject.planned)
@@ -240,10 +292,11 @@ class _Measurement:
         """All passes over one batch, or all but those of the gains."""
         self.start = ForwardState(self.subject.model, self.subject.planned)
         planned = self.subject.planned.layers
-        watch = NormWatch(planned, self.formats, self.weight_errors, self.layers, self.ranks)
+        experts = self.experts_of
+        watch = NormWatch(planned, self.formats, self.weight_errors, self.layers, self.ranks, experts)
         with (
             observing(watch, plain=True, every_run=True),
-            watching_sites(self.subject.model, tuple(planned), self.sites, self.ranks),
+            watching_sites(self.subject.model, tuple(experts), self.sites, self.ranks),
             self._recording(),
         ):
             loss = self._pass(batch)
@@ -271,14 +324,14 @@ class _Measurement:
 
     def _count_tokens(self, watch: NormWatch) -> None:
         """Tokens of a batch, and how many experts of each layer one of them met."""
-        dense = [n for name, n in watch.tokens.items() if not self.subject.planned.layers[name].members]
+        dense = [number for name, number in watch.tokens.items() if self.experts_of[name] == 1]
         self.tokens = max(dense or watch.tokens.values(), default=0)
         rows = np.array([watch.tokens.get(layer, 0) for layer in self.layers])
         self.met = np.where(np.array(self.experts) > 1, rows / max(1, self.tokens), 1.0)
 
     def _refuse_idle(self, watch: NormWatch) -> None:
         """Layers of which the clean pass shows nothing: zeros would be taken for costs."""
-        watched = self.layers if self.stream is None else tuple(self.subject.planned.layers)
+        watched = self.layers if self.stream is None else tuple(self.experts_of)
         reasons = []
         for name in watched:
             fprop, *backward = (watch.runs.get((name, gemm)) for gemm in GEMMS)

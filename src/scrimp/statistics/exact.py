@@ -43,7 +43,11 @@ class Sites:
 def watching_sites(
     model: nn.Module, layers: tuple[str, ...], sites: Sites, ranks: Ranks = ALONE
 ) -> Iterator[None]:
-    """Fill `sites` from the passes inside."""
+    """Fill `sites` from the passes inside.
+
+    Args:
+        layers: of all ranks.
+    """
     modules, numbers = dict(model.named_modules()), dict[int, tuple[int, Tensor]]()
     sites.input_gradients = dict.fromkeys(layers, 0.0)
 
@@ -61,12 +65,13 @@ def watching_sites(
         return look
 
     with contextlib.ExitStack() as stack:
-        for layer in layers:
+        for layer in modules.keys() & set(layers):
             # First of all hooks: wrappers give each layer an input of its own, where layers share one.
             stack.callback(modules[layer].register_forward_pre_hook(hook(layer), prepend=True).remove)
         yield
     own = [
-        sites.input_gradients[layer] / ranks.copies(is_cut=cut_of(modules[layer]) == "inputs")
+        sites.input_gradients[layer]
+        / ranks.copies(is_cut=layer in modules and cut_of(modules[layer]) == "inputs")
         for layer in layers
     ]
     total = ranks.sum(own) * ranks.share**2

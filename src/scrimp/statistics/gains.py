@@ -34,7 +34,8 @@ Updates    Each pass also takes the change of the *update* that its noise causes
 Curvature  z' H z / |z|^2 along the noise, for the mean of the second-order change of the loss: at the nodes
            <dx, dR> / |dx|^2 of the forward run, times c^2; exact: <z, G(Y + z) - G(Y)> / |z|^2.
 Experts    What routed experts add to the stream is |Y_added|, not |Y_exit|: the weighted sum of what each token's
-           experts gave. Tokens keep the experts that they chose in the clean pass: another choice is no small change.
+           experts gave; what noise in Y_exit does to the router's gradient is left out. Tokens keep the experts that
+           they chose in the clean pass: another choice is no small change.
 Limits     c takes noise in Y_l to reach the stream as Y_l itself does. On a small decoder that understates what qkv
            does by two thirds (softmax treats noise and signal differently), and what others do by less than half.
 Source     SNIP (arXiv 2602.01410), reconstruction eq. (2), (5) and R1 to R3.
@@ -46,7 +47,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import cast
@@ -114,7 +114,12 @@ def places(structure: Structure, weights: tuple[str, ...], owners: Mapping[str, 
 
 def _shares_more(name: str, one: str, other: str) -> bool:
     """Whether a name begins like one more than like the other."""
-    return len(os.path.commonprefix([name, one])) > len(os.path.commonprefix([name, other]))
+
+    def shared(other: str) -> int:
+        pairs = zip(name.split("."), other.split("."), strict=False)
+        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    return shared(one) > shared(other)
 
 
 class NodeGains:

@@ -13,8 +13,8 @@ Method   `NormWatch` observes the planned GEMMs as they run, and quantizes both 
          features, rotations and tokens with large gradients make that wrong by up to a factor of two.
 Sums     Squares add over the micro-batches of a statistics batch, those of W and its error apart: all of them share
          the one weight, whose error is therefore computed once (nearest rounding has no luck).
-Experts  A grouped layer has one plan for all its experts, so their statistics are one pool: sums over the tokens of all.
-         What rare experts lack in tokens they lack in weight. Their matrices count all the same: where no token
+Experts  A grouped layer has one plan for all its experts, so their statistics are one pool: sums over the tokens of
+         all. What rare experts lack in tokens they lack in weight. Their matrices count all the same: where no token
          of a statistics batch chose an expert, |W|^2 and |eW|^2 are taken to be the mean of the others'.
 Limits   Errors of W act on all tokens alike, and are not independent of X; the result's norm takes them as if.
 Source   SNIP (arXiv 2602.01410), reconstruction eq. (4), and the sums by index instead of norms.
@@ -64,6 +64,7 @@ class NormWatch:
         weight_errors: of earlier batches, read and added to.
         quantized: layers whose errors are taken; None: all.
         ranks: that the layers run on.
+        experts: of all ranks' layers, how many each has; None: those of `layers`.
     """
 
     def __init__(
@@ -73,9 +74,11 @@ class NormWatch:
         weight_errors: dict[WeightKey, Tensor] | None = None,
         quantized: Collection[str] | None = None,
         ranks: Ranks = ALONE,
+        experts: Mapping[str, int] | None = None,
     ) -> None:
         self._ranks = ranks
         self._layers = layers
+        self._experts_of = experts or {name: max(1, len(one.members)) for name, one in layers.items()}
         self._quantized = layers.keys() if quantized is None else quantized
         self._recipes = [
             name for name in recipes if any(operands_of(gemm, name) != (None, None) for gemm in GEMMS)
@@ -103,21 +106,21 @@ class NormWatch:
         if layer not in self._layers or (gemm == "fprop" and is_recomputing()):
             return
         self.runs[layer, gemm] += 1
-        names = _NAMES[gemm]
+        names, expert = _NAMES[gemm], execution.expert + self._ranks.experts.get(layer, (0, 0))[0]
         b = execution.b.dequantize() if isinstance(execution.b, QuantizedTensor) else execution.b
         operands = execution.a, b
         for name, value in zip(names, (*operands, execution.result), strict=True):
             if _COUNTED_IN.get(name) == gemm:
-                self._count(layer, name, value, execution.expert)
+                self._count(layer, name, value, expert)
         if layer not in self._quantized:
             return
         along = [_squares_along(value, axis) for value, axis in zip(operands, AXES[gemm], strict=True)]
         for recipe in self._recipes:
             for operand, value in enumerate(operands):
                 key = (layer, gemm, recipe, operand)
-                error = self._error(key, value, execution.expert)
+                error = self._error(key, value, expert)
                 if names[operand] == "w":
-                    self._of_weights[key, execution.expert] = float(error.sum())
+                    self._of_weights[key, expert] = float(error.sum())
                 else:
                     self.errors[key] += float(error.sum())
                 self.results[key] += float(torch.dot(error, along[1 - operand]))
@@ -142,7 +145,7 @@ class NormWatch:
         Args:
             shapes: [O, I] of whole weights, by layer.
         """
-        for layer in sorted(self._layers):
+        for layer in sorted(self._experts_of):
             self._join_weights(layer)
             experts = range(self._experts(layer))
             rows = self._ranks.sum([self.rows.get((layer, expert), 0) for expert in experts])
@@ -153,7 +156,7 @@ class NormWatch:
         share = self._ranks.share
         once = {"x": 1.0, "y": 1.0, "g": share**2, "gx": share**2}
         by_gemm = {"fprop": 1.0, "dgrad": share**2, "wgrad": share**2}
-        for layer in sorted(self._layers):
+        for layer in sorted(self._experts_of):
             cut = self._cut(layer)
             copies = {name: self._ranks.copies(is_cut=(cut, name) in _CUT) for name in once}
             squares = {(layer, name): factor / copies[name] for name, factor in once.items()}
@@ -194,12 +197,12 @@ class NormWatch:
         ]
 
     def _experts(self, layer: str) -> int:
-        return max(1, len(self._layers[layer].members))
+        return self._experts_of[layer]
 
     def _join_columns(self, key: tuple[str, str, int], width: int, factor: float) -> None:
         """Put together the column sums of all features, whichever ranks hold them."""
         layer, name, _ = key
-        own, shard = self.columns.get(key), self._layers[layer].shard
+        own, shard = self.columns.get(key), None if layer not in self._layers else self._layers[layer].shard
         whole = np.zeros(width)
         if own is not None:
             features = [range(len(own))]
@@ -210,7 +213,7 @@ class NormWatch:
         self.columns[key] = total if own is None else total.to(own.device)
 
     def _cut(self, layer: str) -> str | None:
-        shard = self._layers[layer].shard
+        shard = None if layer not in self._layers else self._layers[layer].shard
         return None if shard is None else shard.split
 
     def error_shape(self, layer: str) -> Tensor | None:
@@ -219,7 +222,7 @@ class NormWatch:
         The error of an operand is about a share of its size, feature by feature. Experts lie one below the other, each
         with the n tokens that chose it: |G_o| |X_i| / sqrt(n).
         """
-        if layer not in self._layers:
+        if layer not in self._experts_of:
             return None
         found = [self._shape_of(layer, expert) for expert in range(self._experts(layer))]
         like = next((shape for shape in found if shape is not None), None)
@@ -241,7 +244,8 @@ class NormWatch:
         if (key, expert) in self._weight_errors:
             return self._weight_errors[key, expert]
         planned = self._layers[layer]
-        planned = planned.members[expert] if planned.members else planned
+        if planned.members:
+            planned = planned.members[expert - self._ranks.experts.get(layer, (0, 0))[0]]
         found = squared_error(value, planned.uses(gemm, planned.clock.now, recipe)[operand])
         if OPERANDS[gemm][operand] == "w":
             self._weight_errors[key, expert] = found

@@ -96,7 +96,7 @@ def _compare(
             h = rule.direction(g * clip)
             found[4] = rule.lr**2 * square(rule.direction(other * clip) - h) / weight
             found[5] = rule.lr**2 * square(h) / weight
-        sums += np.array(found) / ranks.piece(whole).copies
+        sums += np.array(found) / ranks.piece(name, whole).copies
     product, size, noisy_size, difference, moved, updated = ranks.sum(sums).tolist()
     return Probe(
         loss=loss,

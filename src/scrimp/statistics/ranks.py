@@ -8,6 +8,8 @@ Method   Every statistic is a sum of squares, or of products. Each rank adds its
              data parallel     X, Y, G, gX and their errors: sum; W and its error: copies
              FSDP2             W, gW, changes of gradients and updates: sum over shards
              context parallel  ranks that share rows are data-parallel ranks to all that is summed
+             pipeline          each rank adds what its own layers show; all know the names of all
+             expert parallel   each rank adds what its own experts show of the tokens that came to them
              tensor parallel   what a layer cuts (`Shard.cut_axes`): sum; the rest: copies; partial sums (gX of
                                column-parallel, Y of row-parallel layers) are reduced before they are squared
 
@@ -20,7 +22,8 @@ Noise      Independent between data-parallel ranks: micro-batch m of rank r draw
            by the clock: loops begin it by row.
 Limits     Ranks must run equally many micro-batches, of equally many tokens. That gradients are summed instead of
            averaged (`set_gradient_divide_factor`, a communication hook) has to be said. Refused by name:
-           sequence parallel, FSDP1, and ranks that hold parts that no one here knows of (pipeline stages).
+           sequence parallel, FSDP1, and ranks that hold parts that no one here knows of (pipeline stages of others'
+           loops: Scrimp's own runs say what they have, `scrimp.training.precision.ranks_of_run`).
 Source     SNIP (arXiv 2602.01410), reconstruction section 6, all-reduce.
 Checked    tests/statistics/test_ranks.py: on gloo, against one process on the whole batch.
 """
@@ -29,6 +32,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -60,6 +64,10 @@ class Piece:
     """From a tensor like the whole to what lies here."""
 
 
+NOTHING = Piece((), 1, lambda whole: whole)
+"""Of a parameter that other ranks have."""
+
+
 @dataclass(frozen=True)
 class SharedRows:
     """How ranks share the tokens of every row."""
@@ -84,6 +92,12 @@ class Ranks:
     """DeviceMesh of the ranks that share the tensors of this one's rows; None: each holds them whole."""
     rows: SharedRows | None = None
     """How ranks share rows; None: each reads whole ones."""
+    stages: int = 1
+    """Groups of ranks that hold other layers: a pipeline."""
+    pieces: Mapping[str, Piece] | None = None
+    """By parameter of the whole model, in its order, what lies here; None: parameters show it."""
+    experts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Grouped layer to the first expert that is here, and how many there are; others have all of theirs."""
 
     @classmethod
     def of(cls, model: nn.Module, *, adds: bool = False, rows: SharedRows | None = None) -> Ranks:
@@ -122,8 +136,8 @@ class Ranks:
 
     @property
     def tensor_size(self) -> int:
-        """Ranks that read the same rows."""
-        return self.size // self.data_size
+        """Ranks that read the same rows for the same layers."""
+        return self.size // (self.data_size * self.stages)
 
     @property
     def share(self) -> float:
@@ -180,12 +194,19 @@ class Ranks:
         copies = np.array([piece.copies for piece in pieces], dtype=np.float64)
         return np.sqrt(self.sum(norms**2 / copies))
 
-    def piece(self, value: Tensor) -> Piece:
-        """What lies here of a parameter or its gradient.
+    def piece(self, name: str, value: Tensor | None) -> Piece:
+        """What lies here of a parameter.
+
+        Args:
+            value: the parameter or its gradient; None: not here.
 
         Raises:
             ModelError: shards, and one process alone.
         """
+        if self.pieces is not None:
+            return self.pieces[name]
+        if value is None:
+            return NOTHING
         shape = tuple(value.shape)
         if not hasattr(value, "device_mesh"):
             return Piece(shape, self.size, lambda whole: whole)
@@ -244,6 +265,24 @@ class Ranks:
 
 
 ALONE = Ranks()
+
+
+def in_model_order(lists: Sequence[Sequence[str]]) -> list[str]:
+    """The names that ranks have, in the order of the whole model, whose blocks bear numbers.
+
+    Args:
+        lists: of each rank in its order; what has no number comes before the blocks, or after them, on every rank.
+    """
+    if all(names == lists[0] for names in lists):
+        return list(lists[0])
+    places: dict[str, tuple[float, int]] = {}
+    for names in lists:
+        number = -1.0
+        for index, name in enumerate(names):
+            found = re.search(r"\.(\d+)\.", name)
+            number = float(found[1]) if found else number if number < 0 else math.inf
+            places.setdefault(name, (number, index))
+    return sorted(places, key=places.__getitem__)
 
 
 def local(value: Tensor) -> Tensor:

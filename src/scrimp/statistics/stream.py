@@ -58,7 +58,10 @@ class StreamTape:
 
     def __init__(self, model: nn.Module, structure: Structure, ranks: Ranks = ALONE) -> None:
         modules = dict(model.named_modules())
-        self._modules = [modules[name] for name in structure.nodes]
+        self._model, self._num_nodes = model, len(structure.nodes)
+        self._modules = {n: modules[name] for n, name in enumerate(structure.nodes) if name in modules}
+        self.passed = -1
+        """The last node that a forward pass has reached."""
         self.ranks = ranks
         self._clean: dict[tuple[str, int, int], Tensor] = {}
         self.micro_batch = 0
@@ -70,7 +73,7 @@ class StreamTape:
     @property
     def first(self) -> int:
         """The first node whose activation has a gradient: 0, unless nothing before the stream is trained."""
-        return min(self.gradient_squares, default=0)
+        return min((node for node, square in self.gradient_squares.items() if square > 0), default=0)
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -91,7 +94,20 @@ class StreamTape:
             later.clear()
             later[node] = (self.micro_batch, value)
 
-        with self._hooked(seen, None, {}):
+        def at_end(module: nn.Module, inputs: object, output: Any) -> None:
+            """Of a stage of a pipeline: the gradient that the next one's first node gives back."""
+            after = self.passed + 1
+            if after == self._num_nodes or after in self._modules or not torch.is_grad_enabled():
+                return
+
+            def keep(gradient: Tensor) -> None:
+                later.clear()
+                later[after] = (self.micro_batch, gradient)
+
+            output.register_hook(keep)
+
+        with self._hooked(seen, None, {}), contextlib.ExitStack() as stack:
+            stack.callback(self._model.register_forward_hook(at_end).remove)
             yield
         for squares in (self.gradient_squares, self.branch_squares):
             self._join(squares, self.ranks.share**2)
@@ -123,7 +139,8 @@ class StreamTape:
 
     def _join(self, sums: dict[int, float], factor: float) -> None:
         """Over all ranks: every tensor-parallel one holds a copy of the stream."""
-        self.ranks.join(sums, dict.fromkeys(sorted(sums), factor / self.ranks.copies(is_cut=False)))
+        factor /= self.ranks.copies(is_cut=False)
+        self.ranks.join(sums, dict.fromkeys(range(self._num_nodes), factor))
 
     def is_clean(self, node: int, x: Tensor) -> bool:
         """Whether an activation is, bit for bit, that of the clean run."""
@@ -132,7 +149,7 @@ class StreamTape:
     @contextlib.contextmanager
     def _hooked(self, seen: Seen, injection: Injection | None, injected: dict[int, float]) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            for node, module in enumerate(self._modules):
+            for node, module in self._modules.items():
                 hook = _NodeHook(self, node, seen, injection, injected)
                 stack.callback(module.register_forward_pre_hook(hook).remove)
             yield
@@ -178,6 +195,7 @@ class _NodeHook:
         if is_recomputing():
             self._recompute(x, number)
             return
+        self._tape.passed = self._node
         if not torch.is_grad_enabled() or not x.requires_grad or self._last == number:
             return
         self._last = number

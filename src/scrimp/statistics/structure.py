@@ -19,7 +19,7 @@ Checked  tests/statistics/test_structure.py
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -68,7 +68,46 @@ def find_structure(
         forward: runs the model once, without gradients.
     """
     tracer = _Tracer(set(layers))
+    _watch(model, tracer, forward)
+    return tracer.structure()
+
+
+def find_part(
+    model: nn.Module, layers: Collection[str], forward: Callable[[], object]
+) -> dict[str, SubLayer | None]:
+    """What the stages of a pipeline have here: node to the sub-layer after it; None: it is the last node, or no
+    sub-layer was recognised. Arguments as of `find_structure`."""
+    tracer = _Tracer(set(layers))
+    _watch(model, tracer, forward, in_stages=True)
+    return tracer.after
+
+
+def joined(
+    parts: Sequence[Mapping[str, SubLayer | None]], order: Callable[..., list[str]], layers: Collection[str]
+) -> Structure | None:
+    """The structure of the whole model, from what each rank of a pipeline has of it.
+
+    Args:
+        order: from the lists of ranks to the names of all.
+        layers: that must lie on the stream, of all ranks.
+    """
+    nodes = order([list(part) for part in parts])
+    after = {node: sub for part in parts for node, sub in part.items()}
+    found = [after[node] for node in nodes]
+    if not found or found[-1] is not None or any(sub is None for sub in found[:-1]):
+        return None
+    sublayers = tuple(sub for sub in found if sub is not None)
+    if sorted(name for sub in sublayers for name in (*sub.entries, sub.exit)) != sorted(layers):
+        return None
+    return Structure(tuple(nodes), sublayers)
+
+
+def _watch(
+    model: nn.Module, tracer: _Tracer, forward: Callable[[], object], *, in_stages: bool = False
+) -> None:
     with contextlib.ExitStack() as stack:
+        if in_stages:
+            stack.callback(model.register_forward_hook(tracer.end_stage).remove)
         for name, module in model.named_modules():
             if name in tracer.linears:
                 stack.callback(module.register_forward_hook(tracer.linear(name)).remove)
@@ -78,7 +117,6 @@ def find_structure(
                 stack.callback(module.register_forward_hook(tracer.around(name)).remove)
         with torch.no_grad():
             forward()
-    return tracer.structure()
 
 
 def is_norm(module: nn.Module) -> bool:
@@ -102,6 +140,8 @@ class _Tracer:
         self._stream: Tensor | None = None
         self._last: dict[str, Tensor] = {}
         """What may be added to the stream next: the last linear layer's result under no name, and others' by theirs."""
+        self.after: dict[str, SubLayer | None] = {}
+        """Of all stages: node to the sub-layer after it."""
 
     def norm(self, name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
         """A hook that looks at a norm's input."""
@@ -151,6 +191,18 @@ class _Tracer:
         rest = torch.linalg.vector_norm(x.float() - self._stream.float() - branch)
         rounding = torch.finfo(x.dtype).eps / 2 * float(x.float().norm())  # of the sum, once
         return float(rest) <= _BRANCH_TOLERANCE * float(branch.norm()) + rounding
+
+    def end_stage(self, module: nn.Module, inputs: object, output: Tensor) -> None:
+        """A hook of the model: what it returns is the stream, unless the last node has closed it."""
+        if self._since:
+            for branch, result in self._last.items():
+                if self._continues(output.detach(), result):
+                    self._sublayers.append(SubLayer(tuple(self._since[:-1]), self._since[-1], branch))
+                    break
+        found = dict.fromkeys(self._nodes, None) | dict(zip(self._nodes, self._sublayers, strict=False))
+        self.after.update(found)
+        self._nodes, self._sublayers, self._since = [], [], []
+        self._stream, self._last = None, {}
 
     def structure(self) -> Structure | None:
         """The stream, if every layer lies on it once."""

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from scrimp.statistics.optimizer_view import OptimizerView, UpdateRule
-from scrimp.statistics.ranks import ALONE, Piece, Ranks, local
+from scrimp.statistics.ranks import ALONE, Ranks, local
 from scrimp.statistics.sensitivity import sensitivity
 from scrimp.statistics.stream import generator_of, square
 
@@ -53,8 +53,8 @@ class Updates:
         self._rules: list[UpdateRule | None] = [
             _here(optimizer.rule(name)) if name in gradients else None for name in weights
         ]
-        self.pieces = [ranks.piece(gradients[name]) if name in gradients else _NOTHING for name in weights]
-        largest = max((rule.lr for rule in self._rules if rule is not None), default=0.0)
+        self.pieces = [ranks.piece(name, gradients.get(name)) for name in weights]
+        largest = ranks.world.largest(max((rule.lr for rule in self._rules if rule is not None), default=0.0))
         self._scales = [
             0.0 if rule is None or not norm else (rule.lr / largest if largest > 0 else 1.0) / norm
             for rule, norm in zip(self._rules, norms, strict=True)
@@ -98,19 +98,18 @@ class Updates:
                 found[row, index] = self._scales[index] * moved * self._clip
         joined = self._ranks.norms(found, self.pieces)
         # Of a linear rule every piece has the whole's sensitivity.
-        linear = [rule is not None and rule.is_linear for rule in self._rules]
-        return np.where(linear, found, joined)
+        linear = np.array([rule is not None and rule.is_linear for rule in self._rules], dtype=np.float64)
+        holders = self._ranks.sum(linear)
+        of_pieces = np.sqrt(self._ranks.sum(linear * found**2) / np.maximum(1.0, holders))
+        return np.where(holders > 0, of_pieces, joined)
 
 
 def norms_of(tensors: Mapping[str, Tensor], ranks: Ranks = ALONE) -> dict[str, float]:
-    """Frobenius norms of parameters or gradients, of which pieces may lie here."""
-    own = np.array([math.sqrt(square(tensor)) for tensor in tensors.values()])
-    return dict(
-        zip(tensors, ranks.norms(own, [ranks.piece(t) for t in tensors.values()]).tolist(), strict=True)
-    )
-
-
-_NOTHING = Piece((), 1, lambda whole: whole)
+    """Frobenius norms of parameters or gradients, of which pieces may lie here, or none."""
+    names = list(tensors if ranks.pieces is None else ranks.pieces)
+    own = np.array([math.sqrt(square(tensors[name])) if name in tensors else 0.0 for name in names])
+    pieces = [ranks.piece(name, tensors.get(name)) for name in names]
+    return dict(zip(names, ranks.norms(own, pieces).tolist(), strict=True))
 
 
 def _here(rule: UpdateRule | None) -> UpdateRule | None:

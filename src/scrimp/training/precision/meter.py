@@ -3,15 +3,15 @@
 The model runs as in training: the same loss, the same rounding noise addresses, the optimizer's state before the step.
 
 Ranks    Losses are divided by the targets of all ranks, so gradients are sums over ranks, and statistics are reduced as
-         such (`scrimp.statistics.ranks`).
+         such (`ranks_of`). In a pipeline each rank measures its own layers, one micro-batch after another.
 Checked  tests/training/precision/test_precision_cycle.py; on ranks test_precision_on_ranks.py
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 from scrimp.cycle import CycleSettings
@@ -22,7 +22,8 @@ from scrimp.planner.precision import PrecisionProfile
 from scrimp.precision import is_router
 from scrimp.runtime import Executable
 from scrimp.runtime.pipeline import first_rows
-from scrimp.statistics import OptimizerView, Probe, Ranks, SharedRows, Subject, UpdateRule, collect, probe
+from scrimp.statistics import Probe, Subject, collect, probe
+from scrimp.training.precision.ranks_of_run import ranks_of
 
 MOST_MICRO_BATCHES = 4
 """Most micro-batches of a step that a statistics batch takes."""
@@ -62,22 +63,12 @@ class PrecisionMeter:
                 layers=[name for name in subject.planned.layers if not is_router(name)],
                 gains=settings.gains,
                 seed=settings.seed + step,
-                ranks=self._ranks(),
+                ranks=ranks_of(self._executable),
             )
 
     def probe(self, step: int) -> Probe:
         """The current plan against the compute format, on a step's batch."""
-        return probe(self._subject(step), next(self._batches(step, 1)), ranks=self._ranks())
-
-    def _ranks(self) -> Ranks | None:
-        """The ranks that train; None: there is one."""
-        model, shared = self._executable.model, self._executable.model.context_parallel
-        if self._executable.mesh.is_trivial:
-            return None
-        rows = None
-        if shared is not None:
-            rows = SharedRows(shared.size, lambda length: shared.division(length).positions(shared.rank))
-        return Ranks.of(model, adds=True, rows=rows)
+        return probe(self._subject(step), next(self._batches(step, 1)), ranks=ranks_of(self._executable))
 
     def _subject(self, step: int) -> Subject:
         planned = self._executable.planned
@@ -85,7 +76,7 @@ class PrecisionMeter:
         return Subject(
             model=self._executable.model,
             planned=planned,
-            optimizer=self._optimizer if self._executable.mesh.is_trivial else self._shared(),
+            optimizer=self._optimizer,
             losses=lambda batch: self._losses(step, batch),
             compute=self._executable.precision,
             device_name=self._device_name,
@@ -98,50 +89,23 @@ class PrecisionMeter:
         counts = self._executable.mesh.gathered_rows(sum(map(self._executable.objective.count, taken)))
         targets = max(1, sum(counts))
         for batch, first_row in zip(taken, rows, strict=True):
-            self._executable.begin(step, first_row)
             self._choices.batch = batch
+            if self._executable.stages is not None and torch.is_grad_enabled():
+                yield self._passed(batch, step, first_row, targets)
+                continue
+            self._executable.begin(step, first_row)
             yield self._executable.loss(batch).total / targets
+        if torch.is_grad_enabled():
+            self._executable.add_up_copies(self._optimizer.gradients())
 
-    def _shared(self) -> OptimizerView:
-        return _SharedOptimizer(self._optimizer, dict(self._executable.model.named_parameters()))
+    def _passed(self, batch: Batch, step: int, first_row: int, targets: int) -> Tensor:
+        """The loss of a micro-batch that has been forward and backward through all stages, as a tensor without any
+        further gradients: zero on ranks that have not the last stage."""
+        executable = self._executable
+        assert executable.stages is not None
 
+        def begin(number: int, is_last: bool) -> None:
+            executable.begin(step, first_row, is_last=is_last)
 
-class _SharedOptimizer:
-    """An optimizer whose gradients say what part of a parameter they are of (an `OptimizerView`)."""
-
-    def __init__(self, optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> None:
-        self._optimizer, self._parameters = optimizer, parameters
-
-    @property
-    def name(self) -> str:
-        """Name of the optimizer's update rule."""
-        return self._optimizer.name
-
-    def gradients(self) -> dict[str, Tensor]:
-        """As DTensors, like their parameters."""
-        from torch.distributed.tensor import DTensor
-
-        found: dict[str, Tensor] = {}
-        for name, gradient in self._optimizer.gradients().items():
-            like: Any = self._parameters[name]
-            found[name] = DTensor.from_local(
-                gradient,
-                like.device_mesh,
-                like.placements,
-                run_check=False,
-                shape=like.shape,
-                stride=like.stride(),
-            )
-        return found
-
-    def rule(self, name: str) -> UpdateRule | None:
-        """How the rows that lie here are updated."""
-        return self._optimizer.rule(name)
-
-    def clip_factor(self, norm: float) -> float:
-        """As the optimizer's."""
-        return self._optimizer.clip_factor(norm)
-
-    def zero_grad(self) -> None:
-        """Forget the gradients."""
-        self._optimizer.zero_grad()
+        sums = executable.stages.passes([batch], executable.run, begin, targets, is_probe=True)
+        return (sums.loss / targets).requires_grad_()
