@@ -119,7 +119,11 @@ _PIPELINES: dict[str, tuple[int, Case]] = {
     "zbv": (2, Case({"pp": 2, "schedule": "zbv"}, blocks(4), micro_batches=4)),
     "dualpipev": (2, Case({"pp": 2, "schedule": "dualpipev"}, blocks(4), micro_batches=5)),
     "stages, zero 2": (4, Case({"pp": 2, "zero": 2}, preset=TIED, micro_batches=3)),
-    "interleaved, zero 1": (4, Case({"pp": 2, "zero": 1, "virtual": 2}, blocks(4), micro_batches=4)),
+    "interleaved, zero 1": (
+        4,
+        # FSDP2 also gathers, ahead of time, blocks of the rank's other stage, which do not run next.
+        Case({"pp": 2, "zero": 1, "virtual": 2}, blocks(4), micro_batches=4, counts_bytes=False),
+    ),
     "stages, copies": (4, Case({"pp": 2, "dp": 2}, micro_batches=3)),
     "stages, cut, one matrix of words": (
         4,
