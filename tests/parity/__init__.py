@@ -32,7 +32,6 @@ from distributed import spawn
 from torch import Tensor
 
 from parity.formulas import Journeys, axis_bytes, bytes_sent
-
 from scrimp.config import Config, replace_values
 from scrimp.config.activations import Activations
 from scrimp.data import Batch

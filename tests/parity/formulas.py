@@ -35,8 +35,8 @@ from scrimp.config.pipeline import Pipeline
 from scrimp.config.resolved import ResolvedLayout
 from scrimp.data import Batch
 from scrimp.models import spec_of
-from scrimp.models.expert_ranks import ExpertRanks, Journey
 from scrimp.models.blocks import RMSNorm
+from scrimp.models.expert_ranks import ExpertRanks, Journey
 from scrimp.models.experts import RoutedBlock, RoutedMlp
 from scrimp.models.model import Model
 from scrimp.models.tensor_ranks import AllHeadsNorm

@@ -136,6 +136,7 @@ _PIPELINES: dict[str, tuple[int, Case]] = {
 FURTHER = _SHARDS | _CUT_LAYERS | _EXPERTS | _PIPELINES
 
 _SCALES = Bounds(later=1e-3)
+_FOUR_BITS = Bounds(later=1e-2)
 _ROUNDED_SUMS = Bounds(gradients=1e-2, later=1e-3)
 """FSDP2 rounds sums of bf16 gradients to bf16 once more."""
 _PARTIAL_SUMS = Bounds(gradients=5e-2, later=2e-3, first=1e-4)
@@ -161,7 +162,7 @@ FURTHER |= {
     "bf16 with masters": low({}, MASTERS, _ROUNDED_SUMS),
     "bf16 rounded": low({}, {**MASTERS, "optimizer.master_weights": False}, _ROUNDED_SUMS),
     "fp8": low({}, {"precision": "fp8"}, _SCALES),
-    "nvfp4": low({}, {"precision": "nvfp4"}, _SCALES),
+    "nvfp4": low({}, {"precision": "nvfp4"}, _FOUR_BITS),
     "cut, bf16": low({"tp": 2}, BF16, _PARTIAL_SUMS, steps=1),
     "cut, bf16, no norm before products": low({"tp": 2}, BF16, _PARTIAL_SUMS, OLMO, steps=1),
     "cut, bf16 weights with masters": low({"tp": 2}, MASTERS, _PARTIAL_SUMS, steps=1),

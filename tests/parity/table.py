@@ -11,17 +11,17 @@ from parity.matrix import LAYOUTS
 PAGE = Path(__file__).parents[2] / "docs" / "parity.md"
 HEAD = """# Layouts beside one process
 
-Each row is a training of 20 steps on gloo processes, a CPU thread each, beside the same training in one process, all in float32: a
-model of three blocks, gradients accumulated over two to four micro-batches and clipped, rows of packed documents. `make test-all` trains all of
-them and writes this page (`tests/parity/`); what it demands is in the first line of each column.
+Each row is a training of 20 steps on gloo processes, a CPU thread each, beside the same training in one process, all in
+float32: a model of three blocks, gradients accumulated over two to four micro-batches and clipped, rows of packed
+documents. `make test-all` trains all of them and writes this page (`tests/parity/`).
 
-- loss: the largest difference of a step's loss, of that loss; at most 1e-5 (1e-6 in the first step).
-- gradients: the largest `max|Δ| / (1e-5 max|g| + 1e-7)` of all weights' gradients in the first step; at most 1.
-- bytes: what all ranks send in a step's passes, by kind of collective, counted as rings send it. On each rank they are exactly what the
-  formulas of `tests/parity/formulas.py` say.
+- loss: the largest difference of a step's loss, of that loss. Allowed is 1e-5, and 1e-6 in the first step.
+- gradients: the largest `max|Δ| / (1e-5 max|g| + 1e-7)` of all weights' gradients in the first step. Allowed is 1.
+- bytes: what all ranks send in a step's passes, by kind of collective, counted as rings send it. On each rank they are
+  exactly what the formulas of `tests/parity/formulas.py` say.
 
-Experts are chosen far from ties. Schedules, zero stages, recomputation, other decoders and low formats are tested in the same way over fewer
-steps (`FURTHER` in `tests/parity/matrix.py`), without a row here.
+Experts are chosen far from ties. Schedules, ZeRO stages, recomputation, other decoders and low formats are tested in
+the same way over fewer steps, without a row here (`FURTHER` in `tests/parity/matrix.py`).
 
 | layout | ranks | loss | gradients | bytes of a step |
 | --- | --- | --- | --- | --- |

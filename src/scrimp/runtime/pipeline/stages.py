@@ -16,7 +16,7 @@ Copies   Where embedding and head are one matrix, the first and the last stage h
          added up after the last pass (`add_up_copies`), so that both are updated alike, bit for bit.
 Limits   What ranks send waits for the reader in memory of its own.
 Source   GPipe, arXiv 1811.06965; PTD-P, arXiv 2104.04473
-Checked  tests/runtime/pipeline/test_stages.py
+Checked  tests/parity/, tests/runtime/pipeline/test_stages.py
 
 Shapes: B rows, T tokens, D width, e bytes a number, n ranks of tp.
 """
