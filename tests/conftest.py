@@ -1,10 +1,12 @@
-"""What has to be in the environment before torch and triton are imported, and which cases `make test` runs."""
+"""What has to be in the environment before torch and triton are imported, which cases `make test` runs, and the page
+that a whole matrix of layouts writes."""
 
 from __future__ import annotations
 
 import gc
 import os
 from collections import Counter
+from typing import Any
 
 # Several test processes share the cores: threads that wait by spinning make each of them two to three times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -14,6 +16,7 @@ import torch
 from property_tests import register_profiles
 
 register_profiles()
+pytest.register_assert_rewrite("parity")
 
 # One thread: what is trained here is tiny, and threads that wait for each other cost more than they do.
 torch.set_num_threads(1)
@@ -45,3 +48,17 @@ def pytest_collection_finish() -> None:
 
 def pytest_unconfigure() -> None:
     gc.unfreeze()
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Where all layouts have been measured and have passed, on whatever test processes, docs/parity.md is theirs."""
+    passed = terminalreporter.stats.get("passed", [])
+    found = [dict(one.user_properties).get("parity") for one in passed]
+    rows = {row["name"]: row for row in found if row is not None}
+    if not rows:
+        return
+    from parity.table import LAYOUTS, PAGE, page_of
+
+    if rows.keys() == LAYOUTS.keys():
+        PAGE.write_text(page_of(rows), encoding="utf-8")
+        terminalreporter.write_line(f"layouts: {PAGE} is written")

@@ -61,6 +61,24 @@ def by_environment(rank: int, size: int, port: int, **more: str) -> dict[str, st
     }
 
 
+def start_ranks(
+    size: int,
+    words: Sequence[str],
+    environ: Mapping[str, str],
+    more: Callable[[int], Mapping[str, str]] = lambda rank: {},
+) -> list[subprocess.Popen[str]]:
+    """`scrimp` on so many ranks, which find one another by their environment.
+
+    Args:
+        more: variables of one rank alone.
+    """
+    port = free_port()
+    return [
+        start(["-m", "scrimp", *words], {**environ, **by_environment(rank, size, port), **more(rank)})
+        for rank in range(size)
+    ]
+
+
 def ended(processes: Sequence[subprocess.Popen[str]], seconds: float = 300) -> list[tuple[int, str]]:
     """Exit code and output of each; none is left behind."""
     try:

@@ -14,7 +14,7 @@ Limits   Several boxes differ in their rows alone. DTensors that FSDP2 made of D
          refused, as are partial sums. A mesh knows its own ranks only: copies outside of it have no writer of their
          own, so that a DTensor must lie on the mesh of all ranks that hold it, or its copies be noted as a cut.
 Checked  tests/test_parts.py (no process group), tests/training/test_checkpoint_layouts.py and
-         tests/runtime/parallel/test_cut_parts.py (gloo)
+         tests/runtime/parallel/test_cut_parts.py (gloo); 64 ranks in test_many_ranks.py there
 """
 
 from __future__ import annotations

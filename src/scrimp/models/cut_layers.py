@@ -14,7 +14,7 @@ Method   On the meta device, before FSDP2, so that no rank ever has a whole laye
          by hooks after those that are cut by inputs (`scrimp.models.tensor_ranks`): whatever class a plan gives the
          layers later. A block then has fewer heads and knows nothing else of it.
 Limits   Ranks must divide query heads, key heads and gates (`scrimp.config.layout` refuses others by name).
-Checked  tests/runtime/parallel/test_cut_layers.py
+Checked  tests/parity/
 """
 
 from __future__ import annotations

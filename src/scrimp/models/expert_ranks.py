@@ -24,7 +24,7 @@ Order    Results do not depend on which ranks have which experts, but for the or
 Limits   Nobody knows beforehand how many tokens a rank will get. The account of memory assumes as many as the rank has,
          as with a balanced router. Capacity is of the tokens of one rank. The host waits for the counts.
 Source   MoE Parallel Folding with Megatron Core, arXiv 2504.14960; GShard, arXiv 2006.16668
-Checked  tests/runtime/parallel/test_expert_ranks.py
+Checked  tests/parity/
 
 Letters: as of `scrimp.models.experts`; n ranks of a group, R rows that come to this one.
 """

@@ -21,7 +21,7 @@ Choice   Plain tensors, and an autograd function for each exchange, instead of D
 Limits   The sequence must divide by the ranks. What `gather` gives a product is kept whole for its backward pass, if
          that is not recomputed (from `norms` on, which gathers again).
 Source   Megatron-LM, arXiv 1909.08053; sequence parallelism, arXiv 2205.05198; PTD-P, arXiv 2104.04473
-Checked  tests/runtime/parallel/test_cut_layers.py
+Checked  tests/parity/
 
 Shapes: B rows, T tokens of a row, n ranks, t = T / n, D width, V vocabulary.
 """

@@ -14,7 +14,7 @@ Method   With P_b the parameters of all blocks and P those of the model, w bytes
          g = 2 gathers in a micro-batch (zero 3; else 1), r = m reductions in a step (zero 1: one).
 Limits   What recomputation exchanges again does not count, nor sums of norms and losses, nor key heads that Ulysses
          repeats, nor what Muon exchanges (`scrimp.optim.shared_maps`).
-Checked  tests/planner/test_axis_traffic.py: what ranks were counted to send
+Checked  tests/parity/: what ranks were counted to send
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ Method   The functions of `scrimp.collective_calls` are wrapped while the code r
 
 Limits   Calls from Python in this process; a collective that returns before it is over (`async_op`, CUDA) is timed as
          long as the call takes. Other algorithms than rings send other bytes over other links.
-Checked  tests/profiler/test_collectives.py
+Checked  tests/profiler/test_collectives.py; whole steps in tests/parity/
 """
 
 from __future__ import annotations

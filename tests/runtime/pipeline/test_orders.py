@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from types import SimpleNamespace
 
@@ -73,6 +74,45 @@ def test_every_pass_runs_once_after_what_it_reads(
                 have |= _halves(one)
     every = {(kind, s, m) for kind in ("forward", "inputs", "weights") for s, m in _all(pipe, micro_batches)}
     assert passes == Counter(every)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", STAGES)
+@pytest.mark.parametrize(("ranks", "rounds"), [(16, 2), (64, 1)])
+def test_large_pipelines_run_every_pass_once_and_hold_what_the_formulas_say(
+    schedule: PipelineScheduleName, ranks: int, rounds: int
+) -> None:
+    """Playing all ranks' orders together ends, so that nobody waits in a circle (`with_transfers` refuses it else)."""
+    pipe = pipeline(schedule, ranks)
+    count = rounds * fewest(LayoutConfig(pp=ranks, schedule=schedule))
+    orders = orders_of(pipe, count)
+    passes = Counter(half for order in orders for one in order if not one.transfer for half in _halves(one))
+    every = {(kind, s, m) for kind in ("forward", "inputs", "weights") for s, m in _all(pipe, count)}
+    assert passes == Counter(every)
+    found = [in_flight(order) for order in orders]
+    assert found == [most_in_flight(schedule, ranks, rank, count) for rank in range(ranks)]
+
+
+def in_flight(order: list[Action]) -> int:
+    """Most forward passes of a rank whose backward pass is not yet over, of all of its stages together."""
+    changes = {"forward": 1, "backward": -1, "inputs": -1, "weights": 0}
+    return max(itertools.accumulate(changes[one.kind] for one in order if not one.transfer))
+
+
+def most_in_flight(schedule: PipelineScheduleName, ranks: int, rank: int, micro_batches: int) -> int:
+    """Passes of a rank's stages whose activations are kept at once: papers' formulas, in stages times micro-batches.
+
+    1F1B p - r (PTD-P), interleaved (v - 1) p + 2 (p - r - 1) + 1 (PTD-P's warm-up and one more), the V-shaped ones
+    2p (zero bubble) and a pass more (DualPipeV), and never more than all.
+    """
+    most = {
+        "gpipe": micro_batches,
+        "1f1b": ranks - rank,
+        "interleaved": (STAGES["interleaved"] - 1) * ranks + 2 * (ranks - rank - 1) + 1,
+        "zbv": 2 * ranks,
+        "dualpipev": 2 * ranks + 1,
+    }
+    return min(most[schedule], STAGES[schedule] * micro_batches)
 
 
 @pytest.mark.parametrize("schedule", STAGES)

@@ -22,7 +22,7 @@ Sums     A rank's loss is divided by the targets of all ranks, so gradients are 
 Limits   Weights are gathered in their own format; beside fp32 weights autocast keeps its bf16 copies of those that were
          gathered until the loss is over. Weights and gradients cannot live on the host.
 Source   ZeRO, arXiv 1910.02054; PyTorch FSDP, arXiv 2304.11277, and its second version in torch
-Checked  tests/runtime/parallel/test_parity.py, test_cut_layers.py: gradients against one process
+Checked  tests/parity/: losses, gradients and bytes beside one process and formulas
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ Waiting  What is sent stays in memory until something has come that its reader s
 Copies   Where embedding and head are one matrix, the first and the last stage have each a copy. Their gradients are
          added up after the last pass (`add_up_copies`), so that both are updated alike, bit for bit.
 Source   GPipe, arXiv 1811.06965; PTD-P, arXiv 2104.04473
-Checked  tests/runtime/pipeline/test_stages.py
+Checked  tests/parity/, tests/runtime/pipeline/test_stages.py
 
 Shapes: B rows, T tokens, D width, E experts, e bytes a number, n ranks of tp.
 """
