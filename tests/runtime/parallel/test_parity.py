@@ -42,7 +42,7 @@ def test_shards_shared_rows_cut_layers_and_shared_experts_train_as_one_process(t
     sample = {
         "shards": Case(steps=2, with_documents=True),
         "ring": Case({"cp": 2, "zero": 1}, steps=2),
-        "pieces": Case({"tp": 2}, steps=2),
+        "pieces, by Muon": Case({"tp": 2}, {"optimizer.name": "muon", "optimizer.lr": 1e-3}, steps=2),
         "experts": Case({"ep": 2}, {"model.num_layers": 1}, "mixtral-8m", steps=2, routers=10.0),
         "stages": Case({"pp": 2}, steps=2),
     }
