@@ -114,15 +114,16 @@ def test_a_batch_left_to_scrimp_can_be_shared() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
+    ("key", "value", "beside"),
     [
-        ("memory.weights", "host"),
-        ("memory.gradients", "1"),
-        ("memory.update", "cpu"),
+        ("precision", "snip", {"optimizer.name": "muon"}),
+        ("memory.weights", "host", {}),
+        ("memory.gradients", "1", {}),
+        ("memory.update", "cpu", {}),
     ],
 )
-def test_what_ranks_do_not_carry_out_is_refused_by_name(key: str, value: str) -> None:
-    config = replace_values(Config(), {key: value})
+def test_what_ranks_do_not_carry_out_is_refused_by_name(key: str, value: str, beside: dict[str, Any]) -> None:
+    config = replace_values(Config(), {key: value, **beside})
     with pytest.raises(ConfigError, match=rf"{key} .*not carried out on several ranks"):
         resolve(config, preset("llama-3m"), device_type="cpu", ranks=2)
 
