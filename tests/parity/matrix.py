@@ -250,7 +250,9 @@ FURTHER |= {
 SAMPLE = {
     "shards": Case(settings=blocks(1), steps=2, with_documents=True),
     "ring": Case({"cp": 2, "zero": 1}, blocks(1), steps=2),
-    "pieces": Case({"tp": 2}, blocks(1), steps=2),
+    "pieces, by Muon": Case(
+        {"tp": 2}, {**blocks(1), "optimizer.name": "muon", "optimizer.lr": 1e-3}, steps=2
+    ),
     "experts": Case({"ep": 2}, blocks(1), MIXTRAL, steps=2, routers=FIXED),
     "stages": Case({"pp": 2}, blocks(2), steps=2),
 }

@@ -43,7 +43,7 @@ def check_experts(config: Config, architecture: Architecture, ranks: int) -> Non
 
     Args:
         config: with layout and precision decided.
-        ranks: of the run.
+        ranks: of the run, as many for each stage of a pipeline.
 
     Raises:
         ConfigError: with the setting to change.

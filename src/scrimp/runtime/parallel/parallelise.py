@@ -15,6 +15,8 @@ Method   The model is described on the meta device, laid over the mesh, and only
              1   and gradients are reduced in the last micro-batch of a step alone: until then each rank keeps its own
                  whole sums
 
+         Schedules that split backward passes (zbv, dualpipev) make the gradients of weights when the backward pass of
+         their unit is over and its weights are gone: blocks are reduced then (`reduce_now`), with zero 1 at the end.
          Where ranks share rows (`layout.cp`), attention alone needs the others (`scrimp.models.context_parallel`).
 Sums     A rank's loss is divided by the targets of all ranks, so gradients are added up, not averaged: in float32,
          whatever their type. (FSDP2 would divide by the number of ranks; gloo knows no sum with a factor, hence
