@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Self
 
 SOURCE = Path(__file__).parents[1] / "src"
 
@@ -124,3 +125,47 @@ def lives(process: int) -> bool:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
+
+
+class Run:
+    """A run on ranks that a test disturbs: `with` leaves none of its processes behind.
+
+    Args:
+        launcher: that has started the ranks, or will.
+        run_dir: of the run.
+    """
+
+    def __init__(self, launcher: subprocess.Popen[str], run_dir: Path) -> None:
+        self.process, self.run_dir = launcher, run_dir
+        self.ranks: dict[int, int] = {}
+        """Rank to process, as it was when they were last looked for."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for process in (self.process.pid, *self.ranks.values(), *children_of(self.process.pid).values()):
+            if lives(process):
+                os.kill(process, signal.SIGKILL)
+        self.process.communicate()
+
+    def wait_for_steps(self, count: int = 1) -> None:
+        """Until the run has taken so many."""
+        log = self.run_dir / "metrics.jsonl"
+        wait_for(
+            lambda: (
+                self.process.poll() is not None or (log.exists() and log.read_bytes().count(b"\n") >= count)
+            )
+        )
+        assert self.process.poll() is None, self.process.communicate()[0]
+        self.ranks = children_of(self.process.pid)
+
+    def kill(self, rank: int, number: signal.Signals = signal.SIGKILL) -> None:
+        """Send a rank a signal that it cannot handle."""
+        os.kill(self.ranks[rank], number)
+
+    def end(self, seconds: float = 120) -> tuple[int, str]:
+        """Exit code and output, when the ranks are gone too."""
+        output, _ = self.process.communicate(timeout=seconds)
+        wait_for(lambda: not any(map(lives, self.ranks.values())), 30)
+        return self.process.returncode, output

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from ranks import SOURCE, by_environment, ended, environment, free_port, start, wait_for
+from ranks import SOURCE, by_environment, ended, environment, free_port, start, start_ranks, wait_for
 from tiny_run import flags, write_corpus
 
 from scrimp.joining import first_failure
@@ -256,16 +256,8 @@ def talking(folder: Path, trouble: str, size: int = 2) -> list[tuple[int, str]]:
     code.write_text(OWN.format(trouble=trouble))
     more = ["--train.steps=1000", "--evaluation.every=0", f"--train.batch-tokens={128 * size}"]
     words = flags(write_corpus(folder), folder / "run", *more)
-    port = free_port()
-    return ended(
-        [
-            start(
-                ["-m", "scrimp", *words, f"--objective.name={code}:Talking", "--trust-code"],
-                environment(folder, **by_environment(rank, size, port)),
-            )
-            for rank in range(size)
-        ]
-    )
+    words += [f"--objective.name={code}:Talking", "--trust-code"]
+    return ended(start_ranks(size, words, environment(folder)))
 
 
 @pytest.mark.slow

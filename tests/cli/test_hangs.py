@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from ranks import by_environment, children_of, ended, environment, free_port, lives, start, wait_for
+from ranks import children_of, ended, environment, lives, start, start_ranks, wait_for
 from tiny_run import flags, records, write_corpus
 
 from scrimp.cli.launch import STOPPED_S
@@ -45,15 +45,9 @@ def late(
     code = folder / "own.py"
     code.write_text(OWN.format(when=when, late=late, talks=talks))
     words = flags(write_corpus(folder), folder / "run", "--evaluation.every=0", *more)
-    port, began = free_port(), time.monotonic()
-    ranks = [
-        start(
-            ["-m", "scrimp", *words, f"--objective.name={code}:Late", "--trust-code"],
-            environment(folder, **by_environment(rank, 2, port)),
-        )
-        for rank in range(2)
-    ]
-    found = ended(ranks)
+    words += [f"--objective.name={code}:Late", "--trust-code"]
+    began = time.monotonic()
+    found = ended(start_ranks(2, words, environment(folder)))
     return time.monotonic() - began, found
 
 
@@ -92,11 +86,7 @@ def test_a_slow_rank_is_named_once_and_goes_on(tmp_path: Path) -> None:
 def test_a_rank_that_is_stopped_is_named_and_every_process_ends(tmp_path: Path, rank: int) -> None:
     run_dir = tmp_path / "run"
     words = flags(write_corpus(tmp_path), run_dir, "--train.steps=100000", "--evaluation.every=0")
-    port = free_port()
-    ranks = [
-        start(["-m", "scrimp", *words], environment(tmp_path, **by_environment(one, 2, port)))
-        for one in range(2)
-    ]
+    ranks = start_ranks(2, words, environment(tmp_path))
     try:
         log = run_dir / "metrics.jsonl"
         wait_for(

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ranks import children_of, environment, lives, start, wait_for
+from ranks import Run, children_of, environment, lives, start, wait_for
 from tiny_run import flags, records, write_corpus
 
 from scrimp.cli import main
@@ -65,41 +65,19 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_corpus(tmp_path_factory.mktemp("launch"))
 
 
-class Launched:
-    """A run on two ranks that `scrimp launch` started."""
-
-    def __init__(self, corpus: Path, folder: Path, *more: str, options: tuple[str, ...] = ()) -> None:
-        self.run_dir = folder / "run"
-        words = ["-m", "scrimp", "launch", "--ranks=2", *options, *flags(corpus, self.run_dir, *more)]
-        self.process = start(words, environment(folder))
-        self.ranks: dict[int, int] = {}
-
-    def wait_for_steps(self) -> None:
-        """Until the run has taken some."""
-        log = self.run_dir / "metrics.jsonl"
-        wait_for(lambda: self.process.poll() is not None or (log.exists() and log.stat().st_size > 0))
-        assert self.process.poll() is None, self.process.communicate()[0]
-        self.ranks = children_of(self.process.pid)
-        assert sorted(self.ranks) == [0, 1]
-
-    def end(self) -> tuple[int, str]:
-        """Exit code and output."""
-        output, _ = self.process.communicate(timeout=90)
-        wait_for(lambda: not any(map(lives, self.ranks.values())), 30)
-        return self.process.returncode, output
+def launched_run(corpus: Path, folder: Path, *more: str, options: tuple[str, ...] = ()) -> Run:
+    """A run on two ranks that `scrimp launch` starts."""
+    run_dir = folder / "run"
+    words = ["-m", "scrimp", "launch", "--ranks=2", *options, *flags(corpus, run_dir, *more)]
+    return Run(start(words, environment(folder)), run_dir)
 
 
 @pytest.fixture
-def launched(corpus: Path, tmp_path: Path) -> Iterator[Launched]:
-    run = Launched(corpus, tmp_path, *ENDLESS)
-    try:
+def launched(corpus: Path, tmp_path: Path) -> Iterator[Run]:
+    with launched_run(corpus, tmp_path, *ENDLESS) as run:
         run.wait_for_steps()
+        assert sorted(run.ranks) == [0, 1]
         yield run
-    finally:
-        for process in (run.process.pid, *run.ranks.values()):
-            if lives(process):
-                os.kill(process, signal.SIGKILL)
-        run.process.communicate()
 
 
 def newest_step(run_dir: Path) -> int:
@@ -111,7 +89,7 @@ def newest_step(run_dir: Path) -> int:
 
 @pytest.mark.slow
 def test_a_run_ends_with_one_voice_and_one_folder(corpus: Path, tmp_path: Path) -> None:
-    run = Launched(corpus, tmp_path, "--train.steps=3")
+    run = launched_run(corpus, tmp_path, "--train.steps=3")
     code, output = run.end()
     assert code == 0, output
     assert output.count("report: ") == output.count("step 3/3 ") == 1
@@ -123,7 +101,7 @@ def test_a_run_ends_with_one_voice_and_one_folder(corpus: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1], ids=lambda n: n.name
 )
-def test_a_signal_to_the_launcher_leaves_a_checkpoint(launched: Launched, number: signal.Signals) -> None:
+def test_a_signal_to_the_launcher_leaves_a_checkpoint(launched: Run, number: signal.Signals) -> None:
     launched.process.send_signal(number)
     code, output = launched.end()
     assert code == 128 + number, output
@@ -134,8 +112,8 @@ def test_a_signal_to_the_launcher_leaves_a_checkpoint(launched: Launched, number
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_is_killed_ends_all_and_is_named_once(launched: Launched, rank: int) -> None:
-    os.kill(launched.ranks[rank], signal.SIGKILL)
+def test_a_rank_that_is_killed_ends_all_and_is_named_once(launched: Run, rank: int) -> None:
+    launched.kill(rank)
     code, output = launched.end()
     assert code == 137, output
     assert output.count(f"error: rank {rank} is gone") == output.count("error:") == 1
@@ -145,7 +123,7 @@ def test_a_rank_that_is_killed_ends_all_and_is_named_once(launched: Launched, ra
 
 
 @pytest.mark.slow
-def test_a_launcher_that_is_killed_leaves_no_rank_but_a_checkpoint(launched: Launched) -> None:
+def test_a_launcher_that_is_killed_leaves_no_rank_but_a_checkpoint(launched: Run) -> None:
     launched.process.kill()
     launched.process.wait()
     wait_for(lambda: not any(map(lives, launched.ranks.values())), 60)
@@ -154,10 +132,10 @@ def test_a_launcher_that_is_killed_leaves_no_rank_but_a_checkpoint(launched: Lau
 
 @pytest.mark.slow
 def test_a_stopped_rank_is_killed_where_another_one_is_gone(corpus: Path, tmp_path: Path) -> None:
-    run = Launched(corpus, tmp_path, *ENDLESS)
+    run = launched_run(corpus, tmp_path, *ENDLESS)
     run.wait_for_steps()
-    os.kill(run.ranks[1], signal.SIGSTOP)
-    os.kill(run.ranks[0], signal.SIGKILL)
+    run.kill(1, signal.SIGSTOP)
+    run.kill(0)
     code, output = run.end()
     assert code == 137, output
     assert "rank 1 is stopped, and cannot end by itself: it is killed" in output
@@ -228,7 +206,7 @@ def test_ranks_that_abort_because_another_one_is_gone_keep_their_slots(
 
 @pytest.mark.slow
 def test_ranks_that_cannot_start_are_told_once(corpus: Path, tmp_path: Path) -> None:
-    run = Launched(corpus, tmp_path, "--device=cuda")
+    run = launched_run(corpus, tmp_path, "--device=cuda")
     code, output = run.end()
     assert (code, output.count("error:")) == (2, 1), output
 

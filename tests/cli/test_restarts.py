@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from ranks import children_of, environment, lives, start, wait_for
+from ranks import Run, children_of, environment, lives, start, wait_for
 from tiny_run import flags, losses, records, write_corpus
 from torch.distributed import TCPStore
 
@@ -42,45 +42,31 @@ def test_restarts_that_cannot_be_are_refused(
     assert says in capsys.readouterr().err
 
 
-class Disturbed:
-    """A run of 40 steps whose ranks a test kills."""
+class Disturbed(Run):
+    """A run of 40 steps whose ranks a test kills, and a launcher starts again."""
 
     def __init__(self, folder: Path, *launcher: str) -> None:
-        self.run_dir = folder / "run"
-        words = flags(
-            write_corpus(folder),
-            self.run_dir,
-            "--train.steps=40",
-            "--checkpoint.every=10",
-            "--evaluation.every=0",
-        )
-        self.process = start(["-m", *launcher, *words], environment(folder))
-        self.folder = folder
+        more = ("--train.steps=40", "--checkpoint.every=10", "--evaluation.every=0")
+        words = flags(write_corpus(folder), folder / "run", *more)
+        super().__init__(start(["-m", *launcher, *words], environment(folder)), folder / "run")
 
-    def kill(self, rank: int, after: int) -> None:
-        """Kill a rank when the run has taken so many steps."""
-        log = self.run_dir / "metrics.jsonl"
-        wait_for(lambda: log.exists() and log.read_bytes().count(b"\n") >= after)
-        ranks = children_of(self.process.pid)
-        os.kill(ranks[rank], signal.SIGKILL)
-        wait_for(lambda: children_of(self.process.pid).get(rank) not in (None, ranks[rank]))
-
-    def end(self) -> str:
-        """What it printed."""
-        output, _ = self.process.communicate(timeout=120)
-        assert self.process.returncode == 0, output
-        return output
+    def kill_and_wait(self, rank: int, after: int) -> None:
+        """Kill a rank when the run has taken so many steps, and wait until another process has its place."""
+        self.wait_for_steps(after)
+        self.kill(rank)
+        wait_for(lambda: children_of(self.process.pid).get(rank) not in (None, self.ranks[rank]))
 
 
 @pytest.mark.slow
 def test_a_lost_rank_is_started_again_and_left_out_the_second_time(tmp_path: Path) -> None:
     run = Disturbed(tmp_path, "scrimp", "launch", "--ranks=2", "--restarts=2", "--min-ranks=1")
-    run.kill(1, after=12)
+    run.kill_and_wait(1, after=12)
     log = run.run_dir / "events.jsonl"
     wait_for(lambda: '"restart"' in log.read_text())
     run.process.poll()
     os.kill(children_of(run.process.pid)[1], signal.SIGKILL)
-    output = run.end()
+    code, output = run.end()
+    assert code == 0, output
     assert "ranks are started again (1 of 2), 2 of them, after exit code 137" in output
     assert (
         "ranks are started again (2 of 2), 1 of them, after exit code 137; without slot 1, lost 2 times"
@@ -96,8 +82,9 @@ def test_torchrun_starts_ranks_again_and_the_run_goes_on(tmp_path: Path) -> None
         tmp_path,
         *("torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1", "-m", "scrimp"),
     )
-    run.kill(0, after=12)
-    output = run.end()
+    run.kill_and_wait(0, after=12)
+    code, output = run.end()
+    assert code == 0, output
     assert "continuing from step " in output
     assert sorted(losses(run.run_dir)) == list(range(1, 41))
     assert any(one["kind"] == "restart" for one in records(run.run_dir, "events.jsonl"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from parity import Case, made
 
 from scrimp.config import closed
@@ -10,6 +11,7 @@ from scrimp.planner.axis_traffic import degrees_of, traffic_of
 from scrimp.world import World
 
 
+@pytest.mark.slow
 def test_an_axis_of_one_rank_sends_nothing() -> None:
     decisions, _, _, _ = made(Case(), World(), 1)
     config = closed(decisions.config)

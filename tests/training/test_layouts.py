@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from distributed import spawn
+from runs_on_ranks import check_same_course, check_same_tensors, goes_on, on_ranks
 from tiny_run import flags, losses, records, scrimp, write_corpus
-
-from scrimp.cli import main
-from scrimp.training.checkpoint import CheckpointStore
 
 pytestmark = pytest.mark.slow
 
@@ -35,22 +30,6 @@ ON_HOST = [
 HYBRID = ["--layout.dp=2", "--layout.zero=1"]
 
 
-def commands(rank: int, lines: Sequence[Sequence[str]]) -> list[int]:
-    """Exit codes of commands, one after another, of one rank."""
-    return [main(list(words)) for words in lines]
-
-
-def on_ranks(ranks: int, folder: Path, *lines: Sequence[str]) -> None:
-    folder.mkdir()
-    assert spawn(ranks, commands, folder, lines) == [[0] * len(lines)] * ranks
-
-
-def goes_on(run: Path, at: Path, *more: str) -> list[str]:
-    """The command that goes on with a copy of a run from its half."""
-    shutil.copytree(run, at)
-    return ["train", f"--run.dir={at}", f"--resume-from={HALF}", *more]
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("layouts")
@@ -65,24 +44,24 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         flags(corpus, folder / "on the host", *SETTINGS, *ON_HOST),
         flags(corpus, folder / "shared rows", *SETTINGS, "--layout.cp=2"),
         flags(corpus, folder / "cut layers", *SETTINGS, "--layout.tp=2"),
-        goes_on(alone, folder / "from one to two"),
+        goes_on(alone, folder / "from one to two", HALF),
     )
     on_ranks(
         2,
         folder / "again",
-        goes_on(folder / "fsdp", folder / "from two to two"),
-        goes_on(folder / "fsdp", folder / "from fsdp to copies", "--layout.dp=2"),
-        goes_on(folder / "fsdp", folder / "from fsdp to cut layers", "--layout.tp=2"),
-        goes_on(folder / "cut layers", folder / "from cut layers to cut layers"),
+        goes_on(folder / "fsdp", folder / "from two to two", HALF),
+        goes_on(folder / "fsdp", folder / "from fsdp to copies", HALF, "--layout.dp=2"),
+        goes_on(folder / "fsdp", folder / "from fsdp to cut layers", HALF, "--layout.tp=2"),
+        goes_on(folder / "cut layers", folder / "from cut layers to cut layers", HALF),
     )
     on_ranks(
         4,
         folder / "four",
-        goes_on(folder / "fsdp", folder / "from two to four", *HYBRID),
-        goes_on(folder / "cut layers", folder / "from two to four cut layers", "--layout.tp=2"),
+        goes_on(folder / "fsdp", folder / "from two to four", HALF, *HYBRID),
+        goes_on(folder / "cut layers", folder / "from two to four cut layers", HALF, "--layout.tp=2"),
     )
-    assert scrimp(*goes_on(folder / "cut layers", folder / "from cut layers to one")).returncode == 0
-    assert scrimp(*goes_on(folder / "from two to four", folder / "from four to one")).returncode == 0
+    assert scrimp(*goes_on(folder / "cut layers", folder / "from cut layers to one", HALF)).returncode == 0
+    assert scrimp(*goes_on(folder / "from two to four", folder / "from four to one", HALF)).returncode == 0
     return folder
 
 
@@ -104,13 +83,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_losses_are_those_of_one_process(runs: Path, name: str) -> None:
-    expected, found = losses(runs / "alone"), losses(runs / name)
-    assert found.keys() == expected.keys()
-    assert list(found.values()) == pytest.approx(list(expected.values()), rel=1e-5)
-    for one, other in zip(records(runs / name), records(runs / "alone"), strict=True):
-        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
-        if "eval_loss" in other:
-            assert one["eval_loss"] == pytest.approx(other["eval_loss"], rel=1e-5)
+    check_same_course(runs / name, runs / "alone")
 
 
 def test_the_same_layout_goes_on_bit_for_bit(runs: Path) -> None:
@@ -119,15 +92,8 @@ def test_the_same_layout_goes_on_bit_for_bit(runs: Path) -> None:
 
 
 def test_a_checkpoint_has_the_names_shapes_and_sizes_of_one_process(runs: Path) -> None:
-    names = ("alone", "fsdp", "copies", "cut layers")
-    stores = [CheckpointStore(runs / name, keep_last=1, keep_every=0) for name in names]
-    alone, *others = (dict(store.at(STEPS).tensors()) for store in stores)
-    for other in others:
-        assert {n: (t.shape, t.dtype) for n, t in other.items()} == {
-            n: (t.shape, t.dtype) for n, t in alone.items()
-        }
-        for name, tensor in alone.items():
-            assert (tensor.float() - other[name].float()).abs().max() < 1e-4, name
+    for name in ("fsdp", "copies", "cut layers"):
+        check_same_tensors(runs / name, runs / "alone", STEPS)
 
 
 def test_exports_and_evaluations_need_not_know_the_layout(runs: Path, tmp_path: Path) -> None:

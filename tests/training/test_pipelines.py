@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from distributed import spawn
-from tiny_run import flags, losses, records, write_corpus
-
-from scrimp.cli import main
-from scrimp.training.checkpoint import CheckpointStore
+from runs_on_ranks import check_same_course, check_same_tensors, checkpoint_of, commands, goes_on, on_ranks
+from tiny_run import flags, losses, write_corpus
 
 pytestmark = pytest.mark.slow
 
@@ -30,24 +26,8 @@ QUANTIZED = ["--precision=fp8,*.qkv=nvfp4", "--train.parameters=fp32"]
 TIED = ["--model.preset=qwen2.5-0.5b", "--model.vocab-size=260"]
 
 
-def commands(rank: int, lines: Sequence[Sequence[str]]) -> list[int]:
-    """Exit codes of commands, one after another, of one rank."""
-    return [main(list(words)) for words in lines]
-
-
-def on_ranks(ranks: int, folder: Path, *lines: Sequence[str]) -> None:
-    folder.mkdir()
-    assert spawn(ranks, commands, folder, lines) == [[0] * len(lines)] * ranks
-
-
 def alone(*lines: Sequence[str]) -> None:
     assert commands(0, lines) == [0] * len(lines)
-
-
-def goes_on(run: Path, at: Path, *more: str) -> list[str]:
-    """The command that goes on with a copy of a run from its half."""
-    shutil.copytree(run, at)
-    return ["train", f"--run.dir={at}", f"--resume-from={HALF}", *more]
 
 
 @pytest.fixture(scope="module")
@@ -66,14 +46,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         flags(corpus, folder / "interleaved", *SETTINGS, "--layout.pp=2", "--layout.virtual=2"),
         flags(corpus, folder / "tied", *SETTINGS, *TIED, "--layout.pp=2", "--layout.stages=1,3"),
         flags(corpus, folder / "quantized", *SETTINGS, *QUANTIZED, "--layout.pp=2", "--layout.schedule=zbv"),
-        goes_on(folder / "alone", folder / "from one to two", "--layout.pp=2"),
+        goes_on(folder / "alone", folder / "from one to two", HALF, "--layout.pp=2"),
     )
     on_ranks(
         2,
         folder / "again",
-        goes_on(folder / "1f1b", folder / "from 1f1b to 1f1b"),
-        goes_on(folder / "1f1b", folder / "from 1f1b to fsdp", "--layout.pp=1", "--layout.fsdp=2"),
-        goes_on(folder / "1f1b", folder / "from 1f1b to zbv", "--layout.pp=2", "--layout.schedule=zbv"),
+        goes_on(folder / "1f1b", folder / "from 1f1b to 1f1b", HALF),
+        goes_on(folder / "1f1b", folder / "from 1f1b to fsdp", HALF, "--layout.pp=1", "--layout.fsdp=2"),
+        goes_on(folder / "1f1b", folder / "from 1f1b to zbv", HALF, "--layout.pp=2", "--layout.schedule=zbv"),
     )
     on_ranks(
         4,
@@ -81,13 +61,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         goes_on(
             folder / "1f1b",
             folder / "from two to four",
+            HALF,
             *("--layout.pp=2", "--layout.schedule=zbv", "--layout.fsdp=2", "--memory.activations=block"),
         ),
     )
     alone(
-        goes_on(folder / "1f1b", folder / "from two to one"),
-        goes_on(folder / "tied", folder / "tied to one"),
-        goes_on(folder / "from 1f1b to zbv", folder / "from zbv to one"),
+        goes_on(folder / "1f1b", folder / "from two to one", HALF),
+        goes_on(folder / "tied", folder / "tied to one", HALF),
+        goes_on(folder / "from 1f1b to zbv", folder / "from zbv to one", HALF),
     )
     return folder
 
@@ -108,13 +89,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_losses_are_those_of_one_process(runs: Path, name: str, expected: str) -> None:
-    wanted, found = losses(runs / expected), losses(runs / name)
-    assert found.keys() == wanted.keys()
-    assert list(found.values()) == pytest.approx(list(wanted.values()), rel=1e-5)
-    for one, other in zip(records(runs / name), records(runs / expected), strict=True):
-        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
-        if "eval_loss" in other:
-            assert one["eval_loss"] == pytest.approx(other["eval_loss"], rel=1e-5)
+    check_same_course(runs / name, runs / expected)
 
 
 def test_quantized_layers_are_proven_and_train_as_in_one_process(runs: Path) -> None:
@@ -132,15 +107,10 @@ def test_the_same_stages_go_on_bit_for_bit(runs: Path) -> None:
 
 @pytest.mark.parametrize(("name", "expected"), [("1f1b", "alone"), ("tied", "tied alone")])
 def test_a_checkpoint_has_the_files_of_one_process(runs: Path, name: str, expected: str) -> None:
-    one, other = (
-        CheckpointStore(runs / run, keep_last=1, keep_every=0).at(STEPS) for run in (expected, name)
-    )
     index = "model.safetensors.index.json"
-    assert json.loads(one.read_file(index)) == json.loads(other.read_file(index))
-    assert one.read_file(index) == other.read_file(index)
-    found = dict(other.tensors())
-    for tensor_name, tensor in one.tensors():
-        assert (tensor.float() - found[tensor_name].float()).abs().max() < 1e-4, tensor_name
+    one, other = (checkpoint_of(runs / run, STEPS).read_file(index) for run in (expected, name))
+    assert one == other
+    check_same_tensors(runs / name, runs / expected, STEPS)
 
 
 def test_what_a_schedule_decided_is_open_again_without_it(runs: Path) -> None:

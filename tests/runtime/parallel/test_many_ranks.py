@@ -98,9 +98,8 @@ def check_parts(case: Case, degrees: dict[str, Any]) -> None:
         assert (written == 1).all(), name
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name[0] == "8" else pytest.mark.slow) for name in DENSE]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DENSE)
 def test_every_number_of_a_model_is_written_by_one_rank(name: str) -> None:
     check_parts(Case(settings=SIZES), DENSE[name])
 
@@ -160,6 +159,7 @@ def test_shards_are_clipped_by_the_global_norm_and_updated_as_the_whole(name: st
             assert torch.allclose(shared[key].full_tensor().reconcile(), whole, rtol=1e-5, atol=1e-7), key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=str)
 def test_a_rank_of_a_mesh_of_64_knows_its_box_and_whether_it_writes(shape: tuple[int, ...]) -> None:
     """Each rank by itself, since what it decides is its own: copies over the first axis, shards over the second."""
