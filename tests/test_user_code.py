@@ -49,6 +49,7 @@ def test_the_example_trains_and_resumes_bit_for_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["option", "file", "resumed"])
+@pytest.mark.every(3)
 def test_code_is_refused_without_trust_before_anything_starts(
     where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -78,6 +79,7 @@ def test_code_is_refused_without_trust_before_anything_starts(
         assert sorted(run.rglob("*")) == before
 
 
+@pytest.mark.slow
 def test_no_file_can_say_that_code_is_trusted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for text in ("trust_code = true\n", "[run]\ntrust_code = true\n"):
         (tmp_path / "settings.toml").write_text(text)
@@ -87,6 +89,7 @@ def test_no_file_can_say_that_code_is_trusted(tmp_path: Path, capsys: pytest.Cap
     assert "trust" not in (tmp_path / "run" / "config.toml").read_text()
 
 
+@pytest.mark.slow
 def test_a_run_whose_code_was_altered_is_not_resumed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

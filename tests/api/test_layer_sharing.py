@@ -37,6 +37,7 @@ def test_an_example_is_a_tensor_positions_or_keywords() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_wrapped_models_and_single_processes_are_refused() -> None:
     with pytest.raises(ModelError, match="before a model is compiled or wrapped"):
         scrimp.tensor_plan(torch.compile(Mlp()), torch.zeros(3, 8), 2)  # type: ignore[arg-type]

@@ -213,6 +213,7 @@ def test_an_empty_folder_is_reported_as_missing(tmp_path: Path) -> None:
     assert "step 300, bf16: seeds 0, 1" in text
 
 
+@pytest.mark.slow
 def test_damage_is_compared_by_the_profile_and_a_change_of_predictions_is_told(work: Path) -> None:
     one = read_damages(work)[0]
     row = damage_row(one)

@@ -60,7 +60,7 @@ def short_refusal(code: int, told: str) -> str:
 
 
 @pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)])
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 def test_a_closed_standard_stream_changes_no_exit_code(closed: tuple[int, ...], tmp_path: Path) -> None:
     def close() -> None:
         for number in closed:
@@ -161,6 +161,7 @@ def test_a_long_word_is_not_printed_whole(
 # -- prompts -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_prompt_that_is_not_utf8_is_refused(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompt = os.fsdecode(b"ab\xff")  # as Python hands bytes of a command line over
     code = main(["generate", str(run_dir), "--prompt", prompt, "--tokens", "2"])

@@ -78,7 +78,7 @@ def steps_of(model: Model, kind: type) -> list[int]:
 
 
 @pytest.mark.parametrize("delay", [0, 1, 3, 6])
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 def test_statistics_and_switches_are_at_their_steps(delay: int) -> None:
     model, cycle = made(delay=delay, steps=20)
     formats = run(model, cycle, range(20))

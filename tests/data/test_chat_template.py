@@ -116,6 +116,7 @@ def test_tokens_and_answers_are_those_of_transformers(template: str, markers: bo
         assert found.answer_bytes == len(text.encode())
 
 
+@pytest.mark.slow
 def test_threads_do_not_mix_their_answers(load: Load) -> None:
     _, ours = load(marked(CHATML, markers=True))
     chats = conversations(60, system=True) * 10

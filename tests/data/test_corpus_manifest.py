@@ -63,6 +63,7 @@ def without_digest(folder: Path) -> dict[str, Any]:
     return content
 
 
+@pytest.mark.slow
 def test_every_altered_value_is_noticed_and_put_right(prepared: Path, text_file: Path) -> None:
     path = prepared / "corpus.json"
     raw = path.read_text()

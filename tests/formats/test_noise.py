@@ -120,6 +120,7 @@ def test_four_corners_of_a_rectangle_are_independent() -> None:
             assert abs(corners.mean().item()) < 5 * SIGMA**4 / math.sqrt(corners.numel())
 
 
+@pytest.mark.slow
 def test_consecutive_keys_are_independent() -> None:
     streams = [uniform(noise_of(step), 400, 400) for step in range(12)]
     for i, one in enumerate(streams):

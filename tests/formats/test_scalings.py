@@ -175,7 +175,7 @@ def test_stochastic_rounding_is_the_slow_oracle_with_the_same_noise(
 
 
 @EVERY_COMBINATION
-@pytest.mark.every(3)
+@pytest.mark.every(18)
 def test_numbers_between_two_values_are_divided_by_their_scale_as_documented(
     element: str, scaling: str
 ) -> None:

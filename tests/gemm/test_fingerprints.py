@@ -341,7 +341,7 @@ def _fresh_compiler() -> Iterator[None]:
 
 @pytest.mark.parametrize("gemm", [None, *GEMMS])
 @pytest.mark.usefixtures("_fresh_compiler")
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 def test_compiled_layers_are_proven_and_nothing_compiles_anew(gemm: str | None) -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
 

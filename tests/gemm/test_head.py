@@ -215,6 +215,7 @@ def test_noise_has_the_address_of_its_row_whichever_chunk_it_is_in(recipe: str, 
     assert rows == [1000, 1000, 1128, 1128, 1256, 1256]
 
 
+@pytest.mark.slow
 def test_chunks_that_cut_tiles_still_give_a_gradient_near_the_plain_one() -> None:
     plain = gradients(None)
     for chunk in (1, 100, 130):

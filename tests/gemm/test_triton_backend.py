@@ -92,6 +92,7 @@ def test_stored_codes_are_the_references(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", TILED + GROUPED)
+@pytest.mark.every(5)
 def test_stored_codes_give_the_product_of_the_tensor(recipe: str) -> None:
     (g, g_use), (x, use) = case("wgrad", recipe)
     a = BACKEND.prepare(g, g_use)

@@ -371,7 +371,7 @@ def test_a_budget_out_of_reach_stops_the_run_and_says_what_can_be_reached(tmp_pa
 
 
 @pytest.mark.parametrize("gemm", GEMMS)
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_a_layer_that_lies_after_a_switch_stops_the_trainer_by_name(
     gemm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -396,6 +396,7 @@ def test_a_layer_that_lies_after_a_switch_stops_the_trainer_by_name(
     assert run.state.global_step == 3  # the first step by the plan
 
 
+@pytest.mark.slow
 def test_the_trainers_records_say_how_many_gemms_were_proven(tmp_path: Path) -> None:
     snip = SnipCallback(1.0, every=8, first=2, batches=1, switch_after=1)
     run = trainer(tmp_path, snip)

@@ -114,6 +114,7 @@ def test_draws_follow_the_softmax_at_the_temperature() -> None:
         assert abs(counts[token] / 2000 - p) < 0.03
 
 
+@pytest.mark.slow
 def test_top_k_and_top_p_keep_the_most_probable_tokens() -> None:
     assert set(draws(LOGITS, top_k=2)) == {1, 2}
     # Probabilities: .64, .24, .09, .03.

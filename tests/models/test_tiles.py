@@ -56,6 +56,7 @@ def sees(tile: Tile) -> Tensor:
 @pytest.mark.parametrize("cut", [False, True], ids=["tiles", "strips"])
 @given(rows_of_documents(), st.one_of(st.none(), st.integers(1, 20)), st.booleans())
 @examples(400)
+@pytest.mark.every(2)
 def test_what_ranks_see_of_each_other_is_what_is_visible_each_pair_once(
     cut: bool, rows: tuple[Division, tuple[int, ...]], window: int | None, causal: bool
 ) -> None:

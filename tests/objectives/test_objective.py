@@ -67,6 +67,7 @@ def test_a_run_has_the_loss_and_the_metrics_of_its_objective() -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_memory_account_is_of_the_loss_that_runs() -> None:
     """In chunks the logits of 128 tokens never exist at once; whole, float32 logits and their gradient do."""
     settings = {"precision": "fp32", "parameters": "fp32", "optimizer": AdamWMemory("fp32"), "micro_batch": 4}

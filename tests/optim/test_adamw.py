@@ -232,7 +232,7 @@ ARCHITECTURES = {
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES.values(), ids=ARCHITECTURES)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.every(4)
+@pytest.mark.every(28)
 def test_the_account_knows_the_bytes_of_the_state(kind: str, architecture: Architecture) -> None:
     dtype, train = settings(kind)
     optimizer = AdamW(dict(build_model(architecture, dtype=dtype).named_parameters()), train)

@@ -159,6 +159,7 @@ def test_a_clip_that_is_sometimes_hit_and_gradients_that_are_not_finite_change_n
 
 
 @pytest.mark.parametrize("format_", ["fp32", "masters", "8bit"])
+@pytest.mark.every(3)
 def test_a_run_goes_on_from_saved_tensors(format_: str) -> None:
     """Saved by a resident optimizer, loaded by one on the CPU, and the other way round."""
     there = {"cpu": range(4), "weights": (0, 2)}

@@ -95,6 +95,7 @@ def by_torch(architecture: Architecture, steps: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("architecture", [LLAMA, QWEN2], ids=["llama", "qwen2"])
+@pytest.mark.every(2)
 def test_each_map_is_moved_by_torchs_muon_and_the_rest_by_torchs_adamw(architecture: Architecture) -> None:
     model, optimizer = made(architecture, torch.float32, SETTINGS)
     trained(model, optimizer, range(3))
@@ -123,6 +124,7 @@ def test_masters_move_as_fp32_weights_do_and_parameters_are_these_rounded() -> N
 
 
 @pytest.mark.parametrize("master", [False, True])
+@pytest.mark.every(2)
 def test_a_resumed_run_continues_bit_for_bit(master: bool, tmp_path: Path) -> None:
     dtype, settings = (torch.bfloat16, MASTERS) if master else (torch.float32, SETTINGS)
     settings = dataclasses.replace(settings, moments="8bit")  # AdamW's part rounds with noise
@@ -169,7 +171,7 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("master", [False, True])
 @pytest.mark.parametrize("moments", ["fp32", "8bit"])
-@pytest.mark.every(4)
+@pytest.mark.slow
 def test_the_account_foretells_states_and_the_peak_of_the_update(master: bool, moments: str) -> None:
     dtype, format_ = (torch.bfloat16, "bf16") if master else (torch.float32, "fp32")
     settings = dataclasses.replace(MASTERS if master else SETTINGS, moments=moments)  # type: ignore[arg-type]

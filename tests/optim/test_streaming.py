@@ -123,6 +123,7 @@ def test_the_first_two_blocks_come_before_what_lives_on_the_device_is_updated(
 
 
 @pytest.mark.parametrize("format_", ["masters", "8bit"])
+@pytest.mark.every(2)
 def test_a_run_goes_on_from_saved_tensors(format_: str) -> None:
     """Saved by a resident optimizer, loaded by one with everything on the host, and the other way round."""
     for first, second in itertools.permutations((None, "all")):

@@ -47,7 +47,7 @@ def test_the_nearest_rising_sequence_is_that_of_the_formula(values: list[int]) -
 
 
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
-@pytest.mark.every(2)
+@pytest.mark.slow
 def test_all_levels_of_all_classes_are_timed(compute: str) -> None:
     quantized, plain = (LinearPrecision.of("fp8"),) * 4, (LinearPrecision.of(compute),) * 4
     timed = dataclasses.replace(

@@ -300,6 +300,7 @@ def test_a_layer_that_does_not_fit_is_refused_with_its_sizes() -> None:
 
 
 @pytest.mark.parametrize("compute", ["bf16", "fp32"])
+@pytest.mark.every(2)
 def test_every_recipe_is_timed_here_and_nothing_is_left_behind(compute: str) -> None:
     shapes, watch = [(24, 40), (40, 24), (24, 40)], Stopwatch(CPU, flush_bytes=2**16)
     state = torch.get_rng_state()

@@ -147,6 +147,7 @@ def test_a_step_that_proves_a_plan_is_not_counted_unless_it_is_the_last(
     assert measured.counted_in_step == counted
 
 
+@pytest.mark.slow
 def test_a_run_of_two_steps_counts_the_last(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path)
     assert main(flags(corpus, tmp_path / "run", "--train.steps=2")) == 0

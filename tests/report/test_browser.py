@@ -114,6 +114,7 @@ def test_text_that_got_past_the_escape_would_be_stopped_and_seen(evil_page, tmp_
     assert any("127.0.0.1" in url for url in seen.urls)
 
 
+@pytest.mark.slow
 def test_without_scripts_the_page_is_complete_but_for_the_charts(page, tmp_path):
     text = page.read_text(encoding="utf-8")
     bare = tmp_path / "bare.html"

@@ -121,6 +121,7 @@ def shown(step, name="loss"):
     return f"{float(f'{recorded(step, name):.4g}'):g}"
 
 
+@pytest.mark.slow
 def test_the_charts_run_under_the_policy_and_load_nothing(page, tmp_path):
     visited = visit(page, tmp_path)
     assert visited.console == []
@@ -246,7 +247,7 @@ def test_dark_pages_have_dark_charts(page, tmp_path):
 
 
 @pytest.mark.parametrize("values", [[1e300, 1e-300], [-1e12, 3], [0, 0], [math.nan, 7]])
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_odd_values_are_drawn_without_an_error(values, tmp_path):
     folder = write_run(tmp_path / "run", 40)
     records = metrics(40)

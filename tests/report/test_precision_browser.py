@@ -98,6 +98,7 @@ def test_the_page_runs_under_its_policy(page, tmp_path):
     assert visited.dom.count('role="grid"') == 2
 
 
+@pytest.mark.slow
 def test_every_plan_is_shown_as_it_was(seen, data):
     assert len(seen["plans"]) == len(data.plans) == 4
     for index, (state, plan) in enumerate(zip(seen["plans"], data.plans, strict=True)):

@@ -289,6 +289,7 @@ def test_a_back_end_that_cannot_run_the_plan_is_refused_by_name() -> None:
 @pytest.mark.parametrize(
     "precision", [pytest.param("fp8", marks=pytest.mark.slow), "nvfp4,head=fp8,*.mlp.down.saved=recompute"]
 )
+@pytest.mark.slow
 def test_compiled_blocks_give_the_loss_and_gradients_of_eager_ones(precision: str) -> None:
     _, eager = realised(precision, "fp32", UNTIED)
     _, compiled = realised(precision, "fp32", UNTIED)

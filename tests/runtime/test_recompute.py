@@ -51,7 +51,7 @@ def passed(executable: Executable, starts: Tensor | None) -> tuple[Tensor, dict[
 
 @pytest.mark.parametrize("starts", [None, STARTS], ids=["whole rows", "documents"])
 @pytest.mark.parametrize(("precision", "parameters"), PRECISIONS)
-@pytest.mark.every(6)
+@pytest.mark.every(18)
 def test_no_level_changes_a_number(precision: str, parameters: str, starts: Tensor | None) -> None:
     architecture = UNTIED if "nvfp4" in precision else ARCHITECTURE
     _, executable = realised(precision, parameters, architecture)
@@ -67,7 +67,7 @@ def test_no_level_changes_a_number(precision: str, parameters: str, starts: Tens
 
 @pytest.mark.parametrize("family", ["olmo2", "gemma3_text"])
 @pytest.mark.parametrize(("precision", "parameters"), [("bf16", "fp32"), ("nvfp4", "bf16")])
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 def test_no_level_changes_a_number_of_another_kind(family: str, precision: str, parameters: str) -> None:
     architecture = dataclasses.replace(
         UNTIED, family=family, qk_norm=True, sliding_window=None if family == "olmo2" else 16

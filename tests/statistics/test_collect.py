@@ -198,6 +198,7 @@ def test_batches_draw_different_masks() -> None:
 
 
 @pytest.mark.parametrize("gains", GAINS)
+@pytest.mark.every(3)
 def test_checkpointed_activations_give_the_same_profile(gains: str) -> None:
     plain, checkpointed = (
         bench(MlpModel(checkpointed=flag), steps=2).collect(500, FORMATS, gains=gains)

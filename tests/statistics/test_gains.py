@@ -66,6 +66,7 @@ def test_they_predict_the_updates_that_exact_gains_predict(
 
 
 @pytest.mark.parametrize("gains", ["ratios", "blocks"])
+@pytest.mark.every(2)
 def test_curvatures_of_the_writers_of_the_stream_are_near_exact_ones(
     profiles: Mapping[str, PrecisionProfile], gains: str
 ) -> None:
@@ -82,7 +83,7 @@ def test_noise_that_tokens_share_moves_weights_further(profiles: Mapping[str, Pr
 
 
 @pytest.mark.parametrize("gains", ["ratios", "blocks"])
-@pytest.mark.every(2)
+@pytest.mark.slow
 def test_what_is_not_trained_before_the_stream_leaves_gains_finite(gains: str) -> None:
     model = decoder()
     model.embedding.requires_grad_(False)
@@ -96,7 +97,7 @@ def test_what_is_not_trained_before_the_stream_leaves_gains_finite(gains: str) -
 
 
 @pytest.mark.parametrize("gains", ["ratios", "blocks", "exact"])
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_a_model_whose_branches_begin_at_zero_has_finite_statistics(gains: str) -> None:
     model = decoder()
     for name, parameter in model.named_parameters():

@@ -101,7 +101,7 @@ def assert_same(one: Any, other: Any, where: str = "") -> None:
 @pytest.mark.parametrize(
     ("name", "gains"), [*((name, "auto") for name in MODELS), *(("decoder", gains) for gains in GAINS)]
 )
-@pytest.mark.every(2)
+@pytest.mark.every(10)
 def test_measuring_leaves_everything_as_it_was(name: str, gains: str) -> None:
     made = made_bench(name)
     for parameter in made.model.parameters():
@@ -176,7 +176,7 @@ def test_training_goes_on_as_if_nothing_had_been_measured(name: str) -> None:
 
 
 @pytest.mark.parametrize("after", [None, 2, 6])
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_an_optimizer_with_master_weights_is_left_alone(after: int | None) -> None:
     found = []
     for measures in (False, True):

@@ -320,6 +320,7 @@ except StorageError as error:
 """
 
 
+@pytest.mark.slow
 def test_a_limit_on_file_sizes_is_a_clear_error_without_a_traceback(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", LIMITED, str(tmp_path)], capture_output=True, text=True, check=True

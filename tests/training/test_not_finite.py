@@ -72,6 +72,7 @@ def manifest(run_dir: Path, step: int) -> dict[str, object]:
     return content
 
 
+@pytest.mark.slow
 def test_good_checkpoints_stay_and_of_the_others_the_newest(broken: Path) -> None:
     assert steps(broken) == [2, 4, 20]
     good, bad = manifest(broken, 4), manifest(broken, 20)
@@ -176,7 +177,7 @@ def commands(target: Path, corpus: Path, out: Path) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("name", ["train", "eval", "generate", "export", "plan"])
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 def test_a_command_refuses_them_and_takes_the_checkpoint_that_it_names(
     name: str, broken: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

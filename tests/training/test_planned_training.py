@@ -92,6 +92,7 @@ def test_speed_is_measured_against_both_peaks(runs: dict[str, Path], precision: 
 # ---- the plan
 
 
+@pytest.mark.slow
 def test_the_plan_holds_the_recipe_of_every_gemm(runs: dict[str, Path]) -> None:
     plan = Plan.read(runs[MIXED] / "plan.json")
     assert len(plan.gemms) == 2 * 4 + 1

@@ -37,6 +37,7 @@ def logs(run_dir: Path) -> list[bytes]:
 
 
 @pytest.mark.parametrize("gone", ["checkpoints", "checkpoints/*", "checkpoints and events.jsonl"])
+@pytest.mark.every(3)
 def test_resuming_without_checkpoints_is_refused_and_nothing_is_cut(
     copy: Path, whole: Path, gone: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -75,6 +76,7 @@ def test_damaged_checkpoints_are_set_aside_where_the_run_may_begin_again(
     ]
 
 
+@pytest.mark.slow
 def test_a_run_that_may_begin_again_goes_on_where_it_can(
     copy: Path, whole: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

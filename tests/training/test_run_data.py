@@ -113,6 +113,7 @@ def test_what_a_run_decides_follows_the_vocabulary_that_it_gets(
     assert found.plan.placement == expected.plan.placement
 
 
+@pytest.mark.slow
 def test_chunks_of_the_loss_are_those_of_the_vocabulary(config: Config) -> None:
     wide = replace(config, train=replace(config.train, sequence=256, batch_tokens=4096))
     assert decide(wide).config.train.loss_chunk == 0  # bytes: 320 rows

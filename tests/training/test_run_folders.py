@@ -122,6 +122,7 @@ def test_a_change_that_resuming_allows_is_kept_with_the_reasons(finished: Path, 
     assert "warmup_steps = 1  # a twentieth of 6 steps" in text
 
 
+@pytest.mark.slow
 def test_a_folder_called_stdlib_does_not_replace_the_standard_library(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,6 +22,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "run"
 
 
+@pytest.mark.slow
 def test_a_checkpoint_named_from_beside_it(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(run_dir / "checkpoints" / "step-00000004")
     for name in ("../step-00000002", ".", "../../checkpoints/step-00000002"):

@@ -143,7 +143,7 @@ def test_a_tokenizer_that_is_gone_is_put_back_by_resuming(copy: Path, whole: Pat
 
 
 @pytest.mark.parametrize("name", ["eval", "generate", "export", "train", "verify"])
-@pytest.mark.every(2)
+@pytest.mark.every(6)
 def test_a_lost_record_is_computed_again(
     name: str, copy: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

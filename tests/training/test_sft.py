@@ -62,12 +62,14 @@ def test_a_run_learns_its_answers_and_says_them(learnt: Path, told) -> None:  # 
     assert packing["reason"].startswith("60 conversations in ")
 
 
+@pytest.mark.slow
 def test_the_sample_of_a_run_begins_an_answer(learnt: Path) -> None:
     sample = next(event for event in read_jsonl(learnt / "events.jsonl") if event["kind"] == "sample")
     assert sample["prompt"].endswith("assistant: ")
     assert any(sample["text"] == answer for answer in FACTS.values())
 
 
+@pytest.mark.slow
 def test_an_export_carries_the_template_and_answers_alike(learnt: Path, told, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     from transformers import PreTrainedTokenizerFast
 

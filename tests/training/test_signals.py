@@ -78,6 +78,7 @@ def checkpoint_is_complete(run_dir: Path) -> bool:
     ],
     ids=lambda number: number.name,
 )
+@pytest.mark.slow
 def test_a_signal_finishes_the_step_writes_a_checkpoint_and_says_how_to_continue(
     corpus: Path, tmp_path: Path, number: signal.Signals
 ) -> None:

@@ -63,6 +63,7 @@ def test_the_plan_has_predictions_and_measurements_side_by_side(finished: Path) 
     assert {choice.fprop for choice in plan.gemms.values()} == {"fp32"}
 
 
+@pytest.mark.slow
 def test_the_saved_configuration_reproduces_the_run(finished: Path, tmp_path: Path) -> None:
     again = tmp_path / "again"
     assert main(["train", str(finished / "config.toml"), f"--run.dir={again}"]) == 0
@@ -147,7 +148,7 @@ def test_cutting_the_batch_otherwise_changes_the_loss_only_by_rounding(
 
 
 @pytest.mark.parametrize("parameters", ["fp32", "bf16"])
-@pytest.mark.every(2)
+@pytest.mark.slow
 def test_bf16_runs_resume_bit_for_bit(corpus: Path, tmp_path: Path, parameters: str) -> None:
     import shutil
 

@@ -32,6 +32,7 @@ def command(tmp_path: Path, run_dir: Path) -> list[str]:
     return flags(write_corpus(tmp_path), run_dir, *BY_TRITON)
 
 
+@pytest.mark.slow
 def test_a_plan_shows_it_beside_a_step_whose_peak_is_its_own(
     command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -140,6 +140,7 @@ def test_a_missing_file_of_a_model_is_said_to_be_missing(
 
 
 @pytest.mark.parametrize("log", ["metrics.jsonl", "events.jsonl"])
+@pytest.mark.every(2)
 def test_a_missing_log_is_named(
     folders: dict[str, Path], tmp_path: Path, log: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

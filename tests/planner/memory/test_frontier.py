@@ -18,6 +18,7 @@ def small(micro_batch: int) -> StepCosts:
     return llama_costs(SHAPE, 2048 * micro_batch)
 
 
+@pytest.mark.slow
 def test_larger_devices_are_named_with_what_they_save() -> None:
     machine = replace(MACHINE, device_bytes=12 * 2**30, host_bytes=20 * 10**9)
     plan = search(small(2), machine, Setup(2))
@@ -45,6 +46,7 @@ def test_nothing_is_offered_to_a_plan_that_has_everything() -> None:
     ("gib", "gigabytes", "link", "expected"),
     [(8, 20, 4e10, "device memory"), (6, 30, 2e10, "link"), (10, 16, 1e12, "host memory")],
 )
+@pytest.mark.every(3)
 def test_what_binds_is_what_more_of_would_help_most(
     gib: int, gigabytes: int, link: float, expected: str
 ) -> None:

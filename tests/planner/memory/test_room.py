@@ -24,6 +24,7 @@ from scrimp.planner.memory.search import find, search
 from scrimp.planner.memory.states import host_bytes
 
 
+@pytest.mark.slow
 def test_a_budget_below_the_smallest_possible_says_what_would_fit() -> None:
     costs = llama_costs(QWEN_7B, 4096)
     machine = replace(MACHINE, device_bytes=8 * 2**30, host_bytes=32 * 10**9)
@@ -52,6 +53,7 @@ def test_a_budget_below_the_smallest_possible_says_what_would_fit() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_host_too_small_is_told_how_much_it_needs() -> None:
     costs = llama_costs(QWEN_7B, 4096)
     machine = replace(MACHINE, host_bytes=64 * 10**9, pinned_bytes=16 * 10**9)

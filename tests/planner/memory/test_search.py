@@ -133,7 +133,7 @@ def fastest_of_protrains(costs: StepCosts, machine: Machine, setup: Setup) -> fl
 
 
 @pytest.mark.parametrize(("blocks", "seed"), [(3, 1), (5, 0), (6, 0)])
-@pytest.mark.every(3)
+@pytest.mark.slow
 def test_no_point_of_protrains_space_is_faster_than_what_is_found(blocks: int, seed: int) -> None:
     draw = random.Random(seed)
     for _ in range(17):

@@ -153,6 +153,7 @@ def test_no_plan_within_the_seconds_is_cheaper(seed: int, tightness: float) -> N
 
 @FAST
 @given(st.integers(0, 10**6), st.floats(0, 1), st.booleans())
+@pytest.mark.slow
 def test_no_plan_within_that_share_of_the_lowest_formats_harm_is_faster(
     seed: int, harm: float, has_times: bool
 ) -> None:

@@ -81,6 +81,7 @@ def test_evaluation_takes_less_than_forward_pass_and_head_of_a_step(name: str, s
     assert 0 < real <= most(costs, States.split(len(setting.choices)), setting)
 
 
+@pytest.mark.slow
 def test_it_does_with_weights_on_the_host(stream: TokenStream) -> None:
     setting = Setting(LLAMA, **FORMATS["bf16"])
     costs = TracedStep(setting.architecture, **setting.arguments).costs()

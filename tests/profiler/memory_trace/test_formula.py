@@ -88,7 +88,7 @@ def test_a_block_keeps_what_the_formula_says(architecture: Architecture, precisi
         ("fp8,*.mlp.*.saved=recompute", (TOKENS + 4 * TOKENS // 128) * INPUTS[0] - 4 * TOKENS),
     ],
 )
-@pytest.mark.every(9)
+@pytest.mark.slow
 def test_what_wgrad_reads_takes_the_bytes_of_its_format(precision: str, bytes_of_inputs: int) -> None:
     others = kept_in_bf16() - 2 * TOKENS * sum(INPUTS)
     assert kept(traced(LLAMA, precision)) == others + bytes_of_inputs

@@ -79,7 +79,7 @@ def above_states(setting: Setting, states: States, *, documents: bool = False) -
 
 
 @pytest.mark.parametrize("seed", range(24))
-@pytest.mark.every(12)
+@pytest.mark.every(24)
 def test_any_placement_takes_what_is_predicted_and_never_more(seed: int) -> None:
     setting, states = case(seed)
     predicted, step = above_states(setting, states), HostedStep(setting)

@@ -84,6 +84,7 @@ def test_cast_copies_of_recomputed_blocks_live_until_the_loss() -> None:
     assert (block.choices["keep"].cast, block.choices["block"].cast) == (0, weights)
 
 
+@pytest.mark.slow
 def test_blocks_of_equal_formats_are_one_class() -> None:
     fp8 = LinearPrecision.of("fp8")
     costs = traced(linears={"blocks.1.mlp.down": fp8}, sequence=64)
@@ -109,6 +110,7 @@ def test_states_follow_the_optimizers_formats() -> None:
     )
 
 
+@pytest.mark.slow
 def test_cuda_keeps_what_plain_operations_save() -> None:
     def kept(**changes) -> int:  # type: ignore[no-untyped-def]
         return traced(**changes).classes[0].choices["keep"].kept
@@ -125,6 +127,7 @@ def test_cuda_keeps_what_plain_operations_save() -> None:
     assert kept(device_functions="cuda") > kept()
 
 
+@pytest.mark.slow
 def test_attention_without_a_fused_kernel_holds_its_scores() -> None:
     def kept(architecture: Architecture, width: str) -> int:
         formats = {"precision": width, "parameters": width, "device_functions": "cuda"}
@@ -170,6 +173,7 @@ def test_where_no_kernel_keeps_documents_apart_a_gpu_has_a_mask_of_bytes() -> No
     assert tables(True, (8, 0), 36) - tables(False, (8, 0), 36) == mask  # no whole multiple of 8
 
 
+@pytest.mark.slow
 def test_a_kernel_that_knows_windows_takes_no_mask() -> None:
     mistral = dataclasses.replace(LLAMA, family="mistral", sliding_window=128)
     fused, old = (Gpu(72, capability) for capability in ((8, 0), (7, 5)))

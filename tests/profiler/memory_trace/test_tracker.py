@@ -119,6 +119,7 @@ def test_workspace_of_mixed_widths() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["fp8", "nvfp4", "mxfp8"])
+@pytest.mark.every(3)
 def test_a_remembered_quantization_takes_the_same_bytes(recipe: str) -> None:
     operand = operands_of("wgrad", recipe)[1]
     use = Use(operand, AXES["wgrad"][1], Noise())

@@ -25,6 +25,7 @@ GIVEN = Config(
 )
 
 
+@pytest.mark.slow
 def test_a_run_that_keeps_everything_and_has_no_budget_says_it_in_a_line() -> None:
     text = account_text(decide(GIVEN))
     assert "\n" not in text
@@ -46,6 +47,7 @@ def test_a_run_that_keeps_everything_and_has_no_budget_says_it_in_a_line() -> No
     ],
     ids=["budget", "recomputes", "too small for a copy"],
 )
+@pytest.mark.every(3)
 def test_where_something_was_decided_or_limited_the_tables_are_those_of_a_plan(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], rows: list[str]
 ) -> None:
@@ -67,7 +69,7 @@ def test_where_something_was_decided_or_limited_the_tables_are_those_of_a_plan(
         ("fp32", (7, 5), "compute capability 7.5"),
     ],
 )
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 def test_attention_without_a_fused_kernel_on_cuda_is_said(
     precision: str, capability: tuple[int, int], reason: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

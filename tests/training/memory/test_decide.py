@@ -65,7 +65,7 @@ def test_where_everything_fits_easily_everything_stays_and_nothing_is_timed() ->
     ("precision", "capability", "is_counted"),
     [("fp32", (9, 0), True), ("bf16", (9, 0), False), ("bf16", (7, 5), True)],
 )
-@pytest.mark.every(3)
+@pytest.mark.slow
 def test_on_a_gpu_the_scores_of_unfused_attention_are_counted_where_everything_fits_easily(
     monkeypatch: pytest.MonkeyPatch, precision: str, capability: tuple[int, int], is_counted: bool
 ) -> None:
@@ -129,6 +129,7 @@ def test_two_budgets_on_a_cpu_are_two_memories() -> None:
     assert found.memory.placement.uses_host
 
 
+@pytest.mark.slow
 def test_all_micro_batches_of_a_step_are_planned_for() -> None:
     more = dataclasses.replace(CONFIG, train=dataclasses.replace(CONFIG.train, batch_tokens=4096))
     once, twice = (
@@ -191,6 +192,7 @@ def test_deciding_leaves_random_numbers_alone() -> None:
     assert torch.equal(torch.rand(3), expected)
 
 
+@pytest.mark.slow
 def test_unless_asked_no_plan_has_an_optimizer_on_the_cpu_which_rounds_otherwise_than_a_gpu() -> None:
     for share in (0.35, 0.45, 0.6):
         try:

@@ -87,6 +87,7 @@ def test_what_is_unsafe_stays_whole() -> None:
     assert "DynamicCache" in next(layer.why for layer in cached.layers if layer.name.endswith("k_proj"))
 
 
+@pytest.mark.slow
 def test_a_model_is_left_as_it_is() -> None:
     model = model_of("llama").eval()
     before = {name: (id(p), p.detach().clone()) for name, p in model.named_parameters()}
