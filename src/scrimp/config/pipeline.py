@@ -169,7 +169,14 @@ def _check_sizes(text: str, count: int, num_blocks: int) -> None:
 
 def _refuse_beside(config: Config, num_blocks: int) -> None:
     layout, memory = config.layout, config.memory
-    refused = [("precision", config.precision)] * config.is_planned
+    # Nobody has compared their statistics with those of one process.
+    unproven = layout.schedule in V_SHAPED or layout.cp > 1
+    refused = [("precision", config.precision)] * (config.is_planned and unproven)
+    refused += [
+        (f"budget.{key}", f"{getattr(config.budget, key)}")
+        for key in ("step_seconds", "speedup", "divergence")  # seconds of GEMMs that no rank runs all of
+        if getattr(config.budget, key) is not None
+    ]
     offloads = memory.activations != "auto" and any(
         one.is_offloaded for one in assign_activations(memory.activations, num_blocks)
     )
@@ -179,7 +186,7 @@ def _refuse_beside(config: Config, num_blocks: int) -> None:
     for key, value in refused:
         raise ConfigError(
             f"{key} {value} is not carried out in a pipeline yet",
-            got=f"layout.pp {layout.pp:,}",
+            got=f"layout.pp {layout.pp:,}, layout.schedule {layout.schedule}, layout.cp {layout.cp:,}",
             do=f"change {key}, or use layout.fsdp instead",
         )
     if layout.schedule in V_SHAPED and config.train.compile == "on":

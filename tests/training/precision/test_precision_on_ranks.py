@@ -58,6 +58,40 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def stages(runs: Path) -> Path:
+    """A run on two stages of a pipeline."""
+    words = flags(runs / "corpus.txt", runs / "stages", *SNIP, "--layout.pp=2")
+    on_two(runs / "stages ranks", words)
+    return runs / "stages"
+
+
+def test_stages_measure_what_one_process_does_and_each_keeps_its_budget(runs: Path, stages: Path) -> None:
+    found, wanted = analysis(stages, 4), analysis(runs / "alone", 4)
+    assert found.layers.keys() == wanted.layers.keys()
+    for layer, row in wanted.layers.items():
+        for gemm, cell in row.gemms.items():
+            other = found.layers[layer].gemms[gemm]
+            assert other.loss == pytest.approx(cell.loss, rel=0.05), (layer, gemm)
+            assert other.update == pytest.approx(cell.update, rel=0.05), (layer, gemm)
+    blocks = [{name: row for name, row in found.layers.items() if f"blocks.{i}." in name} for i in (0, 1)]
+    for layers in blocks:
+        total = sum(row.flops_share for row in layers.values())
+        low = sum(
+            row.flops_share / 3
+            for row in layers.values()
+            for cell in row.gemms.values()
+            if cell.choice == "nvfp4"
+        )
+        assert low >= 0.75 * total - 1e-9
+
+
+def test_a_pipeline_goes_on_bit_for_bit(stages: Path, tmp_path: Path) -> None:
+    shutil.copytree(stages, tmp_path / "again")
+    on_two(tmp_path / "ranks", ["train", "--resume-from=7", "--run.dir", str(tmp_path / "again")])
+    assert losses(tmp_path / "again") == losses(stages)
+
+
 def analysis(run: Path, step: int) -> PrecisionPlan:
     return PrecisionPlan.read(run / "plans" / f"step-{step:08d}.precision.json")
 
