@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -40,7 +41,9 @@ FOUR = {
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "cases"), [(2, TWO), (4, FOUR)], ids=["two", "four"])
 def test_ranks_train_as_one_process(ranks: int, cases: Mapping[str, Case], tmp_path: Path) -> None:
-    check_parity(ranks, {**cases, "bf16": MASTERS} if ranks == 2 else cases, tmp_path)
+    # Newton-Schulz is in bf16: a last bit more or less of a gradient may be a last bit of bf16 in an update.
+    near = {name: dataclasses.replace(case, bounds=Bounds(later=1e-4)) for name, case in cases.items()}
+    check_parity(ranks, {**near, "bf16": MASTERS} if ranks == 2 else near, tmp_path)
 
 
 SHAPES = {"fused": (9, 8), "down": (4, 10), "router": (3, 8), "small": (2, 8)}

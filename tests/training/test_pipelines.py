@@ -114,12 +114,12 @@ def test_a_checkpoint_has_the_files_of_one_process(runs: Path, name: str, expect
 
 
 def test_what_a_schedule_decided_is_open_again_without_it(runs: Path) -> None:
-    def activations(name: str) -> str:
+    def compiles(name: str) -> str:
         lines = (runs / name / "config.toml").read_text().splitlines()
-        return next(line for line in lines if line.startswith("activations"))
+        return next(line for line in lines if line.startswith("compile"))
 
-    assert activations("from 1f1b to zbv").startswith('activations = "keep"  # blocks recompute nothing')
-    assert activations("from zbv to one") == activations("alone") == 'activations = "auto"'
+    assert compiles("from 1f1b to zbv").endswith("and zbv makes them apart")
+    assert compiles("from zbv to one") == compiles("alone") != compiles("from 1f1b to zbv")
 
 
 def test_the_plan_says_which_blocks_each_stage_has(runs: Path) -> None:

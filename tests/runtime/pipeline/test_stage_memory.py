@@ -83,4 +83,4 @@ def measured(rank: int, ranks: int, cases: dict[str, Case]) -> dict[str, tuple[i
 def test_a_rank_takes_what_its_account_says(ranks: int, cases: dict[str, Case], tmp_path: Path) -> None:
     for rank, found in enumerate(spawn(ranks, measured, tmp_path, ranks, cases)):
         for name, (predicted, counted) in found.items():
-            assert 0.95 * counted <= predicted <= 1.3 * counted, (rank, name, predicted, counted)
+            assert 0.95 * counted <= predicted <= 1.4 * counted, (rank, name, predicted, counted)
