@@ -11,7 +11,7 @@ from scrimp.errors import ConfigError
 
 
 def test_axes_have_the_back_ends_and_networks_that_are_named() -> None:
-    assert axis_backends(None) == {}
+    assert axis_backends(None) == axis_backends("") == {}
     assert axis_backends("dp=gloo, fsdp = nccl:IB,pp=nccl") == {
         "dp": AxisBackend("gloo"),
         "fsdp": AxisBackend("nccl", "IB"),
@@ -19,7 +19,7 @@ def test_axes_have_the_back_ends_and_networks_that_are_named() -> None:
     }
 
 
-@pytest.mark.parametrize("text", ["", "dp", "dp=", "dp=mpi", "rows=gloo", "dp=gloo,dp=gloo", "dp=nccl:"])
+@pytest.mark.parametrize("text", [",", "dp", "dp=", "dp=mpi", "rows=gloo", "dp=gloo,dp=gloo", "dp=nccl:"])
 def test_what_names_none_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="write AXIS=gloo"):
         axis_backends(text)
@@ -45,3 +45,5 @@ def test_on_other_ranks_a_run_goes_on_without_them() -> None:
     assert saved.layout.backends == "dp=gloo"
     assert for_ranks(saved, 1, ()).layout.backends is None
     assert for_ranks(saved, 2, ()).layout.backends == "dp=gloo"
+    assert for_ranks(saved, 2, {"layout.dp"}).layout.backends is None
+    assert for_ranks(saved, 2, {"layout.dp", "layout.backends"}).layout.backends == "dp=gloo"

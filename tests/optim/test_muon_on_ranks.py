@@ -28,10 +28,16 @@ TWO = {
     "pieces of layers": Case({"tp": 2}, MUON),
     "stages": Case({"pp": 2}, MUON),
     "pieces of experts": Case({"etp": 2}, MUON, "mixtral-8m", routers=10.0),
+    "stages of experts": Case({"pp": 2}, MUON, "mixtral-8m", routers=10.0, counts_bytes=False),
     "rows that do not divide": Case(settings={**MUON, "model.ffn_width": 121}),
 }
 MASTERS = Case(settings=MUON | BF16, bounds=Bounds(gradients=1e-2, later=1e-3), counts_bytes=False)
 FOUR = {
+    "stages of shards": Case({"pp": 2, "fsdp": 2}, MUON, counts_bytes=False),
+    "stages of pieces": Case({"pp": 2, "tp": 2}, MUON, counts_bytes=False),
+    "stages of shared experts": Case(
+        {"pp": 2, "ep": 2}, MUON, "mixtral-8m", routers=10.0, counts_bytes=False
+    ),
     "copies of shards": Case({"dp": 2, "fsdp": 2}, MUON),
     "pieces and shards": Case({"tp": 2, "fsdp": 2}, MUON),
     "experts of copies": Case({"dp": 2, "fsdp": 2, "ep": 2}, MUON, "mixtral-8m", routers=10.0),

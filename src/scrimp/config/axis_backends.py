@@ -9,14 +9,16 @@ Method   Each axis of the mesh has process groups of its own, so each can have i
          After the colon stands a network of NCCL (`NCCL_NET` by axis: IB, Socket, or a plugin's name). Axes that are
          not named have what NCCL or gloo find by themselves.
 Limits   Between CUDA devices gloo adds up and broadcasts, and does nothing else: only copies of the model (dp) can use
-         it. FSDP2 shards over fsdp and cp as one axis: it goes by fsdp's back end, rings by cp's. NCCL's part was not
-         run on several GPUs.
+         it. FSDP2 shards over fsdp and cp as one axis: it goes by fsdp's back end, rings by cp's. Shards of routed
+         experts go by dp's where there are copies, tokens to experts by ep's. What Muon puts together and what
+         `outer.every` exchanges go by none of them. NCCL's part was not run on several GPUs.
 Source   Holmes, arXiv 2312.03549: automatic NIC selection by communication group
 Checked  tests/config/test_axis_backends.py; tests/runtime/parallel/test_groups_of_axes.py
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -25,6 +27,8 @@ from scrimp.errors import ConfigError
 
 AXES = ("pp", "dp", "fsdp", "cp", "tp", "ep")
 _KNOWN = ("gloo", "nccl")
+_SERVED = {"fsdp": ("fsdp", "cp"), "ep": ("ep", "etp")}
+"""Axes whose ranks an axis' back end serves together."""
 
 
 class Degrees(Protocol):
@@ -50,7 +54,7 @@ def axis_backends(text: str | None) -> Mapping[str, AxisBackend]:
         ConfigError: this is no list of axes and back ends.
     """
     found: dict[str, AxisBackend] = {}
-    for part in [] if text is None else text.split(","):
+    for part in text.split(",") if text else ():
         axis, value = (word.strip() for word in part.partition("=")[::2])
         name, colon, network = value.partition(":")
         if axis not in AXES or axis in found or name not in _KNOWN or (colon and not network):
@@ -75,11 +79,11 @@ def check_backends(layout: Degrees, device_type: str) -> None:
         ConfigError: with the axis.
     """
     for axis, backend in axis_backends(layout.backends).items():
-        degree = getattr(layout, axis)
+        degree = math.prod(getattr(layout, one) for one in _SERVED.get(axis, (axis,)))
         on_cuda = device_type == "cuda"
         is_gloo = backend.name == "gloo"
         reasons = (
-            (degree == 1, f"layout.{axis} is 1, and sends nothing"),
+            (degree == 1, f"layout.{' x layout.'.join(_SERVED.get(axis, (axis,)))} is 1, and sends nothing"),
             (
                 on_cuda and is_gloo and axis != "dp",
                 "between CUDA devices gloo serves copies of the model (dp) alone",

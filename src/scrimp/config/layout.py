@@ -16,6 +16,7 @@ import math
 from collections.abc import Collection
 
 from scrimp.config.architecture import Architecture
+from scrimp.config.axis_backends import axis_backends
 from scrimp.config.experts import has_experts
 from scrimp.config.fields import replace_values
 from scrimp.config.optimizers import facts_of
@@ -45,6 +46,9 @@ def for_ranks(config: Config, ranks: int, given: Collection[str]) -> Config:
         keys = (*AXES, "ep", "etp", "backends")
         before = {key: getattr(LayoutConfig(), key) for key in keys if f"layout.{key}" not in given}
         config = replace_values(config, {f"layout.{key}": value for key, value in before.items()})
+    moves = any(key == "device" or key.startswith("layout.") for key in given)
+    if moves and "layout.backends" not in given:  # of other axes, or of another device
+        config = replace_values(config, {"layout.backends": None})
     config = _without_stages(config, given)
     train = config.train
     readers = max(1, ranks // (config.layout.pp * config.layout.cp * config.layout.tp))
@@ -135,6 +139,10 @@ def check_outer(config: Config, device_type: str, ranks: int) -> None:
             do="set layout.dp, or leave outer.every out",
         )
     refused = [("precision", config.precision)] * config.is_planned
+    # The exchange has a group of its own.
+    refused += [("layout.backends", config.layout.backends or "")] * (
+        "dp" in axis_backends(config.layout.backends)
+    )
     # Of one CUDA stream the exchange would be a part of the next round, not beside it.
     refused += [("outer.overlap", "on CUDA")] * (config.outer.overlap and device_type == "cuda")
     refused += [("optimizer.moments", optimizer.moments)] * (optimizer.moments == "8bit")

@@ -59,12 +59,13 @@ class ExpertRanks:
     Args:
         group: ep x etp ranks; those that share an expert are neighbours.
         etp: how many share each.
+        place: which of the groups of its stage this is.
     """
 
-    def __init__(self, group: dist.ProcessGroup, etp: int) -> None:
+    def __init__(self, group: dist.ProcessGroup, etp: int, place: int = 0) -> None:
         self.group, self.etp, self.number = group, etp, next(_numbers)
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.ep = self.size // etp
+        self.ep, self.place = self.size // etp, place
         self.clocks: tuple[Clock, Clock] | None = None
         """Where experts are quantized: the model's clock, and that of the experts, which all ranks here set alike."""
         _all[self.number] = self
@@ -104,8 +105,8 @@ class ExpertRanks:
         there is one group; others lie beyond it."""
         assert self.clocks is not None
         of_model, of_experts = self.clocks
-        group = dist.get_rank() // self.size
-        of_experts.begin(of_model.step, min(first_rows) * len(set(first_rows)) + group * _ROWS_OF_A_GROUP)
+        first_row = min(first_rows) * len(set(first_rows)) + self.place * _ROWS_OF_A_GROUP
+        of_experts.begin(of_model.step, first_row)
 
 
 @dataclass

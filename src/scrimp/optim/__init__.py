@@ -10,6 +10,7 @@ import importlib
 from typing import Any
 
 from scrimp.config import Architecture, Config, OptimizerConfig, ResolvedConfig
+from scrimp.config.experts import has_experts
 from scrimp.config.optimizers import facts_of
 from scrimp.optim.adamw import AdamW
 from scrimp.optim.base import Optimizer
@@ -66,9 +67,12 @@ def check(config: Config, ranks: int = 1) -> None:
 
 def memory_of(config: ResolvedConfig, architecture: Architecture) -> OptimizerMemory:
     """What the optimizer of a decided configuration takes, for the memory account."""
-    layout = config.layout
+    layout, name = config.layout, config.optimizer.name
+    ranks = layout.shards * layout.tp
+    if has_experts(architecture) and not is_code(name):  # which lie on all ranks of a stage
+        ranks = layout.ranks // layout.pp
     found: OptimizerMemory = _module(config.optimizer).memory(
-        architecture, config.optimizer, config.train.parameters, ranks=layout.shards * layout.tp
+        architecture, config.optimizer, config.train.parameters, ranks=ranks
     )
     return found
 

@@ -63,10 +63,11 @@ def build(executable: Executable, settings: OptimizerConfig, *, seed: int) -> Mu
     model, mesh = executable.model, executable.mesh
     parameters, is_shared, group = dict(model.named_parameters()), False, None
     if not mesh.is_trivial:
-        # Routed experts are cut over all ranks, everything else over those that share a copy of the model.
-        routed = has_experts(model.spec.architecture)
-        is_shared = routed or mesh.layout.shards * mesh.layout.tp > 1
-        group = mesh.of_copy.get_group() if is_shared and not routed else None
+        # Routed experts are cut over all ranks of a stage, everything else over those that share a copy of it.
+        layout, routed = mesh.layout, has_experts(model.spec.architecture)
+        is_shared = (layout.ranks // layout.pp if routed else layout.shards * layout.tp) > 1
+        if is_shared:
+            group = (mesh.of_experts if routed else mesh.of_stage).get_group()
     return Muon(parameters, settings, model.spec, seed=seed, is_shared=is_shared, group=group)
 
 

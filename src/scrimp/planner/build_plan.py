@@ -143,10 +143,10 @@ def _refuse_cut(gemms: Mapping[str, LinearPrecision], config: ResolvedConfig, sp
         if linear.cut is None or any(features % ranks for features in (linear.rows or (features,))):
             raise PlanError(
                 f"{layer} cannot be quantized on ranks that share layers",
-                got="each runs it on its own tokens"
+                got="a layer of which its LinearSpec names no cut (routers run whole, on each rank's own tokens)"
                 if linear.cut is None
                 else f"pieces of unequal size: {features:,} {linear.cut} on {ranks:,} ranks",
-                do=f"leave it in high precision ({layer}=bf16), or change {key}",
+                do=f"leave it in high precision ({layer}=bf16), change {key}, or set cut in a kind of your own",
             )
         check_cut(layer, choice, linear.cut, begins, features)
 

@@ -88,6 +88,16 @@ class RankMesh:
         """The ranks that share this copy of the model, as one axis."""
         return self.copies_and_shards["pp", "shards", "tp"]._flatten("of_copy")
 
+    @cached_property
+    def of_stage(self) -> DeviceMesh:
+        """Those of them that have parts of the same stage, and so of the same layers."""
+        return self.copies_and_shards["shards", "tp"]._flatten("of_stage")
+
+    @cached_property
+    def of_experts(self) -> DeviceMesh:
+        """The ranks, of all copies, that have parts of a stage's routed experts."""
+        return self.sparse["edp", "sharing"]._flatten("of_experts")
+
     @property
     def copy(self) -> int:
         """Which copy of the model this rank has a part of."""
@@ -109,7 +119,8 @@ class RankMesh:
             self.device_type,
             degrees,
             mesh_dim_names=("pp", "edp", "sharing"),
-            backend_override=self._backends("pp", "fsdp", "ep"),
+            # Shards of experts lie on all copies: what joins copies joins them.
+            backend_override=self._backends("pp", "fsdp" if self.layout.dp == 1 else "dp", "ep"),
         )
 
     def _backends(self, *axes: str) -> dict[int | str, Any] | None:
@@ -123,8 +134,13 @@ class RankMesh:
         from torch.distributed.device_mesh import init_device_mesh
 
         etp = self.layout.etp
-        names = ("others", "etp")
-        return init_device_mesh(self.device_type, (self.world.size // etp, etp), mesh_dim_names=names)["etp"]
+        mesh = init_device_mesh(
+            self.device_type,
+            (self.world.size // etp, etp),
+            mesh_dim_names=("others", "etp"),
+            backend_override=self._backends("others", "ep"),
+        )
+        return mesh["etp"]
 
     @property
     def data_ranks(self) -> int:

@@ -78,7 +78,10 @@ def parallelise(model: Model, mesh: RankMesh) -> Mapping[str, Cut]:
     if mesh.layout.tp > 1:
         cuts |= cut_layers(model, TensorRanks(mesh.devices["tp"].get_group()))
     sharing = mesh.layout.ep * mesh.layout.etp > 1
-    ranks = ExpertRanks(mesh.sparse["sharing"].get_group(), mesh.layout.etp) if sharing else None
+    ranks = None
+    if sharing:
+        place = mesh.sparse["edp"].get_local_rank()
+        ranks = ExpertRanks(mesh.sparse["sharing"].get_group(), mesh.layout.etp, place)
     for name, cut in cut_experts(model, ranks).items():
         cuts.pop(name, None)  # what is no piece of a tp rank's
         cuts |= {} if cut is None else {name: cut}

@@ -55,16 +55,19 @@ class PrecisionMeter:
         """Statistics before a step, on its batch and those that follow."""
         settings = self._settings
         batches, subject = self._batches(step, settings.batches), self._subject(step)
-        with keeping_choices(self._executable.model) as self._choices:
-            return collect(
-                subject,
-                batches,
-                formats,
-                layers=[name for name in subject.planned.layers if not is_router(name)],
-                gains=settings.gains,
-                seed=settings.seed + step,
-                ranks=ranks_of(self._executable),
-            )
+        try:
+            with keeping_choices(self._executable.model) as self._choices:
+                return collect(
+                    subject,
+                    batches,
+                    formats,
+                    layers=[name for name in subject.planned.layers if not is_router(name)],
+                    gains=settings.gains,
+                    seed=settings.seed + step,
+                    ranks=ranks_of(self._executable),
+                )
+        finally:
+            self._choices = Choices()  # what was kept lies on the device
 
     def probe(self, step: int) -> Probe:
         """The current plan against the compute format, on a step's batch."""
@@ -95,6 +98,7 @@ class PrecisionMeter:
                 continue
             self._executable.begin(step, first_row)
             yield self._executable.loss(batch).total / targets
+        self._choices.batch = None
         if torch.is_grad_enabled():
             self._executable.add_up_copies(self._optimizer.gradients())
 
