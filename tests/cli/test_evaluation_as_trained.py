@@ -16,7 +16,7 @@ from scrimp.training.trained_weights import open_target
 
 
 @pytest.mark.parametrize("masked", [True, False])
-@pytest.mark.every(2)
+@pytest.mark.slow
 def test_eval_keeps_documents_apart_only_if_training_did(
     tmp_path: Path, masked: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -177,6 +177,7 @@ def test_of_a_long_prompt_the_end_is_printed(run_dir: Path, capsys: pytest.Captu
     short_refusal(code, capsys.readouterr().err)
 
 
+@pytest.mark.slow
 def test_control_characters_never_reach_the_terminal(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -96,6 +96,7 @@ def test_what_is_in_force_is_measured_too_where_it_is_no_candidate() -> None:
     assert model.measured == {2: ("fp8", "nvfp4", "bf16"), 8: ("fp8", "nvfp4")}
 
 
+@pytest.mark.slow
 def test_the_step_of_a_switch_is_the_same_however_long_solving_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     model, cycle = made(delay=1)
     quick = run(model, cycle, range(6))
@@ -137,6 +138,7 @@ def _named(event: tuple[int, Event]) -> tuple[int, str]:
     return event[0], type(event[1]).__name__
 
 
+@pytest.mark.slow
 def test_a_step_that_is_not_finite_promotes_and_plans_pause() -> None:
     model, cycle = made(guarded=True, probe_every=4)
     formats = run(model, cycle, range(60))
@@ -147,6 +149,7 @@ def test_a_step_that_is_not_finite_promotes_and_plans_pause() -> None:
     assert set(steps_of(model, Probed)) == {step for step in range(6, 60) if step % 4 == 0}
 
 
+@pytest.mark.slow
 def test_without_a_probe_nothing_is_judged() -> None:
     model, cycle = made(probe_every=4, steps=20)
     run(model, cycle, range(20))

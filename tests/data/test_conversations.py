@@ -48,6 +48,7 @@ def prepared(folder: Path, source: Path, *, held_out: float | Path = 0.0, column
     return Corpus(prepare(spec, out, progress=False, shard_tokens=4000))
 
 
+@pytest.mark.slow
 def test_every_kind_of_source_gives_the_same_shards(tmp_path: Path) -> None:
     text = "".join(json.dumps(row) + "\n" for row in rows())
     (tmp_path / "plain.jsonl").write_text(text)

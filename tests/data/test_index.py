@@ -45,6 +45,7 @@ def test_neighbours_are_unrelated() -> None:
     assert (np.abs(np.diff(order)) == 1).mean() < 0.005
 
 
+@pytest.mark.slow
 def test_each_sample_is_about_equally_likely_at_each_position() -> None:
     counts = np.zeros((8, 8), dtype=int)
     for seed in range(2000):

@@ -237,6 +237,7 @@ def near_copies(tmp_path: Path) -> Path:
     return source
 
 
+@pytest.mark.slow
 def test_near_copies_through_prepare_interrupted_or_not(tmp_path: Path) -> None:
     source = near_copies(tmp_path)
     corpus = prepared(tmp_path, source, 0.1)

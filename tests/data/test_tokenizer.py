@@ -261,6 +261,7 @@ def test_a_bare_tokenizer_json_gets_a_configuration(tmp_path: Path) -> None:
     assert auto_tokenizer(tmp_path / "saved").eos_token == "</s>"
 
 
+@pytest.mark.slow
 def test_a_large_vocabulary_needs_four_bytes(tmp_path: Path) -> None:
     folder = save_foreign(tmp_path, bos=None, eos="</s>")
     content = json.loads((folder / "tokenizer.json").read_text())

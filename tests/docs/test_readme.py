@@ -192,6 +192,7 @@ def test_the_snip_guide_names_every_budget_and_policy() -> None:
 MEMORY_GUIDE = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_every_command_of_the_memory_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

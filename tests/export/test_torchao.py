@@ -184,6 +184,7 @@ def test_emulated_float8_takes_any_width() -> None:
     assert type(model["a"]).__name__ == "Float8Linear"
 
 
+@pytest.mark.slow
 def test_a_file_is_written_without_torch_and_torchao() -> None:
     program = """
 import sys

@@ -111,6 +111,7 @@ def test_a_gpt2_is_measured_planned_and_run_as_it_stands() -> None:
     assert all(type(model.get_submodule(name)) is Conv1D for name in conv1d_names(model))
 
 
+@pytest.mark.slow
 def test_statistics_are_those_of_linear_layers_with_the_transposed_weights() -> None:
     one, other = profile_of(gpt2()), profile_of(with_linear_layers(gpt2()))
     assert one.layers == other.layers

@@ -126,6 +126,7 @@ def test_a_loop_that_sets_no_clock_gets_a_new_step_for_every_training_pass() -> 
     assert clock.now == (10, 5)
 
 
+@pytest.mark.slow
 def test_passes_under_inference_mode_leave_a_clock_that_autograd_can_keep() -> None:
     layer = planned("nvfp4")
     with torch.inference_mode():

@@ -129,6 +129,7 @@ def test_no_tokens_give_an_empty_result_and_zero_gradients(name: str, shape: tup
     assert torch.equal(passed.weight_grad, torch.zeros_like(layer.weight))
 
 
+@pytest.mark.slow
 def test_recomputed_inputs_are_made_again_and_the_product_is_not() -> None:
     x = random(24, 100)
     outcomes, gemms = [], []
@@ -179,6 +180,7 @@ def test_equal_blocks_share_their_graphs_whatever_their_recipes() -> None:
     assert counter.frame_count == 1
 
 
+@pytest.mark.slow
 def test_a_new_plan_for_half_of_the_layers_compiles_nothing() -> None:
     model, x = blocks(4), random(24, 64)
     plan = start(model, "nvfp4")

@@ -117,6 +117,7 @@ def test_many_forward_passes_may_wait_for_the_backward_pass_of_the_first_or_of_t
     assert not proof.pending
 
 
+@pytest.mark.slow
 def test_what_shows_nothing_is_left_after_some_runs_and_zeros_never_are() -> None:
     layers, plan = planned("fp8")
     proof = told(plan)

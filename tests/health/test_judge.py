@@ -81,6 +81,7 @@ def test_what_may_take_long_is_waited_for(more: dict[str, Any]) -> None:
     assert looks(said, 19) is None
 
 
+@pytest.mark.slow
 def test_where_anything_may_take_long_there_is_a_limit_too() -> None:
     said = [statement(0, *WAITS), statement(0, *COMES, doing="preparing the corpus"), statement(0, *WAITS)]
     found = looks(said, ELSEWHERE_S + 10)

@@ -361,6 +361,7 @@ def test_a_trainer_that_makes_its_own_loss_is_refused_early(
     assert run.state.global_step <= 1
 
 
+@pytest.mark.slow
 def test_a_budget_out_of_reach_stops_the_run_and_says_what_can_be_reached(tmp_path: Path) -> None:
     run = trainer(tmp_path, SnipCallback({"divergence": 0.0}, formats=("nvfp4",), first=2, switch_after=1))
     with pytest.raises(PlanError, match="predicted divergence"):
@@ -417,6 +418,7 @@ class Patches(transformers.TrainerCallback):
         down.forward = lambda x: nn.functional.linear(x, down.weight)
 
 
+@pytest.mark.slow
 def test_layers_that_run_nothing_of_their_plan_are_named_and_not_measured(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

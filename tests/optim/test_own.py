@@ -93,6 +93,7 @@ def test_torchs_own_classes_move_as_they_do_alone_and_resume(kind: type, tmp_pat
     assert all(torch.equal(a, b) for a, b in zip(straight.parameters(), resumed.parameters(), strict=True))
 
 
+@pytest.mark.slow
 def test_the_account_learns_states_from_a_step_without_memory() -> None:
     architecture = dataclasses.replace(preset("llama-3m"), num_layers=2)
     costs = TracedStep(

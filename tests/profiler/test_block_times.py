@@ -65,6 +65,7 @@ def test_all_levels_of_all_classes_are_timed(compute: str) -> None:
         assert all(one.forward > 0 and one.backward > 0 for one in kind.values())
 
 
+@pytest.mark.slow
 def test_bf16_weights_with_masters_are_timed_as_they_are_trained() -> None:
     plain = LinearPrecision.of("bf16")
     timed = dataclasses.replace(

@@ -155,6 +155,7 @@ def test_a_measured_peak_is_the_work_of_a_product_by_the_fastest_round_and_measu
     assert len(products) == 8
 
 
+@pytest.mark.slow
 def test_the_process_has_grown_by_an_allocation_that_is_gone_and_nothing_from_before() -> None:
     gc.collect()  # what other tests left must not be given back meanwhile
     before = torch.ones(2**26)  # 256 MiB that do not count

@@ -85,6 +85,7 @@ def test_a_logarithmic_axis_has_no_place_for_zero_and_below():
     assert found["log"]
 
 
+@pytest.mark.slow
 def test_a_million_steps_take_no_more_room_than_pixels_need():
     noise = np.random.default_rng(0).normal(size=1_000_000)
     made = chart(series(noise), series(noise / 2, derived=True), log_steps=True)

@@ -117,6 +117,7 @@ def test_micro_batches_are_one_batch() -> None:
         assert 0.8 < np.median(ratios[ratios > 0]) < 1.25
 
 
+@pytest.mark.slow
 def test_layers_that_are_left_out_change_nothing_of_the_others() -> None:
     made = bench(decoder(), steps=2)
     whole = made.collect(500, FORMATS)
@@ -130,6 +131,7 @@ def test_layers_that_are_left_out_change_nothing_of_the_others() -> None:
         assert np.array_equal(getattr(one, name), getattr(other, name)[..., 1:3]), name
 
 
+@pytest.mark.slow
 def test_tied_embeddings_are_one_weight_before_the_stream() -> None:
     made = bench(MlpModel(tied=True), steps=2)
     profile = made.collect(500, FORMATS)
@@ -180,6 +182,7 @@ def test_without_noise_a_pass_changes_nothing(
     assert all((one == 0).all() for one in moved)
 
 
+@pytest.mark.slow
 def test_dropout_draws_the_same_masks_in_every_pass() -> None:
     made = bench(MlpModel(dropout=0.3), steps=5)
     profile = made.collect(500, FORMATS)
@@ -214,6 +217,7 @@ def test_measuring_again_gives_the_same_profile() -> None:
         same(made.collect(500, FORMATS), made.collect(500, FORMATS, seed=1))
 
 
+@pytest.mark.slow
 def test_it_does_not_matter_in_which_precision_the_model_runs() -> None:
     made = bench(decoder(), steps=2)
     expected = made.collect(500, FORMATS)

@@ -181,6 +181,7 @@ def test_a_layer_that_gives_zero_has_no_gains_and_one_that_never_runs_is_refused
         statistics(bench(idle))
 
 
+@pytest.mark.slow
 def test_recomputed_blocks_give_the_same_gains() -> None:
     found = [statistics(bench(MlpModel(checkpointed=flag), steps=2))[1] for flag in (False, True)]
     assert np.array_equal(found[0].forward, found[1].forward)
@@ -188,6 +189,7 @@ def test_recomputed_blocks_give_the_same_gains() -> None:
     assert np.array_equal(found[0].curvature, found[1].curvature)
 
 
+@pytest.mark.slow
 def test_reentrant_checkpoints_give_the_same_gains_too() -> None:
     found = [
         statistics(bench(MlpModel(checkpointed=flag, reentrant=flag), steps=2))[1] for flag in (False, True)

@@ -90,6 +90,7 @@ def test_a_run_that_ends_with_such_weights_fails(broken: Path) -> None:
     assert (broken / "report.html").exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_by_its_guard_names_the_last_finite_checkpoint(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

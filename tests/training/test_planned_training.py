@@ -261,6 +261,7 @@ def test_cutting_the_batch_at_tiles_draws_the_same_noise(
 # ---- the proof, in a run
 
 
+@pytest.mark.slow
 def test_a_back_end_that_lies_ends_the_run_before_its_first_step(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -278,6 +279,7 @@ def test_a_back_end_that_lies_ends_the_run_before_its_first_step(
     assert not (run_dir / "metrics.jsonl").exists() or not records(run_dir)
 
 
+@pytest.mark.slow
 def test_a_plan_that_is_left_after_the_proof_ends_the_run_at_its_first_step(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

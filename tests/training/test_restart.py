@@ -86,6 +86,7 @@ def test_a_run_that_may_begin_again_goes_on_where_it_can(
     assert losses(copy) == losses(whole)
 
 
+@pytest.mark.slow
 def test_a_run_that_never_had_a_checkpoint_begins_at_its_beginning(
     copy: Path, whole: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -63,6 +63,7 @@ def rows_for(entries: int) -> int:
     return -(-entries // 64) * 64
 
 
+@pytest.mark.slow
 def test_a_tokenizer_that_exists_gives_the_rows_before_the_first_plan(
     config: Config, planned: list[int]
 ) -> None:

@@ -70,6 +70,7 @@ def test_runs_that_start_together_get_folders_of_their_own(
         pass
 
 
+@pytest.mark.slow
 def test_a_folder_that_was_used_while_the_data_were_prepared_is_refused(finished: Path) -> None:
     claim = claim_new_folder(Config(run=RunConfig(dir=finished)))
     with pytest.raises(CheckpointError, match="holds a run already"), claim:
@@ -133,6 +134,7 @@ def test_a_folder_called_stdlib_does_not_replace_the_standard_library(
     assert 'source = "stdlib"' in (tmp_path / "run" / "config.toml").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_a_failed_checkpoint_does_not_keep_the_last_one_from_being_written(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,6 +199,7 @@ def test_a_compiler_that_does_not_work_is_named(
     assert "--train.compile off" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_plan_of_a_ready_tokenizer_counts_its_rows(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--data.tokenizer=bytes", "--device=cpu"]) == 0
     rows = 320  # 257 entries, rounded up to a multiple of 64
@@ -243,6 +246,7 @@ def test_a_run_goes_on_when_the_folder_of_its_tokenizer_is_gone(
     assert losses(run_dir) == losses(finished)
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_not_written_again(finished: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "done"
     shutil.copytree(finished, run_dir)
@@ -252,6 +256,7 @@ def test_a_finished_run_is_not_written_again(finished: Path, tmp_path: Path) -> 
     assert manifest.stat().st_mtime_ns == written
 
 
+@pytest.mark.slow
 def test_a_budget_that_changes_on_resume_stands_in_the_plan(finished: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "budget"
     shutil.copytree(finished, run_dir)

@@ -111,6 +111,7 @@ def test_a_damaged_record_is_named(
     assert "Traceback" not in shown
 
 
+@pytest.mark.slow
 def test_a_run_of_an_earlier_version_gets_its_record_when_it_is_resumed(
     copy: Path, whole: Path, corpus: Path
 ) -> None:
@@ -133,6 +134,7 @@ def test_a_run_of_an_earlier_version_with_another_tokenizer_than_its_data_gets_n
     assert not (copy / "run.json").exists()
 
 
+@pytest.mark.slow
 def test_a_tokenizer_that_is_gone_is_put_back_by_resuming(copy: Path, whole: Path, corpus: Path) -> None:
     shutil.rmtree(copy / "tokenizer")
     shutil.rmtree(copy / "checkpoints" / "step-00000006")
@@ -154,6 +156,7 @@ def test_a_lost_record_is_computed_again(
         assert "the next --resume writes it" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_lost_record_is_written_again_by_resuming(copy: Path, whole: Path, corpus: Path) -> None:
     (copy / "run.json").unlink()
     assert main(commands(copy, corpus, copy.parent / "out")["resume"]) == 0

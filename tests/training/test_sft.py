@@ -197,6 +197,7 @@ def test_what_cannot_be_is_refused_before_a_run_begins(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_base_model_is_told_how_it_gets_a_template(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], told
 ) -> None:  # type: ignore[no-untyped-def]

@@ -70,6 +70,7 @@ def test_the_saved_configuration_reproduces_the_run(finished: Path, tmp_path: Pa
     assert losses(again) == losses(finished)
 
 
+@pytest.mark.slow
 def test_another_seed_gives_another_run(finished: Path, corpus: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "seed"
     assert main(flags(corpus, run_dir, "--train.steps=2", "--run.seed=1")) == 0
@@ -115,6 +116,7 @@ def test_a_changed_setting_is_refused_on_resume_by_its_name(
     assert "optimizer.lr = 0.5" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_named_and_the_older_one_used(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -195,6 +197,7 @@ def test_non_finite_steps_are_skipped_recorded_and_stop_the_run(
     assert (run_dir / "report.html").exists()
 
 
+@pytest.mark.slow
 def test_weights_of_a_run_start_another_one(finished: Path, corpus: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "second"
     words = [

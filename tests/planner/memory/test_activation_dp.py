@@ -44,6 +44,7 @@ def all_fronts(
     accumulates=st.booleans(),
     away=st.integers(0, 5),
 )
+@pytest.mark.slow
 def test_small_problems_are_solved_exactly(
     costs: StepCosts, device: int, host: int, accumulates: bool, away: int
 ) -> None:

@@ -97,6 +97,7 @@ def test_none_of_two_thousand_budgets_at_an_edge_is_refused() -> None:
     assert refused == 0
 
 
+@pytest.mark.slow
 def test_a_refusal_says_whether_every_plan_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     costs, setup = problem(random.Random(0))
     least = min(device for device, _ in edges(costs, setup, None))

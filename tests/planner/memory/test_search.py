@@ -152,6 +152,7 @@ def bound_of(costs: StepCosts, placement: Placement, setup: Setup, machine: Mach
 
 @examples(300)
 @given(data=st.data(), costs=step_costs(), machine=machines(), setup=setups)
+@pytest.mark.slow
 def test_the_bound_is_never_above_the_simulation(
     data: st.DataObject, costs: StepCosts, machine: Machine, setup: Setup
 ) -> None:

@@ -135,6 +135,7 @@ def test_rules_that_no_row_of_the_menu_keeps_are_named() -> None:
 
 @FAST
 @given(st.integers(0, 10**6), st.floats(0, 1))
+@pytest.mark.slow
 def test_no_plan_within_the_seconds_is_cheaper(seed: int, tightness: float) -> None:
     made = profile(2, seed=seed)
     seconds = np.random.default_rng(seed).uniform(1, 2, (2, 3, 3)) * np.array([4.0, 2.0, 1.0])

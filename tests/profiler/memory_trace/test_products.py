@@ -41,7 +41,7 @@ def hidden_bytes(left: Tensor, right: Tensor) -> int:
 
 @pytest.mark.parametrize("threads", [1, 2, 16])
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.every(9)
+@pytest.mark.slow
 def test_a_product_takes_at_most_what_is_said(layout: str, threads: int) -> None:
     torch.set_num_threads(threads)
     shapes = [

@@ -78,6 +78,7 @@ def test_an_offloaded_block_leaves_its_output_less_its_input() -> None:
             assert here.kept + here.cast == there.kept + there.cast + there.host
 
 
+@pytest.mark.slow
 def test_cast_copies_of_recomputed_blocks_live_until_the_loss() -> None:
     (block,) = traced(parameters="fp32", activations=("keep", "block")).classes
     weights = 2 * spec_of(LLAMA).block(0).parameters_per_token
@@ -93,6 +94,7 @@ def test_blocks_of_equal_formats_are_one_class() -> None:
     assert quantized.kept < plain.kept
 
 
+@pytest.mark.slow
 def test_a_tied_heads_gradient_waits_for_the_embeddings() -> None:
     scalars = 64
     assert traced().ends.waiting < scalars
@@ -100,6 +102,7 @@ def test_a_tied_heads_gradient_waits_for_the_embeddings() -> None:
     assert waiting == pytest.approx(2 * QWEN2.vocab_size * QWEN2.width, abs=scalars)
 
 
+@pytest.mark.slow
 def test_states_follow_the_optimizers_formats() -> None:
     small = traced(optimizer=AdamWMemory("bf16", moments="8bit")).classes[0].optimizer
     assert 2 * spec_of(LLAMA).block(0).parameters < small < 2.2 * spec_of(LLAMA).block(0).parameters

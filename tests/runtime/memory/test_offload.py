@@ -574,6 +574,7 @@ def test_an_arena_too_small_says_what_would_do_and_the_next_step_runs(kind: type
     assert offload.arena.in_use == 0
 
 
+@pytest.mark.slow
 def test_an_exception_in_a_block_leaves_a_model_that_goes_on_after_reset() -> None:
     offload = make_offload(LateLink)
     run, expected = Run("fp32", offload=offload), Run("fp32")

@@ -101,6 +101,7 @@ def test_a_run_does_not_wait_for_a_search_of_what_more_memory_would_give(
     assert searches == [2]
 
 
+@pytest.mark.slow
 def test_it_stands_before_the_first_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(flags(write_corpus(tmp_path), tmp_path / "run", "--train.steps=1")) == 0
     before, found, _ = capsys.readouterr().out.partition("step 1/1")

@@ -52,6 +52,7 @@ def smallest_of(error: NoRoomError) -> int:
     return error.room.device_with_this_host
 
 
+@pytest.mark.slow
 def test_where_everything_fits_easily_everything_stays_and_nothing_is_timed() -> None:
     found = decided_with()
     assert found.memory.placement.is_resident
@@ -107,6 +108,7 @@ def test_one_account_whether_it_fits_easily_or_was_decided() -> None:
     assert easily.memory.costs.checkpoint_copy == easily.plan.predicted.peak_host_bytes
 
 
+@pytest.mark.slow
 def test_a_budget_covers_the_copy_that_a_checkpoint_is_written_from() -> None:
     keep = dataclasses.replace(CONFIG, memory=MemoryConfig(activations="keep", optimizer="device"))
     figures = decide(keep).plan.predicted
@@ -164,6 +166,7 @@ def test_a_choice_of_the_user_that_does_not_fit_is_refused_by_name() -> None:
         decide(config).refuse_misfit()
 
 
+@pytest.mark.slow
 def test_states_where_the_user_wants_them_leave_activations_to_the_plan() -> None:
     peak = resident_peak()
     config = dataclasses.replace(

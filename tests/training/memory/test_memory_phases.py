@@ -80,6 +80,7 @@ def phases(calls: list[str]) -> list[str]:
     return [phase for phase, _ in groupby(calls)]
 
 
+@pytest.mark.slow
 def test_training_is_one_phase_from_evaluation_to_evaluation(
     corpus: Path, tmp_path: Path, cache: Recorder, calls: list[str]
 ) -> None:
@@ -89,6 +90,7 @@ def test_training_is_one_phase_from_evaluation_to_evaluation(
     assert cache.reads == 5 + cache.releases  # once an edge, and once after each release
 
 
+@pytest.mark.slow
 def test_a_release_is_an_event_of_its_step_and_a_line(
     corpus: Path, tmp_path: Path, cache: Recorder, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -216,6 +216,7 @@ def test_states_that_the_user_placed_stay_where_they_are() -> None:
     fits(with_budget(placed, **both(text)))
 
 
+@pytest.mark.slow
 def test_settings_of_the_users_own_are_refused_with_the_host_that_they_need() -> None:
     own = dataclasses.replace(CONFIG, memory=MemoryConfig(activations="keep", optimizer="host"))
     with pytest.raises(PlanError) as caught:
@@ -228,6 +229,7 @@ def test_settings_of_the_users_own_are_refused_with_the_host_that_they_need() ->
     fits(with_budget(own, device_memory="900MB", host_memory=size("which SIZE are enough", text)))
 
 
+@pytest.mark.slow
 def test_settings_of_the_users_own_are_refused_with_the_device_that_they_need() -> None:
     own = dataclasses.replace(CONFIG, memory=MemoryConfig(activations="swiglu"))
     with pytest.raises(PlanError) as caught:

@@ -201,6 +201,7 @@ def test_where_the_device_is_full_plans_take_less_of_it_and_the_arena_is_enough(
     assert f"{before.peak:,} bytes predicted on the device" in found.blocks["0"].reason
 
 
+@pytest.mark.slow
 def test_compiled_blocks_get_less_of_the_arena_by_their_account(taken: tuple[Decisions, Executable]) -> None:
     decisions, executable = taken
     eager = decisions.config

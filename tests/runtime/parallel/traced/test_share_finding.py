@@ -25,6 +25,7 @@ def kinds(plan: TensorPlan, *names: str) -> list[str]:
     return [layer.kind for layer in plan.layers if layer.name.rpartition(".")[2] in names]
 
 
+@pytest.mark.slow
 def test_gpt2_splits_its_fused_layer_three_times() -> None:
     plan = plan_of("gpt2")
     assert kinds(plan, "c_attn", "c_fc") == ["outputs"] * 4
