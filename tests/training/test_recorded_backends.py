@@ -216,6 +216,7 @@ def test_the_back_end_that_is_advised_runs_everything_when_typed(
     [("fp8 mlp.gate_up", "cublas", "there is no such back end"), ("fp8 mlp", "torch", "a row of no layer")],
 )
 @pytest.mark.every(2)
+@pytest.mark.slow
 def test_a_record_that_was_edited_wrongly_is_refused(
     begun: Path,
     tmp_path: Path,

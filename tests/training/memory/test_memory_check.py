@@ -85,6 +85,7 @@ def assert_figures_follow(before: Plan, old: StepAccount, after: Plan, new: Step
 
 @pytest.mark.parametrize("factor", [0.2, 1.0, 5.0])
 @pytest.mark.every(3)
+@pytest.mark.slow
 def test_no_new_plan_needs_host_memory_that_the_run_has_not_taken(found: Decisions, factor: float) -> None:
     taken = found.memory.account.host_peak
     extra = found.memory.machine.device_bytes - found.memory.account.peak + found.memory.account.peak // 10
