@@ -128,7 +128,7 @@ def in_a_step(rank: int) -> tuple[float, float]:
 
 @pytest.mark.slow
 def test_ranks_send_less_than_equal_parts_would(tmp_path: Path) -> None:
-    """Of fused matrices a rank has whole maps, all of q, gate and up; k and v are on one rank, which owns one."""
+    """A rank has whole maps of fused matrices, all of q, gate and up; k and v are on one rank, which owns one."""
     (one, bound), (other, _) = spawn(2, in_a_step, tmp_path)
     width, inner, keys = 64, 128, 32
     travel = width * inner // 2 + width * width // 2 + keys * width  # of down, out, and of k or v
@@ -164,4 +164,4 @@ def test_optimizers_of_ones_own_move_as_in_one_process(tmp_path: Path) -> None:
     found = spawn(2, own_on_ranks, tmp_path / "ranks", 2, cases)
     with user_code.trusting(True):
         for name, case in cases.items():
-            compared(name, case, [rank[name] for rank in found])
+            assert compared(name, case, [rank[name] for rank in found]).gradient <= 1, name

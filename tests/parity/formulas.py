@@ -48,7 +48,7 @@ from scrimp.runtime.pipeline.orders import passes_of
 from scrimp.training.setup import Decisions
 
 BYTES = 4
-"""Of a number."""
+"""Bytes of a number."""
 Sent = Counter[str]
 """Kind of collective to bytes, which need not be whole numbers."""
 

@@ -90,7 +90,7 @@ class ModelConfig:
     ffn_width: int | None = None
     """Inner width of SwiGLU. Unset: the preset's."""
     capacity_factor: float | None = None
-    """Of routed experts: most tokens that one takes of a micro-batch in training, by the mean of all; what is beyond is
+    """Most tokens of a micro-batch that one routed expert takes in training, by the mean of all; what is beyond is
     dropped. Unset: none is."""
 
 

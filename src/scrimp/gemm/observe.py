@@ -43,7 +43,7 @@ class Execution:
     """How both were quantized, with the streams of their noise."""
     result: Tensor
     expert: int = 0
-    """Of a grouped layer, whose matrix it was."""
+    """Which expert's matrix it was, in a grouped layer."""
     kept: tuple[Use, Use] | None = None
     """Where fprop made codes of X for wgrad: how they were made, and how wgrad will quantize what they stand for."""
 

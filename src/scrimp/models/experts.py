@@ -298,7 +298,7 @@ class RoutedMlp(nn.Module):
         self.one_copy: Callable[[Tensor], Tensor] | None = None
         """What adds up the gradients of a router that several ranks have, each for its own tokens."""
         self.choices: Choices | None = None
-        """Of batches that run again; None: every pass chooses anew."""
+        """What batches chose that run again; None: every pass chooses anew."""
 
     def forward(
         self, x_BTD: Tensor, norm: RMSNorm | None, activations: Activations = KEEP

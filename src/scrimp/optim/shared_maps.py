@@ -44,14 +44,14 @@ class Map:
     """Rows of a weight matrix that are orthogonalised alone."""
 
     name: str
-    """Of the parameter."""
+    """The parameter's name."""
     first: int
     rows: int
     columns: int
 
 
 Move = Callable[[str, slice], Tensor]
-"""Of a parameter and rows that lie here what is to be orthogonalised."""
+"""From a parameter's name and rows that lie here to what is to be orthogonalised."""
 Follow = Callable[[Map, slice, Tensor], None]
 """Takes what was made of it: the map, rows that lie here, and the orthogonalised ones."""
 Make = Callable[[Tensor], Tensor]
@@ -235,7 +235,7 @@ def _pieces(one: Map, boxes: Sequence[Box]) -> Pieces:
 
 
 def _without_copies(held: Sequence[Pieces]) -> list[Pieces]:
-    """Of ranks that have the same, that of the first."""
+    """The first rank's, where several have the same."""
     seen = set[tuple[Box, ...]]()
     found = []
     for pieces in held:

@@ -153,7 +153,7 @@ class Layout:
     tp: int = 1
     pp: int = 1
     schedule: str = ""
-    """Of a pipeline."""
+    """A pipeline's schedule."""
     cp: int = 1
     cp_method: str = "zigzag"
     ep: int = 1

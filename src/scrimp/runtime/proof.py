@@ -132,7 +132,7 @@ def idle_layers(executable: Executable, plan: Plan) -> set[str]:
 
 
 def as_far_as_tokens_come(expected: Counts, ran: Counts, may_idle: Collection[str]) -> Counts:
-    """Of layers that may idle as few as ran."""
+    """As few as ran, for layers that may idle."""
     return Counter(
         {key: min(number, ran[key]) if key[0] in may_idle else number for key, number in expected.items()}
     )

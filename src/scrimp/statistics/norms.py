@@ -187,7 +187,7 @@ class NormWatch:
         self.errors.update(zip(errors, found[1:].tolist(), strict=True))
 
     def _keys(self, layer: str, *, of_weights: bool | None = None) -> list[ErrorKey]:
-        """Of all errors of a layer; of those of W, or of the others, alone."""
+        """Keys of all errors of a layer, or of those of W or the others alone."""
         return [
             (layer, gemm, recipe, operand)
             for gemm in GEMMS

@@ -65,7 +65,7 @@ class Piece:
 
 
 NOTHING = Piece((), 1, lambda whole: whole)
-"""Of a parameter that other ranks have."""
+"""What stands for a parameter that other ranks have."""
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ class StreamTape:
             later[node] = (self.micro_batch, value)
 
         def at_end(module: nn.Module, inputs: object, output: Any) -> None:
-            """Of a stage of a pipeline: the gradient that the next one's first node gives back."""
+            """In a stage of a pipeline: the gradient that the next one's first node gives back."""
             after = self.passed + 1
             if after == self._num_nodes or after in self._modules or not torch.is_grad_enabled():
                 return

@@ -141,7 +141,7 @@ class _Tracer:
         self._last: dict[str, Tensor] = {}
         """What may be added to the stream next: the last linear layer's result under no name, and others' by theirs."""
         self.after: dict[str, SubLayer | None] = {}
-        """Of all stages: node to the sub-layer after it."""
+        """From each node, of any stage, to the sub-layer after it."""
 
     def norm(self, name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
         """A hook that looks at a norm's input."""

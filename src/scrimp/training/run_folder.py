@@ -227,7 +227,7 @@ def config_to_resume(saved: Config, now: Config, given: Collection[str]) -> Conf
 
 
 def settled(now: Config, given: Collection[str]) -> set[str]:
-    """Of the dotted keys that the user wrote those that leave nothing to Scrimp."""
+    """The dotted keys that the user wrote and that leave nothing to Scrimp."""
     return {key for key, value in flatten(now).items() if key in given and value not in (None, "auto")}
 
 

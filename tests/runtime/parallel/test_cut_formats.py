@@ -35,7 +35,7 @@ SIZES = {
     "model.ffn_width": 256,
     "model.vocab_size": 512,
 }
-"""Of each fused layer every rank has ranges of 128 rows, which all groups divide."""
+"""Every rank has, of each fused layer, ranges of 128 rows, which all groups divide."""
 TP = {"tp": 2}
 QUANTIZED = tuple(name for name in RECIPES if name not in HIGH_PRECISION)
 
@@ -84,7 +84,7 @@ PARTIAL = {"outputs": "dgrad", "inputs": "fprop"}
 
 
 def compare(rank: int, recipe: str, lost: str = "") -> dict[str, bool]:
-    """Of each layer: whether this rank's operands are the whole layer's, and its results up to the order of sums.
+    """By layer: whether this rank's operands are the whole layer's, and its results up to the order of sums.
 
     Args:
         lost: what the pieces do not know, place or maximum.

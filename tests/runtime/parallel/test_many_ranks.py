@@ -62,7 +62,7 @@ def one_of(ranks: int, rank: int = 0) -> Iterator[World]:
 
 
 Box = tuple[str, tuple[slice, ...], bool]
-"""Of a weight, what lies on a rank, and whether that rank writes it."""
+"""What lies on a rank of a weight, and whether that rank writes it."""
 
 
 def boxes_of(rank: int, architecture: Architecture, layout: ResolvedLayout) -> list[Box]:
