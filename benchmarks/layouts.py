@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import tempfile
 import time
@@ -48,6 +49,7 @@ from scrimp.optim import build
 from scrimp.profiler.collectives import counting_collectives
 from scrimp.runtime import realise
 from scrimp.runtime.parallel import RankMesh
+from scrimp.runtime.passes import run_passes
 from scrimp.training.setup import decide
 from scrimp.world import World
 
@@ -59,12 +61,17 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "hybrid, zero 3": {"dp": 2},
     "cp zigzag": {"cp": 2},
     "cp ulysses": {"cp": 2, "cp_method": "ulysses"},
+    "tp": {"tp": 2},
+    "pp 1f1b": {"pp": 2, "schedule": "1f1b"},
+    "pp zbv": {"pp": 2, "schedule": "zbv"},
 }
 """Name to settings of `[layout]`; those with a peer are copies and shards."""
+NO_PEER = ("cp", "tp", "pp")
 LR, CLIP = 1e-3, 1.0
 SEQUENCE, ROWS, MICRO_BATCHES, VOCABULARY = 256, 4, 2, 4096
 
 Step = Callable[[list[Batch]], float]
+"""Takes a step on the micro-batches of this rank: its loss."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +138,7 @@ def fits(layout: dict[str, Any], ranks: int) -> bool:
         return layout == LAYOUTS["fsdp, zero 3"]
     if layout.get("dp", 1) > 1:
         return ranks >= 2 * layout["dp"]
-    return ranks % int(layout.get("cp", 1)) == 0
+    return True
 
 
 def measured(name: str, ranks: int, options: argparse.Namespace) -> Row:
@@ -149,23 +156,23 @@ def on_rank(rank: int, ranks: int, name: str, options: argparse.Namespace, folde
         store = dist.FileStore(str(folder / "store"), ranks)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     layout = LAYOUTS[name] if ranks > 1 else {}
-    sides = {"ours": ours(layout, world, options.size)}
-    readers = ranks // int(layout.get("cp", 1))
-    if "cp" not in layout:
+    own, mesh = ours(layout, world, options.size)
+    sides = {"ours": own}
+    if not any(axis in layout for axis in NO_PEER):
         sides["peer"] = peer(layout, world, options.size, folder)
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     losses: dict[str, list[float]] = {side: [] for side in sides}
-    reader = rank // int(layout.get("cp", 1))
     for number in range(options.warm_up + options.repeats):
         turn = sides if number % 2 else reversed(sides)
+        of_step = batches(number, mesh.data_rank)
         for side in list(turn):
             world.barrier()
             start = time.perf_counter()
-            losses[side].append(sides[side](batches(number, reader), readers))
+            losses[side].append(sides[side](of_step))
             seconds[side].append(time.perf_counter() - start)
-    counted = {side: sent(sides[side], batches(0, reader), readers) for side in sides}
+    counted = {side: sent(sides[side], batches(0, mesh.data_rank)) for side in sides}
     if rank == 0:
-        tokens = ROWS * SEQUENCE * MICRO_BATCHES * readers
+        tokens = ROWS * SEQUENCE * MICRO_BATCHES * mesh.data_ranks
         timed = {side: values[options.warm_up :] for side, values in seconds.items()}
         row = row_of(name if ranks > 1 else "one process", ranks, tokens, timed, losses, counted)
         (folder / "row.json").write_text(json.dumps(asdict(row)))
@@ -203,11 +210,11 @@ def row_of(
     )
 
 
-def sent(step: Step, of_step: list[Batch], readers: int) -> tuple[float, float]:
+def sent(step: Step, of_step: list[Batch]) -> tuple[float, float]:
     """Bytes that leave this rank in a step, and the share of it that collectives take."""
     start = time.perf_counter()
     with counting_collectives() as counted:
-        step(of_step, readers)
+        step(of_step)
     return counted.sent(), counted.seconds / (time.perf_counter() - start)
 
 
@@ -221,22 +228,23 @@ def batches(step: int, reader: int) -> list[Batch]:
     return found
 
 
-def ours(layout: dict[str, Any], world: World, size: str) -> Step:
-    """The steps of `scrimp.training.step`, without its guards and logs."""
-    readers = world.size // int(layout.get("cp", 1))
+def ours(layout: dict[str, Any], world: World, size: str) -> tuple[Step, RankMesh]:
+    """The steps of `scrimp.training.step`, without its guards and logs, and the ranks as they are laid out."""
+    sharing = math.prod(int(layout.get(axis, 1)) for axis in NO_PEER)
     settings = {
         "device": "cpu",
         "data.tokenizer": "bytes",
         "model.preset": size,
         "model.vocab_size": VOCABULARY,
         "train.sequence": SEQUENCE,
-        "train.batch_tokens": SEQUENCE * ROWS * MICRO_BATCHES * readers,
+        "train.batch_tokens": SEQUENCE * ROWS * MICRO_BATCHES * (world.size // sharing),
         "train.micro_batch": ROWS,
         "memory.activations": "keep",
         **{f"layout.{key}": value for key, value in layout.items()},
     }
     decisions = decide(replace_values(Config(), settings), world=world)
     config = decisions.config
+    mesh = RankMesh(config.layout, world)
     executable = realise(
         decisions.plan,
         decisions.architecture,
@@ -245,26 +253,22 @@ def ours(layout: dict[str, Any], world: World, size: str) -> Step:
         parameters="fp32",
         compute="fp32",
         loss_chunk=config.train.loss_chunk,
-        mesh=RankMesh(config.layout, world),
+        mesh=mesh,
     )
     optimizer = build(config.optimizer, executable, seed=0)
 
-    def step(of_step: list[Batch], readers: int) -> float:
-        targets = sum(world.gathered(sum(batch.num_targets for batch in of_step))) // config.layout.cp
-        total = torch.zeros(())
-        for number, batch in enumerate(of_step, start=1):
-            executable.begin(0, 0, is_last=number == len(of_step))
-            sums = executable.loss(batch)
-            (sums.total / targets).backward()
-            total += sums.loss.detach()
+    def step(of_step: list[Batch]) -> float:
+        targets = sum(mesh.gathered_rows(sum(batch.num_targets for batch in of_step)))
+        total = run_passes(executable, of_step, targets)
+        executable.add_up_copies(optimizer.gradients())
         norm = optimizer.gradient_norm()
-        loss: float = sum(world.gathered(float(total))) / targets
+        loss: float = sum(mesh.gathered(float(total.loss))) / targets
         optimizer.clip(norm, CLIP)
         optimizer.step(LR)
         optimizer.zero_grad()
         return loss
 
-    return step
+    return step, mesh
 
 
 def peer(layout: dict[str, Any], world: World, size: str, folder: Path) -> Step:
@@ -287,7 +291,7 @@ def peer(layout: dict[str, Any], world: World, size: str, folder: Path) -> Step:
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), fused=True)
 
-    def step(of_step: list[Batch], readers: int) -> float:
+    def step(of_step: list[Batch]) -> float:
         total = torch.zeros(())
         for number, batch in enumerate(of_step, start=1):
             is_last = number == len(of_step)
