@@ -73,5 +73,6 @@ def test_links_that_break_in_a_step_end_all_ranks_with_one_message(layout: str, 
     assert [code for code, _ in found] == [1, 1], found
     told = [line for _, output in found for line in output.splitlines() if line.startswith("error:")]
     assert len(told) == 1, found
+    assert "has lost its connection to another rank, and all ranks still run" in told[0]
     assert "Connection closed by peer" in found[0][1]
     assert not any("Traceback" in output for _, output in found)

@@ -254,7 +254,11 @@ class Joined:
         gone = [rank for rank in range(place.size) if rank not in alive]
         if note["own"]:  # who left the note shows why
             return TrainingError(f"rank {note['rank']} has left", got=saw, do="see its output"), False
-        what = f"{ranks_text(gone)} {'is' if len(gone) == 1 else 'are'} gone" if gone else "ranks lost touch"
+        if gone:
+            what = f"{ranks_text(gone)} {'is' if len(gone) == 1 else 'are'} gone"
+        else:
+            what = f"rank {note['rank']} has lost its connection to another rank, and all ranks still run"
+            do = "see the network between their machines (scrimp doctor --ranks measures it); go on with --resume"
         return TrainingError(what, got=saw, do=do), place.rank == min(alive)
 
     def _last_words(self) -> None:
