@@ -6,19 +6,22 @@ Overhead     Two gloo processes train a small model by FSDP2. Steps without and 
              processor's time that the thread takes in a second.
 False alarms A run of 500 steps on two ranks, beside a process on every core that does nothing but count: events of the
              kinds slow-rank and lost-rank.
-Use          python benchmarks/rank_health.py overhead | alarms
+Use          python benchmarks/rank_health.py
 Limits       On a machine that others use, the spread of the ratio is wider than what it is to show; the parts are not.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
 from distributed import spawn  # noqa: E402
+from environment import RESULTS, cpu, facts, write_pair  # noqa: E402
 from ranks import environment, free_port, start  # noqa: E402
 from tiny_run import flags, records, write_corpus  # noqa: E402
 
@@ -115,8 +119,9 @@ def _parts(step: Any, meeting: Meeting) -> dict[str, float]:
     return {"calls": calls, "per_call_us": (per_call[0] - per_call[1]) * 1e6, "look_ms": look * 1e3}
 
 
-def show_overhead() -> None:
-    """Print the figures of both ranks."""
+def measured_overhead() -> list[str]:
+    """A line of figures for each of both ranks."""
+    lines = []
     with tempfile.TemporaryDirectory() as name:
         for rank, found in enumerate(spawn(2, overhead, Path(name), free_port())):
             ratios = sorted(found["ratios"])
@@ -124,16 +129,17 @@ def show_overhead() -> None:
             cost = (
                 found["calls"] * found["per_call_us"] * 1e-6 / found["step_s"] + 2 * found["look_ms"] * 1e-3
             )
-            print(
+            lines.append(
                 f"rank {rank}: with / without {middle:.4f} (quartiles {low:.4f} to {high:.4f}, {len(ratios)} blocks of "
                 f"{BLOCK} steps of {found['step_s'] * 1e3:.1f} ms); parts: {found['calls']} calls of "
                 f"{found['per_call_us']:.2f} us, two looks a second of {found['look_ms']:.2f} ms: {cost:.2%}"
             )
+    return lines
 
 
-def show_alarms(steps: int = 500) -> None:
-    """Print how many events a run under load has."""
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+def alarms(steps: int) -> list[str]:
+    """How many alarms a run under load has, and which."""
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
     try:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
@@ -142,17 +148,37 @@ def show_alarms(steps: int = 500) -> None:
             )
             run = start(["-m", "scrimp", "launch", "--ranks=2", *words], environment(folder))
             output, _ = run.communicate()
+            if run.returncode:
+                raise SystemExit(output)
             events = records(folder / "run", "events.jsonl")
             found = [one for one in events if one["kind"] in ("slow-rank", "lost-rank")]
             seconds = sum(one["step_s"] for one in records(folder / "run"))
-            print(f"exit code {run.returncode}; {steps} steps in {seconds:.0f} s: {len(found)} alarms")
-            print("\n".join(map(json.dumps, found)))
-            if run.returncode:
-                print(output[-2000:])
     finally:
         for one in busy:
             one.kill()
+    return [f"{steps} steps in {seconds:.0f} s: {len(found)} alarms", *map(json.dumps, found)]
+
+
+def main() -> None:
+    """Measure both, write the results, print them."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=500, help="of the run under load")
+    parser.add_argument("--date", default=date.today().isoformat(), help="prefix of the result files")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    about = {**facts("torch"), "date": options.date, "cpu": cpu()}
+    found = {"overhead": measured_overhead(), "false alarms": alarms(options.steps)}
+    text = ["# What it costs that ranks say how they are, and false alarms", ""]
+    text += ["Measured by `benchmarks/rank_health.py`, whose docstring says how.", ""]
+    text += [f"- {name}: {value}" for name, value in about.items()]
+    for name, lines in found.items():
+        text += ["", f"## {name.capitalize()}", "", *(f"- {line}" for line in lines)]
+    record = {"environment": about, "results": found}
+    print(write_pair(options.out, f"{options.date}-rank-health-cpu", record, "\n".join(text) + "\n"))
+    print("\n".join(text))
 
 
 if __name__ == "__main__":
-    {"overhead": show_overhead, "alarms": show_alarms}[sys.argv[1]]()
+    main()
