@@ -141,7 +141,8 @@ def test_compiled_blocks_give_the_same() -> None:
     compile_blocks(model)
     for level in ("keep", "mlp", "block"):
         for key, value in gradients(model, level).items():
-            torch.testing.assert_close(value, kept[key], rtol=1e-4, atol=1e-6)
+            most = 5e-5 * float(kept[key].abs().max()) + 1e-7
+            assert float((value - kept[key]).abs().max()) <= most, (level, key)
 
 
 def test_tokens_of_a_batch_that_runs_again_choose_as_before() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from scrimp.planner import Plan
 from scrimp.profiler import MemoryMeter
 from scrimp.runtime.memory import PhaseEdges
 from scrimp.runtime.memory.cache import CacheReading
+from scrimp.runtime.pipeline import PassSums
+from scrimp.training import step
 from scrimp.training.memory.between_phases import (
     EVALUATION,
     GENERATION,
@@ -25,7 +28,6 @@ from scrimp.training.memory.between_phases import (
     MeteredCache,
     cache_of,
 )
-from scrimp.training.step import Stepper
 
 WORDS = ["--train.steps=4", "--evaluation.every=2", "--checkpoint.every=0"]
 SNIP = ["--precision=snip", "--snip.first=2", "--snip.every=9", "--snip.delay=1", "--snip.batches=1"]
@@ -120,20 +122,20 @@ def test_a_step_that_ran_out_of_memory_stays_in_its_phase_with_the_peak_of_the_n
     corpus: Path, tmp_path: Path, cache: Recorder, calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planned: list[tuple[str, int]] = []
-    plan, passes, failures = PhaseEdges.plan, Stepper._passes_once, [1]
+    plan, passes, failures = PhaseEdges.plan, step.run_passes, [1]
 
     def noted(self: PhaseEdges, phase: str, peak: int) -> None:
         planned.append((phase, peak))
         plan(self, phase, peak)
 
-    def fails_once(self: Stepper, batches: list, num_targets: int) -> torch.Tensor:
-        if self.run.step in failures:
-            failures.remove(self.run.step)
+    def fails_once(*arguments: Any, step: int, first_row: int) -> PassSums:
+        if step in failures:
+            failures.remove(step)
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return passes(self, batches, num_targets)
+        return passes(*arguments, step=step, first_row=first_row)
 
     monkeypatch.setattr(PhaseEdges, "plan", noted)
-    monkeypatch.setattr(Stepper, "_passes_once", fails_once)
+    monkeypatch.setattr(step, "run_passes", fails_once)
     run_dir = tmp_path / "run"
     assert main(flags(corpus, run_dir, *WORDS)) == 0
     assert len(losses(run_dir)) == 4

@@ -46,7 +46,7 @@ import resource, sys
 from scrimp.cli import main
 from scrimp.training.step import Stepper
 
-spare, passes = int(sys.argv[1]), Stepper._passes_once
+spare, passes = int(sys.argv[1]), Stepper._passes
 
 def limited(self, *arguments):
     if self.run.step == 3:  # the first steps have loaded all that is loaded once, and counted tensors
@@ -57,7 +57,7 @@ def limited(self, *arguments):
             resource.setrlimit(resource.RLIMIT_AS, (size + spare, limit[1]))
     return passes(self, *arguments)
 
-Stepper._passes_once = limited
+Stepper._passes = limited
 sys.exit(main(sys.argv[2:]))
 """
 

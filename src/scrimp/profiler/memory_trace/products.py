@@ -20,7 +20,7 @@ Method   What the source allows at most. With M x K times K x N, t threads, L th
          the result. Without AVX512 torch's own kernel runs, which takes nothing.
 Limits   Upper bounds for sides of 16 or more; below, 9 of 3,366 products took up to 45 kB more. On two threads of a
          processor with AMX and L = 2 MiB they are 0.06 to 0.08 MB too high (median) up to K = 1,024, and 1.3 to 1.6 MB
-         above, at most 13 MB; with AVX512's bf16 and L = 1 MiB 0.05 to 0.18 MB, at most 2 MB. AMX with another
+         above, at most 13 MB; with AVX512's bf16 and L = 1 MiB 0.05 MB, at most 2.5 MB. AMX with another
          cache may pass them. ARM was not measured.
 Source   oneDNN 3.12: brgemm_matmul_utils.cpp (init_scratchpad), amx_blocking_heuristics.cpp
          torch: ATen/native/mkldnn/Matmul.cpp
