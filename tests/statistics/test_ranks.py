@@ -298,7 +298,7 @@ def test_ranks_that_share_rows_draw_the_noise_of_whole_rows(scheme: Scheme) -> N
     alone = gaussian(whole, 0.1, "tokens", generator_of(whole.device, 7, Ranks(World(1, 2), 2, 1).draw(4)))
     for rank, of_rank in enumerate(ranks):
         generator = generator_of(whole.device, 7, of_rank.draw(4))
-        found = gaussian(division.cut(whole, rank), 0.1, "tokens", generator, of_rank)
+        found = gaussian(division.cut(whole, rank), 0.1, "tokens", generator, of_rank.rows)
         assert torch.equal(found, division.cut(alone, rank))
 
 

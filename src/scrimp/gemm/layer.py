@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from scrimp.errors import PlanError
@@ -61,7 +62,8 @@ class Shard:
 
     split: str
     """"outputs" (column-parallel: W, Y and G are cut along O) or "inputs" (row-parallel: X and W along I)."""
-    reduce_amax: AmaxReducer
+    group: dist.ProcessGroup
+    """The ranks that have its pieces."""
     features: tuple[range, ...]
     """The outputs (or inputs) held here, of those of the whole layer; several ranges of layers that are stacked."""
     begins: frozenset[int]
@@ -84,6 +86,35 @@ class Shard:
         spans_tensor = scaling.has_tensor_scale or (scaling.rows is None and scaling.columns is None)
         spans_cut = spans_tensor or (scaling.columns is None and cut == axis)
         return self.reduce_amax if cut is not None and spans_cut else None
+
+    def reduce_amax(self, amax: Tensor) -> None:
+        """The largest of all ranks' numbers, in place."""
+        dist.all_reduce(amax, dist.ReduceOp.MAX, group=self.group)
+
+    @property
+    def ranks(self) -> int:
+        """How many have pieces."""
+        return dist.get_world_size(self.group)
+
+    def sum(self, partial: Tensor) -> Tensor:
+        """The sum of all ranks' tensors, in float32."""
+        total = partial.detach().to(torch.float32, copy=True)
+        dist.all_reduce(total, group=self.group)
+        return total
+
+    def whole(self, piece: Tensor) -> Tensor:
+        """The features of all ranks, in the last axis, from those that each has."""
+        found = piece.new_zeros(*piece.shape[:-1], self.size)
+        found[..., self._index(piece.device)] = piece.detach()
+        dist.all_reduce(found, group=self.group)
+        return found
+
+    def own(self, whole: Tensor) -> Tensor:
+        """The features that lie here, of all in the last axis."""
+        return whole[..., self._index(whole.device)]
+
+    def _index(self, device: torch.device) -> Tensor:
+        return torch.tensor([*itertools.chain(*self.features)], device=device)
 
 
 @dataclass(eq=False)

@@ -25,13 +25,13 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from scrimp.statistics.ranks import ALONE, Ranks, cut_of, local
-from scrimp.statistics.stream import gaussian, generator_of, is_recomputing, square
+from scrimp.statistics.ranks import ALONE, Ranks, local, shard_at
+from scrimp.statistics.stream import generator_of, is_recomputing, noise_at, square
 from scrimp.statistics.structure import Structure
 
 
@@ -59,7 +59,7 @@ class BranchTape:
         with self._hooks(self._exits, self._record), self._hooks(self._branches, self._add):
             yield
         own = [number for number, sub in enumerate(self._all) if sub.branch]
-        self._ranks.join(self.added_squares, dict.fromkeys(own, 1.0 / self._ranks.copies(is_cut=False)))
+        self._ranks.join(self.added_squares, dict.fromkeys(own, 1.0 / self._ranks.copies()))
 
     def _add(self, number: int) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
@@ -81,7 +81,7 @@ class BranchTape:
 
                 def on_gradient(g: Tensor) -> None:
                     clean = self._kept["gx", number, micro_batch].to(g.device)
-                    copies = self._ranks.copies(is_cut=cut_of(module) == "inputs")
+                    copies = self._ranks.copies(shard_at(module, "inputs"))
                     changes[number] += square(local(g).float() - clean.float()) / copies
 
                 if x.requires_grad:
@@ -112,15 +112,12 @@ class BranchTape:
             def hook(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
                 if not torch.is_grad_enabled():
                     return output
-                is_cut = cut_of(module) == "outputs"
-                width = cast(int, module.out_features) if is_cut else None
+                shard = shard_at(module, "outputs")
                 draw = 0 if kind == "weights" else self._ranks.draw(self.micro_batch)
                 generator = generator_of(output.device, seed, number, id_of[id(module)], draw)
-                z = self._ranks.of_whole(
-                    output.detach(), width, lambda whole: gaussian(whole, share, kind, generator, self._ranks)
-                )
+                z = noise_at(output.detach(), share, kind, generator, self._ranks, shard)
                 if not is_recomputing():
-                    injected[number] += square(z) / self._ranks.copies(is_cut=is_cut)
+                    injected[number] += square(z) / self._ranks.copies(shard)
                 return output + z
 
             return hook

@@ -171,7 +171,15 @@ def _inventory(subject: Subject, names: Sequence[str], ranks: Ranks) -> _Invento
         here = max(1, len(planned.members))
         experts = ranks.experts.get(layer, (0, here))[1]
         outputs, inputs = weight_matrix(modules[layer]).shape
-        facts[layer] = [by_id[id(modules[layer].weight)], outputs // here * experts, inputs, experts]
+        sizes = {"outputs": outputs // here, "inputs": inputs}
+        if planned.shard is not None:
+            sizes[planned.shard.split] = planned.shard.size
+        facts[layer] = [
+            by_id[id(modules[layer].weight)],
+            sizes["outputs"] * experts,
+            sizes["inputs"],
+            experts,
+        ]
     weights = [name for name, p in parameters.items() if p.ndim >= 2 and p.requires_grad]
     own: list[Any] = [list(names), facts, weights]
     found: list[Any] = ranks.world.gathered(own) if ranks.stages > 1 else [own]

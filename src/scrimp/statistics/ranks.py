@@ -39,12 +39,12 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from scrimp.errors import ModelError
 from scrimp.gemm import PlannedLayer
+from scrimp.gemm.layer import Shard
 from scrimp.precision import LinearPrecision
 from scrimp.statistics.structure import is_norm
 from scrimp.world import World
@@ -77,6 +77,13 @@ class SharedRows:
     positions: Callable[[int], Tensor]
     """From the tokens of a whole row to those that this rank has, int64 on the CPU."""
 
+    def normal(self, like: Tensor, generator: torch.Generator) -> Tensor:
+        """Standard normal numbers for the tokens that lie here, [B, T, D]: those that one process draws of whole rows."""
+        rows, length, width = like.shape
+        length *= self.size
+        whole = torch.randn(rows, length, width, generator=generator, device=like.device)
+        return whole.index_select(1, self.positions(length).to(like.device))
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -88,10 +95,10 @@ class Ranks:
     data_rank: int = 0
     adds: bool = False
     """Whether gradients are sums over ranks, each of which has a part of one loss; else means of their losses'."""
-    tensor_mesh: Any = None
-    """DeviceMesh of the ranks that share the tensors of this one's rows; None: each holds them whole."""
     rows: SharedRows | None = None
     """How ranks share rows; None: each reads whole ones."""
+    tokens: SharedRows | None = None
+    """How tensor-parallel ranks share the tokens of what lies between layers (sequence parallel); None: each has all."""
     stages: int = 1
     """Groups of ranks that hold other layers: a pipeline."""
     pieces: Mapping[str, Piece] | None = None
@@ -127,7 +134,7 @@ class Ranks:
                 expected="DistributedDataParallel, fully_shard or tensor parallel over all ranks of the default group",
                 do="measure in one process, write the plan to a file, and apply it on every rank",
             )
-        return cls(world, data_size, data_rank, adds, mesh, rows)
+        return cls(world, data_size, data_rank, adds, rows)
 
     @property
     def size(self) -> int:
@@ -149,22 +156,18 @@ class Ranks:
         sharing = 1 if self.rows is None else self.rows.size
         return micro_batch * (self.data_size // sharing) + self.data_rank // sharing
 
-    def normal(self, like: Tensor, generator: torch.Generator) -> Tensor:
-        """Standard normal numbers for the tokens that lie here, those that one process draws of whole rows.
+    @property
+    def between(self) -> SharedRows | None:
+        """How ranks share the tokens of what lies between layers."""
+        return self.rows if self.tokens is None else self.tokens
+
+    def copies(self, shard: Shard | None = None) -> int:
+        """Tensor-parallel ranks that hold the same of a tensor between layers.
 
         Args:
-            like: [..., D], or [B, T, D] where ranks share rows.
+            shard: how its features are cut; None: they are not.
         """
-        if self.rows is None:
-            return torch.randn(like.shape, generator=generator, device=like.device)
-        rows, length, width = like.shape
-        length *= self.rows.size
-        whole = torch.randn(rows, length, width, generator=generator, device=like.device)
-        return whole.index_select(1, self.rows.positions(length).to(like.device))
-
-    def copies(self, *, is_cut: bool) -> int:
-        """Tensor-parallel ranks that hold the same part of an activation."""
-        return 1 if is_cut else self.tensor_size
+        return self.tensor_size if self.tokens is None and shard is None else 1
 
     def sum(self, values: Iterable[float] | Array) -> Array:
         """Sums over all ranks, in float64; equal on every rank."""
@@ -226,13 +229,6 @@ class Ranks:
 
         return Piece(shape, self.size // shards, cut)
 
-    def reduced(self, partial: Tensor) -> Tensor:
-        """The sum of a partial sum of the tensor-parallel ranks, in float32."""
-        total = partial.detach().to(torch.float32, copy=True)
-        if self.tensor_mesh is not None:
-            dist.all_reduce(total, group=self.tensor_mesh.get_group())
-        return total
-
     def refuse_straddling(self, layers: Mapping[str, PlannedLayer], recipes: Iterable[str]) -> None:
         """Refuse candidates that tensor-parallel layers could not run; after a forward pass.
 
@@ -241,27 +237,6 @@ class Ranks:
         """
         for layer, recipe in itertools.product(layers.values(), recipes):
             layer.check(LinearPrecision.of(recipe))
-
-    def of_whole(self, piece: Tensor, width: int | None, make: Callable[[Tensor], Tensor]) -> Tensor:
-        """The part that lies here of what is made of a tensor whose last axis is cut.
-
-        Args:
-            piece: [..., columns of this rank].
-            width: of the whole; None: it is not cut.
-        """
-        if self.tensor_mesh is None or width is None:
-            return make(piece)
-        from torch.distributed.tensor import DTensor, Shard
-
-        shape = torch.Size([*piece.shape[:-1], width])
-        stride = torch.empty(shape, device="meta").stride()
-        mesh, cuts = self.tensor_mesh, [Shard(piece.dim() - 1)]
-        whole = DTensor.from_local(
-            piece.detach().contiguous(), mesh, cuts, run_check=False, shape=shape, stride=stride
-        )
-        each = -(-width // mesh.size())  # DTensor cuts as torch.chunk does
-        first = min(width, each * mesh.get_local_rank())
-        return make(whole.full_tensor())[..., first : first + piece.shape[-1]]
 
 
 ALONE = Ranks()
@@ -300,10 +275,10 @@ def local(value: Tensor) -> Tensor:
     return here
 
 
-def cut_of(module: nn.Module) -> str | None:
-    """Which features of a planned layer are cut by tensor parallelism: "outputs", "inputs" or None."""
-    shard = getattr(getattr(module, "planned", None), "shard", None)
-    return None if shard is None else cast(str, shard.split)
+def shard_at(module: nn.Module, side: str) -> Shard | None:
+    """How the features of a planned layer's outputs, or inputs, are cut; None: they are not."""
+    shard: Shard | None = getattr(getattr(module, "planned", None), "shard", None)
+    return shard if shard is not None and shard.split == side else None
 
 
 def settle(model: nn.Module) -> None:

@@ -28,17 +28,20 @@ def ranks_of(executable: Executable) -> Ranks | None:
     if mesh.is_trivial:
         return None
     executable.settle()
-    layout, shared = mesh.layout, model.context_parallel
+    layout, shared, cut = mesh.layout, model.context_parallel, model.tensor_ranks
     data_size = layout.data_ranks * layout.cp
-    rows = None
+    rows = tokens = None
     if shared is not None:
         rows = SharedRows(shared.size, lambda length: shared.division(length).positions(shared.rank))
+    if cut is not None:
+        tokens = SharedRows(cut.size, lambda length: torch.tensor(cut.share(length)))
     return Ranks(
         mesh.world,
         data_size,
         mesh.world.rank // layout.tp % data_size,
         adds=True,
         rows=rows,
+        tokens=tokens,
         stages=layout.pp,
         pieces=_pieces(executable),
         experts=_experts(executable),
