@@ -66,7 +66,7 @@ def check_experts(config: Config, architecture: Architecture, ranks: int) -> Non
                 got=f"a {architecture.family} model, whose grouped products nothing has timed",
                 do="give budget.fp4_flops instead",
             )
-    for key in ("cp", "pp") if config.is_planned else ():
+    for key in ("cp", "pp", "tp") if config.is_planned else ():
         if getattr(config.layout, key) > 1:
             raise ConfigError(
                 f"precision {config.precision} is not carried out for routed experts beside layout.{key} yet",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from scrimp.config import Architecture, Config, ResolvedConfig, parse_bytes
 from scrimp.config.pipeline import pipeline_of
@@ -75,7 +75,8 @@ def build_plan(
     """
     blocks, states = rows_of(placement, why)
     gemms = _gemms(config, architecture, reasons)
-    _refuse_cut(gemms, config, spec_of(architecture))
+    for formats in _may_run(config, gemms, spec_of(architecture)):
+        _refuse_cut(formats, config, spec_of(architecture))
     return Plan(
         fingerprint=Fingerprint(
             model=model_fingerprint(architecture),
@@ -128,6 +129,16 @@ def _gemms(
         layer: dataclasses.replace(choice, reason=only or choice.reason)
         for layer, choice in rules.assign(layers).items()
     }
+
+
+def _may_run(
+    config: ResolvedConfig, gemms: dict[str, LinearPrecision], spec: ModelSpec
+) -> Iterator[dict[str, LinearPrecision]]:
+    """The formats of layers, and of those that are planned while training each candidate's."""
+    yield gemms
+    rules = parse_rules(config.precision)
+    for name in config.candidates if config.is_planned else ():
+        yield rules.with_base(name).assign(spec.origins)
 
 
 def _refuse_cut(gemms: Mapping[str, LinearPrecision], config: ResolvedConfig, spec: ModelSpec) -> None:

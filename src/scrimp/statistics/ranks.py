@@ -11,19 +11,20 @@ Method   Every statistic is a sum of squares, or of products. Each rank adds its
              pipeline          each rank adds what its own layers show; all know the names of all
              expert parallel   each rank adds what its own experts show of the tokens that came to them
              tensor parallel   what a layer cuts (`Shard.cut_axes`): sum; the rest: copies; partial sums (gX of
-                               column-parallel, Y of row-parallel layers) are reduced before they are squared
+                               column-parallel, Y of row-parallel layers) are reduced before they are squared;
+                               between layers copies, or with sequence parallelism (`Ranks.tokens`) a sum over tokens
 
 Gradients  Both data-parallel kinds average gradients over ranks: the loss is the mean of the ranks' mean losses, and
            what a rank sees of G and gX is D times the global mean loss's, D data-parallel ranks. It counts by 1/D.
            Where ranks add up gradients of parts of one loss (`Ranks.adds`), what a rank sees is of the whole loss.
 Noise      Independent between data-parallel ranks: micro-batch m of rank r draws as number m D + r, as if one process
            ran the ranks' micro-batches in turn. Ranks that hold copies draw the same, pieces draw the
-           whole and take their part, and so do ranks that share rows (`SharedRows`). Stochastic rounding is told apart
-           by the clock: loops begin it by row.
+           whole and take their part, and so do ranks that share rows or tokens (`SharedRows`). Stochastic rounding is
+           told apart by the clock: loops begin it by row.
 Limits     Ranks must run equally many micro-batches, of equally many tokens. That gradients are summed instead of
-           averaged (`set_gradient_divide_factor`, a communication hook) has to be said. Refused by name:
-           sequence parallel, FSDP1, and ranks that hold parts that no one here knows of (pipeline stages of others'
-           loops: Scrimp's own runs say what they have, `scrimp.training.precision.ranks_of_run`).
+           averaged (`set_gradient_divide_factor`, a communication hook) has to be said. Refused by name: FSDP1, and in
+           others' loops sequence parallel and pipeline stages, of which a model does not show who has what (Scrimp's
+           own runs say it, `scrimp.training.precision.ranks_of_run`).
 Source     SNIP (arXiv 2602.01410), reconstruction section 6, all-reduce.
 Checked    tests/statistics/test_ranks.py: on gloo, against one process on the whole batch.
 """
@@ -78,7 +79,7 @@ class SharedRows:
     """From the tokens of a whole row to those that this rank has, int64 on the CPU."""
 
     def normal(self, like: Tensor, generator: torch.Generator) -> Tensor:
-        """Standard normal numbers for the tokens that lie here, [B, T, D]: those that one process draws of whole rows."""
+        """Standard normal numbers for the tokens that lie here, [B, T, D]: those of whole rows."""
         rows, length, width = like.shape
         length *= self.size
         whole = torch.randn(rows, length, width, generator=generator, device=like.device)
@@ -98,7 +99,7 @@ class Ranks:
     rows: SharedRows | None = None
     """How ranks share rows; None: each reads whole ones."""
     tokens: SharedRows | None = None
-    """How tensor-parallel ranks share the tokens of what lies between layers (sequence parallel); None: each has all."""
+    """How tensor-parallel ranks share tokens between layers (sequence parallelism); None: each has all of them."""
     stages: int = 1
     """Groups of ranks that hold other layers: a pipeline."""
     pieces: Mapping[str, Piece] | None = None
