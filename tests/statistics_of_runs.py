@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from parity import Case, batch_of, made
+from parity import ROWS, SEQUENCE, Case, batch_of, made
 
 from scrimp.cycle import CycleSettings
 from scrimp.data import Batch
@@ -65,5 +65,6 @@ def measured(
         batches=1,
         gains=gains,
     )
-    meter = PrecisionMeter(settings, executable, optimizer, batches, device_name="cpu")
+    row = first * case.micro_batches * ROWS * SEQUENCE
+    meter = PrecisionMeter(settings, executable, optimizer, batches, device_name="cpu", first_row=row)
     return meter.measure(2, formats)

@@ -161,8 +161,8 @@ class PlannedLayer:
             PlanError: by what.
         """
         check_precision(precision, self.name)
-        if self.shard is not None:
-            check_cut(self.name, precision, self.shard.split, self.shard.begins, self.shard.size)
+        if (piece := self.piece) is not None:
+            check_cut(self.name, precision, piece.split, piece.begins, piece.size)
 
     def share(self, shard: Shard) -> None:
         """Run on a piece from now on.
@@ -178,6 +178,11 @@ class PlannedLayer:
         copied = replace(self, group=None, members=())
         copied.members = tuple(replace(member, group=copied) for member in self.members)
         return copied
+
+    @property
+    def piece(self) -> Shard | None:
+        """How ranks share it, or each of its experts; None: they do not."""
+        return self.members[0].shard if self.members else self.shard
 
     @property
     def watched(self) -> PlannedLayer:

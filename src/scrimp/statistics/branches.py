@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from scrimp.statistics.ranks import ALONE, Ranks, local, shard_at
 from scrimp.statistics.stream import generator_of, is_recomputing, noise_at, square
-from scrimp.statistics.structure import Structure
+from scrimp.statistics.structure import Structure, is_grouped
 
 
 class BranchTape:
@@ -112,12 +112,9 @@ class BranchTape:
             def hook(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
                 if not torch.is_grad_enabled():
                     return output
-                shard = shard_at(module, "outputs")
-                draw = 0 if kind == "weights" else self._ranks.draw(self.micro_batch)
-                generator = generator_of(output.device, seed, number, id_of[id(module)], draw)
-                z = noise_at(output.detach(), share, kind, generator, self._ranks, shard)
+                z = self._noise(module, output.detach(), share, kind, seed, number, id_of[id(module)])
                 if not is_recomputing():
-                    injected[number] += square(z) / self._ranks.copies(shard)
+                    injected[number] += square(z) / self._ranks.copies(shard_at(module, "outputs"))
                 return output + z
 
             return hook
@@ -130,6 +127,15 @@ class BranchTape:
                     stack.callback(module.register_forward_hook(disturb(number)).remove)
             yield injected
         self._ranks.join(injected, dict.fromkeys(range(len(self._all)), 1.0))
+
+    def _noise(self, module: nn.Module, output: Tensor, share: float, kind: str, *key: int) -> Tensor:
+        """What enters at an entry's output."""
+        shard, ranks = shard_at(module, "outputs"), self._ranks
+        draw = ranks.draw(self.micro_batch)
+        if is_grouped(module):  # its tokens are of any rows
+            draw, ranks = ranks.draw_of_experts(self.micro_batch, shard), ALONE
+        generator = generator_of(output.device, *key, 0 if kind == "weights" else draw)
+        return noise_at(output, share, kind, generator, ranks, shard)
 
     def _record(self, number: int) -> Callable[[nn.Module, Any, Tensor], Tensor | None]:
         def hook(module: nn.Module, inputs: Any, output: Tensor) -> Tensor | None:

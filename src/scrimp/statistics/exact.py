@@ -25,6 +25,7 @@ from scrimp.gemm.layer import Shard
 from scrimp.statistics.gains import NOISES, Gains
 from scrimp.statistics.ranks import ALONE, Ranks, shard_at
 from scrimp.statistics.stream import generator_of, is_recomputing, noise_at, square
+from scrimp.statistics.structure import is_grouped
 
 Disturbed = Callable[[contextlib.AbstractContextManager[object]], NDArray[np.float64]]
 """Runs the batch inside a context; gives [2, K] norms of the changes of gradients and of relative updates."""
@@ -61,7 +62,7 @@ def watching_sites(
                 # The tensor is kept beside its number: the id of one that is gone may be given again.
                 sites.inputs[layer] = numbers.setdefault(id(x), (len(numbers), x))[0]
             if x.requires_grad:
-                x.register_hook(lambda g: _add(sites.input_gradients, layer, g))
+                x.register_hook(lambda g: _add(sites.input_gradients, layer, _part(module, g, ranks)))
 
         return look
 
@@ -70,17 +71,20 @@ def watching_sites(
             # First of all hooks: wrappers give each layer an input of its own, where layers share one.
             stack.callback(modules[layer].register_forward_pre_hook(hook(layer), prepend=True).remove)
         yield
-    own = [
-        sites.input_gradients[layer]
-        / ranks.copies(shard_at(modules[layer], "inputs") if layer in modules else None)
-        for layer in layers
-    ]
-    total = ranks.sum(own) * ranks.share**2
+    total = ranks.sum([sites.input_gradients[layer] for layer in layers]) * ranks.share**2
     sites.input_gradients = dict(zip(layers, total.tolist(), strict=True))
 
 
-def _add(sums: dict[str, float], layer: str, gradient: Tensor) -> None:
-    sums[layer] += square(gradient)
+def _add(sums: dict[str, float], layer: str, part: float) -> None:
+    sums[layer] += part
+
+
+def _part(module: nn.Module, gradient: Tensor, ranks: Ranks) -> float:
+    """This rank's part of the squared norm of the gradient of a layer's input."""
+    shard = shard_at(module, "outputs")
+    if is_grouped(module) and shard is not None:  # each piece of an expert gives a partial sum
+        return square(shard.sum(gradient)) / shard.ranks
+    return square(gradient) / ranks.copies(shard_at(module, "inputs"))
 
 
 class _NoisyGradient(torch.autograd.Function):

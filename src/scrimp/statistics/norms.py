@@ -107,7 +107,7 @@ class NormWatch:
         if layer not in self._layers or (gemm == "fprop" and is_recomputing()):
             return
         self.runs[layer, gemm] += 1
-        names, expert = _NAMES[gemm], execution.expert + self._ranks.experts.get(layer, (0, 0))[0]
+        names, expert = _NAMES[gemm], execution.expert
         b = execution.b.dequantize() if isinstance(execution.b, QuantizedTensor) else execution.b
         operands = execution.a, b
         for name, value in zip(names, (*operands, execution.result), strict=True):
@@ -215,7 +215,7 @@ class NormWatch:
 
     def _shard(self, layer: str) -> Shard | None:
         """How ranks share a layer; None: they do not, or it is not here."""
-        return None if layer not in self._layers else self._layers[layer].shard
+        return None if layer not in self._layers else self._layers[layer].piece
 
     def _on_same_tokens(self, layer: str) -> int:
         """Ranks that run its products on the same tokens."""

@@ -157,6 +157,14 @@ class Ranks:
         sharing = 1 if self.rows is None else self.rows.size
         return micro_batch * (self.data_size // sharing) + self.data_rank // sharing
 
+    def draw_of_experts(self, micro_batch: int, shard: Shard | None) -> int:
+        """The same number for the tokens that come to the experts here; equal on ranks that share each of these.
+
+        Args:
+            shard: how they are shared; None: they are not.
+        """
+        return (micro_batch * self.size + self.world.rank) // (1 if shard is None else shard.ranks)
+
     @property
     def between(self) -> SharedRows | None:
         """How ranks share the tokens of what lies between layers."""
@@ -278,7 +286,8 @@ def local(value: Tensor) -> Tensor:
 
 def shard_at(module: nn.Module, side: str) -> Shard | None:
     """How the features of a planned layer's outputs, or inputs, are cut; None: they are not."""
-    shard: Shard | None = getattr(getattr(module, "planned", None), "shard", None)
+    planned: PlannedLayer | None = getattr(module, "planned", None)
+    shard = None if planned is None else planned.piece
     return shard if shard is not None and shard.split == side else None
 
 
