@@ -97,7 +97,9 @@ class PrecisionMeter:
                 yield self._passed(batch, step, first_row, targets)
                 continue
             self._executable.begin(step, first_row)
-            yield self._executable.loss(batch).total / targets
+            sums = self._executable.loss(batch)
+            # Penalties have gradients, and no value: ranks that share rows each have all of them.
+            yield (sums.total - sums.penalty.detach()) / targets
         self._choices.batch = None
         if torch.is_grad_enabled():
             self._executable.add_up_copies(self._optimizer.gradients())
