@@ -133,7 +133,8 @@ class BranchTape:
         shard, ranks = shard_at(module, "outputs"), self._ranks
         draw = ranks.draw(self.micro_batch)
         if is_grouped(module):  # its tokens are of any rows
-            draw, ranks = ranks.draw_of_experts(self.micro_batch, shard), ALONE
+            sharing = 1 if shard is None else shard.ranks
+            draw, ranks = ranks.draw_of_experts(self.micro_batch, sharing), ALONE
         generator = generator_of(output.device, *key, 0 if kind == "weights" else draw)
         return noise_at(output, share, kind, generator, ranks, shard)
 

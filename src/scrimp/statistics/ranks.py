@@ -9,7 +9,8 @@ Method   Every statistic is a sum of squares, or of products. Each rank adds its
              FSDP2             W, gW, changes of gradients and updates: sum over shards
              context parallel  ranks that share rows are data-parallel ranks to all that is summed
              pipeline          each rank adds what its own layers show; all know the names of all
-             expert parallel   each rank adds what its own experts show of the tokens that came to them
+             expert parallel   each rank adds what its own experts show of the tokens that came to them; pieces of an
+                               expert are cut as layers are, and the gradient of what they read is a partial sum
              tensor parallel   what a layer cuts (`Shard.cut_axes`): sum; the rest: copies; partial sums (gX of
                                column-parallel, Y of row-parallel layers) are reduced before they are squared;
                                between layers copies, or with sequence parallelism (`Ranks.tokens`) a sum over tokens
@@ -19,14 +20,15 @@ Gradients  Both data-parallel kinds average gradients over ranks: the loss is th
            Where ranks add up gradients of parts of one loss (`Ranks.adds`), what a rank sees is of the whole loss.
 Noise      Independent between data-parallel ranks: micro-batch m of rank r draws as number m D + r, as if one process
            ran the ranks' micro-batches in turn. Ranks that hold copies draw the same, pieces draw the
-           whole and take their part, and so do ranks that share rows or tokens (`SharedRows`). Stochastic rounding is
-           told apart by the clock: loops begin it by row.
+           whole and take their part, and so do ranks that share rows or tokens (`SharedRows`). Experts draw for the
+           tokens that came to a rank. Stochastic rounding is told apart by the clock: loops begin it by row.
 Limits     Ranks must run equally many micro-batches, of equally many tokens. That gradients are summed instead of
            averaged (`set_gradient_divide_factor`, a communication hook) has to be said. Refused by name: FSDP1, and in
            others' loops sequence parallel and pipeline stages, of which a model does not show who has what (Scrimp's
            own runs say it, `scrimp.training.precision.ranks_of_run`).
 Source     SNIP (arXiv 2602.01410), reconstruction section 6, all-reduce.
-Checked    tests/statistics/test_ranks.py: on gloo, against one process on the whole batch.
+Checked    tests/statistics/test_ranks.py: on gloo, against one process on the whole batch; Scrimp's own layouts:
+           tests/training/precision/test_statistics_on_ranks.py
 """
 
 from __future__ import annotations
@@ -157,13 +159,13 @@ class Ranks:
         sharing = 1 if self.rows is None else self.rows.size
         return micro_batch * (self.data_size // sharing) + self.data_rank // sharing
 
-    def draw_of_experts(self, micro_batch: int, shard: Shard | None) -> int:
-        """The same number for the tokens that come to the experts here; equal on ranks that share each of these.
+    def draw_of_experts(self, micro_batch: int, sharing: int) -> int:
+        """The same for the tokens that come to the experts here.
 
         Args:
-            shard: how they are shared; None: they are not.
+            sharing: neighbours that have pieces of them, and so the same tokens.
         """
-        return (micro_batch * self.size + self.world.rank) // (1 if shard is None else shard.ranks)
+        return (micro_batch * self.size + self.world.rank) // sharing
 
     @property
     def between(self) -> SharedRows | None:

@@ -109,7 +109,7 @@ def compare(name: str, case: Case, found: Sequence[PrecisionProfile]) -> None:
     plans = [make_plan(Question(one, Budget(fp4_flops=0.5))) for one in (found[0], wanted)]
     assert plans[0].precisions == plans[1].precisions or bounds is LOOSE
     for key in ("loss_divergence", "weight_divergence"):
-        rel = 0.05 if bounds is LOOSE else 0.01
+        rel = 0.1 if bounds is LOOSE else 0.01
         assert plans[0].predicted[key] == pytest.approx(plans[1].predicted[key], rel=rel)
 
 

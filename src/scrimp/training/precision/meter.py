@@ -4,6 +4,7 @@ The model runs as in training: the same loss, the same rounding noise addresses,
 
 Ranks    Losses are divided by the targets of all ranks, so gradients are sums over ranks, and statistics are reduced as
          such (`ranks_of`). In a pipeline each rank measures its own layers, one micro-batch after another.
+Losses   Those that a run shows: penalties (z-loss, the balance of experts) have gradients alone.
 Checked  tests/training/precision/test_precision_cycle.py; on ranks test_precision_on_ranks.py
 """
 
