@@ -38,6 +38,7 @@ BASE = {"device": "cpu", "data.tokenizer": "bytes", "model.preset": "mixtral-8m"
         ({"layout.etp": 3}, 3, "layout.etp does not divide the width of an expert - got 256 over 3"),
         ({"layout.ep": 2, "optimizer.moments": "8bit"}, 2, "optimizer.moments 8bit"),
         ({"layout.ep": 2, "precision": "snip", "snip.gains": "exact"}, 2, "snip.gains exact"),
+        ({"layout.tp": 2, "precision": "snip", "snip.gains": "exact"}, 2, "snip.gains exact"),
         ({"layout.ep": 2, "train.compile": "on"}, 2, "train.compile on"),
     ],
 )

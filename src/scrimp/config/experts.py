@@ -96,11 +96,17 @@ def _check_beside_ranks(config: Config) -> None:
             got=f"outer.every {config.outer.every:,}",
             do="leave outer.every out",
         )
-    shares, exact = layout.ep * layout.etp > 1, config.is_planned and config.snip.gains == "exact"
+    shares = layout.ep * layout.etp > 1
+    if config.is_planned and config.snip.gains == "exact" and (shares or layout.tp * layout.cp > 1):
+        raise ConfigError(
+            "snip.gains exact is not carried out for routed experts beside layout.ep, etp, tp and cp",
+            got=f"layout.ep {layout.ep:,}, etp {layout.etp:,}, tp {layout.tp:,}, cp {layout.cp:,}",
+            do="leave snip.gains out, or use layout.dp and layout.fsdp alone",
+        )
     rounds = config.train.parameters == "bf16" and not config.optimizer.master_weights
-    refused = [("optimizer.moments", config.optimizer.moments)] * (config.optimizer.moments != "fp32")
+    moments = config.optimizer.moments
+    refused: list[tuple[str, str]] = [("optimizer.moments", moments)] * (moments != "fp32")
     refused += [("optimizer.master_weights", "false")] * rounds
-    refused += [("snip.gains", "exact")] * exact
     refused += [("train.compile", config.train.compile)] * (config.train.compile == "on")
     for key, value in refused if shares else []:
         raise ConfigError(

@@ -118,7 +118,7 @@ def collect(
                 if ranks.size > 1:
                     structure = structure if ranks.world.same(repr(structure)) else None
                     ranks.refuse_straddling(subject.planned.layers, formats)
-                way = _way(gains, structure, ranks)
+                way = _way(gains, structure, ranks, everything)
                 measurement = _Measurement(subject, everything, tuple(formats), way, structure, noise, ranks)
             measures_gains = number < max(1, gain_batches)
             statistics.append(measurement.measure(batch, seed + 1000 * number, measures_gains=measures_gains))
@@ -174,14 +174,17 @@ def _structure(subject: Subject, batch: Any, ranks: Ranks, everything: Inventory
         settle(subject.model)
 
 
-def _way(gains: str, structure: Structure | None, ranks: Ranks) -> str:
-    if (ranks.stages > 1 or ranks.experts) and (structure is None or gains == "exact"):
+def _way(gains: str, structure: Structure | None, ranks: Ranks, everything: Inventory) -> str:
+    has_experts = max(everything.experts.values(), default=1) > 1
+    # Whose tokens an expert has: those of its own rank, or of several.
+    shares_experts = has_experts and (bool(ranks.experts) or ranks.between is not None)
+    if (ranks.stages > 1 or shares_experts) and (structure is None or gains == "exact"):
         raise PlanError(
             "gains are not measured exactly "
-            + ("in a pipeline" if ranks.stages > 1 else "of shared experts"),
+            + ("of experts on these ranks" if shares_experts else "in a pipeline"),
             got="no residual stream was found in the model" if structure is None else gains,
             expected="auto, ratios or blocks, of pre-norm blocks",
-            do="plan in one process, or without layout.pp, layout.ep and layout.etp",
+            do="plan in one process, or with layout.dp and layout.fsdp alone",
         )
     if gains == "auto":
         return "exact" if structure is None else "ratios"
