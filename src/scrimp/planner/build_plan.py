@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from scrimp.config import Architecture, Config, ResolvedConfig, parse_bytes
 from scrimp.config.pipeline import pipeline_of
@@ -75,8 +75,7 @@ def build_plan(
     """
     blocks, states = rows_of(placement, why)
     gemms = _gemms(config, architecture, reasons)
-    for formats in _may_run(config, gemms, spec_of(architecture)):
-        _refuse_cut(formats, config, spec_of(architecture))
+    _refuse_cuts(gemms, config, spec_of(architecture))
     return Plan(
         fingerprint=Fingerprint(
             model=model_fingerprint(architecture),
@@ -131,14 +130,18 @@ def _gemms(
     }
 
 
-def _may_run(
-    config: ResolvedConfig, gemms: dict[str, LinearPrecision], spec: ModelSpec
-) -> Iterator[dict[str, LinearPrecision]]:
-    """The formats of layers, and of those that are planned while training each candidate's."""
-    yield gemms
+def _refuse_cuts(gemms: Mapping[str, LinearPrecision], config: ResolvedConfig, spec: ModelSpec) -> None:
+    """Refuse formats that ranks which share layers cannot run, and of planned ones every such candidate."""
+    if not config.is_planned:
+        _refuse_cut(gemms, config, spec)
+        return
     rules = parse_rules(config.precision)
-    for name in config.candidates if config.is_planned else ():
-        yield rules.with_base(name).assign(spec.origins)
+    try:
+        for name in (*config.candidates, config.snip.start):
+            _refuse_cut(rules.with_base(name).assign(spec.origins), config, spec)
+    except PlanError as error:
+        do = "plan among others (--snip.formats fp8_row,nvfp4), name this layer's in a rule, or use fewer ranks"
+        raise PlanError(error.what, got=error.got, expected=error.expected, do=do) from None
 
 
 def _refuse_cut(gemms: Mapping[str, LinearPrecision], config: ResolvedConfig, spec: ModelSpec) -> None:
