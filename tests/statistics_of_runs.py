@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from parity import Case, batch_of, made
+from parity import ROWS, SEQUENCE, Case, batch_of, made
 
 from scrimp.cycle import CycleSettings
 from scrimp.data import Batch
@@ -16,6 +16,7 @@ from scrimp.planner.precision import Budget
 from scrimp.planner.precision.profile import PrecisionProfile
 from scrimp.runtime import Executable
 from scrimp.runtime.passes import run_passes
+from scrimp.runtime.pieces import share_formats
 from scrimp.training.precision.meter import PrecisionMeter
 from scrimp.world import World
 
@@ -29,6 +30,7 @@ def trained(case: Case, world: World, readers: int) -> tuple[Executable, Optimiz
     names = [name for name in executable.model.spec.layers() if name != "head" and name in here]
     precisions = dict.fromkeys(names, LinearPrecision.of("fp32"))
     planned = swap_in(executable.model, precisions, choose=reference_only)
+    share_formats(executable.model, planned, executable.mesh)
     executable = dataclasses.replace(executable, planned=planned)
     rank, each = executable.mesh.data_rank, case.micro_batches * (readers if world.size == 1 else 1)
     for step in range(2):
@@ -42,7 +44,9 @@ def trained(case: Case, world: World, readers: int) -> tuple[Executable, Optimiz
     return executable, optimizer
 
 
-def measured(case: Case, world: World, readers: int, gains: str = "auto") -> PrecisionProfile:
+def measured(
+    case: Case, world: World, readers: int, gains: str = "auto", formats: Sequence[str] = FORMATS
+) -> PrecisionProfile:
     """Statistics of one batch, which so many readers share."""
     executable, optimizer = trained(case, world, readers)
     first, size = executable.mesh.data_rank, 1 if world.size > 1 else readers
@@ -53,7 +57,14 @@ def measured(case: Case, world: World, readers: int, gains: str = "auto") -> Pre
         yield [batch_of(case, step, number) for number in numbers]
 
     settings = CycleSettings(
-        budget=Budget(fp4_flops=0.75), formats=FORMATS, first=2, every=0, delay=1, batches=1, gains=gains
+        budget=Budget(fp4_flops=0.75),
+        formats=tuple(formats),
+        first=2,
+        every=0,
+        delay=1,
+        batches=1,
+        gains=gains,
     )
-    meter = PrecisionMeter(settings, executable, optimizer, batches, device_name="cpu")
-    return meter.measure(2, FORMATS)
+    row = first * case.micro_batches * ROWS * SEQUENCE
+    meter = PrecisionMeter(settings, executable, optimizer, batches, device_name="cpu", first_row=row)
+    return meter.measure(2, formats)

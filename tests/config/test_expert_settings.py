@@ -25,11 +25,6 @@ BASE = {"device": "cpu", "data.tokenizer": "bytes", "model.preset": "mixtral-8m"
             "budget.speedup is not carried out for models with routed experts yet",
         ),
         (
-            {"precision": "snip", "snip.start": "bf16", "layout.ep": 2},
-            2,
-            "precision snip is not carried out beside layout.ep",
-        ),
-        (
             {"model.preset": "llama-3m", "layout.ep": 2},
             2,
             "layout.ep shares experts, and this model has none",
@@ -42,6 +37,8 @@ BASE = {"device": "cpu", "data.tokenizer": "bytes", "model.preset": "mixtral-8m"
         ({"layout.pp": 2, "layout.ep": 4}, 4, "does not divide the ranks of a stage - got 2 over 4"),
         ({"layout.etp": 3}, 3, "layout.etp does not divide the width of an expert - got 256 over 3"),
         ({"layout.ep": 2, "optimizer.moments": "8bit"}, 2, "optimizer.moments 8bit"),
+        ({"layout.ep": 2, "precision": "snip", "snip.gains": "exact"}, 2, "snip.gains exact"),
+        ({"layout.tp": 2, "precision": "snip", "snip.gains": "exact"}, 2, "snip.gains exact"),
         ({"layout.ep": 2, "train.compile": "on"}, 2, "train.compile on"),
     ],
 )

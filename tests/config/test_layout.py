@@ -54,7 +54,10 @@ def test_ranks_that_cut_layers_leave_the_others_to_be_filled_up(settings: Any, d
     [
         ({"layout__tp": 4}, "layout.tp does not divide attention heads - got 6 on 4 ranks"),
         ({"layout__tp": 2, "train__sequence": 31}, "tokens of a sequence"),
-        ({"layout__tp": 2, "precision": "snip"}, "precision snip is not carried out beside layout.tp"),
+        (
+            {"layout__tp": 2, "precision": "snip", "budget__speedup": 1.2},
+            "budget.speedup 1.2 is not carried out",
+        ),
         ({"layout__tp": 2, "optimizer__moments": "8bit"}, "optimizer.moments 8bit"),
         (
             {"layout__tp": 2, "precision": "bf16", "optimizer__master_weights": False},

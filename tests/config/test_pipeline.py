@@ -77,11 +77,11 @@ def test_uneven_stages_are_those_given() -> None:
         ({"layout__stages": "a,b"}, "layout.stages is no list of blocks"),
         ({"layout__stages": f"0,{BLOCKS}"}, "layout.stages is no list of blocks"),
         ({"layout__stages": "1,1"}, "layout.stages does not fit"),
-        ({"precision": "snip", "layout__schedule": "zbv"}, "precision snip is not carried out in a pipeline"),
         (
             {"precision": "snip", "budget__speedup": 1.2},
             "budget.speedup 1.2 is not carried out in a pipeline",
         ),
+        ({"precision": "snip", "snip__gains": "exact"}, "snip.gains exact is not carried out in a pipeline"),
         ({"memory__activations": "keep+offload"}, r"memory.activations keep\+offload is not carried out"),
         ({"memory__optimizer": "host"}, "memory.optimizer host is not carried out in a pipeline"),
         ({"memory__split": "fastest"}, "memory.split fastest is not carried out in a pipeline"),

@@ -35,6 +35,8 @@ def make_plan(precision: str = "auto", **budget: str) -> Plan:
     [
         ("llama-3m", {"tp": 2}, "fp8", r"attention.qkv.fprop cannot run in fp8 .* begins at \d+ of its"),
         ("llama-3m", {"tp": 2}, "fp8_row,*.qkv=nvfp4,head=fp8_tensor", ""),
+        ("llama-3m", {"tp": 2}, "snip", r"attention.qkv.fprop cannot run in fp8 .* begins at \d+ of its"),
+        ("llama-3m", {"tp": 2}, "snip,*.fprop=fp8_row,*.dgrad=nvfp4,*.wgrad=nvfp4", ""),
         (
             "mixtral-8m",
             {"tp": 2},

@@ -15,11 +15,13 @@ from torch import Tensor, nn
 
 from scrimp.config import OptimizerConfig
 from scrimp.errors import ModelError, PlanError, TrainingError
-from scrimp.gemm import LinearPrecision
+from scrimp.gemm import LinearPrecision, swap_in
+from scrimp.gemm.layer import Shard
 from scrimp.optim import AdamW
 from scrimp.optim.foreign import TorchOptimizer
 from scrimp.planner.precision.profile import PrecisionProfile
-from scrimp.statistics import GAINS, Subject, collect, fingerprint
+from scrimp.statistics import GAINS, Ranks, Subject, collect, fingerprint
+from scrimp.statistics.inventory import Inventory
 
 FORMATS = ("bf16", "fp8", "fp4")
 module = importlib.import_module("scrimp.statistics.collect")
@@ -297,3 +299,18 @@ def test_other_optimizers_can_be_measured_by_their_gradients() -> None:
     assert profile.optimizer == "gradient"
     assert not profile.unusable()
     assert (profile.batches[0].sensitivity > 0).all()
+
+
+def test_a_piece_of_a_layer_counts_with_the_shape_of_the_whole() -> None:
+    model = MlpModel()
+    planned = swap_in(model, dict.fromkeys(linear_names(model), LinearPrecision.of("fp32")))
+    names = list(planned.layers)
+    first, second = names[:2]
+    group: Any = None  # nothing is exchanged here
+    planned.layers[first].share(Shard("outputs", group, (range(3), range(8, 11)), frozenset({0, 8}), 77))
+    planned.layers[second].share(Shard("inputs", group, (range(5),), frozenset({0}), 99))
+    alone = {name: tuple(model.get_submodule(name).weight.shape) for name in names}
+    found = Inventory.of(model, planned, names, Ranks()).shapes
+    assert found[first] == (77, alone[first][1])
+    assert found[second] == (alone[second][0], 99)
+    assert {name: found[name] for name in names[2:]} == {name: alone[name] for name in names[2:]}

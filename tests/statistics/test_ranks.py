@@ -34,7 +34,7 @@ from scrimp.gemm.layer import reference_only
 from scrimp.models.context_parallel.division import SCHEMES, Division, Scheme
 from scrimp.planner.precision.profile import BatchStatistics, PrecisionProfile
 from scrimp.statistics import Probe, Ranks, SharedRows, Subject, collect, probe
-from scrimp.statistics.stream import gaussian, generator_of
+from scrimp.statistics.stream import gaussian, generator_of, noise_at
 from scrimp.world import World
 
 RANKS, MICRO_BATCHES, ROWS = 2, 4, 2
@@ -298,8 +298,35 @@ def test_ranks_that_share_rows_draw_the_noise_of_whole_rows(scheme: Scheme) -> N
     alone = gaussian(whole, 0.1, "tokens", generator_of(whole.device, 7, Ranks(World(1, 2), 2, 1).draw(4)))
     for rank, of_rank in enumerate(ranks):
         generator = generator_of(whole.device, 7, of_rank.draw(4))
-        found = gaussian(division.cut(whole, rank), 0.1, "tokens", generator, of_rank)
+        found = gaussian(division.cut(whole, rank), 0.1, "tokens", generator, of_rank.rows)
         assert torch.equal(found, division.cut(alone, rank))
+
+
+@given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 2), st.integers(1, 4))
+def test_tokens_that_share_rows_draw_the_noise_of_whole_rows_between_layers(
+    rows: int, each: int, data_rank: int, size: int
+) -> None:
+    whole = torch.randn(rows, each * size, 5)
+    alone = gaussian(whole, 0.1, "tokens", generator_of(whole.device, 7))
+    for rank in range(size):
+        own = range(rank * each, (rank + 1) * each)
+        tokens = SharedRows(size, lambda length, own=own: torch.tensor(own))
+        ranks = Ranks(World(rank, 2 * size), 2, data_rank - 1, tokens=tokens)
+        found = noise_at(whole[:, own], 0.1, "tokens", generator_of(whole.device, 7), ranks)
+        assert torch.equal(found, alone[:, own])
+        assert ranks.copies() == 1
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 5))
+def test_experts_draw_alike_only_where_ranks_share_each_of_them(groups: int, etp: int, number: int) -> None:
+    world = groups * etp
+    drawn = [
+        [Ranks(World(rank, world)).draw_of_experts(micro_batch, etp) for micro_batch in range(number)]
+        for rank in range(world)
+    ]
+    for group in range(groups):
+        assert all(one == drawn[group * etp] for one in drawn[group * etp : (group + 1) * etp])
+    assert sorted(n for one in drawn[::etp] for n in one) == list(range(groups * number))
 
 
 # -- refusals ----------------------------------------------------------------------------------

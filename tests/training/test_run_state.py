@@ -17,6 +17,7 @@ from scrimp.cli import main
 from scrimp.config import Architecture, preset
 from scrimp.errors import CheckpointError
 from scrimp.json_files import as_typed
+from scrimp.planner.build_plan import model_fingerprint
 from scrimp.training import checkpoint_manifest as manifests
 from scrimp.training.checkpoint import STATE, Checkpoint
 from scrimp.training.precision.formats_in_plan import read_saved_cycle
@@ -133,7 +134,9 @@ def test_options_of_a_family_are_read_as_they_were_written_and_none_leave_no_tra
     plain = preset("llama-3m")
     assert "options" not in plain.to_json()
     gemma = dataclasses.replace(preset("gemma3-8m"), options=(("full_every", 3.0), ("rope_factor", 8.0)))
-    for architecture in (plain, gemma):
+    for architecture in (plain, gemma, preset("mixtral-8m")):
         values = json.loads(json.dumps(architecture.to_json()))
         assert values == architecture.to_json()
-        assert as_typed(values, Architecture, origin="x", error=CheckpointError, do="y") == architecture
+        read = as_typed(values, Architecture, origin="x", error=CheckpointError, do="y")
+        assert read == architecture
+        assert model_fingerprint(read) == model_fingerprint(architecture)

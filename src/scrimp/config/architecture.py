@@ -119,7 +119,8 @@ class Architecture:
         """Plain values, without options where there are none: as before there were any."""
         values = dataclasses.asdict(self)
         options = values.pop("options")
-        return values | ({"options": [list(option) for option in options]} if options else {})
+        numbers = [[name, float(number)] for name, number in options]  # as a file that is read gives them
+        return values | ({"options": numbers} if options else {})
 
     def option(self, name: str, usual: float) -> float:
         """A number that only its family has."""

@@ -66,13 +66,6 @@ def check_experts(config: Config, architecture: Architecture, ranks: int) -> Non
                 got=f"a {architecture.family} model, whose grouped products nothing has timed",
                 do="give budget.fp4_flops instead",
             )
-    for key in ("cp", "pp") if config.is_planned else ():
-        if getattr(config.layout, key) > 1:
-            raise ConfigError(
-                f"precision {config.precision} is not carried out for routed experts beside layout.{key} yet",
-                got=f"layout.{key} {getattr(config.layout, key):,}",
-                do=f"give formats by rules, or leave layout.{key} out",
-            )
     _check_degrees(architecture, ep, etp, ranks // config.layout.pp)
     if ranks > 1:
         _check_beside_ranks(config)
@@ -104,9 +97,15 @@ def _check_beside_ranks(config: Config) -> None:
             do="leave outer.every out",
         )
     shares = layout.ep * layout.etp > 1
+    if config.is_planned and config.snip.gains == "exact" and (shares or layout.tp * layout.cp > 1):
+        raise ConfigError(
+            "snip.gains exact is not carried out for routed experts beside layout.ep, etp, tp and cp",
+            got=f"layout.ep {layout.ep:,}, etp {layout.etp:,}, tp {layout.tp:,}, cp {layout.cp:,}",
+            do="leave snip.gains out, or use layout.dp and layout.fsdp alone",
+        )
     rounds = config.train.parameters == "bf16" and not config.optimizer.master_weights
-    refused = [("precision", config.precision)] * config.is_planned
-    refused += [("optimizer.moments", config.optimizer.moments)] * (config.optimizer.moments != "fp32")
+    moments = config.optimizer.moments
+    refused: list[tuple[str, str]] = [("optimizer.moments", moments)] * (moments != "fp32")
     refused += [("optimizer.master_weights", "false")] * rounds
     refused += [("train.compile", config.train.compile)] * (config.train.compile == "on")
     for key, value in refused if shares else []:

@@ -212,14 +212,18 @@ def check_tensor_ranks(config: Config, architecture: Architecture) -> None:
                 expected="a number of ranks that divides them",
                 do="choose another layout.tp, or leave it out: layout.fsdp asks nothing of the model",
             )
-    refused = [("precision", config.precision)] * config.is_planned
-    refused += [("layout.cp", str(config.layout.cp))] * (config.layout.cp > 1)
+    refused = [("layout.cp", str(config.layout.cp))] * (config.layout.cp > 1)
     refused += [("optimizer.moments", config.optimizer.moments)] * (config.optimizer.moments != "fp32")
     refused += [("optimizer.master_weights", "false")] * _rounds(config)
     refused += [
         (f"budget.{key}", getattr(config.budget, key))
         for key in ("device_memory", "host_memory")
         if getattr(config.budget, key) not in (None, "auto")
+    ]
+    refused += [
+        (f"budget.{key}", f"{getattr(config.budget, key):g}")
+        for key in ("step_seconds", "speedup", "divergence")  # nobody has timed pieces of GEMMs
+        if getattr(config.budget, key) is not None
     ]
     for key, value in refused:
         raise ConfigError(

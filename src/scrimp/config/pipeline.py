@@ -169,14 +169,12 @@ def _check_sizes(text: str, count: int, num_blocks: int) -> None:
 
 def _refuse_beside(config: Config, num_blocks: int) -> None:
     layout, memory = config.layout, config.memory
-    # Nobody has compared their statistics with those of one process.
-    unproven = layout.schedule in V_SHAPED or layout.cp > 1
-    refused = [("precision", config.precision)] * (config.is_planned and unproven)
-    refused += [
+    refused = [
         (f"budget.{key}", f"{getattr(config.budget, key)}")
         for key in ("step_seconds", "speedup", "divergence")  # seconds of GEMMs that no rank runs all of
         if getattr(config.budget, key) is not None
     ]
+    refused += [("snip.gains", "exact")] * (config.is_planned and config.snip.gains == "exact")
     offloads = memory.activations != "auto" and any(
         one.is_offloaded for one in assign_activations(memory.activations, num_blocks)
     )

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from scrimp.errors import PlanError
@@ -61,7 +62,8 @@ class Shard:
 
     split: str
     """"outputs" (column-parallel: W, Y and G are cut along O) or "inputs" (row-parallel: X and W along I)."""
-    reduce_amax: AmaxReducer
+    group: dist.ProcessGroup
+    """The ranks that have its pieces."""
     features: tuple[range, ...]
     """The outputs (or inputs) held here, of those of the whole layer; several ranges of layers that are stacked."""
     begins: frozenset[int]
@@ -84,6 +86,35 @@ class Shard:
         spans_tensor = scaling.has_tensor_scale or (scaling.rows is None and scaling.columns is None)
         spans_cut = spans_tensor or (scaling.columns is None and cut == axis)
         return self.reduce_amax if cut is not None and spans_cut else None
+
+    def reduce_amax(self, amax: Tensor) -> None:
+        """The largest of all ranks' numbers, in place."""
+        dist.all_reduce(amax, dist.ReduceOp.MAX, group=self.group)
+
+    @property
+    def ranks(self) -> int:
+        """How many have pieces."""
+        return dist.get_world_size(self.group)
+
+    def sum(self, partial: Tensor) -> Tensor:
+        """The sum of all ranks' tensors, in float32."""
+        total = partial.detach().to(torch.float32, copy=True)
+        dist.all_reduce(total, group=self.group)
+        return total
+
+    def whole(self, piece: Tensor) -> Tensor:
+        """The features of all ranks, in the last axis, from those that each has."""
+        found = piece.new_zeros(*piece.shape[:-1], self.size)
+        found[..., self._index(piece.device)] = piece.detach()
+        dist.all_reduce(found, group=self.group)
+        return found
+
+    def own(self, whole: Tensor) -> Tensor:
+        """The features that lie here, of all in the last axis."""
+        return whole[..., self._index(whole.device)]
+
+    def _index(self, device: torch.device) -> Tensor:
+        return torch.tensor([*itertools.chain(*self.features)], device=device)
 
 
 @dataclass(eq=False)
@@ -130,8 +161,8 @@ class PlannedLayer:
             PlanError: by what.
         """
         check_precision(precision, self.name)
-        if self.shard is not None:
-            check_cut(self.name, precision, self.shard.split, self.shard.begins, self.shard.size)
+        if (piece := self.piece) is not None:
+            check_cut(self.name, precision, piece.split, piece.begins, piece.size)
 
     def share(self, shard: Shard) -> None:
         """Run on a piece from now on.
@@ -147,6 +178,11 @@ class PlannedLayer:
         copied = replace(self, group=None, members=())
         copied.members = tuple(replace(member, group=copied) for member in self.members)
         return copied
+
+    @property
+    def piece(self) -> Shard | None:
+        """How ranks share it, or each of its experts; None: they do not."""
+        return self.members[0].shard if self.members else self.shard
 
     @property
     def watched(self) -> PlannedLayer:

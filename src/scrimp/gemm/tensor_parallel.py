@@ -22,7 +22,6 @@ from collections.abc import Callable
 from typing import cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.distributed.tensor import Shard as Split
@@ -102,13 +101,8 @@ def locate(layer: PlannedLayer, weight: DTensor) -> None:
     if split is None:
         return
     mesh = weight.device_mesh
-    group = mesh.get_group()
-
-    def reduce_amax(amax: Tensor) -> None:
-        dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
-
     size = weight.shape[0 if split == "outputs" else 1]
     piece = -(-size // mesh.size())  # DTensor cuts as torch.chunk does
     first = min(size, piece * mesh.get_local_rank())
     features = (range(first, min(size, first + piece)),)
-    layer.share(Shard(split, reduce_amax, features, frozenset(range(0, size, piece)), size))
+    layer.share(Shard(split, mesh.get_group(), features, frozenset(range(0, size, piece)), size))

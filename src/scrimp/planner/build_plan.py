@@ -75,7 +75,7 @@ def build_plan(
     """
     blocks, states = rows_of(placement, why)
     gemms = _gemms(config, architecture, reasons)
-    _refuse_cut(gemms, config, spec_of(architecture))
+    _refuse_cuts(gemms, config, spec_of(architecture))
     return Plan(
         fingerprint=Fingerprint(
             model=model_fingerprint(architecture),
@@ -128,6 +128,20 @@ def _gemms(
         layer: dataclasses.replace(choice, reason=only or choice.reason)
         for layer, choice in rules.assign(layers).items()
     }
+
+
+def _refuse_cuts(gemms: Mapping[str, LinearPrecision], config: ResolvedConfig, spec: ModelSpec) -> None:
+    """Refuse formats that ranks which share layers cannot run, and of planned ones every such candidate."""
+    if not config.is_planned:
+        _refuse_cut(gemms, config, spec)
+        return
+    rules = parse_rules(config.precision)
+    try:
+        for name in (*config.candidates, config.snip.start):
+            _refuse_cut(rules.with_base(name).assign(spec.origins), config, spec)
+    except PlanError as error:
+        do = "plan among others (--snip.formats fp8_row,nvfp4), name this layer's in a rule, or use fewer ranks"
+        raise PlanError(error.what, got=error.got, expected=error.expected, do=do) from None
 
 
 def _refuse_cut(gemms: Mapping[str, LinearPrecision], config: ResolvedConfig, spec: ModelSpec) -> None:

@@ -11,7 +11,7 @@ Checked  tests/runtime/parallel/test_cut_formats.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch.distributed as dist
 from torch import Tensor
@@ -43,7 +43,7 @@ def share_formats(model: Model, planned: PlannedModel, mesh: RankMesh) -> None:
             linear = model.spec.linear(name)
             weight = model.head_weight if name == HEAD else model.get_parameter(f"{name}.weight")
             if linear.experts == 1:
-                _share(layer, linear, weight, ranks.size, ranks.rank, _largest(ranks.group))
+                _share(layer, linear, weight, ranks.group)
     shared = [block.mlp.ranks for block in model.each_block() if isinstance(block, RoutedBlock)]
     if shared and shared[0] is not None:
         of_experts = {name: layer for name, layer in layers.items() if layer.members}
@@ -55,12 +55,12 @@ def _share_experts(
 ) -> None:
     of_experts = Clock(clock.seed)
     ranks.clocks = (clock, of_experts)
-    reduce_amax = _largest(mesh.of_expert.get_group()) if ranks.etp > 1 else None
+    group = mesh.of_expert.get_group() if ranks.etp > 1 else None
     for name, layer in layers.items():
         linear, layer.clock = spec.linear(name), of_experts
         for member, expert in zip(layer.members, ranks.experts(linear.experts), strict=True):
             member.name = f"{name}.{expert}"
-            if reduce_amax is None:
+            if group is None:
                 continue
             if linear.cut is None:
                 raise PlanError(
@@ -69,21 +69,14 @@ def _share_experts(
                 )
             pieces, rank = linear.pieces(ranks.etp), ranks.rank % ranks.etp
             size = linear.outputs if linear.cut == "outputs" else linear.inputs
-            member.share(Shard(linear.cut, reduce_amax, pieces[rank], _begins(pieces), size))
+            member.share(Shard(linear.cut, group, pieces[rank], _begins(pieces), size))
 
 
-def _share(
-    layer: PlannedLayer,
-    linear: LinearSpec,
-    weight: Tensor,
-    size: int,
-    rank: int,
-    reduce_amax: Callable[[Tensor], None],
-) -> None:
+def _share(layer: PlannedLayer, linear: LinearSpec, weight: Tensor, group: dist.ProcessGroup) -> None:
     cut = cut_of(weight)
     if cut is None or cut.local_shape == cut.shape:
         return
-    pieces = linear.pieces(size)
+    pieces, rank = linear.pieces(dist.get_world_size(group)), dist.get_rank(group)
     split = "inputs" if cut.dimension else "outputs"
     if (linear.cut, pieces[rank]) != (split, cut.ranges):
         raise PlanError(
@@ -92,17 +85,8 @@ def _share(
             expected=f"{split} {', '.join(f'{one.start}-{one.stop}' for one in cut.ranges)} of rank {rank}",
             do="set cut of its LinearSpec, or leave the layer in high precision",
         )
-    layer.share(Shard(split, reduce_amax, pieces[rank], _begins(pieces), cut.shape[cut.dimension]))
+    layer.share(Shard(split, group, pieces[rank], _begins(pieces), cut.shape[cut.dimension]))
 
 
 def _begins(pieces: tuple[tuple[range, ...], ...]) -> frozenset[int]:
     return frozenset(features.start for piece in pieces for features in piece)
-
-
-def _largest(group: dist.ProcessGroup) -> Callable[[Tensor], None]:
-    """The largest of all ranks' numbers, in place."""
-
-    def reduce_amax(amax: Tensor) -> None:
-        dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
-
-    return reduce_amax

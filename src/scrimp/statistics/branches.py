@@ -25,14 +25,14 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from scrimp.statistics.ranks import ALONE, Ranks, cut_of, local
-from scrimp.statistics.stream import gaussian, generator_of, is_recomputing, square
-from scrimp.statistics.structure import Structure
+from scrimp.statistics.ranks import ALONE, Ranks, local, shard_at
+from scrimp.statistics.stream import generator_of, is_recomputing, noise_at, square
+from scrimp.statistics.structure import Structure, is_grouped
 
 
 class BranchTape:
@@ -59,7 +59,7 @@ class BranchTape:
         with self._hooks(self._exits, self._record), self._hooks(self._branches, self._add):
             yield
         own = [number for number, sub in enumerate(self._all) if sub.branch]
-        self._ranks.join(self.added_squares, dict.fromkeys(own, 1.0 / self._ranks.copies(is_cut=False)))
+        self._ranks.join(self.added_squares, dict.fromkeys(own, 1.0 / self._ranks.copies()))
 
     def _add(self, number: int) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
@@ -81,7 +81,7 @@ class BranchTape:
 
                 def on_gradient(g: Tensor) -> None:
                     clean = self._kept["gx", number, micro_batch].to(g.device)
-                    copies = self._ranks.copies(is_cut=cut_of(module) == "inputs")
+                    copies = self._ranks.copies(shard_at(module, "inputs"))
                     changes[number] += square(local(g).float() - clean.float()) / copies
 
                 if x.requires_grad:
@@ -112,15 +112,9 @@ class BranchTape:
             def hook(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
                 if not torch.is_grad_enabled():
                     return output
-                is_cut = cut_of(module) == "outputs"
-                width = cast(int, module.out_features) if is_cut else None
-                draw = 0 if kind == "weights" else self._ranks.draw(self.micro_batch)
-                generator = generator_of(output.device, seed, number, id_of[id(module)], draw)
-                z = self._ranks.of_whole(
-                    output.detach(), width, lambda whole: gaussian(whole, share, kind, generator, self._ranks)
-                )
+                z = self._noise(module, output.detach(), share, kind, seed, number, id_of[id(module)])
                 if not is_recomputing():
-                    injected[number] += square(z) / self._ranks.copies(is_cut=is_cut)
+                    injected[number] += square(z) / self._ranks.copies(shard_at(module, "outputs"))
                 return output + z
 
             return hook
@@ -133,6 +127,16 @@ class BranchTape:
                     stack.callback(module.register_forward_hook(disturb(number)).remove)
             yield injected
         self._ranks.join(injected, dict.fromkeys(range(len(self._all)), 1.0))
+
+    def _noise(self, module: nn.Module, output: Tensor, share: float, kind: str, *key: int) -> Tensor:
+        """What enters at an entry's output."""
+        shard, ranks = shard_at(module, "outputs"), self._ranks
+        draw = ranks.draw(self.micro_batch)
+        if is_grouped(module):  # its tokens are of any rows
+            sharing = 1 if shard is None else shard.ranks
+            draw, ranks = ranks.draw_of_experts(self.micro_batch, sharing), ALONE
+        generator = generator_of(output.device, *key, 0 if kind == "weights" else draw)
+        return noise_at(output, share, kind, generator, ranks, shard)
 
     def _record(self, number: int) -> Callable[[nn.Module, Any, Tensor], Tensor | None]:
         def hook(module: nn.Module, inputs: Any, output: Tensor) -> Tensor | None:

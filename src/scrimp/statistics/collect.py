@@ -24,7 +24,7 @@ import contextlib
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,12 +33,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from scrimp.errors import ModelError, PlanError, TrainingError
-from scrimp.gemm import Execution, PlannedModel, is_transposed, observing, weight_matrix
+from scrimp.gemm import Execution, PlannedModel, is_transposed, observing
 from scrimp.planner.precision.profile import BatchStatistics, PrecisionProfile
 from scrimp.precision import GEMMS, LinearPrecision, recipe
 from scrimp.statistics.branches import BranchTape
 from scrimp.statistics.exact import Sites, exact_gains, watching_sites
 from scrimp.statistics.gains import CleanRun, Gains, Passes, by_blocks, by_ratios, of_layers, places
+from scrimp.statistics.inventory import Inventory
 from scrimp.statistics.norms import NormWatch, WeightKey
 from scrimp.statistics.optimizer_view import OptimizerView
 from scrimp.statistics.ranks import ALONE, Ranks, in_model_order, local, settle
@@ -112,12 +113,12 @@ def collect(
     with _between_steps(subject):
         for number, batch in enumerate(batches):
             if measurement is None:
-                everything = _inventory(subject, names, ranks)
+                everything = Inventory.of(subject.model, subject.planned, names, ranks)
                 structure = _structure(subject, batch, ranks, everything)
                 if ranks.size > 1:
                     structure = structure if ranks.world.same(repr(structure)) else None
                     ranks.refuse_straddling(subject.planned.layers, formats)
-                way = _way(gains, structure, ranks)
+                way = _way(gains, structure, ranks, everything)
                 measurement = _Measurement(subject, everything, tuple(formats), way, structure, noise, ranks)
             measures_gains = number < max(1, gain_batches)
             statistics.append(measurement.measure(batch, seed + 1000 * number, measures_gains=measures_gains))
@@ -148,54 +149,18 @@ def _nobody(execution: Execution) -> None:
     """Observes nothing: while anyone observes, clean and disturbed passes run by the same code."""
 
 
-@dataclass(frozen=True)
-class _Inventory:
-    """What there is on all ranks, in the order of the model."""
-
-    layers: tuple[str, ...]
-    """To measure."""
-    shapes: Mapping[str, tuple[int, int]]
-    """[O, I] of the whole weight of each planned layer, of all experts."""
-    experts: Mapping[str, int]
-    weights: tuple[str, ...]
-    """Watched parameters."""
-    owned: Mapping[str, str]
-    """Planned layer to its weight."""
-
-
-def _inventory(subject: Subject, names: Sequence[str], ranks: Ranks) -> _Inventory:
-    parameters, modules = dict(subject.model.named_parameters()), dict(subject.model.named_modules())
-    by_id = {id(parameter): name for name, parameter in parameters.items()}
-    facts: dict[str, Any] = {}
-    for layer, planned in subject.planned.layers.items():
-        here = max(1, len(planned.members))
-        experts = ranks.experts.get(layer, (0, here))[1]
-        outputs, inputs = weight_matrix(modules[layer]).shape
-        facts[layer] = [by_id[id(modules[layer].weight)], outputs // here * experts, inputs, experts]
-    weights = [name for name, p in parameters.items() if p.ndim >= 2 and p.requires_grad]
-    own: list[Any] = [list(names), facts, weights]
-    found: list[Any] = ranks.world.gathered(own) if ranks.stages > 1 else [own]
-    every = {layer: fact for one in found for layer, fact in one[1].items()}
-    return _Inventory(
-        tuple(in_model_order([one[0] for one in found])),
-        {layer: (fact[1], fact[2]) for layer, fact in every.items()},
-        {layer: fact[3] for layer, fact in every.items()},
-        tuple(in_model_order([one[2] for one in found])),
-        {layer: fact[0] for layer, fact in every.items()},
-    )
-
-
-def _structure(subject: Subject, batch: Any, ranks: Ranks, everything: _Inventory) -> Structure | None:
-    """The structure of all planned layers, measured or not, found with the first micro-batch."""
+def _structure(subject: Subject, batch: Any, ranks: Ranks, everything: Inventory) -> Structure | None:
+    """The structure of all layers that are followed, found with the first micro-batch."""
     before = ForwardState(subject.model, subject.planned)
+    here = [name for name in subject.planned.layers if name in everything.owned]
 
     def forward() -> object:
         return next(iter(subject.losses(batch)), None)
 
     try:
         if ranks.stages == 1:
-            return find_structure(subject.model, subject.planned.layers, forward)
-        part = find_part(subject.model, subject.planned.layers, forward)
+            return find_structure(subject.model, here, forward)
+        part = find_part(subject.model, here, forward)
         said = {
             node: None if sub is None else [sub.entries, sub.exit, sub.branch] for node, sub in part.items()
         }
@@ -209,13 +174,17 @@ def _structure(subject: Subject, batch: Any, ranks: Ranks, everything: _Inventor
         settle(subject.model)
 
 
-def _way(gains: str, structure: Structure | None, ranks: Ranks) -> str:
-    if ranks.stages > 1 and (structure is None or gains == "exact"):
+def _way(gains: str, structure: Structure | None, ranks: Ranks, everything: Inventory) -> str:
+    has_experts = max(everything.experts.values(), default=1) > 1
+    # Whose tokens an expert has: those of its own rank, or of several.
+    shares_experts = has_experts and (bool(ranks.experts) or ranks.between is not None)
+    if (ranks.stages > 1 or shares_experts) and (structure is None or gains == "exact"):
         raise PlanError(
-            "gains are not measured exactly in a pipeline",
+            "gains are not measured exactly "
+            + ("of experts on these ranks" if shares_experts else "in a pipeline"),
             got="no residual stream was found in the model" if structure is None else gains,
             expected="auto, ratios or blocks, of pre-norm blocks",
-            do="plan in one process, or without layout.pp",
+            do="plan in one process, or with layout.dp and layout.fsdp alone",
         )
     if gains == "auto":
         return "exact" if structure is None else "ratios"
@@ -247,7 +216,7 @@ class _Measurement:
     def __init__(
         self,
         subject: Subject,
-        everything: _Inventory,
+        everything: Inventory,
         formats: tuple[str, ...],
         gains: str,
         structure: Structure | None,
@@ -258,7 +227,6 @@ class _Measurement:
         self.gains, self.noise = gains, noise
         parameters = dict(subject.model.named_parameters())
         modules = dict(subject.model.named_modules())
-        planned = subject.planned.layers
         layers, self.weights = everything.layers, everything.weights
         missing = [layer for layer in layers if everything.owned[layer] not in self.weights]
         if missing:
@@ -267,7 +235,8 @@ class _Measurement:
         self.owned = {layer: self.weights.index(weight) for layer, weight in owned.items()}
         self.whole, self.experts_of = everything.shapes, everything.experts
         self.shapes = tuple(self.whole[layer] for layer in layers)
-        self.transposed = {layer for layer in planned if is_transposed(modules[layer])}
+        self.planned = {name: one for name, one in subject.planned.layers.items() if name in everything.owned}
+        self.transposed = {layer for layer in self.planned if is_transposed(modules[layer])}
         norms = norms_of({name: p for name, p in parameters.items() if name in self.weights}, ranks)
         self.norms_of_weights = [norms[name] for name in self.weights]
         self.stream: _Stream | None = None
@@ -291,9 +260,8 @@ class _Measurement:
     def measure(self, batch: Any, seed: int, *, measures_gains: bool = True) -> BatchStatistics:
         """All passes over one batch, or all but those of the gains."""
         self.start = ForwardState(self.subject.model, self.subject.planned)
-        planned = self.subject.planned.layers
         experts = self.experts_of
-        watch = NormWatch(planned, self.formats, self.weight_errors, self.layers, self.ranks, experts)
+        watch = NormWatch(self.planned, self.formats, self.weight_errors, self.layers, self.ranks, experts)
         with (
             observing(watch, plain=True, every_run=True),
             watching_sites(self.subject.model, tuple(experts), self.sites, self.ranks),

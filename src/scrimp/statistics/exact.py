@@ -21,9 +21,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from scrimp.gemm.layer import Shard
 from scrimp.statistics.gains import NOISES, Gains
-from scrimp.statistics.ranks import ALONE, Ranks, cut_of
-from scrimp.statistics.stream import gaussian, generator_of, is_recomputing, square
+from scrimp.statistics.ranks import ALONE, Ranks, shard_at
+from scrimp.statistics.stream import generator_of, is_recomputing, noise_at, square
+from scrimp.statistics.structure import is_grouped
 
 Disturbed = Callable[[contextlib.AbstractContextManager[object]], NDArray[np.float64]]
 """Runs the batch inside a context; gives [2, K] norms of the changes of gradients and of relative updates."""
@@ -60,7 +62,7 @@ def watching_sites(
                 # The tensor is kept beside its number: the id of one that is gone may be given again.
                 sites.inputs[layer] = numbers.setdefault(id(x), (len(numbers), x))[0]
             if x.requires_grad:
-                x.register_hook(lambda g: _add(sites.input_gradients, layer, g))
+                x.register_hook(lambda g: _add(sites.input_gradients, layer, _part(module, g, ranks)))
 
         return look
 
@@ -69,17 +71,20 @@ def watching_sites(
             # First of all hooks: wrappers give each layer an input of its own, where layers share one.
             stack.callback(modules[layer].register_forward_pre_hook(hook(layer), prepend=True).remove)
         yield
-    own = [
-        sites.input_gradients[layer]
-        / ranks.copies(is_cut=layer in modules and cut_of(modules[layer]) == "inputs")
-        for layer in layers
-    ]
-    total = ranks.sum(own) * ranks.share**2
+    total = ranks.sum([sites.input_gradients[layer] for layer in layers]) * ranks.share**2
     sites.input_gradients = dict(zip(layers, total.tolist(), strict=True))
 
 
-def _add(sums: dict[str, float], layer: str, gradient: Tensor) -> None:
-    sums[layer] += square(gradient)
+def _add(sums: dict[str, float], layer: str, part: float) -> None:
+    sums[layer] += part
+
+
+def _part(module: nn.Module, gradient: Tensor, ranks: Ranks) -> float:
+    """This rank's part of the squared norm of the gradient of a layer's input."""
+    shard = shard_at(module, "outputs")
+    if is_grouped(module) and shard is not None:  # each piece of an expert gives a partial sum
+        return square(shard.sum(gradient)) / shard.ranks
+    return square(gradient) / ranks.copies(shard_at(module, "inputs"))
 
 
 class _NoisyGradient(torch.autograd.Function):
@@ -99,14 +104,14 @@ class _Source:
     """Gaussian noise, a share of the local rms; sums what it gave.
 
     Args:
-        width: features of the whole tensor, where tensor parallelism cuts it; None: it is whole.
+        shard: how the features of the tensor are cut; None: they are not.
     """
 
     def __init__(
-        self, share: float, kind: str, *key: int, ranks: Ranks = ALONE, width: int | None = None
+        self, share: float, kind: str, *key: int, ranks: Ranks = ALONE, shard: Shard | None = None
     ) -> None:
         self._share, self._kind, self._key = share, kind, key
-        self._ranks, self._width = ranks, width
+        self._ranks, self._shard = ranks, shard
         self.square = 0.0
         self._calls = 0
 
@@ -116,12 +121,10 @@ class _Source:
         # One map for all micro-batches, as they share the weights; noise of tokens is new in each.
         number = 0 if self._kind == "weights" else self._ranks.draw(call)
         generator = generator_of(like.device, *self._key, number)
-        z = self._ranks.of_whole(
-            like, self._width, lambda whole: gaussian(whole, self._share, self._kind, generator, self._ranks)
-        )
+        z = noise_at(like, self._share, self._kind, generator, self._ranks, self._shard)
         if not again:
             self._calls += 1
-            self.square += square(z) / self._ranks.copies(is_cut=self._width is not None)
+            self.square += square(z) / self._ranks.copies(self._shard)
         return z
 
     @property
@@ -184,32 +187,25 @@ def exact_gains(
         if layer not in sites.inputs:
             continue
         module = modules[layer]
-        into, out = (_width(module, side) for side in ("inputs", "outputs"))
+        into, out = (shard_at(module, side) for side in ("inputs", "outputs"))
         for row, kind in enumerate(NOISES):
             site = sites.inputs[layer], kind
             if site not in shared:
-                source = _Source(share, kind, seed, 2 * index, ranks=ranks, width=into)
+                source = _Source(share, kind, seed, 2 * index, ranks=ranks, shard=into)
                 moved = run(backward_noise(module, source))
                 shared[site] = _per_noise(moved, source.total * ranks.share**2)
             gains.backward[row, ..., index] = shared[site]
-            source = _Source(share, kind, seed, 2 * index + 1, ranks=ranks, width=out)
+            source = _Source(share, kind, seed, 2 * index + 1, ranks=ranks, shard=out)
             products: list[float] = []
             moved = run(forward_noise(module, source, products))
             gains.forward[row, ..., index] = _per_noise(moved, injected := source.total)
             if kind == "tokens" and injected > 0:
-                opposite = _Source(-share, kind, seed, 2 * index + 1, ranks=ranks, width=out)
+                opposite = _Source(-share, kind, seed, 2 * index + 1, ranks=ranks, shard=out)
                 run(forward_noise(module, opposite, products))
                 # <z, G(Y+z)> + <-z, G(Y-z)> = 2 <z, H z>: the clean gradient cancels.
-                (product,) = ranks.sum([sum(products) / ranks.copies(is_cut=out is not None)])
+                (product,) = ranks.sum([sum(products) / ranks.copies(out)])
                 gains.curvature[index] = float(product) * ranks.share / (2 * injected)
     return gains
-
-
-def _width(layer: nn.Module, side: str) -> int | None:
-    """Features of a layer's inputs or outputs, where they are cut."""
-    if cut_of(layer) != side:
-        return None
-    return int(layer.in_features if side == "inputs" else layer.out_features)  # type: ignore[arg-type]
 
 
 def _per_noise(moved: NDArray[np.float64], square: float) -> NDArray[np.float64]:

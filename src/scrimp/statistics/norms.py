@@ -34,6 +34,7 @@ from torch import Tensor
 
 from scrimp.formats import QuantizedTensor, fake_quantize
 from scrimp.gemm import Execution, PlannedLayer
+from scrimp.gemm.layer import Shard
 from scrimp.gemm.problem import AXES, Use, operands_of
 from scrimp.precision import GEMMS, OPERANDS
 from scrimp.statistics.ranks import ALONE, Ranks
@@ -106,7 +107,7 @@ class NormWatch:
         if layer not in self._layers or (gemm == "fprop" and is_recomputing()):
             return
         self.runs[layer, gemm] += 1
-        names, expert = _NAMES[gemm], execution.expert + self._ranks.experts.get(layer, (0, 0))[0]
+        names, expert = _NAMES[gemm], execution.expert
         b = execution.b.dequantize() if isinstance(execution.b, QuantizedTensor) else execution.b
         operands = execution.a, b
         for name, value in zip(names, (*operands, execution.result), strict=True):
@@ -126,8 +127,9 @@ class NormWatch:
                 self.results[key] += float(torch.dot(error, along[1 - operand]))
 
     def _count(self, layer: str, name: str, value: Tensor, expert: int) -> None:
-        if (self._cut(layer), name) in _PARTIAL:
-            value = self._ranks.reduced(value)
+        shard = self._shard(layer)
+        if shard is not None and (shard.split, name) in _PARTIAL:
+            value = shard.sum(value)
         if name == "w":
             self._of_weights[(layer, name), expert] = square(value)
         else:
@@ -148,8 +150,9 @@ class NormWatch:
         for layer in sorted(self._experts_of):
             self._join_weights(layer)
             experts = range(self._experts(layer))
-            rows = self._ranks.sum([self.rows.get((layer, expert), 0) for expert in experts])
-            self.rows.update({(layer, e): round(rows[e] / self._ranks.tensor_size) for e in experts})
+            same = self._on_same_tokens(layer)
+            rows = self._ranks.sum([self.rows.get((layer, expert), 0) / same for expert in experts])
+            self.rows.update({(layer, e): round(rows[e]) for e in experts})
             self.tokens[layer] = sum(self.rows[layer, expert] for expert in experts)
         if self._ranks.size == 1:
             return
@@ -157,14 +160,13 @@ class NormWatch:
         once = {"x": 1.0, "y": 1.0, "g": share**2, "gx": share**2}
         by_gemm = {"fprop": 1.0, "dgrad": share**2, "wgrad": share**2}
         for layer in sorted(self._experts_of):
-            cut = self._cut(layer)
-            copies = {name: self._ranks.copies(is_cut=(cut, name) in _CUT) for name in once}
-            squares = {(layer, name): factor / copies[name] for name, factor in once.items()}
+            squares = {(layer, name): factor / self._copies(layer, name) for name, factor in once.items()}
             self._ranks.join(self.squares, squares)
             self._ranks.join(self.runs, {(layer, gemm): 1.0 for gemm in GEMMS})
             keys = self._keys(layer, of_weights=False)
             self._ranks.join(self.errors, {key: squares[layer, OPERANDS[key[1]][key[3]]] for key in keys})
-            of_results = self._ranks.copies(is_cut=cut is not None)
+            # Sums over features that are cut have a part on each rank, and so have results of cut features.
+            of_results = 1 if self._shard(layer) is not None else self._ranks.copies()
             keys = self._keys(layer)
             self._ranks.join(self.results, {key: by_gemm[key[1]] / of_results for key in keys})
             outputs, inputs = shapes[layer]
@@ -175,12 +177,11 @@ class NormWatch:
     def _join_weights(self, layer: str) -> None:
         """Squares of all experts' matrices, from those that some rank has seen."""
         experts = self._experts(layer)
-        copies = self._ranks.copies(is_cut=(self._cut(layer), "w") in _CUT)
         errors = self._keys(layer, of_weights=True)
         keys: list[tuple[Any, ...]] = [(layer, "w"), *errors]
         own = np.array([[self._of_weights.get((key, e), np.nan) for e in range(experts)] for key in keys])
-        seen = self._ranks.sum(~np.isnan(own[0])) / self._ranks.tensor_size
-        total = self._ranks.sum(np.where(np.isnan(own), 0.0, own)) / copies
+        seen = self._ranks.sum(~np.isnan(own[0]) / self._on_same_tokens(layer))
+        total = self._ranks.sum(np.where(np.isnan(own), 0.0, own) / self._copies(layer, "w"))
         is_seen = seen > 0
         found = (total[:, is_seen] / seen[is_seen]).sum(1) * (experts / max(1, is_seen.sum()))
         self.squares[layer, "w"] = float(found[0])
@@ -202,7 +203,7 @@ class NormWatch:
     def _join_columns(self, key: tuple[str, str, int], width: int, factor: float) -> None:
         """Put together the column sums of all features, whichever ranks hold them."""
         layer, name, _ = key
-        own, shard = self.columns.get(key), None if layer not in self._layers else self._layers[layer].shard
+        own, shard = self.columns.get(key), self._shard(layer)
         whole = np.zeros(width)
         if own is not None:
             features = [range(len(own))]
@@ -212,9 +213,19 @@ class NormWatch:
         total = torch.from_numpy(self._ranks.sum(whole)).float()
         self.columns[key] = total if own is None else total.to(own.device)
 
-    def _cut(self, layer: str) -> str | None:
-        shard = None if layer not in self._layers else self._layers[layer].shard
-        return None if shard is None else shard.split
+    def _shard(self, layer: str) -> Shard | None:
+        """How ranks share a layer; None: they do not, or it is not here."""
+        return None if layer not in self._layers else self._layers[layer].piece
+
+    def _on_same_tokens(self, layer: str) -> int:
+        """Ranks that run its products on the same tokens."""
+        shard = self._shard(layer)
+        return self._ranks.copies() if shard is None else shard.ranks
+
+    def _copies(self, layer: str, name: str) -> int:
+        """Ranks that have the same of a tensor of its products."""
+        shard = self._shard(layer)
+        return 1 if shard is not None and (shard.split, name) in _CUT else self._on_same_tokens(layer)
 
     def error_shape(self, layer: str) -> Tensor | None:
         """[O, I], where errors of a layer's weight gradient lie: |G_o| |X_i|, with a mean square of 1.

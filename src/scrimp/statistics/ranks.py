@@ -9,23 +9,26 @@ Method   Every statistic is a sum of squares, or of products. Each rank adds its
              FSDP2             W, gW, changes of gradients and updates: sum over shards
              context parallel  ranks that share rows are data-parallel ranks to all that is summed
              pipeline          each rank adds what its own layers show; all know the names of all
-             expert parallel   each rank adds what its own experts show of the tokens that came to them
+             expert parallel   each rank adds what its own experts show of the tokens that came to them; pieces of an
+                               expert are cut as layers are, and the gradient of what they read is a partial sum
              tensor parallel   what a layer cuts (`Shard.cut_axes`): sum; the rest: copies; partial sums (gX of
-                               column-parallel, Y of row-parallel layers) are reduced before they are squared
+                               column-parallel, Y of row-parallel layers) are reduced before they are squared;
+                               between layers copies, or with sequence parallelism (`Ranks.tokens`) a sum over tokens
 
 Gradients  Both data-parallel kinds average gradients over ranks: the loss is the mean of the ranks' mean losses, and
            what a rank sees of G and gX is D times the global mean loss's, D data-parallel ranks. It counts by 1/D.
            Where ranks add up gradients of parts of one loss (`Ranks.adds`), what a rank sees is of the whole loss.
 Noise      Independent between data-parallel ranks: micro-batch m of rank r draws as number m D + r, as if one process
            ran the ranks' micro-batches in turn. Ranks that hold copies draw the same, pieces draw the
-           whole and take their part, and so do ranks that share rows (`SharedRows`). Stochastic rounding is told apart
-           by the clock: loops begin it by row.
+           whole and take their part, and so do ranks that share rows or tokens (`SharedRows`). Experts draw for the
+           tokens that came to a rank. Stochastic rounding is told apart by the clock: loops begin it by row.
 Limits     Ranks must run equally many micro-batches, of equally many tokens. That gradients are summed instead of
-           averaged (`set_gradient_divide_factor`, a communication hook) has to be said. Refused by name:
-           sequence parallel, FSDP1, and ranks that hold parts that no one here knows of (pipeline stages of others'
-           loops: Scrimp's own runs say what they have, `scrimp.training.precision.ranks_of_run`).
+           averaged (`set_gradient_divide_factor`, a communication hook) has to be said. Refused by name: FSDP1, and in
+           others' loops sequence parallel and pipeline stages, of which a model does not show who has what (Scrimp's
+           own runs say it, `scrimp.training.precision.ranks_of_run`).
 Source     SNIP (arXiv 2602.01410), reconstruction section 6, all-reduce.
-Checked    tests/statistics/test_ranks.py: on gloo, against one process on the whole batch.
+Checked    tests/statistics/test_ranks.py: on gloo, against one process on the whole batch; Scrimp's own layouts:
+           tests/training/precision/test_statistics_on_ranks.py
 """
 
 from __future__ import annotations
@@ -39,12 +42,12 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from scrimp.errors import ModelError
 from scrimp.gemm import PlannedLayer
+from scrimp.gemm.layer import Shard
 from scrimp.precision import LinearPrecision
 from scrimp.statistics.structure import is_norm
 from scrimp.world import World
@@ -77,6 +80,13 @@ class SharedRows:
     positions: Callable[[int], Tensor]
     """From the tokens of a whole row to those that this rank has, int64 on the CPU."""
 
+    def normal(self, like: Tensor, generator: torch.Generator) -> Tensor:
+        """Standard normal numbers for the tokens that lie here, [B, T, D]: those of whole rows."""
+        rows, length, width = like.shape
+        length *= self.size
+        whole = torch.randn(rows, length, width, generator=generator, device=like.device)
+        return whole.index_select(1, self.positions(length).to(like.device))
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -88,10 +98,10 @@ class Ranks:
     data_rank: int = 0
     adds: bool = False
     """Whether gradients are sums over ranks, each of which has a part of one loss; else means of their losses'."""
-    tensor_mesh: Any = None
-    """DeviceMesh of the ranks that share the tensors of this one's rows; None: each holds them whole."""
     rows: SharedRows | None = None
     """How ranks share rows; None: each reads whole ones."""
+    tokens: SharedRows | None = None
+    """How tensor-parallel ranks share tokens between layers (sequence parallelism); None: each has all of them."""
     stages: int = 1
     """Groups of ranks that hold other layers: a pipeline."""
     pieces: Mapping[str, Piece] | None = None
@@ -127,7 +137,7 @@ class Ranks:
                 expected="DistributedDataParallel, fully_shard or tensor parallel over all ranks of the default group",
                 do="measure in one process, write the plan to a file, and apply it on every rank",
             )
-        return cls(world, data_size, data_rank, adds, mesh, rows)
+        return cls(world, data_size, data_rank, adds, rows)
 
     @property
     def size(self) -> int:
@@ -149,22 +159,26 @@ class Ranks:
         sharing = 1 if self.rows is None else self.rows.size
         return micro_batch * (self.data_size // sharing) + self.data_rank // sharing
 
-    def normal(self, like: Tensor, generator: torch.Generator) -> Tensor:
-        """Standard normal numbers for the tokens that lie here, those that one process draws of whole rows.
+    def draw_of_experts(self, micro_batch: int, sharing: int) -> int:
+        """The same for the tokens that come to the experts here.
 
         Args:
-            like: [..., D], or [B, T, D] where ranks share rows.
+            sharing: neighbours that have pieces of them, and so the same tokens.
         """
-        if self.rows is None:
-            return torch.randn(like.shape, generator=generator, device=like.device)
-        rows, length, width = like.shape
-        length *= self.rows.size
-        whole = torch.randn(rows, length, width, generator=generator, device=like.device)
-        return whole.index_select(1, self.rows.positions(length).to(like.device))
+        return (micro_batch * self.size + self.world.rank) // sharing
 
-    def copies(self, *, is_cut: bool) -> int:
-        """Tensor-parallel ranks that hold the same part of an activation."""
-        return 1 if is_cut else self.tensor_size
+    @property
+    def between(self) -> SharedRows | None:
+        """How ranks share the tokens of what lies between layers."""
+        return self.rows if self.tokens is None else self.tokens
+
+    def copies(self, shard: Shard | None = None) -> int:
+        """Tensor-parallel ranks that hold the same of a tensor between layers.
+
+        Args:
+            shard: how its features are cut; None: they are not.
+        """
+        return self.tensor_size if self.tokens is None and shard is None else 1
 
     def sum(self, values: Iterable[float] | Array) -> Array:
         """Sums over all ranks, in float64; equal on every rank."""
@@ -226,13 +240,6 @@ class Ranks:
 
         return Piece(shape, self.size // shards, cut)
 
-    def reduced(self, partial: Tensor) -> Tensor:
-        """The sum of a partial sum of the tensor-parallel ranks, in float32."""
-        total = partial.detach().to(torch.float32, copy=True)
-        if self.tensor_mesh is not None:
-            dist.all_reduce(total, group=self.tensor_mesh.get_group())
-        return total
-
     def refuse_straddling(self, layers: Mapping[str, PlannedLayer], recipes: Iterable[str]) -> None:
         """Refuse candidates that tensor-parallel layers could not run; after a forward pass.
 
@@ -241,27 +248,6 @@ class Ranks:
         """
         for layer, recipe in itertools.product(layers.values(), recipes):
             layer.check(LinearPrecision.of(recipe))
-
-    def of_whole(self, piece: Tensor, width: int | None, make: Callable[[Tensor], Tensor]) -> Tensor:
-        """The part that lies here of what is made of a tensor whose last axis is cut.
-
-        Args:
-            piece: [..., columns of this rank].
-            width: of the whole; None: it is not cut.
-        """
-        if self.tensor_mesh is None or width is None:
-            return make(piece)
-        from torch.distributed.tensor import DTensor, Shard
-
-        shape = torch.Size([*piece.shape[:-1], width])
-        stride = torch.empty(shape, device="meta").stride()
-        mesh, cuts = self.tensor_mesh, [Shard(piece.dim() - 1)]
-        whole = DTensor.from_local(
-            piece.detach().contiguous(), mesh, cuts, run_check=False, shape=shape, stride=stride
-        )
-        each = -(-width // mesh.size())  # DTensor cuts as torch.chunk does
-        first = min(width, each * mesh.get_local_rank())
-        return make(whole.full_tensor())[..., first : first + piece.shape[-1]]
 
 
 ALONE = Ranks()
@@ -300,10 +286,11 @@ def local(value: Tensor) -> Tensor:
     return here
 
 
-def cut_of(module: nn.Module) -> str | None:
-    """Which features of a planned layer are cut by tensor parallelism: "outputs", "inputs" or None."""
-    shard = getattr(getattr(module, "planned", None), "shard", None)
-    return None if shard is None else cast(str, shard.split)
+def shard_at(module: nn.Module, side: str) -> Shard | None:
+    """How the features of a planned layer's outputs, or inputs, are cut; None: they are not."""
+    planned: PlannedLayer | None = getattr(module, "planned", None)
+    shard = None if planned is None else planned.piece
+    return shard if shard is not None and shard.split == side else None
 
 
 def settle(model: nn.Module) -> None:

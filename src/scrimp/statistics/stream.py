@@ -31,7 +31,8 @@ import torch
 from torch import Tensor, nn
 
 from scrimp.errors import ModelError
-from scrimp.statistics.ranks import ALONE, Ranks, local
+from scrimp.gemm.layer import Shard
+from scrimp.statistics.ranks import ALONE, Ranks, SharedRows, local
 from scrimp.statistics.structure import Structure
 
 Seen = Callable[[str, int, Tensor], None]
@@ -138,8 +139,8 @@ class StreamTape:
         self._join(changes.injected, share**2 if injection.direction == "backward" else 1.0)
 
     def _join(self, sums: dict[int, float], factor: float) -> None:
-        """Over all ranks: every tensor-parallel one holds a copy of the stream."""
-        factor /= self.ranks.copies(is_cut=False)
+        """Over all ranks: every tensor-parallel one holds a copy of the stream, or has tokens of its own."""
+        factor /= self.ranks.copies()
         self.ranks.join(sums, dict.fromkeys(range(self._num_nodes), factor))
 
     def is_clean(self, node: int, x: Tensor) -> bool:
@@ -240,7 +241,7 @@ class _NodeHook:
         kind, share = self._injection.kind, self._injection.share
         key = 0 if kind == "weights" else self._tape.ranks.draw(number)  # micro-batches share the weights
         generator = generator_of(like.device, self._injection.seed, self._node, key)
-        return gaussian(like.detach(), share, kind, generator, self._tape.ranks)
+        return noise_at(like.detach(), share, kind, generator, self._tape.ranks)
 
 
 def is_recomputing() -> bool:
@@ -256,8 +257,26 @@ def generator_of(device: torch.device, *key: int) -> torch.Generator:
     return torch.Generator(device).manual_seed(seed)
 
 
+def noise_at(
+    like: Tensor,
+    share: float,
+    kind: str,
+    generator: torch.Generator,
+    ranks: Ranks = ALONE,
+    shard: Shard | None = None,
+) -> Tensor:
+    """Noise for what lies here of a tensor between layers: the part of what one process draws for all of it.
+
+    Args:
+        shard: how its features are cut; None: they are not.
+    """
+    if shard is None:
+        return gaussian(like, share, kind, generator, ranks.between)
+    return shard.own(gaussian(shard.whole(like), share, kind, generator, ranks.rows))
+
+
 def gaussian(
-    like: Tensor, share: float, kind: str, generator: torch.Generator, ranks: Ranks = ALONE
+    like: Tensor, share: float, kind: str, generator: torch.Generator, rows: SharedRows | None = None
 ) -> Tensor:
     """Noise of a share of the size of each token, as errors of scaled formats have it.
 
@@ -265,14 +284,17 @@ def gaussian(
         like: [..., D].
         kind: tokens, independent between tokens, like errors of X and G; or weights, the same linear map of every
             token, like errors of W.
-        ranks: that have the other tokens.
+        rows: how ranks share its tokens; None: all lie here.
     """
     width = like.shape[-1]
     if kind == "weights":
         mixing = torch.randn(width, width, generator=generator, device=like.device)
         return (like.float() @ mixing.mul_(share / math.sqrt(width))).to(like.dtype)
     size = torch.linalg.vector_norm(like, dim=-1, keepdim=True, dtype=torch.float32)
-    z = ranks.normal(like, generator)
+    if rows is None:
+        z = torch.randn(like.shape, generator=generator, device=like.device)
+    else:
+        z = rows.normal(like, generator)
     return z.mul_(size * (share / math.sqrt(max(1, width)))).to(like.dtype)
 
 

@@ -275,8 +275,9 @@ class Stages:
     def _boundary(self, batch: Batch) -> Boundary:
         """Memory for what is handed on of a micro-batch between two stages."""
         rows, length = batch.tokens_BT.shape
-        layout, routing = self.mesh.layout, self.model.spec.routing
-        shape = rows, length // (layout.cp * layout.tp), self.model.architecture.width
+        routing, shared = self.model.spec.routing, self.model.context_parallel
+        sharing = self.mesh.layout.tp * (1 if shared is None else shared.size)  # a probe is of whole rows
+        shape = rows, length // sharing, self.model.architecture.width
         x_BTD = torch.empty(shape, dtype=self.model.dtype, device=self._device)
         if routing is None:
             return (x_BTD,)

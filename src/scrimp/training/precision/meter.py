@@ -4,6 +4,7 @@ The model runs as in training: the same loss, the same rounding noise addresses,
 
 Ranks    Losses are divided by the targets of all ranks, so gradients are sums over ranks, and statistics are reduced as
          such (`ranks_of`). In a pipeline each rank measures its own layers, one micro-batch after another.
+Losses   Those that a run shows: penalties (z-loss, the balance of experts) have gradients alone.
 Checked  tests/training/precision/test_precision_cycle.py; on ranks test_precision_on_ranks.py
 """
 
@@ -97,7 +98,9 @@ class PrecisionMeter:
                 yield self._passed(batch, step, first_row, targets)
                 continue
             self._executable.begin(step, first_row)
-            yield self._executable.loss(batch).total / targets
+            sums = self._executable.loss(batch)
+            # Penalties have gradients, and no value: ranks that share rows each have all of them.
+            yield (sums.total - sums.penalty.detach()) / targets
         self._choices.batch = None
         if torch.is_grad_enabled():
             self._executable.add_up_copies(self._optimizer.gradients())

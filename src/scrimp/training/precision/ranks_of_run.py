@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from scrimp.gemm.grouped import grouped_modules
-from scrimp.parts import TensorPart, cut_of, part_of
+from scrimp.models.experts import RoutedBlock
+from scrimp.parts import TensorPart, part_of
 from scrimp.runtime import Executable
 from scrimp.statistics import Ranks, SharedRows
 from scrimp.statistics.ranks import NOTHING, Piece, in_model_order
@@ -28,17 +29,20 @@ def ranks_of(executable: Executable) -> Ranks | None:
     if mesh.is_trivial:
         return None
     executable.settle()
-    layout, shared = mesh.layout, model.context_parallel
+    layout, shared, cut = mesh.layout, model.context_parallel, model.tensor_ranks
     data_size = layout.data_ranks * layout.cp
-    rows = None
+    rows = tokens = None
     if shared is not None:
         rows = SharedRows(shared.size, lambda length: shared.division(length).positions(shared.rank))
+    if cut is not None:
+        tokens = SharedRows(cut.size, lambda length: torch.tensor(cut.share(length)))
     return Ranks(
         mesh.world,
         data_size,
         mesh.world.rank // layout.tp % data_size,
         adds=True,
         rows=rows,
+        tokens=tokens,
         stages=layout.pp,
         pieces=_pieces(executable),
         experts=_experts(executable),
@@ -66,10 +70,10 @@ def _cutting(part: TensorPart) -> Callable[[Tensor], Tensor]:
 
 
 def _experts(executable: Executable) -> dict[str, tuple[int, int]]:
-    """Where ranks share experts: which of them are here, and of how many."""
-    found = {}
-    for name, layer in grouped_modules(executable.model).items():
-        cut = cut_of(layer.weight)
-        if cut is not None:
-            found[name] = cut.ranges[0].start // layer.out_features, cut.shape[0] // layer.out_features
-    return found
+    """Where ranks share experts: the first that is here, and how many there are."""
+    model = executable.model
+    sharing = [block.mlp.ranks for block in model.each_block() if isinstance(block, RoutedBlock)]
+    if not sharing or sharing[0] is None:
+        return {}
+    counts = {name: model.spec.linear(name).experts for name in grouped_modules(model)}
+    return {name: (sharing[0].experts(count).start, count) for name, count in counts.items()}
