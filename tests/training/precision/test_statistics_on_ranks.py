@@ -21,6 +21,8 @@ from scrimp.world import World
 
 FP32 = {"precision": "fp32"}
 EXPERTS = {**FP32, "model.num_layers": 2}
+WIDE = {**FP32, "model.num_layers": 1, "model.width": 256, "model.num_heads": 2, "model.ffn_width": 256}
+"""Every rank has, of each fused layer, ranges of 128 rows, which all groups divide."""
 CASES = {
     "stages": Case({"pp": 2}, FP32, micro_batches=3),
     "one matrix of words": Case({"pp": 2, "schedule": "gpipe"}, FP32, preset="qwen2.5-0.5b"),
@@ -43,6 +45,7 @@ CASES = {
         micro_batches=4,
     ),
     "pieces": Case({"tp": 2}, FP32, micro_batches=2),
+    "pieces of whole groups": Case({"tp": 2}, WIDE, micro_batches=1),
     "pieces, run again": Case({"tp": 2}, FP32, preset="qwen3-0.6b", activations="mlp", micro_batches=1),
     "pieces, exact": Case(
         {"tp": 2}, {**FP32, "model.num_layers": 1}, preset="olmo2-8m", with_documents=True, micro_batches=1
@@ -66,7 +69,8 @@ GAINS = ("backward", "forward", "curvature")
 
 def profile_of(case: Case, world: World, ranks: int) -> PrecisionProfile:
     readers = ranks // math.prod(int(case.layout.get(axis, 1)) for axis in ("pp", "cp", "tp"))
-    return measured(case, world, readers, formats=CUT if {"tp", "etp"} & case.layout.keys() else FORMATS)
+    is_cut = {"tp", "etp"} & case.layout.keys() and case.settings != WIDE
+    return measured(case, world, readers, formats=CUT if is_cut else FORMATS)
 
 
 def on_rank(rank: int, ranks: int, cases: Mapping[str, Case]) -> dict[str, PrecisionProfile]:
