@@ -63,7 +63,7 @@ def test_a_copy_that_is_gone_is_left_out_and_comes_back() -> None:
     back = launched.rounds(1, start=1)
     with ThreadPoolExecutor(1) as pool:
         joined = pool.submit(back.join, 0)
-        while not launched.store.check(["waiting/1"]):
+        while launched.store.get("waiting/1") != b"[1, 0]":
             time.sleep(0.001)
         attempt = stays.meet(10)
         assert stays.commit(attempt, True)
