@@ -116,7 +116,7 @@ def test_nobody_begins_anew_beside_a_run_that_is_over() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_survivors_apply_the_same_results_whoever_is_lost_when(seed: int) -> None:
+def test_survivors_apply_the_same_results_whoever_is_lost_when(seed: int) -> None:  # noqa: C901
     """Three copies, of which any but the first is lost at a random moment of a random round."""
     draw = random.Random(seed)
     launched = Launched(3)
