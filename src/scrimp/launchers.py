@@ -36,6 +36,8 @@ RESTARTS = "SCRIMP_RESTARTS"
 """Set by `scrimp launch`: how often it has started the ranks again."""
 WHY_AGAIN = "SCRIMP_WHY_AGAIN"
 """Set by `scrimp launch`: why it has."""
+COPY, COPIES_STORE = "SCRIMP_COPY", "SCRIMP_COPIES_STORE"
+"""Set by `scrimp launch --copies`: copy/copies/start of this job, and host:port where copies meet."""
 _SAYING_SEVERAL = ("WORLD_SIZE", "RANK", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
 MOST_RANKS = 1 << 20
 MOST_HOSTS = 100_000
@@ -74,6 +76,39 @@ class Place:
     def hosts_store(self) -> bool:
         """Whether this process runs the store where the ranks meet."""
         return self.rank == 0 and not self.agent_hosts_store
+
+
+@dataclass(frozen=True)
+class CopyPlace:
+    """One of several copies of a model, each of which is a job of its own."""
+
+    copy: int
+    copies: int
+    start: int
+    """How often the launcher has started this copy before."""
+    address: str
+    port: int
+
+
+def copy_of(environ: Mapping[str, str]) -> CopyPlace | None:
+    """The copy that this job is; None where there are no others.
+
+    Raises:
+        ConfigError: the variables are no numbers.
+    """
+    if COPY not in environ:
+        return None
+    host, _, port = environ.get(COPIES_STORE, "").rpartition(":")
+    found = [*environ[COPY].split("/"), port]
+    if len(found) != 4 or not all(one.isdecimal() for one in found):
+        raise ConfigError(
+            f"the environment's {COPY} or {COPIES_STORE} is wrong",
+            got=f"{environ[COPY]!r} and {environ.get(COPIES_STORE)!r}",
+            expected="copy/copies/start, and host:port",
+            do="start copies with scrimp launch --copies",
+        )
+    copy, copies, start, number = map(int, found)
+    return CopyPlace(copy, copies, start, host, number)
 
 
 def place_of(environ: Mapping[str, str]) -> Place | None:

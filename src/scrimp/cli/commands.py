@@ -373,12 +373,16 @@ class Launch:
     """How often ranks are started again after one was lost: the run goes on from its newest checkpoint."""
     min_ranks: int | None = None
     """With --restarts: go on with fewer processes, so many at least, without one that was lost twice."""
+    copies: int = 1
+    """Copies of the model, each a job of so many ranks: where one is lost, the others go on without a restart.
+    They exchange every --outer.every steps; --restarts counts for each copy."""
 
     def execute(self, given: frozenset[str]) -> int:
         from scrimp.cli.launch import launch_command
 
         check_range("--ranks", self.ranks, Range(1, 4096))
         check_range("--grace", self.grace, Range(1, 7 * 86400))
+        check_range("--copies", self.copies, Range(1, 4096))
         check_range("--restarts", self.restarts, Range(0, 2**31 - 1))
         if self.min_ranks is not None:
             check_range("--min-ranks", self.min_ranks, Range(1, self.ranks))

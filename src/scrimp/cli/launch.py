@@ -56,7 +56,7 @@ STOPPED_S, STOPPED_LAST_S = 8.0, 2.0
 """That a rank may be stopped; the second one after another rank has failed. Judges among the ranks come first."""
 LOST_TOO_OFTEN: Final = 2
 _LOOK_S: Final = 0.05
-_PASSED_ON: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+PASSED_ON: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,10 @@ def launch_command(options: Launch) -> int:
     refuse_ranks([name, *words], f"scrimp launch --ranks {options.ranks}")
     command, keys = build(name, words)  # a mistake, or --help, is answered here, once
     folder = command.config.run.dir if isinstance(command, Train) else None
+    if options.copies > 1:
+        from scrimp.cli.launch_copies import launch_copies
+
+        return launch_copies(options, [name, *words], command)
     if options.min_ranks is not None and not options.restarts:
         raise ConfigError("--min-ranks needs --restarts", expected="how often ranks are started again")
     if options.restarts and isinstance(command, Train) and folder is None:
@@ -101,9 +105,9 @@ def launch(words: Sequence[str], ranks: int, grace: float, restarts: Restarts = 
     """
     signals: list[int] = []
     slots, losses, why = list(range(ranks)), Counter[int](), ""
-    with handled(_PASSED_ON, lambda number, frame: signals.append(number)):
+    with handled(PASSED_ON, lambda number, frame: signals.append(number)):
         for number in itertools.count():
-            end = _run_once(words, slots, {RESTARTS: str(number), WHY_AGAIN: why}, grace, signals)
+            end = run_once(words, slots, {RESTARTS: str(number), WHY_AGAIN: why}, grace, signals)
             if end.is_final or number == restarts.most:
                 return end.code
             losses.update(end.lost)
@@ -136,7 +140,7 @@ def can_share(run_dir: Path | None, ranks: int, given: Collection[str]) -> bool:
 
 
 @dataclass(frozen=True)
-class _End:
+class End:
     """How the processes of one start have ended."""
 
     code: int
@@ -151,16 +155,30 @@ class _End:
         return self.code == 0 or self.is_asked or (self.code == ScrimpError.exit_code and not self.lost)
 
 
-def _run_once(
-    words: Sequence[str], slots: Sequence[int], again: dict[str, str], grace: float, signals: list[int]
-) -> _End:
+def run_once(
+    words: Sequence[str],
+    slots: Sequence[int],
+    more: dict[str, str],
+    grace: float,
+    signals: list[int],
+    name: str = "",
+    output: int | None = None,
+) -> End:
+    """Start the ranks of one job, and see them to their end.
+
+    Args:
+        more: variables of their environment.
+        signals: those that came meanwhile, which are passed on.
+        name: of the job, before what is said of its ranks.
+        output: descriptor that they print to; None: this process's own.
+    """
     children: list[subprocess.Popen[bytes]] = []
     with contextlib.closing(socket.create_server(("127.0.0.1", 0), backlog=1024)) as port:
         try:
-            common = _environment(slots, port, grace) | again
-            children.extend(_started(words, rank, common, port) for rank in range(len(slots)))
+            common = _environment(slots, port, grace) | more
+            children.extend(_started(words, rank, common, port, output) for rank in range(len(slots)))
             port.close()  # rank 0 has its own copy
-            watch = _Watch(children, signals, grace)
+            watch = _Watch(children, signals, grace, name)
             code = watch.to_the_end()
         finally:
             for child in children:
@@ -168,10 +186,10 @@ def _run_once(
                     child.kill()
             for child in children:
                 child.wait()
-    return _End(code, watch.is_asked, [slots[rank] for rank in watch.lost])
+    return End(code, watch.is_asked, [slots[rank] for rank in watch.lost])
 
 
-def _told(restarts: Restarts, number: int, end: _End, slots: Sequence[int], dropped: Sequence[int]) -> str:
+def _told(restarts: Restarts, number: int, end: End, slots: Sequence[int], dropped: Sequence[int]) -> str:
     """Say in one line that ranks are started again."""
     text = f"ranks are started again ({number} of {restarts.most}), {len(slots)} of them, after exit code {end.code}"
     if dropped:
@@ -207,7 +225,7 @@ def _environment(slots: Sequence[int], port: socket.socket, grace: float) -> dic
 
 
 def _started(
-    words: Sequence[str], rank: int, common: dict[str, str], port: socket.socket
+    words: Sequence[str], rank: int, common: dict[str, str], port: socket.socket, output: int | None
 ) -> subprocess.Popen[bytes]:
     own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     if rank == 0:
@@ -216,6 +234,8 @@ def _started(
         [sys.executable, "-m", "scrimp", *words],
         env=common | own,
         stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
         pass_fds=[port.fileno()] if rank == 0 else [],
         process_group=0,
     )
@@ -224,9 +244,11 @@ def _started(
 class _Watch:
     """Waits for ranks, passes signals on, and ends those that do not end by themselves."""
 
-    def __init__(self, children: list[subprocess.Popen[bytes]], signals: list[int], grace: float) -> None:
+    def __init__(
+        self, children: list[subprocess.Popen[bytes]], signals: list[int], grace: float, name: str
+    ) -> None:
         self._running = dict(enumerate(children))
-        self._signals, self._grace = signals, grace
+        self._signals, self._grace, self._name = signals, grace, name
         self._code = 0
         self._ask_at = self._kill_at = float("inf")
         self._stopped_since: dict[int, float] = {}
@@ -249,7 +271,9 @@ class _Watch:
             if now > self._kill_at:
                 self._kill_at = float("inf")
                 for rank in self._running:
-                    say(f"rank {rank} has not ended within {self._grace:g} s (--grace): it is killed")
+                    say(
+                        f"{self._name}rank {rank} has not ended within {self._grace:g} s (--grace): it is killed"
+                    )
                 self._send(signal.SIGKILL)
             time.sleep(_LOOK_S)
         return self._code
@@ -262,7 +286,7 @@ class _Watch:
         self._stopped_since = {rank: self._stopped_since.get(rank, now) for rank in stopped}
         for rank, since in self._stopped_since.items():
             if now - since > limit:
-                say(f"rank {rank} is stopped, and cannot end by itself: it is killed")
+                say(f"{self._name}rank {rank} is stopped, and cannot end by itself: it is killed")
                 self._running[rank].kill()
 
     def _pass_on(self) -> None:
@@ -282,11 +306,11 @@ class _Watch:
                 if not (self._has_ended_them or self.lost or is_victim):
                     self.lost.append(rank)
                 if not (self._has_ended_them and -code == signal.SIGTERM):  # which this process sent
-                    say(f"rank {rank} was ended by {_signal_name(-code)}")
+                    say(f"{self._name}rank {rank} was ended by {_signal_name(-code)}")
             if code != 0 and self._code == 0:
                 self._code = code if code > 0 else 128 - code
                 # A rank that a signal asked to end has unwound: its code is positive, unless it came very early.
-                self.is_asked |= code > 128 or -code in _PASSED_ON
+                self.is_asked |= code > 128 or -code in PASSED_ON
                 now = time.monotonic()
                 if self._kill_at == float("inf"):
                     self._ask_at, self._kill_at = now + ASK_S, now + self._grace

@@ -128,10 +128,16 @@ def check_outer(config: Config, device_type: str, ranks: int) -> None:
     Raises:
         ConfigError: with the setting to change.
     """
-    memory, optimizer = config.memory, config.optimizer
+    memory, optimizer, copies = config.memory, config.optimizer, config.outer.copies
     if config.outer.every == 0:
+        if copies > 1:
+            raise ConfigError(
+                "copies that are jobs of their own exchange at the end of rounds, and there are none",
+                got=f"{copies} copies with outer.every 0",
+                do="set outer.every: local steps between exchanges",
+            )
         return
-    if config.layout.dp == 1 and ranks > 1:
+    if config.layout.dp == 1 and ranks > 1 and copies == 1:
         raise ConfigError(
             "outer.every is of copies that train alone for some steps, and there is one copy",
             got=f"layout.dp 1 on {ranks:,} ranks",
@@ -145,6 +151,12 @@ def check_outer(config: Config, device_type: str, ranks: int) -> None:
     )
     # Of one CUDA stream the exchange would be a part of the next round, not beside it.
     refused += [("outer.overlap", "on CUDA")] * (config.outer.overlap and device_type == "cuda")
+    if (
+        copies > 1
+    ):  # within a copy gradients are added up in every step; its group is made anew for each exchange
+        refused += [("layout.dp", str(config.layout.dp))] * ((config.layout.dp or 1) > 1)
+        refused += [("outer.overlap", "beside --copies")] * config.outer.overlap
+        refused += [("outer.exchange", "fp8 beside --copies")] * (config.outer.exchange != "fp32")
     refused += [("optimizer.moments", optimizer.moments)] * (optimizer.moments == "8bit")
     refused += [("optimizer.master_weights", "false")] * _rounds(config)
     refused += [
@@ -158,6 +170,25 @@ def check_outer(config: Config, device_type: str, ranks: int) -> None:
             got=f"outer.every {config.outer.every:,}",
             do=f"change {key}, or leave outer.every out",
         )
+
+
+def check_rounds(config: Config) -> None:
+    """Refuse evaluations and checkpoints within a round of copies that are jobs of their own: they have no common
+    weights there.
+
+    Raises:
+        ConfigError: with the setting to change.
+    """
+    if config.outer.copies == 1:
+        return
+    for key, every in (("evaluation", config.evaluation.every), ("checkpoint", config.checkpoint.every)):
+        if (every or 0) % config.outer.every:
+            raise ConfigError(
+                f"{key}.every is not a multiple of outer.every",
+                got=f"{every:,} beside outer.every {config.outer.every:,}",
+                expected="steps at which copies that are jobs of their own have met",
+                do=f"change {key}.every, or leave it out",
+            )
 
 
 def decide_dp(layout: LayoutConfig, ranks: int, *, apart: bool = False) -> tuple[int, str]:

@@ -64,6 +64,7 @@ from scrimp.config.layout import (
     check_beside_layout,
     check_layout,
     check_outer,
+    check_rounds,
     check_tensor_ranks,
     decide_dp,
     decide_fsdp,
@@ -154,7 +155,7 @@ def _with_layout(config: Config, ranks: int, decide: _Decide) -> Config:
     check_layout(config.layout, ranks)
     together = config.layout.pp * config.layout.cp * config.layout.tp
     config = pipeline.decide_stages(config, decide)
-    apart = config.outer.every > 0
+    apart = config.outer.every > 0 and config.outer.copies == 1
     config = decide(config, "layout.dp", lambda: decide_dp(config.layout, ranks // together, apart=apart))
     return decide(config, "layout.fsdp", lambda: decide_fsdp(config.layout, ranks // together))
 
@@ -209,9 +210,19 @@ def _with_cadence(config: Config, architecture: Architecture, decide: _Decide) -
     """The learning rate, and what happens every so many steps."""
     config = decide(config, "optimizer.lr", lambda: _lr(config, architecture))
     config = decide(config, "schedule.warmup_steps", lambda: _warmup_steps(config.train.steps))
-    config = decide(config, "evaluation.every", lambda: _eval_every(config))
+    config = decide(config, "evaluation.every", lambda: _on_round(config, _eval_every(config)))
     config = decide(config, "evaluation.tokens", lambda: _eval_tokens(config))
-    return decide(config, "checkpoint.every", lambda: _checkpoint_every(config))
+    config = decide(config, "checkpoint.every", lambda: _on_round(config, _checkpoint_every(config)))
+    check_rounds(config)
+    return config
+
+
+def _on_round(config: Config, found: _Decision) -> _Decision:
+    """The next step at which copies that are jobs of their own meet."""
+    every, reason = found
+    if config.outer.copies == 1 or every % config.outer.every == 0:
+        return found
+    return -(-every // config.outer.every) * config.outer.every, f"{reason}, at the end of a round"
 
 
 def _with_plans(config: Config, decide: _Decide) -> Config:

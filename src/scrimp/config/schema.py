@@ -251,6 +251,8 @@ class OuterConfig:
     """With overlap: most that the momentum of a weight may be, in learning rates times `every`."""
     exchange: ExchangeName = "fp32"
     """Format in which displacements are sent; fp8 with a scale per 128 is a quarter of the bytes."""
+    copies: int = 1
+    """Copies that are jobs of their own and go on where one is lost; set by scrimp launch --copies."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -99,6 +99,7 @@ RANGES: dict[str, Range] = {
     "layout.virtual": _COUNT,
     "layout.zero": Range(1, 3),
     "outer.every": _COUNT_OR_OFF,
+    "outer.copies": Range(1, 4096),
     "outer.lr": Range(0, 10, above=True),
     "outer.momentum": Range(0, 1, below=True),
     "outer.clip": Range(0, 10**6, above=True),

@@ -14,6 +14,7 @@ from scrimp.config.experts import has_experts
 from scrimp.config.optimizers import facts_of
 from scrimp.optim.adamw import AdamW
 from scrimp.optim.base import Optimizer
+from scrimp.optim.copies import Copies
 from scrimp.optim.moments import MomentFormat, Moments
 from scrimp.optim.outer import OuterOptimizer, build_outer
 from scrimp.optim.streaming import Homes, StreamedAdamW
@@ -24,6 +25,7 @@ from scrimp.user_code import is_code
 
 __all__ = [
     "AdamW",
+    "Copies",
     "Homes",
     "MomentFormat",
     "Moments",

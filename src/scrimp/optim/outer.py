@@ -47,6 +47,7 @@ from torch import Tensor
 from scrimp.collective_calls import BESIDE
 from scrimp.config import OuterConfig
 from scrimp.optim.base import Optimizer
+from scrimp.optim.copies import Copies
 from scrimp.parts import TensorPart
 from scrimp.runtime.parallel.mesh import AXES, RankMesh
 from scrimp.world import group_device
@@ -79,6 +80,7 @@ class OuterOptimizer:
         settings: with `every` above 0.
         group: the ranks that hold the same part of other copies, for nobody else's use; None: there is one copy.
         inner_lr: peak learning rate of the inner optimizer.
+        copies: where copies are jobs of their own; then `group` is None.
     """
 
     def __init__(
@@ -87,7 +89,9 @@ class OuterOptimizer:
         settings: OuterConfig,
         group: dist.ProcessGroup | None,
         inner_lr: float,
+        copies: Copies | None = None,
     ) -> None:
+        self.copies = copies
         self._optimizer, self._settings, self._group = optimizer, settings, group
         self._bound = settings.clip * inner_lr * settings.every
         self._start: dict[str, Tensor] = {}
@@ -102,6 +106,11 @@ class OuterOptimizer:
         self._steps, self._began = 0, 0.0
         self._pending: Future[tuple[Tensor, float]] | None = None
         self._thread = ThreadPoolExecutor(1, BESIDE) if settings.overlap else None
+
+    @property
+    def in_round(self) -> bool:
+        """Whether a round has begun and not ended."""
+        return bool(self._start)
 
     def before_step(self) -> None:
         """A round begins with the first step after another."""
@@ -187,6 +196,8 @@ class OuterOptimizer:
         return found, time.perf_counter() - start
 
     def _mean(self, own: Tensor) -> Tensor:
+        if self.copies is not None:
+            return self.copies.mean(own)
         if self._group is None:
             return own
         mean = _fp8_mean if self._settings.exchange == "fp8" else _exact_mean
@@ -236,16 +247,22 @@ class OuterOptimizer:
 
 
 def build_outer(
-    settings: OuterConfig, optimizer: Optimizer, mesh: RankMesh, inner_lr: float
+    settings: OuterConfig,
+    optimizer: Optimizer,
+    mesh: RankMesh,
+    inner_lr: float,
+    copies: Copies | None = None,
 ) -> OuterOptimizer | None:
     """That of a run; None: copies add up their gradients in every step.
 
     Args:
         inner_lr: peak learning rate of `optimizer`.
+        copies: where they are jobs of their own.
     """
     if settings.every == 0:
         return None
-    return OuterOptimizer(optimizer, settings, _own_group(mesh) if mesh.layout.dp > 1 else None, inner_lr)
+    group = _own_group(mesh) if mesh.layout.dp > 1 else None
+    return OuterOptimizer(optimizer, settings, group, inner_lr, copies)
 
 
 def _own_group(mesh: RankMesh) -> dist.ProcessGroup | None:

@@ -114,7 +114,9 @@ def finish_failed(run_dir: Path, trainer: Trainer, error: TrainingError) -> None
     world = trainer.run.decisions.world
     trainer.checkpoints.wait()
     has_any = world.once("looking for checkpoints", lambda: bool(trainer.run.store.complete()))
-    if not has_any and not world.any(trainer.stepper.is_updating):
+    outer = trainer.run.outer
+    in_round = outer is not None and outer.copies is not None and outer.in_round  # nobody comes to end it
+    if not has_any and not in_round and not world.any(trainer.stepper.is_updating):
         save_last(trainer)
     trainer.run.event("finish", str(error))
     if not world.is_writer:

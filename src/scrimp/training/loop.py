@@ -34,6 +34,7 @@ from scrimp.training.callbacks import (
     Record,
     WriteRecord,
 )
+from scrimp.training.callbacks.local_steps import join_copies
 from scrimp.training.guards import StopSignals
 from scrimp.training.memory.between_phases import TRAINING
 from scrimp.training.memory.counted_steps import CountedSteps
@@ -60,7 +61,7 @@ class Trainer:
             *([] if self.cycle is None else [self.cycle]),
             MeasureStep(run),
             CheckMemory(run),
-            *([] if run.outer is None else [LocalSteps(run, run.outer)]),
+            *([] if run.outer is None else [LocalSteps(run, run.outer, self.checkpoints)]),
             self.evaluations,
             WriteRecord(run),
             Guards(run, self.stepper.guard),
@@ -75,9 +76,10 @@ class Trainer:
             TrainingError: too many non-finite steps in a row.
         """
         run, layout = self.run, self.run.config.layout
+        join_copies(run, self.checkpoints)
         is_even = layout.pp * layout.ep * layout.etp == 1
         with run.loader(run.step) as loader, record().training(self._lost, is_even=is_even):
-            while run.step < run.train.steps and not signals.should_stop():
+            while run.step < run.train.steps and not (signals.should_stop() and self._may_stop()):
                 for callback in self.callbacks:
                     callback.before_step()
                 with self._counted.around():
@@ -85,6 +87,11 @@ class Trainer:
                 figures: Record = {}
                 for callback in self.callbacks:
                     callback.after_step(result, figures)
+
+    def _may_stop(self) -> bool:
+        """Copies that are jobs of their own have no common weights within a round, and so nothing to keep."""
+        outer = self.run.outer
+        return outer is None or outer.copies is None or not outer.in_round
 
     def _lost(self, error: ScrimpError) -> None:
         self.run.event("lost-rank", str(error))

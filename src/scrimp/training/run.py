@@ -125,16 +125,18 @@ class Run:
     def loader(self, step: int) -> Loader:
         """Batches from a step on."""
         train, sequence = self.train, self.train.sequence
-        sequences = train.sequences_per_step
+        sequences, mesh, copy, copies = train.sequences_per_step, self.executable.mesh, 0, 1
+        if self.outer is not None and self.outer.copies is not None:  # which share the rows of their batches
+            copy, copies = self.outer.copies.place.copy, self.outer.copies.place.copies
         return Loader(
             self.corpus.train,
             sequence=sequence,
-            sequences_per_step=sequences,
+            sequences_per_step=copies * sequences,
             micro_batch=train.micro_batch,
             seed=self.config.run.seed,
-            first_sample=step * sequences,
-            rank=self.executable.mesh.data_rank,
-            world_size=self.executable.mesh.data_ranks,
+            first_sample=step * copies * sequences,
+            rank=copy * mesh.data_ranks + mesh.data_rank,
+            world_size=copies * mesh.data_ranks,
             mask_documents=self.config.data.mask_documents,
             pin=self.executable.device.type == "cuda",
         )

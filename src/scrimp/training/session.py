@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -20,11 +21,12 @@ from scrimp.data import load_tokenizer
 from scrimp.errors import CheckpointError, ConfigError, PlanError, TrainingError
 from scrimp.files import write_whole
 from scrimp.gemm import BackendChooser
+from scrimp.launchers import copy_of
 from scrimp.models import spec_of
 from scrimp.models.compiled import is_compiler_error
 from scrimp.models.initialise import initialise
 from scrimp.models.model import Model
-from scrimp.optim import build, build_outer
+from scrimp.optim import Copies, build, build_outer
 from scrimp.planner import Plan
 from scrimp.profiler import MemoryMeter, peaks_of
 from scrimp.runtime import (
@@ -115,7 +117,19 @@ def train(
             return _train_in(run_dir, start)
 
 
+def _refuse_lone_copy(copies: int) -> None:
+    """Refuse settings of several copies where this job is not one of so many, and the reverse."""
+    place = copy_of(os.environ)
+    if copies != (1 if place is None else place.copies):
+        raise ConfigError(
+            "outer.copies is not the number of copies that were started",
+            got=f"outer.copies {copies}, and {'one job' if place is None else f'{place.copies} copies'}",
+            do="start a run of several copies with scrimp launch --copies, with as many as it began with",
+        )
+
+
 def _train_in(run_dir: Path, start: Start) -> RunSummary:
+    _refuse_lone_copy(start.decisions.config.outer.copies)
     start = _in_folder(run_dir, start)
     config, world = start.decisions.config, start.decisions.world
     files = world.once("writing the run's first files", lambda: _write_decisions(run_dir, start))
@@ -328,6 +342,8 @@ def _begun(
     line.phase("building the model")
     meter = MemoryMeter(device, start.room.arena.owns) if start.room else MemoryMeter(device)
     executable = _realised(start, choose)
+    place = copy_of(os.environ)
+    copies = None if place is None else Copies(place, decisions.world)
     record = read_record(run_dir)
     assert record is not None  # `_write_decisions` has written it
     optimizer = build(config.optimizer, executable, seed=config.run.seed)
@@ -337,7 +353,7 @@ def _begun(
         corpus=start.corpus,
         executable=executable,
         optimizer=optimizer,
-        outer=build_outer(config.outer, optimizer, executable.mesh, config.optimizer.lr),
+        outer=build_outer(config.outer, optimizer, executable.mesh, config.optimizer.lr, copies),
         plans=PlanInForce(decisions.plan),
         meter=meter,
         peaks=peaks,
