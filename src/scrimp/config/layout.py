@@ -151,9 +151,8 @@ def check_outer(config: Config, device_type: str, ranks: int) -> None:
     )
     # Of one CUDA stream the exchange would be a part of the next round, not beside it.
     refused += [("outer.overlap", "on CUDA")] * (config.outer.overlap and device_type == "cuda")
-    if (
-        copies > 1
-    ):  # within a copy gradients are added up in every step; its group is made anew for each exchange
+    if copies > 1:
+        # Within a copy gradients are added up in every step, and the group of copies is made anew for each exchange.
         refused += [("layout.dp", str(config.layout.dp))] * ((config.layout.dp or 1) > 1)
         refused += [("outer.overlap", "beside --copies")] * config.outer.overlap
         refused += [("outer.exchange", "fp8 beside --copies")] * (config.outer.exchange != "fp32")

@@ -1,0 +1,147 @@
+"""Copies of a model that are jobs of their own: one is lost and comes back, and the others go on without a restart."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from ranks import Run, ended, environment, start, wait_for
+from tiny_run import TINY, flags, records, write_corpus
+
+from scrimp.cli import main
+
+EVERY, EVALUATED = 10, 50
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["doctor", "--ranks"], "--copies is of train alone"),
+        (["train", "--outer.every=10"], "--copies needs a folder"),
+        (["train", "--run.dir=run"], "--copies needs outer.every"),
+    ],
+)
+def test_copies_that_cannot_be_are_refused(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["launch", "--ranks=1", "--copies=2", *words]) == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("--layout.dp=2", "layout.dp"),
+        ("--outer.overlap", "outer.overlap"),
+        ("--outer.exchange=fp8", "outer.exchange"),
+        ("--evaluation.every=15", "evaluation.every is not a multiple of outer.every"),
+        ("--outer.every=0", "outer.every 0"),
+        (f"--checkpoint.every={EVERY}", "outer.copies is not the number of copies that were started"),
+    ],
+)
+def test_settings_that_copies_do_not_have_are_refused(
+    setting: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    corpus = write_corpus(tmp_path)
+    words = flags(corpus, tmp_path / "run", f"--outer.every={EVERY}", "--outer.copies=2", setting)
+    assert main(words) == 2
+    assert says in capsys.readouterr().err
+
+
+class Copies(Run):
+    """Two copies of one rank each, of a run that ends when it is asked to."""
+
+    def __init__(self, folder: Path) -> None:
+        words = flags(
+            write_corpus(folder),
+            folder / "run",
+            "--train.steps=100000",
+            f"--outer.every={EVERY}",
+            f"--evaluation.every={EVALUATED}",
+            f"--checkpoint.every={EVALUATED}",
+        )
+        launch = ["-m", "scrimp", "launch", "--ranks=1", "--copies=2", "--restarts=3"]
+        super().__init__(start([*launch, *words], environment(folder)), folder / "run" / "copy-0")
+
+    def process_of(self, copy: int) -> int | None:
+        """The rank of a copy."""
+        for one in self._children():
+            if f"copy-{copy}".encode() in Path(f"/proc/{one}/cmdline").read_bytes():
+                return one
+        return None
+
+    def _children(self) -> list[int]:
+        found = Path(f"/proc/{self.process.pid}/task").glob("*/children")
+        return [int(one) for path in found for one in path.read_text().split()]
+
+    def held_out(self, copy: int) -> dict[int, float]:
+        """By step, as far as the copy has come."""
+        log = self.run_dir.parent / f"copy-{copy}" / "metrics.jsonl"
+        lines = records(log.parent) if log.exists() else []
+        return {one["step"]: one["eval_loss"] for one in lines if one.get("eval_loss") is not None}
+
+    def wait_for_both(self, after: int) -> dict[int, float]:
+        """Until both have evaluated a step beyond this one: what the first has found."""
+
+        def common() -> set[int]:
+            assert self.process.poll() is None, self.process.communicate()[0]
+            return {step for step in self.held_out(0) if step > after} & set(self.held_out(1))
+
+        wait_for(lambda: bool(common()))
+        step = min(common())
+        # The same weights, and the same text: bit for bit.
+        assert self.held_out(0)[step] == self.held_out(1)[step]
+        return self.held_out(0)
+
+
+@pytest.mark.slow
+def test_a_copy_is_lost_and_comes_back_and_then_all_are_lost(tmp_path: Path) -> None:
+    with Copies(tmp_path) as run:
+        run.wait_for_both(after=0)
+        lost = run.process_of(1)
+        assert lost is not None
+        os.kill(lost, signal.SIGKILL)
+        survivor, step = run.process_of(0), max(run.held_out(0))
+        wait_for(lambda: max(run.held_out(0)) > step and run.process_of(1) not in (None, lost))
+        last = max(run.wait_for_both(after=max(run.held_out(0))))
+        assert run.process_of(0) == survivor  # it went on
+        lines = [one for one in records(run.run_dir) if one["step"] <= last]
+        assert [one["step"] for one in lines] == list(range(1, last + 1))
+        taking_part = [one["copies"] for one in lines if one.get("copies") is not None]
+        assert taking_part[0] == 2
+        assert 1 in taking_part
+        assert taking_part[-1] == 2
+
+        both = [run.process_of(copy) for copy in (0, 1)]
+        for process in both:
+            assert process is not None
+            os.kill(process, signal.SIGKILL)
+        run.wait_for_both(after=max(run.held_out(0)))
+        run.process.send_signal(signal.SIGTERM)
+        code, output = run.end()
+    assert code == 143, output
+    assert "copy 1 is started again (1 of 3), after exit code 137" in output
+    assert "copies 0 of 2 exchanged" in output
+    assert "copy 0 is started again (1 of 3), after exit code 137" in output
+    kinds = [one["kind"] for one in records(run.run_dir.parent / "copy-1", "events.jsonl")]
+    assert "joined" in kinds
+
+
+@pytest.mark.slow
+def test_copies_learn_what_copies_of_one_job_learn(tmp_path: Path) -> None:
+    corpus, environ = write_corpus(tmp_path), environment(tmp_path)
+    more = ["--train.steps=30", "--outer.every=10", "--evaluation.every=10", "--train.micro-batch=2"]
+    whole = flags(corpus, tmp_path / "one", *more, "--train.batch-tokens=512", "--layout.dp=2")
+    halves = flags(corpus, tmp_path / "two", *more)
+    assert "--train.batch-tokens=256" in TINY  # of each copy
+    for how, words in (("--ranks=2", whole), ("--copies=2", halves)):
+        ranks = [] if how == "--ranks=2" else ["--ranks=1"]
+        ((code, output),) = ended([start(["-m", "scrimp", "launch", how, *ranks, *words], environ)])
+        assert code == 0, output
+    folders = [tmp_path / "one", *(tmp_path / "two" / f"copy-{copy}" for copy in (0, 1))]
+    one, *two = ([line.get("eval_loss") for line in records(folder)] for folder in folders)
+    assert two[0] == two[1]
+    assert [loss for loss in two[0] if loss] == pytest.approx([loss for loss in one if loss], rel=1e-5)
+    assert len([loss for loss in one if loss]) == 3
