@@ -21,6 +21,7 @@ from scrimp.formats import Noise, QuantizedTensor
 from scrimp.formats.quantize import AmaxReducer
 from scrimp.gemm.backends import Backend, ReferenceBackend
 from scrimp.gemm.clock import Clock
+from scrimp.gemm.coded_weight import CodedWeight
 from scrimp.gemm.observe import Execution, is_every_run_observed, is_observed, report, running
 from scrimp.gemm.problem import AXES, COLUMNS, Shape, Use, high_precision, operands_of, shape_of
 from scrimp.gemm.storage import saved_class
@@ -250,7 +251,7 @@ def forward(
     else:
         a = backend.prepare(x.to(dtype), uses[0])
         codes = store_input(x, weight, layer, compute, now=now) if keep_codes else None
-    y = backend.multiply("fprop", a, backend.prepare(_matrix(weight, dtype), uses[1]), compute)
+    y = backend.multiply("fprop", a, _weight(weight, dtype, backend, uses[1]), compute)
     if layer.is_watched:
         kept = (layer.uses("wgrad", now, saved)[1], layer.uses("wgrad", now)[1]) if keep_codes else None
         _tell(layer, "fprop", backend, (x, weight), uses, y, kept)
@@ -297,7 +298,7 @@ def backward(
         recipe, uses = layer.precision.dgrad, layer.uses("dgrad", now)
         backend = layer.backend(recipe, "dgrad", len(g), weight)
         operand = for_x()
-        w = backend.prepare(_matrix(weight, high_precision(recipe, compute)), uses[1])
+        w = _weight(weight, high_precision(recipe, compute), backend, uses[1])
         grad_x = backend.multiply("dgrad", operand, w, compute)
         del operand, w, for_x  # before wgrad makes its own
         _tell(layer, "dgrad", backend, (g, weight), uses, grad_x)
@@ -312,9 +313,12 @@ def backward(
     return grad_x, grad_weight
 
 
-def _matrix(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weight in a type, its rows in a row: a weight that is kept transposed is copied for the product alone."""
-    return weight.to(dtype).contiguous()
+def _weight(weight: Tensor, dtype: torch.dtype, backend: Backend, use: Use) -> Any:
+    """The weight as an operand: of its codes where it was gathered so."""
+    if isinstance(weight, CodedWeight):
+        return weight.operand(use, dtype, backend.load)
+    # A weight that is kept transposed is copied for the product alone.
+    return backend.prepare(weight.to(dtype).contiguous(), use)
 
 
 def _gradient_operands(

@@ -13,7 +13,8 @@ Method   With P_b the parameters of all blocks and P those of the model, w bytes
 
          g = 2 gathers in a micro-batch (zero 3; else 1), r = m reductions in a step (zero 1: one).
 Limits   What recomputation exchanges again does not count, nor sums of norms and losses, nor key heads that Ulysses
-         repeats, nor what Muon exchanges (`scrimp.optim.shared_maps`).
+         repeats, nor what Muon exchanges (`scrimp.optim.shared_maps`). Weights that are gathered in FP8 count as in
+         their own format, up to four times too much (`scrimp.runtime.parallel.quantized_gather`).
 Checked  tests/parity/: what ranks were counted to send
 """
 

@@ -41,6 +41,7 @@ from scrimp.planner import Plan
 from scrimp.precision import LinearPrecision
 from scrimp.runtime.memory import HostMemory, HostRoom, carry_out
 from scrimp.runtime.parallel import ONE_RANK, RankMesh, parallelise, part_of_rank, reduce_gradients, units
+from scrimp.runtime.parallel.quantized_gather import gather_codes
 from scrimp.runtime.pieces import share_formats
 from scrimp.runtime.pipeline import Boundary, Stages
 
@@ -265,6 +266,7 @@ def realise(
     planned = None
     if replans or quantizes(plan, compute):
         planned = plan_layers(model, plan, choose or backends_for(device), seed, mesh)
+        gather_codes(model, mesh)
     host = None if room is None else carry_out(plan.placement, model, room)
     stages = None if pipeline is None else Stages(model, pipeline, mesh)
     executable = Executable(

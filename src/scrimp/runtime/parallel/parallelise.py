@@ -168,7 +168,7 @@ def whole_weights(model: Model, block: int) -> list[Tensor]:
     """The parameters of a block as its passes read them: gathered, where ranks share it."""
     found = []
     for module in model.blocks[block].modules():
-        groups = _groups(module) if isinstance(module, _Unit) else []
+        groups = groups_of(module) if isinstance(module, _Unit) else []
         found += [getattr(one, "_unsharded_param", None) for group in groups for one in group.fsdp_params]
     return [one for one in found if one is not None] or list(model.blocks[block].parameters())
 
@@ -201,12 +201,12 @@ def _reduce(unit: Any) -> None:
     # First in one type: gradients of vectors have waited in float32, those of weights are in their own.
     for reduce in (False, True):
         unit.set_requires_gradient_sync(reduce, recurse=False)
-        for group in _groups(unit):
+        for group in groups_of(unit):
             group.post_backward()
     unit.set_requires_gradient_sync(False, recurse=False)
 
 
-def _groups(unit: Any) -> list[Any]:
+def groups_of(unit: Any) -> list[Any]:
     """What FSDP2 gathers and reduces of a unit."""
     state = unit._get_fsdp_state()
     # Older versions have one, or None.

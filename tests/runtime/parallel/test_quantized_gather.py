@@ -1,0 +1,90 @@
+"""Weights gathered in FP8 train as weights gathered in their own format do, bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from distributed import spawn
+from parity import Case, Trained, trained
+
+from scrimp.formats import Noise, QuantizedTensor
+from scrimp.gemm.coded_weight import transposed
+from scrimp.gemm.problem import Use
+from scrimp.precision import Operand
+from scrimp.runtime.parallel import quantized_gather
+from scrimp.world import World
+
+WIDE = {"model.width": 256, "model.ffn_width": 512, "model.num_layers": 2}
+"""All layers of a block have a multiple of 128 rows on each of two ranks."""
+
+
+def cases(*, hybrid: bool) -> dict[str, Case]:
+    """Formats and the ways weights live."""
+    layout: dict[str, int | str] = {"dp": 2, "fsdp": 2} if hybrid else {}
+    found = {
+        f"{recipe}, zero {zero}": Case(
+            {**layout, "zero": zero}, {"precision": recipe, **WIDE}, counts_bytes=False, steps=2
+        )
+        for recipe, zero in (
+            (("fp8", 3), ("fp8_tensor", 1)) if hybrid else (("fp8", 3), ("fp8", 1), ("fp8_tensor", 2))
+        )
+    }
+    if not hybrid:
+        found["fp8_tensor, recomputed"] = dataclasses.replace(
+            found["fp8_tensor, zero 2"], layout={}, activations="block"
+        )
+    return found
+
+
+def both(rank: int, ranks: int, hybrid: bool) -> dict[str, tuple[Trained, Trained, int]]:
+    """Each case as it is and with the older path forced, and how many weights were gathered in codes."""
+    wanted, found = quantized_gather._wanted, {}
+    for name, case in cases(hybrid=hybrid).items():
+        coded: list[object] = []
+
+        def counted(shared: object, shards: int, coded: list[object] = coded) -> object:
+            result = wanted(shared, shards)
+            if result is not None and not any(one is shared for one in coded):
+                coded.append(shared)
+            return result
+
+        quantized_gather._wanted = counted  # type: ignore[assignment]
+        codes = trained(World(rank, ranks), case)
+        quantized_gather._wanted = lambda shared, shards: None
+        whole = trained(World(rank, ranks), case)
+        found[name] = codes, whole, len(coded)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_codes_train_as_whole_weights(hybrid: bool, tmp_path: Path) -> None:
+    ranks = 4 if hybrid else 2
+    for rank in spawn(ranks, both, tmp_path, ranks, hybrid):
+        for name, (codes, whole, count) in rank.items():
+            assert count == 8, name  # of two blocks: queries to values as one, outputs, and two of an MLP
+            assert (codes.losses, codes.norms) == (whole.losses, whole.norms), name
+            assert codes.gradients.keys() == whole.gradients.keys()
+            for key, gradient in whole.gradients.items():
+                assert torch.equal(codes.gradients[key], gradient), (name, key)
+
+
+@pytest.mark.parametrize("scaling", ["block", "tensor"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_transpose_is_what_dgrad_reads(scaling: str, dtype: torch.dtype) -> None:
+    weight = torch.randn(256, 200, generator=torch.Generator().manual_seed(0)).to(dtype)
+    operand = Operand("e4m3", scaling)
+    columns, rows = (Use(operand, axis, Noise()).codes(weight) for axis in (-1, -2))
+    assert same(transposed(columns), rows)
+
+
+def same(a: QuantizedTensor, b: QuantizedTensor) -> bool:
+    """All that a back end reads."""
+    return (
+        torch.equal(a.payload.view(torch.uint8), b.payload.view(torch.uint8))
+        and torch.equal(a.scales, b.scales)
+        and (a.axis, a.operand, a.shape) == (b.axis, b.operand, b.shape)
+    )
