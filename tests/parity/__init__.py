@@ -31,7 +31,7 @@ import torch.distributed as dist
 from distributed import spawn
 from torch import Tensor
 
-from parity.formulas import Journeys, axis_bytes, bytes_sent
+from parity.formulas import Journeys, axis_bytes, bytes_sent, spared_by_codes
 from scrimp.config import Config, replace_values
 from scrimp.config.activations import Activations
 from scrimp.data import Batch
@@ -216,7 +216,8 @@ def trained(world: World, case: Case) -> Trained:
         if sent is not None:
             found.predicted = bytes_sent(executable, batches, journeys)
             found.sent = {kind: sent.sent(kind) for kind in found.predicted}
-            found.axes = list(axis_bytes(decisions, found.sent))
+            if not spared_by_codes(executable):  # which the planner does not know
+                found.axes = list(axis_bytes(decisions, found.sent))
         found.losses.append(sum(executable.mesh.gathered(float(sums.loss))) / targets)
         if step == 0:
             found.gradients = gradients_of(executable, optimizer, world, summed)

@@ -5,7 +5,8 @@ of what is reduced on all (`scrimp.profiler.collectives`). With m micro-batches 
 of which a rank has its own, and 4 bytes a number, a rank sends
 
     fsdp, cp    4 s (F - 1) for each gathering of a unit, and for each reduction of its gradients; s are the numbers of
-                a rank's rows of the unit's weights, as many on every rank (FSDP2 rounds up), F = fsdp x cp
+                a rank's rows of the unit's weights, as many on every rank (FSDP2 rounds up), F = fsdp x cp;
+                weights gathered in FP8 take 1 byte a number, and 4 a scale of 128x128 numbers (or a maximum)
     dp          2 x 4 s (n - 1) / n for each reduction
     tp          4 B T D (n - 1) / n for each of the exchanges of a block (two gather and two scatter forward, as many
                 backward; half of them where experts take the place of an MLP) and at both ends (one each way);
@@ -115,14 +116,36 @@ def axis_bytes(decisions: Decisions, sent: dict[str, float]) -> Iterator[tuple[f
 def _of_units(executable: Executable, micro_batches: int) -> Sent:
     """FSDP2's gathering and reducing."""
     layout, found = executable.mesh.layout, Sent()
-    edp = layout.ranks // (layout.ep * layout.etp)
+    edp, spared = layout.ranks // (layout.ep * layout.etp), spared_by_codes(executable)
     for unit, numbers in _units(executable.model, layout).items():
         is_experts = unit.endswith("experts")
         shards, copies = (edp, 1) if is_experts else (layout.shards, layout.dp)
         gathered, reduced = _gatherings(executable, unit, micro_batches)
-        found["all-gather"] += BYTES * numbers * (shards - 1) * gathered
+        found["all-gather"] += (BYTES * numbers - spared.get(unit, 0)) * (shards - 1) * gathered
         found["reduce-scatter"] += BYTES * numbers * (shards - 1) * reduced
         found["all-reduce"] += 2 * BYTES * numbers * (copies - 1) * reduced / copies
+    return found
+
+
+def spared_by_codes(executable: Executable) -> dict[str, int]:
+    """By unit the bytes that a rank's rows are smaller where they are gathered in FP8."""
+    layout, found = executable.mesh.layout, Counter[str]()
+    if layout.pp > 1 or layout.tp > 1:
+        return found
+    for name, module in executable.model.named_modules():
+        planned = getattr(module, "planned", None)
+        unit = ".".join(name.split(".")[:2])
+        if planned is None or ".experts" in name or not name.startswith("blocks."):
+            continue
+        if executable.model.get_submodule(unit)._compiled_call_impl is not None:
+            continue
+        recipes = {planned.precision.fprop, planned.precision.dgrad}
+        rows, columns = module.weight.shape
+        own = rows // layout.shards
+        if recipes == {"fp8"} and rows % (128 * layout.shards) == 0:
+            found[unit] += 3 * own * columns - 4 * (own // 128) * -(-columns // 128)
+        elif recipes == {"fp8_tensor"} and rows % layout.shards == 0:
+            found[unit] += 3 * own * columns - 4
     return found
 
 

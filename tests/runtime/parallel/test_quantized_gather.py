@@ -19,6 +19,8 @@ from scrimp.world import World
 
 WIDE = {"model.width": 256, "model.ffn_width": 512, "model.num_layers": 2}
 """All layers of a block have a multiple of 128 rows on each of two ranks."""
+FP32 = {**WIDE, "train.parameters": "fp32"}
+"""Four bytes a number, as the formulas of bytes have it."""
 
 
 def cases(*, hybrid: bool) -> dict[str, Case]:
@@ -26,16 +28,15 @@ def cases(*, hybrid: bool) -> dict[str, Case]:
     layout: dict[str, int | str] = {"dp": 2, "fsdp": 2} if hybrid else {}
     found = {
         f"{recipe}, zero {zero}": Case(
-            {**layout, "zero": zero}, {"precision": recipe, **WIDE}, counts_bytes=False, steps=2
+            {**layout, "zero": zero}, FP32 | {"precision": f"fp32,*={recipe}"}, steps=2
         )
         for recipe, zero in (
             (("fp8", 3), ("fp8_tensor", 1)) if hybrid else (("fp8", 3), ("fp8", 1), ("fp8_tensor", 2))
         )
     }
     if not hybrid:
-        found["fp8_tensor, recomputed"] = dataclasses.replace(
-            found["fp8_tensor, zero 2"], layout={}, activations="block"
-        )
+        bf16 = Case({}, {**WIDE, "precision": "fp8_tensor"}, counts_bytes=False, steps=2)
+        found |= {"bf16": bf16, "bf16, recomputed": dataclasses.replace(bf16, activations="block")}
     return found
 
 
@@ -66,6 +67,9 @@ def test_codes_train_as_whole_weights(hybrid: bool, tmp_path: Path) -> None:
     for rank in spawn(ranks, both, tmp_path, ranks, hybrid):
         for name, (codes, whole, count) in rank.items():
             assert count == 8, name  # of two blocks: queries to values as one, outputs, and two of an MLP
+            assert codes.sent == codes.predicted, name
+            if codes.sent:
+                assert codes.sent["all-gather"] < 0.7 * whole.sent["all-gather"], name
             assert (codes.losses, codes.norms) == (whole.losses, whole.norms), name
             assert codes.gradients.keys() == whole.gradients.keys()
             for key, gradient in whole.gradients.items():
