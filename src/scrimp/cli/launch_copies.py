@@ -9,7 +9,7 @@ Ends     When all copies have ended. The exit code is 0 where one of them has ta
          whole run; else that of the first copy that failed. Who comes back after that is not started again.
 Limits   One machine. Where this process is gone, the store is: copies of several ranks write a checkpoint at the end
          of their round and end, copies of one rank end at the next exchange.
-Checked  one run of two copies by hand; no loss of one was run yet
+Checked  tests/cli/test_copies.py
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ Method   Each copy is a job: its own ranks, `World`, health, folder and checkpoi
 Groups   Gloo's, also on CUDA, through host memory: a group of which a member was killed fails within milliseconds and
          can be thrown away, beside the process's own default group. Where a peer hangs, the timeout ends it.
 Limits   A copy keeps its own inner states: they are not averaged. The sum is float32. On CUDA this was not run.
-Checked  tests/optim/test_copy_rounds.py: who takes part. The exchange with a lost copy was not run yet
+Checked  tests/cli/test_copies.py: copies that are killed; tests/optim/test_copy_rounds.py: who takes part
 """
 
 from __future__ import annotations

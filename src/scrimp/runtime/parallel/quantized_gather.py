@@ -23,7 +23,7 @@ Facts    FSDP2 (torch 2.13) makes the gathered parameter itself by `as_strided`,
          already it calls `fsdp_post_all_gather(..., out=it)` alone. It views all it gathers of a unit as bytes where
          types differ. Uneven shards with hooks must all have the weight's padded size, so they are left out.
 Source   PyTorch FSDP2's extensions, as torchao's float8 uses them
-Checked  tests/runtime/parallel/test_quantized_gather.py: two ranks, bit for bit; bytes are not counted yet
+Checked  tests/runtime/parallel/test_quantized_gather.py: bit for bit, and bytes counted
 """
 
 from __future__ import annotations
