@@ -25,7 +25,7 @@ from memory_cases import (
     keeping,
 )
 
-from scrimp.cli.commands import build
+from scrimp.cli.build import build
 from scrimp.config import base_architecture, resolve
 
 SMALL = ("--model.num-layers=2", "--model.vocab-size=512")

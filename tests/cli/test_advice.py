@@ -37,6 +37,10 @@ OF_ONE_COMMAND = {
     "config/sampling.py": "generate",
     "export/layer_names.py": "export-precision",
     "cli/launch.py": "launch",
+    "cli/launch_copies.py": "launch",
+    "optim/copies.py": "launch",
+    "optim/copy_rounds.py": "launch",
+    "config/layout.py": "launch",
 }
 HOLE = "{}"
 

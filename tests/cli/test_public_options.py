@@ -30,7 +30,7 @@ CONFIG = """
 --budget.divergence
 --layout.dp --layout.fsdp --layout.cp --layout.cp-method --layout.tp --layout.zero
 --layout.pp --layout.virtual --layout.schedule --layout.stages --layout.ep --layout.etp --layout.backends
---outer.every --outer.lr --outer.momentum --outer.overlap --outer.no-overlap --outer.clip --outer.exchange
+--outer.every --outer.lr --outer.momentum --outer.overlap --outer.no-overlap --outer.clip --outer.exchange --outer.copies
 --memory.activations --memory.weights --memory.gradients --memory.optimizer --memory.update
 --memory.split
 --snip.formats --snip.policy --snip.start --snip.first --snip.every --snip.at --snip.delay --snip.batches
@@ -41,7 +41,7 @@ CONFIG = """
 PUBLIC = {
     "train": f"[FILE] --resume --resume-from --restart --trust-code {CONFIG}",
     "plan": f"[FILE] --out --target --trust-code {CONFIG}",
-    "launch": "COMMAND --ranks --grace --restarts --min-ranks",
+    "launch": "COMMAND --ranks --grace --restarts --min-ranks --copies",
     "prepare": "SRC OUT --text-column --conversations --chat-template --tokenizer --bpe-vocab-size --held-out "
     "--workers",
     "verify": "PATH",

@@ -164,7 +164,8 @@ def _dispatch(words: Sequence[str]) -> int:
     _refuse_deleted_folder()
     _refuse_small_address_space()
     # Not at the top: with tyro it takes a while, which --help and --version need not wait for.
-    from scrimp.cli.commands import COMMANDS, build, carry_out, unknown_command
+    from scrimp.cli.build import build, carry_out, unknown_command
+    from scrimp.cli.commands import COMMANDS
 
     name = words[0]
     if name not in COMMANDS:

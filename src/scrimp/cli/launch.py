@@ -40,7 +40,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from scrimp.cli.commands import COMMANDS, Launch, Train, build, unknown_command
+from scrimp.cli.build import build, unknown_command
+from scrimp.cli.commands import COMMANDS, Launch, Train
 from scrimp.cli.handlers import handled
 from scrimp.cli.ranks import refuse_ranks
 from scrimp.cli.show import say

@@ -29,7 +29,8 @@ from typing import TextIO
 
 import scrimp
 from scrimp import __version__, user_code
-from scrimp.cli.commands import Command, Doctor, Train, build, carry_out
+from scrimp.cli.build import build, carry_out
+from scrimp.cli.commands import Command, Doctor, Train
 from scrimp.cli.show import say, show_error
 from scrimp.config import flatten
 from scrimp.errors import ConfigError, ScrimpError

@@ -77,6 +77,7 @@ class ResolvedLayout(LayoutConfig):
 
     dp: int
     fsdp: int
+    zero: int = 3
 
     @property
     def ranks(self) -> int:

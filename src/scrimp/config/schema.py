@@ -230,9 +230,10 @@ class LayoutConfig:
     backends: str | None = None
     """What carries the messages of an axis, where links are unequal, as dp=gloo,fsdp=nccl:IB: gloo, or NCCL, over one
     of its networks. Unset: gloo between CPUs, NCCL between GPUs, over what it finds."""
-    zero: int = 3
+    zero: int | None = None
     """What each rank of fsdp holds whole for a while: 3: the weights of the block that runs; 2: all weights,
-    from their forward to their backward pass; 1: and all gradients, until the last micro-batch."""
+    from their forward to their backward pass; 1: and all gradients, until the last micro-batch. Unset: 3, or 1 where
+    ranks have whole copies."""
 
 
 @dataclass(frozen=True, kw_only=True)
