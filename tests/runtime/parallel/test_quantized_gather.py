@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from distributed import spawn
-from parity import Case, Trained, trained
+from parity import Case, Trained, batch_of, made, trained
 
 from scrimp.formats import Noise, QuantizedTensor
 from scrimp.gemm.coded_weight import transposed
 from scrimp.gemm.problem import Use
-from scrimp.precision import Operand
+from scrimp.precision import HEAD, LinearPrecision, Operand
 from scrimp.runtime.parallel import quantized_gather
+from scrimp.runtime.passes import run_passes
 from scrimp.world import World
 
 WIDE = {"model.width": 256, "model.ffn_width": 512, "model.num_layers": 2}
@@ -74,6 +75,46 @@ def test_codes_train_as_whole_weights(hybrid: bool, tmp_path: Path) -> None:
             assert codes.gradients.keys() == whole.gradients.keys()
             for key, gradient in whole.gradients.items():
                 assert torch.equal(codes.gradients[key], gradient), (name, key)
+
+
+FORMATS = ("fp8", "fp32", "fp8_tensor", "fp8")
+
+
+def replanned(world: World, zero: int) -> list[float]:
+    """Losses and norms of a run whose plan changes after each step, with an evaluation in between."""
+    case = Case({"zero": zero}, FP32 | {"precision": "fp32,*=fp8"})
+    decisions, executable, optimizer, lr = made(case, world, world.size)
+    found = []
+    for step, name in enumerate(FORMATS):
+        gemms = {layer: LinearPrecision.of(name) for layer in decisions.plan.gemms if layer != HEAD}
+        executable.change_formats(dataclasses.replace(decisions.plan, gemms=decisions.plan.gemms | gemms))
+        batches = [batch_of(case, step, world.rank + world.size * number) for number in range(2)]
+        sums = run_passes(executable, batches, 100, step=step)
+        found += [float(sums.loss), optimizer.gradient_norm()]
+        optimizer.step(lr)
+        optimizer.zero_grad()
+        with torch.no_grad():
+            found.append(float(executable.loss(batches[0]).loss))
+        executable.settle()
+    return found
+
+
+def both_replanned(rank: int, ranks: int) -> list[tuple[list[float], list[float]]]:
+    """With codes, and with the older path forced."""
+    wanted, found = quantized_gather._wanted, []
+    for zero in (3, 1):
+        quantized_gather._wanted = wanted
+        codes = replanned(World(rank, ranks), zero)
+        quantized_gather._wanted = lambda shared, shards: None
+        found.append((codes, replanned(World(rank, ranks), zero)))
+    return found
+
+
+@pytest.mark.slow
+def test_each_step_gathers_what_its_plan_reads(tmp_path: Path) -> None:
+    for rank in spawn(2, both_replanned, tmp_path, 2):
+        for codes, whole in rank:
+            assert codes == whole
 
 
 @pytest.mark.parametrize("scaling", ["block", "tensor"])
