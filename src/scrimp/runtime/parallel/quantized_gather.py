@@ -82,10 +82,8 @@ def _wanted(shared: Any, shards: int) -> tuple[Operand, torch.dtype] | None:
     """How a parameter is gathered: as which operand of which type, or None as it is."""
     module = shared._module_info.module
     # Planned layers have classes of their own, which may run otherwise.
-    if (
-        getattr(type(module), "forward", None) is not PlannedLinear.forward
-        or shared._module_info.param_name != "weight"
-    ):
+    is_planned = getattr(type(module), "forward", None) is PlannedLinear.forward
+    if not is_planned or shared._module_info.param_name != "weight":
         return None
     layer, local = module.planned, shared._sharded_local_tensor
     first, second = (operands_of(gemm, layer.precision.gemm(gemm))[1] for gemm in ("fprop", "dgrad"))
@@ -150,7 +148,7 @@ class _Coded:
 
 def _largest(amax: Tensor, group: Any) -> None:
     """The maximum over ranks, in place: gathered, so that it counts among what the axis gathers."""
-    found = amax.new_empty(dist.get_world_size(group) * amax.numel())
-    dist.all_gather_into_tensor(found, amax.contiguous().view(-1), group=group)
+    found = [torch.empty_like(amax) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(found, amax, group=group)
     # A NaN of any rank is the maximum, as in the whole tensor.
-    amax.copy_(found.view(-1, amax.numel()).amax(0).view(amax.shape))
+    amax.copy_(torch.stack(found).amax(0))
