@@ -30,7 +30,8 @@ CONFIG = """
 --budget.divergence
 --layout.dp --layout.fsdp --layout.cp --layout.cp-method --layout.tp --layout.zero
 --layout.pp --layout.virtual --layout.schedule --layout.stages --layout.ep --layout.etp --layout.backends
---outer.every --outer.lr --outer.momentum --outer.overlap --outer.no-overlap --outer.clip --outer.exchange --outer.copies
+--outer.every --outer.lr --outer.momentum --outer.overlap --outer.no-overlap --outer.clip --outer.exchange
+--outer.copies
 --memory.activations --memory.weights --memory.gradients --memory.optimizer --memory.update
 --memory.split
 --snip.formats --snip.policy --snip.start --snip.first --snip.every --snip.at --snip.delay --snip.batches
