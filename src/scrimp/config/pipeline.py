@@ -18,17 +18,13 @@ Checked   tests/config/test_pipeline.py
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from scrimp.config.activations import assign_activations
 from scrimp.config.resolved import ResolvedLayout
-from scrimp.config.schema import Config, LayoutConfig, PipelineScheduleName, decided
+from scrimp.config.schema import Config, Decide, Decision, LayoutConfig, PipelineScheduleName, decided
 from scrimp.errors import ConfigError
 
-Decision = tuple[Any, str]
-"""A value and the reason for it."""
 V_SHAPED = ("zbv", "dualpipev")
 """Schedules whose ranks hold a stage of the way there and one of the way back, and which split backward passes."""
 ONE_STAGE = ("gpipe", "1f1b")
@@ -87,7 +83,7 @@ def pipeline_of(layout: ResolvedLayout, num_blocks: int) -> Pipeline:
     return Pipeline(layout.pp, layout.schedule, stages)
 
 
-def decide_stages(config: Config, decide: Callable[[Config, str, Callable[[], Decision]], Config]) -> Config:
+def decide_stages(config: Config, decide: Decide) -> Config:
     """With all that stages follow from decided, where there is a pipeline.
 
     Args:

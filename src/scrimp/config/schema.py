@@ -8,9 +8,10 @@ no change to the preset's sizes, the user's own cache folder.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from scrimp.precision import PrecisionRules, parse_rules
 
@@ -391,3 +392,9 @@ def decided(value: T | None) -> T:
     """A setting of a resolved configuration: `resolve` has left no None."""
     assert value is not None, "the configuration has not been resolved"
     return value
+
+
+Decision = tuple[Any, str]
+"""The value of a setting that was left open, and the reason for it."""
+Decide = Callable[[Config, str, Callable[[], Decision]], Config]
+"""Gives a setting that is open a value."""

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import difflib
 import itertools
-from typing import Any
 
-from scrimp.config.schema import Config, decided
+from scrimp.config.schema import Config, Decision, decided
 from scrimp.errors import ConfigError
 from scrimp.precision import RECIPES
 
@@ -32,8 +31,6 @@ ORDERED = ("first-last", "layer-type", "last-blocks-matched")
 """Policies that protect layers in an order of their own, while the share that need not be in 4 bits lasts."""
 DEFAULT_FORMATS = "fp8,nvfp4"
 DEFAULT_SHARE = 0.75
-
-Decision = tuple[Any, str]
 
 
 def check_snip(config: Config) -> None:

@@ -164,7 +164,7 @@ class Copies:
         return self._world.once(doing, lambda: ask(attempt))
 
     def _sum(self, own: Tensor, attempt: Attempt) -> Tensor | None:
-        """Of the displacements, in host memory; None where a member is gone."""
+        """The displacements of the members added up, in host memory; None where one of them is gone."""
         found = own.detach().to("cpu", copy=True)
         members = sorted(attempt.trained)
         if len(members) == 1:

@@ -15,8 +15,8 @@ Method   The store's compare-and-set is the only judge: of all who write to an e
          Whoever is started announces itself (`waiting/k`). The living ones take it into their next attempt as one that
          joins: it gives nothing and gets their state. Where none lives those that wait make an attempt among
          themselves, and the one with the most steps gives its state.
-Alive    `start/k` is the number of copy k's present start, which the launcher writes as it starts and reaps: a copy
-         that is gone is known within a tenth of a second. Only one that hangs is waited for in vain.
+Alive    `start/k` is the number of copy k's present start, which the launcher writes as it starts and reaps: the
+         others see within a tenth of a second that a copy is gone. They wait `PATIENCE_S` for one that hangs.
 Limits   The store is the launcher's: where that is gone all end. Keys are never deleted, about 500 bytes a round.
 Source   A replicated log with one arbiter; the vote is a two-phase commit whose coordinator is the store.
 Checked  tests/optim/test_copy_rounds.py

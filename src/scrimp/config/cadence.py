@@ -1,0 +1,122 @@
+"""The learning rate, and what happens every so many steps.
+
+===================  ==============================================================================
+lr                   min(3e-3, 0.8 / width): Adam's stable rate falls as one over the width. A
+                     tenth of it when starting from trained weights, so that they are not unlearned. The same for
+                     Muon, whose updates are scaled to the size of AdamW's (arXiv 2502.16982).
+warmup_steps         a twentieth of the run, at most 2,000, at least 1.
+eval_every           ten evaluations a run, the one at the end included; fewer where each would have less than
+                     one step's tokens.
+eval_tokens          as many as four steps train on, fewer where all evaluations together would take more than
+                     3 % of the run's FLOPs (a forward pass is a third of a step); at least one sequence.
+                     All are equal, the one at the end too: only equal texts give comparable losses.
+checkpoint_every     a tenth of the run, at least 50; with keep_every, the largest divisor of it.
+===================  ==============================================================================
+
+Checked in tests/config/test_resolve.py.
+"""
+
+from __future__ import annotations
+
+from scrimp.config.architecture import Architecture
+from scrimp.config.batches import largest_divisor
+from scrimp.config.schema import Config, Decision, TrainConfig, decided
+from scrimp.errors import ConfigError
+
+_FORWARD_SHARE = 1 / 3
+"""FLOPs of a token that is evaluated, of those of a token that is trained on."""
+_EVALUATION_SHARE = 0.03
+"""Most of a run's FLOPs that evaluations take, where the user leaves them to Scrimp."""
+_EVALUATIONS, _EVALUATION_STEPS = 10, 4
+"""Most evaluations of a run, and most tokens of one, in steps' tokens, where both are left to Scrimp."""
+
+
+def decide_lr(config: Config, architecture: Architecture) -> Decision:
+    """The highest learning rate of the run."""
+    lr = min(3e-3, 0.8 / architecture.width)
+    reason = f"min(3e-3, 0.8 / width {architecture.width:,})"
+    if config.model.weights is not None:
+        lr, reason = lr / 10, f"a tenth of {reason}, from trained weights"
+    if config.optimizer.name == "muon":
+        reason += ", as AdamW's, to whose size Muon's updates are scaled"
+    return float(f"{lr:.3g}"), reason
+
+
+def decide_warmup_steps(steps: int) -> Decision:
+    """Steps until it is reached."""
+    return min(2000, max(1, steps // 20)), f"a twentieth of {steps:,} steps, 1 to 2,000"
+
+
+def decide_eval_every(config: Config) -> Decision:
+    """Steps from one evaluation to the next."""
+    train = config.train
+    each = config.evaluation.tokens or decided(train.batch_tokens)
+    count = max(1, min(_EVALUATIONS, _evaluated_tokens(train) // each))
+    every = -(-train.steps // count)
+    if count == _EVALUATIONS:
+        return _on_round(config, every, f"a tenth of {train.steps:,} steps")
+    why = f"{each:,} tokens each, within {_EVALUATION_SHARE:.0%} of the run's FLOPs"
+    return _on_round(config, every, f"{count} evaluation{'s' * (count > 1)} of at least {why}")
+
+
+def decide_eval_tokens(config: Config) -> Decision:
+    """Held-out tokens of one evaluation."""
+    train = config.train
+    most = _EVALUATION_STEPS * decided(train.batch_tokens)
+    every = decided(config.evaluation.every) or train.steps
+    count = -(-train.steps // every)
+    each = _evaluated_tokens(train) // count
+    if each >= most:
+        return most, "as many as four steps train on"
+    sequence = decided(train.sequence)
+    times = "one evaluation takes" if count == 1 else f"{count:,} evaluations take"
+    if each < sequence:
+        return sequence, "one sequence, the least"
+    return each // sequence * sequence, f"{times} at most {_EVALUATION_SHARE:.0%} of the run's FLOPs"
+
+
+def decide_checkpoint_every(config: Config) -> Decision:
+    """Steps from one checkpoint to the next."""
+    steps, keep_every = config.train.steps, config.checkpoint.keep_every
+    every = max(50, steps // 10)
+    reason = f"a tenth of {steps:,} steps, at least 50"
+    if keep_every and keep_every % every:
+        every = largest_divisor(keep_every, every)
+        reason = f"the largest divisor of checkpoint.keep_every {keep_every:,} up to {reason}"
+    return _on_round(config, every, reason)
+
+
+def check(config: Config) -> None:
+    """Refuse a warmup longer than the run, and checkpoints to keep that are never written.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
+    warmup, steps = config.schedule.warmup_steps or 0, config.train.steps
+    if warmup > steps:
+        raise ConfigError(
+            "schedule.warmup_steps is longer than the run",
+            got=f"{warmup:,} of train.steps {steps:,}",
+            expected=f"at most {steps:,}",
+            do="lower schedule.warmup_steps, or leave it out",
+        )
+    every, keep_every = config.checkpoint.every or 0, config.checkpoint.keep_every
+    if keep_every and (every == 0 or keep_every % every):
+        raise ConfigError(
+            "checkpoint.keep_every is not a multiple of checkpoint.every",
+            got=f"to keep every {keep_every:,} of checkpoints written every {every:,} steps",
+            expected=f"a multiple of {every:,}" if every else "checkpoint.every above 0",
+            do="change checkpoint.keep_every, or leave checkpoint.every out",
+        )
+
+
+def _evaluated_tokens(train: TrainConfig) -> int:
+    """Held-out tokens that all evaluations of the run may take together."""
+    return int(train.steps * decided(train.batch_tokens) * _EVALUATION_SHARE / _FORWARD_SHARE)
+
+
+def _on_round(config: Config, every: int, reason: str) -> Decision:
+    """That many steps, or more, up to where copies that are jobs of their own meet."""
+    if config.outer.copies == 1 or every % config.outer.every == 0:
+        return every, reason
+    return -(-every // config.outer.every) * config.outer.every, f"{reason}, at the end of a round"
