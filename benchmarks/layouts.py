@@ -114,8 +114,8 @@ def main() -> None:
     before = facts("torch", "transformers")
     rows: list[Row] = []
     for ranks in options.ranks:
-        for name, layout in LAYOUTS.items():
-            if fits(layout, ranks):
+        for name in options.layouts:
+            if fits(LAYOUTS[name], ranks):
                 rows.append(measured(name, ranks, options))
                 print(" | ".join(cells(rows[-1])), flush=True)
     about = {
@@ -260,7 +260,7 @@ def ours(layout: dict[str, Any], world: World, size: str) -> tuple[Step, RankMes
     def step(of_step: list[Batch]) -> float:
         targets = sum(mesh.gathered_rows(sum(batch.num_targets for batch in of_step)))
         total = run_passes(executable, of_step, targets)
-        executable.add_up_copies(optimizer.gradients())
+        executable.add_up_copies(optimizer.gradients)
         norm = optimizer.gradient_norm()
         loss: float = sum(mesh.gathered(float(total.loss))) / targets
         optimizer.clip(norm, CLIP)
@@ -366,6 +366,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--size", default="llama-8m", help="a preset")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS), help="names")
     parser.add_argument("--repeats", type=int, default=7, help="timed steps of each side")
     parser.add_argument("--warm-up", type=int, default=2, help="steps before them, dropped")
     parser.add_argument("--date", default=date.today().isoformat(), help="prefix of the result files")

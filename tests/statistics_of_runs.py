@@ -37,7 +37,7 @@ def trained(case: Case, world: World, readers: int) -> tuple[Executable, Optimiz
         own = [batch_of(case, step, number) for number in range(rank * each, (rank + 1) * each)]
         every = [batch_of(case, step, number) for number in range(readers * case.micro_batches)]
         run_passes(executable, own, sum(batch.num_targets for batch in every), step=step)
-        executable.add_up_copies(optimizer.gradients())
+        executable.add_up_copies(optimizer.gradients)
         optimizer.clip(optimizer.gradient_norm(), 1.0)
         optimizer.step(lr)
         optimizer.zero_grad()

@@ -212,7 +212,7 @@ def trained(world: World, case: Case) -> Trained:
             sums = run_passes(executable, batches, targets, step=step, first_row=first * ROWS * SEQUENCE)
             # Those that autograd sums; masters have sums of their own, in which bf16 is rounded elsewhere on ranks.
             summed = {name for name, p in executable.model.named_parameters() if p.grad is not None}
-            executable.add_up_copies(optimizer.gradients())
+            executable.add_up_copies(optimizer.gradients)
         if sent is not None:
             found.predicted = bytes_sent(executable, batches, journeys)
             found.sent = {kind: sent.sent(kind) for kind in found.predicted}

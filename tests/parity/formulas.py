@@ -7,7 +7,7 @@ of which a rank has its own, and 4 bytes a number, a rank sends
     fsdp, cp    4 s (F - 1) for each gathering of a unit, and for each reduction of its gradients; s are the numbers of
                 a rank's rows of the unit's weights, as many on every rank (FSDP2 rounds up), F = fsdp x cp;
                 weights gathered in FP8 take 1 byte a number, and 4 a scale of 128x128 numbers (or a maximum)
-    dp          2 x 4 s (n - 1) / n for each reduction
+    dp          2 x 4 s (n - 1) / n for each reduction; of whole copies one a step, and one number a parameter
     tp          4 B T D (n - 1) / n for each of the exchanges of a block (two gather and two scatter forward, as many
                 backward; half of them where experts take the place of an MLP) and at both ends (one each way);
                 all-reduces of the gradients of norms and routers, of three numbers of each token for the loss, and
@@ -44,6 +44,7 @@ from scrimp.models.tensor_ranks import AllHeadsNorm
 from scrimp.planner.axis_traffic import traffic_of
 from scrimp.profiler.collectives import SHARES
 from scrimp.runtime import Executable
+from scrimp.runtime.parallel import is_sharded
 from scrimp.runtime.parallel.parallelise import WORDS
 from scrimp.runtime.pipeline.orders import passes_of
 from scrimp.training.setup import Decisions
@@ -114,9 +115,14 @@ def axis_bytes(decisions: Decisions, sent: dict[str, float]) -> Iterator[tuple[f
 
 
 def _of_units(executable: Executable, micro_batches: int) -> Sent:
-    """FSDP2's gathering and reducing."""
+    """What gathers weights and reduces gradients: FSDP2, or sums over whole copies."""
     layout, found = executable.mesh.layout, Sent()
     edp, spared = layout.ranks // (layout.ep * layout.etp), spared_by_codes(executable)
+    if executable.sums is not None:
+        own = [parameter.numel() + 1 for parameter in executable.model.parameters()]
+        found["all-reduce"] += 2 * BYTES * sum(own) * (layout.dp - 1) / layout.dp
+    if not is_sharded(executable.model, executable.mesh):
+        return found
     for unit, numbers in _units(executable.model, layout).items():
         is_experts = unit.endswith("experts")
         shards, copies = (edp, 1) if is_experts else (layout.shards, layout.dp)

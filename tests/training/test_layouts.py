@@ -107,4 +107,4 @@ def test_a_run_that_goes_on_under_another_layout_says_both(runs: Path) -> None:
     (told,) = (
         one for one in records(runs / "from fsdp to copies", "events.jsonl") if one["kind"] == "layout"
     )
-    assert "layout: dp 2, ZeRO stage 1; before: fsdp 2, ZeRO stage 3" in told.values()
+    assert "layout: dp 2; before: fsdp 2, ZeRO stage 3" in told.values()

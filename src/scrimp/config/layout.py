@@ -217,13 +217,6 @@ def decide_fsdp(layout: LayoutConfig, ranks: int) -> tuple[int, str]:
     return ranks // copies, f"{ranks:,} ranks / layout.dp {copies:,}" if ranks > 1 else "one rank"
 
 
-def decide_zero(layout: LayoutConfig) -> tuple[int, str]:
-    """The stage of ZeRO, and why; after the degrees."""
-    if decided(layout.dp) > 1 and decided(layout.fsdp) * layout.cp == 1:
-        return 1, "each rank has a whole copy: gradients are added up once a step"
-    return 3, "no rank holds more than the block that runs"
-
-
 def check_tensor_ranks(config: Config, architecture: Architecture) -> None:
     """Refuse what ranks that compute layers together cannot share, and what is not carried out beside them yet.
 

@@ -47,7 +47,6 @@ from scrimp.config.layout import (
     check_tensor_ranks,
     decide_dp,
     decide_fsdp,
-    decide_zero,
 )
 from scrimp.config.optimizers import check_optimizer, facts_of
 from scrimp.config.resolved import ResolvedConfig, closed
@@ -115,8 +114,7 @@ def _with_layout(config: Config, ranks: int, decide: Decide) -> Config:
     config = pipeline.decide_stages(config, decide)
     apart = config.outer.every > 0 and config.outer.copies == 1
     config = decide(config, "layout.dp", lambda: decide_dp(config.layout, ranks // together, apart=apart))
-    config = decide(config, "layout.fsdp", lambda: decide_fsdp(config.layout, ranks // together))
-    return decide(config, "layout.zero", lambda: decide_zero(config.layout))
+    return decide(config, "layout.fsdp", lambda: decide_fsdp(config.layout, ranks // together))
 
 
 def _with_formats(config: Config, decide: Decide) -> Config:

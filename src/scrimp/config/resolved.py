@@ -77,7 +77,6 @@ class ResolvedLayout(LayoutConfig):
 
     dp: int
     fsdp: int
-    zero: int = 3
 
     @property
     def ranks(self) -> int:

@@ -231,10 +231,10 @@ class LayoutConfig:
     backends: str | None = None
     """What carries the messages of an axis, where links are unequal, as dp=gloo,fsdp=nccl:IB: gloo, or NCCL, over one
     of its networks. Unset: gloo between CPUs, NCCL between GPUs, over what it finds."""
-    zero: int | None = None
+    zero: int = 3
     """What each rank of fsdp holds whole for a while: 3: the weights of the block that runs; 2: all weights,
-    from their forward to their backward pass; 1: and all gradients, until the last micro-batch. Unset: 3, or 1 where
-    ranks have whole copies."""
+    from their forward to their backward pass; 1: and all gradients, until the last micro-batch. Whole copies (fsdp
+    1) add up their gradients once a step, whatever it is."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,6 +51,8 @@ def build(settings: OptimizerConfig, executable: Executable, *, seed: int) -> Op
     made: Optimizer = _module(settings).build(executable, settings, seed=seed)
     if executable.mesh.copies_apart:
         made.ranks = executable.mesh.of_copy.get_group()
+    if executable.sums is not None:
+        executable.sums.follow(executable.model, made.slot)
     return made
 
 

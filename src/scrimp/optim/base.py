@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol
 
 from scrimp.parts import TensorPart
+from scrimp.runtime.memory.gradients import GradientSlot
 from scrimp.statistics import OptimizerView
 
 if TYPE_CHECKING:
@@ -41,6 +42,10 @@ class Optimizer(OptimizerView, Protocol):
     """Steps that have been taken."""
     ranks: ProcessGroup | None
     """Ranks whose gradients are of one step; None: all."""
+
+    def slot(self, name: str) -> GradientSlot:
+        """Where the sum of a parameter's gradients is found while it is on the device."""
+        ...
 
     def gradient_norm(self) -> float:
         """Global 2-norm of the gradients; waits for the device."""

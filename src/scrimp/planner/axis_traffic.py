@@ -11,7 +11,7 @@ Method   With P_b the parameters of all blocks and P those of the model, w bytes
              cp, rings    L 2 T N K (2 (cp - 1) e + 4 cp) / tp              keys, values; gradients in float32
              cp, ulysses  L 4 e T (H + N) K (cp - 1)/cp                     queries, keys, values, results, twice
 
-         g = 2 gathers in a micro-batch (zero 3; else 1), r = m reductions in a step (zero 1: one).
+         g = 2 gathers in a micro-batch (zero 3; else 1), r = m reductions in a step (zero 1, and whole copies: one).
 Limits   What recomputation exchanges again does not count, nor sums of norms and losses, nor key heads that Ulysses
          repeats, nor what Muon exchanges (`scrimp.optim.shared_maps`). Weights that are gathered in FP8 count as in
          their own format, up to four times too much (`scrimp.runtime.parallel.quantized_gather`).
@@ -85,7 +85,7 @@ def _exchanged_in_attention(spec: ModelSpec, config: ResolvedConfig) -> float:
 
 
 def _reductions(config: ResolvedConfig) -> int:
-    return 1 if config.layout.zero == 1 else config.micro_batches
+    return 1 if config.layout.zero == 1 or config.layout.shards == 1 else config.micro_batches
 
 
 def _tokens(config: ResolvedConfig) -> float:

@@ -170,7 +170,9 @@ class Layout:
         if self.pp > 1:
             blocks = ", ".join(f"{first}-{last}" for first, last in self.stages)
             shown.append(f"{self.schedule} of {len(self.stages)} stages (blocks {blocks})")
-        return ", ".join([*shown, f"ZeRO stage {self.zero}"]) if shown else "one process"
+        if self.fsdp * self.cp * self.ep * self.etp > 1:
+            shown.append(f"ZeRO stage {self.zero}")
+        return ", ".join(shown) or "one process"
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,16 @@ from scrimp.parts import Cut, TensorPart, part_of, set_cut
 from scrimp.planner import Plan
 from scrimp.precision import LinearPrecision
 from scrimp.runtime.memory import HostMemory, HostRoom, carry_out
-from scrimp.runtime.parallel import ONE_RANK, RankMesh, parallelise, part_of_rank, reduce_gradients, units
+from scrimp.runtime.parallel import (
+    ONE_RANK,
+    GradientSums,
+    RankMesh,
+    is_sharded,
+    parallelise,
+    part_of_rank,
+    reduce_gradients,
+    units,
+)
 from scrimp.runtime.parallel.quantized_gather import gather_codes
 from scrimp.runtime.pieces import share_formats
 from scrimp.runtime.pipeline import Boundary, Stages
@@ -74,6 +83,8 @@ class Executable:
     """The ranks that the model is laid over."""
     stages: Stages | None = None
     """The stages of a pipeline that this rank has; None: it has all of the model."""
+    sums: GradientSums | None = None
+    """Over whole copies of the model, where there are any."""
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         """Casts GEMM inputs to bf16 where the parameters are fp32."""
@@ -91,7 +102,11 @@ class Executable:
         """
         if self.planned is not None:
             self.planned.clock.begin(step, first_row)
-        if self.mesh.layout.zero == 1 and self.mesh.layout.schedule not in V_SHAPED:
+        if self.mesh.layout.schedule in V_SHAPED:  # gradients come after their pass
+            return
+        if self.sums is not None:
+            self.sums.begin(is_last=is_last)
+        elif self.mesh.layout.zero == 1:
             reduce_gradients(self.model, is_last)
 
     def loss(self, batch: Batch) -> LossSums:
@@ -189,14 +204,16 @@ class Executable:
         for unit in units(self.model):
             unit.reshard()
 
-    def add_up_copies(self, gradients: Mapping[str, Tensor]) -> None:
-        """Add up the gradients of what two stages have copies of, after the passes of a step; all ranks must ask.
+    def add_up_copies(self, gradients: Callable[[], Mapping[str, Tensor]]) -> None:
+        """Add up the gradients of what several ranks have copies of, after the passes of a step; all ranks must ask.
 
         Args:
             gradients: of what lies here (`Optimizer.gradients`).
         """
+        if self.sums is not None:
+            self.sums.finish()
         if self.stages is not None:
-            self.stages.add_up_copies(gradients)
+            self.stages.add_up_copies(gradients())
 
     def gemms_here(self, plan: Plan) -> Plan:
         """A plan with the GEMMs alone whose layers this rank has."""
@@ -269,8 +286,11 @@ def realise(
         gather_codes(model, mesh)
     host = None if room is None else carry_out(plan.placement, model, room)
     stages = None if pipeline is None else Stages(model, pipeline, mesh)
+    sums = None
+    if mesh.layout.dp > 1 and not mesh.copies_apart and not is_sharded(model, mesh):
+        sums = GradientSums(mesh.devices["dp"].get_group())
     executable = Executable(
-        model, device, compute, loss_chunk, objective, planned, host, most_tokens, longest, mesh, stages
+        model, device, compute, loss_chunk, objective, planned, host, most_tokens, longest, mesh, stages, sums
     )
     executable.change_activations(plan)
     return executable

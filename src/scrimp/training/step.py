@@ -79,7 +79,7 @@ class Stepper:
         total = self._passes(batches, of_step)
         while total is None:  # out of memory, and by now with a plan that takes less
             total = self._passes(batches, of_step)
-        run.executable.add_up_copies(optimizer.gradients())
+        run.executable.add_up_copies(optimizer.gradients)
         norm = optimizer.gradient_norm()
         loss, metrics = self._means(total, num_targets)
         lr = self._lr(run.step)

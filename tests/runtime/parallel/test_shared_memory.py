@@ -27,6 +27,11 @@ CASES = {
     )
 }
 CASES["copies"] = Case({"dp": 2}, LARGE)
+CASES["copies, bf16 accumulated"] = Case({"dp": 2}, {**LARGE, **BF16}, micro_batches=3)
+CASES["copies, bf16 without masters"] = Case(
+    {"dp": 2}, {**LARGE, **BF16, "optimizer.master_weights": False}, micro_batches=2
+)
+CASES["cut layers"] = Case({"tp": 2}, LARGE)
 CASES["muon"] = Case({}, {**LARGE, "optimizer.name": "muon"})
 CASES["recomputed"] = Case({}, {**LARGE, "memory.activations": "block"}, activations="block")
 
@@ -47,6 +52,7 @@ def measured(rank: int, ranks: int) -> dict[str, tuple[int, list[int]]]:
                     executable.begin(step, number * ROWS * SEQUENCE, is_last=number == case.micro_batches - 1)
                     executable.loss(batch).total.backward()
                     del batch
+                executable.add_up_copies(optimizer.gradients)
                 optimizer.gradient_norm()
                 optimizer.step(lr)
                 optimizer.zero_grad()

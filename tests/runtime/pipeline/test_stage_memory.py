@@ -67,7 +67,7 @@ def measured(rank: int, ranks: int, cases: dict[str, Case]) -> dict[str, tuple[i
                 batches = [batch_of(case, step, number) for number in range(case.micro_batches)]
                 run_passes(executable, batches, 1000, step=step)
                 del batches
-                executable.add_up_copies(optimizer.gradients())
+                executable.add_up_copies(optimizer.gradients)
                 optimizer.gradient_norm()
                 optimizer.step(lr)
                 optimizer.zero_grad()

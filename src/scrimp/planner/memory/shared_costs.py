@@ -18,6 +18,8 @@ Method   With W, G, O a unit's bytes of weights, gradients, optimizer states, R 
 
          Embedding, final norm and head are one unit, gathered as long as the passes last; their whole gradients wait
          for the end of the backward pass, where they are reduced.
+         Ranks without shards (fsdp x cp = 1) gather nothing. Copies add up their gradients in float32, one bucket at a
+         time beside the gradients that it is made of (`scrimp.runtime.parallel.gradient_sums`).
          Routed experts are shared otherwise (`scrimp.models.expert_ranks`): of the n ranks of a stage each
          keeps 1/n of them, and gathers 1/(ep etp).
 Limits   Parts are rounded up: ranks get equal numbers of rows or fewer. Blocks are taken to be as large as their
@@ -40,6 +42,9 @@ from scrimp.planner.memory.costs import BlockClass, BlockCost, EndsCost, StepCos
 
 REDUCED_BYTES = 4
 """Bytes of a gradient's number while it is reduced."""
+BUCKET_BYTES = 25 * 2**20
+"""Most of several gradients of whole copies that are reduced together: torch's DistributedDataParallel has as much, and
+smaller buckets cost more than they hide (docs/lab-log.md)."""
 
 
 def shared_costs(
@@ -56,6 +61,9 @@ def shared_costs(
         return costs
     if layout.ranks == layout.pp:
         return dataclasses.replace(costs, is_shared=True)
+    with_experts = layout.ranks > layout.pp and any(kind.routed for kind in costs.classes)
+    if layout.shards == 1 and not with_experts:
+        return _of_copy(costs, layout, parameter_bytes)
     sums_whole = layout.zero == 1 and micro_batches > 1
     classes = tuple(_block(kind, layout, parameter_bytes, sums_whole) for kind in costs.classes)
     gathered = _piece(costs.ends.weights, layout)
@@ -68,6 +76,47 @@ def shared_costs(
         tables=costs.tables + gathered,
         is_shared=True,
     )
+
+
+def _of_copy(costs: StepCosts, layout: ResolvedLayout, parameter_bytes: int) -> StepCosts:
+    """The costs of a rank that has all of a copy, or all pieces that tp leaves it."""
+    states: list[BlockClass | EndsCost] = [costs.ends, *(costs.classes[number] for number in costs.blocks)]
+    numbers = sum(_piece(one.weights, layout) for one in states) // parameter_bytes
+    bucket = min(BUCKET_BYTES, numbers * REDUCED_BYTES) * (layout.dp > 1)
+
+    def gradients(one: BlockClass | EndsCost) -> int:
+        own = _piece(one.gradients, layout)
+        return max(own, _reduced(_piece(one.weights, layout), parameter_bytes)) if layout.dp > 1 else own
+
+    def cost(one: BlockCost) -> BlockCost:
+        most = one.accumulating_peak
+        return dataclasses.replace(
+            one,
+            backward_peak=one.backward_peak + bucket,
+            accumulating_peak=None if most is None else most + bucket,
+        )
+
+    classes = tuple(
+        dataclasses.replace(
+            kind,
+            weights=_piece(kind.weights, layout),
+            gradients=gradients(kind),
+            optimizer=_piece(kind.optimizer, layout),
+            choices={name: cost(one) for name, one in kind.choices.items()},
+            parameters=_piece(kind.parameters, layout),
+        )
+        for kind in costs.classes
+    )
+    ends, most = costs.ends, costs.ends.accumulating_embedding_peak
+    ends = dataclasses.replace(
+        ends,
+        weights=_piece(ends.weights, layout),
+        gradients=gradients(ends),
+        optimizer=_piece(ends.optimizer, layout),
+        embedding_peak=ends.embedding_peak + bucket,
+        accumulating_embedding_peak=None if most is None else most + bucket,
+    )
+    return dataclasses.replace(costs, classes=classes, ends=ends, is_shared=True)
 
 
 def _block(kind: BlockClass, layout: ResolvedLayout, parameter_bytes: int, sums_whole: bool) -> BlockClass:

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 import torch
@@ -86,13 +86,14 @@ def parallelise(model: Model, mesh: RankMesh) -> Mapping[str, Cut]:
         cuts.pop(name, None)  # what is no piece of a tp rank's
         cuts |= {} if cut is None else {name: cut}
     if mesh.layout.pp > 1:
-        cuts = _of_stages(model, cuts)
+        # Of two copies of the words, those of the first stage are written.
+        cuts = _noted(model, cuts, lambda name: name != WORDS or model.part.is_first)
     if mesh.layout.cp > 1:
         model.context_parallel = ContextParallel(mesh.layout.cp_method, mesh.devices["cp"].get_group())
-    # Of a rank alone with its stage nothing is shared; of experts all ranks of a stage share something.
-    together = mesh.layout.dp * mesh.layout.shards * (1 if model.spec.routing is None else mesh.layout.tp)
-    if mesh.layout.pp == 1 or together > 1:
+    if is_sharded(model, mesh):
         _shard(model, mesh)
+    elif mesh.layout.dp > 1 and not mesh.copies_apart:
+        cuts = _noted(model, cuts, lambda name: mesh.copy == 0)
     return cuts
 
 
@@ -102,20 +103,24 @@ def part_of_rank(pipeline: Pipeline, rank: int) -> ModelPart:
     return ModelPart(pipeline.blocks_of(rank), 0 in stages, pipeline.num_stages - 1 in stages)
 
 
-def _of_stages(model: Model, cuts: Mapping[str, Cut]) -> dict[str, Cut]:
-    """Notes on all parameters, so that all know that other ranks have others: of two copies of the words, those of the
-    first stage are written."""
+def is_sharded(model: Model, mesh: RankMesh) -> bool:
+    """Whether ranks have shards of parameters; else each has its own ones whole, or nobody else's."""
+    with_experts = model.spec.routing is not None and mesh.layout.ranks > mesh.layout.pp
+    return mesh.layout.shards > 1 or with_experts
+
+
+def _noted(model: Model, cuts: Mapping[str, Cut], writes: Callable[[str], bool]) -> dict[str, Cut]:
+    """Notes on all parameters: other ranks have others, or copies, of which one rank's are written."""
     found = dict(cuts)
     for name, parameter in model.named_parameters():
         shape = tuple(parameter.shape)
         cut = cuts.get(name) or Cut(shape, (range(shape[0]),))
-        is_copy = name == WORDS and not model.part.is_first
-        found[name] = dataclasses.replace(cut, is_writer=cut.is_writer and not is_copy)
+        found[name] = dataclasses.replace(cut, is_writer=cut.is_writer and writes(name))
     return found
 
 
 def units(model: Model) -> list[FSDPModule]:
-    """What is gathered together: the blocks, and the rest as the model itself; none where there is one rank."""
+    """What is gathered together: the blocks, and the rest as the model itself; none where nothing is."""
     modules = (*_experts(model), *model.blocks, model)
     return cast("list[FSDPModule]", [module for module in modules if isinstance(module, _Unit)])
 

@@ -92,27 +92,27 @@ class PrecisionMeter:
         rows = first_rows(taken, self._first_row, self._executable.mesh.layout.cp)
         counts = self._executable.mesh.gathered_rows(sum(map(self._executable.objective.count, taken)))
         targets = max(1, sum(counts))
-        for batch, first_row in zip(taken, rows, strict=True):
-            self._choices.batch = batch
+        for number, (batch, first_row) in enumerate(zip(taken, rows, strict=True), start=1):
+            self._choices.batch, is_last = batch, number == len(taken)
             if self._executable.stages is not None and torch.is_grad_enabled():
-                yield self._passed(batch, step, first_row, targets)
+                yield self._passed(batch, step, first_row, targets, is_last=is_last)
                 continue
-            self._executable.begin(step, first_row)
+            self._executable.begin(step, first_row, is_last=is_last)
             sums = self._executable.loss(batch)
             # Penalties have gradients, and no value: ranks that share rows each have all of them.
             yield (sums.total - sums.penalty.detach()) / targets
         self._choices.batch = None
         if torch.is_grad_enabled():
-            self._executable.add_up_copies(self._optimizer.gradients())
+            self._executable.add_up_copies(self._optimizer.gradients)
 
-    def _passed(self, batch: Batch, step: int, first_row: int, targets: int) -> Tensor:
+    def _passed(self, batch: Batch, step: int, first_row: int, targets: int, *, is_last: bool) -> Tensor:
         """The loss of a micro-batch that has been forward and backward through all stages, as a tensor without any
         further gradients: zero on ranks that have not the last stage."""
         executable = self._executable
         assert executable.stages is not None
 
-        def begin(number: int, is_last: bool) -> None:
-            executable.begin(step, first_row, is_last=is_last)
+        def begin(number: int, ends: bool) -> None:
+            executable.begin(step, first_row, is_last=is_last and ends)
 
         sums = executable.stages.passes([batch], executable.run, begin, targets, is_probe=True)
         return (sums.loss / targets).requires_grad_()
