@@ -209,6 +209,7 @@ def test_formats_are_one_label_or_three():
     mixed = {"fprop": "fp4", "dgrad": "fp8", "wgrad": "bf16", "saved": "fp8"}
     assert re.findall(r"fmt (\w+)", str(formats(mixed))) == ["fp4", "fp8", "bf16"]
     assert "saves fp8" in str(formats(mixed))
+    assert "saves {&#x27;fp8&#x27;: " in str(formats(same | {"saved": {"fp8": ["of a damaged plan"]}}))
 
 
 def test_recipes_have_the_colour_of_their_width():

@@ -120,7 +120,7 @@ def test_a_run_goes_on_with_other_copies(
     near = 1e-5 if ranks == 4 else 0.05
     assert losses(tmp_path / "run") == pytest.approx(wanted, rel=near)
     if "--layout.pp=2" in layout:  # of shards in tests/runtime/parallel/test_shared_memory.py
-        check_account(tmp_path / "run")
+        check_account(tmp_path / "run", after=HALF)
 
 
 @pytest.mark.slow
@@ -139,8 +139,8 @@ def test_the_account_covers_what_is_counted(runs: Path) -> None:
         check_account(runs / name)
 
 
-def check_account(run: Path) -> None:
-    counted = max(one.get("tensor_peak_bytes") or 0 for one in records(run))
+def check_account(run: Path, *, after: int = 0) -> None:
+    counted = max(one.get("tensor_peak_bytes") or 0 for one in records(run) if one["step"] > after)
     predicted = Plan.read(run / "plan.json").predicted.peak_device_bytes
     assert predicted is not None
     assert 0.6 * predicted < counted <= 1.1 * predicted, (counted, predicted)

@@ -189,7 +189,7 @@ def formats(choice: object) -> Markup:
         labels = [_label(name, gemm) for name, gemm in zip(names, GEMMS, strict=True)]
     if saved == RECOMPUTE:
         labels.append(tag("span", "recomputes its input", class_="saved"))
-    elif saved is not None and {saved} != set(names):
+    elif saved is not None and any(saved != name for name in names):
         labels.append(tag("span", f"saves {str(saved)[:16]}", class_="saved"))
     return tag("span", *labels, class_="formats")
 
