@@ -149,6 +149,8 @@ class AttentionSpec:
     rope: Rope
     window: int | None = None
     """Tokens that a position may look back on, itself included; None is unlimited."""
+    value_size: int | None = None
+    """Size of a head's values, where it is not that of its queries and keys."""
 
     @property
     def width(self) -> int:
