@@ -76,6 +76,8 @@ class Plan:
     """TOML file with the same settings as the options below. Without one: the defaults."""
     out: Path | None = None
     """Write the measured plan of precision here, as JSON."""
+    batch: Path | None = None
+    """Predict seconds and bytes of settings for any hardware, one a line of JSON, and print one answer a line."""
     target: Literal["scrimp", "torchao", "transformer-engine"] = "scrimp"
     """Plan within what this trainer runs, so that export-precision can say all of it."""
     trust_code: FlagCreatePairsOff[bool] = False
@@ -83,6 +85,10 @@ class Plan:
     config: Annotated[Config, arg(name="")] = field(default_factory=Config)
 
     def execute(self, given: frozenset[str]) -> int:
+        if self.batch is not None:
+            from scrimp.cli.predict_lines import predict_lines
+
+            return predict_lines(self.batch, given)
         from scrimp.cli.dry_run import dry_run
 
         dry_run(self.config, given, self.out, None if self.target == "scrimp" else self.target)

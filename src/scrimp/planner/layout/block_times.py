@@ -1,0 +1,204 @@
+"""Seconds of the passes of one block, of the head with its loss, and of the optimizer, on one device.
+
+Method   The products of every linear layer, forward, for its input and for its weight; attention; and the bytes of
+         all else, by the block's specification and the rates of `kernels`. Products in 8 or 4 bits cost the bytes of
+         making their operands too. Routed experts are taken to be equally busy: of n tokens k n come to a rank, each
+         of its experts gets as many.
+         Exchanges within a block (tp, cp, experts) add what no computing hides; see `exposed`.
+Limits   Quantized weights are made once a step, and count there.
+Checked  tests/planner/layout/test_block_passes.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from scrimp.models import BlockSpec, LinearSpec
+from scrimp.models.shapes import value_width
+from scrimp.planner.layout.kernels import Kernels
+from scrimp.planner.layout.setting import Setting
+
+ACTIVATION_BYTES = 2.0
+_GEMMS = ("fprop", "dgrad", "wgrad")
+
+
+@dataclass(frozen=True)
+class PassSeconds:
+    """One pass."""
+
+    compute: float
+    communication: float = 0.0
+    """That no computing hides."""
+    hidden: float = 0.0
+    """Seconds of exchanges beside computing."""
+
+    @property
+    def total(self) -> float:
+        """From its beginning to its end."""
+        return self.compute + self.communication
+
+    def __add__(self, other: PassSeconds) -> PassSeconds:
+        return PassSeconds(
+            self.compute + other.compute,
+            self.communication + other.communication,
+            self.hidden + other.hidden,
+        )
+
+
+@dataclass(frozen=True)
+class BlockSeconds:
+    """Both passes of one block and one micro-batch."""
+
+    forward: PassSeconds
+    backward: PassSeconds
+    """Without what is made again."""
+    attention: float
+    """The forward part that is attention's kernel."""
+    cheap: float
+    """The part that is no product and no attention."""
+    products: float
+    """And products."""
+
+
+def block_seconds(block: BlockSpec, setting: Setting, kernels: Kernels) -> BlockSeconds:
+    """A block on a rank of the setting."""
+    software = setting.software
+    forward = backward = 0.0
+    for linear in block.linears:
+        ahead, back = _linear(linear, setting, kernels)
+        forward, backward = forward + ahead, backward + back
+    attention = [_attention(block, setting, kernels, backward=one) for one in (False, True)]
+    moved = [_moved(block, setting, kernels, backward=one) for one in (False, True)]
+    ahead, back = _exchanges(block, setting)
+    window = [forward + attention[0], backward + attention[1]]
+    host = software.host_seconds * _kernels_of(block, setting)
+    passes = [
+        exposed(
+            max(seconds + attention[at] + moved[at], (1.0, 2.0)[at] * host),
+            exchange,
+            window[at],
+            software.hidden_exchanges,
+        )
+        for at, (seconds, exchange) in enumerate(((forward, ahead), (backward, back)))
+    ]
+    return BlockSeconds(passes[0], passes[1], attention[0], moved[0], forward)
+
+
+def exposed(compute: float, exchange: float, window: float, hidden: float) -> PassSeconds:
+    """A pass with an exchange of which so large a share can run beside the computing of its window."""
+    beside = min(hidden * exchange, window)
+    return PassSeconds(compute, exchange - beside, beside)
+
+
+def head_seconds(setting: Setting, kernels: Kernels) -> BlockSeconds:
+    """The final norm, the head and the loss."""
+    model, tokens, tp = setting.model, setting.tokens, setting.layout.tp
+    V, D = model.vocab_size / tp, model.width
+    logits = kernels.moved(tokens * V * setting.software.bytes_per_logit)
+    stream = tokens * D * ACTIVATION_BYTES / tp
+    forward = kernels.product(tokens, V, D, "bf16") + logits / 2 + kernels.moved(2 * stream)
+    backward = kernels.product(tokens, D, V, "bf16") + logits / 2 + kernels.moved(4 * stream)
+    backward += kernels.product(V, D, tokens, "bf16", extra=_sums(setting) * V * D)
+    exchange = setting.groups["tp"].gathered(tokens * D * ACTIVATION_BYTES)
+    times = model.heads
+    return BlockSeconds(
+        PassSeconds(times * forward, times * exchange),
+        PassSeconds(times * backward, times * exchange),
+        0.0,
+        times * logits / 2,
+        0.0,
+    )
+
+
+def embedding_seconds(setting: Setting, kernels: Kernels) -> BlockSeconds:
+    """Words into vectors, and their gradients."""
+    size = setting.tokens * setting.model.width * ACTIVATION_BYTES / setting.layout.tp
+    exchange = setting.groups["tp"].gathered(size * setting.layout.tp)
+    forward = kernels.moved(2 * size)
+    backward = kernels.moved(size + setting.tokens * setting.model.width * 8.0 / setting.layout.tp)
+    return BlockSeconds(PassSeconds(forward, exchange), PassSeconds(backward, exchange), 0.0, forward, 0.0)
+
+
+def _linear(linear: LinearSpec, setting: Setting, kernels: Kernels) -> tuple[float, float]:
+    layout, software = setting.layout, setting.software
+    is_expert = linear.experts > 1
+    pieces = layout.etp if is_expert else layout.tp
+    outputs, inputs = float(linear.outputs), float(linear.inputs)
+    if linear.cut == "outputs":
+        outputs /= pieces
+    elif linear.cut == "inputs":
+        inputs /= pieces
+    rows, count = setting.tokens, 1
+    if is_expert:
+        count = linear.experts // layout.ep
+        rows = setting.tokens * linear.chosen * layout.etp / (layout.tp * count)
+    elif linear.cut is None and setting.sequence_parallel:
+        rows /= layout.tp
+    recipes = [setting.recipe(linear.name, gemm) for gemm in _GEMMS]
+    forward = kernels.product(rows, outputs, inputs, recipes[0], count=count)
+    backward = kernels.product(rows, inputs, outputs, recipes[1], count=count)
+    backward += kernels.product(
+        outputs, inputs, rows, recipes[2], count=count, extra=_sums(setting) * outputs * inputs * count
+    )
+    if recipes[0] not in ("bf16", "fp32"):
+        forward += kernels.moved(software.quantize_bytes * rows * count * inputs)
+    if recipes[1] not in ("bf16", "fp32"):
+        backward += kernels.moved(software.quantize_bytes * rows * count * outputs)
+    return forward, backward
+
+
+def _sums(setting: Setting) -> float:
+    """Bytes for each number of a weight that adding up its gradient moves in one pass."""
+    return setting.software.gradient_sum_bytes
+
+
+def _attention(block: BlockSpec, setting: Setting, kernels: Kernels, *, backward: bool) -> float:
+    attends, layout = block.attention, setting.layout
+    keys, _ = attends.keys(setting.sequence)
+    pairs = setting.micro_batch * setting.sequence * keys / layout.cp
+    widths = (attends.width + value_width(attends)) / layout.tp
+    seen = min(setting.sequence, attends.window or setting.sequence)
+    return kernels.attention(pairs, widths, keys=seen, head_size=attends.head_size, backward=backward)
+
+
+def _kernels_of(block: BlockSpec, setting: Setting) -> int:
+    """Kernels of a forward pass, each of which the host launches: an estimate. Routed experts run one by one, and each
+    operand in 8 or 4 bits is made by two more."""
+    found = 10 + 2 * len(block.traffic)
+    for linear in block.linears:
+        is_low = setting.recipe(linear.name, "fprop") not in ("bf16", "fp16", "fp32")
+        count = linear.experts // setting.layout.ep if linear.experts > 1 else 1
+        found += count * (1 + 2 * is_low)
+    return found
+
+
+def _moved(block: BlockSpec, setting: Setting, kernels: Kernels, *, backward: bool) -> float:
+    numbers = sum(one.backward if backward else one.forward for one in block.traffic)
+    shared = setting.layout.tp
+    return kernels.moved(numbers * setting.tokens * ACTIVATION_BYTES / shared, kernels=2 * len(block.traffic))
+
+
+def _exchanges(block: BlockSpec, setting: Setting) -> tuple[float, float]:
+    """Seconds of what ranks exchange within a block, forward and backward."""
+    layout, groups, tokens = setting.layout, setting.groups, setting.tokens
+    stream = tokens * setting.model.width * ACTIVATION_BYTES
+    experts = [linear for linear in block.linears if linear.experts > 1]
+    forward = backward = 0.0
+    if layout.tp > 1:
+        gathers = 4 if not experts or layout.etp > 1 else 2
+        forward += gathers * groups["tp"].gathered(stream)
+        # Inputs of the layers are gathered once more for their weights' gradients.
+        backward += 1.5 * gathers * groups["tp"].gathered(stream)
+    if layout.cp > 1:
+        attends = block.attention
+        keys = attends.num_kv_heads * (attends.head_size + (attends.value_size or attends.head_size))
+        size = tokens * layout.cp * keys * ACTIVATION_BYTES / layout.tp
+        forward += groups["cp"].gathered(size)
+        backward += 2.0 * groups["cp"].gathered(size)
+    if experts and layout.ep > 1:
+        each = groups["ep"].travelled(
+            stream / layout.tp, experts[0].chosen, once_a_node=setting.software.copies_once_a_node
+        )
+        forward += 2.0 * each
+        backward += 2.0 * each
+    return forward, backward

@@ -1,0 +1,105 @@
+"""Seconds of what ranks send one another, by the links that a group crosses.
+
+Method   A group of n ranks is g in each of N nodes. Of a tensor of S bytes, whole::
+
+             all-gather, reduce-scatter    max(S (n - 1)/n / inside, S (N - 1)/N / (g outside)) + steps * latency
+             all-reduce                    both of these
+             tokens to k experts           S bytes of tokens on a rank, to k ranks each by chance:
+                                       max(S k (g - 1)/g / inside, S f / outside) + latency
+                                       f = k (n - g)/n; where one copy goes to a node, and on from there,
+                                       f = (N - 1) (1 - (1 - 1/N)^k)
+             send                          S / the link
+
+         inside and outside are bytes per second of one device and direction that large messages reach: rings use the
+         network cards of all g ranks of a node. steps = log2 of the ranks inside and of the nodes.
+Limits   Groups do not share links, but for devices that share a network card (`Link.shared_by`).
+Source   Thakur, Rabenseifner, Gropp, Optimization of Collective Communication Operations in MPICH, 2005
+Checked  tests/planner/layout/test_group_seconds.py
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from scrimp.planner.hardware import Link
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks of one axis, or of several together.
+
+    Args:
+        ranks: n.
+        in_node: g, those that share a node; it divides n.
+    """
+
+    ranks: int
+    in_node: int
+    inside: Link
+    outside: Link
+
+    def gathered(self, num_bytes: float) -> float:
+        """Seconds of an all-gather or a reduce-scatter of so many bytes, whole."""
+        if self.ranks == 1:
+            return 0.0
+        seconds = (
+            num_bytes * (self.ranks - 1) / self.ranks / self.inside.bandwidth if self.in_node > 1 else 0.0
+        )
+        if self.nodes > 1:
+            seconds = max(
+                seconds, num_bytes * (self.nodes - 1) / self.nodes / (self.in_node * self.outside.bandwidth)
+            )
+        return seconds + self.latency
+
+    def reduced(self, num_bytes: float) -> float:
+        """Seconds of an all-reduce."""
+        return 2.0 * self.gathered(num_bytes)
+
+    def travelled(self, num_bytes: float, chosen: int, *, once_a_node: bool) -> float:
+        """Seconds of the tokens of a rank to their experts, or back.
+
+        Args:
+            num_bytes: of one copy of its tokens.
+            chosen: experts of each token.
+            once_a_node: whether one copy goes to a node, whatever experts of a token are there.
+        """
+        if self.ranks == 1:
+            return 0.0
+        far = chosen * (self.ranks - self.in_node) / self.ranks
+        if once_a_node:
+            far = (self.nodes - 1) * (1.0 - (1.0 - 1.0 / self.nodes) ** chosen)
+        # What comes to a node goes on within it.
+        near = chosen * (self.in_node - 1) / self.in_node
+        seconds = num_bytes * near / self.inside.bandwidth if self.in_node > 1 else 0.0
+        return max(seconds, num_bytes * far / self.outside.bandwidth) + self.latency
+
+    def sent(self, num_bytes: float) -> float:
+        """Seconds from a rank to the next one, over the slowest link between neighbours."""
+        if self.ranks == 1:
+            return 0.0
+        link = self.outside if self.nodes > 1 else self.inside
+        return num_bytes / link.bandwidth + link.latency_seconds
+
+    @property
+    def nodes(self) -> int:
+        """That it spans."""
+        return self.ranks // self.in_node
+
+    @cached_property
+    def latency(self) -> float:
+        """Seconds of an empty collective."""
+        found = math.log2(self.in_node) * self.inside.latency_seconds if self.in_node > 1 else 0.0
+        return found + (math.log2(self.nodes) * self.outside.latency_seconds if self.nodes > 1 else 0.0)
+
+
+def group_of(ranks: int, stride: int, node: int, inside: Link, outside: Link) -> Group:
+    """The group of an axis.
+
+    Args:
+        stride: ranks between two neighbours of it: the product of the axes that vary faster.
+        node: devices of one node.
+    """
+    in_node = math.gcd(ranks, max(1, node // stride)) if stride < node else 1
+    return Group(ranks, in_node, inside, outside)

@@ -1,0 +1,135 @@
+"""Seconds of what a device runs: matrix products, attention, and all that only moves numbers.
+
+Method   A product of M rows, N columns and inner size K in a format takes::
+
+             max(2 M N K / (peak * achieved * waves * depth), bytes / (bandwidth * achieved of memory)) + launch
+
+             waves = t / ceil(t)       t = tiles of the result / multiprocessors: the last wave is not full
+             depth = K / (K + K_half)  each tile begins and ends once, whatever K is
+
+         with the smaller of the tiles that kernels have where it is faster. What large products reach is a constant of
+         the device and the format. Attention's FLOPs are 2 (q + v) for each pair of a query and a key that it sees,
+         2.5 times as many backward, at shares of the bf16 peak. All else is bytes over bandwidth.
+Limits   A product alone: its neighbours' use of the cache and of power is in `achieved`.
+Source   Waves: NVIDIA, Matrix Multiplication Background User's Guide, section 5; 2.5: Dao, arXiv 2307.08691
+Checked  tests/planner/layout/test_kernels.py
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import get_args
+
+from scrimp.planner.hardware import Device, Kind
+
+KINDS: dict[str, Kind] = {
+    "fp16": "bf16",
+    "fp8": "fp8_block",
+    "fp8_tensor": "fp8",
+    "fp8_row": "fp8",
+    "fp4": "fp8_block",
+    "mxfp4": "nvfp4",
+}
+"""Recipes whose products a hardware file has under another name. E2M1 under float32 scales runs as E4M3."""
+KNOWN: tuple[Kind, ...] = get_args(Kind)
+FLASH_2 = {"h100": (0.36, 0.31), "h100-96": (0.36, 0.31), "h200": (0.36, 0.31)}
+"""Shares of the bf16 peak that FlashAttention-2 reaches, which has no kernels of its own for these: 350 TFLOP/s
+forward, about 305 backward (Shah et al., arXiv 2407.08608, section 1 and figures 5 and 6)."""
+KEYS_HALF, LONG_KEYS = 800.0, 16384.0
+"""Keys at which attention runs at half of its rate, and those at which hardware files give it: 345, 443, 515 and 561
+TFLOP/s for 1, 2, 4 and 8 thousand, where figure 5 there has about 330, 440, 510 and 570."""
+WIDE_HEAD, NARROW_HEADS = 128, 0.75
+"""Smaller heads run at three quarters of the rate: an estimate from the same figures (64: 0.65 to 0.9)."""
+_SMALLER = 3
+"""Sizes of tiles that kernels have: the device's, a half of it and a quarter."""
+_SMALLER_COST = 0.1
+"""Share of the rate that each halving of a tile loses, since operands are read more often: an estimate."""
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What one device takes for one thing after another.
+
+    Args:
+        launch_seconds: that each kernel adds.
+        traffic: bytes that the software moves for one that must be moved, where nothing is multiplied.
+        attention_kernel: best, or flash-2, which does not use what newer devices have.
+    """
+
+    device: Device
+    launch_seconds: float = 0.0
+    traffic: float = 1.0
+    attention_kernel: str = "best"
+
+    def product(
+        self, rows: float, columns: float, inner: float, recipe: str, *, count: int = 1, extra: float = 0.0
+    ) -> float:
+        """Seconds of `count` products of [rows, inner] and [inner, columns] at once.
+
+        Args:
+            extra: bytes that are moved besides, as of sums in float32.
+        """
+        if rows <= 0:
+            return 0.0
+        rate = self.device.rate(kind_of(recipe, self.device), inner) or 0.0
+        compute = 2.0 * rows * columns * inner * count / (rate * self._waves(rows, columns, count))
+        moved = count * (element_bytes(recipe) * inner * (rows + columns) + 2.0 * rows * columns) + extra
+        return max(compute, moved / self.bandwidth) + self.launch_seconds
+
+    def attention(
+        self, pairs: float, widths: float, *, keys: float, head_size: int, backward: bool = False
+    ) -> float:
+        """Seconds of the kernel.
+
+        Args:
+            pairs: of queries and keys that they see, of all rows.
+            widths: numbers of a token's queries and of its results, all heads.
+            keys: that a query sees at most.
+        """
+        achieved = self.device.achieved
+        shares = FLASH_2.get(self.device.name) if self.attention_kernel == "flash-2" else None
+        forward, back = shares or (achieved.attention_forward, achieved.attention_backward)
+        share = (back if backward else forward) * keys / (keys + KEYS_HALF) * (1.0 + KEYS_HALF / LONG_KEYS)
+        if head_size < WIDE_HEAD:
+            share *= NARROW_HEADS
+        flops = (5.0 if backward else 2.0) * pairs * widths
+        return flops / (self.device.peak.bf16 * share) + self.launch_seconds
+
+    def moved(self, num_bytes: float, *, kernels: int = 1) -> float:
+        """Seconds of reading and writing so much in all."""
+        return num_bytes * self.traffic / self.bandwidth + kernels * self.launch_seconds
+
+    @cached_property
+    def bandwidth(self) -> float:
+        """Bytes per second of the memory, as kernels reach it."""
+        return self.device.bandwidth
+
+    def _waves(self, rows: float, columns: float, count: int) -> float:
+        shape = self.device.shape
+        high, wide, best = shape.tile_rows, shape.tile_columns, 0.0
+        for smaller in range(_SMALLER):
+            tiles = count * math.ceil(rows / high) * math.ceil(columns / wide)
+            whole = rows * columns * count / (tiles * high * wide)
+            turns = tiles / self.device.multiprocessors
+            best = max(best, whole * turns / math.ceil(turns) * (1.0 - _SMALLER_COST * smaller))
+            high, wide = min(high, wide), max(high, wide) // 2
+        return best
+
+
+def kind_of(recipe: str, device: Device) -> Kind:
+    """How a device multiplies in a recipe; without units for it as in bf16."""
+    name = KINDS.get(recipe, recipe)
+    kind: Kind = next((one for one in KNOWN if one == name), "bf16")
+    return "bf16" if device.rate(kind) is None else kind
+
+
+@lru_cache
+def element_bytes(recipe: str) -> float:
+    """Bytes of a number of an operand, without scales."""
+    if recipe == "fp32":
+        return 4.0
+    if recipe in ("bf16", "fp16"):
+        return 2.0
+    return 0.5 if recipe in ("fp4", "nvfp4", "mxfp4") else 1.0

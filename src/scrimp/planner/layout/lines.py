@@ -1,0 +1,193 @@
+"""Settings as lines of JSON, and what is predicted of each: `scrimp plan --batch`.
+
+One setting a line, one answer a line, in their order; a line that is wrong is answered with its error, and the others
+all the same. docs/planner.md shows a line and its answer.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from scrimp.config import OWN_PRESETS, PRESETS, Range, check_range, nearest_word, preset
+from scrimp.config.resolved import ResolvedLayout
+from scrimp.errors import ConfigError, ScrimpError
+from scrimp.files import read_bounded
+from scrimp.json_files import as_typed, decode_json
+from scrimp.models import spec_of
+from scrimp.models.shapes import ModelShape, ModelSizes, sizes_of
+from scrimp.planner.hardware import Cluster, load_hardware
+from scrimp.planner.layout.pipeline_times import SCHEDULES
+from scrimp.planner.layout.predict import predict
+from scrimp.planner.layout.setting import FULL, NONE, SELECTIVE, Offload, Setting
+from scrimp.planner.layout.software import software
+from scrimp.planner.layout.stage_memory import peak_bytes
+from scrimp.precision import RECIPES
+
+RECOMPUTATIONS = (NONE, SELECTIVE, FULL)
+PRECISIONS = ("fp16", *RECIPES)
+_SHAPE_BYTES = 2**16
+_DO = "see docs/planner.md for a complete line"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutLine:
+    """Degrees; those that are not named are 1."""
+
+    dp: int = 1
+    fsdp: int = 1
+    zero: int = 3
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
+    virtual: int = 1
+    schedule: str = "auto"
+    stages: str | None = None
+    sequence_parallel: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One setting."""
+
+    model: str | ModelShape
+    """A preset, a file of a shape, or a shape itself."""
+    hardware: str
+    sequence: int
+    global_batch: int
+    micro_batch: int
+    layout: LayoutLine = field(default_factory=LayoutLine)
+    recompute: str | int = "none"
+    offload: Offload = field(default_factory=Offload)
+    precision: str = "bf16"
+    software: str = "scrimp"
+
+
+def answer_line(text: str, *, where: str) -> dict[str, Any]:
+    """What is predicted of a line, or its error.
+
+    Args:
+        where: name of the file and number of the line.
+    """
+    try:
+        line = decode_json(text, Line, origin=where, error=ConfigError, do=_DO)
+        return answer(setting_of(line))
+    except ScrimpError as error:
+        return {"error": str(error) if where in str(error) else f"{where}: {error}"}
+
+
+def answer(setting: Setting) -> dict[str, Any]:
+    """Seconds and bytes of a setting, as a line of JSON has them."""
+    found = predict(setting)
+    return {
+        "step_seconds": found.step_seconds,
+        "tokens_per_second_per_device": found.tokens_per_second_per_device,
+        "seconds": found.seconds,
+        "stages": [
+            {"peak_bytes": {name: round(size) for name, size in one.categories.items()}}
+            for one in peak_bytes(setting)
+        ],
+    }
+
+
+def setting_of(line: Line) -> Setting:
+    """The setting that a line says.
+
+    Raises:
+        ConfigError: a name, a file or a degree is wrong.
+        PlanError: the parts do not fit one another.
+    """
+    _check(line)
+    layout = line.layout
+    return Setting(
+        model=_sizes(line.model),
+        cluster=_cluster(line.hardware),
+        sequence=line.sequence,
+        global_batch=line.global_batch,
+        micro_batch=line.micro_batch,
+        layout=ResolvedLayout(
+            dp=layout.dp,
+            fsdp=layout.fsdp,
+            zero=layout.zero,
+            tp=layout.tp,
+            pp=layout.pp,
+            cp=layout.cp,
+            ep=layout.ep,
+            etp=layout.etp,
+            virtual=layout.virtual,
+            schedule=layout.schedule,  # type: ignore[arg-type]
+            stages=layout.stages,
+        ),
+        software=software(line.software),
+        recompute=line.recompute,
+        offload=line.offload,
+        precision=line.precision,
+        sequence_parallel=layout.sequence_parallel,
+    )
+
+
+def _check(line: Line) -> None:
+    counts = {name: getattr(line, name) for name in ("sequence", "global_batch", "micro_batch")}
+    degrees = ("dp", "fsdp", "tp", "pp", "cp", "ep", "etp", "virtual")
+    counts |= {f"layout.{name}": getattr(line.layout, name) for name in degrees}
+    for key, value in counts.items():
+        check_range(key, value, Range(1, 10**9))
+    check_range("layout.zero", line.layout.zero, Range(0, 3))
+    if isinstance(line.recompute, int):
+        check_range("recompute", line.recompute, Range(0, 10**6))
+    words = {
+        "recompute": (line.recompute, RECOMPUTATIONS),
+        "precision": (line.precision, PRECISIONS),
+        "layout.schedule": (line.layout.schedule, ("auto", *SCHEDULES)),
+    }
+    for key, (word, known) in words.items():
+        if isinstance(word, str) and word not in known:
+            near = nearest_word(word, known)
+            raise ConfigError(
+                f"{key} is not known",
+                got=word,
+                expected=f"one of {', '.join(known)}",
+                do=f"did you mean {near}?" if near else _DO,
+            )
+
+
+def read_shape(file: Path) -> ModelShape:
+    """The shape in a TOML file.
+
+    Raises:
+        ConfigError: by the key that is wrong.
+    """
+    do = "see docs/planner.md for the keys of a shape"
+    text = read_bounded(file, error=ConfigError, do=do, at_most=_SHAPE_BYTES).decode("utf-8", "replace")
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{file} is no TOML", got=str(error), do=do) from None
+    return as_typed(values, ModelShape, origin=str(file), error=ConfigError, do=do)
+
+
+@lru_cache
+def _sizes(model: str | ModelShape) -> ModelSizes:
+    if isinstance(model, ModelShape):
+        return model.sizes
+    if model.endswith(".toml"):
+        return read_shape(Path(model)).sizes
+    names = [*OWN_PRESETS, *PRESETS]
+    if model not in names:
+        near = nearest_word(model, names)
+        raise ConfigError(
+            f"model {model} is not known",
+            expected="a preset, a file of a shape (.toml), or a shape",
+            do=f"did you mean {near}?" if near else "see scrimp train --help for the presets",
+        )
+    return sizes_of(spec_of(preset(model)))
+
+
+@lru_cache
+def _cluster(name: str) -> Cluster:
+    return load_hardware(name)

@@ -1,0 +1,179 @@
+"""Seconds of a step through a pipeline, by playing its schedule over the seconds of every stage.
+
+Problem  Closed formulas of a schedule's bubble hold for equal stages alone. Embedding, head, uneven stages and formats
+         of their own make stages differ, and the slowest one decides.
+Method   Each rank runs its passes in the schedule's order; a pass begins when the rank is free and what it reads has
+         come. Passes are played in the order in which they can run::
+
+             begin(F s m) = max(end of the rank's pass before it, end(F s-1 m) + transfer)
+             begin(B s m) = max(end of the rank's pass before it, end(B s+1 m) + transfer)
+
+         From some micro-batch on each adds the same time: of long steps two shorter ones are played, whose difference
+         is that of every further round (within 3 % of all that is played). With p ranks of v stages each, equal stages
+         and free transfers this is::
+
+             1f1b, gpipe    (m + p - 1) (f + b)                  bubble (p - 1) / m
+             interleaved    m v (f + b) + (p - 1) (f + b)        bubble (p - 1) / (m v)
+
+Source   PTD-P, arXiv 2104.04473, section 2.2
+Checked  tests/planner/layout/test_pipeline_times.py: the formulas, and steps that are played whole
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from scrimp.errors import PlanError
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved")
+_PLAYED = 6
+"""Micro-batches for each rank that are played; the rest repeats the last rounds."""
+
+Pass = tuple[bool, int, int]
+"""Whether forward; which of the rank's stages; which micro-batch."""
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """One stage's passes of one micro-batch."""
+
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True)
+class PipelineSeconds:
+    """A step."""
+
+    total: float
+    """From the first pass to the end of the last one on any rank."""
+    busy: tuple[float, ...]
+    """That each rank computes."""
+
+    @property
+    def bubble(self) -> float:
+        """That the busiest rank waits."""
+        return self.total - max(self.busy)
+
+
+def pipeline_seconds(
+    stages: Sequence[StageSeconds],
+    *,
+    ranks: int,
+    micro_batches: int,
+    schedule: str,
+    transfer: float = 0.0,
+) -> PipelineSeconds:
+    """A step of so many micro-batches.
+
+    Args:
+        stages: first to last; stage s lies on rank s mod `ranks`.
+        transfer: seconds of what a stage hands to the next one, on another rank.
+
+    Raises:
+        PlanError: a schedule that is not known, or that these micro-batches do not fit.
+    """
+    virtual, rest = divmod(len(stages), ranks)
+    if schedule not in SCHEDULES or rest or (schedule != "interleaved" and virtual > 1):
+        raise PlanError(
+            f"no order of passes is known for schedule {schedule}",
+            got=f"{len(stages)} stages on {ranks} ranks",
+            expected=f"one of {', '.join(SCHEDULES)}; several stages on a rank: interleaved",
+        )
+    if schedule == "interleaved" and micro_batches % ranks:
+        raise PlanError(
+            "interleaved stages need micro-batches in rounds of as many as there are ranks",
+            got=f"{micro_batches} micro-batches on {ranks} ranks",
+            expected=f"a multiple of {ranks}",
+        )
+    busy = tuple(
+        micro_batches * sum(one.forward + one.backward for one in stages[rank::ranks])
+        for rank in range(ranks)
+    )
+    if ranks == 1:
+        return PipelineSeconds(busy[0], busy)
+    most = _PLAYED * ranks
+    if micro_batches <= most + ranks:
+        return PipelineSeconds(_played(stages, ranks, micro_batches, schedule, transfer), busy)
+    short = most + micro_batches % ranks
+    one, other = (_played(stages, ranks, short + add, schedule, transfer) for add in (0, ranks))
+    return PipelineSeconds(one + (micro_batches - short) / ranks * (other - one), busy)
+
+
+def order_of(rank: int, ranks: int, virtual: int, micro_batches: int, schedule: str) -> tuple[Pass, ...]:
+    """The passes of a rank."""
+    if schedule == "gpipe":
+        forward = [(True, 0, number) for number in range(micro_batches)]
+        return (*forward, *((False, 0, number) for number in range(micro_batches)))
+    total = micro_batches * virtual
+    after = ranks - 1 - rank
+    ahead = min(after if virtual == 1 else 2 * after + (virtual - 1) * ranks, total)
+    forward = [_place(True, index, ranks, virtual) for index in range(total)]
+    backward = [_place(False, index, ranks, virtual) for index in range(total)]
+    order = forward[:ahead]
+    for one, other in zip(forward[ahead:], backward, strict=False):
+        order += [one, other]
+    return (*order, *backward[total - ahead :])
+
+
+def _place(is_forward: bool, index: int, ranks: int, virtual: int) -> Pass:
+    """The pass of this number: rounds of as many micro-batches as ranks go through one stage after another."""
+    if virtual == 1:
+        return is_forward, 0, index
+    turn, within = divmod(index, ranks * virtual)
+    stage, number = divmod(within, ranks)
+    return is_forward, stage if is_forward else virtual - 1 - stage, turn * ranks + number
+
+
+def _played(
+    stages: Sequence[StageSeconds], ranks: int, micro_batches: int, schedule: str, transfer: float
+) -> float:
+    costs = [seconds for one in stages for seconds in (one.forward, one.backward)]
+    ends = [0.0]
+    add = ends.append
+    for before, needed, is_sent, cost in _program(ranks, len(stages) // ranks, micro_batches, schedule):
+        free, come = ends[before], ends[needed]
+        if is_sent:
+            come += transfer
+        add((free if free > come else come) + costs[cost])
+    return max(ends)
+
+
+@lru_cache(maxsize=256)
+def _program(
+    ranks: int, virtual: int, micro_batches: int, schedule: str
+) -> tuple[tuple[int, int, bool, int], ...]:
+    """The passes of all ranks, each after those that it waits for: the number of its rank's pass before it, of the
+    pass whose result it reads, whether that is sent, and where its seconds are. Number 0 is the beginning of the step.
+    """
+    last = ranks * virtual - 1
+    orders = [order_of(rank, ranks, virtual, micro_batches, schedule) for rank in range(ranks)]
+    numbers: dict[tuple[bool, int, int], int] = {}
+    found: list[tuple[int, int, bool, int]] = []
+    before, at = [0] * ranks, [0] * ranks
+    waiting = list(range(ranks))
+    while waiting:
+        rank = waiting.pop()
+        order, index = orders[rank], at[rank]
+        while index < len(order):
+            is_forward, own, number = order[index]
+            stage = own * ranks + rank
+            if is_forward:
+                needs = None if stage == 0 else (True, stage - 1, number)
+            else:
+                needs = (True, stage, number) if stage == last else (False, stage + 1, number)
+            needed = 0 if needs is None else numbers.get(needs)
+            if needed is None:
+                break
+            is_sent = needs is not None and needs[1] != stage and ranks > 1
+            found.append((before[rank], needed, is_sent, 2 * stage + (not is_forward)))
+            before[rank] = numbers[is_forward, stage, number] = len(found)
+            index += 1
+        if index > at[rank]:
+            # Its neighbours may go on.
+            waiting += [one for one in ((rank - 1) % ranks, (rank + 1) % ranks) if one not in waiting]
+        at[rank] = index
+    assert all(index == len(order) for index, order in zip(at, orders, strict=True)), "a circle of waits"
+    return tuple(found)

@@ -1,0 +1,107 @@
+"""The program whose step is predicted: what its kernels move besides, and what its exchanges run beside.
+
+Problem  The same layout on the same devices is faster in one trainer than in another: fused kernels, launches in
+         graphs, exchanges beside computing.
+Method   One file each in `softwares/`, whose figures say what the program's source does, not how fast its published
+         runs were. Whatever a file does not say is as in Scrimp's own (`scrimp.toml`).
+Checked  tests/planner/layout/test_software.py
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from scrimp.config import nearest_word
+from scrimp.errors import ConfigError
+
+_FOLDER = Path(__file__).parent / "softwares"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Software:
+    """Figures of one program."""
+
+    name: str
+    about: str
+    """Which version, and where the figures are from."""
+    launch_seconds: float
+    """That a kernel adds where launches are not hidden; 0: a graph, or a full queue."""
+    host_seconds: float
+    """Of the host for each kernel, where a pass is not one graph; the device waits where it is faster."""
+    attention_kernel: str
+    """best: that of the hardware's own generation; flash-2."""
+    traffic: float
+    """Bytes that are moved for one that must be, where nothing is multiplied."""
+    quantize_bytes: float
+    """Bytes moved for each number of an operand that is quantized in a pass."""
+    bytes_per_logit: float
+    """Moved by the loss and its gradient."""
+    gradient_sum_bytes: float
+    """For each number of a weight, to add up its gradient in a pass."""
+    optimizer_bytes: float
+    """For each number, to update it and to clip."""
+    weight_bytes: float
+    """Of a number of a weight as it is gathered."""
+    gradient_bytes: float
+    """Of a number of a gradient as it is reduced."""
+    held_weight_bytes: float
+    """Of a number of a weight as it is kept."""
+    held_gradient_bytes: float
+    """Of a number of a gradient as micro-batches add it up."""
+    held_logit_bytes: float
+    """Of all that the loss holds of a logit at once."""
+    selective_keeps: float
+    """Share of what a block keeps that selective recomputation keeps."""
+    selective_products: float
+    """Share of a block's products, forward, that it makes again."""
+    selective_attention: bool
+    """Whether it makes attention again."""
+    loss_tokens: int
+    """Tokens whose logits exist at once; 0: all of a pass."""
+    state_bytes: float
+    """Of a number: master weight and moments."""
+    master_bytes: float
+    """Of its master weight alone."""
+    hidden_exchanges: float
+    """Share of the exchanges within a block that can run beside computing."""
+    hidden_gathers: float
+    """The same of weights that are gathered, and gradients that are reduced."""
+    hidden_sends: float
+    """The same of what stages hand on."""
+    copies_once_a_node: bool
+    """Whether a token travels once to a node where several of its experts are."""
+    contention: float
+    """Seconds that a second of hidden exchange adds to computing: both use the same units and memory."""
+    step_share: float
+    """Part of a step that is none of these: data, logs, waits for the host."""
+    spread: float
+    """Standard deviation of the time of one device; all wait for the slowest."""
+    shards_over_copies: bool
+    """Whether copies share optimizer states (a distributed optimizer)."""
+
+
+@cache
+def software(name: str) -> Software:
+    """The program of this name.
+
+    Raises:
+        ConfigError: there is no file of it.
+    """
+    names = sorted(path.stem for path in _FOLDER.glob("*.toml"))
+    if name not in names:
+        near = nearest_word(name, names)
+        raise ConfigError(
+            f"software {name} is not known",
+            expected=f"one of {', '.join(names)}",
+            do=f"did you mean {near}?" if near else "leave it out for Scrimp's own step",
+        )
+    values = _read("scrimp") | _read(name)
+    return Software(**{field.name: values[field.name] for field in fields(Software)})
+
+
+def _read(name: str) -> dict[str, Any]:
+    return tomllib.loads((_FOLDER / f"{name}.toml").read_text(encoding="utf-8"))

@@ -1,0 +1,46 @@
+"""Seconds of a block beside its products one by one, and what must hold between settings."""
+
+from __future__ import annotations
+
+import pytest
+from published_settings import LLAMA_8B, ROUTED, setting
+
+from scrimp.planner.layout.block_times import block_seconds, exposed, head_seconds
+from scrimp.planner.layout.kernels import Kernels
+
+
+def test_a_block_takes_its_products_attention_and_traffic() -> None:
+    one = setting()
+    kernels, block = Kernels(one.device), LLAMA_8B.sizes.blocks[0]
+    found = block_seconds(block, one, kernels)
+    products = sum(kernels.product(4096, linear.outputs, linear.inputs, "bf16") for linear in block.linears)
+    assert found.products == pytest.approx(products)
+    assert found.forward.total == pytest.approx(products + found.attention + found.cheap)
+    assert 1.9 < found.backward.total / found.forward.total < 2.6
+
+
+def test_ranks_that_share_layers_compute_less_and_exchange() -> None:
+    block = LLAMA_8B.sizes.blocks[0]
+    alone, shared = (block_seconds(block, one, Kernels(one.device)) for one in (setting(), setting(tp=8)))
+    assert shared.products < alone.products / 6
+    assert shared.forward.communication > alone.forward.communication == 0
+
+
+def test_experts_are_shared_and_balanced() -> None:
+    block = ROUTED.sizes.blocks[0]
+    whole, shared = (
+        block_seconds(block, one, Kernels(one.device)) for one in (setting(ROUTED), setting(ROUTED, ep=8))
+    )
+    assert shared.products <= whole.products
+    assert shared.forward.communication > 0
+
+
+def test_an_exchange_hides_behind_what_runs_beside_it() -> None:
+    assert exposed(2.0, 1.0, 2.0, 0.7).communication == pytest.approx(0.3)
+    assert exposed(2.0, 1.0, 0.2, 0.7).communication == pytest.approx(0.8)
+    assert exposed(2.0, 1.0, 0.2, 0.7).hidden == pytest.approx(0.2)
+
+
+def test_the_head_is_shared_by_words() -> None:
+    one, eight = (head_seconds(one, Kernels(one.device)) for one in (setting(), setting(tp=8)))
+    assert eight.forward.compute < one.forward.compute / 6

@@ -1,0 +1,46 @@
+"""Seconds of groups within a node and across nodes, by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from scrimp.planner.hardware import Link
+from scrimp.planner.layout.collectives import Group, group_of
+
+IN = Link("inside", 400e9, 1e-6, 0.5)
+OUT = Link("outside", 50e9, 4e-6, 0.5)
+GB = 1e9
+
+
+def test_a_group_within_a_node() -> None:
+    group = Group(8, 8, IN, OUT)
+    assert group.gathered(GB) == pytest.approx(GB * 7 / 8 / 200e9 + 3e-6)
+    assert group.reduced(GB) == pytest.approx(2 * group.gathered(GB))
+    assert group.sent(GB) == pytest.approx(GB / 200e9 + 1e-6)
+
+
+def test_a_group_over_nodes_uses_all_of_their_cards() -> None:
+    one, eight = Group(4, 1, IN, OUT), Group(32, 8, IN, OUT)
+    assert one.gathered(GB) == pytest.approx(GB * 3 / 4 / 25e9 + 2 * 4e-6)
+    assert eight.gathered(GB) == pytest.approx(max(GB * 31 / 32 / 200e9, GB * 3 / 4 / 200e9) + 3e-6 + 8e-6)
+    assert one.sent(GB) == pytest.approx(GB / 25e9 + 4e-6)
+
+
+def test_tokens_travel_once_to_a_node_or_to_each_expert() -> None:
+    group = Group(32, 8, IN, OUT)
+    each = group.travelled(GB, 8, once_a_node=False)
+    once = group.travelled(GB, 8, once_a_node=True)
+    assert each == pytest.approx(GB * 8 * 24 / 32 / 25e9 + group.latency)
+    assert once == pytest.approx(GB * 3 * (1 - 0.75**8) / 25e9 + group.latency)
+
+
+def test_a_group_of_one_costs_nothing() -> None:
+    group = Group(1, 1, IN, OUT)
+    assert group.gathered(GB) == group.sent(GB) == group.travelled(GB, 2, once_a_node=True) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stride", "in_node"), [(8, 1, 8), (4, 8, 1), (16, 1, 8), (4, 4, 2), (2, 16, 1), (6, 2, 2)]
+)
+def test_how_many_ranks_of_an_axis_share_a_node_of_eight(ranks: int, stride: int, in_node: int) -> None:
+    assert group_of(ranks, stride, 8, IN, OUT).in_node == in_node

@@ -1,0 +1,62 @@
+"""Products, attention and traffic by hand, and what must hold of any of them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scrimp.planner.hardware import DEVICES, load_device
+from scrimp.planner.layout.kernels import Kernels, element_bytes, kind_of
+from scrimp.precision import RECIPES
+
+H100 = Kernels(load_device("h100"))
+SIZES = st.integers(1, 2**16)
+
+
+def test_a_large_product_runs_at_the_rate_of_the_file() -> None:
+    device, size = H100.device, 16896  # 132 tiles of 128 rows, 66 of 256 columns: 66 whole waves
+    seconds = H100.product(size, size, size, "bf16")
+    rate = device.peak.bf16 * device.achieved.bf16 * size / (size + device.shape.k_half.bf16)
+    assert 2 * size**3 / seconds == pytest.approx(rate)
+
+
+def test_a_flat_product_takes_as_long_as_its_bytes() -> None:
+    seconds = H100.product(8192, 8192, 16, "bf16")
+    assert seconds == pytest.approx(2.0 * (8192 * 8192 + 2 * 8192 * 16) / H100.bandwidth)
+
+
+def test_a_last_wave_costs_a_whole_one() -> None:
+    tiles = [H100.product(128 * 132 * waves, 256, 4096, "bf16") for waves in (1, 2)]
+    more = H100.product(128 * 132 + 1, 256, 4096, "bf16")
+    assert tiles[0] < more <= tiles[1]
+
+
+@given(SIZES, SIZES, SIZES, st.sampled_from(["bf16", "fp8", "fp8_tensor"]))
+def test_no_product_is_faster_than_the_peak_or_the_memory(m: int, n: int, k: int, recipe: str) -> None:
+    seconds = H100.product(m, n, k, recipe)
+    peak = H100.device.peak.bf16 if recipe == "bf16" else H100.device.peak.fp8
+    assert peak is not None
+    assert seconds >= 2.0 * m * n * k / peak
+    assert seconds >= element_bytes(recipe) * (m * k + k * n) / H100.device.memory_bandwidth
+
+
+@pytest.mark.parametrize("name", DEVICES)
+@pytest.mark.parametrize("recipe", ["fp16", *RECIPES])
+def test_every_recipe_runs_somehow_on_every_device(name: str, recipe: str) -> None:
+    device = load_device(name)
+    assert device.rate(kind_of(recipe, device), 4096)
+    assert Kernels(device).product(4096, 4096, 4096, recipe) > 0
+
+
+def test_attention_is_faster_for_long_sequences_and_slower_with_older_kernels() -> None:
+    def rate(kernels: Kernels, keys: float, *, backward: bool = False) -> float:
+        pairs, widths = keys * keys / 2, 2 * 4096.0
+        seconds = kernels.attention(pairs, widths, keys=keys, head_size=128, backward=backward)
+        return (5.0 if backward else 2.0) * pairs * widths / seconds
+
+    device = H100.device
+    assert rate(H100, 16384) == pytest.approx(device.peak.bf16 * device.achieved.attention_forward)
+    assert rate(H100, 1024) < 0.6 * rate(H100, 16384)
+    assert rate(Kernels(device, attention_kernel="flash-2"), 16384) == pytest.approx(0.36 * device.peak.bf16)
+    assert rate(H100, 16384, backward=True) < rate(H100, 16384)

@@ -1,0 +1,52 @@
+"""The best layouts, beside all settings that there are."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+from published_settings import LLAMA_8B, setting
+
+from scrimp.config.resolved import ResolvedLayout
+from scrimp.errors import PlanError
+from scrimp.models.shapes import ModelShape
+from scrimp.planner.layout.predict import predict
+from scrimp.planner.layout.search import RECOMPUTATIONS, search
+from scrimp.planner.layout.stage_memory import peak_bytes
+
+SMALL = dataclasses.replace(LLAMA_8B, layers=4)
+
+
+@pytest.mark.parametrize(("shape", "hardware"), [(SMALL, "4xh100"), (LLAMA_8B, "4xl40s")])
+def test_no_setting_that_fits_is_faster(shape: ModelShape, hardware: str) -> None:
+    like = setting(shape, hardware, global_batch=16)
+    found = search(like)
+    best = found.best[0]
+    assert max(one.total for one in best.memory) <= like.device.memory_bytes
+    assert [one.seconds for one in found.best] == sorted(one.seconds for one in found.best)
+    degrees = [1, 2, 4]
+    for tp, pp, cp, fsdp, virtual, zero, size in itertools.product(
+        degrees, degrees, degrees, degrees, [1, 2], [1, 3], [1, 2, 4]
+    ):
+        if tp * pp * cp * fsdp != 4 or (pp == 1 and virtual > 1) or (pp > 1 and zero == 3):
+            continue
+        schedule = "interleaved" if virtual > 1 else "1f1b"
+        layout = ResolvedLayout(
+            dp=1, fsdp=fsdp, tp=tp, pp=pp, cp=cp, virtual=virtual, zero=zero, schedule=schedule
+        )
+        for recompute in RECOMPUTATIONS:
+            try:
+                one = dataclasses.replace(like, layout=layout, micro_batch=size, recompute=recompute)
+                if max(rank.total for rank in peak_bytes(one)) > like.device.memory_bytes:
+                    continue
+                seconds = predict(one).step_seconds
+            except PlanError:
+                continue
+            assert seconds >= best.seconds * (1 - 1e-9), one.layout
+
+
+def test_where_nothing_fits_the_least_that_is_needed_is_said() -> None:
+    found = search(setting(LLAMA_8B, "2xrtx4060ti", global_batch=16))
+    assert not found.best
+    assert found.nearest_bytes > 16e9

@@ -1,0 +1,116 @@
+"""Settings as lines: docs/planner.md, bad lines, and shapes from files."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scrimp.cli import main
+from scrimp.errors import ConfigError
+from scrimp.planner.layout.lines import answer_line, read_shape
+
+PAGE = (Path(__file__).parents[3] / "docs" / "planner.md").read_text(encoding="utf-8")
+GOOD: dict[str, Any] = {
+    "model": "llama-3.1-8b",
+    "hardware": "8xh100",
+    "sequence": 8192,
+    "global_batch": 128,
+    "micro_batch": 1,
+    "layout": {"fsdp": 8},
+}
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", PAGE, flags=re.DOTALL)
+
+
+def test_the_line_of_the_page_has_the_answer_of_the_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line, answer = map(json.loads, blocks("json")[:2])
+    file = tmp_path / "settings.jsonl"
+    file.write_text(json.dumps(line) + "\n", encoding="utf-8")
+    assert main(["plan", "--batch", str(file)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found.keys() == answer.keys()
+    assert found["step_seconds"] == pytest.approx(answer["step_seconds"], rel=1e-6)
+    assert found["seconds"] == pytest.approx(answer["seconds"], rel=1e-6)
+    for ours, theirs in zip(found["stages"], answer["stages"], strict=True):
+        assert ours["peak_bytes"] == pytest.approx(theirs["peak_bytes"], rel=1e-6)
+
+
+def test_a_shape_is_a_file_or_stands_in_the_line(tmp_path: Path) -> None:
+    file = tmp_path / "shape.toml"
+    file.write_text(blocks("toml")[0], encoding="utf-8")
+    shape = read_shape(file)
+    in_file = answer_line(json.dumps(GOOD | {"model": str(file)}), where="line 1")
+    values = {
+        "layers": shape.layers,
+        "width": shape.width,
+        "heads": shape.heads,
+        "kv_heads": shape.kv_heads,
+        "head_size": shape.head_size,
+        "ffn_width": shape.ffn_width,
+        "vocab_size": shape.vocab_size,
+        "experts": vars(shape.experts),
+    }
+    in_line = answer_line(json.dumps(GOOD | {"model": values}), where="line 1")
+    assert in_file["step_seconds"] == in_line["step_seconds"] > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"model": "llama-3.1-8"}, "did you mean llama-3.1-8b"),
+        ({"hardware": "8xh10"}, "did you mean 'h100'"),
+        ({"sequence": 0}, "sequence is out of range"),
+        ({"sequence": "long"}, "line 7"),
+        ({"layout": {"fsdp": 8, "virtual": 0}}, "layout.virtual is out of range"),
+        ({"layout": {"fsdp": 8, "zero": 4}}, "layout.zero is out of range"),
+        ({"layout": {"fsd": 8}}, "did you mean fsdp"),
+        ({"layout": {"tp": 3}}, "the degrees of the layout are not those of the cluster"),
+        ({"layout": {"fsdp": 8, "schedule": "waves"}}, "layout.schedule is not known"),
+        ({"precision": "fp7"}, "precision is not known"),
+        ({"recompute": "most"}, "recompute is not known"),
+        ({"software": "megatro"}, "did you mean megatron"),
+        ({"offload": {"weight": True}}, "did you mean weights"),
+        ({"micro_batch": 3}, "the batch cannot be shared"),
+        ({"model": "none.toml"}, "none.toml"),
+    ],
+)
+def test_a_bad_line_is_answered_with_its_number(change: dict[str, Any], says: str) -> None:
+    found = answer_line(json.dumps(GOOD | change), where="settings.jsonl, line 7")
+    assert found.keys() == {"error"}
+    assert says in found["error"]
+    assert "line 7" in found["error"]
+
+
+def test_other_lines_are_answered_all_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "settings.jsonl"
+    file.write_text(f"{json.dumps(GOOD)}\n{{\n\n{json.dumps(GOOD)}\n", encoding="utf-8")
+    assert main(["plan", "--batch", str(file)]) == 2
+    answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert ["error" in one for one in answers] == [False, True, False]
+    assert "line 2" in answers[1]["error"]
+    assert main(["plan", "--batch", str(file), "--train.steps", "5"]) == 2
+    assert "--batch takes its settings from its file alone" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("layers = ", "no TOML"),
+        ("layers = 2", "width"),
+        ("layers = 'two'", "layers"),
+        ("leyers = 2", "layers"),
+    ],
+)
+def test_a_bad_shape_is_refused_by_its_key(tmp_path: Path, text: str, says: str) -> None:
+    file = tmp_path / "shape.toml"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=says):
+        read_shape(file)

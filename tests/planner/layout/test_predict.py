@@ -1,0 +1,88 @@
+"""What must hold between predictions of a step."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from published_settings import LLAMA_8B, ROUTED, setting
+
+from scrimp.errors import PlanError
+from scrimp.planner.layout.predict import predict
+from scrimp.planner.layout.setting import Setting
+
+
+def seconds(one: Setting) -> float:
+    return predict(one).step_seconds
+
+
+@given(
+    st.sampled_from(
+        [{}, {"zero": 1}, {"tp": 2}, {"pp": 2}, {"pp": 4, "virtual": 2}, {"cp": 2}, {"tp": 2, "pp": 2}]
+    ),
+    st.sampled_from(["bf16", "fp8_tensor", "mxfp8"]),
+    st.sampled_from(["8xh100", "8xb200", "2x8xa100-80"]),
+)
+def test_causes_add_up_to_the_step(layout: dict[str, int], precision: str, hardware: str) -> None:
+    schedule = "interleaved" if layout.get("virtual", 1) > 1 else "1f1b"
+    found = predict(setting(hardware=hardware, precision=precision, schedule=schedule, **layout))
+    assert sum(found.seconds.values()) == pytest.approx(found.step_seconds)
+    assert min(found.seconds.values()) >= -1e-9
+
+
+def test_no_step_is_faster_than_its_products_at_their_peak() -> None:
+    one = setting()
+    flops = LLAMA_8B.sizes.flops_per_token(4096) * 64 * 4096 / 8
+    assert seconds(one) > flops / one.device.peak.bf16
+
+
+def test_formats_recomputation_and_links_have_their_price() -> None:
+    assert seconds(setting(precision="fp8_tensor")) < seconds(setting())
+    plain, some, full = (seconds(setting(recompute=one)) for one in ("none", 16, "full"))
+    assert plain < some < full
+    assert full / plain == pytest.approx(4 / 3, rel=0.1)
+    near, far = setting(hardware="2x8xh100", tp=8), setting(hardware="8x2xh100", tp=8)
+    assert seconds(far) > seconds(near)
+
+
+def test_a_bubble_shrinks_with_micro_batches_and_stages() -> None:
+    shares = []
+    for batch, virtual in ((8, 1), (64, 1), (64, 4)):
+        one = setting(
+            pp=4, global_batch=batch, virtual=virtual, schedule="interleaved" if virtual > 1 else "1f1b"
+        )
+        found = predict(one)
+        shares.append(found.seconds["bubble"] / found.step_seconds)
+    assert shares == sorted(shares, reverse=True)
+    assert shares[0] == pytest.approx(
+        3 / 7, rel=0.2
+    )  # (p - 1) / (m + p - 1), m = 4; the last stage is longer
+
+
+def test_experts_on_many_nodes_cost_their_travels() -> None:
+    near, far = (
+        predict(setting(ROUTED, "4x8xh100", zero=1, ep=ep)).seconds["communication_exposed"] for ep in (8, 32)
+    )
+    assert far > 2 * near
+
+
+def test_copies_share_what_they_add_up() -> None:
+    copies = setting(dp=8, zero=1)
+    assert predict(copies).seconds["communication_exposed"] >= 0
+    assert seconds(setting(dp=1)) == pytest.approx(seconds(copies), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"micro_batch": 3}, "the batch cannot be shared by the ranks that read it"),
+        ({"global_batch": 12}, "the batch cannot be shared"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(changed: dict[str, int], says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        dataclasses.replace(setting(), **changed)
+    with pytest.raises(PlanError, match="the degrees of the layout are not those of the cluster"):
+        setting(tp=3)

@@ -1,0 +1,57 @@
+"""Bytes of ranks beside published formulas, and what must hold between settings."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from published_settings import GPT_22B, LLAMA_8B, ROUTED, setting
+
+from scrimp.planner.layout.setting import Offload
+from scrimp.planner.layout.stage_memory import kept_bytes, peak_bytes
+
+
+def test_activations_are_those_of_the_published_formula() -> None:
+    """Korthikanti et al., table 2: 34 s b h bytes a block, of which 2 are masks of dropout; here without scores."""
+    one = setting(GPT_22B, "8xa100-80", sequence=2048, global_batch=4, micro_batch=4, tp=8)
+    formula = 32 * 2048 * 4 * 6144 / 8
+    assert kept_bytes(one.model.blocks[0], one) == pytest.approx(formula, rel=0.01)
+
+
+def test_states_are_shared_as_the_stage_of_zero_says() -> None:
+    three, two, one = (peak_bytes(setting(zero=zero))[0].categories for zero in (3, 2, 1))
+    numbers = LLAMA_8B.sizes.parameters
+    assert three["weights"] == pytest.approx(2 * numbers / 8)
+    assert two["weights"] == one["weights"] == pytest.approx(2 * numbers)
+    assert three["gradients"] == two["gradients"] == pytest.approx(one["gradients"] / 8)
+    assert three["optimizer"] == two["optimizer"] == one["optimizer"] == pytest.approx(12 * numbers / 8)
+
+
+def test_the_first_rank_of_a_pipeline_has_most_passes_in_flight() -> None:
+    found = [one.categories["activations"] for one in peak_bytes(setting(pp=4, fsdp=2))]
+    assert found == sorted(found, reverse=True)
+    assert found[0] == pytest.approx(4 * found[3])
+    assert peak_bytes(setting(pp=4, fsdp=2))[3].categories["logits"] > 0
+
+
+def test_recomputation_and_offload_take_less() -> None:
+    keep, some, all_again = (
+        peak_bytes(setting(recompute=one))[0].categories["activations"] for one in ("none", 16, "full")
+    )
+    assert all_again < some < keep
+    leaving = dataclasses.replace(
+        setting(), offload=Offload(activation_layers=30, optimizer=True, master=True)
+    )
+    found = peak_bytes(leaving)[0].categories
+    assert found["optimizer"] == 0
+    assert found["activations"] < keep / 4
+
+
+def test_low_precision_keeps_fewer_bytes() -> None:
+    block = LLAMA_8B.sizes.blocks[0]
+    assert kept_bytes(block, setting(precision="fp8_tensor")) < kept_bytes(block, setting())
+
+
+def test_experts_are_shared_by_their_own_ranks() -> None:
+    shared, whole = (peak_bytes(setting(ROUTED, zero=1, ep=ep))[0].categories for ep in (8, 1))
+    assert shared["weights"] < whole["weights"] / 2

@@ -1,0 +1,30 @@
+"""Files of programs, and names that there are not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import scrimp.planner.layout.software as room
+from scrimp.errors import ConfigError
+from scrimp.planner.layout.software import software
+
+NAMES = sorted(path.stem for path in (Path(room.__file__).parent / "softwares").glob("*.toml"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_file_is_complete_and_possible(name: str) -> None:
+    found = software(name)
+    assert found.name == name
+    assert found.about
+    for share in ("hidden_exchanges", "hidden_gathers", "hidden_sends", "selective_keeps", "step_share"):
+        assert 0 <= getattr(found, share) <= 1, share
+    assert found.traffic >= 1
+    assert found.master_bytes <= found.state_bytes
+
+
+def test_an_unknown_name_is_refused_with_the_nearest() -> None:
+    assert len(NAMES) == 5
+    with pytest.raises(ConfigError, match="did you mean megatron"):
+        software("megatrn")
