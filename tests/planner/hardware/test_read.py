@@ -32,6 +32,7 @@ NODE = {
     "devices": 4,
     "host_memory_bytes": 500_000_000_000,
     "cpu_cores": 32,
+    "host_op_seconds": 13.5e-6,
     "link": {
         "inside": {"name": "NVLink", "bytes_per_second": 300e9, "latency_seconds": 4e-6, "achieved": 0.8},
         "outside": {"name": "Ethernet", "bytes_per_second": 3e9, "latency_seconds": 2e-5, "achieved": 0.9},

@@ -193,6 +193,8 @@ class Node:
     host_memory_bytes: int
     """Of the whole node."""
     cpu_cores: int
+    host_op_seconds: float
+    """That the host takes to launch one operation, such as torch's Linear."""
     link: Links
     default_for: tuple[str, ...] = ()
     """Devices whose names alone (`8xh100`) mean this node."""
@@ -297,6 +299,7 @@ NODE_RANGES: Final[dict[str, Range]] = {
     "devices": Range(1, 4096),
     "host_memory_bytes": Range(10**8, 10**15),
     "cpu_cores": _COUNT,
+    "host_op_seconds": Range(1e-8, 1e-2),
     "fill": Range(1, 4096),
     **{f"link.{tier}.{name}": allowed for tier in ("inside", "outside") for name, allowed in _LINK.items()},
 }

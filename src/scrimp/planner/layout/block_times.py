@@ -20,6 +20,8 @@ from scrimp.planner.layout.setting import Setting
 
 ACTIVATION_BYTES = 2.0
 _GEMMS = ("fprop", "dgrad", "wgrad")
+_OTHER_OPS, _ROUTING_OPS = 10, 30
+"""Attention, residuals and reshapes; and those of routed experts: estimates."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ def block_seconds(block: BlockSpec, setting: Setting, kernels: Kernels) -> Block
     moved = [_moved(block, setting, kernels, backward=one) for one in (False, True)]
     ahead, back = _exchanges(block, setting)
     window = [forward + attention[0], backward + attention[1]]
-    host = software.host_seconds * _kernels_of(block, setting)
+    host = software.host_ops * setting.cluster.groups[0].node.host_op_seconds * _ops(block, setting)
     passes = [
         exposed(
             max(seconds + attention[at] + moved[at], (1.0, 2.0)[at] * host),
@@ -161,15 +163,18 @@ def _attention(block: BlockSpec, setting: Setting, kernels: Kernels, *, backward
     return kernels.attention(pairs, widths, keys=seen, head_size=attends.head_size, backward=backward)
 
 
-def _kernels_of(block: BlockSpec, setting: Setting) -> int:
-    """Kernels of a forward pass, each of which the host launches: an estimate. Routed experts run one by one, and each
-    operand in 8 or 4 bits is made by two more."""
-    found = 10 + 2 * len(block.traffic)
+def _ops(block: BlockSpec, setting: Setting) -> int:
+    """Operations of a forward pass that the host launches: an estimate. An operand in 8 or 4 bits takes two more, of
+    experts one for each, which run one by one; routing, copies and exchanges of tokens take `_ROUTING_OPS`."""
+    found = _OTHER_OPS + 2 * len(block.traffic)
     for linear in block.linears:
         is_low = setting.recipe(linear.name, "fprop") not in ("bf16", "fp16", "fp32")
-        count = linear.experts // setting.layout.ep if linear.experts > 1 else 1
-        found += count * (1 + 2 * is_low)
-    return found
+        if linear.experts > 1:
+            found += linear.experts // setting.layout.ep * (1 + is_low)
+        else:
+            found += 1 + 2 * is_low
+    is_routed = any(linear.experts > 1 for linear in block.linears)
+    return found + _ROUTING_OPS * is_routed
 
 
 def _moved(block: BlockSpec, setting: Setting, kernels: Kernels, *, backward: bool) -> float:

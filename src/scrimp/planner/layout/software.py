@@ -30,8 +30,9 @@ class Software:
     """Which version, and where the figures are from."""
     launch_seconds: float
     """That a kernel adds where launches are not hidden; 0: a graph, or a full queue."""
-    host_seconds: float
-    """Of the host for each kernel, where a pass is not one graph; the device waits where it is faster."""
+    host_ops: float
+    """Operations that the host launches for one of a plain program; 0: a pass is one graph. The device waits where it
+    is faster."""
     attention_kernel: str
     """best: that of the hardware's own generation; flash-2."""
     traffic: float
