@@ -76,6 +76,10 @@ class Plan:
     """TOML file with the same settings as the options below. Without one: the defaults."""
     out: Path | None = None
     """Write the measured plan of precision here, as JSON."""
+    hardware: str | None = None
+    """Find the fastest layouts on hardware that is not here: h100, 8xh100, 128x8xh100, or a TOML file of a cluster."""
+    shape: Path | None = None
+    """With --hardware: a TOML file of the model's shape, instead of a preset."""
     batch: Path | None = None
     """Predict seconds and bytes of settings for any hardware, one a line of JSON, and print one answer a line."""
     target: Literal["scrimp", "torchao", "transformer-engine"] = "scrimp"
@@ -89,6 +93,10 @@ class Plan:
             from scrimp.cli.predict_lines import predict_lines
 
             return predict_lines(self.batch, given)
+        if self.hardware is not None:
+            from scrimp.cli.plan_elsewhere import plan_elsewhere
+
+            return plan_elsewhere(self.hardware, self.shape, self.config, given)
         from scrimp.cli.dry_run import dry_run
 
         dry_run(self.config, given, self.out, None if self.target == "scrimp" else self.target)

@@ -12,8 +12,20 @@ from scrimp.config.resolved import ResolvedLayout
 from scrimp.errors import PlanError
 from scrimp.models.shapes import ModelShape
 from scrimp.planner.layout.predict import predict
-from scrimp.planner.layout.search import RECOMPUTATIONS, search
+from scrimp.planner.layout.search import RECOMPUTATIONS, Question, search
+from scrimp.planner.layout.setting import Setting
 from scrimp.planner.layout.stage_memory import peak_bytes
+
+
+def question(like: Setting) -> Question:
+    return Question(
+        model=like.model,
+        cluster=like.cluster,
+        sequence=like.sequence,
+        global_batch=like.global_batch,
+        software=like.software,
+    )
+
 
 SMALL = dataclasses.replace(LLAMA_8B, layers=4)
 
@@ -21,7 +33,7 @@ SMALL = dataclasses.replace(LLAMA_8B, layers=4)
 @pytest.mark.parametrize(("shape", "hardware"), [(SMALL, "4xh100"), (LLAMA_8B, "4xl40s")])
 def test_no_setting_that_fits_is_faster(shape: ModelShape, hardware: str) -> None:
     like = setting(shape, hardware, global_batch=16)
-    found = search(like)
+    found = search(question(like))
     best = found.best[0]
     assert max(one.total for one in best.memory) <= like.device.memory_bytes
     assert [one.seconds for one in found.best] == sorted(one.seconds for one in found.best)
@@ -47,6 +59,7 @@ def test_no_setting_that_fits_is_faster(shape: ModelShape, hardware: str) -> Non
 
 
 def test_where_nothing_fits_the_least_that_is_needed_is_said() -> None:
-    found = search(setting(LLAMA_8B, "2xrtx4060ti", global_batch=16))
+    found = search(question(setting(LLAMA_8B, "2xrtx4060ti", global_batch=16)))
     assert not found.best
+    assert found.too_large == found.tried > 0
     assert found.nearest_bytes > 16e9

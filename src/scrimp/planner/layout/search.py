@@ -11,15 +11,16 @@ Checked  tests/planner/layout/test_layout_search.py: brute force over all candid
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from scrimp.config.resolved import ResolvedLayout
-from scrimp.errors import PlanError
+from scrimp.models.shapes import ModelSizes
+from scrimp.planner.hardware import Cluster, Device
 from scrimp.planner.layout.predict import Prediction, predict
 from scrimp.planner.layout.setting import FULL, NONE, SELECTIVE, Setting
+from scrimp.planner.layout.software import Software
 from scrimp.planner.layout.stage_memory import RankBytes, peak_bytes
 
 RECOMPUTATIONS = (NONE, SELECTIVE, FULL)
@@ -40,6 +41,24 @@ class Candidate:
         return self.prediction.step_seconds
 
 
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is to be trained on what; how, is asked."""
+
+    model: ModelSizes
+    cluster: Cluster
+    sequence: int
+    global_batch: int
+    """Sequences of a step, over all ranks."""
+    software: Software
+    precision: str = "bf16"
+
+    @property
+    def device(self) -> Device:
+        """That computes."""
+        return self.cluster.groups[0].node.device
+
+
 @dataclass(frozen=True)
 class Found:
     """The answer of a search."""
@@ -47,48 +66,65 @@ class Found:
     best: tuple[Candidate, ...]
     """The fastest first."""
     tried: int
-    """Settings of which bytes or seconds were predicted."""
+    """Settings whose bytes were predicted."""
+    too_large: int
+    """Those of them that do not fit."""
     nearest_bytes: float
-    """Where nothing fits: the least that a device would need; else 0."""
+    """The least that any of them needs of a device."""
 
 
-def search(like: Setting, *, keep: int = 5) -> Found:
+def search(
+    question: Question,
+    *,
+    keep: int = 5,
+    fits_given: Callable[[ResolvedLayout, int], bool] = lambda layout, micro_batch: True,
+    note: Callable[[int], None] = lambda tried: None,
+) -> Found:
     """The best layouts of a model on a cluster.
 
     Args:
-        like: gives model, cluster, batch, software and precision; its layout, micro-batch and recomputation are not
-            read.
         keep: how many plans are wanted.
+        fits_given: whether a layout and its micro-batch are among those that are asked for.
+        note: told now and then how many settings were tried.
     """
     best: list[Candidate] = []
-    tried, least = 0, float("inf")
-    room = like.device.memory_bytes
-    for layout in layouts(like):
-        for micro_batch in micro_batches(like, layout):
-            fits = False
+    tried, too_large, least = 0, 0, float("inf")
+    for layout in layouts(question):
+        for micro_batch in micro_batches(question, layout):
+            if not fits_given(layout, micro_batch):
+                continue
+            found = None
             for recompute in RECOMPUTATIONS:
-                try:
-                    setting = dataclasses.replace(
-                        like, layout=layout, micro_batch=micro_batch, recompute=recompute
-                    )
-                except PlanError:
-                    continue
+                setting = _setting(question, layout, micro_batch, recompute)
                 memory = tuple(peak_bytes(setting))
-                tried += 1
                 most = max(one.total for one in memory)
-                least = min(least, most)
-                if most > room:
-                    continue
-                fits = True
-                best.append(Candidate(setting, predict(setting), memory))
-                best = sorted(best, key=lambda one: one.seconds)[:keep]
+                tried, least = tried + 1, min(least, most)
+                if most <= question.device.memory_bytes:
+                    found = Candidate(setting, predict(setting), memory)
+                    break
+                too_large += 1
+            note(tried)
+            if found is None:
                 break
-            if not fits:
-                break
-    return Found(tuple(best), tried, 0.0 if best else least)
+            best = sorted([*best, found], key=lambda one: one.seconds)[:keep]
+    return Found(tuple(best), tried, too_large, least)
 
 
-def layouts(like: Setting) -> Iterator[ResolvedLayout]:
+def _setting(question: Question, layout: ResolvedLayout, micro_batch: int, recompute: str) -> Setting:
+    return Setting(
+        model=question.model,
+        cluster=question.cluster,
+        sequence=question.sequence,
+        global_batch=question.global_batch,
+        micro_batch=micro_batch,
+        layout=layout,
+        software=question.software,
+        recompute=recompute,
+        precision=question.precision,
+    )
+
+
+def layouts(like: Question) -> Iterator[ResolvedLayout]:
     """Those whose degrees divide what they share."""
     model, devices, node = like.model, like.cluster.devices, like.cluster.groups[0].used
     attention = model.blocks[-1].attention
@@ -99,6 +135,8 @@ def layouts(like: Setting) -> Iterator[ResolvedLayout]:
             continue
         for pp, cp in itertools.product(_divisors(devices // tp), _divisors(devices // tp)):
             readers, rest = divmod(devices, tp * pp * cp)
+            if tp > 1 and cp > 1 and not like.software.cuts_shared_rows:
+                continue
             if rest or pp > len(model.blocks) or like.sequence % (2 * cp * tp) or like.global_batch % readers:
                 continue
             for ep in _divisors(experts):
@@ -110,7 +148,7 @@ def layouts(like: Setting) -> Iterator[ResolvedLayout]:
                     yield from _shared(readers, tp=tp, pp=pp, cp=cp, ep=ep, virtual=virtual)
 
 
-def micro_batches(like: Setting, layout: ResolvedLayout) -> Iterator[int]:
+def micro_batches(like: Question, layout: ResolvedLayout) -> Iterator[int]:
     """Sequences of a pass, the fewest first."""
     share = like.global_batch // layout.data_ranks
     for size in _divisors(share):

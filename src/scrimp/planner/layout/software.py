@@ -81,6 +81,8 @@ class Software:
     """Part of a step that is none of these: data, logs, waits for the host."""
     spread: float
     """Standard deviation of the time of one device; all wait for the slowest."""
+    cuts_shared_rows: bool
+    """Whether tp and cp go together."""
     shards_over_copies: bool
     """Whether copies share optimizer states (a distributed optimizer)."""
 
