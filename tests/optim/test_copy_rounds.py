@@ -105,6 +105,14 @@ def test_a_copy_that_hangs_finds_that_it_came_too_late() -> None:
         hangs.meet(5)
 
 
+def test_a_copy_that_hangs_is_not_taken_in_by_what_it_once_said() -> None:
+    stays, _ = Launched(2).begun(patience=0.1)
+    for step in (5, 10, 15, 20):
+        attempt = stays.meet(step)
+        assert attempt.members == {0: 0}  # who is expected at the next exchange
+        assert stays.commit(attempt, True)
+
+
 def test_nobody_begins_anew_beside_a_run_that_is_over() -> None:
     launched = Launched(2)
     stays, _ = launched.begun()

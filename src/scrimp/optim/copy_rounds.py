@@ -16,7 +16,7 @@ Method   The store's compare-and-set is the only judge: of all who write to an e
          joins: it gives nothing and gets their state. Where none lives those that wait make an attempt among
          themselves, and the one with the most steps gives its state.
 Alive    `start/k` is the number of copy k's present start, which the launcher writes as it starts and reaps: the
-         others see within a tenth of a second that a copy is gone. They wait `PATIENCE_S` for one that hangs.
+         others see within a tenth of a second that a copy is gone. They wait `PATIENCE_S` for one that hangs, once.
 Limits   The store is the launcher's: where that is gone all end. Keys are never deleted, about 500 bytes a round.
 Source   A replicated log with one arbiter; the vote is a two-phase commit whose coordinator is the store.
 Checked  tests/optim/test_copy_rounds.py
@@ -113,6 +113,8 @@ class CopyRounds:
         self._next = 0
         self._last: Attempt | None = None
         """The newest attempt that is done."""
+        self._taken_in: set[tuple[int, int]] = set()
+        """Copies and starts that ever took part: what they said as they came still stands at the store."""
 
     def meet(self, step: int) -> Attempt:
         """At the end of a round: who exchanges now.
@@ -137,9 +139,9 @@ class CopyRounds:
 
         self._wait(lambda: self._has(f"try/{self._next}") or all_are(), self._patience)
         trained = ready() | {self._copy: self._start}
-        # What a member said before it was taken in still stands there: it is late, and not to be taken in.
-        known = {} if self._last is None else self._last.members
-        joining = {one: said[0] for one, said in self._waiting().items() if known.get(one) != said[0]}
+        joining = {
+            one: said[0] for one, said in self._waiting().items() if (one, said[0]) not in self._taken_in
+        }
         return self._decided(
             Attempt(self._next, step, trained, joining, min(trained), receivers=sorted(joining))
         )
@@ -186,7 +188,7 @@ class CopyRounds:
         is_done = self._store.compare_set(outcome, "", "done" if all_have else "failed") == b"done"
         self._next = number + 1
         if is_done:
-            self._last = attempt
+            self._done(attempt)
         return is_done
 
     def finish(self) -> None:
@@ -222,9 +224,13 @@ class CopyRounds:
         self._wait(is_settled, float("inf"))
         is_done = self._store.compare_set(outcome, "", "failed") == b"done"
         if is_done:
-            self._last = attempt
+            self._done(attempt)
         self._next = attempt.number + 1
         return is_done
+
+    def _done(self, attempt: Attempt) -> None:
+        self._last = attempt
+        self._taken_in |= attempt.members.items()
 
     def _any_trains(self) -> bool:
         last = {} if self._last is None else self._last.members
