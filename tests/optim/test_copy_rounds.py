@@ -11,7 +11,10 @@ import pytest
 import torch.distributed as dist
 
 from scrimp.errors import TrainingError
+from scrimp.launchers import CopyPlace
+from scrimp.optim import copies as exchange
 from scrimp.optim.copy_rounds import ENDED, Attempt, CopyRounds
+from scrimp.world import World
 
 
 class Launched:
@@ -111,6 +114,17 @@ def test_a_copy_that_hangs_is_not_taken_in_by_what_it_once_said() -> None:
         attempt = stays.meet(step)
         assert attempt.members == {0: 0}  # who is expected at the next exchange
         assert stays.commit(attempt, True)
+
+
+def test_a_donor_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "CONNECT_S", 0.2)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    copies = exchange.Copies(CopyPlace(0, 2, 0, "127.0.0.1", server.port), World())
+    copies._attempt = Attempt(0, 5, {1: 0}, {0: 0}, 1, [0])
+    with pytest.raises(TrainingError, match="copy 1 was lost while it gave its state to copy 0"):
+        copies.receive_position()
+    with pytest.raises(TrainingError, match="copy 1 was lost while it gave its state to copy 0"):
+        copies.receive([])
 
 
 def test_nobody_begins_anew_beside_a_run_that_is_over() -> None:

@@ -199,11 +199,16 @@ def _told(restarts: Restarts, number: int, end: End, slots: Sequence[int], dropp
     return text
 
 
+def threads_of(processes: int) -> int:
+    """Threads of each of so many processes, by the cores that this one may use."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // processes)
+
+
 def _environment(slots: Sequence[int], port: socket.socket, grace: float) -> dict[str, str]:
     """What all ranks find in their environment."""
     ranks = len(slots)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    found = {"OMP_NUM_THREADS": str(max(1, cores // ranks))}
+    found = {"OMP_NUM_THREADS": str(threads_of(ranks))}
     if "lo" in (name for _, name in socket.if_nameindex()):
         # Else gloo takes the interface of the host's name, which need not resolve.
         found["GLOO_SOCKET_IFNAME"] = "lo"

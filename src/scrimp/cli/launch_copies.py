@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Final
 
 from scrimp.cli.commands import Command, Launch, Train
 from scrimp.cli.handlers import handled
-from scrimp.cli.launch import PASSED_ON, End, run_once
+from scrimp.cli.launch import PASSED_ON, End, run_once, threads_of
 from scrimp.cli.show import say
 from scrimp.errors import ConfigError
 from scrimp.launchers import COPIES_STORE, COPY, RESTARTS, WHY_AGAIN
@@ -135,8 +135,7 @@ class _Copy:
             WHY_AGAIN: why,
         }
         if "OMP_NUM_THREADS" not in os.environ:
-            cores = os.cpu_count() or 1
-            environ["OMP_NUM_THREADS"] = str(max(1, cores // (ranks * self._options.copies)))
+            environ["OMP_NUM_THREADS"] = str(threads_of(ranks * self._options.copies))
         grace, name = self._options.grace, f"copy {self.number}: "
         if self.number == 0:
             return run_once(self._words, slots, environ, grace, self.signals, name)

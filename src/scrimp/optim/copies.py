@@ -114,15 +114,21 @@ class Copies:
                 continue
 
     def receive_position(self) -> str:
-        """Where the copy is whose state this one gets."""
+        """Where the copy is whose state this one gets.
+
+        Raises:
+            TrainingError: that copy was lost before it said it.
+        """
         attempt = self._attempt
         assert attempt is not None
-        return str(
-            self._world.once(
-                "waiting for the state of another copy",
-                lambda: self._store.get(f"position/{attempt.number}").decode(),
-            )
-        )
+
+        def said() -> str:
+            try:
+                return str(self._store.get(f"position/{attempt.number}").decode())
+            except RuntimeError as error:
+                raise self._donor_lost(error) from None
+
+        return self._world.once("waiting for the state of another copy", said)
 
     def receive(self, parts: Iterable[Tensor]) -> None:
         """Take the state over, in place.
@@ -133,7 +139,10 @@ class Copies:
         attempt, error = self._attempt, None
         assert attempt is not None
         try:
-            group = self._group(f"state/{attempt.number}/{self.place.copy}", 1, 2)
+            # The donor serves one after another.
+            before = attempt.receivers.index(self.place.copy)
+            name = f"state/{attempt.number}/{self.place.copy}"
+            group = self._group(name, 1, 2, connect=CONNECT_S + before * PATIENCE_S)
             for part in parts:
                 got = _bytes_of(part)
                 group.broadcast([got]).wait()
@@ -141,16 +150,20 @@ class Copies:
         except RuntimeError as raised:
             error = raised
         if not self._world.all(error is None):
-            raise TrainingError(
-                f"copy {attempt.donor} was lost while it gave its state to copy {self.place.copy}",
-                got=str(error).splitlines()[0] if error else None,
-                do="nothing: with --restarts this copy is started again",
-            )
+            raise self._donor_lost(error)
 
     def finish(self) -> None:
         """All steps are taken."""
         if self._world.is_writer:
             self._rounds.finish()
+
+    def _donor_lost(self, error: RuntimeError | None) -> TrainingError:
+        assert self._attempt is not None
+        return TrainingError(
+            f"copy {self._attempt.donor} was lost while it gave its state to copy {self.place.copy}",
+            got=str(error).splitlines()[0] if error else None,
+            do="nothing: with --restarts this copy is started again",
+        )
 
     def _agreed(self, doing: str, find: Callable[[], Attempt]) -> Attempt:
         self._world.all(True)  # no rank is promised to the others that was lost on the way here
@@ -176,9 +189,10 @@ class Copies:
             return None
         return found
 
-    def _group(self, name: str, rank: int, size: int) -> Any:  # torch's stubs leave its collectives out
+    def _group(self, name: str, rank: int, size: int, *, connect: float = CONNECT_S) -> Any:
+        # torch's stubs leave its collectives out
         prefix = PrefixStore(f"{name}/rank-{self._world.rank}", self._store)
-        group: Any = dist.ProcessGroupGloo(prefix, rank, size, timedelta(seconds=CONNECT_S))
+        group: Any = dist.ProcessGroupGloo(prefix, rank, size, timedelta(seconds=connect))
         group._set_default_timeout(timedelta(seconds=PATIENCE_S))
         return group
 

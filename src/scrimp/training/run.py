@@ -91,8 +91,10 @@ class Run:
     def first_row(self) -> int:
         """Address of the first token that this rank reads, among those of a batch; each rank has a range of its own."""
         tokens = self.config.rank_sequences * self.train.sequence // self.config.layout.cp
-        layout = self.config.layout
-        return self.decisions.world.rank // layout.tp % (layout.data_ranks * layout.cp) * tokens
+        layout, copies = self.config.layout, None if self.outer is None else self.outer.copies
+        readers = layout.data_ranks * layout.cp
+        place = self.decisions.world.rank // layout.tp % readers
+        return (place + (0 if copies is None else copies.place.copy * readers)) * tokens
 
     def event(self, kind: str, sentence: str, *, step: int | None = None, **fields: Any) -> None:
         """Record that something happened, after the last step unless another is named."""
