@@ -138,6 +138,73 @@ def test_a_copy_is_lost_and_comes_back_and_then_all_are_lost(ranks: int, tmp_pat
     assert "copy 0 is started again (1 of 3), after exit code 137" in output
     kinds = [one["kind"] for one in records(run.run_dir.parent / "copy-1", "events.jsonl")]
     assert "joined" in kinds
+    assert f"scrimp launch --copies 2 train --run.dir {tmp_path / 'run'} --resume" in output
+
+
+@pytest.mark.slow
+def test_a_run_of_copies_that_was_stopped_goes_on(tmp_path: Path) -> None:
+    with Copies(tmp_path, 1) as run:
+        run.wait_for_both(after=0)
+        run.process.send_signal(signal.SIGTERM)
+        assert run.end()[0] == 143
+        before = len(run.lines(0))
+    words = ["-m", "scrimp", "launch", "--ranks=1", "--copies=2", "train", f"--run.dir={tmp_path / 'run'}"]
+    with Run(start([*words, "--resume"], environment(tmp_path)), run.run_dir) as again:
+        wait_for(lambda: min(len(run.lines(copy)) for copy in (0, 1)) > before)
+        again.process.send_signal(signal.SIGTERM)
+        assert again.end()[0] == 143
+    assert [one["step"] for one in run.lines(0)] == list(range(1, len(run.lines(0)) + 1))
+
+
+KILLED_ONCE = """
+import os, pathlib, signal
+if "SCRIMP_COPY" in os.environ:
+    from scrimp.training import finish
+    save = finish.save_last
+    def killed(trainer):
+        told = pathlib.Path(os.environ["KILLED"] + os.environ["SCRIMP_COPY"].partition("/")[0])
+        if not told.exists():
+            told.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return save(trainer)
+    finish.save_last = killed
+"""
+"""Python runs it as it starts: each copy kills itself once, before its last checkpoint."""
+
+
+@pytest.mark.slow
+def test_copies_that_are_killed_before_their_last_checkpoint_are_started_again(tmp_path: Path) -> None:
+    (tmp_path / "fault").mkdir()
+    (tmp_path / "fault" / "sitecustomize.py").write_text(KILLED_ONCE)
+    environ = environment(tmp_path) | {"KILLED": str(tmp_path / "killed-")}
+    environ["PYTHONPATH"] = os.pathsep.join(
+        [str(tmp_path / "fault"), *filter(None, [environ.get("PYTHONPATH")])]
+    )
+    words = flags(write_corpus(tmp_path), tmp_path / "run", "--train.steps=20", "--outer.every=10")
+    launch = [
+        "-m",
+        "scrimp",
+        "launch",
+        "--ranks=1",
+        "--copies=2",
+        "--restarts=3",
+        *words,
+        "--evaluation.every=0",
+    ]
+    ((code, output),) = ended([start(launch, environ)])
+    assert code == 0, output
+    assert {path.name for path in tmp_path.glob("killed-*")} == {"killed-0", "killed-1"}
+    assert (tmp_path / "run" / "copy-0" / "checkpoints" / "step-00000020").is_dir()
+
+
+@pytest.mark.slow
+def test_copies_whose_launcher_is_gone_say_so_and_end(tmp_path: Path) -> None:
+    with Copies(tmp_path, 1) as run:
+        run.wait_for_both(after=0)
+        processes = [run.process_of(copy) for copy in (0, 1)]
+        run.process.kill()
+        wait_for(lambda: not any(Path(f"/proc/{one}/cmdline").exists() for one in processes))
+    assert "the launcher of the copies is gone" in (run.run_dir.parent / "copy-1.log").read_text()
 
 
 @pytest.mark.slow

@@ -7,8 +7,8 @@ Method   Each copy is what `scrimp launch` starts otherwise: R ranks with a port
 Output   Copy 0's is shown. That of another goes to `<run.dir>/copy-K.log`; where it fails its last lines are shown.
 Ends     When all copies have ended. The exit code is 0 where one of them has taken all steps, since its folder has the
          whole run; else that of the first copy that failed. Who comes back after that is not started again.
-Limits   One machine. Where this process is gone, the store is: copies of several ranks write a checkpoint at the end
-         of their round and end, copies of one rank end at the next exchange.
+Limits   One machine. Where this process is gone, the store is: copies end at the next exchange, and the steps since
+         their newest checkpoints are lost. A copy that hangs is waited for, and ended by nobody.
 Checked  tests/cli/test_copies.py
 """
 
@@ -79,11 +79,19 @@ def _checked(options: Launch, command: Command) -> Path:
         raise ConfigError("--min-ranks is not carried out beside --copies", do="leave one of the two out")
     if command.config.run.dir is None:
         raise ConfigError("--copies needs a folder", do="name it with --run.dir: copy K runs in copy-K")
-    if command.config.outer.every == 0:
+    if command.config.outer.every == 0 and not command.resume:  # else the run's own settings say it
         raise ConfigError(
             "--copies needs outer.every",
             expected="local steps between exchanges",
             do="give --outer.every, such as 15",
+        )
+    shown, needed = os.environ.get("CUDA_VISIBLE_DEVICES"), options.ranks * options.copies
+    if shown and len(shown.split(",")) < needed:
+        raise ConfigError(
+            "there are fewer devices than processes",
+            got=f"CUDA_VISIBLE_DEVICES={shown}, {options.copies} copies of {options.ranks} ranks",
+            expected=f"{needed} devices",
+            do="show more devices, or start fewer copies; to train on the CPU unset CUDA_VISIBLE_DEVICES",
         )
     return command.config.run.dir
 

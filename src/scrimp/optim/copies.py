@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,8 +30,9 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from scrimp.errors import TrainingError
 from scrimp.launchers import CopyPlace
 from scrimp.optim.copy_rounds import PATIENCE_S, Attempt, CopyRounds
-from scrimp.world import World
+from scrimp.world import World, is_lost_connection
 
+Made = TypeVar("Made")
 CONNECT_S = 20.0
 """Within which members of an attempt, who have all just said that they are there, connect."""
 MOST_ATTEMPTS = 8
@@ -88,10 +89,7 @@ class Copies:
         while True:
             attempt = self._agreed("waiting for the other copies", lambda: self._rounds.join(step))
             self._attempt = attempt
-            if attempt.trained:
-                is_done = self._told("waiting for the exchange", attempt, self._rounds.passed)
-            else:
-                is_done = self._commit(attempt, True)
+            is_done = self._passed(attempt) if attempt.trained else self._commit(attempt, True)
             if is_done:
                 return self.place.copy in attempt.receivers
 
@@ -110,8 +108,9 @@ class Copies:
                 group = self._group(f"state/{attempt.number}/{one}", 0, 2)
                 for part in parts():
                     group.broadcast([_bytes_of(part)]).wait()
-            except RuntimeError:
-                continue
+            except RuntimeError as error:
+                if not is_lost_connection(error):
+                    raise
 
     def receive_position(self) -> str:
         """Where the copy is whose state this one gets.
@@ -148,14 +147,16 @@ class Copies:
                 group.broadcast([got]).wait()
                 part.copy_(got.view(part.dtype).view(part.shape))
         except RuntimeError as raised:
+            if not is_lost_connection(raised):
+                raise
             error = raised
         if not self._world.all(error is None):
             raise self._donor_lost(error)
 
     def finish(self) -> None:
-        """All steps are taken."""
+        """All steps are taken, and the last checkpoint is written."""
         if self._world.is_writer:
-            self._rounds.finish()
+            _asked(self._rounds.finish)
 
     def _donor_lost(self, error: RuntimeError | None) -> TrainingError:
         assert self._attempt is not None
@@ -166,15 +167,21 @@ class Copies:
         )
 
     def _agreed(self, doing: str, find: Callable[[], Attempt]) -> Attempt:
-        self._world.all(True)  # no rank is promised to the others that was lost on the way here
-        return self._world.once(doing, find, write=lambda one: one.to_json(), read=Attempt.from_json)
+        self._world.barrier()  # no rank is promised to the others that was lost on the way here
+        return self._world.once(
+            doing, lambda: _asked(find), write=lambda one: one.to_json(), read=Attempt.from_json
+        )
+
+    def _passed(self, attempt: Attempt) -> bool:
+        return self._world.once(
+            "waiting for the exchange", lambda: _asked(lambda: self._rounds.passed(attempt))
+        )
 
     def _commit(self, attempt: Attempt, has_result: bool) -> bool:
         all_have = self._world.all(has_result)
-        return self._told("deciding on the exchange", attempt, lambda it: self._rounds.commit(it, all_have))
-
-    def _told(self, doing: str, attempt: Attempt, ask: Callable[[Attempt], bool]) -> bool:
-        return self._world.once(doing, lambda: ask(attempt))
+        return self._world.once(
+            "deciding on the exchange", lambda: _asked(lambda: self._rounds.commit(attempt, all_have))
+        )
 
     def _sum(self, own: Tensor, attempt: Attempt) -> Tensor | None:
         """The displacements of the members added up, in host memory; None where one of them is gone."""
@@ -185,7 +192,9 @@ class Copies:
         try:
             group = self._group(f"mean/{attempt.number}", members.index(self.place.copy), len(members))
             group.allreduce([found]).wait()
-        except RuntimeError:
+        except RuntimeError as error:
+            if not is_lost_connection(error):
+                raise
             return None
         return found
 
@@ -195,6 +204,23 @@ class Copies:
         group: Any = dist.ProcessGroupGloo(prefix, rank, size, timedelta(seconds=connect))
         group._set_default_timeout(timedelta(seconds=PATIENCE_S))
         return group
+
+
+def _asked(ask: Callable[[], Made]) -> Made:
+    """What the store answers.
+
+    Raises:
+        TrainingError: the launcher, whose store it is, is gone.
+    """
+    try:
+        return ask()
+    except dist.DistError as error:
+        raise TrainingError(
+            "the launcher of the copies is gone",
+            got=str(error).splitlines()[0],
+            expected="the process of `scrimp launch --copies` to live as long as they do",
+            do="go on from the newest checkpoints with scrimp launch --copies and --resume",
+        ) from None
 
 
 def _bytes_of(part: Tensor) -> Tensor:

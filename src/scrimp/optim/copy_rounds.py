@@ -16,7 +16,8 @@ Method   The store's compare-and-set is the only judge: of all who write to an e
          joins: it gives nothing and gets their state. Where none lives those that wait make an attempt among
          themselves, and the one with the most steps gives its state.
 Alive    `start/k` is the number of copy k's present start, which the launcher writes as it starts and reaps: the
-         others see within a tenth of a second that a copy is gone. They wait `PATIENCE_S` for one that hangs, once.
+         others see that a copy is gone as soon as all of its ranks have ended. They wait `PATIENCE_S` for one that
+         hangs, once.
 Limits   The store is the launcher's: where that is gone all end. Keys are never deleted, about 500 bytes a round.
 Source   A replicated log with one arbiter; the vote is a two-phase commit whose coordinator is the store.
 Checked  tests/optim/test_copy_rounds.py
@@ -33,10 +34,10 @@ from typing import Any, Protocol
 from scrimp.errors import TrainingError
 
 PATIENCE_S = 120.0
-"""That copies wait at the end of a round for one that lives: longer than an evaluation or a checkpoint of another
-copy should take, since a copy that comes later is given up."""
+"""Seconds that copies wait at the end of a round for one that lives: longer than an evaluation or a checkpoint of
+another copy should take, since a copy that comes later is given up."""
 COMING_S = 300.0
-"""That copies wait for one another when all begin: as ranks do (SCRIMP_JOIN_TIMEOUT)."""
+"""Seconds that copies wait for one another when all begin."""
 FINISHED, ENDED = "finished", "ended"
 """Key that is set when a copy has taken all steps; the start of a copy that is not started again."""
 _LOOK_S = 0.02
@@ -95,7 +96,7 @@ class CopyRounds:
         copy: its number among `copies`.
         start: which start of this copy it is.
         patience: seconds that one waits for others at the end of a round, and in an exchange.
-        coming: and where all begin.
+        coming: seconds that it waits for others where all begin.
     """
 
     def __init__(

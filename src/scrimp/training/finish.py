@@ -55,6 +55,9 @@ def finish(run_dir: Path, trainer: Trainer, signals: StopSignals) -> RunSummary:
     step, line = trainer.run.step, trainer.run.line
     is_done = step >= trainer.run.train.steps
     failure = save_last(trainer)  # first: nothing that follows may cost the weights
+    copies = None if trainer.run.outer is None else trainer.run.outer.copies
+    if is_done and copies is not None and failure is None:
+        copies.finish()  # from here on nobody need be started again
     if is_done:
         _refuse_not_finite(trainer)
     evaluation = trainer.evaluations.evaluate() if is_done else None
@@ -68,9 +71,18 @@ def finish(run_dir: Path, trainer: Trainer, signals: StopSignals) -> RunSummary:
     world = trainer.run.decisions.world
     report = world.once("writing the report", lambda: write_report(run_dir), write=str, read=Path)
     if signals.received is not None and not is_done:
-        line.message(
-            f"stopped after step {step:,}; go on with {typed('train', '--run.dir', run_dir, '--resume')}"
-        )
+        words = ["train", "--run.dir", run_dir, "--resume"]
+        if copies is not None:  # one of several jobs, in a folder of the run's
+            words = [
+                "launch",
+                "--copies",
+                copies.place.copies,
+                "train",
+                "--run.dir",
+                run_dir.parent,
+                "--resume",
+            ]
+        line.message(f"stopped after step {step:,}; go on with {typed(*map(str, words))}")
     line.message(f"report: {report}")
     if failure is not None:
         raise failure

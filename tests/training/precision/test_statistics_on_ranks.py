@@ -101,7 +101,8 @@ def test_ranks_find_together_what_one_process_finds(
     assert [beyond(rank, wanted, **bounds) for rank in profiles] == [[]] * len(found)
     assert all(is_same(rank, profiles[0]) for rank in profiles)
     ours, theirs = (make_plan(Question(one, Budget(fp4_flops=0.5))) for one in (profiles[0], wanted))
-    assert ours.precisions == theirs.precisions or is_loose
+    if not is_loose:
+        assert ours.precisions == theirs.precisions
     for key in ("loss_divergence", "weight_divergence"):
         assert ours.predicted[key] == pytest.approx(theirs.predicted[key], rel=0.1 if is_loose else 0.01)
 

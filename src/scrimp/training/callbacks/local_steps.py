@@ -51,7 +51,7 @@ class LocalSteps(Callback):
         self._told = True
 
     def _after_exchange(self, record: Record) -> None:
-        """Of copies that are jobs of their own: say who came, and give the state to those that join."""
+        """Record which copies came, and give the state to those that join."""
         run, copies = self._run, self._outer.copies
         assert copies is not None
         came = copies.taking_part
@@ -60,8 +60,6 @@ class LocalSteps(Callback):
             run.tell("copies", f"copies {', '.join(map(str, came))} of {run.config.outer.copies} exchanged")
         self._taking_part = came
         _send(run, self._checkpoints)
-        if run.step == run.train.steps:
-            copies.finish()
 
 
 def join_copies(run: Run, checkpoints: Checkpoints) -> None:
