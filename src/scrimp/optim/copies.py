@@ -219,7 +219,7 @@ def _asked(ask: Callable[[], Made]) -> Made:
             "the launcher of the copies is gone",
             got=str(error).splitlines()[0],
             expected="the process of `scrimp launch --copies` to live as long as they do",
-            do="go on from the newest checkpoints with scrimp launch --copies and --resume",
+            do="start it again to resume the run: each copy goes on from its newest checkpoint",
         ) from None
 
 
