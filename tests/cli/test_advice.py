@@ -42,6 +42,13 @@ OF_ONE_COMMAND = {
     "optim/copy_rounds.py": "launch",
     "config/layout.py": "launch",
 }
+OF_SEVERAL_COMMANDS = {
+    "cli/commands.py",
+    "cli/advice.py",
+    "cli/entry.py",
+    "cli/ranks.py",
+    "training/finish.py",
+}
 HOLE = "{}"
 
 
@@ -86,7 +93,7 @@ def test_every_option_in_a_message_exists_in_its_command() -> None:
                 rest = rest.replace(call[0], "")
         for flag in FLAG.findall(rest):
             known = options(OF_ONE_COMMAND.get(file, "train")) | options("plan")
-            if file in ("cli/commands.py", "cli/advice.py", "cli/entry.py", "cli/ranks.py"):
+            if file in OF_SEVERAL_COMMANDS:
                 known = everywhere
             assert flag in known | OF_OTHER_PROGRAMS, f"{file}: {text}"
             seen += 1
