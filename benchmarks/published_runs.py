@@ -65,7 +65,7 @@ class Row:
     """Shares of the step by cause."""
     peak_bytes: float
     memory_bytes: float
-    """Of a device."""
+    """Bytes that a program can take of a device."""
     measured_peak: float | None
 
     @property
@@ -260,7 +260,7 @@ def nearest(own: list[Row]) -> Callable[[Row], float]:
 
 
 def errors(own: Iterable[Row], by: Callable[[Row], float]) -> list[float]:
-    """Of a predictor."""
+    """Relative errors of a predictor, one for each row."""
     return [abs(by(row) / row.measured - 1.0) for row in own]
 
 

@@ -66,8 +66,8 @@ class ModelSizes:
         return blocks + self.embedding_parameters + (0 if self.tied else self.head_parameters)
 
     def flops_per_token(self, sequence: int) -> float:
-        """Of a trained token, scores counted causally: 6 for each parameter that it meets, 6 for each number of the
-        queries and of the results for each key that they see."""
+        """FLOPs of a trained token, scores counted causally: 6 for each parameter that it meets, and for each key that
+        it sees 6 for each number of its queries and results."""
         found = 6.0 * self.head_parameters * self.heads
         for block, count in self.equal_blocks.items():
             keys, _ = block.attention.keys(sequence)
@@ -82,9 +82,9 @@ class LatentAttention:
 
     kv_rank: int
     nope_size: int
-    """Of a head's queries and keys, the part without positions."""
+    """Size of a head's queries and keys without positions."""
     rope_size: int
-    """And that with positions, of which all heads share one key."""
+    """Size of their part with positions; all heads share one such key."""
     value_size: int
     q_rank: int = 0
     """0: queries are made at once."""
@@ -127,7 +127,7 @@ class ModelShape:
     window_every: int = 1
     """Every so many blocks one has the window."""
     biases: bool = False
-    """Of every linear layer."""
+    """Whether every linear layer has one."""
     query_key_value_biases: bool = False
     next_token_modules: int = 0
     """Blocks that predict tokens after the next one (DeepSeek-V3, arXiv 2412.19437), each with a pass of the head."""
@@ -235,6 +235,6 @@ def value_width(attention: AttentionSpec) -> int:
 
 
 def sizes_of(spec: ModelSpec) -> ModelSizes:
-    """Of a model of ours."""
+    """Sizes of one of Scrimp's own models."""
     architecture = spec.architecture
     return ModelSizes(spec.blocks, architecture.width, architecture.vocab_size, architecture.tied_embeddings)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from scrimp.config import Architecture
 from scrimp.config.activations import Activations
-from scrimp.config.pipeline import V_SHAPED, pipeline_of
+from scrimp.config.pipeline import V_SHAPED, Pipeline, pipeline_of
 from scrimp.data import Batch
 from scrimp.errors import PlanError
 from scrimp.gemm import (
@@ -44,7 +44,7 @@ from scrimp.runtime.parallel import (
     ONE_RANK,
     GradientSums,
     RankMesh,
-    is_sharded,
+    has_whole_copies,
     parallelise,
     part_of_rank,
     reduce_gradients,
@@ -271,12 +271,7 @@ def realise(
             "part of the plan lives on the host, where no room was taken",
             do="take it with `take_room`, before the model is made",
         )
-    with torch.device("meta"):
-        pipeline = pipeline_of(mesh.layout, architecture.num_layers) if mesh.layout.pp > 1 else None
-        part = None if pipeline is None else part_of_rank(pipeline, mesh.pipeline_rank)
-        model = build_model(architecture, dtype=DTYPES[parameters], part=part)
-    if pipeline is not None and pipeline.splits_backward:
-        split_products(model.blocks)
+    model, pipeline = _described(architecture, parameters, mesh)
     cuts = parallelise(model, mesh)
     _allocate(model, plan, device, room, cuts)
     fill(model)
@@ -286,14 +281,23 @@ def realise(
         gather_codes(model, mesh)
     host = None if room is None else carry_out(plan.placement, model, room)
     stages = None if pipeline is None else Stages(model, pipeline, mesh)
-    sums = None
-    if mesh.layout.dp > 1 and not mesh.copies_apart and not is_sharded(model, mesh):
-        sums = GradientSums(mesh.devices["dp"].get_group())
+    sums = GradientSums(mesh.devices["dp"].get_group()) if has_whole_copies(model, mesh) else None
     executable = Executable(
         model, device, compute, loss_chunk, objective, planned, host, most_tokens, longest, mesh, stages, sums
     )
     executable.change_activations(plan)
     return executable
+
+
+def _described(architecture: Architecture, parameters: str, mesh: RankMesh) -> tuple[Model, Pipeline | None]:
+    """What a rank has of the model, on the meta device, and the pipeline that it is a part of."""
+    pipeline = pipeline_of(mesh.layout, architecture.num_layers) if mesh.layout.pp > 1 else None
+    part = None if pipeline is None else part_of_rank(pipeline, mesh.pipeline_rank)
+    with torch.device("meta"):
+        model = build_model(architecture, dtype=DTYPES[parameters], part=part)
+    if pipeline is not None and pipeline.splits_backward:
+        split_products(model.blocks)
+    return model, pipeline
 
 
 def _allocate(

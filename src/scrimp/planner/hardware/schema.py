@@ -50,14 +50,15 @@ class Achieved:
     fp32: float
     bf16: float
     attention_forward: float
-    """Of the bf16 peak; the best public flash kernel at head size 128, long sequences, causal (half the square
-    counted, which is why long sequences are)."""
+    """Share of the bf16 peak: the best public flash kernel at head size 128, long sequences, causal (half the
+    square counted, which is why long sequences are)."""
     attention_backward: float
     """The same; 2.5 times the FLOPs of the forward pass are counted."""
     memory: float
-    """Of the memory bandwidth, bytes read and written by elementwise kernels."""
+    """Share of the memory bandwidth: bytes read and written by elementwise kernels."""
     fp8: float | None = None
-    """Of the faster of `peak.fp8` and `peak.mxfp8`: cuBLAS takes the block-scaled instruction for one scale, too."""
+    """Share of the faster of `peak.fp8` and `peak.mxfp8`: cuBLAS takes the block-scaled instruction for one scale,
+    too."""
     fp8_block: float | None = None
     mxfp8: float | None = None
     nvfp4: float | None = None
@@ -159,7 +160,7 @@ class Link:
 
     name: str
     bytes_per_second: float
-    """Of the specification, with all devices sending at once."""
+    """By the specification, with all devices sending at once."""
     latency_seconds: float
     """One message from device to device by NCCL, however small."""
     achieved: float
@@ -191,7 +192,7 @@ class Node:
     device: Device
     devices: int
     host_memory_bytes: int
-    """Of the whole node."""
+    """Bytes that the whole node has."""
     cpu_cores: int
     host_op_seconds: float
     """That the host takes to launch one operation, such as torch's Linear."""

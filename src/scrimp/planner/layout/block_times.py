@@ -59,7 +59,7 @@ class BlockSeconds:
     cheap: float
     """The part that is no product and no attention."""
     products: float
-    """And products."""
+    """The forward part that is products."""
 
 
 def block_seconds(block: BlockSpec, setting: Setting, kernels: Kernels) -> BlockSeconds:

@@ -37,7 +37,7 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """Seconds of a step."""
         return self.prediction.step_seconds
 
 

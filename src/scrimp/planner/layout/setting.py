@@ -105,7 +105,7 @@ class Setting:
         return layout.dp * layout.cp if over_copies else layout.shards
 
     def recipe(self, linear: str, gemm: str) -> str:
-        """Of one product of a block."""
+        """Recipe of one product of a block."""
         return self.gemms.get(f"{linear}.{gemm}", self.precision)
 
     @cached_property

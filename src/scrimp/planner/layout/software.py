@@ -46,15 +46,15 @@ class Software:
     optimizer_bytes: float
     """For each number, to update it and to clip."""
     weight_bytes: float
-    """Of a number of a weight as it is gathered."""
+    """Bytes of a weight's number while it is gathered."""
     gradient_bytes: float
-    """Of a number of a gradient as it is reduced."""
+    """Bytes of a gradient's number while it is reduced."""
     held_weight_bytes: float
-    """Of a number of a weight as it is kept."""
+    """Bytes of a weight's number as a rank keeps it."""
     held_gradient_bytes: float
-    """Of a number of a gradient as micro-batches add it up."""
+    """Bytes of a gradient's number while micro-batches add it up."""
     held_logit_bytes: float
-    """Of all that the loss holds of a logit at once."""
+    """Bytes that the loss holds for each logit at once."""
     selective_keeps: float
     """Share of what a block keeps that selective recomputation keeps."""
     selective_products: float
@@ -64,9 +64,9 @@ class Software:
     loss_tokens: int
     """Tokens whose logits exist at once; 0: all of a pass."""
     state_bytes: float
-    """Of a number: master weight and moments."""
+    """Bytes of master weight and moments for each number."""
     master_bytes: float
-    """Of its master weight alone."""
+    """Bytes of the master weight alone."""
     hidden_exchanges: float
     """Share of the exchanges within a block that can run beside computing."""
     hidden_gathers: float

@@ -50,7 +50,7 @@ class RankBytes:
 
 
 def peak_bytes(setting: Setting) -> list[RankBytes]:
-    """Of each rank of a pipeline, first to last."""
+    """The peaks of the ranks of a pipeline, first to last."""
     stages = blocks_of_stages(setting)
     return [_rank(setting, stages, rank) for rank in range(setting.layout.pp)]
 
@@ -104,7 +104,7 @@ def _state_bytes(setting: Setting) -> float:
 
 
 def _activations(setting: Setting, stages: Sequence[range], rank: int) -> float:
-    """Of the passes in flight when they are most."""
+    """Bytes kept by the passes in flight when there are most of them."""
     layout, model = setting.layout, setting.model
     virtual, m = layout.virtual or 1, setting.micro_batches
     boundary = 2.0 * setting.tokens * model.width / (layout.tp if setting.sequence_parallel else 1)

@@ -3,6 +3,7 @@
 from scrimp.runtime.parallel.gradient_sums import GradientSums
 from scrimp.runtime.parallel.mesh import ONE_RANK, RankMesh
 from scrimp.runtime.parallel.parallelise import (
+    has_whole_copies,
     is_sharded,
     parallelise,
     part_of_rank,
@@ -14,6 +15,7 @@ __all__ = [
     "ONE_RANK",
     "GradientSums",
     "RankMesh",
+    "has_whole_copies",
     "is_sharded",
     "parallelise",
     "part_of_rank",

@@ -92,7 +92,7 @@ def parallelise(model: Model, mesh: RankMesh) -> Mapping[str, Cut]:
         model.context_parallel = ContextParallel(mesh.layout.cp_method, mesh.devices["cp"].get_group())
     if is_sharded(model, mesh):
         _shard(model, mesh)
-    elif mesh.layout.dp > 1 and not mesh.copies_apart:
+    elif has_whole_copies(model, mesh):
         cuts = _noted(model, cuts, lambda name: mesh.copy == 0)
     return cuts
 
@@ -107,6 +107,11 @@ def is_sharded(model: Model, mesh: RankMesh) -> bool:
     """Whether ranks have shards of parameters; else each has its own ones whole, or nobody else's."""
     with_experts = model.spec.routing is not None and mesh.layout.ranks > mesh.layout.pp
     return mesh.layout.shards > 1 or with_experts
+
+
+def has_whole_copies(model: Model, mesh: RankMesh) -> bool:
+    """Whether ranks have equal weights that nobody shards, and learn from one another's gradients in every step."""
+    return mesh.layout.dp > 1 and not mesh.copies_apart and not is_sharded(model, mesh)
 
 
 def _noted(model: Model, cuts: Mapping[str, Cut], writes: Callable[[str], bool]) -> dict[str, Cut]:
