@@ -43,10 +43,15 @@ class Prediction:
     """By cause: compute, communication_exposed, bubble, optimizer, other; they add up to the step."""
 
 
+def kernels_of(setting: Setting) -> Kernels:
+    """Those that the setting's software runs on its device."""
+    software = setting.software
+    return Kernels(setting.device, software.launch_seconds, software.traffic, software.attention_kernel)
+
+
 def predict(setting: Setting) -> Prediction:
     """Seconds of a step."""
-    software = setting.software
-    kernels = Kernels(setting.device, software.launch_seconds, software.traffic, software.attention_kernel)
+    kernels = kernels_of(setting)
     layout, m = setting.layout, setting.micro_batches
     stages = _stages(setting, kernels)
     passes = [StageSeconds(one.forward.total, one.backward.total) for one in stages]
