@@ -92,7 +92,7 @@ def test_stages_share_harm_as_the_best_of_all_choices(
 @given(blocks(4), st.floats(0.5, 20.0), st.floats(0.3, 3.0), st.integers(4, 40))
 def test_coarse_cells_exceed_nothing(parts: list[Choices], room: float, scale: float, cells: int) -> None:
     scaled = [Choices(one.seconds, one.bytes * scale, one.harm * scale) for one in parts]
-    unit = cell([float(one.harm.max()) for one in scaled], 8.0, cells)
+    unit = cell(np.concatenate([one.harm for one in scaled]), 8.0, cells)
     found = frontier(scaled, room, unit, Cells(bytes=cells, harm=int(8.0 / unit)))
     if np.isfinite(found.seconds[-1]):
         pairs = list(zip(scaled, found.choices(len(found.seconds) - 1), strict=True))

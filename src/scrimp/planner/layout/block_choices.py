@@ -87,16 +87,16 @@ def with_best_blocks(setting: Setting, quality: Quality | None, cells: Cells | N
     Args:
         quality: None: all products run in the setting's precision.
     """
-    cells = cells or (Cells() if quality else Cells(bytes=512, harm=0))
+    cells = cells or (Cells() if quality else Cells(bytes=4096, harm=0))
     setting = dataclasses.replace(setting, precision=quality.base) if quality else setting
     ranks = _ranks(setting)
     menus = _menus(setting, quality)
     spare = quality.limit - sum(menus[block].least for own in ranks for block in own) if quality else 0.0
     if spare < 0:
         return None
-    largest = [float(menu.harm.max()) for menu in menus]
-    unit = cell(largest, spare, cells.harm) if quality else 1.0
-    cells = dataclasses.replace(cells, harm=int(spare / unit + 1e-9) if max(largest) > 0 else 0)
+    harms = np.concatenate([menu.harm for menu in {id(menu): menu for menu in menus}.values()])
+    unit = cell(harms, spare, cells.harm)
+    cells = dataclasses.replace(cells, harm=int(spare / unit + 1e-9) if harms.max() > 0 else 0)
     found = _solved(setting, ranks, menus, unit, cells)
     if found is None:
         return None

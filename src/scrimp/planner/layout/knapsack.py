@@ -14,8 +14,8 @@ Method   Within a stage, F[h, b] is the least seconds of the blocks so far with 
          Between stages, each has a frontier t_s[h]. For every T that some stage can take, the least sum of seconds with
          none above T is a min-plus sum over stages; T grows until (m - 1) T alone spoils the best.
          A choice that is not better than another in anything is left out first: whatever has it could have the other.
-Limits   Bytes and harm are rounded up to cells, so that no limit is exceeded. A cell is a whole part of the largest
-         step from a block's least, so that blocks that are either at their least or at that are exact.
+Limits   Bytes and harm are rounded up to cells, so that no limit is exceeded. A cell's size is
+         such that the steps from a block's least to its other choices are rounded least.
 Cost     n K cells operations, vectorised.
 Source   PKU-Galvatron (arXiv 2211.13878, section 4.2) has the program over bytes; (m - 1) max + sum: Alpa
          (arXiv 2201.12023, section 5.1)
@@ -84,13 +84,21 @@ def useful(choices: Choices) -> NDArray[np.int64]:
     return np.sort(order[~as_good.any(axis=1)])
 
 
-def cell(increments: Sequence[float], room: float, cells: int) -> float:
-    """The size of a cell: the largest increment, or a whole part of it, of which at most so many fill the room."""
-    largest = max(increments, default=0.0)
-    if room <= 0 or largest <= 0:
+def cell(increments: Array, room: float, cells: int) -> float:
+    """The size of a cell: a whole part of some increment, the one that all are rounded up least by.
+
+    Args:
+        increments: of choices over the least one of their block.
+        cells: at most so many fill the room, and at least half as many.
+    """
+    increments = np.unique(increments[increments > 0])
+    if room <= 0 or not len(increments):
         return 1.0
-    parts = max(1, int(cells * largest / room))
-    return largest / parts
+    finest = room / cells
+    parts = [one / np.arange(max(1, np.ceil(one / finest / 2)), one / finest + 1) for one in increments]
+    sizes = np.concatenate(parts)
+    rounded = _up(increments[:, None], sizes) * sizes
+    return float(sizes[(rounded - increments[:, None]).sum(axis=0).argmin()])
 
 
 def frontier(blocks: Sequence[Choices], room: float, harm_cell: float, cells: Cells) -> Frontier:
@@ -99,9 +107,11 @@ def frontier(blocks: Sequence[Choices], room: float, harm_cell: float, cells: Ce
     Args:
         harm_cell: size of a cell of harm.
     """
+    if not blocks:
+        return Frontier(np.zeros(cells.harm + 1) if room >= 0 else np.full(cells.harm + 1, np.inf), [], [])
     least = sum(float(one.bytes.min()) for one in blocks)
     steps = [one.bytes - one.bytes.min() for one in blocks]
-    size = cell([float(step.max()) for step in steps], room - least, cells.bytes)
+    size = cell(np.concatenate(steps), room - least, cells.bytes)
     width = int((room - least) / size + _ROUND) if room >= least else -1
     if width < 0:
         return Frontier(np.full(cells.harm + 1, np.inf), [], [])
@@ -173,5 +183,5 @@ def _with_block(
     return found, taken
 
 
-def _up(values: Array, size: float) -> NDArray[np.int64]:
+def _up(values: Array, size: float | Array) -> NDArray[np.int64]:
     return np.ceil(values / size - _ROUND).astype(np.int64)
