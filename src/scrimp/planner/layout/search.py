@@ -2,28 +2,37 @@
 
 Method   All degrees are tried that divide what they share: tp the heads, key heads, widths and the devices of a node;
          pp the blocks; cp the sequence; ep the experts. For each, micro-batches and stages of a rank that the batch
-         and the blocks allow, shards or copies, and recomputation from nothing upwards until it fits.
-         A candidate's bytes are counted before its seconds. One that does not fit with everything made again is left
-         out with all larger micro-batches.
-Limits   Equal stages but for what does not divide; one format for all blocks.
+         and the blocks allow, shards or copies. What blocks do in them is decided together (`block_choices`).
+         A candidate goes through three doors, each dearer than the one before, always the one that promises most::
+
+             1  its step if bytes and harm were free                               `predict`
+             2  a bound of its step, with both limits priced                       `Blocks.least_seconds`
+             3  its step                                                           `Blocks.solve`, `predict`
+
+         The search ends where the next promise is worse than the plans that are wanted: whatever was not looked at is
+         slower than they are.
+Limits   Equal stages but for what does not divide.
 Checked  tests/planner/layout/test_layout_search.py: brute force over all candidates
 """
 
 from __future__ import annotations
 
+import dataclasses
+import heapq
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from scrimp.config.resolved import ResolvedLayout
 from scrimp.models.shapes import ModelSizes
 from scrimp.planner.hardware import Cluster, Device
+from scrimp.planner.layout.block_choices import Blocks
+from scrimp.planner.layout.block_menus import Quality, fastest_plan
 from scrimp.planner.layout.predict import Prediction, predict
-from scrimp.planner.layout.setting import FULL, NONE, SELECTIVE, Setting
+from scrimp.planner.layout.setting import Setting
 from scrimp.planner.layout.software import Software
 from scrimp.planner.layout.stage_memory import RankBytes, peak_bytes
 
-RECOMPUTATIONS = (NONE, SELECTIVE, FULL)
 _MOST_VIRTUAL = 8
 
 
@@ -52,6 +61,8 @@ class Question:
     """Sequences of a step, over all ranks."""
     software: Software
     precision: str = "bf16"
+    """Of all products, where `quality` leaves nothing to choose."""
+    quality: Quality | None = None
 
     @property
     def device(self) -> Device:
@@ -66,11 +77,25 @@ class Found:
     best: tuple[Candidate, ...]
     """The fastest first."""
     tried: int
-    """Settings whose bytes were predicted."""
+    """Layouts and micro-batches that there are."""
+    priced: int
+    """Those of them whose bytes were counted; all others are slower than the best, whatever their bytes."""
     too_large: int
-    """Those of them that do not fit."""
+    """Those of the priced ones that do not fit."""
     nearest_bytes: float
-    """The least that any of them needs of a device."""
+    """The least that any of the priced ones needs of a device."""
+
+
+@dataclass(order=True)
+class _Waiting:
+    """A candidate before one of its doors, by what it promises."""
+
+    seconds: float
+    number: int
+    setting: Setting = field(compare=False)
+    rough: Prediction = field(compare=False)
+    blocks: list[Blocks] = field(compare=False, default_factory=list)
+    """Filled by the second door."""
 
 
 def search(
@@ -85,33 +110,39 @@ def search(
     Args:
         keep: how many plans are wanted.
         fits_given: whether a layout and its micro-batch are among those that are asked for.
-        note: told now and then how many settings were tried.
+        note: told now and then how many settings were looked at.
     """
-    best: list[Candidate] = []
-    tried, too_large, least = 0, 0, float("inf")
+    waiting: list[_Waiting] = []
     for layout in layouts(question):
         for micro_batch in micro_batches(question, layout):
-            if not fits_given(layout, micro_batch):
-                continue
-            found = None
-            for recompute in RECOMPUTATIONS:
-                setting = _setting(question, layout, micro_batch, recompute)
-                memory = tuple(peak_bytes(setting))
-                most = max(one.total for one in memory)
-                tried, least = tried + 1, min(least, most)
-                if most <= question.device.memory_bytes:
-                    found = Candidate(setting, predict(setting), memory)
-                    break
+            if fits_given(layout, micro_batch):
+                waiting.append(_promise(question, layout, micro_batch, len(waiting)))
+                note(len(waiting))
+    tried, priced, too_large, least = len(waiting), 0, 0, float("inf")
+    best: list[Candidate] = []
+    heapq.heapify(waiting)
+    while waiting and (len(best) < keep or waiting[0].seconds < best[-1].seconds):
+        one = heapq.heappop(waiting)
+        note(tried)
+        if not one.blocks:
+            priced += 1
+            one = _bounded(one, question)
+            least = min(least, max(one.blocks[0].leanest_bytes))
+            if one.seconds < float("inf"):
+                heapq.heappush(waiting, one)
+            else:
                 too_large += 1
-            note(tried)
-            if found is None:
-                break
-            best = sorted([*best, found], key=lambda one: one.seconds)[:keep]
-    return Found(tuple(best), tried, too_large, least)
+            continue
+        found = _solved(one)
+        if found is None:
+            too_large += 1
+        else:
+            best = sorted([*best, found], key=lambda each: each.seconds)[:keep]
+    return Found(tuple(best), tried, priced, too_large, least)
 
 
-def _setting(question: Question, layout: ResolvedLayout, micro_batch: int, recompute: str) -> Setting:
-    return Setting(
+def _promise(question: Question, layout: ResolvedLayout, micro_batch: int, number: int) -> _Waiting:
+    setting = Setting(
         model=question.model,
         cluster=question.cluster,
         sequence=question.sequence,
@@ -119,9 +150,36 @@ def _setting(question: Question, layout: ResolvedLayout, micro_batch: int, recom
         micro_batch=micro_batch,
         layout=layout,
         software=question.software,
-        recompute=recompute,
-        precision=question.precision,
+        precision=question.quality.base if question.quality else question.precision,
     )
+    plans = {
+        first: fastest_plan(question.model.blocks[first], setting, question.quality, first)
+        for first in set(question.model.first_equal)
+    }
+    free = tuple(plans[first] for first in question.model.first_equal)
+    rough = predict(dataclasses.replace(setting, blocks=free))
+    return _Waiting(rough.step_seconds, number, setting, rough)
+
+
+def _bounded(one: _Waiting, question: Question) -> _Waiting:
+    """After the second door."""
+    blocks = [Blocks(one.setting, question.quality), Blocks(one.setting, question.quality, keeps_all=True)]
+    passes = min(each.least_seconds() for each in blocks)
+    known = one.rough.step_seconds - one.rough.seconds["other"]
+    slower = one.rough.step_seconds / known
+    setting = one.setting
+    step = setting.micro_batches * passes / setting.layout.pp + one.rough.seconds["optimizer"]
+    return dataclasses.replace(one, seconds=max(one.seconds, slower * step), blocks=blocks)
+
+
+def _solved(one: _Waiting) -> Candidate | None:
+    """After the third one."""
+    found = []
+    for blocks in one.blocks:
+        setting = blocks.solve() if blocks.least_seconds() < float("inf") else None
+        if setting is not None:
+            found.append(Candidate(setting, predict(setting), tuple(peak_bytes(setting))))
+    return min(found, key=lambda each: each.seconds, default=None)
 
 
 def layouts(like: Question) -> Iterator[ResolvedLayout]:
