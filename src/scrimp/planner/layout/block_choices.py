@@ -29,7 +29,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from scrimp.planner.layout.block_menus import Menu, Quality, menus_of
+from scrimp.planner.layout.block_menus import Quality, menus_of
 from scrimp.planner.layout.block_times import embedding_seconds, head_seconds
 from scrimp.planner.layout.knapsack import Cells, Choices, cell, frontier, spread
 from scrimp.planner.layout.predict import kernels_of
@@ -39,74 +39,69 @@ from scrimp.planner.layout.stages import blocks_of_stages
 
 Array = NDArray[np.float64]
 _PRICES = 12
-FINE, WITH_HARM = Cells(bytes=4096, harm=0), Cells()
+
+
+def leanest_bytes(setting: Setting, *, keeps_all: bool) -> list[float]:
+    """Bytes of each rank where its blocks keep as little as they can on the device; see `Blocks`."""
+    plan = BlockPlan(recompute=NONE if keeps_all else FULL)
+    plans = (plan,) * len(setting.model.blocks)
+    return [one.total for one in peak_bytes(dataclasses.replace(setting, blocks=plans))]
 
 
 class Blocks:
     """The choices of all blocks of one layout.
 
     Args:
-        setting: its blocks are not decided yet.
+        setting: its blocks are not decided yet; its precision is the base of the quality's formats.
         quality: None: all products run in the setting's precision.
+        leanest: bytes of each rank as `leanest_bytes` has them; all of them fit.
         keeps_all: nothing is made again or leaves, so that no room is needed for what comes back.
     """
 
-    def __init__(self, setting: Setting, quality: Quality | None, *, keeps_all: bool = False) -> None:
-        self.setting = dataclasses.replace(setting, precision=quality.base) if quality else setting
-        self.ranks = _ranks(self.setting)
-        menus = menus_of(self.setting, quality, keeps_all=keeps_all)
-        self.menus: dict[int, Menu] = {id(menu): menu for menu in menus}
-        leanest = BlockPlan(recompute=NONE if keeps_all else FULL)
-        least = sum(menu.least for menu in menus)
-        self.spare = (quality.limit if quality else 0.0) - least
-        self.leanest_bytes = [
-            one.total
-            for one in peak_bytes(
-                dataclasses.replace(self.setting, blocks=(leanest,) * len(self.setting.model.blocks))
-            )
-        ]
+    def __init__(
+        self, setting: Setting, quality: Quality | None, leanest: Sequence[float], *, keeps_all: bool
+    ) -> None:
+        self.setting = setting
+        self.ranks = _ranks(setting)
+        self.menus = menus_of(setting, quality, keeps_all=keeps_all)
+        self.spare = (quality.limit if quality else 0.0) - sum(menu.least for menu in self.menus)
+        self.ends = _ends(setting)
+        plan = BlockPlan(recompute=NONE if keeps_all else FULL)
+        held = [waiting_bytes(setting.model.blocks[one], plan, setting) for one in setting.model.first_equal]
         self.tables: list[list[tuple[Choices, list[BlockPlan]]]] = []
         self.rooms: list[float] = []
         for rank, own in enumerate(self.ranks):
-            flight = passes_in_flight(self.setting, rank)
+            flight = passes_in_flight(setting, rank)
             leaving = self._leaving(own, flight)
             self.tables.append(
-                [menus[block].table(flight, offload=at < leaving) for at, block in enumerate(own)]
+                [self.menus[block].table(flight, offload=at < leaving) for at, block in enumerate(own)]
             )
-            held = sum(
-                waiting_bytes(self.setting.model.blocks[block], leanest, self.setting) for block in own
-            )
-            spare = (self.setting.device.memory_bytes - self.leanest_bytes[rank]) / (1.0 + MARGIN)
-            self.rooms.append(spare + flight * held)
-        self.ends = _ends(self.setting)
+            spare = (setting.device.memory_bytes - leanest[rank]) / (1.0 + MARGIN)
+            self.rooms.append(spare + flight * sum(held[block] for block in own))
 
     def least_seconds(self) -> float:
-        """Seconds that the passes of one micro-batch take at least, of all ranks together; infinite where one has no
-        room."""
-        if self.spare < 0 or any(
-            sum(float(choices.bytes.min()) for choices, _ in own) > room
-            for own, room in zip(self.tables, self.rooms, strict=True)
-        ):
+        """Seconds that the passes of one micro-batch take at least, of all ranks together; infinite where the limit
+        of harm cannot be kept."""
+        if self.spare < 0:
             return np.inf
-        counted = [Counter(id(choices) for choices, _ in own) for own in self.tables]
         known = {id(choices): choices for own in self.tables for choices, _ in own}
-        prices = {0.0} | {price for one in known.values() for price in _bends(one.seconds, one.harm).tolist()}
-        return sum(self.ends) + max(
-            sum(
-                _least_of_rank([(known[one], count) for one, count in own.items()], price, room)
-                for own, room in zip(counted, self.rooms, strict=True)
-            )
+        counted = [Counter(id(choices) for choices, _ in own) for own in self.tables]
+        ranks = [[(known[one], count) for one, count in own.items()] for own in counted]
+        bends = np.unique(np.concatenate([_bends(one.seconds, one.harm) for one in known.values()]))
+        some = np.linspace(0, len(bends) - 1, min(len(bends), _PRICES)).round().astype(int)
+        bounds = [
+            sum(_least_of_rank(own, price, room) for own, room in zip(ranks, self.rooms, strict=True))
             - price * self.spare
-            for price in prices
-        )
+            for price in (0.0, *bends[some].tolist())
+        ]
+        return float(sum(self.ends) + max(bounds))
 
-    def solve(self, cells: Cells | None = None) -> Setting | None:
-        """The setting with its blocks decided; None where it fits in no way."""
+    def solve(self, cells: Cells) -> Setting | None:
+        """The setting with its blocks decided; None where they fit in no way."""
         if self.spare < 0:
             return None
-        harms = np.concatenate([menu.harm for menu in self.menus.values()])
-        has_harm = harms.max() > 0
-        cells = cells or (WITH_HARM if has_harm else FINE)
+        harms = np.concatenate([menu.harm for menu in {id(menu): menu for menu in self.menus}.values()])
+        has_harm = bool(harms.max() > 0)
         unit = cell(harms, self.spare, cells.harm)
         cells = dataclasses.replace(cells, harm=int(self.spare / unit + 1e-9) if has_harm else 0)
         frontiers = [
@@ -151,12 +146,20 @@ def _ends(setting: Setting) -> list[float]:
 
 def _least_of_rank(blocks: list[tuple[Choices, int]], price: float, room: float) -> float:
     """The bound of one rank at a price of harm, at the best price of its bytes."""
-    costs = [(one.seconds + price * one.harm, one.bytes, count) for one, count in blocks]
+    costs = [(*_falling(one.seconds + price * one.harm, one.bytes), count) for one, count in blocks]
     prices = np.unique(np.concatenate([np.zeros(1), *(_bends(cost, sizes) for cost, sizes, _ in costs)]))
     found = -prices * room
     for cost, sizes, count in costs:
         found = found + count * (cost + prices[:, None] * sizes).min(axis=1)
     return float(found.max())
+
+
+def _falling(costs: Array, sizes: Array) -> tuple[Array, Array]:
+    """Costs and sizes without those that are larger and cost no less than others."""
+    order = np.lexsort((costs, sizes))
+    before = np.minimum.accumulate(np.concatenate([[np.inf], costs[order][:-1]]))
+    kept = order[costs[order] < before]
+    return costs[kept], sizes[kept]
 
 
 def _bends(seconds: Array, amounts: Array) -> Array:

@@ -16,14 +16,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from scrimp.models import BlockSpec
 from scrimp.models.shapes import ModelSizes
 from scrimp.planner.layout.block_times import block_seconds
-from scrimp.planner.layout.kernels import Kernels
 from scrimp.planner.layout.knapsack import Choices, useful
 from scrimp.planner.layout.predict import kernels_of, planned_seconds
 from scrimp.planner.layout.setting import FULL, NONE, SELECTIVE, BlockPlan, Setting
@@ -33,6 +33,7 @@ from scrimp.precision import GEMMS, RECIPES
 
 Array = NDArray[np.float64]
 Formats = tuple[tuple[str, str], ...]
+Harms = tuple[tuple[tuple[str, str], float], ...]
 Harm = Callable[[int, str, str, str], float]
 """Of a block, a linear layer in it, one of its products and a recipe."""
 _PROFILES = 6
@@ -48,10 +49,28 @@ class Quality:
     limit: float
     """Most harm of all products together."""
 
-    @property
+    known: dict[Any, list[tuple[Formats, float]]] = field(default_factory=dict, compare=False, repr=False)
+    """Sets of formats that were found before, by what they follow from."""
+
+    @cached_property
     def base(self) -> str:
         """The recipe of most bits."""
         return max(self.formats, key=lambda name: RECIPES[name].bits)
+
+    def harms(self, setting: Setting, number: int) -> Harms:
+        """Of a block: each product, as mlp.down.wgrad, in each recipe, with its harm."""
+        if number not in self._harms:
+            self._harms[number] = tuple(
+                ((f"{linear.name}.{gemm}", recipe), self.harm(number, linear.name, gemm, recipe))
+                for linear in setting.model.blocks[number].linears
+                for gemm in GEMMS
+                for recipe in self.formats
+            )
+        return self._harms[number]
+
+    @cached_property
+    def _harms(self) -> dict[int, Harms]:
+        return {}
 
 
 def flops_in_4_bits(model: ModelSizes) -> Harm:
@@ -105,101 +124,85 @@ def menus_of(setting: Setting, quality: Quality | None, *, keeps_all: bool = Fal
     Args:
         keeps_all: whether nothing may be made again or leave.
     """
-    kernels, model = kernels_of(setting), setting.model
     found: dict[tuple[object, ...], Menu] = {}
     menus = []
-    for index, first in enumerate(model.first_equal):
-        block = model.blocks[first]
-        harms = _harms(index, block, quality) if quality else {}
-        key = (first, tuple(harms.values()))
+    for number, first in enumerate(setting.model.first_equal):
+        key = first, quality.harms(setting, number) if quality else ()
         if key not in found:
-            found[key] = _menu(block, setting, kernels, harms, keeps_all)
+            found[key] = _menu(setting, number, profiles(setting, quality, number), keeps_all)
         menus.append(found[key])
     return menus
 
 
-def _harms(index: int, block: BlockSpec, quality: Quality) -> dict[tuple[str, str], float]:
-    """Harm of each product, as mlp.down.wgrad, in each recipe."""
-    return {
-        (f"{linear.name}.{gemm}", recipe): quality.harm(index, linear.name, gemm, recipe)
-        for linear in block.linears
-        for gemm in GEMMS
-        for recipe in quality.formats
-    }
-
-
-def _menu(
-    block: BlockSpec,
-    setting: Setting,
-    kernels: Kernels,
-    harms: dict[tuple[str, str], float],
-    keeps_all: bool,
-) -> Menu:
-    plans, rows = [], []
-    ways = [(NONE, False)] if keeps_all else list(itertools.product((NONE, SELECTIVE, FULL), (False, True)))
-    sharded = setting.shares_weights and setting.layout.zero == 3
-    for formats, harm in profiles(block, setting, kernels, harms):
-        for (recompute, offload), gathered in itertools.product(ways, (False, True) if sharded else (False,)):
-            plan = BlockPlan(recompute=recompute, offload=offload, gathered=gathered, formats=formats)
-            own = setting.in_formats(formats)
-            forward, backward = planned_seconds(block, plan, own, kernels)
-            rate = setting.software.contention
-            whole = setting.software.weight_bytes * numbers_of_block(setting, block) if gathered else 0.0
-            rows.append(
-                (
-                    forward.slowed(rate).total + backward.slowed(rate).total,
-                    waiting_bytes(block, plan, own),
-                    whole,
-                    harm,
-                )
-            )
-            plans.append(plan)
-    figures = np.array(rows)
-    least = float(figures[:, 3].min())
-    return Menu(plans, figures[:, 0], figures[:, 1], figures[:, 2], figures[:, 3] - least, least)
-
-
-def fastest_plan(block: BlockSpec, setting: Setting, quality: Quality | None, number: int) -> BlockPlan:
+def fastest_plan(setting: Setting, quality: Quality | None, number: int) -> BlockPlan:
     """What a block would do if bytes and harm were free.
 
     Args:
-        number: the block's, by which its harm is known.
+        number: the block's.
     """
-    harms = _harms(number, block, quality) if quality else {}
-    formats, _ = profiles(block, setting, kernels_of(setting), harms)[-1]
-    return BlockPlan(gathered=True, formats=formats)
+    return BlockPlan(gathered=True, formats=profiles(setting, quality, number)[-1][0])
 
 
-def profiles(
-    block: BlockSpec, setting: Setting, kernels: Kernels, harms: dict[tuple[str, str], float]
-) -> list[tuple[Formats, float]]:
+def profiles(setting: Setting, quality: Quality | None, number: int) -> list[tuple[Formats, float]]:
     """A few sets of formats of a block with their harm, from the setting's own to the fastest.
 
     Args:
-        harms: of each product in each recipe; empty: there is nothing to choose.
+        number: the block's.
     """
-    if not harms:
+    if quality is None:
         return [((), 0.0)]
-    base = setting.precision
-    plain = _both(block, setting, kernels)
-    moves = []
-    for (product, recipe), harm in harms.items():
-        saved = plain - _both(block, setting.in_formats(((product, recipe),)), kernels)
-        if recipe != base and saved > 0:
-            more = max(harm - harms[product, base], 1e-30)
-            moves.append((saved / more, saved, product, recipe))
-    moves.sort(key=lambda one: (-one[0], one[2]))
-    taken: dict[str, tuple[str, float]] = {}
+    layout, harms = setting.layout, quality.harms(setting, number)
+    # All that seconds of a block's products follow from, of what differs between layouts.
+    place = layout.tp, layout.cp, layout.ep, layout.etp, setting.micro_batch, setting.sequence_parallel
+    key = setting.model.first_equal[number], harms, place
+    if key not in quality.known:
+        quality.known[key] = _profiles(setting, quality, number, dict(harms))
+    return quality.known[key]
+
+
+def _profiles(
+    setting: Setting, quality: Quality, number: int, harms: dict[tuple[str, str], float]
+) -> list[tuple[Formats, float]]:
+    base, products = quality.base, sorted({product for product, _ in harms})
+    saved = {key: _saved(setting, number, *key) for key in harms if key[1] != base}
+    moves = [(gain / max(harms[key] - harms[key[0], base], 1e-30), key) for key, gain in saved.items()]
+    taken: dict[str, str] = {}
     steps: list[tuple[Formats, float]] = []
-    for _, saved, product, recipe in moves:
-        if taken.get(product, ("", 0.0))[1] >= saved:
+    for _, (product, recipe) in sorted(moves, key=lambda one: (-one[0], one[1])):
+        if saved[product, recipe] <= max(0.0, saved.get((product, taken.get(product, base)), 0.0)):
             continue
-        taken[product] = (recipe, saved)
-        formats = tuple(sorted((name, one) for name, (one, _) in taken.items()))
-        names = {product for product, _ in harms}
-        steps.append((formats, sum(harms[name, taken.get(name, (base, 0.0))[0]] for name in sorted(names))))
-    first = ((), sum(harm for (_, recipe), harm in harms.items() if recipe == base))
+        taken[product] = recipe
+        harm = sum(harms[one, taken.get(one, base)] for one in products)
+        steps.append((tuple(sorted(taken.items())), harm))
+    first = ((), sum(harms[one, base] for one in products))
     return [first, *_evenly(steps, _PROFILES - 1)]
+
+
+def _saved(setting: Setting, number: int, product: str, recipe: str) -> float:
+    """Seconds of both passes of a block that one product in another recipe saves."""
+    block, kernels = setting.model.blocks[number], kernels_of(setting)
+    both = []
+    for own in (setting, setting.in_formats(((product, recipe),))):
+        one = block_seconds(block, own, kernels)
+        both.append(one.forward.total + one.backward.total)
+    return both[0] - both[1]
+
+
+def _menu(setting: Setting, number: int, sets: list[tuple[Formats, float]], keeps_all: bool) -> Menu:
+    block, kernels, rate = setting.model.blocks[number], kernels_of(setting), setting.software.contention
+    ways = [(NONE, False)] if keeps_all else list(itertools.product((NONE, SELECTIVE, FULL), (False, True)))
+    whole = (False, True) if setting.shares_weights and setting.layout.zero == 3 else (False,)
+    plans, rows = [], []
+    for (formats, harm), (recompute, offload), gathered in itertools.product(sets, ways, whole):
+        plan = BlockPlan(recompute=recompute, offload=offload, gathered=gathered, formats=formats)
+        own = setting.in_formats(formats)
+        seconds = sum(one.slowed(rate).total for one in planned_seconds(block, plan, own, kernels))
+        standing = setting.software.weight_bytes * numbers_of_block(setting, block) * gathered
+        rows.append((seconds, waiting_bytes(block, plan, own), standing, harm))
+        plans.append(plan)
+    figures = np.array(rows)
+    least = float(figures[:, 3].min())
+    return Menu(plans, figures[:, 0], figures[:, 1], figures[:, 2], figures[:, 3] - least, least)
 
 
 def _evenly(steps: Sequence[tuple[Formats, float]], number: int) -> list[tuple[Formats, float]]:
@@ -209,8 +212,3 @@ def _evenly(steps: Sequence[tuple[Formats, float]], number: int) -> list[tuple[F
     harms = np.array([harm for _, harm in steps])
     wanted = harms[0] + (harms[-1] - harms[0]) * np.arange(1, number + 1) / number
     return [steps[at] for at in sorted({int(np.abs(harms - one).argmin()) for one in wanted})]
-
-
-def _both(block: BlockSpec, setting: Setting, kernels: Kernels) -> float:
-    one = block_seconds(block, setting, kernels)
-    return one.forward.total + one.backward.total

@@ -143,6 +143,8 @@ def spread(stages: Sequence[Frontier], fixed: Sequence[float], micro_batches: in
     for top in tops[(tops >= slowest) & np.isfinite(tops)]:
         if (micro_batches - 1) * top + fastest >= best:
             break
+        if sum(int((one > top).sum()) for one in seconds) >= len(seconds[0]):
+            continue  # More harm than there is, for all to be as fast as that.
         total, parts = _least_sum([np.where(one <= top, one, np.inf) for one in seconds])
         if (micro_batches - 1) * top + total < best:
             best, found = (micro_batches - 1) * top + total, parts
@@ -153,10 +155,10 @@ def _least_sum(stages: Sequence[Array]) -> tuple[float, list[int]]:
     """The least sum of one value of each, with places that add up to at most the last one."""
     best, places = stages[0], []
     number = len(best)
+    rest = np.arange(number)[None] - np.arange(number)[:, None]
+    """[place of this one, places of all so far]: what is left for those before it."""
     for one in stages[1:]:
-        sums = np.full((number, number), np.inf)
-        for at in range(number):
-            sums[at, at:] = best[: number - at] + one[at]
+        sums = np.where(rest >= 0, best[rest], np.inf) + one[:, None]
         places.append(sums.argmin(axis=0))
         best = sums.min(axis=0)
     at, found = number - 1, []
@@ -177,9 +179,8 @@ def _with_block(
             continue
         sums = best[: high - harm, : wide - size] + more
         place = found[harm:, size:]
-        better = sums < place
-        np.copyto(place, sums, where=better)
-        taken[harm:, size:][better] = index
+        np.copyto(taken[harm:, size:], index, where=sums < place)
+        np.minimum(place, sums, out=place)
     return found, taken
 
 

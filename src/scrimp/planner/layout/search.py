@@ -20,20 +20,23 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from scrimp.config.resolved import ResolvedLayout
 from scrimp.models.shapes import ModelSizes
 from scrimp.planner.hardware import Cluster, Device
-from scrimp.planner.layout.block_choices import Blocks
+from scrimp.planner.layout.block_choices import Blocks, leanest_bytes
 from scrimp.planner.layout.block_menus import Quality, fastest_plan
+from scrimp.planner.layout.knapsack import Cells
 from scrimp.planner.layout.predict import Prediction, predict
 from scrimp.planner.layout.setting import Setting
 from scrimp.planner.layout.software import Software
 from scrimp.planner.layout.stage_memory import RankBytes, peak_bytes
 
 _MOST_VIRTUAL = 8
+_BYTES_ALONE, _WITH_HARM = Cells(bytes=4096, harm=0), Cells(bytes=128, harm=32)
 
 
 @dataclass(frozen=True)
@@ -124,20 +127,18 @@ def search(
     while waiting and (len(best) < keep or waiting[0].seconds < best[-1].seconds):
         one = heapq.heappop(waiting)
         note(tried)
-        if not one.blocks:
-            priced += 1
-            one = _bounded(one, question)
-            least = min(least, max(one.blocks[0].leanest_bytes))
-            if one.seconds < float("inf"):
-                heapq.heappush(waiting, one)
-            else:
-                too_large += 1
+        if one.blocks:
+            found = _solved(one, _WITH_HARM if question.quality else _BYTES_ALONE)
+            too_large += found is None
+            best = sorted([*best, *([found] if found else [])], key=lambda each: each.seconds)[:keep]
             continue
-        found = _solved(one)
-        if found is None:
+        priced += 1
+        bytes_, bounded = _bounded(one, question)
+        least = min(least, bytes_)
+        if bounded is None:
             too_large += 1
         else:
-            best = sorted([*best, found], key=lambda each: each.seconds)[:keep]
+            heapq.heappush(waiting, bounded)
     return Found(tuple(best), tried, priced, too_large, least)
 
 
@@ -153,32 +154,35 @@ def _promise(question: Question, layout: ResolvedLayout, micro_batch: int, numbe
         precision=question.quality.base if question.quality else question.precision,
     )
     plans = {
-        first: fastest_plan(question.model.blocks[first], setting, question.quality, first)
-        for first in set(question.model.first_equal)
+        first: fastest_plan(setting, question.quality, first) for first in set(question.model.first_equal)
     }
     free = tuple(plans[first] for first in question.model.first_equal)
     rough = predict(dataclasses.replace(setting, blocks=free))
     return _Waiting(rough.step_seconds, number, setting, rough)
 
 
-def _bounded(one: _Waiting, question: Question) -> _Waiting:
-    """After the second door."""
-    blocks = [Blocks(one.setting, question.quality), Blocks(one.setting, question.quality, keeps_all=True)]
-    passes = min(each.least_seconds() for each in blocks)
-    known = one.rough.step_seconds - one.rough.seconds["other"]
-    slower = one.rough.step_seconds / known
-    setting = one.setting
+def _bounded(one: _Waiting, question: Question) -> tuple[float, _Waiting | None]:
+    """The least bytes that it needs of a device, and what waits before the third door; None: it does not fit."""
+    setting, blocks, least = one.setting, [], float("inf")
+    for keeps_all in (False, True):
+        leanest = leanest_bytes(setting, keeps_all=keeps_all)
+        least = min(least, max(leanest))
+        if max(leanest) <= setting.device.memory_bytes:
+            blocks.append(Blocks(setting, question.quality, leanest, keeps_all=keeps_all))
+    passes = min((each.least_seconds() for each in blocks), default=math.inf)
+    if math.isinf(passes):
+        return least, None
+    slower = one.rough.step_seconds / (one.rough.step_seconds - one.rough.seconds["other"])
     step = setting.micro_batches * passes / setting.layout.pp + one.rough.seconds["optimizer"]
-    return dataclasses.replace(one, seconds=max(one.seconds, slower * step), blocks=blocks)
+    # Ranks wait on average for half of what the last one does before its first pass and after its last one.
+    step += one.rough.seconds["bubble"] / 2
+    return least, dataclasses.replace(one, seconds=max(one.seconds, slower * step), blocks=blocks)
 
 
-def _solved(one: _Waiting) -> Candidate | None:
+def _solved(one: _Waiting, cells: Cells) -> Candidate | None:
     """After the third one."""
-    found = []
-    for blocks in one.blocks:
-        setting = blocks.solve() if blocks.least_seconds() < float("inf") else None
-        if setting is not None:
-            found.append(Candidate(setting, predict(setting), tuple(peak_bytes(setting))))
+    settings = (blocks.solve(cells) for blocks in one.blocks)
+    found = [Candidate(each, predict(each), tuple(peak_bytes(each))) for each in settings if each is not None]
     return min(found, key=lambda each: each.seconds, default=None)
 
 
