@@ -65,7 +65,7 @@ def test_stages_share_harm_as_the_best_of_all_choices(
 ) -> None:
     own = [whole(parts, room, harm) for parts in stages]
     bases = [float(one) for one in fixed[: len(stages)]]
-    parts = spread(own, bases, micro_batches)
+    parts = spread([one.seconds for one in own], bases, micro_batches)
 
     def step(seconds: list[float]) -> float:
         return (micro_batches - 1) * max(seconds) + sum(seconds)

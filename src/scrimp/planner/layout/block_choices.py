@@ -23,15 +23,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from scrimp.planner.layout.block_menus import Quality, menus_of
+from scrimp.planner.layout.block_menus import Menu, Quality, menus_of
 from scrimp.planner.layout.block_times import embedding_seconds, head_seconds
-from scrimp.planner.layout.knapsack import Cells, Choices, cell, frontier, spread
+from scrimp.planner.layout.knapsack import Cells, Choices, Frontier, cell, frontier, spread
 from scrimp.planner.layout.predict import kernels_of
 from scrimp.planner.layout.setting import FULL, NONE, BlockPlan, Setting
 from scrimp.planner.layout.stage_memory import MARGIN, kept_bytes, passes_in_flight, peak_bytes, waiting_bytes
@@ -42,10 +44,36 @@ _PRICES = 12
 
 
 def leanest_bytes(setting: Setting, *, keeps_all: bool) -> list[float]:
-    """Bytes of each rank where its blocks keep as little as they can on the device; see `Blocks`."""
+    """Bytes of each rank where its blocks keep as little as they can on the device.
+
+    Args:
+        keeps_all: nothing is made again or leaves, so that no room is needed for what comes back.
+    """
     plan = BlockPlan(recompute=NONE if keeps_all else FULL)
     plans = (plan,) * len(setting.model.blocks)
     return [one.total for one in peak_bytes(dataclasses.replace(setting, blocks=plans))]
+
+
+Table = tuple[Choices, list[BlockPlan]]
+
+
+@dataclass(frozen=True, eq=False)
+class _Way:
+    """How a rank can have room for its blocks: all of them keep all, or some make again or offload."""
+
+    tables: list[Table]
+    """Of each of its blocks."""
+    room: float
+
+    def least_seconds(self, price: float) -> float:
+        """The bound of the rank at a price of harm."""
+        known = {id(choices): choices for choices, _ in self.tables}
+        counted = Counter(id(choices) for choices, _ in self.tables)
+        return _least_of_rank([(known[one], count) for one, count in counted.items()], price, self.room)
+
+    def frontier(self, unit: float, cells: Cells) -> Frontier:
+        """Its least seconds for every cell of harm."""
+        return frontier([choices for choices, _ in self.tables], self.room, unit, cells)
 
 
 class Blocks:
@@ -54,79 +82,88 @@ class Blocks:
     Args:
         setting: its blocks are not decided yet; its precision is the base of the quality's formats.
         quality: None: all products run in the setting's precision.
-        leanest: bytes of each rank as `leanest_bytes` has them; all of them fit.
-        keeps_all: nothing is made again or leaves, so that no room is needed for what comes back.
+
+    Attributes:
+        leanest_bytes: the least that a device needs.
     """
 
-    def __init__(
-        self, setting: Setting, quality: Quality | None, leanest: Sequence[float], *, keeps_all: bool
-    ) -> None:
+    def __init__(self, setting: Setting, quality: Quality | None) -> None:
         self.setting = setting
-        self.ranks = _ranks(setting)
-        self.menus = menus_of(setting, quality, keeps_all=keeps_all)
-        self.spare = (quality.limit if quality else 0.0) - sum(menu.least for menu in self.menus)
+        self.blocks = _blocks_of_ranks(setting)
         self.ends = _ends(setting)
-        plan = BlockPlan(recompute=NONE if keeps_all else FULL)
-        held = [waiting_bytes(setting.model.blocks[one], plan, setting) for one in setting.model.first_equal]
-        self.tables: list[list[tuple[Choices, list[BlockPlan]]]] = []
-        self.rooms: list[float] = []
-        for rank, own in enumerate(self.ranks):
-            flight = passes_in_flight(setting, rank)
-            leaving = self._leaving(own, flight)
-            self.tables.append(
-                [self.menus[block].table(flight, offload=at < leaving) for at, block in enumerate(own)]
-            )
-            spare = (setting.device.memory_bytes - leanest[rank]) / (1.0 + MARGIN)
-            self.rooms.append(spare + flight * sum(held[block] for block in own))
+        self.ranks: list[list[_Way]] = [[] for _ in self.blocks]
+        self.leanest_bytes = 0.0
+        for keeps_all in (False, True):
+            leanest = leanest_bytes(setting, keeps_all=keeps_all)
+            self.leanest_bytes = self.leanest_bytes or max(leanest)
+            if self.leanest_bytes > setting.device.memory_bytes:
+                break
+            menus = menus_of(setting, quality, keeps_all=keeps_all)
+            self.harms = [menu.harm for menu in {id(menu): menu for menu in menus}.values()]
+            self.spare = (quality.limit if quality else 0.0) - sum(menu.least for menu in menus)
+            plan = BlockPlan(recompute=NONE if keeps_all else FULL)
+            for rank, ways in enumerate(self.ranks):
+                if leanest[rank] <= setting.device.memory_bytes:
+                    ways.append(self._way(rank, menus, plan, leanest[rank]))
 
     def least_seconds(self) -> float:
         """Seconds that the passes of one micro-batch take at least, of all ranks together; infinite where the limit
-        of harm cannot be kept."""
-        if self.spare < 0:
-            return np.inf
-        known = {id(choices): choices for own in self.tables for choices, _ in own}
-        counted = [Counter(id(choices) for choices, _ in own) for own in self.tables]
-        ranks = [[(known[one], count) for one, count in own.items()] for own in counted]
+        of harm cannot be kept, or a rank has no room."""
+        if not all(self.ranks) or self.spare < 0:
+            return math.inf
+        known = {id(choices): choices for ways in self.ranks for way in ways for choices, _ in way.tables}
         bends = np.unique(np.concatenate([_bends(one.seconds, one.harm) for one in known.values()]))
         some = np.linspace(0, len(bends) - 1, min(len(bends), _PRICES)).round().astype(int)
         bounds = [
-            sum(_least_of_rank(own, price, room) for own, room in zip(ranks, self.rooms, strict=True))
-            - price * self.spare
+            sum(min(way.least_seconds(price) for way in ways) for ways in self.ranks) - price * self.spare
             for price in (0.0, *bends[some].tolist())
         ]
         return float(sum(self.ends) + max(bounds))
 
     def solve(self, cells: Cells) -> Setting | None:
         """The setting with its blocks decided; None where they fit in no way."""
-        if self.spare < 0:
+        if not all(self.ranks) or self.spare < 0:
             return None
-        harms = np.concatenate([menu.harm for menu in {id(menu): menu for menu in self.menus}.values()])
+        harms = np.concatenate(self.harms)
         has_harm = bool(harms.max() > 0)
         unit = cell(harms, self.spare, cells.harm)
         cells = dataclasses.replace(cells, harm=int(self.spare / unit + 1e-9) if has_harm else 0)
-        frontiers = [
-            frontier([choices for choices, _ in own], room, unit, cells)
-            for own, room in zip(self.tables, self.rooms, strict=True)
-        ]
-        shares = spread(frontiers, self.ends, self.setting.micro_batches)
+        found = [[(way, way.frontier(unit, cells)) for way in ways] for ways in self.ranks]
+        seconds = [np.min([one.seconds for _, one in ways], axis=0) for ways in found]
+        shares = spread(seconds, self.ends, self.setting.micro_batches)
         if shares is None:
             return None
         plans = [BlockPlan()] * len(self.setting.model.blocks)
-        for own, rows, one, share in zip(self.ranks, self.tables, frontiers, shares, strict=True):
-            for block, (_, menu), choice in zip(own, rows, one.choices(share), strict=True):
+        for own, ways, share in zip(self.blocks, found, shares, strict=True):
+            way, best = min(ways, key=lambda one, at=share: one[1].seconds[at])  # type: ignore[misc]
+            for block, (_, menu), choice in zip(own, way.tables, best.choices(share), strict=True):
                 plans[block] = menu[choice]
-        best = dataclasses.replace(self.setting, blocks=tuple(plans))
-        fits = max(one.total for one in peak_bytes(best)) <= self.setting.device.memory_bytes
-        return best if fits else None
+        setting = dataclasses.replace(self.setting, blocks=tuple(plans))
+        fits = max(one.total for one in peak_bytes(setting)) <= setting.device.memory_bytes
+        return setting if fits else None
 
-    def _leaving(self, own: Sequence[int], flight: float) -> int:
-        """How many of these blocks the host has room for."""
-        room = self.setting.cluster.groups[0].node.host_memory_per_device
-        each = max(flight * kept_bytes(self.setting.model.blocks[block], self.setting) for block in own)
-        return int(room / each)
+    def _way(self, rank: int, menus: Sequence[Menu], plan: BlockPlan, leanest: float) -> _Way:
+        setting, own, first = self.setting, self.blocks[rank], self.setting.model.first_equal
+        flight = passes_in_flight(setting, rank)
+        leaving = _leaving(setting, own, flight)
+        tables = [menus[block].table(flight, offload=at < leaving) for at, block in enumerate(own)]
+        counted = Counter(first[block] for block in own)
+        held = sum(
+            count * waiting_bytes(setting.model.blocks[block], plan, setting)
+            for block, count in counted.items()
+        )
+        spare = (setting.device.memory_bytes - leanest) / (1.0 + MARGIN)
+        return _Way(tables, spare + flight * held)
 
 
-def _ranks(setting: Setting) -> list[list[int]]:
+def _leaving(setting: Setting, own: Sequence[int], flight: float) -> int:
+    """How many of these blocks the host has room for."""
+    room = setting.cluster.groups[0].node.host_memory_per_device
+    first = {setting.model.first_equal[block] for block in own}
+    return int(room / max(flight * kept_bytes(setting.model.blocks[block], setting) for block in first))
+
+
+def _blocks_of_ranks(setting: Setting) -> list[list[int]]:
     """The blocks of each rank, its stages in turn: what is decided of the first few is shared by all of them."""
     stages, pp = blocks_of_stages(setting), setting.layout.pp
     return [

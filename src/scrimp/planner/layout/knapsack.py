@@ -127,13 +127,14 @@ def frontier(blocks: Sequence[Choices], room: float, harm_cell: float, cells: Ce
     return Frontier(best[:, -1], taken, counted)
 
 
-def spread(stages: Sequence[Frontier], fixed: Sequence[float], micro_batches: int) -> list[int] | None:
+def spread(stages: Sequence[Array], fixed: Sequence[float], micro_batches: int) -> list[int] | None:
     """Cells of harm of each stage in the fastest step; None where a stage has no room.
 
     Args:
+        stages: seconds of each for every cell of harm; see `Frontier`.
         fixed: seconds of each stage besides its blocks.
     """
-    seconds = [one.seconds + base for one, base in zip(stages, fixed, strict=True)]
+    seconds = [one + base for one, base in zip(stages, fixed, strict=True)]
     if any(not np.isfinite(one[-1]) for one in seconds):
         return None
     fastest = sum(float(one[-1]) for one in seconds)

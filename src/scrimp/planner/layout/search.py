@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from scrimp.config.resolved import ResolvedLayout
 from scrimp.models.shapes import ModelSizes
 from scrimp.planner.hardware import Cluster, Device
-from scrimp.planner.layout.block_choices import Blocks, leanest_bytes
+from scrimp.planner.layout.block_choices import Blocks
 from scrimp.planner.layout.block_menus import Quality, fastest_plan
 from scrimp.planner.layout.knapsack import Cells
 from scrimp.planner.layout.predict import Prediction, predict
@@ -36,7 +36,8 @@ from scrimp.planner.layout.software import Software
 from scrimp.planner.layout.stage_memory import RankBytes, peak_bytes
 
 _MOST_VIRTUAL = 8
-_BYTES_ALONE, _WITH_HARM = Cells(bytes=4096, harm=0), Cells(bytes=128, harm=32)
+BYTES_ALONE, WITH_HARM = Cells(bytes=4096, harm=0), Cells(bytes=128, harm=32)
+"""How finely the blocks of a layout are solved."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class _Waiting:
     number: int
     setting: Setting = field(compare=False)
     rough: Prediction = field(compare=False)
-    blocks: list[Blocks] = field(compare=False, default_factory=list)
+    blocks: Blocks | None = field(compare=False, default=None)
     """Filled by the second door."""
 
 
@@ -128,17 +129,17 @@ def search(
         one = heapq.heappop(waiting)
         note(tried)
         if one.blocks:
-            found = _solved(one, _WITH_HARM if question.quality else _BYTES_ALONE)
+            found = _solved(one, WITH_HARM if question.quality else BYTES_ALONE)
             too_large += found is None
             best = sorted([*best, *([found] if found else [])], key=lambda each: each.seconds)[:keep]
             continue
         priced += 1
-        bytes_, bounded = _bounded(one, question)
-        least = min(least, bytes_)
-        if bounded is None:
+        one, blocks = _bounded(one, question)
+        least = min(least, blocks.leanest_bytes)
+        if math.isinf(one.seconds):
             too_large += 1
         else:
-            heapq.heappush(waiting, bounded)
+            heapq.heappush(waiting, one)
     return Found(tuple(best), tried, priced, too_large, least)
 
 
@@ -161,29 +162,22 @@ def _promise(question: Question, layout: ResolvedLayout, micro_batch: int, numbe
     return _Waiting(rough.step_seconds, number, setting, rough)
 
 
-def _bounded(one: _Waiting, question: Question) -> tuple[float, _Waiting | None]:
-    """The least bytes that it needs of a device, and what waits before the third door; None: it does not fit."""
-    setting, blocks, least = one.setting, [], float("inf")
-    for keeps_all in (False, True):
-        leanest = leanest_bytes(setting, keeps_all=keeps_all)
-        least = min(least, max(leanest))
-        if max(leanest) <= setting.device.memory_bytes:
-            blocks.append(Blocks(setting, question.quality, leanest, keeps_all=keeps_all))
-    passes = min((each.least_seconds() for each in blocks), default=math.inf)
-    if math.isinf(passes):
-        return least, None
+def _bounded(one: _Waiting, question: Question) -> tuple[_Waiting, Blocks]:
+    """After the second door; seconds are infinite where it does not fit."""
+    setting = one.setting
+    blocks = Blocks(setting, question.quality)
+    passes = blocks.least_seconds()
     slower = one.rough.step_seconds / (one.rough.step_seconds - one.rough.seconds["other"])
     step = setting.micro_batches * passes / setting.layout.pp + one.rough.seconds["optimizer"]
     # Ranks wait on average for half of what the last one does before its first pass and after its last one.
     step += one.rough.seconds["bubble"] / 2
-    return least, dataclasses.replace(one, seconds=max(one.seconds, slower * step), blocks=blocks)
+    return dataclasses.replace(one, seconds=max(one.seconds, slower * step), blocks=blocks), blocks
 
 
 def _solved(one: _Waiting, cells: Cells) -> Candidate | None:
     """After the third one."""
-    settings = (blocks.solve(cells) for blocks in one.blocks)
-    found = [Candidate(each, predict(each), tuple(peak_bytes(each))) for each in settings if each is not None]
-    return min(found, key=lambda each: each.seconds, default=None)
+    setting = one.blocks.solve(cells) if one.blocks else None
+    return Candidate(setting, predict(setting), tuple(peak_bytes(setting))) if setting else None
 
 
 def layouts(like: Question) -> Iterator[ResolvedLayout]:
