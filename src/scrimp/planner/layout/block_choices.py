@@ -36,11 +36,20 @@ from scrimp.planner.layout.block_times import embedding_seconds, head_seconds
 from scrimp.planner.layout.knapsack import Cells, Choices, Frontier, cell, frontier, spread
 from scrimp.planner.layout.predict import kernels_of
 from scrimp.planner.layout.setting import FULL, NONE, BlockPlan, Setting
-from scrimp.planner.layout.stage_memory import MARGIN, kept_bytes, passes_in_flight, peak_bytes, waiting_bytes
+from scrimp.planner.layout.stage_memory import (
+    MARGIN,
+    host_bytes,
+    kept_bytes,
+    passes_in_flight,
+    peak_bytes,
+    waiting_bytes,
+)
 from scrimp.planner.layout.stages import blocks_of_stages
 
 Array = NDArray[np.float64]
 _PRICES = 12
+_HOST_SHARE = 0.9
+"""Of host memory, what the system and the program itself leave: an estimate."""
 
 
 def leanest_bytes(setting: Setting, *, keeps_all: bool) -> list[float]:
@@ -96,7 +105,7 @@ class Blocks:
         for keeps_all in (False, True):
             leanest = leanest_bytes(setting, keeps_all=keeps_all)
             self.leanest_bytes = self.leanest_bytes or max(leanest)
-            if self.leanest_bytes > setting.device.memory_bytes:
+            if self.leanest_bytes > setting.device.memory_bytes or host_bytes(setting) > _host_room(setting):
                 break
             menus = menus_of(setting, quality, keeps_all=keeps_all)
             self.harms = [menu.harm for menu in {id(menu): menu for menu in menus}.values()]
@@ -158,9 +167,14 @@ class Blocks:
 
 def _leaving(setting: Setting, own: Sequence[int], flight: float) -> int:
     """How many of these blocks the host has room for."""
-    room = setting.cluster.groups[0].node.host_memory_per_device
+    room = _host_room(setting) - host_bytes(setting)
     first = {setting.model.first_equal[block] for block in own}
     return int(room / max(flight * kept_bytes(setting.model.blocks[block], setting) for block in first))
+
+
+def _host_room(setting: Setting) -> float:
+    group = setting.cluster.groups[0]
+    return _HOST_SHARE * group.node.host_memory_bytes / group.used
 
 
 def _blocks_of_ranks(setting: Setting) -> list[list[int]]:

@@ -31,11 +31,19 @@ from scrimp.planner.layout.block_choices import Blocks
 from scrimp.planner.layout.block_menus import Quality, fastest_plan
 from scrimp.planner.layout.knapsack import Cells
 from scrimp.planner.layout.predict import Prediction, predict
-from scrimp.planner.layout.setting import Setting
+from scrimp.planner.layout.setting import BlockPlan, Offload, Setting
 from scrimp.planner.layout.software import Software
-from scrimp.planner.layout.stage_memory import RankBytes, peak_bytes
+from scrimp.planner.layout.stage_memory import RankBytes, host_bytes, peak_bytes
 
 _MOST_VIRTUAL = 8
+ON_HOST = (
+    Offload(),
+    Offload(optimizer=True),
+    Offload(optimizer=True, master=True),
+    Offload(optimizer=True, master=True, gradients=True),
+    Offload(optimizer=True, master=True, gradients=True, weights=True),
+)
+"""States in host memory, each with all before it: those that are met least often first."""
 BYTES_ALONE, WITH_HARM = Cells(bytes=4096, harm=0), Cells(bytes=128, harm=32)
 """How finely the blocks of a layout are solved."""
 
@@ -81,13 +89,17 @@ class Found:
     best: tuple[Candidate, ...]
     """The fastest first."""
     tried: int
-    """Layouts and micro-batches that there are."""
+    """Layouts with micro-batches that there are."""
     priced: int
-    """Those of them whose bytes were counted; all others are slower than the best, whatever their bytes."""
+    """Settings whose bytes were counted, with states here or on the host; what is left is slower than the best,
+    whatever its bytes."""
     too_large: int
     """Those of the priced ones that do not fit."""
     nearest_bytes: float
     """The least that any of the priced ones needs of a device."""
+    nearest_host_bytes: float
+    """The least that those of them need on the host for a device, for which the devices are large enough; infinite
+    where there is none."""
 
 
 @dataclass(order=True)
@@ -95,8 +107,11 @@ class _Waiting:
     """A candidate before one of its doors, by what it promises."""
 
     seconds: float
-    number: int
+    number: tuple[int, int]
+    """The layout's, and that of what is on the host."""
     setting: Setting = field(compare=False)
+    free: tuple[BlockPlan, ...] = field(compare=False)
+    """What its blocks would do if bytes and harm were free."""
     rough: Prediction = field(compare=False)
     blocks: Blocks | None = field(compare=False, default=None)
     """Filled by the second door."""
@@ -122,7 +137,7 @@ def search(
             if fits_given(layout, micro_batch):
                 waiting.append(_promise(question, layout, micro_batch, len(waiting)))
                 note(len(waiting))
-    tried, priced, too_large, least = len(waiting), 0, 0, float("inf")
+    tried, priced, too_large, least, host = len(waiting), 0, 0, math.inf, math.inf
     best: list[Candidate] = []
     heapq.heapify(waiting)
     while waiting and (len(best) < keep or waiting[0].seconds < best[-1].seconds):
@@ -134,13 +149,18 @@ def search(
             best = sorted([*best, *([found] if found else [])], key=lambda each: each.seconds)[:keep]
             continue
         priced += 1
+        following = _with_more_on_host(one)
+        if following is not None:
+            heapq.heappush(waiting, following)
         one, blocks = _bounded(one, question)
         least = min(least, blocks.leanest_bytes)
+        if blocks.leanest_bytes <= question.device.memory_bytes:
+            host = min(host, host_bytes(one.setting))
         if math.isinf(one.seconds):
             too_large += 1
         else:
             heapq.heappush(waiting, one)
-    return Found(tuple(best), tried, priced, too_large, least)
+    return Found(tuple(best), tried, priced, too_large, least, host)
 
 
 def _promise(question: Question, layout: ResolvedLayout, micro_batch: int, number: int) -> _Waiting:
@@ -159,7 +179,17 @@ def _promise(question: Question, layout: ResolvedLayout, micro_batch: int, numbe
     }
     free = tuple(plans[first] for first in question.model.first_equal)
     rough = predict(dataclasses.replace(setting, blocks=free))
-    return _Waiting(rough.step_seconds, number, setting, rough)
+    return _Waiting(rough.step_seconds, (number, 0), setting, free, rough)
+
+
+def _with_more_on_host(one: _Waiting) -> _Waiting | None:
+    """The same with the next kind of states in host memory; Scrimp has them there without pipelines alone."""
+    number, level = one.number
+    if one.setting.layout.pp > 1 or level + 1 == len(ON_HOST):
+        return None
+    setting = dataclasses.replace(one.setting, offload=ON_HOST[level + 1])
+    rough = predict(dataclasses.replace(setting, blocks=one.free))
+    return _Waiting(rough.step_seconds, (number, level + 1), setting, one.free, rough)
 
 
 def _bounded(one: _Waiting, question: Question) -> tuple[_Waiting, Blocks]:

@@ -99,6 +99,17 @@ def _state_bytes(setting: Setting) -> float:
     return moments * (not offload.optimizer) + software.master_bytes * (not offload.master)
 
 
+def host_bytes(setting: Setting) -> float:
+    """Bytes of states that the rank with most of them has in host memory."""
+    layout, software, offload = setting.layout, setting.software, setting.offload
+    numbers = max(numbers_of_rank(setting, rank) for rank in range(layout.pp))
+    sharded = layout.shards if setting.shares_weights else 1
+    moments = (software.state_bytes - software.master_bytes) * offload.optimizer
+    states = (moments + software.master_bytes * offload.master) * numbers / setting.state_shards
+    weights = software.held_weight_bytes * offload.weights / (sharded if layout.zero == 3 else 1)
+    return states + numbers * (weights + software.held_gradient_bytes * offload.gradients / sharded)
+
+
 def passes_in_flight(setting: Setting, rank: int) -> float:
     """How many passes of all its blocks a rank holds when they are most."""
     layout, m = setting.layout, setting.micro_batches
