@@ -48,6 +48,7 @@ from scrimp.planner.layout.stages import blocks_of_stages
 
 Array = NDArray[np.float64]
 _PRICES = 12
+_TRIES = 3
 _HOST_SHARE = 0.9
 """Of host memory, what the system and the program itself leave: an estimate."""
 
@@ -134,22 +135,44 @@ class Blocks:
         if not all(self.ranks) or self.spare < 0:
             return None
         harms = np.concatenate(self.harms)
-        has_harm = bool(harms.max() > 0)
         unit = cell(harms, self.spare, cells.harm)
-        cells = dataclasses.replace(cells, harm=int(self.spare / unit + 1e-9) if has_harm else 0)
-        found = [[(way, way.frontier(unit, cells)) for way in ways] for ways in self.ranks]
+        cells = dataclasses.replace(cells, harm=int(self.spare / unit + 1e-9) if harms.max() > 0 else 0)
+        ranks = self.ranks
+        for _ in range(_TRIES):
+            found = self._solved(ranks, unit, cells)
+            if found is None:
+                return None
+            setting, used = found
+            over = [one.total - setting.device.memory_bytes for one in peak_bytes(setting)]
+            if max(over) <= 0:
+                return setting
+            # What comes back at once may be more than what the leanest plan has room for.
+            ranks = [
+                [dataclasses.replace(way, room=min(way.room, size - excess)) for way in ways]
+                if excess > 0
+                else ways
+                for ways, size, excess in zip(ranks, used, over, strict=True)
+            ]
+        return None
+
+    def _solved(
+        self, ranks: list[list[_Way]], unit: float, cells: Cells
+    ) -> tuple[Setting, list[float]] | None:
+        """The fastest choices, and the bytes that they add up to on each rank."""
+        found = [[(way, way.frontier(unit, cells)) for way in ways] for ways in ranks]
         seconds = [np.min([one.seconds for _, one in ways], axis=0) for ways in found]
         shares = spread(seconds, self.ends, self.setting.micro_batches)
         if shares is None:
             return None
-        plans = [BlockPlan()] * len(self.setting.model.blocks)
-        for own, ways, share in zip(self.blocks, found, shares, strict=True):
+        plans, used = [BlockPlan()] * len(self.setting.model.blocks), [0.0] * len(ranks)
+        for rank, (ways, share) in enumerate(zip(found, shares, strict=True)):
             way, best = min(ways, key=lambda one, at=share: one[1].seconds[at])  # type: ignore[misc]
-            for block, (_, menu), choice in zip(own, way.tables, best.choices(share), strict=True):
+            for block, (choices, menu), choice in zip(
+                self.blocks[rank], way.tables, best.choices(share), strict=True
+            ):
                 plans[block] = menu[choice]
-        setting = dataclasses.replace(self.setting, blocks=tuple(plans))
-        fits = max(one.total for one in peak_bytes(setting)) <= setting.device.memory_bytes
-        return setting if fits else None
+                used[rank] += float(choices.bytes[choice])
+        return dataclasses.replace(self.setting, blocks=tuple(plans)), used
 
     def _way(self, rank: int, menus: Sequence[Menu], plan: BlockPlan, leanest: float) -> _Way:
         setting, own, first = self.setting, self.blocks[rank], self.setting.model.first_equal
