@@ -43,7 +43,7 @@ from scrimp.planner.hardware import load_hardware
 from scrimp.planner.layout.block_choices import Blocks
 from scrimp.planner.layout.block_menus import Formats, Quality, flops_in_4_bits
 from scrimp.planner.layout.predict import predict
-from scrimp.planner.layout.search import BYTES_ALONE, ON_HOST, Question, layouts, micro_batches, search
+from scrimp.planner.layout.search import ON_HOST, Question, layouts, micro_batches, search
 from scrimp.planner.layout.setting import Setting
 from scrimp.planner.layout.software import software
 from scrimp.planner.layout.stage_memory import peak_bytes
@@ -186,7 +186,7 @@ def memory_of(question: Question) -> Setting:
                 precision=question.precision,
                 offload=offload,
             )
-            solved = Blocks(one, None).solve(BYTES_ALONE)
+            solved = Blocks(one, None).solve()
             if solved is None:
                 break
             found.append(solved)

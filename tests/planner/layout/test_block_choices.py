@@ -10,13 +10,11 @@ from published_settings import LLAMA_8B, setting
 
 from scrimp.planner.layout.block_choices import Blocks, leanest_bytes
 from scrimp.planner.layout.block_menus import Quality, flops_in_4_bits, profiles
-from scrimp.planner.layout.knapsack import Cells
 from scrimp.planner.layout.predict import predict
 from scrimp.planner.layout.setting import FULL, NONE, SELECTIVE, BlockPlan, Setting
 from scrimp.planner.layout.stage_memory import peak_bytes
 
 SMALL = dataclasses.replace(LLAMA_8B, layers=3)
-FINE = Cells(bytes=4096, harm=96)
 
 
 def with_memory(one: Setting, memory: float) -> Setting:
@@ -31,7 +29,7 @@ def quality(one: Setting, limit: float) -> Quality:
 
 
 def chosen(one: Setting, wanted: Quality | None = None) -> Setting | None:
-    return Blocks(one, wanted).solve(FINE)
+    return Blocks(one, wanted).solve()
 
 
 def harm(one: Setting, wanted: Quality) -> float:
@@ -103,7 +101,7 @@ def test_the_bound_is_below_what_is_found(limit: float) -> None:
     lean, whole = (max(leanest_bytes(like, keeps_all=one)) for one in (False, True))
     like = with_memory(like, lean + 0.4 * (whole - lean))
     blocks = Blocks(like, quality(like, limit))
-    found = blocks.solve(FINE)
+    found = blocks.solve()
     assert found is not None
     passes = sum(predict(found).seconds[name] for name in ("compute", "communication_exposed", "bubble"))
     assert blocks.least_seconds() <= passes * 2 / like.micro_batches

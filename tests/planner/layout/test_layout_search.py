@@ -15,8 +15,6 @@ from scrimp.planner.layout.block_choices import Blocks
 from scrimp.planner.layout.block_menus import Quality, flops_in_4_bits
 from scrimp.planner.layout.predict import predict
 from scrimp.planner.layout.search import (
-    BYTES_ALONE,
-    WITH_HARM,
     Question,
     layouts,
     micro_batches,
@@ -105,7 +103,7 @@ def test_what_is_not_looked_at_is_slower(hardware: str) -> None:
         for layout in layouts(asked):
             for size in micro_batches(asked, layout):
                 one = dataclasses.replace(like, layout=layout, micro_batch=size)
-                solved = Blocks(one, quality).solve(WITH_HARM if quality else BYTES_ALONE)
+                solved = Blocks(one, quality).solve()
                 if solved is not None:
                     seconds.append(predict(solved).step_seconds)
         assert [one.seconds for one in found.best] == pytest.approx(sorted(seconds)[: len(found.best)])

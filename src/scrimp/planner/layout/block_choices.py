@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from scrimp.planner.layout.block_menus import Menu, Quality, menus_of
 from scrimp.planner.layout.block_times import embedding_seconds, head_seconds
-from scrimp.planner.layout.knapsack import Cells, Choices, Frontier, cell, frontier, spread
+from scrimp.planner.layout.knapsack import Cells, Choices, Frontier, falling, frontier, spread
 from scrimp.planner.layout.predict import kernels_of
 from scrimp.planner.layout.setting import FULL, NONE, BlockPlan, Setting
 from scrimp.planner.layout.stage_memory import (
@@ -49,6 +49,7 @@ from scrimp.planner.layout.stages import blocks_of_stages
 Array = NDArray[np.float64]
 _PRICES = 12
 _TRIES = 3
+_CELLS = Cells()
 _HOST_SHARE = 0.9
 """Of host memory, what the system and the program itself leave: an estimate."""
 
@@ -81,9 +82,9 @@ class _Way:
         counted = Counter(id(choices) for choices, _ in self.tables)
         return _least_of_rank([(known[one], count) for one, count in counted.items()], price, self.room)
 
-    def frontier(self, unit: float, cells: Cells) -> Frontier:
-        """Its least seconds for every cell of harm."""
-        return frontier([choices for choices, _ in self.tables], self.room, unit, cells)
+    def frontier(self, prices: Sequence[float], cells: Cells) -> Frontier | None:
+        """Its plans, where it has room for any."""
+        return frontier([choices for choices, _ in self.tables], prices, self.room, cells.bytes)
 
 
 class Blocks:
@@ -109,7 +110,6 @@ class Blocks:
             if self.leanest_bytes > setting.device.memory_bytes or host_bytes(setting) > _host_room(setting):
                 break
             menus = menus_of(setting, quality, keeps_all=keeps_all)
-            self.harms = [menu.harm for menu in {id(menu): menu for menu in menus}.values()]
             self.spare = (quality.limit if quality else 0.0) - sum(menu.least for menu in menus)
             plan = BlockPlan(recompute=NONE if keeps_all else FULL)
             for rank, ways in enumerate(self.ranks):
@@ -121,25 +121,26 @@ class Blocks:
         of harm cannot be kept, or a rank has no room."""
         if not all(self.ranks) or self.spare < 0:
             return math.inf
-        known = {id(choices): choices for ways in self.ranks for way in ways for choices, _ in way.tables}
-        bends = np.unique(np.concatenate([_bends(one.seconds, one.harm) for one in known.values()]))
-        some = np.linspace(0, len(bends) - 1, min(len(bends), _PRICES)).round().astype(int)
         bounds = [
             sum(min(way.least_seconds(price) for way in ways) for ways in self.ranks) - price * self.spare
-            for price in (0.0, *bends[some].tolist())
+            for price in self._prices()
         ]
         return float(sum(self.ends) + max(bounds))
 
-    def solve(self, cells: Cells) -> Setting | None:
+    def _prices(self) -> list[float]:
+        """Prices of harm that are tried: 0, and some of those at which two choices cost the same."""
+        known = {id(choices): choices for ways in self.ranks for way in ways for choices, _ in way.tables}
+        bends = np.unique(np.concatenate([_bends(one.seconds, one.harm) for one in known.values()]))
+        some = np.linspace(0, len(bends) - 1, min(len(bends), _PRICES)).round().astype(int)
+        return [0.0, *bends[some].tolist()]
+
+    def solve(self, cells: Cells = _CELLS) -> Setting | None:
         """The setting with its blocks decided; None where they fit in no way."""
         if not all(self.ranks) or self.spare < 0:
             return None
-        harms = np.concatenate(self.harms)
-        unit = cell(harms, self.spare, cells.harm)
-        cells = dataclasses.replace(cells, harm=int(self.spare / unit + 1e-9) if harms.max() > 0 else 0)
         ranks = self.ranks
         for _ in range(_TRIES):
-            found = self._solved(ranks, unit, cells)
+            found = self._solved(ranks, cells)
             if found is None:
                 return None
             setting, used = found
@@ -155,20 +156,28 @@ class Blocks:
             ]
         return None
 
-    def _solved(
-        self, ranks: list[list[_Way]], unit: float, cells: Cells
-    ) -> tuple[Setting, list[float]] | None:
+    def _solved(self, ranks: list[list[_Way]], cells: Cells) -> tuple[Setting, list[float]] | None:
         """The fastest choices, and the bytes that they add up to on each rank."""
-        found = [[(way, way.frontier(unit, cells)) for way in ways] for ways in ranks]
-        seconds = [np.min([one.seconds for _, one in ways], axis=0) for ways in found]
-        shares = spread(seconds, self.ends, self.setting.micro_batches)
-        if shares is None:
+        prices = self._prices()
+        # A price beyond all at which choices change: the least harm.
+        prices.append(2.0 * max(prices) + 1.0)
+        found = []
+        for ways in ranks:
+            fronts = [(way, front) for way in ways if (front := way.frontier(prices, cells)) is not None]
+            if not fronts:
+                return None
+            found.append(fronts)
+        merged = [_merged([front for _, front in fronts]) for fronts in found]
+        taken = spread(merged, self.ends, self.setting.micro_batches, self.spare, cells.harm)
+        if taken is None:
             return None
         plans, used = [BlockPlan()] * len(self.setting.model.blocks), [0.0] * len(ranks)
-        for rank, (ways, share) in enumerate(zip(found, shares, strict=True)):
-            way, best = min(ways, key=lambda one, at=share: one[1].seconds[at])  # type: ignore[misc]
+        for rank, (fronts, plan) in enumerate(zip(found, taken, strict=True)):
+            way, front = fronts[0]
+            if plan >= len(front.seconds):
+                plan, (way, front) = plan - len(front.seconds), fronts[1]
             for block, (choices, menu), choice in zip(
-                self.blocks[rank], way.tables, best.choices(share), strict=True
+                self.blocks[rank], way.tables, front.choices[plan].tolist(), strict=True
             ):
                 plans[block] = menu[choice]
                 used[rank] += float(choices.bytes[choice])
@@ -220,7 +229,11 @@ def _ends(setting: Setting) -> list[float]:
 
 def _least_of_rank(blocks: list[tuple[Choices, int]], price: float, room: float) -> float:
     """The bound of one rank at a price of harm, at the best price of its bytes."""
-    costs = [(*_falling(one.seconds + price * one.harm, one.bytes), count) for one, count in blocks]
+    costs = []
+    for one, count in blocks:
+        cost = one.seconds + price * one.harm
+        kept = falling(cost, one.bytes)
+        costs.append((cost[kept], one.bytes[kept], count))
     prices = np.unique(np.concatenate([np.zeros(1), *(_bends(cost, sizes) for cost, sizes, _ in costs)]))
     found = -prices * room
     for cost, sizes, count in costs:
@@ -228,12 +241,12 @@ def _least_of_rank(blocks: list[tuple[Choices, int]], price: float, room: float)
     return float(found.max())
 
 
-def _falling(costs: Array, sizes: Array) -> tuple[Array, Array]:
-    """Costs and sizes without those that are larger and cost no less than others."""
-    order = np.lexsort((costs, sizes))
-    before = np.minimum.accumulate(np.concatenate([[np.inf], costs[order][:-1]]))
-    kept = order[costs[order] < before]
-    return costs[kept], sizes[kept]
+def _merged(fronts: list[Frontier]) -> Frontier:
+    """The plans of all of them, one after the other."""
+    if len(fronts) == 1:
+        return fronts[0]
+    seconds, harm = (np.concatenate([getattr(one, name) for one in fronts]) for name in ("seconds", "harm"))
+    return Frontier(seconds, harm, np.concatenate([one.choices for one in fronts]))
 
 
 def _bends(seconds: Array, amounts: Array) -> Array:

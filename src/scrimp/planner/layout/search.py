@@ -29,7 +29,6 @@ from scrimp.models.shapes import ModelSizes
 from scrimp.planner.hardware import Cluster, Device
 from scrimp.planner.layout.block_choices import Blocks
 from scrimp.planner.layout.block_menus import Quality, fastest_plan
-from scrimp.planner.layout.knapsack import Cells
 from scrimp.planner.layout.predict import Prediction, predict
 from scrimp.planner.layout.setting import BlockPlan, Offload, Setting
 from scrimp.planner.layout.software import Software
@@ -44,8 +43,6 @@ ON_HOST = (
     Offload(optimizer=True, master=True, gradients=True, weights=True),
 )
 """States in host memory, each with all before it: those that are met least often first."""
-BYTES_ALONE, WITH_HARM = Cells(bytes=4096, harm=0), Cells(bytes=128, harm=32)
-"""How finely the blocks of a layout are solved."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +141,7 @@ def search(
         one = heapq.heappop(waiting)
         note(tried)
         if one.blocks:
-            found = _solved(one, WITH_HARM if question.quality else BYTES_ALONE)
+            found = _solved(one)
             too_large += found is None
             best = sorted([*best, *([found] if found else [])], key=lambda each: each.seconds)[:keep]
             continue
@@ -204,9 +201,9 @@ def _bounded(one: _Waiting, question: Question) -> tuple[_Waiting, Blocks]:
     return dataclasses.replace(one, seconds=max(one.seconds, slower * step), blocks=blocks), blocks
 
 
-def _solved(one: _Waiting, cells: Cells) -> Candidate | None:
+def _solved(one: _Waiting) -> Candidate | None:
     """After the third one."""
-    setting = one.blocks.solve(cells) if one.blocks else None
+    setting = one.blocks.solve() if one.blocks else None
     return Candidate(setting, predict(setting), tuple(peak_bytes(setting))) if setting else None
 
 
