@@ -82,7 +82,7 @@ def test_ranks_of_a_pipeline_share_harm_and_have_bytes_of_their_own() -> None:
     found = chosen(like, wanted)
     assert found is not None
     assert harm(found, wanted) <= 0.5
-    sets = [formats for formats, _ in profiles(like, wanted, 0)]
+    sets = [formats for formats, _ in profiles(like, wanted, 0, NONE)]
     seconds = [
         predict(one).step_seconds
         for one in every(like, sets, 2)
@@ -111,14 +111,24 @@ def test_the_bound_is_below_what_is_found(limit: float) -> None:
 def test_harm_is_spent_on_the_products_that_save_most_for_it() -> None:
     like = setting(LLAMA_8B, "8xb200", micro_batch=2)
     wanted = quality(like, 1.0)
-    sets = profiles(like, wanted, 0)
+    sets = profiles(like, wanted, 0, NONE)
     assert sets[0] == ((), 0.0)
     harms = [one for _, one in sets]
     assert harms == sorted(harms)
     assert harms[-1] <= 1.0 / len(like.model.blocks) * (1 + 1e-9)
-    full = Quality(formats=("nvfp4", "bf16"), harm=lambda *key: 0.0 if key[2] == "wgrad" else 1.0, limit=9.0)
-    first, _ = profiles(like, full, 0)[1]
-    assert all(name.endswith("wgrad") for name, _ in first)
+    free = Quality(
+        formats=("nvfp4", "bf16"), harm=lambda *key: float(key[2:] == ("fprop", "nvfp4")), limit=9.0
+    )
+    first, harm_of_first = profiles(like, free, 0, NONE)[0]
+    assert harm_of_first == 0.0
+    assert {name.rpartition(".")[2] for name, _ in first} == {"dgrad", "wgrad"}
+    # What runs twice saves twice.
+    once, twice = (
+        [len(formats) for formats, _ in profiles(like, wanted, 0, recompute)] for recompute in (NONE, FULL)
+    )
+    assert once[-1] == twice[-1]
+    names = [[name for name, _ in profiles(like, wanted, 0, recompute)[1][0]] for recompute in (NONE, FULL)]
+    assert sum(name.endswith("fprop") for name in names[1]) > sum(name.endswith("fprop") for name in names[0])
 
 
 def test_blocks_of_other_harm_are_treated_otherwise() -> None:

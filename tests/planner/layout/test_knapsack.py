@@ -85,7 +85,11 @@ def test_stages_share_harm_as_the_best_of_all_plans(
 ) -> None:
     bases = [float(one) for one in fixed[: len(stages)]]
     own = [
-        Frontier(*np.array(rows, dtype=float).T, choices=np.zeros((len(rows), 0), dtype=np.int64))
+        Frontier(
+            np.array([seconds for seconds, _ in rows], dtype=float),
+            np.array([harm for _, harm in rows], dtype=float),
+            np.zeros((len(rows), 0), dtype=np.int64),
+        )
         for rows in stages
     ]
     taken = spread(own, bases, micro_batches, limit, limit)

@@ -13,6 +13,7 @@ Checked  tests/planner/layout/test_block_choices.py
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,8 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scrimp.models.shapes import ModelSizes
-from scrimp.planner.layout.block_times import block_seconds
-from scrimp.planner.layout.knapsack import Choices, useful
+from scrimp.planner.layout.knapsack import Choices, falling, useful
 from scrimp.planner.layout.predict import kernels_of, planned_seconds
 from scrimp.planner.layout.setting import FULL, NONE, SELECTIVE, BlockPlan, Setting
 from scrimp.planner.layout.stage_memory import waiting_bytes
@@ -129,7 +129,7 @@ def menus_of(setting: Setting, quality: Quality | None, *, keeps_all: bool = Fal
     for number, first in enumerate(setting.model.first_equal):
         key = first, quality.harms(setting, number) if quality else ()
         if key not in found:
-            found[key] = _menu(setting, number, profiles(setting, quality, number), keeps_all)
+            found[key] = _menu(setting, quality, number, keeps_all=keeps_all)
         menus.append(found[key])
     return menus
 
@@ -140,75 +140,85 @@ def fastest_plan(setting: Setting, quality: Quality | None, number: int) -> Bloc
     Args:
         number: the block's.
     """
-    return BlockPlan(gathered=True, formats=profiles(setting, quality, number)[-1][0])
+    return BlockPlan(gathered=True, formats=profiles(setting, quality, number, NONE)[-1][0])
 
 
-def profiles(setting: Setting, quality: Quality | None, number: int) -> list[tuple[Formats, float]]:
+def profiles(
+    setting: Setting, quality: Quality | None, number: int, recompute: str
+) -> list[tuple[Formats, float]]:
     """A few sets of formats of a block with their harm, from the setting's own to the fastest.
 
     Args:
         number: the block's.
+        recompute: what it makes again: products of a forward pass that runs twice save twice as much.
     """
     if quality is None:
         return [((), 0.0)]
-    layout, harms = setting.layout, quality.harms(setting, number)
-    # All that seconds of a block's products follow from, of what differs between layouts.
-    place = layout.tp, layout.cp, layout.ep, layout.etp, setting.micro_batch, setting.sequence_parallel
-    key = setting.model.first_equal[number], harms, place
+    harms = quality.harms(setting, number)
+    # All that seconds of a block follow from, of what differs between layouts.
+    place = setting.layout.tp, setting.layout.cp, setting.layout.ep, setting.layout.etp, setting.layout.zero
+    shards = setting.groups["shards"], setting.micro_batch, setting.offload, recompute
+    key = setting.model.first_equal[number], harms, place, shards
     if key not in quality.known:
-        quality.known[key] = _profiles(setting, quality, number, dict(harms))
+        quality.known[key] = _profiles(setting, quality, number, BlockPlan(recompute=recompute))
     return quality.known[key]
 
 
 def _profiles(
-    setting: Setting, quality: Quality, number: int, harms: dict[tuple[str, str], float]
+    setting: Setting, quality: Quality, number: int, plan: BlockPlan
 ) -> list[tuple[Formats, float]]:
-    base, products = quality.base, sorted({product for product, _ in harms})
-    saved = {key: _saved(setting, number, *key) for key in harms if key[1] != base}
-    moves = [(gain / max(harms[key] - harms[key[0], base], 1e-30), key) for key, gain in saved.items()]
-    taken: dict[str, str] = {}
-    steps: list[tuple[Formats, float]] = []
-    for _, (product, recipe) in sorted(moves, key=lambda one: (-one[0], one[1])):
-        if saved[product, recipe] <= max(0.0, saved.get((product, taken.get(product, base)), 0.0)):
-            continue
-        taken[product] = recipe
-        harm = sum(harms[one, taken.get(one, base)] for one in products)
-        steps.append((tuple(sorted(taken.items())), harm))
-    first = ((), sum(harms[one, base] for one in products))
-    return [first, *_evenly(steps, _PROFILES - 1)]
+    harms, base = dict(quality.harms(setting, number)), quality.base
+    least = {product: harms[product, base] for product, _ in harms}
+    plain, moves = _seconds(setting, number, plan), []
+    for (product, recipe), harm in harms.items():
+        if recipe != base:
+            moved = dataclasses.replace(plan, formats=((product, recipe),))
+            saved, more = plain - _seconds(setting, number, moved), max(harm - least[product], 1e-30)
+            moves.append((saved / more, more, saved, product, recipe))
+    taken: dict[str, tuple[float, str]] = {}
+    steps: list[tuple[Formats, float]] = [((), sum(least.values()))]
+    # What saves nothing alone may do so when others have been moved.
+    for _, _, saved, product, recipe in sorted(moves, key=lambda one: (-one[0], -one[1], one[3:])):
+        if product not in taken or taken[product][0] < saved:
+            taken[product] = saved, recipe
+            formats = tuple(sorted((name, one) for name, (_, one) in taken.items()))
+            harm = sum(harms[name, taken[name][1]] if name in taken else least[name] for name in least)
+            steps.append((formats, harm))
+    seconds = [_seconds(setting, number, dataclasses.replace(plan, formats=one)) for one, _ in steps]
+    kept = sorted(falling(np.array(seconds), np.array([harm for _, harm in steps])).tolist())
+    return _evenly([steps[at] for at in kept], _PROFILES)
 
 
-def _saved(setting: Setting, number: int, product: str, recipe: str) -> float:
-    """Seconds of both passes of a block that one product in another recipe saves."""
-    block, kernels = setting.model.blocks[number], kernels_of(setting)
-    both = []
-    for own in (setting, setting.in_formats(((product, recipe),))):
-        one = block_seconds(block, own, kernels)
-        both.append(one.forward.total + one.backward.total)
-    return both[0] - both[1]
+def _seconds(setting: Setting, number: int, plan: BlockPlan) -> float:
+    """Both passes of a block."""
+    block, own = setting.model.blocks[number], setting.in_formats(plan.formats)
+    rate = setting.software.contention
+    return sum(one.slowed(rate).total for one in planned_seconds(block, plan, own, kernels_of(setting)))
 
 
-def _menu(setting: Setting, number: int, sets: list[tuple[Formats, float]], keeps_all: bool) -> Menu:
-    block, kernels, rate = setting.model.blocks[number], kernels_of(setting), setting.software.contention
-    ways = [(NONE, False)] if keeps_all else list(itertools.product((NONE, SELECTIVE, FULL), (False, True)))
+def _menu(setting: Setting, quality: Quality | None, number: int, *, keeps_all: bool) -> Menu:
+    block = setting.model.blocks[number]
     whole = (False, True) if setting.shares_weights and setting.layout.zero == 3 else (False,)
     plans, rows = [], []
-    for (formats, harm), (recompute, offload), gathered in itertools.product(sets, ways, whole):
-        plan = BlockPlan(recompute=recompute, offload=offload, gathered=gathered, formats=formats)
-        own = setting.in_formats(formats)
-        seconds = sum(one.slowed(rate).total for one in planned_seconds(block, plan, own, kernels))
-        standing = setting.software.weight_bytes * numbers_of_block(setting, block) * gathered
-        rows.append((seconds, waiting_bytes(block, plan, own), standing, harm))
-        plans.append(plan)
+    for recompute in (NONE,) if keeps_all else (NONE, SELECTIVE, FULL):
+        sets = profiles(setting, quality, number, FULL if recompute == FULL else NONE)
+        for (formats, harm), offload, gathered in itertools.product(
+            sets, (False,) if keeps_all else (False, True), whole
+        ):
+            plan = BlockPlan(recompute=recompute, offload=offload, gathered=gathered, formats=formats)
+            waiting = waiting_bytes(block, plan, setting.in_formats(formats))
+            standing = setting.software.weight_bytes * numbers_of_block(setting, block) * gathered
+            rows.append((_seconds(setting, number, plan), waiting, standing, harm))
+            plans.append(plan)
     figures = np.array(rows)
     least = float(figures[:, 3].min())
     return Menu(plans, figures[:, 0], figures[:, 1], figures[:, 2], figures[:, 3] - least, least)
 
 
 def _evenly(steps: Sequence[tuple[Formats, float]], number: int) -> list[tuple[Formats, float]]:
-    """At most so many of them, the last one among them, about equally far apart in harm."""
+    """At most so many of them, the first and the last one among them, about equally far apart in harm."""
     if len(steps) <= number:
         return list(steps)
     harms = np.array([harm for _, harm in steps])
-    wanted = harms[0] + (harms[-1] - harms[0]) * np.arange(1, number + 1) / number
+    wanted = np.linspace(harms[0], harms[-1], number)
     return [steps[at] for at in sorted({int(np.abs(harms - one).argmin()) for one in wanted})]

@@ -195,8 +195,8 @@ def _in_order(blocks: Sequence[Choices], choices: Indices) -> Indices:
     for at, one in enumerate(blocks):
         places[id(one)].append(at)
     found = choices.copy()
-    for one in places.values():
-        found[one] = np.sort(choices[one])
+    for same in places.values():
+        found[same] = np.sort(choices[same])
     return found
 
 
