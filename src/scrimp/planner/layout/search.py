@@ -12,12 +12,13 @@ Checked  tests/planner/layout/test_layout_search.py: brute force over all candid
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from scrimp.config.resolved import ResolvedLayout
 from scrimp.models.shapes import ModelSizes
 from scrimp.planner.hardware import Cluster, Device
+from scrimp.planner.layout.contenders import Contenders, Family, Misfit
 from scrimp.planner.layout.predict import Prediction, predict
 from scrimp.planner.layout.setting import FULL, NONE, SELECTIVE, Setting
 from scrimp.planner.layout.software import Software
@@ -71,6 +72,8 @@ class Found:
     """Those of them that do not fit."""
     nearest_bytes: float
     """The least that any of them needs of a device."""
+    families: Mapping[Family, Candidate | Misfit] = field(default_factory=dict)
+    """The best of each value of each degree."""
 
 
 def search(
@@ -87,7 +90,7 @@ def search(
         fits_given: whether a layout and its micro-batch are among those that are asked for.
         note: told now and then how many settings were tried.
     """
-    best: list[Candidate] = []
+    best = Contenders(keep)
     tried, too_large, least = 0, 0, float("inf")
     for layout in layouts(question):
         for micro_batch in micro_batches(question, layout):
@@ -105,9 +108,34 @@ def search(
                 too_large += 1
             note(tried)
             if found is None:
+                best.does_not_fit(setting, memory)
                 break
-            best = sorted([*best, found], key=lambda one: one.seconds)[:keep]
-    return Found(tuple(best), tried, too_large, least)
+            best.fits(found)
+    return Found(tuple(best.best), tried, too_large, least, best.families)
+
+
+def fits(
+    question: Question,
+    *,
+    fits_given: Callable[[ResolvedLayout, int], bool] = lambda layout, micro_batch: True,
+    note: Callable[[int], None] = lambda tried: None,
+) -> bool:
+    """Whether any layout fits: bytes are counted, no seconds.
+
+    Args:
+        fits_given, note: as of `search`.
+    """
+    tried = 0
+    for layout in layouts(question):
+        size = next((size for size in micro_batches(question, layout) if fits_given(layout, size)), None)
+        if size is None:
+            continue
+        tried += 1
+        note(tried)
+        memory = peak_bytes(_setting(question, layout, size, FULL))
+        if max(one.total for one in memory) <= question.device.memory_bytes:
+            return True
+    return False
 
 
 def _setting(question: Question, layout: ResolvedLayout, micro_batch: int, recompute: str) -> Setting:
