@@ -7,6 +7,7 @@ all the same. docs/planner.md shows a line and its answer.
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -21,10 +22,10 @@ from scrimp.models import spec_of
 from scrimp.models.shapes import ModelShape, ModelSizes, sizes_of
 from scrimp.planner.hardware import Cluster, load_hardware
 from scrimp.planner.layout.pipeline_times import SCHEDULES
-from scrimp.planner.layout.predict import predict
+from scrimp.planner.layout.predict import Prediction, predict
 from scrimp.planner.layout.setting import FULL, NONE, SELECTIVE, Offload, Setting
 from scrimp.planner.layout.software import software
-from scrimp.planner.layout.stage_memory import peak_bytes
+from scrimp.planner.layout.stage_memory import RankBytes, peak_bytes
 from scrimp.precision import RECIPES
 
 RECOMPUTATIONS = (NONE, SELECTIVE, FULL)
@@ -83,14 +84,17 @@ def answer_line(text: str, *, where: str) -> dict[str, Any]:
 
 def answer(setting: Setting) -> dict[str, Any]:
     """Seconds and bytes of a setting, as a line of JSON has them."""
-    found = predict(setting)
+    return as_answer(predict(setting), peak_bytes(setting))
+
+
+def as_answer(prediction: Prediction, memory: Sequence[RankBytes]) -> dict[str, Any]:
+    """A prediction and the peaks of its ranks, as a line of JSON has them."""
     return {
-        "step_seconds": found.step_seconds,
-        "tokens_per_second_per_device": found.tokens_per_second_per_device,
-        "seconds": found.seconds,
+        "step_seconds": prediction.step_seconds,
+        "tokens_per_second_per_device": prediction.tokens_per_second_per_device,
+        "seconds": prediction.seconds,
         "stages": [
-            {"peak_bytes": {name: round(size) for name, size in one.categories.items()}}
-            for one in peak_bytes(setting)
+            {"peak_bytes": {name: round(size) for name, size in one.categories.items()}} for one in memory
         ],
     }
 
