@@ -8,7 +8,7 @@ import pytest
 
 from scrimp.errors import PlanError
 from scrimp.planner.hardware import load_hardware
-from scrimp.planner.layout.cluster_sizes import nearest_sizes, resized, sizes_like
+from scrimp.planner.layout.cluster_sizes import nearest_sizes, resized, sizes_between, sizes_like
 
 
 def test_sizes_grow_from_one_device_to_many_nodes() -> None:
@@ -23,6 +23,18 @@ def test_sizes_grow_from_one_device_to_many_nodes() -> None:
 @pytest.mark.parametrize("size", list(sizes_like(load_hardware("h100"), 64)), ids=lambda size: size.name)
 def test_the_name_of_a_size_is_its_hardware(size: object) -> None:
     assert load_hardware(size.name) == size  # type: ignore[attr-defined]
+
+
+def test_all_sizes_between_two_are_named_or_some_of_many() -> None:
+    def between(below: str, above: str) -> list[str]:
+        return [one.name for one in sizes_between(load_hardware(below), load_hardware(above))]
+
+    assert between("4xh100", "8xh100") == ["5xh100", "6xh100", "7xh100"]
+    assert between("8xh100", "2x8xh100") == []
+    assert between("4x8xh100", "6x8xh100") == ["5x8xh100"]
+    many = between("64x8xh100", "96x8xh100")
+    assert len(many) == 15
+    assert many[:2] == ["66x8xh100", "68x8xh100"]
 
 
 def test_the_nearest_below_and_above_are_found() -> None:

@@ -10,7 +10,7 @@ from published_settings import LLAMA_8B, setting
 from scrimp.errors import PlanError
 from scrimp.models.shapes import ModelShape
 from scrimp.planner.hardware import load_hardware
-from scrimp.planner.layout.cluster_sizes import sizes_like
+from scrimp.planner.layout.cluster_sizes import resized, sizes_like
 from scrimp.planner.layout.objectives import (
     DAY,
     Answer,
@@ -96,11 +96,12 @@ def test_hardware_without_a_price_has_no_cheapest_tokens() -> None:
         ask(dataclasses.replace(asked, cluster=cluster), Goal(objective="cost"))
 
 
-@pytest.mark.parametrize("wanted", [1, 2, 4, 8, pytest.param(24, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("wanted", [1, 3, 4, 8, pytest.param(24, marks=pytest.mark.slow)])
 def test_the_smallest_cluster_is_the_first_in_time(wanted: int) -> None:
     asked = question(SMALL, "h100", global_batch=48)
     tokens, days = 1e10, {}
-    for cluster in sizes_like(asked.cluster, 24):
+    sizes = [(1, used) for used in range(1, 9)] + [(2, 8), (3, 8)]
+    for cluster in (resized(asked.cluster, *size) for size in sizes):
         one = dataclasses.replace(asked, cluster=cluster)
         found = search(one, keep=1)
         days[cluster.devices] = days_of(one, found.best[0].seconds, tokens) if found.best else float("inf")
@@ -109,6 +110,7 @@ def test_the_smallest_cluster_is_the_first_in_time(wanted: int) -> None:
     assert answer.question.cluster.devices == min(size for size, needs in days.items() if needs <= limit)
     assert days_of(answer.question, answer.found.best[0].seconds, tokens) <= limit
     assert [one.note for one in answer.trials][-1] == ""
+    assert all(one.note for one in answer.trials[:-1])
 
 
 def test_what_no_cluster_trains_in_time_names_the_fastest() -> None:

@@ -1,7 +1,8 @@
 """Clusters of other sizes with the same devices, nodes and links.
 
 Method   Sizes that are tried: 1, 2, 4, ... devices of one node, then 1, 2, 3, 4, 6, 8, 12, ... whole nodes (powers of
-         two and three times these). Which others have a layout for a given one, `nearest_sizes` finds one by one.
+         two and three times these); between two of them all others, or some (`sizes_between`). Which have a layout,
+         `nearest_sizes` finds one by one.
 Limits   Clusters with one kind of nodes.
 Checked  tests/planner/layout/test_cluster_sizes.py
 """
@@ -16,6 +17,7 @@ from scrimp.planner.hardware import Cluster, NodeGroup
 
 MOST_DEVICES = 2**15
 """Of clusters that are tried."""
+_BETWEEN = 16
 _NEAR = 64
 """Sizes below and above that are tried for the nearest one."""
 
@@ -40,6 +42,17 @@ def sizes_like(cluster: Cluster, most: int = MOST_DEVICES) -> Iterator[Cluster]:
     parts = [2**power for power in range(whole.bit_length()) if 2**power < whole]
     shapes = [(1, used) for used in parts] + [(nodes, whole) for nodes in _round_numbers(most // whole)]
     yield from (resized(cluster, nodes, used) for nodes, used in shapes if nodes * used <= most)
+
+
+def sizes_between(below: Cluster, above: Cluster) -> list[Cluster]:
+    """Clusters of other sizes between two, the smallest first; where there are many, `_BETWEEN` evenly spread."""
+    one, other = _group(below), _group(above)
+    if other.count == 1:
+        found = [(1, used) for used in range(one.used + 1, other.used)]
+    else:
+        found = [(nodes, other.used) for nodes in range(one.count + 1, other.count)]
+    every = -(-len(found) // _BETWEEN) or 1
+    return [resized(above, nodes, used) for nodes, used in found[every - 1 :: every]]
 
 
 def nearest_sizes(cluster: Cluster, is_good: Callable[[Cluster], bool]) -> list[Cluster]:

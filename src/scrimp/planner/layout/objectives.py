@@ -32,7 +32,7 @@ from typing import Literal, get_args
 from scrimp.config.resolved import ResolvedLayout
 from scrimp.errors import PlanError
 from scrimp.planner.hardware import Cluster, Kind
-from scrimp.planner.layout.cluster_sizes import sizes_like
+from scrimp.planner.layout.cluster_sizes import sizes_between, sizes_like
 from scrimp.planner.layout.scaled_models import ModelFamily
 from scrimp.planner.layout.search import Candidate, Found, Question, fits, search
 
@@ -43,6 +43,8 @@ _KINDS: tuple[Kind, ...] = get_args(Kind)
 _MOST_TIMES = 64
 """Times the width of the given model that are tried."""
 _LEAST_SEQUENCE = 128
+_IDLE = 2
+"""Sizes in a row that are not faster, nor need fewer bytes of a device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,18 +148,16 @@ def _cheapest(question: Question, goal: Goal, searching: Searching) -> Answer:
     trials: list[Trial] = []
     best: tuple[float, Question, Found] | None = None
     for cluster in _up_to(question.cluster):
-        one = dataclasses.replace(question, cluster=cluster)
-        found = searching.search(one, cluster.name)
-        note = _late(one, found, goal)
-        trials.append(Trial(cluster.name, one, next(iter(found.best), None), note))
-        if not found.best or note:
+        found, trial = _tried(question, cluster, goal, searching)
+        trials.append(trial)
+        if not found.best or trial.note:
             continue
-        cost = cost_of(one, found.best[0].seconds, 1.0)
+        cost = cost_of(trial.question, found.best[0].seconds, 1.0)
         if best is None or cost < best[0]:
-            best = (cost, one, found)
+            best = (cost, trial.question, found)
     if best is None:
         if not any(trial.best for trial in trials):
-            return Answer(one, found, tuple(trials))
+            return Answer(question, found, tuple(trials))
         raise _too_late(trials, goal)
     return Answer(best[1], best[2], tuple(trials))
 
@@ -169,29 +169,36 @@ def _smallest(question: Question, goal: Goal, searching: Searching) -> Answer:
     flops = question.model.flops_per_token(question.sequence) * goal.tokens
     least = flops / rate / (goal.days * DAY)
     trials: list[Trial] = []
-    fastest, leanest, idle = float("inf"), float("inf"), 0
+    fastest, leanest, idle, before = float("inf"), float("inf"), 0, None
     for cluster in sizes_like(question.cluster):
-        one = dataclasses.replace(question, cluster=cluster)
         if cluster.devices < least:
-            trials.append(Trial(cluster.name, one, None, "too slow at its peak rate"))
+            late = dataclasses.replace(question, cluster=cluster)
+            trials.append(Trial(cluster.name, late, None, "too slow at its peak rate"))
+            before = cluster
             continue
-        found = searching.search(one, cluster.name)
+        found, trial = _tried(question, cluster, goal, searching)
+        if found.best and not trial.note:
+            between = [] if before is None else sizes_between(before, cluster)
+            for other in (one for one in between if one.devices >= least):
+                fewer, tried = _tried(question, other, goal, searching)
+                trials.append(tried)
+                if fewer.best and not tried.note:
+                    return Answer(tried.question, fewer, tuple(trials))
+            return Answer(trial.question, found, (*trials, trial))
+        trials.append(trial)
         seconds = found.best[0].seconds if found.best else float("inf")
-        note = _late(one, found, goal)
-        trials.append(Trial(cluster.name, one, next(iter(found.best), None), note))
-        if found.best and not note:
-            return Answer(one, found, tuple(trials))
         idle = 0 if seconds < fastest or found.nearest_bytes < 0.99 * leanest else idle + 1
-        fastest, leanest = min(fastest, seconds), min(leanest, found.nearest_bytes)
-        if idle == 2:
+        fastest, leanest, before = min(fastest, seconds), min(leanest, found.nearest_bytes), cluster
+        if idle == _IDLE:
             break
-    if not any(trial.best for trial in trials):
-        raise PlanError(
-            "no cluster of these devices trains the model",
-            got=f"{len(trials)} sizes tried, up to {trials[-1].name}",
-            do="name larger devices, or take shorter sequences or a smaller model",
-        )
     raise _too_late(trials, goal)
+
+
+def _tried(question: Question, cluster: Cluster, goal: Goal, searching: Searching) -> tuple[Found, Trial]:
+    """The question on another cluster."""
+    one = dataclasses.replace(question, cluster=cluster)
+    found = searching.search(one, cluster.name)
+    return found, Trial(cluster.name, one, next(iter(found.best), None), _late(one, found, goal))
 
 
 def _late(question: Question, found: Found, goal: Goal) -> str:
@@ -204,6 +211,12 @@ def _late(question: Question, found: Found, goal: Goal) -> str:
 
 def _too_late(trials: list[Trial], goal: Goal) -> PlanError:
     assert goal.tokens is not None
+    if not any(trial.best for trial in trials):
+        return PlanError(
+            "no cluster of these devices trains the model",
+            got=f"{len(trials)} sizes tried, up to {trials[-1].name}",
+            do="name larger devices, or take shorter sequences or a smaller model",
+        )
     days, name = min(
         (days_of(trial.question, trial.best.seconds, goal.tokens), trial.name)
         for trial in trials
