@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 from scrimp import __version__
 from scrimp.cli.plan_question import Ask, Asked, read_ask
 from scrimp.cli.show import plain_console
 from scrimp.config import Config
-from scrimp.errors import PlanError
+from scrimp.errors import PlanError, StorageError
 from scrimp.planner.hardware import Cluster
 from scrimp.planner.layout.as_json import answer_json, beside_json, change_json
 from scrimp.planner.layout.cluster_sizes import nearest_sizes, sizes_like
 from scrimp.planner.layout.contenders import Misfit
 from scrimp.planner.layout.divisibility import has_layout, matches, objections, values_of
 from scrimp.planner.layout.objectives import Answer, answered
+from scrimp.planner.layout.predict import timeline
 from scrimp.planner.layout.search import Candidate, Found, Question
-from scrimp.planner.layout.what_if import what_if
+from scrimp.planner.layout.setting import Setting
+from scrimp.planner.layout.stage_texts import stage_texts
+from scrimp.planner.layout.what_if import Change, what_if
 from scrimp.report.units import format_bytes
+
+_DRAWN_ROUNDS, _DRAWN_ALONE = 3, 8
+"""Rounds of as many micro-batches as there are ranks, and micro-batches of a rank alone."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,30 +58,56 @@ def plan_elsewhere(ask: Ask, config: Config, given: Collection[str]) -> int:
         PlanError: no layout fits.
     """
     asked = read_ask(ask, config, given)
+    if ask.report is not None and ask.report.exists():
+        raise StorageError(f"{ask.report} exists already", do="choose another name; nothing is overwritten")
     answer = answered(asked.question, asked.goal, asked.searching(), lambda: asked.family)
     if not answer.found.best:
         raise _misfit(answer, asked)
     explained = _explained(answer, asked) if asked.explain else None
     changes = what_if(answer.question, asked.searching()) if ask.what_if else []
-    if ask.json:
-        found = answer_json(answer, asked.goal, __version__)
-        if explained is not None:
-            found["explain"] = _explained_json(answer, explained)
-        if changes:
-            found["what_if"] = [change_json(one, asked.goal) for one in changes]
-        print(json.dumps(found))
-        return 0
-    _show(answer, asked, explained)
+    found = answer_json(answer, asked.goal, __version__)
+    if explained is not None:
+        found["explain"] = _explained_json(answer, explained)
     if changes:
-        from scrimp.cli.plan_tables import changes_table
-
-        plain_console().print(changes_table(answer.found.best[0], changes))
+        found["what_if"] = [change_json(one, asked.goal) for one in changes]
+    if ask.report is not None:
+        _write_page(found, answer.found.best[0].setting, ask.report)
+    if ask.json:
+        print(json.dumps(found))
+    else:
+        _show(answer, asked, explained, changes)
+        if ask.report is not None:
+            print(f"written: {ask.report}")
     return 0
 
 
-def _show(answer: Answer, asked: Asked, explained: Explained | None) -> None:
+def _write_page(found: dict[str, Any], best: Setting, path: Path) -> None:
+    """The answer as a page; of a long step the first micro-batches are drawn."""
+    from scrimp.report.layout_page import LayoutPage, write_layout_page
+
+    ranks = best.layout.pp
+    shown = min(best.micro_batches, _DRAWN_ROUNDS * ranks if ranks > 1 else _DRAWN_ALONE)
+    page = LayoutPage(
+        answer=found,
+        passes=timeline(best, shown),
+        shown_micro_batches=shown,
+        micro_batches=best.micro_batches,
+        stages=stage_texts(best),
+        room=best.device.memory_bytes,
+    )
+    write_layout_page(page, path)
+
+
+def _show(answer: Answer, asked: Asked, explained: Explained | None, changes: Sequence[Change]) -> None:
     # Not at the top: rich takes a while, which --json need not wait for.
-    from scrimp.cli.plan_tables import beside_tables, losers_table, plans_table, summary, trials_table
+    from scrimp.cli.plan_tables import (
+        beside_tables,
+        changes_table,
+        losers_table,
+        plans_table,
+        summary,
+        trials_table,
+    )
 
     console, best = plain_console(), answer.found.best[0]
     if answer.trials:
@@ -92,6 +125,8 @@ def _show(answer: Answer, asked: Asked, explained: Explained | None) -> None:
     else:
         for table in beside_tables(explained.asked, best, _nearest(explained.found)):
             console.print(table)
+    if changes:
+        console.print(changes_table(best, changes))
 
 
 def _explained(answer: Answer, asked: Asked) -> Explained:

@@ -1,0 +1,57 @@
+"""What each rank of a pipeline has and in which formats it multiplies: rows of a table or a picture.
+
+Checked  tests/planner/layout/test_stage_texts.py
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from scrimp.planner.layout.setting import Setting
+from scrimp.planner.layout.stages import blocks_made_again, blocks_of_stages
+from scrimp.precision import GEMMS
+
+
+@dataclass(frozen=True)
+class BlockText:
+    """One block as it is planned."""
+
+    number: int
+    recipes: dict[str, int]
+    """Recipes of its products, and how many products each has; most first."""
+    is_made_again: bool
+    """Whether it runs again whole in the backward pass."""
+
+    @property
+    def recipe(self) -> str:
+        """That most of its products have."""
+        return next(iter(self.recipes), "bf16")
+
+
+@dataclass(frozen=True)
+class StageText:
+    """One stage of a pipeline."""
+
+    stage: int
+    rank: int
+    blocks: tuple[BlockText, ...]
+
+
+def stage_texts(setting: Setting) -> list[StageText]:
+    """All stages, first to last."""
+    found = []
+    for stage, numbers in enumerate(blocks_of_stages(setting)):
+        again = blocks_made_again(setting, len(numbers))
+        blocks = tuple(
+            BlockText(number, _recipes(setting, number), at < again) for at, number in enumerate(numbers)
+        )
+        found.append(StageText(stage, stage % setting.layout.pp, blocks))
+    return found
+
+
+def _recipes(setting: Setting, number: int) -> dict[str, int]:
+    products = Counter(
+        setting.recipe(linear.name, gemm) for linear in setting.model.blocks[number].linears for gemm in GEMMS
+    )
+    return dict(products.most_common())
