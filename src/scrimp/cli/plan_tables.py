@@ -94,16 +94,16 @@ def summary(answer: Answer, goal: Goal) -> str:
 
 def trials_table(trials: Sequence[Trial], goal: Goal) -> Table:
     """What an objective tried."""
-    names = ["tried", "devices", "parameters", "s/step", "$ per 1B tokens"]
+    by_size = goal.objective in ("cost", "smallest-cluster")
+    names = ["tried", "devices" if by_size else "parameters", "s/step", "$/1B tokens"]
     table = _table(f"for {goal.objective}", *names, *(["days"] if goal.tokens else []), "")
     for one in trials:
-        seconds = one.best.seconds if one.best else None
-        cells = [one.name, f"{one.question.cluster.devices:,}", format_count(one.question.model.parameters)]
-        cells.append("" if seconds is None else f"{seconds:.3g}")
-        cells.append("" if seconds is None else f"{cost_of(one.question, seconds, 1e9):,.4g}")
+        question, seconds = one.question, one.best.seconds if one.best else None
+        size = question.cluster.devices if by_size else question.model.parameters
+        cells = ["", ""] if seconds is None else [f"{seconds:.3g}", f"{cost_of(question, seconds, 1e9):,.4g}"]
         if goal.tokens:
-            cells.append("" if seconds is None else f"{days_of(one.question, seconds, goal.tokens):,.3g}")
-        table.add_row(*cells, one.note)
+            cells.append("" if seconds is None else f"{days_of(question, seconds, goal.tokens):,.3g}")
+        table.add_row(one.name, f"{size:,}" if by_size else format_count(size), *cells, one.note)
     return table
 
 
@@ -194,8 +194,8 @@ def _seconds(value: float) -> str:
 def _table(title: str, *names: str) -> Table:
     """Words on the left, which may wrap; numbers on the right."""
     table = Table(title=Text(title), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    words = ("layout", "at best", "with", "tried", "change", "killed by", "")
+    words = ("layout", "at best", "with", "change", "killed by", "")
     for name in names:
-        is_text = name in words
-        table.add_column(name, justify="left" if is_text else "right", no_wrap=not is_text)
+        is_text = name in (*words, "tried")
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=name not in words)
     return table

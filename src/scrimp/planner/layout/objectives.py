@@ -40,6 +40,7 @@ Objective = Literal["step-time", "cost", "smallest-cluster", "longest-context", 
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 DAY = 86_400.0
 _KINDS: tuple[Kind, ...] = get_args(Kind)
+_MOST_TOKENS, _MOST_DAYS = 1e18, 1e5
 _MOST_TIMES = 64
 """Times the width of the given model that are tried."""
 _LEAST_SEQUENCE = 128
@@ -56,6 +57,27 @@ class Goal:
     """To train."""
     days: float | None = None
     """That it may take."""
+
+    def __post_init__(self) -> None:
+        tokens, days = self.tokens, self.days
+        if tokens is not None and not 1 <= tokens <= _MOST_TOKENS:
+            raise PlanError("tokens are out of range", got=tokens, expected=f"1 to {_MOST_TOKENS:g}")
+        if days is not None and not 0 < days <= _MOST_DAYS:
+            raise PlanError(
+                "days are out of range", got=days, expected=f"more than 0, at most {_MOST_DAYS:,.0f}"
+            )
+        if days is not None and tokens is None:
+            raise PlanError(
+                "days say by when, and nothing says what",
+                got=f"{days:g} days, no tokens",
+                do="give tokens, as 15T",
+            )
+        if self.objective == "smallest-cluster" and days is None:
+            raise PlanError(
+                "the smallest cluster is one that trains so many tokens in so many days",
+                got="no days" if tokens else "neither tokens nor days",
+                do="give both, as 15T tokens in 30 days",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,7 +280,7 @@ def _largest(question: Question, searching: Searching, family: ModelFamily) -> A
         member = family.member(number)
         one = dataclasses.replace(question, model=member.model)
         held = searching.fits(one, member.text)
-        trials.append(Trial(member.text, one, None, "" if held else "does not fit"))
+        trials.append(Trial(member.text, one, None, "smaller" if held else "does not fit"))
         return held
 
     low, high = 0, family.given
@@ -273,7 +295,8 @@ def _largest(question: Question, searching: Searching, family: ModelFamily) -> A
     one = dataclasses.replace(question, model=member.model)
     found = searching.search(one, member.text)
     chosen = [
-        dataclasses.replace(each, best=found.best[0]) if each.name == member.text else each for each in trials
+        Trial(each.name, each.question, found.best[0]) if each.name == member.text else each
+        for each in trials
     ]
     return Answer(one, found, tuple(sorted(chosen, key=lambda each: each.question.model.parameters)))
 
