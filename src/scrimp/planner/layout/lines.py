@@ -7,12 +7,14 @@ all the same. docs/planner.md shows a line and its answer.
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from scrimp.config import OWN_PRESETS, PRESETS, Range, check_range, nearest_word, preset
+from scrimp.config.architecture import Architecture
 from scrimp.config.resolved import ResolvedLayout
 from scrimp.errors import ConfigError, ScrimpError
 from scrimp.files import read_bounded
@@ -21,10 +23,11 @@ from scrimp.models import spec_of
 from scrimp.models.shapes import ModelShape, ModelSizes, sizes_of
 from scrimp.planner.hardware import Cluster, load_hardware
 from scrimp.planner.layout.pipeline_times import SCHEDULES
-from scrimp.planner.layout.predict import predict
+from scrimp.planner.layout.predict import Prediction, predict
+from scrimp.planner.layout.search import Question
 from scrimp.planner.layout.setting import FULL, NONE, SELECTIVE, Offload, Setting
 from scrimp.planner.layout.software import software
-from scrimp.planner.layout.stage_memory import peak_bytes
+from scrimp.planner.layout.stage_memory import RankBytes, peak_bytes
 from scrimp.precision import RECIPES
 
 RECOMPUTATIONS = (NONE, SELECTIVE, FULL)
@@ -83,14 +86,17 @@ def answer_line(text: str, *, where: str) -> dict[str, Any]:
 
 def answer(setting: Setting) -> dict[str, Any]:
     """Seconds and bytes of a setting, as a line of JSON has them."""
-    found = predict(setting)
+    return as_answer(predict(setting), peak_bytes(setting))
+
+
+def as_answer(prediction: Prediction, memory: Sequence[RankBytes]) -> dict[str, Any]:
+    """A prediction and the peaks of its ranks, as a line of JSON has them."""
     return {
-        "step_seconds": found.step_seconds,
-        "tokens_per_second_per_device": found.tokens_per_second_per_device,
-        "seconds": found.seconds,
+        "step_seconds": prediction.step_seconds,
+        "tokens_per_second_per_device": prediction.tokens_per_second_per_device,
+        "seconds": prediction.seconds,
         "stages": [
-            {"peak_bytes": {name: round(size) for name, size in one.categories.items()}}
-            for one in peak_bytes(setting)
+            {"peak_bytes": {name: round(size) for name, size in one.categories.items()}} for one in memory
         ],
     }
 
@@ -102,7 +108,7 @@ def setting_of(line: Line) -> Setting:
         ConfigError: a name, a file or a degree is wrong.
         PlanError: the parts do not fit one another.
     """
-    _check(line)
+    check_line(line)
     layout = line.layout
     return Setting(
         model=_sizes(line.model),
@@ -131,7 +137,24 @@ def setting_of(line: Line) -> Setting:
     )
 
 
-def _check(line: Line) -> None:
+def question_of(line: Line) -> Question:
+    """What a line asks to be trained on what; how, is left open."""
+    return Question(
+        model=_sizes(line.model),
+        cluster=_cluster(line.hardware),
+        sequence=line.sequence,
+        global_batch=line.global_batch,
+        software=software(line.software),
+        precision=line.precision,
+    )
+
+
+def check_line(line: Line) -> None:
+    """Refuse what no setting has.
+
+    Raises:
+        ConfigError: by the key.
+    """
     counts = {name: getattr(line, name) for name in ("sequence", "global_batch", "micro_batch")}
     degrees = ("dp", "fsdp", "tp", "pp", "cp", "ep", "etp", "virtual")
     counts |= {f"layout.{name}": getattr(line.layout, name) for name in degrees}
@@ -173,10 +196,20 @@ def read_shape(file: Path) -> ModelShape:
 
 @lru_cache
 def _sizes(model: str | ModelShape) -> ModelSizes:
+    found = read_model(model)
+    return found.sizes if isinstance(found, ModelShape) else sizes_of(spec_of(found))
+
+
+def read_model(model: str | ModelShape) -> ModelShape | Architecture:
+    """The model that a line names: a shape, a file of one, or a preset.
+
+    Raises:
+        ConfigError: there is none of this name, or the file is wrong.
+    """
     if isinstance(model, ModelShape):
-        return model.sizes
+        return model
     if model.endswith(".toml"):
-        return read_shape(Path(model)).sizes
+        return read_shape(Path(model))
     names = [*OWN_PRESETS, *PRESETS]
     if model not in names:
         near = nearest_word(model, names)
@@ -185,7 +218,7 @@ def _sizes(model: str | ModelShape) -> ModelSizes:
             expected="a preset, a file of a shape (.toml), or a shape",
             do=f"did you mean {near}?" if near else "see scrimp train --help for the presets",
         )
-    return sizes_of(spec_of(preset(model)))
+    return preset(model)
 
 
 @lru_cache
