@@ -44,20 +44,24 @@ from scrimp.gemm import compute_dtype
 FusedNorm = Callable[[Tensor, Tensor, float], Tensor]
 """A function of x, weight and eps that stands for CUDA's kernel."""
 _fused_norm: ContextVar[FusedNorm | None] = ContextVar("fused_norm", default=None)
+_is_compiled: ContextVar[bool] = ContextVar("is_compiled", default=False)
 
 
 @contextlib.contextmanager
-def plain_operations(fused_norm: FusedNorm) -> Iterator[None]:
+def plain_operations(fused_norm: FusedNorm, *, compiled: bool = False) -> Iterator[None]:
     """Inside, a CPU takes the plain operations that run on CUDA: to trace there what another device will do.
 
     Args:
         fused_norm: RMSNorm as one kernel, which torch has on CUDA alone.
+        compiled: of blocks that a compiler fuses. For its kernels stand the CPU's own functions, which save their
+            inputs alone, as those do.
     """
-    token = _fused_norm.set(fused_norm)
+    tokens = _fused_norm.set(fused_norm), _is_compiled.set(compiled)
     try:
         yield
     finally:
-        _fused_norm.reset(token)
+        _fused_norm.reset(tokens[0])
+        _is_compiled.reset(tokens[1])
 
 
 def uses_cpu_functions(x: Tensor) -> bool:
@@ -67,7 +71,7 @@ def uses_cpu_functions(x: Tensor) -> bool:
 
 def runs_cpu_functions() -> bool:
     """The same of any tensor on a CPU."""
-    return not torch.compiler.is_compiling() and _fused_norm.get() is None
+    return not torch.compiler.is_compiling() and (_fused_norm.get() is None or _is_compiled.get())
 
 
 def float32_or_wider(dtype: torch.dtype) -> torch.dtype:
@@ -82,13 +86,13 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in the compute type."""
-    dtype = compute_dtype(x)
-    if uses_cpu_functions(x):
+    dtype, fused = compute_dtype(x), _fused_norm.get()
+    if fused is None and uses_cpu_functions(x):
         return cast(Tensor, _RMSNorm.apply(x, weight, eps, dtype))  # type: ignore[no-untyped-call]
     if x.dtype != weight.dtype:
         # The fused kernel, which computes in float32 inside, takes one type only.
         x, weight = at_least_float32(x), at_least_float32(weight)
-    if x.device.type == "cpu" and not torch.compiler.is_compiling() and (fused := _fused_norm.get()):
+    if x.device.type == "cpu" and not torch.compiler.is_compiling() and fused:
         return fused(x, weight, eps).to(dtype)
     return F.rms_norm(x, (x.shape[-1],), weight, eps).to(dtype)
 
