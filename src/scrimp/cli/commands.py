@@ -80,6 +80,10 @@ class Plan:
     """Find the fastest layouts on hardware that is not here: h100, 8xh100, 128x8xh100, or a TOML file of a cluster."""
     shape: Path | None = None
     """With --hardware: a TOML file of the model's shape, instead of a preset."""
+    save: Path | None = None
+    """With --hardware: write the best plan here, as the line of JSON that --batch reads and export-layout exports."""
+    simulate: FlagCreatePairsOff[bool] = False
+    """With --hardware: count the best plan's memory on a fake process group of that many ranks, in this process."""
     batch: Path | None = None
     """Predict seconds and bytes of settings for any hardware, one a line of JSON, and print one answer a line."""
     target: Literal["scrimp", "torchao", "transformer-engine"] = "scrimp"
@@ -96,7 +100,9 @@ class Plan:
         if self.hardware is not None:
             from scrimp.cli.plan_elsewhere import plan_elsewhere
 
-            return plan_elsewhere(self.hardware, self.shape, self.config, given)
+            return plan_elsewhere(
+                self.hardware, self.shape, self.config, given, save=self.save, simulates=self.simulate
+            )
         from scrimp.cli.dry_run import dry_run
 
         dry_run(self.config, given, self.out, None if self.target == "scrimp" else self.target)

@@ -7,7 +7,9 @@ import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
+from scrimp.cli.export_layout import check_saved, save_plan
 from scrimp.cli.show import plain_console, say
+from scrimp.cli.simulate import architecture_of, show_simulation
 from scrimp.config import Config, base_architecture, batches, flatten
 from scrimp.config.resolved import ResolvedLayout
 from scrimp.errors import ConfigError, PlanError
@@ -26,18 +28,30 @@ _AFTER_S = 2.0
 COLUMNS = ("layout", "micro", "recompute", "s/step", "tok/s each", "split", "memory")
 
 
-def plan_elsewhere(hardware: str, shape: Path | None, config: Config, given: Collection[str]) -> int:
+def plan_elsewhere(
+    hardware: str,
+    shape: Path | None,
+    config: Config,
+    given: Collection[str],
+    *,
+    save: Path | None = None,
+    simulates: bool = False,
+) -> int:
     """Search, and print the best plans.
 
     Args:
         shape: file of the model's shape; None: that of the configuration.
         given: dotted keys that the user wrote.
+        save: new file for the best plan.
+        simulates: count the best plan's memory, too.
 
     Raises:
         ConfigError: a file, a name or a setting that the search does not know.
         PlanError: no layout fits.
     """
     _refuse(given, shape)
+    model_line = None if save is None else check_saved(save, config, shape, given)
+    architecture = architecture_of(config, shape) if simulates else None
     cluster = load_hardware(hardware)
     model, sequence, tokens = _asked(shape, config)
     precision = "bf16" if config.precision == "auto" else config.precision
@@ -59,6 +73,10 @@ def plan_elsewhere(hardware: str, shape: Path | None, config: Config, given: Col
     if not found.best:
         raise _misfit(found, question)
     _show(found, question, hardware)
+    if save is not None and model_line is not None:
+        save_plan(save, found.best[0].setting, model_line, hardware)
+    if architecture is not None:
+        show_simulation(found.best[0].setting, architecture)
     return 0
 
 

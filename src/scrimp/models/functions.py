@@ -53,8 +53,7 @@ def plain_operations(fused_norm: FusedNorm, *, compiled: bool = False) -> Iterat
 
     Args:
         fused_norm: RMSNorm as one kernel, which torch has on CUDA alone.
-        compiled: of blocks that a compiler fuses. For its kernels stand the CPU's own functions, which save their
-            inputs alone, as those do.
+        compiled: of blocks that a compiler fuses. For its gates stand the CPU's own, which save their inputs alone.
     """
     tokens = _fused_norm.set(fused_norm), _is_compiled.set(compiled)
     try:
@@ -71,7 +70,7 @@ def uses_cpu_functions(x: Tensor) -> bool:
 
 def runs_cpu_functions() -> bool:
     """The same of any tensor on a CPU."""
-    return not torch.compiler.is_compiling() and (_fused_norm.get() is None or _is_compiled.get())
+    return not torch.compiler.is_compiling() and _fused_norm.get() is None
 
 
 def float32_or_wider(dtype: torch.dtype) -> torch.dtype:
@@ -86,20 +85,20 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in the compute type."""
-    dtype, fused = compute_dtype(x), _fused_norm.get()
-    if fused is None and uses_cpu_functions(x):
+    dtype = compute_dtype(x)
+    if uses_cpu_functions(x):
         return cast(Tensor, _RMSNorm.apply(x, weight, eps, dtype))  # type: ignore[no-untyped-call]
     if x.dtype != weight.dtype:
         # The fused kernel, which computes in float32 inside, takes one type only.
         x, weight = at_least_float32(x), at_least_float32(weight)
-    if x.device.type == "cpu" and not torch.compiler.is_compiling() and fused:
+    if x.device.type == "cpu" and not torch.compiler.is_compiling() and (fused := _fused_norm.get()):
         return fused(x, weight, eps).to(dtype)
     return F.rms_norm(x, (x.shape[-1],), weight, eps).to(dtype)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up for gate and up side by side in the last dimension."""
-    if uses_cpu_functions(gate_up):
+    if uses_cpu_functions(gate_up) or _is_compiled.get():
         return cast(Tensor, _SwiGLU.apply(gate_up))  # type: ignore[no-untyped-call]
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
@@ -107,7 +106,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 def geglu(gate_up: Tensor) -> Tensor:
     """gelu(gate) * up, GELU by its approximation with tanh, likewise."""
-    if uses_cpu_functions(gate_up):
+    if uses_cpu_functions(gate_up) or _is_compiled.get():
         return cast(Tensor, _GeGLU.apply(gate_up))  # type: ignore[no-untyped-call]
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh") * up

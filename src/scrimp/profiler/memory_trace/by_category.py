@@ -64,6 +64,8 @@ class CategoryTracker(StorageTracker):
         self._making: str | None = None
         self.at_peak: Counter[str] = Counter()
         """Bytes by category when most lived; kernels' workspaces are activations."""
+        self.most: Counter[str] = Counter()
+        """Most bytes of each category at any time, by who made them."""
         self._found = found
         self._live_by: Counter[str] = Counter()
         self._category: dict[int, str] = {}
@@ -83,18 +85,18 @@ class CategoryTracker(StorageTracker):
         """Watch storages that are resized, too."""
         original, tracker = self._resize, self
 
-        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+        def resize(storage: Any, size: int) -> Any:
             result = original(storage, size)
             tracker._resized(storage)
             return result
 
-        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
-        super().__enter__()
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign,assignment]
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         """No longer."""
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -102,6 +104,11 @@ class CategoryTracker(StorageTracker):
         if any(issubclass(kind, Tensor) and kind.__name__ == "DTensor" for kind in types):
             return NotImplemented
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def reset_peak(self) -> None:
+        """Measure peaks from here on."""
+        super().reset_peak()
+        self.at_peak, self.most = Counter(self._live_by), Counter(self._live_by)
 
     def _note(self, bytes_now: int, operator: str) -> None:
         if bytes_now <= self.peak:
@@ -125,7 +132,12 @@ class CategoryTracker(StorageTracker):
         key = tensor.untyped_storage()._cdata
         if key not in self._category:
             self._category[key] = self._making or _category_of_maker()
-        self._live_by[self._category[key]] += self.live - before
+        self._add(key, self.live - before)
+
+    def _add(self, key: int, size: int) -> None:
+        category = self._category[key]
+        self._live_by[category] += size
+        self.most[category] = max(self.most[category], self._live_by[category])
 
     def _free(self, key: int) -> None:
         size = self._storages[key][1]
@@ -142,7 +154,7 @@ class CategoryTracker(StorageTracker):
         now = -(-storage.nbytes() // self._granule) * self._granule
         self._storages[key] = reference, now
         self.live += now - before
-        self._live_by[self._category[key]] += now - before
+        self._add(key, now - before)
         self._note(self.live, "resized")
 
 

@@ -6,10 +6,10 @@ Method   torch's back end "fake" stands for a process group of any size in which
          (`scrimp.runtime.realise`), runs the passes of its pipeline's stages in their order, and is updated: twice,
          since the first step lays out what later ones find. Every storage is counted by what it is for
          (`scrimp.profiler.memory_trace.by_category`). Fake CPU tensors take a GPU's way through the model, and those
-         kernels' own memory is counted (`stand_ins`).
+         kernels' own memory is counted (`stand_ins`); gates save their inputs alone, as compiled ones do.
          Of a step's micro-batches as many run as are in flight at once, and one more: later ones take the same.
 Limits   Layouts that send what a number decides (shared experts), what lives on the host, and formats but bf16 are
-         refused by name. Blocks are not compiled. What the caching allocator cannot use is no tensor. An H100's number
+         refused by name. What the caching allocator cannot use is no tensor. An H100's number
          of multiprocessors is taken.
 Checked  tests/training/memory/test_simulated.py: bytes of shards by hand; torch's profiler on ranks that run
 """
@@ -21,6 +21,7 @@ import dataclasses
 import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,7 @@ from scrimp.data import Batch
 from scrimp.errors import PlanError
 from scrimp.models import spec_of
 from scrimp.models.flash import Gpu
+from scrimp.models.model import Model
 from scrimp.optim import build
 from scrimp.planner import Plan
 from scrimp.planner.layout.setting import FULL, NONE, SELECTIVE, Offload, Setting
@@ -47,12 +49,20 @@ from scrimp.profiler.memory_trace.by_category import (
     WEIGHTS,
     CategoryTracker,
 )
-from scrimp.profiler.memory_trace.stand_ins import GRANULES, standing_for, workspace_rule
+from scrimp.profiler.memory_trace.stand_ins import (
+    GRANULES,
+    DeviceFunctions,
+    standing_for,
+    workspace_rule,
+)
 from scrimp.runtime import Executable, realise
 from scrimp.runtime.parallel import RankMesh, units
 from scrimp.runtime.parallel.parallelise import groups_of
 from scrimp.runtime.passes import run_passes
 from scrimp.world import World
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 LEVELS = {NONE: "keep", SELECTIVE: "norms", FULL: "block"}
 """Recomputation of a setting to the level of a block's activations that carries it out."""
@@ -69,6 +79,8 @@ class SimulatedRank:
     """Of the pipeline."""
     categories: dict[str, int]
     """Bytes when most lived, by what they were for."""
+    most: dict[str, int]
+    """Most bytes of each category, each at its own time."""
 
     @property
     def total(self) -> int:
@@ -76,19 +88,26 @@ class SimulatedRank:
         return sum(self.categories.values())
 
 
-def simulate(setting: Setting, architecture: Architecture, ranks: Sequence[int]) -> list[SimulatedRank]:
+def simulate(
+    setting: Setting,
+    architecture: Architecture,
+    ranks: Sequence[int],
+    *,
+    device: DeviceFunctions = "cuda",
+) -> list[SimulatedRank]:
     """Count the memory of a step on some ranks of a pipeline, one after another.
 
     Args:
         setting: of Scrimp's own step.
         architecture: of the setting's model.
         ranks: of the pipeline.
+        device: whose way through the model is taken.
 
     Raises:
         PlanError: a setting that cannot be simulated, or a process that has a process group already.
     """
     refuse(setting)
-    return [_rank(setting, architecture, rank) for rank in dict.fromkeys(ranks)]
+    return [_rank(setting, architecture, rank, device) for rank in dict.fromkeys(ranks)]
 
 
 def refuse(setting: Setting) -> None:
@@ -109,7 +128,8 @@ def refuse(setting: Setting) -> None:
         or any(one.formats for one in plans),
         "offload: the host's memory is not simulated": setting.offload != Offload()
         or any(one.offload for one in plans),
-        "gathered blocks: Scrimp gathers all blocks alike": any(one.gathered for one in plans),
+        f"layout.dp {layout.dp} beside fsdp 1: copies read how many of them have a gradient": layout.dp > 1
+        and layout.shards == 1,
         "sequence_parallel false: Scrimp's ranks of tp share the tokens": layout.tp > 1
         and not setting.sequence_parallel,
     }
@@ -123,25 +143,30 @@ def refuse(setting: Setting) -> None:
         )
 
 
-def _rank(setting: Setting, architecture: Architecture, rank: int) -> SimulatedRank:
+def _rank(setting: Setting, architecture: Architecture, rank: int, device: DeviceFunctions) -> SimulatedRank:
     layout = _carried_out(setting)
     with _fake_group(layout.ranks, rank * (layout.ranks // layout.pp)) as world:
         mesh = RankMesh(layout, world)
-        for name in ("devices", "copies_and_shards", "sparse"):  # made of numbers, which fake tensors have not
+        for name in (
+            "devices",
+            "copies_and_shards",
+            "sparse",
+        ):  # made of numbers, which fake tensors have not
             getattr(mesh, name)
         gpu, holders = Gpu(), _Holders()
         tracker = CategoryTracker(
-            granule=GRANULES["cuda"], workspace=workspace_rule("cuda", gpu), found=holders.gradients
+            granule=GRANULES[device], workspace=workspace_rule(device, gpu), found=holders.gradients
         )
         fake = FakeTensorMode(allow_non_fake_inputs=True)
-        with standing_for("cuda", gpu=gpu, compiled=True):
+        with standing_for(device, gpu=gpu, compiled=True):
             holders.executable = _executable(setting, architecture, mesh, _both(fake, tracker), tracker)
+            _keep_gathered(setting, holders.executable.model)
             with fake, tracker:
                 _steps(setting, holders.executable, tracker)
-        categories = {name: size for name, size in tracker.at_peak.items() if size}
         del holders
     gc.collect()  # modules and hooks hold one another
-    return SimulatedRank(rank, categories)
+    categories = {name: size for name, size in tracker.at_peak.items() if size}
+    return SimulatedRank(rank, categories, dict(tracker.most))
 
 
 @contextlib.contextmanager
@@ -193,6 +218,15 @@ def _executable(
             mesh=mesh,
             memory=memory,
         )
+
+
+def _keep_gathered(setting: Setting, model: Model) -> None:
+    """Leave the weights of some blocks whole after their forward passes."""
+    if setting.layout.shards > 1:
+        plans = block_plans(setting)
+        for number, block in zip(model.part.blocks, model.blocks, strict=True):
+            if plans[number].gathered:
+                cast("FSDPModule", block).set_reshard_after_forward(False)
 
 
 @contextlib.contextmanager
