@@ -51,6 +51,7 @@ PUBLIC = {
     "generate": "TARGET --prompt --tokens --temperature --top-k --top-p --seed --device --trust-code",
     "export": "RUN OUT --trust-code",
     "export-precision": "SOURCE OUT --target --names --approximate",
+    "export-layout": "SOURCE OUT --target --approximate",
     "report": "RUN",
     "doctor": "--device --json --fresh --ranks",
 }

@@ -316,6 +316,25 @@ class ExportPrecision:
 
 
 @dataclass(frozen=True)
+class ExportLayout:
+    """Write a plan for other hardware as a configuration of TorchTitan, or as flags of Megatron-Bridge."""
+
+    source: Positional[Path]
+    """Plan that `scrimp plan --hardware ... --save` wrote."""
+    out: Positional[Path]
+    """New file."""
+    target: Literal["torchtitan", "megatron-bridge"]
+    """torchtitan: Python with a configuration, scrimp_plan. megatron-bridge: a shell script with flags."""
+    approximate: FlagCreatePairsOff[bool] = False
+    """What the trainer cannot be told is left to what is nearest; each change is listed. Else it is refused."""
+
+    def execute(self, given: frozenset[str]) -> int:
+        from scrimp.cli.export_layout import export_layout_to_file
+
+        return export_layout_to_file(self.source, self.out, self.target, approximate=self.approximate)
+
+
+@dataclass(frozen=True)
 class Report:
     """Write a run's report.html: one page with curves, memory, configuration and samples."""
 
@@ -404,6 +423,7 @@ COMMANDS: dict[str, type[Command]] = {
     "chat": Chat,
     "export": Export,
     "export-precision": ExportPrecision,
+    "export-layout": ExportLayout,
     "report": Report,
     "doctor": Doctor,
 }
