@@ -15,7 +15,7 @@ from scrimp.planner.layout.stages import block_plans
 from scrimp.report.units import format_bytes
 
 MARGIN = "margin"
-COLUMNS = ("bytes of a rank", "predicted", "counted", "difference", "most at any time")
+COLUMNS = ("bytes of a rank", "predicted", "counted", "diff.", "most")
 _STAY = ("weights", "gradients", "gathered")
 
 
@@ -49,7 +49,8 @@ def show_simulation(setting: Setting, architecture: Architecture) -> None:
         _show(setting, found.rank, predicted[found.rank].categories, found.categories, found.most)
     seconds, most = time.monotonic() - start, max(one.total for one in counted)
     console.print(
-        f"counted in {seconds:.0f} s on a fake process group of {setting.layout.ranks:,} ranks, in this process"
+        f"counted when most lived, in {seconds:.0f} s, on a fake process group of {setting.layout.ranks:,} ranks; "
+        "most: of a category at any time"
     )
     if most > setting.device.memory_bytes:
         console.print(
@@ -72,7 +73,8 @@ def _show(
     )
     table = Table(title=f"the first plan on {which}", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for name in COLUMNS:
-        table.add_column(name, justify="left" if name == COLUMNS[0] else "right", no_wrap=True)
+        is_name = name == COLUMNS[0]
+        table.add_column(name, justify="left" if is_name else "right", no_wrap=not is_name)
     formula = {name: size for name, size in predicted.items() if name != MARGIN}
     for names in _rows(setting, (*formula, *counted)):
         sums = [sum(one.get(name, 0.0) for name in names) for one in (formula, counted, most)]

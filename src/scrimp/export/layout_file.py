@@ -63,7 +63,7 @@ def export_layout(
         raise PlanError(
             f"{target} cannot be told all of this plan",
             got="; ".join(found.not_as_planned),
-            do="plan again with what it can (--layout.*), or write the nearest with --approximate",
+            do="write the nearest with --approximate, or plan with what it can",
         )
     return found
 

@@ -77,6 +77,26 @@ def test_a_thousand_ranks_of_four_axes_are_one_process() -> None:
     assert first.most.get("logits", 0) == 0
 
 
+def test_experts_are_shared_by_all_ranks_of_a_stage() -> None:
+    def found(**layout: int) -> SimulatedRank:
+        routed = Line(
+            model="mixtral-8m",
+            hardware="4xh100",
+            sequence=512,
+            global_batch=16,
+            micro_batch=1,
+            layout=LayoutLine(**layout),
+        )
+        (one,) = simulate(setting_of(routed), preset("mixtral-8m"), (0,))
+        return one
+
+    alone, shared, cut = found(fsdp=4), found(fsdp=4, ep=4), found(fsdp=2, tp=2, ep=2, etp=2)
+    for name in ("weights", "gradients", "optimizer"):
+        assert shared.categories[name] == pytest.approx(alone.categories[name], rel=0.02)
+        assert cut.categories[name] == pytest.approx(alone.categories[name], rel=0.02)
+    assert shared.most["gathered"] < alone.most["gathered"]
+
+
 @pytest.mark.parametrize(
     ("setting", "says"),
     [
@@ -87,7 +107,6 @@ def test_a_thousand_ranks_of_four_axes_are_one_process() -> None:
             lambda: dataclasses.replace(line(2, fsdp=2), blocks=(BlockPlan(offload=True),) * 4),
             "offload",
         ),
-        (lambda: line(2, fsdp=2, ep=2), "layout.ep 2"),
         (lambda: line(2, dp=2), "layout.dp 2"),
         (lambda: line(2, tp=2, sequence_parallel=False), "sequence_parallel"),
     ],

@@ -105,6 +105,7 @@ def line_of(setting: Setting, model: str | ModelShape, hardware: str) -> Line:
         model: as a line names that of the setting.
         hardware: the same.
     """
+    assert not setting.formats, "a line says formats block by block"
     layout = setting.layout
     degrees = {
         field.name: getattr(layout, field.name) for field in fields(LayoutLine) if hasattr(layout, field.name)

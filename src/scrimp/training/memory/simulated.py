@@ -8,9 +8,9 @@ Method   torch's back end "fake" stands for a process group of any size in which
          (`scrimp.profiler.memory_trace.by_category`). Fake CPU tensors take a GPU's way through the model, and those
          kernels' own memory is counted (`stand_ins`); gates save their inputs alone, as compiled ones do.
          Of a step's micro-batches as many run as are in flight at once, and one more: later ones take the same.
-Limits   Layouts that send what a number decides (shared experts), what lives on the host, and formats but bf16 are
-         refused by name. What the caching allocator cannot use is no tensor. An H100's number
-         of multiprocessors is taken.
+         Ranks that share experts send as many tokens to each (`balanced_experts`).
+Limits   Whole copies, what lives on the host, and formats but bf16 are refused by name. What the caching allocator
+         cannot use is no tensor. An H100's number of multiprocessors is taken.
 Checked  tests/training/memory/test_simulated.py: bytes of shards by hand; torch's profiler on ranks that run
 """
 
@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
@@ -59,6 +60,7 @@ from scrimp.runtime import Executable, realise
 from scrimp.runtime.parallel import RankMesh, units
 from scrimp.runtime.parallel.parallelise import groups_of
 from scrimp.runtime.passes import run_passes
+from scrimp.training.memory.balanced_experts import balance_experts
 from scrimp.world import World
 
 if TYPE_CHECKING:
@@ -120,9 +122,6 @@ def refuse(setting: Setting) -> None:
     reasons = {
         f"software {setting.software.name}: Scrimp's own step is what is run": setting.software.name
         != "scrimp",
-        f"layout.ep {layout.ep}, layout.etp {layout.etp}: routers decide how many tokens are sent": layout.ep
-        * layout.etp
-        > 1,
         f"precision {setting.precision}: back ends for formats are not simulated": setting.precision != "bf16"
         or bool(setting.formats)
         or any(one.formats for one in plans),
@@ -138,8 +137,8 @@ def refuse(setting: Setting) -> None:
         raise PlanError(
             "this plan cannot be simulated",
             got="; ".join(found),
-            expected="a plan in bf16 of Scrimp's own, without shared experts and offload",
-            do="leave --simulate out, or give --layout.* and --precision that can be",
+            expected="a plan in bf16 of Scrimp's own, without offload",
+            do="leave --simulate out, or give another layout or precision",
         )
 
 
@@ -161,12 +160,13 @@ def _rank(setting: Setting, architecture: Architecture, rank: int, device: Devic
         with standing_for(device, gpu=gpu, compiled=True):
             holders.executable = _executable(setting, architecture, mesh, _both(fake, tracker), tracker)
             _keep_gathered(setting, holders.executable.model)
+            balance_experts(holders.executable.model, int(setting.tokens) // layout.tp)
             with fake, tracker:
                 _steps(setting, holders.executable, tracker)
         del holders
     gc.collect()  # modules and hooks hold one another
     categories = {name: size for name, size in tracker.at_peak.items() if size}
-    return SimulatedRank(rank, categories, dict(tracker.most))
+    return SimulatedRank(rank, categories, dict(tracker.most | Counter(categories)))
 
 
 @contextlib.contextmanager
