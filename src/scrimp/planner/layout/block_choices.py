@@ -66,8 +66,8 @@ def leanest(setting: Setting, *, keeps_all: bool = False) -> Setting:
 
 def has_room(setting: Setting) -> bool:
     """Whether its devices and hosts hold it where it is leanest."""
-    on_device = max(one.total for one in peak_bytes(leanest(setting)))
-    return on_device <= setting.device.memory_bytes and host_bytes(setting) <= _host_room(setting)
+    over = _over(setting, [one.total for one in peak_bytes(leanest(setting))])
+    return max(over) <= 0 and _host_room(setting) >= 0
 
 
 Table = tuple[Choices, list[BlockPlan]]
@@ -112,14 +112,19 @@ class Blocks:
         for keeps_all in (False, True):
             least = [one.total for one in peak_bytes(leanest(setting, keeps_all=keeps_all))]
             self.leanest_bytes = self.leanest_bytes or max(least)
-            if self.leanest_bytes > setting.device.memory_bytes or host_bytes(setting) > _host_room(setting):
+            over = _over(setting, least)
+            if not keeps_all and (max(over) > 0 or _host_room(setting) < 0):
                 break
-            menus = menus_of(setting, quality, keeps_all=keeps_all)
-            self.spare = (quality.limit if quality else 0.0) - sum(menu.least for menu in menus)
+            menus: dict[str, list[Menu]] = {}
             plan = BlockPlan(recompute=NONE if keeps_all else FULL)
             for rank, ways in enumerate(self.ranks):
-                if least[rank] <= setting.device.memory_bytes:
-                    ways.append(self._way(rank, menus, plan, least[rank]))
+                own = setting.at(rank)
+                if own.place.node.name not in menus:
+                    menus[own.place.node.name] = menus_of(own, quality, keeps_all=keeps_all)
+                if over[rank] <= 0:
+                    ways.append(self._way(rank, menus[own.place.node.name], plan, -over[rank]))
+            least_harm = sum(menu.least for menu in next(iter(menus.values())))
+            self.spare = (quality.limit if quality else 0.0) - least_harm
 
     def least_seconds(self) -> float:
         """Seconds that the passes of one micro-batch take at least, of all ranks together; infinite where the limit
@@ -149,7 +154,7 @@ class Blocks:
             if found is None:
                 return None
             setting, used = found
-            over = [one.total - setting.device.memory_bytes for one in peak_bytes(setting)]
+            over = _over(setting, [one.total for one in peak_bytes(setting)])
             if max(over) <= 0:
                 return setting
             # What comes back at once may be more than what the leanest plan has room for.
@@ -188,7 +193,7 @@ class Blocks:
                 used[rank] += float(choices.bytes[choice])
         return dataclasses.replace(self.setting, blocks=tuple(plans)), used
 
-    def _way(self, rank: int, menus: Sequence[Menu], plan: BlockPlan, least: float) -> _Way:
+    def _way(self, rank: int, menus: Sequence[Menu], plan: BlockPlan, left: float) -> _Way:
         setting, own, first = self.setting, self.blocks[rank], self.setting.model.first_equal
         flight = passes_in_flight(setting, rank)
         leaving = _leaving(setting, own, flight)
@@ -198,20 +203,25 @@ class Blocks:
             count * waiting_bytes(setting.model.blocks[block], plan, setting)
             for block, count in counted.items()
         )
-        spare = (setting.device.memory_bytes - least) / (1.0 + MARGIN)
-        return _Way(tables, spare + flight * held)
+        return _Way(tables, left / (1.0 + MARGIN) + flight * held)
 
 
 def _leaving(setting: Setting, own: Sequence[int], flight: float) -> int:
     """How many of these blocks the host has room for."""
-    room = _host_room(setting) - host_bytes(setting)
+    room = _host_room(setting)
     first = {setting.model.first_equal[block] for block in own}
     return int(room / max(flight * kept_bytes(setting.model.blocks[block], setting) for block in first))
 
 
+def _over(setting: Setting, sizes: Sequence[float]) -> list[float]:
+    """How much more each rank needs than its devices have."""
+    return [size - setting.at(rank).device.memory_bytes for rank, size in enumerate(sizes)]
+
+
 def _host_room(setting: Setting) -> float:
-    group = setting.cluster.groups[0]
-    return _HOST_SHARE * group.node.host_memory_bytes / group.used
+    """What host memory has left for a device, of the host that has least."""
+    room = min(group.node.host_memory_bytes / group.used for group in setting.cluster.groups)
+    return _HOST_SHARE * room - host_bytes(setting)
 
 
 def _blocks_of_ranks(setting: Setting) -> list[list[int]]:
@@ -225,9 +235,11 @@ def _blocks_of_ranks(setting: Setting) -> list[list[int]]:
 
 def _ends(setting: Setting) -> list[float]:
     """Seconds of embedding and head on each rank, for one micro-batch."""
-    kernels, found = kernels_of(setting), [0.0] * setting.layout.pp
-    for rank, ends in ((0, embedding_seconds), (-1, head_seconds)):
-        one = ends(setting, kernels)
+    last = setting.layout.pp - 1
+    found = [0.0] * (last + 1)
+    for rank, ends in ((0, embedding_seconds), (last, head_seconds)):
+        own = setting.at(rank)
+        one = ends(own, kernels_of(own))
         found[rank] += one.forward.total + one.backward.total
     return found
 
