@@ -48,7 +48,7 @@ from scrimp.planner.layout.stages import blocks_of_stages
 
 Array = NDArray[np.float64]
 _PRICES = 12
-_TRIES = 3
+_TRIES, _ROUNDS = 3, 2
 _CELLS = Cells()
 _HOST_SHARE = 0.9
 """Of host memory, what the system and the program itself leave: an estimate."""
@@ -87,9 +87,9 @@ class _Way:
         counted = Counter(id(choices) for choices, _ in self.tables)
         return _least_of_rank([(known[one], count) for one, count in counted.items()], price, self.room)
 
-    def frontier(self, prices: Sequence[float], cells: Cells) -> Frontier | None:
+    def frontier(self, target: float, cells: Cells) -> Frontier | None:
         """Its plans, where it has room for any."""
-        return frontier([choices for choices, _ in self.tables], prices, self.room, cells.bytes)
+        return frontier([choices for choices, _ in self.tables], target, self.room, cells.bytes)
 
 
 class Blocks:
@@ -115,14 +115,14 @@ class Blocks:
             over = _over(setting, least)
             if not keeps_all and (max(over) > 0 or _host_room(setting) < 0):
                 break
-            menus: dict[str, list[Menu]] = {}
+            menus: dict[int, list[Menu]] = {}
             plan = BlockPlan(recompute=NONE if keeps_all else FULL)
             for rank, ways in enumerate(self.ranks):
                 own = setting.at(rank)
-                if own.place.node.name not in menus:
-                    menus[own.place.node.name] = menus_of(own, quality, keeps_all=keeps_all)
+                if own.place_number not in menus:
+                    menus[own.place_number] = menus_of(own, quality, keeps_all=keeps_all)
                 if over[rank] <= 0:
-                    ways.append(self._way(rank, menus[own.place.node.name], plan, -over[rank]))
+                    ways.append(self._way(rank, menus[own.place_number], plan, -over[rank]))
             least_harm = sum(menu.least for menu in next(iter(menus.values())))
             self.spare = (quality.limit if quality else 0.0) - least_harm
 
@@ -168,19 +168,23 @@ class Blocks:
 
     def _solved(self, ranks: list[list[_Way]], cells: Cells) -> tuple[Setting, list[float]] | None:
         """The fastest choices, and the bytes that they add up to on each rank."""
-        prices = self._prices()
-        # A price beyond all at which choices change: the least harm.
-        prices.append(2.0 * max(prices) + 1.0)
-        found = []
-        for ways in ranks:
-            fronts = [(way, front) for way in ways if (front := way.frontier(prices, cells)) is not None]
-            if not fronts:
+        number = len(self.setting.model.blocks)
+        targets = [self.spare * len(own) / number for own in self.blocks]
+        found: list[list[tuple[_Way, Frontier]]] = []
+        taken: list[int] = []
+        for _ in range(_ROUNDS if len(ranks) > 1 else 1):
+            found = []
+            for ways, target in zip(ranks, targets, strict=True):
+                fronts = [(way, front) for way in ways if (front := way.frontier(target, cells)) is not None]
+                if not fronts:
+                    return None
+                found.append(fronts)
+            merged = [_merged([front for _, front in fronts]) for fronts in found]
+            shares = spread(merged, self.ends, self.setting.micro_batches, self.spare, cells.harm)
+            if shares is None:
                 return None
-            found.append(fronts)
-        merged = [_merged([front for _, front in fronts]) for fronts in found]
-        taken = spread(merged, self.ends, self.setting.micro_batches, self.spare, cells.harm)
-        if taken is None:
-            return None
+            taken = shares
+            targets = [float(one.harm[plan]) for one, plan in zip(merged, taken, strict=True)]
         plans, used = [BlockPlan()] * len(self.setting.model.blocks), [0.0] * len(ranks)
         for rank, (fronts, plan) in enumerate(zip(found, taken, strict=True)):
             way, front = fronts[0]

@@ -178,7 +178,7 @@ def profiles(
     place = setting.layout.tp, setting.layout.cp, setting.layout.ep, setting.layout.etp, setting.layout.zero
     shards = (
         setting.groups["shards"],
-        setting.place.node.name,
+        setting.place_number,
         setting.micro_batch,
         setting.offload,
         recompute,

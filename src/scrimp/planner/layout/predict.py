@@ -141,14 +141,14 @@ class _Stage:
 
 def _stages(setting: Setting) -> list[_Stage]:
     kinds = kinds_of_stages(setting)
-    seconds: dict[tuple[int, BlockPlan, str], tuple[PassSeconds, PassSeconds]] = {}
+    seconds: dict[tuple[int, BlockPlan, int], tuple[PassSeconds, PassSeconds]] = {}
     found = []
     for number, counted in enumerate(kinds):
         own = setting.at(number % setting.layout.pp)
         kernels = kernels_of(own)
         forward = backward = PassSeconds(0.0)
         for kind, count in counted.items():
-            key = (*kind, own.place.node.name)
+            key = (*kind, own.place_number)
             if key not in seconds:
                 seconds[key] = planned_seconds(*kind, own, kernels)
             ahead, back = seconds[key]
@@ -174,7 +174,7 @@ def planned_seconds(
         number: the block's.
     """
     block, own, layout = setting.model.blocks[number], setting.in_formats(plan.formats), setting.layout
-    place = setting.place.node.name
+    place = setting.place_number
     key = number, plan.formats, place, setting.micro_batch, layout.tp, layout.cp, layout.ep, layout.etp
     if key not in setting.known:
         setting.known[key] = block_seconds(block, own, kernels)

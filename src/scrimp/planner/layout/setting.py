@@ -103,15 +103,23 @@ class Setting:
         """That computes; of several kinds the slowest."""
         return self.place.node.device
 
-    @cached_property
+    @property
     def place(self) -> NodeGroup:
         """The nodes of the devices that are meant; of several kinds the one with the slowest devices, for which all
         others wait."""
+        return self.cluster.groups[self.place_number]
+
+    @cached_property
+    def place_number(self) -> int:
+        """Which of the cluster's groups of nodes that is."""
         groups = self.cluster.groups
-        if len(groups) > 1 and self.rank is not None:
-            first = self.rank * self.cluster.devices // self.layout.pp
-            groups = self.cluster.groups_of(first, first + self.cluster.devices // self.layout.pp)
-        return min(groups, key=lambda one: one.node.device.rate("bf16") or 0.0)
+        if len(groups) == 1:
+            return 0
+        numbers = list(range(len(groups)))
+        if self.rank is not None:
+            each = self.cluster.devices // self.layout.pp
+            numbers = self.cluster.groups_of(self.rank * each, (self.rank + 1) * each)
+        return min(numbers, key=lambda one: groups[one].node.device.rate("bf16") or 0.0)
 
     def at(self, rank: int) -> Setting:
         """As a rank of the pipeline sees it."""
