@@ -12,9 +12,8 @@ from pathlib import Path
 from scrimp.cli.show import say
 from scrimp.config import Config, base_architecture, batches, flatten, nearest_word
 from scrimp.errors import ConfigError
-from scrimp.planner.hardware import load_hardware
 from scrimp.planner.layout.divisibility import matches
-from scrimp.planner.layout.lines import PRECISIONS, read_shape
+from scrimp.planner.layout.lines import PRECISIONS, planned_hardware, read_shape
 from scrimp.planner.layout.objectives import Goal, Objective, Searching
 from scrimp.planner.layout.scaled_models import ModelFamily, family_of
 from scrimp.planner.layout.search import Question
@@ -80,7 +79,7 @@ def read_ask(ask: Ask, config: Config, given: Collection[str]) -> Asked:
     _refuse(given, ask.shape)
     tokens = None if ask.tokens is None else read_count(ask.tokens)
     goal = Goal(objective=ask.objective, tokens=tokens, days=ask.days)
-    cluster = load_hardware(ask.hardware)
+    cluster = planned_hardware(ask.hardware)
     family, sequence, batch = _model(ask.shape, config)
     precision = "bf16" if config.precision == "auto" else config.precision
     if precision not in PRECISIONS:

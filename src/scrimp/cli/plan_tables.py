@@ -80,16 +80,20 @@ def summary(answer: Answer, goal: Goal) -> str:
     ]
     if price_of(question.cluster):
         price = cost_of(question, seconds, 1e9)
-        lines.append(f"${price:,.4g} for a billion tokens, at ${price_of(question.cluster):,.2f} an hour")
+        lines.append(f"${dollars(price)} for a billion tokens, at ${price_of(question.cluster):,.2f} an hour")
     if goal.tokens is not None:
         days = days_of(question, seconds, goal.tokens)
-        dollars = (
-            f" and ${cost_of(question, seconds, goal.tokens):,.0f}" if price_of(question.cluster) else ""
-        )
-        lines.append(f"{format_count(goal.tokens)} tokens: {days:,.3g} days{dollars}")
+        all_of_it = cost_of(question, seconds, goal.tokens)
+        text = f" and ${dollars(all_of_it)}" if price_of(question.cluster) else ""
+        lines.append(f"{format_count(goal.tokens)} tokens: {days:,.3g} days{text}")
     lines.append("split: per cent of a step that is computing, exchanges that nothing hides, and bubble")
     lines.append(f"{found.tried:,} settings tried, of which {found.too_large:,} do not fit")
     return "\n".join(lines)
+
+
+def dollars(amount: float) -> str:
+    """1,885 or 69.75: cents below a hundred."""
+    return f"{amount:,.2f}" if amount < 100 else f"{amount:,.0f}"
 
 
 def trials_table(trials: Sequence[Trial], goal: Goal) -> Table:
@@ -100,7 +104,7 @@ def trials_table(trials: Sequence[Trial], goal: Goal) -> Table:
     for one in trials:
         question, seconds = one.question, one.best.seconds if one.best else None
         size = question.cluster.devices if by_size else question.model.parameters
-        cells = ["", ""] if seconds is None else [f"{seconds:.3g}", f"{cost_of(question, seconds, 1e9):,.4g}"]
+        cells = ["", ""] if seconds is None else [f"{seconds:.3g}", dollars(cost_of(question, seconds, 1e9))]
         if goal.tokens:
             cells.append("" if seconds is None else f"{days_of(question, seconds, goal.tokens):,.3g}")
         table.add_row(one.name, f"{size:,}" if by_size else format_count(size), *cells, one.note)
@@ -194,8 +198,8 @@ def _seconds(value: float) -> str:
 def _table(title: str, *names: str) -> Table:
     """Words on the left, which may wrap; numbers on the right."""
     table = Table(title=Text(title), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    words = ("layout", "at best", "with", "change", "killed by", "")
+    words = ("layout", "at best", "with", "tried", "change", "killed by")
     for name in names:
-        is_text = name in (*words, "tried")
+        is_text = name in (*words, "")
         table.add_column(name, justify="left" if is_text else "right", no_wrap=name not in words)
     return table

@@ -119,7 +119,7 @@ def _cards(answer: Mapping[str, Any]) -> Markup:
     ]
     price, tokens = best["dollars_per_billion_tokens"], answer["question"]["tokens"]
     if price is not None:
-        rows.append(("a billion tokens", f"${price:,.4g}", "by the prices of the hardware files"))
+        rows.append(("a billion tokens", f"${price:,.2f}", "by the prices of the hardware files"))
     if tokens:
         dollars = f"${best['dollars']:,.0f}" if price is not None else ""
         rows.append((f"{format_count(tokens)} tokens", f"{best['days']:,.3g} days", dollars))
