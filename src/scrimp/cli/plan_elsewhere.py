@@ -164,6 +164,14 @@ def _misfit(answer: Answer, asked: Asked) -> PlanError:
     question, found = answer.question, answer.found
     if not found.tried:
         return _no_layout(question, asked)
+    if found.nearest_bytes <= question.device.memory_bytes:
+        group = question.cluster.groups[0]
+        return PlanError(
+            "no layout of the model fits: what the devices cannot hold, the host cannot either",
+            got=f"{format_bytes(round(found.nearest_host_bytes * group.used))} of states for the host, "
+            f"{format_bytes(group.node.host_memory_bytes)} of host memory",
+            do="give --budget.host-memory where there is more, take more or larger devices, or a smaller model",
+        )
     number = _enough(question, asked)
     need = format_bytes(round(found.nearest_bytes))
     return PlanError(

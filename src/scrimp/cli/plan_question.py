@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scrimp.cli.show import say
-from scrimp.config import Config, base_architecture, batches, flatten, nearest_word
+from scrimp.config import Config, base_architecture, batches, flatten, nearest_word, parse_bytes, snip
 from scrimp.errors import ConfigError
+from scrimp.planner.hardware import Cluster
+from scrimp.planner.layout.block_menus import FormatBudget
 from scrimp.planner.layout.divisibility import matches
 from scrimp.planner.layout.lines import PRECISIONS, planned_hardware, read_shape
 from scrimp.planner.layout.objectives import Goal, Objective, Searching
@@ -19,7 +21,10 @@ from scrimp.planner.layout.scaled_models import ModelFamily, family_of
 from scrimp.planner.layout.search import Question
 from scrimp.planner.layout.software import software
 
-READ = ("train.sequence", "train.batch_tokens", "train.micro_batch", "precision")
+READ = (
+    *("train.sequence", "train.batch_tokens", "train.micro_batch", "precision"),
+    *("snip.formats", "budget.fp4_flops", "budget.host_memory", "budget.device_memory"),
+)
 LAYOUT = ("dp", "fsdp", "zero", "tp", "pp", "cp", "ep", "etp", "virtual", "schedule", "stages")
 EXPLAINED = {
     **{f"layout.{name}": name for name in ("tp", "pp", "cp", "ep", "fsdp", "zero", "virtual")},
@@ -79,22 +84,17 @@ def read_ask(ask: Ask, config: Config, given: Collection[str]) -> Asked:
     _refuse(given, ask.shape)
     tokens = None if ask.tokens is None else read_count(ask.tokens)
     goal = Goal(objective=ask.objective, tokens=tokens, days=ask.days)
-    cluster = planned_hardware(ask.hardware)
+    cluster = _with_budget(planned_hardware(ask.hardware), config)
     family, sequence, batch = _model(ask.shape, config)
-    precision = "bf16" if config.precision == "auto" else config.precision
-    if precision not in PRECISIONS:
-        raise ConfigError(
-            "a search takes one format for all blocks",
-            got=f"precision {config.precision}",
-            expected=f"one of {', '.join(PRECISIONS)}",
-        )
+    formats = _formats(config)
     question = Question(
         model=family.member(family.given).model,
         cluster=cluster,
         sequence=sequence,
         global_batch=batch // sequence,
         software=software("scrimp"),
-        precision=precision,
+        precision=formats.base if formats else _precision(config),
+        formats=formats,
     )
     values = flatten(config)
     wanted = {name: values[f"layout.{name}"] for name in LAYOUT if f"layout.{name}" in given}
@@ -102,6 +102,43 @@ def read_ask(ask: Ask, config: Config, given: Collection[str]) -> Asked:
         wanted["micro_batch"] = config.train.micro_batch
     explain = {} if ask.explain is None else _explain(ask.explain)
     return Asked(question=question, goal=goal, given=wanted, explain=explain, family=family)
+
+
+def _precision(config: Config) -> str:
+    """The format of all blocks' products."""
+    precision = "bf16" if config.precision == "auto" else config.precision
+    if precision not in PRECISIONS:
+        raise ConfigError(
+            "a search takes one format for all blocks, or chooses",
+            got=f"precision {config.precision}",
+            expected=f"one of {', '.join(PRECISIONS)}, snip",
+        )
+    return precision
+
+
+def _formats(config: Config) -> FormatBudget | None:
+    """What formats the search chooses from; None: one is given."""
+    if not config.is_planned:
+        return None
+    given = config.snip.formats
+    names = (snip.DEFAULT_FORMATS if given == "auto" else given).split(",")
+    share = snip.DEFAULT_SHARE if config.budget.fp4_flops is None else config.budget.fp4_flops
+    return FormatBudget(names=tuple(name.strip() for name in names), share=share)
+
+
+def _with_budget(cluster: Cluster, config: Config) -> Cluster:
+    """The cluster with the memory that the user gives, of each device and of each host."""
+    device, host = config.budget.device_memory, config.budget.host_memory
+    groups = []
+    for group in cluster.groups:
+        node = group.node
+        if device is not None:
+            given = dataclasses.replace(node.device, memory_bytes=parse_bytes(device))
+            node = dataclasses.replace(node, device=given)
+        if host is not None:
+            node = dataclasses.replace(node, host_memory_bytes=parse_bytes(host))
+        groups.append(dataclasses.replace(group, node=node))
+    return dataclasses.replace(cluster, groups=tuple(groups))
 
 
 def read_count(text: str) -> float:

@@ -22,6 +22,7 @@ from scrimp.planner.layout.explained import (
 from scrimp.planner.layout.objectives import Answer, Goal, Trial, cost_of, days_of, price_of
 from scrimp.planner.layout.search import Candidate, Found, Question
 from scrimp.planner.layout.setting import Setting
+from scrimp.planner.layout.summary import low_share
 from scrimp.planner.layout.what_if import Change
 from scrimp.report.units import format_bytes, format_count, format_rate
 
@@ -40,11 +41,19 @@ def layout_text(setting: Setting) -> str:
     return " ".join(text)
 
 
+def formats_text(question: Question) -> str:
+    """The format that is given, or what is chosen from."""
+    if question.formats is None:
+        return question.precision
+    low = ", ".join(name for name in question.formats.names if name != question.formats.base)
+    return f"{question.formats.base} and at most {question.formats.share:.0%} in {low}"
+
+
 def plans_table(found: Found, question: Question) -> Table:
     """The best plans, the fastest first."""
     what = f"{question.model.parameters / 1e9:,.1f}B parameters on {question.cluster.name}"
     table = _table(
-        f"{what}, {question.precision}; predicted",
+        f"{what}, {formats_text(question)}; predicted",
         "layout",
         "micro",
         "recompute",
@@ -60,13 +69,37 @@ def plans_table(found: Found, question: Question) -> Table:
         table.add_row(
             layout_text(one.setting),
             str(one.setting.micro_batch),
-            again_text(one.setting),
+            _again_cell(one.setting),
             f"{one.seconds:.3g}",
             f"{prediction.tokens_per_second_per_device:,.0f}",
             "/".join(f"{100 * share:.0f}" for share in shares),
             f"{peak:.0%}",
         )
     return table
+
+
+def _again_cell(setting: Setting) -> str:
+    """What all blocks make again, or that they differ."""
+    text = again_text(setting)
+    return "by block" if "," in text else text
+
+
+def _blocks_lines(best: Candidate, question: Question) -> list[str]:
+    """What is not the same in all blocks of a plan, and what is on the host."""
+    setting, found = best.setting, []
+    host = [
+        name for name in ("optimizer", "master", "gradients", "weights") if getattr(setting.offload, name)
+    ]
+    if host:
+        found.append(f"in host memory: {', '.join(host)}")
+    if "," in again_text(setting):
+        found.append(f"blocks: {again_text(setting)}")
+    if question.formats is not None:
+        found.append(
+            f"{low_share(setting):.0%} of the blocks' FLOPs in 4 bits, where they save most: without statistics of the "
+            "model all products count as equally sensitive"
+        )
+    return found
 
 
 def summary(answer: Answer, goal: Goal) -> str:
@@ -86,6 +119,7 @@ def summary(answer: Answer, goal: Goal) -> str:
         all_of_it = cost_of(question, seconds, goal.tokens)
         text = f" and ${dollars(all_of_it)}" if price_of(question.cluster) else ""
         lines.append(f"{format_count(goal.tokens)} tokens: {days:,.3g} days{text}")
+    lines += _blocks_lines(found.best[0], question)
     lines.append("split: per cent of a step that is computing, exchanges that nothing hides, and bubble")
     lines.append(f"{found.tried:,} settings tried, of which {found.too_large:,} do not fit")
     return "\n".join(lines)

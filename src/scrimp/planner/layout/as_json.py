@@ -64,6 +64,7 @@ def setting_json(setting: Setting) -> dict[str, Any]:
         "layout": layout | {"sequence_parallel": setting.sequence_parallel},
         "micro_batch": setting.micro_batch,
         "recompute": setting.recompute,
+        "blocks": [dataclasses.asdict(one) for one in setting.blocks],
         "offload": dataclasses.asdict(setting.offload),
         "precision": setting.precision,
     }

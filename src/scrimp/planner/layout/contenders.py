@@ -10,7 +10,6 @@ Checked  tests/planner/layout/test_contenders.py: brute force over all candidate
 
 from __future__ import annotations
 
-import bisect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -58,10 +57,16 @@ class Contenders:
         self.families: dict[Family, Candidate | Misfit] = {}
         self._keep = keep
 
-    def fits(self, one: Candidate) -> None:
-        """Take in a candidate that fits."""
-        if len(self.best) < self._keep or one.seconds < self.best[-1].seconds:
-            bisect.insort(self.best, one, key=lambda each: each.seconds)
+    def fits(self, one: Candidate | None) -> None:
+        """Take in a candidate that fits, if it is one; of one layout and micro-batch the fastest stays."""
+        if one is None:
+            return
+        place = one.setting.layout, one.setting.micro_batch
+        same = [each for each in self.best if (each.setting.layout, each.setting.micro_batch) == place]
+        if not same or one.seconds < same[0].seconds:
+            self.best = sorted(
+                [*(each for each in self.best if each not in same), one], key=lambda each: each.seconds
+            )
             del self.best[self._keep :]
         for family in families_of(one.setting.layout):
             other = self.families.get(family)

@@ -19,6 +19,8 @@ from scrimp.planner.layout.predict import predict
 from scrimp.planner.layout.search import Candidate, Found
 from scrimp.planner.layout.setting import NONE, Setting
 from scrimp.planner.layout.stage_memory import RankBytes
+from scrimp.planner.layout.stages import block_plans
+from scrimp.planner.layout.summary import blocks_text
 
 CAUSES = {
     "compute": "compute",
@@ -117,15 +119,17 @@ def reason_text(one: Loser, best: Candidate) -> str:
 
 def again_text(setting: Setting) -> str:
     """What a setting makes again in its backward pass."""
-    return str(setting.recompute)
+    return blocks_text(setting)
 
 
 def again_seconds(one: Candidate) -> float:
     """Seconds of a step in which a plan computes again what it did not keep."""
-    if one.setting.recompute == NONE:
+    plans = block_plans(one.setting)
+    if all(plan.recompute == NONE for plan in plans):
         return 0.0
-    keeps_all = predict(dataclasses.replace(one.setting, recompute=NONE))
-    return one.prediction.seconds["compute"] - keeps_all.seconds["compute"]
+    keeps_all = tuple(dataclasses.replace(plan, recompute=NONE) for plan in plans)
+    free = predict(dataclasses.replace(one.setting, blocks=keeps_all))
+    return one.prediction.seconds["compute"] - free.seconds["compute"]
 
 
 def _names(ours: Mapping[str, float], theirs: Mapping[str, float]) -> list[str]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from scrimp.planner.layout.setting import Setting
-from scrimp.planner.layout.stages import blocks_made_again, blocks_of_stages
+from scrimp.planner.layout.setting import FULL, BlockPlan, Setting
+from scrimp.planner.layout.stages import block_plans, blocks_of_stages
 from scrimp.precision import GEMMS
 
 
@@ -40,18 +40,19 @@ class StageText:
 
 def stage_texts(setting: Setting) -> list[StageText]:
     """All stages, first to last."""
-    found = []
+    found, plans = [], block_plans(setting)
     for stage, numbers in enumerate(blocks_of_stages(setting)):
-        again = blocks_made_again(setting, len(numbers))
         blocks = tuple(
-            BlockText(number, _recipes(setting, number), at < again) for at, number in enumerate(numbers)
+            BlockText(number, _recipes(setting, number, plans[number]), plans[number].recompute == FULL)
+            for number in numbers
         )
         found.append(StageText(stage, stage % setting.layout.pp, blocks))
     return found
 
 
-def _recipes(setting: Setting, number: int) -> dict[str, int]:
+def _recipes(setting: Setting, number: int, plan: BlockPlan) -> dict[str, int]:
+    own = setting.in_formats(plan.formats)
     products = Counter(
-        setting.recipe(linear.name, gemm) for linear in setting.model.blocks[number].linears for gemm in GEMMS
+        own.recipe(linear.name, gemm) for linear in setting.model.blocks[number].linears for gemm in GEMMS
     )
     return dict(products.most_common())
