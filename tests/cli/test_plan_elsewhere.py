@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -141,3 +142,34 @@ def test_days_and_price_of_all_tokens(capsys: pytest.CaptureFixture[str]) -> Non
     (days, dollars) = re.findall(r"1.50T tokens: ([\d,.]+) days and \$([\d,]+)", texts[0])[0]
     per_day = 24 * 2 * 2.95
     assert float(dollars.replace(",", "")) == pytest.approx(float(days.replace(",", "")) * per_day, rel=0.01)
+
+
+SMALL = "--hardware 4xh100 --model.preset llama-3m --train.sequence=512 --train.batch-tokens=32768"
+
+
+def test_a_saved_plan_is_predicted_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "plan.json"
+    assert plan(*SMALL.split(), "--save", str(file)) == 0
+    shown = next(line for line in capsys.readouterr().out.splitlines() if "fsdp" in line or "one dev" in line)
+    assert plan("--batch", str(file)) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert f"{answer['step_seconds']:.3g}" in shown
+    assert plan(*SMALL.split(), "--save", str(file)) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert plan(*SMALL.split(), "--model.width=128", "--save", str(tmp_path / "other")) == 2
+    assert "names a preset as it is" in capsys.readouterr().err
+
+
+def test_the_best_plan_is_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(*SMALL.split(), "--layout.pp=2", "--simulate") == 0
+    printed = capsys.readouterr().out
+    assert "rank 1 of 2" in printed
+    assert "rank 2 of 2" in printed
+    assert plan(*SMALL.split(), "--layout.fsdp=4", "--layout.zero=3", "--simulate") == 0
+    printed = capsys.readouterr().out
+    weights = next(line for line in printed.splitlines() if line.startswith(" weights"))
+    assert "+0." in weights
+    shape = tmp_path / "shape.toml"
+    shape.write_text(SHAPE, encoding="utf-8")
+    assert plan("--hardware", "4xh100", "--shape", str(shape), "--simulate") == 2
+    assert "a shape cannot be simulated" in capsys.readouterr().err

@@ -98,6 +98,10 @@ class Plan:
     """With --hardware: print the answer as JSON."""
     report: Path | None = None
     """With --hardware: write the answer as a page, with the pipeline's timeline and memory by stage."""
+    save: Path | None = None
+    """With --hardware: write the best plan here, as the line of JSON that --batch reads and export-layout exports."""
+    simulate: FlagCreatePairsOff[bool] = False
+    """With --hardware: count the best plan's memory on a fake process group of that many ranks, in this process."""
     batch: Path | None = None
     """Predict seconds and bytes of settings for any hardware, one a line of JSON, and print one answer a line."""
     target: Literal["scrimp", "torchao", "transformer-engine"] = "scrimp"
@@ -344,6 +348,25 @@ class ExportPrecision:
 
 
 @dataclass(frozen=True)
+class ExportLayout:
+    """Write a plan for other hardware as a configuration of TorchTitan, or as flags of Megatron-Bridge."""
+
+    source: Positional[Path]
+    """Plan that `scrimp plan --hardware ... --save` wrote."""
+    out: Positional[Path]
+    """New file."""
+    target: Literal["torchtitan", "megatron-bridge"]
+    """torchtitan: Python with a configuration, scrimp_plan. megatron-bridge: a shell script with flags."""
+    approximate: FlagCreatePairsOff[bool] = False
+    """What the trainer cannot be told is left to what is nearest; each change is listed. Else it is refused."""
+
+    def execute(self, given: frozenset[str]) -> int:
+        from scrimp.cli.export_layout import export_layout_to_file
+
+        return export_layout_to_file(self.source, self.out, self.target, approximate=self.approximate)
+
+
+@dataclass(frozen=True)
 class Report:
     """Write a run's report.html: one page with curves, memory, configuration and samples."""
 
@@ -432,6 +455,7 @@ COMMANDS: dict[str, type[Command]] = {
     "chat": Chat,
     "export": Export,
     "export-precision": ExportPrecision,
+    "export-layout": ExportLayout,
     "report": Report,
     "doctor": Doctor,
 }

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from scrimp import __version__
+from scrimp.cli.export_layout import check_saved, save_plan
 from scrimp.cli.plan_question import Ask, Asked, read_ask
 from scrimp.cli.show import plain_console
+from scrimp.cli.simulate import architecture_of, show_simulation
 from scrimp.config import Config
 from scrimp.errors import PlanError, StorageError
 from scrimp.planner.hardware import Cluster
@@ -57,6 +59,8 @@ def plan_elsewhere(ask: Ask, config: Config, given: Collection[str]) -> int:
         ConfigError: a file, a name or a setting that the search does not know.
         PlanError: no layout fits.
     """
+    model_line = None if ask.save is None else check_saved(ask.save, config, ask.shape, given)
+    architecture = architecture_of(config, ask.shape) if ask.simulate else None
     asked = read_ask(ask, config, given)
     if ask.report is not None and ask.report.exists():
         raise StorageError(f"{ask.report} exists already", do="choose another name; nothing is overwritten")
@@ -78,6 +82,13 @@ def plan_elsewhere(ask: Ask, config: Config, given: Collection[str]) -> int:
         _show(answer, asked, explained, changes)
         if ask.report is not None:
             print(f"written: {ask.report}")
+    best, cluster = answer.found.best[0].setting, answer.question.cluster
+    if ask.save is not None and model_line is not None:
+        save_plan(
+            ask.save, best, model_line, ask.hardware if cluster == asked.question.cluster else cluster.name
+        )
+    if architecture is not None:
+        show_simulation(best, architecture)
     return 0
 
 

@@ -49,6 +49,8 @@ class Ask:
     what_if: bool = False
     json: bool = False
     report: Path | None = None
+    save: Path | None = None
+    simulate: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +84,12 @@ def read_ask(ask: Ask, config: Config, given: Collection[str]) -> Asked:
         ConfigError: a file, a name or a setting that the search does not know.
     """
     _refuse(given, ask.shape)
+    if ask.objective == "largest-model" and (ask.save or ask.simulate):
+        raise ConfigError(
+            "the largest model is no preset that a file could name or a simulation could build",
+            got=f"--objective largest-model beside {'--save' if ask.save else '--simulate'}",
+            do="write its shape into a file, and plan for that",
+        )
     tokens = None if ask.tokens is None else read_count(ask.tokens)
     goal = Goal(objective=ask.objective, tokens=tokens, days=ask.days)
     cluster = _with_budget(planned_hardware(ask.hardware), config)

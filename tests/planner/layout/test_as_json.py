@@ -39,7 +39,10 @@ def test_a_plan_is_a_line_that_is_answered_alike(answer: Answer) -> None:
     for plan in found["best"]:
         line: dict[str, Any] = {"model": "llama-3.1-8b", "hardware": found["hardware"]["name"]}
         line |= {name: question[name] for name in ("sequence", "global_batch", "software")}
-        line |= {name: plan[name] for name in ("layout", "micro_batch", "recompute", "offload", "precision")}
+        line |= {
+            name: plan[name]
+            for name in ("layout", "micro_batch", "recompute", "blocks", "offload", "precision")
+        }
         again = answer_line(json.dumps(line), where="line 1")
         assert {name: plan[name] for name in again} == again
         assert plan["days"] == pytest.approx(1e12 / plan["tokens_per_day"])

@@ -6,9 +6,10 @@ all the same. docs/planner.md shows a line and its answer.
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from scrimp.planner.hardware import Cluster, load_hardware
 from scrimp.planner.layout.pipeline_times import SCHEDULES
 from scrimp.planner.layout.predict import Prediction, predict
 from scrimp.planner.layout.search import Question
-from scrimp.planner.layout.setting import FULL, NONE, SELECTIVE, Offload, Setting
+from scrimp.planner.layout.setting import FULL, NONE, SELECTIVE, BlockPlan, Offload, Setting
 from scrimp.planner.layout.software import software
 from scrimp.planner.layout.stage_memory import RankBytes, peak_bytes
 from scrimp.precision import RECIPES
@@ -68,6 +69,8 @@ class Line:
     recompute: str | int = "none"
     offload: Offload = field(default_factory=Offload)
     precision: str = "bf16"
+    blocks: tuple[BlockPlan, ...] = ()
+    """What each block does, which then stands for `recompute` and what leaves of activations."""
     software: str = "scrimp"
 
 
@@ -101,6 +104,52 @@ def as_answer(prediction: Prediction, memory: Sequence[RankBytes]) -> dict[str, 
     }
 
 
+def line_of(setting: Setting, model: str | ModelShape, hardware: str) -> Line:
+    """The line that says a setting: reading it gives the setting again.
+
+    Args:
+        model: as a line names that of the setting.
+        hardware: the same.
+    """
+    assert not setting.formats, "a line says formats block by block"
+    layout = setting.layout
+    degrees = {
+        field.name: getattr(layout, field.name) for field in fields(LayoutLine) if hasattr(layout, field.name)
+    }
+    degrees["virtual"] = layout.virtual or 1
+    return Line(
+        model=model,
+        hardware=hardware,
+        sequence=setting.sequence,
+        global_batch=setting.global_batch,
+        micro_batch=setting.micro_batch,
+        layout=LayoutLine(**degrees, sequence_parallel=setting.sequence_parallel),
+        recompute=setting.recompute,
+        offload=setting.offload,
+        precision=setting.precision,
+        blocks=setting.blocks,
+        software=setting.software.name,
+    )
+
+
+def line_text(line: Line) -> str:
+    """A line of JSON, without what its defaults say."""
+
+    def written(value: Any) -> Any:
+        if is_dataclass(value) and not isinstance(value, type):
+            pairs = ((one, getattr(value, one.name)) for one in fields(value))
+            return {one.name: written(found) for one, found in pairs if not _is_default(one, found)}
+        return [written(one) for one in value] if isinstance(value, tuple) else value
+
+    return json.dumps(written(line))
+
+
+def _is_default(one: Field[Any], value: Any) -> bool:
+    if one.default_factory is not MISSING:
+        return bool(value == one.default_factory())
+    return one.default is not MISSING and bool(value == one.default)
+
+
 def setting_of(line: Line) -> Setting:
     """The setting that a line says.
 
@@ -109,9 +158,15 @@ def setting_of(line: Line) -> Setting:
         PlanError: the parts do not fit one another.
     """
     check_line(line)
-    layout = line.layout
+    layout, model = line.layout, _sizes(line.model)
+    if line.blocks and len(line.blocks) != len(model.blocks):
+        raise ConfigError(
+            "blocks are not those of the model",
+            got=f"{len(line.blocks):,} blocks",
+            expected=f"{len(model.blocks):,}, or none",
+        )
     return Setting(
-        model=_sizes(line.model),
+        model=model,
         cluster=planned_hardware(line.hardware),
         sequence=line.sequence,
         global_batch=line.global_batch,
@@ -133,6 +188,7 @@ def setting_of(line: Line) -> Setting:
         recompute=line.recompute,
         offload=line.offload,
         precision=line.precision,
+        blocks=line.blocks,
         sequence_parallel=layout.sequence_parallel,
     )
 
@@ -163,6 +219,7 @@ def check_line(line: Line) -> None:
     check_range("layout.zero", line.layout.zero, Range(0, 3))
     if isinstance(line.recompute, int):
         check_range("recompute", line.recompute, Range(0, 10**6))
+    _check_blocks(line)
     words = {
         "recompute": (line.recompute, RECOMPUTATIONS),
         "precision": (line.precision, PRECISIONS),
@@ -176,6 +233,17 @@ def check_line(line: Line) -> None:
                 got=word,
                 expected=f"one of {', '.join(known)}",
                 do=f"did you mean {near}?" if near else _DO,
+            )
+
+
+def _check_blocks(line: Line) -> None:
+    for number, one in enumerate(line.blocks):
+        wrong = [name for _, name in one.formats if name not in PRECISIONS]
+        if one.recompute not in RECOMPUTATIONS or wrong:
+            raise ConfigError(
+                f"blocks[{number}] says what no block does",
+                got=", ".join(wrong) or one.recompute,
+                expected=f"recompute of {', '.join(RECOMPUTATIONS)}; formats of {', '.join(PRECISIONS)}",
             )
 
 
