@@ -20,7 +20,7 @@ def test_every_block_is_in_one_stage_with_its_formats() -> None:
 
 
 def test_products_of_another_format_are_counted() -> None:
-    one = dataclasses.replace(setting(precision="fp8"), gemms={"mlp.down.wgrad": "bf16"})
+    one = dataclasses.replace(setting(precision="fp8"), formats={"mlp.down.wgrad": "bf16"})
     (stage,) = stage_texts(one)
     linears = len(LLAMA_8B.sizes.blocks[0].linears)
     assert stage.blocks[0].recipes == {"fp8": 3 * linears - 1, "bf16": 1}

@@ -20,7 +20,7 @@ from scrimp.planner.layout.explained import Beside, Loser, bytes_beside, losers,
 from scrimp.planner.layout.lines import LayoutLine, as_answer
 from scrimp.planner.layout.objectives import Answer, Goal, Trial, cost_of, days_of, price_of
 from scrimp.planner.layout.search import Candidate, Question
-from scrimp.planner.layout.setting import Setting
+from scrimp.planner.layout.setting import BlockPlan, Setting
 from scrimp.planner.layout.what_if import Change
 
 
@@ -64,10 +64,14 @@ def setting_json(setting: Setting) -> dict[str, Any]:
         "layout": layout | {"sequence_parallel": setting.sequence_parallel},
         "micro_batch": setting.micro_batch,
         "recompute": setting.recompute,
-        "blocks": [dataclasses.asdict(one) for one in setting.blocks],
+        "blocks": [_block(one) for one in setting.blocks],
         "offload": dataclasses.asdict(setting.offload),
         "precision": setting.precision,
     }
+
+
+def _block(one: BlockPlan) -> dict[str, Any]:
+    return dataclasses.asdict(one) | {"formats": [list(pair) for pair in one.formats]}
 
 
 def loser_json(one: Loser, best: Candidate) -> dict[str, Any]:
