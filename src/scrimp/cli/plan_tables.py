@@ -13,7 +13,6 @@ from scrimp.planner.layout.contenders import Misfit
 from scrimp.planner.layout.explained import (
     Beside,
     Loser,
-    again_text,
     bytes_beside,
     losers,
     reason_text,
@@ -22,7 +21,7 @@ from scrimp.planner.layout.explained import (
 from scrimp.planner.layout.objectives import Answer, Goal, Trial, cost_of, days_of, price_of
 from scrimp.planner.layout.search import Candidate, Found, Question
 from scrimp.planner.layout.setting import Setting
-from scrimp.planner.layout.summary import low_share
+from scrimp.planner.layout.summary import blocks_text, low_share
 from scrimp.planner.layout.what_if import Change
 from scrimp.report.units import format_bytes, format_count, format_rate
 
@@ -80,7 +79,7 @@ def plans_table(found: Found, question: Question) -> Table:
 
 def _again_cell(setting: Setting) -> str:
     """What all blocks make again, or that they differ."""
-    text = again_text(setting)
+    text = blocks_text(setting)
     return "by block" if "," in text else text
 
 
@@ -92,8 +91,8 @@ def _blocks_lines(best: Candidate, question: Question) -> list[str]:
     ]
     if host:
         found.append(f"in host memory: {', '.join(host)}")
-    if "," in again_text(setting):
-        found.append(f"blocks: {again_text(setting)}")
+    if "," in blocks_text(setting):
+        found.append(f"blocks: {blocks_text(setting)}")
     if question.formats is not None:
         found.append(
             f"{low_share(setting):.0%} of the blocks' FLOPs in 4 bits, where they save most: without statistics of the "
@@ -179,7 +178,7 @@ def beside_tables(asked: str, best: Candidate, other: Candidate | Misfit) -> lis
     how = _table(f"{asked}: how", "", *names)
     for name, text in (
         ("micro-batch", [str(one.setting.micro_batch) for one in (best, other)]),
-        ("made again", [again_text(one.setting) for one in (best, other)]),
+        ("blocks", [blocks_text(one.setting) for one in (best, other)]),
         ("room of a device", [format_bytes(best.setting.device.memory_bytes)] * 2),
     ):
         how.add_row(name, *text)
