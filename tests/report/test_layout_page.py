@@ -21,7 +21,7 @@ from scrimp.cli import main
 WORDS = [
     *("plan", "--hardware", "2x8xh100", "--model.preset", "llama-3.1-8b", "--train.sequence", "4096"),
     *("--train.batch-tokens", "524288", "--layout.pp", "4", "--precision", "fp8_tensor", "--tokens", "15T"),
-    *("--json", "--what-if"),
+    *("--json", "--what-if", "--explain", "layout.tp=4"),
 ]
 
 
@@ -94,6 +94,9 @@ def test_the_tables_are_those_of_the_answer(page: tuple[str, dict[str, Any]]) ->
     assert f"{answer['best'][0]['days']:,.3g} days" in text
     assert answer["hardware"]["nodes"][0]["device_sha256"][:12] in text
     assert "price_per_hour" in text, "what is estimated is named"
+    assert answer["explain"]["asked"] == "tp 4"
+    for cause in answer["explain"]["seconds"]:
+        assert f">{cause.replace('_', ' ')}</th>" in text
 
 
 def test_the_page_is_whole_and_loads_nothing(page: tuple[str, dict[str, Any]]) -> None:

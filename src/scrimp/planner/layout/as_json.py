@@ -21,6 +21,7 @@ from scrimp.planner.layout.lines import LayoutLine, as_answer
 from scrimp.planner.layout.objectives import Answer, Goal, Trial, cost_of, days_of, price_of
 from scrimp.planner.layout.search import Candidate, Question
 from scrimp.planner.layout.setting import BlockPlan, Setting
+from scrimp.planner.layout.summary import blocks_text
 from scrimp.planner.layout.what_if import Change
 
 
@@ -64,6 +65,7 @@ def setting_json(setting: Setting) -> dict[str, Any]:
         "layout": layout | {"sequence_parallel": setting.sequence_parallel},
         "micro_batch": setting.micro_batch,
         "recompute": setting.recompute,
+        "blocks_text": blocks_text(setting),
         "blocks": [_block(one) for one in setting.blocks],
         "offload": dataclasses.asdict(setting.offload),
         "precision": setting.precision,
@@ -149,6 +151,7 @@ def _question(question: Question, goal: Goal) -> dict[str, Any]:
         "sequence": question.sequence,
         "global_batch": question.global_batch,
         "precision": question.precision,
+        "formats": None if question.formats is None else list(question.formats.names),
         "software": question.software.name,
     }
 
