@@ -66,6 +66,16 @@ class ModelSizes:
         return tuple(first.setdefault(block, number) for number, block in enumerate(self.blocks))
 
     @cached_property
+    def parameters_before(self) -> tuple[list[int], list[int]]:
+        """Parameters of all blocks before each, and of all: those of routed experts apart, as the second list."""
+        dense, routed = [0], [0]
+        for block in self.blocks:
+            own = sum(linear.parameters for linear in block.linears if linear.experts > 1)
+            dense.append(dense[-1] + block.parameters - own)
+            routed.append(routed[-1] + own)
+        return dense, routed
+
+    @cached_property
     def parameters(self) -> int:
         """All of them."""
         blocks = sum(block.parameters * count for block, count in self.equal_blocks.items())

@@ -210,9 +210,8 @@ def _profiles(
 
 def _seconds(setting: Setting, number: int, plan: BlockPlan) -> float:
     """Both passes of a block."""
-    block, own = setting.model.blocks[number], setting.in_formats(plan.formats)
-    rate = setting.software.contention
-    return sum(one.slowed(rate).total for one in planned_seconds(block, plan, own, kernels_of(setting)))
+    rate, first = setting.software.contention, setting.model.first_equal[number]
+    return sum(one.slowed(rate).total for one in planned_seconds(first, plan, setting, kernels_of(setting)))
 
 
 def _menu(setting: Setting, quality: Quality | None, number: int, *, keeps_all: bool) -> Menu:

@@ -141,7 +141,7 @@ def _stages(setting: Setting, kernels: Kernels) -> list[_Stage]:
         forward = backward = PassSeconds(0.0)
         for kind, count in own.items():
             if kind not in seconds:
-                seconds[kind] = planned_seconds(setting.model.blocks[kind[0]], kind[1], setting, kernels)
+                seconds[kind] = planned_seconds(*kind, setting, kernels)
             ahead, back = seconds[kind]
             forward, backward = forward + ahead.times(count), backward + back.times(count)
         if number == 0:
@@ -156,12 +156,19 @@ def _stages(setting: Setting, kernels: Kernels) -> list[_Stage]:
 
 
 def planned_seconds(
-    block: BlockSpec, plan: BlockPlan, setting: Setting, kernels: Kernels
+    number: int, plan: BlockPlan, setting: Setting, kernels: Kernels
 ) -> tuple[PassSeconds, PassSeconds]:
     """Both passes of a block as it is planned: with what is made again, and beside it what is gathered, reduced and
-    moved to the host and back."""
-    own = setting.in_formats(plan.formats)
-    one = block_seconds(block, own, kernels)
+    moved to the host and back.
+
+    Args:
+        number: the block's.
+    """
+    block, own, layout = setting.model.blocks[number], setting.in_formats(plan.formats), setting.layout
+    key = number, plan.formats, setting.micro_batch, layout.tp, layout.cp, layout.ep, layout.etp
+    if key not in setting.known:
+        setting.known[key] = block_seconds(block, own, kernels)
+    one = setting.known[key]
     forward = _gathered(own, block, one.forward, plan, backward=False)
     backward = _gathered(own, block, one.backward, plan, backward=True) + _made_again(own, plan, one)
     return beside(forward, _moved_seconds(own, block, plan, backward=False)), beside(

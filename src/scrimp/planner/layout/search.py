@@ -136,7 +136,10 @@ def search(
     places = ((layout, size) for layout in layouts(question) for size in micro_batches(question, layout))
     for place in places:
         if fits_given(*place):
-            waiting.append(_promise(setting_of(question, *place), quality, len(waiting)))
+            setting = setting_of(question, *place)
+            waiting.append(
+                _promise(setting.sharing(waiting[0].setting if waiting else setting), quality, len(waiting))
+            )
             note(len(waiting))
     tried, priced, too_large, least, host = len(waiting), 0, 0, math.inf, math.inf
     best = Contenders(keep)
@@ -209,7 +212,7 @@ def _promise(setting: Setting, quality: Quality | None, number: int) -> _Waiting
     first = setting.model.first_equal
     plans = {one: fastest_plan(setting, quality, one) for one in set(first)}
     free = tuple(plans[one] for one in first)
-    rough = predict(dataclasses.replace(setting, blocks=free))
+    rough = predict(dataclasses.replace(setting, blocks=free).sharing(setting))
     return _Waiting(rough.step_seconds, (number, 0), setting, free, rough)
 
 
@@ -218,8 +221,8 @@ def _with_more_on_host(one: _Waiting) -> list[_Waiting]:
     number, level = one.number
     if one.setting.layout.pp > 1 or level + 1 == len(ON_HOST):
         return []
-    setting = dataclasses.replace(one.setting, offload=ON_HOST[level + 1])
-    rough = predict(dataclasses.replace(setting, blocks=one.free))
+    setting = dataclasses.replace(one.setting, offload=ON_HOST[level + 1]).sharing(one.setting)
+    rough = predict(dataclasses.replace(setting, blocks=one.free).sharing(setting))
     return [_Waiting(rough.step_seconds, (number, level + 1), setting, one.free, rough)]
 
 
@@ -238,7 +241,11 @@ def _bounded(one: _Waiting, quality: Quality | None) -> tuple[_Waiting, Blocks]:
 def _solved(one: _Waiting) -> Candidate | None:
     """After the third one."""
     setting = one.blocks.solve() if one.blocks else None
-    return Candidate(setting, predict(setting), tuple(peak_bytes(setting))) if setting else None
+    return (
+        Candidate(setting, predict(setting.sharing(one.setting)), tuple(peak_bytes(setting)))
+        if setting
+        else None
+    )
 
 
 def layouts(like: Question) -> Iterator[ResolvedLayout]:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from scrimp.config.resolved import ResolvedLayout
 from scrimp.errors import PlanError
@@ -74,6 +75,8 @@ class Setting:
     is."""
     sequence_parallel: bool = True
     """Ranks of tp share the tokens between layers."""
+    known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Seconds of blocks that were predicted before; see `sharing`."""
 
     def __post_init__(self) -> None:
         layout, devices = self.layout, self.cluster.devices
@@ -125,6 +128,12 @@ class Setting:
     def recipe(self, linear: str, gemm: str) -> str:
         """Recipe of one product of a block."""
         return self.formats.get(f"{linear}.{gemm}", self.precision)
+
+    def sharing(self, other: Setting) -> Setting:
+        """Itself, that knows what another one does, from which it differs by nothing but layout, micro-batch, offload
+        and what blocks do."""
+        object.__setattr__(self, "known", other.known)
+        return self
 
     def in_formats(self, formats: tuple[tuple[str, str], ...]) -> Setting:
         """With these products in these recipes, as one block runs them."""

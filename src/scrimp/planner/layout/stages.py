@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import lru_cache
 
 from scrimp.models import BlockSpec
 from scrimp.planner.layout.setting import FULL, NONE, BlockPlan, Setting
@@ -11,19 +12,23 @@ Kinds = Counter[tuple[int, BlockPlan]]
 """Blocks that are equal, by the number of the model's first of them, and planned alike; and how many they are."""
 
 
-def blocks_of_stages(setting: Setting) -> list[range]:
+def blocks_of_stages(setting: Setting) -> tuple[range, ...]:
     """The blocks of each stage, first to last."""
-    layout, number = setting.layout, len(setting.model.blocks)
-    count = layout.pp * (layout.virtual or 1)
-    if layout.stages is not None:
-        sizes = [int(size) for size in layout.stages.split(",")]
+    layout = setting.layout
+    return _split(len(setting.model.blocks), layout.pp * (layout.virtual or 1), layout.stages)
+
+
+@lru_cache(maxsize=4096)
+def _split(number: int, count: int, given: str | None) -> tuple[range, ...]:
+    if given is not None:
+        sizes = [int(size) for size in given.split(",")]
     else:
         each, rest = divmod(number, count)
         # Embedding and head take a place: the stages in the middle get what is left over.
         sizes = [each + (1 <= index <= rest or index < rest - (count - 2)) for index in range(count)]
         sizes[-1] += number - sum(sizes)
     starts = [sum(sizes[:index]) for index in range(count)]
-    return [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+    return tuple(range(start, start + size) for start, size in zip(starts, sizes, strict=True))
 
 
 def kinds_of_stages(setting: Setting) -> list[Kinds]:
@@ -48,12 +53,11 @@ def numbers_of_block(setting: Setting, block: BlockSpec) -> float:
 def numbers_of_rank(setting: Setting, rank: int) -> float:
     """Parameters that a rank of a pipeline has of all its stages, before copies and shards share them."""
     layout, model = setting.layout, setting.model
-    stages = blocks_of_stages(setting)
-    numbers = sum(
-        numbers_of_block(setting, model.blocks[index])
-        for blocks in stages[rank :: layout.pp]
-        for index in blocks
-    )
+    dense, routed = model.parameters_before
+    numbers = 0.0
+    for blocks in blocks_of_stages(setting)[rank :: layout.pp]:
+        numbers += (dense[blocks.stop] - dense[blocks.start]) / layout.tp
+        numbers += (routed[blocks.stop] - routed[blocks.start]) / (layout.ep * layout.etp)
     if rank == 0:
         numbers += model.embedding_parameters / layout.tp
     if rank == layout.pp - 1 and not (model.tied and layout.pp == 1):
