@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_browser import CHROMIUM, drive, visit
 from test_page import Tags
 
 from scrimp.cli import main
@@ -20,7 +21,7 @@ from scrimp.cli import main
 WORDS = [
     *("plan", "--hardware", "2x8xh100", "--model.preset", "llama-3.1-8b", "--train.sequence", "4096"),
     *("--train.batch-tokens", "524288", "--layout.pp", "4", "--precision", "fp8_tensor", "--tokens", "15T"),
-    *("--json", "--what-if"),
+    *("--json", "--what-if", "--explain", "layout.tp=4"),
 ]
 
 
@@ -93,6 +94,9 @@ def test_the_tables_are_those_of_the_answer(page: tuple[str, dict[str, Any]]) ->
     assert f"{answer['best'][0]['days']:,.3g} days" in text
     assert answer["hardware"]["nodes"][0]["device_sha256"][:12] in text
     assert "price_per_hour" in text, "what is estimated is named"
+    assert answer["explain"]["asked"] == "tp 4"
+    for cause in answer["explain"]["seconds"]:
+        assert f">{cause.replace('_', ' ')}</th>" in text
 
 
 def test_the_page_is_whole_and_loads_nothing(page: tuple[str, dict[str, Any]]) -> None:
@@ -116,3 +120,26 @@ def test_a_page_is_not_written_over(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main([*WORDS, "--report", str(file)]) == 2
     assert "exists already" in capsys.readouterr().err
     assert file.read_text(encoding="utf-8") == "mine"
+
+
+@pytest.mark.browser
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="NOT RUN: no Chromium on this machine (apt install chromium)")
+def test_a_browser_draws_all_of_it_under_its_policy(page: tuple[str, dict[str, Any]], tmp_path: Path) -> None:
+    text, _ = page
+    file = tmp_path / "plan.html"
+    file.write_text(text, encoding="utf-8")
+    seen = visit(file, tmp_path)
+    assert seen.console == []
+    assert seen.urls == []
+    script = """
+        const boxes = [...document.querySelectorAll('svg rect')];
+        seen.shown = boxes.filter((box) => box.getBoundingClientRect().height > 0).length;
+        seen.fills = [...new Set(boxes.map((box) => getComputedStyle(box).fill))].length;
+        seen.wide = document.documentElement.scrollWidth <= innerWidth;
+    """
+    drawn = drive(file, tmp_path, script, "--window-size=1200,900")
+    assert drawn["shown"] == text.count("<rect ")
+    # Seven kinds of bytes, two of passes, five parts of a step, some of them alike, and one format.
+    assert drawn["fills"] >= 7
+    assert drawn["wide"]

@@ -9,7 +9,7 @@ Checked  tests/api/test_layouts.py; tests/docs/test_planner.py runs the guide's 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from scrimp.planner.layout.objectives import OBJECTIVES, Answer, Goal, Objective
 from scrimp.planner.layout.predict import predict as predict_setting
 from scrimp.planner.layout.scaled_models import family_of
 from scrimp.planner.layout.search import Candidate
-from scrimp.planner.layout.setting import Offload, Setting
+from scrimp.planner.layout.setting import BlockPlan, Offload, Setting
 from scrimp.planner.layout.stage_memory import peak_bytes
 
 _DO = "see docs/planner.md for the keys of a line"
@@ -82,6 +82,7 @@ def predict(
     recompute: str | int = "none",
     offload: Offload | Mapping[str, Any] | None = None,
     precision: str = "bf16",
+    blocks: Sequence[BlockPlan | Mapping[str, Any]] = (),
     software: str = "scrimp",
 ) -> PredictedStep:
     """Seconds and bytes of a step::
@@ -95,6 +96,7 @@ def predict(
         model: a preset, a TOML file of a shape, or a shape.
         hardware: as 8xh100, or a TOML file.
         layout: degrees, 1 where they are not named.
+        blocks: what each block does, which then stands for `recompute`.
 
     Raises:
         ConfigError: a name, a file or a degree is wrong.
@@ -170,12 +172,15 @@ def _step(one: Candidate) -> PredictedStep:
 
 
 def _line(values: Mapping[str, Any]) -> Line:
-    plain = {
-        name: dataclasses.asdict(value) if isinstance(value, ModelShape | Offload) else value
-        for name, value in values.items()
-        if value is not None
-    }
+    plain = {name: _plain(value) for name, value in values.items() if value is not None}
     return as_typed(plain, Line, origin="the arguments", error=ConfigError, do=_DO)
+
+
+def _plain(value: Any) -> Any:
+    """As JSON would have it."""
+    if isinstance(value, ModelShape | Offload | BlockPlan):
+        return dataclasses.asdict(value)
+    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def _goal(objective: str, tokens: float | None, days: float | None) -> Goal:

@@ -130,7 +130,10 @@ class Plan:
 
     def _refuse_without_hardware(self) -> None:
         """Options that only a search on other hardware has."""
-        names = ("shape", "objective", "tokens", "days", "explain", "what_if", "json", "report")
+        names = (
+            *("shape", "objective", "tokens", "days", "explain", "what_if", "json", "report"),
+            *("save", "simulate"),
+        )
         default = {field.name: field.default for field in fields(self)}
         found = [name for name in names if getattr(self, name) != default[name]]
         if found:

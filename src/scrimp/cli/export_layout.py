@@ -71,4 +71,3 @@ def read_line(source: Path) -> Line:
 def save_plan(out: Path, setting: Setting, model: str | ModelShape, hardware: str) -> None:
     """Write the line that says a plan."""
     write_whole(out, line_text(line_of(setting, model, hardware)) + "\n")
-    print(f"written: {out}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,10 @@ from typing import Any
 from scrimp import __version__
 from scrimp.cli.export_layout import check_saved, save_plan
 from scrimp.cli.plan_question import Ask, Asked, read_ask
-from scrimp.cli.show import plain_console
+from scrimp.cli.show import plain_console, say
 from scrimp.cli.simulate import architecture_of, show_simulation
 from scrimp.config import Config
-from scrimp.errors import PlanError, StorageError
+from scrimp.errors import ConfigError, PlanError, StorageError
 from scrimp.planner.hardware import Cluster
 from scrimp.planner.layout.as_json import answer_json, beside_json, change_json
 from scrimp.planner.layout.cluster_sizes import nearest_sizes, sizes_like
@@ -59,11 +60,10 @@ def plan_elsewhere(ask: Ask, config: Config, given: Collection[str]) -> int:
         ConfigError: a file, a name or a setting that the search does not know.
         PlanError: no layout fits.
     """
+    _refuse_together(ask)
     model_line = None if ask.save is None else check_saved(ask.save, config, ask.shape, given)
     architecture = architecture_of(config, ask.shape) if ask.simulate else None
     asked = read_ask(ask, config, given)
-    if ask.report is not None and ask.report.exists():
-        raise StorageError(f"{ask.report} exists already", do="choose another name; nothing is overwritten")
     answer = answered(asked.question, asked.goal, asked.searching(), lambda: asked.family)
     if not answer.found.best:
         raise _misfit(answer, asked)
@@ -80,16 +80,40 @@ def plan_elsewhere(ask: Ask, config: Config, given: Collection[str]) -> int:
         print(json.dumps(found))
     else:
         _show(answer, asked, explained, changes)
-        if ask.report is not None:
-            print(f"written: {ask.report}")
     best, cluster = answer.found.best[0].setting, answer.question.cluster
     if ask.save is not None and model_line is not None:
         save_plan(
             ask.save, best, model_line, ask.hardware if cluster == asked.question.cluster else cluster.name
         )
+    for file in (ask.report, ask.save):
+        if file is not None:
+            say(f"written: {file}", sys.stderr if ask.json else sys.stdout)
     if architecture is not None:
         show_simulation(best, architecture)
     return 0
+
+
+def _refuse_together(ask: Ask) -> None:
+    """Refuse files that exist, and options of which one takes from the other what it is about."""
+    if ask.report is not None and ask.report.exists():
+        raise StorageError(f"{ask.report} exists already", do="choose another name; nothing is overwritten")
+    resized = ask.objective == "largest-model"
+    for option, why in {
+        "--save": "a line names a model that was given, not one that was found"
+        if ask.save and resized
+        else None,
+        "--simulate": "a model that was found is not one that Scrimp has"
+        if ask.simulate and resized
+        else None,
+        "--json": "--simulate prints tables" if ask.json and ask.simulate else None,
+    }.items():
+        if why:
+            raise ConfigError(
+                f"{option} does not go with this",
+                got=f"--objective {ask.objective}" if resized else "--simulate",
+                expected=why,
+                do="leave one of them out",
+            )
 
 
 def _write_page(found: dict[str, Any], best: Setting, path: Path) -> None:
@@ -175,23 +199,26 @@ def _misfit(answer: Answer, asked: Asked) -> PlanError:
     question, found = answer.question, answer.found
     if not found.tried:
         return _no_layout(question, asked)
-    if found.nearest_bytes <= question.device.memory_bytes:
-        group = question.cluster.groups[0]
-        return PlanError(
-            "no layout of the model fits: what the devices cannot hold, the host cannot either",
-            got=f"{format_bytes(round(found.nearest_host_bytes * group.used))} of states for the host, "
-            f"{format_bytes(group.node.host_memory_bytes)} of host memory",
-            do="give --budget.host-memory where there is more, take more or larger devices, or a smaller model",
-        )
-    number = _enough(question, asked)
-    need = format_bytes(round(found.nearest_bytes))
+    room, group = question.device.memory_bytes, question.cluster.groups[0]
+    need, what = format_bytes(round(found.nearest_bytes)), "into the memory of a device"
+    got, lacking = (
+        f"at least {need} of {format_bytes(room)}, with everything made again",
+        f"devices with {need}",
+    )
+    advice = "larger devices"
+    if found.nearest_bytes <= room:
+        host = format_bytes(round(found.nearest_host_bytes * group.used))
+        what, lacking = "on the devices, nor what they cannot hold on the host", f"{host} of host memory"
+        got = f"{host} of states for the host, {format_bytes(group.node.host_memory_bytes)} of host memory"
+        advice = "a host with more memory (--budget.host-memory)"
+    enough = _enough(question, asked)
+    more = f"plan for `scrimp plan --hardware {enough.name}`, for " if enough else "take "
+    rest = "" if enough else ": more of these devices do not help"
     return PlanError(
-        "no layout of the model fits into the memory of a device",
-        got=f"at least {need} of {format_bytes(question.device.memory_bytes)}, with everything made again",
-        expected=f"devices with {need}, or {number.name}" if number else f"devices with {need}",
-        do=f"plan for `scrimp plan --hardware {number.name}`, for larger devices, shorter sequences, or a smaller model"
-        if number
-        else "take larger devices, shorter sequences, or a smaller model: more of these devices do not help",
+        f"no layout of the model fits {what}",
+        got=got,
+        expected=f"{lacking}, or {enough.name}" if enough else lacking,
+        do=f"{more}{advice}, shorter sequences, or a smaller model{rest}",
     )
 
 

@@ -13,7 +13,6 @@ from scrimp.planner.layout.contenders import Misfit
 from scrimp.planner.layout.explained import (
     Beside,
     Loser,
-    again_text,
     bytes_beside,
     losers,
     reason_text,
@@ -22,7 +21,7 @@ from scrimp.planner.layout.explained import (
 from scrimp.planner.layout.objectives import Answer, Goal, Trial, cost_of, days_of, price_of
 from scrimp.planner.layout.search import Candidate, Found, Question
 from scrimp.planner.layout.setting import Setting
-from scrimp.planner.layout.summary import low_share
+from scrimp.planner.layout.summary import blocks_text, low_share
 from scrimp.planner.layout.what_if import Change
 from scrimp.report.units import format_bytes, format_count, format_rate
 
@@ -80,7 +79,7 @@ def plans_table(found: Found, question: Question) -> Table:
 
 def _again_cell(setting: Setting) -> str:
     """What all blocks make again, or that they differ."""
-    text = again_text(setting)
+    text = blocks_text(setting)
     return "by block" if "," in text else text
 
 
@@ -92,8 +91,8 @@ def _blocks_lines(best: Candidate, question: Question) -> list[str]:
     ]
     if host:
         found.append(f"in host memory: {', '.join(host)}")
-    if "," in again_text(setting):
-        found.append(f"blocks: {again_text(setting)}")
+    if "," in blocks_text(setting):
+        found.append(f"blocks: {blocks_text(setting)}")
     if question.formats is not None:
         found.append(
             f"{low_share(setting):.0%} of the blocks' FLOPs in 4 bits, where they save most: without statistics of the "
@@ -113,17 +112,21 @@ def summary(answer: Answer, goal: Goal) -> str:
     ]
     if price_of(question.cluster):
         price = cost_of(question, seconds, 1e9)
-        lines.append(f"${price:,.4g} for a billion tokens, at ${price_of(question.cluster):,.2f} an hour")
+        lines.append(f"${dollars(price)} for a billion tokens, at ${price_of(question.cluster):,.2f} an hour")
     if goal.tokens is not None:
         days = days_of(question, seconds, goal.tokens)
-        dollars = (
-            f" and ${cost_of(question, seconds, goal.tokens):,.0f}" if price_of(question.cluster) else ""
-        )
-        lines.append(f"{format_count(goal.tokens)} tokens: {days:,.3g} days{dollars}")
+        all_of_it = cost_of(question, seconds, goal.tokens)
+        text = f" and ${dollars(all_of_it)}" if price_of(question.cluster) else ""
+        lines.append(f"{format_count(goal.tokens)} tokens: {days:,.3g} days{text}")
     lines += _blocks_lines(found.best[0], question)
     lines.append("split: per cent of a step that is computing, exchanges that nothing hides, and bubble")
     lines.append(f"{found.tried:,} settings tried, of which {found.too_large:,} do not fit")
     return "\n".join(lines)
+
+
+def dollars(amount: float) -> str:
+    """1,885 or 69.75: cents below a hundred."""
+    return f"{amount:,.2f}" if amount < 100 else f"{amount:,.0f}"
 
 
 def trials_table(trials: Sequence[Trial], goal: Goal) -> Table:
@@ -134,7 +137,7 @@ def trials_table(trials: Sequence[Trial], goal: Goal) -> Table:
     for one in trials:
         question, seconds = one.question, one.best.seconds if one.best else None
         size = question.cluster.devices if by_size else question.model.parameters
-        cells = ["", ""] if seconds is None else [f"{seconds:.3g}", f"{cost_of(question, seconds, 1e9):,.4g}"]
+        cells = ["", ""] if seconds is None else [f"{seconds:.3g}", dollars(cost_of(question, seconds, 1e9))]
         if goal.tokens:
             cells.append("" if seconds is None else f"{days_of(question, seconds, goal.tokens):,.3g}")
         table.add_row(one.name, f"{size:,}" if by_size else format_count(size), *cells, one.note)
@@ -175,7 +178,7 @@ def beside_tables(asked: str, best: Candidate, other: Candidate | Misfit) -> lis
     how = _table(f"{asked}: how", "", *names)
     for name, text in (
         ("micro-batch", [str(one.setting.micro_batch) for one in (best, other)]),
-        ("made again", [again_text(one.setting) for one in (best, other)]),
+        ("blocks", [blocks_text(one.setting) for one in (best, other)]),
         ("room of a device", [format_bytes(best.setting.device.memory_bytes)] * 2),
     ):
         how.add_row(name, *text)
@@ -228,8 +231,8 @@ def _seconds(value: float) -> str:
 def _table(title: str, *names: str) -> Table:
     """Words on the left, which may wrap; numbers on the right."""
     table = Table(title=Text(title), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    words = ("layout", "at best", "with", "change", "killed by", "")
+    words = ("layout", "at best", "with", "tried", "change", "killed by")
     for name in names:
-        is_text = name in (*words, "tried")
+        is_text = name in (*words, "")
         table.add_column(name, justify="left" if is_text else "right", no_wrap=name not in words)
     return table

@@ -72,6 +72,7 @@ def build_layout_page(page: LayoutPage) -> str:
         ("memory", "Memory of the first plan", _memory(page)),
         ("precision", "Precision of the first plan", _precision(page)),
         ("why-not", "Why not", _losers(answer["losers"])),
+        ("explain", "This and the best", _explain(answer["explain"]) if "explain" in answer else None),
         ("tried", "What was tried", _tried(answer["tried"]) if answer["tried"] else None),
         ("what-if", "What if", _changes(answer["what_if"]) if answer.get("what_if") else None),
         ("hardware", "Hardware", _hardware(answer["hardware"])),
@@ -96,7 +97,7 @@ def _facts(answer: Mapping[str, Any]) -> Markup:
         "devices": f"{answer['hardware']['devices']:,}",
         "sequence": f"{question['sequence']:,} tokens",
         "batch": f"{question['global_batch']:,} sequences",
-        "precision": question["precision"],
+        "precision": ", ".join(question["formats"] or [question["precision"]]),
         "software": question["software"],
         "settings tried": f"{answer['settings_tried']:,}",
         "do not fit": f"{answer['do_not_fit']:,}",
@@ -119,7 +120,7 @@ def _cards(answer: Mapping[str, Any]) -> Markup:
     ]
     price, tokens = best["dollars_per_billion_tokens"], answer["question"]["tokens"]
     if price is not None:
-        rows.append(("a billion tokens", f"${price:,.4g}", "by the prices of the hardware files"))
+        rows.append(("a billion tokens", f"${price:,.2f}", "by the prices of the hardware files"))
     if tokens:
         dollars = f"${best['dollars']:,.0f}" if price is not None else ""
         rows.append((f"{format_count(tokens)} tokens", f"{best['days']:,.3g} days", dollars))
@@ -143,13 +144,14 @@ def _plans(answer: Mapping[str, Any]) -> Markup:
             str(number),
             layout_text(one),
             str(one["micro_batch"]),
-            str(one["recompute"]),
+            one["blocks_text"],
+            ", ".join(name for name, is_there in one["offload"].items() if is_there) or "nothing",
             format_duration(one["step_seconds"]),
             f"{one['tokens_per_second_per_device']:,.0f}",
         ]
         for number, one in enumerate(answer["best"], start=1)
     ]
-    head = ["plan", "layout", "micro-batch", "recompute", "a step", "tok/s each"]
+    head = ["plan", "layout", "micro-batch", "blocks", "on the host", "a step", "tok/s each"]
     seconds = [one["seconds"] for one in answer["best"]]
     return join([_table(head, rows), split_svg(seconds), legend("part", list(seconds[0]))])
 
@@ -191,13 +193,20 @@ def _precision(page: LayoutPage) -> Markup:
         for block in one.blocks:
             for name, count in block.recipes.items():
                 counts[name] = counts.get(name, 0) + count
-        again = sum(block.is_made_again for block in one.blocks)
+        does: dict[str, int] = {}
+        for block in one.blocks:
+            does[block.does] = does.get(block.does, 0) + 1
         blocks = f"{one.blocks[0].number} to {one.blocks[-1].number}"
         text = ", ".join(f"{count:,} in {name}" for name, count in counts.items())
-        rows.append([f"stage {one.stage}", f"rank {one.rank}", blocks, text, str(again)])
+        acts = ", ".join(f"{name} {count}" for name, count in does.items())
+        rows.append([f"stage {one.stage}", f"rank {one.rank}", blocks, text, acts])
     widths = dict.fromkeys(width_of(block.recipe) for one in page.stages for block in one.blocks)
-    head = ["", "", "blocks", "products", "blocks made again whole"]
-    note = "Formats are given, not chosen: there are no statistics of this model."
+    head = ["", "", "blocks", "products", "what blocks make again, send away or keep whole"]
+    note = (
+        "All products are taken to suffer alike: there are no statistics of this model."
+        if page.answer["question"]["formats"]
+        else "Formats are given, not chosen."
+    )
     return join(
         [
             precision_svg(page.stages),
@@ -222,6 +231,21 @@ def _losers(losers: Sequence[Mapping[str, Any]]) -> Markup:
         for one in sorted(losers, key=lambda one: (one["slower"] is None, one["slower"] or 0.0))
     ]
     return _table(["with", "at best", "slower", "killed by", ""], rows)
+
+
+def _explain(explain: Mapping[str, Any]) -> Markup:
+    """The answer to --explain."""
+    if "objections" in explain:
+        words = "; ".join(explain["objections"]) or "the best plan has it"
+        return tag("p", f"{explain['asked']}: {words}")
+    parts = [tag("p", f"{explain['asked']}: {layout_text(explain['plan'])}")]
+    for name, show in (("seconds", format_duration), ("peak_bytes", format_bytes)):
+        rows = [
+            [cause.replace("_", " "), show(one["best"]), show(one["other"])]
+            for cause, one in explain.get(name, {}).items()
+        ]
+        parts.append(_table([name.replace("_", " "), "the best", explain["asked"]], rows))
+    return join(parts)
 
 
 def _tried(tried: Sequence[Mapping[str, Any]]) -> Markup:

@@ -84,7 +84,7 @@ def precision_svg(stages: Sequence[StageText]) -> Markup:
         boxes.append(tag("text", f"stage {one.stage}", x=0, y=top + _LANE - 8, class_="axis"))
         for at, block in enumerate(one.blocks):
             products = ", ".join(f"{count} products in {name}" for name, count in block.recipes.items())
-            again = "; made again" if block.is_made_again else ""
+            again = f"; {block.does}" if block.does != "none" else ""
             title = tag("title", f"block {block.number}, rank {one.rank}: {products}{again}")
             box = {"x": _short(_LEFT + at * wide), "y": top, "width": _short(wide - 1), "height": _LANE - 3}
             boxes.append(tag("rect", title, class_=f"cell {width_of(block.recipe)}", **box))

@@ -54,7 +54,7 @@ def test_every_family_but_the_best_plans_own_lost(found: Found) -> None:
             assert sum(parts.values()) == pytest.approx(one.best.seconds - best.seconds)
         else:
             assert one.killed_by == "memory"
-    assert losers(Found((), 0, 0, 0.0)) == []
+    assert losers(dataclasses.replace(found, best=())) == []
 
 
 def test_each_cause_is_told_from_the_others(found: Found) -> None:

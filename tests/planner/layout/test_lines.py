@@ -90,6 +90,15 @@ def test_a_bad_line_is_answered_with_its_number(change: dict[str, Any], says: st
     assert "line 7" in found["error"]
 
 
+def test_several_kinds_of_nodes_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "two.toml"
+    file.write_text('[[nodes]]\nnode = "dgx-h100"\n[[nodes]]\nnode = "dgx-a100-80"\n', encoding="utf-8")
+    found = answer_line(json.dumps(GOOD | {"hardware": str(file)}), where="line 1")
+    assert "several kinds of nodes are not predicted" in found["error"]
+    assert "two: 1 x dgx-h100, 1 x dgx-a100-80" in found["error"]
+    assert main(["plan", "--hardware", str(file), "--model.preset", "llama-3.1-8b"]) == 2
+
+
 def test_other_lines_are_answered_all_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "settings.jsonl"
     file.write_text(f"{json.dumps(GOOD)}\n{{\n\n{json.dumps(GOOD)}\n", encoding="utf-8")

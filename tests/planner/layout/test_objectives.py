@@ -68,7 +68,7 @@ def test_the_cheapest_tokens_are_those_of_the_best_size() -> None:
     answer = ask(asked, Goal(objective="cost"), LLAMA_8B)
     assert answer.question.cluster.devices == min(costs, key=lambda size: costs[size])
     assert {one.question.cluster.devices for one in answer.trials if one.best} == set(costs)
-    assert {one.note for one in answer.trials if not one.best} == {"does not fit"}
+    assert {one.note for one in answer.trials if not one.best} <= {"does not fit"}
 
 
 @pytest.mark.slow
@@ -127,16 +127,16 @@ def test_what_no_cluster_trains_in_time_names_the_fastest() -> None:
 
 
 def test_the_longest_context_is_the_longest_that_fits() -> None:
-    asked = question(LLAMA_8B, "4xl40s", global_batch=64)
+    asked = question(LLAMA_8B, "2xl40s", global_batch=256)
     answer = ask(asked, Goal(objective="longest-context"), LLAMA_8B)
-    lengths = [2**power for power in range(7, 19)]
+    lengths = [2**power for power in range(7, 21)]
     held = [
         length
         for length in lengths
-        if fits(dataclasses.replace(asked, sequence=length, global_batch=2**18 // length))
+        if fits(dataclasses.replace(asked, sequence=length, global_batch=2**20 // length))
     ]
     assert answer.question.sequence == max(held) < max(lengths)
-    assert answer.question.sequence * answer.question.global_batch == 2**18
+    assert answer.question.sequence * answer.question.global_batch == 2**20
     short = dataclasses.replace(LLAMA_8B, layers=2, learned_positions=2048)
     limited = question(short, "4xl40s", sequence=1024, global_batch=64)
     assert ask(limited, Goal(objective="longest-context"), short).question.sequence == 2048

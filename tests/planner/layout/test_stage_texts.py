@@ -16,11 +16,11 @@ def test_every_block_is_in_one_stage_with_its_formats() -> None:
     assert [block.number for stage in found for block in stage.blocks] == list(range(LLAMA_8B.layers))
     assert {block.recipe for stage in found for block in stage.blocks} == {"fp8_tensor"}
     # Six blocks of a rank are three of each of its stages.
-    assert [sum(block.is_made_again for block in stage.blocks) for stage in found] == [3, 3, 3, 3]
+    assert [sum(block.does == "full" for block in stage.blocks) for stage in found] == [3, 3, 3, 3]
 
 
 def test_products_of_another_format_are_counted() -> None:
-    one = dataclasses.replace(setting(precision="fp8"), gemms={"mlp.down.wgrad": "bf16"})
+    one = dataclasses.replace(setting(precision="fp8"), formats={"mlp.down.wgrad": "bf16"})
     (stage,) = stage_texts(one)
     linears = len(LLAMA_8B.sizes.blocks[0].linears)
     assert stage.blocks[0].recipes == {"fp8": 3 * linears - 1, "bf16": 1}

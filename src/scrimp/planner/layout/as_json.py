@@ -20,7 +20,8 @@ from scrimp.planner.layout.explained import Beside, Loser, bytes_beside, losers,
 from scrimp.planner.layout.lines import LayoutLine, as_answer
 from scrimp.planner.layout.objectives import Answer, Goal, Trial, cost_of, days_of, price_of
 from scrimp.planner.layout.search import Candidate, Question
-from scrimp.planner.layout.setting import Setting
+from scrimp.planner.layout.setting import BlockPlan, Setting
+from scrimp.planner.layout.summary import blocks_text
 from scrimp.planner.layout.what_if import Change
 
 
@@ -64,10 +65,15 @@ def setting_json(setting: Setting) -> dict[str, Any]:
         "layout": layout | {"sequence_parallel": setting.sequence_parallel},
         "micro_batch": setting.micro_batch,
         "recompute": setting.recompute,
-        "blocks": [dataclasses.asdict(one) for one in setting.blocks],
+        "blocks_text": blocks_text(setting),
+        "blocks": [_block(one) for one in setting.blocks],
         "offload": dataclasses.asdict(setting.offload),
         "precision": setting.precision,
     }
+
+
+def _block(one: BlockPlan) -> dict[str, Any]:
+    return dataclasses.asdict(one) | {"formats": [list(pair) for pair in one.formats]}
 
 
 def loser_json(one: Loser, best: Candidate) -> dict[str, Any]:
@@ -145,6 +151,7 @@ def _question(question: Question, goal: Goal) -> dict[str, Any]:
         "sequence": question.sequence,
         "global_batch": question.global_batch,
         "precision": question.precision,
+        "formats": None if question.formats is None else list(question.formats.names),
         "software": question.software.name,
     }
 

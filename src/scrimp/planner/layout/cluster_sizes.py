@@ -17,7 +17,7 @@ from scrimp.planner.hardware import Cluster, NodeGroup
 
 MOST_DEVICES = 2**15
 """Of clusters that are tried."""
-_BETWEEN = 16
+_BETWEEN = 8
 _NEAR = 64
 """Sizes below and above that are tried for the nearest one."""
 

@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from scrimp.planner.layout.contenders import Family, Misfit, families_of
 from scrimp.planner.layout.predict import predict
 from scrimp.planner.layout.search import Candidate, Found
-from scrimp.planner.layout.setting import NONE, Setting
+from scrimp.planner.layout.setting import NONE
 from scrimp.planner.layout.stage_memory import RankBytes
 from scrimp.planner.layout.stages import block_plans
-from scrimp.planner.layout.summary import blocks_text
 
 CAUSES = {
     "compute": "compute",
@@ -108,18 +107,13 @@ def reason_text(one: Loser, best: Candidate) -> str:
     uneven = one.best.setting.layout.pp > best.setting.layout.pp
     words = {
         "compute": "smaller products or uneven stages" if uneven else "smaller products",
-        "recompute": f"{again_text(one.best.setting)} made again to save memory",
+        "recompute": "what is made again to save memory",
         "link": "exchanges that nothing hides",
         "bubble": "waiting for other stages",
         "optimizer": "updates",
         "other": "waiting for the slowest device",
     }
     return f"{one.amount:.2g} s of {words[one.killed_by]}"
-
-
-def again_text(setting: Setting) -> str:
-    """What a setting makes again in its backward pass."""
-    return blocks_text(setting)
 
 
 def again_seconds(one: Candidate) -> float:

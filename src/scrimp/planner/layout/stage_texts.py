@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from scrimp.planner.layout.setting import FULL, BlockPlan, Setting
+from scrimp.planner.layout.setting import BlockPlan, Setting
 from scrimp.planner.layout.stages import block_plans, blocks_of_stages
+from scrimp.planner.layout.summary import block_text
 from scrimp.precision import GEMMS
 
 
@@ -20,8 +21,8 @@ class BlockText:
     number: int
     recipes: dict[str, int]
     """Recipes of its products, and how many products each has; most first."""
-    is_made_again: bool
-    """Whether it runs again whole in the backward pass."""
+    does: str
+    """What it makes again, sends to the host or keeps whole; none: it keeps all that its backward pass needs."""
 
     @property
     def recipe(self) -> str:
@@ -43,7 +44,7 @@ def stage_texts(setting: Setting) -> list[StageText]:
     found, plans = [], block_plans(setting)
     for stage, numbers in enumerate(blocks_of_stages(setting)):
         blocks = tuple(
-            BlockText(number, _recipes(setting, number, plans[number]), plans[number].recompute == FULL)
+            BlockText(number, _recipes(setting, number, plans[number]), block_text(plans[number]))
             for number in numbers
         )
         found.append(StageText(stage, stage % setting.layout.pp, blocks))

@@ -13,7 +13,7 @@ _LOW_BITS = 4
 
 def blocks_text(setting: Setting) -> str:
     """How many blocks keep all, make again or offload: "none", or "full 49, none 2, selective 29"."""
-    counted = Counter(_name(plan) for plan in block_plans(setting))
+    counted = Counter(block_text(plan) for plan in block_plans(setting))
     if len(counted) == 1:
         return next(iter(counted))
     return ", ".join(f"{name} {count}" for name, count in sorted(counted.items()))
@@ -32,6 +32,7 @@ def low_share(setting: Setting) -> float:
     return low / total
 
 
-def _name(plan: BlockPlan) -> str:
+def block_text(plan: BlockPlan) -> str:
+    """What one block does: "none", or "selective+offload+whole"."""
     words = [plan.recompute] if plan.recompute != NONE or not plan.offload else []
     return "+".join([*words, *(["offload"] if plan.offload else []), *(["whole"] if plan.gathered else [])])
