@@ -60,6 +60,12 @@ class ModelSizes:
         return dict(Counter(self.blocks))
 
     @cached_property
+    def first_equal(self) -> tuple[int, ...]:
+        """For each block the number of the first one that is as it."""
+        first: dict[BlockSpec, int] = {}
+        return tuple(first.setdefault(block, number) for number, block in enumerate(self.blocks))
+
+    @cached_property
     def parameters(self) -> int:
         """All of them."""
         blocks = sum(block.parameters * count for block, count in self.equal_blocks.items())

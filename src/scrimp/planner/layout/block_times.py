@@ -46,6 +46,14 @@ class PassSeconds:
             self.hidden + other.hidden,
         )
 
+    def times(self, count: int) -> PassSeconds:
+        """So many of them, one after the other."""
+        return PassSeconds(count * self.compute, count * self.communication, count * self.hidden)
+
+    def slowed(self, contention: float) -> PassSeconds:
+        """With what each second of a hidden exchange adds to computing."""
+        return PassSeconds(self.compute + contention * self.hidden, self.communication, self.hidden)
+
 
 @dataclass(frozen=True)
 class BlockSeconds:

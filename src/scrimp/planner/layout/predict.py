@@ -28,13 +28,9 @@ from scrimp.planner.layout.block_times import (
 )
 from scrimp.planner.layout.kernels import Kernels
 from scrimp.planner.layout.pipeline_times import StageSeconds, pipeline_seconds
-from scrimp.planner.layout.setting import SELECTIVE, Setting
-from scrimp.planner.layout.stages import (
-    blocks_made_again,
-    blocks_of_stages,
-    numbers_of_block,
-    numbers_of_rank,
-)
+from scrimp.planner.layout.setting import FULL, SELECTIVE, BlockPlan, Setting
+from scrimp.planner.layout.stage_memory import boundary_bytes, kept_bytes
+from scrimp.planner.layout.stages import kinds_of_stages, numbers_of_block, numbers_of_rank
 
 
 @dataclass(frozen=True)
@@ -47,10 +43,15 @@ class Prediction:
     """By cause: compute, communication_exposed, bubble, optimizer, other; they add up to the step."""
 
 
+def kernels_of(setting: Setting) -> Kernels:
+    """Those that the setting's software runs on its device."""
+    software = setting.software
+    return Kernels(setting.device, software.launch_seconds, software.traffic, software.attention_kernel)
+
+
 def predict(setting: Setting) -> Prediction:
     """Seconds of a step."""
-    software = setting.software
-    kernels = Kernels(setting.device, software.launch_seconds, software.traffic, software.attention_kernel)
+    kernels = kernels_of(setting)
     layout, m = setting.layout, setting.micro_batches
     stages = _stages(setting, kernels)
     passes = [StageSeconds(one.forward.total, one.backward.total) for one in stages]
@@ -94,59 +95,84 @@ class _Stage:
 
 
 def _stages(setting: Setting, kernels: Kernels) -> list[_Stage]:
-    model, found = setting.model, []
-    times: dict[BlockSpec, BlockSeconds] = {
-        block: block_seconds(block, setting, kernels) for block in model.equal_blocks
-    }
-    stages = blocks_of_stages(setting)
-    for number, blocks in enumerate(stages):
-        parts = [(times[model.blocks[index]], model.blocks[index]) for index in blocks]
-        again = _made_again(setting, [one for one, _ in parts])
-        zero = PassSeconds(0.0)
-        forward = sum((_gathered(setting, block, one.forward, backward=False) for one, block in parts), zero)
-        backward = sum((_gathered(setting, block, one.backward, backward=True) for one, block in parts), zero)
-        backward += again
+    kinds = kinds_of_stages(setting)
+    seconds: dict[tuple[int, BlockPlan], tuple[PassSeconds, PassSeconds]] = {}
+    found = []
+    for number, own in enumerate(kinds):
+        forward = backward = PassSeconds(0.0)
+        for kind, count in own.items():
+            if kind not in seconds:
+                seconds[kind] = planned_seconds(setting.model.blocks[kind[0]], kind[1], setting, kernels)
+            ahead, back = seconds[kind]
+            forward, backward = forward + ahead.times(count), backward + back.times(count)
         if number == 0:
             ends = embedding_seconds(setting, kernels)
             forward, backward = forward + ends.forward, backward + ends.backward
-        if number == len(stages) - 1:
+        if number == len(kinds) - 1:
             ends = head_seconds(setting, kernels)
             forward, backward = forward + ends.forward, backward + ends.backward
         rate = setting.software.contention
-        found.append(
-            _Stage(
-                PassSeconds(forward.compute + rate * forward.hidden, forward.communication, forward.hidden),
-                PassSeconds(
-                    backward.compute + rate * backward.hidden, backward.communication, backward.hidden
-                ),
-            )
-        )
+        found.append(_Stage(forward.slowed(rate), backward.slowed(rate)))
     return found
 
 
-def _made_again(setting: Setting, blocks: Sequence[BlockSeconds]) -> PassSeconds:
-    """What the backward pass of a stage makes again."""
-    zero = PassSeconds(0.0)
-    if setting.recompute == SELECTIVE:
+def planned_seconds(
+    block: BlockSpec, plan: BlockPlan, setting: Setting, kernels: Kernels
+) -> tuple[PassSeconds, PassSeconds]:
+    """Both passes of a block as it is planned: with what is made again, and beside it what is gathered, reduced and
+    moved to the host and back."""
+    own = setting.in_formats(plan.formats)
+    one = block_seconds(block, own, kernels)
+    forward = _gathered(own, block, one.forward, plan, backward=False)
+    backward = _gathered(own, block, one.backward, plan, backward=True) + _made_again(own, plan, one)
+    return beside(forward, _moved_seconds(own, block, plan, backward=False)), beside(
+        backward, _moved_seconds(own, block, plan, backward=True)
+    )
+
+
+def _moved_seconds(setting: Setting, block: BlockSpec, plan: BlockPlan, *, backward: bool) -> float:
+    """Seconds of what a pass of a block sends to the host, or gets from there, whichever takes longer."""
+    offload, software = setting.offload, setting.software
+    numbers = numbers_of_block(setting, block) / (setting.layout.shards if setting.shares_weights else 1)
+    kept = kept_bytes(block, setting) if plan.offload else boundary_bytes(setting) * offload.residuals
+    comes = software.weight_bytes * numbers * offload.weights
+    if backward:
+        comes += kept + software.held_gradient_bytes * numbers * offload.gradients
+        leaves = software.held_gradient_bytes * numbers * offload.gradients
+    else:
+        leaves = kept
+    link = setting.device.host_link
+    rate = link.bytes_per_second * (link.both_ways if comes and leaves else 1.0)
+    return max(comes, leaves) / rate
+
+
+def beside(one: PassSeconds, moved: float) -> PassSeconds:
+    """A pass beside which so many seconds of copies to the host or back run."""
+    hidden = min(moved, one.compute)
+    return PassSeconds(one.compute, one.communication + moved - hidden, one.hidden + hidden)
+
+
+def _made_again(setting: Setting, plan: BlockPlan, one: BlockSeconds) -> PassSeconds:
+    """What the backward pass of a block makes again."""
+    if plan.recompute == FULL:
+        return one.forward
+    if plan.recompute == SELECTIVE:
         software = setting.software
-        attention = 1.0 if software.selective_attention else 0.0
-        return PassSeconds(
-            sum(
-                attention * one.attention + one.cheap + software.selective_products * one.products
-                for one in blocks
-            )
-        )
-    return sum((one.forward for one in blocks[: blocks_made_again(setting, len(blocks))]), zero)
+        attention = one.attention if software.selective_attention else 0.0
+        return PassSeconds(attention + one.cheap + software.selective_products * one.products)
+    return PassSeconds(0.0)
 
 
-def _gathered(setting: Setting, block: BlockSpec, one: PassSeconds, *, backward: bool) -> PassSeconds:
+def _gathered(
+    setting: Setting, block: BlockSpec, one: PassSeconds, plan: BlockPlan, *, backward: bool
+) -> PassSeconds:
     """A pass of a block beside the gathering of the next one's weights and the reduction of gradients."""
     layout, software = setting.layout, setting.software
     if not setting.shares_weights:
         return one
     group, numbers = setting.groups["shards"], numbers_of_block(setting, block)
     seconds = 0.0
-    if layout.zero == 3 or not backward:
+    if (layout.zero == 3 and not plan.gathered) or not backward:
         seconds += group.gathered(software.weight_bytes * numbers)
     if backward:
         seconds += group.gathered(software.gradient_bytes * numbers)
@@ -169,5 +195,10 @@ def _reductions(setting: Setting, own: Sequence[_Stage], rank: int) -> float:
 
 
 def _optimizer(setting: Setting, kernels: Kernels, rank: int) -> float:
+    """Seconds of the update; states on the host come to the device and go back while it updates others."""
+    software, link = setting.software, setting.device.host_link
     numbers = numbers_of_rank(setting, rank) / setting.state_shards
-    return kernels.moved(setting.software.optimizer_bytes * numbers)
+    each = (software.state_bytes - software.master_bytes) * setting.offload.optimizer
+    each += software.master_bytes * setting.offload.master
+    visits = each * numbers / (link.bytes_per_second * link.both_ways)
+    return max(kernels.moved(software.optimizer_bytes * numbers), visits)

@@ -2,29 +2,47 @@
 
 Method   All degrees are tried that divide what they share: tp the heads, key heads, widths and the devices of a node;
          pp the blocks; cp the sequence; ep the experts. For each, micro-batches and stages of a rank that the batch
-         and the blocks allow, shards or copies, and recomputation from nothing upwards until it fits.
-         A candidate's bytes are counted before its seconds. One that does not fit with everything made again is left
-         out with all larger micro-batches.
-Limits   Equal stages but for what does not divide; one format for all blocks.
+         and the blocks allow, shards or copies. What blocks do in them is decided together (`block_choices`).
+         A candidate goes through three doors, each dearer than the one before, always the one that promises most::
+
+             1  its step if bytes and harm were free                               `predict`
+             2  a bound of its step, with both limits priced                       `Blocks.least_seconds`
+             3  its step                                                           `Blocks.solve`, `predict`
+
+         The search ends where the next promise is worse than the plans that are wanted: whatever was not looked at is
+         slower than they are.
+Limits   Equal stages but for what does not divide.
 Checked  tests/planner/layout/test_layout_search.py: brute force over all candidates
 """
 
 from __future__ import annotations
 
+import dataclasses
+import heapq
 import itertools
+import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from scrimp.config.resolved import ResolvedLayout
 from scrimp.models.shapes import ModelSizes
 from scrimp.planner.hardware import Cluster, Device
+from scrimp.planner.layout.block_choices import Blocks
+from scrimp.planner.layout.block_menus import Quality, fastest_plan
 from scrimp.planner.layout.predict import Prediction, predict
-from scrimp.planner.layout.setting import FULL, NONE, SELECTIVE, Setting
+from scrimp.planner.layout.setting import BlockPlan, Offload, Setting
 from scrimp.planner.layout.software import Software
-from scrimp.planner.layout.stage_memory import RankBytes, peak_bytes
+from scrimp.planner.layout.stage_memory import RankBytes, host_bytes, peak_bytes
 
-RECOMPUTATIONS = (NONE, SELECTIVE, FULL)
 _MOST_VIRTUAL = 8
+ON_HOST = (
+    Offload(),
+    Offload(optimizer=True),
+    Offload(optimizer=True, master=True),
+    Offload(optimizer=True, master=True, gradients=True),
+    Offload(optimizer=True, master=True, gradients=True, weights=True),
+)
+"""States in host memory, each with all before it: those that are met least often first."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +70,8 @@ class Question:
     """Sequences of a step, over all ranks."""
     software: Software
     precision: str = "bf16"
+    """Of all products, where `quality` leaves nothing to choose."""
+    quality: Quality | None = None
 
     @property
     def device(self) -> Device:
@@ -66,11 +86,32 @@ class Found:
     best: tuple[Candidate, ...]
     """The fastest first."""
     tried: int
-    """Settings whose bytes were predicted."""
+    """Layouts with micro-batches that there are."""
+    priced: int
+    """Settings whose bytes were counted, with states here or on the host; what is left is slower than the best,
+    whatever its bytes."""
     too_large: int
-    """Those of them that do not fit."""
+    """Those of the priced ones that do not fit."""
     nearest_bytes: float
-    """The least that any of them needs of a device."""
+    """The least that any of the priced ones needs of a device."""
+    nearest_host_bytes: float
+    """The least that those of them need on the host for a device, for which the devices are large enough; infinite
+    where there is none."""
+
+
+@dataclass(order=True)
+class _Waiting:
+    """A candidate before one of its doors, by what it promises."""
+
+    seconds: float
+    number: tuple[int, int]
+    """The layout's, and that of what is on the host."""
+    setting: Setting = field(compare=False)
+    free: tuple[BlockPlan, ...] = field(compare=False)
+    """What its blocks would do if bytes and harm were free."""
+    rough: Prediction = field(compare=False)
+    blocks: Blocks | None = field(compare=False, default=None)
+    """Filled by the second door."""
 
 
 def search(
@@ -85,33 +126,42 @@ def search(
     Args:
         keep: how many plans are wanted.
         fits_given: whether a layout and its micro-batch are among those that are asked for.
-        note: told now and then how many settings were tried.
+        note: told now and then how many settings were looked at.
     """
-    best: list[Candidate] = []
-    tried, too_large, least = 0, 0, float("inf")
+    waiting: list[_Waiting] = []
     for layout in layouts(question):
         for micro_batch in micro_batches(question, layout):
-            if not fits_given(layout, micro_batch):
-                continue
-            found = None
-            for recompute in RECOMPUTATIONS:
-                setting = _setting(question, layout, micro_batch, recompute)
-                memory = tuple(peak_bytes(setting))
-                most = max(one.total for one in memory)
-                tried, least = tried + 1, min(least, most)
-                if most <= question.device.memory_bytes:
-                    found = Candidate(setting, predict(setting), memory)
-                    break
-                too_large += 1
-            note(tried)
-            if found is None:
-                break
-            best = sorted([*best, found], key=lambda one: one.seconds)[:keep]
-    return Found(tuple(best), tried, too_large, least)
+            if fits_given(layout, micro_batch):
+                waiting.append(_promise(question, layout, micro_batch, len(waiting)))
+                note(len(waiting))
+    tried, priced, too_large, least, host = len(waiting), 0, 0, math.inf, math.inf
+    best: list[Candidate] = []
+    heapq.heapify(waiting)
+    while waiting and (len(best) < keep or waiting[0].seconds < best[-1].seconds):
+        one = heapq.heappop(waiting)
+        note(tried)
+        if one.blocks:
+            found = _solved(one)
+            too_large += found is None
+            best = sorted([*best, *([found] if found else [])], key=lambda each: each.seconds)[:keep]
+            continue
+        priced += 1
+        following = _with_more_on_host(one)
+        if following is not None:
+            heapq.heappush(waiting, following)
+        one, blocks = _bounded(one, question)
+        least = min(least, blocks.leanest_bytes)
+        if blocks.leanest_bytes <= question.device.memory_bytes:
+            host = min(host, host_bytes(one.setting))
+        if math.isinf(one.seconds):
+            too_large += 1
+        else:
+            heapq.heappush(waiting, one)
+    return Found(tuple(best), tried, priced, too_large, least, host)
 
 
-def _setting(question: Question, layout: ResolvedLayout, micro_batch: int, recompute: str) -> Setting:
-    return Setting(
+def _promise(question: Question, layout: ResolvedLayout, micro_batch: int, number: int) -> _Waiting:
+    setting = Setting(
         model=question.model,
         cluster=question.cluster,
         sequence=question.sequence,
@@ -119,9 +169,42 @@ def _setting(question: Question, layout: ResolvedLayout, micro_batch: int, recom
         micro_batch=micro_batch,
         layout=layout,
         software=question.software,
-        recompute=recompute,
-        precision=question.precision,
+        precision=question.quality.base if question.quality else question.precision,
     )
+    plans = {
+        first: fastest_plan(setting, question.quality, first) for first in set(question.model.first_equal)
+    }
+    free = tuple(plans[first] for first in question.model.first_equal)
+    rough = predict(dataclasses.replace(setting, blocks=free))
+    return _Waiting(rough.step_seconds, (number, 0), setting, free, rough)
+
+
+def _with_more_on_host(one: _Waiting) -> _Waiting | None:
+    """The same with the next kind of states in host memory; Scrimp has them there without pipelines alone."""
+    number, level = one.number
+    if one.setting.layout.pp > 1 or level + 1 == len(ON_HOST):
+        return None
+    setting = dataclasses.replace(one.setting, offload=ON_HOST[level + 1])
+    rough = predict(dataclasses.replace(setting, blocks=one.free))
+    return _Waiting(rough.step_seconds, (number, level + 1), setting, one.free, rough)
+
+
+def _bounded(one: _Waiting, question: Question) -> tuple[_Waiting, Blocks]:
+    """After the second door; seconds are infinite where it does not fit."""
+    setting = one.setting
+    blocks = Blocks(setting, question.quality)
+    passes = blocks.least_seconds()
+    slower = one.rough.step_seconds / (one.rough.step_seconds - one.rough.seconds["other"])
+    step = setting.micro_batches * passes / setting.layout.pp + one.rough.seconds["optimizer"]
+    # Ranks wait on average for half of what the last one does before its first pass and after its last one.
+    step += one.rough.seconds["bubble"] / 2
+    return dataclasses.replace(one, seconds=max(one.seconds, slower * step), blocks=blocks), blocks
+
+
+def _solved(one: _Waiting) -> Candidate | None:
+    """After the third one."""
+    setting = one.blocks.solve() if one.blocks else None
+    return Candidate(setting, predict(setting), tuple(peak_bytes(setting))) if setting else None
 
 
 def layouts(like: Question) -> Iterator[ResolvedLayout]:

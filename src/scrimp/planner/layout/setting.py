@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -31,6 +32,20 @@ class Offload:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BlockPlan:
+    """What is decided of one block."""
+
+    recompute: str = NONE
+    """none, selective or full."""
+    offload: bool = False
+    """Its activations wait in host memory."""
+    gathered: bool = False
+    """Under zero 3: its weights stay whole after its forward pass."""
+    formats: tuple[tuple[str, str], ...] = ()
+    """Products and their recipes, as ("mlp.down.wgrad", "nvfp4"); all others run in the setting's precision."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Setting:
     """All that a step's time and memory follow from.
 
@@ -52,8 +67,11 @@ class Setting:
     offload: Offload = field(default_factory=Offload)
     precision: str = "bf16"
     """Recipe of the blocks' products; head and attention run in bf16."""
-    gemms: Mapping[str, str] = field(default_factory=dict)
-    """Recipes of single products, as mlp.down.wgrad."""
+    formats: Mapping[str, str] = field(default_factory=dict)
+    """Recipes of single products of all blocks, as of mlp.down.wgrad."""
+    blocks: tuple[BlockPlan, ...] = ()
+    """What is decided block by block, and then stands for `recompute` and what leaves of activations; empty: nothing
+    is."""
     sequence_parallel: bool = True
     """Ranks of tp share the tokens between layers."""
 
@@ -106,7 +124,11 @@ class Setting:
 
     def recipe(self, linear: str, gemm: str) -> str:
         """Recipe of one product of a block."""
-        return self.gemms.get(f"{linear}.{gemm}", self.precision)
+        return self.formats.get(f"{linear}.{gemm}", self.precision)
+
+    def in_formats(self, formats: tuple[tuple[str, str], ...]) -> Setting:
+        """With these products in these recipes, as one block runs them."""
+        return dataclasses.replace(self, formats=dict(formats), blocks=()) if formats else self
 
     @cached_property
     def groups(self) -> dict[str, Group]:

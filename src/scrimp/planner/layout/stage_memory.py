@@ -19,19 +19,13 @@ Checked  tests/planner/layout/test_rank_bytes.py
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from scrimp.models import BlockSpec
 from scrimp.models.shapes import value_width
 from scrimp.planner.layout.kernels import element_bytes
-from scrimp.planner.layout.setting import SELECTIVE, Setting
-from scrimp.planner.layout.stages import (
-    blocks_made_again,
-    blocks_of_stages,
-    numbers_of_block,
-    numbers_of_rank,
-)
+from scrimp.planner.layout.setting import FULL, NONE, SELECTIVE, BlockPlan, Setting
+from scrimp.planner.layout.stages import Kinds, kinds_of_ranks, numbers_of_block, numbers_of_rank
 
 MARGIN = 0.03
 """Share of all that a caching allocator cannot use, and what libraries take: an estimate."""
@@ -51,8 +45,7 @@ class RankBytes:
 
 def peak_bytes(setting: Setting) -> list[RankBytes]:
     """The peaks of the ranks of a pipeline, first to last."""
-    stages = blocks_of_stages(setting)
-    return [_rank(setting, stages, rank) for rank in range(setting.layout.pp)]
+    return [_rank(setting, kinds, rank) for rank, kinds in enumerate(kinds_of_ranks(setting))]
 
 
 def kept_bytes(block: BlockSpec, setting: Setting) -> float:
@@ -72,13 +65,16 @@ def kept_bytes(block: BlockSpec, setting: Setting) -> float:
     return setting.tokens * (found / layout.tp + stream / shared)
 
 
-def _rank(setting: Setting, stages: Sequence[range], rank: int) -> RankBytes:
-    layout, software, model = setting.layout, setting.software, setting.model
-    own = [model.blocks[index] for blocks in stages[rank :: layout.pp] for index in blocks]
+def _rank(setting: Setting, own: Kinds, rank: int) -> RankBytes:
+    layout, software = setting.layout, setting.software
     numbers = numbers_of_rank(setting, rank)
     sharded = layout.shards if setting.shares_weights else 1
-    largest = max(numbers_of_block(setting, block) for block in own)
+    numbers_of = {kind: numbers_of_block(setting, setting.model.blocks[kind[0]]) for kind in own}
+    largest = max(numbers_of.values())
     weights = software.held_weight_bytes * numbers / (sharded if layout.zero == 3 else 1)
+    if sharded > 1 and layout.zero == 3:
+        whole = sum(count * numbers_of[kind] for kind, count in own.items() if kind[1].gathered)
+        weights += software.weight_bytes * whole
     gradients = software.held_gradient_bytes * numbers / sharded
     gathered = largest * (2 * software.weight_bytes + software.gradient_bytes) if sharded > 1 else 0.0
     if setting.offload.weights:
@@ -90,7 +86,7 @@ def _rank(setting: Setting, stages: Sequence[range], rank: int) -> RankBytes:
         "gradients": gradients,
         "optimizer": _state_bytes(setting) * numbers / setting.state_shards,
         "gathered": gathered,
-        "activations": _activations(setting, stages, rank),
+        "activations": _activations(setting, own, rank),
         "logits": _logits(setting) if rank == layout.pp - 1 else 0.0,
     }
     return RankBytes(found | {"margin": MARGIN * sum(found.values())})
@@ -103,32 +99,62 @@ def _state_bytes(setting: Setting) -> float:
     return moments * (not offload.optimizer) + software.master_bytes * (not offload.master)
 
 
-def _activations(setting: Setting, stages: Sequence[range], rank: int) -> float:
-    """Bytes kept by the passes in flight when there are most of them."""
-    layout, model = setting.layout, setting.model
-    virtual, m = layout.virtual or 1, setting.micro_batches
-    boundary = 2.0 * setting.tokens * model.width / (layout.tp if setting.sequence_parallel else 1)
-    stays = 0.0 if setting.offload.residuals else boundary
-    keeps = setting.software.selective_keeps if setting.recompute == SELECTIVE else 1.0
-    kept, whole = [], [0.0]
-    for blocks in stages[rank :: layout.pp]:
-        again = blocks_made_again(setting, len(blocks))
-        sizes = [kept_bytes(model.blocks[index], setting) for index in blocks]
-        whole += sizes if keeps < 1.0 else sizes[:again]
-        kept.append(
-            sum(stays if at < again else keeps * size - boundary + stays for at, size in enumerate(sizes))
-        )
+def host_bytes(setting: Setting) -> float:
+    """Bytes of states that the rank with most of them has in host memory."""
+    layout, software, offload = setting.layout, setting.software, setting.offload
+    numbers = max(numbers_of_rank(setting, rank) for rank in range(layout.pp))
+    sharded = layout.shards if setting.shares_weights else 1
+    moments = (software.state_bytes - software.master_bytes) * offload.optimizer
+    states = (moments + software.master_bytes * offload.master) * numbers / setting.state_shards
+    weights = software.held_weight_bytes * offload.weights / (sharded if layout.zero == 3 else 1)
+    return states + numbers * (weights + software.held_gradient_bytes * offload.gradients / sharded)
+
+
+def passes_in_flight(setting: Setting, rank: int) -> float:
+    """How many passes of all its blocks a rank holds when they are most."""
+    layout, m = setting.layout, setting.micro_batches
+    virtual = layout.virtual or 1
     if virtual == 1:
-        flying = m if layout.schedule == "gpipe" else min(m, layout.pp - rank)
-        found = flying * kept[0]
-    else:
-        ahead = min(2 * (layout.pp - 1 - rank) + (virtual - 1) * layout.pp + 1, m * virtual)
-        found = ahead * sum(kept) / virtual
-    leaving = setting.offload.activation_layers
-    if leaving:
-        blocks_here = sum(len(blocks) for blocks in stages[rank :: layout.pp])
-        found *= 1.0 - max(0, leaving - 2) / blocks_here
-    return found + max(whole)
+        return m if layout.schedule == "gpipe" else min(m, layout.pp - rank)
+    return min(2 * (layout.pp - 1 - rank) + (virtual - 1) * layout.pp + 1, m * virtual) / virtual
+
+
+def boundary_bytes(setting: Setting) -> float:
+    """The residual stream of a pass between two blocks."""
+    shared = setting.layout.tp if setting.sequence_parallel else 1
+    return 2.0 * setting.tokens * setting.model.width / shared
+
+
+def waiting_bytes(block: BlockSpec, plan: BlockPlan, setting: Setting) -> float:
+    """What a block holds on the device of each pass in flight."""
+    if plan.offload:
+        return 0.0
+    boundary = boundary_bytes(setting)
+    stays = 0.0 if setting.offload.residuals else boundary
+    if plan.recompute == FULL:
+        return stays
+    keeps = setting.software.selective_keeps if plan.recompute == SELECTIVE else 1.0
+    return keeps * kept_bytes(block, setting) - boundary + stays
+
+
+def made_again_bytes(block: BlockSpec, plan: BlockPlan, setting: Setting) -> float:
+    """What a block has on the device besides while its backward pass runs: what is made again, or comes back."""
+    has_all = plan.recompute == NONE or (
+        plan.recompute == SELECTIVE and setting.software.selective_keeps >= 1
+    )
+    if has_all:
+        return 2.0 * kept_bytes(block, setting) if plan.offload else 0.0
+    return kept_bytes(block, setting)
+
+
+def _activations(setting: Setting, own: Kinds, rank: int) -> float:
+    """Bytes kept by the passes in flight when there are most of them."""
+    waiting, most = 0.0, 0.0
+    for (index, plan), count in own.items():
+        block, like = setting.model.blocks[index], setting.in_formats(plan.formats)
+        waiting += count * waiting_bytes(block, plan, like)
+        most = max(most, made_again_bytes(block, plan, like))
+    return passes_in_flight(setting, rank) * waiting + most
 
 
 def _logits(setting: Setting) -> float:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from scrimp.models import BlockSpec
-from scrimp.planner.layout.setting import FULL, Setting
+from scrimp.planner.layout.setting import FULL, NONE, BlockPlan, Setting
+
+Kinds = Counter[tuple[int, BlockPlan]]
+"""Blocks that are equal, by the number of the model's first of them, and planned alike; and how many they are."""
 
 
 def blocks_of_stages(setting: Setting) -> list[range]:
@@ -19,6 +24,18 @@ def blocks_of_stages(setting: Setting) -> list[range]:
         sizes[-1] += number - sum(sizes)
     starts = [sum(sizes[:index]) for index in range(count)]
     return [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+
+
+def kinds_of_stages(setting: Setting) -> list[Kinds]:
+    """The blocks of each stage, equal ones that are planned alike counted."""
+    plans, first = block_plans(setting), setting.model.first_equal
+    return [Counter((first[index], plans[index]) for index in blocks) for blocks in blocks_of_stages(setting)]
+
+
+def kinds_of_ranks(setting: Setting) -> list[Kinds]:
+    """The same of all stages of each rank."""
+    stages, ranks = kinds_of_stages(setting), setting.layout.pp
+    return [sum(stages[rank::ranks], start=Counter()) for rank in range(ranks)]
 
 
 def numbers_of_block(setting: Setting, block: BlockSpec) -> float:
@@ -44,14 +61,21 @@ def numbers_of_rank(setting: Setting, rank: int) -> float:
     return numbers
 
 
-def blocks_made_again(setting: Setting, number: int) -> int:
-    """How many of the blocks of a stage run again whole in the backward pass.
-
-    Args:
-        number: that the stage has.
-    """
-    if setting.recompute == FULL:
-        return number
-    if isinstance(setting.recompute, int):
-        return min(number, -(-setting.recompute // (setting.layout.virtual or 1)))
-    return 0
+def block_plans(setting: Setting) -> tuple[BlockPlan, ...]:
+    """What is decided of every block. Of a number of blocks that are made again, or whose activations leave, each
+    stage of a rank has its share, the first ones."""
+    if setting.blocks:
+        return setting.blocks
+    recompute, virtual = setting.recompute, setting.layout.virtual or 1
+    leaving = -(-setting.offload.activation_layers // virtual)
+    again = -(-recompute // virtual) if isinstance(recompute, int) else 0
+    found = []
+    for blocks in blocks_of_stages(setting):
+        for at in range(len(blocks)):
+            counted = FULL if at < again else NONE
+            found.append(
+                BlockPlan(
+                    recompute=counted if isinstance(recompute, int) else recompute, offload=at < leaving
+                )
+            )
+    return tuple(found)

@@ -1,0 +1,257 @@
+"""What each block of a layout does, decided together: formats, recomputation, offload and gathered weights.
+
+Problem  A format saves seconds and bytes, and costs quality; what is made again or moved saves bytes, and costs
+         seconds; and a stage of a pipeline has bytes of its own, and counts by how slow it is. Decided one after the
+         other, each spends what another needed.
+Method   Each block takes one choice of its menu (`block_menus`), so that every rank's bytes have room and all harm
+         stays under its limit; `knapsack` finds the fastest. What it found is counted again, whole (`peak_bytes`).
+         Most layouts need not be solved: with prices for harm and for the bytes of each rank r, lambda and mu_r, no
+         choices take less than::
+
+             sum_r t_r >= sum_r ( sum_blocks min over k of (seconds + lambda harm + mu_r bytes) - mu_r room_r )
+                          - lambda limit                                          (`Blocks.least_seconds`)
+
+         The right side is concave in each price and bends only where two choices cost the same: mu is tried at all
+         of these, lambda at some.
+Limits   Ranks are taken to be as slow as the sum of their stages' passes; what a schedule makes of it is predicted
+         after.
+Source   The bound: Lagrangian relaxation (Fisher, Management Science 27, 1981)
+Checked  tests/planner/layout/test_block_choices.py: all choices of small models
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scrimp.planner.layout.block_menus import Menu, Quality, menus_of
+from scrimp.planner.layout.block_times import embedding_seconds, head_seconds
+from scrimp.planner.layout.knapsack import Cells, Choices, Frontier, falling, frontier, spread
+from scrimp.planner.layout.predict import kernels_of
+from scrimp.planner.layout.setting import FULL, NONE, BlockPlan, Setting
+from scrimp.planner.layout.stage_memory import (
+    MARGIN,
+    host_bytes,
+    kept_bytes,
+    passes_in_flight,
+    peak_bytes,
+    waiting_bytes,
+)
+from scrimp.planner.layout.stages import blocks_of_stages
+
+Array = NDArray[np.float64]
+_PRICES = 12
+_TRIES = 3
+_CELLS = Cells()
+_HOST_SHARE = 0.9
+"""Of host memory, what the system and the program itself leave: an estimate."""
+
+
+def leanest_bytes(setting: Setting, *, keeps_all: bool) -> list[float]:
+    """Bytes of each rank where its blocks keep as little as they can on the device.
+
+    Args:
+        keeps_all: nothing is made again or leaves, so that no room is needed for what comes back.
+    """
+    plan = BlockPlan(recompute=NONE if keeps_all else FULL)
+    plans = (plan,) * len(setting.model.blocks)
+    return [one.total for one in peak_bytes(dataclasses.replace(setting, blocks=plans))]
+
+
+Table = tuple[Choices, list[BlockPlan]]
+
+
+@dataclass(frozen=True, eq=False)
+class _Way:
+    """How a rank can have room for its blocks: all of them keep all, or some make again or offload."""
+
+    tables: list[Table]
+    """Of each of its blocks."""
+    room: float
+
+    def least_seconds(self, price: float) -> float:
+        """The bound of the rank at a price of harm."""
+        known = {id(choices): choices for choices, _ in self.tables}
+        counted = Counter(id(choices) for choices, _ in self.tables)
+        return _least_of_rank([(known[one], count) for one, count in counted.items()], price, self.room)
+
+    def frontier(self, prices: Sequence[float], cells: Cells) -> Frontier | None:
+        """Its plans, where it has room for any."""
+        return frontier([choices for choices, _ in self.tables], prices, self.room, cells.bytes)
+
+
+class Blocks:
+    """The choices of all blocks of one layout.
+
+    Args:
+        setting: its blocks are not decided yet; its precision is the base of the quality's formats.
+        quality: None: all products run in the setting's precision.
+
+    Attributes:
+        leanest_bytes: the least that a device needs.
+    """
+
+    def __init__(self, setting: Setting, quality: Quality | None) -> None:
+        self.setting = setting
+        self.blocks = _blocks_of_ranks(setting)
+        self.ends = _ends(setting)
+        self.ranks: list[list[_Way]] = [[] for _ in self.blocks]
+        self.leanest_bytes = 0.0
+        for keeps_all in (False, True):
+            leanest = leanest_bytes(setting, keeps_all=keeps_all)
+            self.leanest_bytes = self.leanest_bytes or max(leanest)
+            if self.leanest_bytes > setting.device.memory_bytes or host_bytes(setting) > _host_room(setting):
+                break
+            menus = menus_of(setting, quality, keeps_all=keeps_all)
+            self.spare = (quality.limit if quality else 0.0) - sum(menu.least for menu in menus)
+            plan = BlockPlan(recompute=NONE if keeps_all else FULL)
+            for rank, ways in enumerate(self.ranks):
+                if leanest[rank] <= setting.device.memory_bytes:
+                    ways.append(self._way(rank, menus, plan, leanest[rank]))
+
+    def least_seconds(self) -> float:
+        """Seconds that the passes of one micro-batch take at least, of all ranks together; infinite where the limit
+        of harm cannot be kept, or a rank has no room."""
+        if not all(self.ranks) or self.spare < 0:
+            return math.inf
+        bounds = [
+            sum(min(way.least_seconds(price) for way in ways) for ways in self.ranks) - price * self.spare
+            for price in self._prices()
+        ]
+        return float(sum(self.ends) + max(bounds))
+
+    def _prices(self) -> list[float]:
+        """Prices of harm that are tried: 0, and some of those at which two choices cost the same."""
+        known = {id(choices): choices for ways in self.ranks for way in ways for choices, _ in way.tables}
+        bends = np.unique(np.concatenate([_bends(one.seconds, one.harm) for one in known.values()]))
+        some = np.linspace(0, len(bends) - 1, min(len(bends), _PRICES)).round().astype(int)
+        return [0.0, *bends[some].tolist()]
+
+    def solve(self, cells: Cells = _CELLS) -> Setting | None:
+        """The setting with its blocks decided; None where they fit in no way."""
+        if not all(self.ranks) or self.spare < 0:
+            return None
+        ranks = self.ranks
+        for _ in range(_TRIES):
+            found = self._solved(ranks, cells)
+            if found is None:
+                return None
+            setting, used = found
+            over = [one.total - setting.device.memory_bytes for one in peak_bytes(setting)]
+            if max(over) <= 0:
+                return setting
+            # What comes back at once may be more than what the leanest plan has room for.
+            ranks = [
+                [dataclasses.replace(way, room=min(way.room, size - excess)) for way in ways]
+                if excess > 0
+                else ways
+                for ways, size, excess in zip(ranks, used, over, strict=True)
+            ]
+        return None
+
+    def _solved(self, ranks: list[list[_Way]], cells: Cells) -> tuple[Setting, list[float]] | None:
+        """The fastest choices, and the bytes that they add up to on each rank."""
+        prices = self._prices()
+        # A price beyond all at which choices change: the least harm.
+        prices.append(2.0 * max(prices) + 1.0)
+        found = []
+        for ways in ranks:
+            fronts = [(way, front) for way in ways if (front := way.frontier(prices, cells)) is not None]
+            if not fronts:
+                return None
+            found.append(fronts)
+        merged = [_merged([front for _, front in fronts]) for fronts in found]
+        taken = spread(merged, self.ends, self.setting.micro_batches, self.spare, cells.harm)
+        if taken is None:
+            return None
+        plans, used = [BlockPlan()] * len(self.setting.model.blocks), [0.0] * len(ranks)
+        for rank, (fronts, plan) in enumerate(zip(found, taken, strict=True)):
+            way, front = fronts[0]
+            if plan >= len(front.seconds):
+                plan, (way, front) = plan - len(front.seconds), fronts[1]
+            for block, (choices, menu), choice in zip(
+                self.blocks[rank], way.tables, front.choices[plan].tolist(), strict=True
+            ):
+                plans[block] = menu[choice]
+                used[rank] += float(choices.bytes[choice])
+        return dataclasses.replace(self.setting, blocks=tuple(plans)), used
+
+    def _way(self, rank: int, menus: Sequence[Menu], plan: BlockPlan, leanest: float) -> _Way:
+        setting, own, first = self.setting, self.blocks[rank], self.setting.model.first_equal
+        flight = passes_in_flight(setting, rank)
+        leaving = _leaving(setting, own, flight)
+        tables = [menus[block].table(flight, offload=at < leaving) for at, block in enumerate(own)]
+        counted = Counter(first[block] for block in own)
+        held = sum(
+            count * waiting_bytes(setting.model.blocks[block], plan, setting)
+            for block, count in counted.items()
+        )
+        spare = (setting.device.memory_bytes - leanest) / (1.0 + MARGIN)
+        return _Way(tables, spare + flight * held)
+
+
+def _leaving(setting: Setting, own: Sequence[int], flight: float) -> int:
+    """How many of these blocks the host has room for."""
+    room = _host_room(setting) - host_bytes(setting)
+    first = {setting.model.first_equal[block] for block in own}
+    return int(room / max(flight * kept_bytes(setting.model.blocks[block], setting) for block in first))
+
+
+def _host_room(setting: Setting) -> float:
+    group = setting.cluster.groups[0]
+    return _HOST_SHARE * group.node.host_memory_bytes / group.used
+
+
+def _blocks_of_ranks(setting: Setting) -> list[list[int]]:
+    """The blocks of each rank, its stages in turn: what is decided of the first few is shared by all of them."""
+    stages, pp = blocks_of_stages(setting), setting.layout.pp
+    return [
+        [block for row in itertools.zip_longest(*stages[rank::pp]) for block in row if block is not None]
+        for rank in range(pp)
+    ]
+
+
+def _ends(setting: Setting) -> list[float]:
+    """Seconds of embedding and head on each rank, for one micro-batch."""
+    kernels, found = kernels_of(setting), [0.0] * setting.layout.pp
+    for rank, ends in ((0, embedding_seconds), (-1, head_seconds)):
+        one = ends(setting, kernels)
+        found[rank] += one.forward.total + one.backward.total
+    return found
+
+
+def _least_of_rank(blocks: list[tuple[Choices, int]], price: float, room: float) -> float:
+    """The bound of one rank at a price of harm, at the best price of its bytes."""
+    costs = []
+    for one, count in blocks:
+        cost = one.seconds + price * one.harm
+        kept = falling(cost, one.bytes)
+        costs.append((cost[kept], one.bytes[kept], count))
+    prices = np.unique(np.concatenate([np.zeros(1), *(_bends(cost, sizes) for cost, sizes, _ in costs)]))
+    found = -prices * room
+    for cost, sizes, count in costs:
+        found = found + count * (cost + prices[:, None] * sizes).min(axis=1)
+    return float(found.max())
+
+
+def _merged(fronts: list[Frontier]) -> Frontier:
+    """The plans of all of them, one after the other."""
+    if len(fronts) == 1:
+        return fronts[0]
+    seconds, harm = (np.concatenate([getattr(one, name) for one in fronts]) for name in ("seconds", "harm"))
+    return Frontier(seconds, harm, np.concatenate([one.choices for one in fronts]))
+
+
+def _bends(seconds: Array, amounts: Array) -> Array:
+    """Prices of an amount at which two choices cost the same."""
+    more = amounts[None] - amounts[:, None]
+    saved = seconds[:, None] - seconds[None]
+    is_traded = (more > 0) & (saved > 0)
+    return np.unique(saved[is_traded] / more[is_traded])

@@ -1,0 +1,242 @@
+"""Which of its choices each block takes: a dynamic program over bytes, with a price for harm, and one between stages.
+
+Problem  Each of n blocks takes one of K choices (formats of its products, what is made again, what leaves), each with
+         seconds, bytes and harm. The bytes of a stage have a limit of their own; harm has one over all stages; and the
+         slowest stage counts in every micro-batch, the others once::
+
+             minimise  (m - 1) max_s t_s + sum_s t_s    with  bytes_s <= room_s,  sum_s harm_s <= limit
+
+Method   Within a stage harm has a price, and F[b] is the least cost of the blocks so far with b cells of bytes::
+
+             F'[b] = min over k of F[b - bytes_k] + seconds_k + price harm_k                           (`cheapest`)
+
+         Falling prices give plans of more and more harm. Between two neighbours one block after the other goes from
+         its choice in the one to that in the other, those that free bytes first: every step has room as both ends have
+         (`frontier`).
+         Between stages, t_s[h] is the least seconds of the stage's plans with at most h cells of harm. For every T that
+         some stage can take, the least sum of seconds with none above T is a min-plus sum over stages; T grows until
+         (m - 1) T alone spoils the best (`spread`).
+Limits   Plans between two prices are mixtures: by less than one block from the best. Bytes are rounded up to cells,
+         whose size is such that the steps from a block's least to its other choices are rounded least.
+Source   PKU-Galvatron (arXiv 2211.13878, section 4.2) has the program over bytes; (m - 1) max + sum: Alpa
+         (arXiv 2201.12023, section 5.1); prices: Everett, Operations Research 11, 1963
+Checked  tests/planner/layout/test_knapsack.py: all choices of small cases
+
+Shapes: K choices of a block, n blocks, P plans of a stage, B cells of bytes, H cells of harm.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+Indices = NDArray[np.int64]
+_ROUND = 1e-9
+
+
+@dataclass(frozen=True, eq=False)
+class Choices:
+    """What one block can take: [K] of each."""
+
+    seconds: Array
+    bytes: Array
+    harm: Array
+
+
+@dataclass(frozen=True)
+class Cells:
+    """How finely a stage's bytes and all stages' harm are counted."""
+
+    bytes: int = 4096
+    harm: int = 128
+
+
+@dataclass(frozen=True, eq=False)
+class Frontier:
+    """Plans of a stage."""
+
+    seconds: Array
+    """[P]"""
+    harm: Array
+    """[P]"""
+    choices: Indices
+    """[P, n]: what each block takes."""
+
+
+def useful(choices: Choices) -> Indices:
+    """Those that no other one is at least as good as in everything; of equal ones the first."""
+    figures = np.stack([choices.seconds, choices.bytes, choices.harm], axis=1)
+    order = np.lexsort(figures.T[::-1])
+    in_order = figures[order]
+    # Whatever is as good in everything comes before in this order.
+    as_good = np.tril((in_order[None] <= in_order[:, None]).all(axis=2), k=-1)
+    return np.sort(order[~as_good.any(axis=1)])
+
+
+def falling(costs: Array, sizes: Array) -> Indices:
+    """Those that cost less than all that are as small."""
+    order = np.lexsort((costs, sizes))
+    before = np.minimum.accumulate(np.concatenate([[np.inf], costs[order][:-1]]))
+    return order[costs[order] < before]
+
+
+def cheapest(blocks: Sequence[Choices], price: float, room: float, cells: int) -> Indices | None:
+    """[n] choices of least seconds and priced harm whose bytes have this room; None where there are none."""
+    kinds = {id(one): one for one in blocks}
+    kept = {name: falling(one.seconds + price * one.harm, one.bytes) for name, one in kinds.items()}
+    costs = {name: (one.seconds + price * one.harm)[kept[name]] for name, one in kinds.items()}
+    steps = {name: one.bytes[kept[name]] - one.bytes.min() for name, one in kinds.items()}
+    spare = room - sum(float(one.bytes.min()) for one in blocks)
+    if spare < 0:
+        return None
+    if sum(float(steps[id(one)][-1]) for one in blocks) <= spare:
+        return np.array([kept[id(one)][-1] for one in blocks], dtype=np.int64)
+    size = _cell(np.concatenate(list(steps.values())), spare, cells)
+    needed = {name: np.ceil(step / size - _ROUND).astype(np.int64) for name, step in steps.items()}
+    best = np.zeros(int(spare / size + _ROUND) + 1)
+    taken = []
+    for one in blocks:
+        best, choice = _with_block(best, costs[id(one)], needed[id(one)])
+        taken.append(choice)
+    found, at = [], len(best) - 1
+    for one, choice in zip(reversed(blocks), reversed(taken), strict=True):
+        index = int(choice[at])
+        at -= int(needed[id(one)][index])
+        found.append(int(kept[id(one)][index]))
+    return np.array(found[::-1], dtype=np.int64)
+
+
+def frontier(blocks: Sequence[Choices], prices: Sequence[float], room: float, cells: int) -> Frontier | None:
+    """Plans of a stage from the least harm to the fewest seconds; None where its bytes have no room.
+
+    Args:
+        prices: of harm, that are tried.
+    """
+    ends: list[Indices] = []
+    for price in sorted(prices, reverse=True):
+        one = cheapest(blocks, price, room, cells)
+        if one is None:
+            return None
+        ends.append(_in_order(blocks, one))
+    plans = [ends[0][None]]
+    plans += [_between(blocks, one, other) for one, other in itertools.pairwise(ends)]
+    choices = np.unique(np.concatenate(plans), axis=0)
+    seconds = sum((one.seconds[choices[:, at]] for at, one in enumerate(blocks)), np.zeros(len(choices)))
+    harm = sum((one.harm[choices[:, at]] for at, one in enumerate(blocks)), np.zeros(len(choices)))
+    kept = falling(seconds, harm)
+    return Frontier(seconds[kept], harm[kept], choices[kept])
+
+
+def spread(
+    stages: Sequence[Frontier], fixed: Sequence[float], micro_batches: int, limit: float, cells: int
+) -> list[int] | None:
+    """Which plan each stage takes in the fastest step; None where all have too much harm together.
+
+    Args:
+        fixed: seconds of each stage besides its blocks.
+        limit: of all stages' harm.
+    """
+    rows = [_on_grid(one, limit, cells if limit > 0 else 0) for one in stages]
+    seconds = [row + base for (row, _), base in zip(rows, fixed, strict=True)]
+    if any(not np.isfinite(one[-1]) for one in seconds):
+        return None
+    fastest = sum(float(one[-1]) for one in seconds)
+    slowest = max(float(one[-1]) for one in seconds)
+    tops = np.unique(np.concatenate(seconds))
+    best, found = np.inf, None
+    for top in tops[(tops >= slowest) & np.isfinite(tops)]:
+        if (micro_batches - 1) * top + fastest >= best:
+            break
+        if sum(int((one > top).sum()) for one in seconds) >= len(seconds[0]):
+            continue  # More harm than there is, for all to be as fast as that.
+        total, parts = _least_sum([np.where(one <= top, one, np.inf) for one in seconds])
+        if (micro_batches - 1) * top + total < best:
+            best, found = (micro_batches - 1) * top + total, parts
+    return None if found is None else [int(row[1][at]) for row, at in zip(rows, found, strict=True)]
+
+
+def _cell(steps: Array, room: float, cells: int) -> float:
+    """The size of a cell: a whole part of some step, the one that all are rounded up least by.
+
+    Args:
+        steps: of choices over the least one of their block.
+        cells: at most so many fill the room, and at least half as many.
+    """
+    steps = np.unique(steps[steps > 0])
+    if room <= 0 or not len(steps):
+        return 1.0
+    finest = room / cells
+    parts = [one / np.arange(max(1, np.ceil(one / finest / 2)), one / finest + 1) for one in steps]
+    sizes = np.concatenate(parts)
+    rounded = np.ceil(steps[:, None] / sizes - _ROUND) * sizes
+    return float(sizes[(rounded - steps[:, None]).sum(axis=0).argmin()])
+
+
+def _with_block(best: Array, costs: Array, sizes: Indices) -> tuple[Array, NDArray[np.uint8]]:
+    found = np.full_like(best, np.inf)
+    taken = np.zeros(len(best), dtype=np.uint8)
+    for index, (cost, size) in enumerate(zip(costs, sizes, strict=True)):
+        if size < len(best):
+            sums = best[: len(best) - size] + cost
+            np.copyto(taken[size:], index, where=sums < found[size:])
+            np.minimum(found[size:], sums, out=found[size:])
+    return found, taken
+
+
+def _in_order(blocks: Sequence[Choices], choices: Indices) -> Indices:
+    """The same with the choices of equal blocks sorted, so that two plans differ in few blocks."""
+    places: dict[int, list[int]] = defaultdict(list)
+    for at, one in enumerate(blocks):
+        places[id(one)].append(at)
+    found = choices.copy()
+    for same in places.values():
+        found[same] = np.sort(choices[same])
+    return found
+
+
+def _between(blocks: Sequence[Choices], one: Indices, other: Indices) -> Indices:
+    """[P, n]: all steps from one plan to the other, the other included."""
+    changed = [
+        at for at, pair in enumerate(zip(one.tolist(), other.tolist(), strict=True)) if len(set(pair)) > 1
+    ]
+    changed.sort(key=lambda at: float(blocks[at].bytes[other[at]] - blocks[at].bytes[one[at]]))
+    found = np.repeat(one[None], len(changed) + 1, axis=0)
+    for step, at in enumerate(changed, start=1):
+        found[step:, at] = other[at]
+    return found[1:]
+
+
+def _on_grid(stage: Frontier, limit: float, cells: int) -> tuple[Array, Indices]:
+    """[H + 1] least seconds, and the plan, with at most so many cells of harm."""
+    unit = limit / cells if cells else 1.0
+    places = np.ceil(stage.harm / unit - _ROUND).astype(np.int64)
+    seconds, plans = np.full(cells + 1, np.inf), np.zeros(cells + 1, dtype=np.int64)
+    # Plans of more harm come later and are faster.
+    for plan in np.argsort(-stage.seconds, kind="stable"):
+        if places[plan] <= cells:
+            seconds[places[plan] :] = stage.seconds[plan]
+            plans[places[plan] :] = plan
+    return seconds, plans
+
+
+def _least_sum(stages: Sequence[Array]) -> tuple[float, list[int]]:
+    """The least sum of one value of each, with places that add up to at most the last one."""
+    best, places = stages[0], []
+    number = len(best)
+    rest = np.arange(number)[None] - np.arange(number)[:, None]
+    """[place of this one, places of all so far]: what is left for those before it."""
+    for one in stages[1:]:
+        sums = np.where(rest >= 0, best[rest], np.inf) + one[:, None]
+        places.append(sums.argmin(axis=0))
+        best = sums.min(axis=0)
+    at, found = number - 1, []
+    for taken in reversed(places):
+        found.append(int(taken[at]))
+        at -= found[-1]
+    return float(best[-1]), [at, *found[::-1]]

@@ -1,0 +1,146 @@
+"""What blocks do, beside all that they could do."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+from published_settings import LLAMA_8B, setting
+
+from scrimp.planner.layout.block_choices import Blocks, leanest_bytes
+from scrimp.planner.layout.block_menus import Quality, flops_in_4_bits, profiles
+from scrimp.planner.layout.predict import predict
+from scrimp.planner.layout.setting import FULL, NONE, SELECTIVE, BlockPlan, Setting
+from scrimp.planner.layout.stage_memory import peak_bytes
+
+SMALL = dataclasses.replace(LLAMA_8B, layers=3)
+
+
+def with_memory(one: Setting, memory: float) -> Setting:
+    group = one.cluster.groups[0]
+    device = dataclasses.replace(one.device, memory_bytes=int(memory))
+    groups = (dataclasses.replace(group, node=dataclasses.replace(group.node, device=device)),)
+    return dataclasses.replace(one, cluster=dataclasses.replace(one.cluster, groups=groups))
+
+
+def quality(one: Setting, limit: float) -> Quality:
+    return Quality(formats=("nvfp4", "bf16"), harm=flops_in_4_bits(one.model), limit=limit)
+
+
+def chosen(one: Setting, wanted: Quality | None = None) -> Setting | None:
+    return Blocks(one, wanted).solve()
+
+
+def harm(one: Setting, wanted: Quality) -> float:
+    return sum(
+        wanted.harm(block, product.rpartition(".")[0], product.rpartition(".")[2], recipe)
+        for block, plan in enumerate(one.blocks)
+        for product, recipe in plan.formats
+    )
+
+
+def every(one: Setting, sets: list[tuple[tuple[str, str], ...]], ranks: int) -> list[Setting]:
+    """All settings of equal blocks; those of one rank in one order alone."""
+    whole = (False, True) if one.layout.zero == 3 else (False,)
+    plans = [
+        BlockPlan(recompute=recompute, offload=offload, gathered=gathered, formats=formats)
+        for recompute, offload, gathered, formats in itertools.product(
+            (NONE, SELECTIVE, FULL), (False, True), whole, sets
+        )
+    ]
+    each = len(one.model.blocks) // ranks
+    of_rank = list(itertools.combinations_with_replacement(plans, each))
+    return [
+        dataclasses.replace(one, blocks=tuple(itertools.chain.from_iterable(rows)))
+        for rows in itertools.product(of_rank, repeat=ranks)
+    ]
+
+
+@pytest.mark.parametrize("share", [0.15, 0.45, 0.8, 1.1])
+@pytest.mark.parametrize("layout", [{"zero": 3}, {"zero": 1}])
+def test_no_choice_of_blocks_that_fits_is_faster(layout: dict[str, int], share: float) -> None:
+    like = setting(SMALL, "4xh100", micro_batch=4, **layout)
+    lean, whole = (max(leanest_bytes(like, keeps_all=one)) for one in (False, True))
+    like = with_memory(like, lean + share * (whole - lean))
+    found = chosen(like)
+    assert found is not None
+    assert max(one.total for one in peak_bytes(found)) <= like.device.memory_bytes
+    seconds = [
+        predict(one).step_seconds
+        for one in every(like, [()], 1)
+        if max(rank.total for rank in peak_bytes(one)) <= like.device.memory_bytes
+    ]
+    assert predict(found).step_seconds == pytest.approx(min(seconds), rel=2e-3)
+
+
+def test_ranks_of_a_pipeline_share_harm_and_have_bytes_of_their_own() -> None:
+    like = setting(dataclasses.replace(LLAMA_8B, layers=2), "2xb200", pp=2, fsdp=1, micro_batch=8)
+    lean, whole = (max(leanest_bytes(like, keeps_all=one)) for one in (False, True))
+    like = with_memory(like, lean + 0.6 * (whole - lean))
+    wanted = quality(like, 0.5)
+    found = chosen(like, wanted)
+    assert found is not None
+    assert harm(found, wanted) <= 0.5
+    sets = [formats for formats, _ in profiles(like, wanted, 0, NONE)]
+    seconds = [
+        predict(one).step_seconds
+        for one in every(like, sets, 2)
+        if harm(one, wanted) <= 0.5
+        and max(rank.total for rank in peak_bytes(one)) <= like.device.memory_bytes
+    ]
+    assert predict(found).step_seconds == pytest.approx(min(seconds), rel=2e-3)
+    # The last rank has the head: the first one can do with less of what harms.
+    low = [len(plan.formats) for plan in found.blocks]
+    assert low[1] > low[0]
+
+
+@pytest.mark.parametrize("limit", [0.0, 0.3, 0.75])
+def test_the_bound_is_below_what_is_found(limit: float) -> None:
+    like = setting(dataclasses.replace(LLAMA_8B, layers=8), "4xb200", pp=2, fsdp=2, zero=1, micro_batch=4)
+    lean, whole = (max(leanest_bytes(like, keeps_all=one)) for one in (False, True))
+    like = with_memory(like, lean + 0.4 * (whole - lean))
+    blocks = Blocks(like, quality(like, limit))
+    found = blocks.solve()
+    assert found is not None
+    passes = sum(predict(found).seconds[name] for name in ("compute", "communication_exposed", "bubble"))
+    assert blocks.least_seconds() <= passes * 2 / like.micro_batches
+    assert blocks.least_seconds() >= 0.8 * passes * 2 / (like.micro_batches + 1)
+
+
+def test_harm_is_spent_on_the_products_that_save_most_for_it() -> None:
+    like = setting(LLAMA_8B, "8xb200", micro_batch=2)
+    wanted = quality(like, 1.0)
+    sets = profiles(like, wanted, 0, NONE)
+    assert sets[0] == ((), 0.0)
+    harms = [one for _, one in sets]
+    assert harms == sorted(harms)
+    assert harms[-1] <= 1.0 / len(like.model.blocks) * (1 + 1e-9)
+    free = Quality(
+        formats=("nvfp4", "bf16"), harm=lambda *key: float(key[2:] == ("fprop", "nvfp4")), limit=9.0
+    )
+    first, harm_of_first = profiles(like, free, 0, NONE)[0]
+    assert harm_of_first == 0.0
+    assert {name.rpartition(".")[2] for name, _ in first} == {"dgrad", "wgrad"}
+    # What runs twice saves twice.
+    once, twice = (
+        [len(formats) for formats, _ in profiles(like, wanted, 0, recompute)] for recompute in (NONE, FULL)
+    )
+    assert once[-1] == twice[-1]
+    names = [[name for name, _ in profiles(like, wanted, 0, recompute)[1][0]] for recompute in (NONE, FULL)]
+    assert sum(name.endswith("fprop") for name in names[1]) > sum(name.endswith("fprop") for name in names[0])
+
+
+def test_blocks_of_other_harm_are_treated_otherwise() -> None:
+    """Where the first blocks suffer ten times as much, the last ones go to 4 bits."""
+    like = setting(dataclasses.replace(LLAMA_8B, layers=8), "2xb200", fsdp=2, micro_batch=2)
+    flops = flops_in_4_bits(like.model)
+    wanted = Quality(
+        formats=("nvfp4", "bf16"),
+        harm=lambda block, *rest: flops(block, *rest) * (10.0 if block < 4 else 1.0),
+        limit=0.5,
+    )
+    found = chosen(like, wanted)
+    assert found is not None
+    low = [len(plan.formats) for plan in found.blocks]
+    assert min(low[4:]) > max(low[:4])
