@@ -41,7 +41,7 @@ def kinds_of_ranks(setting: Setting) -> list[Kinds]:
 def numbers_of_block(setting: Setting, block: BlockSpec) -> float:
     """Parameters of a block that a rank of tp and ep has."""
     layout = setting.layout
-    routed = sum(linear.parameters for linear in block.linears if linear.experts > 1)
+    routed = block.routed_parameters
     return (block.parameters - routed) / layout.tp + routed / (layout.ep * layout.etp)
 
 
@@ -49,10 +49,9 @@ def numbers_of_rank(setting: Setting, rank: int) -> float:
     """Parameters that a rank of a pipeline has of all its stages, before copies and shards share them."""
     layout, model = setting.layout, setting.model
     stages = blocks_of_stages(setting)
+    numbers_of = {first: numbers_of_block(setting, model.blocks[first]) for first in set(model.first_equal)}
     numbers = sum(
-        numbers_of_block(setting, model.blocks[index])
-        for blocks in stages[rank :: layout.pp]
-        for index in blocks
+        numbers_of[model.first_equal[index]] for blocks in stages[rank :: layout.pp] for index in blocks
     )
     if rank == 0:
         numbers += model.embedding_parameters / layout.tp
