@@ -41,7 +41,7 @@ from scrimp.models import spec_of
 from scrimp.models.shapes import ModelShape, ModelSizes, sizes_of
 from scrimp.planner.hardware import load_hardware
 from scrimp.planner.layout.block_choices import Blocks
-from scrimp.planner.layout.block_menus import Formats, Quality, flops_in_4_bits
+from scrimp.planner.layout.block_menus import FormatBudget, Formats, Quality
 from scrimp.planner.layout.predict import predict
 from scrimp.planner.layout.search import ON_HOST, Question, layouts, micro_batches, search
 from scrimp.planner.layout.setting import Setting
@@ -100,20 +100,20 @@ def main() -> None:
 def solved(case: dict[str, Any]) -> Gain:
     """Both plans."""
     model = sizes(case["model"])
-    quality = Quality(formats=tuple(case["formats"]), harm=flops_in_4_bits(model), limit=float(case["share"]))
+    formats = FormatBudget(names=tuple(case["formats"]), share=float(case["share"]))
     question = Question(
         model=model,
         cluster=load_hardware(case["hardware"]),
         sequence=case["sequence"],
         global_batch=case["global_batch"],
         software=software("scrimp"),
-        precision=quality.base,
-        quality=quality,
+        precision=formats.base,
+        formats=formats,
     )
     start = time.perf_counter()
     joint = search(question, keep=1).best[0].setting
     seconds = time.perf_counter() - start
-    return Gain(case, formats_first(question, quality), joint, seconds)
+    return Gain(case, formats_first(question, formats.quality(model)), joint, seconds)
 
 
 def sizes(name: str) -> ModelSizes:

@@ -14,6 +14,13 @@ Its layers shared among ranks, in any PyTorch loop::
 
     shared = scrimp.share_layers(model, {"input_ids": tokens, "labels": tokens})
 
+What a step takes on hardware that is not here, and the best layouts there::
+
+    step = scrimp.predict(
+        model="llama-3.1-8b", hardware="8xh100", sequence=8192, global_batch=128, micro_batch=1, layout={"fsdp": 8}
+    )
+    found = scrimp.search(model="llama-3.1-70b", hardware="64xh100", sequence=8192, global_batch=256)
+
 Names are imported when they are first asked for, so that `import scrimp` itself needs neither torch nor time.
 """
 
@@ -24,6 +31,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from scrimp.api.layer_sharing import share_layers, tensor_plan
+    from scrimp.api.layouts import LayoutSearch, PredictedStep, predict, search
     from scrimp.api.pytorch import apply, measure, plan
     from scrimp.api.training import train
     from scrimp.errors import ScrimpError
@@ -34,9 +42,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Budget",
+    "LayoutSearch",
     "PlannedModel",
     "PrecisionPlan",
     "PrecisionProfile",
+    "PredictedStep",
     "ScrimpError",
     "SnipCallback",
     "Weights",
@@ -44,6 +54,8 @@ __all__ = [
     "apply",
     "measure",
     "plan",
+    "predict",
+    "search",
     "share_layers",
     "tensor_plan",
     "train",
@@ -51,6 +63,7 @@ __all__ = [
 
 _HOMES = {
     **dict.fromkeys(("apply", "measure", "plan"), "scrimp.api.pytorch"),
+    **dict.fromkeys(("LayoutSearch", "PredictedStep", "predict", "search"), "scrimp.api.layouts"),
     "train": "scrimp.api.training",
     **dict.fromkeys(("share_layers", "tensor_plan"), "scrimp.api.layer_sharing"),
     **dict.fromkeys(("Budget", "PrecisionPlan", "PrecisionProfile", "Weights"), "scrimp.planner.precision"),

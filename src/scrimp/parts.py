@@ -174,6 +174,7 @@ def parts_of(
 
 def _of_dtensor(tensor: DTensor) -> TensorPart:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    from torch.utils._python_dispatch import _disable_current_modes
 
     shape, mesh, placements = tuple(tensor.shape), tensor.device_mesh, tensor.placements
     _refuse_other_than_boxes(shape, mesh, placements)
@@ -181,7 +182,8 @@ def _of_dtensor(tensor: DTensor) -> TensorPart:
     if coordinate is None:  # a rank outside of its mesh
         nothing = local.new_empty((0, *shape[1:]) if shape else ())
         return TensorPart(nothing, shape, (0,) * len(shape), is_writer=False)
-    box, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
+    with _disable_current_modes():  # it reads numbers of small tensors, which fake ones have not
+        box, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
     if tuple(local.shape) != tuple(box):
         raise ValueError(f"a DTensor holds {tuple(local.shape)} where its placements give {tuple(box)}")
     is_writer = all(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -20,13 +21,34 @@ def plan(*words: str) -> int:
     return main(["plan", *words])
 
 
-def test_the_commands_of_the_page_run(capsys: pytest.CaptureFixture[str]) -> None:
-    (commands,) = re.findall(r"```console\n(.*?)```", PAGE, flags=re.DOTALL)
-    lines = [line.removeprefix("$ scrimp plan ") for line in commands.splitlines() if line.startswith("$ ")]
-    assert len(lines) == 2
-    for line in lines:
-        assert plan(*shlex.split(line)) == 0
-        assert "settings tried" in capsys.readouterr().out
+def commands() -> list[str]:
+    """Those of the page, without the first words."""
+    blocks = re.findall(r"```console\n(.*?)```", PAGE, flags=re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines() if line.startswith("$ ")]
+    return [line.removeprefix("$ scrimp plan ") for line in lines]
+
+
+def shown(command: str) -> str:
+    """What the page shows below a command, up to the next one."""
+    rest = PAGE.partition(f"$ scrimp plan {command}\n")[2].partition("```")[0]
+    return rest.partition("$ ")[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", commands())
+def test_the_commands_of_the_page_print_what_it_shows(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    assert plan(*shlex.split(command)) == 0
+    said = capsys.readouterr().out
+    assert ("settings_tried" if "--json" in command else "settings tried") in said
+    printed = [" ".join(line.split()) for line in said.splitlines()]
+    for line in shown(command).splitlines():
+        words = " ".join(line.split())
+        if words and words != "..." and "─" not in words:
+            assert words in printed
 
 
 def test_given_degrees_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
@@ -57,6 +79,26 @@ def test_a_shape_is_planned_for(tmp_path: Path, capsys: pytest.CaptureFixture[st
         ("--hardware 8xh100 --precision snip", "one format for all blocks"),
         ("--hardware 8xh100 --train.sequence=100 --train.batch-tokens=250", "multiple of train.sequence"),
         ("--hardware 8xh100 --model.weights somewhere", "reads no weights"),
+        ("--hardware 8xh100 --objective fastest", "--objective cannot take this value"),
+        ("--hardware 8xh100 --objective smallest-cluster", "neither tokens nor days"),
+        ("--hardware 8xh100 --objective smallest-cluster --tokens 1B", "no days"),
+        ("--hardware 8xh100 --days 3", "nothing says what"),
+        ("--hardware 8xh100 --tokens many", "--tokens is no number of tokens"),
+        ("--hardware 8xh100 --tokens 0", "tokens are out of range"),
+        ("--hardware 8xh100 --tokens 1B --days 0", "days are out of range"),
+        ("--hardware 8xh100 --explain tp=8", "did you mean layout.tp"),
+        ("--hardware 8xh100 --explain layout.tp", "--explain asks about a degree"),
+        ("--hardware 8xh100 --explain layout.tp=0", "--explain asks about a degree"),
+        ("--tokens 15T", "--tokens is an option of a search on other hardware"),
+        ("--what-if", "--what-if is an option of a search on other hardware"),
+        ("--hardware 8xh100 --layout.tp=3", "tp 3 does not divide 8 devices of a node"),
+        ("--hardware 9x8xh100 --model.preset llama-3.1-8b --layout.pp 1", "8x8xh100 and 16x8xh100"),
+        ("--hardware rtx4060ti --model.preset llama-3.1-8b", "or 3x4xrtx4060ti"),
+        (
+            "--hardware rtx4060ti --model.preset llama-3-70b --layout.fsdp 1 --layout.tp 1 --layout.pp 1 "
+            "--layout.cp 1",
+            "more of these devices do not help",
+        ),
     ],
 )
 def test_what_cannot_be_searched_is_refused(
@@ -64,3 +106,70 @@ def test_what_cannot_be_searched_is_refused(
 ) -> None:
     assert plan(*words.split()) in (1, 2)
     assert says in capsys.readouterr().err
+
+
+def test_a_cluster_that_is_enough_is_enough(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model.preset", "llama-3.1-8b", "--train.sequence=4096", "--train.batch-tokens=393216"]
+    assert plan("--hardware", "rtx4060ti", *words) == 2
+    (name,) = re.findall(r"plan for `scrimp plan --hardware (\S+)`", capsys.readouterr().err)
+    assert plan("--hardware", name, *words) == 0
+
+
+def test_why_not_is_answered_with_a_plan_or_with_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--hardware", "4xh100", "--model.preset", "llama-3.2-1b"]
+    assert plan(*words, "--explain", "layout.tp=4") == 0
+    said = capsys.readouterr().out
+    assert "tp 4: seconds of a step" in said
+    assert "tp 4: bytes of the fullest rank" in said
+    assert "why not" not in said
+    assert plan(*words, "--explain", "layout.pp=3") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "no layout has pp 3: pp 3 does not divide 4 devices; pp can be 1, 2, 4" in said
+    assert plan(*words, "--explain", "layout.tp=1") == 0
+    assert "the best plan has tp 1" in capsys.readouterr().out
+    assert plan(*words, "--train.sequence=131072", "--explain", "train.micro_batch=64") == 0
+    said = capsys.readouterr().out
+    assert "micro_batch 64: " in said
+
+
+def test_days_and_price_of_all_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--hardware", "2xh100", "--model.preset", "llama-3.2-1b", "--tokens"]
+    texts = []
+    for tokens in ("1.5T", "1500B", "1.5e12", "1,500,000,000,000"):
+        assert plan(*words, tokens) == 0
+        texts.append(capsys.readouterr().out)
+    assert len(set(texts)) == 1
+    (days, dollars) = re.findall(r"1.50T tokens: ([\d,.]+) days and \$([\d,]+)", texts[0])[0]
+    per_day = 24 * 2 * 2.95
+    assert float(dollars.replace(",", "")) == pytest.approx(float(days.replace(",", "")) * per_day, rel=0.01)
+
+
+SMALL = "--hardware 4xh100 --model.preset llama-3m --train.sequence=512 --train.batch-tokens=32768"
+
+
+def test_a_saved_plan_is_predicted_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "plan.json"
+    assert plan(*SMALL.split(), "--save", str(file)) == 0
+    shown = next(line for line in capsys.readouterr().out.splitlines() if "fsdp" in line or "one dev" in line)
+    assert plan("--batch", str(file)) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert f"{answer['step_seconds']:.3g}" in shown
+    assert plan(*SMALL.split(), "--save", str(file)) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert plan(*SMALL.split(), "--model.width=128", "--save", str(tmp_path / "other")) == 2
+    assert "names a preset as it is" in capsys.readouterr().err
+
+
+def test_the_best_plan_is_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(*SMALL.split(), "--layout.pp=2", "--simulate") == 0
+    printed = capsys.readouterr().out
+    assert "rank 1 of 2" in printed
+    assert "rank 2 of 2" in printed
+    assert plan(*SMALL.split(), "--layout.fsdp=4", "--layout.zero=3", "--simulate") == 0
+    printed = capsys.readouterr().out
+    weights = next(line for line in printed.splitlines() if line.startswith(" weights"))
+    assert "+0." in weights
+    shape = tmp_path / "shape.toml"
+    shape.write_text(SHAPE, encoding="utf-8")
+    assert plan("--hardware", "4xh100", "--shape", str(shape), "--simulate") == 2
+    assert "a shape cannot be simulated" in capsys.readouterr().err

@@ -41,7 +41,8 @@ CONFIG = """
 
 PUBLIC = {
     "train": f"[FILE] --resume --resume-from --restart --trust-code {CONFIG}",
-    "plan": f"[FILE] --out --hardware --shape --batch --target --trust-code {CONFIG}",
+    "plan": f"[FILE] --out --hardware --shape --objective --tokens --days --explain "
+    f"--what-if --json --report --save --simulate --batch --target --trust-code {CONFIG}",
     "launch": "COMMAND --ranks --grace --restarts --min-ranks --copies",
     "prepare": "SRC OUT --text-column --conversations --chat-template --tokenizer --bpe-vocab-size --held-out "
     "--workers",
@@ -51,6 +52,7 @@ PUBLIC = {
     "generate": "TARGET --prompt --tokens --temperature --top-k --top-p --seed --device --trust-code",
     "export": "RUN OUT --trust-code",
     "export-precision": "SOURCE OUT --target --names --approximate",
+    "export-layout": "SOURCE OUT --target --approximate",
     "report": "RUN",
     "doctor": "--device --json --fresh --ranks",
 }

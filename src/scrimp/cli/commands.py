@@ -6,7 +6,7 @@ imports what it calls, so that `scrimp --help` and a mistyped option never wait 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Literal, Protocol
 
@@ -20,6 +20,7 @@ from scrimp.config import (
     check_device,
     check_range,
 )
+from scrimp.errors import ConfigError
 from scrimp.launchers import GRACE_S
 
 _COUNT = Range(1, 2**31 - 1)
@@ -80,6 +81,27 @@ class Plan:
     """Find the fastest layouts on hardware that is not here: h100, 8xh100, 128x8xh100, or a TOML file of a cluster."""
     shape: Path | None = None
     """With --hardware: a TOML file of the model's shape, instead of a preset."""
+    objective: Literal["step-time", "cost", "smallest-cluster", "longest-context", "largest-model"] = (
+        "step-time"
+    )
+    """With --hardware: the fastest step; the cheapest tokens; the fewest of these devices that train --tokens in
+    --days; the longest sequence or the largest model of this shape that fits."""
+    tokens: str | None = None
+    """With --hardware: tokens of the whole training, as 15T, and what they cost."""
+    days: float | None = None
+    """With --tokens: days that they may take."""
+    explain: str | None = None
+    """With --hardware: why not this, as layout.tp=8, beside the best plan."""
+    what_if: FlagCreatePairsOff[bool] = False
+    """With --hardware: the best plan with one more node, a slower link, half the batch, twice the memory."""
+    json: FlagCreatePairsOff[bool] = False
+    """With --hardware: print the answer as JSON."""
+    report: Path | None = None
+    """With --hardware: write the answer as a page, with the pipeline's timeline and memory by stage."""
+    save: Path | None = None
+    """With --hardware: write the best plan here, as the line of JSON that --batch reads and export-layout exports."""
+    simulate: FlagCreatePairsOff[bool] = False
+    """With --hardware: count the best plan's memory on a fake process group of that many ranks, in this process."""
     batch: Path | None = None
     """Predict seconds and bytes of settings for any hardware, one a line of JSON, and print one answer a line."""
     target: Literal["scrimp", "torchao", "transformer-engine"] = "scrimp"
@@ -95,12 +117,28 @@ class Plan:
             return predict_lines(self.batch, given)
         if self.hardware is not None:
             from scrimp.cli.plan_elsewhere import plan_elsewhere
+            from scrimp.cli.plan_question import Ask
 
-            return plan_elsewhere(self.hardware, self.shape, self.config, given)
+            names = (one.name for one in fields(Ask))
+            ask = Ask(**{name: getattr(self, name) for name in names})
+            return plan_elsewhere(ask, self.config, given)
+        self._refuse_without_hardware()
         from scrimp.cli.dry_run import dry_run
 
         dry_run(self.config, given, self.out, None if self.target == "scrimp" else self.target)
         return 0
+
+    def _refuse_without_hardware(self) -> None:
+        """Options that only a search on other hardware has."""
+        names = ("shape", "objective", "tokens", "days", "explain", "what_if", "json", "report")
+        default = {field.name: field.default for field in fields(self)}
+        found = [name for name in names if getattr(self, name) != default[name]]
+        if found:
+            raise ConfigError(
+                f"--{found[0].replace('_', '-')} is an option of a search on other hardware",
+                got="no --hardware",
+                do="give --hardware, as 8xh100, or leave it out",
+            )
 
 
 @dataclass(frozen=True)
@@ -310,6 +348,25 @@ class ExportPrecision:
 
 
 @dataclass(frozen=True)
+class ExportLayout:
+    """Write a plan for other hardware as a configuration of TorchTitan, or as flags of Megatron-Bridge."""
+
+    source: Positional[Path]
+    """Plan that `scrimp plan --hardware ... --save` wrote."""
+    out: Positional[Path]
+    """New file."""
+    target: Literal["torchtitan", "megatron-bridge"]
+    """torchtitan: Python with a configuration, scrimp_plan. megatron-bridge: a shell script with flags."""
+    approximate: FlagCreatePairsOff[bool] = False
+    """What the trainer cannot be told is left to what is nearest; each change is listed. Else it is refused."""
+
+    def execute(self, given: frozenset[str]) -> int:
+        from scrimp.cli.export_layout import export_layout_to_file
+
+        return export_layout_to_file(self.source, self.out, self.target, approximate=self.approximate)
+
+
+@dataclass(frozen=True)
 class Report:
     """Write a run's report.html: one page with curves, memory, configuration and samples."""
 
@@ -398,6 +455,7 @@ COMMANDS: dict[str, type[Command]] = {
     "chat": Chat,
     "export": Export,
     "export-precision": ExportPrecision,
+    "export-layout": ExportLayout,
     "report": Report,
     "doctor": Doctor,
 }

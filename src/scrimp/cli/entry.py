@@ -52,6 +52,7 @@ Scrimp trains language models with the bits, bytes and devices you have.
   chat TARGET                   talk to a model that has a chat template
   export RUN OUT                a run as a Hugging Face folder
   export-precision SOURCE OUT   a plan of formats for torchao or Transformer Engine
+  export-layout SOURCE OUT      a plan of a layout for TorchTitan or Megatron-Bridge
   report RUN                    a run's report.html
   doctor                        which number formats work on this device, and how fast
 

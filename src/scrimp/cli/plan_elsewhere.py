@@ -1,248 +1,222 @@
-"""`scrimp plan --hardware`: the fastest layouts of a model on hardware that is not here."""
+"""`scrimp plan --hardware`: the best layouts of a model on hardware that is not here, and why not others."""
 
 from __future__ import annotations
 
 import dataclasses
-import time
-from collections.abc import Callable, Collection
+import json
+from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
 
-from scrimp.cli.show import plain_console, say
-from scrimp.config import Config, base_architecture, batches, flatten, parse_bytes, snip
-from scrimp.config.resolved import ResolvedLayout
-from scrimp.errors import ConfigError, PlanError
-from scrimp.models import spec_of
-from scrimp.models.shapes import ModelSizes, sizes_of
-from scrimp.planner.hardware import Cluster, load_hardware
-from scrimp.planner.layout.block_menus import Quality, flops_in_4_bits
-from scrimp.planner.layout.lines import PRECISIONS, read_shape
-from scrimp.planner.layout.search import Candidate, Found, Question, search
-from scrimp.planner.layout.software import software
-from scrimp.planner.layout.summary import blocks_text, low_share
-from scrimp.report.units import format_bytes, format_rate
+from scrimp import __version__
+from scrimp.cli.export_layout import check_saved, save_plan
+from scrimp.cli.plan_question import Ask, Asked, read_ask
+from scrimp.cli.show import plain_console
+from scrimp.cli.simulate import architecture_of, show_simulation
+from scrimp.config import Config
+from scrimp.errors import PlanError, StorageError
+from scrimp.planner.hardware import Cluster
+from scrimp.planner.layout.as_json import answer_json, beside_json, change_json
+from scrimp.planner.layout.cluster_sizes import nearest_sizes, sizes_like
+from scrimp.planner.layout.contenders import Misfit
+from scrimp.planner.layout.divisibility import has_layout, matches, objections, values_of
+from scrimp.planner.layout.objectives import Answer, answered
+from scrimp.planner.layout.predict import timeline
+from scrimp.planner.layout.search import Candidate, Found, Question
+from scrimp.planner.layout.setting import Setting
+from scrimp.planner.layout.stage_texts import stage_texts
+from scrimp.planner.layout.what_if import Change, what_if
+from scrimp.report.units import format_bytes
 
-READ = (
-    *("train.sequence", "train.batch_tokens", "train.micro_batch", "precision"),
-    *("snip.formats", "budget.fp4_flops", "budget.host_memory", "budget.device_memory"),
-)
-LAYOUT = ("dp", "fsdp", "zero", "tp", "pp", "cp", "ep", "etp", "virtual", "schedule", "stages")
-_AFTER_S = 2.0
-"""Seconds after which the search says how far it is."""
-COLUMNS = ("layout", "micro", "recompute", "s/step", "tok/s each", "split", "memory")
+_DRAWN_ROUNDS, _DRAWN_ALONE = 3, 8
+"""Rounds of as many micro-batches as there are ranks, and micro-batches of a rank alone."""
 
 
-def plan_elsewhere(hardware: str, shape: Path | None, config: Config, given: Collection[str]) -> int:
+@dataclasses.dataclass(frozen=True)
+class Explained:
+    """The answer to --explain."""
+
+    asked: str
+    found: Found | None
+    """The best that has it; None: no layout has."""
+    objections: list[str]
+
+    @property
+    def text(self) -> str:
+        """What speaks against it where there is no plan to compare."""
+        if not self.objections:
+            return f"the best plan has {self.asked}"
+        return f"no layout has {self.asked}: {'; '.join(self.objections)}"
+
+
+def plan_elsewhere(ask: Ask, config: Config, given: Collection[str]) -> int:
     """Search, and print the best plans.
 
     Args:
-        shape: file of the model's shape; None: that of the configuration.
         given: dotted keys that the user wrote.
 
     Raises:
         ConfigError: a file, a name or a setting that the search does not know.
         PlanError: no layout fits.
     """
-    _refuse(given, shape)
-    cluster = _with_budget(load_hardware(hardware), config)
-    model, sequence, tokens = _asked(shape, config)
-    quality = _quality(config, model)
-    question = Question(
-        model=model,
-        cluster=cluster,
-        sequence=sequence,
-        global_batch=tokens // sequence,
-        software=software("scrimp"),
-        precision=quality.base if quality else _precision(config),
-        quality=quality,
-    )
-    found = search(question, fits_given=_as_given(config, given), note=_progress())
-    if not found.best:
-        raise _misfit(found, question)
-    _show(found, question, hardware)
+    model_line = None if ask.save is None else check_saved(ask.save, config, ask.shape, given)
+    architecture = architecture_of(config, ask.shape) if ask.simulate else None
+    asked = read_ask(ask, config, given)
+    if ask.report is not None and ask.report.exists():
+        raise StorageError(f"{ask.report} exists already", do="choose another name; nothing is overwritten")
+    answer = answered(asked.question, asked.goal, asked.searching(), lambda: asked.family)
+    if not answer.found.best:
+        raise _misfit(answer, asked)
+    explained = _explained(answer, asked) if asked.explain else None
+    changes = what_if(answer.question, asked.searching()) if ask.what_if else []
+    found = answer_json(answer, asked.goal, __version__)
+    if explained is not None:
+        found["explain"] = _explained_json(answer, explained)
+    if changes:
+        found["what_if"] = [change_json(one, asked.goal) for one in changes]
+    if ask.report is not None:
+        _write_page(found, answer.found.best[0].setting, ask.report)
+    if ask.json:
+        print(json.dumps(found))
+    else:
+        _show(answer, asked, explained, changes)
+        if ask.report is not None:
+            print(f"written: {ask.report}")
+    best, cluster = answer.found.best[0].setting, answer.question.cluster
+    if ask.save is not None and model_line is not None:
+        save_plan(
+            ask.save, best, model_line, ask.hardware if cluster == asked.question.cluster else cluster.name
+        )
+    if architecture is not None:
+        show_simulation(best, architecture)
     return 0
 
 
-def _with_budget(cluster: Cluster, config: Config) -> Cluster:
-    """The cluster with the memory that the user gives, of each device and each host."""
-    device, host = config.budget.device_memory, config.budget.host_memory
-    groups = []
-    for group in cluster.groups:
-        node = group.node
-        if device is not None:
-            given = dataclasses.replace(node.device, memory_bytes=parse_bytes(device))
-            node = dataclasses.replace(node, device=given)
-        if host is not None:
-            node = dataclasses.replace(node, host_memory_bytes=parse_bytes(host))
-        groups.append(dataclasses.replace(group, node=node))
-    return dataclasses.replace(cluster, groups=tuple(groups))
+def _write_page(found: dict[str, Any], best: Setting, path: Path) -> None:
+    """The answer as a page; of a long step the first micro-batches are drawn."""
+    from scrimp.report.layout_page import LayoutPage, write_layout_page
+
+    ranks = best.layout.pp
+    shown = min(best.micro_batches, _DRAWN_ROUNDS * ranks if ranks > 1 else _DRAWN_ALONE)
+    page = LayoutPage(
+        answer=found,
+        passes=timeline(best, shown),
+        shown_micro_batches=shown,
+        micro_batches=best.micro_batches,
+        stages=stage_texts(best),
+        room=best.device.memory_bytes,
+    )
+    write_layout_page(page, path)
 
 
-def _precision(config: Config) -> str:
-    """The format of all blocks' products."""
-    precision = "bf16" if config.precision == "auto" else config.precision
-    if precision not in PRECISIONS:
-        raise ConfigError(
-            "a search takes one format for all blocks, or chooses",
-            got=f"precision {config.precision}",
-            expected=f"one of {', '.join(PRECISIONS)}, snip",
-        )
-    return precision
+def _show(answer: Answer, asked: Asked, explained: Explained | None, changes: Sequence[Change]) -> None:
+    # Not at the top: rich takes a while, which --json need not wait for.
+    from scrimp.cli.plan_tables import (
+        beside_tables,
+        changes_table,
+        losers_table,
+        plans_table,
+        summary,
+        trials_table,
+    )
 
-
-def _quality(config: Config, model: ModelSizes) -> Quality | None:
-    """What formats the search chooses from; None: they are given."""
-    if not config.is_planned:
-        return None
-    given = config.snip.formats
-    names = (snip.DEFAULT_FORMATS if given == "auto" else given).split(",")
-    share = snip.DEFAULT_SHARE if config.budget.fp4_flops is None else config.budget.fp4_flops
-    return Quality(formats=tuple(name.strip() for name in names), harm=flops_in_4_bits(model), limit=share)
-
-
-def _refuse(given: Collection[str], shape: Path | None) -> None:
-    known = {*READ, *(f"layout.{name}" for name in LAYOUT)}
-    others = [key for key in given if key not in known and not (shape is None and key.startswith("model."))]
-    if others:
-        raise ConfigError(
-            "a search on other hardware does not ask for this",
-            got=", ".join(sorted(others)),
-            expected=f"model.* (without --shape), layout.* and {', '.join(READ)}",
-            do="leave it out, or leave --hardware out to plan for this machine",
-        )
-
-
-def _asked(shape: Path | None, config: Config) -> tuple[ModelSizes, int, int]:
-    """The model, and tokens of a sequence and of a batch."""
-    train = config.train
-    if shape is not None:
-        if train.sequence is None or train.batch_tokens is None:
-            raise ConfigError(
-                "a shape says nothing of sequences and batches",
-                expected="--train.sequence and --train.batch-tokens",
-                do="give both",
-            )
-        sizes, sequence, tokens = read_shape(shape).sizes, train.sequence, train.batch_tokens
+    console, best = plain_console(), answer.found.best[0]
+    if answer.trials:
+        console.print(trials_table(answer.trials, asked.goal))
+    console.print(plans_table(answer.found, answer.question))
+    console.print(summary(answer, asked.goal))
+    if explained is None:
+        table, more = losers_table(answer.found)
+        if table.row_count:
+            console.print(table)
+        if more:
+            console.print(f"{more} more: --json")
+    elif explained.found is None:
+        console.print(explained.text)
     else:
-        if config.model.weights is not None:
-            raise ConfigError(
-                "a search on other hardware reads no weights",
-                got=f"model.weights {config.model.weights}",
-                do="name a preset, or give --shape FILE",
-            )
-        architecture = base_architecture(config, None)
-        sizes = sizes_of(spec_of(architecture))
-        sequence = train.sequence or batches.decide_sequence(train, architecture, 1)[0]
-        known = dataclasses.replace(train, sequence=sequence)
-        tokens = train.batch_tokens or batches.decide_tokens(known, architecture, 1)[0]
-    if tokens % sequence:
-        raise ConfigError(
-            "train.batch_tokens is not a multiple of train.sequence",
-            got=f"{tokens:,} tokens in sequences of {sequence:,}",
-            expected=f"a multiple of {sequence:,}",
-        )
-    return sizes, sequence, tokens
+        for table in beside_tables(explained.asked, best, _nearest(explained.found)):
+            console.print(table)
+    if changes:
+        console.print(changes_table(best, changes))
 
 
-def _as_given(config: Config, given: Collection[str]) -> Callable[[ResolvedLayout, int], bool]:
-    """Whether a layout has the degrees that the user wrote."""
-    values = flatten(config)
-    wanted = {name: values[f"layout.{name}"] for name in LAYOUT if f"layout.{name}" in given}
-    size = config.train.micro_batch
-
-    def fits(layout: ResolvedLayout, micro_batch: int) -> bool:
-        return (size is None or size == micro_batch) and all(
-            getattr(layout, name) == value for name, value in wanted.items()
-        )
-
-    return fits
-
-
-def _progress() -> Callable[[int], None]:
-    last = time.monotonic()
-
-    def note(tried: int) -> None:
-        nonlocal last
-        if time.monotonic() - last > _AFTER_S:
-            last = time.monotonic()
-            say(f"{tried:,} settings tried ...")
-
-    return note
+def _explained(answer: Answer, asked: Asked) -> Explained:
+    """The best plan that has what is asked about; all else as it is given."""
+    question, words = answer.question, " ".join(f"{name} {value}" for name, value in asked.explain.items())
+    given = asked.given | asked.explain
+    reasons = objections(question, given)
+    best = answer.found.best[0].setting
+    if matches(best.layout, best.micro_batch, asked.explain):
+        return Explained(words, None, [])
+    if reasons:
+        reasons += [
+            f"{name} can be {', '.join(map(str, values_of(question, name)))}"
+            for name in asked.explain
+            if name != "micro_batch"
+        ]
+        return Explained(words, None, reasons)
+    return Explained(words, asked.searching(given).search(question, words), [])
 
 
-def _misfit(found: Found, question: Question) -> PlanError:
+def _nearest(found: Found) -> Candidate | Misfit:
+    """Its best plan, or where none fits the one that needs the fewest bytes."""
+    if found.best:
+        return found.best[0]
+    return min((one for one in found.families.values() if isinstance(one, Misfit)), key=lambda one: one.bytes)
+
+
+def _explained_json(answer: Answer, explained: Explained) -> dict[str, Any]:
+    if explained.found is None:
+        return {"asked": explained.asked, "objections": explained.objections}
+    return {"asked": explained.asked, **beside_json(answer.found.best[0], _nearest(explained.found))}
+
+
+def _misfit(answer: Answer, asked: Asked) -> PlanError:
+    question, found = answer.question, answer.found
     if not found.tried:
-        return PlanError(
-            "no layout has these degrees on this hardware",
-            got=f"{question.cluster.devices:,} devices, {question.global_batch:,} sequences in a batch",
-            do="change layout.* or train.batch_tokens, or leave some of layout.* out",
-        )
+        return _no_layout(question, asked)
     if found.nearest_bytes <= question.device.memory_bytes:
         group = question.cluster.groups[0]
         return PlanError(
-            "no layout of the model fits: what does not fit on the devices does not fit on the host",
+            "no layout of the model fits: what the devices cannot hold, the host cannot either",
             got=f"{format_bytes(round(found.nearest_host_bytes * group.used))} of states for the host, "
             f"{format_bytes(group.node.host_memory_bytes)} of host memory",
             do="give --budget.host-memory where there is more, take more or larger devices, or a smaller model",
         )
+    number = _enough(question, asked)
+    need = format_bytes(round(found.nearest_bytes))
     return PlanError(
         "no layout of the model fits into the memory of a device",
-        got=f"at least {format_bytes(round(found.nearest_bytes))} of "
-        f"{format_bytes(question.device.memory_bytes)}, with everything made again",
-        do="take more or larger devices, shorter sequences, or a smaller model",
+        got=f"at least {need} of {format_bytes(question.device.memory_bytes)}, with everything made again",
+        expected=f"devices with {need}, or {number.name}" if number else f"devices with {need}",
+        do=f"plan for `scrimp plan --hardware {number.name}`, for larger devices, shorter sequences, or a smaller model"
+        if number
+        else "take larger devices, shorter sequences, or a smaller model: more of these devices do not help",
     )
 
 
-def _show(found: Found, question: Question, hardware: str) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
+def _enough(question: Question, asked: Asked) -> Cluster | None:
+    """The smallest larger cluster of the same devices on which the model fits."""
+    if len(question.cluster.groups) > 1:
+        return None
+    searching = asked.searching()
+    for cluster in sizes_like(question.cluster, max(64 * question.cluster.devices, 1024)):
+        larger = dataclasses.replace(question, cluster=cluster)
+        if cluster.devices > question.cluster.devices and searching.fits(larger, cluster.name):
+            return cluster
+    return None
 
-    console, count = plain_console(), question.model.parameters
-    table = Table(
-        title=f"{count / 1e9:,.1f}B parameters on {hardware}, {_formats_text(question)}; predicted",
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
+
+def _no_layout(question: Question, asked: Asked) -> PlanError:
+    def is_good(cluster: Cluster) -> bool:
+        return has_layout(dataclasses.replace(question, cluster=cluster), asked.given)
+
+    near = nearest_sizes(question.cluster, is_good) if len(question.cluster.groups) == 1 else []
+    names = " and ".join(one.name for one in near)
+    return PlanError(
+        "no layout has these degrees on this hardware",
+        got=f"{question.cluster.devices:,} devices, {question.global_batch:,} sequences in a batch; "
+        + "; ".join(objections(question, asked.given)),
+        expected=f"the nearest that have one: {names}" if near else "degrees that divide what they share",
+        do="change layout.* or train.batch_tokens, or leave some of layout.* out",
     )
-    for name in COLUMNS:
-        table.add_column(name, justify="left" if name == "layout" else "right", no_wrap=True)
-    for one in found.best:
-        table.add_row(*_cells(one, question))
-    console.print(table)
-    tokens = question.sequence * question.global_batch
-    rate = format_rate(tokens / found.best[0].seconds)
-    console.print(f"the first: {rate} over all devices; {tokens:,} tokens a step")
-    if question.quality:
-        console.print(
-            f"{low_share(found.best[0].setting):.0%} of the blocks' FLOPs in 4 bits; all products are "
-            "taken to suffer alike, since this model has no statistics"
-        )
-    console.print("split: per cent of a step that is computing, exchanges that nothing hides, and bubble")
-    console.print(f"{found.tried:,} settings tried, of which {found.too_large:,} do not fit")
-
-
-def _formats_text(question: Question) -> str:
-    if question.quality is None:
-        return question.precision
-    low = [name for name in question.quality.formats if name != question.quality.base]
-    return f"{question.quality.base} and at most {question.quality.limit:.0%} in {', '.join(low)}"
-
-
-def _cells(one: Candidate, question: Question) -> list[str]:
-    setting, found, layout = one.setting, one.prediction, one.setting.layout
-    degrees = {name: getattr(layout, name) for name in ("pp", "dp", "fsdp", "cp", "tp", "ep")}
-    text = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1] or ["one device"]
-    text += [f"zero {layout.zero}"] * (layout.fsdp > 1)
-    text += [f"virtual {layout.virtual}"] * ((layout.virtual or 1) > 1)
-    peak = max(rank.total for rank in one.memory) / question.device.memory_bytes
-    shares = [
-        found.seconds[name] / found.step_seconds for name in ("compute", "communication_exposed", "bubble")
-    ]
-    return [
-        " ".join(text),
-        str(setting.micro_batch),
-        blocks_text(setting),
-        f"{found.step_seconds:.3g}",
-        f"{found.tokens_per_second_per_device:,.0f}",
-        "/".join(f"{100 * share:.0f}" for share in shares),
-        f"{peak:.0%}",
-    ]

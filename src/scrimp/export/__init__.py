@@ -1,4 +1,5 @@
-"""Plans for other trainers: exported to what clusters use, with what cannot be expressed named."""
+"""Plans of formats and of layouts for other trainers: exported to what clusters use, with what cannot be expressed
+named."""
 
 from scrimp.export.export_precision import (
     ExportTarget,
@@ -10,6 +11,7 @@ from scrimp.export.export_precision import (
 )
 from scrimp.export.fit import Inexpressible
 from scrimp.export.layer_names import Names, huggingface_names, megatron_names, of_stage, rename
+from scrimp.export.layout_file import LayoutExport, LayoutTarget, export_layout
 from scrimp.export.torchao import TorchaoExport, to_torchao
 from scrimp.export.torchao_groups import TorchaoGroup
 from scrimp.export.transformer_engine import TransformerEngineExport, to_transformer_engine
@@ -17,11 +19,14 @@ from scrimp.export.transformer_engine import TransformerEngineExport, to_transfo
 __all__ = [
     "ExportTarget",
     "Inexpressible",
+    "LayoutExport",
+    "LayoutTarget",
     "Names",
     "PrecisionExport",
     "TorchaoExport",
     "TorchaoGroup",
     "TransformerEngineExport",
+    "export_layout",
     "export_precision",
     "huggingface_names",
     "megatron_names",

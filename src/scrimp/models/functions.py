@@ -44,20 +44,23 @@ from scrimp.gemm import compute_dtype
 FusedNorm = Callable[[Tensor, Tensor, float], Tensor]
 """A function of x, weight and eps that stands for CUDA's kernel."""
 _fused_norm: ContextVar[FusedNorm | None] = ContextVar("fused_norm", default=None)
+_is_compiled: ContextVar[bool] = ContextVar("is_compiled", default=False)
 
 
 @contextlib.contextmanager
-def plain_operations(fused_norm: FusedNorm) -> Iterator[None]:
+def plain_operations(fused_norm: FusedNorm, *, compiled: bool = False) -> Iterator[None]:
     """Inside, a CPU takes the plain operations that run on CUDA: to trace there what another device will do.
 
     Args:
         fused_norm: RMSNorm as one kernel, which torch has on CUDA alone.
+        compiled: of blocks that a compiler fuses. For its gates stand the CPU's own, which save their inputs alone.
     """
-    token = _fused_norm.set(fused_norm)
+    tokens = _fused_norm.set(fused_norm), _is_compiled.set(compiled)
     try:
         yield
     finally:
-        _fused_norm.reset(token)
+        _fused_norm.reset(tokens[0])
+        _is_compiled.reset(tokens[1])
 
 
 def uses_cpu_functions(x: Tensor) -> bool:
@@ -95,7 +98,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up for gate and up side by side in the last dimension."""
-    if uses_cpu_functions(gate_up):
+    if uses_cpu_functions(gate_up) or _is_compiled.get():
         return cast(Tensor, _SwiGLU.apply(gate_up))  # type: ignore[no-untyped-call]
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
@@ -103,7 +106,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 def geglu(gate_up: Tensor) -> Tensor:
     """gelu(gate) * up, GELU by its approximation with tanh, likewise."""
-    if uses_cpu_functions(gate_up):
+    if uses_cpu_functions(gate_up) or _is_compiled.get():
         return cast(Tensor, _GeGLU.apply(gate_up))  # type: ignore[no-untyped-call]
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh") * up

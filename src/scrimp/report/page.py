@@ -55,9 +55,9 @@ def write_report(run_dir: Path) -> Path:
 
 def build_page(run: RunRecord) -> str:
     """The page as text."""
-    style = "".join(map(_resource, ("vendor/uPlot.min.css", "page.css", "precision.css")))
-    licence = f"/*\n{_resource('vendor/LICENSE')}*/\n"
-    script = licence + "".join(map(_resource, ("vendor/uPlot.iife.min.js", "charts.js", "precision.js")))
+    style = "".join(map(resource, ("vendor/uPlot.min.css", "page.css", "precision.css")))
+    licence = f"/*\n{resource('vendor/LICENSE')}*/\n"
+    script = licence + "".join(map(resource, ("vendor/uPlot.iife.min.js", "charts.js", "precision.js")))
     summary = summarise(run)
     header = join(
         [
@@ -86,8 +86,8 @@ def build_page(run: RunRecord) -> str:
         _section("configuration", "Configuration", configuration(run)),
         _section("environment", "Environment", environment(run)),
     ]
-    return Template(_resource("page.html")).substitute(
-        policy=_policy(style, script),
+    return Template(resource("page.html")).substitute(
+        policy=policy_of(style, script),
         title=escape(run.name, 120),
         style=style,
         script=script,
@@ -121,7 +121,7 @@ def _notes(run: RunRecord) -> Markup | None:
     return tag("ul", *[tag("li", escape(note, 400)) for note in run.notes], class_="warnings", role="note")
 
 
-def _policy(style: str, script: str) -> str:
+def policy_of(style: str, script: str) -> str:
     """No loads at all; of scripts and styles only those with these contents."""
     return (
         f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
@@ -133,5 +133,6 @@ def _hash(content: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
 
 
-def _resource(name: str) -> str:
+def resource(name: str) -> str:
+    """A file of this package."""
     return resources.files("scrimp.report").joinpath(name).read_text(encoding="utf-8")

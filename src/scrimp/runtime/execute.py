@@ -247,6 +247,7 @@ def realise(
     most_tokens: int = 0,
     longest: int = 0,
     mesh: RankMesh = ONE_RANK,
+    memory: contextlib.AbstractContextManager[object] | None = None,
 ) -> Executable:
     """Allocate the model of a plan and fill its parameters.
 
@@ -262,6 +263,7 @@ def realise(
         most_tokens: of a micro-batch; more are refused, since nobody planned for them.
         longest: tokens of a sequence; longer ones are refused too.
         mesh: the ranks that the model is laid over, each of which calls this.
+        memory: entered while the model gets memory and is filled: a mode of fake tensors gives it none.
 
     Raises:
         PlanError: part of the plan lives on the host, and no room was taken there.
@@ -273,8 +275,9 @@ def realise(
         )
     model, pipeline = _described(architecture, parameters, mesh)
     cuts = parallelise(model, mesh)
-    _allocate(model, plan, device, room, cuts)
-    fill(model)
+    with memory or contextlib.nullcontext():
+        _allocate(model, plan, device, room, cuts)
+        fill(model)
     planned = None
     if replans or quantizes(plan, compute):
         planned = plan_layers(model, plan, choose or backends_for(device), seed, mesh)

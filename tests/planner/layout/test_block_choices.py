@@ -8,7 +8,7 @@ import itertools
 import pytest
 from published_settings import LLAMA_8B, setting
 
-from scrimp.planner.layout.block_choices import Blocks, leanest_bytes
+from scrimp.planner.layout.block_choices import Blocks, leanest
 from scrimp.planner.layout.block_menus import Quality, flops_in_4_bits, profiles
 from scrimp.planner.layout.predict import predict
 from scrimp.planner.layout.setting import FULL, NONE, SELECTIVE, BlockPlan, Setting
@@ -61,7 +61,9 @@ def every(one: Setting, sets: list[tuple[tuple[str, str], ...]], ranks: int) -> 
 @pytest.mark.parametrize("layout", [{"zero": 3}, {"zero": 1}])
 def test_no_choice_of_blocks_that_fits_is_faster(layout: dict[str, int], share: float) -> None:
     like = setting(SMALL, "4xh100", micro_batch=4, **layout)
-    lean, whole = (max(leanest_bytes(like, keeps_all=one)) for one in (False, True))
+    lean, whole = (
+        max(rank.total for rank in peak_bytes(leanest(like, keeps_all=one))) for one in (False, True)
+    )
     like = with_memory(like, lean + share * (whole - lean))
     found = chosen(like)
     assert found is not None
@@ -76,7 +78,9 @@ def test_no_choice_of_blocks_that_fits_is_faster(layout: dict[str, int], share: 
 
 def test_ranks_of_a_pipeline_share_harm_and_have_bytes_of_their_own() -> None:
     like = setting(dataclasses.replace(LLAMA_8B, layers=2), "2xb200", pp=2, fsdp=1, micro_batch=8)
-    lean, whole = (max(leanest_bytes(like, keeps_all=one)) for one in (False, True))
+    lean, whole = (
+        max(rank.total for rank in peak_bytes(leanest(like, keeps_all=one))) for one in (False, True)
+    )
     like = with_memory(like, lean + 0.6 * (whole - lean))
     wanted = quality(like, 0.5)
     found = chosen(like, wanted)
@@ -98,7 +102,9 @@ def test_ranks_of_a_pipeline_share_harm_and_have_bytes_of_their_own() -> None:
 @pytest.mark.parametrize("limit", [0.0, 0.3, 0.75])
 def test_the_bound_is_below_what_is_found(limit: float) -> None:
     like = setting(dataclasses.replace(LLAMA_8B, layers=8), "4xb200", pp=2, fsdp=2, zero=1, micro_batch=4)
-    lean, whole = (max(leanest_bytes(like, keeps_all=one)) for one in (False, True))
+    lean, whole = (
+        max(rank.total for rank in peak_bytes(leanest(like, keeps_all=one))) for one in (False, True)
+    )
     like = with_memory(like, lean + 0.4 * (whole - lean))
     blocks = Blocks(like, quality(like, limit))
     found = blocks.solve()

@@ -12,7 +12,7 @@ from scrimp.config.resolved import ResolvedLayout
 from scrimp.errors import PlanError
 from scrimp.models.shapes import ModelShape
 from scrimp.planner.layout.block_choices import Blocks
-from scrimp.planner.layout.block_menus import Quality, flops_in_4_bits
+from scrimp.planner.layout.block_menus import FormatBudget
 from scrimp.planner.layout.predict import predict
 from scrimp.planner.layout.search import (
     Question,
@@ -94,9 +94,10 @@ def test_a_host_without_room_is_said() -> None:
 def test_what_is_not_looked_at_is_slower(hardware: str) -> None:
     """The bounds leave nothing out: all layouts, solved."""
     like = setting(dataclasses.replace(LLAMA_8B, layers=8), hardware, global_batch=16)
-    limited = Quality(formats=("nvfp4", "bf16"), harm=flops_in_4_bits(like.model), limit=0.4)
-    for quality in (None, limited):
-        asked = dataclasses.replace(question(like), quality=quality)
+    limited = FormatBudget(names=("nvfp4", "bf16"), share=0.4)
+    for formats in (None, limited):
+        asked = dataclasses.replace(question(like), formats=formats)
+        quality = formats.quality(like.model) if formats else None
         found = search(asked)
         assert found.priced < found.tried
         seconds = []

@@ -11,7 +11,8 @@ import pytest
 
 from scrimp.cli import main
 from scrimp.errors import ConfigError
-from scrimp.planner.layout.lines import answer_line, read_shape
+from scrimp.json_files import decode_json
+from scrimp.planner.layout.lines import Line, answer_line, line_of, line_text, read_shape, setting_of
 
 PAGE = (Path(__file__).parents[3] / "docs" / "planner.md").read_text(encoding="utf-8")
 GOOD: dict[str, Any] = {
@@ -114,3 +115,25 @@ def test_a_bad_shape_is_refused_by_its_key(tmp_path: Path, text: str, says: str)
     file.write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=says):
         read_shape(file)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"layout": {"fsdp": 2, "pp": 4, "zero": 1, "virtual": 2, "schedule": "interleaved"}, "recompute": 3},
+        {"layout": {"fsdp": 4, "tp": 2, "sequence_parallel": False}, "offload": {"optimizer": True}},
+        {
+            "blocks": [{"recompute": "full", "formats": [["mlp.down.wgrad", "fp8"]]}]
+            + [{"gathered": True}] * 31
+        },
+        {"software": "megatron", "precision": "fp8_tensor"},
+    ],
+)
+def test_a_line_that_is_written_reads_as_the_same_setting(change: dict[str, Any]) -> None:
+    line = decode_json(json.dumps(GOOD | change), Line, origin="line", error=ConfigError, do="")
+    setting = setting_of(line)
+    written = line_text(line_of(setting, line.model, line.hardware))
+    again = decode_json(written, Line, origin="line", error=ConfigError, do="")
+    assert again == line
+    assert setting_of(again) == setting

@@ -8,7 +8,13 @@ from hypothesis import strategies as st
 
 from scrimp.config.pipeline import Pipeline
 from scrimp.errors import PlanError
-from scrimp.planner.layout.pipeline_times import StageSeconds, _played, order_of, pipeline_seconds
+from scrimp.planner.layout.pipeline_times import (
+    StageSeconds,
+    _played,
+    order_of,
+    pipeline_seconds,
+    played_passes,
+)
 from scrimp.runtime.pipeline.orders import passes_of
 
 F, B = 1.0, 2.0
@@ -57,6 +63,40 @@ def test_a_long_step_is_what_all_its_passes_take(
     )
     assert found.total == pytest.approx(_played(stages, ranks, ranks * rounds, schedule, transfer), rel=0.03)
     assert found.bubble >= -1e-9 * found.total
+
+
+@pytest.mark.parametrize(("ranks", "virtual"), [(1, 1), (2, 1), (4, 1), (2, 2), (4, 3)])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+def test_each_pass_begins_when_its_rank_and_what_it_reads_are_there(
+    ranks: int, virtual: int, schedule: str
+) -> None:
+    if (virtual > 1) != (schedule == "interleaved"):
+        return
+    count, number, transfer = ranks * virtual, 3 * ranks, 0.25
+    stages = [StageSeconds(1.0 + 0.1 * n, 2.0 + 0.3 * n) for n in range(count)]
+    passes = played_passes(stages, ranks=ranks, micro_batches=number, schedule=schedule, transfer=transfer)
+    found = {(one.is_forward, one.stage, one.micro_batch): one for one in passes}
+    assert len(found) == len(passes) == 2 * count * number
+    for rank in range(ranks):
+        own = [one for one in passes if one.rank == rank]
+        order = order_of(rank, ranks, virtual, number, schedule)
+        assert [(one.is_forward, one.stage // ranks, one.micro_batch) for one in own] == list(order)
+        before = 0.0
+        for one in own:
+            seconds = stages[one.stage].forward if one.is_forward else stages[one.stage].backward
+            assert one.end - one.begin == pytest.approx(seconds)
+            last = one.stage == count - 1
+            needs = one.stage - 1 if one.is_forward else one.stage + (not last)
+            come = 0.0
+            if needs >= 0:
+                giver = found[one.is_forward or last, needs, one.micro_batch]
+                come = giver.end + transfer * (giver.rank != rank)
+            assert one.begin == pytest.approx(max(before, come))
+            before = one.end
+    total = pipeline_seconds(
+        stages, ranks=ranks, micro_batches=number, schedule=schedule, transfer=transfer
+    ).total
+    assert max(one.end for one in passes) == pytest.approx(total)
 
 
 def test_what_no_order_is_known_for_is_refused() -> None:

@@ -54,15 +54,20 @@ _HOST_SHARE = 0.9
 """Of host memory, what the system and the program itself leave: an estimate."""
 
 
-def leanest_bytes(setting: Setting, *, keeps_all: bool) -> list[float]:
-    """Bytes of each rank where its blocks keep as little as they can on the device.
+def leanest(setting: Setting, *, keeps_all: bool = False) -> Setting:
+    """With blocks that keep as little as they can on the device.
 
     Args:
         keeps_all: nothing is made again or leaves, so that no room is needed for what comes back.
     """
     plan = BlockPlan(recompute=NONE if keeps_all else FULL)
-    plans = (plan,) * len(setting.model.blocks)
-    return [one.total for one in peak_bytes(dataclasses.replace(setting, blocks=plans))]
+    return dataclasses.replace(setting, blocks=(plan,) * len(setting.model.blocks))
+
+
+def has_room(setting: Setting) -> bool:
+    """Whether its devices and hosts hold it where it is leanest."""
+    on_device = max(one.total for one in peak_bytes(leanest(setting)))
+    return on_device <= setting.device.memory_bytes and host_bytes(setting) <= _host_room(setting)
 
 
 Table = tuple[Choices, list[BlockPlan]]
@@ -105,16 +110,16 @@ class Blocks:
         self.ranks: list[list[_Way]] = [[] for _ in self.blocks]
         self.leanest_bytes = 0.0
         for keeps_all in (False, True):
-            leanest = leanest_bytes(setting, keeps_all=keeps_all)
-            self.leanest_bytes = self.leanest_bytes or max(leanest)
+            least = [one.total for one in peak_bytes(leanest(setting, keeps_all=keeps_all))]
+            self.leanest_bytes = self.leanest_bytes or max(least)
             if self.leanest_bytes > setting.device.memory_bytes or host_bytes(setting) > _host_room(setting):
                 break
             menus = menus_of(setting, quality, keeps_all=keeps_all)
             self.spare = (quality.limit if quality else 0.0) - sum(menu.least for menu in menus)
             plan = BlockPlan(recompute=NONE if keeps_all else FULL)
             for rank, ways in enumerate(self.ranks):
-                if leanest[rank] <= setting.device.memory_bytes:
-                    ways.append(self._way(rank, menus, plan, leanest[rank]))
+                if least[rank] <= setting.device.memory_bytes:
+                    ways.append(self._way(rank, menus, plan, least[rank]))
 
     def least_seconds(self) -> float:
         """Seconds that the passes of one micro-batch take at least, of all ranks together; infinite where the limit
@@ -183,7 +188,7 @@ class Blocks:
                 used[rank] += float(choices.bytes[choice])
         return dataclasses.replace(self.setting, blocks=tuple(plans)), used
 
-    def _way(self, rank: int, menus: Sequence[Menu], plan: BlockPlan, leanest: float) -> _Way:
+    def _way(self, rank: int, menus: Sequence[Menu], plan: BlockPlan, least: float) -> _Way:
         setting, own, first = self.setting, self.blocks[rank], self.setting.model.first_equal
         flight = passes_in_flight(setting, rank)
         leaving = _leaving(setting, own, flight)
@@ -193,7 +198,7 @@ class Blocks:
             count * waiting_bytes(setting.model.blocks[block], plan, setting)
             for block, count in counted.items()
         )
-        spare = (setting.device.memory_bytes - leanest) / (1.0 + MARGIN)
+        spare = (setting.device.memory_bytes - least) / (1.0 + MARGIN)
         return _Way(tables, spare + flight * held)
 
 

@@ -6,13 +6,16 @@ all the same. docs/planner.md shows a line and its answer.
 
 from __future__ import annotations
 
+import json
 import tomllib
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from scrimp.config import OWN_PRESETS, PRESETS, Range, check_range, nearest_word, preset
+from scrimp.config.architecture import Architecture
 from scrimp.config.resolved import ResolvedLayout
 from scrimp.errors import ConfigError, ScrimpError
 from scrimp.files import read_bounded
@@ -21,10 +24,11 @@ from scrimp.models import spec_of
 from scrimp.models.shapes import ModelShape, ModelSizes, sizes_of
 from scrimp.planner.hardware import Cluster, load_hardware
 from scrimp.planner.layout.pipeline_times import SCHEDULES
-from scrimp.planner.layout.predict import predict
-from scrimp.planner.layout.setting import FULL, NONE, SELECTIVE, Offload, Setting
+from scrimp.planner.layout.predict import Prediction, predict
+from scrimp.planner.layout.search import Question
+from scrimp.planner.layout.setting import FULL, NONE, SELECTIVE, BlockPlan, Offload, Setting
 from scrimp.planner.layout.software import software
-from scrimp.planner.layout.stage_memory import peak_bytes
+from scrimp.planner.layout.stage_memory import RankBytes, peak_bytes
 from scrimp.precision import RECIPES
 
 RECOMPUTATIONS = (NONE, SELECTIVE, FULL)
@@ -65,6 +69,8 @@ class Line:
     recompute: str | int = "none"
     offload: Offload = field(default_factory=Offload)
     precision: str = "bf16"
+    blocks: tuple[BlockPlan, ...] = ()
+    """What each block does, which then stands for `recompute` and what leaves of activations."""
     software: str = "scrimp"
 
 
@@ -83,16 +89,65 @@ def answer_line(text: str, *, where: str) -> dict[str, Any]:
 
 def answer(setting: Setting) -> dict[str, Any]:
     """Seconds and bytes of a setting, as a line of JSON has them."""
-    found = predict(setting)
+    return as_answer(predict(setting), peak_bytes(setting))
+
+
+def as_answer(prediction: Prediction, memory: Sequence[RankBytes]) -> dict[str, Any]:
+    """A prediction and the peaks of its ranks, as a line of JSON has them."""
     return {
-        "step_seconds": found.step_seconds,
-        "tokens_per_second_per_device": found.tokens_per_second_per_device,
-        "seconds": found.seconds,
+        "step_seconds": prediction.step_seconds,
+        "tokens_per_second_per_device": prediction.tokens_per_second_per_device,
+        "seconds": prediction.seconds,
         "stages": [
-            {"peak_bytes": {name: round(size) for name, size in one.categories.items()}}
-            for one in peak_bytes(setting)
+            {"peak_bytes": {name: round(size) for name, size in one.categories.items()}} for one in memory
         ],
     }
+
+
+def line_of(setting: Setting, model: str | ModelShape, hardware: str) -> Line:
+    """The line that says a setting: reading it gives the setting again.
+
+    Args:
+        model: as a line names that of the setting.
+        hardware: the same.
+    """
+    assert not setting.formats, "a line says formats block by block"
+    layout = setting.layout
+    degrees = {
+        field.name: getattr(layout, field.name) for field in fields(LayoutLine) if hasattr(layout, field.name)
+    }
+    degrees["virtual"] = layout.virtual or 1
+    return Line(
+        model=model,
+        hardware=hardware,
+        sequence=setting.sequence,
+        global_batch=setting.global_batch,
+        micro_batch=setting.micro_batch,
+        layout=LayoutLine(**degrees, sequence_parallel=setting.sequence_parallel),
+        recompute=setting.recompute,
+        offload=setting.offload,
+        precision=setting.precision,
+        blocks=setting.blocks,
+        software=setting.software.name,
+    )
+
+
+def line_text(line: Line) -> str:
+    """A line of JSON, without what its defaults say."""
+
+    def written(value: Any) -> Any:
+        if is_dataclass(value) and not isinstance(value, type):
+            pairs = ((one, getattr(value, one.name)) for one in fields(value))
+            return {one.name: written(found) for one, found in pairs if not _is_default(one, found)}
+        return [written(one) for one in value] if isinstance(value, tuple) else value
+
+    return json.dumps(written(line))
+
+
+def _is_default(one: Field[Any], value: Any) -> bool:
+    if one.default_factory is not MISSING:
+        return bool(value == one.default_factory())
+    return one.default is not MISSING and bool(value == one.default)
 
 
 def setting_of(line: Line) -> Setting:
@@ -102,10 +157,16 @@ def setting_of(line: Line) -> Setting:
         ConfigError: a name, a file or a degree is wrong.
         PlanError: the parts do not fit one another.
     """
-    _check(line)
-    layout = line.layout
+    check_line(line)
+    layout, model = line.layout, _sizes(line.model)
+    if line.blocks and len(line.blocks) != len(model.blocks):
+        raise ConfigError(
+            "blocks are not those of the model",
+            got=f"{len(line.blocks):,} blocks",
+            expected=f"{len(model.blocks):,}, or none",
+        )
     return Setting(
-        model=_sizes(line.model),
+        model=model,
         cluster=_cluster(line.hardware),
         sequence=line.sequence,
         global_batch=line.global_batch,
@@ -127,11 +188,29 @@ def setting_of(line: Line) -> Setting:
         recompute=line.recompute,
         offload=line.offload,
         precision=line.precision,
+        blocks=line.blocks,
         sequence_parallel=layout.sequence_parallel,
     )
 
 
-def _check(line: Line) -> None:
+def question_of(line: Line) -> Question:
+    """What a line asks to be trained on what; how, is left open."""
+    return Question(
+        model=_sizes(line.model),
+        cluster=_cluster(line.hardware),
+        sequence=line.sequence,
+        global_batch=line.global_batch,
+        software=software(line.software),
+        precision=line.precision,
+    )
+
+
+def check_line(line: Line) -> None:
+    """Refuse what no setting has.
+
+    Raises:
+        ConfigError: by the key.
+    """
     counts = {name: getattr(line, name) for name in ("sequence", "global_batch", "micro_batch")}
     degrees = ("dp", "fsdp", "tp", "pp", "cp", "ep", "etp", "virtual")
     counts |= {f"layout.{name}": getattr(line.layout, name) for name in degrees}
@@ -140,6 +219,7 @@ def _check(line: Line) -> None:
     check_range("layout.zero", line.layout.zero, Range(0, 3))
     if isinstance(line.recompute, int):
         check_range("recompute", line.recompute, Range(0, 10**6))
+    _check_blocks(line)
     words = {
         "recompute": (line.recompute, RECOMPUTATIONS),
         "precision": (line.precision, PRECISIONS),
@@ -153,6 +233,17 @@ def _check(line: Line) -> None:
                 got=word,
                 expected=f"one of {', '.join(known)}",
                 do=f"did you mean {near}?" if near else _DO,
+            )
+
+
+def _check_blocks(line: Line) -> None:
+    for number, one in enumerate(line.blocks):
+        wrong = [name for _, name in one.formats if name not in PRECISIONS]
+        if one.recompute not in RECOMPUTATIONS or wrong:
+            raise ConfigError(
+                f"blocks[{number}] says what no block does",
+                got=", ".join(wrong) or one.recompute,
+                expected=f"recompute of {', '.join(RECOMPUTATIONS)}; formats of {', '.join(PRECISIONS)}",
             )
 
 
@@ -173,10 +264,20 @@ def read_shape(file: Path) -> ModelShape:
 
 @lru_cache
 def _sizes(model: str | ModelShape) -> ModelSizes:
+    found = read_model(model)
+    return found.sizes if isinstance(found, ModelShape) else sizes_of(spec_of(found))
+
+
+def read_model(model: str | ModelShape) -> ModelShape | Architecture:
+    """The model that a line names: a shape, a file of one, or a preset.
+
+    Raises:
+        ConfigError: there is none of this name, or the file is wrong.
+    """
     if isinstance(model, ModelShape):
-        return model.sizes
+        return model
     if model.endswith(".toml"):
-        return read_shape(Path(model)).sizes
+        return read_shape(Path(model))
     names = [*OWN_PRESETS, *PRESETS]
     if model not in names:
         near = nearest_word(model, names)
@@ -185,7 +286,7 @@ def _sizes(model: str | ModelShape) -> ModelSizes:
             expected="a preset, a file of a shape (.toml), or a shape",
             do=f"did you mean {near}?" if near else "see scrimp train --help for the presets",
         )
-    return sizes_of(spec_of(preset(model)))
+    return preset(model)
 
 
 @lru_cache

@@ -58,6 +58,18 @@ class PipelineSeconds:
         return self.total - max(self.busy)
 
 
+@dataclass(frozen=True)
+class PlayedPass:
+    """One pass of one rank, in seconds from the beginning of the step."""
+
+    rank: int
+    stage: int
+    micro_batch: int
+    is_forward: bool
+    begin: float
+    end: float
+
+
 def pipeline_seconds(
     stages: Sequence[StageSeconds],
     *,
@@ -75,19 +87,7 @@ def pipeline_seconds(
     Raises:
         PlanError: a schedule that is not known, or that these micro-batches do not fit.
     """
-    virtual, rest = divmod(len(stages), ranks)
-    if schedule not in SCHEDULES or rest or (schedule != "interleaved" and virtual > 1):
-        raise PlanError(
-            f"no order of passes is known for schedule {schedule}",
-            got=f"{len(stages)} stages on {ranks} ranks",
-            expected=f"one of {', '.join(SCHEDULES)}; several stages on a rank: interleaved",
-        )
-    if schedule == "interleaved" and micro_batches % ranks:
-        raise PlanError(
-            "interleaved stages need micro-batches in rounds of as many as there are ranks",
-            got=f"{micro_batches} micro-batches on {ranks} ranks",
-            expected=f"a multiple of {ranks}",
-        )
+    _check(len(stages), ranks, micro_batches, schedule)
     busy = tuple(
         micro_batches * sum(one.forward + one.backward for one in stages[rank::ranks])
         for rank in range(ranks)
@@ -100,6 +100,48 @@ def pipeline_seconds(
     short = most + micro_batches % ranks
     one, other = (_played(stages, ranks, short + add, schedule, transfer) for add in (0, ranks))
     return PipelineSeconds(one + (micro_batches - short) / ranks * (other - one), busy)
+
+
+def played_passes(
+    stages: Sequence[StageSeconds],
+    *,
+    ranks: int,
+    micro_batches: int,
+    schedule: str,
+    transfer: float = 0.0,
+) -> list[PlayedPass]:
+    """Every pass of such a step, with its beginning and its end; arguments and refusals are those of
+    `pipeline_seconds`."""
+    _check(len(stages), ranks, micro_batches, schedule)
+    virtual = len(stages) // ranks
+    program = _program(ranks, virtual, micro_batches, schedule)
+    ends = _ends(stages, ranks, micro_batches, schedule, transfer)
+    orders = [iter(order_of(rank, ranks, virtual, micro_batches, schedule)) for rank in range(ranks)]
+    found = []
+    for (_, _, _, cost), end in zip(program, ends[1:], strict=True):
+        stage, is_backward = divmod(cost, 2)
+        rank = stage % ranks
+        _, _, number = next(orders[rank])
+        one = stages[stage]
+        seconds = one.backward if is_backward else one.forward
+        found.append(PlayedPass(rank, stage, number, not is_backward, end - seconds, end))
+    return found
+
+
+def _check(stages: int, ranks: int, micro_batches: int, schedule: str) -> None:
+    virtual, rest = divmod(stages, ranks)
+    if schedule not in SCHEDULES or rest or (schedule != "interleaved" and virtual > 1):
+        raise PlanError(
+            f"no order of passes is known for schedule {schedule}",
+            got=f"{stages} stages on {ranks} ranks",
+            expected=f"one of {', '.join(SCHEDULES)}; several stages on a rank: interleaved",
+        )
+    if schedule == "interleaved" and micro_batches % ranks:
+        raise PlanError(
+            "interleaved stages need micro-batches in rounds of as many as there are ranks",
+            got=f"{micro_batches} micro-batches on {ranks} ranks",
+            expected=f"a multiple of {ranks}",
+        )
 
 
 def order_of(rank: int, ranks: int, virtual: int, micro_batches: int, schedule: str) -> tuple[Pass, ...]:
@@ -130,6 +172,13 @@ def _place(is_forward: bool, index: int, ranks: int, virtual: int) -> Pass:
 def _played(
     stages: Sequence[StageSeconds], ranks: int, micro_batches: int, schedule: str, transfer: float
 ) -> float:
+    return max(_ends(stages, ranks, micro_batches, schedule, transfer))
+
+
+def _ends(
+    stages: Sequence[StageSeconds], ranks: int, micro_batches: int, schedule: str, transfer: float
+) -> list[float]:
+    """When the passes of the program end, after the beginning of the step, which is the first."""
     costs = [seconds for one in stages for seconds in (one.forward, one.backward)]
     ends = [0.0]
     add = ends.append
@@ -138,7 +187,7 @@ def _played(
         if is_sent:
             come += transfer
         add((free if free > come else come) + costs[cost])
-    return max(ends)
+    return ends
 
 
 @lru_cache(maxsize=256)

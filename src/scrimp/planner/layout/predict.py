@@ -27,7 +27,12 @@ from scrimp.planner.layout.block_times import (
     head_seconds,
 )
 from scrimp.planner.layout.kernels import Kernels
-from scrimp.planner.layout.pipeline_times import StageSeconds, pipeline_seconds
+from scrimp.planner.layout.pipeline_times import (
+    PlayedPass,
+    StageSeconds,
+    pipeline_seconds,
+    played_passes,
+)
 from scrimp.planner.layout.setting import FULL, SELECTIVE, BlockPlan, Setting
 from scrimp.planner.layout.stage_memory import boundary_bytes, kept_bytes
 from scrimp.planner.layout.stages import kinds_of_stages, numbers_of_block, numbers_of_rank
@@ -54,22 +59,19 @@ def predict(setting: Setting) -> Prediction:
     kernels = kernels_of(setting)
     layout, m = setting.layout, setting.micro_batches
     stages = _stages(setting, kernels)
-    passes = [StageSeconds(one.forward.total, one.backward.total) for one in stages]
-    virtual = layout.virtual or 1
-    transfer = setting.groups["pp"].sent(setting.tokens * setting.model.width * ACTIVATION_BYTES / layout.tp)
-    sends = (1.0 - setting.software.hidden_sends) * transfer
-    passes = [
-        StageSeconds(one.forward + sends, one.backward + sends) if layout.pp > 1 else one for one in passes
-    ]
-    schedule = layout.schedule if layout.schedule != "auto" else "1f1b" if virtual == 1 else "interleaved"
+    pipeline = _pipeline(setting, stages)
     played = pipeline_seconds(
-        passes, ranks=layout.pp, micro_batches=m, schedule=schedule, transfer=transfer - sends
+        pipeline.passes,
+        ranks=layout.pp,
+        micro_batches=m,
+        schedule=pipeline.schedule,
+        transfer=pipeline.transfer,
     )
     busiest = max(range(layout.pp), key=lambda rank: played.busy[rank])
     own = stages[busiest :: layout.pp]
     compute = m * sum(one.forward.compute + one.backward.compute for one in own)
     exchanges = m * sum(one.forward.communication + one.backward.communication for one in own)
-    exchanges += 2 * m * len(own) * sends * (layout.pp > 1)
+    exchanges += 2 * m * len(own) * pipeline.sends * (layout.pp > 1)
     reductions = _reductions(setting, own, busiest)
     optimizer = _optimizer(setting, kernels, busiest)
     seconds = {
@@ -86,6 +88,43 @@ def predict(setting: Setting) -> Prediction:
     seconds["other"] = step - total
     tokens = setting.global_batch * setting.sequence
     return Prediction(step, tokens / step / layout.ranks, seconds)
+
+
+def timeline(setting: Setting, micro_batches: int) -> list[PlayedPass]:
+    """The passes of all ranks of a pipeline, as `predict` plays them.
+
+    Args:
+        micro_batches: of a step that is played; those of the setting, or fewer.
+    """
+    pipeline = _pipeline(setting, _stages(setting, kernels_of(setting)))
+    return played_passes(
+        pipeline.passes,
+        ranks=setting.layout.pp,
+        micro_batches=micro_batches,
+        schedule=pipeline.schedule,
+        transfer=pipeline.transfer,
+    )
+
+
+@dataclass(frozen=True)
+class _Pipeline:
+    """What a schedule is played with."""
+
+    passes: list[StageSeconds]
+    schedule: str
+    sends: float
+    """Seconds of a pass in which its result is sent and nothing else runs."""
+    transfer: float
+    """Seconds after a pass until its result has come."""
+
+
+def _pipeline(setting: Setting, stages: Sequence[_Stage]) -> _Pipeline:
+    layout = setting.layout
+    transfer = setting.groups["pp"].sent(setting.tokens * setting.model.width * ACTIVATION_BYTES / layout.tp)
+    sends = (1.0 - setting.software.hidden_sends) * transfer if layout.pp > 1 else 0.0
+    passes = [StageSeconds(one.forward.total + sends, one.backward.total + sends) for one in stages]
+    usual = "1f1b" if (layout.virtual or 1) == 1 else "interleaved"
+    return _Pipeline(passes, usual if layout.schedule == "auto" else layout.schedule, sends, transfer - sends)
 
 
 @dataclass(frozen=True)

@@ -21,14 +21,15 @@ import dataclasses
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from scrimp.config.resolved import ResolvedLayout
 from scrimp.models.shapes import ModelSizes
 from scrimp.planner.hardware import Cluster, Device
-from scrimp.planner.layout.block_choices import Blocks
-from scrimp.planner.layout.block_menus import Quality, fastest_plan
+from scrimp.planner.layout.block_choices import Blocks, has_room, leanest
+from scrimp.planner.layout.block_menus import FormatBudget, Quality, fastest_plan
+from scrimp.planner.layout.contenders import Contenders, Family, Misfit
 from scrimp.planner.layout.predict import Prediction, predict
 from scrimp.planner.layout.setting import BlockPlan, Offload, Setting
 from scrimp.planner.layout.software import Software
@@ -70,8 +71,8 @@ class Question:
     """Sequences of a step, over all ranks."""
     software: Software
     precision: str = "bf16"
-    """Of all products, where `quality` leaves nothing to choose."""
-    quality: Quality | None = None
+    """Of all products, where `formats` leaves nothing to choose."""
+    formats: FormatBudget | None = None
 
     @property
     def device(self) -> Device:
@@ -97,6 +98,8 @@ class Found:
     nearest_host_bytes: float
     """The least that those of them need on the host for a device, for which the devices are large enough; infinite
     where there is none."""
+    families: Mapping[Family, Candidate | Misfit] = field(default_factory=dict)
+    """The best of each value of each degree."""
 
 
 @dataclass(order=True)
@@ -128,40 +131,69 @@ def search(
         fits_given: whether a layout and its micro-batch are among those that are asked for.
         note: told now and then how many settings were looked at.
     """
+    quality = question.formats.quality(question.model) if question.formats else None
     waiting: list[_Waiting] = []
-    for layout in layouts(question):
-        for micro_batch in micro_batches(question, layout):
-            if fits_given(layout, micro_batch):
-                waiting.append(_promise(question, layout, micro_batch, len(waiting)))
-                note(len(waiting))
+    places = ((layout, size) for layout in layouts(question) for size in micro_batches(question, layout))
+    for place in places:
+        if fits_given(*place):
+            waiting.append(_promise(setting_of(question, *place), quality, len(waiting)))
+            note(len(waiting))
     tried, priced, too_large, least, host = len(waiting), 0, 0, math.inf, math.inf
-    best: list[Candidate] = []
+    best = Contenders(keep)
     heapq.heapify(waiting)
-    while waiting and (len(best) < keep or waiting[0].seconds < best[-1].seconds):
+    while waiting:
         one = heapq.heappop(waiting)
+        if not best.may_take(one.setting.layout, one.seconds):
+            continue
         note(tried)
         if one.blocks:
             found = _solved(one)
             too_large += found is None
-            best = sorted([*best, *([found] if found else [])], key=lambda each: each.seconds)[:keep]
+            best.fits(found)
             continue
         priced += 1
-        following = _with_more_on_host(one)
-        if following is not None:
+        for following in _with_more_on_host(one):
             heapq.heappush(waiting, following)
-        one, blocks = _bounded(one, question)
+        one, blocks = _bounded(one, quality)
         least = min(least, blocks.leanest_bytes)
         if blocks.leanest_bytes <= question.device.memory_bytes:
             host = min(host, host_bytes(one.setting))
         if math.isinf(one.seconds):
             too_large += 1
+            best.does_not_fit(one.setting, tuple(peak_bytes(leanest(one.setting))))
         else:
             heapq.heappush(waiting, one)
-    return Found(tuple(best), tried, priced, too_large, least, host)
+    return Found(tuple(best.best), tried, priced, too_large, least, host, best.families)
 
 
-def _promise(question: Question, layout: ResolvedLayout, micro_batch: int, number: int) -> _Waiting:
-    setting = Setting(
+def fits(
+    question: Question,
+    *,
+    fits_given: Callable[[ResolvedLayout, int], bool] = lambda layout, micro_batch: True,
+    note: Callable[[int], None] = lambda tried: None,
+) -> bool:
+    """Whether any layout fits: bytes are counted, no seconds.
+
+    Args:
+        fits_given, note: as of `search`.
+    """
+    tried = 0
+    for layout in layouts(question):
+        size = next((size for size in micro_batches(question, layout) if fits_given(layout, size)), None)
+        if size is None:
+            continue
+        tried += 1
+        note(tried)
+        for offload in ON_HOST if layout.pp == 1 else ON_HOST[:1]:
+            setting = dataclasses.replace(setting_of(question, layout, size), offload=offload)
+            if has_room(setting):
+                return True
+    return False
+
+
+def setting_of(question: Question, layout: ResolvedLayout, micro_batch: int) -> Setting:
+    """The setting of a layout, with nothing decided of its blocks."""
+    return Setting(
         model=question.model,
         cluster=question.cluster,
         sequence=question.sequence,
@@ -169,30 +201,32 @@ def _promise(question: Question, layout: ResolvedLayout, micro_batch: int, numbe
         micro_batch=micro_batch,
         layout=layout,
         software=question.software,
-        precision=question.quality.base if question.quality else question.precision,
+        precision=question.formats.base if question.formats else question.precision,
     )
-    plans = {
-        first: fastest_plan(setting, question.quality, first) for first in set(question.model.first_equal)
-    }
-    free = tuple(plans[first] for first in question.model.first_equal)
+
+
+def _promise(setting: Setting, quality: Quality | None, number: int) -> _Waiting:
+    first = setting.model.first_equal
+    plans = {one: fastest_plan(setting, quality, one) for one in set(first)}
+    free = tuple(plans[one] for one in first)
     rough = predict(dataclasses.replace(setting, blocks=free))
     return _Waiting(rough.step_seconds, (number, 0), setting, free, rough)
 
 
-def _with_more_on_host(one: _Waiting) -> _Waiting | None:
+def _with_more_on_host(one: _Waiting) -> list[_Waiting]:
     """The same with the next kind of states in host memory; Scrimp has them there without pipelines alone."""
     number, level = one.number
     if one.setting.layout.pp > 1 or level + 1 == len(ON_HOST):
-        return None
+        return []
     setting = dataclasses.replace(one.setting, offload=ON_HOST[level + 1])
     rough = predict(dataclasses.replace(setting, blocks=one.free))
-    return _Waiting(rough.step_seconds, (number, level + 1), setting, one.free, rough)
+    return [_Waiting(rough.step_seconds, (number, level + 1), setting, one.free, rough)]
 
 
-def _bounded(one: _Waiting, question: Question) -> tuple[_Waiting, Blocks]:
+def _bounded(one: _Waiting, quality: Quality | None) -> tuple[_Waiting, Blocks]:
     """After the second door; seconds are infinite where it does not fit."""
     setting = one.setting
-    blocks = Blocks(setting, question.quality)
+    blocks = Blocks(setting, quality)
     passes = blocks.least_seconds()
     slower = one.rough.step_seconds / (one.rough.step_seconds - one.rough.seconds["other"])
     step = setting.micro_batches * passes / setting.layout.pp + one.rough.seconds["optimizer"]

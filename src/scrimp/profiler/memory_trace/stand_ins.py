@@ -37,17 +37,22 @@ def workspace_rule(device: DeviceFunctions, gpu: flash.Gpu) -> WorkspaceRule:
 
 @contextlib.contextmanager
 def standing_for(
-    device: DeviceFunctions, *, fuses_attention: bool = True, gpu: flash.Gpu | None = None
+    device: DeviceFunctions,
+    *,
+    fuses_attention: bool = True,
+    gpu: flash.Gpu | None = None,
+    compiled: bool = False,
 ) -> Iterator[None]:
     """Inside, CPU tensors take the path of another device through the model.
 
     Args:
         fuses_attention: the device has a kernel for this attention (`scrimp.models.attention.fuses_attention`).
         gpu: that is stood for.
+        compiled: blocks are, whose kernels save less.
     """
     with contextlib.ExitStack() as stack:
         if device == "cuda":
-            stack.enter_context(functions.plain_operations(fused_norm))
+            stack.enter_context(functions.plain_operations(fused_norm, compiled=compiled))
             for sizes in (cross_entropy.BLOCK_ELEMENTS, grouping.PIECE_ELEMENTS, flash.WORKSPACE_BYTES):
                 stack.enter_context(_with_entry(sizes, sizes["cuda"]))
             stack.enter_context(_with_entry(flash.STAND_IN, gpu or flash.Gpu()))

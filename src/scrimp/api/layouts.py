@@ -1,0 +1,190 @@
+"""What training takes on hardware that is not here, from Python: `scrimp plan --batch` and `scrimp plan --hardware`.
+
+Arguments are the keys of a line of settings (docs/planner.md), with their checks and messages. Nothing is measured, and
+no device is needed.
+
+Checked  tests/api/test_layouts.py; tests/docs/test_planner.py runs the guide's example
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from scrimp.config import nearest_word
+from scrimp.errors import ConfigError
+from scrimp.json_files import as_typed
+from scrimp.models.shapes import ModelShape
+from scrimp.planner.layout.as_json import answer_json
+from scrimp.planner.layout.divisibility import matches
+from scrimp.planner.layout.lines import Line, check_line, question_of, read_model, setting_of
+from scrimp.planner.layout.objectives import OBJECTIVES, Answer, Goal, Objective, Searching, answered
+from scrimp.planner.layout.predict import predict as predict_setting
+from scrimp.planner.layout.scaled_models import family_of
+from scrimp.planner.layout.search import Candidate
+from scrimp.planner.layout.setting import Offload, Setting
+from scrimp.planner.layout.stage_memory import peak_bytes
+
+_DO = "see docs/planner.md for the keys of a line"
+
+
+@dataclass(frozen=True)
+class PredictedStep:
+    """Seconds and bytes of a step."""
+
+    setting: Setting
+    """What is trained on what, and how: `setting.layout`, `setting.micro_batch`, `setting.recompute`."""
+    step_seconds: float
+    tokens_per_second_per_device: float
+    seconds: Mapping[str, float]
+    """By cause: compute, communication_exposed, bubble, optimizer, other."""
+    peak_bytes: tuple[Mapping[str, float], ...]
+    """Of each rank of the pipeline, by category."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank's bytes fit into its device."""
+        room = self.setting.device.memory_bytes
+        return all(sum(one.values()) <= room for one in self.peak_bytes)
+
+
+@dataclass(frozen=True)
+class LayoutSearch:
+    """The answer of a search."""
+
+    plans: tuple[PredictedStep, ...]
+    """The best first; empty: no layout fits."""
+    tried: int
+    """Settings whose bytes were predicted."""
+    too_large: int
+    """Those of them that do not fit."""
+    answer: Answer
+    """All of it: the question that an objective chose, the best of each degree's values, what was tried."""
+    goal: Goal
+
+    def as_json(self) -> dict[str, Any]:
+        """As `scrimp plan --hardware --json` prints it."""
+        from scrimp import __version__
+
+        return answer_json(self.answer, self.goal, __version__)
+
+
+def predict(
+    *,
+    model: str | ModelShape | Mapping[str, Any],
+    hardware: str,
+    sequence: int,
+    global_batch: int,
+    micro_batch: int,
+    layout: Mapping[str, Any] | None = None,
+    recompute: str | int = "none",
+    offload: Offload | Mapping[str, Any] | None = None,
+    precision: str = "bf16",
+    software: str = "scrimp",
+) -> PredictedStep:
+    """Seconds and bytes of a step::
+
+        step = scrimp.predict(
+            model="llama-3.1-8b", hardware="8xh100", sequence=8192, global_batch=128, micro_batch=1, layout={"fsdp": 8}
+        )
+        print(step.step_seconds, step.seconds["bubble"], step.fits)
+
+    Args:
+        model: a preset, a TOML file of a shape, or a shape.
+        hardware: as 8xh100, or a TOML file.
+        layout: degrees, 1 where they are not named.
+
+    Raises:
+        ConfigError: a name, a file or a degree is wrong.
+        PlanError: the parts do not fit one another.
+    """
+    setting = setting_of(_line(locals()))
+    found = predict_setting(setting)
+    return PredictedStep(
+        setting,
+        found.step_seconds,
+        found.tokens_per_second_per_device,
+        found.seconds,
+        tuple(one.categories for one in peak_bytes(setting)),
+    )
+
+
+def search(
+    *,
+    model: str | ModelShape | Mapping[str, Any],
+    hardware: str,
+    sequence: int,
+    global_batch: int,
+    micro_batch: int | None = None,
+    layout: Mapping[str, Any] | None = None,
+    precision: str = "bf16",
+    software: str = "scrimp",
+    objective: Objective = "step-time",
+    tokens: float | None = None,
+    days: float | None = None,
+    keep: int = 5,
+) -> LayoutSearch:
+    """The best layouts of a model::
+
+        found = scrimp.search(model="llama-3.1-8b", hardware="8xh100", sequence=8192, global_batch=128)
+        print(found.plans[0].setting.layout, found.plans[0].step_seconds)
+
+    Args:
+        micro_batch, layout: what is kept as it is; all else is searched.
+        objective: step-time, cost, smallest-cluster, longest-context or largest-model.
+        tokens, days: of the whole training.
+        keep: how many plans are wanted.
+
+    Raises:
+        ConfigError: a name, a file or a number is wrong.
+        PlanError: an objective has no answer.
+    """
+    given = {name: value for name, value in locals().items() if name in _SEARCHED}
+    line = _line(given | {"micro_batch": micro_batch or 1})
+    check_line(line)
+    goal = _goal(objective, tokens, days)
+    known = [field.name for field in dataclasses.fields(line.layout) if field.name != "sequence_parallel"]
+    wanted: dict[str, object] = {name: getattr(line.layout, name) for name in known if name in (layout or {})}
+    if micro_batch is not None:
+        wanted["micro_batch"] = micro_batch
+    searching = Searching(fits_given=lambda one, size: matches(one, size, wanted), keep=keep)
+    answer = answered(question_of(line), goal, searching, lambda: family_of(read_model(line.model)))
+    plans = tuple(_step(one) for one in answer.found.best)
+    return LayoutSearch(plans, answer.found.tried, answer.found.too_large, answer, goal)
+
+
+_SEARCHED = ("model", "hardware", "sequence", "global_batch", "layout", "precision", "software")
+
+
+def _step(one: Candidate) -> PredictedStep:
+    prediction = one.prediction
+    return PredictedStep(
+        one.setting,
+        prediction.step_seconds,
+        prediction.tokens_per_second_per_device,
+        prediction.seconds,
+        tuple(rank.categories for rank in one.memory),
+    )
+
+
+def _line(values: Mapping[str, Any]) -> Line:
+    plain = {
+        name: dataclasses.asdict(value) if isinstance(value, ModelShape | Offload) else value
+        for name, value in values.items()
+        if value is not None
+    }
+    return as_typed(plain, Line, origin="the arguments", error=ConfigError, do=_DO)
+
+
+def _goal(objective: str, tokens: float | None, days: float | None) -> Goal:
+    if objective not in OBJECTIVES:
+        near = nearest_word(objective, OBJECTIVES)
+        raise ConfigError(
+            "objective is not known",
+            got=objective,
+            expected=f"one of {', '.join(OBJECTIVES)}",
+            do=f"did you mean {near}?" if near else None,
+        )
+    return Goal(objective=objective, tokens=tokens, days=days)

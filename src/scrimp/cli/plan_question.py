@@ -1,0 +1,244 @@
+"""What `scrimp plan --hardware` is asked, from the command line and the configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from scrimp.cli.show import say
+from scrimp.config import Config, base_architecture, batches, flatten, nearest_word, parse_bytes, snip
+from scrimp.errors import ConfigError
+from scrimp.planner.hardware import Cluster, load_hardware
+from scrimp.planner.layout.block_menus import FormatBudget
+from scrimp.planner.layout.divisibility import matches
+from scrimp.planner.layout.lines import PRECISIONS, read_shape
+from scrimp.planner.layout.objectives import Goal, Objective, Searching
+from scrimp.planner.layout.scaled_models import ModelFamily, family_of
+from scrimp.planner.layout.search import Question
+from scrimp.planner.layout.software import software
+
+READ = (
+    *("train.sequence", "train.batch_tokens", "train.micro_batch", "precision"),
+    *("snip.formats", "budget.fp4_flops", "budget.host_memory", "budget.device_memory"),
+)
+LAYOUT = ("dp", "fsdp", "zero", "tp", "pp", "cp", "ep", "etp", "virtual", "schedule", "stages")
+EXPLAINED = {
+    **{f"layout.{name}": name for name in ("tp", "pp", "cp", "ep", "fsdp", "zero", "virtual")},
+    "train.micro_batch": "micro_batch",
+}
+"""What --explain asks about, and its name in a layout."""
+_AFTER_S = 2.0
+"""Seconds after which the search says how far it is."""
+_POWERS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """Options of `scrimp plan` that go with --hardware."""
+
+    hardware: str
+    shape: Path | None = None
+    objective: Objective = "step-time"
+    tokens: str | None = None
+    days: float | None = None
+    explain: str | None = None
+    what_if: bool = False
+    json: bool = False
+    report: Path | None = None
+    save: Path | None = None
+    simulate: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """The same, read and checked."""
+
+    question: Question
+    goal: Goal
+    given: dict[str, object]
+    """Fields of a layout, and `micro_batch`, that the user wrote."""
+    explain: dict[str, object]
+    family: ModelFamily
+
+    def searching(self, given: dict[str, object] | None = None) -> Searching:
+        """A search of what is given, or of something else, that says how far it is."""
+        wanted, progress = self.given if given is None else given, Progress()
+        return Searching(
+            fits_given=lambda layout, micro_batch: matches(layout, micro_batch, wanted),
+            note=progress.note,
+            about=progress.about,
+        )
+
+
+def read_ask(ask: Ask, config: Config, given: Collection[str]) -> Asked:
+    """What is asked.
+
+    Args:
+        given: dotted keys that the user wrote.
+
+    Raises:
+        ConfigError: a file, a name or a setting that the search does not know.
+    """
+    _refuse(given, ask.shape)
+    if ask.objective == "largest-model" and (ask.save or ask.simulate):
+        raise ConfigError(
+            "the largest model is no preset that a file could name or a simulation could build",
+            got=f"--objective largest-model beside {'--save' if ask.save else '--simulate'}",
+            do="write its shape into a file, and plan for that",
+        )
+    tokens = None if ask.tokens is None else read_count(ask.tokens)
+    goal = Goal(objective=ask.objective, tokens=tokens, days=ask.days)
+    cluster = _with_budget(load_hardware(ask.hardware), config)
+    family, sequence, batch = _model(ask.shape, config)
+    formats = _formats(config)
+    question = Question(
+        model=family.member(family.given).model,
+        cluster=cluster,
+        sequence=sequence,
+        global_batch=batch // sequence,
+        software=software("scrimp"),
+        precision=formats.base if formats else _precision(config),
+        formats=formats,
+    )
+    values = flatten(config)
+    wanted = {name: values[f"layout.{name}"] for name in LAYOUT if f"layout.{name}" in given}
+    if config.train.micro_batch is not None:
+        wanted["micro_batch"] = config.train.micro_batch
+    explain = {} if ask.explain is None else _explain(ask.explain)
+    return Asked(question=question, goal=goal, given=wanted, explain=explain, family=family)
+
+
+def _precision(config: Config) -> str:
+    """The format of all blocks' products."""
+    precision = "bf16" if config.precision == "auto" else config.precision
+    if precision not in PRECISIONS:
+        raise ConfigError(
+            "a search takes one format for all blocks, or chooses",
+            got=f"precision {config.precision}",
+            expected=f"one of {', '.join(PRECISIONS)}, snip",
+        )
+    return precision
+
+
+def _formats(config: Config) -> FormatBudget | None:
+    """What formats the search chooses from; None: one is given."""
+    if not config.is_planned:
+        return None
+    given = config.snip.formats
+    names = (snip.DEFAULT_FORMATS if given == "auto" else given).split(",")
+    share = snip.DEFAULT_SHARE if config.budget.fp4_flops is None else config.budget.fp4_flops
+    return FormatBudget(names=tuple(name.strip() for name in names), share=share)
+
+
+def _with_budget(cluster: Cluster, config: Config) -> Cluster:
+    """The cluster with the memory that the user gives, of each device and of each host."""
+    device, host = config.budget.device_memory, config.budget.host_memory
+    groups = []
+    for group in cluster.groups:
+        node = group.node
+        if device is not None:
+            given = dataclasses.replace(node.device, memory_bytes=parse_bytes(device))
+            node = dataclasses.replace(node, device=given)
+        if host is not None:
+            node = dataclasses.replace(node, host_memory_bytes=parse_bytes(host))
+        groups.append(dataclasses.replace(group, node=node))
+    return dataclasses.replace(cluster, groups=tuple(groups))
+
+
+def read_count(text: str) -> float:
+    """15T, 300B, 1.5e12 or 1000000 as a number.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d{1,2})?)([kmbgt]?)", text.strip().lower().replace(",", ""))
+    if found is None:
+        raise ConfigError(
+            "--tokens is no number of tokens",
+            got=repr(text),
+            expected="a positive number, as 15T, 300B or 1.5e12",
+        )
+    return float(found[1]) * _POWERS[found[2]]
+
+
+class Progress:
+    """Says after a while what is searched, and how many settings were tried."""
+
+    def __init__(self) -> None:
+        self._last, self._what = time.monotonic(), ""
+
+    def about(self, what: str) -> None:
+        """What is searched from now on."""
+        self._what = what
+
+    def note(self, tried: int) -> None:
+        """So many settings of it were tried."""
+        if time.monotonic() - self._last > _AFTER_S:
+            self._last = time.monotonic()
+            say(f"{self._what + ': ' if self._what else ''}{tried:,} settings tried ...")
+
+
+def _refuse(given: Collection[str], shape: Path | None) -> None:
+    known = {*READ, *(f"layout.{name}" for name in LAYOUT)}
+    others = [key for key in given if key not in known and not (shape is None and key.startswith("model."))]
+    if others:
+        raise ConfigError(
+            "a search on other hardware does not ask for this",
+            got=", ".join(sorted(others)),
+            expected=f"model.* (without --shape), layout.* and {', '.join(READ)}",
+            do="leave it out, or leave --hardware out to plan for this machine",
+        )
+
+
+def _model(shape: Path | None, config: Config) -> tuple[ModelFamily, int, int]:
+    """The model among others of its shape, and tokens of a sequence and of a batch."""
+    train = config.train
+    if shape is not None:
+        if train.sequence is None or train.batch_tokens is None:
+            raise ConfigError(
+                "a shape says nothing of sequences and batches",
+                expected="--train.sequence and --train.batch-tokens",
+                do="give both",
+            )
+        family, sequence, tokens = family_of(read_shape(shape)), train.sequence, train.batch_tokens
+    else:
+        if config.model.weights is not None:
+            raise ConfigError(
+                "a search on other hardware reads no weights",
+                got=f"model.weights {config.model.weights}",
+                do="name a preset, or give --shape FILE",
+            )
+        architecture = base_architecture(config, None)
+        sequence = train.sequence or batches.decide_sequence(train, architecture, 1)[0]
+        known = dataclasses.replace(train, sequence=sequence)
+        tokens = train.batch_tokens or batches.decide_tokens(known, architecture, 1)[0]
+        family = family_of(architecture)
+    if tokens % sequence:
+        raise ConfigError(
+            "train.batch_tokens is not a multiple of train.sequence",
+            got=f"{tokens:,} tokens in sequences of {sequence:,}",
+            expected=f"a multiple of {sequence:,}",
+        )
+    return family, sequence, tokens
+
+
+def _explain(text: str) -> dict[str, object]:
+    """Degrees that are asked about, as layout.tp=8 or layout.tp=8,layout.pp=2."""
+    found: dict[str, object] = {}
+    for part in text.split(","):
+        key, equals, value = (word.strip() for word in part.partition("="))
+        key = key.replace("-", "_")
+        if key not in EXPLAINED or not equals or not re.fullmatch(r"[1-9]\d{0,6}", value):
+            near = f"layout.{key}" if f"layout.{key}" in EXPLAINED else nearest_word(key, EXPLAINED)
+            raise ConfigError(
+                "--explain asks about a degree and its value",
+                got=repr(part),
+                expected=f"as layout.tp=8; one of {', '.join(EXPLAINED)}, more than one with a comma between",
+                do=f"did you mean {near}?" if near and key not in EXPLAINED else None,
+            )
+        found[EXPLAINED[key]] = int(value)
+    return found

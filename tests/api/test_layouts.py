@@ -1,0 +1,98 @@
+"""`scrimp.predict` and `scrimp.search`: what the command line says, as values."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from published_settings import LLAMA_8B
+
+import scrimp
+from scrimp.cli import main
+from scrimp.errors import ConfigError, PlanError, ScrimpError
+
+LINE: dict[str, Any] = {
+    "model": "llama-3.2-1b",
+    "hardware": "4xh100",
+    "sequence": 4096,
+    "global_batch": 32,
+    "micro_batch": 2,
+    "layout": {"fsdp": 2, "tp": 2},
+    "recompute": "selective",
+    "precision": "fp8_tensor",
+}
+
+
+def test_a_prediction_is_the_answer_of_a_line(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "settings.jsonl"
+    file.write_text(json.dumps(LINE), encoding="utf-8")
+    assert main(["plan", "--batch", str(file)]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    found = scrimp.predict(**LINE)
+    assert found.step_seconds == answer["step_seconds"]
+    assert found.tokens_per_second_per_device == answer["tokens_per_second_per_device"]
+    assert found.seconds == answer["seconds"]
+    assert [dict(one) for one in found.peak_bytes] == [
+        pytest.approx(one["peak_bytes"], abs=1) for one in answer["stages"]
+    ]
+    assert found.fits
+    assert not scrimp.predict(**LINE | {"model": "llama-3-70b"}).fits
+
+
+def test_a_model_is_a_name_or_a_shape() -> None:
+    names = ("layers", "width", "heads", "kv_heads", "head_size", "ffn_width", "vocab_size")
+    plain = {name: getattr(LLAMA_8B, name) for name in names}
+    one, other = (scrimp.predict(**LINE | {"model": model}) for model in (LLAMA_8B, plain))
+    assert one.step_seconds == other.step_seconds > 0
+
+
+def test_a_search_is_that_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--hardware 4xh100 --model.preset llama-3.2-1b --train.sequence 4096 --train.batch-tokens 131072"
+    assert main(["plan", *words.split(), "--layout.tp", "2", "--tokens", "1T", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    asked = {name: LINE[name] for name in ("model", "hardware", "sequence", "global_batch")}
+    found = scrimp.search(**asked, layout={"tp": 2}, tokens=1e12)
+    assert found.as_json() == answer
+    assert [one.step_seconds for one in found.plans] == [one["step_seconds"] for one in answer["best"]]
+    assert {one.setting.layout.tp for one in found.plans} == {2}
+    assert found.tried == answer["settings_tried"]
+    again = scrimp.predict(
+        **asked,
+        micro_batch=found.plans[0].setting.micro_batch,
+        layout=answer["best"][0]["layout"],
+        recompute=answer["best"][0]["recompute"],
+    )
+    assert again == found.plans[0]
+    (only,) = scrimp.search(**asked, micro_batch=4, keep=1).plans
+    assert only.setting.micro_batch == 4
+
+
+def test_an_objective_chooses_the_question() -> None:
+    asked = {name: LINE[name] for name in ("model", "sequence", "global_batch")}
+    found = scrimp.search(**asked, hardware="h100", objective="smallest-cluster", tokens=1e10, days=1)
+    assert found.answer.question.cluster.devices > 1
+    assert scrimp.search(**asked | {"model": "llama-3-70b"}, hardware="h100").plans == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "says", "kind"),
+    [
+        ({"model": "llama-3.2-1"}, "did you mean llama-3.2-1b", ConfigError),
+        ({"sequence": "long"}, "sequence", ConfigError),
+        ({"layout": {"tpp": 2}}, "tp", ConfigError),
+        ({"global_batch": 0}, "global_batch is out of range", ConfigError),
+        ({"objective": "fastest"}, "one of step-time", ConfigError),
+        ({"objective": "step_time"}, "did you mean step-time", ConfigError),
+        ({"days": 3.0}, "nothing says what", PlanError),
+        ({"tokens": -1.0}, "tokens are out of range", PlanError),
+    ],
+)
+def test_a_wrong_argument_is_refused_by_its_name(
+    change: dict[str, Any], says: str, kind: type[ScrimpError]
+) -> None:
+    asked = {name: LINE[name] for name in ("model", "hardware", "sequence", "global_batch")}
+    with pytest.raises(kind, match=says):
+        scrimp.search(**asked | change)
+    with pytest.raises(PlanError, match="the degrees of the layout are not those of the cluster"):
+        scrimp.predict(**LINE | {"layout": {"tp": 3}})
