@@ -46,7 +46,7 @@ def kinds_of_ranks(setting: Setting) -> list[Kinds]:
 def numbers_of_block(setting: Setting, block: BlockSpec) -> float:
     """Parameters of a block that a rank of tp and ep has."""
     layout = setting.layout
-    routed = sum(linear.parameters for linear in block.linears if linear.experts > 1)
+    routed = block.routed_parameters
     return (block.parameters - routed) / layout.tp + routed / (layout.ep * layout.etp)
 
 
