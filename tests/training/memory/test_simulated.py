@@ -69,6 +69,20 @@ def test_recomputation_keeps_the_streams_between_blocks_alone() -> None:
     assert made_again.most["activations"] > blocks * stream
 
 
+def test_codes_of_inputs_are_kept_instead_of_them() -> None:
+    plain = line(2, fsdp=2)
+    of_blocks = tuple(
+        BlockPlan(formats=(("mlp.down.fprop", "mxfp8"), ("mlp.down.wgrad", "mxfp8")))
+        for _ in plain.model.blocks
+    )
+    all_quantized = dataclasses.replace(plain, precision="mxfp8")
+    most = [
+        counted(setting)[0].most["activations"]
+        for setting in (all_quantized, dataclasses.replace(plain, blocks=of_blocks), plain)
+    ]
+    assert most[0] < most[1] < most[2]
+
+
 def test_a_thousand_ranks_of_four_axes_are_one_process() -> None:
     setting = line(1024, batch=512, pp=2, fsdp=128, tp=4)
     first, last = counted(setting, 0, 1)
@@ -100,7 +114,7 @@ def test_experts_are_shared_by_all_ranks_of_a_stage() -> None:
 @pytest.mark.parametrize(
     ("setting", "says"),
     [
-        (lambda: dataclasses.replace(line(2, fsdp=2), precision="fp8"), "precision fp8"),
+        (lambda: dataclasses.replace(line(2, fsdp=2), precision="fp16"), "precision fp16"),
         (lambda: dataclasses.replace(line(2, fsdp=2), software=software("megatron")), "software megatron"),
         (lambda: dataclasses.replace(line(2, fsdp=2), offload=Offload(optimizer=True)), "offload"),
         (
@@ -179,8 +193,8 @@ def simulated(case: Case, rank: int) -> int:
 
 
 MOST = {"pp": 1.001, "tp": 1.06}
-"""Most that ranks which run may take of what was counted. Of fsdp more: gloo's collectives keep buffers of their own
-until their threads are done with them."""
+"""Most that ranks which run may take of what was counted. Those of fsdp take more from run to run, by 5 to 25 % of so
+small a model: gloo's collectives keep buffers of their own until their threads are done with them."""
 
 
 @pytest.mark.slow
@@ -189,4 +203,4 @@ def test_ranks_that_run_take_what_was_counted(tmp_path: Path) -> None:
     for name, case in CASES.items():
         for rank in (0, 1) if "pp" in case.layout else (0,):
             share = ranks[rank][name] / simulated(case, rank)
-            assert 0.999 < share < MOST.get(name, 1.2), (name, rank, share)
+            assert 0.999 < share < MOST.get(name, 1.5), (name, rank, share)
