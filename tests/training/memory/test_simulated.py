@@ -60,6 +60,7 @@ def test_states_are_shared_as_the_layout_says() -> None:
     assert found.most["logits"] >= 512 * setting.model.vocab_size * 4
 
 
+@pytest.mark.slow
 def test_recomputation_keeps_the_streams_between_blocks_alone() -> None:
     kept, made_again = (counted(line(2, fsdp=2, recompute=how))[0] for how in ("none", "full"))
     blocks, stream = len(line(2, fsdp=2).model.blocks), 2 * 512 * line(2, fsdp=2).model.width
@@ -69,6 +70,7 @@ def test_recomputation_keeps_the_streams_between_blocks_alone() -> None:
     assert made_again.most["activations"] > blocks * stream
 
 
+@pytest.mark.slow
 def test_codes_of_inputs_are_kept_instead_of_them() -> None:
     plain = line(2, fsdp=2)
     of_blocks = tuple(
@@ -83,6 +85,7 @@ def test_codes_of_inputs_are_kept_instead_of_them() -> None:
     assert most[0] < most[1] < most[2]
 
 
+@pytest.mark.slow
 def test_a_thousand_ranks_of_four_axes_are_one_process() -> None:
     setting = line(1024, batch=512, pp=2, fsdp=128, tp=4)
     first, last = counted(setting, 0, 1)
@@ -91,6 +94,7 @@ def test_a_thousand_ranks_of_four_axes_are_one_process() -> None:
     assert first.most.get("logits", 0) == 0
 
 
+@pytest.mark.slow
 def test_experts_are_shared_by_all_ranks_of_a_stage() -> None:
     def found(**layout: int) -> SimulatedRank:
         routed = Line(
