@@ -122,18 +122,16 @@ def refuse(setting: Setting) -> None:
         PlanError: with what it was.
     """
     layout, plans = setting.layout, block_plans(setting)
-    reasons = {
-        f"software {setting.software.name}: Scrimp's own step is what is run": setting.software.name
-        != "scrimp",
-        f"precision {setting.precision}: no recipe of Scrimp's": setting.precision not in RECIPES,
-        "offload: the host's memory is not simulated": setting.offload != Offload()
-        or any(one.offload for one in plans),
-        f"layout.dp {layout.dp} beside fsdp 1: copies read how many of them have a gradient": layout.dp > 1
-        and layout.shards == 1,
-        "sequence_parallel false: Scrimp's ranks of tp share the tokens": layout.tp > 1
-        and not setting.sequence_parallel,
-    }
-    found = [words for words, applies in reasons.items() if applies]
+    name, leaves = setting.software.name, any(one.offload for one in plans)
+    whole_copies, cuts_tokens = layout.dp > 1 and layout.shards == 1, setting.sequence_parallel
+    reasons = (
+        (name != "scrimp", f"software {name}: Scrimp's own step is what is run"),
+        (setting.precision not in RECIPES, f"precision {setting.precision}: no recipe of Scrimp's"),
+        (leaves or setting.offload != Offload(), "offload: the host's memory is not simulated"),
+        (whole_copies, f"layout.dp {layout.dp} beside fsdp 1: copies count who has a gradient"),
+        (layout.tp > 1 and not cuts_tokens, "sequence_parallel false: Scrimp's ranks of tp share the tokens"),
+    )
+    found = [words for applies, words in reasons if applies]
     if found:
         raise PlanError(
             "this plan cannot be simulated",
@@ -147,11 +145,8 @@ def _rank(setting: Setting, architecture: Architecture, rank: int, device: Devic
     layout = _carried_out(setting)
     with _fake_group(layout.ranks, rank * (layout.ranks // layout.pp)) as world:
         mesh = RankMesh(layout, world)
-        for name in (
-            "devices",
-            "copies_and_shards",
-            "sparse",
-        ):  # made of numbers, which fake tensors have not
+        # Made of numbers, which fake tensors have not.
+        for name in ("devices", "copies_and_shards", "sparse"):
             getattr(mesh, name)
         gpu, holders = Gpu(), _Holders()
         tracker = CategoryTracker(
