@@ -244,6 +244,15 @@ class Cluster:
         """Nodes of all groups."""
         return sum(group.count for group in self.groups)
 
+    def groups_of(self, start: int, stop: int) -> list[int]:
+        """Numbers of the groups that have any of the devices from one number to another, not included."""
+        found, first = [], 0
+        for number, group in enumerate(self.groups):
+            if first < stop and first + group.devices > start:
+                found.append(number)
+            first += group.devices
+        return found
+
     def link_of(self, span: int) -> Link:
         """The slowest link that some group of so many consecutive devices crosses.
 

@@ -48,7 +48,7 @@ from scrimp.planner.layout.stages import blocks_of_stages
 
 Array = NDArray[np.float64]
 _PRICES = 12
-_TRIES = 3
+_TRIES, _ROUNDS = 3, 2
 _CELLS = Cells()
 _HOST_SHARE = 0.9
 """Of host memory, what the system and the program itself leave: an estimate."""
@@ -66,8 +66,8 @@ def leanest(setting: Setting, *, keeps_all: bool = False) -> Setting:
 
 def has_room(setting: Setting) -> bool:
     """Whether its devices and hosts hold it where it is leanest."""
-    on_device = max(one.total for one in peak_bytes(leanest(setting)))
-    return on_device <= setting.device.memory_bytes and host_bytes(setting) <= _host_room(setting)
+    over = _over(setting, [one.total for one in peak_bytes(leanest(setting))])
+    return max(over) <= 0 and _host_room(setting) >= 0
 
 
 Table = tuple[Choices, list[BlockPlan]]
@@ -87,9 +87,9 @@ class _Way:
         counted = Counter(id(choices) for choices, _ in self.tables)
         return _least_of_rank([(known[one], count) for one, count in counted.items()], price, self.room)
 
-    def frontier(self, prices: Sequence[float], cells: Cells) -> Frontier | None:
+    def frontier(self, target: float, cells: Cells) -> Frontier | None:
         """Its plans, where it has room for any."""
-        return frontier([choices for choices, _ in self.tables], prices, self.room, cells.bytes)
+        return frontier([choices for choices, _ in self.tables], target, self.room, cells.bytes)
 
 
 class Blocks:
@@ -112,14 +112,19 @@ class Blocks:
         for keeps_all in (False, True):
             least = [one.total for one in peak_bytes(leanest(setting, keeps_all=keeps_all))]
             self.leanest_bytes = self.leanest_bytes or max(least)
-            if self.leanest_bytes > setting.device.memory_bytes or host_bytes(setting) > _host_room(setting):
+            over = _over(setting, least)
+            if not keeps_all and (max(over) > 0 or _host_room(setting) < 0):
                 break
-            menus = menus_of(setting, quality, keeps_all=keeps_all)
-            self.spare = (quality.limit if quality else 0.0) - sum(menu.least for menu in menus)
+            menus: dict[int, list[Menu]] = {}
             plan = BlockPlan(recompute=NONE if keeps_all else FULL)
             for rank, ways in enumerate(self.ranks):
-                if least[rank] <= setting.device.memory_bytes:
-                    ways.append(self._way(rank, menus, plan, least[rank]))
+                own = setting.at(rank)
+                if own.place_number not in menus:
+                    menus[own.place_number] = menus_of(own, quality, keeps_all=keeps_all)
+                if over[rank] <= 0:
+                    ways.append(self._way(rank, menus[own.place_number], plan, -over[rank]))
+            least_harm = sum(menu.least for menu in next(iter(menus.values())))
+            self.spare = (quality.limit if quality else 0.0) - least_harm
 
     def least_seconds(self) -> float:
         """Seconds that the passes of one micro-batch take at least, of all ranks together; infinite where the limit
@@ -149,7 +154,7 @@ class Blocks:
             if found is None:
                 return None
             setting, used = found
-            over = [one.total - setting.device.memory_bytes for one in peak_bytes(setting)]
+            over = _over(setting, [one.total for one in peak_bytes(setting)])
             if max(over) <= 0:
                 return setting
             # What comes back at once may be more than what the leanest plan has room for.
@@ -163,19 +168,23 @@ class Blocks:
 
     def _solved(self, ranks: list[list[_Way]], cells: Cells) -> tuple[Setting, list[float]] | None:
         """The fastest choices, and the bytes that they add up to on each rank."""
-        prices = self._prices()
-        # A price beyond all at which choices change: the least harm.
-        prices.append(2.0 * max(prices) + 1.0)
-        found = []
-        for ways in ranks:
-            fronts = [(way, front) for way in ways if (front := way.frontier(prices, cells)) is not None]
-            if not fronts:
+        number = len(self.setting.model.blocks)
+        targets = [self.spare * len(own) / number for own in self.blocks]
+        found: list[list[tuple[_Way, Frontier]]] = []
+        taken: list[int] = []
+        for _ in range(_ROUNDS if len(ranks) > 1 else 1):
+            found = []
+            for ways, target in zip(ranks, targets, strict=True):
+                fronts = [(way, front) for way in ways if (front := way.frontier(target, cells)) is not None]
+                if not fronts:
+                    return None
+                found.append(fronts)
+            merged = [_merged([front for _, front in fronts]) for fronts in found]
+            shares = spread(merged, self.ends, self.setting.micro_batches, self.spare, cells.harm)
+            if shares is None:
                 return None
-            found.append(fronts)
-        merged = [_merged([front for _, front in fronts]) for fronts in found]
-        taken = spread(merged, self.ends, self.setting.micro_batches, self.spare, cells.harm)
-        if taken is None:
-            return None
+            taken = shares
+            targets = [float(one.harm[plan]) for one, plan in zip(merged, taken, strict=True)]
         plans, used = [BlockPlan()] * len(self.setting.model.blocks), [0.0] * len(ranks)
         for rank, (fronts, plan) in enumerate(zip(found, taken, strict=True)):
             way, front = fronts[0]
@@ -188,7 +197,7 @@ class Blocks:
                 used[rank] += float(choices.bytes[choice])
         return dataclasses.replace(self.setting, blocks=tuple(plans)), used
 
-    def _way(self, rank: int, menus: Sequence[Menu], plan: BlockPlan, least: float) -> _Way:
+    def _way(self, rank: int, menus: Sequence[Menu], plan: BlockPlan, left: float) -> _Way:
         setting, own, first = self.setting, self.blocks[rank], self.setting.model.first_equal
         flight = passes_in_flight(setting, rank)
         leaving = _leaving(setting, own, flight)
@@ -198,20 +207,25 @@ class Blocks:
             count * waiting_bytes(setting.model.blocks[block], plan, setting)
             for block, count in counted.items()
         )
-        spare = (setting.device.memory_bytes - least) / (1.0 + MARGIN)
-        return _Way(tables, spare + flight * held)
+        return _Way(tables, left / (1.0 + MARGIN) + flight * held)
 
 
 def _leaving(setting: Setting, own: Sequence[int], flight: float) -> int:
     """How many of these blocks the host has room for."""
-    room = _host_room(setting) - host_bytes(setting)
+    room = _host_room(setting)
     first = {setting.model.first_equal[block] for block in own}
     return int(room / max(flight * kept_bytes(setting.model.blocks[block], setting) for block in first))
 
 
+def _over(setting: Setting, sizes: Sequence[float]) -> list[float]:
+    """How much more each rank needs than its devices have."""
+    return [size - setting.at(rank).device.memory_bytes for rank, size in enumerate(sizes)]
+
+
 def _host_room(setting: Setting) -> float:
-    group = setting.cluster.groups[0]
-    return _HOST_SHARE * group.node.host_memory_bytes / group.used
+    """What host memory has left for a device, of the host that has least."""
+    room = min(group.node.host_memory_bytes / group.used for group in setting.cluster.groups)
+    return _HOST_SHARE * room - host_bytes(setting)
 
 
 def _blocks_of_ranks(setting: Setting) -> list[list[int]]:
@@ -225,9 +239,11 @@ def _blocks_of_ranks(setting: Setting) -> list[list[int]]:
 
 def _ends(setting: Setting) -> list[float]:
     """Seconds of embedding and head on each rank, for one micro-batch."""
-    kernels, found = kernels_of(setting), [0.0] * setting.layout.pp
-    for rank, ends in ((0, embedding_seconds), (-1, head_seconds)):
-        one = ends(setting, kernels)
+    last = setting.layout.pp - 1
+    found = [0.0] * (last + 1)
+    for rank, ends in ((0, embedding_seconds), (last, head_seconds)):
+        own = setting.at(rank)
+        one = ends(own, kernels_of(own))
         found[rank] += one.forward.total + one.backward.total
     return found
 

@@ -176,7 +176,13 @@ def profiles(
     harms = quality.harms(setting, number)
     # All that seconds of a block follow from, of what differs between layouts.
     place = setting.layout.tp, setting.layout.cp, setting.layout.ep, setting.layout.etp, setting.layout.zero
-    shards = setting.groups["shards"], setting.micro_batch, setting.offload, recompute
+    shards = (
+        setting.groups["shards"],
+        setting.place_number,
+        setting.micro_batch,
+        setting.offload,
+        recompute,
+    )
     key = setting.model.first_equal[number], harms, place, shards
     if key not in quality.known:
         quality.known[key] = _profiles(setting, quality, number, BlockPlan(recompute=recompute))

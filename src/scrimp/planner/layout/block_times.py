@@ -81,7 +81,7 @@ def block_seconds(block: BlockSpec, setting: Setting, kernels: Kernels) -> Block
     moved = [_moved(block, setting, kernels, backward=one) for one in (False, True)]
     ahead, back = _exchanges(block, setting)
     window = [forward + attention[0], backward + attention[1]]
-    host = software.host_ops * setting.cluster.groups[0].node.host_op_seconds * _ops(block, setting)
+    host = software.host_ops * setting.place.node.host_op_seconds * _ops(block, setting)
     passes = [
         exposed(
             max(seconds + attention[at] + moved[at], (1.0, 2.0)[at] * host),

@@ -10,6 +10,7 @@ Checked  tests/planner/layout/test_contenders.py: brute force over all candidate
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -62,8 +63,8 @@ class Contenders:
         """Take in a candidate that fits, if it is one; of one layout and micro-batch the fastest stays."""
         if one is None:
             return
-        place = one.setting.layout, one.setting.micro_batch
-        same = [each for each in self.best if (each.setting.layout, each.setting.micro_batch) == place]
+        place = _place(one)
+        same = [each for each in self.best if _place(each) == place]
         if not same or one.seconds < same[0].seconds:
             self.best = sorted(
                 [*(each for each in self.best if each not in same), one], key=lambda each: each.seconds
@@ -91,3 +92,8 @@ class Contenders:
 
     def _families_of(self, layout: ResolvedLayout) -> list[Family]:
         return families_of(layout) if self._has_families else []
+
+
+def _place(one: Candidate) -> tuple[ResolvedLayout, int]:
+    """Its layout, whatever the sizes of stages, and its micro-batch."""
+    return dataclasses.replace(one.setting.layout, stages=None), one.setting.micro_batch

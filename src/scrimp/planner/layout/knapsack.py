@@ -10,8 +10,9 @@ Method   Within a stage harm has a price, and F[b] is the least cost of the bloc
 
              F'[b] = min over k of F[b - bytes_k] + seconds_k + price harm_k                           (`cheapest`)
 
-         Falling prices give plans of more and more harm. Between two neighbours one block after the other goes from
-         its choice in the one to that in the other, those that free bytes first: every step has room as both ends have
+         The price that makes two plans equal finds one between them, or proves that no price does; so, from the ends,
+         the two that enclose a harm that is wanted. Between two plans one block after the other goes from its choice
+         in the one to that in the other, those that free bytes first: every step has room as both ends have
          (`frontier`).
          Between stages, t_s[h] is the least seconds of the stage's plans with at most h cells of harm. For every T that
          some stage can take, the least sum of seconds with none above T is a min-plus sum over stages; T grows until
@@ -69,6 +70,16 @@ class Frontier:
     """[P, n]: what each block takes."""
 
 
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    choices: Indices
+    seconds: float
+    harm: float
+
+    def cost(self, price: float) -> float:
+        return self.seconds + price * self.harm
+
+
 def useful(choices: Choices) -> Indices:
     """Those that no other one is at least as good as in everything; of equal ones the first."""
     figures = np.stack([choices.seconds, choices.bytes, choices.harm], axis=1)
@@ -112,23 +123,34 @@ def cheapest(blocks: Sequence[Choices], price: float, room: float, cells: int) -
     return np.array(found[::-1], dtype=np.int64)
 
 
-def frontier(blocks: Sequence[Choices], prices: Sequence[float], room: float, cells: int) -> Frontier | None:
+def frontier(blocks: Sequence[Choices], target: float, room: float, cells: int) -> Frontier | None:
     """Plans of a stage from the least harm to the fewest seconds; None where its bytes have no room.
 
     Args:
-        prices: of harm, that are tried.
+        target: harm near which plans lie close together.
     """
-    ends: list[Indices] = []
-    for price in sorted(prices, reverse=True):
-        one = cheapest(blocks, price, room, cells)
-        if one is None:
-            return None
-        ends.append(_in_order(blocks, one))
-    plans = [ends[0][None]]
-    plans += [_between(blocks, one, other) for one, other in itertools.pairwise(ends)]
+    steps = np.concatenate([one.harm - one.harm.min() for one in blocks])
+    spans = sum(float(np.ptp(one.seconds)) for one in blocks)
+    beyond = 2.0 * spans / float(steps[steps > 0].min()) if (steps > 0).any() else 0.0
+    low, high = (_plan(blocks, price, room, cells) for price in (beyond, 0.0))
+    if low is None or high is None:
+        return None
+    found = [low, high]
+    while low.harm <= target < high.harm:
+        price = (low.seconds - high.seconds) / (high.harm - low.harm)
+        middle = _plan(blocks, price, room, cells)
+        if middle is None or middle.cost(price) >= low.cost(price) * (1.0 - _ROUND):
+            break  # Nothing lies below the line between the two.
+        found.append(middle)
+        low, high = (middle, high) if middle.harm <= target else (low, middle)
+    found.sort(key=lambda one: one.harm)
+    plans = [found[0].choices[None]]
+    plans += [_between(blocks, one.choices, other.choices) for one, other in itertools.pairwise(found)]
     choices = np.unique(np.concatenate(plans), axis=0)
-    seconds = sum((one.seconds[choices[:, at]] for at, one in enumerate(blocks)), np.zeros(len(choices)))
-    harm = sum((one.harm[choices[:, at]] for at, one in enumerate(blocks)), np.zeros(len(choices)))
+    seconds, harm = (
+        sum((getattr(one, name)[choices[:, at]] for at, one in enumerate(blocks)), np.zeros(len(choices)))
+        for name in ("seconds", "harm")
+    )
     kept = falling(seconds, harm)
     return Frontier(seconds[kept], harm[kept], choices[kept])
 
@@ -187,6 +209,16 @@ def _with_block(best: Array, costs: Array, sizes: Indices) -> tuple[Array, NDArr
             np.copyto(taken[size:], index, where=sums < found[size:])
             np.minimum(found[size:], sums, out=found[size:])
     return found, taken
+
+
+def _plan(blocks: Sequence[Choices], price: float, room: float, cells: int) -> _Plan | None:
+    choices = cheapest(blocks, price, room, cells)
+    if choices is None:
+        return None
+    choices = _in_order(blocks, choices)
+    pairs = list(zip(blocks, choices.tolist(), strict=True))
+    seconds, harm = (float(sum(getattr(one, name)[k] for one, k in pairs)) for name in ("seconds", "harm"))
+    return _Plan(choices, seconds, harm)
 
 
 def _in_order(blocks: Sequence[Choices], choices: Indices) -> Indices:

@@ -56,9 +56,8 @@ def kernels_of(setting: Setting) -> Kernels:
 
 def predict(setting: Setting) -> Prediction:
     """Seconds of a step."""
-    kernels = kernels_of(setting)
     layout, m = setting.layout, setting.micro_batches
-    stages = _stages(setting, kernels)
+    stages = _stages(setting)
     pipeline = _pipeline(setting, stages)
     played = pipeline_seconds(
         pipeline.passes,
@@ -73,7 +72,7 @@ def predict(setting: Setting) -> Prediction:
     exchanges = m * sum(one.forward.communication + one.backward.communication for one in own)
     exchanges += 2 * m * len(own) * pipeline.sends * (layout.pp > 1)
     reductions = _reductions(setting, own, busiest)
-    optimizer = _optimizer(setting, kernels, busiest)
+    optimizer = max(_optimizer(setting.at(rank), rank) for rank in range(layout.pp))
     seconds = {
         "compute": compute,
         "communication_exposed": exchanges + reductions,
@@ -90,13 +89,20 @@ def predict(setting: Setting) -> Prediction:
     return Prediction(step, tokens / step / layout.ranks, seconds)
 
 
+def rank_seconds(setting: Setting) -> list[float]:
+    """How long each rank of the pipeline is busy with one micro-batch."""
+    passes = _pipeline(setting, _stages(setting)).passes
+    ranks = setting.layout.pp
+    return [sum(one.forward + one.backward for one in passes[rank::ranks]) for rank in range(ranks)]
+
+
 def timeline(setting: Setting, micro_batches: int) -> list[PlayedPass]:
     """The passes of all ranks of a pipeline, as `predict` plays them.
 
     Args:
         micro_batches: of a step that is played; those of the setting, or fewer.
     """
-    pipeline = _pipeline(setting, _stages(setting, kernels_of(setting)))
+    pipeline = _pipeline(setting, _stages(setting))
     return played_passes(
         pipeline.passes,
         ranks=setting.layout.pp,
@@ -133,22 +139,25 @@ class _Stage:
     backward: PassSeconds
 
 
-def _stages(setting: Setting, kernels: Kernels) -> list[_Stage]:
+def _stages(setting: Setting) -> list[_Stage]:
     kinds = kinds_of_stages(setting)
-    seconds: dict[tuple[int, BlockPlan], tuple[PassSeconds, PassSeconds]] = {}
+    seconds: dict[tuple[int, BlockPlan, int], tuple[PassSeconds, PassSeconds]] = {}
     found = []
-    for number, own in enumerate(kinds):
+    for number, counted in enumerate(kinds):
+        own = setting.at(number % setting.layout.pp)
+        kernels = kernels_of(own)
         forward = backward = PassSeconds(0.0)
-        for kind, count in own.items():
-            if kind not in seconds:
-                seconds[kind] = planned_seconds(*kind, setting, kernels)
-            ahead, back = seconds[kind]
+        for kind, count in counted.items():
+            key = (*kind, own.place_number)
+            if key not in seconds:
+                seconds[key] = planned_seconds(*kind, own, kernels)
+            ahead, back = seconds[key]
             forward, backward = forward + ahead.times(count), backward + back.times(count)
         if number == 0:
-            ends = embedding_seconds(setting, kernels)
+            ends = embedding_seconds(own, kernels)
             forward, backward = forward + ends.forward, backward + ends.backward
         if number == len(kinds) - 1:
-            ends = head_seconds(setting, kernels)
+            ends = head_seconds(own, kernels)
             forward, backward = forward + ends.forward, backward + ends.backward
         rate = setting.software.contention
         found.append(_Stage(forward.slowed(rate), backward.slowed(rate)))
@@ -165,7 +174,8 @@ def planned_seconds(
         number: the block's.
     """
     block, own, layout = setting.model.blocks[number], setting.in_formats(plan.formats), setting.layout
-    key = number, plan.formats, setting.micro_batch, layout.tp, layout.cp, layout.ep, layout.etp
+    place = setting.place_number
+    key = number, plan.formats, place, setting.micro_batch, layout.tp, layout.cp, layout.ep, layout.etp
     if key not in setting.known:
         setting.known[key] = block_seconds(block, own, kernels)
     one = setting.known[key]
@@ -240,11 +250,11 @@ def _reductions(setting: Setting, own: Sequence[_Stage], rank: int) -> float:
     return seconds - min(software.hidden_gathers * seconds, window)
 
 
-def _optimizer(setting: Setting, kernels: Kernels, rank: int) -> float:
+def _optimizer(setting: Setting, rank: int) -> float:
     """Seconds of the update; states on the host come to the device and go back while it updates others."""
     software, link = setting.software, setting.device.host_link
     numbers = numbers_of_rank(setting, rank) / setting.state_shards
     each = (software.state_bytes - software.master_bytes) * setting.offload.optimizer
     each += software.master_bytes * setting.offload.master
     visits = each * numbers / (link.bytes_per_second * link.both_ways)
-    return max(kernels.moved(software.optimizer_bytes * numbers), visits)
+    return max(kernels_of(setting).moved(software.optimizer_bytes * numbers), visits)

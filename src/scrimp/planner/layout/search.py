@@ -11,7 +11,9 @@ Method   All degrees are tried that divide what they share: tp the heads, key he
 
          The search ends where the next promise is worse than the plans that are wanted: whatever was not looked at is
          slower than they are.
-Limits   Equal stages but for what does not divide.
+         Stages of those that are wanted then get other sizes where these are faster (`stage_sizes`).
+Limits   Copies are shards, or whole nodes of shards. Stages of what does not lead are as equal as they divide, or in
+         proportion to their devices' rates.
 Checked  tests/planner/layout/test_layout_search.py: brute force over all candidates
 """
 
@@ -34,6 +36,7 @@ from scrimp.planner.layout.predict import Prediction, predict
 from scrimp.planner.layout.setting import BlockPlan, Offload, Setting
 from scrimp.planner.layout.software import Software
 from scrimp.planner.layout.stage_memory import RankBytes, host_bytes, peak_bytes
+from scrimp.planner.layout.stage_sizes import improved, in_proportion
 
 _MOST_VIRTUAL = 8
 ON_HOST = (
@@ -76,8 +79,10 @@ class Question:
 
     @property
     def device(self) -> Device:
-        """That computes."""
-        return self.cluster.groups[0].node.device
+        """That computes; of several kinds the slowest."""
+        return min(
+            (group.node.device for group in self.cluster.groups), key=lambda one: one.rate("bf16") or 0.0
+        )
 
 
 @dataclass(frozen=True)
@@ -168,6 +173,8 @@ def search(
             best.does_not_fit(one.setting, tuple(peak_bytes(leanest(one.setting))))
         else:
             heapq.heappush(waiting, one)
+    for lead in tuple(best.best):
+        best.fits(_with_better_stages(lead, quality))
     return Found(tuple(best.best), tried, priced, too_large, least, host, best.families)
 
 
@@ -198,7 +205,7 @@ def fits(
 
 def setting_of(question: Question, layout: ResolvedLayout, micro_batch: int) -> Setting:
     """The setting of a layout, with nothing decided of its blocks."""
-    return Setting(
+    found = Setting(
         model=question.model,
         cluster=question.cluster,
         sequence=question.sequence,
@@ -207,6 +214,11 @@ def setting_of(question: Question, layout: ResolvedLayout, micro_batch: int) -> 
         layout=layout,
         software=question.software,
         precision=question.formats.base if question.formats else question.precision,
+    )
+    return (
+        found
+        if len(question.cluster.groups) == 1
+        else dataclasses.replace(found, layout=in_proportion(found))
     )
 
 
@@ -243,16 +255,28 @@ def _bounded(one: _Waiting, quality: Quality | None) -> tuple[_Waiting, Blocks]:
 def _solved(one: _Waiting) -> Candidate | None:
     """After the third one."""
     setting = one.blocks.solve() if one.blocks else None
-    return (
-        Candidate(setting, predict(setting.sharing(one.setting)), tuple(peak_bytes(setting)))
-        if setting
-        else None
-    )
+    return _candidate(setting.sharing(one.setting)) if setting else None
+
+
+def _candidate(setting: Setting) -> Candidate:
+    return Candidate(setting, predict(setting), tuple(peak_bytes(setting)))
+
+
+def _with_better_stages(one: Candidate, quality: Quality | None) -> Candidate | None:
+    """The same layout with stages of other sizes, where they are faster."""
+
+    def solved(setting: Setting) -> tuple[Setting, float] | None:
+        found = Blocks(setting, quality).solve()
+        return (found, predict(found.sharing(setting)).step_seconds) if found else None
+
+    setting, seconds = improved(one.setting, one.seconds, solved)
+    return _candidate(setting) if seconds < one.seconds else None
 
 
 def layouts(like: Question) -> Iterator[ResolvedLayout]:
     """Those whose degrees divide what they share."""
-    model, devices, node = like.model, like.cluster.devices, like.cluster.groups[0].used
+    model, devices = like.model, like.cluster.devices
+    node = math.gcd(*(group.used for group in like.cluster.groups))
     attention = model.blocks[-1].attention
     heads = (attention.num_heads, attention.num_kv_heads)
     experts = max((one.experts for one in model.blocks[-1].linears), default=1)
@@ -271,7 +295,7 @@ def layouts(like: Question) -> Iterator[ResolvedLayout]:
                 for virtual in range(1, _MOST_VIRTUAL + 1 if pp > 1 else 2):
                     if pp * virtual > len(model.blocks):
                         break
-                    yield from _shared(readers, tp=tp, pp=pp, cp=cp, ep=ep, virtual=virtual)
+                    yield from _shared(readers, node, tp=tp, pp=pp, cp=cp, ep=ep, virtual=virtual)
 
 
 def micro_batches(like: Question, layout: ResolvedLayout) -> Iterator[int]:
@@ -284,10 +308,15 @@ def micro_batches(like: Question, layout: ResolvedLayout) -> Iterator[int]:
         yield size
 
 
-def _shared(readers: int, **degrees: int) -> Iterator[ResolvedLayout]:
+def _shared(readers: int, node: int, **degrees: int) -> Iterator[ResolvedLayout]:
     schedule = "interleaved" if degrees["virtual"] > 1 else "1f1b"
-    if degrees["pp"] == 1 and readers > 1:
-        yield ResolvedLayout(dp=1, fsdp=readers, zero=3, schedule=schedule, **degrees)  # type: ignore[arg-type]
+    shards = {readers} if degrees["pp"] == 1 and readers > 1 else set()
+    # Weights may be shared within nodes alone.
+    inside = node // math.gcd(node, degrees["tp"] * degrees["cp"])
+    if shards and 1 < inside < readers and readers % inside == 0:
+        shards.add(inside)
+    for fsdp in sorted(shards):
+        yield ResolvedLayout(dp=readers // fsdp, fsdp=fsdp, zero=3, schedule=schedule, **degrees)  # type: ignore[arg-type]
     yield ResolvedLayout(dp=1, fsdp=readers, zero=1, schedule=schedule, **degrees)  # type: ignore[arg-type]
 
 

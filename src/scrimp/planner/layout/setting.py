@@ -11,7 +11,7 @@ from typing import Any
 from scrimp.config.resolved import ResolvedLayout
 from scrimp.errors import PlanError
 from scrimp.models.shapes import ModelSizes
-from scrimp.planner.hardware import Cluster, Device
+from scrimp.planner.hardware import Cluster, Device, NodeGroup
 from scrimp.planner.layout.collectives import Group, group_of
 from scrimp.planner.layout.software import Software
 
@@ -75,6 +75,8 @@ class Setting:
     is."""
     sequence_parallel: bool = True
     """Ranks of tp share the tokens between layers."""
+    rank: int | None = None
+    """Of the pipeline, whose devices are meant; None: all of them."""
     known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Seconds of blocks that were predicted before; see `sharing`."""
 
@@ -98,8 +100,32 @@ class Setting:
 
     @property
     def device(self) -> Device:
-        """That computes."""
-        return self.cluster.groups[0].node.device
+        """That computes; of several kinds the slowest."""
+        return self.place.node.device
+
+    @property
+    def place(self) -> NodeGroup:
+        """The nodes of the devices that are meant; of several kinds the one with the slowest devices, for which all
+        others wait."""
+        return self.cluster.groups[self.place_number]
+
+    @cached_property
+    def place_number(self) -> int:
+        """Which of the cluster's groups of nodes that is."""
+        groups = self.cluster.groups
+        if len(groups) == 1:
+            return 0
+        numbers = list(range(len(groups)))
+        if self.rank is not None:
+            each = self.cluster.devices // self.layout.pp
+            numbers = self.cluster.groups_of(self.rank * each, (self.rank + 1) * each)
+        return min(numbers, key=lambda one: groups[one].node.device.rate("bf16") or 0.0)
+
+    def at(self, rank: int) -> Setting:
+        """As a rank of the pipeline sees it."""
+        if len(self.cluster.groups) == 1:
+            return self
+        return dataclasses.replace(self, rank=rank).sharing(self)
 
     @property
     def micro_batches(self) -> int:
@@ -156,5 +182,7 @@ class Setting:
         return found
 
     def _group(self, ranks: int, stride: int) -> Group:
-        node = self.cluster.groups[0]
-        return group_of(ranks, stride, node.used, node.node.link.inside, node.node.link.outside)
+        place, outside = self.place, self.place.node.link.outside
+        if len(self.cluster.groups) > 1 and self.rank is None:
+            outside = min(outside, self.cluster.between, key=lambda link: link.bandwidth)
+        return group_of(ranks, stride, place.used, place.node.link.inside, outside)
