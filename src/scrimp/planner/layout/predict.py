@@ -189,7 +189,7 @@ def planned_seconds(
 def _moved_seconds(setting: Setting, block: BlockSpec, plan: BlockPlan, *, backward: bool) -> float:
     """Seconds of what a pass of a block sends to the host, or gets from there, whichever takes longer."""
     offload, software = setting.offload, setting.software
-    numbers = numbers_of_block(setting, block) / (setting.layout.shards if setting.shares_weights else 1)
+    numbers = numbers_of_block(setting, block, setting.layout.shards if setting.shares_weights else 1)
     kept = kept_bytes(block, setting) if plan.offload else boundary_bytes(setting) * offload.residuals
     comes = software.weight_bytes * numbers * offload.weights
     if backward:
@@ -242,10 +242,9 @@ def _reductions(setting: Setting, own: Sequence[_Stage], rank: int) -> float:
     once = layout.dp if setting.shares_weights else layout.data_ranks * layout.cp
     if once == 1:
         return 0.0
-    numbers = numbers_of_rank(setting, rank)
     group = setting.groups["dp" if setting.shares_weights else "data"]
-    shards = layout.shards if group is setting.groups["dp"] else 1
-    seconds = group.gathered((software.gradient_bytes + software.weight_bytes) * numbers / shards)
+    numbers = numbers_of_rank(setting, rank, layout.shards if group is setting.groups["dp"] else 1)
+    seconds = group.gathered((software.gradient_bytes + software.weight_bytes) * numbers)
     window = own[-1].backward.compute + own[0].forward.compute
     return seconds - min(software.hidden_gathers * seconds, window)
 
@@ -253,7 +252,7 @@ def _reductions(setting: Setting, own: Sequence[_Stage], rank: int) -> float:
 def _optimizer(setting: Setting, rank: int) -> float:
     """Seconds of the update; states on the host come to the device and go back while it updates others."""
     software, link = setting.software, setting.device.host_link
-    numbers = numbers_of_rank(setting, rank) / setting.state_shards
+    numbers = numbers_of_rank(setting, rank, setting.state_shards)
     each = (software.state_bytes - software.master_bytes) * setting.offload.optimizer
     each += software.master_bytes * setting.offload.master
     visits = each * numbers / (link.bytes_per_second * link.both_ways)

@@ -67,15 +67,14 @@ def kept_bytes(block: BlockSpec, setting: Setting) -> float:
 
 def _rank(setting: Setting, own: Kinds, rank: int) -> RankBytes:
     layout, software = setting.layout, setting.software
-    numbers = numbers_of_rank(setting, rank)
     sharded = layout.shards if setting.shares_weights else 1
     numbers_of = {kind: numbers_of_block(setting, setting.model.blocks[kind[0]]) for kind in own}
     largest = max(numbers_of.values())
-    weights = software.held_weight_bytes * numbers / (sharded if layout.zero == 3 else 1)
+    weights = software.held_weight_bytes * numbers_of_rank(setting, rank, sharded if layout.zero == 3 else 1)
     if sharded > 1 and layout.zero == 3:
         whole = sum(count * numbers_of[kind] for kind, count in own.items() if kind[1].gathered)
         weights += software.weight_bytes * whole
-    gradients = software.held_gradient_bytes * numbers / sharded
+    gradients = software.held_gradient_bytes * numbers_of_rank(setting, rank, sharded)
     gathered = largest * (2 * software.weight_bytes + software.gradient_bytes) if sharded > 1 else 0.0
     if setting.offload.weights:
         weights = min(weights, 2 * largest * software.held_weight_bytes)
@@ -84,7 +83,7 @@ def _rank(setting: Setting, own: Kinds, rank: int) -> RankBytes:
     found = {
         "weights": weights,
         "gradients": gradients,
-        "optimizer": _state_bytes(setting) * numbers / setting.state_shards,
+        "optimizer": _state_bytes(setting) * numbers_of_rank(setting, rank, setting.state_shards),
         "gathered": gathered,
         "activations": _activations(setting, own, rank),
         "logits": _logits(setting) if rank == layout.pp - 1 else 0.0,
@@ -102,12 +101,18 @@ def _state_bytes(setting: Setting) -> float:
 def host_bytes(setting: Setting) -> float:
     """Bytes of states that the rank with most of them has in host memory."""
     layout, software, offload = setting.layout, setting.software, setting.offload
-    numbers = max(numbers_of_rank(setting, rank) for rank in range(layout.pp))
     sharded = layout.shards if setting.shares_weights else 1
+
+    def most(shards: int) -> float:
+        return max(numbers_of_rank(setting, rank, shards) for rank in range(layout.pp))
+
     moments = (software.state_bytes - software.master_bytes) * offload.optimizer
-    states = (moments + software.master_bytes * offload.master) * numbers / setting.state_shards
-    weights = software.held_weight_bytes * offload.weights / (sharded if layout.zero == 3 else 1)
-    return states + numbers * (weights + software.held_gradient_bytes * offload.gradients / sharded)
+    found = (moments + software.master_bytes * offload.master) * most(setting.state_shards)
+    if offload.weights:
+        found += software.held_weight_bytes * most(sharded if layout.zero == 3 else 1)
+    if offload.gradients:
+        found += software.held_gradient_bytes * most(sharded)
+    return found
 
 
 def passes_in_flight(setting: Setting, rank: int) -> float:

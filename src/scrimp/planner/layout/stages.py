@@ -43,26 +43,35 @@ def kinds_of_ranks(setting: Setting) -> list[Kinds]:
     return [sum(stages[rank::ranks], start=Counter()) for rank in range(ranks)]
 
 
-def numbers_of_block(setting: Setting, block: BlockSpec) -> float:
-    """Parameters of a block that a rank of tp and ep has."""
-    layout = setting.layout
+def numbers_of_block(setting: Setting, block: BlockSpec, shards: int = 1) -> float:
+    """Parameters of a block that a rank of tp and ep has, or its part where so many ranks share them.
+
+    Args:
+        shards: ranks that share what tp cuts; of experts those of them that have the same ones.
+    """
     routed = sum(linear.parameters for linear in block.linears if linear.experts > 1)
-    return (block.parameters - routed) / layout.tp + routed / (layout.ep * layout.etp)
+    return _of_rank(setting, block.parameters - routed, routed, shards)
 
 
-def numbers_of_rank(setting: Setting, rank: int) -> float:
-    """Parameters that a rank of a pipeline has of all its stages, before copies and shards share them."""
+def numbers_of_rank(setting: Setting, rank: int, shards: int = 1) -> float:
+    """Parameters that a rank of a pipeline has of all its stages, or its part where so many ranks share them."""
     layout, model = setting.layout, setting.model
     dense, routed = model.parameters_before
-    numbers = 0.0
-    for blocks in blocks_of_stages(setting)[rank :: layout.pp]:
-        numbers += (dense[blocks.stop] - dense[blocks.start]) / layout.tp
-        numbers += (routed[blocks.stop] - routed[blocks.start]) / (layout.ep * layout.etp)
+    own = blocks_of_stages(setting)[rank :: layout.pp]
+    cut = float(sum(dense[blocks.stop] - dense[blocks.start] for blocks in own))
     if rank == 0:
-        numbers += model.embedding_parameters / layout.tp
+        cut += model.embedding_parameters
     if rank == layout.pp - 1 and not (model.tied and layout.pp == 1):
-        numbers += model.head_parameters / layout.tp
-    return numbers
+        cut += model.head_parameters
+    return _of_rank(setting, cut, sum(routed[blocks.stop] - routed[blocks.start] for blocks in own), shards)
+
+
+def _of_rank(setting: Setting, dense: float, routed: float, shards: int) -> float:
+    """What a rank has of numbers that tp cuts and of experts. Ranks that share numbers are n = tp shards; ep etp of
+    them have other experts already: experts are cut into n, as all else is, or into ep etp where these are more."""
+    layout = setting.layout
+    pieces = layout.ep * layout.etp
+    return dense / (layout.tp * shards) + routed / (max(pieces, layout.tp * shards) if shards > 1 else pieces)
 
 
 def block_plans(setting: Setting) -> tuple[BlockPlan, ...]:
