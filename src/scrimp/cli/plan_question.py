@@ -12,10 +12,10 @@ from pathlib import Path
 from scrimp.cli.show import say
 from scrimp.config import Config, base_architecture, batches, flatten, nearest_word, parse_bytes, snip
 from scrimp.errors import ConfigError
-from scrimp.planner.hardware import Cluster
+from scrimp.planner.hardware import Cluster, load_hardware
 from scrimp.planner.layout.block_menus import FormatBudget
 from scrimp.planner.layout.divisibility import matches
-from scrimp.planner.layout.lines import PRECISIONS, planned_hardware, read_shape
+from scrimp.planner.layout.lines import PRECISIONS, read_shape
 from scrimp.planner.layout.objectives import Goal, Objective, Searching
 from scrimp.planner.layout.scaled_models import ModelFamily, family_of
 from scrimp.planner.layout.search import Question
@@ -92,7 +92,7 @@ def read_ask(ask: Ask, config: Config, given: Collection[str]) -> Asked:
         )
     tokens = None if ask.tokens is None else read_count(ask.tokens)
     goal = Goal(objective=ask.objective, tokens=tokens, days=ask.days)
-    cluster = _with_budget(planned_hardware(ask.hardware), config)
+    cluster = _with_budget(load_hardware(ask.hardware), config)
     family, sequence, batch = _model(ask.shape, config)
     formats = _formats(config)
     question = Question(

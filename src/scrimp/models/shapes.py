@@ -70,9 +70,8 @@ class ModelSizes:
         """Parameters of all blocks before each, and of all: those of routed experts apart, as the second list."""
         dense, routed = [0], [0]
         for block in self.blocks:
-            own = sum(linear.parameters for linear in block.linears if linear.experts > 1)
-            dense.append(dense[-1] + block.parameters - own)
-            routed.append(routed[-1] + own)
+            dense.append(dense[-1] + block.parameters - block.routed_parameters)
+            routed.append(routed[-1] + block.routed_parameters)
         return dense, routed
 
     @cached_property

@@ -202,7 +202,7 @@ class BlockSpec:
     attention: AttentionSpec
     traffic: tuple[Traffic, ...]
 
-    @property
+    @cached_property
     def linears(self) -> tuple[LinearSpec, ...]:
         """Its linear layers."""
         return tuple(one for one in self.layers if isinstance(one, LinearSpec))
@@ -212,10 +212,15 @@ class BlockSpec:
         """Elements of its weight matrices that one token is multiplied with."""
         return sum(linear.parameters_per_token for linear in self.linears)
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         """All of its parameters."""
         return sum(one.parameters for one in self.layers)
+
+    @cached_property
+    def routed_parameters(self) -> int:
+        """Those of routed experts."""
+        return sum(linear.parameters for linear in self.linears if linear.experts > 1)
 
 
 @dataclass(frozen=True)

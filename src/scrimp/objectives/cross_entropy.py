@@ -108,8 +108,7 @@ class _ChunkedLoss(torch.autograd.Function):
         grad_weight: Tensor | None = None
         with torch.autocast(hidden_SD.device.type, enabled=False):
             head = HeadGemms(weight_VD, planned, compute)
-            for start in range(0, len(targets_S), chunk):
-                part = slice(start, start + chunk)
+            for part in cut(len(targets_S), chunk):
                 hidden, targets = hidden_SD[part].to(compute), targets_S[part]
                 real_Q1 = (targets != IGNORED)[:, None]
                 logits_QV = head.fprop(hidden)
@@ -122,7 +121,7 @@ class _ChunkedLoss(torch.autograd.Function):
                         logits_QV,
                         hidden,
                         real_Q1,
-                        start,
+                        part.start,
                         needs_hidden=needs_hidden,
                         needs_weight=needs_weight,
                     )

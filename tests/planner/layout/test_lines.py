@@ -90,13 +90,16 @@ def test_a_bad_line_is_answered_with_its_number(change: dict[str, Any], says: st
     assert "line 7" in found["error"]
 
 
-def test_several_kinds_of_nodes_are_refused(tmp_path: Path) -> None:
+def test_a_cluster_of_two_kinds_of_nodes_is_answered(tmp_path: Path) -> None:
+    """8 devices of one kind with 8 of a slower one are faster than alone, by stages that fit them."""
     file = tmp_path / "two.toml"
-    file.write_text('[[nodes]]\nnode = "dgx-h100"\n[[nodes]]\nnode = "dgx-a100-80"\n', encoding="utf-8")
-    found = answer_line(json.dumps(GOOD | {"hardware": str(file)}), where="line 1")
-    assert "several kinds of nodes are not predicted" in found["error"]
-    assert "two: 1 x dgx-h100, 1 x dgx-a100-80" in found["error"]
-    assert main(["plan", "--hardware", str(file), "--model.preset", "llama-3.1-8b"]) == 2
+    file.write_text('[[nodes]]\nnode = "dgx-a100-80"\n[[nodes]]\nnode = "dgx-h100"\n', encoding="utf-8")
+    layout = {"pp": 2, "fsdp": 8, "zero": 1, "stages": "9,23"}
+    line = GOOD | {"hardware": str(file), "layout": layout, "recompute": "full"}
+    both = answer_line(json.dumps(line), where="line 1")
+    alone = GOOD | {"hardware": "8xh100", "layout": {"fsdp": 8}, "recompute": "full"}
+    assert both["step_seconds"] < answer_line(json.dumps(alone), where="line 2")["step_seconds"]
+    assert len(both["stages"]) == 2
 
 
 def test_other_lines_are_answered_all_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,8 @@ Checked  tests/planner/layout/test_block_passes.py
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 
 from scrimp.models import BlockSpec, LinearSpec
 from scrimp.models.shapes import value_width
@@ -70,8 +71,30 @@ class BlockSeconds:
     """The forward part that is products."""
 
 
+@dataclass(frozen=True)
+class _Case:
+    """A block of a setting; cases are equal that take the same seconds."""
+
+    key: tuple[object, ...]
+    """All that the seconds follow from, things that are looked at as a whole by their id."""
+    block: BlockSpec = field(compare=False)
+    setting: Setting = field(compare=False)
+    kernels: Kernels = field(compare=False)
+
+
 def block_seconds(block: BlockSpec, setting: Setting, kernels: Kernels) -> BlockSeconds:
-    """A block on a rank of the setting."""
+    """A block on a rank of the setting. Of layouts that differ in stages, copies and shards alone it takes the same
+    seconds, which are counted once."""
+    layout = setting.layout
+    things = (block, setting.model, setting.cluster, setting.software)
+    ranks = (layout.tp, layout.cp, layout.ep, layout.etp, setting.sequence_parallel, setting.place_number)
+    sizes = (setting.sequence, setting.micro_batch, setting.precision, *setting.formats.items())
+    return _counted(_Case((*map(id, things), *ranks, *sizes), block, setting, kernels))
+
+
+@lru_cache(maxsize=4096)
+def _counted(case: _Case) -> BlockSeconds:
+    block, setting, kernels = case.block, case.setting, case.kernels
     software = setting.software
     forward = backward = 0.0
     for linear in block.linears:

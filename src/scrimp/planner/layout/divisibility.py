@@ -56,7 +56,8 @@ def objections(question: Question, given: Mapping[str, object]) -> list[str]:
 
 def _alone(question: Question, name: str, value: int) -> list[str]:
     model, cluster = question.model, question.cluster
-    attention, node = model.blocks[-1].attention, cluster.groups[0].used
+    attention = model.blocks[-1].attention
+    node = math.gcd(*(group.used for group in cluster.groups))
     experts = max((one.experts for one in model.blocks[-1].linears), default=1)
     shared = {
         "tp": [

@@ -167,7 +167,7 @@ def setting_of(line: Line) -> Setting:
         )
     return Setting(
         model=model,
-        cluster=planned_hardware(line.hardware),
+        cluster=_cluster(line.hardware),
         sequence=line.sequence,
         global_batch=line.global_batch,
         micro_batch=line.micro_batch,
@@ -197,7 +197,7 @@ def question_of(line: Line) -> Question:
     """What a line asks to be trained on what; how, is left open."""
     return Question(
         model=_sizes(line.model),
-        cluster=planned_hardware(line.hardware),
+        cluster=_cluster(line.hardware),
         sequence=line.sequence,
         global_batch=line.global_batch,
         software=software(line.software),
@@ -290,19 +290,5 @@ def read_model(model: str | ModelShape) -> ModelShape | Architecture:
 
 
 @lru_cache
-def planned_hardware(name: str) -> Cluster:
-    """The hardware of this name or file, if layouts on it are predicted.
-
-    Raises:
-        ConfigError: there is none, or it has several kinds of nodes.
-    """
-    cluster = load_hardware(name)
-    if len(cluster.groups) > 1:
-        kinds = ", ".join(f"{group.count} x {group.node.name}" for group in cluster.groups)
-        raise ConfigError(
-            "layouts over several kinds of nodes are not predicted",
-            got=f"{cluster.name}: {kinds}",
-            expected="one [[nodes]] in the file",
-            do="plan for each kind alone",
-        )
-    return cluster
+def _cluster(name: str) -> Cluster:
+    return load_hardware(name)

@@ -173,12 +173,8 @@ def planned_seconds(
     Args:
         number: the block's.
     """
-    block, own, layout = setting.model.blocks[number], setting.in_formats(plan.formats), setting.layout
-    place = setting.place_number
-    key = number, plan.formats, place, setting.micro_batch, layout.tp, layout.cp, layout.ep, layout.etp
-    if key not in setting.known:
-        setting.known[key] = block_seconds(block, own, kernels)
-    one = setting.known[key]
+    block, own = setting.model.blocks[number], setting.in_formats(plan.formats)
+    one = block_seconds(block, own, kernels)
     forward = _gathered(own, block, one.forward, plan, backward=False)
     backward = _gathered(own, block, one.backward, plan, backward=True) + _made_again(own, plan, one)
     return beside(forward, _moved_seconds(own, block, plan, backward=False)), beside(

@@ -144,9 +144,7 @@ def search(
     for place in places:
         if fits_given(*place):
             setting = setting_of(question, *place)
-            waiting.append(
-                _promise(setting.sharing(waiting[0].setting if waiting else setting), quality, len(waiting))
-            )
+            waiting.append(_promise(setting, quality, len(waiting)))
             note(len(waiting))
     tried, priced, too_large, least, host = len(waiting), 0, 0, math.inf, math.inf
     best = Contenders(keep, has_families=has_families)
@@ -226,7 +224,7 @@ def _promise(setting: Setting, quality: Quality | None, number: int) -> _Waiting
     first = setting.model.first_equal
     plans = {one: fastest_plan(setting, quality, one) for one in set(first)}
     free = tuple(plans[one] for one in first)
-    rough = predict(dataclasses.replace(setting, blocks=free).sharing(setting))
+    rough = predict(dataclasses.replace(setting, blocks=free))
     return _Waiting(rough.step_seconds, (number, 0), setting, free, rough)
 
 
@@ -235,8 +233,8 @@ def _with_more_on_host(one: _Waiting) -> list[_Waiting]:
     number, level = one.number
     if one.setting.layout.pp > 1 or level + 1 == len(ON_HOST):
         return []
-    setting = dataclasses.replace(one.setting, offload=ON_HOST[level + 1]).sharing(one.setting)
-    rough = predict(dataclasses.replace(setting, blocks=one.free).sharing(setting))
+    setting = dataclasses.replace(one.setting, offload=ON_HOST[level + 1])
+    rough = predict(dataclasses.replace(setting, blocks=one.free))
     return [_Waiting(rough.step_seconds, (number, level + 1), setting, one.free, rough)]
 
 
@@ -255,7 +253,7 @@ def _bounded(one: _Waiting, quality: Quality | None) -> tuple[_Waiting, Blocks]:
 def _solved(one: _Waiting) -> Candidate | None:
     """After the third one."""
     setting = one.blocks.solve() if one.blocks else None
-    return _candidate(setting.sharing(one.setting)) if setting else None
+    return _candidate(setting) if setting else None
 
 
 def _candidate(setting: Setting) -> Candidate:
@@ -267,7 +265,7 @@ def _with_better_stages(one: Candidate, quality: Quality | None) -> Candidate | 
 
     def solved(setting: Setting) -> tuple[Setting, float] | None:
         found = Blocks(setting, quality).solve()
-        return (found, predict(found.sharing(setting)).step_seconds) if found else None
+        return (found, predict(found).step_seconds) if found else None
 
     setting, seconds = improved(one.setting, one.seconds, solved)
     return _candidate(setting) if seconds < one.seconds else None

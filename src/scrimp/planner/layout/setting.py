@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 from scrimp.config.resolved import ResolvedLayout
 from scrimp.errors import PlanError
@@ -77,8 +76,6 @@ class Setting:
     """Ranks of tp share the tokens between layers."""
     rank: int | None = None
     """Of the pipeline, whose devices are meant; None: all of them."""
-    known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """Seconds of blocks that were predicted before; see `sharing`."""
 
     def __post_init__(self) -> None:
         layout, devices = self.layout, self.cluster.devices
@@ -125,7 +122,7 @@ class Setting:
         """As a rank of the pipeline sees it."""
         if len(self.cluster.groups) == 1:
             return self
-        return dataclasses.replace(self, rank=rank).sharing(self)
+        return dataclasses.replace(self, rank=rank)
 
     @property
     def micro_batches(self) -> int:
@@ -154,12 +151,6 @@ class Setting:
     def recipe(self, linear: str, gemm: str) -> str:
         """Recipe of one product of a block."""
         return self.formats.get(f"{linear}.{gemm}", self.precision)
-
-    def sharing(self, other: Setting) -> Setting:
-        """Itself, that knows what another one does, from which it differs by nothing but layout, micro-batch, offload
-        and what blocks do."""
-        object.__setattr__(self, "known", other.known)
-        return self
 
     def in_formats(self, formats: tuple[tuple[str, str], ...]) -> Setting:
         """With these products in these recipes, as one block runs them."""

@@ -59,7 +59,7 @@ def improved(
             break
         sizes[giver], sizes[taker] = sizes[giver] - 1, sizes[taker] + 1
         layout = _with_sizes(setting.layout, sizes)
-        other = solved(dataclasses.replace(setting, layout=layout, blocks=()).sharing(setting))
+        other = solved(dataclasses.replace(setting, layout=layout, blocks=()))
         if other is None or other[1] >= seconds:
             break
         setting, seconds = other

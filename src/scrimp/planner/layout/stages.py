@@ -49,7 +49,7 @@ def numbers_of_block(setting: Setting, block: BlockSpec, shards: int = 1) -> flo
     Args:
         shards: ranks that share what tp cuts; of experts those of them that have the same ones.
     """
-    routed = sum(linear.parameters for linear in block.linears if linear.experts > 1)
+    routed = block.routed_parameters
     return _of_rank(setting, block.parameters - routed, routed, shards)
 
 

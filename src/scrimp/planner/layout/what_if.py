@@ -45,13 +45,13 @@ def variants(
     question: Question,
     fits_given: Callable[[ResolvedLayout, int], bool] = lambda layout, micro_batch: True,
 ) -> list[tuple[str, Question]]:
-    """The changed questions, by what changed.
+    """The changed questions, by what changed; of several kinds of nodes the first ones change.
 
     Args:
         fits_given: as of `search`.
     """
     cluster, group = question.cluster, question.cluster.groups[0]
-    links, node, device = group.node.link, group.node, question.device
+    links, node, device = group.node.link, group.node, group.node.device
     found = [_more_nodes(question, fits_given)]
     if cluster.nodes > 1:
         slower = dataclasses.replace(links, outside=_half(links.outside))

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +37,8 @@ TICK = 1e-9
 _CHUNK = 512
 _HOST_CELLS = 8
 _AT_ONCE = 4
+_EARLIER = np.triu(np.ones((_CHUNK, _CHUNK), np.bool_), 1)
+"""[N, N] whether the first stands before the second."""
 
 
 @dataclass(frozen=True)
@@ -117,15 +120,18 @@ class _Limits:
 def _run(costs: StepCosts, tables: Sequence[_Table], limits: _Limits, effort: int, tick: float) -> Front:
     """The dynamic program."""
     steps = [tables[number] for number in costs.blocks]
-    needs = [_needs(table, limits.floor, i) for i, table in enumerate(steps)]
-    room, ever = _room(steps, needs, limits)
-    rest = np.cumsum([0.0, *(table.figures[:, SECONDS].min() for table in reversed(steps))])[::-1]
+    needs = _needs(costs.blocks, tables, limits.floor)
+    room, ever = _room(costs.blocks, tables, needs, limits)
+    least = [table.figures[:, SECONDS].min() for table in tables]
+    rest = np.cumsum([0.0, *(least[number] for number in reversed(costs.blocks))])[::-1]
     labels = np.array([[costs.boundary, 0.0, 0.0, 0.0, 0.0]])
     if costs.boundary > ever[0] or limits.floor.rest > limits.device_bytes:
         labels = labels[:0]
     history: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
     is_exact = True
     for i, table in enumerate(steps):
+        if not len(labels):
+            return Front(np.zeros(0), np.zeros(0), [], is_exact)
         labels, parents, chosen = _extend(labels, table, needs[i], limits.device_bytes)
         _forget_flight(labels, needs[i + 1] if i + 1 < len(needs) else None, limits.device_bytes)
         fits = (labels[:, KEPT] + labels[:, FLIGHT] <= room[i + 1]) & (labels[:, KEPT] <= ever[i + 1])
@@ -160,43 +166,72 @@ def _table(kind: BlockClass, accumulates: bool, free: Sequence[int], tick: float
     )
 
 
-def _needs(table: _Table, floor: Floor, block: int) -> tuple[Array, Array]:
-    """[C] bytes of a block's forward (its casts come on top) and backward pass beside kept and in flight."""
-    backward = np.maximum(table.backward + float(floor.backward[block]), float(floor.sent[block]))
-    return table.forward + float(floor.forward[block]), backward
+@dataclass(frozen=True)
+class _Needs:
+    """[C] bytes of a block's passes beside kept and in flight, by its choices."""
+
+    forward: Array
+    """Its casts come on top."""
+    backward: Array
+
+    @cached_property
+    def least(self) -> float:
+        """Of both passes, of the most frugal choice."""
+        return float(np.maximum(self.forward, self.backward).min())
+
+    @cached_property
+    def most(self) -> tuple[float, float]:
+        """Of each pass, of any choice."""
+        return float(self.forward.max()), float(self.backward.max())
 
 
-def _room(steps: list[_Table], needs: list[tuple[Array, Array]], limits: _Limits) -> tuple[Array, Array]:
+def _needs(blocks: Sequence[int], tables: Sequence[_Table], floor: Floor) -> list[_Needs]:
+    """What each block needs; blocks of one class beside as many bytes share theirs."""
+    known: dict[tuple[int, ...], _Needs] = {}
+    found = []
+    for key in zip(blocks, floor.forward.tolist(), floor.backward.tolist(), floor.sent.tolist(), strict=True):
+        if key not in known:
+            table, (forward, backward, sent) = tables[key[0]], map(float, key[1:])
+            known[key] = _Needs(table.forward + forward, np.maximum(table.backward + backward, sent))
+        found.append(known[key])
+    return found
+
+
+def _room(
+    blocks: Sequence[int], tables: Sequence[_Table], needs: Sequence[_Needs], limits: _Limits
+) -> tuple[Array, Array]:
     """[L + 1] bytes before a block above which no rest fits: kept and in flight, for the block; kept, for all later."""
-    least = [np.maximum(*need).min() for need in needs]
-    room = limits.device_bytes - np.array([*least, -np.inf])
+    room = limits.device_bytes - np.array([*(need.least for need in needs), -np.inf])
     ever = np.append(room[:-1], float(limits.device_bytes - limits.floor.head))
-    for i in reversed(range(len(steps))):
-        kept, flight = steps[i].figures[:, KEPT], steps[i].figures[:, FLIGHT]
-        ever[i] = min(room[i], ever[i + 1] - kept.min(), room[i + 1] - (kept + flight).min())
+    figures = [table.figures for table in tables]
+    kept = [one[:, KEPT].min() for one in figures]
+    both = [(one[:, KEPT] + one[:, FLIGHT]).min() for one in figures]
+    for i in reversed(range(len(blocks))):
+        ever[i] = min(room[i], ever[i + 1] - kept[blocks[i]], room[i + 1] - both[blocks[i]])
     return room, ever
 
 
 def _extend(
-    labels: Array, table: _Table, needs: tuple[Array, Array], device_bytes: int
+    labels: Array, table: _Table, needs: _Needs, device_bytes: int
 ) -> tuple[Array, NDArray[np.int64], NDArray[np.int64]]:
     """Each label with each choice that its block's passes leave room for."""
     at = labels[:, KEPT] + labels[:, FLIGHT]
-    fits = (at + labels[:, CAST])[:, None] + needs[0] <= device_bytes
-    fits &= at[:, None] + needs[1] <= device_bytes
+    fits = (at + labels[:, CAST])[:, None] + needs.forward <= device_bytes
+    fits &= at[:, None] + needs.backward <= device_bytes
     parents, chosen = np.nonzero(fits)
     new = labels[parents] + table.figures[chosen]
     new[:, FLIGHT] = table.figures[chosen, FLIGHT]
     return new, parents, chosen
 
 
-def _forget_flight(labels: Array, needs: tuple[Array, Array] | None, device_bytes: int) -> None:
+def _forget_flight(labels: Array, needs: _Needs | None, device_bytes: int) -> None:
     """What is in flight counts as nothing where any choice of the next block has room beside it."""
     if needs is None:  # the head waits for it
         labels[:, FLIGHT] = 0.0
         return
     at = labels[:, KEPT] + labels[:, FLIGHT]
-    roomy = (at + labels[:, CAST] + needs[0].max() <= device_bytes) & (at + needs[1].max() <= device_bytes)
+    forward, backward = needs.most
+    roomy = (at + labels[:, CAST] + forward <= device_bytes) & (at + backward <= device_bytes)
     labels[roomy, FLIGHT] = 0.0
 
 
@@ -220,25 +255,27 @@ def _undominated(figures: Array) -> NDArray[np.int64]:
         return np.arange(1)
     order = np.lexsort(figures[:, varying].T)
     sorted_ = np.ascontiguousarray(figures[order][:, varying].T)
-    keep = np.zeros(0, np.int64)
+    kept = np.zeros(0, np.int64)
     for start in range(0, len(order), _CHUNK):
         part = np.arange(start, min(start + _CHUNK, len(order)))
-        part = part[~_is_beaten(sorted_, keep, part)]
-        inner = _is_beaten(sorted_, part, part, earlier=True)
-        keep = np.concatenate([keep, part[~inner]])
-    return np.sort(order[keep])
+        if len(kept):
+            part = part[~_are_beaten(sorted_[:, part], sorted_[:, kept])]
+        here = sorted_[:, part] if start else sorted_[:, : len(part)]
+        kept = np.concatenate([kept, part[~_are_beaten(here, here, _EARLIER[: len(part), : len(part)])]])
+    return np.sort(order[kept])
 
 
-def _is_beaten(
-    rows: Array, by: NDArray[np.int64], which: NDArray[np.int64], earlier: bool = False
-) -> NDArray[np.bool_]:
-    """Which of `which` have one in `by` that is at most the same in everything (and stands before it)."""
-    limit = which if earlier else np.full_like(which, rows.shape[1])
-    beaten = np.asarray(by[:, None] < limit[None, :], np.bool_)
-    for row in rows[:-1]:
-        np.logical_and(beaten, row[by][:, None] <= row[which], out=beaten)
-    result: NDArray[np.bool_] = np.asarray(beaten.any(axis=0), np.bool_)
-    return result
+def _are_beaten(rows: Array, by: Array, may: NDArray[np.bool_] | None = None) -> NDArray[np.bool_]:
+    """Which columns of `rows` have one in `by` that is at most the same in everything; the last row is sorted.
+
+    Args:
+        may: [columns of `by`, columns of `rows`] pairs that are compared; None: all.
+    """
+    beaten: NDArray[np.bool_] = np.ones((by.shape[1], rows.shape[1]), np.bool_) if may is None else may.copy()
+    for row, other in zip(rows[:-1], by[:-1], strict=True):
+        np.logical_and(beaten, other[:, None] <= row, out=beaten)
+    found: NDArray[np.bool_] = np.asarray(beaten.any(axis=0), np.bool_)
+    return found
 
 
 def _thin(labels: Array, alive: NDArray[np.int64], effort: int) -> NDArray[np.int64]:
@@ -256,7 +293,9 @@ def _thin(labels: Array, alive: NDArray[np.int64], effort: int) -> NDArray[np.in
     order = np.lexsort((cost, cells))
     first = np.ones(len(order), np.bool_)
     first[1:] = cells[order][1:] != cells[order][:-1]
-    which: NDArray[np.int64] = alive[np.unique(np.concatenate([order[first], [frugal, at_home, fast]]))]
+    stays = np.zeros(len(order), np.bool_)
+    stays[order[first]] = stays[[frugal, at_home, fast]] = True
+    which: NDArray[np.int64] = alive[stays]
     return which
 
 

@@ -128,6 +128,20 @@ class Bound:
         return (seconds - after) / self.setup.micro_batches - self.ends
 
 
+def least_passes(costs: StepCosts) -> float:
+    """Seconds of all blocks' passes in a micro-batch, each at its fastest choice."""
+    kinds = [
+        min(one.forward_seconds + one.backward_seconds for one in kind.choices.values())
+        for kind in costs.classes
+    ]
+    return sum(kinds[number] for number in costs.blocks)
+
+
+def least_seconds(costs: StepCosts, setup: Setup) -> float:
+    """Of a step, wherever its states and activations are: what its blocks and ends compute."""
+    return setup.micro_batches * (least_passes(costs) + costs.ends.seconds)
+
+
 def _forward(costs: StepCosts) -> tuple[float, float]:
     """Least and most seconds of all blocks' forward passes."""
     kinds = [[choice.forward_seconds for choice in kind.choices.values()] for kind in costs.classes]

@@ -1,5 +1,8 @@
 """What more memory would give, and what binds.
 
+Each question is a search of its own, unless its answer is known: no step is shorter than its blocks' least computing
+(`bound.least_seconds`), so that nothing is asked once less than `WORTH` is left to be gained.
+
 Checked  tests/planner/memory/test_frontier.py
 """
 
@@ -10,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from scrimp.errors import PlanError
+from scrimp.planner.memory.bound import least_seconds
 from scrimp.planner.memory.costs import StepCosts
 from scrimp.planner.memory.decision import MemoryDecision
 from scrimp.planner.memory.machine import Machine, Setup
@@ -22,6 +26,8 @@ Binding = Literal["device memory", "host memory", "link", "computing"]
 MORE = (1.125, 1.25, 1.5, 2.0)
 WORTH = 0.005
 _MORE_OF_ONE = 1.25
+_ROUNDED = 1e-6
+"""What sums of seconds may lose to rounding."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +52,15 @@ def frontier(
         split: the placement of states, where the user decided; None: any.
     """
     costs, machine, seconds = plan.costs, plan.machine, plan.timeline.seconds
+    least = least_seconds(costs, plan.setup)
     if budgets is None:
         resident = resident_bytes(costs, plan.setup)
         budgets = {*(int(machine.device_bytes * by) for by in MORE), max(resident, machine.device_bytes)}
     found: list[Alternative] = []
     fastest = seconds
-    for budget in sorted(budgets):
-        if budget <= machine.device_bytes:
-            continue
+    for budget in sorted(budget for budget in budgets if budget > machine.device_bytes):
+        if fastest * (1 - WORTH) < least * (1 - _ROUNDED):
+            break
         other = search(costs, replace(machine, device_bytes=budget), plan.setup, split)
         more = other.account.peak - machine.device_bytes
         if more > 0 and other.timeline.seconds < fastest * (1 - WORTH):
@@ -69,6 +76,8 @@ def binding(plan: MemoryDecision, *, split: Split | None = None) -> tuple[Bindin
     "computing" where none of device memory, host memory and link gives `WORTH`.
     """
     costs, machine = plan.costs, plan.machine
+    if plan.timeline.seconds * (1 - WORTH) < least_seconds(costs, plan.setup) * (1 - _ROUNDED):
+        return "computing", 0.0
     wider: dict[Binding, Machine] = {
         "device memory": replace(machine, device_bytes=int(machine.device_bytes * _MORE_OF_ONE)),
         "host memory": replace(

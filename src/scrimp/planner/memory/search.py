@@ -28,8 +28,8 @@ import math
 
 from scrimp.planner.memory.account import account_step
 from scrimp.planner.memory.activation_dp import Front, fastest
-from scrimp.planner.memory.bound import Bound
-from scrimp.planner.memory.costs import BlockCost, StepCosts
+from scrimp.planner.memory.bound import Bound, least_passes
+from scrimp.planner.memory.costs import StepCosts
 from scrimp.planner.memory.decision import MemoryDecision
 from scrimp.planner.memory.feasible import any_that_fits
 from scrimp.planner.memory.machine import Machine, Setup
@@ -97,8 +97,7 @@ class _Search:
     def __init__(self, costs: StepCosts, machine: Machine, setup: Setup) -> None:
         self.costs, self.machine, self.setup = costs, machine, setup
         self.blocks, self.updaters = len(costs.blocks), setup.updaters_on(machine)
-        kinds = [min(map(_passes, kind.choices.values())) for kind in costs.classes]
-        self.least = sum(kinds[number] for number in costs.blocks)
+        self.least = least_passes(costs)
         small = Points(costs)
         self.points, self.names_of = list(small), small.names
         self.best: MemoryDecision | None = None
@@ -257,10 +256,6 @@ class _Search:
             is_searched=True,
             is_exact=is_exact,
         )
-
-
-def _passes(cost: BlockCost) -> float:
-    return cost.forward_seconds + cost.backward_seconds
 
 
 def _is_better(plan: MemoryDecision, than: MemoryDecision | None) -> bool:
