@@ -20,6 +20,7 @@ def commands(section: str) -> list[list[str]]:
     return [shlex.split(line)[1:] for line in block.splitlines()]
 
 
+@pytest.mark.slow
 def test_the_page_exports_a_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -179,6 +179,7 @@ def test_a_saved_plan_is_predicted_alike(tmp_path: Path, capsys: pytest.CaptureF
     assert "names a preset as it is" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_best_plan_is_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(*SMALL.split(), "--layout.pp=2", "--simulate") == 0
     printed = capsys.readouterr().out

@@ -16,6 +16,7 @@ KEYS = {
     "ddp.use_megatron_fsdp",
     "ddp.use_distributed_optimizer",
     "ddp.num_distributed_optimizer_instances",
+    "ddp.outer_dp_sharding_strategy",
     "model.pipeline_model_parallel_layout",
     "model.recompute_granularity",
     "model.recompute_method",

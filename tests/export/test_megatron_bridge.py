@@ -19,6 +19,8 @@ STATES = Offload(optimizer=True, master=True)
 PLANS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "optimizer": (LLAMA, 8, {"fsdp": 8, "zero": 1}, {}),
     "fsdp": (LLAMA, 8, {"fsdp": 8}, {"recompute": "full", "micro_batch": 2}),
+    "copies": (LLAMA, 16, {"dp": 2, "fsdp": 8}, {}),
+    "copies of states": (LLAMA, 16, {"dp": 2, "fsdp": 8, "zero": 1}, {}),
     "tp": (LLAMA, 16, {"fsdp": 2, "tp": 8, "zero": 1}, {"precision": "fp8_tensor"}),
     "rows": (LLAMA, 8, {"fsdp": 4, "cp": 2, "zero": 1}, {"offload": Offload(activation_layers=3)}),
     "stages": (LLAMA, 16, {"pp": 4, "fsdp": 4, "zero": 1}, {"recompute": 3, "offload": STATES}),
@@ -54,6 +56,8 @@ def test_the_flags_say_the_plan(name: str) -> None:
     assert flags["use_megatron_fsdp"] == (True if layout.zero == 3 else None)
     shares = overrides.get("ddp.use_distributed_optimizer")
     assert shares == (None if layout.zero == 3 else "true")
+    instances = overrides.get("ddp.num_distributed_optimizer_instances", "1")
+    assert int(instances) == layout.dp
     names = {"bf16": "bf16", "fp8_tensor": "fp8_cs", "mxfp8": "fp8_mx"}
     assert flags["compute_dtype"] == names[setting.precision]
     again = {"none": None, "full": 32}.get(str(setting.recompute), setting.recompute)
@@ -79,8 +83,8 @@ MIXED = (*(BlockPlan(recompute="full"),) * 2, *(BlockPlan(),) * 30)
 FORMATS = (BlockPlan(formats=(("mlp.down.wgrad", "fp8"),)),) * 32
 KEPT = (*(BlockPlan(gathered=True),) * 2, *(BlockPlan(),) * 30)
 CANNOT: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "stage 2": ({"fsdp": 8, "zero": 2}, {}, "ZeRO stage 2"),
-    "some kept": ({"fsdp": 8}, {"blocks": KEPT}, "ZeRO stage mixed"),
+    "stage 2": ({"fsdp": 8, "zero": 2}, {}, "weights that stay gathered"),
+    "some kept": ({"fsdp": 8}, {"blocks": KEPT}, "weights of some blocks"),
     "gpipe": ({"fsdp": 2, "pp": 4, "zero": 1, "schedule": "gpipe"}, {}, "gpipe"),
     "selective": ({"fsdp": 8, "zero": 1}, {"recompute": "selective"}, "norms alone"),
     "stages": ({"fsdp": 2, "pp": 4, "zero": 1}, {"blocks": MIXED}, "differs between stages"),

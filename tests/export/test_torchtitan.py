@@ -19,7 +19,7 @@ from torchtitan_fields import configured
 from scrimp.errors import PlanError
 from scrimp.export.layout_file import export_layout
 from scrimp.models.shapes import ModelShape
-from scrimp.planner.layout.setting import Offload, Setting
+from scrimp.planner.layout.setting import BlockPlan, Offload, Setting
 from scrimp.planner.layout.stages import blocks_of_stages
 
 LLAMA = "llama-3.1-8b"
@@ -93,12 +93,14 @@ def test_every_module_is_on_one_stage(name: str) -> None:
     assert len(parts) == setting.layout.pp * math.prod([setting.layout.virtual or 1])
 
 
-CANNOT = {
+KEPT = (*(BlockPlan(),) * 31, BlockPlan(gathered=True))
+CANNOT: dict[str, tuple[int, dict[str, Any], dict[str, Any], str]] = {
     "stage 1": (8, {"fsdp": 8, "zero": 1}, {}, "ZeRO stage 1"),
     "stage 3": (8, {"pp": 2, "fsdp": 4}, {}, "ZeRO stage 3 in a pipeline"),
     "selective": (8, {"fsdp": 8}, {"recompute": "selective"}, "norms and gates"),
     "some": (8, {"fsdp": 8}, {"recompute": 5}, "5 blocks of each stage"),
     "states": (8, {"fsdp": 8}, {"offload": {"optimizer": True}}, "optimizer on the host"),
+    "kept": (8, {"fsdp": 8}, {"blocks": KEPT}, "weights of some blocks"),
     "format": (8, {"fsdp": 8}, {"precision": "fp8_tensor"}, "precision fp8_tensor"),
 }
 

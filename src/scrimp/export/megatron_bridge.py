@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 from scrimp.errors import PlanError
 from scrimp.export.layout_file import (
+    MIXED,
     LayoutExport,
     comments,
     has_equal_stages,
@@ -128,19 +129,23 @@ def _stages(setting: Setting) -> _Said:
 
 def _sharding(setting: Setting) -> _Said:
     layout, stage = setting.layout, zero_stage(setting)
-    if stage == 3 and layout.shards > 1:
-        return _Said(("--use_megatron_fsdp", "true"))
-    shares = layout.shards > 1 and stage != 0
+    if layout.shards > 1 and stage not in (0, 1):
+        kept = {2: "weights that stay gathered", MIXED: "weights of some blocks that stay gathered"}
+        words = f"{kept.get(stage)}: all are gathered again for the backward pass (ZeRO stage 3)"
+        apart = (
+            f"ddp.num_distributed_optimizer_instances={layout.dp}",
+            "ddp.outer_dp_sharding_strategy=no_shard",
+        )
+        copies = apart if layout.dp > 1 else ()
+        return _Said(("--use_megatron_fsdp", "true"), copies, (words,) if stage in kept else ())
+    shares = layout.shards > 1 and stage == 1
     overrides: tuple[str, ...] = (
         "ddp.use_megatron_fsdp=false",
         f"ddp.use_distributed_optimizer={str(shares).lower()}",
     )
-    cannot: tuple[str, ...] = ()
-    if shares and stage != 1:
-        cannot = (f"ZeRO stage {stage}: states alone are shared (stage 1)",)
     if layout.dp > 1 and shares:
         overrides += (f"ddp.num_distributed_optimizer_instances={layout.dp}",)
-    return _Said((), overrides, cannot)
+    return _Said((), overrides)
 
 
 def _recompute(setting: Setting) -> _Said:

@@ -9,9 +9,9 @@ Method   The file takes the trainer's own configuration of the model, and sets f
              pp 1    local_batch_size b                             gradients accumulate over B / (R b) of them
              pp > 1  local_batch_size B / R, microbatch_size b      one pass of the pipeline is a step
 
-ZeRO     FSDP2 gathers weights again for the backward pass ("always", stage 3) or keeps them ("never", 2). Gradients are
-         reduced in each micro-batch. In a pipeline torch's stages keep weights and reduce gradients after the
-         last micro-batch: that is stage 1, and the only one.
+ZeRO     FSDP2 gathers blocks' weights again for the backward pass ("default", stage 3; the head's stay, as Scrimp's do)
+         or keeps them ("never", 2). Gradients are reduced in each micro-batch. In a pipeline torch's stages keep
+         weights and reduce gradients after the last micro-batch: that is stage 1, and the only one.
 Limits   Formats are those of whole layers. Blocks recompute alike. What is on the host is all of weights, gradients and
          states, or nothing. Experts are whole (no etp).
 Source   TorchTitan 0.3.0: config/manager.py, config/configs.py, distributed/fsdp.py, distributed/pipeline_parallel.py
@@ -183,7 +183,7 @@ def _zero(setting: Setting) -> _Said:
     layout, stage = setting.layout, zero_stage(setting)
     if layout.shards == 1:
         return _Said(())
-    runs = "never" if layout.pp > 1 or stage != 3 else "always"
+    runs = "never" if layout.pp > 1 or stage not in (3, MIXED) else "default"
     lines = (f'config.parallelism.fsdp_reshard_after_forward = "{runs}"',)
     is_one_pass = setting.micro_batches == 1
     if layout.pp > 1 and stage != 1:
@@ -191,8 +191,7 @@ def _zero(setting: Setting) -> _Said:
     if layout.pp == 1 and stage == 1 and not is_one_pass:
         return _Said(lines, cannot=("ZeRO stage 1: gradients are reduced in each micro-batch (stage 2)",))
     if stage == MIXED:
-        instead = "of all blocks" if runs == "never" else "of none"
-        return _Said(lines, cannot=(f"weights of some blocks that stay gathered: those {instead} do",))
+        return _Said(lines, cannot=("weights of some blocks that stay gathered: those of none do",))
     return _Said(lines)
 
 

@@ -62,10 +62,21 @@ def test_a_bubble_shrinks_with_micro_batches_and_stages() -> None:
 
 
 def test_experts_on_many_nodes_cost_their_travels() -> None:
+    """Beside those of a long batch, adding up the gradients of experts that four nodes have costs little."""
     near, far = (
-        predict(setting(ROUTED, "4x8xh100", zero=1, ep=ep)).seconds["communication_exposed"] for ep in (8, 32)
+        predict(setting(ROUTED, "4x8xh100", zero=1, ep=ep, global_batch=512)).seconds["communication_exposed"]
+        for ep in (8, 32)
     )
     assert far > 2 * near
+
+
+def test_experts_are_added_up_by_those_who_have_the_same() -> None:
+    """Each rank of ep has experts of its own: none is added up where all ranks are in ep."""
+    own, shared = (
+        predict(setting(ROUTED, "2x8xh100", zero=1, ep=ep, global_batch=16)).seconds["communication_exposed"]
+        for ep in (16, 1)
+    )
+    assert own < shared
 
 
 def test_copies_share_what_they_add_up() -> None:

@@ -52,6 +52,13 @@ def test_low_precision_keeps_fewer_bytes() -> None:
     assert kept_bytes(block, setting(precision="fp8_tensor")) < kept_bytes(block, setting())
 
 
+def test_shards_of_experts_are_those_that_have_the_same_ones() -> None:
+    """8 ranks share all weights; of experts each has an eighth, however many of the 8 are for ep."""
+    sizes = [peak_bytes(setting(ROUTED, zero=3, ep=ep))[0].categories for ep in (1, 2, 8)]
+    assert [one["weights"] for one in sizes] == pytest.approx([sizes[0]["weights"]] * 3)
+    assert [one["optimizer"] for one in sizes] == pytest.approx([sizes[0]["optimizer"]] * 3)
+
+
 def test_experts_are_shared_by_their_own_ranks() -> None:
     shared, whole = (peak_bytes(setting(ROUTED, zero=1, ep=ep))[0].categories for ep in (8, 1))
     assert shared["weights"] < whole["weights"] / 2

@@ -60,6 +60,7 @@ def test_states_are_shared_as_the_layout_says() -> None:
     assert found.most["logits"] >= 512 * setting.model.vocab_size * 4
 
 
+@pytest.mark.slow
 def test_recomputation_keeps_the_streams_between_blocks_alone() -> None:
     kept, made_again = (counted(line(2, fsdp=2, recompute=how))[0] for how in ("none", "full"))
     blocks, stream = len(line(2, fsdp=2).model.blocks), 2 * 512 * line(2, fsdp=2).model.width
@@ -69,6 +70,22 @@ def test_recomputation_keeps_the_streams_between_blocks_alone() -> None:
     assert made_again.most["activations"] > blocks * stream
 
 
+@pytest.mark.slow
+def test_codes_of_inputs_are_kept_instead_of_them() -> None:
+    plain = line(2, fsdp=2)
+    of_blocks = tuple(
+        BlockPlan(formats=(("mlp.down.fprop", "mxfp8"), ("mlp.down.wgrad", "mxfp8")))
+        for _ in plain.model.blocks
+    )
+    all_quantized = dataclasses.replace(plain, precision="mxfp8")
+    most = [
+        counted(setting)[0].most["activations"]
+        for setting in (all_quantized, dataclasses.replace(plain, blocks=of_blocks), plain)
+    ]
+    assert most[0] < most[1] < most[2]
+
+
+@pytest.mark.slow
 def test_a_thousand_ranks_of_four_axes_are_one_process() -> None:
     setting = line(1024, batch=512, pp=2, fsdp=128, tp=4)
     first, last = counted(setting, 0, 1)
@@ -77,6 +94,7 @@ def test_a_thousand_ranks_of_four_axes_are_one_process() -> None:
     assert first.most.get("logits", 0) == 0
 
 
+@pytest.mark.slow
 def test_experts_are_shared_by_all_ranks_of_a_stage() -> None:
     def found(**layout: int) -> SimulatedRank:
         routed = Line(
@@ -100,7 +118,7 @@ def test_experts_are_shared_by_all_ranks_of_a_stage() -> None:
 @pytest.mark.parametrize(
     ("setting", "says"),
     [
-        (lambda: dataclasses.replace(line(2, fsdp=2), precision="fp8"), "precision fp8"),
+        (lambda: dataclasses.replace(line(2, fsdp=2), precision="fp16"), "precision fp16"),
         (lambda: dataclasses.replace(line(2, fsdp=2), software=software("megatron")), "software megatron"),
         (lambda: dataclasses.replace(line(2, fsdp=2), offload=Offload(optimizer=True)), "offload"),
         (
@@ -179,8 +197,8 @@ def simulated(case: Case, rank: int) -> int:
 
 
 MOST = {"pp": 1.001, "tp": 1.06}
-"""Most that ranks which run may take of what was counted. Of fsdp more: gloo's collectives keep buffers of their own
-until their threads are done with them."""
+"""Most that ranks which run may take of what was counted. Those of fsdp take more from run to run, by 5 to 25 % of so
+small a model: gloo's collectives keep buffers of their own until their threads are done with them."""
 
 
 @pytest.mark.slow
@@ -189,4 +207,4 @@ def test_ranks_that_run_take_what_was_counted(tmp_path: Path) -> None:
     for name, case in CASES.items():
         for rank in (0, 1) if "pp" in case.layout else (0,):
             share = ranks[rank][name] / simulated(case, rank)
-            assert 0.999 < share < MOST.get(name, 1.2), (name, rank, share)
+            assert 0.999 < share < MOST.get(name, 1.5), (name, rank, share)

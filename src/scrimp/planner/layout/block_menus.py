@@ -231,7 +231,7 @@ def _menu(setting: Setting, quality: Quality | None, number: int, *, keeps_all: 
         ):
             plan = BlockPlan(recompute=recompute, offload=offload, gathered=gathered, formats=formats)
             waiting = waiting_bytes(block, plan, setting.in_formats(formats))
-            standing = setting.software.weight_bytes * numbers_of_block(setting, block) * gathered
+            standing = setting.software.weight_bytes * numbers_of_block(setting, block).total * gathered
             rows.append((_seconds(setting, number, plan), waiting, standing, harm))
             plans.append(plan)
     figures = np.array(rows)

@@ -131,7 +131,7 @@ def frontier(blocks: Sequence[Choices], target: float, room: float, cells: int) 
     """
     steps = np.concatenate([one.harm - one.harm.min() for one in blocks])
     spans = sum(float(np.ptp(one.seconds)) for one in blocks)
-    beyond = 2.0 * spans / float(steps[steps > 0].min()) if (steps > 0).any() else 0.0
+    beyond = 2.0 * (spans or 1.0) / float(steps[steps > 0].min()) if (steps > 0).any() else 0.0
     low, high = (_plan(blocks, price, room, cells) for price in (beyond, 0.0))
     if low is None or high is None:
         return None

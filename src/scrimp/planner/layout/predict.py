@@ -185,7 +185,7 @@ def planned_seconds(
 def _moved_seconds(setting: Setting, block: BlockSpec, plan: BlockPlan, *, backward: bool) -> float:
     """Seconds of what a pass of a block sends to the host, or gets from there, whichever takes longer."""
     offload, software = setting.offload, setting.software
-    numbers = numbers_of_block(setting, block, setting.layout.shards if setting.shares_weights else 1)
+    numbers = numbers_of_block(setting, block).over(setting.weight_shards)
     kept = kept_bytes(block, setting) if plan.offload else boundary_bytes(setting) * offload.residuals
     comes = software.weight_bytes * numbers * offload.weights
     if backward:
@@ -222,25 +222,25 @@ def _gathered(
     layout, software = setting.layout, setting.software
     if not setting.shares_weights:
         return one
-    group, numbers = setting.groups["shards"], numbers_of_block(setting, block)
-    seconds = 0.0
+    num_bytes = software.gradient_bytes * backward
     if (layout.zero == 3 and not plan.gathered) or not backward:
-        seconds += group.gathered(software.weight_bytes * numbers)
-    if backward:
-        seconds += group.gathered(software.gradient_bytes * numbers)
+        num_bytes += software.weight_bytes
+    groups, numbers = setting.groups, numbers_of_block(setting, block)
+    seconds = groups["shards"].gathered(num_bytes * numbers.dense)
+    seconds += groups["expert_shards"].gathered(num_bytes * numbers.routed)
     beside = min(software.hidden_gathers * seconds, one.compute)
     return PassSeconds(one.compute, one.communication + seconds - beside, one.hidden + beside)
 
 
 def _reductions(setting: Setting, own: Sequence[_Stage], rank: int) -> float:
     """Seconds of what is reduced and gathered once a step, that the last and the first passes do not hide."""
-    layout, software = setting.layout, setting.software
-    once = layout.dp if setting.shares_weights else layout.data_ranks * layout.cp
-    if once == 1:
-        return 0.0
-    group = setting.groups["dp" if setting.shares_weights else "data"]
-    numbers = numbers_of_rank(setting, rank, layout.shards if group is setting.groups["dp"] else 1)
-    seconds = group.gathered((software.gradient_bytes + software.weight_bytes) * numbers)
+    software, groups = setting.software, setting.groups
+    numbers, num_bytes = numbers_of_rank(setting, rank), software.gradient_bytes + software.weight_bytes
+    if setting.shares_weights:
+        seconds = groups["dp"].gathered(num_bytes * numbers.over(setting.weight_shards))
+    else:
+        seconds = groups["data"].gathered(num_bytes * numbers.dense)
+        seconds += groups["edp"].gathered(num_bytes * numbers.routed)
     window = own[-1].backward.compute + own[0].forward.compute
     return seconds - min(software.hidden_gathers * seconds, window)
 
@@ -248,7 +248,7 @@ def _reductions(setting: Setting, own: Sequence[_Stage], rank: int) -> float:
 def _optimizer(setting: Setting, rank: int) -> float:
     """Seconds of the update; states on the host come to the device and go back while it updates others."""
     software, link = setting.software, setting.device.host_link
-    numbers = numbers_of_rank(setting, rank, setting.state_shards)
+    numbers = numbers_of_rank(setting, rank).over(setting.state_shards)
     each = (software.state_bytes - software.master_bytes) * setting.offload.optimizer
     each += software.master_bytes * setting.offload.master
     visits = each * numbers / (link.bytes_per_second * link.both_ways)

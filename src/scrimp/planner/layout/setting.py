@@ -142,11 +142,21 @@ class Setting:
         return own > 1 and layout.zero > 1
 
     @property
-    def state_shards(self) -> int:
-        """Ranks over which optimizer states are cut, beside tp and pp."""
+    def weight_shards(self) -> tuple[int, int]:
+        """Ranks over which weights that are gathered in every pass are cut, beside tp and pp: those outside of routed
+        experts, and those of an expert."""
+        return self._shards(self.layout.shards) if self.shares_weights else (1, 1)
+
+    @property
+    def state_shards(self) -> tuple[int, int]:
+        """The same of optimizer states."""
         layout = self.layout
         over_copies = self.software.shards_over_copies and layout.fsdp == 1
-        return layout.dp * layout.cp if over_copies else layout.shards
+        return self._shards(layout.dp * layout.cp if over_copies else layout.shards)
+
+    def _shards(self, ranks: int) -> tuple[int, int]:
+        layout = self.layout
+        return ranks, max(1, ranks * layout.tp // (layout.ep * layout.etp))
 
     def recipe(self, linear: str, gemm: str) -> str:
         """Recipe of one product of a block."""
@@ -158,8 +168,8 @@ class Setting:
 
     @cached_property
     def groups(self) -> dict[str, Group]:
-        """Each axis; tp changes fastest, then cp, fsdp, dp and pp. ep: the ranks that share experts; data: all that
-        read other tokens."""
+        """Each axis; tp changes fastest, then cp, fsdp, dp and pp. ep: the ranks that share experts; edp: those
+        that have the same ones; data: all that read other tokens."""
         layout, found, stride = self.layout, {}, 1
         for axis in ("tp", "cp", "fsdp", "dp", "pp"):
             found[axis] = self._group(getattr(layout, axis), stride)
@@ -167,6 +177,7 @@ class Setting:
         found["ep"] = self._group(layout.ep, layout.etp)
         found["data"] = self._group(layout.cp * layout.data_ranks, layout.tp)
         found["shards"] = self._group(layout.shards, layout.tp)
+        found["expert_shards"] = self._group(self._shards(layout.shards)[1], layout.ep * layout.etp)
         found["edp"] = self._group(
             layout.ranks // (layout.pp * layout.ep * layout.etp), layout.ep * layout.etp
         )

@@ -4,8 +4,9 @@ Method   With P the parameters of a rank, S the ranks that share states, n the t
 
              weights        2 P, shared by zero 3
              gradients      as they are added up, shared where they are reduced in each pass (zero 2 and 3)
-             optimizer      master and moments, P / S of each
-             gathered       two blocks' weights and one block's gradients, where these are shared
+             optimizer      master and moments, P / S of each; of routed experts S is those that have the same ones
+             gathered       two blocks' weights and one block's gradients, where these are shared; under zero 3
+                            embedding and head too, with their gradients
              activations    of each block and pass in flight: inputs of products, of norms and of gates, queries, keys,
                             values, results (`kept_bytes`); the first 1f1b rank has as many passes in flight as ranks
              logits         of the last stage's passes, in bf16 and float32, and their gradients
@@ -25,7 +26,13 @@ from scrimp.models import BlockSpec
 from scrimp.models.shapes import value_width
 from scrimp.planner.layout.kernels import element_bytes
 from scrimp.planner.layout.setting import FULL, NONE, SELECTIVE, BlockPlan, Setting
-from scrimp.planner.layout.stages import Kinds, kinds_of_ranks, numbers_of_block, numbers_of_rank
+from scrimp.planner.layout.stages import (
+    Kinds,
+    kinds_of_ranks,
+    numbers_of_block,
+    numbers_of_ends,
+    numbers_of_rank,
+)
 
 MARGIN = 0.03
 """Share of all that a caching allocator cannot use, and what libraries take: an estimate."""
@@ -66,16 +73,21 @@ def kept_bytes(block: BlockSpec, setting: Setting) -> float:
 
 
 def _rank(setting: Setting, own: Kinds, rank: int) -> RankBytes:
-    layout, software = setting.layout, setting.software
-    sharded = layout.shards if setting.shares_weights else 1
-    numbers_of = {kind: numbers_of_block(setting, setting.model.blocks[kind[0]]) for kind in own}
+    layout, software, whole = setting.layout, setting.software, (1, 1)
+    numbers, shards = numbers_of_rank(setting, rank), setting.weight_shards
+    numbers_of = {kind: numbers_of_block(setting, setting.model.blocks[kind[0]]).total for kind in own}
     largest = max(numbers_of.values())
-    weights = software.held_weight_bytes * numbers_of_rank(setting, rank, sharded if layout.zero == 3 else 1)
-    if sharded > 1 and layout.zero == 3:
-        whole = sum(count * numbers_of[kind] for kind, count in own.items() if kind[1].gathered)
-        weights += software.weight_bytes * whole
-    gradients = software.held_gradient_bytes * numbers_of_rank(setting, rank, sharded)
-    gathered = largest * (2 * software.weight_bytes + software.gradient_bytes) if sharded > 1 else 0.0
+    weights = software.held_weight_bytes * numbers.over(shards if layout.zero == 3 else whole)
+    gradients = software.held_gradient_bytes * numbers.over(shards)
+    gathered = 0.0
+    if shards[0] > 1:
+        gathered = largest * (2 * software.weight_bytes + software.gradient_bytes)
+    if shards[0] > 1 and layout.zero == 3:
+        # Embedding and head are gathered from the forward pass to the end of the backward one.
+        ends = numbers_of_ends(setting, rank)
+        gathered += ends * (software.weight_bytes + software.gradient_bytes)
+        stay = sum(count * numbers_of[kind] for kind, count in own.items() if kind[1].gathered)
+        weights += software.weight_bytes * stay
     if setting.offload.weights:
         weights = min(weights, 2 * largest * software.held_weight_bytes)
     if setting.offload.gradients:
@@ -83,7 +95,7 @@ def _rank(setting: Setting, own: Kinds, rank: int) -> RankBytes:
     found = {
         "weights": weights,
         "gradients": gradients,
-        "optimizer": _state_bytes(setting) * numbers_of_rank(setting, rank, setting.state_shards),
+        "optimizer": _state_bytes(setting) * numbers.over(setting.state_shards),
         "gathered": gathered,
         "activations": _activations(setting, own, rank),
         "logits": _logits(setting) if rank == layout.pp - 1 else 0.0,
@@ -100,19 +112,19 @@ def _state_bytes(setting: Setting) -> float:
 
 def host_bytes(setting: Setting) -> float:
     """Bytes of states that the rank with most of them has in host memory."""
-    layout, software, offload = setting.layout, setting.software, setting.offload
-    sharded = layout.shards if setting.shares_weights else 1
-
-    def most(shards: int) -> float:
-        return max(numbers_of_rank(setting, rank, shards) for rank in range(layout.pp))
-
+    software, offload, shards = setting.software, setting.offload, setting.weight_shards
+    ranks = [numbers_of_rank(setting, rank) for rank in range(setting.layout.pp)]
     moments = (software.state_bytes - software.master_bytes) * offload.optimizer
-    found = (moments + software.master_bytes * offload.master) * most(setting.state_shards)
-    if offload.weights:
-        found += software.held_weight_bytes * most(sharded if layout.zero == 3 else 1)
-    if offload.gradients:
-        found += software.held_gradient_bytes * most(sharded)
-    return found
+    states = moments + software.master_bytes * offload.master
+    weights, gradients = (
+        software.held_weight_bytes * offload.weights,
+        software.held_gradient_bytes * offload.gradients,
+    )
+    held = shards if setting.layout.zero == 3 else (1, 1)
+    return max(
+        states * one.over(setting.state_shards) + weights * one.over(held) + gradients * one.over(shards)
+        for one in ranks
+    )
 
 
 def passes_in_flight(setting: Setting, rank: int) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from functools import lru_cache
 
 from scrimp.models import BlockSpec
@@ -31,49 +32,6 @@ def _split(number: int, count: int, given: str | None) -> tuple[range, ...]:
     return tuple(range(start, start + size) for start, size in zip(starts, sizes, strict=True))
 
 
-def kinds_of_stages(setting: Setting) -> list[Kinds]:
-    """The blocks of each stage, equal ones that are planned alike counted."""
-    plans, first = block_plans(setting), setting.model.first_equal
-    return [Counter((first[index], plans[index]) for index in blocks) for blocks in blocks_of_stages(setting)]
-
-
-def kinds_of_ranks(setting: Setting) -> list[Kinds]:
-    """The same of all stages of each rank."""
-    stages, ranks = kinds_of_stages(setting), setting.layout.pp
-    return [sum(stages[rank::ranks], start=Counter()) for rank in range(ranks)]
-
-
-def numbers_of_block(setting: Setting, block: BlockSpec, shards: int = 1) -> float:
-    """Parameters of a block that a rank of tp and ep has, or its part where so many ranks share them.
-
-    Args:
-        shards: ranks that share what tp cuts; of experts those of them that have the same ones.
-    """
-    routed = block.routed_parameters
-    return _of_rank(setting, block.parameters - routed, routed, shards)
-
-
-def numbers_of_rank(setting: Setting, rank: int, shards: int = 1) -> float:
-    """Parameters that a rank of a pipeline has of all its stages, or its part where so many ranks share them."""
-    layout, model = setting.layout, setting.model
-    dense, routed = model.parameters_before
-    own = blocks_of_stages(setting)[rank :: layout.pp]
-    cut = float(sum(dense[blocks.stop] - dense[blocks.start] for blocks in own))
-    if rank == 0:
-        cut += model.embedding_parameters
-    if rank == layout.pp - 1 and not (model.tied and layout.pp == 1):
-        cut += model.head_parameters
-    return _of_rank(setting, cut, sum(routed[blocks.stop] - routed[blocks.start] for blocks in own), shards)
-
-
-def _of_rank(setting: Setting, dense: float, routed: float, shards: int) -> float:
-    """What a rank has of numbers that tp cuts and of experts. Ranks that share numbers are n = tp shards; ep etp of
-    them have other experts already: experts are cut into n, as all else is, or into ep etp where these are more."""
-    layout = setting.layout
-    pieces = layout.ep * layout.etp
-    return dense / (layout.tp * shards) + routed / (max(pieces, layout.tp * shards) if shards > 1 else pieces)
-
-
 def block_plans(setting: Setting) -> tuple[BlockPlan, ...]:
     """What is decided of every block. Of a number of blocks that are made again, or whose activations leave, each
     stage of a rank has its share, the first ones."""
@@ -92,3 +50,60 @@ def block_plans(setting: Setting) -> tuple[BlockPlan, ...]:
                 )
             )
     return tuple(found)
+
+
+def kinds_of_stages(setting: Setting) -> list[Kinds]:
+    """The blocks of each stage, equal ones that are planned alike counted."""
+    plans, first = block_plans(setting), setting.model.first_equal
+    return [Counter((first[index], plans[index]) for index in blocks) for blocks in blocks_of_stages(setting)]
+
+
+def kinds_of_ranks(setting: Setting) -> list[Kinds]:
+    """The same of all stages of each rank."""
+    stages, ranks = kinds_of_stages(setting), setting.layout.pp
+    return [sum(stages[rank::ranks], start=Counter()) for rank in range(ranks)]
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Parameters of a rank of tp, pp and ep before copies and shards share them."""
+
+    dense: float
+    routed: float
+    """Of routed experts, which fewer ranks share: those that have the same ones."""
+
+    @property
+    def total(self) -> float:
+        """Both."""
+        return self.dense + self.routed
+
+    def over(self, shards: tuple[int, int]) -> float:
+        """What one of so many ranks has, of each."""
+        return self.dense / shards[0] + self.routed / shards[1]
+
+
+def numbers_of_block(setting: Setting, block: BlockSpec) -> Numbers:
+    """Parameters of a block."""
+    layout, routed = setting.layout, block.routed_parameters
+    return Numbers((block.parameters - routed) / layout.tp, routed / (layout.ep * layout.etp))
+
+
+def numbers_of_rank(setting: Setting, rank: int) -> Numbers:
+    """Parameters of all stages of a rank of the pipeline."""
+    layout, model = setting.layout, setting.model
+    dense, routed = model.parameters_before
+    ours, experts = 0.0, 0.0
+    for blocks in blocks_of_stages(setting)[rank :: layout.pp]:
+        ours += (dense[blocks.stop] - dense[blocks.start]) / layout.tp
+        experts += (routed[blocks.stop] - routed[blocks.start]) / (layout.ep * layout.etp)
+    return Numbers(ours + numbers_of_ends(setting, rank), experts)
+
+
+def numbers_of_ends(setting: Setting, rank: int) -> float:
+    """Parameters of embedding and head of a rank of the pipeline."""
+    layout, model, found = setting.layout, setting.model, 0.0
+    if rank == 0:
+        found += model.embedding_parameters / layout.tp
+    if rank == layout.pp - 1 and not (model.tied and layout.pp == 1):
+        found += model.head_parameters / layout.tp
+    return found

@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from scrimp.profiler.memory_trace.tracker import StorageTracker
 from scrimp.profiler.memory_trace.workspace import WorkspaceRule, no_workspace
@@ -35,6 +36,7 @@ WEIGHTS, GRADIENTS, OPTIMIZER, GATHERED, ACTIVATIONS, LOGITS = (
 _OWNERS = {
     "torch.distributed.fsdp": GATHERED,
     "scrimp.objectives": LOGITS,
+    "scrimp.runtime.parallel": GATHERED,
     "scrimp.optim": GRADIENTS,
     "scrimp.runtime.memory": GRADIENTS,
     "scrimp.models": ACTIVATIONS,
@@ -42,6 +44,7 @@ _OWNERS = {
     "scrimp.runtime.pipeline": ACTIVATIONS,
 }
 """Package to the category of what it makes; the innermost frame of any of them decides."""
+_PLAIN = {Tensor, nn.Parameter, FakeTensor}
 Found = Callable[[], Mapping[str, Iterable[Tensor]]]
 """Tensors whose category is known by where they are kept."""
 
@@ -100,8 +103,8 @@ class CategoryTracker(StorageTracker):
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Operators of tensors that are in pieces are seen when they reach the pieces."""
-        if any(issubclass(kind, Tensor) and kind.__name__ == "DTensor" for kind in types):
+        """Operators of tensors that hold others are seen when they reach those."""
+        if not set(types) <= _PLAIN:
             return NotImplemented
         return super().__torch_dispatch__(func, types, args, kwargs)
 

@@ -113,7 +113,7 @@ def _outside_autocast() -> Iterator[None]:
         torch.set_autocast_enabled("cpu", was_enabled)
 
 
-class _StillClock(Clock):
+class StillClock(Clock):
     """Noise at one address: fake tensors cannot be read."""
 
     @property
@@ -210,7 +210,7 @@ class TracedStep:
         model = build_model(
             self.architecture, device=CPU, dtype=DTYPES[self.parameters], part=ModelPart(blocks)
         ).eval()
-        clock, plain = _StillClock(), LinearPrecision.of(self.precision)
+        clock, plain = StillClock(), LinearPrecision.of(self.precision)
         if head != plain:
             model.planned_head = PlannedLayer(HEAD, head, clock, self.backend.choose)
         for block, (spec, formats) in zip(model.blocks, classes, strict=True):

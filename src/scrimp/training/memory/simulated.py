@@ -9,8 +9,9 @@ Method   torch's back end "fake" stands for a process group of any size in which
          kernels' own memory is counted (`stand_ins`); gates save their inputs alone, as compiled ones do.
          Of a step's micro-batches as many run as are in flight at once, and one more: later ones take the same.
          Ranks that share experts send as many tokens to each (`balanced_experts`).
-Limits   Whole copies, what lives on the host, and formats but bf16 are refused by name. What the caching allocator
-         cannot use is no tensor. An H100's number of multiprocessors is taken.
+         Quantized products run in the reference back end, as in a trace (`RememberedBackend`).
+Limits   Whole copies and what lives on the host are refused by name. What a caching allocator cannot use is no tensor.
+         Fused kernels of quantized products take less than the reference. An H100's number of multiprocessors is taken.
 Checked  tests/training/memory/test_simulated.py: bytes of shards by hand; torch's profiler on ranks that run
 """
 
@@ -34,7 +35,7 @@ from scrimp.config.resolved import ResolvedLayout
 from scrimp.data import Batch
 from scrimp.errors import PlanError
 from scrimp.models import spec_of
-from scrimp.models.flash import Gpu
+from scrimp.models.flash import STAND_IN, Gpu
 from scrimp.models.model import Model
 from scrimp.optim import build
 from scrimp.planner import Plan
@@ -42,7 +43,7 @@ from scrimp.planner.layout.setting import FULL, NONE, SELECTIVE, Offload, Settin
 from scrimp.planner.layout.stages import block_plans, blocks_of_stages
 from scrimp.planner.memory.placement import Placement, States
 from scrimp.planner.plan import Figures, Fingerprint, Layout, rows_of
-from scrimp.precision import parse_rules
+from scrimp.precision import RECIPES, parse_rules
 from scrimp.profiler.memory_trace.by_category import (
     GATHERED,
     GRADIENTS,
@@ -50,12 +51,14 @@ from scrimp.profiler.memory_trace.by_category import (
     WEIGHTS,
     CategoryTracker,
 )
+from scrimp.profiler.memory_trace.remembered import RememberedBackend
 from scrimp.profiler.memory_trace.stand_ins import (
     GRANULES,
     DeviceFunctions,
     standing_for,
     workspace_rule,
 )
+from scrimp.profiler.memory_trace.trace import StillClock
 from scrimp.runtime import Executable, realise
 from scrimp.runtime.parallel import RankMesh, units
 from scrimp.runtime.parallel.parallelise import groups_of
@@ -119,25 +122,21 @@ def refuse(setting: Setting) -> None:
         PlanError: with what it was.
     """
     layout, plans = setting.layout, block_plans(setting)
-    reasons = {
-        f"software {setting.software.name}: Scrimp's own step is what is run": setting.software.name
-        != "scrimp",
-        f"precision {setting.precision}: back ends for formats are not simulated": setting.precision != "bf16"
-        or bool(setting.formats)
-        or any(one.formats for one in plans),
-        "offload: the host's memory is not simulated": setting.offload != Offload()
-        or any(one.offload for one in plans),
-        f"layout.dp {layout.dp} beside fsdp 1: copies read how many of them have a gradient": layout.dp > 1
-        and layout.shards == 1,
-        "sequence_parallel false: Scrimp's ranks of tp share the tokens": layout.tp > 1
-        and not setting.sequence_parallel,
-    }
-    found = [words for words, applies in reasons.items() if applies]
+    name, leaves = setting.software.name, any(one.offload for one in plans)
+    whole_copies, cuts_tokens = layout.dp > 1 and layout.shards == 1, setting.sequence_parallel
+    reasons = (
+        (name != "scrimp", f"software {name}: Scrimp's own step is what is run"),
+        (setting.precision not in RECIPES, f"precision {setting.precision}: no recipe of Scrimp's"),
+        (leaves or setting.offload != Offload(), "offload: the host's memory is not simulated"),
+        (whole_copies, f"layout.dp {layout.dp} beside fsdp 1: copies count who has a gradient"),
+        (layout.tp > 1 and not cuts_tokens, "sequence_parallel false: Scrimp's ranks of tp share the tokens"),
+    )
+    found = [words for applies, words in reasons if applies]
     if found:
         raise PlanError(
             "this plan cannot be simulated",
             got="; ".join(found),
-            expected="a plan in bf16 of Scrimp's own, without offload",
+            expected="a plan of Scrimp's own, without offload",
             do="leave --simulate out, or give another layout or precision",
         )
 
@@ -146,11 +145,8 @@ def _rank(setting: Setting, architecture: Architecture, rank: int, device: Devic
     layout = _carried_out(setting)
     with _fake_group(layout.ranks, rank * (layout.ranks // layout.pp)) as world:
         mesh = RankMesh(layout, world)
-        for name in (
-            "devices",
-            "copies_and_shards",
-            "sparse",
-        ):  # made of numbers, which fake tensors have not
+        # Made of numbers, which fake tensors have not.
+        for name in ("devices", "copies_and_shards", "sparse"):
             getattr(mesh, name)
         gpu, holders = Gpu(), _Holders()
         tracker = CategoryTracker(
@@ -206,8 +202,10 @@ def _executable(
     memory: contextlib.AbstractContextManager[None],
     tracker: CategoryTracker,
 ) -> Executable:
+    backend = RememberedBackend()
+    backend.tracker, backend.stands_for_cuda = tracker, bool(STAND_IN)
     with tracker.making(WEIGHTS):
-        return realise(
+        found = realise(
             _plan(setting, architecture, mesh.layout),
             architecture,
             lambda model: None,
@@ -215,9 +213,15 @@ def _executable(
             parameters="bf16",
             compute="bf16",
             loss_chunk=setting.software.loss_tokens or 0,
+            choose=backend.choose,
             mesh=mesh,
             memory=memory,
         )
+    if found.planned is not None:
+        found.planned.clock = clock = StillClock()
+        for layer in found.planned.layers.values():
+            layer.clock = clock
+    return found
 
 
 def _keep_gathered(setting: Setting, model: Model) -> None:
@@ -245,12 +249,23 @@ def _plan(setting: Setting, architecture: Architecture, layout: ResolvedLayout) 
     return Plan(
         fingerprint=Fingerprint("", setting.device.name, torch.__version__, layout.ranks),
         budget={},
-        gemms=parse_rules(setting.precision).assign(spec.origins),
+        gemms=parse_rules(_rules(setting)).assign(spec.origins),
         blocks=blocks,
         states=states,
         layout=Layout(stages=[]),
         predicted=Figures(),
     )
+
+
+def _rules(setting: Setting) -> str:
+    """The formats of a setting as a run's `precision` says them."""
+    of_all = [f"*.{product}={name}" for product, name in setting.formats.items()]
+    of_blocks = [
+        f"blocks.{number}.{product}={name}"
+        for number, one in enumerate(block_plans(setting))
+        for product, name in one.formats
+    ]
+    return ",".join([setting.precision, *of_all, *of_blocks])
 
 
 def _steps(setting: Setting, executable: Executable, tracker: CategoryTracker) -> None:
