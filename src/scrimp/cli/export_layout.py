@@ -17,15 +17,12 @@ from scrimp.planner.layout.setting import Setting
 _MAX_BYTES = 2**24
 
 
-def check_saved(out: Path, config: Config, shape: Path | None, given: Collection[str]) -> str | ModelShape:
+def model_of_line(config: Config, shape: Path | None, given: Collection[str]) -> str | ModelShape:
     """How a line names the model.
 
     Raises:
-        StorageError: the file exists.
         ConfigError: the model is a preset in other sizes, which a line does not say.
     """
-    if out.exists():
-        raise StorageError(f"{out} exists already", do="choose another name; nothing is overwritten")
     if shape is not None:
         return read_shape(shape)
     changed = sorted(key for key in given if key.startswith("model.") and key != "model.preset")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from scrimp import __version__
-from scrimp.cli.export_layout import check_saved, save_plan
+from scrimp.cli.export_layout import model_of_line, save_plan
 from scrimp.cli.plan_question import Ask, Asked, read_ask
 from scrimp.cli.show import plain_console, say
 from scrimp.cli.simulate import architecture_of, show_simulation
@@ -61,7 +61,7 @@ def plan_elsewhere(ask: Ask, config: Config, given: Collection[str]) -> int:
         PlanError: no layout fits.
     """
     _refuse_together(ask)
-    model_line = None if ask.save is None else check_saved(ask.save, config, ask.shape, given)
+    model_line = None if ask.save is None else model_of_line(config, ask.shape, given)
     architecture = architecture_of(config, ask.shape) if ask.simulate else None
     asked = read_ask(ask, config, given)
     answer = answered(asked.question, asked.goal, asked.searching(), lambda: asked.family)
@@ -94,9 +94,14 @@ def plan_elsewhere(ask: Ask, config: Config, given: Collection[str]) -> int:
 
 
 def _refuse_together(ask: Ask) -> None:
-    """Refuse files that exist, and options of which one takes from the other what it is about."""
-    if ask.report is not None and ask.report.exists():
-        raise StorageError(f"{ask.report} exists already", do="choose another name; nothing is overwritten")
+    """Refuse files that exist or have no folder, and options of which one takes from the other what it is about."""
+    for file in (ask.report, ask.save):
+        if file is not None and file.exists():
+            raise StorageError(f"{file} exists already", do="choose another name; nothing is overwritten")
+        if file is not None and not file.absolute().parent.is_dir():
+            raise StorageError(
+                f"the folder of {file} does not exist", do="make it, or check the spelling of the path"
+            )
     resized = ask.objective == "largest-model"
     for option, why in {
         "--save": "a line names a model that was given, not one that was found"

@@ -94,3 +94,10 @@ def test_only_what_is_slower_than_all_of_its_families_changes_nothing() -> None:
     assert lead.may_take(best.setting.layout, best.seconds / 2)
     other = ResolvedLayout(dp=1, fsdp=1, tp=4, pp=1, cp=1, zero=1, virtual=1)
     assert lead.may_take(other, 2 * best.seconds)
+
+
+def test_without_families_the_best_are_the_same() -> None:
+    asked = question(SMALL, "4xh100")
+    alone = search(asked, has_families=False)
+    assert alone.best == search(asked).best
+    assert not alone.families

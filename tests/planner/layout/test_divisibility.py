@@ -61,3 +61,15 @@ def test_degrees_that_are_possible_alone_and_not_together() -> None:
     few = question(LLAMA_8B, "2x8xh100", 2)
     assert "cannot be shared by 16 devices" in objections(few, {"tp": 1, "pp": 1, "cp": 2})[0]
     assert objections(asked, {}) == []
+
+
+def test_what_is_not_searched_is_said() -> None:
+    asked = question(LLAMA_8B, "8xh100", 16)
+    assert objections(asked, {"schedule": "gpipe"}) == [
+        "schedule gpipe is not searched here, only 1f1b, interleaved; a line of --batch predicts it"
+    ]
+    assert objections(asked, {"stages": "16,16"})[0].startswith(
+        "stages 16,16 is not searched here, only unset"
+    )
+    assert "dp 2 is not searched here, only 1" in objections(asked, {"dp": 2})[0]
+    assert objections(asked, {"schedule": "1f1b", "dp": 1}) == []

@@ -8,7 +8,7 @@ import pytest
 from published_settings import GPT_22B, LLAMA_8B, ROUTED, setting
 
 from scrimp.planner.layout.setting import Offload
-from scrimp.planner.layout.stage_memory import kept_bytes, peak_bytes
+from scrimp.planner.layout.stage_memory import host_bytes, kept_bytes, peak_bytes
 
 
 def test_activations_are_those_of_the_published_formula() -> None:
@@ -71,3 +71,19 @@ def test_shards_of_experts_are_those_that_have_the_same_ones() -> None:
 def test_experts_are_shared_by_their_own_ranks() -> None:
     shared, whole = (peak_bytes(setting(ROUTED, zero=1, ep=ep))[0].categories for ep in (8, 1))
     assert shared["weights"] < whole["weights"] / 2
+
+
+@pytest.mark.parametrize(
+    ("ep", "tp", "zero"), [(1, 1, 3), (8, 1, 3), (4, 2, 3), (8, 1, 1), (8, 8, 1), (2, 4, 3)]
+)
+def test_all_ranks_together_hold_every_state_once(ep: int, tp: int, zero: int) -> None:
+    """Ranks with other experts share none of them: what ep has cut, shards cut no more."""
+    one = setting(ROUTED, "4x8xh100", ep=ep, tp=tp, zero=zero)
+    found = peak_bytes(one)[0].categories
+    numbers = ROUTED.sizes.parameters
+    assert 32 * found["optimizer"] == pytest.approx(12 * numbers)
+    if zero == 3:
+        assert 32 * found["weights"] == pytest.approx(2 * numbers)
+        assert 32 * found["gradients"] == pytest.approx(4 * numbers)
+    left = dataclasses.replace(one, offload=Offload(optimizer=True, master=True))
+    assert 32 * host_bytes(left) == pytest.approx(12 * numbers)

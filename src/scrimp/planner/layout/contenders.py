@@ -51,12 +51,13 @@ class Contenders:
 
     Args:
         keep: how many of the best are wanted.
+        has_families: whether the best of each family is wanted too, which takes about as long again.
     """
 
-    def __init__(self, keep: int) -> None:
+    def __init__(self, keep: int, *, has_families: bool = True) -> None:
         self.best: list[Candidate] = []
         self.families: dict[Family, Candidate | Misfit] = {}
-        self._keep = keep
+        self._keep, self._has_families = keep, has_families
 
     def fits(self, one: Candidate | None) -> None:
         """Take in a candidate that fits, if it is one; of one layout and micro-batch the fastest stays."""
@@ -69,7 +70,7 @@ class Contenders:
                 [*(each for each in self.best if each not in same), one], key=lambda each: each.seconds
             )
             del self.best[self._keep :]
-        for family in families_of(one.setting.layout):
+        for family in self._families_of(one.setting.layout):
             other = self.families.get(family)
             if other is None or isinstance(other, Misfit) or one.seconds < other.seconds:
                 self.families[family] = one
@@ -77,7 +78,7 @@ class Contenders:
     def does_not_fit(self, setting: Setting, memory: tuple[RankBytes, ...]) -> None:
         """Take in a setting that does not fit, at its leanest."""
         one = Misfit(setting, memory)
-        for family in families_of(setting.layout):
+        for family in self._families_of(setting.layout):
             other = self.families.get(family)
             if other is None or (isinstance(other, Misfit) and one.bytes < other.bytes):
                 self.families[family] = one
@@ -86,8 +87,11 @@ class Contenders:
         """Whether a candidate that takes so many seconds or more, or does not fit, may still change anything."""
         if len(self.best) < self._keep or seconds < self.best[-1].seconds:
             return True
-        others = [self.families.get(family) for family in families_of(layout)]
+        others = [self.families.get(family) for family in self._families_of(layout)]
         return any(other is None or isinstance(other, Misfit) or seconds < other.seconds for other in others)
+
+    def _families_of(self, layout: ResolvedLayout) -> list[Family]:
+        return families_of(layout) if self._has_families else []
 
 
 def _place(one: Candidate) -> tuple[ResolvedLayout, int]:

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from scrimp.config.resolved import ResolvedLayout
 from scrimp.planner.layout.search import Question, layouts, micro_batches
 
 _STATES, _ALL = 1, 3
+_FEW = ("dp", "etp", "schedule", "stages")
+"""Fields of a layout of which the search tries few values."""
 
 
 def has_layout(question: Question, given: Mapping[str, object] | None = None) -> bool:
@@ -36,9 +39,11 @@ def matches(layout: ResolvedLayout, micro_batch: int, given: Mapping[str, object
     )
 
 
-def values_of(question: Question, name: str) -> list[int]:
-    """The values of a degree that any layout has."""
-    return sorted({getattr(layout, name) for layout in layouts(question)})
+def values_of(question: Question, name: str) -> list[Any]:
+    """The values of a field that any layout has."""
+    return sorted(
+        {getattr(layout, name) for layout in layouts(question)}, key=lambda value: (str(type(value)), value)
+    )
 
 
 def objections(question: Question, given: Mapping[str, object]) -> list[str]:
@@ -49,6 +54,13 @@ def objections(question: Question, given: Mapping[str, object]) -> list[str]:
     """
     numbers = {name: value for name, value in given.items() if isinstance(value, int)}
     found = [reason for name, value in numbers.items() for reason in _alone(question, name, value)]
+    for name in (name for name in _FEW if name in given):
+        known = values_of(question, name)
+        if given[name] not in known:
+            words = ", ".join("unset" if value is None else str(value) for value in known)
+            found.append(
+                f"{name} {given[name]} is not searched here, only {words}; a line of --batch predicts it"
+            )
     if found:
         return found
     return [] if has_layout(question, given) else [_together(question, numbers)]

@@ -128,6 +128,7 @@ def search(
     keep: int = 5,
     fits_given: Callable[[ResolvedLayout, int], bool] = lambda layout, micro_batch: True,
     note: Callable[[int], None] = lambda tried: None,
+    has_families: bool = True,
 ) -> Found:
     """The best layouts of a model on a cluster.
 
@@ -135,6 +136,7 @@ def search(
         keep: how many plans are wanted.
         fits_given: whether a layout and its micro-batch are among those that are asked for.
         note: told now and then how many settings were looked at.
+        has_families: whether the best of each value of each degree is wanted too, which takes about as long again.
     """
     quality = question.formats.quality(question.model) if question.formats else None
     waiting: list[_Waiting] = []
@@ -145,7 +147,7 @@ def search(
             waiting.append(_promise(setting, quality, len(waiting)))
             note(len(waiting))
     tried, priced, too_large, least, host = len(waiting), 0, 0, math.inf, math.inf
-    best = Contenders(keep)
+    best = Contenders(keep, has_families=has_families)
     heapq.heapify(waiting)
     while waiting:
         one = heapq.heappop(waiting)

@@ -35,9 +35,8 @@ class Change:
 def what_if(question: Question, searching: Searching) -> list[Change]:
     """The best plan after each change."""
     changes = []
-    one_best = dataclasses.replace(searching, keep=1)
     for name, changed in variants(question, searching.fits_given):
-        found = one_best.search(changed, name)
+        found = searching.best(changed, name)
         changes.append(Change(name, changed, next(iter(found.best), None), found.tried))
     return changes
 
