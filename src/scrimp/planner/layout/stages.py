@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import lru_cache
 
 from scrimp.models import BlockSpec
 from scrimp.planner.layout.setting import FULL, NONE, BlockPlan, Setting
@@ -11,19 +12,24 @@ Kinds = Counter[tuple[int, BlockPlan]]
 """Blocks that are equal, by the number of the model's first of them, and planned alike; and how many they are."""
 
 
-def blocks_of_stages(setting: Setting) -> list[range]:
+def blocks_of_stages(setting: Setting) -> tuple[range, ...]:
     """The blocks of each stage, first to last."""
-    layout, number = setting.layout, len(setting.model.blocks)
-    count = layout.pp * (layout.virtual or 1)
-    if layout.stages is not None:
-        sizes = [int(size) for size in layout.stages.split(",")]
+    layout = setting.layout
+    return _cut(len(setting.model.blocks), layout.pp * (layout.virtual or 1), layout.stages)
+
+
+@lru_cache
+def _cut(number: int, count: int, given: str | None) -> tuple[range, ...]:
+    """So many blocks as so many stages, or as those that are given."""
+    if given is not None:
+        sizes = [int(size) for size in given.split(",")]
     else:
         each, rest = divmod(number, count)
         # Embedding and head take a place: the stages in the middle get what is left over.
         sizes = [each + (1 <= index <= rest or index < rest - (count - 2)) for index in range(count)]
         sizes[-1] += number - sum(sizes)
     starts = [sum(sizes[:index]) for index in range(count)]
-    return [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+    return tuple(range(start, start + size) for start, size in zip(starts, sizes, strict=True))
 
 
 def kinds_of_stages(setting: Setting) -> list[Kinds]:
