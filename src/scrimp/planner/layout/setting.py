@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from scrimp.config.resolved import ResolvedLayout
 from scrimp.errors import PlanError
 from scrimp.models.shapes import ModelSizes
-from scrimp.planner.hardware import Cluster, Device
+from scrimp.planner.hardware import Cluster, Device, Link
 from scrimp.planner.layout.collectives import Group, group_of
 from scrimp.planner.layout.software import Software
 
@@ -131,21 +131,24 @@ class Setting:
         return dataclasses.replace(self, formats=dict(formats), blocks=()) if formats else self
 
     @cached_property
-    def groups(self) -> dict[str, Group]:
+    def groups(self) -> Mapping[str, Group]:
         """Each axis; tp changes fastest, then cp, fsdp, dp and pp. ep: the ranks that share experts; data: all that
         read other tokens."""
-        layout, found, stride = self.layout, {}, 1
-        for axis in ("tp", "cp", "fsdp", "dp", "pp"):
-            found[axis] = self._group(getattr(layout, axis), stride)
-            stride *= getattr(layout, axis)
-        found["ep"] = self._group(layout.ep, layout.etp)
-        found["data"] = self._group(layout.cp * layout.data_ranks, layout.tp)
-        found["shards"] = self._group(layout.shards, layout.tp)
-        found["edp"] = self._group(
-            layout.ranks // (layout.pp * layout.ep * layout.etp), layout.ep * layout.etp
-        )
-        return found
+        group = self.cluster.groups[0]
+        return _groups(self.layout, group.used, group.node.link.inside, group.node.link.outside)
 
-    def _group(self, ranks: int, stride: int) -> Group:
-        node = self.cluster.groups[0]
-        return group_of(ranks, stride, node.used, node.node.link.inside, node.node.link.outside)
+
+@lru_cache(maxsize=1024)
+def _groups(layout: ResolvedLayout, node: int, inside: Link, outside: Link) -> Mapping[str, Group]:
+    def group(ranks: int, stride: int) -> Group:
+        return group_of(ranks, stride, node, inside, outside)
+
+    found, stride = {}, 1
+    for axis in ("tp", "cp", "fsdp", "dp", "pp"):
+        found[axis] = group(getattr(layout, axis), stride)
+        stride *= getattr(layout, axis)
+    found["ep"] = group(layout.ep, layout.etp)
+    found["data"] = group(layout.cp * layout.data_ranks, layout.tp)
+    found["shards"] = group(layout.shards, layout.tp)
+    found["edp"] = group(layout.ranks // (layout.pp * layout.ep * layout.etp), layout.ep * layout.etp)
+    return found
