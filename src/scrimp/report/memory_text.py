@@ -8,7 +8,7 @@ from itertools import groupby
 from rich.table import Table
 
 from scrimp.planner.memory.decision import MemoryDecision
-from scrimp.planner.memory.frontier import Alternative, binding, frontier
+from scrimp.planner.memory.frontier import Alternative, Searches, binding, frontier
 from scrimp.planner.memory.room import Budgets
 from scrimp.planner.memory.search_space import Split
 from scrimp.planner.memory.timeline import Timeline
@@ -77,10 +77,11 @@ def _alternatives(
 ) -> Iterator[tuple[str, str]]:
     if not decision.is_searched:
         return
-    bound, gain = binding(decision, split=split)
+    searches = Searches(decision, split)
+    bound, gain = binding(searches)
     if gain:
         yield "bound by", f"{bound}: a quarter more of it saves {format_percent(gain)} of the step"
-    for other in frontier(decision, split=split):
+    for other in frontier(searches):
         more = budgets.device_for(other.more_bytes)
         yield f"with {format_bytes(more)} more", _alternative(other)
 

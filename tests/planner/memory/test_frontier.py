@@ -6,7 +6,7 @@ import pytest
 from made_up import MACHINE, QWEN_7B, llama_costs
 
 from scrimp.planner.memory.costs import StepCosts
-from scrimp.planner.memory.frontier import WORTH, binding, frontier, resident_bytes
+from scrimp.planner.memory.frontier import WORTH, Searches, binding, frontier, resident_bytes
 from scrimp.planner.memory.machine import Setup
 from scrimp.planner.memory.search import search
 from scrimp.planner.memory.search_space import Split
@@ -22,7 +22,7 @@ def small(micro_batch: int) -> StepCosts:
 def test_larger_devices_are_named_with_what_they_save() -> None:
     machine = replace(MACHINE, device_bytes=12 * 2**30, host_bytes=20 * 10**9)
     plan = search(small(2), machine, Setup(2))
-    found = frontier(plan)
+    found = frontier(Searches(plan))
     assert found
     shares = [other.faster for other in found]
     assert shares == sorted(shares)
@@ -38,8 +38,8 @@ def test_nothing_is_offered_to_a_plan_that_has_everything() -> None:
     plan = search(small(2), machine, Setup(2))
     assert plan.placement.states.is_resident
     assert set(plan.placement.activations) == {"keep"}
-    assert frontier(plan) == []
-    assert binding(plan) == ("computing", 0.0)
+    assert frontier(Searches(plan)) == []
+    assert binding(Searches(plan)) == ("computing", 0.0)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_what_binds_is_what_more_of_would_help_most(
 ) -> None:
     rates = dict.fromkeys(("upload", "download", "upload_together", "download_together"), link)
     machine = replace(MACHINE, device_bytes=gib << 30, host_bytes=gigabytes * 10**9, **rates)
-    name, gain = binding(search(small(2), machine, Setup(1)))
+    name, gain = binding(Searches(search(small(2), machine, Setup(1))))
     assert gain > WORTH
     assert name == expected
 
@@ -62,15 +62,15 @@ def test_states_that_the_user_placed_are_not_moved_by_what_is_offered() -> None:
     machine = replace(MACHINE, device_bytes=10 * 2**30)
     placed = Split(0, 12, 12)
     plan = search(small(2), machine, Setup(2), placed)
-    found = frontier(plan, split=placed)
+    found = frontier(Searches(plan, placed))
     assert found
     for other in found:
         assert other.plan.placement.states == plan.placement.states
         assert other.more_bytes > 0
-    elsewhere = frontier(plan)
+    elsewhere = frontier(Searches(plan))
     assert elsewhere[-1].plan.placement.states.is_resident
     assert elsewhere[-1].faster > found[-1].faster
-    assert binding(plan)[1] > binding(plan, split=placed)[1]
+    assert binding(Searches(plan))[1] > binding(Searches(plan, placed))[1]
 
 
 def test_what_needs_no_larger_device_is_no_offer_of_one() -> None:
@@ -78,4 +78,4 @@ def test_what_needs_no_larger_device_is_no_offer_of_one() -> None:
     machine = replace(MACHINE, device_bytes=80 * 2**30)
     plan = search(small(2), machine, Setup(2), Split(12, 12, 12))
     assert search(small(2), machine, Setup(2)).timeline.seconds < 0.9 * plan.timeline.seconds
-    assert frontier(plan) == []
+    assert frontier(Searches(plan)) == []

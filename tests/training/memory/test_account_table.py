@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,8 +11,7 @@ from tiny_run import flags, write_corpus
 
 from scrimp.cli import main
 from scrimp.config import BudgetConfig, Config, MemoryConfig, ModelConfig, TrainConfig
-from scrimp.planner.memory.decision import MemoryDecision
-from scrimp.planner.memory.frontier import Alternative, frontier
+from scrimp.planner.memory.frontier import Alternative, Searches, frontier
 from scrimp.report import memory_text
 from scrimp.training.memory.account_table import account_tables, account_text, attention_text
 from scrimp.training.setup import decide
@@ -87,9 +85,9 @@ def test_a_run_does_not_wait_for_a_search_of_what_more_memory_would_give(
 ) -> None:
     searches: list[int] = []
 
-    def counted(plan: MemoryDecision, *rest: Any, **more: Any) -> list[Alternative]:
-        searches.append(len(plan.costs.blocks))
-        return frontier(plan, *rest, **more)
+    def counted(asked: Searches) -> list[Alternative]:
+        searches.append(len(asked.plan.costs.blocks))
+        return frontier(asked)
 
     monkeypatch.setattr(memory_text, "frontier", counted)
     tight = decide(replace(GIVEN, budget=BudgetConfig(device_memory="30MB", host_memory="1GB")))

@@ -73,11 +73,11 @@ class BlockSeconds:
 
 @dataclass(frozen=True)
 class _Case:
-    """A block of a setting; cases are equal that take the same seconds."""
+    """A block of a setting, or one of its layers; cases are equal that take the same seconds."""
 
     key: tuple[object, ...]
     """All that the seconds follow from, things that are looked at as a whole by their id."""
-    block: BlockSpec = field(compare=False)
+    what: BlockSpec | LinearSpec = field(compare=False)
     setting: Setting = field(compare=False)
     kernels: Kernels = field(compare=False)
 
@@ -94,7 +94,8 @@ def block_seconds(block: BlockSpec, setting: Setting, kernels: Kernels) -> Block
 
 @lru_cache(maxsize=4096)
 def _counted(case: _Case) -> BlockSeconds:
-    block, setting, kernels = case.block, case.setting, case.kernels
+    block, setting, kernels = case.what, case.setting, case.kernels
+    assert isinstance(block, BlockSpec)
     software = setting.software
     forward = backward = 0.0
     for linear in block.linears:
@@ -153,6 +154,19 @@ def embedding_seconds(setting: Setting, kernels: Kernels) -> BlockSeconds:
 
 
 def _linear(linear: LinearSpec, setting: Setting, kernels: Kernels) -> tuple[float, float]:
+    """Forward and backward products of a layer; those of one shape in the same formats are counted once."""
+    layout = setting.layout
+    things = (linear, setting.software, kernels.device)
+    place = (setting.tokens, layout.tp, layout.ep, layout.etp, setting.sequence_parallel)
+    recipes = [setting.recipe(linear.name, gemm) for gemm in _GEMMS]
+    of_kernels = (kernels.launch_seconds, kernels.traffic)
+    return _counted_linear(_Case((*map(id, things), *place, *recipes, *of_kernels), linear, setting, kernels))
+
+
+@lru_cache(maxsize=2**15)
+def _counted_linear(case: _Case) -> tuple[float, float]:
+    linear, setting, kernels = case.what, case.setting, case.kernels
+    assert isinstance(linear, LinearSpec)
     layout, software = setting.layout, setting.software
     is_expert = linear.experts > 1
     pieces = layout.etp if is_expert else layout.tp

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from scrimp.config.resolved import ResolvedLayout
 from scrimp.errors import PlanError
 from scrimp.models.shapes import ModelSizes
-from scrimp.planner.hardware import Cluster, Device, NodeGroup
+from scrimp.planner.hardware import Cluster, Device, Link, NodeGroup
 from scrimp.planner.layout.collectives import Group, group_of
 from scrimp.planner.layout.software import Software
 
@@ -155,8 +155,7 @@ class Setting:
         return self._shards(layout.dp * layout.cp if over_copies else layout.shards)
 
     def _shards(self, ranks: int) -> tuple[int, int]:
-        layout = self.layout
-        return ranks, max(1, ranks * layout.tp // (layout.ep * layout.etp))
+        return ranks, _expert_shards(self.layout, ranks)
 
     def recipe(self, linear: str, gemm: str) -> str:
         """Recipe of one product of a block."""
@@ -167,24 +166,32 @@ class Setting:
         return dataclasses.replace(self, formats=dict(formats), blocks=()) if formats else self
 
     @cached_property
-    def groups(self) -> dict[str, Group]:
+    def groups(self) -> Mapping[str, Group]:
         """Each axis; tp changes fastest, then cp, fsdp, dp and pp. ep: the ranks that share experts; edp: those
         that have the same ones; data: all that read other tokens."""
-        layout, found, stride = self.layout, {}, 1
-        for axis in ("tp", "cp", "fsdp", "dp", "pp"):
-            found[axis] = self._group(getattr(layout, axis), stride)
-            stride *= getattr(layout, axis)
-        found["ep"] = self._group(layout.ep, layout.etp)
-        found["data"] = self._group(layout.cp * layout.data_ranks, layout.tp)
-        found["shards"] = self._group(layout.shards, layout.tp)
-        found["expert_shards"] = self._group(self._shards(layout.shards)[1], layout.ep * layout.etp)
-        found["edp"] = self._group(
-            layout.ranks // (layout.pp * layout.ep * layout.etp), layout.ep * layout.etp
-        )
-        return found
-
-    def _group(self, ranks: int, stride: int) -> Group:
         place, outside = self.place, self.place.node.link.outside
         if len(self.cluster.groups) > 1 and self.rank is None:
             outside = min(outside, self.cluster.between, key=lambda link: link.bandwidth)
-        return group_of(ranks, stride, place.used, place.node.link.inside, outside)
+        return _groups(self.layout, place.used, place.node.link.inside, outside)
+
+
+@lru_cache(maxsize=1024)
+def _groups(layout: ResolvedLayout, node: int, inside: Link, outside: Link) -> Mapping[str, Group]:
+    def group(ranks: int, stride: int) -> Group:
+        return group_of(ranks, stride, node, inside, outside)
+
+    found, stride, experts = {}, 1, layout.ep * layout.etp
+    for axis in ("tp", "cp", "fsdp", "dp", "pp"):
+        found[axis] = group(getattr(layout, axis), stride)
+        stride *= getattr(layout, axis)
+    found["ep"] = group(layout.ep, layout.etp)
+    found["data"] = group(layout.cp * layout.data_ranks, layout.tp)
+    found["shards"] = group(layout.shards, layout.tp)
+    found["expert_shards"] = group(_expert_shards(layout, layout.shards), experts)
+    found["edp"] = group(layout.ranks // (layout.pp * experts), experts)
+    return found
+
+
+def _expert_shards(layout: ResolvedLayout, shards: int) -> int:
+    """Of so many ranks that share dense weights, those that share an expert."""
+    return max(1, shards * layout.tp // (layout.ep * layout.etp))

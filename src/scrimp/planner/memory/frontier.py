@@ -3,6 +3,8 @@
 Each question is a search of its own, unless its answer is known: no step is shorter than its blocks' least computing
 (`bound.least_seconds`), so that nothing is asked once less than `WORTH` is left to be gained.
 
+Searches that both questions ask for are run once (`Searches`).
+
 Checked  tests/planner/memory/test_frontier.py
 """
 
@@ -41,16 +43,33 @@ class Alternative:
     plan: MemoryDecision
 
 
-def frontier(
-    plan: MemoryDecision, budgets: Iterable[int] | None = None, *, split: Split | None = None
-) -> list[Alternative]:
-    """The fastest plans that need a larger device, each faster than the one before by at least `WORTH`.
+class Searches:
+    """The fastest plans of other machines for the same step.
 
     Args:
         plan: from `search`.
-        budgets: bytes of the devices; None: some multiples, and what everything resident needs.
         split: the placement of states, where the user decided; None: any.
     """
+
+    def __init__(self, plan: MemoryDecision, split: Split | None = None) -> None:
+        self.plan = plan
+        self._split = split
+        self._known: dict[Machine, MemoryDecision] = {}
+
+    def on(self, machine: Machine) -> MemoryDecision:
+        """The fastest plan on that machine."""
+        if machine not in self._known:
+            self._known[machine] = search(self.plan.costs, machine, self.plan.setup, self._split)
+        return self._known[machine]
+
+
+def frontier(searches: Searches, budgets: Iterable[int] | None = None) -> list[Alternative]:
+    """The fastest plans that need a larger device, each faster than the one before by at least `WORTH`.
+
+    Args:
+        budgets: bytes of the devices; None: some multiples, and what everything resident needs.
+    """
+    plan = searches.plan
     costs, machine, seconds = plan.costs, plan.machine, plan.timeline.seconds
     least = least_seconds(costs, plan.setup)
     if budgets is None:
@@ -61,7 +80,7 @@ def frontier(
     for budget in sorted(budget for budget in budgets if budget > machine.device_bytes):
         if fastest * (1 - WORTH) < least * (1 - _ROUNDED):
             break
-        other = search(costs, replace(machine, device_bytes=budget), plan.setup, split)
+        other = searches.on(replace(machine, device_bytes=budget))
         more = other.account.peak - machine.device_bytes
         if more > 0 and other.timeline.seconds < fastest * (1 - WORTH):
             found.append(Alternative(more, 1 - other.timeline.seconds / seconds, other))
@@ -69,12 +88,12 @@ def frontier(
     return found
 
 
-def binding(plan: MemoryDecision, *, split: Split | None = None) -> tuple[Binding, float]:
-    """What the plan would gain most from having a quarter more of, and the share of its seconds; arguments as of
-    `frontier`.
+def binding(searches: Searches) -> tuple[Binding, float]:
+    """What the plan would gain most from having a quarter more of, and the share of its seconds.
 
     "computing" where none of device memory, host memory and link gives `WORTH`.
     """
+    plan = searches.plan
     costs, machine = plan.costs, plan.machine
     if plan.timeline.seconds * (1 - WORTH) < least_seconds(costs, plan.setup) * (1 - _ROUNDED):
         return "computing", 0.0
@@ -94,8 +113,7 @@ def binding(plan: MemoryDecision, *, split: Split | None = None) -> tuple[Bindin
         ),
     }
     gains = {
-        name: 1 - search(costs, other, plan.setup, split).timeline.seconds / plan.timeline.seconds
-        for name, other in wider.items()
+        name: 1 - searches.on(other).timeline.seconds / plan.timeline.seconds for name, other in wider.items()
     }
     best = max(gains, key=lambda name: gains[name])
     return (best, gains[best]) if gains[best] >= WORTH else ("computing", 0.0)
