@@ -41,7 +41,8 @@ from scrimp.models import spec_of
 from scrimp.models.shapes import ModelShape, ModelSizes, sizes_of
 from scrimp.planner.hardware import load_hardware
 from scrimp.planner.layout.block_choices import Blocks
-from scrimp.planner.layout.block_menus import FormatBudget, Formats, Quality
+from scrimp.planner.layout.block_menus import Formats, Quality
+from scrimp.planner.layout.format_budget import FormatBudget
 from scrimp.planner.layout.predict import predict
 from scrimp.planner.layout.search import ON_HOST, Question, layouts, micro_batches, search
 from scrimp.planner.layout.setting import Setting

@@ -216,7 +216,7 @@ def _question_70b(*, formats: bool) -> Any:
     from scrimp.models import spec_of
     from scrimp.models.shapes import sizes_of
     from scrimp.planner.hardware import load_hardware
-    from scrimp.planner.layout.block_menus import FormatBudget
+    from scrimp.planner.layout.format_budget import FormatBudget
     from scrimp.planner.layout.search import Question
     from scrimp.planner.layout.software import software
 

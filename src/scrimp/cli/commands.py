@@ -100,6 +100,9 @@ class Plan:
     """With --hardware: write the answer as a page, with the pipeline's timeline and memory by stage."""
     save: Path | None = None
     """With --hardware: write the best plan here, as the line of JSON that --batch reads and export-layout exports."""
+    statistics: Path | None = None
+    """With --hardware and --precision snip: statistics of the model that scrimp.measure wrote; what a format spoils is
+    read from them."""
     simulate: FlagCreatePairsOff[bool] = False
     """With --hardware: count the best plan's memory on a fake process group of that many ranks, in this process."""
     batch: Path | None = None

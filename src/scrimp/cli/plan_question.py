@@ -13,17 +13,19 @@ from scrimp.cli.show import say
 from scrimp.config import Config, base_architecture, batches, flatten, nearest_word, parse_bytes, snip
 from scrimp.errors import ConfigError
 from scrimp.planner.hardware import Cluster, load_hardware
-from scrimp.planner.layout.block_menus import FormatBudget
 from scrimp.planner.layout.divisibility import matches
+from scrimp.planner.layout.format_budget import FormatBudget
 from scrimp.planner.layout.lines import PRECISIONS, read_shape
 from scrimp.planner.layout.objectives import Goal, Objective, Searching
 from scrimp.planner.layout.scaled_models import ModelFamily, family_of
 from scrimp.planner.layout.search import Question
 from scrimp.planner.layout.software import software
+from scrimp.planner.precision.profile import PrecisionProfile
 
 READ = (
     *("train.sequence", "train.batch_tokens", "train.micro_batch", "precision"),
-    *("snip.formats", "budget.fp4_flops", "budget.host_memory", "budget.device_memory"),
+    *("snip.formats", "budget.fp4_flops", "budget.divergence"),
+    *("budget.host_memory", "budget.device_memory"),
 )
 LAYOUT = ("dp", "fsdp", "zero", "tp", "pp", "cp", "ep", "etp", "virtual", "schedule", "stages")
 EXPLAINED = {
@@ -51,6 +53,7 @@ class Ask:
     report: Path | None = None
     save: Path | None = None
     simulate: bool = False
+    statistics: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +97,7 @@ def read_ask(ask: Ask, config: Config, given: Collection[str]) -> Asked:
     goal = Goal(objective=ask.objective, tokens=tokens, days=ask.days)
     cluster = _with_budget(load_hardware(ask.hardware), config)
     family, sequence, batch = _model(ask.shape, config)
-    formats = _formats(config)
+    formats = _formats(config, ask.statistics)
     question = Question(
         model=family.member(family.given).model,
         cluster=cluster,
@@ -124,14 +127,31 @@ def _precision(config: Config) -> str:
     return precision
 
 
-def _formats(config: Config) -> FormatBudget | None:
+def _formats(config: Config, statistics: Path | None) -> FormatBudget | None:
     """What formats the search chooses from; None: one is given."""
+    divergence = config.budget.divergence
     if not config.is_planned:
+        if statistics is not None or divergence is not None:
+            raise ConfigError(
+                "statistics and a budget of harm are for a search that chooses formats",
+                got=f"precision {config.precision}",
+                do="give --precision snip",
+            )
         return None
+    if divergence is not None and statistics is None:
+        raise ConfigError(
+            "only statistics say what a format spoils",
+            got=f"--budget.divergence {divergence} without --statistics",
+            do="give --statistics FILE, or a share of FLOPs as --budget.fp4-flops 0.5",
+        )
     given = config.snip.formats
     names = (snip.DEFAULT_FORMATS if given == "auto" else given).split(",")
-    share = snip.DEFAULT_SHARE if config.budget.fp4_flops is None else config.budget.fp4_flops
-    return FormatBudget(names=tuple(name.strip() for name in names), share=share)
+    return FormatBudget(
+        names=tuple(name.strip() for name in names),
+        share=snip.DEFAULT_SHARE if config.budget.fp4_flops is None else config.budget.fp4_flops,
+        divergence=divergence,
+        statistics=None if statistics is None else PrecisionProfile.read(statistics),
+    )
 
 
 def _with_budget(cluster: Cluster, config: Config) -> Cluster:

@@ -45,7 +45,15 @@ def formats_text(question: Question) -> str:
     if question.formats is None:
         return question.precision
     low = ", ".join(name for name in question.formats.names if name != question.formats.base)
-    return f"{question.formats.base} and at most {question.formats.share:.0%} in {low}"
+    formats = question.formats
+    if formats.statistics is None:
+        return f"{formats.base} and at most {formats.share:.0%} in {low}"
+    most = (
+        f"{formats.share:.0%} of FLOPs do"
+        if formats.divergence is None
+        else f"{formats.divergence:.0%} of all products do"
+    )
+    return f"{formats.base} and {low}, at most the harm of {most}"
 
 
 def plans_table(found: Found, question: Question) -> Table:
@@ -94,10 +102,12 @@ def _blocks_lines(best: Candidate, question: Question) -> list[str]:
     if "," in blocks_text(setting):
         found.append(f"blocks: {blocks_text(setting)}")
     if question.formats is not None:
-        found.append(
-            f"{low_share(setting):.0%} of the blocks' FLOPs in 4 bits, where they save most: without statistics of the "
-            "model all products count as equally sensitive"
+        why = (
+            "without statistics of the model all products count as equally sensitive"
+            if question.formats.statistics is None
+            else "by its statistics"
         )
+        found.append(f"{low_share(setting):.0%} of the blocks' FLOPs in 4 bits, where they save most: {why}")
     return found
 
 

@@ -12,7 +12,7 @@ from scrimp.config.resolved import ResolvedLayout
 from scrimp.errors import PlanError
 from scrimp.models.shapes import ModelShape
 from scrimp.planner.layout.block_choices import Blocks
-from scrimp.planner.layout.block_menus import FormatBudget
+from scrimp.planner.layout.format_budget import FormatBudget
 from scrimp.planner.layout.predict import predict
 from scrimp.planner.layout.search import (
     Question,

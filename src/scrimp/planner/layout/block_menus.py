@@ -40,25 +40,6 @@ _PROFILES = 6
 
 
 @dataclass(frozen=True, kw_only=True)
-class FormatBudget:
-    """Formats to choose from where no statistics say what they spoil: FLOPs in 4 bits stand for harm."""
-
-    names: tuple[str, ...]
-    """Recipes. The one of most bits runs where nothing is chosen."""
-    share: float
-    """Most FLOPs of the blocks' products in 4 bits."""
-
-    @property
-    def base(self) -> str:
-        """The recipe of most bits."""
-        return max(self.names, key=lambda name: RECIPES[name].bits)
-
-    def quality(self, model: ModelSizes) -> Quality:
-        """Of one model."""
-        return Quality(formats=self.names, harm=flops_in_4_bits(model), limit=self.share)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Quality:
     """What low precision may spoil."""
 

@@ -30,8 +30,9 @@ from scrimp.config.resolved import ResolvedLayout
 from scrimp.models.shapes import ModelSizes
 from scrimp.planner.hardware import Cluster, Device
 from scrimp.planner.layout.block_choices import Blocks, has_room, leanest
-from scrimp.planner.layout.block_menus import FormatBudget, Quality, fastest_plan
+from scrimp.planner.layout.block_menus import Quality, fastest_plan
 from scrimp.planner.layout.contenders import Contenders, Family, Misfit
+from scrimp.planner.layout.format_budget import FormatBudget
 from scrimp.planner.layout.predict import Prediction, predict
 from scrimp.planner.layout.setting import BlockPlan, Offload, Setting
 from scrimp.planner.layout.software import Software
