@@ -64,7 +64,11 @@ def test_each_family_has_its_fastest_that_fits(shape: ModelShape, hardware: str)
             assert family not in seconds
             assert best.bytes == pytest.approx(needs[family])
         else:
-            assert best.seconds == pytest.approx(seconds[family])
+            # Stages of the best plans may have got better sizes.
+            moved = best.setting.layout.stages is not None
+            assert best.seconds == pytest.approx(seconds[family]) or (
+                moved and best.seconds < seconds[family]
+            )
     assert {best.setting.layout for best in found.best[:1]} <= {
         best.setting.layout for best in found.families.values() if isinstance(best, Candidate)
     }

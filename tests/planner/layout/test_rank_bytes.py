@@ -13,9 +13,18 @@ from scrimp.planner.layout.stage_memory import host_bytes, kept_bytes, peak_byte
 
 def test_activations_are_those_of_the_published_formula() -> None:
     """Korthikanti et al., table 2: 34 s b h bytes a block, of which 2 are masks of dropout; here without scores."""
-    one = setting(GPT_22B, "8xa100-80", sequence=2048, global_batch=4, micro_batch=4, tp=8)
+    one = setting(GPT_22B, "8xa100-80", of="megatron", sequence=2048, global_batch=4, micro_batch=4, tp=8)
     formula = 32 * 2048 * 4 * 6144 / 8
     assert kept_bytes(one.model.blocks[0], one) == pytest.approx(formula, rel=0.01)
+
+
+def test_what_scrimp_keeps_besides_is_counted() -> None:
+    """Queries and keys twice, and whole what ranks of tp gather: as a simulated step has it."""
+    one, other = (setting(of=of, tp=4) for of in ("scrimp", "megatron"))
+    width, keys, tokens = 4096, 1024, 4096
+    more = 2 * tokens * ((width + keys) / 4 + 2 * width * (1 - 1 / 4))
+    block = one.model.blocks[0]
+    assert kept_bytes(block, one) - kept_bytes(block, other) == pytest.approx(more)
 
 
 def test_states_are_shared_as_the_stage_of_zero_says() -> None:

@@ -223,8 +223,9 @@ def _exchanges(block: BlockSpec, setting: Setting) -> tuple[float, float]:
     if layout.tp > 1:
         gathers = 4 if not experts or layout.etp > 1 else 2
         forward += gathers * groups["tp"].gathered(stream)
-        # Inputs of the layers are gathered once more for their weights' gradients.
-        backward += 1.5 * gathers * groups["tp"].gathered(stream)
+        # Inputs of the layers may be gathered once more for their weights' gradients.
+        again = 1.0 if setting.software.keeps_gathered else 1.5
+        backward += again * gathers * groups["tp"].gathered(stream)
     if layout.cp > 1:
         attends = block.attention
         keys = attends.num_kv_heads * (attends.head_size + (attends.value_size or attends.head_size))

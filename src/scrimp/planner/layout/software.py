@@ -55,6 +55,10 @@ class Software:
     """Bytes of a gradient's number while micro-batches add it up."""
     held_logit_bytes: float
     """Bytes that the loss holds for each logit at once."""
+    keeps_gathered: bool
+    """Whether a rank of tp keeps the inputs that it gathered whole, or gathers them once more in the backward pass."""
+    held_rotations: float
+    """Copies of queries and keys that are kept: as they were made, and as they were rotated."""
     selective_keeps: float
     """Share of what a block keeps that selective recomputation keeps."""
     selective_products: float

@@ -57,19 +57,24 @@ def peak_bytes(setting: Setting) -> list[RankBytes]:
 
 def kept_bytes(block: BlockSpec, setting: Setting) -> float:
     """What a block keeps of one pass for its backward pass, with nothing made again."""
-    attends, layout = block.attention, setting.layout
-    width = setting.model.width
+    attends, layout, software = block.attention, setting.layout, setting.software
     keys = attends.num_kv_heads * (attends.head_size + (attends.value_size or attends.head_size))
     found = 2.0 * (attends.width + keys + value_width(attends))
+    found += (
+        2.0 * (software.held_rotations - 1.0) * (attends.width + attends.num_kv_heads * attends.head_size)
+    )
+    whole = 0.0
     for linear in block.linears:
         # What the level mlp makes again, gates read; what attention keeps is counted.
         if linear.again == "mlp":
             found += 2.0 * linear.chosen * linear.outputs
         if linear.origin != "kept":
-            found += element_bytes(setting.recipe(linear.name, "wgrad")) * linear.chosen * linear.inputs
-    stream = 2.0 * 2.0 * width
+            size = element_bytes(setting.recipe(linear.name, "wgrad")) * linear.chosen * linear.inputs
+            is_whole = software.keeps_gathered and linear.cut == "outputs" and linear.experts == 1
+            found, whole = found + size * (not is_whole), whole + size * is_whole
+    stream = 2.0 * 2.0 * setting.model.width
     shared = layout.tp if setting.sequence_parallel else 1
-    return setting.tokens * (found / layout.tp + stream / shared)
+    return setting.tokens * (found / layout.tp + whole + stream / shared)
 
 
 def _rank(setting: Setting, own: Kinds, rank: int) -> RankBytes:

@@ -25,9 +25,7 @@ def _split(number: int, count: int, given: str | None) -> tuple[range, ...]:
         sizes = [int(size) for size in given.split(",")]
     else:
         each, rest = divmod(number, count)
-        # Embedding and head take a place: the stages in the middle get what is left over.
-        sizes = [each + (1 <= index <= rest or index < rest - (count - 2)) for index in range(count)]
-        sizes[-1] += number - sum(sizes)
+        sizes = [each + (index < rest) for index in range(count)]
     starts = [sum(sizes[:index]) for index in range(count)]
     return tuple(range(start, start + size) for start, size in zip(starts, sizes, strict=True))
 
