@@ -43,7 +43,9 @@ def fastest(formats: FormatBudget) -> Candidate:
     """Of a few layouts, with a pipeline and without."""
     return search(
         asked(formats),
-        fits_given=lambda layout, size: size == 4 and layout.tp == layout.cp == 1 and (layout.virtual or 1) == 1,
+        fits_given=lambda layout, size: (
+            size == 4 and layout.tp == layout.cp == 1 and (layout.virtual or 1) == 1
+        ),
         has_families=False,
     ).best[0]
 
