@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+
 import pytest
 from published_settings import LLAMA_8B, ROUTED, setting
 
+from scrimp.planner.hardware import load_hardware
+from scrimp.planner.layout import block_times
 from scrimp.planner.layout.block_times import block_seconds, exposed, head_seconds
 from scrimp.planner.layout.kernels import Kernels
 
@@ -44,3 +49,41 @@ def test_an_exchange_hides_behind_what_runs_beside_it() -> None:
 def test_the_head_is_shared_by_words() -> None:
     one, eight = (head_seconds(one, Kernels(one.device)) for one in (setting(), setting(tp=8)))
     assert eight.forward.compute < one.forward.compute / 6
+
+
+@pytest.mark.slow
+def test_what_is_counted_once_is_what_every_setting_has() -> None:
+    """Whatever seconds follow from differs somewhere here; each setting alone knows none of the others."""
+    model, clusters = ROUTED.sizes, {name: load_hardware(name) for name in ("16xh100", "16xb200", "4x4xh100")}
+    settings = [
+        dataclasses.replace(
+            setting(ROUTED, hardware, of=of, sequence=sequence, micro_batch=size, **degrees),
+            model=model,
+            cluster=clusters[hardware],
+            precision=precision,
+            sequence_parallel=parallel,
+        )
+        for hardware, of, sequence, size, precision, parallel, degrees in itertools.product(
+            clusters,
+            ("scrimp", "megatron"),
+            (2048, 4096),
+            (1, 2),
+            ("bf16", "fp8_tensor"),
+            (True, False),
+            (
+                {},
+                {"tp": 2},
+                {"cp": 8},
+                {"ep": 4},
+                {"ep": 4, "tp": 2},
+                {"ep": 4, "etp": 2, "tp": 2},
+                {"pp": 2},
+            ),
+        )
+    ]
+    block = model.blocks[0]
+    together = [block_seconds(block, one, Kernels(one.device)) for one in settings]
+    for one, found in zip(settings, together, strict=True):
+        block_times._counted.cache_clear()
+        block_times._counted_linear.cache_clear()
+        assert block_seconds(block, one, Kernels(one.device)) == found

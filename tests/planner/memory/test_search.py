@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from made_up import MACHINE, QWEN_7B, QWEN_14B, llama_costs, machines, step_costs
 from property_tests import examples
 
-from scrimp.planner.memory.bound import Bound
+from scrimp.planner.memory.bound import Bound, least_seconds
 from scrimp.planner.memory.costs import BlockClass, BlockCost, EndsCost, StepCosts, chosen_costs
 from scrimp.planner.memory.decision import MemoryDecision
 from scrimp.planner.memory.machine import Machine, Setup
@@ -164,6 +164,7 @@ def test_the_bound_is_never_above_the_simulation(
     placement = Placement(tuple(names), states)
     bound = bound_of(costs, placement, setup, machine)
     assert bound <= step_timeline(costs, placement, setup, machine).seconds * (1 + 1e-9)
+    assert least_seconds(costs, setup) <= bound * (1 + 1e-9)
 
 
 def test_a_placement_is_known_from_its_states() -> None:

@@ -57,6 +57,18 @@ def traced(architecture: Architecture = LLAMA, **changes) -> StepCosts:  # type:
     return TracedStep(architecture, **arguments).costs()
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("chunk", [32, 100])
+@pytest.mark.slow
+def test_three_chunks_of_the_loss_take_what_all_of_them_take(
+    monkeypatch: pytest.MonkeyPatch, device: str, chunk: int
+) -> None:
+    """512 tokens: 16 equal chunks, or six of which the last is shorter."""
+    some = traced(loss_chunk=chunk, device_functions=device)
+    monkeypatch.setattr(trace, "ends_alone", contextlib.nullcontext)
+    assert traced(loss_chunk=chunk, device_functions=device) == some
+
+
 def test_every_level_keeps_less_and_none_loses_weights() -> None:
     (block,) = traced(activations=LEVELS).classes
     kept = [block.choices[level].kept for level in LEVELS]
