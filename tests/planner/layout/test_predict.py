@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 
 import pytest
 from hypothesis import given
@@ -12,6 +14,7 @@ from published_settings import LLAMA_8B, ROUTED, setting
 from scrimp.errors import PlanError
 from scrimp.planner.layout.predict import predict
 from scrimp.planner.layout.setting import Setting
+from scrimp.planner.layout.stage_memory import peak_bytes
 
 
 def seconds(one: Setting) -> float:
@@ -97,3 +100,43 @@ def test_what_does_not_fit_together_is_refused(changed: dict[str, int], says: st
         dataclasses.replace(setting(), **changed)
     with pytest.raises(PlanError, match="the degrees of the layout are not those of the cluster"):
         setting(tp=3)
+
+
+FIVE = ("dp", "tp", "pp", "optimizer", "recompute")
+"""PanGu-alpha's dimensions (arXiv 2104.12369, section 4): data, operator-level, pipeline and optimizer parallelism, and
+rematerialisation."""
+
+
+@pytest.mark.parametrize("on", list(itertools.product((False, True), repeat=5)))
+def test_all_combinations_of_five_dimensions_are_predicted(on: tuple[bool, ...]) -> None:
+    """Each dimension does what it is for, whatever the others are."""
+
+    def with_(switches: dict[str, bool]) -> Setting:
+        degrees = {name: 1 + switches[name] for name in ("dp", "tp", "pp")}
+        shards = 1 + switches["optimizer"]
+        devices = math.prod(degrees.values()) * shards
+        return setting(
+            hardware=f"{devices}xh100" if devices > 1 else "h100",
+            fsdp=shards,
+            zero=1,
+            recompute="full" if switches["recompute"] else "none",
+            **degrees,
+        )
+
+    switches = dict(zip(FIVE, on, strict=True))
+    one = with_(switches)
+    step, memory = seconds(one), peak_bytes(one)
+    assert step > 0
+    assert len(memory) == one.layout.pp
+    for name, is_on in switches.items():
+        if is_on:
+            continue
+        other = with_({**switches, name: True})
+        if name == "recompute":
+            assert seconds(other) > step
+            kept = "activations"
+        else:
+            assert seconds(other) < step
+            kept = "optimizer"
+        if name != "dp":
+            assert peak_bytes(other)[0].categories[kept] < memory[0].categories[kept]
