@@ -3,7 +3,7 @@
 Arguments are the keys of a line of settings (docs/planner.md), with their checks and messages. Nothing is measured, and
 no device is needed.
 
-Checked  tests/api/test_layouts.py; tests/docs/test_planner.py runs the guide's example
+Checked  tests/api/test_predicted_layouts.py; tests/docs/test_planner.py runs the guide's example
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from scrimp.config import Architecture, OptimizerConfig
 from scrimp.config.resolved import ResolvedLayout
 from scrimp.data import Batch
 from scrimp.errors import PlanError
-from scrimp.models import spec_of
+from scrimp.models import full_name, spec_of
 from scrimp.models.flash import STAND_IN, Gpu
 from scrimp.models.model import Model
 from scrimp.optim import build
@@ -261,7 +261,7 @@ def _rules(setting: Setting) -> str:
     """The formats of a setting as a run's `precision` says them."""
     of_all = [f"*.{product}={name}" for product, name in setting.formats.items()]
     of_blocks = [
-        f"blocks.{number}.{product}={name}"
+        f"{full_name(number, product)}={name}"
         for number, one in enumerate(block_plans(setting))
         for product, name in one.formats
     ]
