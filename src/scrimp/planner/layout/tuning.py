@@ -6,7 +6,7 @@ Method   Successive halving. A trial runs a setting at a fidelity, a share of a 
          the better half of those at 1/2, then the better half of these at 1. Which settings are tried at first is
          decided one after the other: the next is the one whose step may be shortest by the corrected model::
 
-             log seconds = log predicted + x w                     a Bayesian (ridge) regression, w ~ N(0, PRIOR^2 / 12)
+             log seconds = log predicted + x w                     a Bayesian (ridge) regression, w ~ N(0, PRIOR^2)
              next        = argmin  mean - DOUBT standard deviation
 
          x are the factors (logarithms of numbers, 0 or 1 of words, from 0 to 1 over the list) and the shares of the
@@ -35,7 +35,7 @@ from typing import Any, Final
 
 import numpy as np
 
-PRIOR: Final = 0.7
+PRIOR: Final = 0.4
 """Standard deviation of the logarithm by which a factor, from one end of the list to the other, may mislead."""
 NOISE: Final = 0.02
 """That of a measured step, by which the regression does not go through all of them."""
@@ -109,7 +109,10 @@ def tune(options: Sequence[Option], trials: int, evaluate: Callable[[int, float]
         tuning.halve(fidelity)
     seconds = tuning.corrected()[0]
     return Tuned(
-        tuning.best(), tuple(tuning.tried), tuple(map(float, seconds)), _importance(options, seconds, tuning.out)
+        tuning.best(),
+        tuple(tuning.tried),
+        tuple(map(float, seconds)),
+        _importance(options, seconds, tuning.out),
     )
 
 
@@ -134,7 +137,9 @@ class _Tuning:
         while len(self.tried) < self.most - self._needed(len(self.measured) + 1):
             mean, deviation = self.corrected()
             hoped = np.log(mean) - DOUBT * deviation
-            left = [one for one in range(len(self.options)) if one not in self.measured and one not in self.out]
+            left = [
+                one for one in range(len(self.options)) if one not in self.measured and one not in self.out
+            ]
             if not left:
                 return
             self._try(min(left, key=lambda one: (hoped[one], one)), self.fidelities[0])
@@ -142,7 +147,9 @@ class _Tuning:
     def halve(self, fidelity: float) -> None:
         """The better half at twice the fidelity."""
         before = [one.number for one in self.tried if one.fidelity == fidelity / 2]
-        alive = sorted((one for one in before if one in self.measured), key=lambda one: (self.measured[one], one))
+        alive = sorted(
+            (one for one in before if one in self.measured), key=lambda one: (self.measured[one], one)
+        )
         for number in alive[: max(1, len(alive) // 2)]:
             if len(self.tried) < self.most and number not in self.out:
                 self._try(number, fidelity)
@@ -159,7 +166,7 @@ class _Tuning:
         """Seconds of every setting, and the standard deviation of their logarithms (0 where measured)."""
         rows = sorted(self.measured)
         x, y = self._x[rows], np.log([self.measured[one] for one in rows]) - self._predicted[rows]
-        scale = PRIOR**2 / 12
+        scale = PRIOR**2
         inverse = np.linalg.inv(x.T @ x / NOISE**2 + np.eye(x.shape[1]) / scale)
         weights = inverse @ x.T @ y / NOISE**2
         seconds = np.exp(self._predicted + self._x @ weights)
@@ -202,7 +209,9 @@ def _columns(options: Sequence[Option]) -> Any:
             found = np.log2(np.array(values, dtype=float))
             columns.append((found - found.min()) / max(float(np.ptp(found)), 1.0))
         else:
-            columns += [np.array([value == word for value in values], float) for word in sorted(set(map(str, values)))]
+            columns += [
+                np.array([value == word for value in values], float) for word in sorted(set(map(str, values)))
+            ]
     for cause in options[0].causes:
         columns.append(np.array([one.causes[cause] / one.seconds for one in options]))
     return np.stack(columns, axis=1)
