@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scrimp.planner.hardware import DEVICES, load_device
-from scrimp.planner.layout.kernels import Kernels, element_bytes, kind_of
+from scrimp.planner.layout.kernels import SCORE_BYTES, Kernels, element_bytes, kind_of
 from scrimp.precision import RECIPES
 
 H100 = Kernels(load_device("h100"))
@@ -60,3 +60,21 @@ def test_attention_is_faster_for_long_sequences_and_slower_with_older_kernels() 
     assert rate(H100, 1024) < 0.6 * rate(H100, 16384)
     assert rate(Kernels(device, attention_kernel="flash-2"), 16384) == pytest.approx(0.36 * device.peak.bf16)
     assert rate(H100, 16384, backward=True) < rate(H100, 16384)
+
+
+def test_scores_in_memory_cost_their_square() -> None:
+    """Twice the tokens of a sequence are four times the scores; no flash kernel is as slow."""
+    device = load_device("a100-80")
+    plain, flash = Kernels(device, attention_kernel="unfused"), Kernels(device)
+
+    def seconds(kernels: Kernels, sequence: int, *, backward: bool) -> float:
+        pairs = sequence * sequence / 2
+        return kernels.attention(pairs, 2 * 64 * 128, keys=sequence, head_size=128, backward=backward)
+
+    for backward in (False, True):
+        assert seconds(plain, 8192, backward=backward) == pytest.approx(
+            4 * seconds(plain, 4096, backward=backward)
+        )
+        assert seconds(plain, 4096, backward=backward) > 3 * seconds(flash, 4096, backward=backward)
+    least = SCORE_BYTES[0] * 64 * 4096 * 4096 / device.bandwidth
+    assert seconds(plain, 4096, backward=False) > least

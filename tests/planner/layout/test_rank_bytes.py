@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 from published_settings import GPT_22B, LLAMA_8B, ROUTED, setting
 
-from scrimp.planner.layout.setting import Offload
-from scrimp.planner.layout.stage_memory import host_bytes, kept_bytes, peak_bytes
+from scrimp.planner.layout.setting import BlockPlan, Offload
+from scrimp.planner.layout.stage_memory import host_bytes, kept_bytes, peak_bytes, waiting_bytes
 
 
 def test_activations_are_those_of_the_published_formula() -> None:
@@ -16,6 +16,19 @@ def test_activations_are_those_of_the_published_formula() -> None:
     one = setting(GPT_22B, "8xa100-80", of="megatron", sequence=2048, global_batch=4, micro_batch=4, tp=8)
     formula = 32 * 2048 * 4 * 6144 / 8
     assert kept_bytes(one.model.blocks[0], one) == pytest.approx(formula, rel=0.01)
+
+
+def test_scores_in_memory_are_those_of_the_published_formula() -> None:
+    """Table 2 there: s b h (34 + 5 a s / h) bytes; selective recomputation keeps none of the scores."""
+    like = setting(
+        GPT_22B, "8xa100-80", of="megatron-2021", sequence=2048, global_batch=4, micro_batch=4, tp=8
+    )
+    block = like.model.blocks[0]
+    scores = 5 * 64 * 2048 * 2048 * 4 / 8
+    formula = 32 * 2048 * 4 * 6144 / 8 + scores
+    assert kept_bytes(block, like) == pytest.approx(formula, rel=0.01)
+    selective = BlockPlan(recompute="selective")
+    assert waiting_bytes(block, selective, like) == pytest.approx(formula - scores, rel=0.01)
 
 
 def test_what_scrimp_keeps_besides_is_counted() -> None:

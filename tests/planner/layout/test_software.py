@@ -8,7 +8,7 @@ import pytest
 
 import scrimp.planner.layout.software as room
 from scrimp.errors import ConfigError
-from scrimp.planner.layout.software import software
+from scrimp.planner.layout.software import software, software_for
 
 NAMES = sorted(path.stem for path in (Path(room.__file__).parent / "softwares").glob("*.toml"))
 
@@ -25,6 +25,16 @@ def test_every_file_is_complete_and_possible(name: str) -> None:
 
 
 def test_an_unknown_name_is_refused_with_the_nearest() -> None:
-    assert len(NAMES) == 5
+    assert len(NAMES) == 6
     with pytest.raises(ConfigError, match="did you mean megatron"):
         software("megatrn")
+
+
+def test_megatron_in_fp16_is_that_of_its_time() -> None:
+    """The papers of 2021 and 2022 trained in fp16, with scores in memory and nothing beside computing."""
+    assert software_for("megatron", "fp16") == software("megatron-2021")
+    assert software_for("megatron", "bf16") == software("megatron")
+    assert software_for("fsdp", "fp16") == software("fsdp")
+    old = software("megatron-2021")
+    assert old.attention_kernel == "unfused"
+    assert old.hidden_exchanges == old.hidden_gathers == old.hidden_sends == 0

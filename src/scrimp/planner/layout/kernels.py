@@ -10,8 +10,11 @@ Method   A product of M rows, N columns and inner size K in a format takes::
          with the smaller of the tiles that kernels have where it is faster. What large products reach is a constant of
          the device and the format. Attention's FLOPs are 2 (q + v) for each pair of a query and a key that it sees,
          2.5 times as many backward, at shares of the bf16 peak. All else is bytes over bandwidth.
+         Before flash attention all scores of s x s went through memory: products of inner size K and s over the whole
+         square, and `SCORE_BYTES` for each score of a head, of which the masked half counts too.
 Limits   A product alone: its neighbours' use of the cache and of power is in `achieved`.
-Source   Waves: NVIDIA, Matrix Multiplication Background User's Guide, section 5; 2.5: Dao, arXiv 2307.08691
+Source   Waves: NVIDIA, Matrix Multiplication Background User's Guide, section 5; 2.5: Dao, arXiv 2307.08691; scores:
+         Korthikanti et al., arXiv 2205.05198, section 4.1
 Checked  tests/planner/layout/test_kernels.py
 """
 
@@ -42,6 +45,11 @@ KEYS_HALF, LONG_KEYS = 800.0, 16384.0
 TFLOP/s for 1, 2, 4 and 8 thousand, where figure 5 there has about 330, 440, 510 and 570."""
 WIDE_HEAD, NARROW_HEADS = 128, 0.75
 """Smaller heads run at three quarters of the rate: an estimate from the same figures (64: 0.65 to 0.9)."""
+UNFUSED = "unfused"
+SCORE_BYTES = (13.0, 19.0)
+"""Moved for each score of a head in fp16. Forward: the product writes 2; scale, mask and softmax read 2 and write 2;
+dropout reads 2, writes 2 and its mask; the product after reads 2. Backward: the gradient's product writes 2; dropout
+reads 2 and the mask and writes 2; softmax reads 4 and writes 2; products for values, queries and keys read 2 each."""
 _SMALLER = 3
 """Sizes of tiles that kernels have: the device's, a half of it and a quarter."""
 _SMALLER_COST = 0.1
@@ -55,7 +63,7 @@ class Kernels:
     Args:
         launch_seconds: that each kernel adds.
         traffic: bytes that the software moves for one that must be moved, where nothing is multiplied.
-        attention_kernel: best, or flash-2, which does not use what newer devices have.
+        attention_kernel: best; flash-2, which does not use what newer devices have; unfused, scores in memory.
     """
 
     device: Device
@@ -88,6 +96,11 @@ class Kernels:
             widths: numbers of a token's queries and of its results, all heads.
             keys: that a query sees at most.
         """
+        if self.attention_kernel == UNFUSED:
+            scores = 2.0 * pairs * widths / (2.0 * head_size)
+            rate = self.device.rate("bf16", head_size) or 1.0
+            flops = (4.0 if backward else 2.0) * 2.0 * pairs * widths
+            return flops / rate + self.moved(SCORE_BYTES[backward] * scores, kernels=6)
         achieved = self.device.achieved
         shares = FLASH_2.get(self.device.name) if self.attention_kernel == "flash-2" else None
         forward, back = shares or (achieved.attention_forward, achieved.attention_backward)

@@ -27,7 +27,7 @@ from scrimp.planner.layout.pipeline_times import SCHEDULES
 from scrimp.planner.layout.predict import Prediction, predict
 from scrimp.planner.layout.search import Question
 from scrimp.planner.layout.setting import FULL, NONE, SELECTIVE, BlockPlan, Offload, Setting
-from scrimp.planner.layout.software import software
+from scrimp.planner.layout.software import software, software_for
 from scrimp.planner.layout.stage_memory import RankBytes, peak_bytes
 from scrimp.precision import RECIPES
 
@@ -184,7 +184,7 @@ def setting_of(line: Line) -> Setting:
             schedule=layout.schedule,  # type: ignore[arg-type]
             stages=layout.stages,
         ),
-        software=software(line.software),
+        software=software_for(line.software, line.precision),
         recompute=line.recompute,
         offload=line.offload,
         precision=line.precision,

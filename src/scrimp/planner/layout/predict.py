@@ -80,13 +80,24 @@ def predict(setting: Setting) -> Prediction:
         "optimizer": optimizer,
     }
     total = sum(seconds.values())
-    slowest = (
-        1.0 + setting.software.spread * math.sqrt(2.0 * math.log(layout.ranks)) if layout.ranks > 1 else 1.0
-    )
-    step = total * slowest * (1.0 + setting.software.step_share)
+    step = total * _slower(setting)
     seconds["other"] = step - total
     tokens = setting.global_batch * setting.sequence
     return Prediction(step, tokens / step / layout.ranks, seconds)
+
+
+def least_step_seconds(setting: Setting) -> float:
+    """A step at least: what the busiest rank computes and exchanges, and the update; without playing the pipeline."""
+    busy = setting.micro_batches * max(rank_seconds(setting))
+    optimizer = max(_optimizer(setting.at(rank), rank) for rank in range(setting.layout.pp))
+    return (busy + optimizer) * _slower(setting)
+
+
+def _slower(setting: Setting) -> float:
+    """How much longer a step takes than the sum of its parts: the slowest device, and what is none of them."""
+    software, ranks = setting.software, setting.layout.ranks
+    slowest = 1.0 + software.spread * math.sqrt(2.0 * math.log(ranks)) if ranks > 1 else 1.0
+    return slowest * (1.0 + software.step_share)
 
 
 def rank_seconds(setting: Setting) -> list[float]:

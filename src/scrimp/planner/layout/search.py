@@ -3,11 +3,12 @@
 Method   All degrees are tried that divide what they share: tp the heads, key heads, widths and the devices of a node;
          pp the blocks; cp the sequence; ep the experts. For each, micro-batches and stages of a rank that the batch
          and the blocks allow, shards or copies. What blocks do in them is decided together (`block_choices`).
-         A candidate goes through three doors, each dearer than the one before, always the one that promises most::
+         A candidate goes through four doors, each dearer than the one before, always the one that promises most::
 
-             1  its step if bytes and harm were free                               `predict`
-             2  a bound of its step, with both limits priced                       `Blocks.least_seconds`
-             3  its step                                                           `Blocks.solve`, `predict`
+             1  its step if bytes, harm and waiting in the pipeline were free      `least_step_seconds`
+             2  the same with the pipeline played                                  `predict`
+             3  a bound of its step, with both limits priced                       `Blocks.least_seconds`
+             4  its step                                                           `Blocks.solve`, `predict`
 
          The search ends where the next promise is worse than the plans that are wanted: whatever was not looked at is
          slower than they are.
@@ -33,7 +34,7 @@ from scrimp.planner.layout.block_choices import Blocks, has_room, leanest
 from scrimp.planner.layout.block_menus import Quality, fastest_plan
 from scrimp.planner.layout.contenders import Contenders, Family, Misfit
 from scrimp.planner.layout.format_budget import FormatBudget
-from scrimp.planner.layout.predict import Prediction, predict
+from scrimp.planner.layout.predict import Prediction, least_step_seconds, predict
 from scrimp.planner.layout.setting import BlockPlan, Offload, Setting
 from scrimp.planner.layout.software import Software
 from scrimp.planner.layout.stage_memory import RankBytes, host_bytes, peak_bytes
@@ -118,9 +119,10 @@ class _Waiting:
     setting: Setting = field(compare=False)
     free: tuple[BlockPlan, ...] = field(compare=False)
     """What its blocks would do if bytes and harm were free."""
-    rough: Prediction = field(compare=False)
-    blocks: Blocks | None = field(compare=False, default=None)
+    rough: Prediction | None = field(compare=False, default=None)
     """Filled by the second door."""
+    blocks: Blocks | None = field(compare=False, default=None)
+    """Filled by the third one."""
 
 
 def search(
@@ -140,13 +142,7 @@ def search(
         has_families: whether the best of each value of each degree is wanted too, which takes about as long again.
     """
     quality = question.formats.quality(question.model) if question.formats else None
-    waiting: list[_Waiting] = []
-    places = ((layout, size) for layout in layouts(question) for size in micro_batches(question, layout))
-    for place in places:
-        if fits_given(*place):
-            setting = setting_of(question, *place)
-            waiting.append(_promise(setting, quality, len(waiting)))
-            note(len(waiting))
+    waiting = _promises(question, quality, fits_given, note)
     tried, priced, too_large, least, host = len(waiting), 0, 0, math.inf, math.inf
     best = Contenders(keep, has_families=has_families)
     heapq.heapify(waiting)
@@ -155,6 +151,9 @@ def search(
         if not best.may_take(one.setting.layout, one.seconds):
             continue
         note(tried)
+        if one.rough is None:
+            heapq.heappush(waiting, _played(one))
+            continue
         if one.blocks:
             found = _solved(one)
             too_large += found is None
@@ -163,7 +162,7 @@ def search(
         priced += 1
         for following in _with_more_on_host(one):
             heapq.heappush(waiting, following)
-        one, blocks = _bounded(one, quality)
+        one, blocks = _bounded(one, one.rough, quality)
         least = min(least, blocks.leanest_bytes)
         if blocks.leanest_bytes <= question.device.memory_bytes:
             host = min(host, host_bytes(one.setting))
@@ -221,12 +220,29 @@ def setting_of(question: Question, layout: ResolvedLayout, micro_batch: int) -> 
     )
 
 
+def _promises(
+    question: Question,
+    quality: Quality | None,
+    fits_given: Callable[[ResolvedLayout, int], bool],
+    note: Callable[[int], None],
+) -> list[_Waiting]:
+    """All layouts and micro-batches, before the first door."""
+    waiting: list[_Waiting] = []
+    for layout in layouts(question):
+        for micro_batch in micro_batches(question, layout):
+            if fits_given(layout, micro_batch):
+                setting = setting_of(question, layout, micro_batch)
+                waiting.append(_promise(setting, quality, len(waiting)))
+                note(len(waiting))
+    return waiting
+
+
 def _promise(setting: Setting, quality: Quality | None, number: int) -> _Waiting:
     first = setting.model.first_equal
     plans = {one: fastest_plan(setting, quality, one) for one in set(first)}
     free = tuple(plans[one] for one in first)
-    rough = predict(dataclasses.replace(setting, blocks=free))
-    return _Waiting(rough.step_seconds, (number, 0), setting, free, rough)
+    least = least_step_seconds(dataclasses.replace(setting, blocks=free))
+    return _Waiting(least, (number, 0), setting, free)
 
 
 def _with_more_on_host(one: _Waiting) -> list[_Waiting]:
@@ -235,24 +251,30 @@ def _with_more_on_host(one: _Waiting) -> list[_Waiting]:
     if one.setting.layout.pp > 1 or level + 1 == len(ON_HOST):
         return []
     setting = dataclasses.replace(one.setting, offload=ON_HOST[level + 1])
-    rough = predict(dataclasses.replace(setting, blocks=one.free))
-    return [_Waiting(rough.step_seconds, (number, level + 1), setting, one.free, rough)]
+    least = least_step_seconds(dataclasses.replace(setting, blocks=one.free))
+    return [_Waiting(least, (number, level + 1), setting, one.free)]
 
 
-def _bounded(one: _Waiting, quality: Quality | None) -> tuple[_Waiting, Blocks]:
-    """After the second door; seconds are infinite where it does not fit."""
+def _played(one: _Waiting) -> _Waiting:
+    """After the second door."""
+    rough = predict(dataclasses.replace(one.setting, blocks=one.free))
+    return dataclasses.replace(one, seconds=max(one.seconds, rough.step_seconds), rough=rough)
+
+
+def _bounded(one: _Waiting, rough: Prediction, quality: Quality | None) -> tuple[_Waiting, Blocks]:
+    """After the third one; seconds are infinite where it does not fit."""
     setting = one.setting
     blocks = Blocks(setting, quality)
     passes = blocks.least_seconds()
-    slower = one.rough.step_seconds / (one.rough.step_seconds - one.rough.seconds["other"])
-    step = setting.micro_batches * passes / setting.layout.pp + one.rough.seconds["optimizer"]
+    slower = rough.step_seconds / (rough.step_seconds - rough.seconds["other"])
+    step = setting.micro_batches * passes / setting.layout.pp + rough.seconds["optimizer"]
     # Ranks wait on average for half of what the last one does before its first pass and after its last one.
-    step += one.rough.seconds["bubble"] / 2
+    step += rough.seconds["bubble"] / 2
     return dataclasses.replace(one, seconds=max(one.seconds, slower * step), blocks=blocks), blocks
 
 
 def _solved(one: _Waiting) -> Candidate | None:
-    """After the third one."""
+    """After the last one."""
     setting = one.blocks.solve() if one.blocks else None
     return _candidate(setting) if setting else None
 

@@ -34,7 +34,7 @@ class Software:
     """Operations that the host launches for one of a plain program; 0: a pass is one graph. The device waits where it
     is faster."""
     attention_kernel: str
-    """best: that of the hardware's own generation; flash-2."""
+    """best: that of the hardware's own generation; flash-2; unfused: scores of all tokens in memory."""
     traffic: float
     """Bytes that are moved for one that must be, where nothing is multiplied."""
     quantize_bytes: float
@@ -89,6 +89,20 @@ class Software:
     """Whether tp and cp go together."""
     shards_over_copies: bool
     """Whether copies share optimizer states (a distributed optimizer)."""
+
+
+OLDER = {("megatron", "fp16"): "megatron-2021"}
+"""Programs of which an older one is meant where they train in this precision: since flash attention came, Megatron's
+recipes train in bf16 or below."""
+
+
+def software_for(name: str, precision: str) -> Software:
+    """The program of this name that trains in this precision.
+
+    Raises:
+        ConfigError: there is none of this name.
+    """
+    return software(OLDER.get((name, precision), name))
 
 
 @cache

@@ -14,7 +14,7 @@ Method   With P the parameters of a rank, S the ranks that share states, n the t
          A block that is made again keeps its input alone, and one block all of it while its backward pass runs.
          Of what leaves for the host two blocks are still here.
 Limits   `MARGIN` on top, for what an allocator cannot use. Tokens of experts are equally shared.
-Source   Korthikanti et al., arXiv 2205.05198, section 4, with flash attention, which keeps no scores
+Source   Korthikanti et al., arXiv 2205.05198, section 4; flash attention keeps no scores
 Checked  tests/planner/layout/test_rank_bytes.py
 """
 
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from scrimp.models import BlockSpec
 from scrimp.models.shapes import value_width
-from scrimp.planner.layout.kernels import element_bytes
+from scrimp.planner.layout.kernels import UNFUSED, element_bytes
 from scrimp.planner.layout.setting import FULL, NONE, SELECTIVE, BlockPlan, Setting
 from scrimp.planner.layout.stages import (
     Kinds,
@@ -74,7 +74,14 @@ def kept_bytes(block: BlockSpec, setting: Setting) -> float:
             found, whole = found + size * (not is_whole), whole + size * is_whole
     stream = 2.0 * 2.0 * setting.model.width
     shared = layout.tp if setting.sequence_parallel else 1
-    return setting.tokens * (found / layout.tp + whole + stream / shared)
+    return setting.tokens * (found / layout.tp + whole + stream / shared) + score_bytes(block, setting)
+
+
+def score_bytes(block: BlockSpec, setting: Setting) -> float:
+    """What attention keeps of its scores where they are in memory: their softmax, that after dropout, and its mask."""
+    if setting.software.attention_kernel != UNFUSED:
+        return 0.0
+    return 5.0 * setting.tokens * setting.sequence * block.attention.num_heads / setting.layout.tp
 
 
 def _rank(setting: Setting, own: Kinds, rank: int) -> RankBytes:
@@ -155,8 +162,10 @@ def waiting_bytes(block: BlockSpec, plan: BlockPlan, setting: Setting) -> float:
     stays = 0.0 if setting.offload.residuals else boundary
     if plan.recompute == FULL:
         return stays
-    keeps = setting.software.selective_keeps if plan.recompute == SELECTIVE else 1.0
-    return keeps * kept_bytes(block, setting) - boundary + stays
+    kept = kept_bytes(block, setting)
+    if plan.recompute == SELECTIVE:
+        kept = setting.software.selective_keeps * (kept - score_bytes(block, setting))
+    return kept - boundary + stays
 
 
 def made_again_bytes(block: BlockSpec, plan: BlockPlan, setting: Setting) -> float:

@@ -18,8 +18,8 @@ Method   Successive halving. A trial runs a setting at a fidelity, a share of a 
 
              importance = Var(E[log seconds | factor]) / Var(log seconds)
 
-Limits   Factors of a list that is no full grid go together, so that shares may add up to more than 1. Bytes are compared
-         within the prediction: that one is in its order is believed, that it is exact is not.
+Limits   Factors of a list that is no full grid go together, so that shares may add up to more than 1. Bytes are
+         compared within the prediction: that one is in its order is believed, that it is exact is not.
 Source   Jamieson and Talwalkar, arXiv 1502.07943 (successive halving); Dash et al., arXiv 2312.12705 (failures,
          importance of each factor)
 Checked  tests/planner/layout/test_tuning.py: against brute force, with the model's constants moved
