@@ -45,7 +45,10 @@ KEYS_HALF, LONG_KEYS = 800.0, 16384.0
 TFLOP/s for 1, 2, 4 and 8 thousand, where figure 5 there has about 330, 440, 510 and 570."""
 WIDE_HEAD, NARROW_HEADS = 128, 0.75
 """Smaller heads run at three quarters of the rate: an estimate from the same figures (64: 0.65 to 0.9)."""
-UNFUSED = "unfused"
+UNFUSED, FLASH_TRITON = "unfused", "flash-triton"
+TRITON_SLOWER = 1.8
+"""FlashAttention-2 is 1.3 to 2.5 times as fast as the first FlashAttention in Triton (arXiv 2307.08691, section 4.1):
+the geometric mean."""
 SCORE_BYTES = (13.0, 19.0)
 """Moved for each score of a head in fp16. Forward: the product writes 2; scale, mask and softmax read 2 and write 2;
 dropout reads 2, writes 2 and its mask; the product after reads 2. Backward: the gradient's product writes 2; dropout
@@ -63,7 +66,8 @@ class Kernels:
     Args:
         launch_seconds: that each kernel adds.
         traffic: bytes that the software moves for one that must be moved, where nothing is multiplied.
-        attention_kernel: best; flash-2, which does not use what newer devices have; unfused, scores in memory.
+        attention_kernel: best; flash-2, which does not use what newer devices have; flash-triton, the first one
+            in Triton; unfused, scores in memory.
     """
 
     device: Device
@@ -102,8 +106,10 @@ class Kernels:
             flops = (4.0 if backward else 2.0) * 2.0 * pairs * widths
             return flops / rate + self.moved(SCORE_BYTES[backward] * scores, kernels=6)
         achieved = self.device.achieved
-        shares = FLASH_2.get(self.device.name) if self.attention_kernel == "flash-2" else None
+        shares = None if self.attention_kernel == "best" else FLASH_2.get(self.device.name)
         forward, back = shares or (achieved.attention_forward, achieved.attention_backward)
+        if self.attention_kernel == FLASH_TRITON:
+            forward, back = forward / TRITON_SLOWER, back / TRITON_SLOWER
         share = (back if backward else forward) * keys / (keys + KEYS_HALF) * (1.0 + KEYS_HALF / LONG_KEYS)
         if head_size < WIDE_HEAD:
             share *= NARROW_HEADS

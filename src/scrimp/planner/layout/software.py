@@ -34,7 +34,7 @@ class Software:
     """Operations that the host launches for one of a plain program; 0: a pass is one graph. The device waits where it
     is faster."""
     attention_kernel: str
-    """best: that of the hardware's own generation; flash-2; unfused: scores of all tokens in memory."""
+    """best: that of the hardware's own generation; flash-2; flash-triton; unfused: scores of all tokens in memory."""
     traffic: float
     """Bytes that are moved for one that must be, where nothing is multiplied."""
     quantize_bytes: float
