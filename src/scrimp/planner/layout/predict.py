@@ -19,7 +19,6 @@ from dataclasses import dataclass
 
 from scrimp.models import BlockSpec
 from scrimp.planner.layout.block_times import (
-    ACTIVATION_BYTES,
     BlockSeconds,
     PassSeconds,
     block_seconds,
@@ -55,7 +54,7 @@ def predict(setting: Setting) -> Prediction:
     stages = _stages(setting, kernels)
     passes = [StageSeconds(one.forward.total, one.backward.total) for one in stages]
     virtual = layout.virtual or 1
-    transfer = setting.groups["pp"].sent(setting.tokens * setting.model.width * ACTIVATION_BYTES / layout.tp)
+    transfer = setting.groups["pp"].sent(setting.tokens * setting.model.width * setting.software.activation_bytes / layout.tp)
     sends = (1.0 - setting.software.hidden_sends) * transfer
     passes = [
         StageSeconds(one.forward + sends, one.backward + sends) if layout.pp > 1 else one for one in passes

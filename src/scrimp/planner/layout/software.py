@@ -45,6 +45,8 @@ class Software:
     """For each number of a weight, to add up its gradient in a pass."""
     optimizer_bytes: float
     """For each number, to update it and to clip."""
+    activation_bytes: float
+    """Bytes of a number between operations, and of what ranks of tp, cp, ep and pp exchange."""
     weight_bytes: float
     """Bytes of a weight's number while it is gathered."""
     gradient_bytes: float
