@@ -52,7 +52,7 @@ WINDOW_S = 0.04
 SIZE = {"cpu": 384, "cuda": 4096}
 """Rows and columns of products."""
 STREAM_BYTES = {"cpu": 2**25, "cuda": 2**28}
-GATHERED_BYTES = {"cpu": 2**22, "cuda": 2**26}
+GATHERED_BYTES = {"cpu": 2**23, "cuda": 2**26}
 """Of a large collective, whole."""
 HEADS, HEAD_SIZE, KEYS = 4, 64, 512
 EAGER = 2.0
@@ -90,10 +90,15 @@ def measured_cluster(
         recipe: of the blocks' products, where it is a lower one.
         memory_bytes: that each rank may use.
     """
+    rates = rates_of_ranks(device, compute=compute, recipe=recipe)
+    return cluster_of(rates, ranks=device.world.size, name=device.name, memory_bytes=memory_bytes)
+
+
+def rates_of_ranks(device: Device, *, compute: str = "fp32", recipe: str | None = None) -> RankRates:
+    """The mean of what the ranks reach; a collective where there are several."""
     own = measure_rates(device, compute=compute, recipe=recipe)
     told = device.world.gathered(list(vars(own).values()))
-    rates = RankRates(*(statistics.fmean(column) for column in zip(*told, strict=True)))
-    return cluster_of(rates, ranks=device.world.size, name=device.name, memory_bytes=memory_bytes)
+    return RankRates(*(statistics.fmean(column) for column in zip(*told, strict=True)))
 
 
 def cluster_of(rates: RankRates, *, ranks: int, name: str, memory_bytes: int) -> Cluster:
@@ -253,11 +258,13 @@ def _with_link(found: RankRates, device: Device) -> RankRates:
     whole = torch.zeros(GATHERED_BYTES[here.type] // 4 // ranks * ranks, device=here)
     part = whole[: whole.numel() // ranks].clone()
     tiny, tinies = torch.zeros(1, device=here), torch.zeros(ranks, device=here)
-    small = _rounds(lambda: dist.all_gather_into_tensor(tinies, tiny), here, 10)
-    gather = _rounds(lambda: dist.all_gather_into_tensor(whole, part), here, 3)
+    call = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    all_gather = getattr(dist, call)  # its name from torch 2.12 on
+    small = _rounds(lambda: all_gather(tinies, tiny), here, 10)
+    gather = _rounds(lambda: all_gather(whole, part), here, 3)
     reduce = _rounds(lambda: dist.all_reduce(whole), here, 3)
     sent = 4.0 * whole.numel() * (ranks - 1) / ranks
-    each = max((gather + reduce) / 3 - small, 1e-9)  # an all-reduce is two of these
+    each = (gather + reduce) / 3  # an all-reduce is two of these; latency is a hundredth of them
     return replace(found, link=sent / each, latency_seconds=small / math.log2(ranks))
 
 
@@ -268,4 +275,4 @@ def _rounds(call: Callable[[], object], device: torch.device, count: int) -> flo
         start = now(device)
         call()
         taken.append(now(device) - start)
-    return statistics.median(taken)
+    return min(taken)

@@ -18,6 +18,7 @@ from scrimp.config import Architecture, Config, Resolution, replace_values, reso
 from scrimp.errors import ConfigError, PlanError
 from scrimp.models import spec_of
 from scrimp.models.shapes import sizes_of
+from scrimp.planner.hardware import Cluster
 from scrimp.planner.layout.at_hand import Predicted, fastest, keys_of, predicted, text_of
 from scrimp.profiler import Device
 from scrimp.profiler.measured_cluster import measured_cluster, software_here
@@ -47,16 +48,28 @@ def choose_layout(
     """
     if not is_open(config, default):
         return None
-    decided, kind = default.config, device.torch_device.type
+    decided = default.config
     rules = decided.precision_rules
     limit = device.world.smallest(device_limit(decided, device, 0))
     cluster = measured_cluster(device, compute=rules.compute, recipe=rules.base, memory_bytes=int(limit))
-    compiled = decided.train.compile == "on"
-    program = software_here(cluster, kind, compute=rules.compute, compiled=compiled)
+    return choose_on(cluster, config, default, architecture, device_type=device.torch_device.type)
+
+
+def choose_on(
+    cluster: Cluster, config: Config, default: Resolution, architecture: Architecture, *, device_type: str
+) -> ChosenLayout | None:
+    """The same on ranks of which all rates are known."""
+    decided = default.config
+    program = software_here(
+        cluster,
+        device_type,
+        compute=decided.precision_rules.compute,
+        compiled=decided.train.compile == "on",
+    )
     model = sizes_of(spec_of(architecture))
     plain = predicted(decided, model, cluster, program)
-    found = fastest(decided, config.layout, model, cluster, program)
-    best = next((one for one in found[:_MOST_ASKED] if _is_carried_out(config, one, architecture, device)), None)
+    found = fastest(decided, config.layout, model, cluster, program)[:_MOST_ASKED]
+    best = next((one for one in found if _is_carried_out(config, one, architecture, device_type)), None)
     if plain is None or best is None or plain.seconds < LEAST_GAIN * best.seconds:
         return None
     gain = plain.seconds / best.seconds
@@ -68,19 +81,15 @@ def choose_layout(
 
 def is_open(config: Config, default: Resolution) -> bool:
     """Whether there is anything to search."""
-    layout = config.layout
-    is_free = layout.dp is None and layout.fsdp is None
-    return is_free and default.config.layout.ranks > 1 and config.outer.every == 0 and not config.is_planned
+    layout, ranks = config.layout, default.config.layout.ranks
+    are_left = layout.dp is None and layout.fsdp is None and layout.pp * layout.cp * layout.tp < ranks
+    return are_left and config.outer.every == 0 and not config.is_planned
 
 
-def _is_carried_out(config: Config, one: Predicted, architecture: Architecture, device: Device) -> bool:
+def _is_carried_out(config: Config, one: Predicted, architecture: Architecture, device_type: str) -> bool:
+    asked = replace_values(config, keys_of(one.layout))
     try:
-        resolve(
-            replace_values(config, keys_of(one.layout)),
-            architecture,
-            device_type=device.torch_device.type,
-            ranks=one.layout.ranks,
-        )
+        resolve(asked, architecture, device_type=device_type, ranks=one.layout.ranks)
     except (ConfigError, PlanError):
         return False
     return True

@@ -18,10 +18,12 @@ from scrimp import objectives, optim
 from scrimp.config import (
     Architecture,
     Config,
+    Resolution,
     ResolvedConfig,
     base_architecture,
     check_values,
     ranks_of,
+    replace_values,
     resolve,
 )
 from scrimp.data import Corpus

@@ -139,5 +139,3 @@ def text_of(layout: LayoutConfig) -> str:
 def keys_of(layout: ResolvedLayout) -> dict[str, int]:
     """The settings that choose a layout."""
     return {f"layout.{key}": value for key in (*AXES, "zero") if (value := getattr(layout, key)) is not None}
-
-

@@ -179,7 +179,9 @@ def _ops(block: BlockSpec, setting: Setting) -> int:
 def _moved(block: BlockSpec, setting: Setting, kernels: Kernels, *, backward: bool) -> float:
     numbers = sum(one.backward if backward else one.forward for one in block.traffic)
     shared = setting.layout.tp
-    return kernels.moved(numbers * setting.tokens * setting.software.activation_bytes / shared, kernels=2 * len(block.traffic))
+    return kernels.moved(
+        numbers * setting.tokens * setting.software.activation_bytes / shared, kernels=2 * len(block.traffic)
+    )
 
 
 def _exchanges(block: BlockSpec, setting: Setting) -> tuple[float, float]:

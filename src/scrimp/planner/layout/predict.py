@@ -54,7 +54,9 @@ def predict(setting: Setting) -> Prediction:
     stages = _stages(setting, kernels)
     passes = [StageSeconds(one.forward.total, one.backward.total) for one in stages]
     virtual = layout.virtual or 1
-    transfer = setting.groups["pp"].sent(setting.tokens * setting.model.width * setting.software.activation_bytes / layout.tp)
+    transfer = setting.groups["pp"].sent(
+        setting.tokens * setting.model.width * setting.software.activation_bytes / layout.tp
+    )
     sends = (1.0 - setting.software.hidden_sends) * transfer
     passes = [
         StageSeconds(one.forward + sends, one.backward + sends) if layout.pp > 1 else one for one in passes
@@ -141,13 +143,13 @@ def _made_again(setting: Setting, blocks: Sequence[BlockSeconds]) -> PassSeconds
 def _gathered(setting: Setting, block: BlockSpec, one: PassSeconds, *, backward: bool) -> PassSeconds:
     """A pass of a block beside the gathering of the next one's weights and the reduction of gradients."""
     layout, software = setting.layout, setting.software
-    if not setting.shares_weights:
+    if not setting.shares_weights and not setting.gathers_copies:
         return one
     group, numbers = setting.groups["shards"], numbers_of_block(setting, block)
     seconds = 0.0
     if layout.zero == 3 or not backward:
         seconds += group.gathered(software.weight_bytes * numbers)
-    if backward:
+    if backward and setting.shares_weights:
         seconds += group.gathered(software.gradient_bytes * numbers)
     beside = min(software.hidden_gathers * seconds, one.compute)
     return PassSeconds(one.compute, one.communication + seconds - beside, one.hidden + beside)
@@ -162,7 +164,8 @@ def _reductions(setting: Setting, own: Sequence[_Stage], rank: int) -> float:
     numbers = numbers_of_rank(setting, rank)
     group = setting.groups["dp" if setting.shares_weights else "data"]
     shards = layout.shards if group is setting.groups["dp"] else 1
-    seconds = group.gathered((software.gradient_bytes + software.weight_bytes) * numbers / shards)
+    weights = 0.0 if setting.gathers_copies else software.weight_bytes
+    seconds = group.gathered((software.gradient_bytes + weights) * numbers / shards)
     window = own[-1].backward.compute + own[0].forward.compute
     return seconds - min(software.hidden_gathers * seconds, window)
 

@@ -98,6 +98,11 @@ class Setting:
         return own > 1 and layout.zero > 1
 
     @property
+    def gathers_copies(self) -> bool:
+        """Whether ranks of zero 1 gather weights in every pass and reduce gradients once a step, as Scrimp's do."""
+        return self.software.name == "scrimp" and self.layout.zero == 1 and self.layout.shards > 1
+
+    @property
     def state_shards(self) -> int:
         """Ranks over which optimizer states are cut, beside tp and pp."""
         layout = self.layout
