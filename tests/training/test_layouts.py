@@ -39,7 +39,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     on_ranks(
         2,
         folder / "two",
-        flags(corpus, folder / "fsdp", *SETTINGS),
+        flags(corpus, folder / "fsdp", *SETTINGS, "--layout.fsdp=2"),
         flags(corpus, folder / "copies", *SETTINGS, "--layout.dp=2"),
         flags(corpus, folder / "on the host", *SETTINGS, *ON_HOST),
         flags(corpus, folder / "shared rows", *SETTINGS, "--layout.cp=2"),

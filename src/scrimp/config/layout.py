@@ -5,7 +5,8 @@
 Degrees that are left out are filled up: `fsdp` takes all that the others leave, and `dp` all that a given `fsdp`
 leaves.
 Of all layouts fsdp over all ranks takes the least memory of each, and asks nothing of the model's sizes: it is what
-a run gets that says nothing. `tp` is 1 unless it is given, since it asks a lot of them (`check_tensor_ranks`).
+a run gets that says nothing, unless a search on its ranks finds a faster one (`scrimp.training.chosen_layout`).
+`tp` is 1 unless it is given, since it asks a lot of them (`check_tensor_ranks`).
 
 Checked  tests/config/test_layout.py
 """

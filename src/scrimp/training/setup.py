@@ -7,6 +7,7 @@ then a run folder.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from dataclasses import dataclass
@@ -17,10 +18,12 @@ from scrimp import objectives, optim
 from scrimp.config import (
     Architecture,
     Config,
+    Resolution,
     ResolvedConfig,
     base_architecture,
     check_values,
     ranks_of,
+    replace_values,
     resolve,
 )
 from scrimp.data import Corpus
@@ -31,12 +34,13 @@ from scrimp.models import spec_of
 from scrimp.models.context_parallel import check_shared_rows
 from scrimp.planner import BackendChoice, Plan, build_plan, refuse_misfit, with_precisions
 from scrimp.planner.memory.decision import MemoryDecision
-from scrimp.planner.memory.room import Budgets
+from scrimp.planner.memory.room import Budgets, NoRoomError
 from scrimp.precision import GEMMS, HIGH_PRECISION, parse_rules
 from scrimp.profiler import Device, resolve_device
 from scrimp.runtime import choose_backends, describe_backends, recorded_backends, tuned_gemms
 from scrimp.runtime.backends import Tuned
 from scrimp.runtime.determinism import refuse_undetermined
+from scrimp.training.chosen_layout import choose_layout
 from scrimp.training.memory.host_room import checkpoint_bytes
 from scrimp.training.memory.limits import budgets_of, device_limit
 from scrimp.training.memory.micro_batch import decide_micro_batch
@@ -262,9 +266,26 @@ def decide(
     if config.device == "auto":
         reasons["device"] = device.reason
     resolution = resolve(fitted, architecture, device_type=device.torch_device.type, ranks=ranks)
+    chosen = choose_layout(fitted, resolution, architecture, device) if world.size > 1 else None
+    if chosen is not None:
+        with contextlib.suppress(NoRoomError):  # shards over all ranks take less
+            asked = replace_values(fitted, chosen.values)
+            other = resolve(asked, architecture, device_type=device.torch_device.type, ranks=ranks)
+            other.reasons.update(chosen.reasons)
+            return _resolved(device, config, other, architecture, reasons)
+    return _resolved(device, config, resolution, architecture, reasons)
+
+
+def _resolved(
+    device: Device,
+    asked: Config,
+    resolution: Resolution,
+    architecture: Architecture,
+    reasons: dict[str, str],
+) -> Decisions:
     resolved = dataclasses.replace(resolution.config, device=device.spelling)
     _check_shared_rows(resolved, architecture, device)
-    return _plan_for(device, config, resolved, architecture, reasons | resolution.reasons)
+    return _plan_for(device, asked, resolved, architecture, reasons | resolution.reasons)
 
 
 def _check_shared_rows(config: ResolvedConfig, architecture: Architecture, device: Device) -> None:

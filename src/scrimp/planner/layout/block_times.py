@@ -19,7 +19,6 @@ from scrimp.models.shapes import value_width
 from scrimp.planner.layout.kernels import Kernels
 from scrimp.planner.layout.setting import Setting
 
-ACTIVATION_BYTES = 2.0
 _GEMMS = ("fprop", "dgrad", "wgrad")
 _OTHER_OPS, _ROUTING_OPS = 10, 30
 """Attention, residuals and reshapes; and those of routed experts: estimates."""
@@ -129,11 +128,11 @@ def head_seconds(setting: Setting, kernels: Kernels) -> BlockSeconds:
     model, tokens, tp = setting.model, setting.tokens, setting.layout.tp
     V, D = model.vocab_size / tp, model.width
     logits = kernels.moved(tokens * V * setting.software.bytes_per_logit)
-    stream = tokens * D * ACTIVATION_BYTES / tp
+    stream = tokens * D * setting.software.activation_bytes / tp
     forward = kernels.product(tokens, V, D, "bf16") + logits / 2 + kernels.moved(2 * stream)
     backward = kernels.product(tokens, D, V, "bf16") + logits / 2 + kernels.moved(4 * stream)
     backward += kernels.product(V, D, tokens, "bf16", extra=_sums(setting) * V * D)
-    exchange = setting.groups["tp"].gathered(tokens * D * ACTIVATION_BYTES)
+    exchange = setting.groups["tp"].gathered(tokens * D * setting.software.activation_bytes)
     times = model.heads
     return BlockSeconds(
         PassSeconds(times * forward, times * exchange),
@@ -146,7 +145,7 @@ def head_seconds(setting: Setting, kernels: Kernels) -> BlockSeconds:
 
 def embedding_seconds(setting: Setting, kernels: Kernels) -> BlockSeconds:
     """Words into vectors, and their gradients."""
-    size = setting.tokens * setting.model.width * ACTIVATION_BYTES / setting.layout.tp
+    size = setting.tokens * setting.model.width * setting.software.activation_bytes / setting.layout.tp
     exchange = setting.groups["tp"].gathered(size * setting.layout.tp)
     forward = kernels.moved(2 * size)
     backward = kernels.moved(size + setting.tokens * setting.model.width * 8.0 / setting.layout.tp)
@@ -225,13 +224,15 @@ def _ops(block: BlockSpec, setting: Setting) -> int:
 def _moved(block: BlockSpec, setting: Setting, kernels: Kernels, *, backward: bool) -> float:
     numbers = sum(one.backward if backward else one.forward for one in block.traffic)
     shared = setting.layout.tp
-    return kernels.moved(numbers * setting.tokens * ACTIVATION_BYTES / shared, kernels=2 * len(block.traffic))
+    return kernels.moved(
+        numbers * setting.tokens * setting.software.activation_bytes / shared, kernels=2 * len(block.traffic)
+    )
 
 
 def _exchanges(block: BlockSpec, setting: Setting) -> tuple[float, float]:
     """Seconds of what ranks exchange within a block, forward and backward."""
     layout, groups, tokens = setting.layout, setting.groups, setting.tokens
-    stream = tokens * setting.model.width * ACTIVATION_BYTES
+    stream = tokens * setting.model.width * setting.software.activation_bytes
     experts = [linear for linear in block.linears if linear.experts > 1]
     forward = backward = 0.0
     if layout.tp > 1:
@@ -243,7 +244,7 @@ def _exchanges(block: BlockSpec, setting: Setting) -> tuple[float, float]:
     if layout.cp > 1:
         attends = block.attention
         keys = attends.num_kv_heads * (attends.head_size + (attends.value_size or attends.head_size))
-        size = tokens * layout.cp * keys * ACTIVATION_BYTES / layout.tp
+        size = tokens * layout.cp * keys * setting.software.activation_bytes / layout.tp
         forward += groups["cp"].gathered(size)
         backward += 2.0 * groups["cp"].gathered(size)
     if experts and layout.ep > 1:

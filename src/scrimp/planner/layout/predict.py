@@ -19,7 +19,6 @@ from dataclasses import dataclass
 
 from scrimp.models import BlockSpec
 from scrimp.planner.layout.block_times import (
-    ACTIVATION_BYTES,
     BlockSeconds,
     PassSeconds,
     block_seconds,
@@ -137,7 +136,9 @@ class _Pipeline:
 
 def _pipeline(setting: Setting, stages: Sequence[_Stage]) -> _Pipeline:
     layout = setting.layout
-    transfer = setting.groups["pp"].sent(setting.tokens * setting.model.width * ACTIVATION_BYTES / layout.tp)
+    transfer = setting.groups["pp"].sent(
+        setting.tokens * setting.model.width * setting.software.activation_bytes / layout.tp
+    )
     sends = (1.0 - setting.software.hidden_sends) * transfer if layout.pp > 1 else 0.0
     passes = [StageSeconds(one.forward.total + sends, one.backward.total + sends) for one in stages]
     usual = "1f1b" if (layout.virtual or 1) == 1 else "interleaved"
@@ -231,9 +232,9 @@ def _gathered(
 ) -> PassSeconds:
     """A pass of a block beside the gathering of the next one's weights and the reduction of gradients."""
     layout, software = setting.layout, setting.software
-    if not setting.shares_weights:
+    if not setting.shares_weights and not setting.gathers_copies:
         return one
-    num_bytes = software.gradient_bytes * backward
+    num_bytes = software.gradient_bytes * (backward and setting.shares_weights)
     if (layout.zero == 3 and not plan.gathered) or not backward:
         num_bytes += software.weight_bytes
     groups, numbers = setting.groups, numbers_of_block(setting, block)
@@ -246,7 +247,8 @@ def _gathered(
 def _reductions(setting: Setting, own: Sequence[_Stage], rank: int) -> float:
     """Seconds of what is reduced and gathered once a step, that the last and the first passes do not hide."""
     software, groups = setting.software, setting.groups
-    numbers, num_bytes = numbers_of_rank(setting, rank), software.gradient_bytes + software.weight_bytes
+    num_bytes = software.gradient_bytes + software.weight_bytes * (not setting.gathers_copies)
+    numbers = numbers_of_rank(setting, rank)
     if setting.shares_weights:
         seconds = groups["dp"].gathered(num_bytes * numbers.over(setting.weight_shards))
     else:

@@ -142,6 +142,11 @@ class Setting:
         return own > 1 and layout.zero > 1
 
     @property
+    def gathers_copies(self) -> bool:
+        """Whether ranks of zero 1 gather weights in every pass, and reduce gradients once a step."""
+        return self.software.gathers_copies and self.layout.zero == 1 and self.layout.shards > 1
+
+    @property
     def weight_shards(self) -> tuple[int, int]:
         """Ranks over which weights that are gathered in every pass are cut, beside tp and pp: those outside of routed
         experts, and those of an expert."""

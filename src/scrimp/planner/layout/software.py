@@ -45,6 +45,8 @@ class Software:
     """For each number of a weight, to add up its gradient in a pass."""
     optimizer_bytes: float
     """For each number, to update it and to clip."""
+    activation_bytes: float
+    """Bytes of a number between operations, and of what ranks of tp, cp, ep and pp exchange."""
     weight_bytes: float
     """Bytes of a weight's number while it is gathered."""
     gradient_bytes: float
@@ -55,6 +57,8 @@ class Software:
     """Bytes of a gradient's number while micro-batches add it up."""
     held_logit_bytes: float
     """Bytes that the loss holds for each logit at once."""
+    gathers_copies: bool
+    """Whether zero 1 gathers weights in every pass, not once a step."""
     keeps_gathered: bool
     """Whether a rank of tp keeps the inputs that it gathered whole, or gathers them once more in the backward pass."""
     held_rotations: float

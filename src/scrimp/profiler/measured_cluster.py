@@ -1,0 +1,278 @@
+"""The ranks at hand as a cluster, from what all of them reach at the same time.
+
+Problem  A search needs the rates of this machine. Ranks of one host share its cores and its memory: what one of them
+         reaches alone, or what a data sheet says, none of them gets in a step.
+Method   All ranks work at once, each for `WINDOW_S` on one thing after another::
+
+             rate = calls in the window * FLOPs or bytes of a call / seconds of the window
+
+         products in the working format; forward and backward pass of a planned layer in a lower one, its quantization
+         included (an emulated format is slower than the working one, and is predicted so); causal attention; an
+         addition beyond the caches; a linear layer of one row, which is what an operation costs the host; an
+         all-gather and an all-reduce, small and large. The mean over the ranks counts, and all of them know it.
+         The rate of the working format stands at `bf16`, in which the search computes what no recipe is given for.
+Limits   About half a second. One size for each thing. All links are taken to be equal; what `scrimp doctor --ranks`
+         finds of single pairs is not read. Prices and power are not known: 1 and 0. The CUDA part was not run.
+Checked  tests/profiler/test_measured_cluster.py; benchmarks/ranks_planned.py: against measured steps
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from scrimp.gemm.layer import PlannedLayer, backward, forward
+from scrimp.gemm.select import backends_for
+from scrimp.planner.hardware import (
+    Achieved,
+    Cluster,
+    HostLink,
+    InnerSize,
+    Link,
+    Links,
+    Node,
+    NodeGroup,
+    Peak,
+    Shape,
+)
+from scrimp.planner.hardware import Device as HardwareDevice
+from scrimp.planner.layout.kernels import KEYS_HALF, LONG_KEYS, NARROW_HEADS, WIDE_HEAD
+from scrimp.planner.layout.software import Software, software
+from scrimp.precision import HIGH_PRECISION, LinearPrecision
+from scrimp.profiler.device import Device
+from scrimp.timing import now
+
+WINDOW_S = 0.04
+SIZE = {"cpu": 384, "cuda": 4096}
+"""Rows and columns of products."""
+STREAM_BYTES = {"cpu": 2**25, "cuda": 2**28}
+GATHERED_BYTES = {"cpu": 2**23, "cuda": 2**26}
+"""Of a large collective, whole."""
+HEADS, HEAD_SIZE, KEYS = 4, 64, 512
+EAGER = 2.0
+"""Bytes that operators one by one move for one that a fused kernel moves: an estimate (norms 3, gates 1.7)."""
+_TILE = 4
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class RankRates:
+    """What a rank reaches while all others do the same, per second; seconds where it says so."""
+
+    product: float
+    """FLOPs in the working format."""
+    low: float
+    """FLOPs in the recipe that blocks run in, quantization included."""
+    attention_forward: float
+    attention_backward: float
+    memory: float
+    """Bytes read and written."""
+    operation_seconds: float
+    link: float = 1e12
+    """Bytes that a rank sends in a large collective."""
+    latency_seconds: float = 1e-6
+    """Of a small collective, by the logarithm of the ranks."""
+
+
+def measured_cluster(
+    device: Device, *, compute: str = "fp32", recipe: str | None = None, memory_bytes: int
+) -> Cluster:
+    """The ranks of the default process group; a collective where there are several.
+
+    Args:
+        compute: working format, fp32 or bf16.
+        recipe: of the blocks' products, where it is a lower one.
+        memory_bytes: that each rank may use.
+    """
+    rates = rates_of_ranks(device, compute=compute, recipe=recipe)
+    return cluster_of(rates, ranks=device.world.size, name=device.name, memory_bytes=memory_bytes)
+
+
+def rates_of_ranks(device: Device, *, compute: str = "fp32", recipe: str | None = None) -> RankRates:
+    """The mean of what the ranks reach; a collective where there are several."""
+    own = measure_rates(device, compute=compute, recipe=recipe)
+    told = device.world.gathered(list(vars(own).values()))
+    return RankRates(*(statistics.fmean(column) for column in zip(*told, strict=True)))
+
+
+def cluster_of(rates: RankRates, *, ranks: int, name: str, memory_bytes: int) -> Cluster:
+    """Equal ranks of one node with these rates."""
+    inside = Link("measured", rates.link, rates.latency_seconds, 1.0)
+    keys = KEYS / (KEYS + KEYS_HALF) * (1.0 + KEYS_HALF / LONG_KEYS)
+    keys *= NARROW_HEADS if HEAD_SIZE < WIDE_HEAD else 1.0
+    one = HardwareDevice(
+        name=name,
+        vendor="",
+        memory_bytes=memory_bytes,
+        memory_bandwidth=rates.memory,
+        multiprocessors=1,
+        cache_bytes=1,
+        launch_seconds=rates.operation_seconds,
+        power_watts=0.0,
+        price_per_hour=1.0,
+        peak=Peak(fp32=rates.product, bf16=rates.product, fp8=rates.low, fp4=rates.low),
+        achieved=Achieved(
+            fp32=1.0,
+            bf16=1.0,
+            # What was measured at KEYS keys, as the kernels' model will scale it back.
+            attention_forward=rates.attention_forward / rates.product / keys,
+            attention_backward=rates.attention_backward / rates.product / keys,
+            memory=1.0,
+            fp8=1.0,
+            fp8_block=1.0,
+            mxfp8=1.0,
+            nvfp4=1.0,
+        ),
+        shape=Shape(_TILE, _TILE, InnerSize(bf16=1.0)),
+        host_link=HostLink(rates.memory, 0.5),
+    )
+    node = Node(
+        name=f"{ranks} ranks here",
+        device=one,
+        devices=ranks,
+        host_memory_bytes=memory_bytes * ranks,
+        cpu_cores=1,
+        host_op_seconds=rates.operation_seconds,
+        link=Links(inside, inside),
+    )
+    return Cluster(node.name, (NodeGroup(1, node, ranks),), inside)
+
+
+def software_here(cluster: Cluster, device_type: str, *, compute: str, compiled: bool) -> Software:
+    """Scrimp's own step in this working format.
+
+    On a CPU host and device are one: every operation costs its launch, and no exchange runs beside computing.
+    """
+    found = software("scrimp")
+    if not compiled:
+        found = replace(found, traffic=EAGER)
+    if compute == "fp32":
+        # Gradient, two moments and weight read, three written; the norm reads and the clip reads and writes.
+        found = replace(
+            found,
+            activation_bytes=4.0,
+            weight_bytes=4.0,
+            held_weight_bytes=4.0,
+            state_bytes=8.0,
+            master_bytes=0.0,
+            optimizer_bytes=40.0,
+            gradient_sum_bytes=12.0,
+        )
+    if device_type == "cpu":
+        launch = cluster.groups[0].node.host_op_seconds
+        found = replace(
+            found,
+            launch_seconds=launch,
+            host_ops=0.0,
+            hidden_gathers=0.0,
+            hidden_sends=0.0,
+            quantize_bytes=0.0,  # in the measured rate
+        )
+    return found
+
+
+def measure_rates(device: Device, *, compute: str, recipe: str | None) -> RankRates:
+    """What this rank reaches; all ranks of the default process group call it."""
+    here, kind = device.torch_device, device.torch_device.type
+    world, size, dtype = device.world, SIZE[kind], DTYPES[compute]
+    left, right = (torch.randn(size, size, device=here).to(dtype) for _ in range(2))
+    source = torch.zeros(STREAM_BYTES[kind] // 4, device=here)
+    target = torch.zeros_like(source)
+    flops = 2.0 * size**3
+
+    def seconds(call: Callable[[], object]) -> float:
+        world.barrier()
+        return _window(call, here)
+
+    product = flops / seconds(lambda: torch.mm(left, right))
+    low = product
+    if recipe is not None and recipe not in HIGH_PRECISION:
+        low = 3 * flops / seconds(_layer(recipe, left, right))
+    ahead, back = _attention_seconds(seconds, here, dtype)
+    scores = HEADS * HEAD_SIZE * KEYS**2  # half of the square; queries and values
+    row, weight = (torch.ones(1, 8, device=here), torch.ones(8, 8, device=here, requires_grad=True))
+    found = RankRates(
+        product=product,
+        low=low,
+        attention_forward=2.0 * scores / ahead,
+        attention_backward=5.0 * scores / back,
+        memory=2.0 * STREAM_BYTES[kind] / seconds(lambda: torch.add(source, 1.0, out=target)),
+        operation_seconds=seconds(lambda: F.linear(row, weight)),
+    )
+    return found if world.size == 1 else _with_link(found, device)
+
+
+def _window(call: Callable[[], object], device: torch.device) -> float:
+    """Mean seconds of a call, the first one left out."""
+    call()
+    count, start = 0, now(device)
+    while True:
+        call()
+        count += 1
+        passed = now(device) - start
+        if passed > WINDOW_S:
+            return passed / count
+
+
+def _layer(recipe: str, x: torch.Tensor, weight: torch.Tensor) -> Callable[[], object]:
+    """Both passes of a planned layer on square operands."""
+    layer = PlannedLayer(
+        "rates", LinearPrecision(recipe, recipe, recipe, recipe), choose=backends_for(x.device)
+    )
+    clock = layer.clock.now
+    dtype = x.dtype
+
+    def call() -> object:
+        with torch.no_grad():
+            _, codes = forward(x, weight, layer, dtype, now=clock, keep_codes=False)
+            saved = x if codes is None else codes
+            return backward(x, saved, weight, layer, dtype, clock, needs_x=True, needs_weight=True)
+
+    return call
+
+
+def _attention_seconds(
+    seconds: Callable[[Callable[[], object]], float], device: torch.device, dtype: torch.dtype
+) -> tuple[float, float]:
+    shape = (1, HEADS, KEYS, HEAD_SIZE)
+    q, k, v = (torch.randn(shape, device=device).to(dtype).requires_grad_() for _ in range(3))
+
+    def ahead() -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    gradient = torch.ones(shape, device=device, dtype=dtype)
+    alone = seconds(ahead)
+    both = seconds(lambda: torch.autograd.grad(ahead(), (q, k, v), gradient))
+    return alone, max(both - alone, alone)
+
+
+def _with_link(found: RankRates, device: Device) -> RankRates:
+    """With what collectives over all ranks reach; a fixed number of calls, so that ranks stay together."""
+    here, ranks = device.torch_device, device.world.size
+    whole = torch.zeros(GATHERED_BYTES[here.type] // 4 // ranks * ranks, device=here)
+    part = whole[: whole.numel() // ranks].clone()
+    tiny, tinies = torch.zeros(1, device=here), torch.zeros(ranks, device=here)
+    call = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    all_gather = getattr(dist, call)  # its name from torch 2.12 on
+    small = _rounds(lambda: all_gather(tinies, tiny), here, 10)
+    gather = _rounds(lambda: all_gather(whole, part), here, 3)
+    reduce = _rounds(lambda: dist.all_reduce(whole), here, 3)
+    sent = 4.0 * whole.numel() * (ranks - 1) / ranks
+    each = (gather + reduce) / 3  # an all-reduce is two of these; latency is a hundredth of them
+    return replace(found, link=sent / each, latency_seconds=small / math.log2(ranks))
+
+
+def _rounds(call: Callable[[], object], device: torch.device, count: int) -> float:
+    call()
+    taken = []
+    for _ in range(count):
+        start = now(device)
+        call()
+        taken.append(now(device) - start)
+    return min(taken)
