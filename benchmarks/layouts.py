@@ -242,6 +242,8 @@ def ours(layout: dict[str, Any], world: World, size: str) -> tuple[Step, RankMes
         "memory.activations": "keep",
         **{f"layout.{key}": value for key, value in layout.items()},
     }
+    if world.size > 1 and not {"dp", "fsdp"} & layout.keys():
+        settings["layout.fsdp"] = world.size // sharing  # a search would choose by the machine
     decisions = decide(replace_values(Config(), settings), world=world)
     config = decisions.config
     mesh = RankMesh(config.layout, world)

@@ -248,6 +248,8 @@ def made(case: Case, world: World, readers: int) -> tuple[Decisions, Executable,
         **{f"layout.{axis}": degree for axis, degree in case.layout.items() if world.size > 1},
         **case.settings,
     }
+    if world.size > 1 and not {"layout.dp", "layout.fsdp", "outer.every"} & settings.keys():
+        settings["layout.fsdp"] = readers  # a search would choose by the machine
     decisions = decide(replace_values(Config(), settings), world=world)
     config = decisions.config
     executable = realise(
