@@ -56,7 +56,9 @@ def test_what_the_runtime_refuses_is_not_chosen() -> None:
 )
 def test_a_layout_that_is_given_is_not_searched(settings: dict[str, object], expected: bool) -> None:
     config = replace_values(Config(), settings)
-    assert is_open(config, resolve(config, preset("llama-8m"), device_type="cpu", ranks=2)) is expected
+    default = resolve(config, preset("llama-8m"), device_type="cpu", ranks=2)
+    assert not is_open(config, default)
+    assert is_open(replace_values(config, {"layout.search": True}), default) is expected
 
 
 @pytest.mark.slow
@@ -64,8 +66,8 @@ def test_a_run_without_a_layout_trains_keeps_its_layout_and_has_the_losses_of_on
     tmp_path: Path,
 ) -> None:
     corpus, run = write_corpus(tmp_path), tmp_path / "two"
-    settings = ["--train.steps=6", "--checkpoint.every=3", "--train.micro-batch=1"]
-    assert scrimp(*flags(corpus, tmp_path / "alone", *settings)).returncode == 0
+    settings = ["--train.steps=6", "--checkpoint.every=3", "--train.micro-batch=1", "--layout.search"]
+    assert scrimp(*flags(corpus, tmp_path / "alone", *settings[:-1])).returncode == 0
     on_ranks(2, tmp_path / "ranks", flags(corpus, run, *settings))
     check_same_course(run, tmp_path / "alone")
     on_ranks(2, tmp_path / "again", goes_on(run, tmp_path / "on", 3))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from scrimp.config.layout import AXES
 from scrimp.config.resolved import ResolvedConfig, ResolvedLayout
@@ -45,7 +45,7 @@ class Predicted:
 
 def open_layouts(asked: LayoutConfig, ranks: int) -> Iterator[ResolvedLayout]:
     """Those that a layout's settings leave open."""
-    is_free = asked == LayoutConfig()
+    is_free = replace(asked, search=False) == LayoutConfig()
     stages = (3, 2, 1) if asked.zero == LayoutConfig().zero and ranks <= MANY else (asked.zero,)
     for degrees in _degrees(asked, ranks, is_free=is_free):
         for zero in stages if degrees["fsdp"] * degrees["cp"] > 1 else (asked.zero,):
