@@ -198,16 +198,18 @@ def test_what_fails_in_the_thread_fails_the_step_and_leaves_nothing_running(
 
 
 def test_blocks_are_updated_in_order_one_at_a_time_and_what_has_not_begun_never_does() -> None:
-    updates, ran, go = CpuUpdates(range(4)), list[int](), threading.Event()
+    updates, ran, go, runs = CpuUpdates(range(4)), list[int](), threading.Event(), threading.Event()
 
     def update(block: int) -> None:
         ran.append(block)
         if block == 1:
+            runs.set()
             go.wait(10)
 
     for block in range(4):
         updates.begin(block, lambda block=block: update(block))
     updates.finish(0)
+    assert runs.wait(10)
     waiting = [updates._begun[block] for block in (2, 3)]
 
     def go_on_once_they_are_cancelled() -> None:
