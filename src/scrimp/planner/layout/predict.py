@@ -199,7 +199,7 @@ def _moved_seconds(setting: Setting, block: BlockSpec, plan: BlockPlan, *, backw
     offload, software = setting.offload, setting.software
     numbers = numbers_of_block(setting, block).over(setting.weight_shards)
     kept = kept_bytes(block, setting) if plan.offload else boundary_bytes(setting) * offload.residuals
-    comes = software.weight_bytes * numbers * offload.weights
+    comes = software.weight_bytes * numbers * setting.streams_weights
     if backward:
         comes += kept + software.held_gradient_bytes * numbers * offload.gradients
         leaves = software.held_gradient_bytes * numbers * offload.gradients

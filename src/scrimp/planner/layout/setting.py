@@ -142,6 +142,12 @@ class Setting:
         return own > 1 and layout.zero > 1
 
     @property
+    def streams_weights(self) -> bool:
+        """Whether weights live in host memory, and come to the device block by block."""
+        masters = self.offload.master and self.software.weights_are_masters
+        return self.offload.weights or masters
+
+    @property
     def gathers_copies(self) -> bool:
         """Whether ranks of zero 1 gather weights in every pass, and reduce gradients once a step."""
         return self.software.gathers_copies and self.layout.zero == 1 and self.layout.shards > 1

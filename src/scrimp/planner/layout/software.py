@@ -57,6 +57,9 @@ class Software:
     """Bytes of a gradient's number while micro-batches add it up."""
     held_logit_bytes: float
     """Bytes that the loss holds for each logit at once."""
+    weights_are_masters: bool
+    """Whether blocks read the master copy itself: where it is in host memory, so are all weights but those of the
+    blocks that run."""
     gathers_copies: bool
     """Whether zero 1 gathers weights in every pass, not once a step."""
     keeps_gathered: bool

@@ -100,7 +100,7 @@ def _rank(setting: Setting, own: Kinds, rank: int) -> RankBytes:
         gathered += ends * (software.weight_bytes + software.gradient_bytes)
         stay = sum(count * numbers_of[kind] for kind, count in own.items() if kind[1].gathered)
         weights += software.weight_bytes * stay
-    if setting.offload.weights:
+    if setting.streams_weights:
         weights = min(weights, 2 * largest * software.held_weight_bytes)
     if setting.offload.gradients:
         gradients = min(gradients, 2 * largest * software.held_gradient_bytes)
@@ -129,7 +129,7 @@ def host_bytes(setting: Setting) -> float:
     moments = (software.state_bytes - software.master_bytes) * offload.optimizer
     states = moments + software.master_bytes * offload.master
     weights, gradients = (
-        software.held_weight_bytes * offload.weights,
+        software.held_weight_bytes * setting.streams_weights,
         software.held_gradient_bytes * offload.gradients,
     )
     held = shards if setting.layout.zero == 3 else (1, 1)
