@@ -68,6 +68,9 @@ class Software:
     """Copies of queries and keys that are kept: as they were made, and as they were rotated."""
     selective_keeps: float
     """Share of what a block keeps that selective recomputation keeps."""
+    selective_drops_mlp: bool
+    """Whether it keeps of a block nothing but queries, keys, values, attention's result and the residual stream; then
+    `selective_keeps` says nothing."""
     selective_products: float
     """Share of a block's products, forward, that it makes again."""
     selective_attention: bool

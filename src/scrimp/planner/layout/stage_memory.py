@@ -164,8 +164,23 @@ def waiting_bytes(block: BlockSpec, plan: BlockPlan, setting: Setting) -> float:
         return stays
     kept = kept_bytes(block, setting)
     if plan.recompute == SELECTIVE:
-        kept = setting.software.selective_keeps * (kept - score_bytes(block, setting))
+        kept = _selective_bytes(block, setting, kept - score_bytes(block, setting))
     return kept - boundary + stays
+
+
+def _drops(setting: Setting) -> bool:
+    """Whether selective recomputation makes more again than scores."""
+    return setting.software.selective_drops_mlp or setting.software.selective_keeps < 1.0
+
+
+def _selective_bytes(block: BlockSpec, setting: Setting, kept: float) -> float:
+    """What selective recomputation keeps of what else is kept, scores left out."""
+    software, attends = setting.software, block.attention
+    if not software.selective_drops_mlp:
+        return software.selective_keeps * kept
+    keys = attends.num_kv_heads * (attends.head_size + (attends.value_size or attends.head_size))
+    of_attention = 2.0 * (attends.width + keys + value_width(attends)) / setting.layout.tp
+    return setting.tokens * of_attention + 2.0 * boundary_bytes(setting)
 
 
 def made_again_bytes(block: BlockSpec, plan: BlockPlan, setting: Setting) -> float:
