@@ -237,7 +237,7 @@ def test_importance_is_the_share_of_the_variance() -> None:
     assert found.importance == pytest.approx(
         {"tp": by_degree / (by_degree + again), "recompute": again / (by_degree + again), "zero": 0.0}
     )
-    assert list(found.importance)[0] == "tp"
+    assert next(iter(found.importance)) == "tp"
     assert found.seconds == pytest.approx(seconds)
 
 
