@@ -46,7 +46,9 @@ from scrimp.planner.layout.stage_memory import peak_bytes
 from scrimp.planner.layout.tuning import Failure, Option, Outcome, Tuned, tune
 from scrimp.profiler import Device, device_peaks, resolve_device
 from scrimp.report.units import format_duration
+from scrimp.training.memory.limits import device_limit
 from scrimp.training.start import anchored
+from scrimp.training.trained_weights import architecture_of_weights
 
 STEPS: Final = 12
 """Of a trial at full fidelity."""
@@ -75,7 +77,8 @@ def plan_tune(config: Config, given: Collection[str], trials: int, ranks: int | 
     ranks = ranks or ranks_of(config.layout)
     _refuse(config)
     device = resolve_device(config.device)
-    architecture = base_architecture(config, None)
+    weights = architecture_of_weights(config.model.weights) if config.model.weights else None
+    architecture = base_architecture(config, weights)
     candidates = _candidates(config, given, architecture, device, ranks)
     say(f"{len(candidates)} settings, of which at most {trials} runs are tried, of up to {STEPS} steps")
     outcomes: dict[tuple[int, float], str] = {}
@@ -102,7 +105,6 @@ def _refuse(config: Config) -> None:
         "precision snip": ("formats change while it trains", config.is_planned),
         "outer.every": ("most steps exchange nothing, and some do", config.outer.every > 0),
         "memory.split fastest": ("it chooses the micro-batch itself", config.memory.split == "fastest"),
-        "model.weights": ("trials begin with new weights", config.model.weights is not None),
     }
     for name, (why, is_so) in reasons.items():
         if is_so:
@@ -152,8 +154,8 @@ def _open_layouts(config: Config, given: Collection[str], ranks: int) -> Iterato
     choices = [[fixed[axis]] if axis in fixed else divisors for axis in _AXES]
     for degrees in itertools.product(*choices):
         values = {f"layout.{axis}": degree for axis, degree in zip(_AXES, degrees, strict=True)}
-        shards = values["layout.fsdp"] * config.layout.cp
-        for zero in [3, 1] if shards > 1 and "layout.zero" not in given else [config.layout.zero]:
+        is_open = values["layout.fsdp"] * config.layout.cp > 1 and "layout.zero" not in given
+        for zero in [3, 1] if is_open else [config.layout.zero]:
             yield {**values, "layout.zero": zero}
 
 
@@ -211,7 +213,7 @@ def _here(config: Config, architecture: Architecture, device: Device, ranks: int
     inside = replace(link.inside, bytes_per_second=link.inside.bytes_per_second * slower)
     own = replace(
         group.node.device,
-        memory_bytes=device.available_bytes // sharing,
+        memory_bytes=device_limit(resolved, device, 0) // sharing,
         memory_bandwidth=group.node.device.memory_bandwidth * slower,
         peak=replace(peak, bf16=peak.bf16 * slower),
     )
@@ -245,17 +247,18 @@ def _show(found: Tuned, candidates: Sequence[_Candidate]) -> int:
         console.print("no setting ran: what each one said stands above")
         return 1
     shares = ", ".join(f"{name} {share:.0%}" for name, share in found.importance.items())
-    console.print(f"share of the differences in time: {shares}")
+    console.print(f"share of the differences in time: {shares}", soft_wrap=True)
     words = [f"{option(key)}={value}" for key, value in candidates[found.best].values.items()]
-    console.print(f"fastest: {shlex.join(words)}")
+    console.print(f"fastest: {shlex.join(words)}", soft_wrap=True)
     return 0
 
 
 def _text(values: Values) -> str:
-    """Settings without their sections; degrees of 1 are left out."""
-    words = [
-        f"{key.partition('.')[2]} {value}"
-        for key, value in values.items()
-        if value != 1 or not key.startswith("layout.")
-    ]
-    return " ".join(words)
+    """Settings without their sections; degrees of 1 are left out, and the ZeRO stage of whole copies."""
+    left_out = {key for key, value in values.items() if key.startswith("layout.") and value == 1}
+    left_out -= {"layout.zero"}
+    if values.get("layout.fsdp") == 1:
+        left_out |= {"layout.zero"}
+    return " ".join(
+        f"{key.partition('.')[2]} {value}" for key, value in values.items() if key not in left_out
+    )

@@ -24,9 +24,16 @@ from scrimp.cli.launch import run_once
 from scrimp.planner.layout.tuning import Failure, Outcome
 
 LONGEST_S: Final = 600.0
-"""After which a trial is a failure."""
+"""From the time that the run has its folder; then a trial is a failure."""
 _LOOK_S: Final = 0.1
-_MEMORY_WORDS: Final = ("out of memory", "OutOfMemory", "can't allocate memory", "not enough memory")
+_MEMORY_WORDS: Final = (
+    "out of memory",
+    "OutOfMemory",
+    "can't allocate memory",
+    "not enough memory",
+    "fits in memory",
+    "fit in memory",
+)
 
 
 def short_run(words: Sequence[str], ranks: int, steps: int, folder: Path) -> tuple[Outcome, str]:
@@ -66,9 +73,12 @@ def short_run(words: Sequence[str], ranks: int, steps: int, folder: Path) -> tup
 
 def _watch(run: Path, steps: int, signals: list[int], ended: threading.Event) -> None:
     """Have the ranks killed after so many steps, or seconds."""
-    limit = time.monotonic() + LONGEST_S
+    begun = None
     while not ended.wait(_LOOK_S):
-        if len(_seconds(run)) >= steps or time.monotonic() > limit:
+        if begun is None and run.exists():
+            begun = time.monotonic()
+        is_late = begun is not None and time.monotonic() > begun + LONGEST_S
+        if is_late or len(_seconds(run)) >= steps:
             signals.append(signal.SIGKILL)
             return
 
