@@ -141,8 +141,11 @@ def _with_factors(one: _Candidate, names: Sequence[str]) -> _Candidate:
 def _open_values(config: Config, given: Collection[str], ranks: int) -> Iterator[Values]:
     """Layouts and recomputation; micro-batches follow from them."""
     for layout in _open_layouts(config, given, ranks):
-        for again in [""] if "memory.activations" in given else _AGAIN:
-            yield {**layout, **({"memory.activations": again} if again else {})}
+        if config.memory.activations != "auto":
+            yield layout
+            continue
+        for again in _AGAIN:
+            yield {**layout, "memory.activations": again}
 
 
 def _open_layouts(config: Config, given: Collection[str], ranks: int) -> Iterator[Values]:
