@@ -107,6 +107,11 @@ class Plan:
     """With --hardware: count the best plan's memory on a fake process group of that many ranks, in this process."""
     batch: Path | None = None
     """Predict seconds and bytes of settings for any hardware, one a line of JSON, and print one answer a line."""
+    tune: int | None = None
+    """Try so many short runs of this configuration here, in folders that are thrown away: which train.micro_batch,
+    memory.activations and, with --ranks, layout is fastest, of those that it leaves open."""
+    ranks: int | None = None
+    """With --tune: processes of this machine, a rank each. Unset: those of the layout's degrees."""
     target: Literal["scrimp", "torchao", "transformer-engine"] = "scrimp"
     """Plan within what this trainer runs, so that export-precision can say all of it."""
     trust_code: FlagCreatePairsOff[bool] = False
@@ -114,6 +119,7 @@ class Plan:
     config: Annotated[Config, arg(name="")] = field(default_factory=Config)
 
     def execute(self, given: frozenset[str]) -> int:
+        self._refuse_beside_tune()
         if self.batch is not None:
             from scrimp.cli.predict_lines import predict_lines
 
@@ -126,10 +132,29 @@ class Plan:
             ask = Ask(**{name: getattr(self, name) for name in names})
             return plan_elsewhere(ask, self.config, given)
         self._refuse_without_hardware()
+        if self.tune is not None:
+            check_range("--tune", self.tune, Range(1, 10_000))
+            if self.ranks is not None:
+                check_range("--ranks", self.ranks, Range(1, 4096))
+            from scrimp.cli.plan_tune import plan_tune
+
+            return plan_tune(self.config, given, self.tune, self.ranks, trusts=self.trust_code)
         from scrimp.cli.dry_run import dry_run
 
         dry_run(self.config, given, self.out, None if self.target == "scrimp" else self.target)
         return 0
+
+    def _refuse_beside_tune(self) -> None:
+        """Options that ask for another answer, and the one that asks for nothing else."""
+        if self.tune is None and self.ranks is not None:
+            raise ConfigError("--ranks is an option of --tune", do="give --tune, as 8, or leave it out")
+        for name in ("batch", "hardware", "out"):
+            if self.tune is not None and getattr(self, name) is not None:
+                raise ConfigError(
+                    f"--tune does not go with --{name}",
+                    expected="short runs on this machine, or an answer without any",
+                    do="leave one of the two out",
+                )
 
     def _refuse_without_hardware(self) -> None:
         """Options that only a search on other hardware has."""

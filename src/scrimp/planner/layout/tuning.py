@@ -18,11 +18,11 @@ Method   Successive halving. A trial runs a setting at a fidelity, a share of a 
 
              importance = Var(E[log seconds | factor]) / Var(log seconds)
 
-Limits   Factors of a list that is no full grid go together, so that shares may add up to more than 1. Bytes are
-         compared within the prediction: that one is in its order is believed, that it is exact is not.
+Limits   Factors of a list that is no full grid go together, so that shares may add up to more than 1. The order of
+         predicted bytes is believed, their size is not.
 Source   Jamieson and Talwalkar, arXiv 1502.07943 (successive halving); Dash et al., arXiv 2312.12705 (failures,
          importance of each factor)
-Checked  tests/planner/layout/test_tuning.py: against brute force, with the model's constants moved
+Checked  tests/planner/layout/test_setting_tuning.py: against brute force, with the model's constants moved
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ PRIOR: Final = 0.4
 """Standard deviation of the logarithm by which a factor, from one end of the list to the other, may mislead."""
 NOISE: Final = 0.02
 """That of a measured step, by which the regression does not go through all of them."""
+OFFSET: Final = 10.0
+"""The same of all settings at once: it changes no order."""
 DOUBT: Final = 1.0
+"""How many standard deviations faster than the corrected model says a setting is hoped to be."""
 
 
 class Failure(Enum):
@@ -166,8 +169,9 @@ class _Tuning:
         """Seconds of every setting, and the standard deviation of their logarithms (0 where measured)."""
         rows = sorted(self.measured)
         x, y = self._x[rows], np.log([self.measured[one] for one in rows]) - self._predicted[rows]
-        scale = PRIOR**2
-        inverse = np.linalg.inv(x.T @ x / NOISE**2 + np.eye(x.shape[1]) / scale)
+        prior = np.full(x.shape[1], PRIOR**-2)
+        prior[0] = OFFSET**-2
+        inverse = np.linalg.inv(x.T @ x / NOISE**2 + np.diag(prior))
         weights = inverse @ x.T @ y / NOISE**2
         seconds = np.exp(self._predicted + self._x @ weights)
         deviation = np.sqrt(np.einsum("ij,jk,ik->i", self._x, inverse, self._x))
