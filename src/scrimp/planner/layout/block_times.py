@@ -104,7 +104,8 @@ def _counted(case: _Case) -> BlockSeconds:
     moved = [_moved(block, setting, kernels, backward=one) for one in (False, True)]
     ahead, back = _exchanges(block, setting)
     window = [forward + attention[0], backward + attention[1]]
-    host = software.host_ops * setting.place.node.host_op_seconds * _ops(block, setting)
+    is_graph = f"{setting.device.name} {setting.precision}" in software.step_graphs
+    host = 0.0 if is_graph else software.host_ops * setting.place.node.host_op_seconds * _ops(block, setting)
     passes = [
         exposed(
             max(seconds + attention[at] + moved[at], (1.0, 2.0)[at] * host),

@@ -33,6 +33,8 @@ class Software:
     host_ops: float
     """Operations that the host launches for one of a plain program; 0: a pass is one graph. The device waits where it
     is faster."""
+    step_graphs: tuple[str, ...]
+    """Devices with precisions in which a step is one graph, as "gb200 mxfp8": the host launches nothing."""
     attention_kernel: str
     """best: that of the hardware's own generation; flash-2; flash-triton; unfused: scores of all tokens in memory."""
     traffic: float
@@ -131,6 +133,7 @@ def software(name: str) -> Software:
             do=f"did you mean {near}?" if near else "leave it out for Scrimp's own step",
         )
     values = _read("scrimp") | _read(name)
+    values["step_graphs"] = tuple(values["step_graphs"])
     return Software(**{field.name: values[field.name] for field in fields(Software)})
 
 
