@@ -13,15 +13,18 @@ from __future__ import annotations
 
 import itertools
 import shlex
+import signal
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import FrameType
 from typing import Final
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from scrimp.cli.handlers import handled
 from scrimp.cli.parse import option
 from scrimp.cli.short_run import short_run
 from scrimp.cli.show import plain_console, say
@@ -96,8 +99,13 @@ def plan_tune(config: Config, given: Collection[str], trials: int, ranks: int | 
             say(f"run {len(outcomes)} of {trials}, {steps} steps: {_text(candidate.values)}: {shown}")
             return outcome
 
-        found = tune([one.option for one in candidates], trials, evaluate)
+        with handled((signal.SIGTERM, signal.SIGHUP), _interrupted):  # ranks and folders go
+            found = tune([one.option for one in candidates], trials, evaluate)
     return _show(found, candidates)
+
+
+def _interrupted(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
 
 
 def _refuse(config: Config) -> None:

@@ -48,8 +48,8 @@ DOUBT: Final = 1.0
 class Failure(Enum):
     """Why a trial has no seconds."""
 
-    MEMORY = "memory"
-    OTHER = "other"
+    MEMORY = "out of memory"
+    OTHER = "failed"
 
 
 @dataclass(frozen=True, kw_only=True)
