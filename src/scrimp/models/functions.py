@@ -96,9 +96,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],), weight, eps).to(dtype)
 
 
+def _saves_inputs_alone(gate_up: Tensor) -> bool:
+    """Whether a gate is one function here: on a CPU, and where a CPU stands for what is compiled."""
+    # A compiler cannot read the second one's variable: it would end its graph there.
+    return not torch.compiler.is_compiling() and (uses_cpu_functions(gate_up) or _is_compiled.get())
+
+
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up for gate and up side by side in the last dimension."""
-    if uses_cpu_functions(gate_up) or _is_compiled.get():
+    if _saves_inputs_alone(gate_up):
         return cast(Tensor, _SwiGLU.apply(gate_up))  # type: ignore[no-untyped-call]
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
@@ -106,7 +112,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 def geglu(gate_up: Tensor) -> Tensor:
     """gelu(gate) * up, GELU by its approximation with tanh, likewise."""
-    if uses_cpu_functions(gate_up) or _is_compiled.get():
+    if _saves_inputs_alone(gate_up):
         return cast(Tensor, _GeGLU.apply(gate_up))  # type: ignore[no-untyped-call]
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh") * up

@@ -95,9 +95,10 @@ def _rank(setting: Setting, own: Kinds, rank: int) -> RankBytes:
     if shards[0] > 1:
         gathered = largest * (2 * software.weight_bytes + software.gradient_bytes)
     if shards[0] > 1 and layout.zero == 3:
-        # Embedding and head are gathered from the forward pass to the end of the backward one.
+        # Embedding and head are gathered from the forward pass to the end of the backward one, where their gradients
+        # are of the same type until they are reduced.
         ends = numbers_of_ends(setting, rank)
-        gathered += ends * (software.weight_bytes + software.gradient_bytes)
+        gathered += 2.0 * ends * software.weight_bytes
         stay = sum(count * numbers_of[kind] for kind, count in own.items() if kind[1].gathered)
         weights += software.weight_bytes * stay
     if setting.streams_weights:
