@@ -140,7 +140,7 @@ QUESTIONS: list[tuple[ModelShape, str, dict[str, int]]] = [
     (LLAMA_8B, "16xa100-40", {"global_batch": 64}),
     (LLAMA_8B, "8xl40s", {"global_batch": 32}),
     (GPT_22B, "16xh100", {"global_batch": 64, "sequence": 2048}),
-    (ROUTED, "8xh100", {"global_batch": 32}),
+    (dataclasses.replace(ROUTED, layers=8), "8xh100", {"global_batch": 32}),
 ]
 
 
