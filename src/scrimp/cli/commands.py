@@ -148,8 +148,9 @@ class Plan:
         """Options that ask for another answer, and the one that asks for nothing else."""
         if self.tune is None and self.ranks is not None:
             raise ConfigError("--ranks is an option of --tune", do="give --tune, as 8, or leave it out")
-        for name in ("batch", "hardware", "out"):
-            if self.tune is not None and getattr(self, name) is not None:
+        default = {field.name: field.default for field in fields(self)}
+        for name in ("batch", "hardware", "out", "target"):
+            if self.tune is not None and getattr(self, name) != default[name]:
                 raise ConfigError(
                     f"--tune does not go with --{name}",
                     expected="short runs on this machine, or an answer without any",
@@ -160,7 +161,7 @@ class Plan:
         """Options that only a search on other hardware has."""
         names = (
             *("shape", "objective", "tokens", "days", "explain", "what_if", "json", "report"),
-            *("save", "simulate"),
+            *("save", "statistics", "simulate"),
         )
         default = {field.name: field.default for field in fields(self)}
         found = [name for name in names if getattr(self, name) != default[name]]
