@@ -22,10 +22,10 @@ def plan(*words: str) -> int:
 
 
 def commands() -> list[str]:
-    """Those of the page, without the first words."""
+    """Those of the page for other hardware, without the first words; tests/docs runs the others."""
     blocks = re.findall(r"```console\n(.*?)```", PAGE, flags=re.DOTALL)
     lines = [line for block in blocks for line in block.splitlines() if line.startswith("$ ")]
-    return [line.removeprefix("$ scrimp plan ") for line in lines]
+    return [line.removeprefix("$ scrimp plan ") for line in lines if "--hardware" in line]
 
 
 def shown(command: str) -> str:
