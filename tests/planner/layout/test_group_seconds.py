@@ -15,7 +15,6 @@ GB = 1e9
 def test_a_group_within_a_node() -> None:
     group = Group(8, 8, IN, OUT)
     assert group.gathered(GB) == pytest.approx(GB * 7 / 8 / 200e9 + 3e-6)
-    assert group.reduced(GB) == pytest.approx(2 * group.gathered(GB))
     assert group.sent(GB) == pytest.approx(GB / 200e9 + 1e-6)
 
 

@@ -3,7 +3,6 @@
 Method   A group of n ranks is g in each of N nodes. Of a tensor of S bytes, whole::
 
              all-gather, reduce-scatter    max(S (n - 1)/n / inside, S (N - 1)/N / (g outside)) + steps * latency
-             all-reduce                    both of these
              tokens to k experts           S bytes of tokens on a rank, to k ranks each by chance:
                                        max(S k (g - 1)/g / inside, S f / outside) + latency
                                        f = k (n - g)/n; where one copy goes to a node, and on from there,
@@ -52,10 +51,6 @@ class Group:
                 seconds, num_bytes * (self.nodes - 1) / self.nodes / (self.in_node * self.outside.bandwidth)
             )
         return seconds + self.latency
-
-    def reduced(self, num_bytes: float) -> float:
-        """Seconds of an all-reduce."""
-        return 2.0 * self.gathered(num_bytes)
 
     def travelled(self, num_bytes: float, chosen: int, *, once_a_node: bool) -> float:
         """Seconds of the tokens of a rank to their experts, or back.
