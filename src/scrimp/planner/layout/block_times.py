@@ -97,6 +97,8 @@ class BlockSeconds:
     """The forward part that is products."""
     parts: float = 0.0
     """The forward part that `Setting.recompute_parts` names."""
+    last: float = 0.0
+    """The forward part that full recomputation leaves out."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +183,8 @@ def _passes(block: BlockSpec, setting: Setting, kernels: Kernels, products: Prod
             parts - waits, (waits > 0.0) * again_seconds(block, setting, named_parts(block, setting))
         )
         parts = larger(parts, 0.0)
-    return BlockSeconds(passes[0], passes[1], attention[0], moved[0], products.forward, parts)
+    last = _last(block, setting, kernels) if software.full_leaves_last else 0.0
+    return BlockSeconds(passes[0], passes[1], attention[0], moved[0], products.forward, parts, last)
 
 
 def _parts(block: BlockSpec, setting: Setting, kernels: Kernels, attention: float) -> float:
@@ -196,6 +199,12 @@ def _parts(block: BlockSpec, setting: Setting, kernels: Kernels, attention: floa
     numbers = sum(one.forward for one in block.traffic if one.again in levels)
     size = numbers * setting.tokens * setting.software.activation_bytes * setting.software.traffic
     return found + kernels.moved(size / setting.layout.tp)
+
+
+def _last(block: BlockSpec, setting: Setting, kernels: Kernels) -> float:
+    """Seconds, forward, of a block's last product."""
+    one = block.linears[-1]
+    return product_seconds(one, "fprop", setting.recipe(one.name, "fprop"), setting, kernels)
 
 
 def exposed(compute: float, exchange: float, window: float, hidden: float) -> PassSeconds:
@@ -293,6 +302,8 @@ def product_seconds(linear: LinearSpec, gemm: str, recipe: str, setting: Setting
     found = kernels.product(rows, made, read, recipe, count=count)
     if recipe in ("bf16", "fp32"):
         return found
+    if gemm == "dgrad":
+        found += kernels.moved(setting.software.transposed_weight_bytes * outputs * inputs * count, kernels=0)
     fused = is_expert and setting.execution.fused_experts
     is_written = fused and linear.cut == ("inputs" if gemm == "fprop" else "outputs")
     each = _WRITTEN_BYTES if is_written else _quantize_bytes(setting, recipe)
