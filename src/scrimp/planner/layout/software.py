@@ -52,8 +52,8 @@ class Software:
     quantize_seconds: float
     """What each tensor that is quantized takes besides, however small."""
     unfused_experts: bool
-    """Whether tokens are sorted twice around an all-to-all exchange, and experts' biases added apart, unless the user
-    fuses experts."""
+    """Whether tokens are sorted twice around an all-to-all exchange, and experts' biases added and their gates clamped
+    apart, unless the user fuses experts; and what YaRN scales rotated apart."""
     bytes_per_logit: float
     """Moved by the loss and its gradient."""
     gathers_logits: bool
