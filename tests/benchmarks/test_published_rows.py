@@ -49,7 +49,8 @@ COUNTS = {
     "H+": 26 - 15 - 1,  # one stands in section-5
     "AA": 136 + 112,  # with flash attention 2: RMSNorm as one kernel, and operator by operator
     "vTrain": 109,
-    "LLMQ+": 3 * 6 * 2 - 6,  # six sizes on four 4090, four and eight PRO 6000; 7B stands above
+    # Six sizes on four 4090, four and eight PRO 6000; 7B stands above. Beside it one and four 5090, four L40S.
+    "LLMQ+": 3 * 6 * 2 - 6 + 8 + 7 + 8,
 }
 
 # NumParams of llm-foundry's table at 2,048 positions, biases and norms included.
