@@ -5,7 +5,7 @@ Method   The products of every linear layer, forward, for its input and for its 
          making their operands too. Routed experts are taken to be equally busy: of n tokens k n come to a rank, each
          of its experts gets as many.
          Exchanges within a block (tp, cp, experts) add what no computing hides; see `exposed`. A ring of cp runs beside
-         attention alone, Ulysses beside nothing. A pass that the host launches more slowly (`host_times`) takes as long
+         attention alone, Ulysses beside nothing; copies that an exchange takes run alone. A pass that the host launches more slowly (`host_times`) takes as long
          as that. Experts that are fused write the down layer's operand, and the gradient of the gate's, as codes.
          Of the formats of a block's products nothing but `Products` follows: the passes of many sets of formats are
          counted at once, with arrays in it.
@@ -42,6 +42,9 @@ from scrimp.precision import GEMMS
 
 ASYNC_TP = 0.7
 """Share of tp's exchanges that run beside products in pieces: as Megatron's, which do too."""
+_PARTS_BYTES = 1.0
+"""Read for each byte that is reduced in pieces, to add up the parts of all ranks (stacked_partials in
+torch/distributed/_symmetric_memory, _fused_matmul_reduce_scatter)."""
 RING_GRADIENT_BYTES = 4.0
 """Of a number of the gradients that go round a ring with keys and values."""
 _BIAS_BYTES = {True: (12.0, 12.0), False: (28.0, 40.0)}
@@ -174,6 +177,7 @@ def _passes(block: BlockSpec, setting: Setting, kernels: Kernels, products: Prod
     moved = [_moved(block, setting, kernels, backward=one) for one in (False, True)]
     exchanges, tokens = _exchanges(block, setting), _tokens_to_experts(block, setting)
     rows, idle = _shared_rows(block, setting, attention), idle_seconds(block, setting)
+    copies = _exchange_copies(setting)
     hidden = software.hidden_experts if setting.execution.overlap_experts else 0.0
     in_pieces = ASYNC_TP if setting.execution.async_tp else software.hidden_exchanges
     host = setting.place.node.host_op_seconds * (other_ops(block, setting) + products.ops)
@@ -184,7 +188,7 @@ def _passes(block: BlockSpec, setting: Setting, kernels: Kernels, products: Prod
         # The forward pass of one micro-batch runs beside the backward pass of another: they share what they hide.
         one += exposed((idle, 0.0)[at], tokens, (windows[0] + windows[1]) / 2 - one.hidden, hidden)
         waits = larger(0.0, (1.0, 2.0)[at] * host - one.total)
-        passes.append(one + PassSeconds(waits) + rows[at])
+        passes.append(one + PassSeconds(waits, copies) + rows[at])
     parts = 0.0
     if setting.recompute_parts:
         parts = _parts(block, setting, kernels, attention[0])
@@ -301,22 +305,26 @@ def product_seconds(linear: LinearSpec, gemm: str, recipe: str, setting: Setting
     """One product of a layer; in 8 or 4 bits, with the making of the operand that no other product of it makes."""
     layout = setting.layout
     is_expert = linear.experts > 1
-    pieces = layout.etp if is_expert else layout.tp
+    ranks = layout.etp if is_expert else layout.tp
     outputs, inputs = float(linear.outputs), float(linear.inputs)
     if linear.cut == "outputs":
-        outputs /= pieces
+        outputs /= ranks
     elif linear.cut == "inputs":
-        inputs /= pieces
+        inputs /= ranks
     rows, count = setting.tokens, matrices(linear, setting)
     if is_expert:
         rows = setting.tokens * linear.chosen * layout.etp / (layout.tp * count)
     elif linear.cut is None and setting.sequence_parallel:
         rows /= layout.tp
+    pieces = [outputs * share for share in _shares(linear, setting)]
     if gemm == "wgrad":
-        summed = _sums(setting) * outputs * inputs * count
-        return kernels.product(outputs, inputs, rows, recipe, count=count, extra=summed)
-    made, read = (outputs, inputs) if gemm == "fprop" else (inputs, outputs)
-    found = kernels.product(rows, made, read, recipe, count=count)
+        summed = _sums(setting) * inputs * count
+        return sum(
+            kernels.product(one, inputs, rows, recipe, count=count, extra=summed * one) for one in pieces
+        )
+    is_forward, read = gemm == "fprop", inputs if gemm == "fprop" else outputs
+    sizes = [(one, inputs) if is_forward else (inputs, one) for one in pieces]
+    found = sum(kernels.product(rows, made, inner, recipe, count=count) for made, inner in sizes)
     if recipe in ("bf16", "fp32"):
         return found
     if gemm == "dgrad":
@@ -326,6 +334,13 @@ def product_seconds(linear: LinearSpec, gemm: str, recipe: str, setting: Setting
     each = _WRITTEN_BYTES if is_written else _quantize_bytes(setting, recipe)
     fixed = setting.software.quantize_seconds * (1 if fused else count)
     return found + kernels.moved(each * rows * count * read) + fixed
+
+
+def _shares(linear: LinearSpec, setting: Setting) -> list[float]:
+    """Parts of a layer's outputs that are products of their own."""
+    if setting.software.stacks_layers or linear.experts > 1 or not linear.rows:
+        return [1.0]
+    return [one / linear.outputs for one in linear.rows]
 
 
 def _quantize_bytes(setting: Setting, recipe: str) -> float:
@@ -389,12 +404,32 @@ def _exchanges(block: BlockSpec, setting: Setting) -> tuple[float, float]:
     forward = backward = 0.0
     if layout.tp > 1:
         gathers = 4 if not experts or layout.etp > 1 else 2
-        forward += gathers * groups["tp"].gathered(stream)
+        # One half of them gathers, the other reduces.
+        tp = groups["tp"]
+        each = tp.gathered(stream) + tp.gathered(stream * _gathered_share(setting))
+        forward += gathers / 2 * each
         # Inputs of the layers may be gathered once more for their weights' gradients.
         again = 1.0 if setting.software.keeps_gathered else 1.5
-        backward += again * gathers * groups["tp"].gathered(stream)
+        backward += again * gathers / 2 * each
         backward += setting.software.norm_sums * groups["tp"].hops
     return forward, backward
+
+
+def _gathered_share(setting: Setting) -> float:
+    """Bytes that ranks of tp gather for one of activations."""
+    return 0.5 if setting.software.gathers_codes and setting.precision == "fp8_tensor" else 1.0
+
+
+def _exchange_copies(setting: Setting) -> float:
+    """Seconds, in one pass of a block, in which the device moves what ranks of tp exchange; in pieces only to add up
+    the parts of a reduction."""
+    software = setting.software
+    if setting.layout.tp == 1 or not software.exchange_copies:
+        return 0.0
+    stream = setting.tokens * setting.model.width * software.activation_bytes
+    each = software.exchange_copies * (1.0 + _gathered_share(setting))
+    each = _PARTS_BYTES if setting.execution.async_tp else each
+    return 2.0 * each * stream / setting.device.bandwidth
 
 
 def _shared_rows(block: BlockSpec, setting: Setting, attention: Sequence[float]) -> list[PassSeconds]:
@@ -405,7 +440,8 @@ def _shared_rows(block: BlockSpec, setting: Setting, attention: Sequence[float])
     if layout.cp == 1:
         return [PassSeconds(0.0), PassSeconds(0.0)]
     size, values = setting.software.activation_bytes, attends.value_size or attends.head_size
-    keys = setting.tokens / layout.tp * attends.num_kv_heads * (attends.head_size + values)
+    heads = attends.num_heads if setting.software.repeats_keys else attends.num_kv_heads
+    keys = setting.tokens / layout.tp * heads * (attends.head_size + values)
     if layout.cp_method == "ulysses":
         queries = setting.tokens / layout.tp * attends.num_heads * (attends.head_size + values)
         seconds = group.exchanged(size * (queries + keys))

@@ -323,7 +323,9 @@ def _made_again(setting: Setting, plan: BlockPlan, one: BlockSeconds) -> PassSec
         if setting.recompute_parts:
             return PassSeconds(one.parts)
         attention = one.attention if software.selective_attention else 0.0
-        return PassSeconds(attention + one.cheap + software.selective_products * one.products)
+        made = PassSeconds(attention + one.cheap + software.selective_products * one.products)
+        gathers = software.selective_gathers * one.forward.communication
+        return made + PassSeconds(0.0, gathers)
     return PassSeconds(0.0)
 
 

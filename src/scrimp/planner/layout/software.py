@@ -92,6 +92,15 @@ class Software:
     weights' tensors, and gradients into one piece, each of which is a read and a write. 0: there is no copy."""
     keeps_gathered: bool
     """Whether a rank of tp keeps the inputs that it gathered whole, or gathers them once more in the backward pass."""
+    gathers_codes: bool
+    """Whether ranks of tp gather as codes what products read in 8 bits with one scale a tensor."""
+    exchange_copies: float
+    """Bytes moved on a device for each that ranks of tp gather or reduce, unless products and exchanges are one
+    operation: PyTorch's collectives work on the first dimension, and tokens are the second."""
+    stacks_layers: bool
+    """Whether queries, keys and values are made by one product, and so gate and up."""
+    repeats_keys: bool
+    """Whether each head of queries has keys and values of its own before ranks of cp exchange them."""
     norm_sums: float
     """All-reduces of a block's backward pass that add up the gradients of norms, which all ranks of tp have."""
     held_rotations: float
@@ -110,6 +119,8 @@ class Software:
     """Share of a block's products, forward, that it makes again."""
     full_leaves_last: bool
     """Whether full recomputation leaves out the last product, whose result nobody reads again."""
+    selective_gathers: float
+    """Share of the exchanges of a block's forward pass that it makes again."""
     selective_attention: bool
     """Whether it makes attention again."""
     loss_tokens: int
