@@ -126,6 +126,35 @@ def test_codes_are_gathered_and_sums_are_not() -> None:
     assert less[0] - less[1] == pytest.approx(2 * (group.gathered(size) - group.gathered(size / 2)))
 
 
+@pytest.mark.parametrize(
+    ("precision", "inputs", "gradients"),
+    [
+        ("bf16", 2.0, 2.0),
+        ("fp8_tensor", 1.0, 1.0),
+        ("mxfp8", 1 + 1 / 32, 2 + 2 / 32),
+        ("nvfp4", 0.5 + 1 / 16, 1 + 2 / 16),
+    ],
+)
+def test_megatron_gathers_what_products_read(precision: str, inputs: float, gradients: float) -> None:
+    """Forward two gathers and two sums in bf16; backward gradients are gathered along rows and along columns where
+    their scales are not one, and inputs once more."""
+    one = setting(hardware="8xb200", tp=8, of="megatron", precision=precision)
+    found = block_times._exchanges(LLAMA_8B.sizes.blocks[0], one)
+    numbers, group = 4096 * 4096, one.groups["tp"]
+    seconds = [group.gathered(numbers * each) for each in (2.0, inputs, gradients)]
+    assert found == pytest.approx((2 * (seconds[0] + seconds[1]), 2 * sum(seconds)))
+
+
+def test_nothing_of_an_exchange_is_hidden_where_products_are_whole() -> None:
+    """Megatron turns tp_comm_overlap off in NVFP4."""
+    one = setting(hardware="8xb200", tp=8, of="megatron", precision="nvfp4")
+    block = LLAMA_8B.sizes.blocks[0]
+    whole = block_seconds(block, one, kernels_of(one)).forward.communication
+    assert whole == pytest.approx(block_times._exchanges(block, one)[0])
+    apart = dataclasses.replace(one, software=dataclasses.replace(one.software, whole_exchanges=()))
+    assert block_seconds(block, apart, kernels_of(apart)).forward.communication < 0.5 * whole
+
+
 def test_keys_that_are_repeated_go_round_a_ring_for_every_head() -> None:
     one = setting(cp=4, of="torchtitan", dp=2)
     few = dataclasses.replace(one, software=dataclasses.replace(one.software, repeats_keys=False))

@@ -36,7 +36,7 @@ from scrimp.planner.layout.host_times import (
     other_ops,
     rotates_apart,
 )
-from scrimp.planner.layout.kernels import Kernels, kind_of
+from scrimp.planner.layout.kernels import Kernels, element_bytes, kind_of
 from scrimp.planner.layout.setting import Setting
 from scrimp.precision import GEMMS
 
@@ -60,6 +60,8 @@ _ROTATION_BYTES = (20.0, 24.0)
 """For each number of queries and keys beyond one fused pass, where YaRN scales them, which no fused kernel does
 (apply_rotary_pos_emb, mscale): products with cosine and sine (8), half negated (2), joined (4), added (6), joined
 (4), less 4; backward the same and what three uses add up."""
+_SCALE_BYTES = {"fp8": 4 / 128, "mxfp8": 1 / 32, "nvfp4": 1 / 16}
+"""Of scales that lie along rows, for each number."""
 _WRITTEN_BYTES = 2.0
 """For each number of an operand that is written as codes at once, along rows and along columns."""
 
@@ -180,6 +182,7 @@ def _passes(block: BlockSpec, setting: Setting, kernels: Kernels, products: Prod
     copies = _exchange_copies(setting)
     hidden = software.hidden_experts if setting.execution.overlap_experts else 0.0
     in_pieces = ASYNC_TP if setting.execution.async_tp else software.hidden_exchanges
+    in_pieces *= setting.precision not in software.whole_exchanges
     host = setting.place.node.host_op_seconds * (other_ops(block, setting) + products.ops)
     windows = [products.forward + attention[0], products.backward + attention[1]]
     passes, waits = [], 0.0
@@ -405,19 +408,26 @@ def _exchanges(block: BlockSpec, setting: Setting) -> tuple[float, float]:
     if layout.tp > 1:
         gathers = 4 if not experts or layout.etp > 1 else 2
         # One half of them gathers, the other reduces.
-        tp = groups["tp"]
-        each = tp.gathered(stream) + tp.gathered(stream * _gathered_share(setting))
-        forward += gathers / 2 * each
+        tp, (inputs, gradients) = groups["tp"], _gathered_shares(setting)
+        forward += gathers / 2 * (tp.gathered(stream) + tp.gathered(stream * inputs))
+        backward += gathers / 2 * (tp.gathered(stream) + tp.gathered(stream * gradients))
         # Inputs of the layers may be gathered once more for their weights' gradients.
-        again = 1.0 if setting.software.keeps_gathered else 1.5
-        backward += again * gathers / 2 * each
+        if not setting.software.keeps_gathered:
+            backward += gathers / 2 * tp.gathered(stream * inputs)
         backward += setting.software.norm_sums * groups["tp"].hops
     return forward, backward
 
 
-def _gathered_share(setting: Setting) -> float:
-    """Bytes that ranks of tp gather for one of activations."""
-    return 0.5 if setting.software.gathers_codes and setting.precision == "fp8_tensor" else 1.0
+def _gathered_shares(setting: Setting) -> tuple[float, float]:
+    """Bytes that ranks of tp gather for one of activations: of layers' inputs, and of gradients of what layers make.
+    Codes whose scales lie along rows have no others along columns in them, which gradients need too."""
+    software, recipe = setting.software, setting.precision
+    if recipe == "fp8_tensor":
+        return (0.5, 0.5) if software.gathers_codes else (1.0, 1.0)
+    if recipe not in _SCALE_BYTES or not software.gathers_scaled_codes:
+        return 1.0, 1.0
+    share = (element_bytes(recipe) + _SCALE_BYTES[recipe]) / software.activation_bytes
+    return share, 2.0 * share
 
 
 def _exchange_copies(setting: Setting) -> float:
@@ -427,7 +437,7 @@ def _exchange_copies(setting: Setting) -> float:
     if setting.layout.tp == 1 or not software.exchange_copies:
         return 0.0
     stream = setting.tokens * setting.model.width * software.activation_bytes
-    each = software.exchange_copies * (1.0 + _gathered_share(setting))
+    each = software.exchange_copies * (1.0 + _gathered_shares(setting)[0])
     each = _PARTS_BYTES if setting.execution.async_tp else each
     return 2.0 * each * stream / setting.device.bandwidth
 

@@ -94,6 +94,8 @@ class Software:
     """Whether a rank of tp keeps the inputs that it gathered whole, or gathers them once more in the backward pass."""
     gathers_codes: bool
     """Whether ranks of tp gather as codes what products read in 8 bits with one scale a tensor."""
+    gathers_scaled_codes: bool
+    """The same of codes in 8 or 4 bits with scales of their own for each 16 to 128 numbers."""
     exchange_copies: float
     """Bytes moved on a device for each that ranks of tp gather or reduce, unless products and exchanges are one
     operation: PyTorch's collectives work on the first dimension, and tokens are the second."""
@@ -151,6 +153,8 @@ class Software:
     """Bytes of the master weight alone."""
     hidden_exchanges: float
     """Share of the exchanges of tp within a block that can run beside computing."""
+    whole_exchanges: tuple[str, ...]
+    """Precisions in which none of them do, because their products are not cut in pieces."""
     hidden_rings: float
     """The same of keys and values that ranks of cp pass round, beside attention."""
     hidden_experts: float
@@ -219,7 +223,8 @@ def software(name: str) -> Software:
             do=f"did you mean {near}?" if near else "leave it out for Scrimp's own step",
         )
     values = _read(name)
-    values["cp_methods"] = tuple(values["cp_methods"])
+    for names_of in ("cp_methods", "whole_exchanges"):
+        values[names_of] = tuple(values[names_of])
     values["products"] = tuple(map(tuple, values["products"]))
     for shares in ("selective", "selective_experts", "selective_latent"):
         values[shares] = tuple(values[shares].items())
