@@ -164,7 +164,7 @@ class Setting:
     def block_weight_bytes(self) -> float:
         """Bytes of a number of a block's weights while they are gathered, or come from the host."""
         each = self.software.weight_bytes
-        return min(each, element_bytes(self.precision)) if self.software.gathers_codes else each
+        return min(each, element_bytes(self.precision)) if self.software.gathers_weight_codes else each
 
     @property
     def gathers_copies(self) -> bool:

@@ -66,7 +66,7 @@ class Software:
     """Bytes of a number between operations, and of what ranks of tp, cp, ep and pp exchange."""
     weight_bytes: float
     """Bytes of a weight's number while it is gathered."""
-    gathers_codes: bool
+    gathers_weight_codes: bool
     """Whether those of blocks are gathered, and come from the host, as codes where products multiply codes."""
     hidden_host_weights: float
     """Share of weights that come from the host beside computing; kernels between those of the pass read the others."""
