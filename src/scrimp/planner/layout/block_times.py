@@ -5,8 +5,9 @@ Method   The products of every linear layer, forward, for its input and for its 
          making their operands too. Routed experts are taken to be equally busy: of n tokens k n come to a rank, each
          of its experts gets as many.
          Exchanges within a block (tp, cp, experts) add what no computing hides; see `exposed`. A ring of cp runs beside
-         attention alone, Ulysses beside nothing; copies that an exchange takes run alone. A pass that the host launches more slowly (`host_times`) takes as long
-         as that. Experts that are fused write the down layer's operand, and the gradient of the gate's, as codes.
+         attention alone, Ulysses beside nothing; copies that an exchange takes run alone. A pass that the host launches
+         more slowly (`host_times`) takes as long as that. Experts that are fused write the down layer's operand, and
+         the gradient of the gate's, as codes.
          Of the formats of a block's products nothing but `Products` follows: the passes of many sets of formats are
          counted at once, with arrays in it.
 Limits   Quantized weights are made once a step, and count there.
@@ -34,6 +35,7 @@ from scrimp.planner.layout.host_times import (
     layer_ops,
     matrices,
     other_ops,
+    rotates_apart,
 )
 from scrimp.planner.layout.kernels import Kernels, element_bytes, kind_of
 from scrimp.planner.layout.setting import Setting
@@ -46,10 +48,19 @@ _PARTS_BYTES = 1.0
 torch/distributed/_symmetric_memory, _fused_matmul_reduce_scatter)."""
 RING_GRADIENT_BYTES = 4.0
 """Of a number of the gradients that go round a ring with keys and values."""
-_BIAS_BYTES = (28.0, 40.0)
-"""For each number that experts give where biases are added apart. Forward: bias by the router's share in float32 is
-written (4), added (6 read, 4 written), joined (8) and cast (6); backward: cast (6), joined (4), cast (6) and, for bias
-and share each, multiplied (8) and summed up (4)."""
+_BIAS_BYTES = {True: (12.0, 12.0), False: (28.0, 40.0)}
+"""For each number that experts give where biases are added apart; True: tokens travel by NCCL, with their router's
+shares in bf16, else in float32 (`moe_router_dtype`; DeepEP and HybridEP take no other). Forward: bias by share is
+written (4), added (6 read, 4 written), joined (8) and cast (6; in bf16 2, 4 and 2, 4, 0); backward: cast (6), joined
+(4), cast (6) and, for bias and share each, multiplied (8) and summed up (4; in bf16 4 and 2, twice)."""
+_CLAMP_BYTES = (16.0, 20.0)
+"""For each number of a gate where experts have biases: gate and up are clamped by operations of their own before the
+fused gate (weighted_bias_quick_geglu_impl): two read and write (8), joined (8); backward two of gradients and inputs
+(12), joined (8)."""
+_ROTATION_BYTES = (20.0, 24.0)
+"""For each number of queries and keys beyond one fused pass, where YaRN scales them, which no fused kernel does
+(apply_rotary_pos_emb, mscale): products with cosine and sine (8), half negated (2), joined (4), added (6), joined
+(4), less 4; backward the same and what three uses add up."""
 _SCALE_BYTES = {"fp8": 4 / 128, "mxfp8": 1 / 32, "nvfp4": 1 / 16}
 """Of scales that lie along rows, for each number."""
 _WRITTEN_BYTES = 2.0
@@ -102,6 +113,8 @@ class BlockSeconds:
     """The forward part that is products."""
     parts: float = 0.0
     """The forward part that `Setting.recompute_parts` names."""
+    last: float = 0.0
+    """The forward part that full recomputation leaves out."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +201,8 @@ def _passes(block: BlockSpec, setting: Setting, kernels: Kernels, products: Prod
             parts - waits, (waits > 0.0) * again_seconds(block, setting, named_parts(block, setting))
         )
         parts = larger(parts, 0.0)
-    return BlockSeconds(passes[0], passes[1], attention[0], moved[0], products.forward, parts)
+    last = _last(block, setting, kernels) if software.full_leaves_last else 0.0
+    return BlockSeconds(passes[0], passes[1], attention[0], moved[0], products.forward, parts, last)
 
 
 def _parts(block: BlockSpec, setting: Setting, kernels: Kernels, attention: float) -> float:
@@ -201,8 +215,21 @@ def _parts(block: BlockSpec, setting: Setting, kernels: Kernels, attention: floa
             found += product_seconds(one, "fprop", setting.recipe(one.name, "fprop"), setting, kernels)
     levels = {level for level, part in (("norms", "norm"), (GATED, GATED)) if part in named}
     numbers = sum(one.forward for one in block.traffic if one.again in levels)
-    size = numbers * setting.tokens * setting.software.activation_bytes * setting.software.traffic
-    return found + kernels.moved(size / setting.layout.tp)
+    each = numbers * setting.software.activation_bytes
+    if GATED in named and adds_expert_biases(block, setting):
+        each += sum(_CLAMP_BYTES[0] * one.chosen * one.inputs for one in _downs(block))
+    return found + kernels.moved(each * setting.tokens * setting.software.traffic / setting.layout.tp)
+
+
+def _downs(block: BlockSpec) -> list[LinearSpec]:
+    """The last product of routed experts, if there are any."""
+    return [one for one in block.linears if one.experts > 1][-1:]
+
+
+def _last(block: BlockSpec, setting: Setting, kernels: Kernels) -> float:
+    """Seconds, forward, of a block's last product."""
+    one = block.linears[-1]
+    return product_seconds(one, "fprop", setting.recipe(one.name, "fprop"), setting, kernels)
 
 
 def exposed(compute: float, exchange: float, window: float, hidden: float) -> PassSeconds:
@@ -304,6 +331,8 @@ def product_seconds(linear: LinearSpec, gemm: str, recipe: str, setting: Setting
     found = sum(kernels.product(rows, made, inner, recipe, count=count) for made, inner in sizes)
     if recipe in ("bf16", "fp32"):
         return found
+    if gemm == "dgrad":
+        found += kernels.moved(setting.software.transposed_weight_bytes * outputs * inputs * count, kernels=0)
     fused = is_expert and setting.execution.fused_experts
     is_written = fused and linear.cut == ("inputs" if gemm == "fprop" else "outputs")
     each = _WRITTEN_BYTES if is_written else _quantize_bytes(setting, recipe)
@@ -357,7 +386,12 @@ def _moved(block: BlockSpec, setting: Setting, kernels: Kernels, *, backward: bo
         if setting.execution.fused_experts:
             numbers -= up.chosen * (up.outputs + down.inputs) / tp
         if adds_expert_biases(block, setting):
-            extra += _BIAS_BYTES[backward] * copies
+            extra += _BIAS_BYTES[setting.execution.dispatcher == ALL_TO_ALL][backward] * copies
+            extra += _CLAMP_BYTES[backward] * down.chosen * down.inputs / tp
+        if rotates_apart(block, setting):
+            attends = block.attention
+            rotated = attends.width + attends.num_kv_heads * attends.head_size
+            extra += _ROTATION_BYTES[backward] * rotated / tp
         sorts = setting.software.unfused_experts and setting.execution.dispatcher == ALL_TO_ALL
         if sorts and setting.layout.ep > 1:
             # Once more on each way, by expert: read and written.

@@ -47,11 +47,13 @@ class Software:
     """Bytes moved for each number of an operand that is quantized in a pass."""
     quantize_block_bytes: float
     """The same where each 32 or 128 numbers have a scale, so that the largest of a tensor is not looked for."""
+    transposed_weight_bytes: float
+    """Bytes moved for each number of a quantized weight in a backward pass, which reads it transposed."""
     quantize_seconds: float
     """What each tensor that is quantized takes besides, however small."""
     unfused_experts: bool
-    """Whether tokens are sorted twice around an all-to-all exchange, and experts' biases added apart, unless the user
-    fuses experts."""
+    """Whether tokens are sorted twice around an all-to-all exchange, and experts' biases added and their gates clamped
+    apart, unless the user fuses experts; and what YaRN scales rotated apart."""
     bytes_per_logit: float
     """Moved by the loss and its gradient."""
     gathers_logits: bool
@@ -64,6 +66,12 @@ class Software:
     """Bytes of a number between operations, and of what ranks of tp, cp, ep and pp exchange."""
     weight_bytes: float
     """Bytes of a weight's number while it is gathered."""
+    gathers_weight_codes: bool
+    """Whether those of blocks are gathered, and come from the host, as codes where products multiply codes."""
+    hidden_host_weights: float
+    """Share of weights that come from the host beside computing; kernels between those of the pass read the others."""
+    hidden_host_gradients: float
+    """The same of gradients that are added up there: the others are read and written by a kernel of the pass."""
     gradient_bytes: float
     """Bytes of a gradient's number while it is reduced."""
     held_weight_bytes: float
@@ -111,6 +119,8 @@ class Software:
     as ("h100", "bf16", 0.728), under the names of `achieved`; of all else the hardware file's."""
     selective_products: float
     """Share of a block's products, forward, that it makes again."""
+    full_leaves_last: bool
+    """Whether full recomputation leaves out the last product, whose result nobody reads again."""
     selective_gathers: float
     """Share of the exchanges of a block's forward pass that it makes again."""
     selective_attention: bool
@@ -128,6 +138,8 @@ class Software:
     """Bytes that the gradients of gate and up take beside them, for one of theirs."""
     caches_allocations: bool
     """Whether tensors come and go in a caching allocator, of whose memory some is lost (`stage_memory.MARGIN`)."""
+    one_end_buffer: bool
+    """Whether embedding and head are gathered into the same memory, one after the other."""
     whole_in_pipelines: bool
     """Whether zero 3 keeps weights whole between the passes of a pipeline, and adds gradients up whole."""
     held_code_bytes: float
