@@ -143,6 +143,7 @@ BLOOM = {
     "13824-78": 182,
     "14336-70": 176,
     "14336-72": 181,
+    "14336-82": 206,
 }
 PRINTED |= {
     name: BLOOM[name.removeprefix("bloom-").rpartition("-")[0]]
