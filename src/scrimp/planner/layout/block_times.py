@@ -5,8 +5,9 @@ Method   The products of every linear layer, forward, for its input and for its 
          making their operands too. Routed experts are taken to be equally busy: of n tokens k n come to a rank, each
          of its experts gets as many.
          Exchanges within a block (tp, cp, experts) add what no computing hides; see `exposed`. A ring of cp runs beside
-         attention alone, Ulysses beside nothing; copies that an exchange takes run alone. A pass that the host launches more slowly (`host_times`) takes as long
-         as that. Experts that are fused write the down layer's operand, and the gradient of the gate's, as codes.
+         attention alone, Ulysses beside nothing; copies that an exchange takes run alone. A pass that the host launches
+         more slowly (`host_times`) takes as long as that. Experts that are fused write the down layer's operand, and
+         the gradient of the gate's, as codes.
          Of the formats of a block's products nothing but `Products` follows: the passes of many sets of formats are
          counted at once, with arrays in it.
 Limits   Quantized weights are made once a step, and count there.

@@ -126,6 +126,8 @@ class Software:
     """Bytes that the gradients of gate and up take beside them, for one of theirs."""
     caches_allocations: bool
     """Whether tensors come and go in a caching allocator, of whose memory some is lost (`stage_memory.MARGIN`)."""
+    expandable_segments: bool
+    """Whether segments of that allocator grow, so that fewer gaps are lost."""
     whole_in_pipelines: bool
     """Whether zero 3 keeps weights whole between the passes of a pipeline, and adds gradients up whole."""
     held_code_bytes: float
