@@ -151,6 +151,14 @@ def test_an_allocator_without_growing_segments_loses_more_between_the_passes_of_
             assert sizes["margin"] == pytest.approx(share * goes)
 
 
+def test_norms_in_float32_keep_their_input_in_four_bytes() -> None:
+    """Of two norms, a number each: the other half of the input, and what is normed before its weight."""
+    fused, apart = (setting(of=of, dp=8, fsdp=1, zero=1) for of in ("aa-scaling", "aa-scaling-unfused"))
+    block = LLAMA_8B.sizes.blocks[0]
+    more = kept_bytes(block, apart) - kept_bytes(block, fused)
+    assert more == pytest.approx(2 * (2 + 2) * 4096 * 4096)
+
+
 def test_fine_tuning_in_nemo_keeps_states_in_two_bytes() -> None:
     """Weights, gradients, both moments and masters; in pretraining moments have four, and masters the rest of four."""
     for of, each in (("megatron-2024-sft", 6), ("megatron-2024", 10)):

@@ -39,6 +39,9 @@ class Software:
     host_ops: float
     """Operations that the host launches for one of a plain program; 0: a pass is one graph. The device waits where it
     is faster."""
+    attention_reads: float
+    """Operations that the host launches until attention runs, after it has waited for the length of a sequence; 0: it
+    does not wait."""
     attention_kernel: str
     """best: that of the hardware's own generation; flash-2; flash-triton; unfused: scores of all tokens in memory."""
     traffic: float
