@@ -319,7 +319,7 @@ def _cells(values: Array, low: float, count: int) -> NDArray[np.int64]:
     high = values[values.argmax()]
     if high <= low or count < 2:
         return np.zeros(len(values), np.int64)
-    cells = ((values - low) * ((count - 1) / (high - low))).astype(np.int64)
+    cells: NDArray[np.int64] = ((values - low) * ((count - 1) / (high - low))).astype(np.int64)
     np.minimum(cells, count - 2, out=cells)
     cells += values > low
     return cells
