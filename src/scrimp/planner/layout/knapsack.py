@@ -47,9 +47,9 @@ _LEAST_HARM = 1e9
 _FEW = 20_000
 """Ways to share out equal blocks, up to which all are looked at."""
 _FEW_KINDS = 4
-GAP = 1e-3
-"""By how much a plan of a stage may cost more than the best: a hundredth of what predictions are off by at least."""
-_LABELS = 64
+GAP = 2e-3
+"""By how much a plan of a stage may cost more than the best: well below what predictions are off by."""
+_LABELS = 32
 _CUTS = 40
 
 
