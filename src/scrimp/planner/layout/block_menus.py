@@ -167,10 +167,17 @@ class Menu:
     def table(self, flight: float, *, offload: bool) -> tuple[Choices, Indices]:
         """What a block of a rank that holds so many passes can do, and which entries that is."""
         if (flight, offload) not in self.tables:
-            may = np.arange(len(self.seconds)) if offload else np.flatnonzero(self.stays)
-            sizes = flight * self.waiting[may] + self.standing[may]
-            self.tables[flight, offload] = Choices(self.seconds[may], sizes, self.harm[may]), may
+            seconds, waiting, standing, harm, entries = self._allowed[offload]
+            self.tables[flight, offload] = Choices(seconds, flight * waiting + standing, harm), entries
         return self.tables[flight, offload]
+
+    @cached_property
+    def _allowed(self) -> dict[bool, tuple[Array, Array, Array, Array, Indices]]:
+        """Figures and entries, by whether something may leave."""
+        figures = self.seconds, self.waiting, self.standing, self.harm
+        some = np.flatnonzero(self.stays)
+        seconds, waiting, standing, harm = (one[some] for one in figures)
+        return {True: (*figures, np.arange(len(self.stays))), False: (seconds, waiting, standing, harm, some)}
 
     def plan(self, at: int) -> BlockPlan:
         """One entry, spelt out."""
