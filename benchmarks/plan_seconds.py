@@ -1,14 +1,16 @@
 """How long planning takes, on one core.
 
 Question  Seconds until a plan is there: the account of a 7B model on one card, the same with another budget, one
-          prediction of a layout, the search for a 70B model on 1,024 devices and for one of 1e12 parameters on 8,192.
+          prediction of a layout, the search for a 70B model on 1,024 devices and for one of 1e12 parameters on 8,192;
+          with formats chosen too, without statistics and with those of 80 blocks that all differ (made up: random).
 Method    Each case in a process of its own that is held to one core; CPU seconds of it, its largest resident set.
           The account is what `scrimp plan` does between its command line and its tables (trace, search, what more
           memory would give), of a card of 24 GB beside 80 GB of host, with rates and seconds of `largest_model`
           because there is no card here; loading Python's modules, torch among them, counts and is said. Planning again
           asks the same process about a card of 20 GB. A prediction is asked for twice: the first time the order of a
           pipeline's passes is found, later it is known.
-Limits    CPU seconds: other work on the machine slows a core down, by shared caches and clock.
+Limits    CPU seconds: other work on the machine slows a core down, by shared caches and clock. Each process times a
+          loop of Python before and after its case, which says how fast its core was.
 Run       python benchmarks/plan_seconds.py            (minutes on one core)
 """
 
@@ -21,7 +23,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import date
 from functools import partial
@@ -38,7 +40,7 @@ LAYOUTS = {
     "65,536 stage-micro-batches": {"pp": 32, "virtual": 2, "fsdp": 4, "tp": 8, "global_batch": 4 * 1024},
 }
 FORMATS = ("bf16", "fp8_tensor", "nvfp4")
-TARGETS = {
+TARGETS: dict[str, float | None] = {
     "account": 3.0,
     "planned again": 1.0,
     "prediction, 4,096 stage-micro-batches": 0.005,
@@ -47,6 +49,8 @@ TARGETS = {
     "search, 1e12 on 8,192": 60.0,
     "search, 70B on 1,024, formats chosen": 10.0,
     "search, 1e12 on 8,192, formats chosen": 60.0,
+    "search, 70B on 1,024, formats by statistics": 20.0,
+    "a loop of 1e7 additions": None,
 }
 
 
@@ -61,7 +65,12 @@ def main() -> None:
     options = parser.parse_args()
     if options.case:
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        before = _loop_seconds()
         rows = CASES[options.case]()
+        loop = (before + _loop_seconds()) / 2
+        rows.append(
+            {"what": "a loop of 1e7 additions", "seconds": loop, "note": "before and after each case"}
+        )
         print(
             json.dumps(
                 {"rows": rows, "peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
@@ -110,6 +119,13 @@ def page(record: dict[str, Any], repeats: int) -> str:
         *markdown_table(["what", "s", "wanted, s", "memory, MB", "found (predicted)"], rows),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _loop_seconds() -> float:
+    began, total = time.process_time(), 0
+    for number in range(10_000_000):
+        total += number
+    return time.process_time() - began
 
 
 def timed(rows: list[dict[str, Any]], what: str, run: Callable[[], Any]) -> Any:
@@ -195,6 +211,58 @@ def search_70b_formats() -> list[dict[str, Any]]:
     return _searched(_question_70b(formats=True), "search, 70B on 1,024, formats chosen")
 
 
+def search_70b_statistics() -> list[dict[str, Any]]:
+    """The same with harm by statistics, in which no two blocks are alike."""
+    question = _question_70b(formats=True)
+    statistics = made_up_statistics(question.model, FORMATS)
+    formats = replace(question.formats, statistics=statistics)
+    return _searched(replace(question, formats=formats), "search, 70B on 1,024, formats by statistics")
+
+
+def made_up_statistics(model: Any, formats: Sequence[str], seed: int = 3) -> Any:
+    """Random figures of the right shapes; the first format makes no errors."""
+    import numpy as np
+
+    from scrimp.models import full_name
+    from scrimp.planner.precision.profile import BatchStatistics, PrecisionProfile
+
+    linears = [
+        (full_name(at, one.name), one) for at, block in enumerate(model.blocks) for one in block.linears
+    ]
+    generator, layers, weights = np.random.default_rng(seed), len(linears), len(linears) + 2
+
+    def draw(*shape: int) -> Any:
+        return np.exp(generator.normal(size=shape))
+
+    errors, results = draw(layers, 3, len(formats), 2), draw(layers, 3, len(formats), 2)
+    errors[:, :, 0] = results[:, :, 0] = 0.0
+    batch = BatchStatistics(
+        loss=1.0,
+        **{name: draw(layers) for name in ("x", "w", "y", "g", "gx", "gw")},
+        errors=errors,
+        results=results,
+        backward=draw(2, 2, weights, layers),
+        forward=draw(2, 2, weights, layers),
+        curvature=generator.normal(size=layers),
+        sensitivity=draw(2, weights),
+        update=draw(weights),
+    )
+    return PrecisionProfile(
+        model="made up",
+        device="cpu",
+        step=1,
+        layers=tuple(name for name, _ in linears),
+        shapes=tuple((one.outputs, one.inputs) for _, one in linears),
+        tokens=8192,
+        formats=tuple(formats),
+        weights=("embedding", *(f"{name}.weight" for name, _ in linears), "head"),
+        owners=tuple(range(1, layers + 1)),
+        optimizer="adamw",
+        gains="ratios",
+        batches=(batch,),
+    )
+
+
 def search_trillion() -> list[dict[str, Any]]:
     """All layouts of a model of 1e12 parameters on 8,192 devices."""
     return _searched(_question_trillion(formats=False), "search, 1e12 on 8,192")
@@ -259,6 +327,7 @@ CASES = {
     "predictions": predictions,
     "search-70b": search_70b,
     "search-70b-formats": search_70b_formats,
+    "search-70b-statistics": search_70b_statistics,
     "search-trillion": search_trillion,
     "search-trillion-formats": search_trillion_formats,
 }

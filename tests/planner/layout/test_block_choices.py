@@ -8,9 +8,10 @@ import itertools
 import pytest
 from published_settings import LLAMA_8B, setting
 
+from scrimp.planner.layout.block_activations import waiting_bytes
 from scrimp.planner.layout.block_choices import Blocks, leanest
-from scrimp.planner.layout.block_menus import Quality, flops_in_4_bits, profiles
-from scrimp.planner.layout.predict import predict
+from scrimp.planner.layout.block_menus import Quality, flops_in_4_bits, menus_of, profiles
+from scrimp.planner.layout.predict import kernels_of, planned_seconds, predict
 from scrimp.planner.layout.setting import FULL, NONE, SELECTIVE, BlockPlan, Setting
 from scrimp.planner.layout.stage_memory import peak_bytes
 
@@ -138,6 +139,39 @@ def test_harm_is_spent_on_the_products_that_save_most_for_it() -> None:
         [name for name, _ in profiles(like, wanted, 0, recompute).formats[1]] for recompute in (NONE, FULL)
     ]
     assert sum(name.endswith("fprop") for name in names[1]) > sum(name.endswith("fprop") for name in names[0])
+
+
+def test_a_menu_says_what_each_of_its_plans_takes() -> None:
+    """Blocks of other harm are worked out together; one at a time, as they are spelt out, they take the same."""
+    like = setting(dataclasses.replace(LLAMA_8B, layers=4), "2xb200", fsdp=2, micro_batch=2)
+    flops = flops_in_4_bits(like.model)
+    weights = {"fprop": 1.0, "dgrad": 3.0, "wgrad": 0.5}
+    wanted = Quality(
+        formats=("nvfp4", "fp8_tensor", "bf16"),
+        harm=lambda block, linear, gemm, recipe: (
+            flops(block, linear, gemm, recipe) * weights[gemm] * (1 + block * len(linear) % 5)
+            + 1e-4 * (recipe == "fp8_tensor")
+        ),
+        limit=0.5,
+    )
+    for number, menu in enumerate(menus_of(like, wanted)):
+        block = like.model.blocks[number]
+        for at in range(0, len(menu.seconds), 5):
+            plan = menu.plan(at)
+            own = like.in_formats(plan.formats)
+            passes = planned_seconds(number, plan, like, kernels_of(like))
+            assert menu.seconds[at] == pytest.approx(
+                sum(one.slowed(like.software.contention).total for one in passes)
+            )
+            assert menu.waiting[at] == waiting_bytes(block, plan, own)
+            assert menu.stays[at] != plan.offload
+            recipes = {name: "bf16" for one in block.linears for name in (f"{one.name}.{g}" for g in weights)}
+            recipes |= dict(plan.formats)
+            total = sum(wanted.harm(number, *name.rsplit(".", 1), one) for name, one in recipes.items())
+            assert menu.harm[at] + menu.least == pytest.approx(total)
+    alone = profiles(like, dataclasses.replace(wanted, known={}, menus={}), 3, NONE)
+    like_3 = dataclasses.replace(wanted, harm=lambda block, *rest: wanted.harm(3, *rest), known={}, menus={})
+    assert profiles(like, like_3, 0, NONE).formats == alone.formats
 
 
 def test_blocks_of_other_harm_are_treated_otherwise() -> None:

@@ -39,8 +39,14 @@ product reads; attention's result is made of queries, keys and values. The produ
 again, whatever is named."""
 
 
-def held_parts(block: BlockSpec, setting: Setting) -> dict[str, float]:
+def held_parts(block: BlockSpec, setting: Setting) -> Mapping[str, float]:
     """What a block keeps of one pass with nothing made again, by part."""
+    if id(block) not in setting.held_parts:
+        setting.held_parts[id(block)] = _held_parts(block, setting)
+    return setting.held_parts[id(block)]
+
+
+def _held_parts(block: BlockSpec, setting: Setting) -> dict[str, float]:
     attends, layout, software = block.attention, setting.layout, setting.software
     width, tokens = setting.model.width, setting.tokens
     names = {one.name for one in block.layers if isinstance(one, VectorSpec)}
@@ -123,10 +129,9 @@ def waiting_bytes(block: BlockSpec, plan: BlockPlan, setting: Setting) -> float:
     if plan.recompute == FULL:
         return stays
     parts = held_parts(block, setting)
-    if plan.recompute == SELECTIVE:
-        shares = selective_shares(block, setting)
-        parts = {name: size * shares.get(name, 1.0) for name, size in parts.items()}
-    return max(sum(parts.values()) - boundary, 0.0) + stays
+    shares = selective_shares(block, setting) if plan.recompute == SELECTIVE else {}
+    size = sum(one * shares.get(name, 1.0) for name, one in parts.items())
+    return max(size - boundary, 0.0) + stays
 
 
 def made_again_bytes(block: BlockSpec, plan: BlockPlan, setting: Setting) -> float:

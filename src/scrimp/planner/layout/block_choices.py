@@ -25,7 +25,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -35,7 +35,7 @@ from scrimp.planner.layout.block_activations import kept_bytes, waiting_bytes
 from scrimp.planner.layout.block_menus import Menu, Quality, menus_of
 from scrimp.planner.layout.block_times import embedding_seconds, head_seconds
 from scrimp.planner.layout.held_states import host_bytes
-from scrimp.planner.layout.knapsack import Cells, Choices, Frontier, Plan, frontier, spread
+from scrimp.planner.layout.knapsack import Choices, Frontier, Indices, Stage, spread
 from scrimp.planner.layout.predict import kernels_of
 from scrimp.planner.layout.priced_bound import RankKinds, least_at_prices, weighted
 from scrimp.planner.layout.setting import FULL, NONE, BlockPlan, Setting
@@ -44,8 +44,10 @@ from scrimp.planner.layout.stages import blocks_of_stages
 
 Array = NDArray[np.float64]
 _PRICES = 12
+_ASKED = 8
 _TRIES, _ROUNDS = 3, 2
-_CELLS = Cells()
+_CELLS = 128
+"""Of all harm: how finely it is shared out between stages."""
 _HOST_SHARE = 0.9
 """Of host memory, what the system and the program itself leave: an estimate."""
 
@@ -82,9 +84,6 @@ def has_room_as_planned(setting: Setting, memory: Sequence[RankBytes]) -> bool:
     return max(_over(setting, [one.total for one in memory])) <= 0 and _host_room(setting) >= leaving
 
 
-Table = tuple[Choices, list[BlockPlan]]
-
-
 @dataclass(frozen=True, eq=False)
 class _Way:
     """How a rank can have room for its blocks: all of them keep all, or some make again or offload."""
@@ -96,29 +95,28 @@ class _Way:
     leaving: int
     """How many of its blocks may offload."""
     room: float
-    known: dict[float, Plan | None] = field(default_factory=dict)
-    """What was found at prices of harm."""
 
     @cached_property
-    def tables(self) -> list[Table]:
-        """What each block can do."""
+    def tables(self) -> list[tuple[Choices, Indices]]:
+        """What each block can do, and which entries of its menu that is."""
         return [menu.table(self.flight, offload=at < self.leaving) for at, menu in enumerate(self.menus)]
 
     @cached_property
+    def stage(self) -> Stage:
+        """The rank's blocks and its room."""
+        return Stage([one for one, _ in self.tables], self.room)
+
+    @cached_property
     def kinds(self) -> RankKinds:
-        """The same with equal blocks counted, and what another choice beats still among it."""
+        """The same with equal blocks counted."""
         counted: Counter[tuple[int, bool]] = Counter()
         for at, menu in enumerate(self.menus):
             counted[id(menu), at < self.leaving] += 1
         known = {id(menu): menu for menu in self.menus}
         return RankKinds(
-            [(known[one].every(self.flight, offload=may), count) for (one, may), count in counted.items()],
+            [(known[one].table(self.flight, offload=may)[0], count) for (one, may), count in counted.items()],
             self.room,
         )
-
-    def frontier(self, target: float, cells: Cells) -> Frontier | None:
-        """Its plans, where it has room for any."""
-        return frontier([one for one, _ in self.tables], target, self.room, cells.bytes, self.known)
 
 
 class Blocks:
@@ -182,18 +180,19 @@ class Blocks:
 
     def _prices(self) -> Array:
         """Prices of harm that are tried: 0, and some of those at which two choices cost the same."""
-        menus = {id(menu): menu for ways in self.ranks for way in ways for menu in way.menus}
-        bends = np.unique(np.concatenate([menu.bends for menu in menus.values()]))
+        menus = list({id(menu): menu for ways in self.ranks for way in ways for menu in way.menus}.values())
+        # Any prices bound: of many menus a few are asked.
+        bends = np.unique(np.concatenate([menu.bends for menu in menus[:: -(-len(menus) // _ASKED)]]))
         some = np.linspace(0, len(bends) - 1, min(len(bends), _PRICES)).round().astype(int)
         return np.unique(np.append(bends[some], 0.0))
 
-    def solve(self, cells: Cells = _CELLS) -> Setting | None:
+    def solve(self) -> Setting | None:
         """The setting with its blocks decided; None where they fit in no way."""
         if not all(self.ranks) or self.spare < 0:
             return None
         ranks = self.ranks
         for _ in range(_TRIES):
-            found = self._solved(ranks, cells)
+            found = self._solved(ranks)
             if found is None:
                 return None
             setting, used = found
@@ -202,14 +201,14 @@ class Blocks:
                 return setting
             # What comes back at once may be more than what the leanest plan has room for.
             ranks = [
-                [dataclasses.replace(way, room=min(way.room, size - excess), known={}) for way in ways]
+                [dataclasses.replace(way, room=min(way.room, size - excess)) for way in ways]
                 if excess > 0
                 else ways
                 for ways, size, excess in zip(ranks, used, over, strict=True)
             ]
         return None
 
-    def _solved(self, ranks: list[list[_Way]], cells: Cells) -> tuple[Setting, list[float]] | None:
+    def _solved(self, ranks: list[list[_Way]]) -> tuple[Setting, list[float]] | None:
         """The fastest choices, and the bytes that they add up to on each rank."""
         number = len(self.setting.model.blocks)
         targets = [self.spare * len(own) / number for own in self.blocks]
@@ -218,12 +217,12 @@ class Blocks:
         for _ in range(_ROUNDS if len(ranks) > 1 else 1):
             found = []
             for ways, target in zip(ranks, targets, strict=True):
-                fronts = [(way, front) for way in ways if (front := way.frontier(target, cells)) is not None]
+                fronts = [(way, front) for way in ways if (front := way.stage.frontier(target)) is not None]
                 if not fronts:
                     return None
                 found.append(fronts)
             merged = [_merged([front for _, front in fronts]) for fronts in found]
-            shares = spread(merged, self.ends, self.setting.micro_batches, self.spare, cells.harm)
+            shares = spread(merged, self.ends, self.setting.micro_batches, self.spare, _CELLS)
             if shares is None:
                 return None
             taken = shares
@@ -233,10 +232,10 @@ class Blocks:
             way, front = fronts[0]
             if plan >= len(front.seconds):
                 plan, (way, front) = plan - len(front.seconds), fronts[1]
-            for block, (choices, menu), choice in zip(
-                self.blocks[rank], way.tables, front.choices[plan].tolist(), strict=True
+            for block, menu, (choices, entries), choice in zip(
+                self.blocks[rank], way.menus, way.tables, front.choices[plan].tolist(), strict=True
             ):
-                plans[block] = menu[choice]
+                plans[block] = menu.plan(int(entries[choice]))
                 used[rank] += float(choices.bytes[choice])
         return dataclasses.replace(self.setting, blocks=tuple(plans)), used
 

@@ -4,7 +4,8 @@ Problem  A block with a dozen products that may each run in one of two formats, 
          activations here or on the host, has some hundred thousand choices.
 Method   A few sets of formats stand for all (`profiles`): products go to a lower format in the order of seconds saved
          for harm done, and every so many of them a set is kept. Each set comes with every way to recompute, to offload
-         and to keep weights gathered; what another choice is as good as in everything is left out (`Menu.table`).
+         and to keep weights gathered (`Menu`). Blocks that are equal but for their harm are worked out together, in
+         arrays; what one of them does is spelt out where it is chosen.
 Harm     Without statistics: FLOPs of the blocks' products in 4 bits. With statistics: SNIP's cost of every product and
          format (`planner.precision.divergence`), in which equal blocks differ.
 Limits   A set of formats is one of at most `_PROFILES`. Seconds saved are those of one product moved alone.
@@ -26,7 +27,7 @@ from numpy.typing import NDArray
 from scrimp.models.shapes import ModelSizes
 from scrimp.planner.layout.block_activations import kept_bytes, waiting_bytes
 from scrimp.planner.layout.block_times import Products
-from scrimp.planner.layout.knapsack import Choices, Indices, falling, useful
+from scrimp.planner.layout.knapsack import Choices, Indices, falling
 from scrimp.planner.layout.predict import kernels_of, planned_seconds
 from scrimp.planner.layout.product_table import Sets, product_table
 from scrimp.planner.layout.setting import FULL, NONE, SELECTIVE, BlockPlan, Setting
@@ -54,8 +55,8 @@ class Quality:
     known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
     """Sets of formats that were found before, by what they follow from."""
 
-    menus: dict[Any, Menu] = field(default_factory=dict, compare=False, repr=False)
-    """Those that were found before, likewise."""
+    menus: dict[Any, dict[int, Menu]] = field(default_factory=dict, compare=False, repr=False)
+    """Those that were found before, likewise, by the blocks' kinds."""
 
     @cached_property
     def base(self) -> str:
@@ -79,6 +80,21 @@ class Quality:
             harms = self.harms(setting, number)
             self._kinds[number] = min(one for one in range(number + 1) if self.harms(setting, one) == harms)
         return self._kinds[number]
+
+    def alike(self, setting: Setting, first: int) -> list[int]:
+        """Blocks that are equal but for their harm, one of each kind.
+
+        Args:
+            first: the first of the equal blocks.
+        """
+        if first not in self._alike:
+            own = [number for number, one in enumerate(setting.model.first_equal) if one == first]
+            self._alike[first] = [number for number in own if self.kind(setting, number) == number]
+        return self._alike[first]
+
+    @cached_property
+    def _alike(self) -> dict[int, list[int]]:
+        return {}
 
     @cached_property
     def _harms(self) -> dict[int, Harms]:
@@ -106,10 +122,36 @@ def flops_in_4_bits(model: ModelSizes) -> Harm:
 
 
 @dataclass(frozen=True, eq=False)
-class Menu:
-    """All that one block can do."""
+class Profiles:
+    """A few sets of formats of a block, from that of least harm to the fastest: [S] of each."""
 
-    plans: list[BlockPlan]
+    harm: Array
+    sets: Sets
+    products: Sequence[str] = ()
+    """Names, as mlp.down.wgrad; none where formats are given."""
+    recipes: Sequence[str] = ()
+    base: int = 0
+    """The recipe where nothing is chosen."""
+
+    @property
+    def formats(self) -> list[Formats]:
+        """All of them, spelt out."""
+        return [self.spelt_out(at) for at in range(len(self.harm))]
+
+    def spelt_out(self, at: int) -> Formats:
+        """What one of the sets chooses."""
+        row = self.sets[at].reshape(-1)
+        chosen = np.flatnonzero(row != self.base).tolist()
+        return tuple(sorted((self.products[one], self.recipes[row[one]]) for one in chosen))
+
+
+@dataclass(frozen=True, eq=False)
+class Menu:
+    """All that one block can do: each of a few ways with each of its sets of formats, [K] in all."""
+
+    ways: list[tuple[BlockPlan, Profiles]]
+    stays: NDArray[np.bool_]
+    """Whether nothing leaves for the host."""
     seconds: Array
     waiting: Array
     """Bytes of each pass in flight."""
@@ -119,26 +161,33 @@ class Menu:
     """Above the least of all formats."""
     least: float
     """That least."""
-    tables: dict[tuple[float, bool], tuple[Choices, list[BlockPlan]]] = field(default_factory=dict)
+    tables: dict[tuple[float, bool], tuple[Choices, Indices]] = field(default_factory=dict)
+    plans: dict[int, BlockPlan] = field(default_factory=dict)
 
-    def table(self, flight: float, *, offload: bool) -> tuple[Choices, list[BlockPlan]]:
-        """What a block of a rank that holds so many passes can do, without what another choice beats in all."""
+    def table(self, flight: float, *, offload: bool) -> tuple[Choices, Indices]:
+        """What a block of a rank that holds so many passes can do, and which entries that is."""
         if (flight, offload) not in self.tables:
-            every = self.every(flight, offload=offload)
-            kept = useful(every)
-            plans = self.plans if offload else [one for one in self.plans if not one.offload]
-            found = Choices(every.seconds[kept], every.bytes[kept], every.harm[kept])
-            self.tables[flight, offload] = found, [plans[at] for at in kept.tolist()]
+            seconds, waiting, standing, harm, entries = self._allowed[offload]
+            self.tables[flight, offload] = Choices(seconds, flight * waiting + standing, harm), entries
         return self.tables[flight, offload]
 
-    def every(self, flight: float, *, offload: bool) -> Choices:
-        """The same with what another choice beats."""
-        may = slice(None) if offload else self._stays
-        return Choices(self.seconds[may], flight * self.waiting[may] + self.standing[may], self.harm[may])
-
     @cached_property
-    def _stays(self) -> Indices:
-        return np.array([at for at, plan in enumerate(self.plans) if not plan.offload])
+    def _allowed(self) -> dict[bool, tuple[Array, Array, Array, Array, Indices]]:
+        """Figures and entries, by whether something may leave."""
+        figures = self.seconds, self.waiting, self.standing, self.harm
+        some = np.flatnonzero(self.stays)
+        seconds, waiting, standing, harm = (one[some] for one in figures)
+        return {True: (*figures, np.arange(len(self.stays))), False: (seconds, waiting, standing, harm, some)}
+
+    def plan(self, at: int) -> BlockPlan:
+        """One entry, spelt out."""
+        if at not in self.plans:
+            ends = np.cumsum([len(profiles.harm) for _, profiles in self.ways])
+            way = int(np.searchsorted(ends, at, side="right"))
+            plan, profiles = self.ways[way]
+            formats = profiles.spelt_out(at - int(ends[way]))
+            self.plans[at] = dataclasses.replace(plan, formats=formats)
+        return self.plans[at]
 
     @cached_property
     def bends(self) -> Array:
@@ -158,25 +207,14 @@ def menus_of(setting: Setting, quality: Quality | None, *, keeps_all: bool = Fal
     """
     # What is found is good for all layouts that differ in nothing that menus follow from.
     found = quality.menus if quality else {}
-    place = _place(setting)
-    keys = [
-        (keeps_all, first, quality.kind(setting, number) if quality else 0, *place)
-        for number, first in enumerate(setting.model.first_equal)
-    ]
-    missing = {key: number for number, key in enumerate(keys) if key not in found}
-    for first in {key[1] for key in missing}:
-        own = {key: number for key, number in missing.items() if key[1] == first}
-        found |= zip(own, _menus(setting, quality, list(own.values()), keeps_all=keeps_all), strict=True)
-    return [found[key] for key in keys]
-
-
-@dataclass(frozen=True, eq=False)
-class Profiles:
-    """A few sets of formats of a block, from that of least harm to the fastest: [S] of each."""
-
-    formats: list[Formats]
-    harm: Array
-    sets: Sets
+    place, menus = _place(setting), []
+    for number, first in enumerate(setting.model.first_equal):
+        key = (keeps_all, first, *place)
+        if key not in found:
+            alike = quality.alike(setting, first) if quality else [first]
+            found[key] = dict(zip(alike, _menus(setting, quality, alike, keeps_all=keeps_all), strict=True))
+        menus.append(found[key][quality.kind(setting, number) if quality else first])
+    return menus
 
 
 def profiles(setting: Setting, quality: Quality, number: int, recompute: str) -> Profiles:
@@ -186,14 +224,18 @@ def profiles(setting: Setting, quality: Quality, number: int, recompute: str) ->
         number: the block's.
         recompute: what it makes again: products of a forward pass that runs twice save twice as much.
     """
-    place = (setting.model.first_equal[number], *_place(setting), recompute)
-    kind = quality.kind(setting, number), place
-    if kind not in quality.known:
-        if place not in quality.known:
-            quality.known[place] = _Moves.of(setting, quality, number, BlockPlan(recompute=recompute))
-        harms = np.array([one for _, one in quality.harms(setting, number)])
-        quality.known[kind] = _profiles(quality.known[place], quality, harms)
-    found: Profiles = quality.known[kind]
+    alike = quality.alike(setting, setting.model.first_equal[number])
+    return _profiles_of(setting, quality, alike, recompute)[alike.index(quality.kind(setting, number))]
+
+
+def _profiles_of(setting: Setting, quality: Quality, alike: Sequence[int], recompute: str) -> list[Profiles]:
+    """Those of all blocks that are equal but for their harm."""
+    key = (alike[0], *_place(setting), recompute)
+    if key not in quality.known:
+        moves = _Moves.of(setting, quality, alike[0], BlockPlan(recompute=recompute))
+        harms = np.array([[one for _, one in quality.harms(setting, number)] for number in alike])
+        quality.known[key] = _profiles(moves, quality, harms.reshape(len(alike), len(moves.names), -1))
+    found: list[Profiles] = quality.known[key]
     return found
 
 
@@ -243,32 +285,58 @@ class _Moves:
         return cls(products, recipes, each[0] - each[1:], names, seconds)
 
 
-def _profiles(moves: _Moves, quality: Quality, harms: Array) -> Profiles:
-    """Those of a block with these harms, [products * recipes]."""
+def _profiles(moves: _Moves, quality: Quality, harm: Array) -> list[Profiles]:
+    """Those of B blocks with these harms, [B, products, recipes]."""
     names, base = moves.names, quality.formats.index(quality.base)
-    harm = harms.reshape(len(names), -1)
-    more = np.maximum(harm[moves.products, moves.recipes] - harm[moves.products, base], 1e-30)
+    blocks, every = np.arange(len(harm)), np.arange(len(names))
+    more = np.maximum(harm[:, moves.products, moves.recipes] - harm[:, moves.products, base], 1e-30)
     # What is equal but for rounding is a tie.
     ratio, amount = ((-one).astype(np.float32) for one in (moves.saved / more, more))
-    order = np.lexsort((moves.recipes, moves.products, amount, ratio))
-    rows = [np.full(len(names), base)]
-    taken: dict[int, float] = {}
+    ties = (np.broadcast_to(one, more.shape) for one in (moves.recipes, moves.products))
+    order = np.lexsort((*ties, amount, ratio))
+    rows = np.full((len(harm), order.shape[1] + 1, len(names)), base)
+    taken = np.full((len(harm), len(names)), -np.inf)
     # What saves nothing alone may do so when others have been moved.
-    for at in order.tolist():
-        product, saved = int(moves.products[at]), float(moves.saved[at])
-        if product not in taken or taken[product] < saved:
-            taken[product] = saved
-            rows.append(rows[-1].copy())
-            rows[-1][product] = moves.recipes[at]
-    steps = np.array(rows)
-    sets, harm_of = steps.reshape(len(steps), -1, len(GEMMS)), harm[np.arange(len(names)), steps].sum(axis=1)
-    kept = np.sort(falling(moves.seconds(sets), harm_of))
-    kept = kept[_evenly(harm_of[kept], _PROFILES)]
-    formats = [
-        tuple(sorted((names[at], quality.formats[row[at]]) for at in np.flatnonzero(row != base)))
-        for row in steps[kept]
-    ]
-    return Profiles(formats, harm_of[kept], sets[kept])
+    for step, at in enumerate(order.T, start=1):
+        product, saved = moves.products[at], moves.saved[at]
+        moved = np.flatnonzero(taken[blocks, product] < saved)
+        rows[:, step] = rows[:, step - 1]
+        taken[moved, product[moved]] = saved[moved]
+        rows[moved, step, product[moved]] = moves.recipes[at][moved]
+    harms = harm[blocks[:, None, None], every, rows].sum(axis=2)
+    seconds = moves.seconds(rows.reshape(-1, len(names) // len(GEMMS), len(GEMMS))).reshape(harms.shape)
+    stays = _evenly(_falling(seconds, harms), harms, _PROFILES)
+    found = []
+    for own, of, kept in zip(rows, harms, stays, strict=True):
+        sets = own[kept].reshape(-1, len(names) // len(GEMMS), len(GEMMS))
+        found.append(Profiles(of[kept], sets, names, quality.formats, base))
+    return found
+
+
+def _falling(costs: Array, sizes: Array) -> NDArray[np.bool_]:
+    """[B, S] of each row whether it costs less than all that are as small; of equal ones the first."""
+    order = np.lexsort((costs, sizes))
+    in_order = np.take_along_axis(costs, order, axis=1)
+    before = np.minimum.accumulate(in_order, axis=1)
+    is_kept = np.ones(costs.shape, dtype=np.bool_)
+    is_kept[:, 1:] = in_order[:, 1:] < before[:, :-1]
+    found = np.empty_like(is_kept)
+    np.put_along_axis(found, order, is_kept, axis=1)
+    return found
+
+
+def _evenly(kept: NDArray[np.bool_], harms: Array, number: int) -> NDArray[np.bool_]:
+    """[B, S] of those that are kept at most so many of each row, the first and the last among them, about equally far
+    apart in harm."""
+    blocks = np.arange(len(kept))
+    first, last = kept.argmax(axis=1), kept.shape[1] - 1 - kept[:, ::-1].argmax(axis=1)
+    wanted = np.linspace(harms[blocks, first], harms[blocks, last], number, axis=1)
+    apart = np.where(kept[:, None], np.abs(harms[:, None] - wanted[:, :, None]), np.inf)
+    found = np.zeros_like(kept)
+    found[blocks[:, None], apart.argmin(axis=2)] = True
+    few = kept.sum(axis=1) <= number
+    found[few] = kept[few]
+    return found
 
 
 def _seconds(
@@ -287,48 +355,50 @@ def _menus(
     block = setting.model.blocks[numbers[0]]
     whole = (False, True) if setting.shares_weights and setting.layout.zero == 3 else (False,)
     parameters = setting.block_weight_bytes * numbers_of_block(setting, block).total
-    plans: list[list[BlockPlan]] = [[] for _ in numbers]
+    ways: list[list[tuple[BlockPlan, Profiles]]] = [[] for _ in numbers]
     rows: list[list[Array]] = [[] for _ in numbers]
     for recompute in (NONE,) if keeps_all else (NONE, SELECTIVE, FULL):
-        each, products = _sets(setting, quality, numbers, FULL if recompute == FULL else NONE)
-        formats = [one for own, _ in each for one in own]
-        ends = np.cumsum([len(own) for own, _ in each])[:-1]
-        like = {one: setting.in_formats(one) for one in formats}
+        if recompute != SELECTIVE:  # which has the sets of the one before
+            each, products = _sets(setting, quality, numbers, recompute)
+            ends = np.cumsum([0, *(len(one.harm) for one in each)]).tolist()
+            settings, which = _in_distinct_formats(setting, each)
         for offload, gathered in itertools.product((False,) if keeps_all else (False, True), whole):
             plan = BlockPlan(recompute=recompute, offload=offload, gathered=gathered)
-            kept = {one: kept_bytes(block, own) for one, own in like.items()} if offload else {}
-            left = {one: waiting_bytes(block, plan, own) for one, own in like.items()}
-            known = {one: dataclasses.replace(plan, formats=one) for one in like}
-            seconds = _seconds(setting, numbers[0], plan, products, [kept[one] for one in formats if kept])
-            waiting = np.array([left[one] for one in formats])
-            stays = np.full(len(formats), parameters * gathered)
-            columns = (np.split(one, ends) for one in (seconds, waiting, stays))
-            for at, (own, *of_own) in enumerate(zip(each, *columns, strict=True)):
-                rows[at].append(np.array([*of_own, own[1]]))
-                plans[at] += [known[one] for one in own[0]]
-    return [_menu(*one) for one in zip(plans, rows, strict=True)]
+            kept = np.array([kept_bytes(block, one) for one in settings])[which] if offload else np.zeros(0)
+            seconds = _seconds(setting, numbers[0], plan, products, kept.tolist())
+            waiting = np.array([waiting_bytes(block, plan, one) for one in settings])[which]
+            stays = np.full(len(which), parameters * gathered)
+            figures = np.array([seconds, waiting, stays, np.concatenate([one.harm for one in each])])
+            for at, own in enumerate(each):
+                rows[at].append(figures[:, ends[at] : ends[at + 1]])
+                ways[at].append((plan, own))
+    return [_menu(*one) for one in zip(ways, rows, strict=True)]
 
 
-def _menu(plans: list[BlockPlan], rows: Sequence[Array]) -> Menu:
+def _menu(ways: list[tuple[BlockPlan, Profiles]], rows: Sequence[Array]) -> Menu:
     figures = np.concatenate(rows, axis=1)
     least = float(figures[3].min())
-    return Menu(plans, figures[0], figures[1], figures[2], figures[3] - least, least)
+    stays = np.repeat([not plan.offload for plan, _ in ways], [one.shape[1] for one in rows])
+    return Menu(ways, stays, figures[0], figures[1], figures[2], figures[3] - least, least)
 
 
 def _sets(
     setting: Setting, quality: Quality | None, numbers: Sequence[int], recompute: str
-) -> tuple[list[tuple[list[Formats], Array]], Products | None]:
-    """The sets of formats that equal blocks choose from with their harm, and what the products of all of them take."""
+) -> tuple[list[Profiles], Products | None]:
+    """The sets of formats that equal blocks choose from, and what the products of all of them take."""
     if quality is None:
-        return [([()], np.zeros(1))], None
-    found = [profiles(setting, quality, number, recompute) for number in numbers]
+        return [Profiles(np.zeros(1), np.zeros((1, 0, len(GEMMS)), np.int64))], None
+    found = _profiles_of(setting, quality, numbers, recompute)
     table = product_table(setting.model.blocks[numbers[0]], setting, kernels_of(setting), quality.formats)
-    return [(one.formats, one.harm) for one in found], table.of(np.concatenate([one.sets for one in found]))
+    return found, table.of(np.concatenate([one.sets for one in found]))
 
 
-def _evenly(harms: Array, number: int) -> list[int]:
-    """At most so many of them, the first and the last one among them, about equally far apart in harm."""
-    if len(harms) <= number:
-        return list(range(len(harms)))
-    wanted = np.linspace(harms[0], harms[-1], number)
-    return sorted({int(np.abs(harms - one).argmin()) for one in wanted})
+def _in_distinct_formats(setting: Setting, each: Sequence[Profiles]) -> tuple[list[Setting], Indices]:
+    """The setting in sets of formats of which no two keep other bytes for want of another recipe of a wgrad product,
+    which reads what is kept; and which of these stands for each set."""
+    sets = np.concatenate([one.sets[:, :, -1] for one in each])
+    _, first, which = np.unique(sets, axis=0, return_index=True, return_inverse=True)
+    owners = [(one, at) for one in each for at in range(len(one.harm))]
+    return [
+        setting.in_formats(one.spelt_out(at)) for one, at in (owners[k] for k in first.tolist())
+    ], which.ravel()

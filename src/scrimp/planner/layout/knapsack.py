@@ -1,4 +1,4 @@
-"""Which of its choices each block takes: a dynamic program over bytes, with a price for harm, and one between stages.
+"""Which of its choices each block takes: within a stage at prices for bytes and harm, and between stages.
 
 Problem  Each of n blocks takes one of K choices (formats of its products, what is made again, what leaves), each with
          seconds, bytes and harm. The bytes of a stage have a limit of their own; harm has one over all stages; and the
@@ -6,39 +6,38 @@ Problem  Each of n blocks takes one of K choices (formats of its products, what 
 
              minimise  (m - 1) max_s t_s + sum_s t_s    with  bytes_s <= room_s,  sum_s harm_s <= limit
 
-Method   Within a stage harm has a price, and F[b] is the least cost of the blocks so far with b cells of bytes::
-
-             F'[b] = min over k of F[b - bytes_k] + seconds_k + price harm_k                           (`cheapest`)
-
-         Where equal blocks leave few ways to share out choices, all ways are looked at instead, and no byte is rounded.
-         The price that makes two plans equal finds one between them, or proves that no price does; so, from the ends,
-         the two that enclose a harm that is wanted. Between two plans one block after the other goes from its choice
-         in the one to that in the other, those that free bytes first: every step has room as both ends have
-         (`frontier`).
+Method   Within a stage harm has a price. Where equal blocks leave few ways to share out choices, all ways are looked at
+         (`_counted_out`). Else bytes get a price too, mu, at which the blocks' cheapest choices just fit. That gives
+         a bound of all that fits, and with what is left of the room filled up a plan (`_enclosed`). Where these are
+         further apart than `GAP`, what a choice costs over its block's cheapest at mu tells which ones no better plan
+         has; of the others labels of (bytes, cost) are extended block by block, without those that another beats in
+         both, or that the plan beats (`_labelled`).
+         The price of harm that makes two plans equal finds one between them, or proves that no price does; so, from the
+         ends, the two that enclose a harm that is wanted. Between two plans one block after the other goes from its
+         choice in the one to that in the other, those that free bytes first: every step has room as both ends have
+         (`Stage.frontier`).
          Between stages, t_s[h] is the least seconds of the stage's plans with at most h cells of harm. For every T that
          some stage can take, the least sum of seconds with none above T is a min-plus sum over stages. It falls with
          T: of all T between two, none is better than (m - 1) times the lower one and the sum of the higher one
          (`spread`).
-Limits   Plans between two prices are mixtures: by less than one block from the best. Bytes are rounded up to cells,
-         whose size is such that the steps from a block's least to its other choices are rounded least.
-Source   PKU-Galvatron (arXiv 2211.13878, section 4.2) has the program over bytes; (m - 1) max + sum: Alpa
-         (arXiv 2201.12023, section 5.1); prices: Everett, Operations Research 11, 1963
+Limits   A plan costs at most `GAP` more than the best at its price, in shares of the blocks' least seconds, unless
+         labels were more than `_LABELS`. Plans between two prices are mixtures: by less than one block from the best.
+Source   (m - 1) max + sum: Alpa (arXiv 2201.12023, section 5.1); prices: Everett, Operations Research 11, 1963; what is
+         left once choices are ruled out: the core of Kellerer, Pferschy, Pisinger, Knapsack Problems, chapter 11
 Checked  tests/planner/layout/test_knapsack.py: all choices of small cases
 
-Shapes: K choices of a block, n blocks, P plans of a stage, B cells of bytes, H cells of harm.
+Shapes: E kinds of blocks, K choices of a block, n blocks, P plans of a stage, H cells of harm.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
@@ -47,6 +46,11 @@ _ROUND = 1e-9
 _LEAST_HARM = 1e9
 _FEW = 20_000
 """Ways to share out equal blocks, up to which all are looked at."""
+_FEW_KINDS = 4
+GAP = 2e-3
+"""By how much a plan of a stage may cost more than the best: well below what predictions are off by."""
+_LABELS = 32
+_CUTS = 40
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,14 +60,6 @@ class Choices:
     seconds: Array
     bytes: Array
     harm: Array
-
-
-@dataclass(frozen=True)
-class Cells:
-    """How finely a stage's bytes and all stages' harm are counted."""
-
-    bytes: int = 4096
-    harm: int = 128
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,16 +87,6 @@ class Plan:
         return self.seconds + price * self.harm
 
 
-def useful(choices: Choices) -> Indices:
-    """Those that no other one is at least as good as in everything; of equal ones the first."""
-    figures = np.stack([choices.seconds, choices.bytes, choices.harm], axis=1)
-    order = np.lexsort(figures.T[::-1])
-    in_order = figures[order]
-    # Whatever is as good in everything comes before in this order.
-    as_good = np.tril((in_order[None] <= in_order[:, None]).all(axis=2), k=-1)
-    return np.sort(order[~as_good.any(axis=1)])
-
-
 def falling(costs: Array, sizes: Array) -> Indices:
     """Those that cost less than all that are as small."""
     order = np.lexsort((costs, sizes))
@@ -108,49 +94,240 @@ def falling(costs: Array, sizes: Array) -> Indices:
     return order[costs[order] < before]
 
 
-def cheapest(blocks: Sequence[Choices], price: float, room: float, cells: int) -> Indices | None:
-    """[n] choices of least seconds and priced harm whose bytes have this room; None where there are none."""
-    kinds = {id(one): one for one in blocks}
-    kept = {name: falling(one.seconds + price * one.harm, one.bytes) for name, one in kinds.items()}
-    costs = {name: (one.seconds + price * one.harm)[kept[name]] for name, one in kinds.items()}
-    steps = {name: one.bytes[kept[name]] - one.bytes.min() for name, one in kinds.items()}
-    spare = room - sum(float(one.bytes.min()) for one in blocks)
-    if spare < 0:
-        return None
-    if sum(float(steps[id(one)][-1]) for one in blocks) <= spare:
-        return np.array([kept[id(one)][-1] for one in blocks], dtype=np.int64)
-    counted = Counter(id(one) for one in blocks)
-    if math.prod(math.comb(n + len(kept[name]) - 1, n) for name, n in counted.items()) <= _FEW:
-        taken_of = _counted_out(counted, costs, steps, spare)
-        return _given_out(blocks, {name: np.repeat(kept[name], taken_of[name]) for name in counted})
-    size = _cell(np.concatenate(list(steps.values())), spare, cells)
-    needed = {name: np.ceil(step / size - _ROUND).astype(np.int64) for name, step in steps.items()}
-    best = np.zeros(int(spare / size + _ROUND) + 1)
-    taken = []
-    for one in blocks:
-        best, choice = _with_block(best, costs[id(one)], needed[id(one)])
-        taken.append(choice)
-    found, at = [], len(best) - 1
-    for one, choice in zip(reversed(blocks), reversed(taken), strict=True):
-        index = int(choice[at])
-        at -= int(needed[id(one)][index])
-        found.append(int(kept[id(one)][index]))
-    return np.array(found[::-1], dtype=np.int64)
+class Stage:
+    """The blocks of a stage of a pipeline, and the room that it has for them.
+
+    Args:
+        blocks: equal ones share their choices; those of infinite seconds are none.
+    """
+
+    def __init__(self, blocks: Sequence[Choices], room: float) -> None:
+        kinds = {id(one): one for one in blocks}
+        numbers = {name: number for number, name in enumerate(kinds)}
+        self.kind_of = np.array([numbers[id(one)] for one in blocks], dtype=np.int64)
+        """[n]"""
+        self.counts = np.bincount(self.kind_of)
+        shape = len(kinds), max(len(one.seconds) for one in kinds.values())
+        self.seconds, self.harm, self.bytes = np.full(shape, np.inf), np.zeros(shape), np.full(shape, np.inf)
+        for own, one in enumerate(kinds.values()):
+            number = len(one.seconds)
+            self.seconds[own, :number], self.harm[own, :number] = one.seconds, one.harm
+            self.bytes[own, :number] = np.where(np.isfinite(one.seconds), one.bytes, np.inf)
+        least = self.bytes.min(axis=1)
+        self.steps = self.bytes - least[:, None]
+        """[E, K] bytes over the least of the block."""
+        self.spare = room - float(self.counts @ least)
+        self._known: dict[float, Plan] = {}
+
+    def plan(self, price: float) -> Plan:
+        """The cheapest plan at a price of harm, of a stage that has room for any."""
+        if price not in self._known:
+            choices = _in_order(self.kind_of, self.cheapest(price))
+            taken = self.kind_of, choices
+            self._known[price] = Plan(
+                choices, float(self.seconds[taken].sum()), float(self.harm[taken].sum())
+            )
+        return self._known[price]
+
+    def cheapest(self, price: float) -> Indices:
+        """[n] choices of least seconds and priced harm, as near as the module says, whose bytes have room."""
+        costs = self.seconds + price * self.harm
+        free = _first_least(costs, self.steps)
+        if self.counts @ _at(self.steps, free) <= self.spare:
+            return free[self.kind_of]
+        found = self._counted_out(costs, np.isfinite(costs))
+        return self._enclosed(costs, free) if found is None else found
+
+    def frontier(self, target: float) -> Frontier | None:
+        """Plans from the least harm to the fewest seconds; None where its bytes have no room.
+
+        Args:
+            target: harm near which plans lie close together.
+        """
+        if self.spare < 0:
+            return None
+        with np.errstate(invalid="ignore"):
+            spans = np.where(np.isfinite(self.seconds), self.seconds, self.seconds.min(axis=1, keepdims=True))
+        seconds, harm = (float(self.counts @ np.ptp(one, axis=1)) for one in (spans, self.harm))
+        # At this price no seconds are worth a billionth of all harm.
+        beyond = _LEAST_HARM * (seconds or 1.0) / harm if harm else 0.0
+        low, high = self.plan(beyond), self.plan(0.0)
+        found = [low, high]
+        while low.harm <= target < high.harm:
+            price = (low.seconds - high.seconds) / (high.harm - low.harm)
+            middle = self.plan(price)
+            if middle.cost(price) >= low.cost(price) * (1.0 - _ROUND):
+                break  # Nothing lies below the line between the two.
+            found.append(middle)
+            low, high = (middle, high) if middle.harm <= target else (low, middle)
+        found.sort(key=lambda one: one.harm)
+        plans = [found[0].choices[None]]
+        plans += [self._between(one.choices, other.choices) for one, other in itertools.pairwise(found)]
+        choices = np.unique(np.concatenate(plans), axis=0)
+        times, harms = (one[self.kind_of, choices].sum(axis=1) for one in (self.seconds, self.harm))
+        kept = falling(times, harms)
+        return Frontier(times[kept], harms[kept], choices[kept])
+
+    def _between(self, one: Indices, other: Indices) -> Indices:
+        """[P, n]: all steps from one plan to the other, the other included."""
+        changed = np.flatnonzero(one != other)
+        own = self.kind_of[changed]
+        more = self.bytes[own, other[changed]] - self.bytes[own, one[changed]]
+        changed = changed[np.argsort(more, kind="stable")]
+        found = np.repeat(one[None], len(changed) + 1, axis=0)
+        for step, at in enumerate(changed.tolist(), start=1):
+            found[step:, at] = other[at]
+        return found[1:]
+
+    def _given_out(self, taken: Sequence[Indices]) -> Indices:
+        """[n] choices, those of the blocks of each kind in their order."""
+        found = np.empty(len(self.kind_of), dtype=np.int64)
+        for own, choices in enumerate(taken):
+            found[self.kind_of == own] = choices
+        return found
+
+    def _enclosed(self, costs: Array, free: Indices) -> Indices:
+        """Choices that fit, near the best of all.
+
+        Args:
+            free: the cheapest, which do not fit.
+        """
+        steps, counts = self.steps, self.counts
+        over, fits = free, _first_least(steps, costs)
+        price = 0.0
+        for _ in range(_CUTS):
+            sizes, sums = ([float(counts @ _at(of, one)) for one in (over, fits)] for of in (steps, costs))
+            price = (sums[1] - sums[0]) / (sizes[0] - sizes[1])
+            priced = costs + price * np.where(np.isfinite(steps), steps, 0.0)
+            here = priced.argmin(axis=1)
+            if counts @ _at(priced, here) >= (sums[0] + price * sizes[0]) * (1.0 - _ROUND):
+                break
+            over, fits = (over, here) if counts @ _at(steps, here) <= self.spare else (here, fits)
+        extra = priced - priced.min(axis=1, keepdims=True)
+        bound = float(counts @ priced.min(axis=1)) - price * self.spare
+        found = self._filled(costs, fits, over)
+        gap = float(_sum(costs, self.kind_of, found)) - bound
+        if gap <= GAP * float(counts @ self.seconds.min(axis=1)):
+            return found
+        better = self._counted_out(costs, extra < gap)
+        return self._labelled(extra, price, gap, found) if better is None else better
+
+    def _counted_out(self, costs: Array, may: NDArray[np.bool_]) -> Indices | None:
+        """The best choices of all that there are; None where these are many.
+
+        Args:
+            may: [E, K] those that are looked at, among which some have room.
+        """
+        if len(costs) > _FEW_KINDS:
+            return None
+        kept = []
+        for cost, step, own in zip(costs, self.steps, may, strict=True):
+            some = np.flatnonzero(own)
+            kept.append(some[falling(cost[some], step[some])])
+        pairs = zip(self.counts.tolist(), kept, strict=True)
+        if math.prod(math.comb(n + len(own) - 1, n) for n, own in pairs) > _FEW:
+            return None
+        return self._given_out(_counted_out(self.counts, costs, self.steps, kept, self.spare))
+
+    def _filled(self, costs: Array, fits: Indices, over: Indices) -> Indices:
+        """Choices that fit: as many blocks as have room go to those of another plan that cost the same with priced
+        bytes; what room is left is spent block by block where that saves most."""
+        found = fits[self.kind_of]
+        left = self.spare - float(self.counts @ _at(self.steps, fits))
+        for own in np.flatnonzero(fits != over).tolist():
+            more = float(self.steps[own, over[own]] - self.steps[own, fits[own]])
+            number = int(self.counts[own]) if more <= 0.0 else min(int(left / more), int(self.counts[own]))
+            found[np.flatnonzero(self.kind_of == own)[:number]] = over[own]
+            left -= number * more
+        own_costs, own_steps = costs[self.kind_of], self.steps[self.kind_of]
+        blocks = np.arange(len(found))
+        for _ in range(2 * len(found)):
+            saved = own_costs[blocks, found][:, None] - own_costs
+            more = own_steps - own_steps[blocks, found][:, None]
+            saved[more > left] = 0.0
+            block, choice = divmod(int(saved.argmax()), saved.shape[1])
+            if saved[block, choice] <= 0.0:
+                break
+            left -= float(more[block, choice])
+            found[block] = choice
+        return found
+
+    def _labelled(self, extra: Array, price: float, gap: float, found: Indices) -> Indices:
+        """The best choices of all that cost less than those found, as far as labels go.
+
+        Args:
+            extra: [E, K] costs over the cheapest choice of each kind at a price of bytes.
+            gap: what the found ones cost over the bound at that price.
+        """
+        kept = [np.flatnonzero(own < gap) for own in extra]
+        steps = [own[some] for own, some in zip(self.steps, kept, strict=True)]
+        chosen = np.array([own[0] for own in kept])[self.kind_of]
+        # Those with one choice left are decided; costs are over the bound, but for what room is left over.
+        open_ones = np.flatnonzero([len(kept[own]) > 1 for own in self.kind_of])
+        least = np.array([float(own[0]) if len(own) == 1 else 0.0 for own in steps])
+        size, cost = np.array([least[self.kind_of].sum()]), np.zeros(1)
+        kinds = self.kind_of[open_ones].tolist()
+        most = np.cumsum([0.0, *(float(steps[own].max()) for own in kinds[::-1])])[::-1]
+        history: list[tuple[Indices, Indices]] = []
+        for at, own in enumerate(kinds):
+            number = len(kept[own])
+            sizes = (size[:, None] + steps[own]).ravel()
+            sums = (cost[:, None] + extra[own, kept[own]]).ravel()
+            # Room that no rest can fill costs its price.
+            bound = sums + price * np.maximum(self.spare - sizes - most[at + 1], 0.0)
+            alive = np.flatnonzero((sizes <= self.spare * (1.0 + _ROUND)) & (bound < gap))
+            alive = alive[falling((sums - price * sizes)[alive], sizes[alive])]
+            if len(alive) > _LABELS:
+                alive = alive[np.argsort(bound[alive], kind="stable")[:_LABELS]]
+            if not len(alive):
+                return found
+            size, cost = sizes[alive], sums[alive]
+            history.append((alive // number, kept[own][alive % number]))
+        label = int((cost - price * size).argmin())
+        if size[label] > self.spare * (1.0 + _ROUND):
+            return found
+        for block, (parents, taken) in zip(open_ones[::-1].tolist(), reversed(history), strict=True):
+            chosen[block] = taken[label]
+            label = int(parents[label])
+        return chosen
+
+
+def _at(table: Array, choices: Indices) -> Array:
+    """[E] of each kind the entry of its choice."""
+    found: Array = table[np.arange(len(table)), choices]
+    return found
+
+
+def _sum(table: Array, kinds: Indices, choices: Indices) -> Array:
+    found: Array = table[kinds, choices].sum()
+    return found
+
+
+def _first_least(costs: Array, then: Array) -> Indices:
+    """[E] the cheapest choice of each kind; of equal ones that with the least of another figure."""
+    found: Indices = np.where(costs == costs.min(axis=1, keepdims=True), then, np.inf).argmin(axis=1)
+    return found
 
 
 def _counted_out(
-    counted: Mapping[int, int], costs: Mapping[int, Array], steps: Mapping[int, Array], spare: float
-) -> dict[int, Indices]:
-    """How many blocks of each kind take each choice: of all ways that have room the one that costs least."""
-    ways = {name: _ways(n, len(costs[name])) for name, n in counted.items()}
+    counts: Indices, costs: Array, steps: Array, kept: Sequence[Indices], spare: float
+) -> list[Indices]:
+    """The choices of the blocks of each kind: of all ways that have room the one that costs least.
+
+    Args:
+        kept: those that each kind chooses from.
+    """
+    ways = [_ways(n, len(own)) for n, own in zip(counts.tolist(), kept, strict=True)]
     cost, size = np.zeros(1), np.zeros(1)
-    for name, counts in ways.items():
+    for each, own, of_cost, of_size in zip(ways, kept, costs, steps, strict=True):
         cost, size = (
-            (before[:, None] + counts @ of[name]).ravel() for before, of in ((cost, costs), (size, steps))
+            (before[:, None] + each @ of[own]).ravel() for before, of in ((cost, of_cost), (size, of_size))
         )
     best = int(np.where(size <= spare * (1.0 + _ROUND), cost, np.inf).argmin())
-    places = np.unravel_index(best, [len(counts) for counts in ways.values()])
-    return {name: ways[name][at].astype(np.int64) for name, at in zip(ways, places, strict=True)}
+    places = np.unravel_index(best, [len(each) for each in ways])
+    return [
+        np.repeat(own, each[at].astype(np.int64)) for each, own, at in zip(ways, kept, places, strict=True)
+    ]
 
 
 @lru_cache(maxsize=64)
@@ -162,56 +339,11 @@ def _ways(blocks: int, choices: int) -> Array:
     return found
 
 
-def _given_out(blocks: Sequence[Choices], taken: Mapping[int, Indices]) -> Indices:
-    """[n] choices, those of equal blocks in their order."""
-    rows = {name: iter(row.tolist()) for name, row in taken.items()}
-    return np.array([next(rows[id(one)]) for one in blocks], dtype=np.int64)
-
-
-def frontier(
-    blocks: Sequence[Choices],
-    target: float,
-    room: float,
-    cells: int,
-    known: dict[float, Plan | None] | None = None,
-) -> Frontier | None:
-    """Plans of a stage from the least harm to the fewest seconds; None where its bytes have no room.
-
-    Args:
-        target: harm near which plans lie close together.
-        known: plans at prices that were asked for before, of the same blocks and room.
-    """
-    known = {} if known is None else known
-
-    def plan(price: float) -> Plan | None:
-        if price not in known:
-            known[price] = _plan(blocks, price, room, cells)
-        return known[price]
-
-    seconds, harm = (sum(float(np.ptp(getattr(one, name))) for one in blocks) for name in ("seconds", "harm"))
-    # At this price no seconds are worth a billionth of all harm.
-    beyond = _LEAST_HARM * (seconds or 1.0) / harm if harm else 0.0
-    low, high = plan(beyond), plan(0.0)
-    if low is None or high is None:
-        return None
-    found = [low, high]
-    while low.harm <= target < high.harm:
-        price = (low.seconds - high.seconds) / (high.harm - low.harm)
-        middle = plan(price)
-        if middle is None or middle.cost(price) >= low.cost(price) * (1.0 - _ROUND):
-            break  # Nothing lies below the line between the two.
-        found.append(middle)
-        low, high = (middle, high) if middle.harm <= target else (low, middle)
-    found.sort(key=lambda one: one.harm)
-    plans = [found[0].choices[None]]
-    plans += [_between(blocks, one.choices, other.choices) for one, other in itertools.pairwise(found)]
-    choices = np.unique(np.concatenate(plans), axis=0)
-    times, harms = (
-        sum((getattr(one, name)[choices[:, at]] for at, one in enumerate(blocks)), np.zeros(len(choices)))
-        for name in ("seconds", "harm")
-    )
-    kept = falling(times, harms)
-    return Frontier(times[kept], harms[kept], choices[kept])
+def _in_order(kinds: Indices, choices: Indices) -> Indices:
+    """The same with the choices of equal blocks sorted, so that two plans differ in few blocks."""
+    found = np.empty_like(choices)
+    found[np.argsort(kinds, kind="stable")] = choices[np.lexsort((choices, kinds))]
+    return found
 
 
 def spread(
@@ -252,67 +384,6 @@ def spread(
     return [int(row[1][at]) for row, at in zip(rows, found, strict=True)] if np.isfinite(best) else None
 
 
-def _cell(steps: Array, room: float, cells: int) -> float:
-    """The size of a cell: a whole part of some step, the one that all are rounded up least by.
-
-    Args:
-        steps: of choices over the least one of their block.
-        cells: at most so many fill the room, and at least half as many.
-    """
-    steps = np.unique(steps[steps > 0])
-    if room <= 0 or not len(steps):
-        return 1.0
-    finest = room / cells
-    parts = [one / np.arange(max(1, np.ceil(one / finest / 2)), one / finest + 1) for one in steps]
-    sizes = np.concatenate(parts)
-    rounded = np.ceil(steps[:, None] / sizes - _ROUND) * sizes
-    return float(sizes[(rounded - steps[:, None]).sum(axis=0).argmin()])
-
-
-def _with_block(best: Array, costs: Array, sizes: Indices) -> tuple[Array, NDArray[np.uint8]]:
-    found = np.full_like(best, np.inf)
-    taken = np.zeros(len(best), dtype=np.uint8)
-    for index, (cost, size) in enumerate(zip(costs, sizes, strict=True)):
-        if size < len(best):
-            sums = best[: len(best) - size] + cost
-            np.copyto(taken[size:], index, where=sums < found[size:])
-            np.minimum(found[size:], sums, out=found[size:])
-    return found, taken
-
-
-def _plan(blocks: Sequence[Choices], price: float, room: float, cells: int) -> Plan | None:
-    choices = cheapest(blocks, price, room, cells)
-    if choices is None:
-        return None
-    choices = _in_order(blocks, choices)
-    pairs = list(zip(blocks, choices.tolist(), strict=True))
-    seconds, harm = (float(sum(getattr(one, name)[k] for one, k in pairs)) for name in ("seconds", "harm"))
-    return Plan(choices, seconds, harm)
-
-
-def _in_order(blocks: Sequence[Choices], choices: Indices) -> Indices:
-    """The same with the choices of equal blocks sorted, so that two plans differ in few blocks."""
-    places: dict[int, list[int]] = defaultdict(list)
-    for at, one in enumerate(blocks):
-        places[id(one)].append(at)
-    found = choices.copy()
-    for same in places.values():
-        found[same] = np.sort(choices[same])
-    return found
-
-
-def _between(blocks: Sequence[Choices], one: Indices, other: Indices) -> Indices:
-    """[P, n]: all steps from one plan to the other, the other included."""
-    changed = [
-        at for at, pair in enumerate(zip(one.tolist(), other.tolist(), strict=True)) if len(set(pair)) > 1
-    ]
-    changed.sort(key=lambda at: float(blocks[at].bytes[other[at]] - blocks[at].bytes[one[at]]))
-    found = np.repeat(one[None], len(changed) + 1, axis=0)
-    for step, at in enumerate(changed, start=1):
-        found[step:, at] = other[at]
-    return found[1:]
-
-
 def _on_grid(stage: Frontier, limit: float, cells: int) -> tuple[Array, Indices]:
     """[H + 1] least seconds, and the plan, with at most so many cells of harm."""
     unit = limit / cells if cells else 1.0
@@ -337,7 +408,8 @@ def _least_sum(stages: Sequence[Array]) -> tuple[float, list[int]]:
         if not len(first):
             return np.inf, []
         # [place of this one, places of all so far]: what those before it take with what is left.
-        shifted = sliding_window_view(np.concatenate([np.full(number - 1, np.inf), best]), number)
+        padded = np.concatenate([np.full(number - 1, np.inf), best])
+        shifted = np.ndarray((number, number), np.float64, padded, 0, padded.strides * 2)
         sums = shifted[number - 1 - first] + one[first, None]
         taken = sums.argmin(axis=0)
         places.append(first[taken])

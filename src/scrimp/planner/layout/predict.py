@@ -258,10 +258,11 @@ def planned_seconds(
     forward = _gathered(own, block, one.forward, plan, backward=False)
     backward = _gathered(own, block, one.backward, plan, backward=True) + _made_again(own, plan, one)
     leaves = _leaving(own, block, plan, kept)
-    moved: list[Any] = [
-        [_moved_seconds(own, block, size, backward=backward) for size in leaves] for backward in (False, True)
-    ]
-    moved = [one[0] if len(one) == 1 else np.array(one) for one in moved]
+    sizes = set(leaves)
+    moved: list[Any] = []
+    for is_backward in (False, True):
+        known = {size: _moved_seconds(own, block, size, backward=is_backward) for size in sizes}
+        moved.append(known[leaves[0]] if len(leaves) == 1 else np.array([known[size] for size in leaves]))
     waits = [PassSeconds(0.0, _read_seconds(own, block, backward=one)) for one in (False, True)]
     return beside(forward, moved[0]) + waits[0], beside(backward, moved[1]) + waits[1]
 

@@ -196,6 +196,11 @@ class Setting:
         return dataclasses.replace(self, formats=dict(formats), blocks=()) if formats else self
 
     @cached_property
+    def held_parts(self) -> dict[int, Mapping[str, float]]:
+        """What `block_activations` found that a block keeps, by the block's identity."""
+        return {}
+
+    @cached_property
     def groups(self) -> Mapping[str, Group]:
         """Each axis; tp changes fastest, then cp, fsdp, dp and pp. ep: the ranks that share experts; edp: those
         that have the same ones; data: all that read other tokens. Of several kinds of nodes the slowest links count,

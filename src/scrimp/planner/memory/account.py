@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from scrimp.planner.memory.costs import StepCosts, chosen_costs
 from scrimp.planner.memory.placement import CLASSES, Placement
-from scrimp.planner.memory.states import Moment, class_of, moments
+from scrimp.planner.memory.states import Floor, Moment, class_of, moments
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,12 @@ class StepAccount:
         return sum(nbytes for _, nbytes in self.host)
 
 
-def account_step(costs: StepCosts, placement: Placement, *, accumulates: bool) -> StepAccount:
-    """The account of a placement; errors as of `moments`."""
-    moment, states = max(moments(costs, placement, accumulates), key=lambda one: one.bytes), placement.states
+def account_step(
+    costs: StepCosts, placement: Placement, *, accumulates: bool, floor: Floor | None = None
+) -> StepAccount:
+    """The account of a placement; arguments and errors as of `moments`."""
+    every, states = moments(costs, placement, accumulates, floor), placement.states
+    moment = max(every, key=lambda one: one.bytes)
     kinds = [class_of(costs, i) for i in range(len(costs.blocks))]
     here = {name: sum(getattr(kind, name) for kind in (costs.ends, *kinds)) for name in CLASSES}
     away = {

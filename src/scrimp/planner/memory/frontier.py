@@ -22,7 +22,7 @@ from scrimp.planner.memory.machine import Machine, Setup
 from scrimp.planner.memory.placement import Placement, States
 from scrimp.planner.memory.search import search
 from scrimp.planner.memory.search_space import Split
-from scrimp.planner.memory.states import device_peak
+from scrimp.planner.memory.states import Floor, device_peak
 
 Binding = Literal["device memory", "host memory", "link", "computing"]
 MORE = (1.125, 1.25, 1.5, 2.0)
@@ -55,11 +55,14 @@ class Searches:
         self.plan = plan
         self._split = split
         self._known: dict[Machine, MemoryDecision] = {}
+        self._floors: dict[States, Floor] = {}
 
     def on(self, machine: Machine) -> MemoryDecision:
         """The fastest plan on that machine."""
         if machine not in self._known:
-            self._known[machine] = search(self.plan.costs, machine, self.plan.setup, self._split)
+            self._known[machine] = search(
+                self.plan.costs, machine, self.plan.setup, self._split, self._floors
+            )
         return self._known[machine]
 
 

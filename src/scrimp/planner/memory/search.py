@@ -51,28 +51,37 @@ _FEW = 200
 
 
 def search(
-    costs: StepCosts, machine: Machine, setup: Setup | None = None, split: Split | None = None
+    costs: StepCosts,
+    machine: Machine,
+    setup: Setup | None = None,
+    split: Split | None = None,
+    floors: dict[States, Floor] | None = None,
 ) -> MemoryDecision:
     """The fastest plan within the machine's memory.
 
     Args:
         split: the placement of states, where the user decided; None: any.
+        floors: what states take in this step, kept from search to search of other machines.
 
     Raises:
         NoRoomError: nothing fits; it says what would.
     """
     setup = setup or Setup()
-    plan = find(costs, machine, setup, split)
+    plan = find(costs, machine, setup, split, floors)
     if plan is None:
         raise smallest(costs, machine, setup, split)
     return plan
 
 
 def find(
-    costs: StepCosts, machine: Machine, setup: Setup, split: Split | None = None
+    costs: StepCosts,
+    machine: Machine,
+    setup: Setup,
+    split: Split | None = None,
+    floors: dict[States, Floor] | None = None,
 ) -> MemoryDecision | None:
     """The same; None where nothing fits, without asking what would."""
-    run = _Search(costs, machine, setup)
+    run = _Search(costs, machine, setup, {} if floors is None else floors)
     if split is not None:
         run.look_at_points(split.within(len(costs.blocks)))
         if run.best is None:
@@ -94,8 +103,8 @@ def find(
 class _Search:
     """The best plan so far, and what was looked at."""
 
-    def __init__(self, costs: StepCosts, machine: Machine, setup: Setup) -> None:
-        self.costs, self.machine, self.setup = costs, machine, setup
+    def __init__(self, costs: StepCosts, machine: Machine, setup: Setup, floors: dict[States, Floor]) -> None:
+        self.costs, self.machine, self.setup, self.floors = costs, machine, setup, floors
         self.blocks, self.updaters = len(costs.blocks), setup.updaters_on(machine)
         self.least = least_passes(costs)
         small = Points(costs)
@@ -220,10 +229,15 @@ class _Search:
 
     def _floor(self, states: States) -> tuple[Floor | None, int]:
         """What states take, None where that alone is too much, and the host's bytes for activations."""
-        floor = floor_of(self.costs, states, self.setup.accumulates)
+        floor = self._floor_of(states)
         left = min(self.machine.host_bytes - floor.host, self.machine.pinnable - floor.pinned)
         fits = left >= 0 and floor.rest <= self.machine.device_bytes
         return (floor if fits else None), left
+
+    def _floor_of(self, states: States) -> Floor:
+        if states not in self.floors:
+            self.floors[states] = floor_of(self.costs, states, self.setup.accumulates)
+        return self.floors[states]
 
     def _simulate(self, states: States, front: Front, bound: Bound, is_final: bool) -> MemoryDecision | None:
         """The best of a front by the simulation, those with the least bound first."""
@@ -240,7 +254,8 @@ class _Search:
         return best
 
     def _plan_of(self, placement: Placement, *, is_exact: bool = False) -> MemoryDecision:
-        account = account_step(self.costs, placement, accumulates=self.setup.accumulates)
+        floor = self._floor_of(placement.states)
+        account = account_step(self.costs, placement, accumulates=self.setup.accumulates, floor=floor)
         reason = f"the fastest that was found within {self.machine.device_bytes:,} bytes"
         return MemoryDecision(
             self.costs,

@@ -179,18 +179,21 @@ def device_peak(costs: StepCosts, placement: Placement, accumulates: bool) -> in
     return max(moment.bytes for moment in moments(costs, placement, accumulates))
 
 
-def moments(costs: StepCosts, placement: Placement, accumulates: bool) -> Iterator[Moment]:
+def moments(
+    costs: StepCosts, placement: Placement, accumulates: bool, floor: Floor | None = None
+) -> Iterator[Moment]:
     """Every moment that can be the largest of a step.
 
     Args:
         accumulates: several micro-batches add to the same gradients: the moments of a step but its first, which needs
             less.
+        floor: what its states take, where that is known.
 
     Raises:
         PlanError: a placement of another model.
     """
     states, ends = placement.states, costs.ends
-    floor = floor_of(costs, states, accumulates)
+    floor = floor or floor_of(costs, states, accumulates)
     kinds = [class_of(costs, i) for i in range(len(costs.blocks))]
     weights, moving = _visits(kinds, states, accumulates)
     everything = ends.gradients + sum(_gradients_here(costs, states))
