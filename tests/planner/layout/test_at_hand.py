@@ -65,6 +65,12 @@ def test_what_is_given_stays() -> None:
     assert question.given == {"tp": 2, "zero": 2, "micro_batch": 1}
     for one in layouts(question):
         assert (one.tp, one.zero, one.ranks) == (2, 2, 8)
+    config, found = decided(8, layout__tp=1)
+    written = question_of(
+        config, found, MODEL, question.cluster, question.software, {"layout.tp", "layout.schedule"}
+    )
+    assert written.given == {"tp": 1}
+    assert {one.tp for one in layouts(written)} == {1}
     given = asked(memory__activations="mlp,0-3=block,8=keep+offload", memory__optimizer="3").memory
     assert [one.recompute for one in given.blocks(9)] == [FULL] * 4 + [SELECTIVE] * 4 + [NONE]
     assert [one.offload for one in given.blocks(9)] == [False] * 8 + [True]
