@@ -284,9 +284,9 @@ def _menus(
     setting: Setting, quality: Quality | None, numbers: Sequence[int], *, keeps_all: bool
 ) -> list[Menu]:
     """Of blocks that are equal but for their harm."""
-    block, software = setting.model.blocks[numbers[0]], setting.software
+    block = setting.model.blocks[numbers[0]]
     whole = (False, True) if setting.shares_weights and setting.layout.zero == 3 else (False,)
-    parameters = software.weight_bytes * numbers_of_block(setting, block).total
+    parameters = setting.block_weight_bytes * numbers_of_block(setting, block).total
     plans: list[list[BlockPlan]] = [[] for _ in numbers]
     rows: list[list[Array]] = [[] for _ in numbers]
     for recompute in (NONE,) if keeps_all else (NONE, SELECTIVE, FULL):

@@ -5,8 +5,9 @@ Method   The products of every linear layer, forward, for its input and for its 
          making their operands too. Routed experts are taken to be equally busy: of n tokens k n come to a rank, each
          of its experts gets as many.
          Exchanges within a block (tp, cp, experts) add what no computing hides; see `exposed`. A ring of cp runs beside
-         attention alone, Ulysses beside nothing. A pass that the host launches more slowly (`host_times`) takes as long
-         as that. Experts that are fused write the down layer's operand, and the gradient of the gate's, as codes.
+         attention alone, Ulysses beside nothing; copies that an exchange takes run alone. A pass that the host launches
+         more slowly (`host_times`) takes as long as that. Experts that are fused write the down layer's operand, and
+         the gradient of the gate's, as codes.
          Of the formats of a block's products nothing but `Products` follows: the passes of many sets of formats are
          counted at once, with arrays in it.
 Limits   Quantized weights are made once a step, and count there.
@@ -34,19 +35,34 @@ from scrimp.planner.layout.host_times import (
     layer_ops,
     matrices,
     other_ops,
+    rotates_apart,
 )
-from scrimp.planner.layout.kernels import Kernels, kind_of
+from scrimp.planner.layout.kernels import Kernels, element_bytes, kind_of
 from scrimp.planner.layout.setting import Setting
 from scrimp.precision import GEMMS
 
 ASYNC_TP = 0.7
 """Share of tp's exchanges that run beside products in pieces: as Megatron's, which do too."""
+_PARTS_BYTES = 1.0
+"""Read for each byte that is reduced in pieces, to add up the parts of all ranks (stacked_partials in
+torch/distributed/_symmetric_memory, _fused_matmul_reduce_scatter)."""
 RING_GRADIENT_BYTES = 4.0
 """Of a number of the gradients that go round a ring with keys and values."""
-_BIAS_BYTES = (28.0, 40.0)
-"""For each number that experts give where biases are added apart. Forward: bias by the router's share in float32 is
-written (4), added (6 read, 4 written), joined (8) and cast (6); backward: cast (6), joined (4), cast (6) and, for bias
-and share each, multiplied (8) and summed up (4)."""
+_BIAS_BYTES = {True: (12.0, 12.0), False: (28.0, 40.0)}
+"""For each number that experts give where biases are added apart; True: tokens travel by NCCL, with their router's
+shares in bf16, else in float32 (`moe_router_dtype`; DeepEP and HybridEP take no other). Forward: bias by share is
+written (4), added (6 read, 4 written), joined (8) and cast (6; in bf16 2, 4 and 2, 4, 0); backward: cast (6), joined
+(4), cast (6) and, for bias and share each, multiplied (8) and summed up (4; in bf16 4 and 2, twice)."""
+_CLAMP_BYTES = (16.0, 20.0)
+"""For each number of a gate where experts have biases: gate and up are clamped by operations of their own before the
+fused gate (weighted_bias_quick_geglu_impl): two read and write (8), joined (8); backward two of gradients and inputs
+(12), joined (8)."""
+_ROTATION_BYTES = (20.0, 24.0)
+"""For each number of queries and keys beyond one fused pass, where YaRN scales them, which no fused kernel does
+(apply_rotary_pos_emb, mscale): products with cosine and sine (8), half negated (2), joined (4), added (6), joined
+(4), less 4; backward the same and what three uses add up."""
+_SCALE_BYTES = {"fp8": 4 / 128, "mxfp8": 1 / 32, "nvfp4": 1 / 16}
+"""Of scales that lie along rows, for each number."""
 _WRITTEN_BYTES = 2.0
 """For each number of an operand that is written as codes at once, along rows and along columns."""
 
@@ -97,6 +113,8 @@ class BlockSeconds:
     """The forward part that is products."""
     parts: float = 0.0
     """The forward part that `Setting.recompute_parts` names."""
+    last: float = 0.0
+    """The forward part that full recomputation leaves out."""
 
 
 @dataclass(frozen=True)
@@ -162,8 +180,10 @@ def _passes(block: BlockSpec, setting: Setting, kernels: Kernels, products: Prod
     moved = [_moved(block, setting, kernels, backward=one) for one in (False, True)]
     exchanges, tokens = _exchanges(block, setting), _tokens_to_experts(block, setting)
     rows, idle = _shared_rows(block, setting, attention), idle_seconds(block, setting)
+    copies = _exchange_copies(setting)
     hidden = software.hidden_experts if setting.execution.overlap_experts else 0.0
     in_pieces = ASYNC_TP if setting.execution.async_tp else software.hidden_exchanges
+    in_pieces *= setting.precision not in software.whole_exchanges
     host = setting.place.node.host_op_seconds * (other_ops(block, setting) + products.ops)
     windows = [products.forward + attention[0], products.backward + attention[1]]
     passes, waits = [], 0.0
@@ -172,7 +192,7 @@ def _passes(block: BlockSpec, setting: Setting, kernels: Kernels, products: Prod
         # The forward pass of one micro-batch runs beside the backward pass of another: they share what they hide.
         one += exposed((idle, 0.0)[at], tokens, (windows[0] + windows[1]) / 2 - one.hidden, hidden)
         waits = larger(0.0, (1.0, 2.0)[at] * host - one.total)
-        passes.append(one + PassSeconds(waits) + rows[at])
+        passes.append(one + PassSeconds(waits, copies) + rows[at])
     parts = 0.0
     if setting.recompute_parts:
         parts = _parts(block, setting, kernels, attention[0])
@@ -181,7 +201,8 @@ def _passes(block: BlockSpec, setting: Setting, kernels: Kernels, products: Prod
             parts - waits, (waits > 0.0) * again_seconds(block, setting, named_parts(block, setting))
         )
         parts = larger(parts, 0.0)
-    return BlockSeconds(passes[0], passes[1], attention[0], moved[0], products.forward, parts)
+    last = _last(block, setting, kernels) if software.full_leaves_last else 0.0
+    return BlockSeconds(passes[0], passes[1], attention[0], moved[0], products.forward, parts, last)
 
 
 def _parts(block: BlockSpec, setting: Setting, kernels: Kernels, attention: float) -> float:
@@ -194,8 +215,21 @@ def _parts(block: BlockSpec, setting: Setting, kernels: Kernels, attention: floa
             found += product_seconds(one, "fprop", setting.recipe(one.name, "fprop"), setting, kernels)
     levels = {level for level, part in (("norms", "norm"), (GATED, GATED)) if part in named}
     numbers = sum(one.forward for one in block.traffic if one.again in levels)
-    size = numbers * setting.tokens * setting.software.activation_bytes * setting.software.traffic
-    return found + kernels.moved(size / setting.layout.tp)
+    each = numbers * setting.software.activation_bytes
+    if GATED in named and adds_expert_biases(block, setting):
+        each += sum(_CLAMP_BYTES[0] * one.chosen * one.inputs for one in _downs(block))
+    return found + kernels.moved(each * setting.tokens * setting.software.traffic / setting.layout.tp)
+
+
+def _downs(block: BlockSpec) -> list[LinearSpec]:
+    """The last product of routed experts, if there are any."""
+    return [one for one in block.linears if one.experts > 1][-1:]
+
+
+def _last(block: BlockSpec, setting: Setting, kernels: Kernels) -> float:
+    """Seconds, forward, of a block's last product."""
+    one = block.linears[-1]
+    return product_seconds(one, "fprop", setting.recipe(one.name, "fprop"), setting, kernels)
 
 
 def exposed(compute: float, exchange: float, window: float, hidden: float) -> PassSeconds:
@@ -275,29 +309,42 @@ def product_seconds(linear: LinearSpec, gemm: str, recipe: str, setting: Setting
     """One product of a layer; in 8 or 4 bits, with the making of the operand that no other product of it makes."""
     layout = setting.layout
     is_expert = linear.experts > 1
-    pieces = layout.etp if is_expert else layout.tp
+    ranks = layout.etp if is_expert else layout.tp
     outputs, inputs = float(linear.outputs), float(linear.inputs)
     if linear.cut == "outputs":
-        outputs /= pieces
+        outputs /= ranks
     elif linear.cut == "inputs":
-        inputs /= pieces
+        inputs /= ranks
     rows, count = setting.tokens, matrices(linear, setting)
     if is_expert:
         rows = setting.tokens * linear.chosen * layout.etp / (layout.tp * count)
     elif linear.cut is None and setting.sequence_parallel:
         rows /= layout.tp
+    pieces = [outputs * share for share in _shares(linear, setting)]
     if gemm == "wgrad":
-        summed = _sums(setting) * outputs * inputs * count
-        return kernels.product(outputs, inputs, rows, recipe, count=count, extra=summed)
-    made, read = (outputs, inputs) if gemm == "fprop" else (inputs, outputs)
-    found = kernels.product(rows, made, read, recipe, count=count)
+        summed = _sums(setting) * inputs * count
+        return sum(
+            kernels.product(one, inputs, rows, recipe, count=count, extra=summed * one) for one in pieces
+        )
+    is_forward, read = gemm == "fprop", inputs if gemm == "fprop" else outputs
+    sizes = [(one, inputs) if is_forward else (inputs, one) for one in pieces]
+    found = sum(kernels.product(rows, made, inner, recipe, count=count) for made, inner in sizes)
     if recipe in ("bf16", "fp32"):
         return found
+    if gemm == "dgrad":
+        found += kernels.moved(setting.software.transposed_weight_bytes * outputs * inputs * count, kernels=0)
     fused = is_expert and setting.execution.fused_experts
     is_written = fused and linear.cut == ("inputs" if gemm == "fprop" else "outputs")
     each = _WRITTEN_BYTES if is_written else _quantize_bytes(setting, recipe)
     fixed = setting.software.quantize_seconds * (1 if fused else count)
     return found + kernels.moved(each * rows * count * read) + fixed
+
+
+def _shares(linear: LinearSpec, setting: Setting) -> list[float]:
+    """Parts of a layer's outputs that are products of their own."""
+    if setting.software.stacks_layers or linear.experts > 1 or not linear.rows:
+        return [1.0]
+    return [one / linear.outputs for one in linear.rows]
 
 
 def _quantize_bytes(setting: Setting, recipe: str) -> float:
@@ -339,7 +386,12 @@ def _moved(block: BlockSpec, setting: Setting, kernels: Kernels, *, backward: bo
         if setting.execution.fused_experts:
             numbers -= up.chosen * (up.outputs + down.inputs) / tp
         if adds_expert_biases(block, setting):
-            extra += _BIAS_BYTES[backward] * copies
+            extra += _BIAS_BYTES[setting.execution.dispatcher == ALL_TO_ALL][backward] * copies
+            extra += _CLAMP_BYTES[backward] * down.chosen * down.inputs / tp
+        if rotates_apart(block, setting):
+            attends = block.attention
+            rotated = attends.width + attends.num_kv_heads * attends.head_size
+            extra += _ROTATION_BYTES[backward] * rotated / tp
         sorts = setting.software.unfused_experts and setting.execution.dispatcher == ALL_TO_ALL
         if sorts and setting.layout.ep > 1:
             # Once more on each way, by expert: read and written.
@@ -356,12 +408,39 @@ def _exchanges(block: BlockSpec, setting: Setting) -> tuple[float, float]:
     forward = backward = 0.0
     if layout.tp > 1:
         gathers = 4 if not experts or layout.etp > 1 else 2
-        forward += gathers * groups["tp"].gathered(stream)
+        # One half of them gathers, the other reduces.
+        tp, (inputs, gradients) = groups["tp"], _gathered_shares(setting)
+        forward += gathers / 2 * (tp.gathered(stream) + tp.gathered(stream * inputs))
+        backward += gathers / 2 * (tp.gathered(stream) + tp.gathered(stream * gradients))
         # Inputs of the layers may be gathered once more for their weights' gradients.
-        again = 1.0 if setting.software.keeps_gathered else 1.5
-        backward += again * gathers * groups["tp"].gathered(stream)
+        if not setting.software.keeps_gathered:
+            backward += gathers / 2 * tp.gathered(stream * inputs)
         backward += setting.software.norm_sums * groups["tp"].hops
     return forward, backward
+
+
+def _gathered_shares(setting: Setting) -> tuple[float, float]:
+    """Bytes that ranks of tp gather for one of activations: of layers' inputs, and of gradients of what layers make.
+    Codes whose scales lie along rows have no others along columns in them, which gradients need too."""
+    software, recipe = setting.software, setting.precision
+    if recipe == "fp8_tensor":
+        return (0.5, 0.5) if software.gathers_codes else (1.0, 1.0)
+    if recipe not in _SCALE_BYTES or not software.gathers_scaled_codes:
+        return 1.0, 1.0
+    share = (element_bytes(recipe) + _SCALE_BYTES[recipe]) / software.activation_bytes
+    return share, 2.0 * share
+
+
+def _exchange_copies(setting: Setting) -> float:
+    """Seconds, in one pass of a block, in which the device moves what ranks of tp exchange; in pieces only to add up
+    the parts of a reduction."""
+    software = setting.software
+    if setting.layout.tp == 1 or not software.exchange_copies:
+        return 0.0
+    stream = setting.tokens * setting.model.width * software.activation_bytes
+    each = software.exchange_copies * (1.0 + _gathered_shares(setting)[0])
+    each = _PARTS_BYTES if setting.execution.async_tp else each
+    return 2.0 * each * stream / setting.device.bandwidth
 
 
 def _shared_rows(block: BlockSpec, setting: Setting, attention: Sequence[float]) -> list[PassSeconds]:
@@ -372,7 +451,8 @@ def _shared_rows(block: BlockSpec, setting: Setting, attention: Sequence[float])
     if layout.cp == 1:
         return [PassSeconds(0.0), PassSeconds(0.0)]
     size, values = setting.software.activation_bytes, attends.value_size or attends.head_size
-    keys = setting.tokens / layout.tp * attends.num_kv_heads * (attends.head_size + values)
+    heads = attends.num_heads if setting.software.repeats_keys else attends.num_kv_heads
+    keys = setting.tokens / layout.tp * heads * (attends.head_size + values)
     if layout.cp_method == "ulysses":
         queries = setting.tokens / layout.tp * attends.num_heads * (attends.head_size + values)
         seconds = group.exchanged(size * (queries + keys))

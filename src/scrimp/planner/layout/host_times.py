@@ -38,6 +38,10 @@ waits for an event, sets and resets its stream, detaches and marks its tensors a
 _CHECKPOINT_OPS = 10
 """What a part that is made again costs besides, in modules: random states kept and set, its graph built again. An
 estimate; leaving out `qkv` gave that guide 611 TFLOP/s instead of 566."""
+_CLAMP_OPS = 5
+"""Gate and up, clamped apart and joined."""
+_ROTATION_OPS = 20
+"""Ten each for queries and keys: cut, cosine, halves, sine, sum and joined."""
 _BIAS_OPS = 3
 """For each expert's bias: product with the router's share, sum, and its part of joining them."""
 
@@ -66,12 +70,14 @@ def other_ops(block: BlockSpec, setting: Setting) -> float:
     if ATTENTION not in graphs:
         others = sum(one.again not in (GATED, "mlp") for one in block.traffic)
         modules += _OTHER_OPS + _TRAFFIC_OPS * others
+        plain += _ROTATION_OPS * rotates_apart(block, setting)
     if ROUTER not in graphs:
         modules += _TRAFFIC_OPS * sum(one.again == GATED for one in block.traffic)
     if experts:
         routing = _ROUTING_OPS if setting.execution.dispatcher == ALL_TO_ALL else _FUSED_ROUTING_OPS
         modules += _EXCHANGE_OPS + routing * (ROUTER not in graphs)
-        plain = matrices(experts[0], setting) * _BIAS_OPS * adds_expert_biases(block, setting)
+        adds = adds_expert_biases(block, setting)
+        plain += (matrices(experts[0], setting) * _BIAS_OPS + _CLAMP_OPS) * adds
         plain += _OVERLAP_OPS * setting.execution.overlap_experts
     return software.host_ops * modules + plain
 
@@ -107,7 +113,17 @@ def idle_seconds(block: BlockSpec, setting: Setting) -> float:
 
 
 def adds_expert_biases(block: BlockSpec, setting: Setting) -> bool:
-    """Whether what experts give is added to their biases by operations of its own."""
+    """Whether what experts give is added to their biases, and their gates clamped, by operations of their own."""
     apart = setting.software.unfused_experts and not setting.execution.fused_experts
+    return apart and _has_expert_biases(block)
+
+
+def rotates_apart(block: BlockSpec, setting: Setting) -> bool:
+    """Whether queries and keys are rotated by operations of their own, as YaRN scales them; so they are taken to be
+    where experts have biases: of gpt-oss alone both are published."""
+    return setting.software.unfused_experts and _has_expert_biases(block)
+
+
+def _has_expert_biases(block: BlockSpec) -> bool:
     down = [one.name for one in block.linears if one.experts > 1][-1:]
-    return apart and any(one.name == f"{name}.bias" for name in down for one in block.layers)
+    return any(one.name == f"{name}.bias" for name in down for one in block.layers)
