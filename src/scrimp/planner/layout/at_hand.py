@@ -3,8 +3,8 @@
 Method   The run's configuration, decided without a search, says model, batch and format. What its user gave of the
          layout (what was written, and all that differs from the defaults), the micro-batch and `memory.*` stays; the
          rest is searched (`scrimp.planner.layout.search`). Where formats are planned while training, the budget of
-         FLOPs in 4 bits counts, so that layout and memory are chosen for the formats to come; the formats themselves are
-         planned later, from statistics.
+         FLOPs in 4 bits counts, so that layout and memory are chosen for the formats to come; the formats
+         themselves are planned later, from statistics.
 Limits   Rules of precision for single layers are not counted, nor a budget of formats that is no share of FLOPs: then
          blocks run in the format that the run starts in. Levels of recomputation between those that the search knows
          count as the lighter one, and states of some blocks on the host as those of all. Whole copies, and all stages
