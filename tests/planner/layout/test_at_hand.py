@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from typing import Any
 
 import pytest
 
@@ -83,7 +84,7 @@ def test_nothing_that_fits_is_faster_than_what_is_found(rates: RankRates, memory
     question = asked(rates, memory=memory)
     found = best(question).seconds
     for degrees in itertools.product((1, 2, 4), repeat=len(AXES)):
-        layout = dict(zip(AXES, degrees, strict=True))
+        layout: dict[str, Any] = dict(zip(AXES, degrees, strict=True))
         if math.prod(degrees) != 4 or (layout["tp"] > 1 and layout["cp"] > 1):
             continue
         for zero, size, again, stays in itertools.product(
@@ -150,7 +151,7 @@ def test_slow_links_take_whole_copies_and_fast_links_and_small_memory_take_shard
 
 
 def test_an_emulated_format_is_predicted_slower_than_the_working_format() -> None:
-    plain = {"layout__tp": 1, "train__micro_batch": 2}
+    plain: dict[str, Any] = {"layout__tp": 1, "train__micro_batch": 2}
     low = best(asked(ranks=2, precision="nvfp4", **plain)).seconds
     assert low > 1.5 * best(asked(ranks=2, precision="bf16", **plain)).seconds
 
