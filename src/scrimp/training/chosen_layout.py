@@ -18,7 +18,7 @@ Checked  tests/training/test_chosen_layout.py; benchmarks/ranks_planned.py: agai
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -121,13 +121,20 @@ def measured_ranks(
 
 
 def choose_on(
-    cluster: Cluster, config: Config, default: Resolution, architecture: Architecture, *, device_type: str
+    cluster: Cluster,
+    config: Config,
+    default: Resolution,
+    architecture: Architecture,
+    *,
+    device_type: str,
+    given: Collection[str] = frozenset(),
 ) -> ChosenLayout | None:
     """What the search decides for a run; None where it finds nothing that fits.
 
     Args:
         config: with the layout as the user left it.
         default: the same, decided without a search.
+        given: dotted keys that the user wrote.
     """
     decided = default.config
 
@@ -144,7 +151,7 @@ def choose_on(
         return is_carried_out(degrees | {"train.micro_batch": micro_batch})
 
     program = program_of(decided, cluster, device_type)
-    question = question_of(config, decided, sizes_of(spec_of(architecture)), cluster, program)
+    question = question_of(config, decided, sizes_of(spec_of(architecture)), cluster, program, given)
     question = replace(question, may_be=may_be)
 
     def best_of(question: Question) -> Candidate | None:

@@ -236,6 +236,7 @@ def better_layout(decisions: Decisions, here: RanksHere) -> ChosenLayout | None:
         Resolution(decisions.config, decisions.architecture, {}),
         decisions.architecture,
         device_type=decisions.device.torch_device.type,
+        given=decisions.given,
     )
     return found if found is not None and found.is_other else None
 

@@ -115,7 +115,7 @@ def train(
                 return _train_in(config.run.dir, start, began)
         if config.run.dir is not None:
             refuse_used_folder(config.run.dir)
-        start = fresh_start(config, world)
+        start = fresh_start(config, world, given)
         decisions = dataclasses.replace(start.decisions, planned_seconds=planned_seconds)
         start = dataclasses.replace(start, decisions=decisions)
         with claim_new_folder(config, world) as run_dir:

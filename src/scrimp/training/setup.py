@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -40,7 +41,7 @@ from scrimp.profiler import Device, resolve_device
 from scrimp.runtime import choose_backends, describe_backends, recorded_backends, tuned_gemms
 from scrimp.runtime.backends import Tuned
 from scrimp.runtime.determinism import refuse_undetermined
-from scrimp.training.chosen_layout import ChosenLayout, RanksHere, choose_on, measured_ranks
+from scrimp.training.chosen_layout import RanksHere, choose_on, measured_ranks
 from scrimp.training.memory.host_room import checkpoint_bytes
 from scrimp.training.memory.limits import budgets_of, device_limit
 from scrimp.training.memory.micro_batch import decide_micro_batch
@@ -81,6 +82,8 @@ class Decisions:
     """What the ranks were measured to reach, where their layout was open."""
     planned_seconds: float | None = None
     """Of a step, as the saved plan predicts it that the run trains by."""
+    given: frozenset[str] = frozenset()
+    """Dotted keys that the user wrote."""
 
     @property
     def world(self) -> World:
@@ -193,7 +196,9 @@ class Decisions:
     def with_memory(self, memory: MemoryDecision) -> Decisions:
         """The same run with another decision about its memory."""
         found = _decisions(self.device, self.asked, self.config, self.architecture, self.reasons, memory)
-        return dataclasses.replace(found, here=self.here, planned_seconds=self.planned_seconds)
+        return dataclasses.replace(
+            found, here=self.here, planned_seconds=self.planned_seconds, given=self.given
+        )
 
     def with_corpus(self, corpus: Corpus) -> Decisions:
         """The same run, now that its tokenizer is known: decided anew where the embedding gets other rows by it.
@@ -209,7 +214,7 @@ class Decisions:
         if not has_open_vocabulary(self.asked):
             fit_vocabulary(self.config, self.architecture, entries)  # refuses what does not fit
         elif rows_for(entries) != self.architecture.vocab_size:
-            found = decide(self.asked, entries=entries, world=self.world)
+            found = decide(self.asked, entries=entries, world=self.world, given=self.given)
         else:
             reasons = self.reasons | {"model.vocab_size": _reason_for_rows(entries)}
             found = dataclasses.replace(self, reasons=reasons)
@@ -236,6 +241,7 @@ def decide(
     entries: int | None = None,
     world: World = ALONE,
     plans_ahead: bool = False,
+    given: Collection[str] = frozenset(),
 ) -> Decisions:
     """Resolve a configuration on this machine; starts nothing and reads no corpus.
 
@@ -244,6 +250,7 @@ def decide(
         entries: of the tokenizer; None: as many as it has, or may get where it is still to be trained.
         world: the ranks of the run, all of which decide alike.
         plans_ahead: one process decides for as many ranks as `config.layout` says.
+        given: dotted keys that the user wrote, which a search keeps though they are as they were.
     """
     check_values(config)
     objectives.check(config.objective)
@@ -272,31 +279,29 @@ def decide(
         reasons["device"] = device.reason
     resolution = resolve(fitted, architecture, device_type=device.torch_device.type, ranks=ranks)
     here = measured_ranks(fitted, resolution, architecture, device) if world.size > 1 else None
-    chosen = None
-    if here is not None:
-        kind = device.torch_device.type
-        chosen = choose_on(here.cluster, fitted, resolution, architecture, device_type=kind)
     found = None
-    if chosen is not None:
-        found = _as_searched(chosen, device, config, fitted, architecture, reasons)
+    if here is not None:
+        found = _as_searched(here, resolution, device, config, fitted, reasons, given)
     found = found or _resolved(device, config, resolution, architecture, reasons)
-    return dataclasses.replace(found, here=here)
+    return dataclasses.replace(found, here=here, given=frozenset(given))
 
 
 def _as_searched(
-    chosen: ChosenLayout,
+    here: RanksHere,
+    default: Resolution,
     device: Device,
     asked: Config,
     fitted: Config,
-    architecture: Architecture,
     reasons: dict[str, str],
+    given: Collection[str],
 ) -> Decisions | None:
-    """The run as the search found it, as far as the traced account confirms that it fits; None: in no way."""
-    for number, (values, why) in enumerate(chosen.ways()):
+    """The run as the search finds it, as far as the traced account confirms that it fits; None: in no way."""
+    kind, architecture = device.torch_device.type, default.architecture
+    chosen = choose_on(here.cluster, fitted, default, architecture, device_type=kind, given=given)
+    for number, (values, why) in enumerate(() if chosen is None else chosen.ways()):
         with contextlib.suppress(ConfigError, PlanError):
             wanted = replace_values(fitted, values)
-            kind, ranks = device.torch_device.type, device.world.size
-            other = resolve(wanted, architecture, device_type=kind, ranks=ranks)
+            other = resolve(wanted, architecture, device_type=kind, ranks=here.ranks)
             other.reasons.update(why)
             found = _resolved(device, asked, other, architecture, reasons)
             same_size = found.config.train.micro_batch == other.config.train.micro_batch

@@ -87,9 +87,14 @@ class Start:
     """Whether the user has left newer checkpoints behind: they are set aside."""
 
 
-def fresh_start(config: Config, world: World = ALONE) -> Start:
-    """Decide a new run and open its data."""
-    decisions = _decided_before_data(anchored(config), world)
+def fresh_start(config: Config, world: World = ALONE, given: Collection[str] = frozenset()) -> Start:
+    """Decide a new run and open its data.
+
+    Args:
+        world: the ranks of the run.
+        given: dotted keys that the user wrote.
+    """
+    decisions = _decided_before_data(anchored(config), world, given)
     decisions.backends()
     if decisions.config.model.weights is not None:
         refuse_unusable_weights(decisions.config.model.weights)
@@ -100,19 +105,19 @@ def fresh_start(config: Config, world: World = ALONE) -> Start:
     return Start(decisions, corpus, room=room)
 
 
-def _decided_before_data(config: Config, world: World) -> Decisions:
+def _decided_before_data(config: Config, world: World, given: Collection[str]) -> Decisions:
     """A run that may fit, before time is spent on a corpus.
 
     One that is too large with all the entries that its tokenizer may get is refused here only if it is with the fewest
     too.
     """
     try:
-        decisions = decide(config, world=world)
+        decisions = decide(config, world=world, given=given)
         decisions.refuse_misfit()
     except PlanError:
         if not (has_open_vocabulary(config) and trains_tokenizer(config)):
             raise
-        decisions = decide(config, entries=SMALLEST_BPE, world=world)
+        decisions = decide(config, entries=SMALLEST_BPE, world=world, given=given)
         decisions.refuse_misfit()
         print(
             "with the largest vocabulary the run does not fit: the tokenizer is trained first, and then it is decided",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from typing import Any
 
 import pytest
 
@@ -65,6 +66,12 @@ def test_what_is_given_stays() -> None:
     assert question.given == {"tp": 2, "zero": 2, "micro_batch": 1}
     for one in layouts(question):
         assert (one.tp, one.zero, one.ranks) == (2, 2, 8)
+    config, found = decided(8, layout__tp=1)
+    written = question_of(
+        config, found, MODEL, question.cluster, question.software, {"layout.tp", "layout.schedule"}
+    )
+    assert written.given == {"tp": 1}
+    assert {one.tp for one in layouts(written)} == {1}
     given = asked(memory__activations="mlp,0-3=block,8=keep+offload", memory__optimizer="3").memory
     assert [one.recompute for one in given.blocks(9)] == [FULL] * 4 + [SELECTIVE] * 4 + [NONE]
     assert [one.offload for one in given.blocks(9)] == [False] * 8 + [True]
@@ -77,7 +84,7 @@ def test_nothing_that_fits_is_faster_than_what_is_found(rates: RankRates, memory
     question = asked(rates, memory=memory)
     found = best(question).seconds
     for degrees in itertools.product((1, 2, 4), repeat=len(AXES)):
-        layout = dict(zip(AXES, degrees, strict=True))
+        layout: dict[str, Any] = dict(zip(AXES, degrees, strict=True))
         if math.prod(degrees) != 4 or (layout["tp"] > 1 and layout["cp"] > 1):
             continue
         for zero, size, again, stays in itertools.product(
@@ -144,7 +151,7 @@ def test_slow_links_take_whole_copies_and_fast_links_and_small_memory_take_shard
 
 
 def test_an_emulated_format_is_predicted_slower_than_the_working_format() -> None:
-    plain = {"layout__tp": 1, "train__micro_batch": 2}
+    plain: dict[str, Any] = {"layout__tp": 1, "train__micro_batch": 2}
     low = best(asked(ranks=2, precision="nvfp4", **plain)).seconds
     assert low > 1.5 * best(asked(ranks=2, precision="bf16", **plain)).seconds
 

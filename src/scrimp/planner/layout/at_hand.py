@@ -1,9 +1,9 @@
 """What a run asks the search on the ranks at hand, and its own step as the search predicts it.
 
 Method   The run's configuration, decided without a search, says model, batch and format. What its user gave of the
-         layout (all that differs from the defaults), the micro-batch and `memory.*` stays; the rest is searched
-         (`scrimp.planner.layout.search`). Where formats are planned while training, a share of FLOPs in 4 bits is given
-         as the budget that it will be, so that layout and memory are chosen for the formats to come; the formats
+         layout (what was written, and all that differs from the defaults), the micro-batch and `memory.*` stays; the
+         rest is searched (`scrimp.planner.layout.search`). Where formats are planned while training, the budget of
+         FLOPs in 4 bits counts, so that layout and memory are chosen for the formats to come; the formats
          themselves are planned later, from statistics.
 Limits   Rules of precision for single layers are not counted, nor a budget of formats that is no share of FLOPs: then
          blocks run in the format that the run starts in. Levels of recomputation between those that the search knows
@@ -14,7 +14,7 @@ Checked  tests/planner/layout/test_at_hand.py
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from scrimp.config.activations import Activations, assign_activations
@@ -39,13 +39,19 @@ _LIGHTER = {"swiglu": NONE, "mlp": SELECTIVE, "qkv": SELECTIVE, "attention": SEL
 
 
 def question_of(
-    asked: Config, decided: ResolvedConfig, model: ModelSizes, cluster: Cluster, software: Software
+    asked: Config,
+    decided: ResolvedConfig,
+    model: ModelSizes,
+    cluster: Cluster,
+    software: Software,
+    given: Collection[str] = frozenset(),
 ) -> Question:
     """What is searched for a run.
 
     Args:
         asked: the settings as the user left them.
         decided: the same without a search.
+        given: dotted keys that the user wrote: degrees among them stay, though they are the usual ones.
     """
     return Question(
         model=model,
@@ -55,7 +61,7 @@ def question_of(
         software=software,
         precision=_precision(decided),
         formats=_formats(decided),
-        given=_given(asked),
+        given=_given(asked, given),
         memory=_memory(asked.memory, len(model.blocks)),
         shares_all=cluster.devices <= MANY,
     )
@@ -117,10 +123,12 @@ def text_of(layout: LayoutConfig) -> str:
     return ", ".join(words) or "one rank"
 
 
-def _given(asked: Config) -> dict[str, Any]:
-    usual, layout = LayoutConfig(), asked.layout
-    found = {name: getattr(layout, name) for name in _SEARCHED}
-    found = {name: value for name, value in found.items() if value != getattr(usual, name)}
+def _given(asked: Config, written: Collection[str]) -> dict[str, Any]:
+    usual = vars(LayoutConfig())
+    found = {name: value for name in _SEARCHED if (value := getattr(asked.layout, name)) not in (None, AUTO)}
+    found = {
+        name: value for name, value in found.items() if value != usual[name] or f"layout.{name}" in written
+    }
     size = asked.train.micro_batch
     return found if size is None else found | {"micro_batch": size}
 
