@@ -17,8 +17,8 @@ from scrimp.objectives.cross_entropy import cross_entropy_sums
 from scrimp.optim import AdamW
 from scrimp.planner import count_flops
 from scrimp.planner.layout.software import software
-from scrimp.planner.memory.work import FP32_LOGIT_BYTES
 from scrimp.profiler.counted_step import FusedCounter, KernelCounter, Passes, Work, count_block
+from scrimp.profiler.measured_cluster import FP32_LOGIT_BYTES
 
 pytestmark = pytest.mark.slow  # torch's FLOP counter imports Triton
 MODEL, SEQUENCE, TOKENS = preset("llama-3m"), 128, 256

@@ -47,7 +47,8 @@ def test_formats_recomputation_and_links_have_their_price() -> None:
     assert seconds(setting(precision="fp8_tensor")) < seconds(setting())
     plain, some, full = (seconds(setting(recompute=one)) for one in ("none", 16, "full"))
     assert plain < some < full
-    assert full / plain == pytest.approx(4 / 3, rel=0.1)
+    # A block of Llama 8B without its last product: 0.8 of the forward pass, which is a third.
+    assert full / plain == pytest.approx(1 + 0.8 / 3, rel=0.05)
     near, far = setting(hardware="2x8xh100", tp=8), setting(hardware="8x2xh100", tp=8)
     assert seconds(far) > seconds(near)
 

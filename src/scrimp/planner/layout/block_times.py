@@ -9,20 +9,22 @@ Method   The products of every linear layer, forward, for its input and for its 
          as that. Experts that are fused write the down layer's operand, and the gradient of the gate's, as codes.
          Of the formats of a block's products nothing but `Products` follows: the passes of many sets of formats are
          counted at once, with arrays in it.
+         What a level of recomputation makes again (`scrimp.config.activations`) is its part of the forward pass, as the
+         block's specification says of each product and operation (`level_seconds`).
 Limits   Quantized weights are made once a step, and count there.
 Checked  tests/planner/layout/test_block_passes.py
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from scrimp.config.activations import GATED, HEADS
+from scrimp.config.activations import GATED, HEADS, LEVELS
 from scrimp.models import BlockSpec, LinearSpec
 from scrimp.models.shapes import value_width
 from scrimp.planner.layout.block_activations import named_parts
@@ -37,7 +39,7 @@ from scrimp.planner.layout.host_times import (
 )
 from scrimp.planner.layout.kernels import Kernels, kind_of
 from scrimp.planner.layout.setting import Setting
-from scrimp.precision import GEMMS
+from scrimp.precision import GEMMS, HEAD, HIGH_PRECISION
 
 ASYNC_TP = 0.7
 """Share of tp's exchanges that run beside products in pieces: as Megatron's, which do too."""
@@ -97,6 +99,10 @@ class BlockSeconds:
     """The forward part that is products."""
     parts: float = 0.0
     """The forward part that `Setting.recompute_parts` names."""
+    norms: float = 0.0
+    """What the level `norms` makes again."""
+    again: PassSeconds = PassSeconds(0.0)
+    """What the level `block` makes again: the forward pass without what nothing reads a second time."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +114,8 @@ class Products:
     backward: Any
     ops: Any
     """Operations that the host launches for them, forward: in plain ones (`host_times`)."""
+    once: Any
+    """Seconds of those forward products that no level makes again."""
 
 
 @dataclass(frozen=True)
@@ -147,13 +155,14 @@ def _counted(case: Case, products: Products | None) -> BlockSeconds:
     assert isinstance(block, BlockSpec)
     if products is not None:
         return _passes(block, setting, kernels, products)
-    forward = backward = ops = 0.0
+    forward = backward = ops = once = 0.0
     for linear in block.linears:
         recipes = [setting.recipe(linear.name, gemm) for gemm in GEMMS]
         fprop, dgrad, wgrad = _counted_layer(case_of_products(linear, setting, kernels), *recipes)
         forward, backward = forward + fprop, backward + dgrad + wgrad
         ops += layer_ops(linear, recipes[0], setting)
-    return _passes(block, setting, kernels, Products(forward, backward, ops))
+        once += fprop * (not linear.again)
+    return _passes(block, setting, kernels, Products(forward, backward, ops, once))
 
 
 def _passes(block: BlockSpec, setting: Setting, kernels: Kernels, products: Products) -> BlockSeconds:
@@ -181,7 +190,30 @@ def _passes(block: BlockSpec, setting: Setting, kernels: Kernels, products: Prod
             parts - waits, (waits > 0.0) * again_seconds(block, setting, named_parts(block, setting))
         )
         parts = larger(parts, 0.0)
-    return BlockSeconds(passes[0], passes[1], attention[0], moved[0], products.forward, parts)
+    repeated = windows[0] + moved[0] + idle - products.once - _moved_by(block, setting, kernels, ("",))
+    exchanged, beside = passes[0].communication, passes[0].hidden
+    again = PassSeconds(repeated + larger(0.0, host - repeated - exchanged), exchanged, beside)
+    norms = _moved_by(block, setting, kernels, levels_until("norms"))
+    return BlockSeconds(passes[0], passes[1], attention[0], moved[0], products.forward, parts, norms, again)
+
+
+def levels_until(level: str) -> tuple[str, ...]:
+    """Those whose parts are made again at this level."""
+    return LEVELS[1 : LEVELS.index(level) + 1]
+
+
+def level_seconds(block: BlockSpec, setting: Setting, kernels: Kernels, level: str) -> float:
+    """Seconds of what a level of recomputation makes again."""
+    if level == LEVELS[-1]:
+        return block_seconds(block, setting, kernels).again.compute
+    made = levels_until(level)
+    products = sum(
+        product_seconds(one, "fprop", setting.recipe(one.name, "fprop"), setting, kernels)
+        for one in block.linears
+        if one.again in made
+    )
+    attends = _attention(block, setting, kernels, backward=False) if "attention" in made else 0.0
+    return products + attends + _moved_by(block, setting, kernels, made)
 
 
 def _parts(block: BlockSpec, setting: Setting, kernels: Kernels, attention: float) -> float:
@@ -221,14 +253,15 @@ def head_seconds(setting: Setting, kernels: Kernels) -> BlockSeconds:
     software, words = setting.software, model.vocab_size if setting.software.gathers_logits else V
     logits = kernels.moved(tokens * words * software.bytes_per_logit)
     stream = tokens * D * software.activation_bytes / (tp if setting.sequence_parallel else 1)
-    recipe = setting.precision if setting.execution.fp8_head else "bf16"
-    forward = kernels.product(tokens, V, D, recipe) + logits / 2 + kernels.moved(2 * stream)
-    backward = kernels.product(tokens, D, V, recipe) + logits / 2 + kernels.moved(4 * stream)
-    backward += kernels.product(V, D, tokens, recipe, extra=_sums(setting) * V * D)
-    if recipe != "bf16":
-        each = _quantize_bytes(setting, recipe)
-        forward += kernels.moved(each * tokens * D)
-        backward += kernels.moved(each * tokens * V)
+    base = setting.precision if setting.execution.fp8_head else "bf16"
+    fprop, dgrad, wgrad = (setting.formats.get(f"{HEAD}.{gemm}", base) for gemm in GEMMS)
+    forward = kernels.product(tokens, V, D, fprop) + logits / 2 + kernels.moved(2 * stream)
+    backward = kernels.product(tokens, D, V, dgrad) + logits / 2 + kernels.moved(4 * stream)
+    backward += kernels.product(V, D, tokens, wgrad, extra=_sums(setting) * V * D)
+    if fprop not in HIGH_PRECISION:
+        forward += kernels.moved(_quantize_bytes(setting, fprop) * tokens * D)
+    if dgrad not in HIGH_PRECISION:
+        backward += kernels.moved(_quantize_bytes(setting, dgrad) * tokens * V)
     exchange = setting.groups["tp"].gathered(tokens * D * setting.software.activation_bytes)
     times = model.heads
     return BlockSeconds(
@@ -291,7 +324,7 @@ def product_seconds(linear: LinearSpec, gemm: str, recipe: str, setting: Setting
         return kernels.product(outputs, inputs, rows, recipe, count=count, extra=summed)
     made, read = (outputs, inputs) if gemm == "fprop" else (inputs, outputs)
     found = kernels.product(rows, made, read, recipe, count=count)
-    if recipe in ("bf16", "fp32"):
+    if recipe in HIGH_PRECISION:
         return found
     fused = is_expert and setting.execution.fused_experts
     is_written = fused and linear.cut == ("inputs" if gemm == "fprop" else "outputs")
@@ -346,6 +379,15 @@ def _moved(block: BlockSpec, setting: Setting, kernels: Kernels, *, backward: bo
             numbers += 4 * copies
     size = (numbers * setting.software.activation_bytes + extra) * setting.tokens * setting.software.traffic
     return kernels.moved(size, kernels=2 * len(block.traffic))
+
+
+def _moved_by(block: BlockSpec, setting: Setting, kernels: Kernels, levels: Collection[str]) -> float:
+    """The forward part of it that these levels make again; "": that none does."""
+    made = [one for one in block.traffic if one.again in levels]
+    tp, stream = setting.layout.tp, setting.layout.tp if setting.sequence_parallel else 1
+    numbers = sum(one.forward / (stream if one.on_stream else tp) for one in made)
+    size = numbers * setting.software.activation_bytes * setting.tokens * setting.software.traffic
+    return kernels.moved(size, kernels=2 * len(made))
 
 
 def _exchanges(block: BlockSpec, setting: Setting) -> tuple[float, float]:

@@ -304,12 +304,14 @@ def beside(one: PassSeconds, moved: Any) -> PassSeconds:
 
 def _made_again(setting: Setting, plan: BlockPlan, one: BlockSeconds) -> PassSeconds:
     """What the backward pass of a block makes again."""
+    software = setting.software
     if plan.recompute == FULL:
-        return one.forward
+        return one.again if software.again_by_level else one.forward
     if plan.recompute == SELECTIVE:
-        software = setting.software
         if setting.recompute_parts:
             return PassSeconds(one.parts)
+        if software.again_by_level:
+            return PassSeconds(one.norms)
         attention = one.attention if software.selective_attention else 0.0
         return PassSeconds(attention + one.cheap + software.selective_products * one.products)
     return PassSeconds(0.0)

@@ -44,19 +44,25 @@ class ProductTable:
     """[L, G, R]"""
     ops: Array
     """[L, R], by the recipe of the forward product."""
+    is_once: NDArray[np.bool_]
+    """[L] whether no level of recomputation makes the forward product again."""
 
     def of(self, sets: Sets) -> Products:
         """[S] of each."""
         layers = np.arange(len(self.ops))
         each = self.seconds[layers[:, None], np.arange(len(GEMMS)), sets]
         ops = self.ops[layers, sets[:, :, 0]].sum(axis=1)
-        return Products(each[:, :, 0].sum(axis=1), each[:, :, 1:].sum(axis=(1, 2)), ops)
+        forward = each[:, :, 0]
+        once = forward[:, self.is_once].sum(axis=1)
+        return Products(forward.sum(axis=1), each[:, :, 1:].sum(axis=(1, 2)), ops, once)
 
     @cached_property
     def least(self) -> Products:
         """No set takes less of any."""
-        forward, *backward = self.seconds.min(axis=2).sum(axis=0).tolist()
-        return Products(forward, sum(backward), float(self.ops.min(axis=1).sum()))
+        least = self.seconds.min(axis=2)
+        forward, *backward = least.sum(axis=0).tolist()
+        once = float(least[self.is_once, 0].sum())
+        return Products(forward, sum(backward), float(self.ops.min(axis=1).sum()), once)
 
 
 def product_table(
@@ -75,4 +81,5 @@ def _counted(case: Case, *recipes: str) -> ProductTable:
         for linear in block.linears
     ]
     ops = [[layer_ops(linear, recipe, setting) for recipe in recipes] for linear in block.linears]
-    return ProductTable(np.array(seconds), np.array(ops, dtype=np.float64))
+    is_once = np.array([not linear.again for linear in block.linears])
+    return ProductTable(np.array(seconds), np.array(ops, dtype=np.float64), is_once)

@@ -98,6 +98,10 @@ class Software:
     products: tuple[tuple[str, str, float], ...]
     """Shares of the peak that large products of a kind, or attention, reached on a device by the libraries of its time,
     as ("h100", "bf16", 0.728), under the names of `achieved`; of all else the hardware file's."""
+    again_by_level: bool
+    """Whether blocks know levels of recomputation (`scrimp.config.activations`): what is made again is then what their
+    specification says, at the level `norms` where it is selective, else at `block`. Otherwise full recomputation is
+    the whole forward pass, and selective as the next two say."""
     selective_products: float
     """Share of a block's products, forward, that it makes again."""
     selective_attention: bool
