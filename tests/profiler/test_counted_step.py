@@ -14,13 +14,18 @@ from torch import Tensor, nn
 
 from scrimp.config import OptimizerConfig, preset
 from scrimp.config.activations import LEVELS
+from scrimp.config.resolved import ResolvedLayout
 from scrimp.models import spec_of
+from scrimp.models.shapes import sizes_of
 from scrimp.objectives.cross_entropy import cross_entropy_sums
 from scrimp.optim import AdamW
 from scrimp.planner import count_flops
+from scrimp.planner.hardware import load_hardware
+from scrimp.planner.layout.host_times import layer_ops, other_ops
+from scrimp.planner.layout.setting import Setting
 from scrimp.planner.layout.software import software
 from scrimp.profiler.counted_step import FusedCounter, KernelCounter, Passes, Work, count_block
-from scrimp.profiler.measured_cluster import FP32_LOGIT_BYTES
+from scrimp.profiler.measured_cluster import EAGER_HOST_OPS, FP32_LOGIT_BYTES
 
 pytestmark = pytest.mark.slow  # torch's FLOP counter imports Triton
 MODEL, SEQUENCE, TOKENS = preset("llama-3m"), 128, 256
@@ -150,3 +155,22 @@ def test_bytes_of_a_gradient_that_is_added_to_its_sum_are_those_of_the_predictio
     with KernelCounter() as counter:
         total += gradient
     assert counter.take().moved / total.numel() == SCRIMP.gradient_sum_bytes
+
+
+@pytest.mark.parametrize(("compiled", "host_ops"), [(True, SCRIMP.host_ops), (False, EAGER_HOST_OPS)])
+def test_operations_of_the_host_are_the_launches_that_are_counted(compiled: bool, host_ops: float) -> None:
+    """`host_times` says how many operations a block has; a program launches `host_ops` of them."""
+    one = spec_of(MODEL).block(0)
+    plain = Setting(
+        model=sizes_of(spec_of(MODEL)),
+        cluster=load_hardware("h100"),
+        sequence=SEQUENCE,
+        global_batch=2,
+        micro_batch=2,
+        layout=ResolvedLayout(dp=1, fsdp=1),
+        software=dataclasses.replace(SCRIMP, host_ops=1.0),
+    )
+    said = other_ops(one, plain) + sum(layer_ops(linear, "bf16", plain) for linear in one.linears)
+    found = block(compiled)
+    assert found.forward.launches == pytest.approx(host_ops * said, rel=0.1)
+    assert found.backward.launches <= 2 * host_ops * said

@@ -63,8 +63,11 @@ GATHERED_BYTES = {"cpu": 2**23, "cuda": 2**26}
 SMALL_BYTES, SMALL_TIMES, LARGE_TIMES = 4096, 16, 8
 """Of each rank in a small one; how often each is called."""
 HEADS, HEAD_SIZE, KEYS = 4, 64, 512
-EAGER = 2.0
-"""Bytes that operators one by one move for one that a fused kernel moves: an estimate (norms 3, gates 1.7)."""
+EAGER = {"cpu": 2.0, "cuda": 3.2}
+"""Bytes that operators one by one move for one that must be. On CUDA counted (`counted_step`); a CPU has
+functions of Scrimp's own for norms and gates: an estimate (norms 3, gates 1.7)."""
+EAGER_HOST_OPS = 0.77
+"""Operations of a block run so, for one of `host_times` (counted)."""
 _TILE = 4
 FP32_LOGIT_BYTES = 16.0
 """Moved by the loss for each logit in fp32 (counted: `scrimp.profiler.counted_step`)."""
@@ -151,7 +154,7 @@ def software_here(cluster: Cluster, device_type: str, *, compute: str, compiled:
     """
     found = software("scrimp")
     if not compiled:
-        found = replace(found, traffic=EAGER)
+        found = replace(found, traffic=EAGER[device_type], host_ops=EAGER_HOST_OPS)
     if compute == "fp32":
         # Gradient, two moments and weight read, three written; the norm reads and the clip reads and writes.
         found = replace(
@@ -174,7 +177,8 @@ def software_here(cluster: Cluster, device_type: str, *, compute: str, compiled:
             hidden_gathers=0.0,
             hidden_rings=0.0,
             hidden_sends=0.0,
-            quantize_bytes=0.0,  # in the measured rate
+            quantize=(),  # in the measured rate
+            quantize_bytes=0.0,
             ranks_a_core=max(1.0, cluster.devices / num_cores()),
             quantize_block_bytes=0.0,
             quantize_seconds=0.0,

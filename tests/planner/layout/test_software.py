@@ -26,7 +26,7 @@ def test_every_file_is_complete_and_possible(name: str) -> None:
 
 
 def test_an_unknown_name_is_refused_with_the_nearest() -> None:
-    assert len(NAMES) == 12
+    assert len(NAMES) == 13
     with pytest.raises(ConfigError, match="did you mean megatron"):
         software("megatrn")
 

@@ -34,6 +34,7 @@ from scrimp.planner.layout.host_times import (
     again_seconds,
     idle_seconds,
     layer_ops,
+    made_operands,
     matrices,
     other_ops,
 )
@@ -258,10 +259,10 @@ def head_seconds(setting: Setting, kernels: Kernels) -> BlockSeconds:
     forward = kernels.product(tokens, V, D, fprop) + logits / 2 + kernels.moved(2 * stream)
     backward = kernels.product(tokens, D, V, dgrad) + logits / 2 + kernels.moved(4 * stream)
     backward += kernels.product(V, D, tokens, wgrad, extra=_sums(setting) * V * D)
-    if fprop not in HIGH_PRECISION:
-        forward += kernels.moved(_quantize_bytes(setting, fprop) * tokens * D)
-    if dgrad not in HIGH_PRECISION:
-        backward += kernels.moved(_quantize_bytes(setting, dgrad) * tokens * V)
+    forward += _made_head(fprop, "fprop", D, setting, kernels)
+    backward += sum(
+        _made_head(recipe, gemm, V, setting, kernels) for recipe, gemm in ((dgrad, "dgrad"), (wgrad, "wgrad"))
+    )
     exchange = setting.groups["tp"].gathered(tokens * D * setting.software.activation_bytes)
     times = model.heads
     return BlockSeconds(
@@ -319,18 +320,37 @@ def product_seconds(linear: LinearSpec, gemm: str, recipe: str, setting: Setting
         rows = setting.tokens * linear.chosen * layout.etp / (layout.tp * count)
     elif linear.cut is None and setting.sequence_parallel:
         rows /= layout.tp
+    made, read = (outputs, inputs) if gemm == "fprop" else (inputs, outputs)
     if gemm == "wgrad":
         summed = _sums(setting) * outputs * inputs * count
-        return kernels.product(outputs, inputs, rows, recipe, count=count, extra=summed)
-    made, read = (outputs, inputs) if gemm == "fprop" else (inputs, outputs)
-    found = kernels.product(rows, made, read, recipe, count=count)
-    if recipe in HIGH_PRECISION:
+        found = kernels.product(outputs, inputs, rows, recipe, count=count, extra=summed)
+    else:
+        found = kernels.product(rows, made, read, recipe, count=count)
+    counted = made_operands(gemm, recipe, setting)
+    if counted is not None:
+        launches, x, y, w = counted
+        size = x * rows * inputs + y * rows * outputs + w * outputs * inputs
+        return found + kernels.moved(count * size, kernels=int(count * launches))
+    if recipe in HIGH_PRECISION or gemm == "wgrad":
         return found
     fused = is_expert and setting.execution.fused_experts
     is_written = fused and linear.cut == ("inputs" if gemm == "fprop" else "outputs")
     each = _WRITTEN_BYTES if is_written else _quantize_bytes(setting, recipe)
     fixed = setting.software.quantize_seconds * (1 if fused else count)
     return found + kernels.moved(each * rows * count * read) + fixed
+
+
+def _made_head(recipe: str, gemm: str, read: float, setting: Setting, kernels: Kernels) -> float:
+    """The making of a product's operands, of the head."""
+    tokens, model = setting.tokens, setting.model
+    counted = made_operands(gemm, recipe, setting)
+    if counted is not None:
+        V, D = model.vocab_size / setting.layout.tp, model.width
+        launches, x, y, w = counted
+        return kernels.moved(x * tokens * D + y * tokens * V + w * V * D, kernels=int(launches))
+    if recipe in HIGH_PRECISION or gemm == "wgrad":
+        return 0.0
+    return kernels.moved(_quantize_bytes(setting, recipe) * tokens * read)
 
 
 def _quantize_bytes(setting: Setting, recipe: str) -> float:

@@ -12,19 +12,23 @@ from __future__ import annotations
 
 import tomllib
 from dataclasses import dataclass, fields, replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 from scrimp.config import nearest_word
 from scrimp.errors import ConfigError
 from scrimp.planner.hardware import Device
+from scrimp.precision import GEMMS
 
 _FOLDER = Path(__file__).parent / "softwares"
 
 
 Shares = tuple[tuple[str, float], ...]
 """Parts of a block's activations with a share of each."""
+Made = tuple[tuple[float, float, float, float], ...]
+"""Of fprop, dgrad and wgrad each: launches, and bytes for each number of the layer's input, output and weight."""
+EMULATED = "-emulated"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +53,9 @@ class Software:
     """The same where each 32 or 128 numbers have a scale, so that the largest of a tensor is not looked for."""
     quantize_seconds: float
     """What each tensor that is quantized takes besides, however small."""
+    quantize: tuple[tuple[str, Made], ...]
+    """What the operands of a product in a recipe take instead, where it was counted product by product; beside a
+    recipe its name with `EMULATED` for devices without units for it."""
     unfused_experts: bool
     """Whether tokens are sorted twice around an all-to-all exchange, and experts' biases added apart, unless the user
     fuses experts."""
@@ -155,6 +162,20 @@ class Software:
     shards_over_copies: bool
     """Whether copies share optimizer states (a distributed optimizer)."""
 
+    def made(self, recipe: str, gemm: str, *, units: bool) -> tuple[float, float, float, float] | None:
+        """What the operands of a product take, as `quantize` says; None: it does not.
+
+        Args:
+            units: whether the device multiplies numbers of the recipe's.
+        """
+        known = self._quantize
+        found = known.get(recipe) if units else known.get(recipe + EMULATED, known.get(recipe))
+        return found[GEMMS.index(gemm)] if found else None
+
+    @cached_property
+    def _quantize(self) -> dict[str, Made]:
+        return dict(self.quantize)
+
     def on(self, device: Device) -> Device:
         """The device as this program's libraries use it."""
         found = {kind: share for name, kind, share in self.products if name == device.name}
@@ -202,6 +223,9 @@ def software(name: str) -> Software:
     values = _read(name)
     values["cp_methods"] = tuple(values["cp_methods"])
     values["products"] = tuple(map(tuple, values["products"]))
+    values["quantize"] = tuple(
+        (name, tuple(map(tuple, figures))) for name, figures in values["quantize"].items()
+    )
     for shares in ("selective", "selective_experts", "selective_latent"):
         values[shares] = tuple(values[shares].items())
     return Software(**{field.name: values[field.name] for field in fields(Software)})
