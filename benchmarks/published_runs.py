@@ -13,6 +13,8 @@ Memory    Printed peaks beside predicted ones, and settings that ended out of me
 Sweeps    Rows of one source, model, device, format and batch whose layouts alone differ: how many of the pairs that
           differ by more than 5 % are ordered right, and how much slower than the best published layout that one is
           which is predicted to be the fastest of those that are predicted to fit (of three rows or more).
+Held out  Rows of sources that were written down before the model was changed for them, with the first prediction of
+          each beside today's (`published_held_out`); no other figure counts them.
 Limits    Rows whose source leaves out what matters are not scored. No figure of hardware or software files was fitted
           to a row.
 Run       python benchmarks/published_runs.py [--calculon PATH]
@@ -36,6 +38,7 @@ from typing import Any
 
 from environment import RESULTS, facts, markdown_table, write_pair
 from published_calculon import Calculon
+from published_held_out import HELD_OUT, held_out_lines
 from published_memory import FITS, PEAKS, fit_lines, outcomes, peak_lines, peaks
 
 from scrimp.errors import ConfigError, ScrimpError
@@ -46,7 +49,7 @@ from scrimp.planner.layout.lines import LayoutLine, Line, answer, setting_of
 from scrimp.planner.layout.setting import Offload, Setting
 
 FOLDER = Path(__file__).parent / "published"
-FILES = ("rows.jsonl", "beside.jsonl", "sweeps.jsonl")
+FILES, HELD = ("rows.jsonl", "beside.jsonl", "sweeps.jsonl"), ("held_out.jsonl",)
 CLEAR = 0.05
 """Share by which two layouts must differ to be ordered."""
 FEWEST = 3
@@ -80,6 +83,10 @@ class Row:
     measured_peak: float | None
     calculon: float | None
     """What Calculon predicts; None where it does not."""
+    first: float | None = None
+    """The first prediction of a row that was held out."""
+    fitted_first: bool = True
+    """Whether it was predicted to fit then."""
 
     @property
     def fits(self) -> bool:
@@ -105,46 +112,42 @@ def main() -> None:
     options = parser.parse_args()
     before = facts()
     kinds = shapes()
-    found = rows(kinds, Calculon(options.calculon) if options.calculon else None)
-    scored = [row for row in found if row.scored]
+    other = Calculon(options.calculon) if options.calculon else None
+    found, held = rows(kinds, FILES, other), rows(kinds, HELD, other)
+    scored, unseen = ([row for row in some if row.scored] for some in (found, held))
     groups = [line_of(name, own) for name, own in parts(scored, lambda row: row.group).items()]
-    sources = summarised(scored)
+    by_source = markdown_table(("source", *SUMMARY[1:]), summarised(scored))
+    beside = markdown_table(HELD_OUT, held_out_lines(parts(unseen, page)))
     made = partial(setting_for, kinds=kinds)
     printed, ended = peaks(made), outcomes(made)
-    memory = [
-        *markdown_table(PEAKS, peak_lines(printed)),
-        "",
-        *markdown_table(FITS, fit_lines(ended)),
-    ]
-    tables = [*markdown_table(SUMMARY, groups), "", *markdown_table(SUMMARY, sources), "", *memory]
-    print("\n".join(tables))
+    memory = [*markdown_table(PEAKS, peak_lines(printed)), "", *markdown_table(FITS, fit_lines(ended))]
+    print("\n".join([*markdown_table(SUMMARY, groups), "", *by_source, "", *beside, "", *memory]))
     about = {"command": before["command"], "commit": before["commit"], "date": options.date}
     record = {
         "environment": about,
         "results": [asdict(row) for row in found],
+        "held_out": [asdict(row) for row in held],
         "peaks": [asdict(one) for one in printed],
         "outcomes": [asdict(one) for one in ended],
     }
-    page = "\n".join(
+    page_text = "\n".join(
         [
             *HEAD,
             *markdown_table(SUMMARY, groups),
-            "",
-            "## By source",
-            "",
-            *markdown_table(("source", *SUMMARY[1:]), sources),
-            "",
-            "## Rows",
-            "",
-            "Printed peaks of memory, and settings that ended out of memory: `benchmarks/published_memory.py`.",
-            "",
+            *("", "## By source", ""),
+            *by_source,
+            *("", "## Held out", "", ABOUT_HELD, ""),
+            *beside,
+            *("", "## Rows", "", ABOUT_MEMORY, ""),
             *memory,
             "",
             *markdown_table(ROWS, map(cells, found)),
+            *("", "Held out:", ""),
+            *markdown_table((*ROWS, "first"), map(held_cells, held)),
             "",
         ]
     )
-    print(write_pair(options.out, f"{options.date}-published-runs", record, page))
+    print(write_pair(options.out, f"{options.date}-published-runs", record, page_text))
 
 
 HEAD = [
@@ -153,6 +156,13 @@ HEAD = [
     "Predicted from hardware files alone; how, and what is beside: the docstring of `benchmarks/published_runs.py`.",
     "",
 ]
+ABOUT_HELD = (
+    "Written down before the model was changed for them; first predictions beside today's: "
+    "`benchmarks/published_held_out.py`."
+)
+ABOUT_MEMORY = (
+    "Printed peaks of memory, and settings that ended out of memory: `benchmarks/published_memory.py`."
+)
 SUMMARY = (
     "group",
     "rows scored",
@@ -190,10 +200,10 @@ def shapes() -> dict[str, ModelShape]:
     }
 
 
-def rows(kinds: dict[str, ModelShape], calculon: Calculon | None = None) -> list[Row]:
-    """All of them, predicted."""
+def rows(kinds: dict[str, ModelShape], files: Iterable[str], calculon: Calculon | None = None) -> list[Row]:
+    """All of these files, predicted."""
     found = []
-    for file in FILES:
+    for file in files:
         for text in (FOLDER / file).read_text(encoding="utf-8").splitlines():
             row = json.loads(text)
             try:
@@ -225,6 +235,7 @@ def predicted(row: dict[str, Any], kinds: dict[str, ModelShape], calculon: Calcu
     ]
     total = found["step_seconds"]
     other = calculon and calculon.step_seconds(setting, kinds[said["model"]])
+    first = row.get("first") or {}
     return Row(
         group=row["group"],
         source=row["source"],
@@ -242,6 +253,8 @@ def predicted(row: dict[str, Any], kinds: dict[str, ModelShape], calculon: Calcu
         memory_bytes=setting.device.memory_bytes,
         measured_peak=row["measured"].get("peak_bytes"),
         calculon=tokens / other / setting.layout.ranks if other else None,
+        first=first.get("tokens_per_second_per_device"),
+        fitted_first=first.get("fits", True),
     )
 
 
@@ -428,6 +441,11 @@ def cells(row: Row) -> list[str]:
         split,
         size,
     ]
+
+
+def held_cells(row: Row) -> list[str]:
+    """One row that was held out, with the error of its first prediction."""
+    return [*cells(row), f"{row.first / row.measured - 1.0:+.1%}" if row.first else "refused"]
 
 
 if __name__ == "__main__":

@@ -30,13 +30,14 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from environment import RESULTS, cpu, facts, markdown_table, write_pair
 
-from scrimp.config import Config, preset, replace_values, resolve
+from scrimp.config import Config, flatten, preset, replace_values, resolve
 from scrimp.data import Batch
 from scrimp.models import spec_of
 from scrimp.models.initialise import initialise
 from scrimp.models.shapes import sizes_of
 from scrimp.optim import build
-from scrimp.planner.layout.at_hand import predicted
+from scrimp.planner.layout.at_hand import setting_of_run
+from scrimp.planner.layout.predict import predict
 from scrimp.profiler.measured_cluster import RankRates, cluster_of, software_here
 from scrimp.runtime import realise
 from scrimp.runtime.parallel import RankMesh
@@ -48,7 +49,8 @@ from scrimp.world import World
 SEQUENCE, ROWS, VOCABULARY = 256, 8, 4096
 """Rows of a batch, over all ranks."""
 MEMORY_BYTES = 8 * 2**30
-FULL = {"memory.activations": "block"}
+KEEP, FULL = {"memory.activations": "keep"}, {"memory.activations": "block"}
+SEARCHED = ("searched 2", "searched 4")
 PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp 2": (2, {"layout.fsdp": 1}),
     "fsdp 2, zero 1": (2, {"layout.fsdp": 2, "layout.zero": 1}),
@@ -67,7 +69,11 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp 2, tp 2": (4, {"layout.tp": 2, "layout.fsdp": 2}),
     "pp 2, fsdp 2": (4, {"layout.pp": 2, "layout.fsdp": 2}),
     "cp 2, fsdp 2": (4, {"layout.cp": 2, "layout.fsdp": 2}),
+    "searched 2": (2, {"memory.activations": "auto"}),
+    "searched 4": (4, {"memory.activations": "auto"}),
 }
+CHOSEN = ("train.micro_batch", "memory.activations")
+LAYOUT = ("pp", "dp", "fsdp", "cp", "tp", "cp_method", "virtual", "schedule", "stages", "zero", "gathered")
 COLUMNS = ("plan", "ranks", "predicted s", "measured s", "predicted / measured")
 
 
@@ -97,38 +103,42 @@ def main() -> None:
     }
     rows = rows_of(rounds, options.size)
     found = {f"{ranks} ranks": agreement([row for row in rows if row["ranks"] == ranks]) for ranks in (2, 4)}
-    found["all plans"] = {name: value for name, value in agreement(rows).items() if name == "spearman"}
+    found["all plans"] = agreement(rows)
     record = {"environment": about, "results": rows, "agreement": found, "rounds": rounds}
     print(write_pair(options.out, f"{options.date}-ranks-planned-cpu", record, page(rows, found, about)))
 
 
 def rows_of(rounds: list[dict[str, Any]], size: str) -> list[dict[str, Any]]:
-    """Each plan over its rounds."""
+    """Each plan in the fastest of its rounds."""
     found = []
     for name, (ranks, settings) in PLANS.items():
         own = [one for one in rounds if one["plan"] == name]
         if own:
+            fastest = min(own, key=lambda one: one["measured"])
             found.append(
                 {
-                    "plan": name,
+                    "plan": f"{name}: {fastest['did']}" if name in SEARCHED else name,
+                    "is_searched": name in SEARCHED,
                     "ranks": ranks,
                     "format": settings.get("precision", "fp32"),
-                    "predicted": seconds_of(name, size, rounds)["step"],
-                    "measured": min(one["measured"] for one in own),
+                    "predicted": seconds_of(name, size, rounds, fastest["chosen"])["step"],
+                    "measured": fastest["measured"],
                 }
             )
     return found
 
 
 def agreement(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Spearman's correlation over all plans, and regret over those that a search chooses from."""
+    """Spearman's correlation over all plans, and regret of what was searched."""
     if len(rows) < 2:
         return {}
     guessed, real = (ranks_of([row[key] for row in rows]) for key in ("predicted", "measured"))
-    plain = [row for row in rows if row["format"] == "fp32" and not row["plan"].endswith("recomputed")]
-    chosen = min(plain, key=lambda row: row["predicted"])
-    best = min(row["measured"] for row in plain)
-    return {"spearman": statistics.correlation(guessed, real), "regret": chosen["measured"] / best - 1.0}
+    found = {"spearman": statistics.correlation(guessed, real)}
+    searched = [row["measured"] for row in rows if row["is_searched"]]
+    if len(searched) == 1:
+        best = min(row["measured"] for row in rows if row["format"] == "fp32")
+        found["regret"] = searched[0] / best - 1.0
+    return found
 
 
 def ranks_of(values: list[float]) -> list[float]:
@@ -156,14 +166,20 @@ def asked(name: str, size: str) -> Config:
         "train.sequence": SEQUENCE,
         "train.batch_tokens": SEQUENCE * ROWS,
         "train.micro_batch": 2,
-        "memory.activations": "keep",
+        **KEEP,
         **PLANS[name][1],
     }
     return replace_values(Config(), settings)
 
 
-def seconds_of(name: str, size: str, rounds: list[dict[str, Any]]) -> dict[str, float]:
-    """The predicted step of a plan, by the median of what visits on so many ranks measured of the machine."""
+def seconds_of(
+    name: str, size: str, rounds: list[dict[str, Any]], chosen: dict[str, Any]
+) -> dict[str, float]:
+    """The predicted step of a plan, by the median of what visits on so many ranks measured of the machine.
+
+    Args:
+        chosen: what Scrimp decided of its layout and memory.
+    """
     ranks, compute = PLANS[name][0], compute_of(name)
     own = [
         one["rates"]
@@ -171,15 +187,20 @@ def seconds_of(name: str, size: str, rounds: list[dict[str, Any]]) -> dict[str, 
         if PLANS[one["plan"]][0] == ranks and compute_of(one["plan"]) == compute
     ]
     rates = RankRates(**{key: statistics.median(one[key] for one in own) for key in own[0]})
-    low = statistics.median(one["rates"]["low"] for one in rounds if one["plan"] == name)
-    cluster = cluster_of(replace(rates, low=low), ranks=ranks, name="here", memory_bytes=MEMORY_BYTES)
+    low = {
+        key: statistics.median(one["rates"][key] for one in rounds if one["plan"] == name)
+        for key in ("low", "low4")
+    }
+    cluster = cluster_of(replace(rates, **low), ranks=ranks, name="here", memory_bytes=MEMORY_BYTES)
     architecture = replace(preset(size), vocab_size=VOCABULARY)
-    config = resolve(asked(name, size), architecture, device_type="cpu", ranks=ranks).config
+    settings = replace_values(asked(name, size), chosen)
+    config = resolve(settings, architecture, device_type="cpu", ranks=ranks).config
     program = software_here(cluster, "cpu", compute=compute, compiled=False)
     model = sizes_of(spec_of(architecture))
-    found = predicted(config, model, cluster, program, micro_batch=config.train.micro_batch)
-    assert found is not None, name
-    return {"step": found.seconds, **found.prediction.seconds}
+    setting = setting_of_run(config, model, cluster, program)
+    assert setting is not None, name
+    found = predict(setting)
+    return {"step": found.step_seconds, **found.seconds}
 
 
 def compute_of(name: str) -> str:
@@ -195,7 +216,11 @@ def on_rank(rank: int, ranks: int, name: str, options: argparse.Namespace, folde
     world = World(rank, ranks)
     config = asked(name, options.size)
     decisions = decide(config, world=world)
-    rates = rates_of_run(decisions.config, decisions.architecture, decisions.device)
+    rates = (
+        decisions.here.rates
+        if decisions.here
+        else rates_of_run(decisions.config, decisions.architecture, decisions.device)
+    )
     step = stepper(decisions)
     seconds = []
     for number in range(options.warm_up + options.repeats):
@@ -205,7 +230,14 @@ def on_rank(rank: int, ranks: int, name: str, options: argparse.Namespace, folde
         world.barrier()
         seconds.append(time.perf_counter() - start)
     if rank == 0:
-        found = {"measured": statistics.median(seconds[options.warm_up :]), "rates": vars(rates)}
+        values, plan = flatten(decisions.config), decisions.plan
+        chosen = {key: values[key] for key in (*CHOSEN, *(f"layout.{one}" for one in LAYOUT))}
+        found = {
+            "measured": statistics.median(seconds[options.warm_up :]),
+            "rates": vars(rates),
+            "chosen": chosen,
+            "did": plan.layout.text,
+        }
         (folder / "row.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()

@@ -204,3 +204,34 @@ def test_a_message_that_the_terminal_cannot_write_is_shown_escaped() -> None:
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     show_error(ConfigError("café \udce9"), stream)
     assert stream.buffer.getvalue() == b"error: caf\\xe9 \\udce9\n"
+
+
+# An object whose end is that of the interpreter, as a thread of C++ meets it.
+LATE = """
+import atexit, os, sys
+class Late:
+    def __del__(self, write=os.write):
+        write(1, b"taken down\\n")
+late = Late()
+from scrimp.cli import entry
+if {is_rank}:
+    import scrimp.joining
+dispatch = entry._dispatch
+def with_handler(words):
+    atexit.register(lambda: print("handler"))
+    return dispatch(words)
+entry._dispatch = with_handler
+sys.argv = ["scrimp", *{words}]
+sys.exit(entry.main())
+"""
+
+
+@pytest.mark.parametrize("is_rank", [True, False])
+@pytest.mark.parametrize(("words", "code"), [(["--version"], 0), (["no-such-command"], 2)])
+def test_a_rank_ends_after_its_exit_handlers_and_before_python_is_taken_down(is_rank, words, code) -> None:
+    """Threads of process groups that free tensors meanwhile would end it by SIGABRT."""
+    program = LATE.format(is_rank=is_rank, words=words)
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert found.returncode == code
+    assert "handler\n" in found.stdout
+    assert ("taken down" in found.stdout) is not is_rank

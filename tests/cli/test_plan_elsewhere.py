@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from scrimp.cli import main
+from scrimp.config import preset
+from scrimp.models.huggingface.config_json import config_from_architecture
 
 PAGE = (Path(__file__).parents[2] / "docs" / "planner.md").read_text(encoding="utf-8")
 SHAPE = (
@@ -71,11 +73,23 @@ def test_given_degrees_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_shape_is_planned_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "shape.toml"
     file.write_text(SHAPE, encoding="utf-8")
-    words = ["--hardware", "rtx4060ti", "--shape", str(file)]
+    words = ["--hardware", "rtx4060ti", "--model.shape", str(file)]
     assert plan(*words, "--train.sequence=1024", "--train.batch-tokens=65536") == 0
     assert "one device" in capsys.readouterr().out
     assert plan(*words) == 2
     assert "give both" in capsys.readouterr().err
+
+
+def test_a_hugging_face_folder_is_planned_for_by_its_config_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = config_from_architecture(preset("llama-3.1-8b"), dtype="bfloat16")
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    common = ("--hardware", "8xh100", "--layout.tp=4", "--layout.pp=2")
+    assert plan(*common, "--model.weights", str(tmp_path)) == 0
+    by_folder = capsys.readouterr().out
+    assert plan(*common, "--model.preset", "llama-3.1-8b") == 0
+    assert by_folder == capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -87,7 +101,8 @@ def test_a_shape_is_planned_for(tmp_path: Path, capsys: pytest.CaptureFixture[st
         ("--hardware 8xh100 --optimizer.lr=0.1", "does not ask for this"),
         ("--hardware 8xh100 --precision fp8,head=bf16", "one format for all blocks"),
         ("--hardware 8xh100 --train.sequence=100 --train.batch-tokens=250", "multiple of train.sequence"),
-        ("--hardware 8xh100 --model.weights somewhere", "reads no weights"),
+        ("--hardware 8xh100 --model.weights somewhere", "does not exist"),
+        ("--hardware 8xh100 --model.weights . --save plan.json", "names a preset as it is"),
         ("--hardware 8xh100 --objective fastest", "--objective cannot take this value"),
         ("--hardware 8xh100 --objective smallest-cluster", "neither tokens nor days"),
         ("--hardware 8xh100 --objective smallest-cluster --tokens 1B", "no days"),
@@ -193,5 +208,5 @@ def test_the_best_plan_is_simulated(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert 0.8 < predicted / counted < 1.3, weights
     shape = tmp_path / "shape.toml"
     shape.write_text(SHAPE, encoding="utf-8")
-    assert plan("--hardware", "4xh100", "--shape", str(shape), "--simulate") == 2
+    assert plan("--hardware", "4xh100", "--model.shape", str(shape), "--simulate") == 2
     assert "a shape cannot be simulated" in capsys.readouterr().err

@@ -42,7 +42,7 @@ CONFIG = """
 
 PUBLIC = {
     "train": f"[FILE] --resume --resume-from --restart --trust-code --plan {CONFIG}",
-    "plan": f"[FILE] --out --hardware --shape --objective --tokens --days --explain "
+    "plan": f"[FILE] --out --hardware --model.shape --objective --tokens --days --explain "
     f"--what-if --json --report --save --statistics --simulate --batch --tune --ranks --target --trust-code {CONFIG}",
     "launch": "COMMAND --ranks --grace --restarts --min-ranks --copies",
     "prepare": "SRC OUT --text-column --conversations --chat-template --tokenizer --bpe-vocab-size --held-out "

@@ -172,17 +172,28 @@ def test_a_saved_micro_batch_is_open_again_where_it_no_longer_divides() -> None:
 @pytest.mark.parametrize(
     ("chosen", "expected"),
     [
-        ({"memory.activations", "train.compile", "train.micro_batch"}, ("auto", "auto")),
-        ({"train.micro_batch"}, ("keep", "off")),
+        (
+            {
+                "memory.activations",
+                "memory.optimizer",
+                "layout.gathered",
+                "train.compile",
+                "train.micro_batch",
+            },
+            ("auto", "auto", None, "auto"),
+        ),
+        ({"train.micro_batch"}, ("keep", "host", "0-1", "off")),
     ],
     ids=["by Scrimp", "by the user"],
 )
 def test_what_was_decided_for_another_layout_is_open_again(
-    chosen: set[str], expected: tuple[str, str]
+    chosen: set[str], expected: tuple[str | None, ...]
 ) -> None:
     saved: Config = resolved(4, layout__fsdp=4)
-    saved = replace_values(saved, {"memory.activations": "keep", "train.compile": "off"})
+    found = {"memory.activations": "keep", "memory.optimizer": "host", "layout.gathered": "0-1"}
+    saved = replace_values(saved, found | {"train.compile": "off"})
     assert decided_anew(for_ranks(saved, 4, ()), saved, chosen) == saved
-    other = decided_anew(for_ranks(saved, 2, ()), saved, chosen)
-    assert (other.memory.activations, other.train.compile) == expected
+    other = decided_anew(for_ranks(saved, 2, {"layout.gathered"}), saved, chosen)
+    states = (other.memory.activations, other.memory.optimizer, other.layout.gathered)
+    assert (*states, other.train.compile) == expected
     assert other.train.micro_batch == for_ranks(saved, 2, ()).train.micro_batch

@@ -25,7 +25,8 @@ from scrimp.config import Config, preset, replace_values, resolve
 from scrimp.launchers import ELSEWHERE
 from scrimp.models import spec_of
 from scrimp.models.shapes import sizes_of
-from scrimp.planner.layout.at_hand import Predicted, predicted
+from scrimp.planner.layout.at_hand import setting_of_run
+from scrimp.planner.layout.predict import Prediction, predict
 from scrimp.profiler.collectives import Collective
 from scrimp.profiler.measured_cluster import RankRates
 from scrimp.training import setup
@@ -55,11 +56,11 @@ CONFIG = resolve(
 ).config
 
 
-def prediction(here: RanksHere) -> Predicted:
+def prediction(here: RanksHere) -> Prediction:
     spec = spec_of(preset("llama-8m"))
-    found = predicted(CONFIG, sizes_of(spec), here.cluster, program_of(CONFIG, here.cluster, "cpu"))
+    found = setting_of_run(CONFIG, sizes_of(spec), here.cluster, program_of(CONFIG, here.cluster, "cpu"))
     assert found is not None
-    return found
+    return predict(found)
 
 
 @pytest.mark.parametrize("degrees", [(1, 2, 3, 1, 2), (2, 2, 1, 2, 1), (1, 1, 4, 1, 1)])
@@ -74,20 +75,20 @@ def test_axes_are_those_whose_coordinates_differ(degrees: tuple[int, ...]) -> No
 @given(slower=st.floats(0.2, 5), share=st.floats(0.05, 0.9))
 def test_corrected_rates_predict_the_step_that_was_measured(slower: float, share: float) -> None:
     before = prediction(HERE)
-    seconds = slower * before.seconds
+    seconds = slower * before.step_seconds
     free = prediction(
         dataclasses.replace(HERE, rates=dataclasses.replace(RATES, link=math.inf, latency_seconds=0))
     )
-    found = factors_of(before.prediction, free.prediction, FirstSteps(seconds, share * seconds, [None], []))
+    found = factors_of(before, free, FirstSteps(seconds, share * seconds, [None], []))
     after = prediction(dataclasses.replace(HERE, rates=corrected(RATES, found)))
-    assert after.seconds == pytest.approx(seconds, rel=0.02)
-    exchanges = after.prediction.seconds["communication_exposed"]
+    assert after.step_seconds == pytest.approx(seconds, rel=0.02)
+    exchanges = after.seconds["communication_exposed"]
     assert exchanges == pytest.approx(share * seconds, rel=0.02)
 
 
 def test_seconds_of_exchanges_that_are_not_known_leave_one_factor() -> None:
     before = prediction(HERE)
-    found = factors_of(before.prediction, before.prediction, FirstSteps(2 * before.seconds, None, [None], []))
+    found = factors_of(before, before, FirstSteps(2 * before.step_seconds, None, [None], []))
     assert found.computing == found.exchanging == pytest.approx(2.0)
 
 

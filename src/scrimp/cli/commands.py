@@ -12,6 +12,7 @@ from typing import Annotated, Literal, Protocol
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
+from scrimp.cli.parse import option, renamed_options
 from scrimp.config import (
     RANGES,
     Config,
@@ -87,13 +88,13 @@ class Plan:
     """Write the measured plan of precision here, as JSON."""
     hardware: str | None = None
     """Find the fastest layouts on hardware that is not here: h100, 8xh100, 128x8xh100, or a TOML file of a cluster."""
-    shape: Path | None = None
+    shape: Annotated[Path | None, arg(name="model.shape")] = None
     """With --hardware: a TOML file of the model's shape, instead of a preset."""
     objective: Literal["step-time", "cost", "smallest-cluster", "longest-context", "largest-model"] = (
         "step-time"
     )
-    """With --hardware: the fastest step; the cheapest tokens; the fewest of these devices that train --tokens in
-    --days; the longest sequence or the largest model of this shape that fits."""
+    """With --hardware: the fastest step, and so the most tokens a day; the cheapest tokens; the fewest of these
+    devices that train --tokens in --days; the longest sequence or the largest model of this shape that fits."""
     tokens: str | None = None
     """With --hardware: tokens of the whole training, as 15T, and what they cost."""
     days: float | None = None
@@ -175,7 +176,7 @@ class Plan:
         found = [name for name in names if getattr(self, name) != default[name]]
         if found:
             raise ConfigError(
-                f"--{found[0].replace('_', '-')} is an option of a search on other hardware",
+                f"{option(renamed_options(Plan).get(found[0], found[0]))} is an option of a search on other hardware",
                 got="no --hardware",
                 do="give --hardware, as 8xh100, or leave it out",
             )

@@ -18,6 +18,7 @@ command started (`nohup`) stays ignored.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import io
@@ -69,6 +70,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code and lets no exception out."""
     words = list(sys.argv[1:] if argv is None else argv)
     _prepare_process()
+    code: list[int] = []
+    if argv is None:  # the command is all that this process does
+        atexit.register(_end_rank, code)  # before all others, so that it runs after them
+    code.append(_answered(words))
+    return code[0]
+
+
+def _answered(words: Sequence[str]) -> int:
     try:
         with _signals_unwind():
             code = _dispatch(words)
@@ -102,6 +111,20 @@ def exit_code_of(error: BaseException) -> int:
     do = "free space or choose another folder" if error.errno in _STORAGE_ERRNOS else "give another path"
     show_error(StorageError(f"{error.strerror}{path}", do=do))
     return StorageError.exit_code
+
+
+def _end_rank(code: Sequence[int]) -> None:
+    """End a process that was one of several ranks, after all that runs at the exit of Python, before Python is taken
+    down.
+
+    What still refers to a process group keeps its threads beyond `destroy_process_group`. One that frees a tensor while
+    the interpreter is taken down is unwound as it asks for Python's lock, and C++ ends the process by SIGABRT for that
+    (pytorch issue 190489, pull request 179291).
+    """
+    if code and "scrimp.joining" in sys.modules:
+        from scrimp.health.lookout import end_process
+
+        end_process(code[0])
 
 
 def _prepare_process() -> None:

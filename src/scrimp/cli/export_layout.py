@@ -31,7 +31,7 @@ def model_of_line(config: Config, shape: Path | None, given: Collection[str]) ->
         raise ConfigError(
             "a saved plan names a preset as it is",
             got=", ".join(changed),
-            do="write the sizes into a file, and give it with --shape",
+            do="write the sizes into a file, and give it with --model.shape",
         )
     return config.model.preset
 

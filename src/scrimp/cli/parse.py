@@ -73,12 +73,24 @@ def parse(
 
 def flags_of(command: type[Any]) -> dict[str, Leaf]:
     """Every option and positional of a command by its dotted key; `Config`'s and `Sampling`'s without a prefix."""
-    found = {}
+    found, renamed = {}, renamed_options(command)
     for key, leaf in leaves(command).items():
         unnamed = next((prefix for prefix in _UNNAMED if key.startswith(prefix)), "")
-        short = key.removeprefix(unnamed)
+        short = renamed.get(key, key.removeprefix(unnamed))
         found[short] = dataclasses.replace(leaf, key=short)
     return found
+
+
+def renamed_options(command: type[Any]) -> dict[str, str]:
+    """Fields whose option has another name, which `tyro.conf.arg` gives, and that name."""
+    hints = typing.get_type_hints(command, include_extras=True)
+    names = {
+        field.name: next(
+            (word for one in _metadata(hints[field.name]) if (word := getattr(one, "name", ""))), ""
+        )
+        for field in dataclasses.fields(command)
+    }
+    return {field: name for field, name in names.items() if name}
 
 
 def positionals_of(command: type[Any]) -> tuple[str, ...]:
@@ -87,8 +99,13 @@ def positionals_of(command: type[Any]) -> tuple[str, ...]:
     return tuple(
         field.name
         for field in dataclasses.fields(command)
-        if tyro.conf.Positional in getattr(hints[field.name], "__metadata__", ())
+        if tyro.conf.Positional in _metadata(hints[field.name])
     )
+
+
+def _metadata(hint: Any) -> tuple[Any, ...]:
+    """What `Annotated` says beside a type."""
+    return getattr(hint, "__metadata__", ())
 
 
 def option(key: str) -> str:

@@ -11,7 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from scrimp.cli.show import say
-from scrimp.config import Config, base_architecture, batches, flatten, nearest_word, parse_bytes, snip
+from scrimp.config import (
+    Architecture,
+    Config,
+    base_architecture,
+    batches,
+    flatten,
+    nearest_word,
+    parse_bytes,
+    snip,
+)
 from scrimp.errors import ConfigError
 from scrimp.planner.hardware import Cluster, load_hardware
 from scrimp.planner.layout.format_budget import FormatBudget
@@ -215,13 +224,13 @@ class Progress:
 
 
 def _refuse(given: Collection[str], shape: Path | None) -> None:
-    known = {*READ, *(f"layout.{name}" for name in LAYOUT)}
+    known = {*READ, *(f"layout.{name}" for name in LAYOUT), "model.shape"}
     others = [key for key in given if key not in known and not (shape is None and key.startswith("model."))]
     if others:
         raise ConfigError(
             "a search on other hardware does not ask for this",
             got=", ".join(sorted(others)),
-            expected=f"model.* (without --shape), layout.* and {', '.join(READ)}",
+            expected=f"model.* (without --model.shape), layout.* and {', '.join(READ)}",
             do="leave it out, or leave --hardware out to plan for this machine",
         )
 
@@ -238,13 +247,7 @@ def _model(shape: Path | None, config: Config) -> tuple[ModelFamily, int, int]:
             )
         family, sequence, tokens = family_of(read_shape(shape)), train.sequence, train.batch_tokens
     else:
-        if config.model.weights is not None:
-            raise ConfigError(
-                "a search on other hardware reads no weights",
-                got=f"model.weights {config.model.weights}",
-                do="name a preset, or give --shape FILE",
-            )
-        architecture = base_architecture(config, None)
+        architecture = architecture_asked(config)
         sequence = train.sequence or batches.decide_sequence(train, architecture, 1)[0]
         known = dataclasses.replace(train, sequence=sequence)
         tokens = train.batch_tokens or batches.decide_tokens(known, architecture, 1)[0]
@@ -256,6 +259,23 @@ def _model(shape: Path | None, config: Config) -> tuple[ModelFamily, int, int]:
             expected=f"a multiple of {sequence:,}",
         )
     return family, sequence, tokens
+
+
+def architecture_asked(config: Config) -> Architecture:
+    """The decoder of `[model]`. Of a Hugging Face folder its config.json is enough: a plan needs no weights.
+
+    Raises:
+        ScrimpError: an unknown preset, sizes that contradict one another, or a folder that holds no model.
+    """
+    folder = config.model.weights
+    if folder is None:
+        return base_architecture(config, None)
+    # Not at the top: they load torch, which presets and shapes need not wait for.
+    from scrimp.models.huggingface.config_json import read_architecture
+    from scrimp.training.trained_weights import architecture_of_weights, is_huggingface
+
+    read = read_architecture if is_huggingface(folder) else architecture_of_weights
+    return base_architecture(config, read(folder))
 
 
 def _explain(text: str) -> dict[str, int]:

@@ -6,8 +6,9 @@ import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from scrimp.cli.plan_question import architecture_asked
 from scrimp.cli.show import plain_console
-from scrimp.config import Architecture, Config, base_architecture
+from scrimp.config import Architecture, Config
 from scrimp.errors import ConfigError
 from scrimp.planner.layout.setting import Setting
 from scrimp.planner.layout.stage_memory import peak_bytes
@@ -29,11 +30,11 @@ def architecture_of(config: Config, shape: Path | None) -> Architecture:
     if shape is not None:
         raise ConfigError(
             "a shape cannot be simulated",
-            got=f"--simulate beside --shape {shape}",
+            got=f"--simulate beside --model.shape {shape}",
             expected="a model that Scrimp can build",
             do="name a preset, with --model.num-layers and the others where its sizes are not yours",
         )
-    return base_architecture(config, None)
+    return architecture_asked(config)
 
 
 def show_simulation(setting: Setting, architecture: Architecture) -> None:

@@ -52,7 +52,7 @@ MAY_CHANGE_ON_RESUME: frozenset[str] = frozenset(
     }
 )
 """Keys that may differ from the saved configuration when a run goes on."""
-FOLLOWS_LAYOUT = ("memory.activations", "train.compile")
+FOLLOWS_LAYOUT = ("memory.activations", "memory.optimizer", "layout.gathered", "train.compile")
 """Those that some layouts decide, and others leave open. The micro-batch is none: with it, scales and rounding would
 be others; `scrimp.config.layout.for_ranks` opens it where it has to."""
 _ENDS_ROUNDS = frozenset({"evaluation.every", "checkpoint.every"})

@@ -60,6 +60,7 @@ def count_formats(recipe: str, *, units: bool) -> dict[str, Quantized]:
     Args:
         units: whether the device multiplies numbers of the recipe's.
     """
+    _count_layer(recipe, SIZES[0], units=units)  # what is made once and kept, such as a rotation
     counted = [_count_layer(recipe, size, units=units) for size in SIZES]
     matrix = np.array([(t * i, t * o, i * o) for t, i, o in SIZES], dtype=float)
     found = {}

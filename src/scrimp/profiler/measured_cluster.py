@@ -95,6 +95,8 @@ class RankRates:
     """Seconds of a large reduce-scatter for one of an all-gather."""
     adds: float = 2.0
     """The same of an all-reduce."""
+    low4: float = 0.0
+    """As `low`, in a recipe of 4 bits; 0: as `low`."""
 
 
 def rates_of_ranks(device: Device, *, compute: str = "fp32", recipe: str | None = None) -> RankRates:
@@ -104,8 +106,16 @@ def rates_of_ranks(device: Device, *, compute: str = "fp32", recipe: str | None 
     return RankRates(*(statistics.fmean(column) for column in zip(*told, strict=True)))
 
 
-def cluster_of(rates: RankRates, *, ranks: int, name: str, memory_bytes: int) -> Cluster:
-    """Equal ranks of one node with these rates."""
+def cluster_of(
+    rates: RankRates, *, ranks: int, name: str, memory_bytes: int, host_bytes: int = 0, upload: float = 0.0
+) -> Cluster:
+    """Equal ranks of one node with these rates.
+
+    Args:
+        memory_bytes: of each rank.
+        host_bytes: of each rank beside them, for what a step may send there.
+        upload: bytes per second to and from there; 0: as memory moves.
+    """
     inside = Link("measured", rates.link, rates.latency_seconds, 1.0, reduces=rates.reduces, adds=rates.adds)
     keys = KEYS / (KEYS + Shape.keys_half) * (1.0 + Shape.keys_half / LONG_KEYS)
     keys *= NARROW_HEADS if HEAD_SIZE < WIDE_HEAD else 1.0
@@ -119,7 +129,7 @@ def cluster_of(rates: RankRates, *, ranks: int, name: str, memory_bytes: int) ->
         launch_seconds=rates.operation_seconds,
         power_watts=0.0,
         price_per_hour=1.0,
-        peak=Peak(fp32=rates.product, bf16=rates.product, fp8=rates.low, fp4=rates.low),
+        peak=Peak(fp32=rates.product, bf16=rates.product, fp8=rates.low, fp4=rates.low4 or rates.low),
         achieved=Achieved(
             fp32=1.0,
             bf16=1.0,
@@ -133,13 +143,13 @@ def cluster_of(rates: RankRates, *, ranks: int, name: str, memory_bytes: int) ->
             nvfp4=1.0,
         ),
         shape=Shape(_TILE, _TILE, InnerSize(bf16=1.0)),
-        host_link=HostLink(rates.memory, 0.5),
+        host_link=HostLink(upload or rates.memory, 0.5),
     )
     node = Node(
         name=f"{ranks} ranks here",
         device=one,
         devices=ranks,
-        host_memory_bytes=memory_bytes * ranks,
+        host_memory_bytes=host_bytes * ranks,
         cpu_cores=1,
         host_op_seconds=rates.operation_seconds,
         link=Links(inside, inside),
@@ -211,6 +221,7 @@ def measure_rates(device: Device, *, compute: str, recipe: str | None) -> RankRa
     found = RankRates(
         product=product,
         low=low,
+        low4=low,
         attention_forward=2.0 * scores / ahead,
         attention_backward=5.0 * scores / back,
         memory=2.0 * STREAM_BYTES[kind] / seconds(lambda: torch.add(source, 1.0, out=target)),

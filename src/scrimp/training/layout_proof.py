@@ -29,8 +29,8 @@ from scrimp.config import Resolution, ResolvedConfig
 from scrimp.models import ModelSpec, spec_of
 from scrimp.models.shapes import sizes_of
 from scrimp.planner.axis_traffic import degrees_of, traffic_of
-from scrimp.planner.layout.at_hand import Predicted, predicted
-from scrimp.planner.layout.predict import Prediction
+from scrimp.planner.layout.at_hand import setting_of_run
+from scrimp.planner.layout.predict import Prediction, predict
 from scrimp.planner.rank_placement import AxisTraffic
 from scrimp.profiler.collectives import Collective
 from scrimp.profiler.measured_cluster import RankRates
@@ -87,17 +87,19 @@ class FirstSteps:
     """Of rank 0 in one step."""
 
 
-def prediction_of(decisions: Decisions, here: RanksHere) -> Predicted | None:
-    """The step of a run's layout; None where the model of the search does not know it."""
+def prediction_of(decisions: Decisions, here: RanksHere) -> Prediction | None:
+    """The step of a run as it is carried out; None where the model of the search does not know it."""
     config, kind = decisions.config, decisions.device.torch_device.type
     program = program_of(config, here.cluster, kind)
-    return predicted(config, sizes_of(spec_of(decisions.architecture)), here.cluster, program)
+    model, activations = sizes_of(spec_of(decisions.architecture)), decisions.plan.placement.activations
+    setting = setting_of_run(config, model, here.cluster, program, activations)
+    return None if setting is None else predict(setting)
 
 
-def rows_of(decisions: Decisions, prediction: Predicted | None, measured: FirstSteps) -> list[Row]:
+def rows_of(decisions: Decisions, prediction: Prediction | None, measured: FirstSteps) -> list[Row]:
     """All figures, those of time first."""
     config = decisions.config
-    seconds = decisions.planned_seconds if prediction is None else prediction.seconds
+    seconds = decisions.planned_seconds if prediction is None else prediction.step_seconds
     rows = [Row("seconds of a step", seconds, measured.seconds, format_duration)]
     rows += _peaks(decisions, measured)
     spec = spec_of(decisions.architecture)
@@ -192,13 +194,13 @@ class Correction:
 def correction_of(decisions: Decisions, here: RanksHere, measured: FirstSteps) -> Correction:
     """The factors of the model that a measured step says."""
 
-    def predict(rates: RankRates) -> Prediction:
+    def at(rates: RankRates) -> Prediction:
         found = prediction_of(decisions, replace(here, rates=rates))
         assert found is not None  # a layout that runs
-        return found.prediction
+        return found
 
-    free = predict(replace(here.rates, link=math.inf, latency_seconds=0.0))
-    return factors_of(predict(here.rates), free, measured)
+    free = at(replace(here.rates, link=math.inf, latency_seconds=0.0))
+    return factors_of(at(here.rates), free, measured)
 
 
 def factors_of(whole: Prediction, free: Prediction, measured: FirstSteps) -> Correction:
@@ -228,18 +230,24 @@ def corrected(rates: RankRates, correction: Correction) -> RankRates:
 
 def better_layout(decisions: Decisions, here: RanksHere) -> ChosenLayout | None:
     """Another layout that is predicted to be clearly faster, with corrected rates."""
-    return choose_on(
+    found = choose_on(
         here.cluster,
         decisions.asked,
         Resolution(decisions.config, decisions.architecture, {}),
         decisions.architecture,
         device_type=decisions.device.torch_device.type,
     )
+    return found if found is not None and found.is_other else None
+
+
+def saved_seconds(found: ChosenLayout) -> float:
+    """Of each step in another layout; none where this one, which runs, is not predicted to fit."""
+    return 0.0 if found.before is None else found.before.seconds - found.best.seconds
 
 
 def is_worth(found: ChosenLayout, steps_left: int, restart_seconds: float) -> bool:
     """Whether going on in another layout saves more than a restart takes."""
-    return steps_left * (found.before.seconds - found.best.seconds) > restart_seconds
+    return steps_left * saved_seconds(found) > restart_seconds
 
 
 def _bytes(count: float) -> str:

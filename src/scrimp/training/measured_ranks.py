@@ -8,6 +8,7 @@ Method   All ranks time both passes of the model's first block at once (`scrimp.
              f = predicted seconds of the block / measured ones            (in the working format)
 
          and the rate of the recipe's products is set so that the block in the recipe is predicted to take what it took.
+         Where formats are planned while training, that is done for the first candidate of 8 bits and the first of 4.
 
 Limits   The first block stands for all. One that would take over `LIMIT_S`, or that memory does not suffice for, is not
          timed: then rates are as measured one by one.
@@ -20,10 +21,10 @@ import dataclasses
 import math
 from dataclasses import replace
 
-from scrimp.config import Architecture, ResolvedConfig
+from scrimp.config import Architecture, ResolvedConfig, replace_values
 from scrimp.planner.layout.block_times import block_seconds
 from scrimp.planner.layout.predict import kernels_of
-from scrimp.precision import HIGH_PRECISION, LinearPrecision
+from scrimp.precision import HIGH_PRECISION, RECIPES, LinearPrecision, parse_rules
 from scrimp.profiler import Device
 from scrimp.profiler.block_times import measure_blocks
 from scrimp.profiler.measured_cluster import RankRates, cluster_of, rates_of_ranks
@@ -37,8 +38,8 @@ _FASTEST, _HALVINGS = 100.0, 40
 
 def rates_of_run(config: ResolvedConfig, architecture: Architecture, device: Device) -> RankRates:
     """The mean of what the ranks reach in the run's model; a collective where there are several."""
-    rules = config.precision_rules
-    rates = rates_of_ranks(device, compute=rules.compute, recipe=rules.base)
+    rules, recipes = config.precision_rules, low_recipes(config)
+    rates = rates_of_ranks(device, compute=rules.compute, recipe=recipes[0] if recipes else None)
     expected = predicted_block(rates, config, architecture, device, recipe="bf16")
     if device.world.largest(2 * ROUNDS * expected) > LIMIT_S:
         return rates
@@ -46,15 +47,30 @@ def rates_of_run(config: ResolvedConfig, architecture: Architecture, device: Dev
     if measured is None:
         return rates
     rates = scaled(rates, expected / measured)
-    if rules.base is None or rules.base in HIGH_PRECISION:
-        return rates
-    measured = _measured(config, architecture, device, is_low=True)
-    return rates if measured is None else with_low(rates, measured, config, architecture, device)
+    for recipe in recipes:
+        in_recipe = replace_values(
+            config, {"precision": str(parse_rules(config.precision).with_base(recipe))}
+        )
+        measured = _measured(in_recipe, architecture, device, is_low=True)
+        if measured is not None:
+            rates = with_low(rates, measured, in_recipe, architecture, device)
+    return rates
+
+
+def low_recipes(config: ResolvedConfig) -> list[str]:
+    """Those that blocks may run in below the working format, the first of each width."""
+    rules = config.precision_rules
+    names = config.candidates if config.is_planned else [rules.base or rules.compute]
+    found: dict[int, str] = {}
+    for name in names:
+        if name not in HIGH_PRECISION:
+            found.setdefault(RECIPES[name].bits, name)
+    return list(found.values())
 
 
 def scaled(rates: RankRates, factor: float) -> RankRates:
     """Rates of computing, so many times as fast."""
-    names = ("product", "low", "attention_forward", "attention_backward", "memory")
+    names = ("product", "low", "low4", "attention_forward", "attention_backward", "memory")
     faster = {name: getattr(rates, name) * factor for name in names}
     return replace(rates, **faster, operation_seconds=rates.operation_seconds / factor)
 
@@ -64,12 +80,14 @@ def with_low(
 ) -> RankRates:
     """With the rate of the recipe's products in which a block takes so many seconds, by bisection."""
     recipe = config.precision_rules.base or "bf16"
+    rate = "low4" if RECIPES[recipe].bits == 4 else "low"
     slow, fast = rates.product / _FASTEST, rates.product * _FASTEST
     for _ in range(_HALVINGS):
         middle = math.sqrt(slow * fast)
-        found = predicted_block(replace(rates, low=middle), config, architecture, device, recipe=recipe)
+        trial = replace(rates, **{rate: middle})
+        found = predicted_block(trial, config, architecture, device, recipe=recipe)
         slow, fast = (middle, fast) if found > measured else (slow, middle)
-    return replace(rates, low=slow)
+    return replace(rates, **{rate: slow})
 
 
 def predicted_block(

@@ -78,13 +78,20 @@ def with_plan(
 
 def settings_of(line: Line, setting: Setting) -> dict[str, Any]:
     """What a plan decides, by dotted key."""
-    layout, plans = setting.layout, block_plans(setting)
-    found: dict[str, Any] = {
+    return {
         "model.preset": line.model,
         "train.sequence": setting.sequence,
         "train.batch_tokens": setting.sequence * setting.global_batch,
+        "precision": _rules(setting.precision, block_plans(setting)),
+        **choices_of(setting),
+    }
+
+
+def choices_of(setting: Setting) -> dict[str, Any]:
+    """What a search decides of a run whose model, batch and formats are given, by dotted key."""
+    layout, plans = setting.layout, block_plans(setting)
+    found: dict[str, Any] = {
         "train.micro_batch": setting.micro_batch,
-        "precision": _rules(setting.precision, plans),
         "memory.activations": _activations(plans),
     }
     names = ["pp", "dp", "fsdp", "cp", "tp", "ep", "etp"]

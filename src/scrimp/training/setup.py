@@ -27,20 +27,20 @@ from scrimp.config import (
     resolve,
 )
 from scrimp.data import Corpus
-from scrimp.errors import CheckpointError, PlanError
+from scrimp.errors import CheckpointError, ConfigError, PlanError
 from scrimp.gemm import BackendChooser
 from scrimp.gemm.problem import DTYPES
 from scrimp.models import spec_of
 from scrimp.models.context_parallel import check_shared_rows
 from scrimp.planner import BackendChoice, Plan, build_plan, refuse_misfit, with_precisions
 from scrimp.planner.memory.decision import MemoryDecision
-from scrimp.planner.memory.room import Budgets, NoRoomError
+from scrimp.planner.memory.room import Budgets
 from scrimp.precision import GEMMS, HIGH_PRECISION, parse_rules
 from scrimp.profiler import Device, resolve_device
 from scrimp.runtime import choose_backends, describe_backends, recorded_backends, tuned_gemms
 from scrimp.runtime.backends import Tuned
 from scrimp.runtime.determinism import refuse_undetermined
-from scrimp.training.chosen_layout import RanksHere, choose_on, measured_ranks
+from scrimp.training.chosen_layout import ChosenLayout, RanksHere, choose_on, measured_ranks
 from scrimp.training.memory.host_room import checkpoint_bytes
 from scrimp.training.memory.limits import budgets_of, device_limit
 from scrimp.training.memory.micro_batch import decide_micro_batch
@@ -272,17 +272,37 @@ def decide(
         reasons["device"] = device.reason
     resolution = resolve(fitted, architecture, device_type=device.torch_device.type, ranks=ranks)
     here = measured_ranks(fitted, resolution, architecture, device) if world.size > 1 else None
-    kind = device.torch_device.type
     chosen = None
     if here is not None:
+        kind = device.torch_device.type
         chosen = choose_on(here.cluster, fitted, resolution, architecture, device_type=kind)
+    found = None
     if chosen is not None:
-        with contextlib.suppress(NoRoomError):  # shards over all ranks take less
-            asked = replace_values(fitted, chosen.values)
-            other = resolve(asked, architecture, device_type=kind, ranks=ranks)
-            other.reasons.update(chosen.reasons)
-            return dataclasses.replace(_resolved(device, config, other, architecture, reasons), here=here)
-    return dataclasses.replace(_resolved(device, config, resolution, architecture, reasons), here=here)
+        found = _as_searched(chosen, device, config, fitted, architecture, reasons)
+    found = found or _resolved(device, config, resolution, architecture, reasons)
+    return dataclasses.replace(found, here=here)
+
+
+def _as_searched(
+    chosen: ChosenLayout,
+    device: Device,
+    asked: Config,
+    fitted: Config,
+    architecture: Architecture,
+    reasons: dict[str, str],
+) -> Decisions | None:
+    """The run as the search found it, as far as the traced account confirms that it fits; None: in no way."""
+    for number, (values, why) in enumerate(chosen.ways()):
+        with contextlib.suppress(ConfigError, PlanError):
+            wanted = replace_values(fitted, values)
+            kind, ranks = device.torch_device.type, device.world.size
+            other = resolve(wanted, architecture, device_type=kind, ranks=ranks)
+            other.reasons.update(why)
+            found = _resolved(device, asked, other, architecture, reasons)
+            same_size = found.config.train.micro_batch == other.config.train.micro_batch
+            if found.memory.fits and (number > 0 or same_size):
+                return found
+    return None
 
 
 def _resolved(

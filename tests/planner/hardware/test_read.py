@@ -24,7 +24,8 @@ SHIPPED = Path(schema.__file__).parent
 FILES = sorted(SHIPPED.glob("*/*.toml"))
 ASKED = {
     *("h100", "h100-96", "h200", "b200", "b300", "gb200", "gb300", "a100-40", "a100-80", "l40s", "dgxspark"),
-    *("rtx3090", "rtx4060ti", "rtx4090", "rtx5060ti", "rtx5090", "rtxpro6000", "mi250x", "mi300x"),
+    *("rtx3090", "rtx4060ti", "rtx4090", "rtx5060ti", "rtx5090", "rtxpro6000", "mi250x"),
+    *("mi300x", "mi325x", "mi350x", "mi355x"),
 }
 NODE = {
     "name": "my node",

@@ -13,8 +13,9 @@ from scrimp.config.resolved import ResolvedLayout
 from scrimp.models import spec_of
 from scrimp.models.shapes import sizes_of
 from scrimp.planner.hardware import load_hardware
-from scrimp.planner.layout.block_times import block_seconds, level_seconds, product_seconds
+from scrimp.planner.layout.block_times import block_seconds, level_seconds
 from scrimp.planner.layout.predict import kernels_of, planned_seconds
+from scrimp.planner.layout.product_times import product_seconds
 from scrimp.planner.layout.setting import FULL, SELECTIVE, BlockPlan, Setting
 from scrimp.planner.layout.software import software
 

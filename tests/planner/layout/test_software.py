@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from published_settings import setting
 
 import scrimp.planner.layout.software as room
 from scrimp.errors import ConfigError
@@ -26,7 +27,6 @@ def test_every_file_is_complete_and_possible(name: str) -> None:
 
 
 def test_an_unknown_name_is_refused_with_the_nearest() -> None:
-    assert len(NAMES) == 13
     with pytest.raises(ConfigError, match="did you mean megatron"):
         software("megatrn")
 
@@ -39,6 +39,12 @@ def test_megatron_in_fp16_is_that_of_its_time() -> None:
     old = software("megatron-2021")
     assert old.attention_kernel == "unfused"
     assert old.hidden_exchanges == old.hidden_gathers == old.hidden_sends == 0
+
+
+def test_copies_of_2021_share_states_where_zero_is_1() -> None:
+    """Megatron-DeepSpeed's ZeRO 1, and Megatron's distributed optimizer since May 2022."""
+    shared, whole = (setting(dp=8, of="megatron-2021", precision="fp16", zero=zero) for zero in (1, 0))
+    assert (shared.state_shards, whole.state_shards) == ((8, 8), (1, 1))
 
 
 def test_a_program_of_2024_multiplies_by_the_libraries_of_its_time() -> None:

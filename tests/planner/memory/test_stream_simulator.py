@@ -35,6 +35,19 @@ def test_waiting_is_booked_on_what_the_model_waits_for() -> None:
     assert run.busy["activations"] == pytest.approx(6)
 
 
+def test_waiting_is_booked_on_the_awaited_copy_until_it_has_come() -> None:
+    lanes = Lanes()
+    lanes.add(DOWNLOAD, 40.0, "gradients")
+    come = lanes.add(UPLOAD, 20.0, "weights")
+    lanes.add(COMPUTE, 5.0, "compute", [come])
+    run = lanes.run(LINK)
+    # four seconds together, in which 32 of 40 leave; then 8 at 10 a second, under the computing
+    assert run.seconds == pytest.approx(4 + 5)
+    assert run.exposed == pytest.approx(
+        {"compute": 0, "weights": 4, "activations": 0, "gradients": 0, "update": 0}
+    )
+
+
 def test_tasks_that_wait_for_each_other_are_an_error() -> None:
     lanes = Lanes()
     lanes.add(COMPUTE, 1.0, "compute", [1])
@@ -54,6 +67,7 @@ def test_the_longest_lane_bounds_from_below_and_the_sum_from_above(data: st.Data
             lane, amount, "compute" if lane == COMPUTE else data.draw(st.sampled_from(KINDS[1:])), after
         )
     run = lanes.run(LINK)
+    assert lanes.seconds(LINK) == run.seconds
     assert max(run.lanes) <= run.seconds * (1 + 1e-9)
     assert run.seconds <= math.fsum(run.lanes) * (1 + 1e-9)
     assert math.fsum(run.exposed.values()) + run.busy["compute"] == pytest.approx(run.seconds)

@@ -11,7 +11,7 @@ from made_up import MACHINE, machines, step_costs
 from scrimp.planner.memory.costs import BlockClass, BlockCost, EndsCost, StepCosts
 from scrimp.planner.memory.machine import Machine, Setup
 from scrimp.planner.memory.placement import Placement, States
-from scrimp.planner.memory.timeline import Timeline, step_timeline
+from scrimp.planner.memory.timeline import Timeline, step_seconds, step_timeline
 
 ENDS = EndsCost(0, 0, 0, head_peak=0, head_gradients=0, embedding_peak=0)
 FAST = replace(
@@ -141,6 +141,7 @@ def test_any_step_lies_between_its_longest_lane_and_the_sum_of_lanes(
     names = [data.draw(st.sampled_from(list(costs.classes[number].choices))) for number in costs.blocks]
     states = States(weights, gradients, optimizer, update)
     found = step_timeline(costs, Placement(tuple(names), states), Setup(count), machine)
+    assert step_seconds(costs, Placement(tuple(names), states), Setup(count), machine) == found.seconds
     assert max(found.lanes.values()) <= found.seconds * (1 + 1e-9)
     assert found.seconds <= math.fsum(found.lanes.values()) * (1 + 1e-9)
     assert found.compute + math.fsum(found.exposed.values()) == pytest.approx(found.seconds)

@@ -57,8 +57,8 @@ class Achieved:
     memory: float
     """Share of the memory bandwidth: bytes read and written by elementwise kernels."""
     fp8: float | None = None
-    """Share of the faster of `peak.fp8` and `peak.mxfp8`: cuBLAS takes the block-scaled instruction for one scale,
-    too."""
+    """Share of the faster of `peak.fp8` and `peak.mxfp8`: cuBLAS of CUDA 13 takes the block-scaled instruction for
+    one scale, too."""
     fp8_block: float | None = None
     mxfp8: float | None = None
     nvfp4: float | None = None

@@ -1,141 +1,164 @@
-"""The layouts that a configuration leaves open on the ranks at hand, the fastest first.
+"""What a run asks the search on the ranks at hand, and its own step as the search predicts it.
 
-Method   All degrees whose product is the number of ranks, in every ZeRO stage; where any part of the layout is given,
-         copies and shards alone are open. Each is predicted (`predict`) on the batch that the layout without a search
-         would have.
-Limits   Ranks of cp share attention as `layout.cp_method` says. Beyond `MANY` ranks without copies, and ZeRO stage 3
-         alone. Whether Scrimp carries a layout out, `scrimp.config.resolve` says.
+Method   The run's configuration, decided without a search, says model, batch and format. What its user gave of the
+         layout (all that differs from the defaults), the micro-batch and `memory.*` stays; the rest is searched
+         (`scrimp.planner.layout.search`). Where formats are planned while training, a share of FLOPs in 4 bits is given
+         as the budget that it will be, so that layout and memory are chosen for the formats to come; the formats
+         themselves are planned later, from statistics.
+Limits   Rules of precision for single layers are not counted, nor a budget of formats that is no share of FLOPs: then
+         blocks run in the format that the run starts in. Levels of recomputation between those that the search knows
+         count as the lighter one, and states of some blocks on the host as those of all. Whole copies, and all stages
+         of ZeRO, up to `MANY` ranks.
 Checked  tests/planner/layout/test_at_hand.py
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from typing import Any
 
+from scrimp.config.activations import Activations, assign_activations
+from scrimp.config.gathered import gathered_blocks
 from scrimp.config.layout import AXES
 from scrimp.config.resolved import ResolvedConfig, ResolvedLayout
-from scrimp.config.schema import LayoutConfig
+from scrimp.config.schema import Config, LayoutConfig, MemoryConfig
 from scrimp.errors import PlanError
 from scrimp.models.shapes import ModelSizes
 from scrimp.planner.hardware import Cluster
-from scrimp.planner.layout.predict import Prediction, predict
-from scrimp.planner.layout.setting import FULL, NONE, Setting
+from scrimp.planner.layout.format_budget import FormatBudget
+from scrimp.planner.layout.given_memory import AUTO, DEVICE, LEVELS, GivenMemory
+from scrimp.planner.layout.search import Question
+from scrimp.planner.layout.setting import NONE, SELECTIVE, BlockPlan, Offload, Setting
 from scrimp.planner.layout.software import Software
-from scrimp.planner.layout.stage_memory import peak_bytes
+from scrimp.precision import HIGH_PRECISION
 
 MANY = 16
+_SEARCHED = (*AXES, "cp_method", "ep", "etp", "virtual", "schedule", "stages", "zero")
+_KNOWN = {level: name for name, level in LEVELS.items()}
+_LIGHTER = {"swiglu": NONE, "mlp": SELECTIVE, "qkv": SELECTIVE, "attention": SELECTIVE}
 
 
-@dataclass(frozen=True)
-class Predicted:
-    """A layout and its step."""
+def question_of(
+    asked: Config, decided: ResolvedConfig, model: ModelSizes, cluster: Cluster, software: Software
+) -> Question:
+    """What is searched for a run.
 
-    layout: ResolvedLayout
-    prediction: Prediction
-    peak_bytes: float
-    """Of the rank that takes most."""
-
-    @property
-    def seconds(self) -> float:
-        """Of a step."""
-        return self.prediction.step_seconds
-
-
-def open_layouts(asked: LayoutConfig, ranks: int) -> Iterator[ResolvedLayout]:
-    """Those that a layout's settings leave open."""
-    is_free = replace(asked, search=True) == LayoutConfig()
-    stages = (3, 2, 1) if asked.zero == LayoutConfig().zero and ranks <= MANY else (asked.zero,)
-    for degrees in _degrees(asked, ranks, is_free=is_free):
-        for zero in stages if degrees["fsdp"] * degrees["cp"] > 1 else (asked.zero,):
-            yield ResolvedLayout(**{**vars(asked), **degrees, "zero": zero})
-
-
-def _degrees(asked: LayoutConfig, ranks: int, *, is_free: bool) -> Iterator[dict[str, int]]:
-    divisors = [one for one in range(1, ranks + 1) if ranks % one == 0]
-    choices: list[Sequence[int]] = []
-    for axis in AXES:
-        given = getattr(asked, axis)
-        if axis in ("dp", "fsdp"):
-            fewest = axis == "dp" and ranks > MANY
-            choices.append([1] if fewest and given is None else divisors if given is None else [given])
-        else:
-            choices.append(divisors if is_free and (axis == "cp" or ranks <= MANY) else [given])
-    for found in itertools.product(*choices):
-        product = 1
-        for degree in found:
-            product *= degree
-        if product == ranks:
-            yield dict(zip(AXES, found, strict=True))
+    Args:
+        asked: the settings as the user left them.
+        decided: the same without a search.
+    """
+    return Question(
+        model=model,
+        cluster=cluster,
+        sequence=decided.train.sequence,
+        global_batch=decided.train.sequences_per_step,
+        software=software,
+        precision=_precision(decided),
+        formats=_formats(decided),
+        given=_given(asked),
+        memory=_memory(asked.memory, len(model.blocks)),
+        shares_all=cluster.devices <= MANY,
+    )
 
 
-def predicted(
+def as_decided(layout: ResolvedLayout) -> dict[str, Any]:
+    """A layout as what is given of it, so that a search decides all else."""
+    names = (*AXES, "ep", "etp", "zero", *(("virtual", "schedule", "stages") if layout.pp > 1 else ()))
+    names += ("cp_method",) if layout.cp > 1 else ()
+    return {name: value for name in names if (value := getattr(layout, name)) is not None}
+
+
+def setting_of_run(
     config: ResolvedConfig,
     model: ModelSizes,
     cluster: Cluster,
     software: Software,
-    *,
-    layout: ResolvedLayout | None = None,
-    micro_batch: int | None = None,
-) -> Predicted | None:
-    """The step of a layout on the configuration's batch; None where these do not fit one another.
+    activations: Sequence[str] | None = None,
+) -> Setting | None:
+    """A run as the search knows it; None where degrees, batch and devices do not fit one another.
 
     Args:
-        layout: another one than the configuration's.
-        micro_batch: another one too.
+        activations: of each block; None: as `memory.activations` says, which keeps all where it is open.
     """
-    layout, sequences = layout or config.layout, config.train.sequences_per_step
-    share = sequences // layout.data_ranks
-    size = micro_batch or next(
-        (one for one in range(min(config.train.micro_batch, share), 0, -1) if share % one == 0), 0
+    count = len(model.blocks)
+    text = "keep" if config.memory.activations == AUTO else config.memory.activations
+    names = assign_activations(text, count) if activations is None else map(Activations.parse, activations)
+    stay = gathered_blocks(config.layout, count) if config.layout.zero == 3 else frozenset()
+    blocks = tuple(
+        BlockPlan(recompute=_known(one.level), offload=one.is_offloaded, gathered=number in stay)
+        for number, one in enumerate(names)
     )
-    if not size or sequences % (layout.data_ranks * size) or layout.pp > len(model.blocks):
+    if config.layout.pp > count:
         return None
-    base = config.precision_rules.base
     try:
-        setting = Setting(
+        return Setting(
             model=model,
             cluster=cluster,
             sequence=config.train.sequence,
-            global_batch=sequences,
-            micro_batch=size,
-            layout=layout,
+            global_batch=config.train.sequences_per_step,
+            micro_batch=config.train.micro_batch,
+            layout=config.layout,
             software=software,
-            recompute=FULL if config.memory.activations == "block" else NONE,
-            precision=base if base not in (None, "fp32", "bf16") else "bf16",
+            precision=_precision(config),
+            blocks=blocks,
+            offload=_offload(config.memory) or Offload(),
         )
     except PlanError:
         return None
-    peak = max(rank.total for rank in peak_bytes(setting))
-    return Predicted(layout, predict(setting), peak)
-
-
-def fastest(
-    config: ResolvedConfig, asked: LayoutConfig, model: ModelSizes, cluster: Cluster, software: Software
-) -> list[Predicted]:
-    """The open layouts that fit a rank, the fastest first; of equals the first that was listed.
-
-    Args:
-        config: decided without a search.
-        asked: its layout as the user left it.
-    """
-    found = [
-        one
-        for layout in open_layouts(asked, cluster.devices)
-        if (one := predicted(config, model, cluster, software, layout=layout)) is not None
-    ]
-    limit = cluster.groups[0].node.device.memory_bytes
-    return sorted((one for one in found if one.peak_bytes <= limit), key=lambda one: one.seconds)
 
 
 def text_of(layout: LayoutConfig) -> str:
     """A layout in words: fsdp 2, zero 1."""
-    words = [f"{axis} {degree}" for axis in AXES if (degree := getattr(layout, axis) or 1) > 1]
+    names = [*AXES, "ep", "etp"]
+    words = [f"{axis} {degree}" for axis in names if (degree := getattr(layout, axis) or 1) > 1]
     words += [f"zero {layout.zero}"] * ((layout.fsdp or 1) * layout.cp > 1)
+    words += [layout.schedule, f"{layout.virtual} stages a rank"] * ((layout.virtual or 1) > 1)
+    words += [layout.cp_method] * (layout.cp > 1)
     return ", ".join(words) or "one rank"
 
 
-def keys_of(layout: ResolvedLayout) -> dict[str, int]:
-    """The settings that choose a layout."""
-    return {f"layout.{key}": value for key in (*AXES, "zero") if (value := getattr(layout, key)) is not None}
+def _given(asked: Config) -> dict[str, Any]:
+    usual, layout = LayoutConfig(), asked.layout
+    found = {name: getattr(layout, name) for name in _SEARCHED}
+    found = {name: value for name, value in found.items() if value != getattr(usual, name)}
+    size = asked.train.micro_batch
+    return found if size is None else found | {"micro_batch": size}
+
+
+def _precision(config: ResolvedConfig) -> str:
+    """The working format has the rate of bf16 in a measured cluster."""
+    base = config.precision_rules.base
+    return "bf16" if base is None or base in HIGH_PRECISION else base
+
+
+def _formats(decided: ResolvedConfig) -> FormatBudget | None:
+    share = decided.budget.fp4_flops
+    if not decided.is_planned or share is None:
+        return None
+    return FormatBudget(names=decided.candidates, share=share)
+
+
+def _memory(memory: MemoryConfig, count: int) -> GivenMemory:
+    """What the user gave of memory, in levels that the search knows."""
+    if memory.activations == AUTO:
+        return GivenMemory(None, _offload(memory))
+    known = [
+        Activations(_KNOWN[_known(one.level)], one.is_offloaded)
+        for one in assign_activations(memory.activations, count)
+    ]
+    rules = (f"{number}={one}" for number, one in enumerate(known))
+    return GivenMemory(",".join([str(known[0]), *rules]), _offload(memory))
+
+
+def _known(level: str) -> str:
+    """A level of recomputation as the search has it: none, selective or full."""
+    return LEVELS.get(level) or _LIGHTER[level]
+
+
+def _offload(memory: MemoryConfig) -> Offload | None:
+    """States that are said to live on the host; None: nothing is said."""
+    states = {name: getattr(memory, name) for name in ("optimizer", "gradients", "weights")}
+    if all(value == AUTO for value in states.values()):
+        return None
+    away = {name: value not in (AUTO, DEVICE, "0") for name, value in states.items()}
+    return Offload(**away, master=away["optimizer"])

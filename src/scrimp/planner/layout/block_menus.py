@@ -25,10 +25,10 @@ from numpy.typing import NDArray
 
 from scrimp.models.shapes import ModelSizes
 from scrimp.planner.layout.block_activations import kept_bytes, waiting_bytes
-from scrimp.planner.layout.block_times import Products
 from scrimp.planner.layout.knapsack import Choices, Indices, falling, useful
 from scrimp.planner.layout.predict import kernels_of, planned_seconds
 from scrimp.planner.layout.product_table import Sets, product_table
+from scrimp.planner.layout.product_times import Products
 from scrimp.planner.layout.setting import FULL, NONE, SELECTIVE, BlockPlan, Setting
 from scrimp.planner.layout.stages import numbers_of_block
 from scrimp.precision import GEMMS, RECIPES
@@ -284,9 +284,9 @@ def _menus(
     setting: Setting, quality: Quality | None, numbers: Sequence[int], *, keeps_all: bool
 ) -> list[Menu]:
     """Of blocks that are equal but for their harm."""
-    block, software = setting.model.blocks[numbers[0]], setting.software
+    block = setting.model.blocks[numbers[0]]
     whole = (False, True) if setting.shares_weights and setting.layout.zero == 3 else (False,)
-    parameters = software.weight_bytes * numbers_of_block(setting, block).total
+    parameters = setting.block_weight_bytes * numbers_of_block(setting, block).total
     plans: list[list[BlockPlan]] = [[] for _ in numbers]
     rows: list[list[Array]] = [[] for _ in numbers]
     for recompute in (NONE,) if keeps_all else (NONE, SELECTIVE, FULL):

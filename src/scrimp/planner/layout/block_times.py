@@ -5,20 +5,21 @@ Method   The products of every linear layer, forward, for its input and for its 
          making their operands too. Routed experts are taken to be equally busy: of n tokens k n come to a rank, each
          of its experts gets as many.
          Exchanges within a block (tp, cp, experts) add what no computing hides; see `exposed`. A ring of cp runs beside
-         attention alone, Ulysses beside nothing. A pass that the host launches more slowly (`host_times`) takes as long
-         as that. Experts that are fused write the down layer's operand, and the gradient of the gate's, as codes.
+         attention alone, Ulysses beside nothing; copies that an exchange takes run alone. A pass that the host launches
+         more slowly (`host_times`) takes as long as that. Experts that are fused write the down layer's operand, and
+         the gradient of the gate's, as codes.
          Of the formats of a block's products nothing but `Products` follows: the passes of many sets of formats are
          counted at once, with arrays in it.
          What a level of recomputation makes again (`scrimp.config.activations`) is its part of the forward pass, as the
          block's specification says of each product and operation (`level_seconds`).
-Limits   Quantized weights are made once a step, and count there.
+Limits   Where quantization was not counted by recipe (`product_times`), weights are made once a step, and count there.
 Checked  tests/planner/layout/test_block_passes.py
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -34,24 +35,44 @@ from scrimp.planner.layout.host_times import (
     again_seconds,
     idle_seconds,
     layer_ops,
-    made_operands,
-    matrices,
     other_ops,
+    rotates_apart,
 )
-from scrimp.planner.layout.kernels import Kernels, kind_of
+from scrimp.planner.layout.kernels import Kernels, element_bytes
+from scrimp.planner.layout.product_times import (
+    Case,
+    Products,
+    case_of_products,
+    counted_layer,
+    gradient_sums,
+    made_head,
+    product_seconds,
+)
 from scrimp.planner.layout.setting import Setting
-from scrimp.precision import GEMMS, HEAD, HIGH_PRECISION
+from scrimp.precision import GEMMS, HEAD
 
 ASYNC_TP = 0.7
 """Share of tp's exchanges that run beside products in pieces: as Megatron's, which do too."""
+_PARTS_BYTES = 1.0
+"""Read for each byte that is reduced in pieces, to add up the parts of all ranks (stacked_partials in
+torch/distributed/_symmetric_memory, _fused_matmul_reduce_scatter)."""
 RING_GRADIENT_BYTES = 4.0
 """Of a number of the gradients that go round a ring with keys and values."""
-_BIAS_BYTES = (28.0, 40.0)
-"""For each number that experts give where biases are added apart. Forward: bias by the router's share in float32 is
-written (4), added (6 read, 4 written), joined (8) and cast (6); backward: cast (6), joined (4), cast (6) and, for bias
-and share each, multiplied (8) and summed up (4)."""
-_WRITTEN_BYTES = 2.0
-"""For each number of an operand that is written as codes at once, along rows and along columns."""
+_BIAS_BYTES = {True: (12.0, 12.0), False: (28.0, 40.0)}
+"""For each number that experts give where biases are added apart; True: tokens travel by NCCL, with their router's
+shares in bf16, else in float32 (`moe_router_dtype`; DeepEP and HybridEP take no other). Forward: bias by share is
+written (4), added (6 read, 4 written), joined (8) and cast (6; in bf16 2, 4 and 2, 4, 0); backward: cast (6), joined
+(4), cast (6) and, for bias and share each, multiplied (8) and summed up (4; in bf16 4 and 2, twice)."""
+_CLAMP_BYTES = (16.0, 20.0)
+"""For each number of a gate where experts have biases: gate and up are clamped by operations of their own before the
+fused gate (weighted_bias_quick_geglu_impl): two read and write (8), joined (8); backward two of gradients and inputs
+(12), joined (8)."""
+_ROTATION_BYTES = (20.0, 24.0)
+"""For each number of queries and keys beyond one fused pass, where YaRN scales them, which no fused kernel does
+(apply_rotary_pos_emb, mscale): products with cosine and sine (8), half negated (2), joined (4), added (6), joined
+(4), less 4; backward the same and what three uses add up."""
+_SCALE_BYTES = {"fp8": 4 / 128, "mxfp8": 1 / 32, "nvfp4": 1 / 16}
+"""Of scales that lie along rows, for each number."""
 
 
 @dataclass(frozen=True)
@@ -100,34 +121,12 @@ class BlockSeconds:
     """The forward part that is products."""
     parts: float = 0.0
     """The forward part that `Setting.recompute_parts` names."""
+    last: float = 0.0
+    """The forward part that full recomputation leaves out."""
     norms: float = 0.0
     """What the level `norms` makes again."""
     again: PassSeconds = PassSeconds(0.0)
     """What the level `block` makes again: the forward pass without what nothing reads a second time."""
-
-
-@dataclass(frozen=True)
-class Products:
-    """What formats decide of the passes of a block, or of one of its layers; arrays for many sets of formats."""
-
-    forward: Any
-    """Seconds of its products."""
-    backward: Any
-    ops: Any
-    """Operations that the host launches for them, forward: in plain ones (`host_times`)."""
-    once: Any
-    """Seconds of those forward products that no level makes again."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """A block of a setting, or one of its layers; cases are equal that take the same seconds."""
-
-    key: tuple[object, ...]
-    """All that the seconds follow from, things that are looked at as a whole by their id."""
-    what: BlockSpec | LinearSpec = field(compare=False)
-    setting: Setting = field(compare=False)
-    kernels: Kernels = field(compare=False)
 
 
 def block_seconds(
@@ -159,7 +158,7 @@ def _counted(case: Case, products: Products | None) -> BlockSeconds:
     forward = backward = ops = once = 0.0
     for linear in block.linears:
         recipes = [setting.recipe(linear.name, gemm) for gemm in GEMMS]
-        fprop, dgrad, wgrad = _counted_layer(case_of_products(linear, setting, kernels), *recipes)
+        fprop, dgrad, wgrad = counted_layer(case_of_products(linear, setting, kernels), *recipes)
         forward, backward = forward + fprop, backward + dgrad + wgrad
         ops += layer_ops(linear, recipes[0], setting)
         once += fprop * (not linear.again)
@@ -172,8 +171,10 @@ def _passes(block: BlockSpec, setting: Setting, kernels: Kernels, products: Prod
     moved = [_moved(block, setting, kernels, backward=one) for one in (False, True)]
     exchanges, tokens = _exchanges(block, setting), _tokens_to_experts(block, setting)
     rows, idle = _shared_rows(block, setting, attention), idle_seconds(block, setting)
+    copies = _exchange_copies(setting)
     hidden = software.hidden_experts if setting.execution.overlap_experts else 0.0
     in_pieces = ASYNC_TP if setting.execution.async_tp else software.hidden_exchanges
+    in_pieces *= setting.precision not in software.whole_exchanges
     host = setting.place.node.host_op_seconds * (other_ops(block, setting) + products.ops)
     windows = [products.forward + attention[0], products.backward + attention[1]]
     passes, waits = [], 0.0
@@ -182,7 +183,7 @@ def _passes(block: BlockSpec, setting: Setting, kernels: Kernels, products: Prod
         # The forward pass of one micro-batch runs beside the backward pass of another: they share what they hide.
         one += exposed((idle, 0.0)[at], tokens, (windows[0] + windows[1]) / 2 - one.hidden, hidden)
         waits = larger(0.0, (1.0, 2.0)[at] * host - one.total)
-        passes.append(one + PassSeconds(waits) + rows[at])
+        passes.append(one + PassSeconds(waits, copies) + rows[at])
     parts = 0.0
     if setting.recompute_parts:
         parts = _parts(block, setting, kernels, attention[0])
@@ -195,7 +196,10 @@ def _passes(block: BlockSpec, setting: Setting, kernels: Kernels, products: Prod
     exchanged, beside = passes[0].communication, passes[0].hidden
     again = PassSeconds(repeated + larger(0.0, host - repeated - exchanged), exchanged, beside)
     norms = _moved_by(block, setting, kernels, levels_until("norms"))
-    return BlockSeconds(passes[0], passes[1], attention[0], moved[0], products.forward, parts, norms, again)
+    last = _last(block, setting, kernels) if software.full_leaves_last else 0.0
+    return BlockSeconds(
+        passes[0], passes[1], attention[0], moved[0], products.forward, parts, last, norms, again
+    )
 
 
 def levels_until(level: str) -> tuple[str, ...]:
@@ -227,8 +231,21 @@ def _parts(block: BlockSpec, setting: Setting, kernels: Kernels, attention: floa
             found += product_seconds(one, "fprop", setting.recipe(one.name, "fprop"), setting, kernels)
     levels = {level for level, part in (("norms", "norm"), (GATED, GATED)) if part in named}
     numbers = sum(one.forward for one in block.traffic if one.again in levels)
-    size = numbers * setting.tokens * setting.software.activation_bytes * setting.software.traffic
-    return found + kernels.moved(size / setting.layout.tp)
+    each = numbers * setting.software.activation_bytes
+    if GATED in named and adds_expert_biases(block, setting):
+        each += sum(_CLAMP_BYTES[0] * one.chosen * one.inputs for one in _downs(block))
+    return found + kernels.moved(each * setting.tokens * setting.software.traffic / setting.layout.tp)
+
+
+def _downs(block: BlockSpec) -> list[LinearSpec]:
+    """The last product of routed experts, if there are any."""
+    return [one for one in block.linears if one.experts > 1][-1:]
+
+
+def _last(block: BlockSpec, setting: Setting, kernels: Kernels) -> float:
+    """Seconds, forward, of a block's last product."""
+    one = block.linears[-1]
+    return product_seconds(one, "fprop", setting.recipe(one.name, "fprop"), setting, kernels)
 
 
 def exposed(compute: float, exchange: float, window: float, hidden: float) -> PassSeconds:
@@ -258,10 +275,10 @@ def head_seconds(setting: Setting, kernels: Kernels) -> BlockSeconds:
     fprop, dgrad, wgrad = (setting.formats.get(f"{HEAD}.{gemm}", base) for gemm in GEMMS)
     forward = kernels.product(tokens, V, D, fprop) + logits / 2 + kernels.moved(2 * stream)
     backward = kernels.product(tokens, D, V, dgrad) + logits / 2 + kernels.moved(4 * stream)
-    backward += kernels.product(V, D, tokens, wgrad, extra=_sums(setting) * V * D)
-    forward += _made_head(fprop, "fprop", D, setting, kernels)
+    backward += kernels.product(V, D, tokens, wgrad, extra=gradient_sums(setting) * V * D)
+    forward += made_head(fprop, "fprop", D, setting, kernels)
     backward += sum(
-        _made_head(recipe, gemm, V, setting, kernels) for recipe, gemm in ((dgrad, "dgrad"), (wgrad, "wgrad"))
+        made_head(recipe, gemm, V, setting, kernels) for recipe, gemm in ((dgrad, "dgrad"), (wgrad, "wgrad"))
     )
     exchange = setting.groups["tp"].gathered(tokens * D * setting.software.activation_bytes)
     times = model.heads
@@ -285,83 +302,6 @@ def embedding_seconds(setting: Setting, kernels: Kernels) -> BlockSeconds:
     forward = kernels.moved(2 * size)
     backward = kernels.moved(size + whole * 8.0 / shared)
     return BlockSeconds(PassSeconds(forward, exchange), PassSeconds(backward, exchange), 0.0, forward, 0.0)
-
-
-def case_of_products(what: BlockSpec | LinearSpec, setting: Setting, kernels: Kernels) -> Case:
-    """All that seconds of products follow from, but for their recipes."""
-    layout, things = setting.layout, (what, setting.software, kernels.device)
-    place = (setting.tokens, layout.tp, layout.ep, layout.etp, setting.sequence_parallel)
-    of_kernels = (kernels.launch_seconds, setting.execution)
-    return Case((*map(id, things), *place, *of_kernels), what, setting, kernels)
-
-
-@lru_cache(maxsize=2**15)
-def _counted_layer(case: Case, *recipes: str) -> tuple[float, ...]:
-    linear, setting, kernels = case.what, case.setting, case.kernels
-    assert isinstance(linear, LinearSpec)
-    return tuple(
-        product_seconds(linear, gemm, recipe, setting, kernels)
-        for gemm, recipe in zip(GEMMS, recipes, strict=True)
-    )
-
-
-def product_seconds(linear: LinearSpec, gemm: str, recipe: str, setting: Setting, kernels: Kernels) -> float:
-    """One product of a layer; in 8 or 4 bits, with the making of the operand that no other product of it makes."""
-    layout = setting.layout
-    is_expert = linear.experts > 1
-    pieces = layout.etp if is_expert else layout.tp
-    outputs, inputs = float(linear.outputs), float(linear.inputs)
-    if linear.cut == "outputs":
-        outputs /= pieces
-    elif linear.cut == "inputs":
-        inputs /= pieces
-    rows, count = setting.tokens, matrices(linear, setting)
-    if is_expert:
-        rows = setting.tokens * linear.chosen * layout.etp / (layout.tp * count)
-    elif linear.cut is None and setting.sequence_parallel:
-        rows /= layout.tp
-    made, read = (outputs, inputs) if gemm == "fprop" else (inputs, outputs)
-    if gemm == "wgrad":
-        summed = _sums(setting) * outputs * inputs * count
-        found = kernels.product(outputs, inputs, rows, recipe, count=count, extra=summed)
-    else:
-        found = kernels.product(rows, made, read, recipe, count=count)
-    counted = made_operands(gemm, recipe, setting)
-    if counted is not None:
-        launches, x, y, w = counted
-        size = x * rows * inputs + y * rows * outputs + w * outputs * inputs
-        return found + kernels.moved(count * size, kernels=int(count * launches))
-    if recipe in HIGH_PRECISION or gemm == "wgrad":
-        return found
-    fused = is_expert and setting.execution.fused_experts
-    is_written = fused and linear.cut == ("inputs" if gemm == "fprop" else "outputs")
-    each = _WRITTEN_BYTES if is_written else _quantize_bytes(setting, recipe)
-    fixed = setting.software.quantize_seconds * (1 if fused else count)
-    return found + kernels.moved(each * rows * count * read) + fixed
-
-
-def _made_head(recipe: str, gemm: str, read: float, setting: Setting, kernels: Kernels) -> float:
-    """The making of a product's operands, of the head."""
-    tokens, model = setting.tokens, setting.model
-    counted = made_operands(gemm, recipe, setting)
-    if counted is not None:
-        V, D = model.vocab_size / setting.layout.tp, model.width
-        launches, x, y, w = counted
-        return kernels.moved(x * tokens * D + y * tokens * V + w * V * D, kernels=int(launches))
-    if recipe in HIGH_PRECISION or gemm == "wgrad":
-        return 0.0
-    return kernels.moved(_quantize_bytes(setting, recipe) * tokens * read)
-
-
-def _quantize_bytes(setting: Setting, recipe: str) -> float:
-    software = setting.software
-    in_blocks = kind_of(recipe, setting.device) in ("fp8_block", "mxfp8")
-    return software.quantize_block_bytes if in_blocks else software.quantize_bytes
-
-
-def _sums(setting: Setting) -> float:
-    """Bytes for each number of a weight that adding up its gradient moves in one pass."""
-    return setting.software.gradient_sum_bytes
 
 
 def _attention(block: BlockSpec, setting: Setting, kernels: Kernels, *, backward: bool) -> float:
@@ -392,7 +332,12 @@ def _moved(block: BlockSpec, setting: Setting, kernels: Kernels, *, backward: bo
         if setting.execution.fused_experts:
             numbers -= up.chosen * (up.outputs + down.inputs) / tp
         if adds_expert_biases(block, setting):
-            extra += _BIAS_BYTES[backward] * copies
+            extra += _BIAS_BYTES[setting.execution.dispatcher == ALL_TO_ALL][backward] * copies
+            extra += _CLAMP_BYTES[backward] * down.chosen * down.inputs / tp
+        if rotates_apart(block, setting):
+            attends = block.attention
+            rotated = attends.width + attends.num_kv_heads * attends.head_size
+            extra += _ROTATION_BYTES[backward] * rotated / tp
         sorts = setting.software.unfused_experts and setting.execution.dispatcher == ALL_TO_ALL
         if sorts and setting.layout.ep > 1:
             # Once more on each way, by expert: read and written.
@@ -418,12 +363,39 @@ def _exchanges(block: BlockSpec, setting: Setting) -> tuple[float, float]:
     forward = backward = 0.0
     if layout.tp > 1:
         gathers = 4 if not experts or layout.etp > 1 else 2
-        forward += gathers * groups["tp"].gathered(stream)
+        # One half of them gathers, the other reduces.
+        tp, (inputs, gradients) = groups["tp"], _gathered_shares(setting)
+        forward += gathers / 2 * (tp.gathered(stream) + tp.gathered(stream * inputs))
+        backward += gathers / 2 * (tp.gathered(stream) + tp.gathered(stream * gradients))
         # Inputs of the layers may be gathered once more for their weights' gradients.
-        again = 1.0 if setting.software.keeps_gathered else 1.5
-        backward += again * gathers * groups["tp"].gathered(stream)
+        if not setting.software.keeps_gathered:
+            backward += gathers / 2 * tp.gathered(stream * inputs)
         backward += setting.software.norm_sums * groups["tp"].hops
     return forward, backward
+
+
+def _gathered_shares(setting: Setting) -> tuple[float, float]:
+    """Bytes that ranks of tp gather for one of activations: of layers' inputs, and of gradients of what layers make.
+    Codes whose scales lie along rows have no others along columns in them, which gradients need too."""
+    software, recipe = setting.software, setting.precision
+    if recipe == "fp8_tensor":
+        return (0.5, 0.5) if software.gathers_codes else (1.0, 1.0)
+    if recipe not in _SCALE_BYTES or not software.gathers_scaled_codes:
+        return 1.0, 1.0
+    share = (element_bytes(recipe) + _SCALE_BYTES[recipe]) / software.activation_bytes
+    return share, 2.0 * share
+
+
+def _exchange_copies(setting: Setting) -> float:
+    """Seconds, in one pass of a block, in which the device moves what ranks of tp exchange; in pieces only to add up
+    the parts of a reduction."""
+    software = setting.software
+    if setting.layout.tp == 1 or not software.exchange_copies:
+        return 0.0
+    stream = setting.tokens * setting.model.width * software.activation_bytes
+    each = software.exchange_copies * (1.0 + _gathered_shares(setting)[0])
+    each = _PARTS_BYTES if setting.execution.async_tp else each
+    return 2.0 * each * stream / setting.device.bandwidth
 
 
 def _shared_rows(block: BlockSpec, setting: Setting, attention: Sequence[float]) -> list[PassSeconds]:
@@ -434,7 +406,8 @@ def _shared_rows(block: BlockSpec, setting: Setting, attention: Sequence[float])
     if layout.cp == 1:
         return [PassSeconds(0.0), PassSeconds(0.0)]
     size, values = setting.software.activation_bytes, attends.value_size or attends.head_size
-    keys = setting.tokens / layout.tp * attends.num_kv_heads * (attends.head_size + values)
+    heads = attends.num_heads if setting.software.repeats_keys else attends.num_kv_heads
+    keys = setting.tokens / layout.tp * heads * (attends.head_size + values)
     if layout.cp_method == "ulysses":
         queries = setting.tokens / layout.tp * attends.num_heads * (attends.head_size + values)
         seconds = group.exchanged(size * (queries + keys))

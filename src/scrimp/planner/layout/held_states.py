@@ -41,9 +41,10 @@ def weight_bytes(setting: Setting, own: Kinds, rank: int) -> float:
         masters = software.held_weight_bytes * blocks / setting.state_shards[0]
         found += masters * (not setting.offload.master)
     if setting.streams_weights:
-        found = min(found, 2 * _largest(setting, own) * software.held_weight_bytes)
+        ranks = setting.weight_shards[0] if is_shared else 1
+        found = min(found, 2 * _largest(setting, own) / ranks * software.held_weight_bytes)
     if is_shared:
-        found += software.weight_bytes * _whole(setting, own, planned=not _is_whole(setting))
+        found += setting.block_weight_bytes * _whole(setting, own, planned=not _is_whole(setting))
     return found
 
 
@@ -66,7 +67,11 @@ def gathered_bytes(setting: Setting, own: Kinds, rank: int) -> tuple[float, floa
     software, largest = setting.software, _largest(setting, own)
     ends = numbers_of_ends(setting, rank) if setting.layout.zero == 3 else 0.0
     gradients = software.gradient_bytes * largest + software.weight_bytes * ends
-    return software.weight_bytes * (2 * largest + ends), gradients
+    if software.one_end_buffer:
+        ends = min(
+            ends, max(setting.model.embedding_parameters, setting.model.head_parameters) / setting.layout.tp
+        )
+    return setting.block_weight_bytes * 2 * largest + software.weight_bytes * ends, gradients
 
 
 def state_bytes(setting: Setting, rank: int) -> float:

@@ -7,7 +7,8 @@ Method   Operations that a module runs take `Software.host_ops` times as long as
              forward = (host_ops * of modules + of experts) * host_op_seconds
 
          A part that is a graph takes nothing. Backward passes launch twice as much. Once a layer, forward, the host
-         reads how many tokens each expert has; until the exchange is launched the device has nothing to do.
+         reads how many tokens each expert has, or in some programs how long the longest sequence is; until the exchange
+         or attention is launched the device has nothing to do.
 Limits   Numbers of operations are estimates but for routing. Otherwise the host is taken to be far ahead.
 Source   Kernels of router and what prepares the exchange: 31 for all-to-all, 17 for DeepEP (Optimizing DeepSeek-V3
          Training Performance on NVIDIA GB200 NVL72, Megatron-LM b6bf017a, docs/discussions, sections 2.1.4 and 2.2.1).
@@ -40,6 +41,10 @@ waits for an event, sets and resets its stream, detaches and marks its tensors a
 _CHECKPOINT_OPS = 10
 """What a part that is made again costs besides, in modules: random states kept and set, its graph built again. An
 estimate; leaving out `qkv` gave that guide 611 TFLOP/s instead of 566."""
+_CLAMP_OPS = 5
+"""Gate and up, clamped apart and joined."""
+_ROTATION_OPS = 20
+"""Ten each for queries and keys: cut, cosine, halves, sine, sum and joined."""
 _BIAS_OPS = 3
 """For each expert's bias: product with the router's share, sum, and its part of joining them."""
 
@@ -78,12 +83,14 @@ def other_ops(block: BlockSpec, setting: Setting) -> float:
     if ATTENTION not in graphs:
         others = sum(one.again not in (GATED, "mlp") for one in block.traffic)
         modules += _OTHER_OPS + _TRAFFIC_OPS * others
+        plain += _ROTATION_OPS * rotates_apart(block, setting)
     if ROUTER not in graphs:
         modules += _TRAFFIC_OPS * sum(one.again == GATED for one in block.traffic)
     if experts:
         routing = _ROUTING_OPS if setting.execution.dispatcher == ALL_TO_ALL else _FUSED_ROUTING_OPS
         modules += _EXCHANGE_OPS + routing * (ROUTER not in graphs)
-        plain = matrices(experts[0], setting) * _BIAS_OPS * adds_expert_biases(block, setting)
+        adds = adds_expert_biases(block, setting)
+        plain += (matrices(experts[0], setting) * _BIAS_OPS + _CLAMP_OPS) * adds
         plain += _OVERLAP_OPS * setting.execution.overlap_experts
     return software.host_ops * modules + plain
 
@@ -110,16 +117,27 @@ def again_seconds(block: BlockSpec, setting: Setting, named: Collection[str]) ->
 
 
 def idle_seconds(block: BlockSpec, setting: Setting) -> float:
-    """How long the device waits, forward, after the host has read where tokens go."""
+    """How long the device waits, forward, after the host has read where tokens go, or how long sequences are."""
     software = setting.software
     routed = any(one.experts > 1 for one in block.linears) and setting.layout.ep > 1
-    if STEP in setting.execution.graphs or not routed:
+    if STEP in setting.execution.graphs:
         return 0.0
-    return software.host_ops * _EXCHANGE_OPS * setting.place.node.host_op_seconds
+    operations = software.attention_reads + _EXCHANGE_OPS * routed
+    return software.host_ops * operations * setting.place.node.host_op_seconds
 
 
 def adds_expert_biases(block: BlockSpec, setting: Setting) -> bool:
-    """Whether what experts give is added to their biases by operations of its own."""
+    """Whether what experts give is added to their biases, and their gates clamped, by operations of their own."""
     apart = setting.software.unfused_experts and not setting.execution.fused_experts
+    return apart and _has_expert_biases(block)
+
+
+def rotates_apart(block: BlockSpec, setting: Setting) -> bool:
+    """Whether queries and keys are rotated by operations of their own, as YaRN scales them; so they are taken to be
+    where experts have biases: of gpt-oss alone both are published."""
+    return setting.software.unfused_experts and _has_expert_biases(block)
+
+
+def _has_expert_biases(block: BlockSpec) -> bool:
     down = [one.name for one in block.linears if one.experts > 1][-1:]
-    return apart and any(one.name == f"{name}.bias" for name in down for one in block.layers)
+    return any(one.name == f"{name}.bias" for name in down for one in block.layers)

@@ -25,7 +25,6 @@ from scrimp.planner.layout.block_activations import boundary_bytes, kept_bytes
 from scrimp.planner.layout.block_times import (
     BlockSeconds,
     PassSeconds,
-    Products,
     block_seconds,
     embedding_seconds,
     head_seconds,
@@ -39,6 +38,7 @@ from scrimp.planner.layout.pipeline_times import (
     played_passes,
 )
 from scrimp.planner.layout.product_table import product_table
+from scrimp.planner.layout.product_times import Products
 from scrimp.planner.layout.setting import FULL, SELECTIVE, BlockPlan, Setting
 from scrimp.planner.layout.stages import (
     Numbers,
@@ -262,7 +262,8 @@ def planned_seconds(
         [_moved_seconds(own, block, size, backward=backward) for size in leaves] for backward in (False, True)
     ]
     moved = [one[0] if len(one) == 1 else np.array(one) for one in moved]
-    return beside(forward, moved[0]), beside(backward, moved[1])
+    waits = [PassSeconds(0.0, _read_seconds(own, block, backward=one)) for one in (False, True)]
+    return beside(forward, moved[0]) + waits[0], beside(backward, moved[1]) + waits[1]
 
 
 def _least(number: int, setting: Setting, kernels: Kernels, free: Sequence[str]) -> Products:
@@ -284,15 +285,26 @@ def _moved_seconds(setting: Setting, block: BlockSpec, kept: float, *, backward:
     """
     offload, software = setting.offload, setting.software
     numbers = numbers_of_block(setting, block).over(setting.weight_shards)
-    comes = software.weight_bytes * numbers * setting.streams_weights
+    hidden = software.hidden_host_weights * setting.streams_weights
+    comes = setting.block_weight_bytes * numbers * hidden
     if backward:
-        comes += kept + software.held_gradient_bytes * numbers * offload.gradients
-        leaves = software.held_gradient_bytes * numbers * offload.gradients
+        leaves = software.held_gradient_bytes * numbers * software.hidden_host_gradients * offload.gradients
+        comes += kept + leaves
     else:
         leaves = kept
     link = setting.device.host_link
     rate = link.bytes_per_second * (link.both_ways if comes and leaves else 1.0)
     return max(comes, leaves) / rate
+
+
+def _read_seconds(setting: Setting, block: BlockSpec, *, backward: bool) -> float:
+    """Seconds in which kernels of a pass read a block's weights from the host, and add its gradients up there."""
+    software, link = setting.software, setting.device.host_link
+    numbers = numbers_of_block(setting, block).over(setting.weight_shards)
+    weights = (1.0 - software.hidden_host_weights) * setting.streams_weights * software.held_weight_bytes
+    gradients = (1.0 - software.hidden_host_gradients) * (backward and setting.offload.gradients)
+    added = gradients * software.held_gradient_bytes / link.both_ways
+    return (weights + added) * numbers / link.bytes_per_second
 
 
 def beside(one: PassSeconds, moved: Any) -> PassSeconds:
@@ -306,14 +318,18 @@ def _made_again(setting: Setting, plan: BlockPlan, one: BlockSeconds) -> PassSec
     """What the backward pass of a block makes again."""
     software = setting.software
     if plan.recompute == FULL:
-        return one.again if software.again_by_level else one.forward
+        if software.again_by_level:
+            return one.again
+        return PassSeconds(one.forward.compute - one.last, one.forward.communication, one.forward.hidden)
     if plan.recompute == SELECTIVE:
         if setting.recompute_parts:
             return PassSeconds(one.parts)
         if software.again_by_level:
             return PassSeconds(one.norms)
         attention = one.attention if software.selective_attention else 0.0
-        return PassSeconds(attention + one.cheap + software.selective_products * one.products)
+        made = PassSeconds(attention + one.cheap + software.selective_products * one.products)
+        gathers = software.selective_gathers * one.forward.communication
+        return made + PassSeconds(0.0, gathers)
     return PassSeconds(0.0)
 
 
@@ -324,7 +340,7 @@ def _gathered(
     layout, software = setting.layout, setting.software
     if not setting.shares_weights and not setting.gathers_copies:
         return one
-    weights = software.weight_bytes * (not backward or (layout.zero == 3 and not plan.gathered))
+    weights = setting.block_weight_bytes * (not backward or (layout.zero == 3 and not plan.gathered))
     gradients = software.gradient_bytes * (backward and setting.shares_weights)
     return _beside_exchanges(setting, numbers_of_block(setting, block), one, weights, gradients)
 
@@ -352,7 +368,7 @@ def _reductions(setting: Setting, rank: int) -> tuple[float, float]:
     if setting.state_shards == (1, 1):
         return sum(group.added(software.gradient_bytes * count) for group, count in each), 0.0
     reduced = sum(group.reduced(software.gradient_bytes * count) for group, count in each)
-    again = software.weight_bytes * (not setting.gathers_copies)
+    again = setting.block_weight_bytes * (not setting.gathers_copies)
     return reduced, sum(group.gathered(again * count) for group, count in each)
 
 

@@ -2,7 +2,7 @@
 
 Problem  A search over formats asks for the passes of a block in hundreds of sets of formats, of which each differs from
          the one before in a single product.
-Method   A block's passes need no more of its formats than sums over its products (`block_times.Products`). Each
+Method   A block's passes need no more of its formats than sums over its products (`product_times.Products`). Each
          product's seconds in each recipe are counted once for a block and what it follows from; sums of many sets are
          then one gather of an array, and the sum of each product's least is below that of every set.
 Checked  tests/planner/layout/test_product_table.py: sets one at a time
@@ -20,14 +20,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scrimp.models import BlockSpec
-from scrimp.planner.layout.block_times import (
+from scrimp.planner.layout.host_times import layer_ops
+from scrimp.planner.layout.kernels import Kernels
+from scrimp.planner.layout.product_times import (
     Case,
     Products,
     case_of_products,
     product_seconds,
 )
-from scrimp.planner.layout.host_times import layer_ops
-from scrimp.planner.layout.kernels import Kernels
 from scrimp.planner.layout.setting import Setting
 from scrimp.precision import GEMMS
 

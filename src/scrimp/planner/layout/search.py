@@ -15,7 +15,8 @@ Method   All degrees are tried that divide what they share: tp the heads, key he
          Stages of those that are wanted then get other sizes where these are faster (`stage_sizes`).
          What is given stays as it is, values among them that are not tried otherwise: copies beside shards, ZeRO
          stage 2, or 3 in a pipeline, gpipe, sizes of stages.
-Limits   Copies are shards, or whole nodes of shards. Stages of what does not lead are as equal as they divide, or in
+Limits   Copies are shards, or whole nodes of shards; where `Question.shares_all` all copies, shards and stages of ZeRO
+         that there are. Stages of what does not lead are as equal as they divide, or in
          proportion to their devices' rates.
 Checked  tests/planner/layout/test_layout_search.py: brute force over all candidates
 """
@@ -79,6 +80,10 @@ class Candidate:
         return max(one.total / self.setting.at(rank).memory_bytes for rank, one in enumerate(self.memory))
 
 
+def _any(layout: ResolvedLayout, micro_batch: int) -> bool:
+    return True
+
+
 @dataclass(frozen=True, kw_only=True)
 class Question:
     """What is to be trained on what; how, is asked."""
@@ -96,6 +101,10 @@ class Question:
     """Fields of a layout, and `micro_batch`, that stay as they are."""
     memory: GivenMemory = field(default_factory=GivenMemory)
     """What the user decides of memory."""
+    shares_all: bool = False
+    """Whether whole copies, copies beside shards in any number, and every stage of ZeRO are tried: of a few ranks."""
+    may_be: Callable[[ResolvedLayout, int], bool] = field(default=_any, compare=False)
+    """Whether a layout with a micro-batch is carried out."""
 
     def on_host(self, layout: ResolvedLayout) -> tuple[Offload, ...]:
         """The states that may live in host memory; Scrimp has them there without pipelines alone."""
@@ -377,7 +386,7 @@ def _dividing(like: Question) -> Iterator[ResolvedLayout]:
                 choices = itertools.product(_methods(like, tp, cp), range(1, _most_virtual(like, pp) + 1))
                 for method, virtual in choices:
                     degrees = {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp, "virtual": virtual}
-                    for layout in _shared(readers, node, like.given, degrees | {"cp_method": method}):
+                    for layout in _shared(readers, node, like, degrees | {"cp_method": method}):
                         yield from _staged(layout, like)
 
 
@@ -405,15 +414,14 @@ def micro_batches(like: Question, layout: ResolvedLayout) -> Iterator[int]:
         rounds = share // size
         if not schedule_fits(layout, rounds):
             continue
-        if like.given.get("micro_batch", size) == size:
+        if like.given.get("micro_batch", size) == size and like.may_be(layout, size):
             yield size
 
 
-def _shared(
-    readers: int, node: int, given: Mapping[str, Any], degrees: Mapping[str, Any]
-) -> Iterator[ResolvedLayout]:
+def _shared(readers: int, node: int, like: Question, degrees: Mapping[str, Any]) -> Iterator[ResolvedLayout]:
     """Copies and shards of so many ranks that read rows of their own; others than `layouts` tries where they are
     given."""
+    given = like.given
     pp, zero = degrees["pp"], given.get("zero")
     # Weights may be shared within nodes alone.
     inside = node // math.gcd(node, degrees["tp"] * degrees["cp"])
@@ -424,6 +432,13 @@ def _shared(
         fsdp = given.get("fsdp") or max(1, readers // given["dp"])
         zeros = [zero] if zero else [3, 1] if pp == 1 and fsdp > 1 else [1]
         pairs = [(fsdp, one) for one in zeros if readers % fsdp == 0]
+    elif like.shares_all:
+        stages = [zero] if zero else [3, 2, 1]
+        pairs = [
+            (fsdp, one)
+            for fsdp in _divisors(readers)
+            for one in (stages if fsdp * degrees["cp"] > 1 else stages[:1])
+        ]
     for fsdp, one in pairs:
         yield ResolvedLayout(dp=readers // fsdp, fsdp=fsdp, zero=one, schedule="1f1b", **degrees)
 

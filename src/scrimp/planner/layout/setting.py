@@ -13,6 +13,7 @@ from scrimp.models.shapes import ModelSizes
 from scrimp.planner.hardware import Cluster, Device, Link, NodeGroup
 from scrimp.planner.layout.collectives import Group, group_of
 from scrimp.planner.layout.execution import Execution
+from scrimp.planner.layout.kernels import element_bytes
 from scrimp.planner.layout.software import Software
 
 FULL, SELECTIVE, NONE = "full", "selective", "none"
@@ -158,6 +159,12 @@ class Setting:
         is_shared = self.layout.zero == 3 or self.layout.shards == 1
         masters = self.offload.master and self.software.weights_are_masters and is_shared
         return self.offload.weights or masters
+
+    @property
+    def block_weight_bytes(self) -> float:
+        """Bytes of a number of a block's weights while they are gathered, or come from the host."""
+        each = self.software.weight_bytes
+        return min(each, element_bytes(self.precision)) if self.software.gathers_weight_codes else each
 
     @property
     def gathers_copies(self) -> bool:

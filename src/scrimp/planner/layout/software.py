@@ -43,6 +43,9 @@ class Software:
     host_ops: float
     """Operations that the host launches for one of a plain program; 0: a pass is one graph. The device waits where it
     is faster."""
+    attention_reads: float
+    """Operations that the host launches until attention runs, after it has waited for the length of a sequence; 0: it
+    does not wait."""
     attention_kernel: str
     """best: that of the hardware's own generation; flash-2; flash-triton; unfused: scores of all tokens in memory."""
     traffic: float
@@ -51,14 +54,16 @@ class Software:
     """Bytes moved for each number of an operand that is quantized in a pass."""
     quantize_block_bytes: float
     """The same where each 32 or 128 numbers have a scale, so that the largest of a tensor is not looked for."""
+    transposed_weight_bytes: float
+    """Bytes moved for each number of a quantized weight in a backward pass, which reads it transposed."""
     quantize_seconds: float
     """What each tensor that is quantized takes besides, however small."""
     quantize: tuple[tuple[str, Made], ...]
     """What the operands of a product in a recipe take instead, where it was counted product by product; beside a
     recipe its name with `EMULATED` for devices without units for it."""
     unfused_experts: bool
-    """Whether tokens are sorted twice around an all-to-all exchange, and experts' biases added apart, unless the user
-    fuses experts."""
+    """Whether tokens are sorted twice around an all-to-all exchange, and experts' biases added and their gates clamped
+    apart, unless the user fuses experts; and what YaRN scales rotated apart."""
     bytes_per_logit: float
     """Moved by the loss and its gradient."""
     gathers_logits: bool
@@ -71,6 +76,12 @@ class Software:
     """Bytes of a number between operations, and of what ranks of tp, cp, ep and pp exchange."""
     weight_bytes: float
     """Bytes of a weight's number while it is gathered."""
+    gathers_weight_codes: bool
+    """Whether those of blocks are gathered, and come from the host, as codes where products multiply codes."""
+    hidden_host_weights: float
+    """Share of weights that come from the host beside computing; kernels between those of the pass read the others."""
+    hidden_host_gradients: float
+    """The same of gradients that are added up there: the others are read and written by a kernel of the pass."""
     gradient_bytes: float
     """Bytes of a gradient's number while it is reduced."""
     held_weight_bytes: float
@@ -91,6 +102,17 @@ class Software:
     weights' tensors, and gradients into one piece, each of which is a read and a write. 0: there is no copy."""
     keeps_gathered: bool
     """Whether a rank of tp keeps the inputs that it gathered whole, or gathers them once more in the backward pass."""
+    gathers_codes: bool
+    """Whether ranks of tp gather as codes what products read in 8 bits with one scale a tensor."""
+    gathers_scaled_codes: bool
+    """The same of codes in 8 or 4 bits with scales of their own for each 16 to 128 numbers."""
+    exchange_copies: float
+    """Bytes moved on a device for each that ranks of tp gather or reduce, unless products and exchanges are one
+    operation: PyTorch's collectives work on the first dimension, and tokens are the second."""
+    stacks_layers: bool
+    """Whether queries, keys and values are made by one product, and so gate and up."""
+    repeats_keys: bool
+    """Whether each head of queries has keys and values of its own before ranks of cp exchange them."""
     norm_sums: float
     """All-reduces of a block's backward pass that add up the gradients of norms, which all ranks of tp have."""
     held_rotations: float
@@ -111,6 +133,10 @@ class Software:
     the whole forward pass, and selective as the next two say."""
     selective_products: float
     """Share of a block's products, forward, that it makes again."""
+    full_leaves_last: bool
+    """Whether full recomputation leaves out the last product, whose result nobody reads again."""
+    selective_gathers: float
+    """Share of the exchanges of a block's forward pass that it makes again."""
     selective_attention: bool
     """Whether it makes attention again."""
     loss_tokens: int
@@ -126,6 +152,10 @@ class Software:
     """Bytes that the gradients of gate and up take beside them, for one of theirs."""
     caches_allocations: bool
     """Whether tensors come and go in a caching allocator, of whose memory some is lost (`stage_memory.MARGIN`)."""
+    one_end_buffer: bool
+    """Whether embedding and head are gathered into the same memory, one after the other."""
+    expandable_segments: bool
+    """Whether segments of that allocator grow, so that fewer gaps are lost."""
     whole_in_pipelines: bool
     """Whether zero 3 keeps weights whole between the passes of a pipeline, and adds gradients up whole."""
     held_code_bytes: float
@@ -139,6 +169,8 @@ class Software:
     """Bytes of the master weight alone."""
     hidden_exchanges: float
     """Share of the exchanges of tp within a block that can run beside computing."""
+    whole_exchanges: tuple[str, ...]
+    """Precisions in which none of them do, because their products are not cut in pieces."""
     hidden_rings: float
     """The same of keys and values that ranks of cp pass round, beside attention."""
     hidden_experts: float
@@ -221,7 +253,8 @@ def software(name: str) -> Software:
             do=f"did you mean {near}?" if near else "leave it out for Scrimp's own step",
         )
     values = _read(name)
-    values["cp_methods"] = tuple(values["cp_methods"])
+    for names_of in ("cp_methods", "whole_exchanges"):
+        values[names_of] = tuple(values[names_of])
     values["products"] = tuple(map(tuple, values["products"]))
     values["quantize"] = tuple(
         (name, tuple(map(tuple, figures))) for name, figures in values["quantize"].items()

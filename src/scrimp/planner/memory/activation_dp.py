@@ -60,7 +60,7 @@ class _Table:
 
     names: list[str]
     figures: Array
-    """[C, 5] in the order of the labels; seconds in ticks, of which all blocks have at most 1 / TICK."""
+    """[5, C] in the order of the labels; seconds in ticks, of which all blocks have at most 1 / TICK."""
     forward: Array
     """[C] peaks."""
     backward: Array
@@ -69,12 +69,12 @@ class _Table:
         """Some of the choices."""
         names = [self.names[k] for k in which]
         index = np.asarray(which, np.int64)
-        return _Table(names, self.figures[index], self.forward[index], self.backward[index])
+        return _Table(names, self.figures[:, index], self.forward[index], self.backward[index])
 
     def plain(self) -> _Table:
         """The fastest choice alone, if it does not offload; nothing otherwise."""
-        order = np.lexsort((self.figures[:, KEPT], self.figures[:, HOST], self.figures[:, SECONDS]))
-        return self.of([int(order[0])] if self.figures[order[0], HOST] == 0 else [])
+        first = int(np.lexsort(self.figures[[KEPT, HOST, SECONDS]])[0])
+        return self.of([first] if self.figures[HOST, first] == 0 else [])
 
 
 def fastest(
@@ -122,29 +122,29 @@ def _run(costs: StepCosts, tables: Sequence[_Table], limits: _Limits, effort: in
     steps = [tables[number] for number in costs.blocks]
     needs = _needs(costs.blocks, tables, limits.floor)
     room, ever = _room(costs.blocks, tables, needs, limits)
-    least = [table.figures[:, SECONDS].min() for table in tables]
+    least = [table.figures[SECONDS].min() for table in tables]
     rest = np.cumsum([0.0, *(least[number] for number in reversed(costs.blocks))])[::-1]
-    labels = np.array([[costs.boundary, 0.0, 0.0, 0.0, 0.0]])
+    labels = np.array([[costs.boundary], [0.0], [0.0], [0.0], [0.0]])
     if costs.boundary > ever[0] or limits.floor.rest > limits.device_bytes:
-        labels = labels[:0]
-    history: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
+        labels = labels[:, :0]
+    history: list[NDArray[np.int64]] = []
     is_exact = True
     for i, table in enumerate(steps):
-        if not len(labels):
+        if not labels.shape[1]:
             return Front(np.zeros(0), np.zeros(0), [], is_exact)
-        labels, parents, chosen = _extend(labels, table, needs[i], limits.device_bytes)
+        labels, fits = _extend(labels, table, needs[i], limits.device_bytes)
         _forget_flight(labels, needs[i + 1] if i + 1 < len(needs) else None, limits.device_bytes)
-        fits = (labels[:, KEPT] + labels[:, FLIGHT] <= room[i + 1]) & (labels[:, KEPT] <= ever[i + 1])
-        fits &= labels[:, HOST] <= limits.host_bytes
-        fits &= labels[:, SECONDS] + rest[i + 1] <= limits.within
-        keep, thinned = _prune(labels, np.flatnonzero(fits), effort)
+        fits &= labels[KEPT] + labels[FLIGHT] <= room[i + 1]
+        fits &= labels[KEPT] <= ever[i + 1]
+        fits &= labels[HOST] <= limits.host_bytes
+        fits &= labels[SECONDS] + rest[i + 1] <= limits.within
+        keep, thinned = _prune(labels, fits.nonzero()[0], effort)
         is_exact &= not thinned
-        labels = labels[keep]
-        history.append((parents[keep], chosen[keep]))
-    last = labels[:, [KEPT, CAST]].sum(axis=1) + limits.floor.head <= limits.device_bytes
+        labels = labels.take(keep, axis=1)
+        history.append(keep)
+    last = labels[KEPT] + labels[CAST] + limits.floor.head <= limits.device_bytes
     ends = _staircase(labels, np.flatnonzero(last))
-    choices = [_trace(steps, history, int(k)) for k in ends]
-    return Front(labels[ends, HOST], labels[ends, SECONDS] * tick, choices, is_exact)
+    return Front(labels[HOST, ends], labels[SECONDS, ends] * tick, _trace(steps, history, ends), is_exact)
 
 
 def _most_seconds(costs: StepCosts) -> float:
@@ -157,13 +157,11 @@ def _table(kind: BlockClass, accumulates: bool, free: Sequence[int], tick: float
     names, items = list(kind.choices), list(kind.choices.values())
     seconds = [round((c.forward_seconds + c.backward_seconds) / tick) for c in items]
     bytes_ = [[c.kept, c.host, c.cast, c.host] for c in items]
-    figures = np.column_stack([np.array(bytes_, np.float64), np.array(seconds, np.float64)])
-    figures[:, list(free)] = 0.0
+    figures = np.column_stack([np.array(bytes_, np.float64), np.array(seconds, np.float64)]).T
+    figures[list(free)] = 0.0
     forward = np.array([c.forward_peak for c in items], np.float64)
     backward = np.array([c.peak_of_backward(accumulates) for c in items], np.float64)
-    return _Table(names, figures, forward, backward).of(
-        _undominated(np.column_stack([figures, forward, backward]))
-    )
+    return _Table(names, figures, forward, backward).of(_undominated(np.vstack([figures, forward, backward])))
 
 
 @dataclass(frozen=True)
@@ -204,8 +202,8 @@ def _room(
     room = limits.device_bytes - np.array([*(need.least for need in needs), -np.inf])
     ever = np.append(room[:-1], float(limits.device_bytes - limits.floor.head))
     figures = [table.figures for table in tables]
-    kept = [one[:, KEPT].min() for one in figures]
-    both = [(one[:, KEPT] + one[:, FLIGHT]).min() for one in figures]
+    kept = [one[KEPT].min() for one in figures]
+    both = [(one[KEPT] + one[FLIGHT]).min() for one in figures]
     for i in reversed(range(len(blocks))):
         ever[i] = min(room[i], ever[i + 1] - kept[blocks[i]], room[i + 1] - both[blocks[i]])
     return room, ever
@@ -213,51 +211,55 @@ def _room(
 
 def _extend(
     labels: Array, table: _Table, needs: _Needs, device_bytes: int
-) -> tuple[Array, NDArray[np.int64], NDArray[np.int64]]:
-    """Each label with each choice that its block's passes leave room for."""
-    at = labels[:, KEPT] + labels[:, FLIGHT]
-    fits = (at + labels[:, CAST])[:, None] + needs.forward <= device_bytes
+) -> tuple[Array, NDArray[np.bool_]]:
+    """[5, N * C] each label with each choice, and whether its block's passes leave room for that."""
+    at = labels[KEPT] + labels[FLIGHT]
+    fits = (at + labels[CAST])[:, None] + needs.forward <= device_bytes
     fits &= at[:, None] + needs.backward <= device_bytes
-    parents, chosen = np.nonzero(fits)
-    new = labels[parents] + table.figures[chosen]
-    new[:, FLIGHT] = table.figures[chosen, FLIGHT]
-    return new, parents, chosen
+    new = labels[:, :, None] + table.figures[:, None, :]
+    new[FLIGHT] = table.figures[FLIGHT]
+    return new.reshape(len(new), -1), fits.ravel()
 
 
 def _forget_flight(labels: Array, needs: _Needs | None, device_bytes: int) -> None:
     """What is in flight counts as nothing where any choice of the next block has room beside it."""
     if needs is None:  # the head waits for it
-        labels[:, FLIGHT] = 0.0
+        labels[FLIGHT] = 0.0
         return
-    at = labels[:, KEPT] + labels[:, FLIGHT]
+    at = labels[KEPT] + labels[FLIGHT]
     forward, backward = needs.most
-    roomy = (at + labels[:, CAST] + forward <= device_bytes) & (at + backward <= device_bytes)
-    labels[roomy, FLIGHT] = 0.0
+    tight = at + labels[CAST] > device_bytes - forward
+    tight |= at > device_bytes - backward
+    labels[FLIGHT] *= tight
 
 
 def _prune(labels: Array, alive: NDArray[np.int64], effort: int) -> tuple[NDArray[np.int64], bool]:
     """Those of the alive that stay, and whether labels that nothing is better than had to go."""
+    some = labels.take(alive, axis=1)
     thinned = len(alive) > _AT_ONCE * effort
     if thinned:
-        alive = _thin(labels, alive, effort)
-    keep = alive[_undominated(labels[alive])]
+        stays = _thin(some, effort)
+        alive, some = alive[stays], some.take(stays, axis=1)
+    keep = _undominated(some)
     if len(keep) > effort:
-        return _thin(labels, keep, effort), True
-    return keep, thinned
+        return alive[keep[_thin(some.take(keep, axis=1), effort)]], True
+    return alive[keep], thinned
 
 
 def _undominated(figures: Array) -> NDArray[np.int64]:
-    """[N, D]: rows for which no other is at most the same in everything; the first of equal ones."""
-    if len(figures) < 2:
-        return np.arange(len(figures))
-    varying = np.flatnonzero(figures.min(0) < figures.max(0))
+    """[D, N]: columns for which no other is at most the same in everything; the first of equal ones."""
+    number = figures.shape[1]
+    if number < 2:
+        return np.arange(number)
+    varying = (figures != figures[:, :1]).any(axis=1).nonzero()[0]
     if not len(varying):
         return np.arange(1)
-    order = np.lexsort(figures[:, varying].T)
-    sorted_ = np.ascontiguousarray(figures[order][:, varying].T)
+    figures = figures[varying]
+    order = np.lexsort(figures)
+    sorted_ = figures.take(order, axis=1)
     kept = np.zeros(0, np.int64)
-    for start in range(0, len(order), _CHUNK):
-        part = np.arange(start, min(start + _CHUNK, len(order)))
+    for start in range(0, number, _CHUNK):
+        part = np.arange(start, min(start + _CHUNK, number))
         if len(kept):
             part = part[~_are_beaten(sorted_[:, part], sorted_[:, kept])]
         here = sorted_[:, part] if start else sorted_[:, : len(part)]
@@ -278,59 +280,67 @@ def _are_beaten(rows: Array, by: Array, may: NDArray[np.bool_] | None = None) ->
     return found
 
 
-def _thin(labels: Array, alive: NDArray[np.int64], effort: int) -> NDArray[np.int64]:
+def _thin(labels: Array, effort: int) -> NDArray[np.int64]:
     """The cheapest of each cell of kept and offloaded bytes, about `effort` in all.
 
     Bytes cost what they save between the label with least of them and the fastest: within a cell more would win.
     """
-    found = labels[alive]
-    kept, host, seconds = found[:, KEPT] + found[:, FLIGHT], found[:, HOST], found[:, SECONDS]
+    kept, host, seconds = labels[KEPT] + labels[FLIGHT], labels[HOST], labels[SECONDS]
     frugal, fast = _least(kept, seconds), _least(seconds, kept)
     at_home = _least(host, seconds)
     cost = seconds + _price(kept, seconds, frugal, fast) * kept + _price(host, seconds, at_home, fast) * host
-    host_cells = _HOST_CELLS if np.ptp(host) > 0 else 1
-    cells = _cells(kept, max(effort // host_cells, 1)) * host_cells + _cells(host, host_cells)
-    order = np.lexsort((cost, cells))
-    first = np.ones(len(order), np.bool_)
-    first[1:] = cells[order][1:] != cells[order][:-1]
-    stays = np.zeros(len(order), np.bool_)
-    stays[order[first]] = stays[[frugal, at_home, fast]] = True
-    which: NDArray[np.int64] = alive[stays]
-    return which
+    host_cells = _HOST_CELLS if host[host.argmax()] > host[at_home] else 1
+    cells = _cells(kept, kept[frugal], max(effort // host_cells, 1))
+    if host_cells > 1:
+        cells = cells * host_cells + _cells(host, host[at_home], host_cells)
+    # Of what is assigned to a cell, the last stays: the cheapest, of equal ones the first.
+    order = cost.argsort(kind="stable")[::-1]
+    cheapest = np.full(effort + _HOST_CELLS, fast)
+    cheapest[cells[order]] = order
+    stays = np.zeros(len(cost), np.bool_)
+    stays[cheapest] = stays[[frugal, at_home, fast]] = True
+    return stays.nonzero()[0]
 
 
 def _price(amount: Array, seconds: Array, least: int, fast: int) -> float:
     """Seconds that one byte saves."""
-    more = amount[fast] - amount[least]
-    return float(max(seconds[least] - seconds[fast], 0.0) / more) if more > 0 else 0.0
+    more = float(amount[fast] - amount[least])
+    return max(float(seconds[least] - seconds[fast]), 0.0) / more if more > 0 else 0.0
 
 
 def _least(first: Array, second: Array) -> int:
     """Index of the least; of equal ones, that with the least second value."""
-    return int(np.where(first == first.min(), second, np.inf).argmin())
+    ties = (first == first[first.argmin()]).nonzero()[0]
+    return int(ties[second[ties].argmin()])
 
 
-def _cells(values: Array, count: int) -> NDArray[np.int64]:
-    """Which of `count` cells; the least value has one of its own."""
-    low, high = values.min(), values.max()
+def _cells(values: Array, low: float, count: int) -> NDArray[np.int64]:
+    """Which of `count` cells; the least value, `low`, has one of its own."""
+    high = values[values.argmax()]
     if high <= low or count < 2:
         return np.zeros(len(values), np.int64)
-    cells = np.minimum((values - low) * ((count - 1) / (high - low)), count - 2).astype(np.int64) + 1
-    found: NDArray[np.int64] = np.where(values == low, 0, cells)
-    return found
+    cells: NDArray[np.int64] = ((values - low) * ((count - 1) / (high - low))).astype(np.int64)
+    np.minimum(cells, count - 2, out=cells)
+    cells += values > low
+    return cells
 
 
 def _staircase(labels: Array, which: NDArray[np.int64]) -> NDArray[np.int64]:
     """Those of which no other has fewer offloaded bytes and fewer seconds; most seconds last."""
-    found: NDArray[np.int64] = which[_undominated(labels[which][:, [HOST, SECONDS]])]
+    found: NDArray[np.int64] = which[_undominated(labels[[HOST, SECONDS]][:, which])]
     return found
 
 
 def _trace(
-    steps: list[_Table], history: list[tuple[NDArray[np.int64], NDArray[np.int64]]], label: int
-) -> tuple[str, ...]:
+    steps: Sequence[_Table], history: Sequence[NDArray[np.int64]], labels: NDArray[np.int64]
+) -> list[tuple[str, ...]]:
+    """The names that these labels chose.
+
+    Args:
+        history: of each block, label * choices + choice of the labels that stayed.
+    """
     names = []
-    for table, (parents, chosen) in zip(reversed(steps), reversed(history), strict=True):
-        names.append(table.names[chosen[label]])
-        label = int(parents[label])
-    return tuple(reversed(names))
+    for table, kept in zip(reversed(steps), reversed(history), strict=True):
+        labels, chosen = np.divmod(kept[labels], len(table.names))
+        names.append([table.names[choice] for choice in chosen.tolist()])
+    return list(zip(*reversed(names), strict=True))

@@ -51,7 +51,7 @@ def _by_seconds(decision: MemoryDecision, seconds: float) -> tuple[StepCosts, Ma
 
     if by_computing(LEAST) < seconds:
         return scaled_costs(decision.costs, _factor(by_computing, seconds)), decision.machine
-    ratio = seconds / decision.timeline.seconds
+    ratio = seconds / decision.seconds
     return scaled_costs(decision.costs, ratio), scaled_rates(decision.machine, 1 / ratio)
 
 

@@ -9,7 +9,7 @@ from scrimp.planner.memory.account import StepAccount
 from scrimp.planner.memory.costs import StepCosts
 from scrimp.planner.memory.machine import Machine, Setup
 from scrimp.planner.memory.placement import Placement
-from scrimp.planner.memory.timeline import Timeline, step_timeline
+from scrimp.planner.memory.timeline import Timeline, step_seconds, step_timeline
 from scrimp.planner.plan import Figures
 
 
@@ -35,11 +35,16 @@ class MemoryDecision:
         """Predicted seconds of a step."""
         return step_timeline(self.costs, self.placement, self.setup, self.machine)
 
+    @cached_property
+    def seconds(self) -> float:
+        """Those of the timeline, of which a search needs no more."""
+        return step_seconds(self.costs, self.placement, self.setup, self.machine)
+
     @property
     def step_seconds(self) -> float | None:
         """Predicted; None where the seconds of blocks are not known, or those of communication."""
         is_known = self.costs.seconds_origin is not None and not self.costs.is_shared
-        return self.timeline.seconds if is_known else None
+        return self.seconds if is_known else None
 
     @property
     def fits(self) -> bool:

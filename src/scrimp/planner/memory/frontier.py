@@ -70,7 +70,7 @@ def frontier(searches: Searches, budgets: Iterable[int] | None = None) -> list[A
         budgets: bytes of the devices; None: some multiples, and what everything resident needs.
     """
     plan = searches.plan
-    costs, machine, seconds = plan.costs, plan.machine, plan.timeline.seconds
+    costs, machine, seconds = plan.costs, plan.machine, plan.seconds
     least = least_seconds(costs, plan.setup)
     if budgets is None:
         resident = resident_bytes(costs, plan.setup)
@@ -82,9 +82,9 @@ def frontier(searches: Searches, budgets: Iterable[int] | None = None) -> list[A
             break
         other = searches.on(replace(machine, device_bytes=budget))
         more = other.account.peak - machine.device_bytes
-        if more > 0 and other.timeline.seconds < fastest * (1 - WORTH):
-            found.append(Alternative(more, 1 - other.timeline.seconds / seconds, other))
-            fastest = other.timeline.seconds
+        if more > 0 and other.seconds < fastest * (1 - WORTH):
+            found.append(Alternative(more, 1 - other.seconds / seconds, other))
+            fastest = other.seconds
     return found
 
 
@@ -95,7 +95,7 @@ def binding(searches: Searches) -> tuple[Binding, float]:
     """
     plan = searches.plan
     costs, machine = plan.costs, plan.machine
-    if plan.timeline.seconds * (1 - WORTH) < least_seconds(costs, plan.setup) * (1 - _ROUNDED):
+    if plan.seconds * (1 - WORTH) < least_seconds(costs, plan.setup) * (1 - _ROUNDED):
         return "computing", 0.0
     wider: dict[Binding, Machine] = {
         "device memory": replace(machine, device_bytes=int(machine.device_bytes * _MORE_OF_ONE)),
@@ -112,9 +112,7 @@ def binding(searches: Searches) -> tuple[Binding, float]:
             download_together=machine.download_together * _MORE_OF_ONE,
         ),
     }
-    gains = {
-        name: 1 - searches.on(other).timeline.seconds / plan.timeline.seconds for name, other in wider.items()
-    }
+    gains = {name: 1 - searches.on(other).timeline.seconds / plan.seconds for name, other in wider.items()}
     best = max(gains, key=lambda name: gains[name])
     return (best, gains[best]) if gains[best] >= WORTH else ("computing", 0.0)
 

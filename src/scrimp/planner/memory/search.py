@@ -115,7 +115,7 @@ class _Search:
         """From the best placement of each updater by smaller and smaller steps."""
         for update in dict.fromkeys(("device", *self.updaters)):
             found = [
-                (plan.timeline.seconds, i, split)
+                (plan.seconds, i, split)
                 for i, (split, plan) in enumerate(self.seen.items())
                 if plan is not None and split.update == update
             ]
@@ -167,7 +167,7 @@ class _Search:
 
     def _limit(self) -> float:
         """Seconds that a plan must be below to be better."""
-        return math.inf if self.best is None else self.best.timeline.seconds * (1 - _ALIKE)
+        return math.inf if self.best is None else self.best.seconds * (1 - _ALIKE)
 
     def finish(self) -> MemoryDecision:
         """The best plan, its activations once more with more labels."""
@@ -203,11 +203,7 @@ class _Search:
         bound = Bound.of(self.costs, states, self.setup, self.machine)
         within = float("inf")
         if than is not None:
-            limit = (
-                than.timeline.seconds
-                * slack
-                * (1 + _ALIKE if floor.host < than.account.host_peak else 1 - _ALIKE)
-            )
+            limit = than.seconds * slack * (1 + _ALIKE if floor.host < than.account.host_peak else 1 - _ALIKE)
             if bound.seconds(self.least) > limit:
                 return None
             within = bound.passes_within(limit)
@@ -237,7 +233,7 @@ class _Search:
         )
         best: MemoryDecision | None = None
         for least, _, k in order[: _FINAL_SIMULATED if is_final else _SIMULATED]:
-            if best is not None and least >= best.timeline.seconds * (1.0 if is_final else 1 - _NEAR):
+            if best is not None and least >= best.seconds * (1.0 if is_final else 1 - _NEAR):
                 break
             plan = self._plan_of(Placement(front.choices[k], states), is_exact=front.is_exact)
             best = plan if _is_better(plan, best) else best
@@ -260,7 +256,7 @@ class _Search:
 
 def _is_better(plan: MemoryDecision, than: MemoryDecision | None) -> bool:
     """Faster; or as fast, with less on the host."""
-    if than is None or plan.timeline.seconds < than.timeline.seconds * (1 - _ALIKE):
+    if than is None or plan.seconds < than.seconds * (1 - _ALIKE):
         return True
-    is_as_fast = plan.timeline.seconds <= than.timeline.seconds * (1 + _ALIKE)
+    is_as_fast = plan.seconds <= than.seconds * (1 + _ALIKE)
     return is_as_fast and plan.account.host_peak < than.account.host_peak

@@ -15,7 +15,7 @@ Checked  tests/planner/memory/test_stream_simulator.py
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -62,78 +62,102 @@ class Lanes:
         return number
 
     def run(self, machine: Machine) -> Run:
-        """Simulate all tasks."""
-        return _Simulation(self, machine).run()
+        """Simulate all tasks.
+
+        Raises:
+            RuntimeError: tasks wait for each other.
+        """
+        work, kinds = _Simulation(self, machine), self.kinds
+        seconds, lanes = 0.0, [0.0] * 4
+        busy: dict[Kind, float] = dict.fromkeys(KINDS, 0.0)
+        exposed: dict[Kind, float] = dict.fromkeys(KINDS, 0.0)
+        for step in work.steps():
+            for lane, task in enumerate(work.current):
+                if task >= 0:
+                    lanes[lane] += step
+                    busy[kinds[task]] += step
+            waited_for = kinds[work.current[COMPUTE] if work.current[COMPUTE] >= 0 else work.culprit()]
+            if waited_for != "compute":
+                exposed[waited_for] += step
+            seconds += step
+        return Run(seconds, tuple(lanes), busy, exposed)
+
+    def seconds(self, machine: Machine) -> float:
+        """The seconds of `run` alone: what a search asks for."""
+        return sum(_Simulation(self, machine).steps())
 
 
 class _Simulation:
     def __init__(self, tasks: Lanes, machine: Machine) -> None:
-        self.tasks, self.left = tasks, list(tasks.amounts)
+        self.tasks = tasks
         self.waits = [len(after) for after in tasks.after]
-        self.before: list[list[int]] = [[] for _ in self.left]
+        self.before: list[list[int]] = [[] for _ in self.waits]
         for task, after in enumerate(tasks.after):
             for other in after:
                 self.before[other].append(task)
         self.heads = [0, 0, 0, 0]
+        """By lane, how many of its tasks are done."""
         self.current = [-1, -1, -1, -1]
         """The task that each lane works on; -1: none."""
+        self.ends = [math.inf] * 4
+        """When these are done if no rate changes."""
         self.alone = (1.0, machine.upload, machine.download, 1.0)
         self.together = (1.0, machine.upload_together, machine.download_together, 1.0)
-        self.lanes = [0.0] * 4
-        self.busy: dict[Kind, float] = dict.fromkeys(KINDS, 0.0)
-        self.exposed: dict[Kind, float] = dict.fromkeys(KINDS, 0.0)
 
-    def run(self) -> Run:
-        seconds = 0.0
-        kinds, left, lanes, busy, current = self.tasks.kinds, self.left, self.lanes, self.busy, self.current
-        while self._start():
-            rates = self.together if current[UPLOAD] >= 0 and current[DOWNLOAD] >= 0 else self.alone
-            step, first = math.inf, 0
-            for lane, task in enumerate(current):
-                if task >= 0 and left[task] / rates[lane] < step:
-                    step, first = left[task] / rates[lane], lane
-            for lane, task in enumerate(current):
-                if task >= 0:
-                    rest = left[task] - step * rates[lane]
-                    left[task] = rest if rest > 0.0 and lane != first else 0.0
-                    lanes[lane] += step
-                    busy[kinds[task]] += step
-            waited_for = kinds[current[COMPUTE] if current[COMPUTE] >= 0 else self._culprit()]
-            if waited_for != "compute":
-                self.exposed[waited_for] += step
-            seconds += step
-        return Run(seconds, tuple(self.lanes), self.busy, self.exposed)
-
-    def _start(self) -> bool:
-        """Let each lane work on its next task that may begin; whether any works. What has nothing left is done, which
-        may let others start."""
-        left, waits, heads, current = self.left, self.waits, self.heads, self.current
-        changed = True
-        while changed:
-            changed = False
-            for lane, queue in enumerate(self.tasks.queues):
-                if current[lane] >= 0 and left[current[lane]] > 0.0:
-                    continue
-                current[lane] = -1
-                while heads[lane] < len(queue) and not waits[task := queue[heads[lane]]]:
-                    if left[task] > 0.0:
-                        current[lane] = task
-                        break
-                    heads[lane] += 1
-                    changed = True
-                    for other in self.before[task]:
-                        waits[other] -= 1
-        works = max(current) >= 0
-        if not works and any(head < len(queue) for head, queue in zip(heads, self.tasks.queues, strict=True)):
+    def steps(self) -> Iterator[float]:
+        """Seconds in which no task begins or ends, one after the other; `current` says what is at work in them."""
+        now, ends, current, rates = 0.0, self.ends, self.current, self.alone
+        self._start([CPU, DOWNLOAD, UPLOAD, COMPUTE], now, rates)
+        while True:
+            both = current[UPLOAD] >= 0 and current[DOWNLOAD] >= 0
+            if both != (rates is self.together):
+                before, rates = rates, self.together if both else self.alone
+                for lane in (UPLOAD, DOWNLOAD):
+                    ends[lane] = now + (ends[lane] - now) * (before[lane] / rates[lane])
+            end = min(ends)
+            if end == math.inf:
+                break
+            if end > now:
+                yield end - now
+                now = end
+            lane = ends.index(end)
+            task, current[lane], ends[lane] = current[lane], -1, math.inf
+            self.heads[lane] += 1
+            self._start([*self._freed(task), lane], now, rates)
+        if any(head < len(queue) for head, queue in zip(self.heads, self.tasks.queues, strict=True)):
             raise RuntimeError("tasks wait for each other")
-        return works
 
-    def _culprit(self) -> int:
+    def _freed(self, task: int) -> list[int]:
+        """Lanes of the tasks that waited for nothing but this one, which is done."""
+        waits, found = self.waits, []
+        for other in self.before[task]:
+            waits[other] -= 1
+            if not waits[other]:
+                found.append(self.tasks.lane_of[other])
+        return found
+
+    def _start(self, lanes: list[int], now: float, rates: Sequence[float]) -> None:
+        """Let those of these lanes that are idle work on their next task, if it may begin. What has nothing left is
+        done, which may let others start."""
+        while lanes:
+            lane = lanes.pop()
+            queue, head = self.tasks.queues[lane], self.heads[lane]
+            while self.current[lane] < 0 and head < len(queue) and not self.waits[queue[head]]:
+                task = queue[head]
+                amount = self.tasks.amounts[task]
+                if amount > 0.0:
+                    self.current[lane], self.ends[lane] = task, now + amount / rates[lane]
+                else:
+                    head += 1
+                    lanes += self._freed(task)
+            self.heads[lane] = head
+
+    def culprit(self) -> int:
         """The task at work that the model waits for, where its own lane has none."""
         current, queue, head = self.current, self.tasks.queues[COMPUTE], self.heads[COMPUTE]
         if head < len(queue):
             for other in self.tasks.after[queue[head]]:
                 lane = self.tasks.lane_of[other]
-                if current[lane] >= 0 and self.left[other] > 0.0:
+                if 0 <= current[lane] <= other:
                     return current[lane]
         return next(task for task in reversed(current) if task >= 0)

@@ -28,6 +28,7 @@ Checked  tests/planner/memory/test_timeline.py
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -59,14 +60,35 @@ def step_timeline(costs: StepCosts, placement: Placement, setup: Setup, machine:
     Raises:
         PlanError: a placement of another model.
     """
-    step = _Step(costs, placement.states, chosen_costs(costs, placement.activations))
-    only = setup.micro_batches == 1
-    runs = [(1, step.simulate(machine, sums=not only, last=True))]
-    if not only:
-        runs.append((1, step.simulate(machine, sums=False, last=False)))
-        if setup.micro_batches > 2:
-            runs.append((setup.micro_batches - 2, step.simulate(machine, sums=True, last=False)))
-    return _add(runs)
+    phases = _phases(costs, placement, setup, machine)
+    return _add([(times, lanes.run(machine)) for times, lanes in phases])
+
+
+def step_seconds(costs: StepCosts, placement: Placement, setup: Setup, machine: Machine) -> float:
+    """The timeline's seconds alone, in half of the time; errors as of `step_timeline`."""
+    phases = _phases(costs, placement, setup, machine)
+    return sum(times * lanes.seconds(machine) for times, lanes in phases)
+
+
+def _phases(
+    costs: StepCosts, placement: Placement, setup: Setup, machine: Machine
+) -> list[tuple[int, Lanes]]:
+    """How often each phase of a step runs: all copies of one are over when the next begins, but for CPU Adam's."""
+    states, later = placement.states, setup.micro_batches - 1
+    step = _Step(costs, states, chosen_costs(costs, placement.activations), machine)
+    sums = later > 0 and any(states.gradients)
+    # Of each kind of backward pass, (sums come in, CPU Adam begins under it): how many there are.
+    passes = Counter([(sums, any(map(states.on_cpu, range(len(costs.blocks)))))])
+    if later:
+        passes[False, False] += 1
+        passes[sums, False] += later - 1
+    found = [(later + 1, step.forward())]
+    found += [
+        (times, step.backward(sums=come, updates=adam)) for (come, adam), times in passes.items() if times
+    ]
+    if not any(adam for _, adam in passes):
+        found.append((1, step.update()))
+    return found
 
 
 def parameters_of(kind: BlockClass) -> int:
@@ -110,26 +132,21 @@ def _add(runs: Sequence[tuple[int, Run]]) -> Timeline:
 
 
 class _Step:
-    """Builds the tasks of one micro-batch, the update with the last."""
+    """Builds the tasks of each phase."""
 
-    def __init__(self, costs: StepCosts, states: States, blocks: Sequence[BlockCost]) -> None:
-        self.costs, self.states, self.blocks = costs, states, blocks
+    def __init__(
+        self, costs: StepCosts, states: States, blocks: Sequence[BlockCost], machine: Machine
+    ) -> None:
+        self.costs, self.states, self.blocks, self.machine = costs, states, blocks, machine
         self.classes = [class_of(costs, i) for i in range(len(blocks))]
         self.away = [i for i, host in enumerate(states.weights) if host]
 
-    def simulate(self, machine: Machine, *, sums: bool, last: bool) -> Run:
-        """One micro-batch; with sums of gradients to be brought in, and the update if it is the last."""
-        self.lanes = Lanes()
-        self._forward()
-        self._backward(sums)
-        if last:
-            self._update(machine)
-        return self.lanes.run(machine)
-
-    def _forward(self) -> None:
-        add = self.lanes.add
+    def forward(self) -> Lanes:
+        """All blocks' forward passes, and the head."""
+        lanes = Lanes()
+        add = lanes.add
         forward: list[int] = []
-        self.sent: dict[int, int] = {}
+        sent: dict[int, int] = {}
         settled: int | None = None
         free = _Buffers()
         for i, block in enumerate(self.blocks):
@@ -139,48 +156,71 @@ class _Step:
             forward.append(add(COMPUTE, block.forward_seconds, "compute", [weights, settled]))
             if self.states.weights[i]:
                 free.used(forward[-1])
-            settled = self.sent.get(i - 1, settled)
+            settled = sent.get(i - 1, settled)
             if block.host:
-                self.sent[i] = add(DOWNLOAD, block.host, "activations", [forward[-1]])
-        self.end = add(COMPUTE, self.costs.ends.seconds, "compute", list(self.sent.values())[-1:])
+                sent[i] = add(DOWNLOAD, block.host, "activations", [forward[-1]])
+        add(COMPUTE, self.costs.ends.seconds, "compute", list(sent.values())[-1:])
+        return lanes
 
-    def _backward(self, sums: bool) -> None:
-        add = self.lanes.add
-        self.gradients: dict[int, int] = {}
+    def backward(self, *, sums: bool, updates: bool) -> Lanes:
+        """All blocks' backward passes.
+
+        Args:
+            sums: those of gradients come in.
+            updates: the update follows.
+        """
+        lanes = Lanes()
+        add = lanes.add
+        gradients: dict[int, int] = {}
         weights, leaving = _Buffers(still_there=self.away[-2:]), _Buffers()
-        begins = before = self.end
+        begins: int | None = None
+        before: int | None = None
         for i in reversed(range(len(self.blocks))):
             block, kind = self.blocks[i], self.classes[i]
             needs: list[int | None] = []
             if self.states.weights[i] and not weights.has(i):
                 needs.append(add(UPLOAD, kind.weights, "weights", [weights.wait()]))
             if block.host:
-                needs.append(add(UPLOAD, block.host, "activations", [self.sent[i], begins]))
+                needs.append(add(UPLOAD, block.host, "activations", [begins]))
             room = leaving.wait() if self.states.gradients[i] else None
             if self.states.gradients[i] and sums:
-                needs.append(add(UPLOAD, kind.gradients, "gradients", [self.end, room]))
-            begins, before = before, add(COMPUTE, block.backward_seconds, "compute", [*needs, room])
+                needs.append(add(UPLOAD, kind.gradients, "gradients", [room]))
+            end = add(COMPUTE, block.backward_seconds, "compute", [*needs, room])
+            begins, before = before, end
             if self.states.weights[i]:
-                weights.used(before)
+                weights.used(end)
             if self.states.gradients[i]:
-                self.gradients[i] = add(DOWNLOAD, kind.gradients, "gradients", [before])
-                leaving.used(self.gradients[i])
-        self.end = before
+                gradients[i] = add(DOWNLOAD, kind.gradients, "gradients", [end])
+                leaving.used(gradients[i])
+        if updates:
+            self._add_update(lanes, before, gradients)
+        return lanes
 
-    def _update(self, machine: Machine) -> None:
-        states, begins = self.states, [self.end, *list(self.gradients.values())[-1:]]
-        done = self._update_on_device(machine, begins)
+    def update(self) -> Lanes:
+        """What the device updates, where the CPU updates nothing."""
+        lanes = Lanes()
+        self._add_update(lanes, None, {})
+        return lanes
+
+    def _add_update(self, lanes: Lanes, end: int | None, gradients: Mapping[int, int]) -> None:
+        """Tasks of the update.
+
+        Args:
+            end: the last backward pass.
+            gradients: copies down, by block.
+        """
+        done = self._add_device_update(lanes, [end, *list(gradients.values())[-1:]])
         for i in reversed(range(len(self.blocks))):
-            if states.on_cpu(i):
+            if self.states.on_cpu(i):
                 kind = self.classes[i]
-                seconds = parameters_of(kind) / (machine.cpu_adam or math.inf)
-                adam = self.lanes.add(CPU, seconds, "update", [self.gradients[i], self.end])
-                if not states.weights[i]:
-                    self.lanes.add(UPLOAD, kind.weights, "update", [adam, done])
+                seconds = parameters_of(kind) / (self.machine.cpu_adam or math.inf)
+                adam = lanes.add(CPU, seconds, "update", [gradients[i], end])
+                if not self.states.weights[i]:
+                    lanes.add(UPLOAD, kind.weights, "update", [adam, done])
 
-    def _update_on_device(self, machine: Machine, begins: Sequence[int]) -> int:
+    def _add_device_update(self, lanes: Lanes, begins: Sequence[int | None]) -> int:
         """What is there, then what comes for it; the last task."""
-        add, states, memory = self.lanes.add, self.states, machine.device_memory
+        add, states, memory = lanes.add, self.states, self.machine.device_memory
         last = add(COMPUTE, resident_update_bytes(self.costs, states) / memory, "update", begins)
         free = _Buffers()
         for i, kind in enumerate(self.classes):

@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 
 from scrimp.errors import typed
-from scrimp.planner.layout.at_hand import keys_of, text_of
+from scrimp.planner.layout.at_hand import text_of
 from scrimp.profiler.collectives import Collectives, counting_collectives
 from scrimp.report.units import format_duration
 from scrimp.training.callbacks.base import Callback, Record
@@ -31,9 +31,11 @@ from scrimp.training.layout_proof import (
     is_worth,
     prediction_of,
     rows_of,
+    saved_seconds,
     table_of,
 )
 from scrimp.training.run import Run
+from scrimp.training.searched_plan import choices_of
 from scrimp.training.step import StepResult
 
 STEPS = 4
@@ -109,14 +111,17 @@ class ProveLayout(Callback):
         if found is None or not is_worth(found, left, restart):
             run.tell("layout-check", f"{words} as long; {text_of(run.config.layout)} stays")
             return
-        best = keys_of(found.best.layout)
-        settings = [f"--{key.replace('_', '-')}={value}" for key, value in best.items()]
+        settings = [
+            f"--{key.replace('_', '-')}={value}"
+            for key, value in choices_of(found.best.setting).items()
+            if value is not None
+        ]
         command = typed("launch", "--ranks", here.ranks, "train", "--run.dir", run.dir, "--resume", *settings)
-        saved = left * (found.before.seconds - found.best.seconds)
+        saved, now = left * saved_seconds(found), found.best.seconds
         run.tell(
             "layout-check",
-            f"{words} as long. {text_of(found.best.layout)} is now predicted to take "
-            f"{format_duration(found.best.seconds)} a step, not {format_duration(found.before.seconds)}: "
+            f"{words} as long. {text_of(found.best.setting.layout)} is now predicted to take "
+            f"{format_duration(now)} a step, not {format_duration(now + saved_seconds(found))}: "
             f"{format_duration(saved)} less for the {left:,} steps that are left, and a restart takes about "
             f"{format_duration(restart)}: {command}",
         )

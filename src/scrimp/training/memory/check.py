@@ -86,12 +86,12 @@ class MemoryCheck:
         better = find(now.costs, machine, now.setup, Split.of(now.placement.states))
         if better is None or better.placement == now.placement:
             return None
-        if now.fits and better.timeline.seconds > (1 - GAIN) * now.timeline.seconds:
+        if now.fits and better.seconds > (1 - GAIN) * now.seconds:
             return None
         reason = (
             f"planned anew after step {step:,}: a step took {format_duration(measured.step_seconds or 0.0)}"
         )
-        return replanned(plan, memory.account, better, reason=reason, seconds=better.timeline.seconds)
+        return replanned(plan, memory.account, better, reason=reason, seconds=better.seconds)
 
 
 def _compare(predicted: Figures, measured: Figures) -> tuple[list[str], bool]:

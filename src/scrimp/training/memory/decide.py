@@ -158,7 +158,7 @@ def _shared(
         plan = way.fastest()
         if plan is not None:
             ways.append((way, plan))
-    return min(ways, key=lambda one: one[1].timeline.seconds, default=None)
+    return min(ways, key=lambda one: one[1].seconds, default=None)
 
 
 def _resident(config: ResolvedConfig, architecture: Architecture, device: Device) -> MemoryDecision | None:
@@ -230,7 +230,7 @@ class Problem:
             dataclasses.replace(kind, choices={"keep": kind.choices["keep"]}) for kind in self.costs.classes
         )
         kept = self._fastest_of(dataclasses.replace(self.costs, classes=kinds), self.split or Split())
-        if kept is None or plan.timeline.seconds < (1 - CLEARLY) * kept.timeline.seconds:
+        if kept is None or plan.seconds < (1 - CLEARLY) * kept.seconds:
             return plan
         return dataclasses.replace(kept, costs=self.costs)
 
@@ -238,7 +238,7 @@ class Problem:
         """The fastest plan with states in these places."""
         plans = [find(costs, self.machine, self.setup, one) for one in self.by_updater(split)]
         found = (plan for plan in plans if plan is not None)
-        return min(found, key=lambda plan: plan.timeline.seconds, default=None)
+        return min(found, key=lambda plan: plan.seconds, default=None)
 
     def decided(self, setting: str) -> MemoryDecision:
         """The user's own activations, and the fastest updater of states that fits; the first where none does."""
@@ -249,7 +249,7 @@ class Problem:
             placement = Placement(activations, split.states(blocks))
             account = account_step(self.costs, placement, accumulates=self.setup.accumulates)
             ways.append(MemoryDecision(self.costs, self.machine, self.setup, placement, account, reason))
-        return min(ways, key=lambda way: (not way.fits, way.timeline.seconds))
+        return min(ways, key=lambda way: (not way.fits, way.seconds))
 
     def by_updater(self, split: Split) -> list[Split]:
         """A placement with each of the updaters that may be, the preferred one first."""

@@ -61,11 +61,8 @@ def _fastest(
     found = _all_that_fit(sized, may_measure=True)
     if len({memory.costs.seconds_origin for _, memory in found}) > 1:  # one yardstick for all of them
         found = _all_that_fit(sized, may_measure=False)
-    best = min(found, key=lambda one: one[1].timeline.seconds)
-    tried = [
-        f"{changed.train.micro_batch}: {format_duration(memory.timeline.seconds)}"
-        for changed, memory in found
-    ]
+    best = min(found, key=lambda one: one[1].seconds)
+    tried = [f"{changed.train.micro_batch}: {format_duration(memory.seconds)}" for changed, memory in found]
     reasons["train.micro_batch"] = f"the fastest step of {', '.join(tried)} (predicted)"
     reasons["memory.split"] = "the fastest was found: the run keeps its micro-batch"
     return sized.adopt(best[0]), best[1]

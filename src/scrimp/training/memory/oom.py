@@ -80,7 +80,7 @@ class MemoryTrouble:
             where = f"{account.peak:,} bytes predicted on the device"
         reason = f"out of memory in step {step:,} with {where}"
         # Costs may come from other measurements than the plan's: the ratio of two of their predictions is theirs alone.
-        seconds = None if before is None else before * found.timeline.seconds / now.timeline.seconds
+        seconds = None if before is None else before * found.seconds / now.seconds
         return replanned(plan, account, found, reason=reason, seconds=seconds)
 
     def _decision_of(self, plan: Plan) -> MemoryDecision:
