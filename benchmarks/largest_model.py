@@ -7,9 +7,10 @@ Method    For each model: a trace of its step on fake tensors along CUDA's way t
           (`scrimp.training.memory.limits`) of a card whose context takes `CONTEXT_BYTES`, and of a host that has all
           but `HOST_RESERVE` free. Micro-batch of one sequence. bf16 weights without masters, rounded
           stochastically; moments in bf16 (8 bytes a parameter) or 8 bits (6.03).
-Limits    Predicted: nothing is run. Rates of link and card are those of `CARD`; they decide which plan is fastest,
-          not what fits. Attention's backward pass is counted for 132 multiprocessors. The copy that a checkpoint
-          is written from is not counted: without room for it, training waits while a checkpoint is written.
+Limits    Predicted: nothing is run. Rates of the card are those of `CARD`'s file, of the link `LINK`; they decide
+          which plan is fastest, not what fits. Attention's backward pass is counted for 132 multiprocessors. The
+          copy that a checkpoint is written from is not counted: without room for it, training waits while a
+          checkpoint is written.
 Run       python benchmarks/largest_model.py            (minutes on one core; no GPU)
 """
 
@@ -26,14 +27,18 @@ from environment import RESULTS, facts, markdown_table, write_pair
 
 from scrimp.config import PRESETS, preset
 from scrimp.config.activations import ALL_ACTIVATIONS, Activations
+from scrimp.config.resolved import ResolvedLayout
 from scrimp.models import spec_of
+from scrimp.models.shapes import sizes_of
 from scrimp.optim.adamw_run import AdamWMemory
-from scrimp.planner import Peaks
+from scrimp.planner.hardware import load_hardware
+from scrimp.planner.layout.block_times import block_seconds, level_seconds
+from scrimp.planner.layout.predict import kernels_of
+from scrimp.planner.layout.setting import Setting
+from scrimp.planner.layout.software import software
 from scrimp.planner.memory.costs import StepCosts
 from scrimp.planner.memory.machine import Machine, Setup
 from scrimp.planner.memory.search import find
-from scrimp.planner.memory.work import Rates, block_seconds
-from scrimp.precision import LinearPrecision
 from scrimp.profiler.memory_trace import TracedStep
 from scrimp.report.memory_text import runs_of
 from scrimp.runtime.memory import largest_step
@@ -48,7 +53,7 @@ MODELS = (
 )  # fmt: skip
 CONTEXT_BYTES = 700 * 2**20
 HOST_RESERVE = 4 * 10**9
-CARD = Rates(Peaks({"fp32": 82.6e12, "bf16": 165.2e12}, "spec sheet of the RTX 4090"), bandwidth=1.0e12)
+CARD = load_hardware("rtx4090")
 LINK = 25e9
 
 
@@ -106,21 +111,23 @@ def traced_costs(name: str, moments: str, sequence: int) -> StepCosts:
         activations=ALL_ACTIVATIONS,
         device_functions="cuda",
     ).costs()
-    linears = dict.fromkeys(spec_of(architecture).shapes, LinearPrecision.of("bf16"))
+    setting = Setting(
+        model=sizes_of(spec_of(architecture)),
+        cluster=CARD,
+        sequence=sequence,
+        global_batch=1,
+        micro_batch=1,
+        layout=ResolvedLayout(dp=1, fsdp=1),
+        software=software("scrimp"),
+    )
+    kernels, block = kernels_of(setting), setting.model.blocks[0]
+    one = block_seconds(block, setting, kernels)
     (kind,) = costs.classes
     timed = {}
     for choice, cost in kind.choices.items():
-        seconds = block_seconds(
-            spec_of(architecture).block(0),
-            linears,
-            Activations.parse(choice),
-            CARD,
-            tokens=sequence,
-            sequence=sequence,
-            compute="bf16",
-        )
+        again = level_seconds(block, setting, kernels, Activations.parse(choice).level)
         timed[choice] = dataclasses.replace(
-            cost, forward_seconds=seconds.forward, backward_seconds=seconds.backward + seconds.again
+            cost, forward_seconds=one.forward.compute, backward_seconds=one.backward.compute + again
         )
     return dataclasses.replace(costs, classes=(dataclasses.replace(kind, choices=timed),))
 
@@ -135,7 +142,7 @@ def machine_of(card: float, host: float) -> Machine:
         upload_together=0.8 * LINK,
         download_together=0.8 * LINK,
         cpu_adam=None,  # `memory.update` is device unless it is asked for
-        device_memory=CARD.bandwidth,
+        device_memory=CARD.groups[0].node.device.bandwidth,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from functools import cache
 from typing import Any
 
@@ -12,13 +13,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from scrimp.config import OptimizerConfig, preset
+from scrimp.config.activations import LEVELS
+from scrimp.config.resolved import ResolvedLayout
 from scrimp.models import spec_of
+from scrimp.models.shapes import sizes_of
 from scrimp.objectives.cross_entropy import cross_entropy_sums
 from scrimp.optim import AdamW
 from scrimp.planner import count_flops
+from scrimp.planner.hardware import load_hardware
+from scrimp.planner.layout.host_times import layer_ops, other_ops
+from scrimp.planner.layout.setting import Setting
 from scrimp.planner.layout.software import software
-from scrimp.planner.memory.work import FP32_LOGIT_BYTES
 from scrimp.profiler.counted_step import FusedCounter, KernelCounter, Passes, Work, count_block
+from scrimp.profiler.measured_cluster import EAGER_HOST_OPS, FP32_LOGIT_BYTES
 
 pytestmark = pytest.mark.slow  # torch's FLOP counter imports Triton
 MODEL, SEQUENCE, TOKENS = preset("llama-3m"), 128, 256
@@ -88,14 +95,20 @@ def test_bytes_of_a_compiled_block_are_those_that_its_specification_says() -> No
     assert eager.forward.products == found.forward.products
 
 
-def test_what_a_level_makes_again_is_the_forward_pass_of_its_part() -> None:
-    keep = block(compiled=False).backward
-    gate_up, qkv = (2 * TOKENS * one.parameters_per_token for one in _linears("mlp.gate_up", "attention.qkv"))
-    assert (block(False, "norms").backward - keep).flops == 0
-    assert (block(False, "swiglu").backward - keep).flops == 0
-    assert (block(False, "mlp").backward - keep).flops == gate_up
-    attention = (block(False, "attention").backward - keep).flops - gate_up
-    assert attention == qkv + 4 * TOKENS * SEQUENCE * MODEL.attention_width
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_a_level_makes_again_is_the_forward_pass_of_its_part(compiled: bool) -> None:
+    """A compiler tells all levels apart: no product runs again of which only the result is read."""
+    keep = block(compiled).backward
+    gate_up, qkv, out = (
+        2 * TOKENS * one.parameters_per_token
+        for one in _linears("mlp.gate_up", "attention.qkv", "attention.out")
+    )
+    attention = 4 * TOKENS * SEQUENCE * MODEL.attention_width
+    of_levels = (0, 0, gate_up, gate_up + qkv, gate_up + qkv + attention, gate_up + qkv + attention + out)
+    again = {level: block(compiled, level).backward - keep for level in LEVELS[1:]}
+    assert {level: one.flops for level, one in again.items()} == dict(zip(LEVELS[1:], of_levels, strict=True))
+    moved = [again[level].moved + again[level].products + again[level].attention for level in LEVELS[1:]]
+    assert all(less < more for less, more in itertools.pairwise(moved))
 
 
 def _linears(*names: str) -> list[Any]:
@@ -142,3 +155,22 @@ def test_bytes_of_a_gradient_that_is_added_to_its_sum_are_those_of_the_predictio
     with KernelCounter() as counter:
         total += gradient
     assert counter.take().moved / total.numel() == SCRIMP.gradient_sum_bytes
+
+
+@pytest.mark.parametrize(("compiled", "host_ops"), [(True, SCRIMP.host_ops), (False, EAGER_HOST_OPS)])
+def test_operations_of_the_host_are_the_launches_that_are_counted(compiled: bool, host_ops: float) -> None:
+    """`host_times` says how many operations a block has; a program launches `host_ops` of them."""
+    one = spec_of(MODEL).block(0)
+    plain = Setting(
+        model=sizes_of(spec_of(MODEL)),
+        cluster=load_hardware("h100"),
+        sequence=SEQUENCE,
+        global_batch=2,
+        micro_batch=2,
+        layout=ResolvedLayout(dp=1, fsdp=1),
+        software=dataclasses.replace(SCRIMP, host_ops=1.0),
+    )
+    said = other_ops(one, plain) + sum(layer_ops(linear, "bf16", plain) for linear in one.linears)
+    found = block(compiled)
+    assert found.forward.launches == pytest.approx(host_ops * said, rel=0.1)
+    assert found.backward.launches <= 2 * host_ops * said

@@ -207,7 +207,7 @@ def test_names_of_choices() -> None:
 def test_compiled_blocks_recompute_too(precision: str) -> None:
     _, kept = realised(precision, "fp32", UNTIED)
     expected: tuple[Tensor, dict[str, Tensor]] | None = None
-    for level in ("keep", "swiglu", "qkv", "block"):
+    for level in LEVELS:
         torch._dynamo.reset()
         _, executable = realised(precision, "fp32", UNTIED)
         set_level(executable, level)

@@ -15,7 +15,7 @@ from scrimp.gemm.layer import BackendChooser, PlannedLayer, reference_only
 from scrimp.gemm.linear import PlannedLinear, compute_dtype, planned_linear, recomputed
 from scrimp.gemm.linear_kinds import has_own_forward, is_linear, is_transposed, linear_modules, weight_matrix
 from scrimp.gemm.observe import Execution, is_running, observing, without_witnesses
-from scrimp.gemm.recompute import is_running_again, run_again
+from scrimp.gemm.recompute import is_running_again, run_again, run_again_before
 from scrimp.gemm.select import Recorded, backends_for, refuse_unrunnable
 from scrimp.precision import LinearPrecision
 
@@ -47,6 +47,7 @@ __all__ = [
     "refuse_unrunnable",
     "register_flop_formulas",
     "run_again",
+    "run_again_before",
     "swap_in",
     "weight_matrix",
     "without_witnesses",

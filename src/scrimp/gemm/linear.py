@@ -29,7 +29,7 @@ from scrimp.gemm import operators
 from scrimp.gemm.layer import PlannedLayer, backward, forward, store_input
 from scrimp.gemm.observe import is_plain_observed
 from scrimp.gemm.problem import DTYPE_NAMES, high_precision
-from scrimp.gemm.recompute import is_handled, only_saves, run_again
+from scrimp.gemm.recompute import is_handled, only_saves, run_again_before
 from scrimp.gemm.storage import RECOMPUTED
 from scrimp.gemm.weight_gradients import make_later
 from scrimp.precision import HIGH_PRECISION, RECOMPUTE
@@ -140,10 +140,7 @@ def recomputed(
     if not always and (planned is None or planned.saved_class != RECOMPUTED):
         return cast(Tensor, linear(producer(*inputs)))
 
-    def body(*again: Tensor) -> Tensor:
-        return cast(Tensor, linear(producer(*again)))
-
-    return run_again(body, *inputs, last=linear)
+    return run_again_before(linear, producer, *inputs)
 
 
 class _Linear(torch.autograd.Function):

@@ -11,8 +11,11 @@ runs once more to make them. Three things are added:
 The rounding noise of planned layers has the clock's reading as its address, so the second time it is the same:
 nothing that is trained changes by a bit.
 
-Limits   The clock must not move between forward and backward of a micro-batch. Under torch.compile the last product is
-         left out where the compiler sees that nobody reads it.
+Compiled torch's partitioner runs a region again to its last operation, and takes a result that is made again anyway
+         for whatever reads it afterwards. `run_again_before` therefore ends a compiled region before the product, whose
+         result is then kept. A planned product that saves codes of its input stays inside: compiled, it is multiplied
+         again where what follows reads it.
+Limits   The clock must not move between forward and backward of a micro-batch.
 Checked  tests/runtime/test_recompute.py
 """
 
@@ -29,6 +32,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from scrimp.gemm.storage import CODES
 
 T = TypeVar("T")
 Operators = Collection[Any]
@@ -69,6 +74,26 @@ def run_again(
     return cast(
         T, checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
     )
+
+
+def run_again_before(
+    last: nn.Module, function: Callable[..., Tensor], *inputs: Tensor, keeps: Operators = ()
+) -> Tensor:
+    """last(function(*inputs)), of which backward finds the inputs kept and runs the function again.
+
+    Args:
+        last: linear layer.
+        keeps: as of `run_again`.
+    """
+    planned = getattr(last, "planned", None)
+    keeps_codes = planned is not None and planned.saved_class == CODES
+    if torch.compiler.is_compiling() and not keeps_codes:
+        return cast(Tensor, last(run_again(function, *inputs, last=None, keeps=keeps)))
+
+    def both(*again: Tensor) -> Tensor:
+        return cast(Tensor, last(function(*again)))
+
+    return run_again(both, *inputs, last=last, keeps=keeps)
 
 
 def is_running_again() -> bool:

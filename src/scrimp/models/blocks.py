@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from scrimp.config.activations import Activations
-from scrimp.gemm import recomputed, run_again
+from scrimp.gemm import recomputed, run_again, run_again_before
 from scrimp.models.attention import AttentionLayout, attend, attention_operators
 from scrimp.models.functions import at_least_float32, rms_norm, swiglu
 from scrimp.models.spec import AttentionSpec
@@ -153,13 +153,13 @@ class Attention(nn.Module):
         """Attention of the residual stream."""
 
         def attended(x_BTD: Tensor, again: bool = False) -> Tensor:
-            return cast(Tensor, self.out(attend(self.heads(x_BTD, norm, again)).flatten(2)))
+            return attend(self.heads(x_BTD, norm, again)).flatten(2)
 
         if activations.recomputes("attention"):
-            return run_again(attended, x_BTD, last=self.out)
+            return run_again_before(self.out, attended, x_BTD)
         if activations.recomputes("qkv"):
-            return run_again(attended, x_BTD, last=self.out, keeps=attention_operators())
-        return attended(x_BTD, activations.recomputes("norms"))
+            return run_again_before(self.out, attended, x_BTD, keeps=attention_operators())
+        return cast(Tensor, self.out(attended(x_BTD, activations.recomputes("norms"))))
 
 
 class Mlp(nn.Module):
@@ -180,13 +180,13 @@ class Mlp(nn.Module):
     def forward(self, x_BTD: Tensor, norm: RMSNorm | None, activations: Activations = KEEP) -> Tensor:
         """Token by token, of the residual stream."""
 
-        def multiplied(x_BTD: Tensor, norms: bool = False, product: bool = False) -> Tensor:
-            gate_up_BTF = _product(self.gate_up, norm, x_BTD, norms)
-            return recomputed(self.down, self.gated, gate_up_BTF, always=product)
+        def gates(x_BTD: Tensor) -> Tensor:
+            return self.gated(_product(self.gate_up, norm, x_BTD, False))
 
         if activations.recomputes("mlp"):
-            return run_again(multiplied, x_BTD, last=self.down)
-        return multiplied(x_BTD, activations.recomputes("norms"), activations.recomputes("swiglu"))
+            return run_again_before(self.down, gates, x_BTD)
+        gate_up_BTF = _product(self.gate_up, norm, x_BTD, activations.recomputes("norms"))
+        return recomputed(self.down, self.gated, gate_up_BTF, always=activations.recomputes("swiglu"))
 
 
 def _product(linear: Linear, norm: RMSNorm | None, x_BTD: Tensor, again: bool) -> Tensor:

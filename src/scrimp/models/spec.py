@@ -5,7 +5,7 @@ Problem  Planner, profiler, runtime, statistics and exports need a model's matri
 Method   A `ModelSpec` says what a model consists of: blocks that add to a residual stream, one after the other, between
          an embedding and a head. Each block lists its linear layers (`LinearSpec`), its attention (`AttentionSpec`),
          and the traffic of what is neither (`Traffic`). FLOPs and bytes are arithmetic over these; see
-         `scrimp.planner.flops` and `scrimp.planner.memory.work`.
+         `scrimp.planner.flops` and `scrimp.planner.layout.block_times`.
 Names    A linear layer is called ``blocks.3.mlp.down``: the block's number, then its name in the block. The head is
          called ``head``. `full_name` and `place` are the only two functions that know this form. Layers of other
          people's models keep the names that they have there.

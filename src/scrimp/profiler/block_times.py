@@ -1,7 +1,7 @@
 """Seconds of a block's passes and of the model's ends, measured on the device before the plan is made.
 
-Problem  A plan weighs making again against moving. A roofline (`scrimp.planner.memory.work`) knows neither how near its
-         peak a product of these sizes comes nor what the launches cost: it can be wrong by half.
+Problem  A plan weighs making again against moving. What is predicted (`scrimp.planner.layout.block_times`) knows
+         a device by a few rates: on a machine that was not looked at before it can be wrong by half.
 Method   One real block of each class of formats, then the model without its blocks (embedding, final norm, head, loss),
          with random weights in the micro-batch's shapes and gradients that exist already. Forward and backward of
          every level in turn, in rounds, so that a machine that is slower for a while is so for all of them; `CHAIN`
@@ -42,7 +42,7 @@ from scrimp.models.compiled import MOST_GRAPHS, compile_blocks, forget_compiled,
 from scrimp.models.model import Model, ModelPart, build_model
 from scrimp.objectives import Objective
 from scrimp.objectives.next_token import NEXT_TOKEN
-from scrimp.planner.memory.work import PassSeconds
+from scrimp.planner.memory.costs import LevelSeconds
 from scrimp.precision import LinearPrecision
 from scrimp.profiler.memory_trace.block_passes import gradients_of
 from scrimp.profiler.memory_trace.optimizer_memory import GradientSums
@@ -84,7 +84,7 @@ def measure_blocks(
     choose: BackendChooser,
     *,
     rounds: int = ROUNDS,
-) -> tuple[Mapping[str, PassSeconds], ...] | None:
+) -> tuple[Mapping[str, LevelSeconds], ...] | None:
     """Level to seconds, of every class of blocks; None where memory does not suffice, or the compiler does not work.
     Vocabulary and head are not used.
 
@@ -95,7 +95,7 @@ def measure_blocks(
     """
     small = dataclasses.replace(timed.architecture, vocab_size=1)
 
-    def measured() -> tuple[Mapping[str, PassSeconds], ...]:
+    def measured() -> tuple[Mapping[str, LevelSeconds], ...]:
         bench = _Bench(dataclasses.replace(timed, architecture=small), device, choose, rounds)
         if timed.compiled:
             compile_blocks(bench.model, graphs=2 * len(levels) * len(timed.classes) + MOST_GRAPHS)
@@ -163,7 +163,7 @@ class _Bench:
     def _sums(self) -> GradientSums:
         return GradientSums(torch.float32 if self.timed.master_weights else None)
 
-    def block(self, block: Block, levels: Sequence[str]) -> Mapping[str, PassSeconds]:
+    def block(self, block: Block, levels: Sequence[str]) -> Mapping[str, LevelSeconds]:
         """Level to seconds of one block."""
         forward: list[float] = []
         backward: dict[str, list[float]] = {level: [] for level in levels}
@@ -212,11 +212,11 @@ class _Bench:
         return torch.autocast(self.device.type, DTYPES[self.timed.compute])
 
 
-def _in_order(forward: float, backward: Mapping[str, float]) -> dict[str, PassSeconds]:
+def _in_order(forward: float, backward: Mapping[str, float]) -> dict[str, LevelSeconds]:
     """By level, with what is made again never less than at the level before."""
     rising = nearest_rising(list(backward.values()))
     return {
-        level: PassSeconds(forward, rising[0], seconds - rising[0])
+        level: LevelSeconds(forward, rising[0], seconds - rising[0])
         for level, seconds in zip(backward, rising, strict=True)
     }
 

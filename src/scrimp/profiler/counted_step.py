@@ -15,7 +15,7 @@ Method   The code runs on small CPU tensors on CUDA's way through it, and each k
          FLOPs are those of torch's counter, all scores of attention included. Figures per token do not depend on the
          size where weights of norms are small beside activations.
 Limits   Caches are none: what is read twice counts twice. Inductor fuses for a CPU: reductions over a whole column
-         (gradients of norms) may take a kernel more on CUDA. No planned formats: their kernels are Triton's own.
+         (gradients of norms) may take a kernel more on CUDA. Planned formats: `scrimp.profiler.counted_formats`.
 Checked  tests/profiler/test_counted_step.py: norms and gates by hand, products by `planner.flops`
 """
 
@@ -24,7 +24,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -55,6 +55,8 @@ class Work:
     moved: int = 0
     """Bytes of all else."""
     flops: int = 0
+    product_launches: int = field(default=0, compare=False)
+    """Launches that are matrix products."""
 
     def __add__(self, other: Work) -> Work:
         return Work(*(mine + its for mine, its in zip(_numbers(self), _numbers(other), strict=True)))
@@ -79,7 +81,7 @@ def _numbers(work: Work) -> list[int]:
 def _kernel(name: str, num_bytes: int) -> Work:
     """One launch of an operator."""
     if name in _PRODUCTS:
-        return Work(1, products=num_bytes)
+        return Work(1, products=num_bytes, product_launches=1)
     if "attention" in name:
         return Work(1, attention=num_bytes)
     return Work(1, moved=num_bytes)

@@ -15,7 +15,7 @@ Method   All ranks work at once, each for `WINDOW_S` on one thing after another:
 
              seconds = mean of (product, collective) - mean of (product)
 
-         The mean over the ranks counts, and all of them know it.
+         The mean over the ranks counts, and all of them know it. A device alone shares nothing: the best call counts.
          The rate of the working format stands at `bf16`, in which the search computes what no recipe is given for.
 Limits   About a second. One size for each thing. All links are taken to be equal; what `scrimp doctor --ranks`
          finds of single pairs is not read. Prices and power are not known: 1 and 0. The CUDA part was not run.
@@ -52,7 +52,7 @@ from scrimp.planner.layout.kernels import LONG_KEYS, NARROW_HEADS, WIDE_HEAD
 from scrimp.planner.layout.software import Software, software
 from scrimp.precision import HIGH_PRECISION, LinearPrecision
 from scrimp.profiler.device import Device
-from scrimp.timing import now
+from scrimp.timing import best, now
 
 WINDOW_S = 0.04
 SIZE = {"cpu": 384, "cuda": 4096}
@@ -63,9 +63,14 @@ GATHERED_BYTES = {"cpu": 2**23, "cuda": 2**26}
 SMALL_BYTES, SMALL_TIMES, LARGE_TIMES = 4096, 16, 8
 """Of each rank in a small one; how often each is called."""
 HEADS, HEAD_SIZE, KEYS = 4, 64, 512
-EAGER = 2.0
-"""Bytes that operators one by one move for one that a fused kernel moves: an estimate (norms 3, gates 1.7)."""
+EAGER = {"cpu": 2.0, "cuda": 3.2}
+"""Bytes that operators one by one move for one that must be. On CUDA counted (`counted_step`); a CPU has
+functions of Scrimp's own for norms and gates: an estimate (norms 3, gates 1.7)."""
+EAGER_HOST_OPS = 0.77
+"""Operations of a block run so, for one of `host_times` (counted)."""
 _TILE = 4
+FP32_LOGIT_BYTES = 16.0
+"""Moved by the loss for each logit in fp32 (counted: `scrimp.profiler.counted_step`)."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -159,7 +164,7 @@ def software_here(cluster: Cluster, device_type: str, *, compute: str, compiled:
     """
     found = software("scrimp")
     if not compiled:
-        found = replace(found, traffic=EAGER)
+        found = replace(found, traffic=EAGER[device_type], host_ops=EAGER_HOST_OPS)
     if compute == "fp32":
         # Gradient, two moments and weight read, three written; the norm reads and the clip reads and writes.
         found = replace(
@@ -171,6 +176,7 @@ def software_here(cluster: Cluster, device_type: str, *, compute: str, compiled:
             master_bytes=0.0,
             optimizer_bytes=40.0,
             gradient_sum_bytes=12.0,
+            bytes_per_logit=FP32_LOGIT_BYTES,
         )
     if device_type == "cpu":
         launch = cluster.groups[0].node.host_op_seconds
@@ -181,7 +187,8 @@ def software_here(cluster: Cluster, device_type: str, *, compute: str, compiled:
             hidden_gathers=0.0,
             hidden_rings=0.0,
             hidden_sends=0.0,
-            quantize_bytes=0.0,  # in the measured rate
+            quantize=(),  # in the measured rate
+            quantize_bytes=0.0,
             ranks_a_core=max(1.0, cluster.devices / num_cores()),
             quantize_block_bytes=0.0,
             quantize_seconds=0.0,
@@ -199,6 +206,8 @@ def measure_rates(device: Device, *, compute: str, recipe: str | None) -> RankRa
     flops = 2.0 * size**3
 
     def seconds(call: Callable[[], object]) -> float:
+        if world.size == 1:
+            return best(call, here, least_s=WINDOW_S)
         world.barrier()
         return _window(call, here)
 

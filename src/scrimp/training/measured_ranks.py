@@ -22,18 +22,14 @@ import math
 from dataclasses import replace
 
 from scrimp.config import Architecture, ResolvedConfig, replace_values
-from scrimp.config.resolved import ResolvedLayout
-from scrimp.models import spec_of
-from scrimp.models.shapes import sizes_of
 from scrimp.planner.layout.block_times import block_seconds
 from scrimp.planner.layout.predict import kernels_of
-from scrimp.planner.layout.setting import Setting
 from scrimp.precision import HIGH_PRECISION, RECIPES, LinearPrecision, parse_rules
 from scrimp.profiler import Device
 from scrimp.profiler.block_times import measure_blocks
-from scrimp.profiler.measured_cluster import RankRates, cluster_of, rates_of_ranks, software_here
+from scrimp.profiler.measured_cluster import RankRates, cluster_of, rates_of_ranks
 from scrimp.runtime import deterministic, preferred_backends
-from scrimp.training.memory.block_seconds import LIMIT_S, timed_of
+from scrimp.training.memory.block_seconds import LIMIT_S, setting_on, timed_of
 
 ROUNDS = 5
 _FASTEST, _HALVINGS = 100.0, 40
@@ -98,23 +94,9 @@ def predicted_block(
     rates: RankRates, config: ResolvedConfig, architecture: Architecture, device: Device, *, recipe: str
 ) -> float:
     """Seconds of both passes of the first block on one rank of these rates."""
-    train, rules = config.train, config.precision_rules
     cluster = cluster_of(rates, ranks=1, name="here", memory_bytes=1)
-    program = software_here(
-        cluster, device.torch_device.type, compute=rules.compute, compiled=train.compile == "on"
-    )
-    model = sizes_of(spec_of(architecture))
-    setting = Setting(
-        model=model,
-        cluster=cluster,
-        sequence=train.sequence,
-        global_batch=train.micro_batch,
-        micro_batch=train.micro_batch,
-        layout=ResolvedLayout(dp=1, fsdp=1),
-        software=program,
-        precision=recipe,
-    )
-    found = block_seconds(model.blocks[0], setting, kernels_of(setting))
+    setting = replace(setting_on(cluster, config, architecture, device), precision=recipe)
+    found = block_seconds(setting.model.blocks[0], setting, kernels_of(setting))
     return found.forward.compute + found.backward.compute
 
 

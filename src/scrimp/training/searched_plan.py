@@ -19,13 +19,9 @@ Checked  tests/training/test_searched_plan.py
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from scrimp.config import Config, flatten, replace_values
 from scrimp.config.gathered import gathered_text
@@ -38,14 +34,10 @@ from scrimp.planner.layout.lines import Line, setting_of
 from scrimp.planner.layout.setting import BlockPlan, Setting
 from scrimp.planner.layout.stages import block_plans
 from scrimp.profiler import Device
+from scrimp.profiler.this_device import MEMORY_TOLERANCE, is_same_name, memory_bytes
 from scrimp.report.units import format_bytes
 from scrimp.training.memory.simulated import LEVELS
 
-MEMORY_TOLERANCE = 0.15
-"""Drivers and error correction keep a part of a device's memory."""
-_OTHER_NAMES = {"dgxspark": "gb10"}
-_VARIANTS = ("ti", "super")
-"""Words that make another device of a name."""
 _DO = "plan for this machine, or change the plan's line"
 
 
@@ -193,7 +185,7 @@ def refuse_other_hardware(cluster: Cluster, device: Device, origin: Path) -> Non
             expected=device.name,
             do=_DO,
         )
-    here = _memory_bytes(device)
+    here = memory_bytes(device)
     if not any(_fits_memory(one.memory_bytes, here, is_host=device.is_host) for one in same):
         raise PlanError(
             what,
@@ -201,30 +193,6 @@ def refuse_other_hardware(cluster: Cluster, device: Device, origin: Path) -> Non
             expected=f"{format_bytes(here)}, as {device.name} has here",
             do=f"correct memory_bytes of the hardware file and search again; else {_DO}",
         )
-
-
-def is_same_name(planned: str, here: str) -> bool:
-    """Whether a hardware file's device is what the vendor's name says: h100-96 is an "NVIDIA H100 NVL", rtx4060 is no
-    "RTX 4060 Ti"."""
-    word = _OTHER_NAMES.get(
-        planned.lower(), re.sub(r"-\d+$", "", planned.lower())
-    )  # a100-40: memory says the rest
-    wanted, words = "".join(_words(word)), [*_words(here), ""]
-    return any(
-        "".join(words[first:after]) == wanted and words[after] not in _VARIANTS
-        for first in range(len(words))
-        for after in range(first + 1, len(words))
-    )
-
-
-def _words(name: str) -> list[str]:
-    return re.findall(r"[a-z0-9]+", name.lower())
-
-
-def _memory_bytes(device: Device) -> int:
-    if device.is_host:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // device.ranks_here
-    return int(torch.cuda.get_device_properties(device.torch_device).total_memory)
 
 
 def _fits_memory(planned: float, here: int, *, is_host: bool) -> bool:

@@ -9,7 +9,7 @@ import pytest
 from published_settings import LLAMA_8B, ROUTED, setting
 
 from scrimp.planner.hardware import load_hardware
-from scrimp.planner.layout import block_times
+from scrimp.planner.layout import block_times, product_times
 from scrimp.planner.layout.block_times import block_seconds, exposed, head_seconds
 from scrimp.planner.layout.execution import Execution
 from scrimp.planner.layout.kernels import Kernels
@@ -229,5 +229,5 @@ def test_what_is_counted_once_is_what_every_setting_has() -> None:
     together = [block_seconds(block, one, Kernels(one.device)) for one in settings]
     for one, found in zip(settings, together, strict=True):
         block_times._counted.cache_clear()
-        block_times._counted_layer.cache_clear()
+        product_times.counted_layer.cache_clear()
         assert block_seconds(block, one, Kernels(one.device)) == found

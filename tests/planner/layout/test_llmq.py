@@ -8,8 +8,8 @@ import pytest
 from published_settings import LLAMA_8B, setting
 
 from scrimp.planner.hardware import load_device
-from scrimp.planner.layout.block_times import product_seconds
 from scrimp.planner.layout.predict import kernels_of, planned_seconds
+from scrimp.planner.layout.product_times import product_seconds
 from scrimp.planner.layout.setting import FULL, BlockPlan, Offload, Setting
 from scrimp.planner.layout.software import software
 from scrimp.planner.layout.stage_memory import peak_bytes

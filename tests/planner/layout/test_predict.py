@@ -47,7 +47,11 @@ def test_formats_recomputation_and_links_have_their_price() -> None:
     assert seconds(setting(precision="fp8_tensor")) < seconds(setting())
     plain, some, full = (seconds(setting(recompute=one)) for one in ("none", 16, "full"))
     assert plain < some < full
-    assert full / plain == pytest.approx(4 / 3, rel=0.1)
+    # All products but the last of a block run once more, beside three passes of all of them and of the head.
+    model = LLAMA_8B.sizes
+    again = sum(one.parameters_per_token - one.linears[-1].parameters for one in model.blocks)
+    passes = 3 * (sum(one.parameters_per_token for one in model.blocks) + model.head_parameters)
+    assert full / plain == pytest.approx(1 + again / passes, rel=0.05)
     near, far = setting(hardware="2x8xh100", tp=8), setting(hardware="8x2xh100", tp=8)
     assert seconds(far) > seconds(near)
 

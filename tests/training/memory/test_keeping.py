@@ -8,8 +8,8 @@ import pytest
 
 from scrimp.config import Config, MemoryConfig, ModelConfig, TrainConfig
 from scrimp.config.activations import LEVELS
+from scrimp.planner.memory.costs import LevelSeconds
 from scrimp.planner.memory.search import find
-from scrimp.planner.memory.work import PassSeconds
 from scrimp.training.memory import block_seconds as times
 from scrimp.training.memory.decide import CLEARLY, Problem
 from scrimp.training.setup import Decisions, decide
@@ -26,7 +26,7 @@ KEPT = ("keep",) * 5
 
 def measured(again: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> Decisions:
     """The decision where timing blocks gave so many milliseconds to make again, of 30 that keeping takes."""
-    seconds = {level: PassSeconds(0.01, 0.02, 1e-3 * again.get(level, 10.0)) for level in LEVELS}
+    seconds = {level: LevelSeconds(0.01, 0.02, 1e-3 * again.get(level, 10.0)) for level in LEVELS}
     monkeypatch.setattr(times, "_blocks_once", lambda *_: (seconds,))
     monkeypatch.setattr(times, "_ends_once", lambda *_: 0.02)
     monkeypatch.setattr(times, "LIMIT_S", 1e9)

@@ -148,7 +148,11 @@ class TorchBackend(Backend):
 
 
 def _has_kernel(x: Tensor, operand: Operand) -> bool:
-    return x.device.type == "cuda" and operand.scaling in TILES and operand.element != "e2m1" and has_triton()
+    return _is_on_gpu(x) and operand.scaling in TILES and operand.element != "e2m1" and has_triton()
+
+
+def _is_on_gpu(x: Tensor) -> bool:
+    return x.device.type == "cuda"
 
 
 def _is_kernel_pair(x: Tensor, first: Use, second: Use) -> bool:

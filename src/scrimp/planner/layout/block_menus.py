@@ -26,10 +26,10 @@ from numpy.typing import NDArray
 
 from scrimp.models.shapes import ModelSizes
 from scrimp.planner.layout.block_activations import kept_bytes, waiting_bytes
-from scrimp.planner.layout.block_times import Products
 from scrimp.planner.layout.knapsack import Choices, Indices, falling
 from scrimp.planner.layout.predict import kernels_of, planned_seconds
 from scrimp.planner.layout.product_table import Sets, product_table
+from scrimp.planner.layout.product_times import Products
 from scrimp.planner.layout.setting import FULL, NONE, SELECTIVE, BlockPlan, Setting
 from scrimp.planner.layout.stages import numbers_of_block
 from scrimp.precision import GEMMS, RECIPES

@@ -10,20 +10,22 @@ Method   The products of every linear layer, forward, for its input and for its 
          the gradient of the gate's, as codes.
          Of the formats of a block's products nothing but `Products` follows: the passes of many sets of formats are
          counted at once, with arrays in it.
-Limits   Quantized weights are made once a step, and count there.
+         What a level of recomputation makes again (`scrimp.config.activations`) is its part of the forward pass, as the
+         block's specification says of each product and operation (`level_seconds`).
+Limits   Where quantization was not counted by recipe (`product_times`), weights are made once a step, and count there.
 Checked  tests/planner/layout/test_block_passes.py
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from scrimp.config.activations import GATED, HEADS
+from scrimp.config.activations import GATED, HEADS, LEVELS
 from scrimp.models import BlockSpec, LinearSpec
 from scrimp.models.shapes import value_width
 from scrimp.planner.layout.block_activations import named_parts
@@ -33,13 +35,21 @@ from scrimp.planner.layout.host_times import (
     again_seconds,
     idle_seconds,
     layer_ops,
-    matrices,
     other_ops,
     rotates_apart,
 )
-from scrimp.planner.layout.kernels import Kernels, element_bytes, kind_of
+from scrimp.planner.layout.kernels import Kernels, element_bytes
+from scrimp.planner.layout.product_times import (
+    Case,
+    Products,
+    case_of_products,
+    counted_layer,
+    gradient_sums,
+    made_head,
+    product_seconds,
+)
 from scrimp.planner.layout.setting import Setting
-from scrimp.precision import GEMMS
+from scrimp.precision import GEMMS, HEAD
 
 ASYNC_TP = 0.7
 """Share of tp's exchanges that run beside products in pieces: as Megatron's, which do too."""
@@ -63,8 +73,6 @@ _ROTATION_BYTES = (20.0, 24.0)
 (4), less 4; backward the same and what three uses add up."""
 _SCALE_BYTES = {"fp8": 4 / 128, "mxfp8": 1 / 32, "nvfp4": 1 / 16}
 """Of scales that lie along rows, for each number."""
-_WRITTEN_BYTES = 2.0
-"""For each number of an operand that is written as codes at once, along rows and along columns."""
 
 
 @dataclass(frozen=True)
@@ -115,28 +123,10 @@ class BlockSeconds:
     """The forward part that `Setting.recompute_parts` names."""
     last: float = 0.0
     """The forward part that full recomputation leaves out."""
-
-
-@dataclass(frozen=True)
-class Products:
-    """What formats decide of the passes of a block, or of one of its layers; arrays for many sets of formats."""
-
-    forward: Any
-    """Seconds of its products."""
-    backward: Any
-    ops: Any
-    """Operations that the host launches for them, forward: in plain ones (`host_times`)."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """A block of a setting, or one of its layers; cases are equal that take the same seconds."""
-
-    key: tuple[object, ...]
-    """All that the seconds follow from, things that are looked at as a whole by their id."""
-    what: BlockSpec | LinearSpec = field(compare=False)
-    setting: Setting = field(compare=False)
-    kernels: Kernels = field(compare=False)
+    norms: float = 0.0
+    """What the level `norms` makes again."""
+    again: PassSeconds = PassSeconds(0.0)
+    """What the level `block` makes again: the forward pass without what nothing reads a second time."""
 
 
 def block_seconds(
@@ -165,13 +155,14 @@ def _counted(case: Case, products: Products | None) -> BlockSeconds:
     assert isinstance(block, BlockSpec)
     if products is not None:
         return _passes(block, setting, kernels, products)
-    forward = backward = ops = 0.0
+    forward = backward = ops = once = 0.0
     for linear in block.linears:
         recipes = [setting.recipe(linear.name, gemm) for gemm in GEMMS]
-        fprop, dgrad, wgrad = _counted_layer(case_of_products(linear, setting, kernels), *recipes)
+        fprop, dgrad, wgrad = counted_layer(case_of_products(linear, setting, kernels), *recipes)
         forward, backward = forward + fprop, backward + dgrad + wgrad
         ops += layer_ops(linear, recipes[0], setting)
-    return _passes(block, setting, kernels, Products(forward, backward, ops))
+        once += fprop * (not linear.again)
+    return _passes(block, setting, kernels, Products(forward, backward, ops, once))
 
 
 def _passes(block: BlockSpec, setting: Setting, kernels: Kernels, products: Products) -> BlockSeconds:
@@ -201,8 +192,33 @@ def _passes(block: BlockSpec, setting: Setting, kernels: Kernels, products: Prod
             parts - waits, (waits > 0.0) * again_seconds(block, setting, named_parts(block, setting))
         )
         parts = larger(parts, 0.0)
+    repeated = windows[0] + moved[0] + idle - products.once - _moved_by(block, setting, kernels, ("",))
+    exchanged, beside = passes[0].communication, passes[0].hidden
+    again = PassSeconds(repeated + larger(0.0, host - repeated - exchanged), exchanged, beside)
+    norms = _moved_by(block, setting, kernels, levels_until("norms"))
     last = _last(block, setting, kernels) if software.full_leaves_last else 0.0
-    return BlockSeconds(passes[0], passes[1], attention[0], moved[0], products.forward, parts, last)
+    return BlockSeconds(
+        passes[0], passes[1], attention[0], moved[0], products.forward, parts, last, norms, again
+    )
+
+
+def levels_until(level: str) -> tuple[str, ...]:
+    """Those whose parts are made again at this level."""
+    return LEVELS[1 : LEVELS.index(level) + 1]
+
+
+def level_seconds(block: BlockSpec, setting: Setting, kernels: Kernels, level: str) -> float:
+    """Seconds of what a level of recomputation makes again."""
+    if level == LEVELS[-1]:
+        return block_seconds(block, setting, kernels).again.compute
+    made = levels_until(level)
+    products = sum(
+        product_seconds(one, "fprop", setting.recipe(one.name, "fprop"), setting, kernels)
+        for one in block.linears
+        if one.again in made
+    )
+    attends = _attention(block, setting, kernels, backward=False) if "attention" in made else 0.0
+    return products + attends + _moved_by(block, setting, kernels, made)
 
 
 def _parts(block: BlockSpec, setting: Setting, kernels: Kernels, attention: float) -> float:
@@ -255,14 +271,15 @@ def head_seconds(setting: Setting, kernels: Kernels) -> BlockSeconds:
     software, words = setting.software, model.vocab_size if setting.software.gathers_logits else V
     logits = kernels.moved(tokens * words * software.bytes_per_logit)
     stream = tokens * D * software.activation_bytes / (tp if setting.sequence_parallel else 1)
-    recipe = setting.precision if setting.execution.fp8_head else "bf16"
-    forward = kernels.product(tokens, V, D, recipe) + logits / 2 + kernels.moved(2 * stream)
-    backward = kernels.product(tokens, D, V, recipe) + logits / 2 + kernels.moved(4 * stream)
-    backward += kernels.product(V, D, tokens, recipe, extra=_sums(setting) * V * D)
-    if recipe != "bf16":
-        each = _quantize_bytes(setting, recipe)
-        forward += kernels.moved(each * tokens * D)
-        backward += kernels.moved(each * tokens * V)
+    base = setting.precision if setting.execution.fp8_head else "bf16"
+    fprop, dgrad, wgrad = (setting.formats.get(f"{HEAD}.{gemm}", base) for gemm in GEMMS)
+    forward = kernels.product(tokens, V, D, fprop) + logits / 2 + kernels.moved(2 * stream)
+    backward = kernels.product(tokens, D, V, dgrad) + logits / 2 + kernels.moved(4 * stream)
+    backward += kernels.product(V, D, tokens, wgrad, extra=gradient_sums(setting) * V * D)
+    forward += made_head(fprop, "fprop", D, setting, kernels)
+    backward += sum(
+        made_head(recipe, gemm, V, setting, kernels) for recipe, gemm in ((dgrad, "dgrad"), (wgrad, "wgrad"))
+    )
     exchange = setting.groups["tp"].gathered(tokens * D * setting.software.activation_bytes)
     times = model.heads
     return BlockSeconds(
@@ -285,77 +302,6 @@ def embedding_seconds(setting: Setting, kernels: Kernels) -> BlockSeconds:
     forward = kernels.moved(2 * size)
     backward = kernels.moved(size + whole * 8.0 / shared)
     return BlockSeconds(PassSeconds(forward, exchange), PassSeconds(backward, exchange), 0.0, forward, 0.0)
-
-
-def case_of_products(what: BlockSpec | LinearSpec, setting: Setting, kernels: Kernels) -> Case:
-    """All that seconds of products follow from, but for their recipes."""
-    layout, things = setting.layout, (what, setting.software, kernels.device)
-    place = (setting.tokens, layout.tp, layout.ep, layout.etp, setting.sequence_parallel)
-    of_kernels = (kernels.launch_seconds, setting.execution)
-    return Case((*map(id, things), *place, *of_kernels), what, setting, kernels)
-
-
-@lru_cache(maxsize=2**15)
-def _counted_layer(case: Case, *recipes: str) -> tuple[float, ...]:
-    linear, setting, kernels = case.what, case.setting, case.kernels
-    assert isinstance(linear, LinearSpec)
-    return tuple(
-        product_seconds(linear, gemm, recipe, setting, kernels)
-        for gemm, recipe in zip(GEMMS, recipes, strict=True)
-    )
-
-
-def product_seconds(linear: LinearSpec, gemm: str, recipe: str, setting: Setting, kernels: Kernels) -> float:
-    """One product of a layer; in 8 or 4 bits, with the making of the operand that no other product of it makes."""
-    layout = setting.layout
-    is_expert = linear.experts > 1
-    ranks = layout.etp if is_expert else layout.tp
-    outputs, inputs = float(linear.outputs), float(linear.inputs)
-    if linear.cut == "outputs":
-        outputs /= ranks
-    elif linear.cut == "inputs":
-        inputs /= ranks
-    rows, count = setting.tokens, matrices(linear, setting)
-    if is_expert:
-        rows = setting.tokens * linear.chosen * layout.etp / (layout.tp * count)
-    elif linear.cut is None and setting.sequence_parallel:
-        rows /= layout.tp
-    pieces = [outputs * share for share in _shares(linear, setting)]
-    if gemm == "wgrad":
-        summed = _sums(setting) * inputs * count
-        return sum(
-            kernels.product(one, inputs, rows, recipe, count=count, extra=summed * one) for one in pieces
-        )
-    is_forward, read = gemm == "fprop", inputs if gemm == "fprop" else outputs
-    sizes = [(one, inputs) if is_forward else (inputs, one) for one in pieces]
-    found = sum(kernels.product(rows, made, inner, recipe, count=count) for made, inner in sizes)
-    if recipe in ("bf16", "fp32"):
-        return found
-    if gemm == "dgrad":
-        found += kernels.moved(setting.software.transposed_weight_bytes * outputs * inputs * count, kernels=0)
-    fused = is_expert and setting.execution.fused_experts
-    is_written = fused and linear.cut == ("inputs" if gemm == "fprop" else "outputs")
-    each = _WRITTEN_BYTES if is_written else _quantize_bytes(setting, recipe)
-    fixed = setting.software.quantize_seconds * (1 if fused else count)
-    return found + kernels.moved(each * rows * count * read) + fixed
-
-
-def _shares(linear: LinearSpec, setting: Setting) -> list[float]:
-    """Parts of a layer's outputs that are products of their own."""
-    if setting.software.stacks_layers or linear.experts > 1 or not linear.rows:
-        return [1.0]
-    return [one / linear.outputs for one in linear.rows]
-
-
-def _quantize_bytes(setting: Setting, recipe: str) -> float:
-    software = setting.software
-    in_blocks = kind_of(recipe, setting.device) in ("fp8_block", "mxfp8")
-    return software.quantize_block_bytes if in_blocks else software.quantize_bytes
-
-
-def _sums(setting: Setting) -> float:
-    """Bytes for each number of a weight that adding up its gradient moves in one pass."""
-    return setting.software.gradient_sum_bytes
 
 
 def _attention(block: BlockSpec, setting: Setting, kernels: Kernels, *, backward: bool) -> float:
@@ -398,6 +344,15 @@ def _moved(block: BlockSpec, setting: Setting, kernels: Kernels, *, backward: bo
             numbers += 4 * copies
     size = (numbers * setting.software.activation_bytes + extra) * setting.tokens * setting.software.traffic
     return kernels.moved(size, kernels=2 * len(block.traffic))
+
+
+def _moved_by(block: BlockSpec, setting: Setting, kernels: Kernels, levels: Collection[str]) -> float:
+    """The forward part of it that these levels make again; "": that none does."""
+    made = [one for one in block.traffic if one.again in levels]
+    tp, stream = setting.layout.tp, setting.layout.tp if setting.sequence_parallel else 1
+    numbers = sum(one.forward / (stream if one.on_stream else tp) for one in made)
+    size = numbers * setting.software.activation_bytes * setting.tokens * setting.software.traffic
+    return kernels.moved(size, kernels=2 * len(made))
 
 
 def _exchanges(block: BlockSpec, setting: Setting) -> tuple[float, float]:

@@ -24,7 +24,9 @@ from collections.abc import Collection
 from scrimp.config.activations import GATED, HEADS
 from scrimp.models import BlockSpec, LinearSpec
 from scrimp.planner.layout.execution import ALL_TO_ALL, ATTENTION, ROUTER, STEP
+from scrimp.planner.layout.kernels import kind_of
 from scrimp.planner.layout.setting import Setting
+from scrimp.precision import HIGH_PRECISION
 
 _OTHER_OPS = 10
 """Attention, residuals and reshapes: an estimate."""
@@ -47,6 +49,14 @@ _BIAS_OPS = 3
 """For each expert's bias: product with the router's share, sum, and its part of joining them."""
 
 
+def made_operands(gemm: str, recipe: str, setting: Setting) -> tuple[float, float, float, float] | None:
+    """What the operands of a product take on the setting's device, where its software was counted."""
+    if not setting.software.quantize:
+        return None
+    units = recipe not in HIGH_PRECISION and kind_of(recipe, setting.device) != "bf16"
+    return setting.software.made(recipe, gemm, units=units)
+
+
 def layer_ops(linear: LinearSpec, recipe: str, setting: Setting) -> float:
     """Plain operations of a layer's forward pass that the host launches. A module's operand in 8 or 4 bits takes two
     more, of experts one for each, which run one by one."""
@@ -58,7 +68,9 @@ def layer_ops(linear: LinearSpec, recipe: str, setting: Setting) -> float:
         each = 0.5 if setting.execution.fused_experts else 1.0 + is_low
         return matrices(linear, setting) * each
     graph = ATTENTION if linear.name.startswith("attention") else ROUTER
-    return 0.0 if graph in graphs else setting.software.host_ops * (1 + 2 * is_low)
+    counted = made_operands("fprop", recipe, setting)
+    making = 2 * is_low if counted is None else counted[0]
+    return 0.0 if graph in graphs else setting.software.host_ops * (1 + making)
 
 
 def other_ops(block: BlockSpec, setting: Setting) -> float:

@@ -25,7 +25,6 @@ from scrimp.planner.layout.block_activations import boundary_bytes, kept_bytes
 from scrimp.planner.layout.block_times import (
     BlockSeconds,
     PassSeconds,
-    Products,
     block_seconds,
     embedding_seconds,
     head_seconds,
@@ -39,6 +38,7 @@ from scrimp.planner.layout.pipeline_times import (
     played_passes,
 )
 from scrimp.planner.layout.product_table import product_table
+from scrimp.planner.layout.product_times import Products
 from scrimp.planner.layout.setting import FULL, SELECTIVE, BlockPlan, Setting
 from scrimp.planner.layout.stages import (
     Numbers,
@@ -317,12 +317,16 @@ def beside(one: PassSeconds, moved: Any) -> PassSeconds:
 
 def _made_again(setting: Setting, plan: BlockPlan, one: BlockSeconds) -> PassSeconds:
     """What the backward pass of a block makes again."""
+    software = setting.software
     if plan.recompute == FULL:
+        if software.again_by_level:
+            return one.again
         return PassSeconds(one.forward.compute - one.last, one.forward.communication, one.forward.hidden)
     if plan.recompute == SELECTIVE:
-        software = setting.software
         if setting.recompute_parts:
             return PassSeconds(one.parts)
+        if software.again_by_level:
+            return PassSeconds(one.norms)
         attention = one.attention if software.selective_attention else 0.0
         made = PassSeconds(attention + one.cheap + software.selective_products * one.products)
         gathers = software.selective_gathers * one.forward.communication

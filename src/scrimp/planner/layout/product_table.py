@@ -2,7 +2,7 @@
 
 Problem  A search over formats asks for the passes of a block in hundreds of sets of formats, of which each differs from
          the one before in a single product.
-Method   A block's passes need no more of its formats than sums over its products (`block_times.Products`). Each
+Method   A block's passes need no more of its formats than sums over its products (`product_times.Products`). Each
          product's seconds in each recipe are counted once for a block and what it follows from; sums of many sets are
          then one gather of an array, and the sum of each product's least is below that of every set.
 Checked  tests/planner/layout/test_product_table.py: sets one at a time
@@ -20,14 +20,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scrimp.models import BlockSpec
-from scrimp.planner.layout.block_times import (
+from scrimp.planner.layout.host_times import layer_ops
+from scrimp.planner.layout.kernels import Kernels
+from scrimp.planner.layout.product_times import (
     Case,
     Products,
     case_of_products,
     product_seconds,
 )
-from scrimp.planner.layout.host_times import layer_ops
-from scrimp.planner.layout.kernels import Kernels
 from scrimp.planner.layout.setting import Setting
 from scrimp.precision import GEMMS
 
@@ -44,19 +44,25 @@ class ProductTable:
     """[L, G, R]"""
     ops: Array
     """[L, R], by the recipe of the forward product."""
+    is_once: NDArray[np.bool_]
+    """[L] whether no level of recomputation makes the forward product again."""
 
     def of(self, sets: Sets) -> Products:
         """[S] of each."""
         layers = np.arange(len(self.ops))
         each = self.seconds[layers[:, None], np.arange(len(GEMMS)), sets]
         ops = self.ops[layers, sets[:, :, 0]].sum(axis=1)
-        return Products(each[:, :, 0].sum(axis=1), each[:, :, 1:].sum(axis=(1, 2)), ops)
+        forward = each[:, :, 0]
+        once = forward[:, self.is_once].sum(axis=1)
+        return Products(forward.sum(axis=1), each[:, :, 1:].sum(axis=(1, 2)), ops, once)
 
     @cached_property
     def least(self) -> Products:
         """No set takes less of any."""
-        forward, *backward = self.seconds.min(axis=2).sum(axis=0).tolist()
-        return Products(forward, sum(backward), float(self.ops.min(axis=1).sum()))
+        least = self.seconds.min(axis=2)
+        forward, *backward = least.sum(axis=0).tolist()
+        once = float(least[self.is_once, 0].sum())
+        return Products(forward, sum(backward), float(self.ops.min(axis=1).sum()), once)
 
 
 def product_table(
@@ -75,4 +81,5 @@ def _counted(case: Case, *recipes: str) -> ProductTable:
         for linear in block.linears
     ]
     ops = [[layer_ops(linear, recipe, setting) for recipe in recipes] for linear in block.linears]
-    return ProductTable(np.array(seconds), np.array(ops, dtype=np.float64))
+    is_once = np.array([not linear.again for linear in block.linears])
+    return ProductTable(np.array(seconds), np.array(ops, dtype=np.float64), is_once)

@@ -12,19 +12,23 @@ from __future__ import annotations
 
 import tomllib
 from dataclasses import dataclass, fields, replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 from scrimp.config import nearest_word
 from scrimp.errors import ConfigError
 from scrimp.planner.hardware import Device
+from scrimp.precision import GEMMS
 
 _FOLDER = Path(__file__).parent / "softwares"
 
 
 Shares = tuple[tuple[str, float], ...]
 """Parts of a block's activations with a share of each."""
+Made = tuple[tuple[float, float, float, float], ...]
+"""Of fprop, dgrad and wgrad each: launches, and bytes for each number of the layer's input, output and weight."""
+EMULATED = "-emulated"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +58,9 @@ class Software:
     """Bytes moved for each number of a quantized weight in a backward pass, which reads it transposed."""
     quantize_seconds: float
     """What each tensor that is quantized takes besides, however small."""
+    quantize: tuple[tuple[str, Made], ...]
+    """What the operands of a product in a recipe take instead, where it was counted product by product; beside a
+    recipe its name with `EMULATED` for devices without units for it."""
     unfused_experts: bool
     """Whether tokens are sorted twice around an all-to-all exchange, and experts' biases added and their gates clamped
     apart, unless the user fuses experts; and what YaRN scales rotated apart."""
@@ -120,6 +127,10 @@ class Software:
     products: tuple[tuple[str, str, float], ...]
     """Shares of the peak that large products of a kind, or attention, reached on a device by the libraries of its time,
     as ("h100", "bf16", 0.728), under the names of `achieved`; of all else the hardware file's."""
+    again_by_level: bool
+    """Whether blocks know levels of recomputation (`scrimp.config.activations`): what is made again is then what their
+    specification says, at the level `norms` where it is selective, else at `block`. Otherwise full recomputation is
+    the whole forward pass, and selective as the next two say."""
     selective_products: float
     """Share of a block's products, forward, that it makes again."""
     full_leaves_last: bool
@@ -183,6 +194,20 @@ class Software:
     shards_over_copies: bool
     """Whether copies share optimizer states (a distributed optimizer)."""
 
+    def made(self, recipe: str, gemm: str, *, units: bool) -> tuple[float, float, float, float] | None:
+        """What the operands of a product take, as `quantize` says; None: it does not.
+
+        Args:
+            units: whether the device multiplies numbers of the recipe's.
+        """
+        known = self._quantize
+        found = known.get(recipe) if units else known.get(recipe + EMULATED, known.get(recipe))
+        return found[GEMMS.index(gemm)] if found else None
+
+    @cached_property
+    def _quantize(self) -> dict[str, Made]:
+        return dict(self.quantize)
+
     def on(self, device: Device) -> Device:
         """The device as this program's libraries use it."""
         found = {kind: share for name, kind, share in self.products if name == device.name}
@@ -231,6 +256,9 @@ def software(name: str) -> Software:
     for names_of in ("cp_methods", "whole_exchanges"):
         values[names_of] = tuple(values[names_of])
     values["products"] = tuple(map(tuple, values["products"]))
+    values["quantize"] = tuple(
+        (name, tuple(map(tuple, figures))) for name, figures in values["quantize"].items()
+    )
     for shares in ("selective", "selective_experts", "selective_latent"):
         values[shares] = tuple(values[shares].items())
     return Software(**{field.name: values[field.name] for field in fields(Software)})

@@ -17,6 +17,17 @@ Origin = Literal["measured", "predicted"]
 
 
 @dataclass(frozen=True)
+class LevelSeconds:
+    """Seconds of one block's passes over one micro-batch, at one level of recomputation."""
+
+    forward: float
+    backward: float
+    """Without what is made again."""
+    again: float
+    """What the level makes again in backward."""
+
+
+@dataclass(frozen=True)
 class BlockCost:
     """One block under one choice for its activations (`scrimp.config.activations`)."""
 

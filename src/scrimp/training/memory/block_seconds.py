@@ -1,11 +1,12 @@
 """Seconds of every block and choice for the planner: measured on the device where that is quick, else from the work.
 
-Method   The roofline of `scrimp.planner.memory.work` is always there. Where it says that measuring takes at most
-         `LIMIT_S` seconds, real blocks are timed in its place (`scrimp.profiler.block_times`), in as many rounds as
-         fit into that time; where it says more, or there is no memory for it, the roofline stays. So with the ends
-         (embedding, norm, head, loss), whose roofline is scaled as the blocks' has proven wrong. What a level makes
-         again takes no less than its roofline: noise often measures nothing, and where levels tie, a search for what
-         fits would let every block recompute.
+Method   The prediction of the search for layouts (`scrimp.planner.layout.block_times`), for this device
+         (`scrimp.profiler.this_device`) alone, is always there. Where it says that measuring takes at most `LIMIT_S`
+         seconds, real blocks are timed in its place (`scrimp.profiler.block_times`), in as many rounds as fit into that
+         time; where it says more, or there is no memory for it, the prediction stays. So with the ends (embedding,
+         norm, head, loss), whose prediction is scaled as the blocks' has proven wrong. What a level makes again takes
+         no less than predicted: noise often measures nothing, and where levels tie, a search for what fits would let
+         every block recompute.
          Blocks are timed as they train: by deterministic kernels, compiled where the run compiles them. Compiling them
          at every level is not in that limit; the run finds them in the compiler's cache. Of several ranks the first
          measures for all, which must come to one plan.
@@ -27,23 +28,34 @@ import torch
 from scrimp import objectives
 from scrimp.config import Architecture, ResolvedConfig
 from scrimp.config.activations import LEVELS, Activations
+from scrimp.config.resolved import ResolvedLayout
 from scrimp.errors import PlanError
 from scrimp.models import HEAD, full_name, spec_of
-from scrimp.planner import Peaks
-from scrimp.planner.memory.costs import BlockCost, StepCosts
-from scrimp.planner.memory.work import PassSeconds, Rates, block_seconds, ends_seconds
-from scrimp.precision import LinearPrecision, PrecisionRules
-from scrimp.profiler import Device, peaks_of
+from scrimp.models.shapes import sizes_of
+from scrimp.planner.hardware import Cluster
+from scrimp.planner.layout.block_times import (
+    block_seconds,
+    embedding_seconds,
+    head_seconds,
+    level_seconds,
+)
+from scrimp.planner.layout.predict import kernels_of
+from scrimp.planner.layout.setting import Setting
+from scrimp.planner.memory.costs import BlockCost, LevelSeconds, StepCosts
+from scrimp.precision import GEMMS, LinearPrecision, PrecisionRules
+from scrimp.profiler import Device
 from scrimp.profiler.bandwidth import LinkRates, measure_links
 from scrimp.profiler.block_times import CHAIN, ROUNDS, Timed, measure_blocks, measure_ends
+from scrimp.profiler.measured_cluster import software_here
+from scrimp.profiler.this_device import cluster_here
 from scrimp.runtime import deterministic, preferred_backends
 
-Blocks = tuple[Mapping[str, PassSeconds], ...]
+Blocks = tuple[Mapping[str, LevelSeconds], ...]
 """Level to measured seconds, by class of blocks."""
-Seconds = tuple[Sequence[Mapping[str, PassSeconds]], float]
+Seconds = tuple[Sequence[Mapping[str, LevelSeconds]], float]
 """Level to seconds by class of blocks, and of the ends."""
 LIMIT_S = 5.0
-"""Most seconds for measuring blocks, and again for measuring the ends, as the roofline predicts them."""
+"""Most seconds for measuring blocks, and again for measuring the ends, as they are predicted."""
 FEWEST_ROUNDS = 2
 
 
@@ -57,7 +69,6 @@ def with_seconds(
     config: ResolvedConfig,
     architecture: Architecture,
     device: Device,
-    rates: LinkRates,
     *,
     may_measure: bool = True,
 ) -> StepCosts:
@@ -66,7 +77,7 @@ def with_seconds(
     Args:
         may_measure: there is time and memory for it.
     """
-    model = _Model(costs, config, architecture, device, rates)
+    model = _Model(costs, config, architecture, device)
     predicted = model.predicted()
     measured = model.measured(predicted) if may_measure else None
     blocks, ends = measured or predicted
@@ -84,7 +95,7 @@ def with_seconds(
     )
 
 
-def _with(cost: BlockCost, seconds: Mapping[str, PassSeconds], name: str) -> BlockCost:
+def _with(cost: BlockCost, seconds: Mapping[str, LevelSeconds], name: str) -> BlockCost:
     one = seconds[Activations.parse(name).level]
     return dataclasses.replace(cost, forward_seconds=one.forward, backward_seconds=one.backward + one.again)
 
@@ -97,7 +108,6 @@ class _Model:
     config: ResolvedConfig
     architecture: Architecture
     device: Device
-    rates: LinkRates
 
     @property
     def levels(self) -> list[str]:
@@ -111,29 +121,27 @@ class _Model:
         return [self.costs.blocks.index(number) for number in range(len(self.costs.classes))]
 
     def predicted(self) -> Seconds:
-        """By the roofline."""
-        train, compute = self.config.train, self.config.precision_rules.compute
-        tokens = train.micro_batch * train.sequence
-        linears = linears_of(self.config.precision_rules, self.architecture)
-        peaks: Peaks = peaks_of(self.device)
-        work, spec = Rates(peaks, self.rates.device_memory), spec_of(self.architecture)
-        classes = [
-            {
-                level: block_seconds(
-                    spec.block(block),
-                    {one.name: linears[full_name(block, one.name)] for one in spec.block(block).linears},
-                    Activations.parse(level),
-                    work,
-                    tokens=tokens,
-                    sequence=train.sequence,
-                    compute=compute,
-                )
-                for level in self.levels
-            }
-            for block in self.first_blocks
-        ]
-        ends = ends_seconds(spec, linears[HEAD], work, tokens=tokens, compute=compute)
-        return classes, ends
+        """By the model of time that searches for layouts use."""
+        rules = self.config.precision_rules
+        cluster = cluster_here(self.device, compute=rules.compute, recipe=rules.base)
+        setting = setting_on(cluster, self.config, self.architecture, self.device)
+        kernels, linears = kernels_of(setting), linears_of(rules, self.architecture)
+        classes = []
+        for number in self.first_blocks:
+            block = setting.model.blocks[number]
+            formats = {one.name: linears[full_name(number, one.name)] for one in block.linears}
+            own = dataclasses.replace(setting, formats=_recipes(formats))
+            found = block_seconds(block, own, kernels)
+            passes = found.forward.compute, found.backward.compute
+            classes.append(
+                {
+                    level: LevelSeconds(*passes, level_seconds(block, own, kernels, level))
+                    for level in self.levels
+                }
+            )
+        own = dataclasses.replace(setting, formats=_recipes({HEAD: linears[HEAD]}))
+        ends = (embedding_seconds(own, kernels), head_seconds(own, kernels))
+        return classes, sum(one.forward.compute + one.backward.compute for one in ends)
 
     def measured(self, predicted: Seconds) -> Seconds | None:
         """On the device; None where it would take too long, or there is no memory for it."""
@@ -170,6 +178,32 @@ class _Model:
         return [_at_least(*pair) for pair in zip(found, classes, strict=True)], measured
 
 
+def setting_on(
+    cluster: Cluster, config: ResolvedConfig, architecture: Architecture, device: Device
+) -> Setting:
+    """A run's micro-batch on one device, alone."""
+    train = config.train
+    program = software_here(
+        cluster,
+        device.torch_device.type,
+        compute=config.precision_rules.compute,
+        compiled=train.compile == "on",
+    )
+    return Setting(
+        model=sizes_of(spec_of(architecture)),
+        cluster=cluster,
+        sequence=train.sequence,
+        global_batch=train.micro_batch,
+        micro_batch=train.micro_batch,
+        layout=ResolvedLayout(dp=1, fsdp=1),
+        software=program,
+    )
+
+
+def _recipes(linears: Mapping[str, LinearPrecision]) -> dict[str, str]:
+    return {f"{name}.{gemm}": one.gemm(gemm) for name, one in linears.items() for gemm in GEMMS}
+
+
 def timed_of(config: ResolvedConfig, architecture: Architecture, blocks: Sequence[int]) -> Timed:
     """What is measured of a run's model: one of its micro-batches through these blocks, and through its ends."""
     linears, train, spec = (
@@ -201,20 +235,20 @@ def _blocks_as_json(found: Blocks | None) -> Any:
 
 
 def _blocks_from_json(told: Any) -> Blocks | None:
-    return told and tuple({level: PassSeconds(**one) for level, one in kind.items()} for kind in told)
+    return told and tuple({level: LevelSeconds(**one) for level, one in kind.items()} for kind in told)
 
 
 def _at_least(
-    measured: Mapping[str, PassSeconds], roofline: Mapping[str, PassSeconds]
-) -> dict[str, PassSeconds]:
-    """Seconds of one class of blocks, where what is made again takes no less than at the device's peak rates."""
+    measured: Mapping[str, LevelSeconds], predicted: Mapping[str, LevelSeconds]
+) -> dict[str, LevelSeconds]:
+    """Seconds of one class of blocks, where what is made again takes no less than predicted."""
     return {
-        level: dataclasses.replace(one, again=max(one.again, roofline[level].again))
+        level: dataclasses.replace(one, again=max(one.again, predicted[level].again))
         for level, one in measured.items()
     }
 
 
-def _passes(seconds: PassSeconds) -> float:
+def _passes(seconds: LevelSeconds) -> float:
     return seconds.forward + seconds.backward + seconds.again
 
 

@@ -193,8 +193,7 @@ def _timed(
     """What is decided by the seconds of blocks that were timed, where `found` is by those predicted from their work."""
     if not found.fits:  # refused before anything is timed
         return found
-    links = links_of(device)
-    costs = with_seconds(problem.costs, config, architecture, device, links, may_measure=may_measure)
+    costs = with_seconds(problem.costs, config, architecture, device, may_measure=may_measure)
     # Where nothing was timed, the question is the same.
     return found if costs == problem.costs else _answer(dataclasses.replace(problem, costs=costs), config)
 
@@ -277,7 +276,7 @@ def problem_of(config: ResolvedConfig, architecture: Architecture, device: Devic
     choices = _choices(architecture, assigned, may_offload=may_offload)
     costs = traced(config, architecture, device, choices)
     rates = links_of(device)
-    costs = with_seconds(costs, config, architecture, device, rates, may_measure=False)
+    costs = with_seconds(costs, config, architecture, device, may_measure=False)
     limit = device_limit(config, device, costs.checkpoint_copy)
     machine = _machine(config, device, rates, limit, host, with_cpu=config.memory.update != "device")
     return Problem(costs, machine, _setup_of(config), split)
@@ -325,7 +324,7 @@ def decision_of(
     rates = links_of(device) if placement.uses_host else NO_LINKS
     every = tuple(dict.fromkeys((*choices, *placement.activations)))
     costs = traced(config, architecture, device, every)
-    costs = with_seconds(costs, config, architecture, device, rates, may_measure=False)
+    costs = with_seconds(costs, config, architecture, device, may_measure=False)
     update = placement.states.update
     setup = dataclasses.replace(_setup_of(config), updaters=(update,))
     account = account_step(costs, placement, accumulates=setup.accumulates)

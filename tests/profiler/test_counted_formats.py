@@ -1,0 +1,36 @@
+"""What quantization takes: by hand for tiles, and against the figures of predictions."""
+
+from __future__ import annotations
+
+import pytest
+
+from scrimp.planner.layout.software import EMULATED, Made, software
+from scrimp.precision import GEMMS
+from scrimp.profiler.counted_formats import Quantized, count_formats
+
+pytestmark = pytest.mark.slow  # imports Triton
+FIGURES = [(one, *figures) for one in ("scrimp", "scrimp-eager") for figures in software(one).quantize]
+
+
+def test_tiles_are_read_once_and_written_as_codes_both_ways() -> None:
+    """bf16 read, a byte written for each of two products, a scale of 4 bytes for 128 numbers; a weight in blocks is
+    written along rows, and for dgrad along columns too."""
+    scale = 4 / 128
+    found = count_formats("fp8", units=False)
+    assert found["fprop"].launches == 3  # both operands, and scales of kept codes in their own order
+    assert found["fprop"].inputs == pytest.approx(2 + 2 * (1 + scale) + 2 * scale, abs=0.01)
+    assert found["fprop"].weights == pytest.approx(2 + 1, abs=0.01)
+    assert found["dgrad"].outputs == pytest.approx(2 + 1 + scale, abs=0.01)
+    assert found["dgrad"].weights == pytest.approx(2 + 1 + 1, abs=0.01)
+    # The gradient's other copy comes from the same reading.
+    assert found["wgrad"] == Quantized(0, *(pytest.approx(one, abs=0.01) for one in (0, 1 + scale, 0)))
+
+
+@pytest.mark.parametrize(("program", "name", "figures"), FIGURES)
+def test_figures_of_predictions_are_counted(program: str, name: str, figures: Made) -> None:
+    recipe = name.removesuffix(EMULATED)
+    found = count_formats(recipe, units=name == recipe)
+    for gemm, (launches, *expected) in zip(GEMMS, figures, strict=True):
+        one = found[gemm]
+        assert one.launches == launches
+        assert [one.inputs, one.outputs, one.weights] == pytest.approx(expected, rel=0.005, abs=0.25)
