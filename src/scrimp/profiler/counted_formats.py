@@ -63,7 +63,7 @@ def count_formats(recipe: str, *, units: bool) -> dict[str, Quantized]:
     _count_layer(recipe, SIZES[0], units=units)  # what is made once and kept, such as a rotation
     counted = [_count_layer(recipe, size, units=units) for size in SIZES]
     matrix = np.array([(t * i, t * o, i * o) for t, i, o in SIZES], dtype=float)
-    found = {}
+    found: dict[str, Quantized] = {}
     for at, gemm in enumerate(GEMMS):
         moved = np.array([one[at].moved for one in counted], dtype=float)
         figures, *_ = np.linalg.lstsq(matrix, moved, rcond=None)
