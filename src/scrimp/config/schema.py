@@ -239,8 +239,8 @@ class LayoutConfig:
     """With zero 3: blocks whose gathered weights stay from their forward to their backward pass, as 0-3,7. Unset:
     none."""
     search: bool = True
-    """Where neither dp nor fsdp is given: measure the ranks, and search layout, micro-batch and memory together.
-    Another layout than shards over all ranks is taken where it is predicted to be faster by a tenth."""
+    """Where neither dp nor fsdp is given: measure the ranks, and search layout, micro-batch and memory together;
+    another layout than shards over all ranks is taken where it is predicted to be faster by a tenth."""
     switch: bool = False
     """Where the first steps, measured, say that another layout is faster by more than a restart takes: stop at a
     checkpoint, to go on in it."""

@@ -172,6 +172,17 @@ def test_what_is_gathered_is_gathered_again_where_it_is_not_kept() -> None:
     assert again[1].communication - once[1].communication == pytest.approx(once[0].communication / 2)
 
 
+def test_a_device_waits_until_the_host_has_read_how_long_sequences_are() -> None:
+    """Five operations of Python, forward; backward and products are as without."""
+    one = setting(of="aa-scaling", dp=8, fsdp=1, zero=1)
+    ahead = dataclasses.replace(one, software=dataclasses.replace(one.software, attention_reads=0.0))
+    block = LLAMA_8B.sizes.blocks[0]
+    waits, runs = (block_seconds(block, like, kernels_of(like)) for like in (one, ahead))
+    idle = 5 * one.software.host_ops * one.place.node.host_op_seconds
+    assert waits.forward.compute - runs.forward.compute == pytest.approx(idle)
+    assert waits.backward == runs.backward
+
+
 def test_the_head_is_shared_by_words() -> None:
     one, eight = (head_seconds(one, Kernels(one.device)) for one in (setting(), setting(tp=8)))
     assert eight.forward.compute < one.forward.compute / 6

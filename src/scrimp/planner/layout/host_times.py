@@ -7,7 +7,8 @@ Method   Operations that a module runs take `Software.host_ops` times as long as
              forward = (host_ops * of modules + of experts) * host_op_seconds
 
          A part that is a graph takes nothing. Backward passes launch twice as much. Once a layer, forward, the host
-         reads how many tokens each expert has; until the exchange is launched the device has nothing to do.
+         reads how many tokens each expert has, or in some programs how long the longest sequence is; until the exchange
+         or attention is launched the device has nothing to do.
 Limits   Numbers of operations are estimates but for routing. Otherwise the host is taken to be far ahead.
 Source   Kernels of router and what prepares the exchange: 31 for all-to-all, 17 for DeepEP (Optimizing DeepSeek-V3
          Training Performance on NVIDIA GB200 NVL72, Megatron-LM b6bf017a, docs/discussions, sections 2.1.4 and 2.2.1).
@@ -104,12 +105,13 @@ def again_seconds(block: BlockSpec, setting: Setting, named: Collection[str]) ->
 
 
 def idle_seconds(block: BlockSpec, setting: Setting) -> float:
-    """How long the device waits, forward, after the host has read where tokens go."""
+    """How long the device waits, forward, after the host has read where tokens go, or how long sequences are."""
     software = setting.software
     routed = any(one.experts > 1 for one in block.linears) and setting.layout.ep > 1
-    if STEP in setting.execution.graphs or not routed:
+    if STEP in setting.execution.graphs:
         return 0.0
-    return software.host_ops * _EXCHANGE_OPS * setting.place.node.host_op_seconds
+    operations = software.attention_reads + _EXCHANGE_OPS * routed
+    return software.host_ops * operations * setting.place.node.host_op_seconds
 
 
 def adds_expert_biases(block: BlockSpec, setting: Setting) -> bool:

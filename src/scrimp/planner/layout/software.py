@@ -39,6 +39,9 @@ class Software:
     host_ops: float
     """Operations that the host launches for one of a plain program; 0: a pass is one graph. The device waits where it
     is faster."""
+    attention_reads: float
+    """Operations that the host launches until attention runs, after it has waited for the length of a sequence; 0: it
+    does not wait."""
     attention_kernel: str
     """best: that of the hardware's own generation; flash-2; flash-triton; unfused: scores of all tokens in memory."""
     traffic: float
@@ -140,6 +143,8 @@ class Software:
     """Whether tensors come and go in a caching allocator, of whose memory some is lost (`stage_memory.MARGIN`)."""
     one_end_buffer: bool
     """Whether embedding and head are gathered into the same memory, one after the other."""
+    expandable_segments: bool
+    """Whether segments of that allocator grow, so that fewer gaps are lost."""
     whole_in_pipelines: bool
     """Whether zero 3 keeps weights whole between the passes of a pipeline, and adds gradients up whole."""
     held_code_bytes: float

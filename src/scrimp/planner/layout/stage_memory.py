@@ -16,7 +16,7 @@ Method   Weights and states are there at every moment (`held_states`). So are gr
          The first 1f1b rank has as many passes in flight as ranks.
          pools     what a caching allocator keeps for another stream, so that no other tensor finds room in it: buffers
                    from which gathered weights are copied, and gradients' memory while there are none
-         margin    `MARGIN` of all, for what else it cannot use
+         margin    `MARGIN` of what comes and goes, for what else it cannot use: what is allocated once leaves no gaps
 Limits   What a network library, a captured graph or a kernel's workspace takes is in no category.
 Source   In flight: Narayanan et al., arXiv 2104.04473, section 2.2. Pools: PyTorch, CUDACachingAllocator.cpp (a block
          belongs to the stream that asked for it) and fsdp/_fully_shard/_fsdp_collectives.py (streams of its own for
@@ -39,10 +39,13 @@ from scrimp.planner.layout.held_states import gathered_bytes, gradient_bytes, st
 from scrimp.planner.layout.setting import Setting
 from scrimp.planner.layout.stages import Kinds, kinds_of_ranks, numbers_of_rank
 
-MARGIN = 0.03
-"""Share of all that a caching allocator cannot use beside the pools that are counted, where its segments can grow
-(expandable_segments): 69 to 70 GB allocated were 72 to 73 reserved (GPT-OSS 120B; Megatron-Bridge 067f987d,
-skills/nemo-mbridge-perf-cuda-graphs/card.yaml). A run that is short of memory gives back some of it."""
+MARGIN, OLDER_MARGIN = 0.03, 0.15
+"""Share of what comes and goes that a caching allocator cannot use beside the pools that are counted. Where its
+segments can grow (expandable_segments): 69 to 70 GB allocated were 72 to 73 reserved (GPT-OSS 120B; Megatron-Bridge
+067f987d, skills/nemo-mbridge-perf-cuda-graphs/card.yaml); a run that is short of memory gives back most of it. Where
+they cannot, 15 % on average (eight language models on A100: Guo et al., GMLake, arXiv 2401.08156), but for passes one
+after the other, which free in the reverse order and leave no gaps."""
+STAYS = ("weights", "gradients", "optimizer", "pools")
 CATEGORIES = (
     "weights",
     "gradients",
@@ -81,8 +84,11 @@ def peak_bytes(setting: Setting) -> list[RankBytes]:
 
 
 def margin_of(setting: Setting) -> float:
-    """Share of all that the setting's software loses to its allocator."""
-    return MARGIN if setting.software.caches_allocations else 0.0
+    """Share of what comes and goes that the setting's software loses to its allocator."""
+    software = setting.software
+    if not software.caches_allocations:
+        return 0.0
+    return OLDER_MARGIN if setting.layout.pp > 1 and not software.expandable_segments else MARGIN
 
 
 def passes_in_flight(setting: Setting, rank: int) -> float:
@@ -96,11 +102,15 @@ def passes_in_flight(setting: Setting, rank: int) -> float:
 
 def _rank(setting: Setting, own: Kinds, rank: int) -> RankBytes:
     found = _moments(setting, own, rank)
-    margin = margin_of(setting)
-    sizes = {moment: (1.0 + margin) * sum(one.values()) for moment, one in found.items()}
+    share = margin_of(setting)
+    lost = {
+        moment: share * sum(size for name, size in one.items() if name not in STAYS)
+        for moment, one in found.items()
+    }
+    sizes = {moment: sum(one.values()) + lost[moment] for moment, one in found.items()}
     worst = max(sizes, key=sizes.__getitem__)
     categories = dict.fromkeys(CATEGORIES, 0.0) | found[worst]
-    categories["margin"] = margin * sum(found[worst].values())
+    categories["margin"] = lost[worst]
     return RankBytes(categories, worst, max(sizes["backward"], sizes.get("loss", 0.0)))
 
 
