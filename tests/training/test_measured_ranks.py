@@ -10,7 +10,7 @@ from scrimp.config import Config, preset, replace_values, resolve
 from scrimp.config.resolved import ResolvedConfig
 from scrimp.profiler import resolve_device
 from scrimp.profiler.measured_cluster import RankRates
-from scrimp.training.measured_ranks import predicted_block, rates_of_run, scaled, with_low
+from scrimp.training.measured_ranks import low_recipes, predicted_block, rates_of_run, scaled, with_low
 
 RATES = RankRates(5e10, 5e10, 3e10, 3e10, 1e10, 5e-6)
 LLAMA = preset("llama-8m")
@@ -37,6 +37,24 @@ def test_a_block_in_a_lower_recipe_takes_what_was_measured(times: float) -> None
     found = with_low(RATES, measured, LOW, LLAMA, DEVICE)
     assert seconds(found, is_low=True) == pytest.approx(measured)
     assert dataclasses.replace(found, low=RATES.low) == RATES
+
+
+def test_formats_that_are_planned_get_a_rate_for_each_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    formats = {"precision": "snip", "snip.formats": "bf16,fp8_row,fp8,nvfp4"}
+    planned = resolve(replace_values(Config(), SETTINGS | formats), LLAMA, device_type="cpu").config
+    assert low_recipes(planned) == ["fp8_row", "nvfp4"]
+    assert (low_recipes(LOW), low_recipes(CONFIG)) == (["fp8"], [])
+    took = {"bf16": 1.0, "fp8_row": 2.0, "nvfp4": 5.0}
+    monkeypatch.setattr("scrimp.training.measured_ranks.rates_of_ranks", lambda *_, **__: RATES)
+    monkeypatch.setattr("scrimp.training.measured_ranks.LIMIT_S", float("inf"))
+    monkeypatch.setattr(
+        "scrimp.training.measured_ranks._measured",
+        lambda config, *_, is_low: took[config.precision_rules.base if is_low else "bf16"],
+    )
+    found = rates_of_run(planned, LLAMA, DEVICE)
+    for recipe, seconds_of in took.items():
+        predicted = predicted_block(found, planned, LLAMA, DEVICE, recipe=recipe)
+        assert predicted == pytest.approx(seconds_of, rel=1e-6)
 
 
 def test_products_that_take_no_time_are_as_fast_as_they_may_be() -> None:
