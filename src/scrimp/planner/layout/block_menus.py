@@ -292,8 +292,8 @@ def _profiles(moves: _Moves, quality: Quality, harm: Array) -> list[Profiles]:
     more = np.maximum(harm[:, moves.products, moves.recipes] - harm[:, moves.products, base], 1e-30)
     # What is equal but for rounding is a tie.
     ratio, amount = ((-one).astype(np.float32) for one in (moves.saved / more, more))
-    ties = (np.broadcast_to(one, more.shape) for one in (moves.recipes, moves.products))
-    order = np.lexsort((*ties, amount, ratio))
+    ties = [np.broadcast_to(one, more.shape) for one in (moves.recipes, moves.products)]
+    order = np.lexsort(np.stack([*ties, amount, ratio]))
     rows = np.full((len(harm), order.shape[1] + 1, len(names)), base)
     taken = np.full((len(harm), len(names)), -np.inf)
     # What saves nothing alone may do so when others have been moved.
