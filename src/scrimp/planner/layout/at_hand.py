@@ -90,7 +90,7 @@ def setting_of_run(
     names = assign_activations(text, count) if activations is None else map(Activations.parse, activations)
     stay = gathered_blocks(config.layout, count) if config.layout.zero == 3 else frozenset()
     blocks = tuple(
-        BlockPlan(recompute=_known(one.level), offload=one.is_offloaded, gathered=number in stay)
+        BlockPlan(recompute=LEVELS[_known(one.level)], offload=one.is_offloaded, gathered=number in stay)
         for number, one in enumerate(names)
     )
     if config.layout.pp > count:
