@@ -47,9 +47,7 @@ def test_each_half_of_a_backward_pass_runs_once(schedule: str, ranks: int, micro
     for rank in range(ranks):
         order = order_of(rank, ranks, 2, micro_batches, schedule)
         halves = [
-            (half, stage, number)
-            for kind, stage, number in order
-            for half in ("IW" if kind == "B" else kind)
+            (half, stage, number) for kind, stage, number in order for half in ("IW" if kind == "B" else kind)
         ]
         own = stages_of(rank, ranks, 2, schedule)
         every = itertools.product("FIW", own, range(micro_batches))

@@ -30,7 +30,6 @@ Checked  tests/planner/layout/test_pass_orders.py: torch's classes
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from functools import lru_cache
 from typing import Literal

@@ -119,9 +119,7 @@ def pipeline_seconds(
     virtual = len(stages) // ranks
     busy = tuple(
         micro_batches
-        * sum(
-            stages[one].forward + stages[one].backward for one in stages_of(rank, ranks, virtual, schedule)
-        )
+        * sum(stages[one].forward + stages[one].backward for one in stages_of(rank, ranks, virtual, schedule))
         for rank in range(ranks)
     )
     if ranks == 1:
