@@ -35,11 +35,12 @@ from scrimp.planner.layout.block_activations import kept_bytes, waiting_bytes
 from scrimp.planner.layout.block_menus import Menu, Quality, menus_of
 from scrimp.planner.layout.block_times import embedding_seconds, head_seconds
 from scrimp.planner.layout.held_states import host_bytes
+from scrimp.planner.layout.in_flight import passes_in_flight
 from scrimp.planner.layout.knapsack import Choices, Frontier, Indices, Stage, spread
 from scrimp.planner.layout.predict import kernels_of
 from scrimp.planner.layout.priced_bound import RankKinds, least_at_prices, weighted
 from scrimp.planner.layout.setting import FULL, NONE, BlockPlan, Setting
-from scrimp.planner.layout.stage_memory import RankBytes, margin_of, passes_in_flight, peak_bytes
+from scrimp.planner.layout.stage_memory import RankBytes, margin_of, peak_bytes
 from scrimp.planner.layout.stages import blocks_of_stages, last_rank, stages_of_rank
 
 Array = NDArray[np.float64]
