@@ -14,7 +14,7 @@ Method   All degrees are tried that divide what they share: tp the heads, key he
          slower than they are.
          Stages of those that are wanted then get other sizes where these are faster (`stage_sizes`).
          What is given stays as it is, values among them that are not tried otherwise: copies beside shards, ZeRO
-         stage 2, or 3 in a pipeline, gpipe, sizes of stages.
+         stage 2, or 3 in a pipeline, gpipe, zbv and dualpipev, sizes of stages.
 Limits   Copies are shards, or whole nodes of shards; where `Question.shares_all` all copies, shards and stages of ZeRO
          that there are. Stages of what does not lead are as equal as they divide, or in
          proportion to their devices' rates.
@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from scrimp.config.pipeline import check_sizes
+from scrimp.config.pipeline import V_SHAPED, check_sizes
 from scrimp.config.pipeline import fits as schedule_fits
 from scrimp.config.resolved import ResolvedLayout
 from scrimp.errors import ConfigError
@@ -49,6 +49,7 @@ from scrimp.planner.layout.setting import BlockPlan, Offload, Setting
 from scrimp.planner.layout.software import Software
 from scrimp.planner.layout.stage_memory import RankBytes, peak_bytes
 from scrimp.planner.layout.stage_sizes import improved, in_proportion
+from scrimp.planner.layout.stages import splits_backward
 
 _MOST_VIRTUAL = 8
 ON_HOST = (
@@ -326,7 +327,8 @@ def _bounded(one: _Waiting, rough: Prediction, quality: Quality | None) -> tuple
     setting = one.setting
     blocks = Blocks(setting, quality)
     layout, rounds = setting.layout, setting.micro_batches
-    counted = 1.0 / setting.software.ranks_a_core
+    # Of a V it is not known how much a rank waits at least.
+    counted = 0.0 if splits_backward(layout) else 1.0 / setting.software.ranks_a_core
     weights = least_weights(layout.pp, layout.virtual or 1, rounds, counted=counted)
     sends = 2 * send_seconds(setting) * (layout.virtual or 1)
     passes = blocks.least_seconds(weights, sends)
@@ -462,7 +464,8 @@ def _staged(layout: ResolvedLayout, like: Question) -> Iterator[ResolvedLayout]:
             yield layout
         return
     schedule, stages = like.given.get("schedule", usual), like.given.get("stages")
-    alike = ("interleaved",) if usual == "interleaved" else ("1f1b", "gpipe")
+    alike = {"interleaved": ("interleaved",), "1f1b": ("1f1b", "gpipe")}[usual]
+    alike += V_SHAPED if layout.virtual == 2 else ()
     if schedule in alike and _is_split(stages, layout, len(like.model.blocks)):
         yield dataclasses.replace(layout, schedule=schedule, stages=stages)
 
