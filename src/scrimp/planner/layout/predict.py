@@ -49,6 +49,7 @@ from scrimp.planner.layout.sharing import (
     stage_waits,
 )
 from scrimp.planner.layout.stages import (
+    Kinds,
     Numbers,
     kinds_of_stages,
     numbers_of_block,
@@ -70,6 +71,8 @@ class Prediction:
     """By cause: compute, communication_exposed, bubble, optimizer, other; they add up to the step."""
     least: float
     """Seconds of a step at least whose blocks take as long or longer: their computing may hide more reductions."""
+    passes: float
+    """Seconds of the step without what is reduced after its passes."""
 
 
 def kernels_of(setting: Setting) -> Kernels:
@@ -119,9 +122,9 @@ def predict(setting: Setting, free: Sequence[str] = ()) -> Prediction:
     step = total * slower
     seconds["other"] = step - total
     tokens = setting.global_batch * setting.sequence
-    return Prediction(
-        step, tokens / step / layout.ranks, seconds, step - slower * max(0.0, reductions - least)
-    )
+    rate = tokens / step / layout.ranks
+    least_step = step - slower * max(0.0, reductions - least)
+    return Prediction(step, rate, seconds, least_step, step - slower * reductions)
 
 
 def least_step_seconds(setting: Setting, free: Sequence[str] = ()) -> float:
@@ -185,10 +188,7 @@ def _pipeline(setting: Setting, stages: Sequence[_Stage]) -> _Pipeline:
     layout = setting.layout
     sends = send_seconds(setting)
     transfer = _transfer(setting)
-    passes = []
-    for forward, *backward in (one.passes for one in stages):
-        weights = sum(one.total for one in backward[1:])
-        passes.append(StageSeconds(forward.total + sends, backward[0].total + weights + sends, weights))
+    passes = [one.seconds(sends) for one in stages]
     usual = "1f1b" if (layout.virtual or 1) == 1 else "interleaved"
     return _Pipeline(passes, usual if layout.schedule == "auto" else layout.schedule, sends, transfer - sends)
 
@@ -209,32 +209,53 @@ class _Stage:
     passes: tuple[PassSeconds, ...]
     """Forward and backward; of the latter both halves where the schedule splits it."""
 
+    def seconds(self, sends: float) -> StageSeconds:
+        """As they are played; each pass whose result is sent takes as long besides."""
+        forward, backward, *later = (one.total for one in self.passes)
+        weights = sum(later)
+        return StageSeconds(forward + sends, backward + weights + sends, weights)
+
 
 def _stages(setting: Setting, free: Sequence[str] = ()) -> list[_Stage]:
-    kinds = kinds_of_stages(setting)
-    seconds: dict[tuple[int, BlockPlan, int], tuple[PassSeconds, ...]] = {}
-    found = []
+    """All of them; those of as many equal blocks are one."""
+    kinds, found = kinds_of_stages(setting), []
+    last, rate = len(kinds) - 1, setting.software.contention
+    blocks: dict[tuple[int, BlockPlan, int], tuple[PassSeconds, ...]] = {}
+    known: dict[tuple[object, ...], _Stage] = {}
     for number, counted in enumerate(kinds):
         own = setting.at(rank_of_stage(setting.layout, number))
-        kernels = kernels_of(own)
-        passes = [PassSeconds(0.0)] * (2 + splits_backward(setting.layout))
-        for kind, count in counted.items():
-            key = (*kind, own.place_number)
-            if key not in seconds:
-                products = _least(kind[0], own, kernels, free) if free else None
-                seconds[key] = planned_seconds(*kind, own, kernels, products)
-            passes = [one + more.times(count) for one, more in zip(passes, seconds[key], strict=True)]
-        for first in list(counted)[:1]:  # that of the stage's first block
-            waits = stage_waits(own, setting.model.blocks[first[0]])
-            for at, wait in zip((0, -1), waits, strict=True):
-                exposed = min(wait, seconds[*first, own.place_number][at].hidden)
-                passes[at] += PassSeconds(0.0, exposed, -exposed)
-        if number in (0, len(kinds) - 1):
-            for at, more in enumerate(_ends_seconds(number, len(kinds), own, kernels)):
-                passes[at] += more
-        rate = setting.software.contention
-        found.append(_Stage(tuple(one.slowed(rate) for one in passes)))
+        end = number if number in (0, last) else None
+        key = (own.place_number, end, *counted.items())
+        if key not in known:
+            passes = _blocks_seconds(own, counted, blocks, free)
+            if end is not None:
+                for at, more in enumerate(_ends_seconds(number, len(kinds), own, kernels_of(own))):
+                    passes[at] += more
+            known[key] = _Stage(tuple(one.slowed(rate) for one in passes))
+        found.append(known[key])
     return found
+
+
+def _blocks_seconds(
+    setting: Setting,
+    counted: Kinds,
+    known: dict[tuple[int, BlockPlan, int], tuple[PassSeconds, ...]],
+    free: Sequence[str],
+) -> list[PassSeconds]:
+    """The passes of a stage's blocks."""
+    kernels, place = kernels_of(setting), setting.place_number
+    passes = [PassSeconds(0.0)] * (2 + splits_backward(setting.layout))
+    for kind, count in counted.items():
+        if (*kind, place) not in known:
+            products = _least(kind[0], setting, kernels, free) if free else None
+            known[*kind, place] = planned_seconds(*kind, setting, kernels, products)
+        passes = [one + more.times(count) for one, more in zip(passes, known[*kind, place], strict=True)]
+    for first in list(counted)[:1]:  # that of the stage's first block
+        waits = stage_waits(setting, setting.model.blocks[first[0]])
+        for at, wait in zip((0, -1), waits, strict=True):
+            exposed = min(wait, known[*first, place][at].hidden)
+            passes[at] += PassSeconds(0.0, exposed, -exposed)
+    return passes
 
 
 def _ends_seconds(

@@ -75,8 +75,16 @@ def block_plans(setting: Setting) -> tuple[BlockPlan, ...]:
 
 def kinds_of_stages(setting: Setting) -> list[Kinds]:
     """The blocks of each stage, equal ones that are planned alike counted."""
-    plans, first = block_plans(setting), setting.model.first_equal
-    return [Counter((first[index], plans[index]) for index in blocks) for blocks in blocks_of_stages(setting)]
+    plans, first, stages = block_plans(setting), setting.model.first_equal, blocks_of_stages(setting)
+    if len(set(map(id, plans))) == 1:
+        return list(_planned_alike(tuple(first), stages, plans[0]))
+    return [Counter((first[index], plans[index]) for index in blocks) for blocks in stages]
+
+
+@lru_cache(maxsize=1024)
+def _planned_alike(first: tuple[int, ...], stages: tuple[range, ...], plan: BlockPlan) -> tuple[Kinds, ...]:
+    """The same of blocks that are all planned alike, as a search's bounds have them; nobody changes them."""
+    return tuple(Counter((first[index], plan) for index in blocks) for blocks in stages)
 
 
 def kinds_of_ranks(setting: Setting) -> list[Kinds]:
