@@ -167,7 +167,8 @@ class _Waiting:
         seconds = self.rough.passes if self.rough else self.seconds
         for one in self.followers:
             if best.may_take(one.setting.layout, seconds):
-                heapq.heappush(waiting, dataclasses.replace(one, seconds=seconds))
+                own = _promise(one.setting, one.free, one.number[0])
+                heapq.heappush(waiting, dataclasses.replace(own, seconds=max(seconds, own.seconds)))
 
 
 def search(

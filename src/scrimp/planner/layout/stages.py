@@ -120,6 +120,14 @@ def numbers_of_block(setting: Setting, block: BlockSpec) -> Numbers:
 
 def numbers_of_rank(setting: Setting, rank: int) -> Numbers:
     """Parameters of all stages of a rank of the pipeline."""
+    known = setting.numbers_of_ranks
+    if rank not in known:
+        known[rank] = _numbers_of_rank(setting, rank)
+    found: Numbers = known[rank]
+    return found
+
+
+def _numbers_of_rank(setting: Setting, rank: int) -> Numbers:
     layout, model = setting.layout, setting.model
     dense, routed = model.parameters_before
     ours, experts = 0.0, 0.0
