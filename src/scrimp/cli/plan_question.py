@@ -111,14 +111,14 @@ def read_ask(ask: Ask, config: Config, given: Collection[str]) -> Asked:
             got="memory.activations beside precision snip",
             do="leave one of the two out",
         )
-    kept = _kept(config, given)
+    kept, precision = _kept(config, given), formats.base if formats else _precision(config)
     question = Question(
         model=family.member(family.given).model,
         cluster=cluster,
         sequence=sequence,
         global_batch=batch // sequence,
-        software=software_for("scrimp", _precision(config), kept.get("schedule", "auto")),
-        precision=formats.base if formats else _precision(config),
+        software=software_for("scrimp", precision, kept.get("schedule", "auto")),
+        precision=precision,
         formats=formats,
         given=kept,
         memory=memory,
