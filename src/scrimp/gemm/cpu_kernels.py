@@ -27,6 +27,7 @@ from typing import Any
 import numba
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numba import types
 from numba.extending import overload
 from torch import Tensor
@@ -295,7 +296,8 @@ def largest_magnitudes(x: Tensor, groups: Groups) -> Tensor:
     found = torch.empty(num_rows, -(-num_columns // groups.columns), dtype=torch.int32)
     _by_rows(_largest_in_rows, numbers, num_rows, num_columns, groups.columns, found.numpy())
     if groups.rows > 1:
-        found = torch.stack([part.amax(0) for part in found.split(groups.rows)])
+        padded = F.pad(found, (0, 0, 0, -num_rows % groups.rows))
+        found = padded.unflatten(0, (-1, groups.rows)).amax(1)
     return found.view(torch.float32)
 
 

@@ -87,7 +87,7 @@ class ReferenceBackend(Backend):
             if outer is not None:
                 # Scales of rows of the result stand upright, those of its columns lie.
                 column = outer.reshape(-1, 1)
-                product = product * (column if is_first else column.T)
+                product.mul_(column if is_first else column.T)
         return product.to(out)
 
 
