@@ -153,3 +153,8 @@ def working_bytes(block: BlockSpec, setting: Setting) -> float:
     """What the backward pass of a block has of its own: gradients of gate and up, and of the stream before and after
     it."""
     return setting.software.gate_gradients * held_parts(block, setting)["mlp"] + 2.0 * boundary_bytes(setting)
+
+
+def backward_bytes(block: BlockSpec, plan: BlockPlan, setting: Setting) -> float:
+    """What a block has on the device besides what waits, while its backward pass runs."""
+    return made_again_bytes(block, plan, setting) + working_bytes(block, setting)

@@ -26,17 +26,21 @@ Checked  tests/planner/layout/test_rank_bytes.py; benchmarks/published_runs.py: 
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from scrimp.planner.layout.block_activations import (
-    boundary_bytes,
-    made_again_bytes,
-    waiting_bytes,
-    working_bytes,
+from scrimp.planner.layout.block_activations import backward_bytes, boundary_bytes, waiting_bytes
+from scrimp.planner.layout.held_states import (
+    gathered_between_passes,
+    gathered_bytes,
+    gradient_bytes,
+    state_bytes,
+    weight_bytes,
 )
-from scrimp.planner.layout.held_states import gathered_bytes, gradient_bytes, state_bytes, weight_bytes
-from scrimp.planner.layout.setting import Setting
+from scrimp.planner.layout.setting import NONE, Setting
 from scrimp.planner.layout.stages import Kinds, kinds_of_ranks, numbers_of_rank
 
 MARGIN, OLDER_MARGIN = 0.03, 0.15
@@ -58,6 +62,7 @@ CATEGORIES = (
     "margin",
 )
 Moment = Literal["loss", "backward", "end", "update"]
+MOMENTS: tuple[Moment, ...] = ("loss", "backward", "end", "update")
 Bytes = dict[str, float]
 
 
@@ -69,8 +74,6 @@ class RankBytes:
     """At its worst moment."""
     moment: Moment
     """Which that is."""
-    passing: float
-    """Bytes at the worst moment of those in which all passes in flight hold activations."""
 
     @property
     def total(self) -> float:
@@ -78,9 +81,43 @@ class RankBytes:
         return sum(self.categories.values())
 
 
-def peak_bytes(setting: Setting) -> list[RankBytes]:
-    """The peaks of the ranks of a pipeline, first to last."""
-    return [_rank(setting, kinds, rank) for rank, kinds in enumerate(kinds_of_ranks(setting))]
+@dataclass(frozen=True)
+class Outside:
+    """What a rank holds whatever its blocks do, at each of its moments, without a margin."""
+
+    moments: dict[Moment, Bytes]
+    flight: float
+    """Passes that it holds at once."""
+    share: float
+    """Of what comes and goes: the margin."""
+
+    def bytes(self, moment: Moment) -> float:
+        """With the margin; of a moment that the rank does not have none at all, so that it is never the worst."""
+        one = self.moments.get(moment)
+        return _with_margin(one, self.share) if one else -math.inf
+
+
+def peak_bytes(setting: Setting, outside: Sequence[Outside] | None = None) -> list[RankBytes]:
+    """The peaks of the ranks of a pipeline, first to last.
+
+    Args:
+        outside: of `outside_blocks`, where it is known: it is the same whatever is decided of blocks.
+    """
+    outside = outside or outside_blocks(setting)
+    return [_rank(setting, kinds, one) for kinds, one in zip(kinds_of_ranks(setting), outside, strict=True)]
+
+
+def outside_blocks(setting: Setting) -> list[Outside]:
+    """What each rank of a pipeline holds beside what its blocks keep."""
+    # Ranks between the ends that have equal blocks differ in the passes that they hold alone.
+    known: dict[object, dict[Moment, Bytes]] = {}
+    last, share, found = setting.layout.pp - 1, margin_of(setting), []
+    for rank, own in enumerate(kinds_of_ranks(dataclasses.replace(setting, blocks=(), recompute=NONE))):
+        key = (frozenset(own.items()), rank == 0, rank == last)
+        if key not in known:
+            known[key] = _moments_outside(setting, own, rank)
+        found.append(Outside(known[key], passes_in_flight(setting, rank), share))
+    return found
 
 
 def margin_of(setting: Setting) -> float:
@@ -100,22 +137,37 @@ def passes_in_flight(setting: Setting, rank: int) -> float:
     return min(2 * (layout.pp - 1 - rank) + (virtual - 1) * layout.pp + 1, m * virtual) / virtual
 
 
-def _rank(setting: Setting, own: Kinds, rank: int) -> RankBytes:
-    found = _moments(setting, own, rank)
-    share = margin_of(setting)
-    lost = {
-        moment: share * sum(size for name, size in one.items() if name not in STAYS)
-        for moment, one in found.items()
-    }
-    sizes = {moment: sum(one.values()) + lost[moment] for moment, one in found.items()}
+def _rank(setting: Setting, own: Kinds, outside: Outside) -> RankBytes:
+    found = _moments(setting, own, outside)
+    sizes = {moment: _with_margin(one, outside.share) for moment, one in found.items()}
     worst = max(sizes, key=sizes.__getitem__)
     categories = dict.fromkeys(CATEGORIES, 0.0) | found[worst]
-    categories["margin"] = lost[worst]
-    return RankBytes(categories, worst, max(sizes["backward"], sizes.get("loss", 0.0)))
+    categories["margin"] = _margin(found[worst], outside.share)
+    return RankBytes(categories, worst)
 
 
-def _moments(setting: Setting, own: Kinds, rank: int) -> dict[Moment, Bytes]:
+def _with_margin(one: Bytes, share: float) -> float:
+    return sum(one.values()) + _margin(one, share)
+
+
+def _margin(one: Bytes, share: float) -> float:
+    return share * sum(size for name, size in one.items() if name not in STAYS)
+
+
+def _moments(setting: Setting, own: Kinds, outside: Outside) -> dict[Moment, Bytes]:
     """What a rank holds at each of its moments, without a margin."""
+    waiting, again, alone = _activations(setting, own)
+    waiting *= outside.flight
+    activations = {"backward": waiting + again, "end": alone, "loss": waiting, "update": 0.0}
+    standing = gathered_between_passes(setting, own)
+    return {
+        moment: one | {"weights": one["weights"] + standing, "activations": activations[moment]}
+        for moment, one in outside.moments.items()
+    }
+
+
+def _moments_outside(setting: Setting, own: Kinds, rank: int) -> dict[Moment, Bytes]:
+    """The same without what blocks keep, be it activations or gathered weights."""
     software = setting.software
     whole, reduced = gathered_bytes(setting, own, rank)
     held = {
@@ -124,17 +176,15 @@ def _moments(setting: Setting, own: Kinds, rank: int) -> dict[Moment, Bytes]:
         "optimizer": state_bytes(setting, rank),
         "pools": whole * (software.unit_copies > 0),
     }
-    waiting, again, alone = _activations(setting, own)
-    waiting *= passes_in_flight(setting, rank)
     first = held | _without_gradients(setting, held)
     shared = numbers_of_rank(setting, rank).over(setting.state_shards)
     found: dict[Moment, Bytes] = {
-        "backward": first | {"gathered": whole + reduced, "activations": waiting + again},
-        "end": held | {"gathered": whole + reduced, "activations": alone},
+        "backward": first | {"gathered": whole + reduced},
+        "end": held | {"gathered": whole + reduced},
         "update": held | {"update": software.update_bytes * shared},
     }
     if rank == setting.layout.pp - 1:
-        found["loss"] = first | {"gathered": whole, "activations": waiting, "logits": _logits(setting)}
+        found["loss"] = first | {"gathered": whole, "logits": _logits(setting)}
     return found
 
 
@@ -153,7 +203,7 @@ def _activations(setting: Setting, own: Kinds) -> tuple[float, float, float]:
     for (index, plan), count in own.items():
         block, like = setting.model.blocks[index], setting.in_formats(plan.formats)
         one = waiting_bytes(block, plan, like)
-        more = made_again_bytes(block, plan, like) + working_bytes(block, like)
+        more = backward_bytes(block, plan, like)
         waiting += count * one
         again, alone = max(again, more), max(alone, one + more)
     return waiting, again, alone
