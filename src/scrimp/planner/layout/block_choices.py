@@ -24,6 +24,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,9 +62,9 @@ _HOST_SHARE = 0.9
 
 
 def leanest(setting: Setting, formats: Formats = (), outside: Sequence[Outside] | None = None) -> Setting:
-    """With blocks that keep as little as they can on the device: all are made again, or as many offload as the host
-    has room for, whichever is less. What waits at each block's border adds up over a rank, and what comes back from
-    the host is there once: of many blocks, or passes in flight, offload takes less.
+    """With blocks that keep as little as they can on the device: all are made again or, where that has no room and
+    this takes less, as many offload as the host has room for. What waits at each block's border adds up over a rank,
+    and what comes back from the host is there once: of many blocks, or passes in flight, offload takes less.
 
     Args:
         formats: of all blocks.
@@ -78,11 +79,11 @@ def leanest(setting: Setting, formats: Formats = (), outside: Sequence[Outside] 
         largest = max(kept_bytes(setting.model.blocks[block], one) for block in {first[at] for at in own})
         for block in own[: max(0, int(room / (passes_in_flight(setting, rank) * largest)))]:
             others[block] = away
-    if others != plans:
-        outside = outside or outside_blocks(setting)
-        here, there = (
-            peak_bytes(dataclasses.replace(setting, blocks=tuple(each)), outside) for each in (plans, others)
-        )
+    outside = outside or outside_blocks(setting)
+    lean, lent = (dataclasses.replace(setting, blocks=tuple(each)) for each in (plans, others))
+    here = peak_bytes(lean, outside)
+    if others != plans and max(_over(setting, [one.total for one in here])) > 0:
+        there = peak_bytes(lent, outside)
         for rank, own in enumerate(ranks):
             for block in own if there[rank].total < here[rank].total else ():
                 plans[block] = others[block]
@@ -123,32 +124,53 @@ class Blocks:
 
     Attributes:
         leanest_bytes: the least that a device needs.
+        has_room: whether devices and hosts hold that.
     """
 
     def __init__(self, setting: Setting, quality: Quality | None) -> None:
-        self.setting = setting
+        self.setting, self._quality = setting, quality
         self.blocks = _blocks_of_ranks(setting)
-        self.ends = _ends(setting)
-        self.places: list[Rank] = []
-        self.ranks: list[list[Way]] = [[] for _ in self.blocks]
-        self.spare = 0.0
+        self._outside, self._host_room = outside_blocks(setting), _host_room(setting)
         self._known: dict[int, Frontier | None] = {}
-        outside, host_room = outside_blocks(setting), _host_room(setting)
-        lean = leanest(setting, _in_fewest_bits(setting, quality), outside)
-        least = [one.total for one in peak_bytes(lean, outside)]
+        least = [one.total for one in self._leanest(_in_fewest_bits(setting, quality))]
         self.leanest_bytes = max(least)
-        if max(_over(setting, least)) > 0 or host_room < 0:
-            return
+        self.has_room = max(_over(setting, least)) <= 0 and self._host_room >= 0
+
+    def _leanest(self, formats: Formats) -> list[RankBytes]:
+        return peak_bytes(leanest(self.setting, formats, self._outside), self._outside)
+
+    @property
+    def leanest_memory(self) -> tuple[RankBytes, ...]:
+        """Of each rank the least that it needs, in the setting's own formats."""
+        return tuple(self._leanest(()))
+
+    @cached_property
+    def places(self) -> list[Rank]:
+        """The ranks, each with its blocks' menus and what it has left for them."""
+        found: list[Rank] = []
         menus: dict[int, list[Menu]] = {}
         for rank, own in enumerate(self.blocks):
-            place = setting.at(rank)
+            place = self.setting.at(rank)
             if place.place_number not in menus:
-                menus[place.place_number] = menus_of(place, quality)
+                menus[place.place_number] = menus_of(place, self._quality)
             some = [menus[place.place_number][block] for block in own]
-            self.places.append(Rank(some, outside[rank], place.memory_bytes, host_room))
-        self.ranks = [one.ways for one in self.places]
-        least_harm = sum(menu.least for menu in next(iter(menus.values())))
-        self.spare = (quality.limit if quality else 0.0) - least_harm
+            found.append(Rank(some, self._outside[rank], place.memory_bytes, self._host_room))
+        return found
+
+    @cached_property
+    def ends(self) -> list[float]:
+        """Seconds of embedding and head on each rank, for one micro-batch."""
+        return _ends(self.setting)
+
+    @cached_property
+    def spare(self) -> float:
+        """Harm that may be done beside the least."""
+        least = sum(menu.least for place in self.places for menu in place.menus)
+        return (self._quality.limit if self._quality else 0.0) - least
+
+    @property
+    def _may_fit(self) -> bool:
+        return self.has_room and self.spare >= 0 and all(place.ways for place in self.places)
 
     def least_seconds(self, weights: Array | None = None, sends: float = 0.0) -> float:
         """Seconds that the passes of one micro-batch take at least, of all ranks together; infinite where the limit
@@ -158,26 +180,24 @@ class Blocks:
             weights: [W, R] how much each rank counts; the largest of these bounds. None: all count once.
             sends: seconds of each rank that passes take besides blocks, embedding and head.
         """
-        if not all(self.ranks) or self.spare < 0:
+        if not self._may_fit:
             return math.inf
         prices = self._prices()
-        bounds = np.full((len(self.ranks), len(prices)), np.inf)
-        few = [relaxed(ways) for ways in self.ranks]
+        bounds = np.full((len(self.places), len(prices)), np.inf)
+        few = [relaxed(place.ways) for place in self.places]
         for number in range(2):
             own = [rank for rank, ways in enumerate(few) if len(ways) > number]
             if own:
                 found = least_at_prices([few[rank][number].kinds for rank in own], prices)
                 bounds[own] = np.minimum(bounds[own], found)
-        rows = np.ones((1, len(self.ranks))) if weights is None else weights
+        rows = np.ones((1, len(self.places))) if weights is None else weights
         return max(
             float(row @ np.add(self.ends, sends)) + weighted(bounds, prices, self.spare, row) for row in rows
         )
 
     def _prices(self) -> Array:
         """Prices of harm that are tried: 0, and some of those at which two choices cost the same."""
-        menus = list(
-            {id(menu): menu for ways in self.ranks for way in ways[:1] for menu in way.menus}.values()
-        )
+        menus = list({id(menu): menu for place in self.places for menu in place.menus}.values())
         # Any prices bound: of many menus a few are asked.
         bends = np.unique(np.concatenate([menu.bends for menu in menus[:: -(-len(menus) // _ASKED)]]))
         some = np.linspace(0, len(bends) - 1, min(len(bends), _PRICES)).round().astype(int)
@@ -185,9 +205,9 @@ class Blocks:
 
     def solve(self) -> Setting | None:
         """The setting with its blocks decided; None where they fit in no way."""
-        if not all(self.ranks) or self.spare < 0:
+        if not self._may_fit:
             return None
-        ranks = self.ranks
+        ranks = [place.ways for place in self.places]
         for _ in range(_TRIES):
             found = self._solved(ranks)
             if found is None:

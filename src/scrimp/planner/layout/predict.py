@@ -32,8 +32,10 @@ from scrimp.planner.layout.block_times import (
 )
 from scrimp.planner.layout.kernels import Kernels
 from scrimp.planner.layout.pipeline_times import (
+    Array,
     PlayedPass,
     StageSeconds,
+    least_weights,
     pipeline_seconds,
     played_passes,
 )
@@ -111,14 +113,23 @@ def predict(setting: Setting, free: Sequence[str] = ()) -> Prediction:
 
 
 def least_step_seconds(setting: Setting, free: Sequence[str] = ()) -> float:
-    """A step at least: what the busiest rank computes and exchanges, and the update; without playing the pipeline.
+    """A step at least, without playing the pipeline: what ranks compute and exchange, how long they wait at least
+    (`least_weights`), what no pass hides of the reductions, and the update.
 
     Args:
         free: as of `predict`.
     """
-    busy = setting.micro_batches * max(rank_seconds(setting, free))
-    optimizer = max(_optimizer(setting.at(rank), rank) for rank in range(setting.layout.pp))
-    return (busy + optimizer) * _slower(setting)
+    each, ranks = rank_seconds(setting, free), range(setting.layout.pp)
+    busy = max(setting.micro_batches * max(each), float((rank_weights(setting) @ each).max()))
+    optimizer = max(_optimizer(setting.at(rank), rank) for rank in ranks)
+    apart = min(sum(_reductions(setting.at(rank), rank)) for rank in ranks)
+    return (busy + optimizer + (1.0 - setting.software.hidden_gathers) * apart) * _slower(setting)
+
+
+def rank_weights(setting: Setting) -> Array:
+    """[W, R] A step takes no less than the ranks' seconds of a micro-batch, times any of these rows."""
+    layout, counted = setting.layout, 1.0 / setting.software.ranks_a_core
+    return least_weights(layout.pp, layout.virtual or 1, setting.micro_batches, counted=counted)
 
 
 def _slower(setting: Setting) -> float:
@@ -196,9 +207,15 @@ class _Stage:
 def _stages(setting: Setting, free: Sequence[str] = ()) -> list[_Stage]:
     kinds = kinds_of_stages(setting)
     seconds: dict[tuple[int, BlockPlan, int], tuple[PassSeconds, PassSeconds]] = {}
-    found = []
+    found: list[_Stage] = []
+    known: dict[tuple[int, int], _Stage] = {}
     for number, counted in enumerate(kinds):
         own = setting.at(number % setting.layout.pp)
+        # Stages between the ends that have the same blocks on the same devices take as long.
+        place = (id(counted), own.place_number)
+        if place in known and number < len(kinds) - 1:
+            found.append(known[place])
+            continue
         kernels = kernels_of(own)
         forward = backward = PassSeconds(0.0)
         for kind, count in counted.items():
@@ -213,6 +230,8 @@ def _stages(setting: Setting, free: Sequence[str] = ()) -> list[_Stage]:
             forward, backward = forward + ahead, backward + back
         rate = setting.software.contention
         found.append(_Stage(forward.slowed(rate), backward.slowed(rate)))
+        if number:
+            known[place] = found[-1]
     return found
 
 

@@ -5,8 +5,9 @@ Method   All degrees are tried that divide what they share: tp the heads, key he
          and the blocks allow, shards or copies. What blocks do in them is decided together (`block_choices`).
          A candidate goes through four doors, each dearer than the one before, always the one that promises most::
 
-             1  its step if bytes, harm and waiting in the pipeline were free      `least_step_seconds`
-             2  the same with the pipeline played                                  `predict`
+             1  its step if bytes and harm were free, with the least waiting       `least_step_seconds`
+             2  whether it fits where it is leanest; the same with the pipeline    `Blocks.has_room`, `predict`
+                played
              3  a bound of its step, with both limits priced                       `Blocks.least_seconds`
              4  its step                                                           `Blocks.solve`, `predict`
 
@@ -37,14 +38,19 @@ from scrimp.config.resolved import ResolvedLayout
 from scrimp.errors import ConfigError
 from scrimp.models.shapes import ModelSizes
 from scrimp.planner.hardware import Cluster, Device
-from scrimp.planner.layout.block_choices import Blocks, has_room, has_room_as_planned, leanest
+from scrimp.planner.layout.block_choices import Blocks, has_room, has_room_as_planned
 from scrimp.planner.layout.block_menus import Quality
 from scrimp.planner.layout.contenders import Contenders, Family, Misfit
 from scrimp.planner.layout.format_budget import FormatBudget
 from scrimp.planner.layout.given_memory import GivenMemory
 from scrimp.planner.layout.held_states import host_bytes
-from scrimp.planner.layout.pipeline_times import least_weights
-from scrimp.planner.layout.predict import Prediction, least_step_seconds, predict, send_seconds
+from scrimp.planner.layout.predict import (
+    Prediction,
+    least_step_seconds,
+    predict,
+    rank_weights,
+    send_seconds,
+)
 from scrimp.planner.layout.setting import BlockPlan, Offload, Setting
 from scrimp.planner.layout.software import Software
 from scrimp.planner.layout.stage_memory import RankBytes, peak_bytes
@@ -155,7 +161,9 @@ class _Waiting:
     rough: Prediction | None = field(compare=False, default=None)
     """Filled by the second door."""
     blocks: Blocks | None = field(compare=False, default=None)
-    """Filled by the third one."""
+    """The same."""
+    is_bounded: bool = field(compare=False, default=False)
+    """Whether it went through the third one."""
 
 
 def search(
@@ -176,40 +184,71 @@ def search(
         return _as_given(question, keep, note, has_families)
     quality = question.formats.quality(question.model) if question.formats else None
     waiting = _promises(question, quality, note)
-    tried, priced, solved, least, host = len(waiting), 0, 0, math.inf, math.inf
-    held: dict[int, bool] = {}
-    best = Contenders(keep, has_families=has_families)
+    known = _Known(Contenders(keep, has_families=has_families), len(waiting))
     heapq.heapify(waiting)
     while waiting:
         one = heapq.heappop(waiting)
-        if not best.may_take(one.setting.layout, one.seconds):
+        if not known.best.may_take(one.setting.layout, one.seconds):
             continue
-        note(f"{tried:,} settings tried, {solved:,} of them solved block by block")
+        note(f"{known.tried:,} settings tried, {known.solved:,} of them solved block by block")
+        blocks = one.blocks or Blocks(one.setting, quality)
         if one.rough is None:
-            heapq.heappush(waiting, _played(one))
+            for other in _with_more_on_host(one, question):
+                heapq.heappush(waiting, other)
+            known.counts(one, blocks, question.device)
+            following = _played(one, blocks) if blocks.has_room else None
+        elif one.is_bounded:
+            known.takes(one, blocks, _solved(blocks))
             continue
-        if one.blocks:
-            found = _solved(one)
-            solved += 1
-            held[one.number[0]] = held.get(one.number[0], False) or found is not None
-            best.fits(found)
-            continue
-        priced += 1
-        for following in _with_more_on_host(one, question):
-            heapq.heappush(waiting, following)
-        one, blocks = _bounded(one, one.rough, quality)
-        least = min(least, blocks.leanest_bytes)
-        if blocks.leanest_bytes <= question.device.memory_bytes:
-            host = min(host, host_bytes(one.setting))
-        if math.isinf(one.seconds):
-            held.setdefault(one.number[0], False)
-            best.does_not_fit(one.setting, tuple(peak_bytes(leanest(one.setting))))
         else:
-            heapq.heappush(waiting, one)
+            following = _bounded(one, blocks, one.rough)
+        if following is not None and math.isfinite(following.seconds):
+            heapq.heappush(waiting, following)
+        else:
+            known.does_not_fit(one, blocks)
+    best = known.best
     for lead in tuple(best.best) if "stages" not in question.given else ():
         best.fits(_with_better_stages(lead, quality))
-    too_large = sum(not is_held for is_held in held.values())
-    return Found(tuple(best.best), tried, priced, too_large, least, host, best.families)
+    too_large = sum(not is_held for is_held in known.held.values())
+    return Found(
+        tuple(best.best), known.tried, known.priced, too_large, known.least, known.host, best.families
+    )
+
+
+@dataclass
+class _Known:
+    """What a search has found so far."""
+
+    best: Contenders
+    tried: int
+    priced: int = 0
+    solved: int = 0
+    least: float = math.inf
+    host: float = math.inf
+    """The last two as `Found` has them."""
+    held: dict[int, bool] = field(default_factory=dict)
+    """Of layouts that were looked at whether they fit."""
+
+    def counts(self, one: _Waiting, blocks: Blocks, device: Device) -> None:
+        """Take in the bytes of a candidate."""
+        self.priced += 1
+        self.least = min(self.least, blocks.leanest_bytes)
+        if blocks.leanest_bytes <= device.memory_bytes:
+            self.host = min(self.host, host_bytes(one.setting))
+
+    def takes(self, one: _Waiting, blocks: Blocks, found: Candidate | None) -> None:
+        """Take in one that was solved."""
+        self.solved += 1
+        if found is None:
+            self.does_not_fit(one, blocks)
+            return
+        self.held[one.number[0]] = True
+        self.best.fits(found)
+
+    def does_not_fit(self, one: _Waiting, blocks: Blocks) -> None:
+        """Take in one that has no room."""
+        self.held.setdefault(one.number[0], False)
+        self.best.does_not_fit(one.setting, blocks.leanest_memory)
 
 
 def fits(question: Question, note: Callable[[str], None] = lambda how_far: None) -> bool:
@@ -315,29 +354,25 @@ def _with_more_on_host(one: _Waiting, question: Question) -> list[_Waiting]:
     return [_Waiting(least, (number, level + 1), setting, one.free)]
 
 
-def _played(one: _Waiting) -> _Waiting:
+def _played(one: _Waiting, blocks: Blocks) -> _Waiting:
     """After the second door."""
     rough = predict(_unlimited(one.setting), one.free)
-    return dataclasses.replace(one, seconds=max(one.seconds, rough.least), rough=rough)
+    return dataclasses.replace(one, seconds=max(one.seconds, rough.least), rough=rough, blocks=blocks)
 
 
-def _bounded(one: _Waiting, rough: Prediction, quality: Quality | None) -> tuple[_Waiting, Blocks]:
+def _bounded(one: _Waiting, blocks: Blocks, rough: Prediction) -> _Waiting:
     """After the third one; seconds are infinite where it does not fit."""
     setting = one.setting
-    blocks = Blocks(setting, quality)
-    layout, rounds = setting.layout, setting.micro_batches
-    counted = 1.0 / setting.software.ranks_a_core
-    weights = least_weights(layout.pp, layout.virtual or 1, rounds, counted=counted)
-    sends = 2 * send_seconds(setting) * (layout.virtual or 1)
-    passes = blocks.least_seconds(weights, sends)
+    sends = 2 * send_seconds(setting) * (setting.layout.virtual or 1)
+    passes = blocks.least_seconds(rank_weights(setting), sends)
     slower = rough.step_seconds / (rough.step_seconds - rough.seconds["other"])
     step = passes + rough.seconds["optimizer"]
-    return dataclasses.replace(one, seconds=max(one.seconds, slower * step), blocks=blocks), blocks
+    return dataclasses.replace(one, seconds=max(one.seconds, slower * step), is_bounded=True)
 
 
-def _solved(one: _Waiting) -> Candidate | None:
+def _solved(blocks: Blocks) -> Candidate | None:
     """After the last one."""
-    setting = one.blocks.solve() if one.blocks else None
+    setting = blocks.solve()
     return _candidate(setting) if setting else None
 
 

@@ -104,7 +104,10 @@ def peak_bytes(setting: Setting, outside: Sequence[Outside] | None = None) -> li
         outside: of `outside_blocks`, where it is known: it is the same whatever is decided of blocks.
     """
     outside = outside or outside_blocks(setting)
-    return [_rank(setting, kinds, one) for kinds, one in zip(kinds_of_ranks(setting), outside, strict=True)]
+    ranks = kinds_of_ranks(setting)
+    kept = {id(own): own for own in ranks}
+    known = {name: _kept(setting, own) for name, own in kept.items()}
+    return [_rank(known[id(own)], one) for own, one in zip(ranks, outside, strict=True)]
 
 
 def outside_blocks(setting: Setting) -> list[Outside]:
@@ -137,8 +140,8 @@ def passes_in_flight(setting: Setting, rank: int) -> float:
     return min(2 * (layout.pp - 1 - rank) + (virtual - 1) * layout.pp + 1, m * virtual) / virtual
 
 
-def _rank(setting: Setting, own: Kinds, outside: Outside) -> RankBytes:
-    found = _moments(setting, own, outside)
+def _rank(kept: _Kept, outside: Outside) -> RankBytes:
+    found = _moments(kept, outside)
     sizes = {moment: _with_margin(one, outside.share) for moment, one in found.items()}
     worst = max(sizes, key=sizes.__getitem__)
     categories = dict.fromkeys(CATEGORIES, 0.0) | found[worst]
@@ -154,14 +157,12 @@ def _margin(one: Bytes, share: float) -> float:
     return share * sum(size for name, size in one.items() if name not in STAYS)
 
 
-def _moments(setting: Setting, own: Kinds, outside: Outside) -> dict[Moment, Bytes]:
+def _moments(kept: _Kept, outside: Outside) -> dict[Moment, Bytes]:
     """What a rank holds at each of its moments, without a margin."""
-    waiting, again, alone = _activations(setting, own)
-    waiting *= outside.flight
-    activations = {"backward": waiting + again, "end": alone, "loss": waiting, "update": 0.0}
-    standing = gathered_between_passes(setting, own)
+    waiting = outside.flight * kept.waiting
+    activations = {"backward": waiting + kept.again, "end": kept.alone, "loss": waiting, "update": 0.0}
     return {
-        moment: one | {"weights": one["weights"] + standing, "activations": activations[moment]}
+        moment: one | {"weights": one["weights"] + kept.standing, "activations": activations[moment]}
         for moment, one in outside.moments.items()
     }
 
@@ -197,8 +198,21 @@ def _without_gradients(setting: Setting, held: Bytes) -> Bytes:
     return {"gradients": 0.0, "pools": held["pools"] + held["gradients"] * has_pool}
 
 
-def _activations(setting: Setting, own: Kinds) -> tuple[float, float, float]:
-    """Bytes of each pass in flight; what a block's backward pass has besides, at most; and with its own of one pass."""
+@dataclass(frozen=True)
+class _Kept:
+    """What the blocks of a rank keep."""
+
+    waiting: float
+    """Bytes of each pass in flight."""
+    again: float
+    """What a block's backward pass has besides, at most."""
+    alone: float
+    """The same with its own of one pass."""
+    standing: float
+    """Weights that stay gathered."""
+
+
+def _kept(setting: Setting, own: Kinds) -> _Kept:
     waiting = again = alone = 0.0
     for (index, plan), count in own.items():
         block, like = setting.model.blocks[index], setting.in_formats(plan.formats)
@@ -206,7 +220,7 @@ def _activations(setting: Setting, own: Kinds) -> tuple[float, float, float]:
         more = backward_bytes(block, plan, like)
         waiting += count * one
         again, alone = max(again, more), max(alone, one + more)
-    return waiting, again, alone
+    return _Kept(waiting, again, alone, gathered_between_passes(setting, own))
 
 
 def _logits(setting: Setting) -> float:

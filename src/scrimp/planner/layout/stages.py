@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -52,13 +53,47 @@ def block_plans(setting: Setting) -> tuple[BlockPlan, ...]:
 
 def kinds_of_stages(setting: Setting) -> list[Kinds]:
     """The blocks of each stage, equal ones that are planned alike counted."""
-    plans, first = block_plans(setting), setting.model.first_equal
-    return [Counter((first[index], plans[index]) for index in blocks) for blocks in blocks_of_stages(setting)]
+    plans, stages = block_plans(setting), blocks_of_stages(setting)
+    if _is_uniform(setting, plans):
+        return _sized([len(blocks) for blocks in stages], plans[0])
+    first, found = setting.model.first_equal, []
+    for blocks in stages:
+        # Plans are slow to hash, and few: equal ones are mostly one object.
+        kinds: Kinds = Counter()
+        for (index, _), (plan, count) in _counted(blocks, first, plans).items():
+            kinds[index, plan] += count
+        found.append(kinds)
+    return found
+
+
+def _is_uniform(setting: Setting, plans: Sequence[BlockPlan]) -> bool:
+    """Whether all blocks are equal and planned alike: those of most settings that a search looks at."""
+    return not any(setting.model.first_equal) and plans.count(plans[0]) == len(plans)
+
+
+def _sized(numbers: Sequence[int], plan: BlockPlan) -> list[Kinds]:
+    """So many blocks planned alike, for each number; equal numbers share a count, by which callers know them."""
+    counts: dict[int, Kinds] = {number: Counter({(0, plan): number}) for number in set(numbers)}
+    return [counts[number] for number in numbers]
+
+
+def _counted(
+    blocks: range, first: Sequence[int], plans: Sequence[BlockPlan]
+) -> dict[tuple[int, int], tuple[BlockPlan, int]]:
+    found: dict[tuple[int, int], tuple[BlockPlan, int]] = {}
+    for at in blocks:
+        key, plan = (first[at], id(plans[at])), plans[at]
+        found[key] = plan, found[key][1] + 1 if key in found else 1
+    return found
 
 
 def kinds_of_ranks(setting: Setting) -> list[Kinds]:
     """The same of all stages of each rank."""
-    stages, ranks = kinds_of_stages(setting), setting.layout.pp
+    ranks, plans = setting.layout.pp, block_plans(setting)
+    if _is_uniform(setting, plans):
+        sizes = [len(blocks) for blocks in blocks_of_stages(setting)]
+        return _sized([sum(sizes[rank::ranks]) for rank in range(ranks)], plans[0])
+    stages = kinds_of_stages(setting)
     return [sum(stages[rank::ranks], start=Counter()) for rank in range(ranks)]
 
 
@@ -88,6 +123,14 @@ def numbers_of_block(setting: Setting, block: BlockSpec) -> Numbers:
 
 def numbers_of_rank(setting: Setting, rank: int) -> Numbers:
     """Parameters of all stages of a rank of the pipeline."""
+    known = setting.rank_numbers
+    if rank not in known:
+        known[rank] = _numbers_of_rank(setting, rank)
+    found: Numbers = known[rank]
+    return found
+
+
+def _numbers_of_rank(setting: Setting, rank: int) -> Numbers:
     layout, model = setting.layout, setting.model
     dense, routed = model.parameters_before
     ours, experts = 0.0, 0.0
