@@ -52,7 +52,7 @@ from scrimp.planner.layout.stage_memory import MOMENTS, Moment, Outside
 
 Array = NDArray[np.float64]
 
-_LEVELS = 16
+_LEVELS = 6
 
 
 @dataclass(frozen=True, eq=False)
