@@ -32,10 +32,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from scrimp.config.pipeline import check_sizes
 from scrimp.config.pipeline import fits as schedule_fits
 from scrimp.config.resolved import ResolvedLayout
-from scrimp.errors import ConfigError
 from scrimp.models.shapes import ModelSizes
 from scrimp.planner.hardware import Cluster, Device
 from scrimp.planner.layout.block_choices import Blocks, has_room, has_room_as_planned
@@ -54,7 +52,7 @@ from scrimp.planner.layout.predict import (
 from scrimp.planner.layout.setting import BlockPlan, Offload, Setting
 from scrimp.planner.layout.software import Software
 from scrimp.planner.layout.stage_memory import RankBytes, peak_bytes
-from scrimp.planner.layout.stage_sizes import improved, in_proportion
+from scrimp.planner.layout.stage_sizes import improved, in_proportion, is_split
 
 _MOST_VIRTUAL = 8
 ON_HOST = (
@@ -478,17 +476,6 @@ def _shared(readers: int, node: int, like: Question, degrees: Mapping[str, Any])
         yield ResolvedLayout(dp=readers // fsdp, fsdp=fsdp, zero=one, schedule="1f1b", **degrees)
 
 
-def _is_split(stages: str | None, layout: ResolvedLayout, blocks: int) -> bool:
-    """Whether sizes that are given, as 3,4,4,3, are those of so many blocks in the layout's stages."""
-    if stages is None:
-        return True
-    try:
-        check_sizes(stages, layout.pp * (layout.virtual or 1), blocks)
-    except ConfigError:
-        return False
-    return True
-
-
 def _staged(layout: ResolvedLayout, like: Question) -> Iterator[ResolvedLayout]:
     """With its schedule and stages, which are equal where they are not given."""
     usual = "interleaved" if (layout.virtual or 1) > 1 else "1f1b"
@@ -498,7 +485,7 @@ def _staged(layout: ResolvedLayout, like: Question) -> Iterator[ResolvedLayout]:
         return
     schedule, stages = like.given.get("schedule", usual), like.given.get("stages")
     alike = ("interleaved",) if usual == "interleaved" else ("1f1b", "gpipe")
-    if schedule in alike and _is_split(stages, layout, len(like.model.blocks)):
+    if schedule in alike and is_split(stages, layout, len(like.model.blocks)):
         yield dataclasses.replace(layout, schedule=schedule, stages=stages)
 
 
