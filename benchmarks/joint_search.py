@@ -44,7 +44,8 @@ from scrimp.planner.layout.block_choices import Blocks
 from scrimp.planner.layout.block_menus import Formats, Quality
 from scrimp.planner.layout.format_budget import FormatBudget
 from scrimp.planner.layout.predict import predict
-from scrimp.planner.layout.search import ON_HOST, Question, layouts, micro_batches, search
+from scrimp.planner.layout.questions import ON_HOST, Question, layouts, micro_batches
+from scrimp.planner.layout.search import search
 from scrimp.planner.layout.setting import Setting
 from scrimp.planner.layout.software import software
 from scrimp.planner.layout.stage_memory import peak_bytes

@@ -276,7 +276,7 @@ def search_trillion_formats() -> list[dict[str, Any]]:
 def _question_trillion(*, formats: bool) -> Any:
     from scrimp.planner.hardware import load_hardware
     from scrimp.planner.layout.format_budget import FormatBudget
-    from scrimp.planner.layout.search import Question
+    from scrimp.planner.layout.questions import Question
     from scrimp.planner.layout.shape_files import read_shape
     from scrimp.planner.layout.software import software
 
@@ -296,7 +296,7 @@ def _question_70b(*, formats: bool) -> Any:
     from scrimp.models.shapes import sizes_of
     from scrimp.planner.hardware import load_hardware
     from scrimp.planner.layout.format_budget import FormatBudget
-    from scrimp.planner.layout.search import Question
+    from scrimp.planner.layout.questions import Question
     from scrimp.planner.layout.software import software
 
     return Question(

@@ -23,7 +23,8 @@ from scrimp.planner.layout.contenders import Misfit
 from scrimp.planner.layout.divisibility import has_layout, objections, values_of
 from scrimp.planner.layout.objectives import Answer, answered
 from scrimp.planner.layout.predict import timeline
-from scrimp.planner.layout.search import Candidate, Found, Question
+from scrimp.planner.layout.questions import Question
+from scrimp.planner.layout.search import Candidate, Found
 from scrimp.planner.layout.setting import Setting
 from scrimp.planner.layout.stage_texts import stage_texts
 from scrimp.planner.layout.what_if import Change, what_if

@@ -27,8 +27,8 @@ from scrimp.planner.layout.format_budget import FormatBudget
 from scrimp.planner.layout.given_memory import given_memory
 from scrimp.planner.layout.lines import PRECISIONS
 from scrimp.planner.layout.objectives import Goal, Objective, Searching
+from scrimp.planner.layout.questions import Question
 from scrimp.planner.layout.scaled_models import ModelFamily, family_of
-from scrimp.planner.layout.search import Question
 from scrimp.planner.layout.shape_files import read_shape
 from scrimp.planner.layout.software import software_for
 from scrimp.planner.precision.profile import PrecisionProfile

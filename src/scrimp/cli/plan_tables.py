@@ -19,7 +19,8 @@ from scrimp.planner.layout.explained import (
     seconds_beside,
 )
 from scrimp.planner.layout.objectives import Answer, Goal, Trial, cost_of, days_of, price_of
-from scrimp.planner.layout.search import Candidate, Found, Question
+from scrimp.planner.layout.questions import Question
+from scrimp.planner.layout.search import Candidate, Found
 from scrimp.planner.layout.setting import Setting
 from scrimp.planner.layout.summary import blocks_text, low_share
 from scrimp.planner.layout.today import seconds_today

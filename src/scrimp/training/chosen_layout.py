@@ -29,7 +29,8 @@ from scrimp.models import spec_of
 from scrimp.models.shapes import sizes_of
 from scrimp.planner.hardware import Cluster
 from scrimp.planner.layout.at_hand import as_decided, question_of, text_of
-from scrimp.planner.layout.search import Candidate, Question, search
+from scrimp.planner.layout.questions import Question
+from scrimp.planner.layout.search import Candidate, search
 from scrimp.planner.layout.setting import Setting
 from scrimp.planner.layout.software import Software
 from scrimp.profiler import Device

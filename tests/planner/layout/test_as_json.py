@@ -16,7 +16,8 @@ from scrimp.planner.hardware import load_hardware
 from scrimp.planner.layout.as_json import answer_json, beside_json, hardware_json
 from scrimp.planner.layout.lines import answer_line
 from scrimp.planner.layout.objectives import Answer, Goal
-from scrimp.planner.layout.search import Question, search
+from scrimp.planner.layout.questions import Question
+from scrimp.planner.layout.search import search
 from scrimp.planner.layout.software import software
 
 

@@ -17,7 +17,8 @@ from scrimp.models import spec_of
 from scrimp.models.shapes import sizes_of
 from scrimp.planner.layout.at_hand import as_decided, question_of, setting_of_run
 from scrimp.planner.layout.predict import predict
-from scrimp.planner.layout.search import Candidate, Question, layouts, search, setting_of
+from scrimp.planner.layout.questions import Question, layouts, setting_of
+from scrimp.planner.layout.search import Candidate, search
 from scrimp.planner.layout.setting import FULL, NONE, SELECTIVE, BlockPlan, Offload
 from scrimp.planner.layout.stage_memory import peak_bytes
 from scrimp.profiler.measured_cluster import RankRates, cluster_of, software_here

@@ -25,6 +25,10 @@ def with_memory(one: Setting, memory: float) -> Setting:
     return dataclasses.replace(one, cluster=dataclasses.replace(one.cluster, groups=groups))
 
 
+def with_plans(one: Setting, plan: BlockPlan) -> Setting:
+    return dataclasses.replace(one, blocks=(plan,) * len(one.model.blocks))
+
+
 def quality(one: Setting, limit: float) -> Quality:
     return Quality(formats=("nvfp4", "bf16"), harm=flops_in_4_bits(one.model), limit=limit)
 
@@ -63,7 +67,7 @@ def every(one: Setting, sets: list[tuple[tuple[str, str], ...]], ranks: int) -> 
 def test_no_choice_of_blocks_that_fits_is_faster(layout: dict[str, int], share: float) -> None:
     like = setting(SMALL, "4xh100", micro_batch=4, **layout)
     lean, whole = (
-        max(rank.total for rank in peak_bytes(leanest(like, keeps_all=one))) for one in (False, True)
+        max(rank.total for rank in peak_bytes(one)) for one in (leanest(like), with_plans(like, BlockPlan()))
     )
     like = with_memory(like, lean + share * (whole - lean))
     found = chosen(like)
@@ -80,7 +84,7 @@ def test_no_choice_of_blocks_that_fits_is_faster(layout: dict[str, int], share: 
 def test_ranks_of_a_pipeline_share_harm_and_have_bytes_of_their_own() -> None:
     like = setting(dataclasses.replace(LLAMA_8B, layers=2), "2xb200", pp=2, fsdp=1, micro_batch=8)
     lean, whole = (
-        max(rank.total for rank in peak_bytes(leanest(like, keeps_all=one))) for one in (False, True)
+        max(rank.total for rank in peak_bytes(one)) for one in (leanest(like), with_plans(like, BlockPlan()))
     )
     like = with_memory(like, lean + 0.6 * (whole - lean))
     wanted = quality(like, 0.5)
@@ -104,7 +108,7 @@ def test_ranks_of_a_pipeline_share_harm_and_have_bytes_of_their_own() -> None:
 def test_the_bound_is_below_what_is_found(limit: float) -> None:
     like = setting(dataclasses.replace(LLAMA_8B, layers=8), "4xb200", pp=2, fsdp=2, zero=1, micro_batch=4)
     lean, whole = (
-        max(rank.total for rank in peak_bytes(leanest(like, keeps_all=one))) for one in (False, True)
+        max(rank.total for rank in peak_bytes(one)) for one in (leanest(like), with_plans(like, BlockPlan()))
     )
     like = with_memory(like, lean + 0.4 * (whole - lean))
     blocks = Blocks(like, quality(like, limit))

@@ -12,16 +12,8 @@ from scrimp.models.shapes import ModelShape
 from scrimp.planner.layout.block_choices import Blocks, leanest
 from scrimp.planner.layout.contenders import DEGREES, Contenders, Misfit, families_of
 from scrimp.planner.layout.predict import predict
-from scrimp.planner.layout.search import (
-    ON_HOST,
-    Candidate,
-    Question,
-    fits,
-    layouts,
-    micro_batches,
-    search,
-    setting_of,
-)
+from scrimp.planner.layout.questions import ON_HOST, Question, layouts, micro_batches, setting_of
+from scrimp.planner.layout.search import Candidate, fits, search
 from scrimp.planner.layout.stage_memory import peak_bytes
 
 SMALL = dataclasses.replace(LLAMA_8B, layers=4)

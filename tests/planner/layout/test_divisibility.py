@@ -9,7 +9,8 @@ from published_settings import LLAMA_8B, ROUTED, setting
 
 from scrimp.models.shapes import ModelShape
 from scrimp.planner.layout.divisibility import has_layout, objections, values_of
-from scrimp.planner.layout.search import Question, layouts, micro_batches, search
+from scrimp.planner.layout.questions import Question, layouts, micro_batches
+from scrimp.planner.layout.search import search
 
 SEARCHED_IF_GIVEN = ("zero", "fsdp", "dp", "etp", "virtual")
 """Of which a search tries more values where they are given."""

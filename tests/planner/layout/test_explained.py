@@ -18,7 +18,8 @@ from scrimp.planner.layout.explained import (
     seconds_beside,
 )
 from scrimp.planner.layout.predict import predict
-from scrimp.planner.layout.search import Candidate, Found, Question, search
+from scrimp.planner.layout.questions import Question
+from scrimp.planner.layout.search import Candidate, Found, search
 from scrimp.planner.layout.setting import Setting
 from scrimp.planner.layout.stage_memory import peak_bytes
 

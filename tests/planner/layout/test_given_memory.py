@@ -11,7 +11,8 @@ from scrimp.cli import main
 from scrimp.planner.hardware import load_hardware
 from scrimp.planner.layout.given_memory import GivenMemory
 from scrimp.planner.layout.predict import predict
-from scrimp.planner.layout.search import Question, layouts, micro_batches, search, setting_of
+from scrimp.planner.layout.questions import Question, layouts, micro_batches, setting_of
+from scrimp.planner.layout.search import search
 from scrimp.planner.layout.setting import FULL, NONE, SELECTIVE, Offload
 from scrimp.planner.layout.software import software
 from scrimp.planner.layout.stage_memory import peak_bytes

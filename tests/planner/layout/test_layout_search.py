@@ -16,12 +16,8 @@ from scrimp.planner.hardware import load_hardware
 from scrimp.planner.layout.block_choices import Blocks
 from scrimp.planner.layout.format_budget import FormatBudget
 from scrimp.planner.layout.predict import predict
-from scrimp.planner.layout.search import (
-    Question,
-    layouts,
-    micro_batches,
-    search,
-)
+from scrimp.planner.layout.questions import Question, layouts, micro_batches
+from scrimp.planner.layout.search import search
 from scrimp.planner.layout.setting import FULL, NONE, SELECTIVE, Offload, Setting
 from scrimp.planner.layout.stage_memory import peak_bytes
 

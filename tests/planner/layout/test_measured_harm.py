@@ -14,7 +14,8 @@ from scrimp.errors import PlanError
 from scrimp.models import place, spec_of
 from scrimp.models.shapes import sizes_of
 from scrimp.planner.layout.format_budget import FormatBudget
-from scrimp.planner.layout.search import Candidate, Question, search
+from scrimp.planner.layout.questions import Question
+from scrimp.planner.layout.search import Candidate, search
 from scrimp.planner.layout.setting import Setting
 from scrimp.planner.precision.budget import Budget
 from scrimp.planner.precision.choose import Question as OwnQuestion

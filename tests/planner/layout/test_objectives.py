@@ -21,8 +21,9 @@ from scrimp.planner.layout.objectives import (
     days_of,
     price_of,
 )
+from scrimp.planner.layout.questions import Question
 from scrimp.planner.layout.scaled_models import family_of
-from scrimp.planner.layout.search import Question, fits, search
+from scrimp.planner.layout.search import fits, search
 
 SMALL = dataclasses.replace(LLAMA_8B, layers=8)
 

@@ -17,7 +17,7 @@ from published_settings import GPT_22B, LLAMA_8B, ROUTED, setting
 from scrimp.models.shapes import ModelShape
 from scrimp.planner.hardware import Cluster
 from scrimp.planner.layout.predict import predict
-from scrimp.planner.layout.search import Question, layouts, micro_batches, setting_of
+from scrimp.planner.layout.questions import Question, layouts, micro_batches, setting_of
 from scrimp.planner.layout.setting import FULL, NONE, SELECTIVE, Setting
 from scrimp.planner.layout.stage_memory import peak_bytes
 from scrimp.planner.layout.tuning import Failure, Option, Outcome, Tuned, tune

@@ -13,7 +13,8 @@ from scrimp.config.resolved import ResolvedLayout
 from scrimp.planner.hardware import Cluster, load_hardware
 from scrimp.planner.layout.block_choices import Blocks
 from scrimp.planner.layout.predict import predict, rank_seconds
-from scrimp.planner.layout.search import Question, search
+from scrimp.planner.layout.questions import Question
+from scrimp.planner.layout.search import search
 from scrimp.planner.layout.setting import Setting
 from scrimp.planner.layout.software import software
 from scrimp.planner.layout.stage_sizes import improved, in_proportion

@@ -8,7 +8,8 @@ import pytest
 from published_settings import LLAMA_8B, setting
 
 from scrimp.planner.layout.objectives import Searching
-from scrimp.planner.layout.search import Question, search
+from scrimp.planner.layout.questions import Question
+from scrimp.planner.layout.search import search
 from scrimp.planner.layout.what_if import variants, what_if
 
 SMALL = dataclasses.replace(LLAMA_8B, layers=4)

@@ -19,7 +19,8 @@ from scrimp.planner.layout.contenders import Misfit
 from scrimp.planner.layout.explained import Beside, Loser, bytes_beside, losers, reason_text, seconds_beside
 from scrimp.planner.layout.lines import LayoutLine, as_answer
 from scrimp.planner.layout.objectives import Answer, Goal, Trial, cost_of, days_of, price_of
-from scrimp.planner.layout.search import Candidate, Question
+from scrimp.planner.layout.questions import Question
+from scrimp.planner.layout.search import Candidate
 from scrimp.planner.layout.setting import BlockPlan, Setting
 from scrimp.planner.layout.summary import blocks_text
 from scrimp.planner.layout.what_if import Change

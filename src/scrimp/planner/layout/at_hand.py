@@ -28,7 +28,7 @@ from scrimp.models.shapes import ModelSizes
 from scrimp.planner.hardware import Cluster
 from scrimp.planner.layout.format_budget import FormatBudget
 from scrimp.planner.layout.given_memory import AUTO, DEVICE, LEVELS, GivenMemory
-from scrimp.planner.layout.search import Question
+from scrimp.planner.layout.questions import Question
 from scrimp.planner.layout.setting import BlockPlan, Offload, Setting
 from scrimp.planner.layout.software import Software
 from scrimp.precision import HIGH_PRECISION

@@ -157,6 +157,11 @@ def working_bytes(block: BlockSpec, setting: Setting) -> float:
     return setting.software.gate_gradients * held_parts(block, setting)["mlp"] + 2.0 * boundary_bytes(setting)
 
 
+def backward_bytes(block: BlockSpec, plan: BlockPlan, setting: Setting) -> float:
+    """What a block has on the device besides what waits, while its backward pass runs."""
+    return made_again_bytes(block, plan, setting) + working_bytes(block, setting)
+
+
 def later_bytes(block: BlockSpec, setting: Setting) -> float:
     """What a block holds of a pass whose gradients of weights are still to be made, and nothing else: of each layer its
     input and the gradient of its result."""

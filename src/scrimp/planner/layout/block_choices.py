@@ -12,10 +12,12 @@ Method   Each block takes one choice of its menu (`block_menus`), so that every 
                           - lambda limit                                          (`Blocks.least_seconds`)
 
          (`priced_bound`); lambda is tried at some of the prices at which two choices cost the same.
+         Ranks of few blocks have all their plans looked at; what others may keep is said in `rank_ways`.
 Limits   Ranks are taken to be as slow as the sum of their stages' passes; what a schedule makes of it is predicted
-         after.
+         after. What is reduced once a step hides beside the last backward pass, which is longer where more is made
+         again: of a step of few micro-batches over slow links plans are up to 1 % from the best for want of it.
 Source   The bound: Lagrangian relaxation (Fisher, Management Science 27, 1981)
-Checked  tests/planner/layout/test_block_choices.py: all choices of small models
+Checked  tests/planner/layout/test_block_choices.py, test_rank_ways.py: all choices of small models
 """
 
 from __future__ import annotations
@@ -23,44 +25,66 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from scrimp.planner.layout.block_activations import kept_bytes, waiting_bytes
-from scrimp.planner.layout.block_menus import Menu, Quality, menus_of
+from scrimp.planner.layout.block_activations import kept_bytes
+from scrimp.planner.layout.block_menus import Formats, Menu, Quality, menus_of
 from scrimp.planner.layout.block_times import embedding_seconds, head_seconds
 from scrimp.planner.layout.held_states import host_bytes
-from scrimp.planner.layout.in_flight import passes_in_flight
-from scrimp.planner.layout.knapsack import Choices, Frontier, Indices, Stage, spread
+from scrimp.planner.layout.in_flight import fullest, passes_in_flight
+from scrimp.planner.layout.kernels import element_bytes
+from scrimp.planner.layout.knapsack import Frontier, spread
 from scrimp.planner.layout.predict import kernels_of
-from scrimp.planner.layout.priced_bound import RankKinds, least_at_prices, weighted
+from scrimp.planner.layout.priced_bound import least_at_prices, weighted
+from scrimp.planner.layout.rank_ways import Rank, Way, relaxed
 from scrimp.planner.layout.setting import FULL, NONE, BlockPlan, Setting
-from scrimp.planner.layout.stage_memory import RankBytes, margin_of, peak_bytes
-from scrimp.planner.layout.stages import blocks_of_stages, last_rank, stages_of_rank
+from scrimp.planner.layout.stage_memory import Outside, RankBytes, outside_blocks, peak_bytes
+from scrimp.planner.layout.stages import blocks_of_stages, last_rank, splits_backward, stages_of_rank
 
 Array = NDArray[np.float64]
 _PRICES = 12
 _ASKED = 8
 _TRIES, _ROUNDS = 3, 2
+_FEW = 20_000
+"""Plans of all ranks' blocks, up to which all are looked at."""
 _CELLS = 128
 """Of all harm: how finely it is shared out between stages."""
+_ROUND = 1e-9
 _HOST_SHARE = 0.9
 """Of host memory, what the system and the program itself leave: an estimate."""
 
 
-def leanest(setting: Setting, *, keeps_all: bool = False) -> Setting:
-    """With blocks that keep as little as they can on the device.
+def leanest(setting: Setting, formats: Formats = (), outside: Sequence[Outside] | None = None) -> Setting:
+    """With blocks that keep as little as they can on the device: all are made again or, where that has no room and
+    this takes less, as many offload as the host has room for. What waits at each block's border adds up over a rank,
+    and what comes back from the host is there once: of many blocks, or passes in flight, offload takes less.
 
     Args:
-        keeps_all: nothing is made again or leaves, so that no room is needed for what comes back.
+        formats: of all blocks.
+        outside: as of `peak_bytes`.
     """
-    plan = BlockPlan(recompute=NONE if keeps_all else FULL)
-    return dataclasses.replace(setting, blocks=(plan,) * len(setting.model.blocks))
+    again = BlockPlan(recompute=FULL, formats=formats)
+    away = dataclasses.replace(again, recompute=NONE, offload=True)
+    one, first = setting.in_formats(formats), setting.model.first_equal
+    room, plans, others = _host_room(setting), [again] * len(first), [again] * len(first)
+    ranks = _blocks_of_ranks(setting)
+    for rank, own in enumerate(ranks):
+        largest = max(kept_bytes(setting.model.blocks[block], one) for block in {first[at] for at in own})
+        for block in own[: max(0, int(room / (passes_in_flight(setting, rank) * largest)))]:
+            others[block] = away
+    outside = outside or outside_blocks(setting)
+    lean, lent = (dataclasses.replace(setting, blocks=tuple(each)) for each in (plans, others))
+    here = peak_bytes(lean, outside)
+    if others != plans and max(_over(setting, [one.total for one in here])) > 0:
+        there = peak_bytes(lent, outside)
+        for rank, own in enumerate(ranks):
+            for block in own if there[rank].total < here[rank].total else ():
+                plans[block] = others[block]
+    return dataclasses.replace(setting, blocks=tuple(plans))
 
 
 def has_room(setting: Setting) -> bool:
@@ -75,49 +99,17 @@ def has_room_as_planned(setting: Setting, memory: Sequence[RankBytes]) -> bool:
     Args:
         memory: its peaks, by rank.
     """
+    blocks = setting.model.blocks
     leaving = max(
         passes_in_flight(setting, rank)
         * sum(
-            kept_bytes(setting.model.blocks[block], setting) for block in own if setting.blocks[block].offload
+            kept_bytes(blocks[block], setting.in_formats(setting.blocks[block].formats))
+            for block in own
+            if setting.blocks[block].offload
         )
         for rank, own in enumerate(_blocks_of_ranks(setting))
     )
     return max(_over(setting, [one.total for one in memory])) <= 0 and _host_room(setting) >= leaving
-
-
-@dataclass(frozen=True, eq=False)
-class _Way:
-    """How a rank can have room for its blocks: all of them keep all, or some make again or offload."""
-
-    menus: list[Menu]
-    """Of each of its blocks."""
-    flight: float
-    """Passes that the rank holds at once."""
-    leaving: int
-    """How many of its blocks may offload."""
-    room: float
-
-    @cached_property
-    def tables(self) -> list[tuple[Choices, Indices]]:
-        """What each block can do, and which entries of its menu that is."""
-        return [menu.table(self.flight, offload=at < self.leaving) for at, menu in enumerate(self.menus)]
-
-    @cached_property
-    def stage(self) -> Stage:
-        """The rank's blocks and its room."""
-        return Stage([one for one, _ in self.tables], self.room)
-
-    @cached_property
-    def kinds(self) -> RankKinds:
-        """The same with equal blocks counted."""
-        counted: Counter[tuple[int, bool]] = Counter()
-        for at, menu in enumerate(self.menus):
-            counted[id(menu), at < self.leaving] += 1
-        known = {id(menu): menu for menu in self.menus}
-        return RankKinds(
-            [(known[one].table(self.flight, offload=may)[0], count) for (one, may), count in counted.items()],
-            self.room,
-        )
 
 
 class Blocks:
@@ -129,33 +121,64 @@ class Blocks:
 
     Attributes:
         leanest_bytes: the least that a device needs.
+        has_room: whether devices and hosts hold that.
     """
 
     def __init__(self, setting: Setting, quality: Quality | None) -> None:
-        self.setting = setting
+        self.setting, self._quality = setting, quality
         self.blocks = _blocks_of_ranks(setting)
-        self.ends = _ends(setting)
-        self.host_room = _host_room(setting)
-        self.ranks: list[list[_Way]] = [[] for _ in self.blocks]
-        self.leanest_bytes = 0.0
-        for keeps_all in (False, True):
-            least = peak_bytes(leanest(setting, keeps_all=keeps_all))
-            self.leanest_bytes = self.leanest_bytes or max(one.total for one in least)
-            over = _over(setting, [one.total for one in least])
-            # What blocks keep is there in passes alone: an update may take more, and leave them as much room.
-            passing = _over(setting, [one.passing for one in least])
-            if not keeps_all and (max(over) > 0 or self.host_room < 0):
-                break
-            menus: dict[int, list[Menu]] = {}
-            plan = BlockPlan(recompute=NONE if keeps_all else FULL)
-            for rank, ways in enumerate(self.ranks):
-                own = setting.at(rank)
-                if own.place_number not in menus:
-                    menus[own.place_number] = menus_of(own, quality, keeps_all=keeps_all)
-                if over[rank] <= 0:
-                    ways.append(self._way(rank, menus[own.place_number], plan, -passing[rank]))
-            least_harm = sum(menu.least for menu in next(iter(menus.values())))
-            self.spare = (quality.limit if quality else 0.0) - least_harm
+        lean = _in_fewest_bits(setting, quality)
+        self._outside, self._host_room = outside_blocks(setting, lean), _host_room(setting)
+        self._known: dict[int, Frontier | None] = {}
+        least = [one.total for one in self._leanest(lean)]
+        self.leanest_bytes = max(least)
+        self.has_room = max(_over(setting, least)) <= 0 and self._host_room >= 0
+
+    def _leanest(self, formats: Formats) -> list[RankBytes]:
+        return peak_bytes(leanest(self.setting, formats, self._outside), self._outside)
+
+    @property
+    def leanest_memory(self) -> tuple[RankBytes, ...]:
+        """Of each rank the least that it needs, in the setting's own formats."""
+        return tuple(self._leanest(()))
+
+    @cached_property
+    def places(self) -> list[Rank]:
+        """The ranks, each with its blocks' menus and what it has left for them."""
+        found: list[Rank] = []
+        menus: dict[int, list[Menu]] = {}
+        for rank, own in enumerate(self.blocks):
+            place = self.setting.at(rank)
+            if place.place_number not in menus:
+                menus[place.place_number] = menus_of(place, self._quality)
+            some = [menus[place.place_number][block] for block in own]
+            flights = self._flights(rank)
+            found.append(Rank(some, self._outside[rank], place.memory_bytes, self._host_room, flights))
+        return found
+
+    def _flights(self, rank: int) -> list[float]:
+        """Passes of each block of a rank that it holds at once."""
+        setting, own = self.setting, self.blocks[rank]
+        if not splits_backward(setting.layout):
+            return [self._outside[rank].flight] * len(own)
+        stages = [blocks_of_stages(setting)[one] for one in stages_of_rank(setting.layout, rank)]
+        flying = fullest(setting, rank).flying
+        return [float(flying[block in stages[1]]) for block in own]
+
+    @cached_property
+    def ends(self) -> list[float]:
+        """Seconds of embedding and head on each rank, for one micro-batch."""
+        return _ends(self.setting)
+
+    @cached_property
+    def spare(self) -> float:
+        """Harm that may be done beside the least."""
+        least = sum(menu.least for place in self.places for menu in place.menus)
+        return (self._quality.limit if self._quality else 0.0) - least
+
+    @property
+    def _may_fit(self) -> bool:
+        return self.has_room and self.spare >= 0 and all(place.ways for place in self.places)
 
     def least_seconds(self, weights: Array | None = None, sends: float = 0.0) -> float:
         """Seconds that the passes of one micro-batch take at least, of all ranks together; infinite where the limit
@@ -165,23 +188,24 @@ class Blocks:
             weights: [W, R] how much each rank counts; the largest of these bounds. None: all count once.
             sends: seconds of each rank that passes take besides blocks, embedding and head.
         """
-        if not all(self.ranks) or self.spare < 0:
+        if not self._may_fit:
             return math.inf
         prices = self._prices()
-        bounds = np.full((len(self.ranks), len(prices)), np.inf)
+        bounds = np.full((len(self.places), len(prices)), np.inf)
+        few = [relaxed(place.ways) for place in self.places]
         for number in range(2):
-            own = [rank for rank, ways in enumerate(self.ranks) if len(ways) > number]
+            own = [rank for rank, ways in enumerate(few) if len(ways) > number]
             if own:
-                found = least_at_prices([self.ranks[rank][number].kinds for rank in own], prices)
+                found = least_at_prices([few[rank][number].kinds for rank in own], prices)
                 bounds[own] = np.minimum(bounds[own], found)
-        rows = np.ones((1, len(self.ranks))) if weights is None else weights
+        rows = np.ones((1, len(self.places))) if weights is None else weights
         return max(
             float(row @ np.add(self.ends, sends)) + weighted(bounds, prices, self.spare, row) for row in rows
         )
 
     def _prices(self) -> Array:
         """Prices of harm that are tried: 0, and some of those at which two choices cost the same."""
-        menus = list({id(menu): menu for ways in self.ranks for way in ways for menu in way.menus}.values())
+        menus = list({id(menu): menu for place in self.places for menu in place.menus}.values())
         # Any prices bound: of many menus a few are asked.
         bends = np.unique(np.concatenate([menu.bends for menu in menus[:: -(-len(menus) // _ASKED)]]))
         some = np.linspace(0, len(bends) - 1, min(len(bends), _PRICES)).round().astype(int)
@@ -189,9 +213,9 @@ class Blocks:
 
     def solve(self) -> Setting | None:
         """The setting with its blocks decided; None where they fit in no way."""
-        if not all(self.ranks) or self.spare < 0:
+        if not self._may_fit:
             return None
-        ranks = self.ranks
+        ranks = [place.ways for place in self.places]
         for _ in range(_TRIES):
             found = self._solved(ranks)
             if found is None:
@@ -200,7 +224,8 @@ class Blocks:
             over = _over(setting, [one.total for one in peak_bytes(setting)])
             if max(over) <= 0:
                 return setting
-            # What comes back at once may be more than what the leanest plan has room for.
+            # Different blocks may gather or offload together what none of them does alone; another moment of a V may
+            # have more.
             ranks = [
                 [dataclasses.replace(way, room=min(way.room, size - excess)) for way in ways]
                 if excess > 0
@@ -209,19 +234,16 @@ class Blocks:
             ]
         return None
 
-    def _solved(self, ranks: list[list[_Way]]) -> tuple[Setting, list[float]] | None:
+    def _solved(self, ranks: list[list[Way]]) -> tuple[Setting, list[float]] | None:
         """The fastest choices, and the bytes that they add up to on each rank."""
         number = len(self.setting.model.blocks)
         targets = [self.spare * len(own) / number for own in self.blocks]
-        found: list[list[tuple[_Way, Frontier]]] = []
+        found: list[list[tuple[Way, Frontier]]] = []
         taken: list[int] = []
         for _ in range(_ROUNDS if len(ranks) > 1 else 1):
-            found = []
-            for ways, target in zip(ranks, targets, strict=True):
-                fronts = [(way, front) for way in ways if (front := way.stage.frontier(target)) is not None]
-                if not fronts:
-                    return None
-                found.append(fronts)
+            found = self._fronts(ranks, targets)
+            if not all(found):
+                return None
             merged = [_merged([front for _, front in fronts]) for fronts in found]
             shares = spread(merged, self.ends, self.setting.micro_batches, self.spare, _CELLS)
             if shares is None:
@@ -230,9 +252,9 @@ class Blocks:
             targets = [float(one.harm[plan]) for one, plan in zip(merged, taken, strict=True)]
         plans, used = [BlockPlan()] * len(self.setting.model.blocks), [0.0] * len(ranks)
         for rank, (fronts, plan) in enumerate(zip(found, taken, strict=True)):
-            way, front = fronts[0]
-            if plan >= len(front.seconds):
-                plan, (way, front) = plan - len(front.seconds), fronts[1]
+            ends = np.cumsum([len(front.seconds) for _, front in fronts])
+            at = int(np.searchsorted(ends, plan, side="right"))
+            (way, front), plan = fronts[at], plan - int(ends[at])
             for block, menu, (choices, entries), choice in zip(
                 self.blocks[rank], way.menus, way.tables, front.choices[plan].tolist(), strict=True
             ):
@@ -240,29 +262,63 @@ class Blocks:
                 used[rank] += float(choices.bytes[choice])
         return dataclasses.replace(self.setting, blocks=tuple(plans)), used
 
-    def _way(self, rank: int, menus: Sequence[Menu], plan: BlockPlan, left: float) -> _Way:
-        setting, own, first = self.setting, self.blocks[rank], self.setting.model.first_equal
-        flight = passes_in_flight(setting, rank)
-        leaving = self._leaving(own, flight)
-        counted = Counter(first[block] for block in own)
-        held = sum(
-            count * waiting_bytes(setting.model.blocks[block], plan, setting)
-            for block, count in counted.items()
-        )
-        return _Way(
-            [menus[block] for block in own],
-            flight,
-            leaving,
-            left / (1.0 + margin_of(setting)) + flight * held,
-        )
+    def _fronts(self, ranks: list[list[Way]], targets: Sequence[float]) -> list[list[tuple[Way, Frontier]]]:
+        """Plans of each rank: all of few; else those of the ways whose bound is least at some price of harm and, of a
+        rank alone, of all ways that may have a better one."""
+        prices = self._prices()
+        bounds = least_at_prices([way.kinds for ways in ranks for way in ways], prices)
+        found: list[list[tuple[Way, Frontier]]] = []
+        for rank, (ways, target) in enumerate(zip(ranks, targets, strict=True)):
+            own, bounds = bounds[: len(ways)], bounds[len(ways) :]
+            every = self._every_plan(rank)
+            if every:
+                found.append([(self.places[rank].free, every)])
+                continue
+            least = np.unique(own.argmin(axis=0)).tolist()
+            fronts: list[tuple[Way, Frontier]] = []
+            for at in np.argsort(own[:, 0], kind="stable").tolist() if len(ranks) == 1 else least:
+                if self._is_beaten(own[at], prices, [front for _, front in fronts]):
+                    continue
+                front = ways[at].stage.frontier(target)
+                if front is not None:
+                    fronts.append((ways[at], front))
+            found.append(fronts)
+        return found
 
-    def _leaving(self, own: Sequence[int], flight: float) -> int:
-        """How many of these blocks the host has room for."""
-        model = self.setting.model
-        largest = max(
-            kept_bytes(model.blocks[block], self.setting) for block in {model.first_equal[one] for one in own}
-        )
-        return int(self.host_room / (flight * largest))
+    def _every_plan(self, rank: int) -> Frontier | None:
+        # Of a V one moment alone is known here.
+        if splits_backward(self.setting.layout):
+            return None
+        if rank not in self._known:
+            self._known[rank] = self.places[rank].every_plan(_FEW // len(self.places))
+        return self._known[rank]
+
+    def _is_beaten(self, bound: Array, prices: Array, fronts: list[Frontier]) -> bool:
+        """Whether plans of a way are no faster than known ones, however much harm a rank may do.
+
+        Args:
+            bound: [P] seconds of the way with harm at these prices.
+        """
+        if not fronts:
+            return False
+        known = _merged(fronts)
+        order = np.argsort(known.harm, kind="stable")
+        order = order[known.harm[order] <= self.spare * (1.0 + _ROUND)]
+        if not len(order) or known.harm[order[0]] > _ROUND * self.spare:
+            return False
+        # With harm from one plan's up to the next one's, the fastest of those so far is there.
+        seconds = np.minimum.accumulate(known.seconds[order])
+        most = np.append(known.harm[order[1:]], self.spare)
+        return bool(((bound[:, None] - prices[:, None] * most).max(axis=0) >= seconds).all())
+
+
+def _in_fewest_bits(setting: Setting, quality: Quality | None) -> Formats:
+    """The recipes in which blocks keep least."""
+    if quality is None:
+        return ()
+    least = min(quality.formats, key=element_bytes)
+    names = {linear.name for block in setting.model.blocks for linear in block.linears}
+    return tuple((f"{name}.wgrad", least) for name in sorted(names))
 
 
 def _over(setting: Setting, sizes: Sequence[float]) -> list[float]:

@@ -25,13 +25,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scrimp.models.shapes import ModelSizes
-from scrimp.planner.layout.block_activations import kept_bytes, waiting_bytes
+from scrimp.planner.layout.block_activations import backward_bytes, kept_bytes, waiting_bytes
+from scrimp.planner.layout.held_states import standing_bytes
 from scrimp.planner.layout.knapsack import Choices, Indices, falling
 from scrimp.planner.layout.predict import kernels_of, planned_seconds
 from scrimp.planner.layout.product_table import Sets, product_table
 from scrimp.planner.layout.product_times import Products
 from scrimp.planner.layout.setting import FULL, NONE, SELECTIVE, BlockPlan, Setting
-from scrimp.planner.layout.stages import numbers_of_block
 from scrimp.precision import GEMMS, RECIPES
 
 Array = NDArray[np.float64]
@@ -145,6 +145,22 @@ class Profiles:
         return tuple(sorted((self.products[one], self.recipes[row[one]]) for one in chosen))
 
 
+@dataclass(frozen=True)
+class Limits:
+    """What a block of a rank may do."""
+
+    counted: float
+    """How often the bytes of a pass count: passes in flight, with what an allocator loses."""
+    again: float
+    """Most bytes besides, while its backward pass runs."""
+    alone: float
+    """Most bytes of one pass while its backward pass runs."""
+    offload: bool
+    """Whether something may leave for the host."""
+    gathers: bool
+    """Whether its weights may stay gathered."""
+
+
 @dataclass(frozen=True, eq=False)
 class Menu:
     """All that one block can do: each of a few ways with each of its sets of formats, [K] in all."""
@@ -157,27 +173,29 @@ class Menu:
     """Bytes of each pass in flight."""
     standing: Array
     """Bytes whatever is in flight."""
+    again: Array
+    """Bytes besides while the backward pass of the block runs."""
+    leaving: Array
+    """Bytes of each pass in flight on the host."""
     harm: Array
     """Above the least of all formats."""
     least: float
     """That least."""
-    tables: dict[tuple[float, bool], tuple[Choices, Indices]] = field(default_factory=dict)
+    tables: dict[Limits, tuple[Choices, Indices]] = field(default_factory=dict)
     plans: dict[int, BlockPlan] = field(default_factory=dict)
 
-    def table(self, flight: float, *, offload: bool) -> tuple[Choices, Indices]:
-        """What a block of a rank that holds so many passes can do, and which entries that is."""
-        if (flight, offload) not in self.tables:
-            seconds, waiting, standing, harm, entries = self._allowed[offload]
-            self.tables[flight, offload] = Choices(seconds, flight * waiting + standing, harm), entries
-        return self.tables[flight, offload]
-
-    @cached_property
-    def _allowed(self) -> dict[bool, tuple[Array, Array, Array, Array, Indices]]:
-        """Figures and entries, by whether something may leave."""
-        figures = self.seconds, self.waiting, self.standing, self.harm
-        some = np.flatnonzero(self.stays)
-        seconds, waiting, standing, harm = (one[some] for one in figures)
-        return {True: (*figures, np.arange(len(self.stays))), False: (seconds, waiting, standing, harm, some)}
+    def table(self, limits: Limits) -> tuple[Choices, Indices]:
+        """What a block within these limits can do, and which entries that is."""
+        if limits not in self.tables:
+            may = (self.again <= limits.again) & (self.again + self.waiting <= limits.alone)
+            if not limits.offload:
+                may &= self.stays
+            if not limits.gathers:
+                may &= self.standing == 0.0
+            some = np.flatnonzero(may)
+            sizes = limits.counted * self.waiting[some] + self.standing[some]
+            self.tables[limits] = Choices(self.seconds[some], sizes, self.harm[some]), some
+        return self.tables[limits]
 
     def plan(self, at: int) -> BlockPlan:
         """One entry, spelt out."""
@@ -199,20 +217,16 @@ class Menu:
         return saved[is_traded] / more[is_traded]
 
 
-def menus_of(setting: Setting, quality: Quality | None, *, keeps_all: bool = False) -> list[Menu]:
-    """One of each block; equal blocks of equal harm share theirs.
-
-    Args:
-        keeps_all: whether nothing may be made again or leave.
-    """
+def menus_of(setting: Setting, quality: Quality | None) -> list[Menu]:
+    """One of each block; equal blocks of equal harm share theirs."""
     # What is found is good for all layouts that differ in nothing that menus follow from.
     found = quality.menus if quality else {}
     place, menus = _place(setting), []
     for number, first in enumerate(setting.model.first_equal):
-        key = (keeps_all, first, *place)
+        key = (first, *place)
         if key not in found:
             alike = quality.alike(setting, first) if quality else [first]
-            found[key] = dict(zip(alike, _menus(setting, quality, alike, keeps_all=keeps_all), strict=True))
+            found[key] = dict(zip(alike, _menus(setting, quality, alike), strict=True))
         menus.append(found[key][quality.kind(setting, number) if quality else first])
     return menus
 
@@ -244,7 +258,8 @@ def _place(setting: Setting) -> tuple[object, ...]:
     layout = setting.layout
     degrees = layout.tp, layout.cp, layout.cp_method, layout.ep, layout.etp, layout.zero
     shards = setting.groups["shards"], setting.shares_weights, setting.gathers_copies
-    return *degrees, *shards, setting.place_number, setting.micro_batch, setting.offload
+    is_piped = layout.zero == 3 and layout.pp > 1
+    return *degrees, *shards, is_piped, setting.place_number, setting.micro_batch, setting.offload
 
 
 @dataclass(frozen=True, eq=False)
@@ -348,27 +363,31 @@ def _seconds(
     return np.atleast_1d(sum(one.slowed(rate).total for one in passes))
 
 
-def _menus(
-    setting: Setting, quality: Quality | None, numbers: Sequence[int], *, keeps_all: bool
-) -> list[Menu]:
+def _menus(setting: Setting, quality: Quality | None, numbers: Sequence[int]) -> list[Menu]:
     """Of blocks that are equal but for their harm."""
     block = setting.model.blocks[numbers[0]]
     whole = (False, True) if setting.shares_weights and setting.layout.zero == 3 else (False,)
-    parameters = setting.block_weight_bytes * numbers_of_block(setting, block).total
+    standing = standing_bytes(setting, block)
     ways: list[list[tuple[BlockPlan, Profiles]]] = [[] for _ in numbers]
     rows: list[list[Array]] = [[] for _ in numbers]
-    for recompute in (NONE,) if keeps_all else (NONE, SELECTIVE, FULL):
+    for recompute in (NONE, SELECTIVE, FULL):
         if recompute != SELECTIVE:  # which has the sets of the one before
             each, products = _sets(setting, quality, numbers, recompute)
             ends = np.cumsum([0, *(len(one.harm) for one in each)]).tolist()
             settings, which = _in_distinct_formats(setting, each)
-        for offload, gathered in itertools.product((False,) if keeps_all else (False, True), whole):
+            kept = np.array([kept_bytes(block, one) for one in settings])
+        # What leaves is not made again: it comes back.
+        for offload, gathered in itertools.product((False, True)[: 1 + (recompute == NONE)], whole):
             plan = BlockPlan(recompute=recompute, offload=offload, gathered=gathered)
-            kept = np.array([kept_bytes(block, one) for one in settings])[which] if offload else np.zeros(0)
-            seconds = _seconds(setting, numbers[0], plan, products, kept.tolist())
-            waiting = np.array([waiting_bytes(block, plan, one) for one in settings])[which]
-            stays = np.full(len(which), parameters * gathered)
-            figures = np.array([seconds, waiting, stays, np.concatenate([one.harm for one in each])])
+            leaving = kept[which] * offload
+            seconds = _seconds(setting, numbers[0], plan, products, leaving.tolist() if offload else ())
+            waiting, again = (
+                np.array([of(block, plan, one) for one in settings])[which]
+                for of in (waiting_bytes, backward_bytes)
+            )
+            harm = np.concatenate([one.harm for one in each])
+            stays = np.full(len(which), standing * gathered)
+            figures = np.array([seconds, waiting, stays, again, leaving, harm])
             for at, own in enumerate(each):
                 rows[at].append(figures[:, ends[at] : ends[at + 1]])
                 ways[at].append((plan, own))
@@ -376,10 +395,10 @@ def _menus(
 
 
 def _menu(ways: list[tuple[BlockPlan, Profiles]], rows: Sequence[Array]) -> Menu:
-    figures = np.concatenate(rows, axis=1)
-    least = float(figures[3].min())
+    seconds, waiting, standing, again, leaving, harm = np.concatenate(rows, axis=1)
+    least = float(harm.min())
     stays = np.repeat([not plan.offload for plan, _ in ways], [one.shape[1] for one in rows])
-    return Menu(ways, stays, figures[0], figures[1], figures[2], figures[3] - least, least)
+    return Menu(ways, stays, seconds, waiting, standing, again, leaving, harm - least, least)
 
 
 def _sets(

@@ -11,7 +11,7 @@ from typing import Any
 
 from scrimp.config.pipeline import V_SHAPED
 from scrimp.planner.layout.pass_orders import SCHEDULES
-from scrimp.planner.layout.search import Question, layouts, micro_batches
+from scrimp.planner.layout.questions import Question, layouts, micro_batches
 
 _SHARES = (1, 2, 3)
 

@@ -16,6 +16,7 @@ Checked  tests/planner/layout/test_rank_bytes.py
 
 from __future__ import annotations
 
+from scrimp.models import BlockSpec
 from scrimp.planner.layout.kernels import element_bytes
 from scrimp.planner.layout.setting import Setting
 from scrimp.planner.layout.stages import (
@@ -27,7 +28,8 @@ from scrimp.planner.layout.stages import (
 
 
 def weight_bytes(setting: Setting, own: Kinds, rank: int) -> float:
-    """Weights that a rank of the pipeline holds between passes.
+    """Weights that a rank of the pipeline holds between passes, but for those of blocks that are planned to stay
+    gathered.
 
     Args:
         own: its blocks.
@@ -43,9 +45,26 @@ def weight_bytes(setting: Setting, own: Kinds, rank: int) -> float:
     if setting.streams_weights:
         ranks = setting.weight_shards[0] if is_shared else 1
         found = min(found, 2 * _largest(setting, own) / ranks * software.held_weight_bytes)
-    if is_shared:
-        found += setting.block_weight_bytes * _whole(setting, own, planned=not _is_whole(setting))
+    if is_shared and _is_whole(setting):
+        found += setting.block_weight_bytes * _whole(setting, own)
     return found
+
+
+def gathered_between_passes(setting: Setting, own: Kinds) -> float:
+    """Weights of a rank's blocks that are planned to stay gathered."""
+    return sum(
+        count * standing_bytes(setting, setting.model.blocks[number])
+        for (number, plan), count in own.items()
+        if plan.gathered
+    )
+
+
+def standing_bytes(setting: Setting, block: BlockSpec) -> float:
+    """What a block that stays gathered between its passes adds to a rank's weights, under zero 3: like them it is
+    there at every moment, and without a margin (`stage_memory.STAYS`)."""
+    if setting.layout.zero != 3 or setting.weight_shards[0] == 1 or _is_whole(setting):
+        return 0.0
+    return setting.block_weight_bytes * numbers_of_block(setting, block).total
 
 
 def gradient_bytes(setting: Setting, own: Kinds, rank: int) -> float:
@@ -105,16 +124,11 @@ def _is_whole(setting: Setting) -> bool:
     return setting.software.whole_in_pipelines and setting.layout.pp > 1 and has_shards
 
 
-def _whole(setting: Setting, own: Kinds, *, planned: bool = False) -> float:
-    """Parameters of a rank's blocks.
-
-    Args:
-        planned: of those alone that are planned to stay gathered.
-    """
+def _whole(setting: Setting, own: Kinds) -> float:
+    """Parameters of a rank's blocks."""
     return sum(
         count * numbers_of_block(setting, setting.model.blocks[number]).total
-        for (number, plan), count in own.items()
-        if plan.gathered or not planned
+        for (number, _), count in own.items()
     )
 
 

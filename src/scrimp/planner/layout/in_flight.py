@@ -45,13 +45,26 @@ def passes_in_flight(setting: Setting, rank: int) -> float:
     layout, m = setting.layout, setting.micro_batches
     virtual = layout.virtual or 1
     if splits_backward(layout):
-        stages = blocks_of_stages(setting)
-        there, back = (len(stages[one]) for one in stages_of(rank, layout.pp, 2, layout.schedule))
-        most = max(one.flying[0] * there + one.flying[1] * back for one in held_by(setting, rank))
-        return most / (there + back)
+        sizes = _sizes(setting, rank)
+        return _flying(fullest(setting, rank), sizes) / sum(sizes)
     if virtual == 1:
         return m if layout.schedule == "gpipe" else min(m, layout.pp - rank)
     return min(2 * (layout.pp - 1 - rank) + (virtual - 1) * layout.pp + 1, m * virtual) / virtual
+
+
+def fullest(setting: Setting, rank: int) -> Held:
+    """What a rank of a schedule that splits backward passes holds when passes of all its blocks are most."""
+    sizes = _sizes(setting, rank)
+    return max(held_by(setting, rank), key=lambda one: _flying(one, sizes))
+
+
+def _sizes(setting: Setting, rank: int) -> list[int]:
+    stages, layout = blocks_of_stages(setting), setting.layout
+    return [len(stages[one]) for one in stages_of(rank, layout.pp, 2, layout.schedule)]
+
+
+def _flying(one: Held, sizes: list[int]) -> int:
+    return one.flying[0] * sizes[0] + one.flying[1] * sizes[1]
 
 
 def held_by(setting: Setting, rank: int) -> tuple[Held, ...]:

@@ -224,8 +224,7 @@ class Stage:
         for cost, step, own in zip(costs, self.steps, may, strict=True):
             some = np.flatnonzero(own)
             kept.append(some[falling(cost[some], step[some])])
-        pairs = zip(self.counts.tolist(), kept, strict=True)
-        if math.prod(math.comb(n + len(own) - 1, n) for n, own in pairs) > _FEW:
+        if ways_number(self.counts.tolist(), kept) > _FEW:
             return None
         return self._given_out(_counted_out(self.counts, costs, self.steps, kept, self.spare))
 
@@ -317,7 +316,7 @@ def _counted_out(
     Args:
         kept: those that each kind chooses from.
     """
-    ways = [_ways(n, len(own)) for n, own in zip(counts.tolist(), kept, strict=True)]
+    ways = [ways_to_share(n, len(own)) for n, own in zip(counts.tolist(), kept, strict=True)]
     cost, size = np.zeros(1), np.zeros(1)
     for each, own, of_cost, of_size in zip(ways, kept, costs, steps, strict=True):
         cost, size = (
@@ -330,8 +329,24 @@ def _counted_out(
     ]
 
 
+def undominated(figures: Array) -> Indices:
+    """Of [F, K] figures of choices those that no other choice beats in one and equals in the rest; of equal ones the
+    first."""
+    order = np.lexsort(figures[::-1])
+    rows = figures[:, order].T
+    # In this order none is beaten by a later one.
+    beats = np.tril((rows[None] <= rows[:, None]).all(axis=2), -1)
+    found: Indices = np.sort(order[~beats.any(axis=1)])
+    return found
+
+
+def ways_number(counts: Sequence[int], kept: Sequence[Indices]) -> int:
+    """Of all ways to share out choices among so many equal blocks of each kind."""
+    return math.prod(math.comb(n + len(own) - 1, n) for n, own in zip(counts, kept, strict=True))
+
+
 @lru_cache(maxsize=64)
-def _ways(blocks: int, choices: int) -> Array:
+def ways_to_share(blocks: int, choices: int) -> Array:
     """[N, choices] all ways to share out equal blocks."""
     bars = np.array(list(itertools.combinations(range(blocks + choices - 1), choices - 1)), dtype=np.float64)
     ends = np.full((len(bars), 1), -1.0), np.full((len(bars), 1), blocks + choices - 1.0)

@@ -27,7 +27,7 @@ from scrimp.planner.layout.block_activations import NAMED
 from scrimp.planner.layout.execution import Execution, check_execution
 from scrimp.planner.layout.pass_orders import SCHEDULES
 from scrimp.planner.layout.predict import Prediction, predict
-from scrimp.planner.layout.search import Question
+from scrimp.planner.layout.questions import Question
 from scrimp.planner.layout.setting import FULL, NONE, SELECTIVE, BlockPlan, Offload, Setting
 from scrimp.planner.layout.shape_files import check_shape, read_shape
 from scrimp.planner.layout.software import OWN, software_for

@@ -32,8 +32,9 @@ from typing import Literal, get_args
 from scrimp.errors import PlanError
 from scrimp.planner.hardware import Cluster, Kind
 from scrimp.planner.layout.cluster_sizes import sizes_between, sizes_like
+from scrimp.planner.layout.questions import Question
 from scrimp.planner.layout.scaled_models import ModelFamily
-from scrimp.planner.layout.search import Candidate, Found, Question, fits, search
+from scrimp.planner.layout.search import Candidate, Found, fits, search
 
 Objective = Literal["step-time", "cost", "smallest-cluster", "longest-context", "largest-model"]
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)

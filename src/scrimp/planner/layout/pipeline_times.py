@@ -145,6 +145,7 @@ def least_rounds(ranks: int, virtual: int, micro_batches: int) -> float:
     return micro_batches + share * (ranks - 1) / virtual
 
 
+@lru_cache(maxsize=4096)
 def least_weights(ranks: int, virtual: int, micro_batches: int, *, counted: float = 1.0) -> Array:
     """[W, R] A step takes no less than the ranks' seconds of a micro-batch, times any of these rows.
 

@@ -32,8 +32,10 @@ from scrimp.planner.layout.block_times import (
 )
 from scrimp.planner.layout.kernels import Kernels
 from scrimp.planner.layout.pipeline_times import (
+    Array,
     PlayedPass,
     StageSeconds,
+    least_weights,
     pipeline_seconds,
     played_passes,
 )
@@ -128,14 +130,25 @@ def predict(setting: Setting, free: Sequence[str] = ()) -> Prediction:
 
 
 def least_step_seconds(setting: Setting, free: Sequence[str] = ()) -> float:
-    """A step at least: what the busiest rank computes and exchanges, and the update; without playing the pipeline.
+    """A step at least, without playing the pipeline: what ranks compute and exchange, how long they wait at least
+    (`least_weights`), what no pass hides of the reductions, and the update.
 
     Args:
         free: as of `predict`.
     """
-    busy = setting.micro_batches * max(rank_seconds(setting, free))
-    optimizer = max(_optimizer(setting.at(rank), rank) for rank in range(setting.layout.pp))
-    return (busy + optimizer) * _slower(setting)
+    each, ranks = rank_seconds(setting, free), range(setting.layout.pp)
+    busy = max(setting.micro_batches * max(each), float((rank_weights(setting) @ each).max()))
+    optimizer = max(_optimizer(setting.at(rank), rank) for rank in ranks)
+    apart = min(sum(once_a_step(setting.at(rank), rank)) for rank in ranks)
+    return (busy + optimizer + (1.0 - setting.software.hidden_gathers) * apart) * _slower(setting)
+
+
+def rank_weights(setting: Setting) -> Array:
+    """[W, R] A step takes no less than the ranks' seconds of a micro-batch, times any of these rows."""
+    layout = setting.layout
+    # Of a V it is not known how much a rank waits at least: its passes alone are counted.
+    counted = 0.0 if splits_backward(layout) else 1.0 / setting.software.ranks_a_core
+    return least_weights(layout.pp, layout.virtual or 1, setting.micro_batches, counted=counted)
 
 
 def _slower(setting: Setting) -> float:
@@ -217,15 +230,15 @@ class _Stage:
 
 
 def _stages(setting: Setting, free: Sequence[str] = ()) -> list[_Stage]:
-    """All of them; those of as many equal blocks are one."""
+    """All of them; those of the same blocks (`kinds_of_stages`) on the same devices are one."""
     kinds, found = kinds_of_stages(setting), []
     last, rate = len(kinds) - 1, setting.software.contention
     blocks: dict[tuple[int, BlockPlan, int], tuple[PassSeconds, ...]] = {}
-    known: dict[tuple[object, ...], _Stage] = {}
+    known: dict[tuple[int, int | None, int], _Stage] = {}
     for number, counted in enumerate(kinds):
         own = setting.at(rank_of_stage(setting.layout, number))
         end = number if number in (0, last) else None
-        key = (own.place_number, end, *counted.items())
+        key = (own.place_number, end, id(counted))
         if key not in known:
             passes = _blocks_seconds(own, counted, blocks, free)
             if end is not None:

@@ -28,19 +28,27 @@ Checked  tests/planner/layout/test_rank_bytes.py; benchmarks/published_runs.py: 
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from scrimp.planner.layout.block_activations import (
+    backward_bytes,
     boundary_bytes,
     later_bytes,
-    made_again_bytes,
     waiting_bytes,
-    working_bytes,
 )
-from scrimp.planner.layout.held_states import gathered_bytes, gradient_bytes, state_bytes, weight_bytes
-from scrimp.planner.layout.in_flight import held_by, passes_in_flight
-from scrimp.planner.layout.setting import Setting
+from scrimp.planner.layout.held_states import (
+    gathered_between_passes,
+    gathered_bytes,
+    gradient_bytes,
+    state_bytes,
+    weight_bytes,
+)
+from scrimp.planner.layout.in_flight import fullest, held_by, passes_in_flight
+from scrimp.planner.layout.setting import NONE, Setting
 from scrimp.planner.layout.stages import (
     Kinds,
     kinds_of_ranks,
@@ -70,6 +78,9 @@ CATEGORIES = (
     "margin",
 )
 Moment = Literal["loss", "backward", "end", "update"]
+MOMENTS: tuple[Moment, ...] = ("loss", "backward", "end", "update")
+PASSING: tuple[Moment, ...] = ("loss", "backward")
+"""Those at which passes are in flight."""
 Bytes = dict[str, float]
 
 
@@ -81,8 +92,6 @@ class RankBytes:
     """At its worst moment."""
     moment: Moment
     """Which that is."""
-    passing: float
-    """Bytes at the worst moment of those in which all passes in flight hold activations."""
 
     @property
     def total(self) -> float:
@@ -90,9 +99,77 @@ class RankBytes:
         return sum(self.categories.values())
 
 
-def peak_bytes(setting: Setting) -> list[RankBytes]:
-    """The peaks of the ranks of a pipeline, first to last."""
-    return [_rank(setting, kinds, rank) for rank, kinds in enumerate(kinds_of_ranks(setting))]
+@dataclass(frozen=True)
+class Outside:
+    """What a rank holds whatever its blocks do, at each of its moments, without a margin."""
+
+    moments: dict[Moment, Bytes]
+    """Activations among them: of a V what waits for gradients of weights when passes in flight are most."""
+    flight: float
+    """Passes that it holds at once."""
+    share: float
+    """Of what comes and goes: the margin."""
+
+    def bytes(self, moment: Moment) -> float:
+        """With the margin; of a moment that the rank does not have none at all, so that it is never the worst."""
+        one = self.moments.get(moment)
+        return _with_margin(one, self.share) if one else -math.inf
+
+
+def peak_bytes(setting: Setting, outside: Sequence[Outside] | None = None) -> list[RankBytes]:
+    """The peaks of the ranks of a pipeline, first to last.
+
+    Args:
+        outside: of `outside_blocks`, where it is known: it is the same whatever is decided of blocks.
+    """
+    outside = outside or outside_blocks(setting)
+    ranks = kinds_of_ranks(setting)
+    kept = {id(own): own for own in ranks}
+    known = {name: _kept(setting, own) for name, own in kept.items()}
+    if splits_backward(setting.layout):
+        waiting = _waiting_in_v(setting)
+    else:
+        waiting = [one.flight * known[id(own)].waiting for own, one in zip(ranks, outside, strict=True)]
+    return [_rank(known[id(own)], one, size) for own, one, size in zip(ranks, outside, waiting, strict=True)]
+
+
+def outside_blocks(setting: Setting, formats: Sequence[tuple[str, str]] = ()) -> list[Outside]:
+    """What each rank of a pipeline holds beside what its blocks keep.
+
+    Args:
+        formats: of blocks, in which least waits for gradients of weights; none: the setting's own.
+    """
+    # Ranks between the ends that have equal blocks differ in the passes that they hold alone.
+    known: dict[object, dict[Moment, Bytes]] = {}
+    last, share, found = last_rank(setting.layout), margin_of(setting), []
+    plain = dataclasses.replace(setting, blocks=(), recompute=NONE)
+    later = _later_in_v(plain, tuple(formats)) if splits_backward(setting.layout) else [0.0] * plain.layout.pp
+    for rank, own in enumerate(kinds_of_ranks(plain)):
+        key = (frozenset(own.items()), rank == 0, rank == last)
+        if key not in known:
+            known[key] = _moments_outside(setting, own, rank)
+        moments = known[key]
+        if later[rank]:
+            waits = {"activations": later[rank]}
+            moments = moments | {at: moments[at] | waits for at in PASSING if at in moments}
+        found.append(Outside(moments, passes_in_flight(setting, rank), share))
+    return found
+
+
+def _later_in_v(setting: Setting, formats: tuple[tuple[str, str], ...]) -> list[float]:
+    """Bytes of each rank that wait for gradients of weights when passes in flight are most."""
+    like, blocks, layout = setting.in_formats(formats), setting.model.blocks, setting.layout
+    each = [
+        sum(count * later_bytes(blocks[index], like) for (index, _), count in own.items())
+        for own in kinds_of_stages(setting)
+    ]
+    return [
+        sum(
+            each[stage] * count
+            for stage, count in zip(stages_of_rank(layout, rank), fullest(setting, rank).waiting, strict=True)
+        )
+        for rank in range(layout.pp)
+    ]
 
 
 def margin_of(setting: Setting) -> float:
@@ -103,22 +180,38 @@ def margin_of(setting: Setting) -> float:
     return OLDER_MARGIN if setting.layout.pp > 1 and not software.expandable_segments else MARGIN
 
 
-def _rank(setting: Setting, own: Kinds, rank: int) -> RankBytes:
-    found = _moments(setting, own, rank)
-    share = margin_of(setting)
-    lost = {
-        moment: share * sum(size for name, size in one.items() if name not in STAYS)
-        for moment, one in found.items()
-    }
-    sizes = {moment: sum(one.values()) + lost[moment] for moment, one in found.items()}
+def _rank(kept: _Kept, outside: Outside, waiting: float) -> RankBytes:
+    found = _moments(kept, outside, waiting)
+    sizes = {moment: _with_margin(one, outside.share) for moment, one in found.items()}
     worst = max(sizes, key=sizes.__getitem__)
     categories = dict.fromkeys(CATEGORIES, 0.0) | found[worst]
-    categories["margin"] = lost[worst]
-    return RankBytes(categories, worst, max(sizes["backward"], sizes.get("loss", 0.0)))
+    categories["margin"] = _margin(found[worst], outside.share)
+    return RankBytes(categories, worst)
 
 
-def _moments(setting: Setting, own: Kinds, rank: int) -> dict[Moment, Bytes]:
-    """What a rank holds at each of its moments, without a margin."""
+def _with_margin(one: Bytes, share: float) -> float:
+    return sum(one.values()) + _margin(one, share)
+
+
+def _margin(one: Bytes, share: float) -> float:
+    return share * sum(size for name, size in one.items() if name not in STAYS)
+
+
+def _moments(kept: _Kept, outside: Outside, waiting: float) -> dict[Moment, Bytes]:
+    """What a rank holds at each of its moments, without a margin.
+
+    Args:
+        waiting: of all passes in flight.
+    """
+    activations = {"backward": waiting + kept.again, "end": kept.alone, "loss": waiting, "update": 0.0}
+    return {
+        moment: one | {"weights": one["weights"] + kept.standing, "activations": activations[moment]}
+        for moment, one in outside.moments.items()
+    }
+
+
+def _moments_outside(setting: Setting, own: Kinds, rank: int) -> dict[Moment, Bytes]:
+    """The same without what blocks keep, be it activations or gathered weights."""
     software = setting.software
     whole, reduced = gathered_bytes(setting, own, rank)
     held = {
@@ -127,20 +220,15 @@ def _moments(setting: Setting, own: Kinds, rank: int) -> dict[Moment, Bytes]:
         "optimizer": state_bytes(setting, rank),
         "pools": whole * (software.unit_copies > 0),
     }
-    waiting, again, alone = _activations(setting, own)
-    if splits_backward(setting.layout):
-        waiting = _waiting_in_v(setting, rank)
-    else:
-        waiting *= passes_in_flight(setting, rank)
     first = held | _without_gradients(setting, held)
     shared = numbers_of_rank(setting, rank).over(setting.state_shards)
     found: dict[Moment, Bytes] = {
-        "backward": first | {"gathered": whole + reduced, "activations": waiting + again},
-        "end": held | {"gathered": whole + reduced, "activations": alone},
+        "backward": first | {"gathered": whole + reduced},
+        "end": held | {"gathered": whole + reduced},
         "update": held | {"update": software.update_bytes * shared},
     }
     if rank == last_rank(setting.layout):
-        found["loss"] = first | {"gathered": whole, "activations": waiting, "logits": _logits(setting)}
+        found["loss"] = first | {"gathered": whole, "logits": _logits(setting)}
     return found
 
 
@@ -153,35 +241,57 @@ def _without_gradients(setting: Setting, held: Bytes) -> Bytes:
     return {"gradients": 0.0, "pools": held["pools"] + held["gradients"] * has_pool}
 
 
-def _activations(setting: Setting, own: Kinds) -> tuple[float, float, float]:
-    """Bytes of each pass in flight; what a block's backward pass has besides, at most; and with its own of one pass."""
+@dataclass(frozen=True)
+class _Kept:
+    """What the blocks of a rank keep."""
+
+    waiting: float
+    """Bytes of each pass in flight."""
+    again: float
+    """What a block's backward pass has besides, at most."""
+    alone: float
+    """The same with its own of one pass."""
+    standing: float
+    """Weights that stay gathered."""
+
+
+def _kept(setting: Setting, own: Kinds) -> _Kept:
     waiting = again = alone = 0.0
     for (index, plan), count in own.items():
         block, like = setting.model.blocks[index], setting.in_formats(plan.formats)
         one = waiting_bytes(block, plan, like)
-        more = made_again_bytes(block, plan, like) + working_bytes(block, like)
+        more = backward_bytes(block, plan, like)
         waiting += count * one
         again, alone = max(again, more), max(alone, one + more)
-    return waiting, again, alone
+    return _Kept(waiting, again, alone, gathered_between_passes(setting, own))
 
 
-def _waiting_in_v(setting: Setting, rank: int) -> float:
-    """Bytes of all passes in flight, and of gradients of weights that wait, at the moment that has most."""
-    stages, each = kinds_of_stages(setting), []
-    for stage in stages_of_rank(setting.layout, rank):
-        flying = later = 0.0
-        for (index, plan), count in stages[stage].items():
-            block, like = setting.model.blocks[index], setting.in_formats(plan.formats)
-            flying += count * waiting_bytes(block, plan, like)
-            later += count * later_bytes(block, like)
-        each.append((flying, later))
-    return max(
-        sum(
-            flying * own + later * others
-            for (flying, later), own, others in zip(each, one.flying, one.waiting, strict=True)
+def _waiting_in_v(setting: Setting) -> list[float]:
+    """Bytes of all passes in flight, and of gradients of weights that wait, at the moment of each rank that has
+    most."""
+    kept = [_kept_in_v(setting, own) for own in kinds_of_stages(setting)]
+    ranks = range(setting.layout.pp)
+    each = ([kept[stage] for stage in stages_of_rank(setting.layout, rank)] for rank in ranks)
+    return [
+        max(
+            sum(
+                flying * own + later * others
+                for (flying, later), own, others in zip(ours, one.flying, one.waiting, strict=True)
+            )
+            for one in held_by(setting, rank)
         )
-        for one in held_by(setting, rank)
-    )
+        for rank, ours in zip(ranks, each, strict=True)
+    ]
+
+
+def _kept_in_v(setting: Setting, own: Kinds) -> tuple[float, float]:
+    """Bytes of a stage for each pass in flight, and for each whose gradients of weights wait."""
+    flying = later = 0.0
+    for (index, plan), count in own.items():
+        block, like = setting.model.blocks[index], setting.in_formats(plan.formats)
+        flying += count * waiting_bytes(block, plan, like)
+        later += count * later_bytes(block, like)
+    return flying, later
 
 
 def _logits(setting: Setting) -> float:

@@ -15,7 +15,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+from scrimp.config.pipeline import check_sizes
 from scrimp.config.resolved import ResolvedLayout
+from scrimp.errors import ConfigError
 from scrimp.planner.layout.predict import rank_seconds
 from scrimp.planner.layout.setting import Setting
 from scrimp.planner.layout.stages import blocks_of_stages, rank_of_stage, stages_of_rank
@@ -64,6 +66,17 @@ def improved(
             break
         setting, seconds = other
     return setting, seconds
+
+
+def is_split(stages: str | None, layout: ResolvedLayout, blocks: int) -> bool:
+    """Whether sizes that are given, as 3,4,4,3, are those of so many blocks in the layout's stages."""
+    if stages is None:
+        return True
+    try:
+        check_sizes(stages, layout.pp * (layout.virtual or 1), blocks)
+    except ConfigError:
+        return False
+    return True
 
 
 def _with_sizes(layout: ResolvedLayout, sizes: list[int]) -> ResolvedLayout:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -75,22 +76,48 @@ def block_plans(setting: Setting) -> tuple[BlockPlan, ...]:
 
 def kinds_of_stages(setting: Setting) -> list[Kinds]:
     """The blocks of each stage, equal ones that are planned alike counted."""
-    plans, first, stages = block_plans(setting), setting.model.first_equal, blocks_of_stages(setting)
-    if len(set(map(id, plans))) == 1:
-        return list(_planned_alike(tuple(first), stages, plans[0]))
-    return [Counter((first[index], plans[index]) for index in blocks) for blocks in stages]
+    plans, stages = block_plans(setting), blocks_of_stages(setting)
+    if _is_uniform(setting, plans):
+        return _sized([len(blocks) for blocks in stages], plans[0])
+    first, found = setting.model.first_equal, []
+    for blocks in stages:
+        # Plans are slow to hash, and few: equal ones are mostly one object.
+        kinds: Kinds = Counter()
+        for (index, _), (plan, count) in _counted(blocks, first, plans).items():
+            kinds[index, plan] += count
+        found.append(kinds)
+    return found
 
 
-@lru_cache(maxsize=1024)
-def _planned_alike(first: tuple[int, ...], stages: tuple[range, ...], plan: BlockPlan) -> tuple[Kinds, ...]:
-    """The same of blocks that are all planned alike, as a search's bounds have them; nobody changes them."""
-    return tuple(Counter((first[index], plan) for index in blocks) for blocks in stages)
+def _is_uniform(setting: Setting, plans: Sequence[BlockPlan]) -> bool:
+    """Whether all blocks are equal and planned alike: those of most settings that a search looks at."""
+    return not any(setting.model.first_equal) and plans.count(plans[0]) == len(plans)
+
+
+def _sized(numbers: Sequence[int], plan: BlockPlan) -> list[Kinds]:
+    """So many blocks planned alike, for each number; equal numbers share a count, by which callers know them."""
+    counts: dict[int, Kinds] = {number: Counter({(0, plan): number}) for number in set(numbers)}
+    return [counts[number] for number in numbers]
+
+
+def _counted(
+    blocks: range, first: Sequence[int], plans: Sequence[BlockPlan]
+) -> dict[tuple[int, int], tuple[BlockPlan, int]]:
+    found: dict[tuple[int, int], tuple[BlockPlan, int]] = {}
+    for at in blocks:
+        key, plan = (first[at], id(plans[at])), plans[at]
+        found[key] = plan, found[key][1] + 1 if key in found else 1
+    return found
 
 
 def kinds_of_ranks(setting: Setting) -> list[Kinds]:
     """The same of all stages of each rank."""
-    stages, layout = kinds_of_stages(setting), setting.layout
-    own = (stages_of_rank(layout, rank) for rank in range(layout.pp))
+    plans, layout = block_plans(setting), setting.layout
+    own = [stages_of_rank(layout, rank) for rank in range(layout.pp)]
+    if _is_uniform(setting, plans):
+        sizes = [len(blocks) for blocks in blocks_of_stages(setting)]
+        return _sized([sum(sizes[one] for one in ours) for ours in own], plans[0])
+    stages = kinds_of_stages(setting)
     return [sum((stages[one] for one in ours), start=Counter()) for ours in own]
 
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from scrimp.planner.hardware import Cluster, Link
 from scrimp.planner.layout.divisibility import has_layout
 from scrimp.planner.layout.objectives import Searching
-from scrimp.planner.layout.search import Candidate, Question
+from scrimp.planner.layout.questions import Question
+from scrimp.planner.layout.search import Candidate
 
 _MOST_NODES = 32
 """More that are tried."""
