@@ -240,8 +240,10 @@ class Blocks:
         targets = [self.spare * len(own) / number for own in self.blocks]
         found: list[list[tuple[Way, Frontier]]] = []
         taken: list[int] = []
+        prices = self._prices()
+        bounds = self._bounds(ranks, prices)
         for _ in range(_ROUNDS if len(ranks) > 1 else 1):
-            found = self._fronts(ranks, targets)
+            found = self._fronts(ranks, bounds, prices, targets)
             if not all(found):
                 return None
             merged = [_merged([front for _, front in fronts]) for fronts in found]
@@ -262,21 +264,29 @@ class Blocks:
                 used[rank] += float(choices.bytes[choice])
         return dataclasses.replace(self.setting, blocks=tuple(plans)), used
 
-    def _fronts(self, ranks: list[list[Way]], targets: Sequence[float]) -> list[list[tuple[Way, Frontier]]]:
+    def _bounds(self, ranks: list[list[Way]], prices: Array) -> list[Array]:
+        """Of each rank [W, P] seconds of its ways with harm at these prices; of none whose plans are all known."""
+        asked = [[] if self._every_plan(rank) else ways for rank, ways in enumerate(ranks)]
+        kinds = [way.kinds for ways in asked for way in ways]
+        each = least_at_prices(kinds, prices) if kinds else np.empty((0, len(prices)))
+        return np.split(each, np.cumsum([len(ways) for ways in asked])[:-1])
+
+    def _fronts(
+        self, ranks: list[list[Way]], bounds: list[Array], prices: Array, targets: Sequence[float]
+    ) -> list[list[tuple[Way, Frontier]]]:
         """Plans of each rank: all of few; else those of the ways whose bound is least at some price of harm and, of a
         rank alone, of all ways that may have a better one."""
-        prices = self._prices()
-        bounds = least_at_prices([way.kinds for ways in ranks for way in ways], prices)
         found: list[list[tuple[Way, Frontier]]] = []
-        for rank, (ways, target) in enumerate(zip(ranks, targets, strict=True)):
-            own, bounds = bounds[: len(ways)], bounds[len(ways) :]
+        for rank, (ways, own, target) in enumerate(zip(ranks, bounds, targets, strict=True)):
             every = self._every_plan(rank)
             if every:
                 found.append([(self.places[rank].free, every)])
                 continue
-            least = np.unique(own.argmin(axis=0)).tolist()
+            # The way that is least at most prices first: it beats most of the others.
+            wins = np.bincount(own.argmin(axis=0), minlength=len(ways))
+            order = np.lexsort((own[:, 0], -wins))
             fronts: list[tuple[Way, Frontier]] = []
-            for at in np.argsort(own[:, 0], kind="stable").tolist() if len(ranks) == 1 else least:
+            for at in order[: len(ways) if len(ranks) == 1 else np.count_nonzero(wins)].tolist():
                 if self._is_beaten(own[at], prices, [front for _, front in fronts]):
                     continue
                 front = ways[at].stage.frontier(target)
@@ -294,7 +304,7 @@ class Blocks:
         return self._known[rank]
 
     def _is_beaten(self, bound: Array, prices: Array, fronts: list[Frontier]) -> bool:
-        """Whether plans of a way are no faster than known ones, however much harm a rank may do.
+        """Whether plans of a way are no faster than known ones, however much harm a rank may do: one alone may do all.
 
         Args:
             bound: [P] seconds of the way with harm at these prices.
@@ -309,7 +319,8 @@ class Blocks:
         # With harm from one plan's up to the next one's, the fastest of those so far is there.
         seconds = np.minimum.accumulate(known.seconds[order])
         most = np.append(known.harm[order[1:]], self.spare)
-        return bool(((bound[:, None] - prices[:, None] * most).max(axis=0) >= seconds).all())
+        some = slice(-1, None) if len(self.places) == 1 else slice(None)
+        return bool(((bound[:, None] - prices[:, None] * most[some]).max(axis=0) >= seconds[some]).all())
 
 
 def _in_fewest_bits(setting: Setting, quality: Quality | None) -> Formats:

@@ -32,7 +32,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -77,14 +76,22 @@ class Way:
     """How many may stay gathered: the last ones."""
     room: float
 
-    def _limits(self, at: int) -> Limits:
-        is_last = at >= len(self.menus) - self.gathering
-        return Limits(self.counted[at], self.again, self.alone, at < self.leaving, is_last)
+    @cached_property
+    def _limits(self) -> list[Limits]:
+        """Of each block; equal ones are one object."""
+        number, known = len(self.menus), dict[tuple[float, bool, bool], Limits]()
+        found = []
+        for at, counted in enumerate(self.counted):
+            key = counted, at < self.leaving, at >= number - self.gathering
+            if key not in known:
+                known[key] = Limits(counted, self.again, self.alone, *key[1:])
+            found.append(known[key])
+        return found
 
     @cached_property
     def tables(self) -> list[tuple[Choices, Indices]]:
         """What each block can do, and which entries of its menu that is."""
-        return [menu.table(self._limits(at)) for at, menu in enumerate(self.menus)]
+        return [menu.table(own) for menu, own in zip(self.menus, self._limits, strict=True)]
 
     @cached_property
     def stage(self) -> Stage:
@@ -94,12 +101,14 @@ class Way:
     @cached_property
     def kinds(self) -> RankKinds:
         """The same with equal blocks counted."""
-        counted: Counter[tuple[int, Limits]] = Counter()
-        for at, menu in enumerate(self.menus):
-            counted[id(menu), self._limits(at)] += 1
-        known = {id(menu): menu for menu in self.menus}
+        counted: dict[tuple[int, int], int] = {}
+        known: dict[tuple[int, int], tuple[Menu, Limits]] = {}
+        for menu, own in zip(self.menus, self._limits, strict=True):
+            key = id(menu), id(own)
+            counted[key] = counted.get(key, 0) + 1
+            known[key] = menu, own
         return RankKinds(
-            [(known[one].table(limits)[0], count) for (one, limits), count in counted.items()], self.room
+            [(known[key][0].table(known[key][1])[0], n) for key, n in counted.items()], self.room
         )
 
 
