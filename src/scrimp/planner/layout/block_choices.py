@@ -238,14 +238,13 @@ class Blocks:
         """The fastest choices, and the bytes that they add up to on each rank."""
         number = len(self.setting.model.blocks)
         targets = [self.spare * len(own) / number for own in self.blocks]
-        found: list[list[tuple[Way, Frontier]]] = []
+        found = self._fronts(ranks, targets)
+        if not all(found):
+            return None
         taken: list[int] = []
-        prices = self._prices()
-        bounds = self._bounds(ranks, prices)
-        for _ in range(_ROUNDS if len(ranks) > 1 else 1):
-            found = self._fronts(ranks, bounds, prices, targets)
-            if not all(found):
-                return None
+        for step in range(_ROUNDS if len(ranks) > 1 else 1):
+            if step:
+                found = self._nearer(found, taken, targets)
             merged = [_merged([front for _, front in fronts]) for fronts in found]
             shares = spread(merged, self.ends, self.setting.micro_batches, self.spare, _CELLS)
             if shares is None:
@@ -254,9 +253,8 @@ class Blocks:
             targets = [float(one.harm[plan]) for one, plan in zip(merged, taken, strict=True)]
         plans, used = [BlockPlan()] * len(self.setting.model.blocks), [0.0] * len(ranks)
         for rank, (fronts, plan) in enumerate(zip(found, taken, strict=True)):
-            ends = np.cumsum([len(front.seconds) for _, front in fronts])
-            at = int(np.searchsorted(ends, plan, side="right"))
-            (way, front), plan = fronts[at], plan - int(ends[at])
+            at, plan = _place_of(fronts, plan)
+            way, front = fronts[at]
             for block, menu, (choices, entries), choice in zip(
                 self.blocks[rank], way.menus, way.tables, front.choices[plan].tolist(), strict=True
             ):
@@ -271,12 +269,12 @@ class Blocks:
         each = least_at_prices(kinds, prices) if kinds else np.empty((0, len(prices)))
         return np.split(each, np.cumsum([len(ways) for ways in asked])[:-1])
 
-    def _fronts(
-        self, ranks: list[list[Way]], bounds: list[Array], prices: Array, targets: Sequence[float]
-    ) -> list[list[tuple[Way, Frontier]]]:
+    def _fronts(self, ranks: list[list[Way]], targets: Sequence[float]) -> list[list[tuple[Way, Frontier]]]:
         """Plans of each rank: all of few; else those of the ways whose bound is least at some price of harm and, of a
         rank alone, of all ways that may have a better one."""
         found: list[list[tuple[Way, Frontier]]] = []
+        prices = self._prices()
+        bounds = self._bounds(ranks, prices)
         for rank, (ways, own, target) in enumerate(zip(ranks, bounds, targets, strict=True)):
             every = self._every_plan(rank)
             if every:
@@ -294,6 +292,19 @@ class Blocks:
                     fronts.append((ways[at], front))
             found.append(fronts)
         return found
+
+    def _nearer(
+        self, found: list[list[tuple[Way, Frontier]]], taken: Sequence[int], targets: Sequence[float]
+    ) -> list[list[tuple[Way, Frontier]]]:
+        """The same with plans of the ways that were taken closer together where these do their harm."""
+        nearer = [list(fronts) for fronts in found]
+        for rank, (fronts, plan, target) in enumerate(zip(nearer, taken, targets, strict=True)):
+            at, _ = _place_of(fronts, plan)
+            way = fronts[at][0]
+            front = None if self._every_plan(rank) else way.stage.frontier(target)
+            if front is not None:
+                fronts[at] = way, front
+        return nearer
 
     def _every_plan(self, rank: int) -> Frontier | None:
         # Of a V one moment alone is known here.
@@ -360,6 +371,13 @@ def _ends(setting: Setting) -> list[float]:
         one = ends(own, kernels_of(own))
         found[rank] += one.forward.total + one.backward.total
     return found
+
+
+def _place_of(fronts: Sequence[tuple[Way, Frontier]], plan: int) -> tuple[int, int]:
+    """Which way has one of all their plans, as `_merged` counts them, and its number there."""
+    ends = np.cumsum([0, *(len(front.seconds) for _, front in fronts)])
+    at = int(np.searchsorted(ends, plan, side="right")) - 1
+    return at, plan - int(ends[at])
 
 
 def _merged(fronts: list[Frontier]) -> Frontier:
