@@ -136,7 +136,10 @@ def least_step_seconds(setting: Setting, free: Sequence[str] = ()) -> float:
     Args:
         free: as of `predict`.
     """
-    each, ranks = rank_seconds(setting, free), range(setting.layout.pp)
+    each, layout = rank_seconds(setting, free), setting.layout
+    # Ranks of as many parameters on the same devices update and reduce alike.
+    alike = {(setting.at(one).place_number, numbers_of_rank(setting, one)): one for one in range(layout.pp)}
+    ranks = alike.values()
     busy = max(setting.micro_batches * max(each), float((rank_weights(setting) @ each).max()))
     optimizer = max(_optimizer(setting.at(rank), rank) for rank in ranks)
     apart = min(sum(once_a_step(setting.at(rank), rank)) for rank in ranks)
