@@ -9,7 +9,7 @@ from scrimp.precision import GEMMS
 from scrimp.profiler.counted_formats import count_formats
 
 pytestmark = pytest.mark.slow  # imports Triton
-FIGURES = [(one, *figures) for one in ("scrimp", "scrimp-eager") for figures in software(one).quantize]
+FIGURES = [(one, *figures) for one in ("scrimp", "scrimp-today") for figures in software(one).quantize]
 
 
 def test_tiles_are_read_once_and_written_as_codes_both_ways() -> None:

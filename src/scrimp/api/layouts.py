@@ -25,6 +25,7 @@ from scrimp.planner.layout.scaled_models import family_of
 from scrimp.planner.layout.search import Candidate
 from scrimp.planner.layout.setting import BlockPlan, Offload, Setting
 from scrimp.planner.layout.stage_memory import peak_bytes
+from scrimp.planner.layout.today import seconds_today
 
 _DO = "see docs/planner.md for the keys of a line"
 
@@ -41,6 +42,11 @@ class PredictedStep:
     """By cause: compute, communication_exposed, bubble, optimizer, other."""
     peak_bytes: tuple[Mapping[str, float], ...]
     """Of each rank of the pipeline, by category."""
+
+    @property
+    def step_seconds_today(self) -> float:
+        """Seconds as Scrimp quantizes today, operator by operator where no fused kernel is written yet."""
+        return seconds_today(self.setting, self.step_seconds) or self.step_seconds
 
     @property
     def fits(self) -> bool:

@@ -22,10 +22,12 @@ from scrimp.planner.layout.objectives import Answer, Goal, Trial, cost_of, days_
 from scrimp.planner.layout.search import Candidate, Found, Question
 from scrimp.planner.layout.setting import Setting
 from scrimp.planner.layout.summary import blocks_text, low_share
+from scrimp.planner.layout.today import seconds_today
 from scrimp.planner.layout.what_if import Change
 from scrimp.report.units import format_bytes, format_count, format_rate
 
 LOSERS_SHOWN = 10
+_TODAY = "no fused kernels yet for all of these formats"
 _DEGREES = ("pp", "dp", "fsdp", "cp", "tp", "ep")
 
 
@@ -130,6 +132,9 @@ def summary(answer: Answer, goal: Goal) -> str:
         all_of_it = cost_of(question, seconds, goal.tokens)
         text = f" and ${dollars(all_of_it)}" if price_of(question.cluster) else ""
         lines.append(f"{format_count(goal.tokens)} tokens: {days:,.3g} days{text}")
+    today = seconds_today(found.best[0].setting, seconds)
+    if today is not None:
+        lines.append(f"{today:.3g} s a step as quantization runs today, operator by operator: {_TODAY}")
     lines += _blocks_lines(found.best[0], question)
     lines.append("split: per cent of a step that is computing, exchanges that nothing hides, and bubble")
     lines.append(f"{found.tried:,} settings tried, of which {found.too_large:,} do not fit")

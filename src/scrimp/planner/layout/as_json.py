@@ -50,7 +50,7 @@ def plan_json(one: Candidate, question: Question, goal: Goal) -> dict[str, Any]:
     day = 86_400.0 * tokens / one.seconds
     price = cost_of(question, one.seconds, 1e9) if price_of(question.cluster) else None
     return setting_json(one.setting) | {
-        **as_answer(one.prediction, one.memory),
+        **as_answer(one.setting, one.prediction, one.memory),
         "tokens_per_day": day,
         "dollars_per_billion_tokens": price,
         **_training(question, one.seconds, goal),

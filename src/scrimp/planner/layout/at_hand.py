@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from scrimp.config.activations import LEVELS as ALL_LEVELS
 from scrimp.config.activations import Activations, assign_activations
 from scrimp.config.gathered import gathered_blocks
 from scrimp.config.layout import AXES
@@ -28,14 +29,12 @@ from scrimp.planner.hardware import Cluster
 from scrimp.planner.layout.format_budget import FormatBudget
 from scrimp.planner.layout.given_memory import AUTO, DEVICE, LEVELS, GivenMemory
 from scrimp.planner.layout.search import Question
-from scrimp.planner.layout.setting import NONE, SELECTIVE, BlockPlan, Offload, Setting
+from scrimp.planner.layout.setting import BlockPlan, Offload, Setting
 from scrimp.planner.layout.software import Software
 from scrimp.precision import HIGH_PRECISION
 
 MANY = 16
 _SEARCHED = (*AXES, "cp_method", "ep", "etp", "virtual", "schedule", "stages", "zero")
-_KNOWN = {level: name for name, level in LEVELS.items()}
-_LIGHTER = {"swiglu": NONE, "mlp": SELECTIVE, "qkv": SELECTIVE, "attention": SELECTIVE}
 
 
 def question_of(
@@ -91,7 +90,7 @@ def setting_of_run(
     names = assign_activations(text, count) if activations is None else map(Activations.parse, activations)
     stay = gathered_blocks(config.layout, count) if config.layout.zero == 3 else frozenset()
     blocks = tuple(
-        BlockPlan(recompute=_known(one.level), offload=one.is_offloaded, gathered=number in stay)
+        BlockPlan(recompute=LEVELS[_known(one.level)], offload=one.is_offloaded, gathered=number in stay)
         for number, one in enumerate(names)
     )
     if config.layout.pp > count:
@@ -151,7 +150,7 @@ def _memory(memory: MemoryConfig, count: int) -> GivenMemory:
     if memory.activations == AUTO:
         return GivenMemory(None, _offload(memory))
     known = [
-        Activations(_KNOWN[_known(one.level)], one.is_offloaded)
+        Activations(_known(one.level), one.is_offloaded)
         for one in assign_activations(memory.activations, count)
     ]
     rules = (f"{number}={one}" for number, one in enumerate(known))
@@ -159,8 +158,9 @@ def _memory(memory: MemoryConfig, count: int) -> GivenMemory:
 
 
 def _known(level: str) -> str:
-    """A level of recomputation as the search has it: none, selective or full."""
-    return LEVELS.get(level) or _LIGHTER[level]
+    """The most of what the search knows that a level of recomputation makes again, too."""
+    lighter = ALL_LEVELS[: ALL_LEVELS.index(level) + 1]
+    return [one for one in lighter if one in LEVELS][-1]
 
 
 def _offload(memory: MemoryConfig) -> Offload | None:

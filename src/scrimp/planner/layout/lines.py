@@ -32,6 +32,7 @@ from scrimp.planner.layout.setting import FULL, NONE, SELECTIVE, BlockPlan, Offl
 from scrimp.planner.layout.shape_files import check_shape, read_shape
 from scrimp.planner.layout.software import software, software_for
 from scrimp.planner.layout.stage_memory import RankBytes, peak_bytes
+from scrimp.planner.layout.today import seconds_today
 from scrimp.precision import GEMMS, RECIPES
 
 RECOMPUTATIONS = (NONE, SELECTIVE, FULL)
@@ -96,13 +97,18 @@ def answer_line(text: str, *, where: str) -> dict[str, Any]:
 
 def answer(setting: Setting) -> dict[str, Any]:
     """Seconds and bytes of a setting, as a line of JSON has them."""
-    return as_answer(predict(setting), peak_bytes(setting))
+    return as_answer(setting, predict(setting), peak_bytes(setting))
 
 
-def as_answer(prediction: Prediction, memory: Sequence[RankBytes]) -> dict[str, Any]:
-    """A prediction and the peaks of its ranks, as a line of JSON has them."""
+def as_answer(setting: Setting, prediction: Prediction, memory: Sequence[RankBytes]) -> dict[str, Any]:
+    """A prediction and the peaks of its ranks, as a line of JSON has them.
+
+    Where Scrimp quantizes more slowly than is predicted of it, `step_seconds_today` says how long the step takes.
+    """
+    today = seconds_today(setting, prediction.step_seconds)
     return {
         "step_seconds": prediction.step_seconds,
+        **({} if today is None else {"step_seconds_today": today}),
         "tokens_per_second_per_device": prediction.tokens_per_second_per_device,
         "seconds": prediction.seconds,
         "stages": [

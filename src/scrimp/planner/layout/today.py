@@ -1,0 +1,34 @@
+"""How long a step of Scrimp takes as its quantization runs today.
+
+Problem  Scrimp's own step (`softwares/scrimp.toml`) is predicted with operands quantized by one fused kernel for each
+         pass. Only tiles (`fp8`) have such kernels yet: other recipes run operator by operator, which moves 15 to 70
+         times as many bytes, so that a plan may be faster than bf16 in the prediction and slower when it is trained.
+Method   The same setting with the counts of `softwares/scrimp-today.toml`.
+Limits   A plan is searched with fused kernels; today's best may be another one.
+Checked  tests/planner/layout/test_today.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from scrimp.planner.layout.predict import predict
+from scrimp.planner.layout.setting import Setting
+from scrimp.planner.layout.software import software
+from scrimp.precision import HIGH_PRECISION
+
+_EQUAL = 1.001
+"""Seconds that differ by less are the same on the terminal."""
+
+
+def seconds_today(setting: Setting, predicted: float) -> float | None:
+    """Seconds of the step with quantization as it runs today; None: no longer, or another program's step.
+
+    Args:
+        predicted: seconds of the step with fused kernels.
+    """
+    formats = {setting.precision, *(recipe for one in setting.blocks for _, recipe in one.formats)}
+    if setting.software.name != "scrimp" or formats <= set(HIGH_PRECISION):
+        return None
+    today = predict(dataclasses.replace(setting, software=software("scrimp-today"))).step_seconds
+    return today if today > _EQUAL * predicted else None
