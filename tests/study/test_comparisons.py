@@ -106,9 +106,7 @@ def test_bootstrap_needs_enough_differences() -> None:
     ],
 )
 def test_verdicts(values: list[float], matters: float | None, verdict: str) -> None:
-    found = compare(
-        dict(enumerate(values)), interval="t", confidence=0.95, power=0.8, matters=matters
-    )
+    found = compare(dict(enumerate(values)), interval="t", confidence=0.95, power=0.8, matters=matters)
     assert found.verdict == verdict
     assert (found.more_pairs is None) == (verdict != "cannot tell")
 

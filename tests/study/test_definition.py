@@ -130,7 +130,9 @@ def test_what_cannot_be_a_study_is_refused_with_advice(case: str) -> None:
 
 
 def test_speeds_may_be_of_other_sequences() -> None:
-    text = LIST.replace("training_loss", "tokens_per_second").replace("optimizer.lr = 0.1", "train.sequence = 64")
+    text = LIST.replace("training_loss", "tokens_per_second").replace(
+        "optimizer.lr = 0.1", "train.sequence = 64"
+    )
     assert read(text).is_timed
 
 

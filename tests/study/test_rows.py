@@ -16,7 +16,10 @@ def row(variant: str = "fp8", seed: int = 0, **more: object) -> Row:
 
 
 def test_rows_come_back_as_they_were(tmp_path: Path) -> None:
-    first = row(figures={"held_out_loss": 2.5, "training_loss": None}, training=Curve(steps=[1, 2], values=[3.0, None]))
+    first = row(
+        figures={"held_out_loss": 2.5, "training_loss": None},
+        training=Curve(steps=[1, 2], values=[3.0, None]),
+    )
     append_row(tmp_path, first)
     append_row(tmp_path, row(seed=1, error="it broke", environment={"torch": "2"}))
     found = read_rows(tmp_path)

@@ -1,7 +1,7 @@
 """Does a variant differ from the control? Paired differences, intervals, what a study can see, and a verdict.
 
-Problem  Two runs that differ by one rounding drift apart: a difference of one pair of runs says nothing. Seeds differ by
-         more than most changes do, so that means over seeds, compared with each other, say little more.
+Problem  Two runs that differ by one rounding drift apart: the difference of one pair of runs says nothing. Seeds differ
+         by more than most changes do, so that means over seeds, compared with each other, say little more.
 Method   Runs of one seed have the same initial weights and the same batches in the same order. What counts is their
          difference, seed by seed: whatever the seed alone causes cancels. Of n differences d the interval is
 

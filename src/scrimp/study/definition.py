@@ -35,7 +35,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeGuard
 
 from scrimp.config import (
     Config,
@@ -267,26 +267,26 @@ def _settings(table: dict[str, Any], where: str, part: str) -> dict[str, Any]:
                 f"{key} in {where}, [{part}] is the study's own",
                 got=_shown(values[key]),
                 expected="seeds of the study, and folders below the study's",
-                do="give seeds at the top of the file" if key == "run.seed" else "remove it; --out names the folder",
+                do="give seeds at the top of the file"
+                if key == "run.seed"
+                else "remove it; --out names the folder",
             )
     return values
 
 
 def _seeds(value: object, where: str) -> tuple[int, ...]:
-    seeds = list(range(value)) if _is_count(value) else value  # type: ignore[call-overload]  # _is_count
-    is_list = isinstance(seeds, list) and all(_is_count(one, 0) for one in seeds)
-    if not is_list or not seeds or len(set(seeds)) < len(seeds) or len(seeds) > MOST_RUNS:
+    given: object = list(range(min(value, MOST_RUNS + 1))) if _is_count(value) else value
+    seeds = [one for one in given if _is_count(one, 0)] if isinstance(given, list) else []
+    if given != seeds or not seeds or len(set(seeds)) < len(seeds) or len(seeds) > MOST_RUNS:
         raise ConfigError(
             f"seeds in {where} cannot be used",
             got=_shown(value),
             expected=f"how many, 1 to {MOST_RUNS:,}, or a list of different ones such as [0, 1, 2]",
         )
-    for seed in seeds:
-        check_range(f"a seed in {where}", seed, Range(0, 2**63 - 1))
     return tuple(seeds)
 
 
-def _is_count(value: object, least: int = 1) -> bool:
+def _is_count(value: object, least: int = 1) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= 2**63 - 1
 
 
@@ -301,7 +301,9 @@ def _halving(table: Mapping[str, Any], where: str) -> Halving | None:
     for key, least, most in (("factor", 2, 100), ("rounds", 1, 20)):
         if not _is_count(found[key]):
             raise ConfigError(
-                f"halving.{key} in {where} has the wrong type", got=_shown(found[key]), expected="a whole number"
+                f"halving.{key} in {where} has the wrong type",
+                got=_shown(found[key]),
+                expected="a whole number",
             )
         check_range(f"halving.{key} in {where}", found[key], Range(least, most))
     return Halving(**found)
@@ -441,7 +443,8 @@ def _check_shared(study: Study, where: str) -> None:
                 raise ConfigError(
                     f"{key} in {where} differs between variants",
                     got=f"{mine!r} of {variant.name}, {its!r} of {study.control}",
-                    expected="one value: all runs of a study share their data" + ("" if is_timed else " and evaluation"),
+                    expected="one value: all runs of a study share their data"
+                    + ("" if is_timed else " and evaluation"),
                     do="move it to [settings], or make it another study",
                 )
 
@@ -467,7 +470,9 @@ def _check_run(study: Study, variant: Variant, where: str) -> None:
 def _check_halving(study: Study, halving: Halving, variant: Variant, where: str) -> None:
     steps, whole = variant.settings.get("train.steps"), halving.factor**halving.rounds
     if study.is_timed:
-        raise ConfigError(f"halving in {where} does not go with tokens_per_second", expected="a loss as figure")
+        raise ConfigError(
+            f"halving in {where} does not go with tokens_per_second", expected="a loss as figure"
+        )
     common = {one.settings.get("train.steps") for one in study.variants}
     if not isinstance(steps, int) or steps % whole or len(common) > 1:
         raise ConfigError(
