@@ -17,6 +17,7 @@ Checked  tests/study/test_estimate.py
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import statistics
@@ -28,12 +29,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from scrimp.config import Config
-from scrimp.errors import CheckpointError, TrainingError
+from scrimp.errors import CheckpointError, DataError, TrainingError
 from scrimp.files import write_whole
 from scrimp.host_memory import host_memory_available
 from scrimp.json_files import read_json
 from scrimp.study.definition import Study, Variant
-from scrimp.study.job import Job, read_run_of
+from scrimp.study.job import Job, data_digest, read_run_of
 from scrimp.study.processes import Process
 from scrimp.study.rows import digest_of
 
@@ -76,19 +77,8 @@ class Probe:
     """Of a GPU; 0 on a CPU."""
     micro_batch: int | None
     """That the run decided on, where it was left open."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Estimate:
-    """What a study takes."""
-
-    probes: dict[str, Probe]
-    """By the name of a variant."""
-    places: int
-    limited_by: str
-    """What allows no more places, in words."""
-    seconds: float
-    """Of all runs that are still to be done."""
+    data: str
+    """Digest of tokenizer and corpus."""
 
 
 def threads_of(study: Study) -> int:
@@ -109,6 +99,7 @@ def probe_all(study: Study, folder: Path, threads: int, say: Say, *, trusts: boo
 
     Raises:
         TrainingError: a run does not begin; with what it said.
+        DataError: variants would read different data.
     """
     known, found = _kept(folder), {}
     for variant in study.variants:
@@ -120,6 +111,15 @@ def probe_all(study: Study, folder: Path, threads: int, say: Say, *, trusts: boo
                 folder / PROBES, json.dumps({name: asdict(one) for name, one in known.items()}, indent=1)
             )
         found[variant.name] = known[key]
+    control = found[study.control]
+    for name, one in found.items():
+        if one.data != control.data:
+            raise DataError(
+                f"{name} and {study.control} would read different data",
+                got=f"corpora {one.data[:12]} and {control.data[:12]}",
+                expected="one tokenizer and one corpus for all runs of a study",
+                do="name the tokenizer under [settings], as data.tokenizer or data.vocab_size",
+            )
     return found
 
 
@@ -139,28 +139,46 @@ def seconds_of(
         done: the last step of each run that has ended, by variant and seed.
     """
     each = [
-        (probe.startup_seconds + steps * probe.step_seconds)
-        for variant, steps in _steps_to_do(study)
-        for probe in [probes[variant.name]]
-        for seed in study.seeds
-        if done.get((variant.name, seed), 0) < steps
+        probes[name].startup_seconds + steps * probes[name].step_seconds for name, steps in _left(study, done)
     ]
     return max(sum(each) / places, max(each, default=0.0))
 
 
-def _steps_to_do(study: Study) -> list[tuple[Variant, int]]:
-    """Variants with the steps that each is expected to take; of halving, the ones listed first go on."""
-    if study.halving is None:
-        return [(one, steps_of(one)) for one in study.variants]
-    control = next(one for one in study.variants if one.name == study.control)
-    ends, left = study.halving.steps(steps_of(control)), len(study.others)
-    found, names = [(control, ends[-1])], list(study.others)
-    for end in ends:
-        following = left if end == ends[-1] else survivors(left, study.halving.factor)
-        going_on = 0 if end == ends[-1] else following
-        found += [(one, end) for one in names[going_on:]]
-        names, left = names[:going_on], following
+def steps_left(study: Study, done: Mapping[tuple[str, int], int]) -> tuple[int, int]:
+    """How many runs, or with halving parts of runs, are left, and their steps."""
+    left = _left(study, done)
+    return len(left), sum(steps for _, steps in left)
+
+
+def _left(study: Study, done: Mapping[tuple[str, int], int]) -> list[tuple[str, int]]:
+    """Variant and steps of each run, or part of one, that is left."""
+    found = []
+    for variant, ends in _ends(study):
+        for seed in study.seeds:
+            at = done.get((variant.name, seed), 0)
+            for begin, end in itertools.pairwise([0, *ends]):
+                if end > at:
+                    found.append((variant.name, end - begin))
     return found
+
+
+def _ends(study: Study) -> list[tuple[Variant, list[int]]]:
+    """Where each variant's rounds end; of halving as if the ones listed first went on."""
+    if study.halving is None:
+        return [(one, [steps_of(one)]) for one in study.variants]
+    ends = study.halving.steps(steps_of(study.variants[0]))
+    counts = [len(study.others)]
+    for _ in ends[1:]:
+        counts.append(survivors(counts[-1], study.halving.factor))
+    return [
+        (
+            one,
+            ends
+            if one.name == study.control
+            else [end for end, most in zip(ends, counts, strict=True) if place < most],
+        )
+        for place, one in enumerate(sorted(study.variants, key=lambda one: one.name == study.control))
+    ]
 
 
 def survivors(count: int, factor: int) -> int:
@@ -304,4 +322,5 @@ def _of_run(job: Job, startup: float, error: str | None) -> Probe:
         host_bytes=max(0, before) + on_host + (0 if is_cuda else on_device),
         device_bytes=on_device + _CUDA_CONTEXT if is_cuda else 0,
         micro_batch=micro_batch if isinstance(micro_batch, int) else None,
+        data=data_digest(job.run_folder),
     )

@@ -123,7 +123,7 @@ def row_of(job: Job, *, seconds: float, error: str | None = None) -> Row:
         figures={} if error else figures,
         training=_training_curve(run, job.steps),
         held_out=_held_out_curve(run, job.steps),
-        data=_data_digest(job.run_folder),
+        data=data_digest(job.run_folder),
         environment=environment,
     )
 
@@ -179,7 +179,8 @@ def _held_out_curve(run: RunRecord, steps: int) -> Curve:
     return Curve(steps=at[kept].tolist(), values=[round(loss, 6) for loss in losses[kept].tolist()])
 
 
-def _data_digest(folder: Path) -> str:
+def data_digest(folder: Path) -> str:
+    """Of tokenizer and corpus, as a run's folder has it; empty where it has none."""
     try:
         found = decode_loosely((folder / "run.json").read_bytes())
     except (OSError, ValueError, ScrimpError):

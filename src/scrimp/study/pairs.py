@@ -18,7 +18,7 @@ def differences(
     """By seed, of all pairs that are there.
 
     Args:
-        step: at which; None: at the last that the variant has, the control's at the same one with halving, else its last.
+        step: at which; None: at the last that the variant has, and with halving the control at the same one.
 
     Raises:
         DataError: runs of a pair have read different data.
