@@ -40,7 +40,7 @@ def ray_places(
     """The places of a cluster, and what allows no more.
 
     Raises:
-        ConfigError: runs are timed, Ray is not installed, the cluster is not there, or none of its machines has room for a run.
+        ConfigError: runs are timed, Ray is not installed, the cluster is not there, or no machine has room for a run.
     """
     if study.is_timed:
         raise ConfigError(
