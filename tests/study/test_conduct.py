@@ -8,9 +8,10 @@ import pytest
 from fakes import PROBE, FakePlaces, Watched, study_of
 
 from scrimp.errors import ConfigError, StorageError
-from scrimp.study.conduct import STUDY_FILE, begin, conduct, held, jobs_of, round_of
+from scrimp.study.conduct import STUDY_FILE, begin, conduct, held, jobs_of
 from scrimp.study.definition import Study
 from scrimp.study.job import Job
+from scrimp.study.rounds import is_finished, round_of
 from scrimp.study.rows import read_rows
 
 LOSSES = {"a": 1.0, "b": 2.0, "c": 0.5, "d": 3.0, "e": 0.7}
@@ -114,6 +115,9 @@ def test_halving_keeps_the_best_and_the_control(tmp_path: Path) -> None:
     assert ends == {*((name, 2) for name in "abcde"), *((name, 4) for name in "ace"), ("a", 8), ("c", 8)}
     assert [one.stops_there for one in watched.started_jobs] == [True] * 16 + [False] * 4
     # The same from the rows alone: nothing is left to do.
+    rows = read_rows(tmp_path)
+    assert is_finished(study, rows)
+    assert not is_finished(study, {key: row for key, row in rows.items() if key != ("c", 1, 8)})
     assert run(study, tmp_path, FakePlaces(study, loss)).started_jobs == []
 
 

@@ -60,6 +60,19 @@ def test_a_damaged_line_is_refused_by_number(tmp_path: Path, line: str) -> None:
         read_rows(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("damaged", "what"),
+    [
+        ({"training": Curve(steps=[1, 2], values=[3.0])}, "other steps than values"),
+        ({"figures": {"x": -1e300}}, "range"),
+    ],
+)
+def test_rows_that_no_report_could_reckon_with_are_refused(tmp_path: Path, damaged: dict, what: str) -> None:
+    append_row(tmp_path, row(**damaged))
+    with pytest.raises(CheckpointError, match=what):
+        read_rows(tmp_path)
+
+
 def test_rows_of_other_settings_are_refused_by_name(tmp_path: Path) -> None:
     rows = [row(), row(seed=1), row("nvfp4")]
     refuse_rows_of_others(rows, {("fp8", 0): "d", ("fp8", 1): "d"}, tmp_path)  # nvfp4 is no longer part of it

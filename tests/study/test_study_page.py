@@ -23,6 +23,8 @@ def test_the_page_has_curves_intervals_pairs_and_verdicts() -> None:
     assert "&lt;b&gt;Which?&lt;/b&gt;" in page
     assert "<b>Which" not in page
     assert "lower by 0.4933" in page
+    assert '<span class="state open">' in page
+    assert '<span class="state finished">' in build_page(results_of(study, rows_for(study, LOSSES)))
     assert "cannot tell" in page
     assert "c, seed 1, failed: it broke" in page
     charts = [json.loads(found.replace("&quot;", '"')) for found in re.findall(r'data-chart="([^"]*)"', page)]

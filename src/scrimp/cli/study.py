@@ -12,7 +12,7 @@ from scrimp.errors import ConfigError
 from scrimp.files import make_folder
 from scrimp.study.announce import announcement
 from scrimp.study.conduct import RUNS, STUDY_FILE, begin, conduct, held
-from scrimp.study.definition import Study, load_study, parse_study
+from scrimp.study.definition import Study, load_study, parse_study, shipped_studies
 from scrimp.study.estimate import Probe, places_here, probe_all, seconds_of, steps_left, threads_of
 from scrimp.study.page import write_page
 from scrimp.study.processes import LocalPlaces, Places
@@ -32,7 +32,7 @@ def study(command: StudyCommand) -> int:
         ConfigError: there is no such study, or it cannot be carried out.
     """
     source = Path(command.study).expanduser()
-    if source.is_dir():
+    if source.is_dir() and ((source / STUDY_FILE).exists() or command.study not in shipped_studies()):
         if command.out is not None or command.dry_run:
             raise ConfigError(
                 f"{source} is a folder of results, from which a page is made",

@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from scrimp.report.units import format_bytes, format_duration, format_number, format_percent
 from scrimp.study.comparisons import pairs_needed, share_of_error, visible_difference
 from scrimp.study.definition import Study
-from scrimp.study.estimate import Probe, steps_of
+from scrimp.study.estimate import Probe
 from scrimp.study.results import FIGURES, UNITS, Results, results_of
+from scrimp.study.rounds import steps_of
 from scrimp.study.rows import Key, Row
 
 

@@ -17,17 +17,16 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
 from scrimp.errors import StorageError
 from scrimp.files import folder_lock, make_folder, write_whole
-from scrimp.study.definition import Study, Variant
-from scrimp.study.estimate import Probe, steps_of, survivors, threads_of, with_micro_batch
+from scrimp.study.definition import Study
+from scrimp.study.estimate import Probe, threads_of, with_micro_batch
 from scrimp.study.job import Job, finished_row
-from scrimp.study.pairs import differences
 from scrimp.study.processes import Places
+from scrimp.study.rounds import Round, count_of, round_of
 from scrimp.study.rows import Key, Row, append_row, digest_of, read_rows, refuse_rows_of_others
 
 STUDY_FILE: Final = "study.toml"
@@ -53,16 +52,6 @@ class Watcher(Protocol):
     def dropped(self, variants: Collection[str], step: int) -> None:
         """A round ended, and these do not go on."""
         ...
-
-
-@dataclass(frozen=True)
-class Round:
-    """Variants that all run to one step."""
-
-    variants: tuple[Variant, ...]
-    steps: dict[str, int]
-    """Of each variant, by name."""
-    is_last: bool
 
 
 @contextlib.contextmanager
@@ -110,7 +99,7 @@ def conduct(
     rows = read_rows(folder)
     retried: set[Key] = {key for key, row in rows.items() if row.error is not None}
     try:
-        for number in range(1 + (study.halving.rounds if study.halving else 0)):
+        for number in range(count_of(study)):
             now = round_of(study, rows, number)
             waiting = [
                 job
@@ -125,33 +114,6 @@ def conduct(
     finally:
         places.close()
     return rows
-
-
-def round_of(study: Study, rows: Mapping[Key, Row], number: int) -> Round:
-    """The variants of a round, from 0, by the rows of those before it."""
-    variants = study.variants
-    if study.halving is None:
-        return Round(variants, {one.name: steps_of(one) for one in variants}, True)
-    ends = study.halving.steps(steps_of(variants[0]))
-    for end in ends[:number]:
-        others = [one for one in variants if one.name != study.control]
-        scores = {one.name: _score(study, rows, one.name, end) for one in others}
-        ranked = sorted(others, key=lambda one: scores[one.name])
-        kept = {one.name for one in ranked[: survivors(len(others), study.halving.factor)]} | {study.control}
-        variants = tuple(one for one in variants if one.name in kept)
-    steps = dict.fromkeys((one.name for one in variants), ends[number])
-    return Round(variants, steps, number == len(ends) - 1)
-
-
-def _score(study: Study, rows: Mapping[Key, Row], variant: str, step: int) -> tuple[int, float]:
-    """By what variants are ranked, the best first: runs that failed, then the mean difference from the control."""
-    keys = [(variant, seed, step) for seed in study.seeds]
-    failed = sum(key not in rows or rows[key].error is not None for key in keys)
-    found = list(differences(study, rows, variant, step).values())
-    if not found:  # of a control that failed, the figures themselves
-        values = [rows[key].figures.get(study.figure) for key in keys if key in rows]
-        found = [value for value in values if value is not None]
-    return failed, sum(found) / len(found) if found else float("inf")
 
 
 def jobs_of(

@@ -28,7 +28,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from scrimp.config import Config
 from scrimp.errors import CheckpointError, DataError, TrainingError
 from scrimp.files import write_whole
 from scrimp.host_memory import host_memory_available
@@ -36,6 +35,7 @@ from scrimp.json_files import read_json
 from scrimp.study.definition import Study, Variant
 from scrimp.study.job import Job, data_digest, read_run_of
 from scrimp.study.processes import Process
+from scrimp.study.rounds import steps_of, survivors
 from scrimp.study.rows import digest_of
 
 PROBES: Final = "probes.json"
@@ -101,7 +101,7 @@ def probe_all(study: Study, folder: Path, threads: int, say: Say, *, trusts: boo
         TrainingError: a run does not begin; with what it said.
         DataError: variants would read different data.
     """
-    known, found = _kept(folder), {}
+    known, found = kept_probes(folder), {}
     for variant in study.variants:
         key = digest_of({**_costly(variant), "threads": threads})
         if key not in known:
@@ -181,16 +181,6 @@ def _ends(study: Study) -> list[tuple[Variant, list[int]]]:
     ]
 
 
-def survivors(count: int, factor: int) -> int:
-    """How many of so many variants go on after a round."""
-    return max(1, -(-count // factor))
-
-
-def steps_of(variant: Variant) -> int:
-    """Of a whole run."""
-    return int(variant.settings.get("train.steps") or Config().train.steps)
-
-
 # -- places ------------------------------------------------------------------------------------
 
 
@@ -249,7 +239,7 @@ def _costly(variant: Variant) -> dict[str, Any]:
     return {key: value for key, value in variant.settings.items() if key not in _COSTS_NOTHING}
 
 
-def _kept(folder: Path) -> dict[str, Probe]:
+def kept_probes(folder: Path) -> dict[str, Probe]:
     """Probes of an earlier call; none where they cannot be read."""
     with contextlib.suppress(CheckpointError):
         if (folder / PROBES).exists():

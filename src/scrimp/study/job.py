@@ -21,7 +21,7 @@ from scrimp.json_files import decode_loosely
 from scrimp.report.curves import Array
 from scrimp.report.read_run import RunRecord, read_run
 from scrimp.study.definition import FigureName
-from scrimp.study.rows import Curve, Row
+from scrimp.study.rows import LARGEST, Curve, Row
 
 _DONE: Final = "all steps done"
 """The reason of the finish of a run that did not fail."""
@@ -129,11 +129,12 @@ def row_of(job: Job, *, seconds: float, error: str | None = None) -> Row:
 
 
 def _figures(run: RunRecord, steps: int) -> dict[str, float | None]:
-    return {
+    found = {
         "held_out_loss": _held_out_loss(run, steps),
         "training_loss": _training_loss(run, steps),
         "tokens_per_second": _tokens_per_second(run, steps),
     }
+    return {name: None if value is None or abs(value) > LARGEST else value for name, value in found.items()}
 
 
 def _held_out_loss(run: RunRecord, steps: int) -> float | None:

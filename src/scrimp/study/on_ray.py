@@ -50,27 +50,15 @@ def ray_places(
             do="leave --ray out",
         )
     ray = _ray()
-    options: dict[str, Any] = {"log_to_driver": False, "include_dashboard": False}
-    try:
-        if address == LOCAL:
-            ray.init(**options)
-        else:
-            ray.init(address=address, log_to_driver=False)
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        raise ConfigError(
-            f"there is no Ray cluster at {address}",
-            got=str(error).splitlines()[0] if str(error) else type(error).__name__,
-            expected="the address of one, auto, or local",
-            do="start one with `ray start --head`, or give --ray local",
-        ) from None
+    _connect(ray, address)
     try:
         need = _needs(probes, threads)
         room = sum(_room(node["Resources"], need) for node in ray.nodes() if node["Alive"])
         if room == 0:
             raise ConfigError(
                 "no machine of the Ray cluster has room for a run",
-                got="; ".join(str(_shown(node["Resources"])) for node in ray.nodes() if node["Alive"]),
-                expected=str(_shown(need)),
+                got="; ".join(_shown(node["Resources"]) for node in ray.nodes() if node["Alive"]),
+                expected=_shown(need),
                 do="lower threads in the study, or add machines",
             )
         runs = len(study.variants) * len(study.seeds)
@@ -85,6 +73,21 @@ def ray_places(
             places.close()
     finally:
         ray.shutdown()
+
+
+def _connect(ray: Any, address: str) -> None:
+    try:
+        if address == LOCAL:
+            ray.init(log_to_driver=False, include_dashboard=False)
+        else:
+            ray.init(address=address, log_to_driver=False)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"there is no Ray cluster at {address}",
+            got=str(error).splitlines()[0] if str(error) else type(error).__name__,
+            expected="the address of one, auto, or local",
+            do="start one with `ray start --head`, or give --ray local",
+        ) from None
 
 
 class RayPlaces:

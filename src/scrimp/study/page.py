@@ -73,8 +73,7 @@ def _section(slug: str, title: str, body: Markup) -> Markup:
 
 def _header(results: Results) -> Markup:
     study = results.study
-    is_whole = results.done >= results.planned or (study.halving is not None and results.done > 0)
-    word = "finished" if is_whole else "open"
+    word = "finished" if results.is_finished else "open"
     ending = f"{results.done} of {results.planned} runs have a figure"
     facts = {
         "compared": f"{FIGURES[study.figure]}, {UNITS[study.figure]}",

@@ -18,6 +18,7 @@ from scrimp.report.units import format_number, format_percent
 from scrimp.study.comparisons import MOST_PAIRS, Comparison, compare, pairs_for_bootstrap, share_of_error
 from scrimp.study.definition import FigureName, Study
 from scrimp.study.pairs import differences, last_steps, seeds_of
+from scrimp.study.rounds import is_finished
 from scrimp.study.rows import Curve, Key, Row
 
 FIGURES: Final[dict[FigureName, str]] = {
@@ -63,6 +64,7 @@ class Results:
     """Of each interval."""
     done: int
     planned: int
+    is_finished: bool
     rows: tuple[Row, ...]
 
     @property
@@ -87,6 +89,7 @@ def results_of(study: Study, rows: Mapping[Key, Row]) -> Results:
         confidence=confidence,
         done=done,
         planned=len(names) * len(seeds),
+        is_finished=is_finished(study, rows),
         rows=tuple(rows.values()),
     )
 
@@ -166,11 +169,12 @@ def mean_curve(results: Results, variant: str, kind: str) -> tuple[Array, Array]
 
 def mean_gap(results: Results, variant: str, kind: str) -> tuple[Array, Array]:
     """(steps, values) of a variant less the control of the same seed, averaged over seeds."""
-    control = {row.seed: row for row in _rows_of(results, results.study.control)}
+    # At the same step: parts of a training loss are as long as its run is.
+    control = {(row.seed, row.steps): row for row in results.rows if row.variant == results.study.control}
     gaps = []
     for row in _rows_of(results, variant):
-        mine = _curve(row, kind)
-        its = _curve(control[row.seed], kind) if row.seed in control else None
+        other = control.get((row.seed, row.steps))
+        mine, its = _curve(row, kind), _curve(other, kind) if other is not None else None
         if mine is not None and its is not None:
             gaps.append(_less(mine, its))
     return _mean(gaps)

@@ -27,6 +27,8 @@ from scrimp.json_files import decode_json, finite
 ROWS: Final = "rows.jsonl"
 _VERSION: Final = ("scrimp_study_row", 1)
 _MOST_BYTES: Final = 2**30
+LARGEST: Final = 1e100
+"""Beyond it no figure says anything, and squares overflow."""
 Key = tuple[str, int, int]
 """Variant, seed, and the step at which its figures were taken."""
 
@@ -100,9 +102,30 @@ def read_rows(folder: Path) -> dict[Key, Row]:
             do=_advice(path),
             version=_VERSION,
         )
+        _check(row, f"{path}, line {number}", path)
         rows.pop(row.key, None)
         rows[row.key] = row
     return rows
+
+
+def _check(row: Row, where: str, path: Path) -> None:
+    """Refuse what no run writes, and what no report could reckon with."""
+    for curve in (row.training, row.held_out):
+        if curve is not None and len(curve.steps) != len(curve.values):
+            raise CheckpointError(
+                f"{where} has a curve with other steps than values",
+                got=f"{len(curve.steps):,} steps, {len(curve.values):,} values",
+                expected="one value for each step",
+                do=_advice(path),
+            )
+    for name, value in row.figures.items():
+        if value is not None and abs(value) > LARGEST:
+            raise CheckpointError(
+                f"{where} has a figure out of range: {name}",
+                got=f"{value:g}",
+                expected=f"at most {LARGEST:g}",
+                do=_advice(path),
+            )
 
 
 def append_row(folder: Path, row: Row) -> None:
