@@ -27,6 +27,7 @@ def test_a_folder_of_results_gives_its_page(tmp_path: Path, capsys: pytest.Captu
     assert main(["study", str(folder)]) == 0
     shown = capsys.readouterr().out
     assert "lower by 0.4933" in shown
+    assert "the same study with --seeds 65 would be likely to tell of c" in shown
     assert f"report: {folder / 'study.html'}" in shown
     assert "<h1>mine</h1>" in (folder / "study.html").read_text()
 

@@ -113,5 +113,21 @@ def _show(results: Results, folder: Path) -> int:
     for one in results.outcomes:
         for seed, error in one.failures.items():
             console.print(f"{one.name}, seed {seed}, failed: {error}", soft_wrap=True)
+    advice = _next(results)
+    if advice:
+        console.print(advice, soft_wrap=True)
     console.print(f"report: {write_page(results, folder)}", soft_wrap=True)
     return 1 if any(one.failures for one in results.outcomes) else 0
+
+
+def _next(results: Results) -> str | None:
+    """How many seeds would be likely to tell of the variant that takes fewest."""
+    open_ones = [
+        (len(one.comparison.differences) + one.comparison.more_pairs, one.name)
+        for one in results.others
+        if one.comparison is not None and one.comparison.more_pairs is not None and not one.is_dropped
+    ]
+    if not open_ones:
+        return None
+    seeds, name = min(open_ones)
+    return f"the same study with --seeds {seeds} would be likely to tell of {name}"
