@@ -5,7 +5,10 @@ Question  How much slower is an emulated (or faster a native) recipe than bf16 i
 Method    One model in bf16 and one per recipe on the same batch: forward and backward, gradients dropped,
           without the optimizer, which is the same for all. All take their steps in turn, in one process; the
           ratio is the median of the ratios to the bf16 step of the same round. The first round, in which
-          back ends tune themselves, is dropped.
+          back ends tune themselves and Numba compiles, is dropped. On a CPU each recipe runs twice, quantized by
+          torch's operators (reference) and by compiled kernels (numba).
+Compute   `--compute fp32`: blocks, head and products in float32, beside a model in float32, for CPUs without units for
+          bf16, where its products take many times as long.
 Switch    A model in fp8 gives every second layer fp4: seconds for `replan` itself, then the step after it
           against the steps before. Eager, and with every block compiled, where new graphs are
           counted; beside it what compiling the blocks took at the start, as a static plan would again.
@@ -16,6 +19,7 @@ Run       python benchmarks/planned_step.py                       # CPU, llama-6
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
 from dataclasses import asdict, dataclass
@@ -30,14 +34,15 @@ from torch import Tensor
 
 from scrimp.config import Config, ModelConfig, TrainConfig, preset, resolve
 from scrimp.data import Batch
-from scrimp.gemm import LinearPrecision
+from scrimp.gemm import LinearPrecision, backends_for
+from scrimp.gemm.backends.numba import has_numba
 from scrimp.models.initialise import initialise
 from scrimp.planner import Figures, build_plan
 from scrimp.planner.memory.placement import Placement
 from scrimp.runtime import Executable, compile_blocks, realise
 
-RECIPES = ("bf16", "fp8", "fp8_tensor", "fp8_row", "mxfp8", "nvfp4", "mxfp4", "fp4")
-STEP_COLUMNS = ("recipe", "step, ms (fastest, slowest)", "times bf16", "range of the ratio")
+RECIPES = ("fp8", "fp8_tensor", "fp8_row", "mxfp8", "nvfp4", "mxfp4", "fp4")
+STEP_COLUMNS = ("recipe", "back end", "step, ms (fastest, slowest)", "times {compute}", "range of the ratio")
 SWITCH_COLUMNS = (
     "mode",
     "first step, s",
@@ -51,9 +56,10 @@ SWITCH_COLUMNS = (
 
 @dataclass(frozen=True)
 class StepResult:
-    """One recipe."""
+    """One recipe, quantized by one back end."""
 
     recipe: str
+    backend: str
     seconds: list[float]
     ratios: list[float]
 
@@ -81,6 +87,7 @@ def main() -> None:
     parser.add_argument("--sequence", type=int, default=512)
     parser.add_argument("--micro-batch", type=int, default=4)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--compute", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--compile", action="store_true", help="compile the blocks of every model")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
@@ -98,20 +105,28 @@ def main() -> None:
     record = {
         "environment": before,
         "settings": {
-            name: getattr(options, name) for name in ("preset", "sequence", "micro_batch", "compile")
+            name: getattr(options, name)
+            for name in ("preset", "sequence", "micro_batch", "compute", "compile")
         },
         "steps": [asdict(result) for result in steps],
         "switches": [asdict(result) for result in switches],
     }
     text = page(steps, switches, record)
-    path = write_pair(options.out, f"{options.date}-planned-step-{options.device}", record, text)
+    path = write_pair(
+        options.out, f"{options.date}-planned-step-{options.device}-{options.compute}", record, text
+    )
     Console().print(text, f"written: {path}", markup=False)
 
 
-def make(precision: str, options: argparse.Namespace) -> tuple[Executable, Tensor]:
-    """A model that runs by a precision, and a batch."""
+def make(recipe: str, options: argparse.Namespace, backend: str | None = None) -> tuple[Executable, Tensor]:
+    """A model that runs in a recipe, and a batch.
+
+    Args:
+        backend: that quantizes; None: the one that would be chosen.
+    """
+    compute = options.compute
     config = Config(
-        precision=precision,
+        precision=compute if recipe == compute else f"{compute},*={recipe},head={compute}",
         model=ModelConfig(preset=options.preset),
         train=TrainConfig(
             sequence=options.sequence,
@@ -140,6 +155,7 @@ def make(precision: str, options: argparse.Namespace) -> tuple[Executable, Tenso
         parameters=config.train.parameters,
         compute=config.precision_rules.compute,
         loss_chunk=config.train.loss_chunk or 0,
+        choose=backends_for(torch.device(options.device), backend),
     )
     generator = torch.Generator().manual_seed(0)
     shape = (options.micro_batch, options.sequence)
@@ -166,17 +182,16 @@ def synchronise(device: torch.device) -> None:
 
 def measure_steps(options: argparse.Namespace) -> list[StepResult]:
     """All recipes in turn, several rounds."""
-    models = {recipe: make(recipe, options) for recipe in dict.fromkeys(["bf16", *options.recipes])}
+    base = (options.compute, "")
+    backends = [None] if options.device != "cpu" else ["reference", *(["numba"] if has_numba() else [])]
+    models = {base: make(options.compute, options)}
+    for recipe, backend in itertools.product(options.recipes, backends):
+        models[recipe, backend or ""] = make(recipe, options, backend)
     if options.compile:
         for executable, _ in models.values():
             compile_blocks(executable.model)
-    rounds = [{recipe: step(*model) for recipe, model in models.items()} for _ in range(options.repeats + 1)][
-        1:
-    ]
-    return [
-        StepResult(recipe, [r[recipe] for r in rounds], [r[recipe] / r["bf16"] for r in rounds])
-        for recipe in models
-    ]
+    rounds = [{key: step(*model) for key, model in models.items()} for _ in range(options.repeats + 1)][1:]
+    return [StepResult(*key, [r[key] for r in rounds], [r[key] / r[base] for r in rounds]) for key in models]
 
 
 def measure_switch(options: argparse.Namespace, mode: str) -> SwitchResult:
@@ -210,6 +225,7 @@ def page(steps: list[StepResult], switches: list[SwitchResult], record: dict[str
     rows = [
         (
             r.recipe,
+            r.backend,
             f"{milliseconds(r.seconds)} ({1e3 * min(r.seconds):,.0f}, {1e3 * max(r.seconds):,.0f})",
             f"{statistics.median(r.ratios):.2f}",
             f"{min(r.ratios):.2f} to {max(r.ratios):.2f}",
@@ -238,9 +254,9 @@ def page(steps: list[StepResult], switches: list[SwitchResult], record: dict[str
         f"- command: {environment['command']}",
         f"- commit: {environment['commit']}",
         "",
-        "Forward and backward pass (all blocks in the recipe, the head in bf16):",
+        f"Forward and backward pass (all blocks in the recipe, the head in {settings['compute']}):",
         "",
-        *markdown_table(STEP_COLUMNS, rows),
+        *markdown_table([one.format(**settings) for one in STEP_COLUMNS], rows),
     ]
     if changes:
         text += ["", "Half of all layers from fp8 to fp4:", "", *markdown_table(SWITCH_COLUMNS, changes)]

@@ -126,7 +126,7 @@ def test_a_hugging_face_folder_is_planned_for_by_its_config_alone(
         ("--hardware 8xh100 --json --simulate", "--json does not go with this"),
         ("--hardware 8xh100 --report nowhere/x.html", "the folder of nowhere/x.html does not exist"),
         ("--hardware 8xh100 --save nowhere/x.json", "the folder of nowhere/x.json does not exist"),
-        ("--hardware 8xh100 --layout.schedule zbv", "schedule zbv is not predicted, only gpipe, 1f1b"),
+        ("--hardware 8xh100 --layout.schedule zbv --layout.pp 1", "two stages on each of several ranks"),
         ("--save x", "--save is an option of a search on other hardware"),
         (
             "--hardware rtx4060ti --model.preset llama-3-70b --layout.fsdp 1 --layout.tp 1 --layout.pp 1 "

@@ -63,9 +63,14 @@ def at(choose: BackendSelection, recipe: str, gemm: str, shape: Shape | None = N
     return choose(recipe, gemm, shape or EVEN[0], choose.device)
 
 
-def test_a_cpu_runs_everything_in_the_reference() -> None:
-    choose = backends_for(CPU)
+def test_a_cpu_without_numba_runs_everything_in_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scrimp.gemm.backends.numba.has_numba", lambda: False)
+    choose = BackendSelection(CPU)
     assert {at(choose, recipe, gemm).name for recipe in RECIPES for gemm in GEMMS} == {"reference"}
+
+
+def test_selections_and_choices_are_kept() -> None:
+    choose = backends_for(CPU)
     assert at(choose, "fp8", "fprop") is at(choose, "fp8_row", "wgrad")
     assert backends_for(CPU) is choose
 
@@ -78,7 +83,7 @@ def test_torchs_fp8_never_runs_on_a_cpu_even_if_demanded() -> None:
 
 
 def test_an_unknown_back_end_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(PlanError, match="torch, triton, reference"):
+    with pytest.raises(PlanError, match="torch, triton, numba, reference"):
         backends_for(CPU, only="cublas")
 
 
@@ -145,7 +150,7 @@ def test_a_shape_that_the_first_cannot_take_goes_to_the_next(gpu: dict[str, Back
 
 
 def test_a_layer_that_moved_runs_where_it_is(gpu: dict[str, Backend]) -> None:
-    put(gpu, Fake("torch"))
+    put(gpu, Fake("torch"), Fake("numba", recipes=("none of these",)))
     planned_elsewhere = backends_for(torch.device("meta"))
     assert planned_elsewhere("fp8", "fprop", EVEN[0], CPU).name == "reference"
 

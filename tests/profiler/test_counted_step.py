@@ -25,11 +25,11 @@ from scrimp.planner.layout.host_times import layer_ops, other_ops
 from scrimp.planner.layout.setting import Setting
 from scrimp.planner.layout.software import software
 from scrimp.profiler.counted_step import FusedCounter, KernelCounter, Passes, Work, count_block
-from scrimp.profiler.measured_cluster import EAGER_HOST_OPS, FP32_LOGIT_BYTES
+from scrimp.profiler.measured_cluster import EAGER, EAGER_HOST_OPS, FP32_LOGIT_BYTES
 
 pytestmark = pytest.mark.slow  # torch's FLOP counter imports Triton
 MODEL, SEQUENCE, TOKENS = preset("llama-3m"), 128, 256
-SCRIMP = software("scrimp")
+SCRIMP, UNCOMPILED = software("scrimp"), software("scrimp-eager")
 
 
 @cache
@@ -90,6 +90,9 @@ def test_bytes_of_a_compiled_block_are_those_that_its_specification_says() -> No
     counted = found.forward.moved + found.backward.moved
     assert counted / said == pytest.approx(SCRIMP.traffic, rel=0.1)
     eager = block(compiled=False)
+    assert (eager.forward.moved + eager.backward.moved) / said == pytest.approx(UNCOMPILED.traffic, rel=0.01)
+    assert UNCOMPILED.traffic == EAGER["cuda"]
+    assert UNCOMPILED.host_ops == EAGER_HOST_OPS
     assert eager.forward.launches >= 2 * found.forward.launches
     assert eager.forward.moved > 3 * found.forward.moved
     assert eager.forward.products == found.forward.products

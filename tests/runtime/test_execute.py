@@ -274,7 +274,7 @@ def backends_of(precision: str, backend: str = "auto") -> tuple[Plan, str]:
 
 def test_formats_that_no_cpu_multiplies_are_emulated_and_said_to_be() -> None:
     for recipe in ("nvfp4", "mxfp4", "fp4"):
-        assert backends_of(recipe)[1] == f"{recipe} by reference (emulated)"
+        assert backends_of(recipe)[1] == f"{recipe} by numba (emulated)"
     assert backends_of("fp8", "reference")[1] == "fp8 by reference (emulated)"
 
 

@@ -30,7 +30,7 @@ from scrimp.planner.layout.objectives import Goal, Objective, Searching
 from scrimp.planner.layout.scaled_models import ModelFamily, family_of
 from scrimp.planner.layout.search import Question
 from scrimp.planner.layout.shape_files import read_shape
-from scrimp.planner.layout.software import software
+from scrimp.planner.layout.software import software_for
 from scrimp.planner.precision.profile import PrecisionProfile
 
 READ = (
@@ -111,15 +111,16 @@ def read_ask(ask: Ask, config: Config, given: Collection[str]) -> Asked:
             got="memory.activations beside precision snip",
             do="leave one of the two out",
         )
+    kept, precision = _kept(config, given), formats.base if formats else _precision(config)
     question = Question(
         model=family.member(family.given).model,
         cluster=cluster,
         sequence=sequence,
         global_batch=batch // sequence,
-        software=software("scrimp"),
-        precision=formats.base if formats else _precision(config),
+        software=software_for("scrimp", precision, kept.get("schedule", "auto")),
+        precision=precision,
         formats=formats,
-        given=_kept(config, given),
+        given=kept,
         memory=memory,
     )
     memory.blocks(len(question.model.blocks))  # refused before the search begins

@@ -25,7 +25,7 @@ SplitName = Literal["fixed", "fastest"]
 ContextMethod = Literal["zigzag", "striped", "ulysses"]
 ExchangeName = Literal["fp32", "fp8"]
 PipelineScheduleName = Literal["auto", "gpipe", "1f1b", "interleaved", "zbv", "dualpipev"]
-BackendName = Literal["auto", "reference", "torch", "triton"]
+BackendName = Literal["auto", "numba", "reference", "torch", "triton"]
 
 T = TypeVar("T")
 

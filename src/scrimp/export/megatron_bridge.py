@@ -22,6 +22,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 
+from scrimp.config.pipeline import V_SHAPED
 from scrimp.errors import PlanError
 from scrimp.export.layout_file import (
     MIXED,
@@ -119,7 +120,8 @@ def _degrees(setting: Setting) -> _Said:
 def _stages(setting: Setting) -> _Said:
     layout, virtual = setting.layout, setting.layout.virtual or 1
     flags = ("-pp", f"{layout.pp}", "-vp", f"{virtual}" if virtual > 1 else "None")
-    cannot = ("schedule gpipe: 1f1b",) * (layout.schedule == "gpipe")
+    other = layout.schedule in ("gpipe", *V_SHAPED)
+    cannot = (f"schedule {layout.schedule}: {'interleaved' if virtual > 1 else '1f1b'}",) * other
     if layout.pp == 1 or has_equal_stages(setting):
         return _Said(flags, ("model.pipeline_model_parallel_layout=null",), cannot)
     letters = ["t" * len(blocks) for blocks in blocks_of_stages(setting)]

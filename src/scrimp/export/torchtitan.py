@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from scrimp.config.pipeline import V_SHAPED
 from scrimp.errors import PlanError
 from scrimp.export.layout_file import (
     MIXED,
@@ -163,7 +164,8 @@ def _stages(setting: Setting) -> _Said:
         return _Said(())
     virtual = layout.virtual or 1
     auto = "interleaved" if virtual > 1 else "1f1b"
-    schedule = auto if layout.schedule == "auto" else layout.schedule
+    schedule = layout.schedule if layout.schedule in _SCHEDULES else auto
+    cannot = (f"schedule {layout.schedule}: {auto}",) * (layout.schedule in V_SHAPED)
     parts = [[f"layers.{index}" for index in blocks] for blocks in blocks_of_stages(setting)]
     parts[0].insert(0, "tok_embeddings")
     parts[-1] += ["norm", "lm_head"]
@@ -175,7 +177,8 @@ def _stages(setting: Setting) -> _Said:
             *(f"    {part!r},".replace("'", '"') for part in parts),
             "]",
             "config.training.disable_cuda_graphs = True",
-        )
+        ),
+        cannot=cannot,
     )
 
 

@@ -110,8 +110,11 @@ class QuantizedTensor:
 
     def dequantize_matrix(self) -> FakeQuantized:
         """The values of a matrix, and the scale that can be taken out of a GEMM's sum; rotated values stay rotated."""
+        return self.matrix_of(self._values())
+
+    def matrix_of(self, values: Tensor) -> FakeQuantized:
+        """The same, of what the codes times the scales of their groups are, the scaled axis last."""
         is_upright = self.axis % 2 == 1
-        values = self._values()
         outer = self.tensor_scale
         if outer is None and lookup_scaling(self.operand.scaling).columns is None:
             outer = self.scales
@@ -126,10 +129,10 @@ class QuantizedTensor:
         padding = -columns % HADAMARD_SIZE if self.operand.hadamard else 0
         values = decode(self.payload, element, columns + padding)
         if values.numel() and kind.columns is not None:
-            values = values * _spread(self._scale_values(), kind, values.shape)
+            values = values * _spread(self.scale_values(), kind, values.shape)
         return values
 
-    def _scale_values(self) -> Tensor:
+    def scale_values(self) -> Tensor:
         if self.scales.dtype == torch.uint8:
             return scale_rules.e8m0_value(self.scales)
         return self.scales.to(torch.float32)
@@ -395,15 +398,13 @@ def _scale_and_round(
     tensor_scale: Tensor | None,
 ) -> tuple[Tensor, GroupScales]:
     """Groups divided by their scales and rounded, in place, and the scales."""
-    no_clip = noise is not None
+    no_clip, kind = noise is not None, lookup_scaling(operand.scaling)
     if tensor_scale is None:
-        kind = lookup_scaling(operand.scaling)
+        scales = scale_rules.scales_of(amax, kind, element, None, no_clip=no_clip)
         if kind.scale_type == "fp32":
-            scales = scale_rules.fp32_scales(amax, element)
             return round_(grouped.div_(scales.encode), element, noise), scales
-        scales = scale_rules.e8m0_scales(amax, element, no_clip=no_clip)
         return round_(grouped.mul_(scales.encode), element, noise), scales
-    six = scale_rules.e4m3_scales(amax, tensor_scale, no_clip=no_clip)
+    six = scale_rules.scales_of(amax, kind, element, tensor_scale, no_clip=no_clip)
     lift = scale_rules.lift_of(tensor_scale)
     grouped.mul_(lift)
     if not operand.four_over_six:
@@ -430,10 +431,14 @@ def _prepare(
 ) -> tuple[Tensor, Tensor | None]:
     """What happens to the whole tensor first: the rotation, and NVFP4's tensor scale."""
     if operand.hadamard:
-        pad = -stack.shape[axis] % HADAMARD_SIZE
-        padded = F.pad(stack.to(torch.float32), (0, pad) if axis == -1 else (0, 0, 0, pad))
-        stack = rotate(padded, axis)
+        stack = rotated_whole(stack, axis)
     return stack, _tensor_scale(list(stack), operand, stack.device, reduce_amax)
+
+
+def rotated_whole(x: Tensor, axis: int) -> Tensor:
+    """Numbers in float32, padded to a multiple of 16 along an axis (-1 or -2) and rotated."""
+    pad = -x.shape[axis] % HADAMARD_SIZE
+    return rotate(F.pad(x.to(torch.float32), (0, pad) if axis == -1 else (0, 0, 0, pad)), axis)
 
 
 def _tensor_scale(

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from scrimp.precision.formats import Element
+from scrimp.precision.formats import Element, Scaling
 
 SMALLEST_NORMAL = 2.0**-126
 SMALL_TENSOR_SCALE = 2.0**-100
@@ -51,6 +51,22 @@ class GroupScales:
     """float32: what a code is multiplied by (without the tensor's scale)."""
     encode: Tensor
     """float32: what x is divided by (fp32 scales) or multiplied by (the others)."""
+
+
+def scales_of(
+    amax: Tensor, kind: Scaling, element: Element, tensor_scale: Tensor | None, *, no_clip: bool
+) -> GroupScales:
+    """Scales of a kind for groups with these largest magnitudes.
+
+    Args:
+        tensor_scale: NVFP4's; None of other kinds.
+        no_clip: nothing may saturate.
+    """
+    if kind.scale_type == "fp32":
+        return fp32_scales(amax, element)
+    if tensor_scale is None:
+        return e8m0_scales(amax, element, no_clip=no_clip)
+    return e4m3_scales(amax, tensor_scale, no_clip=no_clip)
 
 
 def fp32_scales(amax: Tensor, element: Element) -> GroupScales:

@@ -77,7 +77,8 @@ def examine(
 
 def is_for_probes_only(backend: Backend, recipe: str, device: torch.device) -> bool:
     """Whether a back end is so slow here that only tiny GEMMs may run on it."""
-    return device.type == "cpu" and backend.name != "reference" and recipe not in HIGH_PRECISION
+    is_native = backend.name in ("torch", "triton")
+    return device.type == "cpu" and is_native and recipe not in HIGH_PRECISION
 
 
 def _seconds(backend: Backend, trial: Trial, sizes: Sizes, device: torch.device) -> tuple[float, float]:

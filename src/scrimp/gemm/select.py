@@ -1,7 +1,7 @@
 """Which back end runs each GEMM on a device: one that was seen to work there, the fastest of them.
 
 Method   Back ends stand in the order of `scrimp doctor`'s kept report where there is one, else on CUDA torch, triton,
-         reference, on a CPU the reference alone. The first is taken that refuses neither the recipe nor the
+         reference, on a CPU numba, reference. The first is taken that refuses neither the recipe nor the
          shapes and whose probe, one small GEMM run here and compared with float64, is right. Nothing is
          inferred from a capability number. Probes and choices are kept for the process.
 Recorded A run that has begun keeps to the back ends that it began with, whatever a later report says: a selection with
@@ -106,7 +106,7 @@ class BackendSelection:
         if self.only is not None:
             yield BACKENDS[self.only]
             return
-        usual = list(BACKENDS) if self.device.type == "cuda" else ["reference"]
+        usual = list(BACKENDS) if self.device.type == "cuda" else ["numba", "reference"]
         if self.record:
             ours = [one for one in self.record if (one.recipe, one.gemm) == (recipe, gemm)]
             features = {features_of(gemm, shape) for shape in shapes}
@@ -135,7 +135,7 @@ def backends_for(device: torch.device, only: str | None = None, record: Record =
     """The back ends of a device, probed once per process.
 
     Args:
-        only: torch, triton or reference, and no other; unset: the fastest that works.
+        only: torch, triton, numba or reference, and no other; unset: the fastest that works.
         record: what a run began with, and goes on with; empty: none.
 
     Raises:

@@ -11,8 +11,8 @@ Method   The machine is measured on all ranks at once (`scrimp.training.measured
          Where formats are planned while training, their budget counts in the search; formats themselves stay SNIP's.
 Memory   The account that is traced has the last word (`scrimp.training.setup`): where it does not confirm that the
          choice fits, it decides memory itself, in this layout or, where nothing fits in it, on shards over all ranks.
-Limits   What an outer optimizer trains keeps its copies. Schedules that go there and back (zbv, dualpipev) are not
-         searched: beside one that is given shards stay. `memory.split fastest` keeps choosing micro-batch and memory.
+Limits   What an outer optimizer trains keeps its copies. Schedules that go there and back (zbv, dualpipev) are
+         searched where one is given. `memory.split fastest` keeps choosing micro-batch and memory.
 Checked  tests/training/test_chosen_layout.py; benchmarks/ranks_planned.py: against measured steps
 """
 

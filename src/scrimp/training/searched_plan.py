@@ -36,7 +36,7 @@ from scrimp.planner.layout.stages import block_plans
 from scrimp.profiler import Device
 from scrimp.profiler.this_device import MEMORY_TOLERANCE, is_same_name, memory_bytes
 from scrimp.report.units import format_bytes
-from scrimp.training.memory.simulated import LEVELS
+from scrimp.training.memory.simulated import LEVELS, UNCOMPILED
 
 _DO = "plan for this machine, or change the plan's line"
 
@@ -84,6 +84,7 @@ def settings_of(line: Line, setting: Setting) -> dict[str, Any]:
         "train.batch_tokens": setting.sequence * setting.global_batch,
         "precision": _rules(setting.precision, block_plans(setting)),
         **choices_of(setting),
+        **({"train.compile": "off"} if setting.software.name == UNCOMPILED else {}),
     }
 
 
@@ -135,7 +136,7 @@ def _not_carried_out(line: Line, setting: Setting) -> Iterator[str]:
     offload, layout = setting.offload, setting.layout
     if isinstance(line.model, ModelShape) or line.model.endswith(".toml"):
         yield "a model that is a shape alone (scrimp train takes presets and weights)"
-    if line.software != "scrimp":
+    if line.software not in ("scrimp", UNCOMPILED):
         yield f"the step of {line.software}"
     if setting.precision == "fp16":
         yield "precision fp16"

@@ -83,6 +83,9 @@ def test_what_is_given_is_searched_where_it_can_be() -> None:
         {"fsdp": 2, "dp": 2, "zero": 1},
         {"zero": 2},
         {"zero": 3, "pp": 2},
+        {"zero": 2, "pp": 2},
+        {"schedule": "zbv"},
+        {"schedule": "dualpipev", "pp": 2, "zero": 3},
         {"virtual": 16, "pp": 2},
         {"schedule": "interleaved", "pp": 2, "stages": "7,8,8,9"},
     ):
@@ -95,9 +98,11 @@ def test_what_is_given_is_searched_where_it_can_be() -> None:
 
 def test_what_is_not_searched_is_said() -> None:
     asked = question(LLAMA_8B, "8xh100", 16)
-    assert against(asked, {"schedule": "zbv"}) == [
-        "schedule zbv is not predicted, only gpipe, 1f1b, interleaved"
+    assert against(asked, {"schedule": "waves"}) == [
+        "schedule waves is not predicted, only gpipe, 1f1b, interleaved, zbv, dualpipev"
     ]
+    assert against(asked, {"schedule": "zbv"}) == []
+    assert "two stages on each of several ranks" in against(asked, {"schedule": "zbv", "pp": 1})[0]
     assert against(asked, {"stages": "16,17"}) == ["stages 16,17 have 33 blocks, the model 32"]
     assert "no list of blocks" in against(asked, {"stages": "16,x"})[0]
     assert "more than one on a rank are interleaved" in against(asked, {"schedule": "gpipe", "virtual": 2})[0]

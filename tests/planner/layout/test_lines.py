@@ -150,3 +150,45 @@ def test_a_line_that_is_written_reads_as_the_same_setting(change: dict[str, Any]
     again = decode_json(written, Line, origin="line", error=ConfigError, do="")
     assert again == line
     assert setting_of(again) == setting
+
+
+V = GOOD | {"layout": {"fsdp": 2, "pp": 4, "zero": 1, "schedule": "zbv"}}
+
+
+@pytest.mark.parametrize("schedule", ["zbv", "dualpipev"])
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_a_line_of_a_v_is_answered(schedule: str, zero: int) -> None:
+    line = V | {"layout": V["layout"] | {"schedule": schedule, "zero": zero}}
+    found = answer_line(json.dumps(line), where="line 1")
+    assert found["step_seconds"] == pytest.approx(sum(found["seconds"].values()))
+    plain = {"fsdp": 2, "pp": 4, "zero": zero}
+    other = answer_line(json.dumps(V | {"layout": plain, "software": "scrimp-eager"}), where="line 1")
+    assert found["seconds"]["bubble"] < 0.6 * other["seconds"]["bubble"]
+    # Embedding, head and loss are the first rank's.
+    logits = [one["peak_bytes"]["logits"] for one in found["stages"]]
+    assert logits[1:] == [0, 0, 0]
+    setting = setting_of(decode_json(json.dumps(line), Line, origin="a line", error=ConfigError, do=""))
+    assert (setting.layout.virtual, setting.software.name) == (2, "scrimp-eager")
+    again = line_of(setting, "llama-3.1-8b", "8xh100")
+    assert setting_of(again) == setting
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"layout": {"fsdp": 8, "schedule": "zbv"}}, "a pipeline: layout.pp above 1"),
+        ({"layout": V["layout"] | {"virtual": 3}}, "2 stages on each rank"),
+        ({"offload": {"optimizer": True}}, "everything on the device"),
+        ({"software": "scrimp-today"}, "not carried out by software scrimp-today"),
+        ({"software": "megatron"}, "not carried out by software megatron"),
+        ({"hardware": "32xh100", "layout": {"pp": 32, "schedule": "zbv"}}, "64 stages, 32 blocks"),
+        (
+            {"global_batch": 8, "layout": V["layout"] | {"schedule": "dualpipev"}},
+            "cannot run this number of micro-batches",
+        ),
+    ],
+)
+def test_what_ranks_do_not_carry_out_beside_a_v_is_refused_by_name(
+    change: dict[str, Any], words: str
+) -> None:
+    assert words in answer_line(json.dumps(V | change), where="line 1")["error"]

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scrimp.config.pipeline import Pipeline
+from scrimp.config.schema import PipelineScheduleName
 from scrimp.errors import PlanError
 from scrimp.planner.layout.pipeline_times import (
     StageSeconds,
     _played,
-    order_of,
     pipeline_seconds,
     played_passes,
 )
@@ -36,28 +36,38 @@ def test_equal_stages_take_what_the_formulas_say(ranks: int, rounds: int) -> Non
         assert found.total == pytest.approx((number * virtual + ranks - 1) * (F + B))
 
 
-@pytest.mark.parametrize(("ranks", "virtual"), [(2, 1), (4, 1), (2, 2), (4, 2), (4, 3), (3, 4)])
-@pytest.mark.parametrize("rounds", [1, 2, 5])
-def test_orders_are_those_that_ranks_run(ranks: int, virtual: int, rounds: int) -> None:
-    schedule = "1f1b" if virtual == 1 else "interleaved"
-    pipeline = Pipeline(ranks, schedule, tuple(range(n, n + 1) for n in range(ranks * virtual)))
-    for rank, order in enumerate(passes_of(pipeline, ranks * rounds)):
-        ours = order_of(rank, ranks, virtual, ranks * rounds, schedule)
-        assert [(one.kind == "forward", one.stage // ranks, one.micro_batch) for one in order] == list(ours)
+@pytest.mark.parametrize("schedule", ["zbv", "dualpipev"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8])
+@pytest.mark.parametrize("rounds", [2, 3, 8, 64])
+def test_a_v_of_equal_stages_waits_as_its_formula_says(schedule: str, ranks: int, rounds: int) -> None:
+    def bubble(forward: float, backward: float, weights: float) -> float:
+        stages = [StageSeconds(forward, backward, weights)] * (2 * ranks)
+        return pipeline_seconds(stages, ranks=ranks, micro_batches=ranks * rounds, schedule=schedule).bubble
+
+    assert bubble(1.0, 2.0, 1.0) == pytest.approx(ranks - 1)
+    # Half of what 1F1B of as many stages waits, and less.
+    one = [StageSeconds(2.0, 4.0)] * ranks
+    other = pipeline_seconds(one, ranks=ranks, micro_batches=ranks * rounds, schedule="1f1b")
+    assert bubble(1.0, 2.0, 1.0) == pytest.approx(other.bubble / 6)
+    if schedule == "dualpipev":
+        for forward, backward, weights in ((1.0, 2.0, 0.9), (1.0, 2.5, 0.8), (1.0, 3.0, 1.0)):
+            most = (ranks - 1) * (forward + 2 * backward - 3 * weights)
+            assert bubble(forward, backward, weights) <= most * (1 + 1e-9) + 1e-9
 
 
 @given(
     ranks=st.integers(2, 6),
-    virtual=st.integers(1, 3),
+    kind=st.sampled_from([("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zbv", 2), ("dualpipev", 2)]),
     rounds=st.integers(7, 12),
     seconds=st.lists(st.floats(0.1, 10), min_size=36, max_size=36),
     transfer=st.floats(0, 5),
 )
 def test_a_long_step_is_what_all_its_passes_take(
-    ranks: int, virtual: int, rounds: int, seconds: list[float], transfer: float
+    ranks: int, kind: tuple[str, int], rounds: int, seconds: list[float], transfer: float
 ) -> None:
-    stages = [StageSeconds(*seconds[2 * n : 2 * n + 2]) for n in range(ranks * virtual)]
-    schedule = "1f1b" if virtual == 1 else "interleaved"
+    schedule, virtual = kind
+    pairs = (seconds[2 * n : 2 * n + 2] for n in range(ranks * virtual))
+    stages = [StageSeconds(forward, backward, 0.4 * backward) for forward, backward in pairs]
     found = pipeline_seconds(
         stages, ranks=ranks, micro_batches=ranks * rounds, schedule=schedule, transfer=transfer
     )
@@ -65,32 +75,40 @@ def test_a_long_step_is_what_all_its_passes_take(
     assert found.bubble >= -1e-9 * found.total
 
 
-@pytest.mark.parametrize(("ranks", "virtual"), [(1, 1), (2, 1), (4, 1), (2, 2), (4, 3)])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+@pytest.mark.parametrize(("ranks", "virtual"), [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2), (5, 2), (4, 3)])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zbv", "dualpipev"])
 def test_each_pass_begins_when_its_rank_and_what_it_reads_are_there(
-    ranks: int, virtual: int, schedule: str
+    ranks: int, virtual: int, schedule: PipelineScheduleName
 ) -> None:
-    if (virtual > 1) != (schedule == "interleaved"):
+    """In the order that ranks run, whose interleaved, zbv and dualpipev are torch's."""
+    is_v = schedule in ("zbv", "dualpipev")
+    if (virtual > 1) != (schedule not in ("gpipe", "1f1b")) or (is_v and virtual != 2):
         return
     count, number, transfer = ranks * virtual, 3 * ranks, 0.25
-    stages = [StageSeconds(1.0 + 0.1 * n, 2.0 + 0.3 * n) for n in range(count)]
+    stages = [StageSeconds(1.0 + 0.1 * n, 2.0 + 0.3 * n, 0.7 + 0.1 * n) for n in range(count)]
     passes = played_passes(stages, ranks=ranks, micro_batches=number, schedule=schedule, transfer=transfer)
-    found = {(one.is_forward, one.stage, one.micro_batch): one for one in passes}
-    assert len(found) == len(passes) == 2 * count * number
-    for rank in range(ranks):
-        own = [one for one in passes if one.rank == rank]
-        order = order_of(rank, ranks, virtual, number, schedule)
-        assert [(one.is_forward, one.stage // ranks, one.micro_batch) for one in own] == list(order)
-        before = 0.0
-        for one in own:
-            seconds = stages[one.stage].forward if one.is_forward else stages[one.stage].backward
+    made = {
+        (half, one.stage, one.micro_batch): one
+        for one in passes
+        for half in ("IW" if one.kind == "B" else one.kind)
+    }
+    assert len(made) == 3 * count * number
+    pipeline = Pipeline(ranks, schedule, tuple(range(n, n + 1) for n in range(count)))
+    for rank, order in enumerate(passes_of(pipeline, number)):
+        own, before = [one for one in passes if one.rank == rank], 0.0
+        assert len(own) == len(order)
+        for one, action in zip(own, order, strict=True):
+            assert (one.stage, one.micro_batch) == (action.stage, action.micro_batch)
+            stage, last = stages[one.stage], one.stage == count - 1
+            seconds, reads = {
+                "forward": (stage.forward, ("F", one.stage - 1)),
+                "backward": (stage.backward, ("F" if last else "I", one.stage + (not last))),
+                "inputs": (stage.backward - stage.weights, ("F" if last else "I", one.stage + (not last))),
+                "weights": (stage.weights, ("I", one.stage)),
+            }[action.kind]
             assert one.end - one.begin == pytest.approx(seconds)
-            last = one.stage == count - 1
-            needs = one.stage - 1 if one.is_forward else one.stage + (not last)
-            come = 0.0
-            if needs >= 0:
-                giver = found[one.is_forward or last, needs, one.micro_batch]
-                come = giver.end + transfer * (giver.rank != rank)
+            giver = made.get((*reads, one.micro_batch))
+            come = giver.end + transfer * (giver.rank != rank) if giver else 0.0
             assert one.begin == pytest.approx(max(before, come))
             before = one.end
     total = pipeline_seconds(
@@ -105,3 +123,7 @@ def test_what_no_order_is_known_for_is_refused() -> None:
         pipeline_seconds(stages, ranks=4, micro_batches=4, schedule="waves")
     with pytest.raises(PlanError, match="in rounds of as many as there are ranks"):
         pipeline_seconds(stages, ranks=2, micro_batches=3, schedule="interleaved")
+    with pytest.raises(PlanError, match="dualpipev needs as many micro-batches as there are stages"):
+        pipeline_seconds(stages, ranks=2, micro_batches=3, schedule="dualpipev")
+    with pytest.raises(PlanError, match="no order of passes is known for schedule zbv"):
+        pipeline_seconds(stages, ranks=4, micro_batches=8, schedule="zbv")

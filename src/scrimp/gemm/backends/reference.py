@@ -33,7 +33,7 @@ from scrimp.precision import HIGH_PRECISION
 
 
 @dataclass(frozen=True)
-class _Operand:
+class ReferenceOperand:
     """One operand: what it was quantized to, or a high-precision tensor as it is."""
 
     quantized: FakeQuantized
@@ -54,12 +54,12 @@ class ReferenceBackend(Backend):
         """All that it quantizes."""
         return recipe not in HIGH_PRECISION
 
-    def prepare(self, x: Tensor, use: Use) -> _Operand:
+    def prepare(self, x: Tensor, use: Use) -> ReferenceOperand:
         """Values after rounding, in the tensor's own layout; in bf16 carriers where x is bf16."""
         if use.operand is None:
-            return _Operand(FakeQuantized(x, None), is_plain=True)
+            return ReferenceOperand(FakeQuantized(x, None), is_plain=True)
         is_bf16 = x.dtype == torch.bfloat16 and self.multiplies_bf16_fast(x.device)
-        return _Operand(
+        return ReferenceOperand(
             fake_quantize(
                 x,
                 use.operand,
@@ -75,23 +75,23 @@ class ReferenceBackend(Backend):
         """Whether bf16 carriers are worth it there."""
         return multiplies_bf16_fast(device)
 
-    def load(self, codes: QuantizedTensor) -> _Operand:
+    def load(self, codes: QuantizedTensor) -> ReferenceOperand:
         """Values of kept codes."""
         exact = codes.operand.scaling not in INEXACT_IN_BF16
-        return _Operand(codes.dequantize_matrix(), is_exact_in_bf16=exact)
+        return ReferenceOperand(codes.dequantize_matrix(), is_exact_in_bf16=exact)
 
-    def multiply(self, gemm: str, a: _Operand, b: _Operand, out: torch.dtype) -> Tensor:
+    def multiply(self, gemm: str, a: ReferenceOperand, b: ReferenceOperand, out: torch.dtype) -> Tensor:
         """The product in the cheapest carrier that is exact enough, see the module."""
         product = _product(gemm, a, b, out)
         for outer, is_first in ((a.quantized.outer, True), (b.quantized.outer, False)):
             if outer is not None:
                 # Scales of rows of the result stand upright, those of its columns lie.
                 column = outer.reshape(-1, 1)
-                product = product * (column if is_first else column.T)
+                product.mul_(column if is_first else column.T)
         return product.to(out)
 
 
-def _product(gemm: str, a: _Operand, b: _Operand, out: torch.dtype) -> Tensor:
+def _product(gemm: str, a: ReferenceOperand, b: ReferenceOperand, out: torch.dtype) -> Tensor:
     a_axis, b_axis = AXES[gemm]
     left, right = a.quantized, b.quantized
     if a.is_plain and b.is_plain:

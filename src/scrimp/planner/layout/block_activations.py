@@ -12,6 +12,8 @@ Method   What autograd saves of one block is a sum of parts, for n tokens in byt
              swiglu   F                   gates times up, which the last product reads
              scores   5 H s               where attention is not fused: softmax, dropout and its mask
 
+         Where a schedule lets gradients of weights wait, inputs and outputs of every layer, I + O: 2 bytes each, or of
+         its codes (`later_bytes`).
          Selective recomputation keeps a share of each part: that of the software's file, or none of the parts that a
          setting names (`Setting.recompute_parts`). Full recomputation keeps the block's input alone.
 Limits   Tokens of experts are equally shared. Statistics of norms and of attention are left out: below 1 %.
@@ -153,3 +155,17 @@ def working_bytes(block: BlockSpec, setting: Setting) -> float:
     """What the backward pass of a block has of its own: gradients of gate and up, and of the stream before and after
     it."""
     return setting.software.gate_gradients * held_parts(block, setting)["mlp"] + 2.0 * boundary_bytes(setting)
+
+
+def later_bytes(block: BlockSpec, setting: Setting) -> float:
+    """What a block holds of a pass whose gradients of weights are still to be made, and nothing else: of each layer its
+    input and the gradient of its result."""
+    found, layout = 0.0, setting.layout
+    for linear in block.linears:
+        each, ranks = element_bytes(setting.recipe(linear.name, "wgrad")), layout.tp
+        cut = {"outputs": (1.0, ranks), "inputs": (ranks, 1.0)}.get(linear.cut or "", (ranks, ranks))
+        if linear.experts > 1:
+            cut = ranks, ranks
+        inputs, outputs = linear.inputs / cut[0], linear.outputs / cut[1]
+        found += each * setting.tokens * linear.chosen * (inputs + outputs)
+    return found

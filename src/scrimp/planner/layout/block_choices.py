@@ -35,12 +35,13 @@ from scrimp.planner.layout.block_activations import kept_bytes, waiting_bytes
 from scrimp.planner.layout.block_menus import Menu, Quality, menus_of
 from scrimp.planner.layout.block_times import embedding_seconds, head_seconds
 from scrimp.planner.layout.held_states import host_bytes
+from scrimp.planner.layout.in_flight import passes_in_flight
 from scrimp.planner.layout.knapsack import Choices, Frontier, Indices, Stage, spread
 from scrimp.planner.layout.predict import kernels_of
 from scrimp.planner.layout.priced_bound import RankKinds, least_at_prices, weighted
 from scrimp.planner.layout.setting import FULL, NONE, BlockPlan, Setting
-from scrimp.planner.layout.stage_memory import RankBytes, margin_of, passes_in_flight, peak_bytes
-from scrimp.planner.layout.stages import blocks_of_stages
+from scrimp.planner.layout.stage_memory import RankBytes, margin_of, peak_bytes
+from scrimp.planner.layout.stages import blocks_of_stages, last_rank, stages_of_rank
 
 Array = NDArray[np.float64]
 _PRICES = 12
@@ -277,18 +278,17 @@ def _host_room(setting: Setting) -> float:
 
 def _blocks_of_ranks(setting: Setting) -> list[list[int]]:
     """The blocks of each rank, its stages in turn: what is decided of the first few is shared by all of them."""
-    stages, pp = blocks_of_stages(setting), setting.layout.pp
+    stages, layout = blocks_of_stages(setting), setting.layout
+    own = ([stages[one] for one in stages_of_rank(layout, rank)] for rank in range(layout.pp))
     return [
-        [block for row in itertools.zip_longest(*stages[rank::pp]) for block in row if block is not None]
-        for rank in range(pp)
+        [block for row in itertools.zip_longest(*ours) for block in row if block is not None] for ours in own
     ]
 
 
 def _ends(setting: Setting) -> list[float]:
     """Seconds of embedding and head on each rank, for one micro-batch."""
-    last = setting.layout.pp - 1
-    found = [0.0] * (last + 1)
-    for rank, ends in ((0, embedding_seconds), (last, head_seconds)):
+    found = [0.0] * setting.layout.pp
+    for rank, ends in ((0, embedding_seconds), (last_rank(setting.layout), head_seconds)):
         own = setting.at(rank)
         one = ends(own, kernels_of(own))
         found[rank] += one.forward.total + one.backward.total

@@ -127,6 +127,8 @@ class BlockSeconds:
     """What the level `norms` makes again."""
     again: PassSeconds = PassSeconds(0.0)
     """What the level `block` makes again: the forward pass without what nothing reads a second time."""
+    weights: float = 0.0
+    """The part of the backward pass that makes gradients of weights, which can wait."""
 
 
 def block_seconds(
@@ -155,14 +157,14 @@ def _counted(case: Case, products: Products | None) -> BlockSeconds:
     assert isinstance(block, BlockSpec)
     if products is not None:
         return _passes(block, setting, kernels, products)
-    forward = backward = ops = once = 0.0
+    forward = backward = ops = once = weights = 0.0
     for linear in block.linears:
         recipes = [setting.recipe(linear.name, gemm) for gemm in GEMMS]
         fprop, dgrad, wgrad = counted_layer(case_of_products(linear, setting, kernels), *recipes)
-        forward, backward = forward + fprop, backward + dgrad + wgrad
+        forward, backward, weights = forward + fprop, backward + dgrad + wgrad, weights + wgrad
         ops += layer_ops(linear, recipes[0], setting)
         once += fprop * (not linear.again)
-    return _passes(block, setting, kernels, Products(forward, backward, ops, once))
+    return _passes(block, setting, kernels, Products(forward, backward, ops, once, weights))
 
 
 def _passes(block: BlockSpec, setting: Setting, kernels: Kernels, products: Products) -> BlockSeconds:
@@ -198,7 +200,16 @@ def _passes(block: BlockSpec, setting: Setting, kernels: Kernels, products: Prod
     norms = _moved_by(block, setting, kernels, levels_until("norms"))
     last = _last(block, setting, kernels) if software.full_leaves_last else 0.0
     return BlockSeconds(
-        passes[0], passes[1], attention[0], moved[0], products.forward, parts, last, norms, again
+        passes[0],
+        passes[1],
+        attention[0],
+        moved[0],
+        products.forward,
+        parts,
+        last,
+        norms,
+        again,
+        products.weights,
     )
 
 

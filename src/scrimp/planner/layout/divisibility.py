@@ -9,7 +9,8 @@ import dataclasses
 import math
 from typing import Any
 
-from scrimp.planner.layout.pipeline_times import SCHEDULES
+from scrimp.config.pipeline import V_SHAPED
+from scrimp.planner.layout.pass_orders import SCHEDULES
 from scrimp.planner.layout.search import Question, layouts, micro_batches
 
 _SHARES = (1, 2, 3)
@@ -98,6 +99,11 @@ def _together(question: Question) -> str:
     if devices % product:
         return f"{words}{product} ranks do not divide {devices:,} devices"
     if "schedule" in given or "stages" in given:
+        if given.get("schedule") in V_SHAPED:
+            return (
+                f"{words}two stages on each of several ranks, of a block or more each; dualpipev takes as many "
+                "micro-batches as stages"
+            )
         return f"{words}stages on several ranks, as many as pp x virtual; more than one on a rank are interleaved"
     if given.get("virtual", 1) > 1 and given.get("pp") == 1:
         return f"{words}one rank has all blocks, and no stages to take turns in"

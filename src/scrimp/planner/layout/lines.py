@@ -15,7 +15,7 @@ from typing import Any, get_args
 
 from scrimp.config import OWN_PRESETS, PRESETS, Range, check_range, nearest_word, preset
 from scrimp.config.architecture import Architecture
-from scrimp.config.pipeline import check_sizes
+from scrimp.config.pipeline import V_SHAPED, check_micro_batches, check_sizes
 from scrimp.config.resolved import ResolvedLayout
 from scrimp.config.schema import ContextMethod
 from scrimp.errors import ConfigError, ScrimpError
@@ -25,12 +25,12 @@ from scrimp.models.shapes import ModelShape, ModelSizes, sizes_of
 from scrimp.planner.hardware import Cluster, load_hardware
 from scrimp.planner.layout.block_activations import NAMED
 from scrimp.planner.layout.execution import Execution, check_execution
-from scrimp.planner.layout.pipeline_times import SCHEDULES
+from scrimp.planner.layout.pass_orders import SCHEDULES
 from scrimp.planner.layout.predict import Prediction, predict
 from scrimp.planner.layout.search import Question
 from scrimp.planner.layout.setting import FULL, NONE, SELECTIVE, BlockPlan, Offload, Setting
 from scrimp.planner.layout.shape_files import check_shape, read_shape
-from scrimp.planner.layout.software import software, software_for
+from scrimp.planner.layout.software import OWN, software_for
 from scrimp.planner.layout.stage_memory import RankBytes, peak_bytes
 from scrimp.planner.layout.today import seconds_today
 from scrimp.precision import GEMMS, RECIPES
@@ -195,11 +195,11 @@ def setting_of(line: Line) -> Setting:
             cp_method=layout.cp_method,  # type: ignore[arg-type]
             ep=layout.ep,
             etp=layout.etp,
-            virtual=layout.virtual,
+            virtual=_virtual(layout),
             schedule=layout.schedule,  # type: ignore[arg-type]
             stages=layout.stages,
         ),
-        software=software_for(line.software, line.precision),
+        software=software_for(line.software, line.precision, layout.schedule),
         recompute=line.recompute,
         recompute_parts=line.recompute_parts,
         offload=line.offload,
@@ -219,9 +219,14 @@ def question_of(line: Line) -> Question:
         cluster=_cluster(line.hardware),
         sequence=line.sequence,
         global_batch=line.global_batch,
-        software=software(line.software),
+        software=software_for(line.software, line.precision, line.layout.schedule),
         precision=line.precision,
     )
+
+
+def _virtual(layout: LayoutLine) -> int:
+    """Stages of a rank; those of a V need not be named."""
+    return 2 if layout.schedule in V_SHAPED else layout.virtual
 
 
 def check_line(line: Line) -> None:
@@ -242,6 +247,7 @@ def check_line(line: Line) -> None:
     _check_blocks(line)
     check_execution(line.execution, line.software)
     _check_parts(line)
+    _check_v(line)
     words = {
         "recompute": (line.recompute, RECOMPUTATIONS),
         "precision": (line.precision, PRECISIONS),
@@ -256,6 +262,27 @@ def check_line(line: Line) -> None:
                 got=word,
                 expected=f"one of {', '.join(known)}",
                 do=f"did you mean {near}?" if near else _DO,
+            )
+
+
+def _check_v(line: Line) -> None:
+    """Refuse what ranks do not carry out beside a schedule that goes there and back."""
+    layout, leaves = line.layout, any(one.offload for one in line.blocks)
+    if layout.schedule not in V_SHAPED:
+        return
+    reasons = (
+        (layout.pp == 1, "layout.pp 1", "a pipeline: layout.pp above 1"),
+        (layout.virtual > 2, f"layout.virtual {layout.virtual}", "2 stages on each rank"),
+        (line.offload != Offload() or leaves, "offload", "everything on the device"),
+        (line.execution != Execution(), "execution", "no graphs and no fused experts"),
+    )
+    for applies, got, expected in reasons:
+        if applies:
+            raise ConfigError(
+                f"layout.schedule {layout.schedule} is not carried out beside this",
+                got=got,
+                expected=expected,
+                do="change it, or choose layout.schedule interleaved",
             )
 
 
@@ -309,7 +336,7 @@ def _check_degrees(setting: Setting) -> None:
     attention = model.blocks[-1].attention
     experts = max((linear.experts for linear in model.blocks[-1].linears), default=1)
     # Scrimp's ranks may have a head more than others.
-    heads = 0 if setting.software.name == "scrimp" else attention.num_heads
+    heads = 0 if setting.software.name in OWN else attention.num_heads
     for key, degree, count, what in (
         ("layout.tp", layout.tp, heads, "heads"),
         ("layout.cp", layout.cp, setting.sequence, "tokens of a sequence"),
@@ -324,6 +351,14 @@ def _check_degrees(setting: Setting) -> None:
             got=f"layout.pp {layout.pp:,}, {len(model.blocks):,} blocks",
             do="lower layout.pp",
         )
+    if layout.schedule in V_SHAPED and 2 * layout.pp > len(model.blocks):
+        raise ConfigError(
+            "a pipeline has more stages than the model has blocks",
+            got=f"layout.schedule {layout.schedule}: {2 * layout.pp:,} stages, {len(model.blocks):,} blocks",
+            do="lower layout.pp",
+        )
+    if layout.schedule in V_SHAPED:
+        check_micro_batches(layout, setting.micro_batches)
     if layout.stages is not None:
         check_sizes(layout.stages, layout.pp * (layout.virtual or 1), len(model.blocks))
 

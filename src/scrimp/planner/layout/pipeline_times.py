@@ -2,25 +2,31 @@
 
 Problem  Closed formulas of a schedule's bubble hold for equal stages alone. Embedding, head, uneven stages and formats
          of their own make stages differ, and the slowest one decides.
-Method   Each rank runs its passes in the schedule's order; a pass begins when the rank is free and what it reads has
-         come. Passes are played in the order in which they can run::
+Method   Each rank runs its passes in the schedule's order (`pass_orders`); a pass begins when the rank is free and what
+         it reads has come. Passes are played in the order in which they can run::
 
              begin(F s m) = max(end of the rank's pass before it, end(F s-1 m) + transfer)
              begin(B s m) = max(end of the rank's pass before it, end(B s+1 m) + transfer)
+             begin(I s m)   as B; what the stage before reads is there when I is over
+             begin(W s m) = end of the rank's pass before it
 
+         Between two stages of one rank (the turn of a V) nothing is sent.
          From some micro-batch on each adds the same time: of long steps two shorter ones are played, whose difference
          is that of every further round (within 3 % of all that is played). With p ranks of v stages each, equal stages
-         and free transfers this is::
+         of f and b = i + w, and free transfers this is::
 
              1f1b, gpipe    (m + p - 1) (f + b)                  bubble (p - 1) / m
              interleaved    m v (f + b) + (p - 1) (f + b)        bubble (p - 1) / (m v)
+             zbv, dualpipev 2 m (f + b) + (p - 1) f              where f = i = w
+             dualpipev      at most 2 m (f + b) + (p - 1) (f + 2 b - 3 w)
 
-Source   PTD-P, arXiv 2104.04473, section 2.2
+Source   PTD-P, arXiv 2104.04473, section 2.2; zero bubble, arXiv 2401.10241; the last: deepseek-ai/DualPipe, README
 Checked  tests/planner/layout/test_pipeline_times.py: the formulas, and steps that are played whole
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -28,9 +34,19 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from scrimp.config.pipeline import V_SHAPED
 from scrimp.errors import PlanError
+from scrimp.planner.layout.pass_orders import (
+    KINDS,
+    SCHEDULES,
+    Pass,
+    PassKind,
+    order_of,
+    places_of,
+    rank_of,
+    stages_of,
+)
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved")
 _PLAYED = 6
 """Micro-batches for each rank that are played; the rest repeats the last rounds."""
 
@@ -38,8 +54,6 @@ Array = NDArray[np.float64]
 Program = tuple[list[int], list[int], list[bool], list[int]]
 """Of each pass: the number of its rank's pass before it, of the pass whose result it reads, whether that is sent, and
 where its seconds are."""
-Pass = tuple[bool, int, int]
-"""Whether forward; which of the rank's stages; which micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +62,8 @@ class StageSeconds:
 
     forward: float
     backward: float
+    weights: float = 0.0
+    """The part of the backward pass that makes gradients of weights: what W takes where a schedule splits it."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +88,14 @@ class PlayedPass:
     rank: int
     stage: int
     micro_batch: int
-    is_forward: bool
+    kind: PassKind
     begin: float
     end: float
+
+    @property
+    def is_forward(self) -> bool:
+        """Whether it is no backward pass, nor half of one."""
+        return self.kind == "F"
 
 
 def pipeline_seconds(
@@ -88,15 +109,17 @@ def pipeline_seconds(
     """A step of so many micro-batches.
 
     Args:
-        stages: first to last; stage s lies on rank s mod `ranks`.
+        stages: first to last; they lie on ranks as the schedule has them (`pass_orders.rank_of`).
         transfer: seconds of what a stage hands to the next one, on another rank.
 
     Raises:
         PlanError: a schedule that is not known, or that these micro-batches do not fit.
     """
     _check(len(stages), ranks, micro_batches, schedule)
+    virtual = len(stages) // ranks
     busy = tuple(
-        micro_batches * sum(one.forward + one.backward for one in stages[rank::ranks])
+        micro_batches
+        * sum(stages[one].forward + stages[one].backward for one in stages_of(rank, ranks, virtual, schedule))
         for rank in range(ranks)
     )
     if ranks == 1:
@@ -155,26 +178,25 @@ def played_passes(
     _check(len(stages), ranks, micro_batches, schedule)
     virtual = len(stages) // ranks
     program = _program(ranks, virtual, micro_batches, schedule)
-    ends = _ends(stages, ranks, micro_batches, schedule, transfer)
+    ends, costs = _ends(stages, ranks, micro_batches, schedule, transfer), _costs(stages, schedule)
     orders = [iter(order_of(rank, ranks, virtual, micro_batches, schedule)) for rank in range(ranks)]
-    found = []
+    found, width = [], len(costs) // len(stages)
     for cost, end in zip(program[3], ends[1:], strict=True):
-        stage, is_backward = divmod(cost, 2)
-        rank = stage % ranks
-        _, _, number = next(orders[rank])
-        one = stages[stage]
-        seconds = one.backward if is_backward else one.forward
-        found.append(PlayedPass(rank, stage, number, not is_backward, end - seconds, end))
+        rank = rank_of(cost // width, ranks, schedule)
+        kind, stage, number = next(orders[rank])
+        found.append(PlayedPass(rank, stage, number, kind, end - costs[cost], end))
     return found
 
 
 def _check(stages: int, ranks: int, micro_batches: int, schedule: str) -> None:
     virtual, rest = divmod(stages, ranks)
-    if schedule not in SCHEDULES or rest or (schedule != "interleaved" and virtual > 1):
+    several = {"interleaved": virtual >= 1} | dict.fromkeys(V_SHAPED, virtual == 2)
+    if schedule not in SCHEDULES or rest or not several.get(schedule, virtual == 1):
         raise PlanError(
             f"no order of passes is known for schedule {schedule}",
             got=f"{stages} stages on {ranks} ranks",
-            expected=f"one of {', '.join(SCHEDULES)}; several stages on a rank: interleaved",
+            expected=f"one of {', '.join(SCHEDULES)}; several stages on a rank: interleaved, or two: "
+            f"{', '.join(V_SHAPED)}",
         )
     if schedule == "interleaved" and micro_batches % ranks:
         raise PlanError(
@@ -182,39 +204,13 @@ def _check(stages: int, ranks: int, micro_batches: int, schedule: str) -> None:
             got=f"{micro_batches} micro-batches on {ranks} ranks",
             expected=f"a multiple of {ranks}",
         )
-
-
-def order_of(rank: int, ranks: int, virtual: int, micro_batches: int, schedule: str) -> tuple[Pass, ...]:
-    """The passes of a rank."""
-    places = _order(rank, ranks, virtual, micro_batches, schedule)
-    rounds = ((place // micro_batches, place % micro_batches) for place in places)
-    return tuple((cost % 2 == 0, cost // 2 // ranks, number) for cost, number in rounds)
-
-
-def _order(rank: int, ranks: int, virtual: int, micro_batches: int, schedule: str) -> list[int]:
-    """The same as places among the passes of all ranks: these go by 2 stage + 1 where backward, and then by
-    micro-batch."""
-    m, total, after = micro_batches, micro_batches * virtual, ranks - 1 - rank
-    # Rounds of as many micro-batches as ranks go through one stage after another; of one stage all are one round.
-    each = ranks if virtual > 1 else m
-    forward, backward = (
-        [
-            (2 * (stage * ranks + rank) + is_backward) * m + number
-            for begin in range(0, m, each)
-            for stage in range(virtual)[:: -1 if is_backward else 1]
-            for number in range(begin, begin + each)
-        ]
-        for is_backward in (False, True)
-    )
-    if schedule == "gpipe":
-        return forward + backward
-    ahead = min(after if virtual == 1 else 2 * after + (virtual - 1) * ranks, total)
-    found = [0] * (2 * total)
-    found[:ahead], found[ahead + 2 * (total - ahead) :] = forward[:ahead], backward[total - ahead :]
-    turns = slice(ahead, ahead + 2 * (total - ahead))
-    found[turns.start : turns.stop : 2] = forward[ahead:]
-    found[turns.start + 1 : turns.stop : 2] = backward[: total - ahead]
-    return found
+    if schedule == "dualpipev" and micro_batches < stages:
+        raise PlanError(
+            "dualpipev needs as many micro-batches as there are stages",
+            got=f"{micro_batches} micro-batches, {stages} stages on {ranks} ranks",
+            expected=f"at least {stages}",
+            do="lower micro_batch, or choose zbv, which takes fewer",
+        )
 
 
 def _played(
@@ -227,7 +223,7 @@ def _ends(
     stages: Sequence[StageSeconds], ranks: int, micro_batches: int, schedule: str, transfer: float
 ) -> list[float]:
     """When the passes of the program end, after the beginning of the step, which is the first."""
-    costs = [seconds for one in stages for seconds in (one.forward, one.backward)]
+    costs = _costs(stages, schedule)
     ends = [0.0]
     add = ends.append
     program = _program(ranks, len(stages) // ranks, micro_batches, schedule)
@@ -239,9 +235,19 @@ def _ends(
     return ends
 
 
+def _costs(stages: Sequence[StageSeconds], schedule: str) -> list[float]:
+    """Seconds of every kind of pass, stage by stage."""
+    if schedule in V_SHAPED:
+        passes = [(one.forward, one.backward, one.backward - one.weights, one.weights) for one in stages]
+        return [seconds for of_stage in passes for seconds in of_stage]
+    return [seconds for one in stages for seconds in (one.forward, one.backward)]
+
+
 @lru_cache(maxsize=256)
 def _program(ranks: int, virtual: int, micro_batches: int, schedule: str) -> Program:
     """The passes of all ranks, each after those that it waits for. Number 0 is the beginning of the step."""
+    if schedule in V_SHAPED:
+        return _split_program(ranks, micro_batches, schedule)
     rows = [_waits(rank, ranks, virtual, micro_batches, schedule) for rank in range(ranks)]
     # Of every pass of every stage its number, 0 where it did not run yet; behind them one for what waits for nothing.
     numbers = [0] * (2 * ranks * virtual * micro_batches) + [-1]
@@ -276,7 +282,7 @@ def _waits(
 ) -> tuple[list[int], list[int], list[int]]:
     """The passes of a rank: the place of each, that of the pass whose result it reads, and where its seconds are."""
     m, end = micro_batches, 2 * ranks * virtual - 1
-    places = _order(rank, ranks, virtual, m, schedule)
+    places = places_of(rank, ranks, virtual, m, schedule)
     costs = [place // m for place in places]
     # A forward pass reads that of the stage before, a backward pass that of the stage after, the last one's its own.
     reads = [place + 2 * m if cost & 1 else place - 2 * m for place, cost in zip(places, costs, strict=True)]
@@ -285,3 +291,39 @@ def _waits(
     if rank == ranks - 1:
         reads = [read - 3 * m if cost == end else read for cost, read in zip(costs, reads, strict=True)]
     return places, reads, costs
+
+
+def _split_program(ranks: int, micro_batches: int, schedule: str) -> Program:
+    """The same where backward passes are split, and ranks hold the stages of a V."""
+    rows = [deque(order_of(rank, ranks, 2, micro_batches, schedule)) for rank in range(ranks)]
+    numbers: dict[Pass, int] = {}
+    found: Program = ([], [], [], [])
+    befores, needs, sent, costs = found
+    before = [0] * ranks
+    while any(rows):
+        ran = len(befores)
+        for rank, row in enumerate(rows):
+            while row:
+                kind, stage, number = row[0]
+                read = _read(kind, stage, number, 2 * ranks)
+                if read is not None and read not in numbers:
+                    break
+                row.popleft()
+                befores.append(before[rank])
+                needs.append(0 if read is None else numbers[read])
+                sent.append(read is not None and rank_of(read[1], ranks, schedule) != rank)
+                costs.append(len(KINDS) * stage + KINDS.index(kind))
+                before[rank] = numbers[kind, stage, number] = len(befores)
+                if kind == "B":
+                    numbers["I", stage, number] = len(befores)
+        assert len(befores) > ran, "a circle of waits"
+    return found
+
+
+def _read(kind: PassKind, stage: int, number: int, stages: int) -> Pass | None:
+    """The pass whose result a pass reads."""
+    if kind == "F":
+        return ("F", stage - 1, number) if stage else None
+    if kind == "W":
+        return "I", stage, number
+    return ("F", stage, number) if stage == stages - 1 else ("I", stage + 1, number)

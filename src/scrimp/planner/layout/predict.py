@@ -1,9 +1,9 @@
 """Seconds and bytes of a step of a setting, split by their causes.
 
 Method   Each stage's passes are the sum of its blocks' (`block_times`), and of embedding or head; what is made again
-         (`recompute`) comes to the backward pass. Stages go through the schedule (`pipeline_times`). After the last
-         pass come the reductions that no pass hides, and the optimizer. Weights that are sharded in every pass (zero
-         3) are gathered beside the passes of the blocks. All devices wait for the slowest of them::
+         (`recompute`) comes to the backward pass. Weights that ranks share are gathered, and gradients reduced, beside
+         the passes of the blocks (`sharing`). Stages go through the schedule (`pipeline_times`). After the last pass
+         come the reductions that no pass hides, and the optimizer. All devices wait for the slowest of them::
 
              seconds = (pipeline + reductions + optimizer) (1 + step_share) (1 + spread sqrt(2 ln n))
 
@@ -40,12 +40,24 @@ from scrimp.planner.layout.pipeline_times import (
 from scrimp.planner.layout.product_table import product_table
 from scrimp.planner.layout.product_times import Products
 from scrimp.planner.layout.setting import FULL, SELECTIVE, BlockPlan, Setting
+from scrimp.planner.layout.sharing import (
+    backward_passes,
+    beside_exchanges,
+    forward_pass,
+    once_a_step,
+    shares,
+    stage_waits,
+)
 from scrimp.planner.layout.stages import (
+    Kinds,
     Numbers,
     kinds_of_stages,
     numbers_of_block,
     numbers_of_ends,
     numbers_of_rank,
+    rank_of_stage,
+    splits_backward,
+    stages_of_rank,
 )
 
 
@@ -59,6 +71,8 @@ class Prediction:
     """By cause: compute, communication_exposed, bubble, optimizer, other; they add up to the step."""
     least: float
     """Seconds of a step at least whose blocks take as long or longer: their computing may hide more reductions."""
+    passes: float
+    """Seconds of the step without what is reduced after its passes."""
 
 
 def kernels_of(setting: Setting) -> Kernels:
@@ -84,13 +98,16 @@ def predict(setting: Setting, free: Sequence[str] = ()) -> Prediction:
         transfer=pipeline.transfer,
     )
     busiest = max(range(layout.pp), key=lambda rank: played.busy[rank])
-    own = stages[busiest :: layout.pp]
-    compute = m * sum(one.forward.compute + one.backward.compute for one in own)
-    exchanges = m * sum(one.forward.communication + one.backward.communication for one in own)
+    own = [stages[one] for one in stages_of_rank(layout, busiest)]
+    passes = [one for stage in own for one in stage.passes]
+    compute = m * sum(one.compute for one in passes)
+    exchanges = m * sum(one.communication for one in passes)
     exchanges += 2 * m * len(own) * pipeline.sends * (layout.pp > 1)
     hidden = setting.software.hidden_gathers
-    apart = [_reductions(setting.at(rank), rank) for rank in range(layout.pp)]
-    windows = (own[-1].backward.compute, own[0].forward.compute)
+    apart = [once_a_step(setting.at(rank), rank) for rank in range(layout.pp)]
+    # Gradients of weights that are made last leave nothing to run beside.
+    last = 0.0 if splits_backward(layout) else own[-1].passes[1].compute
+    windows = (last, own[0].passes[0].compute)
     beside = sum(min(hidden * part, window) for part, window in zip(apart[busiest], windows, strict=True))
     reductions = sum(apart[busiest]) - beside
     optimizer = max(_optimizer(setting.at(rank), rank) for rank in range(layout.pp))
@@ -105,9 +122,9 @@ def predict(setting: Setting, free: Sequence[str] = ()) -> Prediction:
     step = total * slower
     seconds["other"] = step - total
     tokens = setting.global_batch * setting.sequence
-    return Prediction(
-        step, tokens / step / layout.ranks, seconds, step - slower * max(0.0, reductions - least)
-    )
+    rate = tokens / step / layout.ranks
+    least_step = step - slower * max(0.0, reductions - least)
+    return Prediction(step, rate, seconds, least_step, step - slower * reductions)
 
 
 def least_step_seconds(setting: Setting, free: Sequence[str] = ()) -> float:
@@ -134,9 +151,9 @@ def rank_seconds(setting: Setting, free: Sequence[str] = ()) -> list[float]:
     Args:
         free: as of `predict`.
     """
-    passes = _pipeline(setting, _stages(setting, free)).passes
-    ranks = setting.layout.pp
-    return [sum(one.forward + one.backward for one in passes[rank::ranks]) for rank in range(ranks)]
+    passes, layout = _pipeline(setting, _stages(setting, free)).passes, setting.layout
+    own = ([passes[one] for one in stages_of_rank(layout, rank)] for rank in range(layout.pp))
+    return [sum(one.forward + one.backward for one in ours) for ours in own]
 
 
 def timeline(setting: Setting, micro_batches: int) -> list[PlayedPass]:
@@ -171,7 +188,7 @@ def _pipeline(setting: Setting, stages: Sequence[_Stage]) -> _Pipeline:
     layout = setting.layout
     sends = send_seconds(setting)
     transfer = _transfer(setting)
-    passes = [StageSeconds(one.forward.total + sends, one.backward.total + sends) for one in stages]
+    passes = [one.seconds(sends) for one in stages]
     usual = "1f1b" if (layout.virtual or 1) == 1 else "interleaved"
     return _Pipeline(passes, usual if layout.schedule == "auto" else layout.schedule, sends, transfer - sends)
 
@@ -189,31 +206,56 @@ def _transfer(setting: Setting) -> float:
 
 @dataclass(frozen=True)
 class _Stage:
-    forward: PassSeconds
-    backward: PassSeconds
+    passes: tuple[PassSeconds, ...]
+    """Forward and backward; of the latter both halves where the schedule splits it."""
+
+    def seconds(self, sends: float) -> StageSeconds:
+        """As they are played; each pass whose result is sent takes as long besides."""
+        forward, backward, *later = (one.total for one in self.passes)
+        weights = sum(later)
+        return StageSeconds(forward + sends, backward + weights + sends, weights)
 
 
 def _stages(setting: Setting, free: Sequence[str] = ()) -> list[_Stage]:
-    kinds = kinds_of_stages(setting)
-    seconds: dict[tuple[int, BlockPlan, int], tuple[PassSeconds, PassSeconds]] = {}
-    found = []
+    """All of them; those of as many equal blocks are one."""
+    kinds, found = kinds_of_stages(setting), []
+    last, rate = len(kinds) - 1, setting.software.contention
+    blocks: dict[tuple[int, BlockPlan, int], tuple[PassSeconds, ...]] = {}
+    known: dict[tuple[object, ...], _Stage] = {}
     for number, counted in enumerate(kinds):
-        own = setting.at(number % setting.layout.pp)
-        kernels = kernels_of(own)
-        forward = backward = PassSeconds(0.0)
-        for kind, count in counted.items():
-            key = (*kind, own.place_number)
-            if key not in seconds:
-                products = _least(kind[0], own, kernels, free) if free else None
-                seconds[key] = planned_seconds(*kind, own, kernels, products)
-            ahead, back = seconds[key]
-            forward, backward = forward + ahead.times(count), backward + back.times(count)
-        if number in (0, len(kinds) - 1):
-            ahead, back = _ends_seconds(number, len(kinds), own, kernels)
-            forward, backward = forward + ahead, backward + back
-        rate = setting.software.contention
-        found.append(_Stage(forward.slowed(rate), backward.slowed(rate)))
+        own = setting.at(rank_of_stage(setting.layout, number))
+        end = number if number in (0, last) else None
+        key = (own.place_number, end, *counted.items())
+        if key not in known:
+            passes = _blocks_seconds(own, counted, blocks, free)
+            if end is not None:
+                for at, more in enumerate(_ends_seconds(number, len(kinds), own, kernels_of(own))):
+                    passes[at] += more
+            known[key] = _Stage(tuple(one.slowed(rate) for one in passes))
+        found.append(known[key])
     return found
+
+
+def _blocks_seconds(
+    setting: Setting,
+    counted: Kinds,
+    known: dict[tuple[int, BlockPlan, int], tuple[PassSeconds, ...]],
+    free: Sequence[str],
+) -> list[PassSeconds]:
+    """The passes of a stage's blocks."""
+    kernels, place = kernels_of(setting), setting.place_number
+    passes = [PassSeconds(0.0)] * (2 + splits_backward(setting.layout))
+    for kind, count in counted.items():
+        if (*kind, place) not in known:
+            products = _least(kind[0], setting, kernels, free) if free else None
+            known[*kind, place] = planned_seconds(*kind, setting, kernels, products)
+        passes = [one + more.times(count) for one, more in zip(passes, known[*kind, place], strict=True)]
+    for first in list(counted)[:1]:  # that of the stage's first block
+        waits = stage_waits(setting, setting.model.blocks[first[0]])
+        for at, wait in zip((0, -1), waits, strict=True):
+            exposed = min(wait, known[*first, place][at].hidden)
+            passes[at] += PassSeconds(0.0, exposed, -exposed)
+    return passes
 
 
 def _ends_seconds(
@@ -228,13 +270,13 @@ def _ends_seconds(
     if number == stages - 1:
         head = head_seconds(setting, kernels)
         forward, backward = forward + head.forward, backward + head.backward
-    if not setting.shares_weights and not setting.gathers_copies:
+    if not shares(setting):
         return forward, backward
     software = setting.software
-    numbers = Numbers(numbers_of_ends(setting, number % setting.layout.pp), 0.0)
+    numbers = Numbers(numbers_of_ends(setting, rank_of_stage(setting.layout, number)), 0.0)
     gradients = software.gradient_bytes * setting.shares_weights
-    forward = _beside_exchanges(setting, numbers, forward, software.weight_bytes, 0.0)
-    return forward, _beside_exchanges(setting, numbers, backward, 0.0, gradients)
+    forward = beside_exchanges(setting, numbers, forward, software.weight_bytes, 0.0)
+    return forward, beside_exchanges(setting, numbers, backward, 0.0, gradients)
 
 
 def planned_seconds(
@@ -244,9 +286,9 @@ def planned_seconds(
     kernels: Kernels,
     products: Products | None = None,
     kept: Sequence[float] = (),
-) -> tuple[PassSeconds, PassSeconds]:
+) -> tuple[PassSeconds, ...]:
     """Both passes of a block as it is planned: with what is made again, and beside it what is gathered, reduced and
-    moved to the host and back.
+    moved to the host and back; of the backward pass both halves where the schedule splits it.
 
     Args:
         number: the block's.
@@ -255,8 +297,9 @@ def planned_seconds(
     """
     block, own = setting.model.blocks[number], setting.in_formats(plan.formats)
     one = block_seconds(block, own, kernels, products)
-    forward = _gathered(own, block, one.forward, plan, backward=False)
-    backward = _gathered(own, block, one.backward, plan, backward=True) + _made_again(own, plan, one)
+    forward = forward_pass(own, block, one.forward)
+    backward, *weights = backward_passes(own, block, one, plan)
+    backward += _made_again(own, plan, one)
     leaves = _leaving(own, block, plan, kept)
     sizes = set(leaves)
     moved: list[Any] = []
@@ -264,7 +307,7 @@ def planned_seconds(
         known = {size: _moved_seconds(own, block, size, backward=is_backward) for size in sizes}
         moved.append(known[leaves[0]] if len(leaves) == 1 else np.array([known[size] for size in leaves]))
     waits = [PassSeconds(0.0, _read_seconds(own, block, backward=one)) for one in (False, True)]
-    return beside(forward, moved[0]) + waits[0], beside(backward, moved[1]) + waits[1]
+    return beside(forward, moved[0]) + waits[0], beside(backward, moved[1]) + waits[1], *weights
 
 
 def _least(number: int, setting: Setting, kernels: Kernels, free: Sequence[str]) -> Products:
@@ -332,45 +375,6 @@ def _made_again(setting: Setting, plan: BlockPlan, one: BlockSeconds) -> PassSec
         gathers = software.selective_gathers * one.forward.communication
         return made + PassSeconds(0.0, gathers)
     return PassSeconds(0.0)
-
-
-def _gathered(
-    setting: Setting, block: BlockSpec, one: PassSeconds, plan: BlockPlan, *, backward: bool
-) -> PassSeconds:
-    """A pass of a block beside the gathering of the next one's weights and the reduction of gradients."""
-    layout, software = setting.layout, setting.software
-    if not setting.shares_weights and not setting.gathers_copies:
-        return one
-    weights = setting.block_weight_bytes * (not backward or (layout.zero == 3 and not plan.gathered))
-    gradients = software.gradient_bytes * (backward and setting.shares_weights)
-    return _beside_exchanges(setting, numbers_of_block(setting, block), one, weights, gradients)
-
-
-def _beside_exchanges(
-    setting: Setting, numbers: Numbers, one: PassSeconds, weights: float, gradients: float
-) -> PassSeconds:
-    """A pass beside which weights are gathered and gradients reduced, so many bytes for each number."""
-    groups, software = setting.groups, setting.software
-    seconds = 0.0
-    for group, count in ((groups["shards"], numbers.dense), (groups["expert_shards"], numbers.routed)):
-        seconds += group.gathered(weights * count) + group.reduced(gradients * count)
-    copied = software.unit_copies * (weights + gradients) * numbers.total / setting.device.bandwidth
-    beside = smaller(software.hidden_gathers * seconds, one.compute)
-    return PassSeconds(one.compute, one.communication + copied + seconds - beside, one.hidden + beside)
-
-
-def _reductions(setting: Setting, rank: int) -> tuple[float, float]:
-    """Seconds of what a rank reduces once a step, and gathers; the last passes and the first ones hide a part of it."""
-    software, groups = setting.software, setting.groups
-    numbers = numbers_of_rank(setting, rank)
-    if setting.shares_weights:
-        return groups["dp"].added(software.gradient_bytes * numbers.over(setting.weight_shards)), 0.0
-    each = ((groups["data"], numbers.dense), (groups["edp"], numbers.routed))
-    if setting.state_shards == (1, 1):
-        return sum(group.added(software.gradient_bytes * count) for group, count in each), 0.0
-    reduced = sum(group.reduced(software.gradient_bytes * count) for group, count in each)
-    again = setting.block_weight_bytes * (not setting.gathers_copies)
-    return reduced, sum(group.gathered(again * count) for group, count in each)
 
 
 def _optimizer(setting: Setting, rank: int) -> float:

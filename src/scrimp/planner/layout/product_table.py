@@ -54,7 +54,8 @@ class ProductTable:
         ops = self.ops[layers, sets[:, :, 0]].sum(axis=1)
         forward = each[:, :, 0]
         once = forward[:, self.is_once].sum(axis=1)
-        return Products(forward.sum(axis=1), each[:, :, 1:].sum(axis=(1, 2)), ops, once)
+        weights = each[:, :, 2].sum(axis=1)
+        return Products(forward.sum(axis=1), each[:, :, 1:].sum(axis=(1, 2)), ops, once, weights)
 
     @cached_property
     def least(self) -> Products:
@@ -62,7 +63,7 @@ class ProductTable:
         least = self.seconds.min(axis=2)
         forward, *backward = least.sum(axis=0).tolist()
         once = float(least[self.is_once, 0].sum())
-        return Products(forward, sum(backward), float(self.ops.min(axis=1).sum()), once)
+        return Products(forward, sum(backward), float(self.ops.min(axis=1).sum()), once, backward[-1])
 
 
 def product_table(

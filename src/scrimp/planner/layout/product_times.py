@@ -35,6 +35,8 @@ class Products:
     """Operations that the host launches for them, forward: in plain ones (`host_times`)."""
     once: Any
     """Seconds of those forward products that no level makes again."""
+    weights: Any = 0.0
+    """The part of `backward` that makes gradients of weights."""
 
 
 @dataclass(frozen=True)

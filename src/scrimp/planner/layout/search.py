@@ -13,11 +13,13 @@ Method   All degrees are tried that divide what they share: tp the heads, key he
          The search ends where the next promise is worse than the plans that are wanted: whatever was not looked at is
          slower than they are.
          Stages of those that are wanted then get other sizes where these are faster (`stage_sizes`).
+         Pipelines of zero 3 are looked at once those of zero 1 are through, which in the same shards have the faster
+         passes: where their memory is not what decides, none of the doors is opened for zero 3.
          What is given stays as it is, values among them that are not tried otherwise: copies beside shards, ZeRO
-         stage 2, or 3 in a pipeline, gpipe, sizes of stages.
-Limits   Copies are shards, or whole nodes of shards; where `Question.shares_all` all copies, shards and stages of ZeRO
-         that there are. Stages of what does not lead are as equal as they divide, or in
-         proportion to their devices' rates.
+         stage 2 (whose step is that of zero 3 with all weights gathered), gpipe, zbv and dualpipev, sizes of stages.
+Limits   Copies are shards, or without a pipeline whole nodes of shards; where `Question.shares_all` all copies, shards
+         and stages of ZeRO that there are. Stages of what does not lead are as equal as they divide, or in proportion
+         to their devices' rates.
 Checked  tests/planner/layout/test_layout_search.py: brute force over all candidates
 """
 
@@ -31,7 +33,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from scrimp.config.pipeline import check_sizes
+from scrimp.config.pipeline import V_SHAPED, check_sizes
 from scrimp.config.pipeline import fits as schedule_fits
 from scrimp.config.resolved import ResolvedLayout
 from scrimp.errors import ConfigError
@@ -49,6 +51,7 @@ from scrimp.planner.layout.setting import BlockPlan, Offload, Setting
 from scrimp.planner.layout.software import Software
 from scrimp.planner.layout.stage_memory import RankBytes, peak_bytes
 from scrimp.planner.layout.stage_sizes import improved, in_proportion
+from scrimp.planner.layout.stages import splits_backward
 
 _MOST_VIRTUAL = 8
 ON_HOST = (
@@ -156,6 +159,16 @@ class _Waiting:
     """Filled by the second door."""
     blocks: Blocks | None = field(compare=False, default=None)
     """Filled by the third one."""
+    followers: list[_Waiting] = field(compare=False, default_factory=list)
+    """The same whose ranks share weights too (`_promises`); they wait until this one is through."""
+
+    def release(self, best: Contenders, waiting: list[_Waiting]) -> None:
+        """Let followers wait that may still change anything: none takes less than the passes of this one."""
+        seconds = self.rough.passes if self.rough else self.seconds
+        for one in self.followers:
+            if best.may_take(one.setting.layout, seconds):
+                own = _promise(one.setting, one.free, one.number[0])
+                heapq.heappush(waiting, dataclasses.replace(own, seconds=max(seconds, own.seconds)))
 
 
 def search(
@@ -176,13 +189,15 @@ def search(
         return _as_given(question, keep, note, has_families)
     quality = question.formats.quality(question.model) if question.formats else None
     waiting = _promises(question, quality, note)
-    tried, priced, solved, least, host = len(waiting), 0, 0, math.inf, math.inf
+    tried = sum(1 + len(one.followers) for one in waiting)
+    priced, solved, least, host = 0, 0, math.inf, math.inf
     held: dict[int, bool] = {}
     best = Contenders(keep, has_families=has_families)
     heapq.heapify(waiting)
     while waiting:
         one = heapq.heappop(waiting)
         if not best.may_take(one.setting.layout, one.seconds):
+            one.release(best, waiting)
             continue
         note(f"{tried:,} settings tried, {solved:,} of them solved block by block")
         if one.rough is None:
@@ -193,6 +208,7 @@ def search(
             solved += 1
             held[one.number[0]] = held.get(one.number[0], False) or found is not None
             best.fits(found)
+            one.release(best, waiting)
             continue
         priced += 1
         for following in _with_more_on_host(one, question):
@@ -204,6 +220,7 @@ def search(
         if math.isinf(one.seconds):
             held.setdefault(one.number[0], False)
             best.does_not_fit(one.setting, tuple(peak_bytes(leanest(one.setting))))
+            one.release(best, waiting)
         else:
             heapq.heappush(waiting, one)
     for lead in tuple(best.best) if "stages" not in question.given else ():
@@ -282,20 +299,28 @@ def _promises(
     quality: Quality | None,
     note: Callable[[str], None],
 ) -> list[_Waiting]:
-    """All layouts and micro-batches, before the first door."""
+    """All layouts and micro-batches, before the first door. Pipelines of zero 3 follow those of zero 1 with the same
+    shards: these gather as much in forward passes, and reduce once a step."""
     waiting: list[_Waiting] = []
+    leaders: dict[tuple[ResolvedLayout, int], _Waiting] = {}
+    number, free = 0, quality.formats if quality else ()
     for layout in layouts(question):
         for micro_batch in micro_batches(question, layout) if question.on_host(layout) else ():
-            setting = dataclasses.replace(
-                setting_of(question, layout, micro_batch), offload=question.on_host(layout)[0]
-            )
-            waiting.append(_promise(setting, quality, len(waiting)))
-            note(f"{len(waiting):,} settings found")
+            setting = setting_of(question, layout, micro_batch)
+            setting = dataclasses.replace(setting, offload=question.on_host(layout)[0])
+            place = dataclasses.replace(layout, zero=1), micro_batch
+            number += 1
+            if layout.zero == 3 and place in leaders:
+                leaders[place].followers.append(_Waiting(0.0, (number, 0), setting, free))
+                continue
+            waiting.append(_promise(setting, free, number))
+            if layout.pp > 1 and layout.zero == 1:
+                leaders[place] = waiting[-1]
+            note(f"{number:,} settings found")
     return waiting
 
 
-def _promise(setting: Setting, quality: Quality | None, number: int) -> _Waiting:
-    free = quality.formats if quality else ()
+def _promise(setting: Setting, free: tuple[str, ...], number: int) -> _Waiting:
     return _Waiting(least_step_seconds(_unlimited(setting), free), (number, 0), setting, free)
 
 
@@ -326,7 +351,8 @@ def _bounded(one: _Waiting, rough: Prediction, quality: Quality | None) -> tuple
     setting = one.setting
     blocks = Blocks(setting, quality)
     layout, rounds = setting.layout, setting.micro_batches
-    counted = 1.0 / setting.software.ranks_a_core
+    # Of a V it is not known how much a rank waits at least.
+    counted = 0.0 if splits_backward(layout) else 1.0 / setting.software.ranks_a_core
     weights = least_weights(layout.pp, layout.virtual or 1, rounds, counted=counted)
     sends = 2 * send_seconds(setting) * (layout.virtual or 1)
     passes = blocks.least_seconds(weights, sends)
@@ -426,11 +452,13 @@ def _shared(readers: int, node: int, like: Question, degrees: Mapping[str, Any])
     # Weights may be shared within nodes alone.
     inside = node // math.gcd(node, degrees["tp"] * degrees["cp"])
     shards = {readers, inside} if 1 < inside < readers and readers % inside == 0 else {readers}
-    sharded = shards if zero in (2, 3) or (zero is None and pp == 1 and readers > 1) else set()
-    pairs = [(fsdp, zero or 3) for fsdp in sorted(sharded)] + [(readers, 1)] * (zero in (None, 1))
+    if pp > 1 and zero is None:
+        shards = {readers}
+    sharded = shards if zero in (2, 3) or (zero is None and readers > 1) else set()
+    pairs = [(readers, 1)] * (zero in (None, 1)) + [(fsdp, zero or 3) for fsdp in sorted(sharded)]
     if "dp" in given or "fsdp" in given:
         fsdp = given.get("fsdp") or max(1, readers // given["dp"])
-        zeros = [zero] if zero else [3, 1] if pp == 1 and fsdp > 1 else [1]
+        zeros = [zero] if zero else [1, 3] if fsdp > 1 else [1]
         pairs = [(fsdp, one) for one in zeros if readers % fsdp == 0]
     elif like.shares_all:
         stages = [zero] if zero else [3, 2, 1]
@@ -462,7 +490,8 @@ def _staged(layout: ResolvedLayout, like: Question) -> Iterator[ResolvedLayout]:
             yield layout
         return
     schedule, stages = like.given.get("schedule", usual), like.given.get("stages")
-    alike = ("interleaved",) if usual == "interleaved" else ("1f1b", "gpipe")
+    alike = {"interleaved": ("interleaved",), "1f1b": ("1f1b", "gpipe")}[usual]
+    alike += V_SHAPED if layout.virtual == 2 else ()
     if schedule in alike and _is_split(stages, layout, len(like.model.blocks)):
         yield dataclasses.replace(layout, schedule=schedule, stages=stages)
 

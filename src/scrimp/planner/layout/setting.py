@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from typing import Any
 
 from scrimp.config.resolved import ResolvedLayout
 from scrimp.errors import PlanError
@@ -198,6 +199,11 @@ class Setting:
     @cached_property
     def held_parts(self) -> dict[int, Mapping[str, float]]:
         """What `block_activations` found that a block keeps, by the block's identity."""
+        return {}
+
+    @cached_property
+    def numbers_of_ranks(self) -> dict[int, Any]:
+        """What `stages` found that a rank of the pipeline has of parameters."""
         return {}
 
     @cached_property

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from scrimp.config import nearest_word
+from scrimp.config.pipeline import V_SHAPED
 from scrimp.errors import ConfigError
 from scrimp.planner.hardware import Device
 from scrimp.precision import GEMMS
@@ -228,13 +229,29 @@ OLDER = {("megatron", "fp16"): "megatron-2021"}
 recipes train in bf16 or below."""
 
 
-def software_for(name: str, precision: str) -> Software:
-    """The program of this name that trains in this precision.
+OWN = ("scrimp", "scrimp-eager", "scrimp-today")
+"""Scrimp's own step."""
+SPLITTING = {"scrimp": "scrimp-eager", "scrimp-eager": "scrimp-eager", "torchtitan-eager": "torchtitan-eager"}
+"""Programs that run zbv and dualpipev, and what they are then: compiled blocks make all gradients at once."""
+
+
+def software_for(name: str, precision: str, schedule: str = "auto") -> Software:
+    """The program of this name that trains in this precision, its pipelines by this schedule.
 
     Raises:
-        ConfigError: there is none of this name.
+        ConfigError: there is none of this name, or it does not run the schedule.
     """
-    return software(OLDER.get((name, precision), name))
+    found = software(OLDER.get((name, precision), name))
+    if schedule not in V_SHAPED:
+        return found
+    if name not in SPLITTING:
+        raise ConfigError(
+            f"layout.schedule {schedule} is not carried out by software {name}",
+            got="blocks that are compiled or captured, which make all gradients at once",
+            expected=f"software {', '.join(SPLITTING)}",
+            do="name one of these, or choose layout.schedule interleaved",
+        )
+    return software(SPLITTING[name])
 
 
 @cache

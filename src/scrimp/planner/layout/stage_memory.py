@@ -13,7 +13,9 @@ Method   Weights and states are there at every moment (`held_states`). So are gr
              end       of the block that runs first, in the last backward pass: of activations its own alone
              update    temporaries of the update, `update_bytes` for each number of a state
 
-         The first 1f1b rank has as many passes in flight as ranks.
+         The first 1f1b rank has as many passes in flight as ranks (`in_flight`). Where gradients of weights wait (zbv,
+         dualpipev), so do what their products read: inputs of layers and gradients of their results
+         (`block_activations.later_bytes`); of all moments of the rank's order the one with most counts.
          pools     what a caching allocator keeps for another stream, so that no other tensor finds room in it: buffers
                    from which gathered weights are copied, and gradients' memory while there are none
          margin    `MARGIN` of what comes and goes, for what else it cannot use: what is allocated once leaves no gaps
@@ -31,13 +33,23 @@ from typing import Literal
 
 from scrimp.planner.layout.block_activations import (
     boundary_bytes,
+    later_bytes,
     made_again_bytes,
     waiting_bytes,
     working_bytes,
 )
 from scrimp.planner.layout.held_states import gathered_bytes, gradient_bytes, state_bytes, weight_bytes
+from scrimp.planner.layout.in_flight import held_by, passes_in_flight
 from scrimp.planner.layout.setting import Setting
-from scrimp.planner.layout.stages import Kinds, kinds_of_ranks, numbers_of_rank
+from scrimp.planner.layout.stages import (
+    Kinds,
+    kinds_of_ranks,
+    kinds_of_stages,
+    last_rank,
+    numbers_of_rank,
+    splits_backward,
+    stages_of_rank,
+)
 
 MARGIN, OLDER_MARGIN = 0.03, 0.15
 """Share of what comes and goes that a caching allocator cannot use beside the pools that are counted. Where its
@@ -91,15 +103,6 @@ def margin_of(setting: Setting) -> float:
     return OLDER_MARGIN if setting.layout.pp > 1 and not software.expandable_segments else MARGIN
 
 
-def passes_in_flight(setting: Setting, rank: int) -> float:
-    """How many passes of all its blocks a rank holds when they are most."""
-    layout, m = setting.layout, setting.micro_batches
-    virtual = layout.virtual or 1
-    if virtual == 1:
-        return m if layout.schedule == "gpipe" else min(m, layout.pp - rank)
-    return min(2 * (layout.pp - 1 - rank) + (virtual - 1) * layout.pp + 1, m * virtual) / virtual
-
-
 def _rank(setting: Setting, own: Kinds, rank: int) -> RankBytes:
     found = _moments(setting, own, rank)
     share = margin_of(setting)
@@ -125,7 +128,10 @@ def _moments(setting: Setting, own: Kinds, rank: int) -> dict[Moment, Bytes]:
         "pools": whole * (software.unit_copies > 0),
     }
     waiting, again, alone = _activations(setting, own)
-    waiting *= passes_in_flight(setting, rank)
+    if splits_backward(setting.layout):
+        waiting = _waiting_in_v(setting, rank)
+    else:
+        waiting *= passes_in_flight(setting, rank)
     first = held | _without_gradients(setting, held)
     shared = numbers_of_rank(setting, rank).over(setting.state_shards)
     found: dict[Moment, Bytes] = {
@@ -133,7 +139,7 @@ def _moments(setting: Setting, own: Kinds, rank: int) -> dict[Moment, Bytes]:
         "end": held | {"gathered": whole + reduced, "activations": alone},
         "update": held | {"update": software.update_bytes * shared},
     }
-    if rank == setting.layout.pp - 1:
+    if rank == last_rank(setting.layout):
         found["loss"] = first | {"gathered": whole, "activations": waiting, "logits": _logits(setting)}
     return found
 
@@ -157,6 +163,25 @@ def _activations(setting: Setting, own: Kinds) -> tuple[float, float, float]:
         waiting += count * one
         again, alone = max(again, more), max(alone, one + more)
     return waiting, again, alone
+
+
+def _waiting_in_v(setting: Setting, rank: int) -> float:
+    """Bytes of all passes in flight, and of gradients of weights that wait, at the moment that has most."""
+    stages, each = kinds_of_stages(setting), []
+    for stage in stages_of_rank(setting.layout, rank):
+        flying = later = 0.0
+        for (index, plan), count in stages[stage].items():
+            block, like = setting.model.blocks[index], setting.in_formats(plan.formats)
+            flying += count * waiting_bytes(block, plan, like)
+            later += count * later_bytes(block, like)
+        each.append((flying, later))
+    return max(
+        sum(
+            flying * own + later * others
+            for (flying, later), own, others in zip(each, one.flying, one.waiting, strict=True)
+        )
+        for one in held_by(setting, rank)
+    )
 
 
 def _logits(setting: Setting) -> float:

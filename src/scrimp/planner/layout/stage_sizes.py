@@ -18,7 +18,7 @@ from collections.abc import Callable
 from scrimp.config.resolved import ResolvedLayout
 from scrimp.planner.layout.predict import rank_seconds
 from scrimp.planner.layout.setting import Setting
-from scrimp.planner.layout.stages import blocks_of_stages
+from scrimp.planner.layout.stages import blocks_of_stages, rank_of_stage, stages_of_rank
 
 
 def in_proportion(setting: Setting) -> ResolvedLayout:
@@ -27,7 +27,7 @@ def in_proportion(setting: Setting) -> ResolvedLayout:
     if layout.pp == 1 or len(setting.cluster.groups) == 1:
         return layout
     count = layout.pp * (layout.virtual or 1)
-    rates = [setting.at(stage % layout.pp).device.rate("bf16") or 0.0 for stage in range(count)]
+    rates = [setting.at(rank_of_stage(layout, stage)).device.rate("bf16") or 0.0 for stage in range(count)]
     sizes = [max(1, int(number * rate / sum(rates))) for rate in rates]
     # What rounding leaves goes where a block more is felt least.
     while sum(sizes) < number:
@@ -51,14 +51,14 @@ def improved(
     """
     while setting.layout.pp > 1:
         sizes = [len(blocks) for blocks in blocks_of_stages(setting)]
-        busy, pp = rank_seconds(setting), setting.layout.pp
+        busy, layout = rank_seconds(setting), setting.layout
         slow, idle = busy.index(max(busy)), busy.index(min(busy))
-        giver = max(range(slow, len(sizes), pp), key=lambda at: sizes[at])
-        taker = min(range(idle, len(sizes), pp), key=lambda at: sizes[at])
+        giver = max(stages_of_rank(layout, slow), key=lambda at: sizes[at])
+        taker = min(stages_of_rank(layout, idle), key=lambda at: sizes[at])
         if sizes[giver] == 1 or giver == taker:
             break
         sizes[giver], sizes[taker] = sizes[giver] - 1, sizes[taker] + 1
-        layout = _with_sizes(setting.layout, sizes)
+        layout = _with_sizes(layout, sizes)
         other = solved(dataclasses.replace(setting, layout=layout, blocks=()))
         if other is None or other[1] >= seconds:
             break

@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from scrimp.planner.layout.setting import BlockPlan, Setting
-from scrimp.planner.layout.stages import block_plans, blocks_of_stages
+from scrimp.planner.layout.stages import block_plans, blocks_of_stages, rank_of_stage
 from scrimp.planner.layout.summary import block_text
 from scrimp.precision import GEMMS
 
@@ -47,7 +47,7 @@ def stage_texts(setting: Setting) -> list[StageText]:
             BlockText(number, _recipes(setting, number, plans[number]), block_text(plans[number]))
             for number in numbers
         )
-        found.append(StageText(stage, stage % setting.layout.pp, blocks))
+        found.append(StageText(stage, rank_of_stage(setting.layout, stage), blocks))
     return found
 
 

@@ -1,4 +1,4 @@
-"""Which blocks each stage of a pipeline has, and how many parameters a rank."""
+"""Which blocks each stage of a pipeline has, which stages a rank, and how many parameters."""
 
 from __future__ import annotations
 
@@ -6,11 +6,34 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 
+from scrimp.config.pipeline import V_SHAPED
+from scrimp.config.resolved import ResolvedLayout
 from scrimp.models import BlockSpec
+from scrimp.planner.layout.pass_orders import rank_of, stages_of
 from scrimp.planner.layout.setting import FULL, NONE, BlockPlan, Setting
 
 Kinds = Counter[tuple[int, BlockPlan]]
 """Blocks that are equal, by the number of the model's first of them, and planned alike; and how many they are."""
+
+
+def splits_backward(layout: ResolvedLayout) -> bool:
+    """Whether the gradients of weights are passes of their own."""
+    return layout.pp > 1 and layout.schedule in V_SHAPED
+
+
+def rank_of_stage(layout: ResolvedLayout, stage: int) -> int:
+    """The rank of the pipeline that holds a stage."""
+    return rank_of(stage, layout.pp, layout.schedule)
+
+
+def stages_of_rank(layout: ResolvedLayout, rank: int) -> tuple[int, ...]:
+    """The stages that a rank of the pipeline holds, in order."""
+    return stages_of(rank, layout.pp, layout.virtual or 1, layout.schedule)
+
+
+def last_rank(layout: ResolvedLayout) -> int:
+    """The rank of the pipeline that has the head."""
+    return 0 if splits_backward(layout) else layout.pp - 1
 
 
 def blocks_of_stages(setting: Setting) -> tuple[range, ...]:
@@ -52,14 +75,23 @@ def block_plans(setting: Setting) -> tuple[BlockPlan, ...]:
 
 def kinds_of_stages(setting: Setting) -> list[Kinds]:
     """The blocks of each stage, equal ones that are planned alike counted."""
-    plans, first = block_plans(setting), setting.model.first_equal
-    return [Counter((first[index], plans[index]) for index in blocks) for blocks in blocks_of_stages(setting)]
+    plans, first, stages = block_plans(setting), setting.model.first_equal, blocks_of_stages(setting)
+    if len(set(map(id, plans))) == 1:
+        return list(_planned_alike(tuple(first), stages, plans[0]))
+    return [Counter((first[index], plans[index]) for index in blocks) for blocks in stages]
+
+
+@lru_cache(maxsize=1024)
+def _planned_alike(first: tuple[int, ...], stages: tuple[range, ...], plan: BlockPlan) -> tuple[Kinds, ...]:
+    """The same of blocks that are all planned alike, as a search's bounds have them; nobody changes them."""
+    return tuple(Counter((first[index], plan) for index in blocks) for blocks in stages)
 
 
 def kinds_of_ranks(setting: Setting) -> list[Kinds]:
     """The same of all stages of each rank."""
-    stages, ranks = kinds_of_stages(setting), setting.layout.pp
-    return [sum(stages[rank::ranks], start=Counter()) for rank in range(ranks)]
+    stages, layout = kinds_of_stages(setting), setting.layout
+    own = (stages_of_rank(layout, rank) for rank in range(layout.pp))
+    return [sum((stages[one] for one in ours), start=Counter()) for ours in own]
 
 
 @dataclass(frozen=True)
@@ -88,10 +120,19 @@ def numbers_of_block(setting: Setting, block: BlockSpec) -> Numbers:
 
 def numbers_of_rank(setting: Setting, rank: int) -> Numbers:
     """Parameters of all stages of a rank of the pipeline."""
+    known = setting.numbers_of_ranks
+    if rank not in known:
+        known[rank] = _numbers_of_rank(setting, rank)
+    found: Numbers = known[rank]
+    return found
+
+
+def _numbers_of_rank(setting: Setting, rank: int) -> Numbers:
     layout, model = setting.layout, setting.model
     dense, routed = model.parameters_before
     ours, experts = 0.0, 0.0
-    for blocks in blocks_of_stages(setting)[rank :: layout.pp]:
+    stages = blocks_of_stages(setting)
+    for blocks in (stages[one] for one in stages_of_rank(layout, rank)):
         ours += (dense[blocks.stop] - dense[blocks.start]) / layout.tp
         experts += (routed[blocks.stop] - routed[blocks.start]) / (layout.ep * layout.etp)
     return Numbers(ours + numbers_of_ends(setting, rank), experts)
@@ -102,6 +143,7 @@ def numbers_of_ends(setting: Setting, rank: int) -> float:
     layout, model, found = setting.layout, setting.model, 0.0
     if rank == 0:
         found += model.embedding_parameters / layout.tp
-    if rank == layout.pp - 1 and not (model.tied and layout.pp == 1):
+    last = last_rank(layout)
+    if rank == last and not (model.tied and last == 0):
         found += model.head_parameters / layout.tp
     return found

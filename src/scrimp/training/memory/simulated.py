@@ -71,6 +71,8 @@ if TYPE_CHECKING:
 
 LEVELS = {NONE: "keep", SELECTIVE: "norms", FULL: "block"}
 """Recomputation of a setting to the level of a block's activations that carries it out."""
+UNCOMPILED = "scrimp-eager"
+"""The software whose blocks are not compiled: all that Scrimp runs beside zbv and dualpipev."""
 _STEPS = 2
 OTHER = "other"
 """Tokens and targets."""
@@ -125,7 +127,7 @@ def refuse(setting: Setting) -> None:
     name, leaves = setting.software.name, any(one.offload for one in plans)
     whole_copies, cuts_tokens = layout.dp > 1 and layout.shards == 1, setting.sequence_parallel
     reasons = (
-        (name != "scrimp", f"software {name}: Scrimp's own step is what is run"),
+        (name not in ("scrimp", UNCOMPILED), f"software {name}: Scrimp's own step is what is run"),
         (setting.precision not in RECIPES, f"precision {setting.precision}: no recipe of Scrimp's"),
         (leaves or setting.offload != Offload(), "offload: the host's memory is not simulated"),
         (whole_copies, f"layout.dp {layout.dp} beside fsdp 1: copies count who has a gradient"),
@@ -153,7 +155,7 @@ def _rank(setting: Setting, architecture: Architecture, rank: int, device: Devic
             granule=GRANULES[device], workspace=workspace_rule(device, gpu), found=holders.gradients
         )
         fake = FakeTensorMode(allow_non_fake_inputs=True)
-        with standing_for(device, gpu=gpu, compiled=True):
+        with standing_for(device, gpu=gpu, compiled=setting.software.name != UNCOMPILED):
             holders.executable = _executable(setting, architecture, mesh, _both(fake, tracker), tracker)
             _keep_gathered(setting, holders.executable.model)
             balance_experts(holders.executable.model, int(setting.tokens) // layout.tp)

@@ -1,0 +1,191 @@
+"""The reference's numbers, made faster on a CPU by kernels that Numba compiles.
+
+Method   `prepare`, `store` and `load` give bit for bit what the reference gives, each number read and written once
+         (`scrimp.gemm.cpu_kernels`). Scales come from the reference's own rules, products are its own.
+Limits   Where Numba is installed (`pip install scrimp[numba]`), and for recipes that quantize. Two scales a block
+         (`four_over_six`), numbers in float64 and float16, and tensors without memory go through the reference.
+Checked  tests/gemm/test_numba_backend.py
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+
+from scrimp.formats import QuantizedTensor
+from scrimp.formats import scales as scale_rules
+from scrimp.formats.codes import FLOAT8
+from scrimp.formats.grouping import Groups
+from scrimp.formats.hadamard import SIZE as HADAMARD_SIZE
+from scrimp.formats.quantize import INEXACT_IN_BF16, FakeQuantized, rotated_whole
+from scrimp.formats.scales import GroupScales
+from scrimp.gemm.backends.reference import ReferenceBackend, ReferenceOperand
+from scrimp.gemm.problem import ROWS, Shape, Use
+from scrimp.precision import (
+    HIGH_PRECISION,
+    Element,
+    Operand,
+    Scaling,
+    lookup_element,
+    lookup_scaling,
+    scale_shape,
+)
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+TYPES = (torch.float32, torch.bfloat16)
+"""What the kernels read."""
+
+
+@functools.cache
+def has_numba() -> bool:
+    """Whether numba is installed."""
+    return importlib.util.find_spec("numba") is not None
+
+
+@functools.cache
+def _kernels() -> ModuleType:
+    """Not at the top: numba takes half a second, which a run that quantizes nothing need not wait for."""
+    from scrimp.gemm import cpu_kernels
+
+    return cpu_kernels
+
+
+class NumbaBackend(ReferenceBackend):
+    """Every recipe on CPUs."""
+
+    name = "numba"
+
+    def refusal(self, gemm: str, recipe: str, shape: Shape | None, device: torch.device) -> str | None:
+        """Elsewhere than on a CPU, and what quantizes nothing."""
+        if device.type != "cpu":
+            return "its kernels are for CPUs"
+        if recipe in HIGH_PRECISION:
+            return f"{recipe} quantizes nothing"
+        return None if has_numba() else "numba is not installed (pip install scrimp[numba])"
+
+    def prepare(self, x: Tensor, use: Use) -> ReferenceOperand:
+        """Values after rounding, as the reference's."""
+        if not _can_read(x, use.operand):
+            return super().prepare(x, use)
+        is_bf16 = x.dtype == torch.bfloat16 and self.multiplies_bf16_fast(x.device)
+        scaled = _Scaled.of(x, use)
+        with_rest = is_bf16 and scaled.kind.name in INEXACT_IN_BF16
+        values, rest = _kernels().rounded_values(
+            *scaled.arguments(),
+            scaled.decode,
+            torch.bfloat16 if is_bf16 else torch.float32,
+            with_rest=with_rest,
+            **scaled.rule(),
+        )
+        return ReferenceOperand(FakeQuantized(values, scaled.outer, rest))
+
+    def store(self, x: Tensor, use: Use) -> QuantizedTensor:
+        """Codes, as the reference's."""
+        if not _can_read(x, use.operand):
+            return super().store(x, use)
+        assert use.operand is not None
+        scaled = _Scaled.of(x, use)
+        codes, stored = _kernels().rounded_codes(*scaled.arguments(), **scaled.rule()), scaled.scales.stored
+        if use.axis == ROWS:
+            codes, stored = codes.t().contiguous(), stored.t()
+        stored = stored.reshape(scale_shape(codes.shape, scaled.kind))
+        element = scaled.element
+        codes = _packed(codes) if element.bits == 4 else codes.view(FLOAT8[element.name])
+        return QuantizedTensor(
+            codes, stored.contiguous(), scaled.tensor_scale, use.operand, use.axis, x.shape
+        )
+
+    def load(self, codes: QuantizedTensor) -> ReferenceOperand:
+        """Values of kept codes, as the reference's."""
+        if not _can_read(codes.payload, codes.operand, (torch.uint8, *FLOAT8.values())):
+            return super().load(codes)
+        kind, element = lookup_scaling(codes.operand.scaling), lookup_element(codes.operand.element)
+        length = codes.shape[codes.axis]
+        if codes.operand.hadamard:
+            length += -length % HADAMARD_SIZE
+        groups = Groups.of(kind, -1, len(codes.payload), length)
+        scales = None if kind.columns is None else codes.scale_values().contiguous()
+        values = _kernels().values_of(codes.payload.contiguous(), element, length, groups, scales)
+        exact = kind.name not in INEXACT_IN_BF16
+        return ReferenceOperand(codes.matrix_of(values), is_exact_in_bf16=exact)
+
+
+@dataclass(frozen=True)
+class _Scaled:
+    """A matrix whose groups have their scales, before it is rounded."""
+
+    x: Tensor
+    operand: Operand
+    kind: Scaling
+    element: Element
+    groups: Groups
+    scales: GroupScales
+    tensor_scale: Tensor | None
+    hashes: tuple[Tensor, Tensor] | None
+
+    @classmethod
+    def of(cls, x: Tensor, use: Use) -> _Scaled:
+        """By the reference's rules."""
+        operand, axis = use.operand, use.axis
+        assert operand is not None
+        kind, element = lookup_scaling(operand.scaling), lookup_element(operand.element)
+        x = x.detach()
+        x = rotated_whole(x, axis) if operand.hadamard else x.contiguous()
+        tensor_scale = None
+        if kind.has_tensor_scale:
+            whole = _kernels().largest_magnitudes(x, Groups(*x.shape))[0, 0]
+            if use.reduce_amax is not None:
+                use.reduce_amax(whole)
+            tensor_scale = scale_rules.nvfp4_tensor_scale(whole)
+        groups = Groups.of(kind, axis, *x.shape)
+        largest = _kernels().largest_magnitudes(x, groups)
+        if kind.columns is None and use.reduce_amax is not None:
+            use.reduce_amax(largest)
+        hashes = None
+        if operand.rounding == "stochastic":
+            hashes = use.noise.row_hashes(len(x), x.device), use.noise.column_hashes(x.shape[1], x.device)
+        scales = scale_rules.scales_of(largest, kind, element, tensor_scale, no_clip=hashes is not None)
+        return cls(x, operand, kind, element, groups, scales, tensor_scale, hashes)
+
+    @property
+    def decode(self) -> Tensor | None:
+        """What rounded numbers are multiplied by; None: nothing, the scale leaves the sum."""
+        return None if self.kind.columns is None else self.scales.decode
+
+    @property
+    def outer(self) -> Tensor | None:
+        """The scale that leaves the sum."""
+        if self.tensor_scale is not None:
+            return self.tensor_scale.reshape(1, 1)
+        return self.scales.decode if self.kind.columns is None else None
+
+    def arguments(self) -> tuple[Tensor, Groups, Element, Tensor]:
+        """What every kernel takes first."""
+        return self.x, self.groups, self.element, self.scales.encode
+
+    def rule(self) -> dict[str, Any]:
+        """How a kernel scales and rounds."""
+        lift = 1.0 if self.tensor_scale is None else float(scale_rules.lift_of(self.tensor_scale))
+        return {"is_divided": self.kind.scale_type == "fp32", "lift": lift, "hashes": self.hashes}
+
+
+def _can_read(x: Tensor, operand: Operand | None, types: tuple[torch.dtype, ...] = TYPES) -> bool:
+    """Whether the kernels take a tensor."""
+    if operand is None or operand.four_over_six or isinstance(x, FakeTensor):
+        return False
+    return x.device.type == "cpu" and x.dim() == 2 and x.numel() > 0 and x.dtype in types
+
+
+def _packed(codes: Tensor) -> Tensor:
+    """Two codes a byte along the last axis, the first in the low half."""
+    if codes.shape[1] % 2:
+        codes = torch.nn.functional.pad(codes, (0, 1))
+    return codes[:, 0::2] | (codes[:, 1::2] << 4)

@@ -1,0 +1,136 @@
+"""Numba's kernels give the reference's numbers, bit for bit: values, codes, and what codes stand for."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from scrimp.formats import Noise
+from scrimp.gemm.backends import BACKENDS, ReferenceBackend
+from scrimp.gemm.backends.reference import ReferenceOperand
+from scrimp.gemm.problem import Use
+from scrimp.gemm.select import BackendSelection
+from scrimp.precision import RECIPES, Operand
+
+pytest.importorskip("numba", reason="an extra of its own: pip install scrimp[numba]")
+NUMBA, REFERENCE = BACKENDS["numba"], BACKENDS["reference"]
+CPU = torch.device("cpu")
+OPERANDS = sorted(
+    {one for recipe in RECIPES.values() for gemm in ("fprop", "dgrad", "wgrad") if (pair := recipe.gemm(gemm))
+     for one in (pair.a, pair.b)},
+    key=repr,
+)  # fmt: skip
+SPECIAL = (0.0, -0.0, 1e-42, -1e-38, 3.4e38, 2.0**-126, 448.0, -6.0)
+
+
+def same(a: Tensor | None, b: Tensor | None) -> bool:
+    """Bit for bit, but for which NaN it is."""
+    if a is None or b is None:
+        return a is b
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if a.dtype.itemsize == 1:
+        return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    bits = torch.int16 if a.dtype == torch.bfloat16 else torch.int32
+    numbers = (one.masked_fill(one.isnan(), 0.0).view(bits) for one in (a, b))
+    return torch.equal(a.isnan(), b.isnan()) and torch.equal(*numbers)
+
+
+def assert_same_operand(a: ReferenceOperand, b: ReferenceOperand) -> None:
+    assert a.is_exact_in_bf16 == b.is_exact_in_bf16
+    ours, theirs = a.quantized, b.quantized
+    assert same(ours.values, theirs.values)
+    assert same(ours.outer, theirs.outer)
+    assert same(ours.rest, theirs.rest)
+
+
+@pytest.fixture
+def bf16_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ReferenceBackend, "multiplies_bf16_fast", lambda self, device: True)
+
+
+@given(
+    operand=st.sampled_from(OPERANDS),
+    axis=st.sampled_from([-1, -2]),
+    rows=st.integers(1, 300),
+    columns=st.integers(1, 300),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    scale=st.sampled_from([1.0, 1e-30, 3e-39, 1e30]),
+    key=st.integers(0, 2**64 - 1),
+    special=st.lists(st.sampled_from(SPECIAL), max_size=4),
+)
+def test_values_and_codes_are_the_references(
+    operand: Operand,
+    axis: int,
+    rows: int,
+    columns: int,
+    dtype: torch.dtype,
+    scale: float,
+    key: int,
+    special: list[float],
+) -> None:
+    generator = torch.Generator().manual_seed(key % 2**63)
+    x = torch.randn(rows, columns, generator=generator) * scale
+    for number, value in enumerate(special):
+        x.view(-1)[number * 7919 % x.numel()] = value
+    x, use = x.to(dtype), Use(operand, axis, Noise(key, first_row=3, first_column=5))
+    with pytest.MonkeyPatch.context() as patch:
+        for fast in (False, True):
+            patch.setattr(ReferenceBackend, "multiplies_bf16_fast", lambda self, device, fast=fast: fast)
+            assert_same_operand(NUMBA.prepare(x, use), REFERENCE.prepare(x, use))
+    ours, theirs = NUMBA.store(x, use), REFERENCE.store(x, use)
+    assert same(ours.payload, theirs.payload)
+    assert same(ours.scales, theirs.scales)
+    assert same(ours.tensor_scale, theirs.tensor_scale)
+    assert_same_operand(NUMBA.load(ours), REFERENCE.load(theirs))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize(("operand", "axis"), itertools.product(OPERANDS, (-1, -2)), ids=str)
+def test_what_is_not_finite_is_seen_where_the_reference_sees_it(
+    operand: Operand, axis: int, bad: float, bf16_is_fast: None
+) -> None:
+    x = torch.randn(40, 200, generator=torch.Generator().manual_seed(1))
+    x[17, 150] = bad
+    use = Use(operand, axis, Noise(4))
+    for dtype in (torch.float32, torch.bfloat16):
+        assert_same_operand(NUMBA.prepare(x.to(dtype), use), REFERENCE.prepare(x.to(dtype), use))
+    loaded = [one.load(one.store(x, use)).quantized.dequantize() for one in (NUMBA, REFERENCE)]
+    assert same(*loaded)
+
+
+def test_threads_change_nothing() -> None:
+    x = torch.randn(1024, 256, generator=torch.Generator().manual_seed(2))
+    threads = torch.get_num_threads()
+    try:
+        for operand, axis in itertools.product(OPERANDS, (-1, -2)):
+            found = []
+            for count in (1, 2, 5):
+                torch.set_num_threads(count)
+                found.append(NUMBA.prepare(x, Use(operand, axis, Noise(6))))
+            assert_same_operand(found[0], found[1])
+            assert_same_operand(found[0], found[2])
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_what_the_kernels_do_not_take_goes_through_the_reference() -> None:
+    better = Use(Operand("e2m1", "nvfp4", four_over_six=True), -1, Noise())
+    plain, tiles = Use(None, -1, Noise()), Use(Operand("e4m3", "tile"), -1, Noise())
+    x = torch.randn(8, 32)
+    for tensor, use in ((x, better), (x, plain), (x.double(), tiles), (x.half(), tiles), (x[:0], tiles)):
+        assert_same_operand(NUMBA.prepare(tensor, use), REFERENCE.prepare(tensor, use))
+
+
+def test_it_runs_what_is_quantized_on_a_cpu_and_nothing_else() -> None:
+    from scrimp.gemm.problem import Shape
+
+    selection, shape = BackendSelection(CPU), Shape(64, 32, 48)
+    chosen = {name: selection.choose(name, "wgrad", (shape,)).name for name in RECIPES}
+    assert chosen == {name: "numba" if RECIPES[name].bits < 16 else "reference" for name in RECIPES}
+    assert "for CPUs" in str(NUMBA.refusal("fprop", "fp8", shape, torch.device("cuda")))

@@ -1,0 +1,92 @@
+"""Gathers and reductions of ranks that share states, in pipelines and without."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from published_settings import setting
+
+from scrimp.config.pipeline import Pipeline
+from scrimp.config.schema import PipelineScheduleName
+from scrimp.planner.layout.predict import kernels_of, planned_seconds, predict
+from scrimp.planner.layout.setting import BlockPlan, Setting
+from scrimp.planner.layout.sharing import once_a_step, stage_waits
+from scrimp.planner.layout.stage_memory import peak_bytes
+from scrimp.runtime.pipeline.orders import passes_of
+
+WHOLE = BlockPlan(gathered=True)
+
+
+def of(zero: int, **more: Any) -> Setting:
+    return setting(**({"fsdp": 2, "pp": 4, "zero": zero, "global_batch": 64} | more))
+
+
+def exchanged(one: Setting) -> float:
+    """Seconds of a block's gathers and reductions in both passes, without the copies around them."""
+    alone = dataclasses.replace(one, software=dataclasses.replace(one.software, unit_copies=0.0))
+    passes = planned_seconds(0, BlockPlan(), alone, kernels_of(alone))
+    return sum(each.communication + each.hidden for each in passes)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "virtual"), [("1f1b", 1), ("interleaved", 2), ("zbv", 2), ("dualpipev", 2)]
+)
+def test_each_stage_of_zero_gathers_and_reduces_as_often_as_fsdp2(
+    schedule: PipelineScheduleName, virtual: int
+) -> None:
+    """FSDP2's rule, played over the order that ranks run: a pass that finds weights whole gathers nothing, a backward
+    pass leaves them cut, and so does a forward pass under zero 3."""
+    ranks, micro_batches = 4, 16
+    pipeline = Pipeline(ranks, schedule, tuple(range(n, n + 1) for n in range(ranks * virtual)))
+    for zero, expected in ((1, 1), (2, 1), (3, 2)):
+        for order in passes_of(pipeline, micro_batches):
+            whole, gathers = set[int](), dict.fromkeys((one.stage for one in order), 0)
+            for one in order:
+                if one.kind == "weights":
+                    continue
+                gathers[one.stage] += one.stage not in whole
+                is_cut = one.kind != "forward" or zero == 3
+                whole = whole - {one.stage} if is_cut else whole | {one.stage}
+            assert set(gathers.values()) == {expected * micro_batches}
+        like = of(zero, schedule=schedule, virtual=virtual)
+        group, block = like.groups["shards"], like.model.blocks[0]
+        gathered = group.gathered(2.0 * block.parameters)
+        reduced = group.reduced(4.0 * block.parameters)
+        assert exchanged(like) == pytest.approx(expected * gathered + (zero > 1) * reduced)
+
+
+def test_zero_3_with_all_weights_gathered_is_zero_2() -> None:
+    two, three = of(2), of(3)
+    three = dataclasses.replace(three, blocks=(WHOLE,) * len(three.model.blocks))
+    assert predict(three).seconds == pytest.approx(predict(two).seconds)
+
+
+def test_zero_1_has_the_faster_passes_and_zero_3_the_fewer_bytes() -> None:
+    eight = {"fsdp": 8, "hardware": "32xh100", "global_batch": 256}
+    one, two, three = (of(zero, **eight) for zero in (1, 2, 3))
+    assert predict(one).passes < predict(two).passes < predict(three).passes
+    sizes = [max(rank.total for rank in peak_bytes(each)) for each in (one, two, three)]
+    assert sizes[0] > sizes[1] > sizes[2]
+
+
+def test_a_stage_waits_for_its_first_gather_and_its_last_reduction() -> None:
+    pipe, whole = of(3), setting(fsdp=8, zero=3)
+    block = pipe.model.blocks[0]
+    gather, reduce = stage_waits(pipe, block)
+    group = pipe.groups["shards"]
+    assert gather == pytest.approx(0.9 * group.gathered(2.0 * block.parameters))
+    assert reduce == pytest.approx(0.9 * group.reduced(4.0 * block.parameters))
+    assert stage_waits(of(1), block) == pytest.approx((gather, 0.0))
+    assert stage_waits(whole, block) == (0.0, 0.0)
+
+
+def test_where_gradients_of_weights_come_last_nothing_hides_their_reduction() -> None:
+    """Zero 1: once a step, after the last W."""
+    shaped = of(1, virtual=2, schedule="zbv")
+    plain = of(1, virtual=2, schedule="interleaved")
+    apart = sum(once_a_step(shaped, 0))
+    hidden = predict(shaped).step_seconds - predict(shaped).passes
+    assert hidden >= apart
+    assert hidden > predict(plain).step_seconds - predict(plain).passes
