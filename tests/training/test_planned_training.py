@@ -333,7 +333,7 @@ def test_a_dry_run_shows_the_quantized_gemms_and_writes_nothing(
     words = ["plan", *TINY, f"--data.source={corpus}", f"--run.dir={run_dir}", "--precision=nvfp4,head=fp8"]
     assert main(words) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "nvfp4 by reference (emulated)" in shown
+    assert "nvfp4 by numba (emulated)" in shown
     assert "speed of light" in shown
     assert not run_dir.exists()
 
