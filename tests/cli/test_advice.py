@@ -34,6 +34,7 @@ OF_OTHER_PROGRAMS = {
     "pipeline_model_parallel_layout",
     "use_megatron_fsdp",
     "recompute_modules",
+    "head",
     "help",
     "version",
 }
@@ -49,6 +50,9 @@ OF_ONE_COMMAND = {
     "optim/copies.py": "launch",
     "optim/copy_rounds.py": "launch",
     "config/layout.py": "launch",
+    "cli/study.py": "study",
+    "study/estimate.py": "study",
+    "study/on_ray.py": "study",
 }
 OF_SEVERAL_COMMANDS = {
     "cli/commands.py",

@@ -55,6 +55,7 @@ PUBLIC = {
     "export-precision": "SOURCE OUT --target --names --approximate",
     "export-layout": "SOURCE OUT --target --approximate",
     "report": "RUN",
+    "study": "STUDY --out --seeds --at-once --ray --dry-run --report --trust-code",
     "doctor": "--device --json --fresh --ranks",
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,11 @@ from scrimp.profiler.links_report import CollectiveRate, RankLinks, RankPlace, s
 from scrimp.profiler.throughput import recall_throughput
 from scrimp.report import read_jsonl
 from scrimp.report.read_run import read_run
+from scrimp.study.definition import load_study
+from scrimp.study.estimate import PROBES, Probe, kept_probes
+from scrimp.study.page import build_page
+from scrimp.study.results import results_of
+from scrimp.study.rows import Curve, Row, append_row, read_rows
 from scrimp.training import checkpoint_manifest
 from scrimp.training.checkpoint import Checkpoint
 from scrimp.training.precision import gemm_seconds as step_times
@@ -97,7 +102,43 @@ def _loaders(checkpoint: str) -> list[Loader]:
         Loader("gemm_table.json", _read_table, everything),
         Loader("gemm_times.json", _read_times, everything),
         Loader("cache/scrimp/throughput.json", _recall, everything),
+        Loader("study/rows.jsonl", _read_study, lines, ("study", "{}/study")),
+        Loader("study/study.toml", _read_study, BYTES, ("study", "{}/study")),
+        Loader("study/probes.json", lambda at: kept_probes(at / "study"), everything),
     ]  # fmt: skip
+
+
+def _write_study(folder: Path) -> None:
+    folder.mkdir()
+    variants = "".join(f'[[variants]]\nname = "{name}"\n' for name in "ab")
+    (folder / "study.toml").write_text(f"seeds = 2\n[settings]\ntrain.steps = 8\n{variants}")
+    for variant in "ab":
+        for seed in (0, 1):
+            curve = Curve(steps=[4.0, 8.0], values=[3.0, None])
+            figures = {"held_out_loss": 2.5 + seed / 3, "training_loss": None}
+            append_row(
+                folder,
+                Row(
+                    variant=variant,
+                    seed=seed,
+                    steps=8,
+                    digest="a",
+                    figures=figures,
+                    training=curve,
+                    held_out=curve,
+                    data="b",
+                    seconds=1.5,
+                    environment={"torch": "2"},
+                ),
+            )
+    probe = Probe(
+        startup_seconds=1.0, step_seconds=0.5, host_bytes=9, device_bytes=0, micro_batch=4, data="b"
+    )
+    (folder / PROBES).write_text(json.dumps({"c": asdict(probe)}))
+
+
+def _read_study(folder: Path) -> object:
+    return build_page(results_of(load_study(str(folder / "study/study.toml")), read_rows(folder / "study")))
 
 
 def _shard_model(folder: Path) -> None:
@@ -144,6 +185,7 @@ def _write_small_files(folder: Path) -> None:
     table = GemmTimes("a", 64, figures(0.5), figures(0.1), figures("torch"), frozenset(["fp8"]))
     (folder / "gemm_table.json").write_text(table.to_json())
     step_times.keep_times(folder, step_times.StepTimes(table, 1, 0.25))
+    _write_study(folder / "study")
     rates = folder / "cache/scrimp/throughput.json"
     rates.parent.mkdir(parents=True, exist_ok=True)
     rates.write_text(json.dumps({"a | b": 10.5, "c | d": 7}))

@@ -108,7 +108,7 @@ def test_the_plan_holds_the_recipe_of_every_gemm(runs: dict[str, Path]) -> None:
 @pytest.mark.slow
 def test_the_log_says_what_runs_and_that_it_is_emulated(runs: dict[str, Path]) -> None:
     start = records(runs["nvfp4,head=fp8"], "events.jsonl")[0]
-    assert "nvfp4 by reference (emulated)" in start["backends"]
+    assert "nvfp4 by numba (emulated)" in start["backends"]
     assert records(runs["bf16"], "events.jsonl")[0]["backends"] == ""
 
 
@@ -208,7 +208,7 @@ def test_an_edited_plan_is_carried_out_on_resume(runs: dict[str, Path], tmp_path
     assert [step for step in before if before[step] != after[step]] == list(range(5, STEPS + 1))
     assert Plan.read(run_dir / "plan.json").gemms["blocks.1.mlp.down"].fprop == "mxfp4"
     resumed = [event for event in records(run_dir, "events.jsonl") if event["kind"] == "resume"]
-    assert "mxfp4 by reference (emulated)" in resumed[-1]["backends"]
+    assert "mxfp4 by numba (emulated)" in resumed[-1]["backends"]
 
 
 @pytest.mark.parametrize(
@@ -333,7 +333,7 @@ def test_a_dry_run_shows_the_quantized_gemms_and_writes_nothing(
     words = ["plan", *TINY, f"--data.source={corpus}", f"--run.dir={run_dir}", "--precision=nvfp4,head=fp8"]
     assert main(words) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "nvfp4 by reference (emulated)" in shown
+    assert "nvfp4 by numba (emulated)" in shown
     assert "speed of light" in shown
     assert not run_dir.exists()
 

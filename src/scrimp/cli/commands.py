@@ -422,6 +422,40 @@ class Report:
 
 
 @dataclass(frozen=True)
+class StudyCommand:
+    """Compare variants of a run over seeds, on the same data in the same order: intervals, and a verdict for each.
+
+    What was interrupted goes on where it stopped. Runs that fail are tried again by the next call.
+    """
+
+    study: Positional[str]
+    """A TOML file; the name of a study that ships; or a folder of results, to make its page again."""
+    out: Path | None = None
+    """Folder of the results. Unset: studies/ and the study's name."""
+    seeds: int | None = None
+    """So many seeds instead of the file's: its own first, then further ones."""
+    at_once: int | None = None
+    """Most runs at once. Unset: as many as memory and cores allow; runs that are timed go alone."""
+    ray: str | None = None
+    """Run on the machines of a Ray cluster: its address, auto, or local for one on this machine."""
+    dry_run: FlagCreatePairsOff[bool] = False
+    """Show the runs, their hours and the smallest difference that they can see, and run nothing but first steps."""
+    report: FlagCreatePairsOff[bool] = False
+    """Make the page again from the rows that there are."""
+    trust_code: FlagCreatePairsOff[bool] = False
+    """Run the code that settings name as FILE.py:NAME. No file can say this: it is given with each command."""
+
+    def execute(self, given: frozenset[str]) -> int:
+        if self.seeds is not None:
+            check_range("--seeds", self.seeds, Range(1, 10_000))
+        if self.at_once is not None:
+            check_range("--at-once", self.at_once, Range(1, 10_000))
+        from scrimp.cli.study import study
+
+        return study(self)
+
+
+@dataclass(frozen=True)
 class Doctor:
     """Try every recipe and back end on a device: works, wrong, slower than bf16, or not available, and why.
 
@@ -498,6 +532,7 @@ COMMANDS: dict[str, type[Command]] = {
     "export-precision": ExportPrecision,
     "export-layout": ExportLayout,
     "report": Report,
+    "study": StudyCommand,
     "doctor": Doctor,
 }
 """By the words that call them, in the order of the help."""

@@ -9,7 +9,7 @@ from scrimp.config.fields import flatten, leaves, nearest_key, nearest_word, rep
 from scrimp.config.layout import for_ranks, ranks_of
 from scrimp.config.model_section import base_architecture
 from scrimp.config.presets import OWN_PRESETS, PRESETS, preset
-from scrimp.config.read_toml import load_config, parse_config, read_config
+from scrimp.config.read_toml import load_config, parse_config, read_config, settings_in
 from scrimp.config.resolve import (
     Resolution,
     resolve,
@@ -86,6 +86,7 @@ __all__ = [
     "reasons_in",
     "replace_values",
     "resolve",
+    "settings_in",
     "to_toml",
     "with_later_choices",
 ]

@@ -69,8 +69,12 @@ def parse_config(text: str, *, where: str = "configuration") -> dict[str, Any]:
             expected='lines such as `steps = 500` under [train], with text in quotes: source = "corpus.txt"',
             do="correct that line; to train on a text file write `scrimp train --data.source FILE`",
         ) from None
-    values = _read_table(table, Config, "", where)
-    return _with_new_names(values, where)
+    return settings_in(table, where)
+
+
+def settings_in(table: dict[str, Any], where: str) -> dict[str, Any]:
+    """Checked and converted settings by dotted key, of a table of TOML that was read."""
+    return _with_new_names(_read_table(table, Config, "", where), where)
 
 
 def _with_new_names(values: dict[str, Any], where: str) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def to_toml(config: Config, reasons: Mapping[str, str] | None = None) -> str:
         # One line of printable characters: TOML forbids control characters in comments.
         words = " ".join((reasons or {}).get(key, "").split())
         reason = "".join(letter for letter in words if letter.isprintable())
-        lines.append(f"{name} = {_toml(value)}" + (f"  # {reason}" if reason else ""))
+        lines.append(f"{name} = {toml_value(value)}" + (f"  # {reason}" if reason else ""))
     return "\n".join(lines) + "\n"
 
 
@@ -51,13 +51,14 @@ def reasons_in(text: str, config: Config) -> dict[str, str]:
             continue
         name = line.partition(" = ")[0]
         key = RENAMED.get(section + name, section + name)
-        before = f"{name} = {_toml(values.get(key))}  # "
+        before = f"{name} = {toml_value(values.get(key))}  # "
         if line.startswith(before):
             reasons[key] = line.removeprefix(before)
     return reasons
 
 
-def _toml(value: Any) -> str:
+def toml_value(value: Any) -> str:
+    """A setting's value as TOML writes it."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, (int, float)):

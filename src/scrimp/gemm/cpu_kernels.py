@@ -13,7 +13,7 @@ Threads  Each kernel takes a range of rows and lets go of Python's lock; `_by_ro
          range each.
 Limits   Compiled at first use, a second or two for each kernel, and kept beside this file or in Numba's own cache.
          LLVM fuses no multiplication with an addition here: sums round as they do in torch.
-Checked  tests/gemm/test_cpu_kernels.py, against `scrimp.formats` bit for bit
+Checked  tests/gemm/test_numba_backend.py, against the reference bit for bit
 """
 
 from __future__ import annotations

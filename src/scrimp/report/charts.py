@@ -39,7 +39,7 @@ class Series:
     values: Array
     kind: Kind = "line"
     colour: int = 1
-    """1 to 4: a variable of the style sheet."""
+    """1 to 4, of a study 1 to 8: a variable of the style sheet."""
     decides_range: bool = False
     """Every value must be inside the chart; spikes of other series may be cut off."""
     derived: bool = False

@@ -1,0 +1,133 @@
+"""`scrimp study`: from a file, a name or a folder of results to runs, a table and a page."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from scrimp.cli.show import plain_console, say
+from scrimp.errors import ConfigError
+from scrimp.files import make_folder
+from scrimp.study.announce import announcement
+from scrimp.study.conduct import RUNS, STUDY_FILE, begin, conduct, held
+from scrimp.study.definition import Study, load_study, parse_study, shipped_studies
+from scrimp.study.estimate import Probe, places_here, probe_all, seconds_of, steps_left, threads_of
+from scrimp.study.page import write_page
+from scrimp.study.processes import LocalPlaces, Places
+from scrimp.study.progress import Lines
+from scrimp.study.results import Results, results_of
+from scrimp.study.rows import ROWS, read_rows
+from scrimp.study.table import verdict_table
+
+if TYPE_CHECKING:
+    from scrimp.cli.commands import StudyCommand
+
+
+def study(command: StudyCommand) -> int:
+    """Carry a study out, or report on what there is of it; 1 where a run failed.
+
+    Raises:
+        ConfigError: there is no such study, or it cannot be carried out.
+    """
+    source = Path(command.study).expanduser()
+    if source.is_dir() and ((source / STUDY_FILE).exists() or command.study not in shipped_studies()):
+        if command.out is not None or command.dry_run:
+            raise ConfigError(
+                f"{source} is a folder of results, from which a page is made",
+                got="--out" if command.out is not None else "--dry-run",
+                do="leave it out, or name the study's file or name",
+            )
+        return _report(_of_results(source), source)
+    found = load_study(command.study)
+    folder = command.out or Path("studies") / found.name
+    if command.seeds is not None:
+        found = found.with_seeds(command.seeds)
+    if command.report:
+        return _report(found, folder)
+    with held(folder):
+        return _carry_out(found, folder, command)
+
+
+def _of_results(folder: Path) -> Study:
+    """The study whose results lie in a folder."""
+    if not (folder / STUDY_FILE).is_file():
+        raise ConfigError(
+            f"{folder} is no study's folder",
+            got=f"no {STUDY_FILE} in it",
+            expected="a folder that `scrimp study` wrote: study.toml and rows.jsonl",
+            do="name that folder, a TOML file, or a study that ships",
+        )
+    found = load_study(str(folder / STUDY_FILE))
+    return parse_study(found.text, name=folder.resolve().name, where=str(folder / STUDY_FILE))
+
+
+def _report(found: Study, folder: Path) -> int:
+    rows = read_rows(folder)
+    if not rows:
+        raise ConfigError(
+            f"{folder / ROWS} has no rows",
+            expected="a study of which a run has ended",
+            do="run the study first",
+        )
+    return _show(results_of(found, rows), folder)
+
+
+def _carry_out(found: Study, folder: Path, command: StudyCommand) -> int:
+    rows, threads = begin(found, folder), threads_of(found)
+    make_folder(folder / RUNS)
+    probes = probe_all(found, folder, threads, say, trusts=command.trust_code)
+    done = {(name, seed): steps for (name, seed, steps), row in rows.items() if row.error is None}
+    with _places(found, probes, threads, command) as (places, why):
+        seconds = seconds_of(found, probes, done, places.count)
+        for line in announcement(
+            found, rows, probes, places=places.count, limited_by=why, seconds=seconds, threads=threads
+        ):
+            say(line)
+        if command.dry_run:
+            return 0
+        lines = Lines(*steps_left(found, done), plain_console())
+        with lines.shown():
+            rows = conduct(found, folder, places, probes, lines, trusts=command.trust_code)
+    return _show(results_of(found, rows), folder)
+
+
+@contextlib.contextmanager
+def _places(
+    found: Study, probes: Mapping[str, Probe], threads: int, command: StudyCommand
+) -> Iterator[tuple[Places, str]]:
+    if command.ray is None:
+        environments, why = places_here(found, probes, threads, command.at_once)
+        yield LocalPlaces(environments), why
+        return
+    from scrimp.study.on_ray import ray_places
+
+    with ray_places(found, probes, threads, command.at_once, command.ray) as opened:
+        yield opened
+
+
+def _show(results: Results, folder: Path) -> int:
+    console = plain_console()
+    console.print(verdict_table(results))
+    for one in results.outcomes:
+        for seed, error in one.failures.items():
+            console.print(f"{one.name}, seed {seed}, failed: {error}", soft_wrap=True)
+    advice = _next(results)
+    if advice:
+        console.print(advice, soft_wrap=True)
+    console.print(f"report: {write_page(results, folder)}", soft_wrap=True)
+    return 1 if any(one.failures for one in results.outcomes) else 0
+
+
+def _next(results: Results) -> str | None:
+    """How many seeds would be likely to tell of the variant that takes fewest."""
+    open_ones = [
+        (len(one.comparison.differences) + one.comparison.more_pairs, one.name)
+        for one in results.others
+        if one.comparison is not None and one.comparison.more_pairs is not None and not one.is_dropped
+    ]
+    if not open_ones:
+        return None
+    seeds, name = min(open_ones)
+    return f"the same study with --seeds {seeds} would be likely to tell of {name}"

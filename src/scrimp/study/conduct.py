@@ -1,0 +1,189 @@
+"""Carries a study out: rounds of runs, as many at once as there are places, a row for each, from wherever it stopped.
+
+Problem  A study is killed, a run fails, a machine goes away; rows that there are must never be made again, and those
+         that are missing must come out as they would have without any of this.
+Method   What is to be done follows from the file and the rows alone: the runs of the round without a row, by seed, so
+         that at any time whole pairs are there. A run that failed is a row with its error, which is tried again by the
+         next call; the others go on. With halving a round ends when all of its runs have a row; then the variants with
+         the best mean difference from the control go on, and the control with them.
+         Runs that are timed take turns, in one order for even seeds and in the other for odd ones, so that a machine
+         that slows down slows all.
+         The folder is locked: two studies in one would write each other's rows.
+Checked  tests/study/test_conduct.py, with places that train nothing; tests/study/test_study_runs.py, with runs
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Final, Protocol
+
+from scrimp.errors import StorageError
+from scrimp.files import folder_lock, make_folder, write_whole
+from scrimp.study.definition import Study
+from scrimp.study.estimate import Probe, threads_of, with_micro_batch
+from scrimp.study.job import Job, finished_row
+from scrimp.study.processes import Places
+from scrimp.study.rounds import Round, count_of, round_of
+from scrimp.study.rows import Key, Row, append_row, digest_of, read_rows, refuse_rows_of_others
+
+STUDY_FILE: Final = "study.toml"
+RUNS: Final = "runs"
+_LOOK_S: Final = 0.2
+
+
+class Watcher(Protocol):
+    """Who is told how far a study is."""
+
+    def started(self, job: Job) -> None:
+        """A run begins, or goes on."""
+        ...
+
+    def going(self, steps: Mapping[str, int]) -> None:
+        """The last steps of runs that go on."""
+        ...
+
+    def ended(self, job: Job, row: Row) -> None:
+        """A run ended, well or with an error."""
+        ...
+
+    def dropped(self, variants: Collection[str], step: int) -> None:
+        """A round ended, and these do not go on."""
+        ...
+
+
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """The folder of a study's results, for this process alone.
+
+    Raises:
+        StorageError: another process has it.
+    """
+
+    def refuse() -> None:
+        raise StorageError(
+            f"{folder} is in use",
+            got="another study runs in it",
+            do="wait for it, stop it, or give another --out",
+        )
+
+    make_folder(folder)
+    with folder_lock(folder, refuse):
+        yield
+
+
+def begin(study: Study, folder: Path) -> dict[Key, Row]:
+    """Put the study's file into its folder; the rows that are there.
+
+    Raises:
+        ConfigError: rows were made with other settings.
+    """
+    rows = read_rows(folder)
+    refuse_rows_of_others(rows.values(), digests_of(study), folder)
+    write_whole(folder / STUDY_FILE, study.text)
+    return rows
+
+
+def conduct(
+    study: Study,
+    folder: Path,
+    places: Places,
+    probes: Mapping[str, Probe],
+    watcher: Watcher,
+    *,
+    trusts: bool = False,
+) -> dict[Key, Row]:
+    """Run what is missing; all rows afterwards. Whatever ends it, runs that go on are ended with a checkpoint."""
+    rows = read_rows(folder)
+    retried: set[Key] = {key for key, row in rows.items() if row.error is not None}
+    try:
+        for number in range(count_of(study)):
+            now = round_of(study, rows, number)
+            waiting = [
+                job
+                for job in jobs_of(study, now, folder, probes, at_once=places.count, trusts=trusts)
+                if (key := _key(job)) not in rows or key in retried
+            ]
+            _run(waiting, folder, rows, places, watcher)
+            if not now.is_last:
+                going_on = {one.name for one in round_of(study, rows, number + 1).variants}
+                gone = [one.name for one in now.variants if one.name not in going_on]
+                watcher.dropped(gone, max(now.steps.values()))
+    finally:
+        places.close()
+    return rows
+
+
+def jobs_of(
+    study: Study,
+    now: Round,
+    folder: Path,
+    probes: Mapping[str, Probe],
+    *,
+    at_once: int,
+    trusts: bool,
+) -> list[Job]:
+    """All runs of a round, in the order in which they are begun."""
+    threads, found = threads_of(study), []
+    for turn, seed in enumerate(study.seeds):
+        for variant in now.variants[:: -1 if study.is_timed and turn % 2 else 1]:
+            settings = study.settings_of(variant, seed)
+            found.append(
+                Job(
+                    variant=variant.name,
+                    seed=seed,
+                    digest=digest_of(settings),
+                    settings=with_micro_batch(settings, probes[variant.name]),
+                    steps=now.steps[variant.name],
+                    stops_there=not now.is_last,
+                    folder=(folder / RUNS).absolute(),
+                    figure=study.figure,
+                    threads=threads,
+                    trusts=trusts,
+                    at_once=at_once,
+                )
+            )
+    return found
+
+
+def digests_of(study: Study) -> dict[tuple[str, int], str]:
+    """Of the settings of all runs, by variant and seed."""
+    return {
+        (variant.name, seed): digest_of(study.settings_of(variant, seed))
+        for variant in study.variants
+        for seed in study.seeds
+    }
+
+
+def _run(waiting: list[Job], folder: Path, rows: dict[Key, Row], places: Places, watcher: Watcher) -> None:
+    """Run these jobs, and add their rows."""
+
+    def add(job: Job, row: Row) -> None:
+        append_row(folder, row)
+        rows.pop(row.key, None)
+        rows[row.key] = row
+        watcher.ended(job, row)
+
+    going = 0
+    while waiting or going:
+        while waiting and going < places.count:
+            job = waiting.pop(0)
+            done = finished_row(job)
+            if done is not None:
+                add(job, done)
+                continue
+            places.start(job)
+            going += 1
+            watcher.started(job)
+        for job, row in places.ended():
+            going -= 1
+            add(job, row)
+        if going:
+            watcher.going(places.steps())
+            time.sleep(_LOOK_S)
+
+
+def _key(job: Job) -> Key:
+    return job.variant, job.seed, job.steps

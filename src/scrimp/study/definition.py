@@ -1,0 +1,496 @@
+"""What a study is: variants of a run, seeds, what is compared, and how. A TOML file, or the name of one that ships.
+
+A file has the common settings of all runs, and either a list of variants or a grid::
+
+    about = "What does the learning rate do?"
+    seeds = 3                        # or a list, [0, 1, 2]
+    control = "lr=0.001"             # what the others are compared with; unset: the first
+    figure = "held_out_loss"         # or training_loss, tokens_per_second
+
+    [settings]                       # as `scrimp train` has them
+    model.preset = "llama-3m"
+    train.steps = 240
+
+    [grid]                           # all combinations of these
+    optimizer.lr = [1e-3, 3e-3]
+
+    [[variants]]                     # or, instead of a grid, one by one
+    name = "fp8"
+    precision = "fp8"
+
+Problem  A comparison holds only where nothing else differs. A file must not be able to say otherwise by accident.
+Method   All runs read one corpus: `data` belongs to the common settings. The seed is the study's, the folder too. Where
+         losses are compared, what they are measured on (`evaluation`, `train.sequence`) is common. Every setting goes
+         through the reader of `scrimp train`, so that a file cannot say what a run would refuse.
+Limits   A run is one process. Settings that only fail together are found by the run itself.
+Checked  tests/study/test_definition.py
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final, Literal, TypeGuard
+
+from scrimp.config import (
+    Config,
+    Range,
+    check_range,
+    check_values,
+    leaves,
+    nearest_key,
+    nearest_word,
+    ranks_of,
+    replace_values,
+    settings_in,
+)
+from scrimp.config.read_toml import MAX_FILE_BYTES, convert
+from scrimp.errors import ConfigError, ScrimpError
+from scrimp.files import read_bounded
+from scrimp.study.comparisons import IntervalName, pairs_for_bootstrap
+
+FigureName = Literal["held_out_loss", "training_loss", "tokens_per_second"]
+MOST_RUNS: Final = 10_000
+_SHIPPED: Final = Path(__file__).parent / "shipped"
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+,-]{0,79}")
+_CONTAINERS: Final = ("seeds", "settings", "variants", "grid", "halving")
+_RANGES: Final = {
+    "confidence": Range(0.5, 1, below=True),
+    "power": Range(0.05, 1, above=True, below=True),
+    "scatter": Range(0, 1e12, above=True),
+    "matters": Range(0, 1e12, above=True),
+    "threads": Range(1, 4096),
+}
+_ONLY_COMMON: Final = ("data",)
+_ONLY_COMMON_OF_LOSSES: Final = ("data", "evaluation", "train.sequence")
+_THE_STUDYS: Final = ("run.dir", "run.seed")
+Settings = Mapping[str, Any]
+"""Values of settings by dotted key, as `scrimp train` has them."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One of the things that are compared."""
+
+    name: str
+    settings: Settings
+    """The common settings with its own."""
+
+
+@dataclass(frozen=True)
+class Halving:
+    """After each of `rounds` rounds one of `factor` variants goes on; the rounds grow by that factor."""
+
+    factor: int
+    rounds: int
+
+    def steps(self, last: int) -> list[int]:
+        """The step at which each round ends, the last one's being the run's."""
+        return [last // self.factor**left for left in range(self.rounds, -1, -1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Head:
+    """The keys of a file that are one value each."""
+
+    about: str = ""
+    """The question, in a sentence."""
+    control: str = ""
+    """The variant that the others are compared with. Unset: the first."""
+    figure: FigureName = "held_out_loss"
+    """What is compared."""
+    interval: IntervalName = "t"
+    confidence: float = 0.95
+    """That an interval holds the true difference."""
+    power: float = 0.8
+    """With which the smallest visible difference is seen."""
+    scatter: float | None = None
+    """Standard deviation of a paired difference, where earlier runs tell it."""
+    matters: float | None = None
+    """Smallest difference that matters: where the whole interval is nearer to zero, the verdict is `same`."""
+    all_together: bool = False
+    """`confidence` is that of all comparisons together, instead of each."""
+    threads: int | None = None
+    """Of each run. Unset: the cores, shared among all runs; of runs that are timed, all cores."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study(_Head):
+    """A study that was read and checked."""
+
+    name: str
+    text: str
+    """Of its file."""
+    seeds: tuple[int, ...]
+    variants: tuple[Variant, ...]
+    halving: Halving | None = None
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether runs have to be alone on their machine, since what is compared is their speed."""
+        return self.figure == "tokens_per_second"
+
+    @property
+    def others(self) -> list[Variant]:
+        """All variants but the control."""
+        return [one for one in self.variants if one.name != self.control]
+
+    def with_seeds(self, count: int) -> Study:
+        """The same with so many seeds: its own first, then further ones."""
+        more = itertools.chain(self.seeds, (one for one in itertools.count() if one not in self.seeds))
+        found = replace(self, seeds=tuple(itertools.islice(more, count)))
+        _check_whole(found, self.name)
+        return found
+
+    def settings_of(self, variant: Variant, seed: int) -> dict[str, Any]:
+        """All settings of one run but its folder."""
+        settings = dict(variant.settings) | {"run.seed": seed}
+        if self.halving is not None:
+            first = self.halving.steps(settings["train.steps"])[0]
+            for key in ("evaluation.every", "checkpoint.every"):
+                settings.setdefault(key, first)
+        return settings
+
+
+def shipped_studies() -> tuple[str, ...]:
+    """Names of the studies that ship."""
+    return tuple(sorted(file.stem for file in _SHIPPED.glob("*.toml")))
+
+
+def load_study(source: str) -> Study:
+    """A study by its file, or by the name of one that ships.
+
+    Raises:
+        ConfigError: there is none, or it cannot be used; with file, key, what was got and what is expected.
+    """
+    file, names = Path(source).expanduser(), shipped_studies()
+    if source in names and not file.is_file():
+        file = _SHIPPED / f"{source}.toml"
+    elif not file.suffix and not file.exists():
+        near = nearest_word(source, names)
+        raise ConfigError(
+            f"there is no study {source!r}",
+            expected=f"a TOML file, a folder of results, or one of {', '.join(names)}",
+            do=f"did you mean {near}?" if near else "check the path",
+        )
+    content = read_bounded(
+        file,
+        error=ConfigError,
+        do="name a TOML file, or a study that ships: " + ", ".join(names),
+        at_most=MAX_FILE_BYTES,
+    )
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{file} is not UTF-8 text", expected="a study as TOML") from None
+    return parse_study(text, name=file.stem, where=str(file))
+
+
+def parse_study(text: str, *, name: str, where: str) -> Study:
+    """A study from TOML text.
+
+    Args:
+        name: of the study.
+        where: of the text, in messages.
+    """
+    try:
+        table = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{where} is not valid TOML",
+            got=str(error) or type(error).__name__,
+            expected="a study: seeds = 3, [settings], and [[variants]] or [grid]",
+            do="correct that line",
+        ) from None
+    head = _read_head(table, where)
+    common = _settings(_table(table, "settings", where), where, "settings")
+    variants = _variants(table, common, where)
+    head["control"] = head.get("control") or variants[0].name
+    _check_control(head["control"], variants, where)
+    found = Study(
+        name=name,
+        text=text,
+        seeds=_seeds(table.get("seeds", 3), where),
+        variants=variants,
+        halving=_halving(table, where),
+        **head,
+    )
+    _check_whole(found, where)
+    return found
+
+
+# -- parts of the file -------------------------------------------------------------------------
+
+
+def _read_head(table: Mapping[str, Any], where: str) -> dict[str, Any]:
+    known = leaves(_Head)
+    values: dict[str, Any] = {}
+    for key, value in table.items():
+        if key in _CONTAINERS:
+            continue
+        if key not in known:
+            raise _unknown(key, [*known, *_CONTAINERS], where)
+        values[key] = convert(known[key], value, where)
+        if key in _RANGES:
+            check_range(f"{key} in {where}", values[key], _RANGES[key])
+    return values
+
+
+def _unknown(key: str, known: Sequence[str], where: str) -> ConfigError:
+    near, setting = nearest_word(key, known), nearest_key(key, leaves(Config))
+    do = f"did you mean {near}?" if near else f"remove {key}"
+    if setting is not None and (near is None or setting.rpartition(".")[2] == key):
+        do = f"write {setting} below [settings]: settings of the runs belong there"
+    return ConfigError(f"unknown key {key} in {where}", expected=f"one of {', '.join(known)}", do=do)
+
+
+def _table(table: Mapping[str, Any], key: str, where: str) -> dict[str, Any]:
+    value = table.get(key, {})
+    if not isinstance(value, dict):
+        raise ConfigError(
+            f"{key} in {where} is no table", got=_shown(value), expected=f"[{key}], with settings below"
+        )
+    return value
+
+
+def _settings(table: dict[str, Any], where: str, part: str) -> dict[str, Any]:
+    """Settings of runs out of one part of the file."""
+    values = settings_in(table, f"{where}, [{part}]")
+    for key in _THE_STUDYS:
+        if key in values:
+            raise ConfigError(
+                f"{key} in {where}, [{part}] is the study's own",
+                got=_shown(values[key]),
+                expected="seeds of the study, and folders below the study's",
+                do="give seeds at the top of the file"
+                if key == "run.seed"
+                else "remove it; --out names the folder",
+            )
+    return values
+
+
+def _seeds(value: object, where: str) -> tuple[int, ...]:
+    given: object = list(range(min(value, MOST_RUNS + 1))) if _is_count(value) else value
+    seeds = [one for one in given if _is_count(one, 0)] if isinstance(given, list) else []
+    if given != seeds or not seeds or len(set(seeds)) < len(seeds) or len(seeds) > MOST_RUNS:
+        raise ConfigError(
+            f"seeds in {where} cannot be used",
+            got=_shown(value),
+            expected=f"how many, 1 to {MOST_RUNS:,}, or a list of different ones such as [0, 1, 2]",
+        )
+    return tuple(seeds)
+
+
+def _is_count(value: object, least: int = 1) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= 2**63 - 1
+
+
+def _halving(table: Mapping[str, Any], where: str) -> Halving | None:
+    if "halving" not in table:
+        return None
+    values = _table(table, "halving", where)
+    for key in values:
+        if key not in ("factor", "rounds"):
+            raise _unknown(f"halving.{key}", ["halving.factor", "halving.rounds"], where)
+    found = {"factor": 2, "rounds": 1} | values
+    for key, least, most in (("factor", 2, 100), ("rounds", 1, 20)):
+        if not _is_count(found[key]):
+            raise ConfigError(
+                f"halving.{key} in {where} has the wrong type",
+                got=_shown(found[key]),
+                expected="a whole number",
+            )
+        check_range(f"halving.{key} in {where}", found[key], Range(least, most))
+    return Halving(**found)
+
+
+def _variants(table: Mapping[str, Any], common: Settings, where: str) -> tuple[Variant, ...]:
+    if ("variants" in table) == ("grid" in table):
+        raise ConfigError(
+            f"{where} has " + ("both variants and a grid" if "grid" in table else "no variants"),
+            expected="either [[variants]], each with a name and settings, or [grid], with a list for each setting",
+            do="remove one of the two" if "grid" in table else "add one of the two",
+        )
+    own = _of_grid(table, where) if "grid" in table else _of_list(table["variants"], where)
+    names = [name for name, _ in own]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"two variants in {where} are called {twice}", do="give each a name of its own")
+    return tuple(Variant(name, {**common, **settings}) for name, settings in own)
+
+
+def _of_list(value: object, where: str) -> list[tuple[str, dict[str, Any]]]:
+    if not isinstance(value, list) or not value or not all(isinstance(one, dict) for one in value):
+        raise ConfigError(
+            f"variants in {where} is no list of tables",
+            got=_shown(value),
+            expected="[[variants]], with a name and settings, once for each",
+        )
+    found = []
+    for number, one in enumerate(value, start=1):
+        name = one.get("name")
+        if not isinstance(name, str) or _NAME.fullmatch(name) is None:
+            raise ConfigError(
+                f"variant {number} in {where} has no name that a folder can have",
+                got=_shown(name) if name is not None else "no name",
+                expected="up to 80 letters, digits and . _ = + , - , the first a letter or digit",
+            )
+        rest = {key: setting for key, setting in one.items() if key != "name"}
+        found.append((name, _settings(rest, where, f"variants, {name}")))
+    return found
+
+
+def _of_grid(table: Mapping[str, Any], where: str) -> list[tuple[str, dict[str, Any]]]:
+    lists = _flat(_table(table, "grid", where))
+    for key, values in lists.items():
+        if not isinstance(values, list) or not values:
+            raise ConfigError(
+                f"grid.{key} in {where} is no list of values", got=_shown(values), expected=f"{key} = [ ... ]"
+            )
+    count = 1
+    for values in lists.values():
+        count *= len(values)
+    if not lists or count > MOST_RUNS:
+        raise ConfigError(
+            f"the grid in {where} has {count if lists else 0:,} variants", expected=f"1 to {MOST_RUNS:,}"
+        )
+    found = []
+    for values in itertools.product(*lists.values()):
+        chosen = dict(zip(lists, values, strict=True))
+        words = ",".join(f"{key.rpartition('.')[2]}={_word(value)}" for key, value in chosen.items())
+        name = re.sub(r"[^A-Za-z0-9._=+,-]", "_", words)[:80]
+        found.append((name, _settings(_nested(chosen), where, "grid")))
+    return found
+
+
+def _word(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values by dotted key, of tables within tables."""
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found
+
+
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Tables within tables, of values by dotted key."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        *path, last = key.split(".")
+        inner = found
+        for name in path:
+            inner = inner.setdefault(name, {})
+        inner[last] = value
+    return found
+
+
+# -- the study as a whole ----------------------------------------------------------------------
+
+
+def _check_control(control: str, variants: Sequence[Variant], where: str) -> None:
+    names = [one.name for one in variants]
+    if control not in names:
+        near = nearest_word(control, names)
+        raise ConfigError(
+            f"control in {where} is none of the variants",
+            got=repr(control),
+            expected=f"one of {', '.join(names)}",
+            do=f"did you mean {near}?" if near else None,
+        )
+
+
+def _check_whole(study: Study, where: str) -> None:
+    """What only the parts together can break."""
+    if len(study.variants) * len(study.seeds) > MOST_RUNS:
+        raise ConfigError(
+            f"{where} asks for too many runs",
+            got=f"{len(study.variants):,} variants x {len(study.seeds):,} seeds",
+            expected=f"at most {MOST_RUNS:,}",
+        )
+    least = pairs_for_bootstrap(1 - study.confidence)
+    if study.interval == "bootstrap" and len(study.seeds) < least:
+        raise ConfigError(
+            f"interval in {where} cannot be bootstrap with so few seeds",
+            got=f"{len(study.seeds)} seeds",
+            expected=f"{least} or more: means of fewer differences never leave their range",
+            do=f'give seeds = {least}, or interval = "t"',
+        )
+    _check_shared(study, where)
+    for variant in study.variants:
+        _check_run(study, variant, where)
+
+
+def _check_shared(study: Study, where: str) -> None:
+    """Refuse variants that are measured on something else than the control."""
+    is_timed = study.figure == "tokens_per_second"
+    shared = _ONLY_COMMON if is_timed else _ONLY_COMMON_OF_LOSSES
+    control = next(one for one in study.variants if one.name == study.control)
+    for variant in study.variants:
+        keys = {*variant.settings, *control.settings}
+        for key in sorted(keys):
+            if not any(key == one or key.startswith(f"{one}.") for one in shared):
+                continue
+            mine, its = variant.settings.get(key), control.settings.get(key)
+            if mine != its:
+                raise ConfigError(
+                    f"{key} in {where} differs between variants",
+                    got=f"{mine!r} of {variant.name}, {its!r} of {study.control}",
+                    expected="one value: all runs of a study share their data"
+                    + ("" if is_timed else " and evaluation"),
+                    do="move it to [settings], or make it another study",
+                )
+
+
+def _check_run(study: Study, variant: Variant, where: str) -> None:
+    config = replace_values(Config(), variant.settings)
+    try:
+        check_values(config)
+    except ScrimpError as error:
+        raise type(error)(
+            f"{variant.name} in {where}: {error.what}", got=error.got, expected=error.expected, do=error.do
+        ) from None
+    if ranks_of(config.layout) > 1:
+        raise ConfigError(
+            f"{variant.name} in {where} asks for {ranks_of(config.layout)} ranks",
+            expected="runs of one process each",
+            do="leave the degrees of layout out",
+        )
+    if study.halving is not None:
+        _check_halving(study, study.halving, variant, where)
+
+
+def _check_halving(study: Study, halving: Halving, variant: Variant, where: str) -> None:
+    steps, whole = variant.settings.get("train.steps"), halving.factor**halving.rounds
+    if study.is_timed:
+        raise ConfigError(
+            f"halving in {where} does not go with tokens_per_second", expected="a loss as figure"
+        )
+    common = {one.settings.get("train.steps") for one in study.variants}
+    if not isinstance(steps, int) or steps % whole or len(common) > 1:
+        raise ConfigError(
+            f"halving in {where} does not divide train.steps of {variant.name}",
+            got="no train.steps" if steps is None else f"{steps:,} steps",
+            expected=f"a multiple of factor^rounds, {whole:,}, the same for all variants",
+            do=f"give train.steps = {max(whole, round((steps or whole) / whole) * whole)} under [settings]",
+        )
+    every, first = variant.settings.get("evaluation.every"), halving.steps(steps)[0]
+    if every is not None and (every == 0 or first % every):
+        raise ConfigError(
+            f"evaluation.every of {variant.name} in {where} does not meet the rounds of halving",
+            got=f"every {every:,} steps",
+            expected=f"a divisor of {first:,}, the first round's steps",
+            do="leave it out",
+        )
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 80 else text[:77] + "..."

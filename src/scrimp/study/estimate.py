@@ -1,0 +1,316 @@
+"""What a study takes before it is begun: seconds, memory, and how many runs go at once.
+
+Problem  A study may take hours, and is better refused before them. Its runs cost as differently as its variants.
+Method   Runs that differ only in what costs nothing (seed, learning rate, schedule) cost the same. Of each cost the
+         first steps of one run are taken, alone, in a folder that is thrown away: seconds until the first step, seconds
+         of a step, what the process had before it trained, and the peak that its plan predicts. Hours follow from the
+         steps of all runs and the places that they go in.
+         As many runs go at once as there are cores for their threads, and memory: of the host what is free, of each GPU
+         its own, by the plans' peaks. Runs that are timed go alone, with all cores.
+         The micro-batch that the probed run decided on is given to all runs of its cost, so that it does not depend on
+         what else runs when they begin. Probes are kept in the study's folder.
+Limits   Evaluations and checkpoints are not counted, nor that runs beside each other slow each other down. A process
+         that is the first to read a corpus prepares it, which its seconds until the first step then contain.
+Checked  tests/study/test_estimate.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from scrimp.errors import CheckpointError, DataError, TrainingError
+from scrimp.files import write_whole
+from scrimp.host_memory import host_memory_available
+from scrimp.json_files import read_json
+from scrimp.study.definition import Study, Variant
+from scrimp.study.job import Job, data_digest, read_run_of
+from scrimp.study.processes import Process
+from scrimp.study.rounds import steps_of, survivors
+from scrimp.study.rows import digest_of
+
+PROBES: Final = "probes.json"
+_COSTS_NOTHING: Final = (
+    *(
+        "run.seed",
+        "optimizer.lr",
+        "optimizer.weight_decay",
+        "optimizer.beta1",
+        "optimizer.beta2",
+        "optimizer.eps",
+    ),
+    *("optimizer.momentum", "schedule.name", "schedule.warmup_steps", "schedule.final_lr_ratio"),
+    *("objective.z_loss", "train.steps", "evaluation.every", "evaluation.tokens", "checkpoint.every"),
+    *("checkpoint.keep_last", "checkpoint.keep_every"),
+)
+"""Settings by which a step costs the same."""
+_STEPS: Final = 8
+_ENOUGH_S: Final = 20.0
+"""After the first step; then three steps are enough."""
+_LONGEST_S: Final = 1800.0
+_LOOK_S: Final = 0.2
+_FREE_SHARE: Final = 0.9
+_CUDA_CONTEXT: Final = 1 << 30
+_MOST_BYTES: Final = 2**24
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """What the first steps of a run showed."""
+
+    startup_seconds: float
+    """From the beginning of the process to its first step."""
+    step_seconds: float
+    host_bytes: int
+    """That the run takes of the host: what its process had before, and what its plan predicts."""
+    device_bytes: int
+    """Of a GPU; 0 on a CPU."""
+    micro_batch: int | None
+    """That the run decided on, where it was left open."""
+    data: str
+    """Digest of tokenizer and corpus."""
+
+
+def threads_of(study: Study) -> int:
+    """Of each run: as the file says, or the cores shared among all runs; of runs that are timed all cores."""
+    if study.threads is not None:
+        return study.threads
+    runs = 1 if study.is_timed else len(study.variants) * len(study.seeds)
+    return max(1, cores() // runs)
+
+
+def cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def probe_all(study: Study, folder: Path, threads: int, say: Say, *, trusts: bool) -> dict[str, Probe]:
+    """The cost of each variant's runs, by name: from the folder of an earlier call, or measured.
+
+    Raises:
+        TrainingError: a run does not begin; with what it said.
+        DataError: variants would read different data.
+    """
+    known, found = kept_probes(folder), {}
+    for variant in study.variants:
+        key = digest_of({**_costly(variant), "threads": threads})
+        if key not in known:
+            say(f"measuring the first steps of {variant.name} ...")
+            known[key] = _probe(study, variant, threads, trusts=trusts)
+            write_whole(
+                folder / PROBES, json.dumps({name: asdict(one) for name, one in known.items()}, indent=1)
+            )
+        found[variant.name] = known[key]
+    control = found[study.control]
+    for name, one in found.items():
+        if one.data != control.data:
+            raise DataError(
+                f"{name} and {study.control} would read different data",
+                got=f"corpora {one.data[:12]} and {control.data[:12]}",
+                expected="one tokenizer and one corpus for all runs of a study",
+                do="name the tokenizer under [settings], as data.tokenizer or data.vocab_size",
+            )
+    return found
+
+
+def with_micro_batch(settings: Mapping[str, Any], probe: Probe) -> dict[str, Any]:
+    """Settings with the micro-batch that the probed run decided on, where they leave it open."""
+    is_open = settings.get("train.micro_batch") is None and settings.get("memory.split") != "fastest"
+    more = {"train.micro_batch": probe.micro_batch} if is_open and probe.micro_batch else {}
+    return dict(settings) | more
+
+
+def seconds_of(
+    study: Study, probes: Mapping[str, Probe], done: Mapping[tuple[str, int], int], places: int
+) -> float:
+    """Of all steps that are left, in so many places.
+
+    Args:
+        done: the last step of each run that has ended, by variant and seed.
+    """
+    each = [
+        probes[name].startup_seconds + steps * probes[name].step_seconds for name, steps in _left(study, done)
+    ]
+    return max(sum(each) / places, max(each, default=0.0))
+
+
+def steps_left(study: Study, done: Mapping[tuple[str, int], int]) -> tuple[int, int]:
+    """How many runs, or with halving parts of runs, are left, and their steps."""
+    left = _left(study, done)
+    return len(left), sum(steps for _, steps in left)
+
+
+def _left(study: Study, done: Mapping[tuple[str, int], int]) -> list[tuple[str, int]]:
+    """Variant and steps of each run, or part of one, that is left."""
+    found = []
+    for variant, ends in _ends(study):
+        for seed in study.seeds:
+            at = done.get((variant.name, seed), 0)
+            for begin, end in itertools.pairwise([0, *ends]):
+                if end > at:
+                    found.append((variant.name, end - begin))
+    return found
+
+
+def _ends(study: Study) -> list[tuple[Variant, list[int]]]:
+    """Where each variant's rounds end; of halving as if the ones listed first went on."""
+    if study.halving is None:
+        return [(one, [steps_of(one)]) for one in study.variants]
+    ends = study.halving.steps(steps_of(study.variants[0]))
+    counts = [len(study.others)]
+    for _ in ends[1:]:
+        counts.append(survivors(counts[-1], study.halving.factor))
+    return [
+        (
+            one,
+            ends
+            if one.name == study.control
+            else [end for end, most in zip(ends, counts, strict=True) if place < most],
+        )
+        for place, one in enumerate(sorted(study.variants, key=lambda one: one.name == study.control))
+    ]
+
+
+# -- places ------------------------------------------------------------------------------------
+
+
+def places_here(
+    study: Study, probes: Mapping[str, Probe], threads: int, at_once: int | None
+) -> tuple[list[dict[str, str]], str]:
+    """The environment of each place on this machine, and what allows no more.
+
+    Args:
+        at_once: most places that are asked for.
+    """
+    runs = len(study.variants) * len(study.seeds)
+    wanted = min(runs, at_once or runs)
+    gpus = _gpus() if any(one.device_bytes for one in probes.values()) else []
+    environments = _on_gpus(gpus, max(one.device_bytes for one in probes.values())) if gpus else []
+    if study.is_timed:
+        return environments[:1] or [{}], "they are timed, and go alone"
+    host = max(1, max(one.host_bytes for one in probes.values()))
+    limits = {
+        "there are no more runs" if at_once is None or at_once >= runs else "--at-once": wanted,
+        f"{cores()} cores, {threads} for each": cores() // threads,
+        "the host's memory": int(host_memory_available() * _FREE_SHARE / host),
+    }
+    if gpus:
+        limits["the memory of GPUs"] = len(environments)
+    why = min(limits, key=lambda name: limits[name])
+    count = max(1, limits[why])
+    return (environments or [{}] * count)[:count], why
+
+
+def _on_gpus(gpus: Sequence[tuple[str, int]], need: int) -> list[dict[str, str]]:
+    """A place for each share of a GPU, one GPU after the other."""
+    fits = [max(1, int(free * _FREE_SHARE) // need) for _, free in gpus]
+    return [
+        {"CUDA_VISIBLE_DEVICES": name}
+        for number in range(max(fits))
+        for (name, _), most in zip(gpus, fits, strict=True)
+        if number < most
+    ]
+
+
+def _gpus() -> list[tuple[str, int]]:
+    """Each GPU as CUDA_VISIBLE_DEVICES names it, and its free bytes."""
+    import torch
+
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    names = seen.split(",") if seen else [str(number) for number in range(count)]
+    return [(names[number], torch.cuda.mem_get_info(number)[0]) for number in range(count)]
+
+
+# -- probes ------------------------------------------------------------------------------------
+
+
+def _costly(variant: Variant) -> dict[str, Any]:
+    return {key: value for key, value in variant.settings.items() if key not in _COSTS_NOTHING}
+
+
+def kept_probes(folder: Path) -> dict[str, Probe]:
+    """Probes of an earlier call; none where they cannot be read."""
+    with contextlib.suppress(CheckpointError):
+        if (folder / PROBES).exists():
+            return read_json(
+                folder / PROBES, dict[str, Probe], error=CheckpointError, do="", at_most=_MOST_BYTES
+            )
+    return {}
+
+
+def _probe(study: Study, variant: Variant, threads: int, *, trusts: bool) -> Probe:
+    settings = study.settings_of(variant, study.seeds[0])
+    settings |= {"evaluation.every": 0, "checkpoint.every": 0, "checkpoint.keep_every": 0}
+    with tempfile.TemporaryDirectory(prefix="scrimp-study-") as name:
+        job = Job(
+            variant=variant.name,
+            seed=study.seeds[0],
+            digest="",
+            settings=settings,
+            steps=steps_of(variant),
+            folder=Path(name),
+            figure=study.figure,
+            threads=threads,
+            trusts=trusts,
+        )
+        began = time.monotonic()
+        process, first, error = Process(job), None, None
+        try:
+            while True:
+                steps, now = _steps(job), time.monotonic()
+                first = first or (now if steps else None)
+                ended = process.row()
+                if ended is not None:
+                    error = ended.error
+                    break
+                if steps >= _STEPS or (steps >= 3 and first and now > first + _ENOUGH_S):
+                    break
+                if now > began + _LONGEST_S:
+                    error = f"no {_STEPS} steps in {_LONGEST_S:,.0f} s"
+                    break
+                time.sleep(_LOOK_S)
+        finally:
+            process.kill()
+        return _of_run(job, (first or time.monotonic()) - began, error)
+
+
+def _steps(job: Job) -> int:
+    with contextlib.suppress(OSError):
+        return (job.run_folder / "metrics.jsonl").read_bytes().count(b"\n")
+    return 0
+
+
+def _of_run(job: Job, startup: float, error: str | None) -> Probe:
+    run = read_run_of(job)
+    seconds = [] if run is None else run.recorded("step_s")[1].tolist()
+    if run is None or not seconds:
+        raise TrainingError(
+            f"{job.variant} does not train",
+            got=error or "no step was recorded",
+            expected="a run that begins",
+            do=f"try its settings with `scrimp train`: {'; '.join(job.toml.splitlines()[1:])}",
+        )
+    planned = run.plan.get("predicted", {})
+    on_device, on_host = (int(planned.get(f"peak_{one}_bytes") or 0) for one in ("device", "host"))
+    before = int((run.last("process_peak_bytes") or 0) - (run.last("process_growth_bytes") or 0))
+    is_cuda = str(run.setting("device") or "").startswith("cuda")
+    micro_batch = run.setting("train.micro_batch")
+    return Probe(
+        startup_seconds=startup,
+        step_seconds=statistics.median(seconds[1:] or seconds),
+        host_bytes=max(0, before) + on_host + (0 if is_cuda else on_device),
+        device_bytes=on_device + _CUDA_CONTEXT if is_cuda else 0,
+        micro_batch=micro_batch if isinstance(micro_batch, int) else None,
+        data=data_digest(job.run_folder),
+    )

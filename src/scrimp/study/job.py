@@ -1,0 +1,189 @@
+"""One run of a study as data: its settings as a file, where it runs to, and how the row about it is read.
+
+Everything here can be sent to another machine, and names no torch.
+"""
+
+from __future__ import annotations
+
+import platform
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from scrimp.config.write_toml import toml_value
+from scrimp.errors import CheckpointError, ScrimpError
+from scrimp.json_files import decode_loosely
+from scrimp.report.curves import Array
+from scrimp.report.read_run import RunRecord, read_run
+from scrimp.study.definition import FigureName
+from scrimp.study.rows import LARGEST, Curve, Row
+
+_DONE: Final = "all steps done"
+"""The reason of the finish of a run that did not fail."""
+MOST_POINTS: Final = 200
+"""Of a curve in a row."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A run, or its next part."""
+
+    variant: str
+    seed: int
+    digest: str
+    settings: Mapping[str, Any]
+    """All that the run is told, but for its folder."""
+    steps: int
+    """It runs so far."""
+    stops_there: bool = False
+    """It has more steps than that, which a later job goes on with."""
+    folder: Path
+    """Of all runs of the study; the run's own lies in it."""
+    figure: FigureName
+    threads: int = 1
+    trusts: bool = False
+    """Code that settings name may run."""
+    at_once: int = 1
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Further variables of its process."""
+
+    @property
+    def name(self) -> str:
+        """Of the run in messages, and of its files."""
+        return f"{self.variant}-seed{self.seed}"
+
+    @property
+    def run_folder(self) -> Path:
+        """What `scrimp train` writes into."""
+        return self.folder / self.name
+
+    @property
+    def toml(self) -> str:
+        """The file that `scrimp train` reads."""
+        rows = [
+            f"{key} = {toml_value(value)}"
+            for key, value in sorted(self.settings.items())
+            if value is not None
+        ]
+        return "\n".join([f"# {self.name}, written by scrimp study", *rows]) + "\n"
+
+
+def has_reached(job: Job, run: RunRecord) -> bool:
+    """Whether the run has taken all steps of the job, with what follows the last one where the run ends there."""
+    steps = run.columns["step"]
+    if not len(steps) or steps[-1] < job.steps:
+        return False
+    return job.stops_there or any(event.get("reason") == _DONE for event in run.events_of("finish"))
+
+
+def read_run_of(job: Job) -> RunRecord | None:
+    """What the run has written so far; None where it has not begun."""
+    try:
+        return read_run(job.run_folder)
+    except CheckpointError:
+        return None
+
+
+def finished_row(job: Job) -> Row | None:
+    """The row of a run that has reached its end already, as one whose study was killed before it was written."""
+    run = read_run_of(job)
+    return row_of(job, seconds=0.0) if run is not None and has_reached(job, run) else None
+
+
+def row_of(job: Job, *, seconds: float, error: str | None = None) -> Row:
+    """The row about a run that ended."""
+    common: dict[str, Any] = {
+        "variant": job.variant,
+        "seed": job.seed,
+        "steps": job.steps,
+        "digest": job.digest,
+        "seconds": round(seconds, 3),
+        "at_once": job.at_once,
+        "machine": platform.node(),
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    run = read_run_of(job)
+    if error is None and run is None:
+        error = "the run left no folder"
+    if run is None:
+        return Row(**common, error=error)
+    figures = _figures(run, job.steps)
+    if error is None and figures[job.figure] is None:
+        error = f"the run has no {job.figure.replace('_', ' ')} at step {job.steps:,}"
+    environment = dict(run.start_field("environment") or {})
+    environment["device"] = str(run.start_field("device") or "")
+    return Row(
+        **common,
+        error=error,
+        figures={} if error else figures,
+        training=_training_curve(run, job.steps),
+        held_out=_held_out_curve(run, job.steps),
+        data=data_digest(job.run_folder),
+        environment=environment,
+    )
+
+
+def _figures(run: RunRecord, steps: int) -> dict[str, float | None]:
+    found = {
+        "held_out_loss": _held_out_loss(run, steps),
+        "training_loss": _training_loss(run, steps),
+        "tokens_per_second": _tokens_per_second(run, steps),
+    }
+    return {name: None if value is None or abs(value) > LARGEST else value for name, value in found.items()}
+
+
+def _held_out_loss(run: RunRecord, steps: int) -> float | None:
+    at, losses = run.evaluations("eval_loss", "loss")
+    return next((float(loss) for step, loss in zip(at, losses, strict=True) if step == steps), None)
+
+
+def _training_loss(run: RunRecord, steps: int) -> float | None:
+    """Mean of the last quarter of the steps: of the same batches for all runs of a seed."""
+    at, losses = run.recorded("loss")
+    last = losses[(at > steps - max(1, steps // 4)) & (at <= steps)]
+    return float(last.mean()) if len(last) else None
+
+
+def _tokens_per_second(run: RunRecord, steps: int) -> float | None:
+    """Median over the steps but the first ones, in which kernels, caches and the allocator warm up."""
+    at, rates = run.recorded("tokens_per_s")
+    later = rates[(at > min(max(2, steps // 10), 50, steps - 1)) & (at <= steps)]
+    return float(statistics.median(later.tolist())) if len(later) else None
+
+
+def _training_curve(run: RunRecord, steps: int) -> Curve:
+    at, losses = run.columns["step"], run.columns["loss"]
+    return _means(at[at <= steps], losses[at <= steps], steps)
+
+
+def _means(at: Array, values: Array, steps: int) -> Curve:
+    """Means of `MOST_POINTS` equal parts, each at its last step: the same parts for all runs of so many steps."""
+    width = max(1, -(-steps // MOST_POINTS))
+    found = Curve(steps=[], values=[])
+    for end in range(width, steps + width, width):
+        part = values[(at > end - width) & (at <= end)]
+        part = part[np.isfinite(part)]
+        found.steps.append(min(end, steps))
+        found.values.append(round(float(part.mean()), 6) if len(part) else None)
+    return found
+
+
+def _held_out_curve(run: RunRecord, steps: int) -> Curve:
+    at, losses = run.evaluations("eval_loss", "loss")
+    kept = np.flatnonzero(at <= steps)
+    kept = kept[np.unique(np.linspace(0, len(kept) - 1, min(MOST_POINTS, len(kept))).astype(int))]
+    return Curve(steps=at[kept].tolist(), values=[round(loss, 6) for loss in losses[kept].tolist()])
+
+
+def data_digest(folder: Path) -> str:
+    """Of tokenizer and corpus, as a run's folder has it; empty where it has none."""
+    try:
+        found = decode_loosely((folder / "run.json").read_bytes())
+    except (OSError, ValueError, ScrimpError):
+        return ""
+    return str(found.get("data", "")) if isinstance(found, dict) else ""

@@ -1,0 +1,43 @@
+"""Verdicts for the terminal."""
+
+from __future__ import annotations
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+from scrimp.report.html import visible
+from scrimp.report.units import format_number
+from scrimp.study.page import signed
+from scrimp.study.results import FIGURES, UNITS, Outcome, Results
+
+
+def verdict_table(results: Results) -> Table:
+    """A row for each variant."""
+    study = results.study
+    title = f"{study.name}: {FIGURES[study.figure]} against {study.control}, {UNITS[study.figure]}"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("variant", "runs", "mean", "difference", "interval", "verdict"):
+        table.add_column(
+            name, justify="right" if name in ("runs", "mean", "difference") else "left", overflow="fold"
+        )
+    for one in results.outcomes:
+        table.add_row(*[Text(visible(cell)) for cell in _cells(one)])
+    return table
+
+
+def _cells(one: Outcome) -> list[str]:
+    found = one.comparison
+    interval = ""
+    if found is not None and found.low is not None:
+        interval = f"{signed(found.low)} to {signed(found.high)}"
+    failed = f"; {len(one.failures)} failed" if one.failures else ""
+    dropped = f"; dropped after step {one.steps:,}" if one.is_dropped else ""
+    return [
+        one.name,
+        str(len(one.values)),
+        format_number(one.mean, 5),
+        signed(found.mean) if found else "",
+        interval,
+        one.verdict + failed + dropped,
+    ]

@@ -1,0 +1,156 @@
+"""What a study's file may say, and how it is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from scrimp.errors import ConfigError
+from scrimp.study.definition import Study, load_study, parse_study, shipped_studies
+
+GRID = """
+seeds = [4, 2]
+control = "lr=0.002"
+[settings]
+train.steps = 8
+data.source = "stdlib"
+[grid]
+optimizer.lr = [1e-3, 2e-3]
+"train.batch_tokens" = [512]
+"""
+LIST = """
+figure = "training_loss"
+[settings]
+train.steps = 8
+[[variants]]
+name = "bf16"
+precision = "bf16"
+[[variants]]
+name = "fp8"
+precision = "fp8,*.wgrad=bf16"
+optimizer.lr = 0.1
+"""
+
+
+def read(text: str) -> Study:
+    return parse_study(text, name="mine", where="mine.toml")
+
+
+def test_a_grid_is_all_combinations() -> None:
+    text = GRID.replace("lr=0.002", "lr=0.002,batch_tokens=512")
+    study = read(text)
+    assert [one.name for one in study.variants] == ["lr=0.001,batch_tokens=512", "lr=0.002,batch_tokens=512"]
+    assert [one.settings["optimizer.lr"] for one in study.variants] == [1e-3, 2e-3]
+    assert all(one.settings["train.steps"] == 8 for one in study.variants)
+    assert study.seeds == (4, 2)
+    assert [one.name for one in study.others] == ["lr=0.001,batch_tokens=512"]
+    assert study.settings_of(study.variants[0], 4)["run.seed"] == 4
+
+
+def test_a_list_compares_with_its_first_variant() -> None:
+    study = read(LIST)
+    assert (study.control, study.seeds, study.figure) == ("bf16", (0, 1, 2), "training_loss")
+    assert study.variants[1].settings == {
+        "train.steps": 8,
+        "precision": "fp8,*.wgrad=bf16",
+        "optimizer.lr": 0.1,
+    }
+
+
+def test_further_seeds_follow_the_files_own() -> None:
+    study = read("seeds = [1, 5]\n" + LIST)
+    assert study.with_seeds(4).seeds == (1, 5, 0, 2)
+    assert study.with_seeds(1).seeds == (1,)
+
+
+def test_halving_evaluates_where_rounds_end() -> None:
+    study = read(LIST + "[halving]\nfactor = 2\nrounds = 2\n")
+    assert study.halving is not None
+    assert study.halving.steps(8) == [2, 4, 8]
+    settings = study.settings_of(study.variants[0], 0)
+    assert settings["evaluation.every"] == settings["checkpoint.every"] == 2
+
+
+REFUSED = {
+    "no toml": ("seeds = = 3", "not valid TOML", "correct that line"),
+    "unknown key": ("seedz = 3\n" + LIST, "unknown key seedz", "did you mean seeds"),
+    "setting at the top": ("steps = 3\n" + LIST, "unknown key steps", "[settings]"),
+    "unknown setting": (LIST.replace("train.steps", "train.stepz"), "unknown key train.stepz", "steps = ..."),
+    "type": (LIST.replace("train.steps = 8", 'train.steps = "8"'), "wrong type", "without quotes"),
+    "impossible value": (LIST.replace("optimizer.lr = 0.1", "optimizer.lr = 7.0"), "fp8 in mine.toml", None),
+    "no variants": ("[settings]\ntrain.steps = 8", "no variants", "add one of the two"),
+    "both": (LIST + "[grid]\nprecision = ['fp8']", "both variants and a grid", "remove one"),
+    "no name": (LIST.replace('name = "fp8"\n', ""), "variant 2", None),
+    "bad name": (LIST.replace('name = "fp8"', 'name = "../fp8"'), "variant 2", None),
+    "same name": (LIST.replace('name = "fp8"', 'name = "bf16"'), "called bf16", "name of its own"),
+    "control": ('control = "bf1"\n' + LIST, "control in mine.toml", "did you mean bf16"),
+    "no list in a grid": (GRID.replace("[512]", "512"), "grid.train.batch_tokens", None),
+    "seed in settings": (LIST.replace("train.steps = 8", "run.seed = 8"), "run.seed", "seeds at the top"),
+    "folder": (LIST.replace("train.steps = 8", 'run.dir = "x"'), "run.dir", "--out"),
+    "seeds twice": ("seeds = [1, 1]\n" + LIST, "seeds in mine.toml", None),
+    "no seeds": ("seeds = 0\n" + LIST, "seeds in mine.toml", None),
+    "seeds of another type": ('seeds = "3"\n' + LIST, "seeds in mine.toml", None),
+    "confidence": ("confidence = 1.0\n" + LIST, "confidence in mine.toml is out of range", None),
+    "figure": (LIST.replace("training_loss", "loss"), "figure in mine.toml", None),
+    "bootstrap": ('interval = "bootstrap"\n' + LIST, "so few seeds", "seeds = 6"),
+    "other data": (LIST.replace("optimizer.lr = 0.1", 'data.source = "x"'), "data.source", "[settings]"),
+    "other evaluation": (LIST.replace("optimizer.lr = 0.1", "train.sequence = 64"), "train.sequence", None),
+    "ranks": (LIST.replace("train.steps = 8", "layout.tp = 2"), "2 ranks", "leave"),
+    "halving without steps": (
+        LIST.replace("train.steps = 8", "") + "[halving]\nrounds = 2\n",
+        "halving",
+        "train.steps = 4",
+    ),
+    "halving that does not divide": (LIST + "[halving]\nrounds = 4\n", "halving", "train.steps = 16"),
+    "halving by speed": (
+        LIST.replace("training_loss", "tokens_per_second") + "[halving]\n",
+        "tokens_per_second",
+        None,
+    ),
+    "halving and evaluations": (
+        LIST.replace("train.steps = 8", "train.steps = 8\nevaluation.every = 3") + "[halving]\n",
+        "evaluation.every",
+        "leave it out",
+    ),
+    "halving key": (LIST + "[halving]\nround = 1\n", "halving.round", "halving.rounds"),
+    "too many": ("seeds = 9000\n" + LIST, "too many runs", None),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_a_study_is_refused_with_advice(case: str) -> None:
+    text, what, do = REFUSED[case]
+    with pytest.raises(ConfigError) as refusal:
+        read(text)
+    assert what in refusal.value.what
+    assert "mine.toml" in refusal.value.what or case == "impossible value"
+    if do is not None:
+        assert do in (refusal.value.do or "")
+
+
+def test_speeds_may_be_of_other_sequences() -> None:
+    text = LIST.replace("training_loss", "tokens_per_second").replace(
+        "optimizer.lr = 0.1", "train.sequence = 64"
+    )
+    assert read(text).is_timed
+
+
+def test_a_study_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        load_study("format")
+    assert "formats" in (refusal.value.do or "")
+    with pytest.raises(ConfigError):
+        load_study(str(tmp_path / "none.toml"))
+    (tmp_path / "mine.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError) as refusal:
+        load_study(str(tmp_path / "mine.toml"))
+    assert "UTF-8" in refusal.value.what
+
+
+@pytest.mark.parametrize("name", shipped_studies())
+def test_shipped_studies_can_be_read(name: str) -> None:
+    study = load_study(name)
+    assert study.name == name
+    assert study.about
+    assert study.scatter is not None

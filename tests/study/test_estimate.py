@@ -1,0 +1,131 @@
+"""Hours, places and probes, without training anything."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fakes import PROBE, row_for, rows_for, study_of
+
+from scrimp.errors import DataError
+from scrimp.study import estimate
+from scrimp.study.announce import announcement, visible_text
+from scrimp.study.comparisons import visible_difference
+from scrimp.study.estimate import places_here, probe_all, seconds_of, steps_left, threads_of, with_micro_batch
+
+PROBES = dict.fromkeys("abc", PROBE)  # 2 s until the first step, 0.5 s each of 8 steps
+
+
+def test_hours_are_those_of_all_runs_in_their_places() -> None:
+    study = study_of()
+    assert seconds_of(study, PROBES, {}, 1) == 9 * 6.0
+    assert seconds_of(study, PROBES, {}, 3) == 3 * 6.0
+    assert seconds_of(study, PROBES, {("a", 0): 8, ("b", 0): 8}, 1) == 7 * 6.0
+    assert seconds_of(study, PROBES, {}, 100) == 6.0  # no run is faster than itself
+    assert steps_left(study, {("a", 0): 8}) == (8, 64)
+
+
+def test_hours_of_halving_are_those_of_rounds() -> None:
+    study = study_of("abcde", seeds=1, tail="[halving]\nfactor = 2\nrounds = 2\n")
+    # All five to step 2, two of four and the control to 4, one and the control to 8.
+    assert steps_left(study, {}) == (5 + 3 + 2, 5 * 2 + 3 * 2 + 2 * 4)
+    assert steps_left(study, {("a", 0): 4})[1] == (5 * 2 + 3 * 2 + 2 * 4) - 4
+
+
+def test_as_many_runs_go_at_once_as_cores_and_memory_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(estimate, "cores", lambda: 8)
+    monkeypatch.setattr(estimate, "host_memory_available", lambda: 100 << 20)
+    study = study_of()
+    assert threads_of(study) == 1
+    assert len(places_here(study, PROBES, 1, None)[0]) == 8
+    assert places_here(study, PROBES, 2, None) == ([{}] * 4, "8 cores, 2 for each")
+    large = dict.fromkeys("abc", replace(PROBE, host_bytes=40 << 20))
+    assert places_here(study, large, 1, None) == ([{}] * 2, "the host's memory")
+    assert places_here(study, PROBES, 1, 3) == ([{}] * 3, "--at-once")
+    assert len(places_here(study_of(seeds=1), PROBES, 1, None)[0]) == 3
+
+
+def test_runs_that_are_timed_go_alone_with_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(estimate, "cores", lambda: 8)
+    study = study_of(head='figure = "tokens_per_second"')
+    assert threads_of(study) == 8
+    assert len(places_here(study, PROBES, 8, None)[0]) == 1
+    assert threads_of(study_of(head="threads = 3")) == 3
+
+
+def test_gpus_are_shared_as_far_as_their_memory_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(estimate, "cores", lambda: 64)
+    monkeypatch.setattr(estimate, "host_memory_available", lambda: 1 << 40)
+    monkeypatch.setattr(estimate, "_gpus", lambda: [("0", 80 << 30), ("1", 30 << 30)])
+    probes = dict.fromkeys("abc", replace(PROBE, device_bytes=24 << 30))
+    environments, why = places_here(study_of(), probes, 1, None)
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in environments] == ["0", "1", "0", "0"]
+    assert why == "the memory of GPUs"
+
+
+def test_each_cost_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    probed: list[str] = []
+
+    def probe(study: object, variant: object, threads: int, *, trusts: bool) -> object:
+        probed.append(variant.name)  # type: ignore[attr-defined]
+        return PROBE
+
+    monkeypatch.setattr(estimate, "_probe", probe)
+    study = study_of()  # learning rates alone differ: one cost
+    said: list[str] = []
+    assert probe_all(study, tmp_path, 1, said.append, trusts=False) == PROBES
+    assert probed == ["a"]
+    assert len(said) == 1
+    probe_all(study, tmp_path, 1, said.append, trusts=False)
+    assert probed == ["a"]
+    probe_all(study, tmp_path, 2, said.append, trusts=False)  # other threads, another cost
+    assert probed == ["a", "a"]
+    (tmp_path / estimate.PROBES).write_text("damaged")
+    probe_all(study, tmp_path, 1, said.append, trusts=False)
+    assert probed == ["a", "a", "a"]
+
+
+def test_variants_that_would_read_other_data_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study = study_of(tail='[[variants]]\nname = "wide"\nmodel.width = 64\n')
+    monkeypatch.setattr(
+        estimate, "_probe", lambda study, variant, threads, *, trusts: replace(PROBE, data=variant.name[:1])
+    )
+    with pytest.raises(DataError, match="wide and a would read different data"):
+        probe_all(study, tmp_path, 1, lambda text: None, trusts=False)
+
+
+def test_a_micro_batch_that_is_given_stays() -> None:
+    assert with_micro_batch({"train.steps": 8}, PROBE) == {"train.steps": 8, "train.micro_batch": 4}
+    assert with_micro_batch({"train.micro_batch": 2}, PROBE) == {"train.micro_batch": 2}
+    assert with_micro_batch({"memory.split": "fastest"}, PROBE) == {"memory.split": "fastest"}
+
+
+def test_a_study_tells_its_hours_and_what_it_can_see() -> None:
+    study = study_of(head="scatter = 0.1")
+    lines = announcement(study, {}, PROBES, places=2, limited_by="2 cores", seconds=7200.0, threads=1)
+    assert lines[0] == "mine: 3 variants x 3 seeds = 9 runs of 8 steps, held-out loss, control a"
+    assert "a, b, c: 500 ms a step, 6.00 s a run" in lines[1]
+    assert "2 at once (2 cores), 1 thread each: about 2h 00m" in lines[2]
+    visible = visible_difference(3, 0.1, alpha=0.05, power=0.8)
+    assert f"smallest visible difference: {visible:.2f} nats a token (with 3 seeds" in lines[3]
+    assert "as its file says" in lines[3]
+
+
+def test_what_is_visible_follows_from_pairs_that_are_done() -> None:
+    study = study_of(head="scatter = 0.1\nmatters = 0.01")
+    rows = rows_for(study, {"a": [3.0, 3.0, 3.0], "b": [3.1, 3.3, 3.2], "c": [2.9, 3.0, 3.1]})
+    text = visible_text(study, rows)
+    assert "scatter 0.1, of the pairs that are done" in text
+    assert "to see 0.01000, which matters, takes" in text
+    assert "times the scatter" in visible_text(study_of(), {})
+    assert "give two or more" in visible_text(study_of(seeds=1), {})
+
+
+def test_rows_with_errors_are_still_to_be_done() -> None:
+    study = study_of()
+    row = row_for(study, "a", 0, None)
+    assert row.error is not None
+    assert steps_left(study, {})[0] == 9

@@ -1,0 +1,67 @@
+"""What a study tells while it runs, in a log and on a terminal."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+from fakes import row_for, study_of
+from rich.console import Console
+
+from scrimp.study.job import Job
+from scrimp.study.progress import LINE_SECONDS, Lines
+
+STUDY = study_of()
+
+
+def job(variant: str, seed: int = 0) -> Job:
+    return Job(
+        variant=variant, seed=seed, digest="d", settings={}, steps=8, folder=Path(), figure="held_out_loss"
+    )
+
+
+def test_a_log_has_a_line_for_each_run_and_one_now_and_then() -> None:
+    log, now = io.StringIO(), [0.0]
+    lines = Lines(3, 24, Console(file=log, width=200), clock=lambda: now[0])
+    with lines.shown():
+        lines.started(job("a"))
+        lines.going({"a-seed0": 0})
+        now[0] = LINE_SECONDS
+        lines.going({"a-seed0": 4})
+        lines.ended(job("a"), row_for(STUDY, "a", 0, 2.5, seconds=61.0))
+        lines.started(job("b"))
+        lines.ended(job("b"), row_for(STUDY, "b", 0, None))
+        lines.dropped(["b"], 8)
+        lines.dropped([], 8)
+    assert log.getvalue().splitlines() == [
+        "0/3 runs done; a-seed0 step 4/8; about 2m 30s left",
+        "[1/3] a-seed0: held-out loss 2.5000, 1m 01s",
+        "[2/3] b-seed0: failed: it broke",
+        "dropped after step 8: b",
+    ]
+
+
+def test_time_left_counts_steps_of_this_call_alone() -> None:
+    log, now = io.StringIO(), [0.0]
+    lines = Lines(1, 8, Console(file=log, width=200), clock=lambda: now[0])
+    lines.started(job("a"))
+    lines.going({"a-seed0": 4})  # it goes on from step 4
+    now[0] = LINE_SECONDS
+    lines.going({"a-seed0": 6})
+    assert "about 1m 30s left" in log.getvalue()  # two steps took 30 s; by the plan six of eight are left
+
+
+def test_a_terminal_has_a_bar_for_each_run() -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, width=100, force_terminal=True)
+    lines = Lines(2, 16, console)
+    with lines.shown():
+        lines.started(job("a"))
+        lines.going({"a-seed0": 3})
+        lines.ended(job("a"), row_for(STUDY, "a", 0, 2.5))
+        lines.started(job("b"))
+        lines.going({"b-seed0": 0})
+    shown = screen.getvalue()
+    assert "[1/2] a-seed0: held-out loss 2.5000" in shown
+    assert "b-seed0" in shown
+    lines.going({"b-seed0": 1})  # after the bars are gone nothing breaks
