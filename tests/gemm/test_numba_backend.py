@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -134,3 +138,35 @@ def test_it_runs_what_is_quantized_on_a_cpu_and_nothing_else() -> None:
     chosen = {name: selection.choose(name, "wgrad", (shape,)).name for name in RECIPES}
     assert chosen == {name: "numba" if RECIPES[name].bits < 16 else "reference" for name in RECIPES}
     assert "for CPUs" in str(NUMBA.refusal("fprop", "fp8", shape, torch.device("cuda")))
+
+
+def test_storage_may_still_be_freed_by_resizing_as_fsdp_frees_weights() -> None:
+    weight = torch.nn.Parameter(torch.randn(32, 64))
+    NUMBA.store(weight, Use(Operand("e4m3", "tile"), -1, Noise()))
+    NUMBA.prepare(weight, Use(Operand("e4m3", "block"), -2, Noise()))
+    weight.untyped_storage().resize_(0)
+    assert weight.untyped_storage().nbytes() == 0
+
+
+@pytest.mark.slow
+def test_processes_that_compile_at_once_wait_for_each_other(tmp_path: Path) -> None:
+    """Each with types of its own, into one empty cache; a further process reads what they wrote."""
+    source = (
+        "import torch; from scrimp.gemm.backends import BACKENDS; from scrimp.gemm.problem import Use\n"
+        "from scrimp.formats import Noise; from scrimp.precision import Operand; import sys\n"
+        "for kind in sys.argv[1:]:\n"
+        "    use = Use(Operand('e4m3', 'tile'), -1, Noise())\n"
+        "    BACKENDS['numba'].prepare(torch.ones(8, 128, dtype=getattr(torch, kind)), use)\n"
+    )
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    environment.pop("NUMBA_CACHE_DIR", None)
+
+    def begin(*kinds: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", source, *kinds]
+        return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+
+    for processes in ([begin("float32"), begin("bfloat16")], [begin("float32", "bfloat16")]):
+        for one in processes:
+            _, said = one.communicate(timeout=240)
+            assert one.returncode == 0, said
+    assert list((tmp_path / "scrimp" / "numba").iterdir())

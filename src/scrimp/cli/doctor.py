@@ -43,6 +43,7 @@ def print_report(report: DoctorReport, console: Console) -> None:
         ("driver", here.driver),
         ("torch", here.torch),
         ("triton", here.triton),
+        ("numba", here.numba),
         ("scrimp", here.scrimp),
     ]
     console.print(

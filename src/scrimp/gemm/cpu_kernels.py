@@ -11,17 +11,22 @@ Method   Two passes over memory. The first finds the largest magnitude of each g
          which order NaN lies above infinity, so that it is seen. The bits are those of `scrimp.formats`.
 Threads  Each kernel takes a range of rows and lets go of Python's lock; `_by_rows` gives torch's number of threads a
          range each.
-Limits   Compiled at first use, a second or two for each kernel, and kept beside this file or in Numba's own cache.
-         LLVM fuses no multiplication with an addition here: sums round as they do in torch.
+Cache    Compiled at first use, a second or two for each kernel and type, and kept in the user's cache folder. Numba
+         writes there without a lock: processes that compile at once would spoil each other's files, so one waits.
+Limits   LLVM fuses no multiplication with an addition here: sums round as they do in torch.
 Checked  tests/gemm/test_numba_backend.py, against the reference bit for bit
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
 import itertools
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numba
@@ -32,6 +37,8 @@ from numba import types
 from numba.extending import overload
 from torch import Tensor
 
+from scrimp.errors import StorageError
+from scrimp.files import folder_lock, make_folder, user_cache
 from scrimp.formats.codes import FLOAT8
 from scrimp.formats.codes import decode as decode_codes
 from scrimp.formats.grouping import Groups
@@ -47,7 +54,31 @@ _FIRST, _SECOND = (np.int32(number) for number in MULTIPLIERS)
 _UNIT, _HALF = np.float32(UNIT), np.float32(0.5)
 _BF16_NAN = np.int32(0x7FC0)
 
-_compiled = functools.partial(numba.njit, nogil=True, cache=True, error_model="numpy", boundscheck=False)
+_TYPES = {
+    torch.float32: np.float32,
+    torch.bfloat16: np.int16,
+    torch.int32: np.int32,
+    torch.uint8: np.uint8,
+}
+
+
+def _cache_folder() -> Path | None:
+    """Where compiled kernels are kept; None: nothing can be written there, and each process compiles its own."""
+    folder = Path(numba.config.CACHE_DIR or user_cache() / "numba")
+    try:
+        make_folder(folder)
+    except StorageError:
+        return None
+    if not os.access(folder, os.W_OK):
+        return None
+    numba.config.CACHE_DIR = str(folder)
+    return folder
+
+
+_CACHE = _cache_folder()
+_compiled = functools.partial(
+    numba.njit, nogil=True, cache=_CACHE is not None, error_model="numpy", boundscheck=False
+)
 
 
 @_compiled()
@@ -291,10 +322,10 @@ def largest_magnitudes(x: Tensor, groups: Groups) -> Tensor:
     if groups.columns == 1:
         r = groups.rows if groups.rows < num_rows else min(num_rows, _CHUNK)
         found = torch.empty(-(-num_rows // r), num_columns, dtype=torch.int32)
-        _by_rows(_largest_in_columns, numbers, len(found), r * num_columns, r, found.numpy())
+        _by_rows(_largest_in_columns, numbers, len(found), r * num_columns, r, _numpy(found))
         return (found if groups.rows == r else found.amax(0, keepdim=True)).view(torch.float32)
     found = torch.empty(num_rows, -(-num_columns // groups.columns), dtype=torch.int32)
-    _by_rows(_largest_in_rows, numbers, num_rows, num_columns, groups.columns, found.numpy())
+    _by_rows(_largest_in_rows, numbers, num_rows, num_columns, groups.columns, _numpy(found))
     if groups.rows > 1:
         padded = F.pad(found, (0, 0, 0, -num_rows % groups.rows))
         found = padded.unflatten(0, (-1, groups.rows)).amax(1)
@@ -332,10 +363,10 @@ def rounded_values(
         len(x),
         x.shape[1],
         (groups.rows, groups.columns),
-        encode.numpy(),
-        None if decode is None else decode.numpy(),
+        _numpy(encode),
+        None if decode is None else _numpy(decode),
         _rule(element, is_divided, lift, hashes is not None),
-        (None, None) if hashes is None else (hashes[0].numpy(), hashes[1].numpy()),
+        (None, None) if hashes is None else (_numpy(hashes[0]), _numpy(hashes[1])),
         _numpy(out),
         None if rest is None else _numpy(rest),
     )
@@ -369,11 +400,11 @@ def rounded_codes(
         len(x),
         x.shape[1],
         (groups.rows, groups.columns),
-        encode.numpy(),
+        _numpy(encode),
         _rule(element, is_divided, lift, hashes is not None),
-        (None, None) if hashes is None else (hashes[0].numpy(), hashes[1].numpy()),
+        (None, None) if hashes is None else (_numpy(hashes[0]), _numpy(hashes[1])),
         code,
-        out.numpy(),
+        _numpy(out),
     )
     return out
 
@@ -389,9 +420,9 @@ def values_of(
     """
     out = torch.empty(len(payload), length)
     kernel = _from_pairs if element.bits == 4 else _from_codes
-    table = _values_of_codes(element).numpy()
-    codes, of_groups = payload.view(torch.uint8).numpy(), None if scales is None else scales.numpy()
-    numbers = (groups.rows, groups.columns), table, of_groups, out.numpy()
+    table = _numpy(_values_of_codes(element))
+    codes, of_groups = _numpy(payload.view(torch.uint8)), None if scales is None else _numpy(scales)
+    numbers = (groups.rows, groups.columns), table, of_groups, _numpy(out)
     _by_rows(kernel, codes, len(out), length, *numbers)
     return out
 
@@ -412,8 +443,14 @@ def _rule(element: Element, is_divided: bool, lift: float, is_stochastic: bool) 
 
 
 def _numpy(x: Tensor) -> np.ndarray[Any, Any]:
-    """The same memory; bfloat16, which numpy has not, as int16."""
-    return (x.view(torch.int16) if x.dtype == torch.bfloat16 else x).numpy()
+    """The same memory, while the tensor lives; bfloat16, which numpy has not, as int16.
+
+    `Tensor.numpy` would tell the storage for good that it may not be resized, as FSDP does with weights that it frees.
+    """
+    assert x.is_contiguous()
+    kind = _TYPES[x.dtype]
+    memory = (ctypes.c_byte * x.nbytes).from_address(x.data_ptr()) if x.numel() else b""
+    return np.frombuffer(memory, kind).reshape(x.shape)
 
 
 def _by_rows(kernel: Callable[..., None], x: Any, rows: int, numbers: int, *arguments: Any) -> None:
@@ -422,20 +459,41 @@ def _by_rows(kernel: Callable[..., None], x: Any, rows: int, numbers: int, *argu
     Args:
         numbers: of one row, or of what stands for one.
     """
+    _compile(kernel, x, arguments)
     threads = max(1, min(torch.get_num_threads(), rows, rows * numbers // FEW))
     if threads == 1:
         kernel(x, 0, rows, *arguments)
         return
     bounds = [rows * part // threads for part in range(threads + 1)]
     parts = [
-        _pool(threads - 1).submit(kernel, x, begin, end, *arguments)
-        for begin, end in itertools.pairwise(bounds[1:])
+        _pool().submit(kernel, x, begin, end, *arguments) for begin, end in itertools.pairwise(bounds[1:])
     ]
     kernel(x, 0, bounds[1], *arguments)
     for part in parts:
         part.result()
 
 
+def _compile(kernel: Callable[..., None], x: Any, arguments: tuple[Any, ...]) -> None:
+    """Compile a kernel for these types, or read it from the cache, while no other process does."""
+    key = (kernel, _types_of(x), _types_of(arguments))
+    if key in _COMPILED:
+        return
+    with contextlib.nullcontext() if _CACHE is None else folder_lock(_CACHE, lambda: None):
+        kernel(x, 0, 0, *arguments)
+    _COMPILED.add(key)
+
+
+_COMPILED: set[Any] = set()
+
+
+def _types_of(value: Any) -> Any:
+    """What Numba compiles for: the types of a value's parts."""
+    if isinstance(value, tuple):
+        return tuple(_types_of(one) for one in value)
+    return (value.dtype.str, value.ndim) if isinstance(value, np.ndarray) else type(value)
+
+
 @functools.cache
-def _pool(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads, thread_name_prefix="scrimp-quantize")
+def _pool() -> ThreadPoolExecutor:
+    """Its threads begin when they are first needed."""
+    return ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="scrimp-quantize")

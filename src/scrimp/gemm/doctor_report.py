@@ -1,6 +1,6 @@
 """What `scrimp doctor` found on a device, as typed data, and the file that keeps it.
 
-The file lies in the user's cache, one per device, driver and versions of torch, triton and Scrimp: any
+The file lies in the user's cache, one per device, driver and versions of torch, triton, numba and Scrimp: any
 of them may change which kernel runs, how fast, and whether it is right.
 """
 
@@ -61,6 +61,7 @@ class Surroundings:
     torch: str
     triton: str
     scrimp: str
+    numba: str = ""
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ def surroundings_of(device: torch.device) -> Surroundings:
     else:
         name, driver = f"{_cpu_name()}, {torch.get_num_threads()} threads", ""
     triton = _version("triton") + (" (interpreted)" if is_interpreted() else "")
-    return Surroundings(name, driver, torch.__version__, triton, _version("scrimp"))
+    return Surroundings(name, driver, torch.__version__, triton, _version("scrimp"), _version("numba"))
 
 
 def cache_file(surroundings: Surroundings) -> Path:
