@@ -54,7 +54,7 @@ _FIRST, _SECOND = (np.int32(number) for number in MULTIPLIERS)
 _UNIT, _HALF = np.float32(UNIT), np.float32(0.5)
 _BF16_NAN = np.int32(0x7FC0)
 
-_TYPES = {
+_TYPES: dict[torch.dtype, Any] = {
     torch.float32: np.float32,
     torch.bfloat16: np.int16,
     torch.int32: np.int32,
@@ -64,14 +64,15 @@ _TYPES = {
 
 def _cache_folder() -> Path | None:
     """Where compiled kernels are kept; None: nothing can be written there, and each process compiles its own."""
-    folder = Path(numba.config.CACHE_DIR or user_cache() / "numba")
+    settings: Any = numba.config
+    folder = Path(settings.CACHE_DIR or user_cache() / "numba")
     try:
         make_folder(folder)
     except StorageError:
         return None
     if not os.access(folder, os.W_OK):
         return None
-    numba.config.CACHE_DIR = str(folder)
+    settings.CACHE_DIR = str(folder)
     return folder
 
 
@@ -448,9 +449,8 @@ def _numpy(x: Tensor) -> np.ndarray[Any, Any]:
     `Tensor.numpy` would tell the storage for good that it may not be resized, as FSDP does with weights that it frees.
     """
     assert x.is_contiguous()
-    kind = _TYPES[x.dtype]
-    memory = (ctypes.c_byte * x.nbytes).from_address(x.data_ptr()) if x.numel() else b""
-    return np.frombuffer(memory, kind).reshape(x.shape)
+    memory: Any = (ctypes.c_byte * x.nbytes).from_address(x.data_ptr()) if x.numel() else b""
+    return np.frombuffer(memory, _TYPES[x.dtype]).reshape(x.shape)
 
 
 def _by_rows(kernel: Callable[..., None], x: Any, rows: int, numbers: int, *arguments: Any) -> None:
