@@ -119,6 +119,20 @@ def test_a_folder_that_was_begun_with_other_settings_is_refused(tmp_path: Path) 
     assert "train.steps = 9" in str(refusal.value.got)
 
 
+def test_a_finished_run_of_other_settings_has_no_row(tmp_path: Path) -> None:
+    job = job_of(tmp_path)
+    prepare_folder(job)
+    write_run(job, 8, finished=True)
+    (job.run_folder / "config.toml").write_text("")
+    assert finished_row(job) is not None
+    other = replace(job, settings=dict(job.settings) | {"optimizer.lr": 2e-3})
+    with pytest.raises(ConfigError, match="was begun with other settings"):
+        finished_row(other)
+    job.settings_file.unlink()  # nothing says what it was begun with
+    with pytest.raises(ConfigError, match="was begun with other settings"):
+        finished_row(job)
+
+
 def test_a_folder_with_nothing_to_go_on_with_is_begun_anew(tmp_path: Path) -> None:
     job = job_of(tmp_path)
     (job.run_folder / "tokenizer").mkdir(parents=True)

@@ -22,13 +22,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, Protocol
 
-from scrimp.errors import ConfigError
 from scrimp.files import make_folder, storage, write_whole
-from scrimp.study.job import Job, has_reached, read_run_of, row_of
+from scrimp.study.job import Job, has_reached, read_run_of, refuse_other_settings, row_of
 from scrimp.study.rows import Row
 
 _GRACE_S: Final = 60.0
@@ -193,18 +192,8 @@ def prepare_folder(job: Job) -> bool:
         ConfigError: the folder was begun with other settings.
     """
     make_folder(job.folder)
-    file, text = job.folder / f"{job.name}.toml", job.toml
-    with storage(file, "read"):
-        before = file.read_text(encoding="utf-8") if file.exists() else None
-    if before is not None and before != text and job.run_folder.exists():
-        raise ConfigError(
-            f"{job.run_folder} was begun with other settings",
-            got=_changed(before, text),
-            expected="the settings that the study has now",
-            do="give another folder with --out, or remove that one",
-        )
-    if before != text:
-        write_whole(file, text)
+    refuse_other_settings(job)
+    write_whole(job.settings_file, job.toml)
     has_begun = (job.run_folder / "config.toml").exists()
     if not has_begun and job.run_folder.exists():
         with storage(job.run_folder, "remove"):  # killed before it had anything to go on with
@@ -224,7 +213,7 @@ def last_step(run_folder: Path) -> int:
 def _words(job: Job) -> list[str]:
     """The command of a run that begins, or goes on."""
     goes_on = prepare_folder(job)
-    words = ["train", *([] if goes_on else [str(job.folder / f"{job.name}.toml")])]
+    words = ["train", *([] if goes_on else [str(job.settings_file)])]
     words += [f"--run.dir={job.run_folder}", *(["--resume", "--restart"] if goes_on else [])]
     return [*words, *(["--trust-code"] if job.trusts else [])]
 
@@ -233,8 +222,3 @@ def _tail(path: Path) -> str:
     with path.open("rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
         return file.read().decode("utf-8", "replace")
-
-
-def _changed(before: str, after: str) -> str:
-    lines: Iterable[str] = sorted(set(before.splitlines()) - set(after.splitlines()))
-    return "; ".join(line for line in lines if not line.startswith("#"))[:400] or "fewer settings"
