@@ -62,6 +62,7 @@ def test_a_failed_run_makes_the_exit_code_one(tmp_path: Path, capsys: pytest.Cap
         (["mine.toml", "--seeds", "0"], "--seeds is out of range"),
         (["mine.toml", "--at-once", "0"], "--at-once is out of range"),
         (["mine.toml", "--out", "mine", "--dry-run"], "rows of other settings"),
+        (["mine.toml", "--out", "mine", "--report"], "rows of other settings"),
     ],
 )
 def test_what_cannot_be_done_is_refused(

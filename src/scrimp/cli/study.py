@@ -11,14 +11,14 @@ from scrimp.cli.show import plain_console, say
 from scrimp.errors import ConfigError
 from scrimp.files import make_folder
 from scrimp.study.announce import announcement
-from scrimp.study.conduct import RUNS, STUDY_FILE, begin, conduct, held
+from scrimp.study.conduct import RUNS, STUDY_FILE, begin, conduct, held, rows_of
 from scrimp.study.definition import Study, load_study, parse_study, shipped_studies
 from scrimp.study.estimate import Probe, places_here, probe_all, seconds_of, steps_left, threads_of
 from scrimp.study.page import write_page
 from scrimp.study.processes import LocalPlaces, Places
 from scrimp.study.progress import Lines
 from scrimp.study.results import Results, results_of
-from scrimp.study.rows import ROWS, read_rows
+from scrimp.study.rows import ROWS
 from scrimp.study.table import verdict_table
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def _of_results(folder: Path) -> Study:
 
 
 def _report(found: Study, folder: Path) -> int:
-    rows = read_rows(folder)
+    rows = rows_of(found, folder)
     if not rows:
         raise ConfigError(
             f"{folder / ROWS} has no rows",
