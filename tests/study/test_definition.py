@@ -94,6 +94,11 @@ REFUSED = {
     "confidence": ("confidence = 1.0\n" + LIST, "confidence in mine.toml is out of range", None),
     "figure": (LIST.replace("training_loss", "loss"), "figure in mine.toml", None),
     "bootstrap": ('interval = "bootstrap"\n' + LIST, "so few seeds", "seeds = 6"),
+    "bootstrap of all together": (
+        'seeds = 6\ninterval = "bootstrap"\nall_together = true\n' + LIST + '[[variants]]\nname = "third"\n',
+        "so few seeds",
+        "seeds = 7",
+    ),
     "other data": (LIST.replace("optimizer.lr = 0.1", 'data.source = "x"'), "data.source", "[settings]"),
     "other evaluation": (LIST.replace("optimizer.lr = 0.1", "train.sequence = 64"), "train.sequence", None),
     "ranks": (LIST.replace("train.steps = 8", "layout.tp = 2"), "2 ranks", "leave"),

@@ -68,6 +68,16 @@ def test_a_page_of_a_study_that_has_only_begun() -> None:
     assert "cannot tell: no pair of runs yet" in page
 
 
+def test_the_page_says_which_interval_was_taken() -> None:
+    study = study_of(seeds=7, head='interval = "bootstrap"\nall_together = true')
+    losses = {"a": [3.0] * 7, "b": [3.1, 3.3, 3.2, 3.2, 3.6, 3.1, 3.2], "c": [3.0, 3.3]}
+    page = build_page(results_of(study, rows_for(study, losses)))
+    assert "97.5%, bootstrap" in page
+    assert page.count("(t)</td>") == 1
+    study = study_of()
+    assert "<dd>95%, t</dd>" in build_page(results_of(study, rows_for(study, LOSSES)))
+
+
 def test_a_page_of_more_variants_than_colours() -> None:
     study = study_of("abcdefghijkl", seeds=2)
     page = build_page(results_of(study, rows_for(study, {name: [3.0, 3.1] for name in "abcdefghijkl"})))

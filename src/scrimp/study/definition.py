@@ -52,7 +52,7 @@ from scrimp.config import (
 from scrimp.config.read_toml import MAX_FILE_BYTES, convert
 from scrimp.errors import ConfigError, ScrimpError
 from scrimp.files import read_bounded
-from scrimp.study.comparisons import IntervalName, pairs_for_bootstrap
+from scrimp.study.comparisons import IntervalName, pairs_for_bootstrap, share_of_error
 
 FigureName = Literal["held_out_loss", "training_loss", "tokens_per_second"]
 MOST_RUNS: Final = 10_000
@@ -134,6 +134,13 @@ class Study(_Head):
     def is_timed(self) -> bool:
         """Whether runs have to be alone on their machine, since what is compared is their speed."""
         return self.figure == "tokens_per_second"
+
+    @property
+    def confidence_of_each(self) -> float:
+        """Of each comparison, at the first look at it."""
+        if not self.all_together:
+            return self.confidence
+        return share_of_error(self.confidence, len(self.others))
 
     @property
     def others(self) -> list[Variant]:
@@ -415,7 +422,7 @@ def _check_whole(study: Study, where: str) -> None:
             got=f"{len(study.variants):,} variants x {len(study.seeds):,} seeds",
             expected=f"at most {MOST_RUNS:,}",
         )
-    least = pairs_for_bootstrap(1 - study.confidence)
+    least = pairs_for_bootstrap(1 - study.confidence_of_each)
     if study.interval == "bootstrap" and len(study.seeds) < least:
         raise ConfigError(
             f"interval in {where} cannot be bootstrap with so few seeds",

@@ -46,6 +46,16 @@ def round_of(study: Study, rows: Mapping[Key, Row], number: int) -> Round:
     return Round(variants, steps, number == len(ends) - 1)
 
 
+def reached_round(study: Study, rows: Mapping[Key, Row]) -> Round:
+    """The round that the study is in: all runs of those before it have a row."""
+    for number in range(count_of(study)):
+        now = round_of(study, rows, number)
+        keys = [(one.name, seed, now.steps[one.name]) for one in now.variants for seed in study.seeds]
+        if now.is_last or any(key not in rows for key in keys):
+            break
+    return now
+
+
 def _score(study: Study, rows: Mapping[Key, Row], variant: str, step: int) -> tuple[int, float]:
     """By what variants are ranked, the best first: runs that failed, then the mean difference from the control."""
     keys = [(variant, seed, step) for seed in study.seeds]
