@@ -72,6 +72,7 @@ def test_runs_that_are_missing_are_counted_before_further_seeds(
         (["empty"], "is no study's folder"),
         (["mine", "--out", "other"], "--out"),
         (["mine", "--dry-run"], "--dry-run"),
+        (["mine", "--seeds", "5", "--at-once", "2", "--ray", "local"], "--seeds, --at-once, --ray"),
         (["mine.toml", "--seeds", "0"], "--seeds is out of range"),
         (["mine.toml", "--at-once", "0"], "--at-once is out of range"),
         (["mine.toml", "--out", "mine", "--dry-run"], "rows of other settings"),

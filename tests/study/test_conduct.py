@@ -9,7 +9,7 @@ import pytest
 from fakes import PROBE, FakePlaces, Watched, row_for, study_of
 
 from scrimp.errors import ConfigError, StorageError
-from scrimp.study.conduct import STUDY_FILE, begin, conduct, held, jobs_of
+from scrimp.study.conduct import STUDY_FILE, begin, conduct, jobs_of, lock_folder
 from scrimp.study.definition import Study
 from scrimp.study.job import Job
 from scrimp.study.rounds import is_finished, round_of
@@ -146,5 +146,9 @@ def test_halving_lets_variants_that_fail_go_first(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_of_one_study_at_a_time(tmp_path: Path) -> None:
-    with held(tmp_path / "new"), pytest.raises(StorageError, match="in use"), held(tmp_path / "new"):
+    with (
+        lock_folder(tmp_path / "new"),
+        pytest.raises(StorageError, match="in use"),
+        lock_folder(tmp_path / "new"),
+    ):
         pass

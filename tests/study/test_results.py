@@ -28,7 +28,9 @@ def test_differences_are_paired_by_seed() -> None:
     assert (b.low, b.high) == pytest.approx(interval_of([-0.5, -0.49, -0.49], "t", 0.05))
     assert found["b"].relative == pytest.approx(-0.49333 / 3.0333, rel=1e-3)
     assert found["b"].verdict == "lower by 0.4933 (16.26%)"
-    assert re.fullmatch(r"cannot tell: (\d+) more runs would probably \(\d+ more seeds of both\)", found["c"].verdict)
+    assert re.fullmatch(
+        r"cannot tell: (\d+) more runs would probably \(\d+ more seeds of both\)", found["c"].verdict
+    )
 
 
 def test_all_comparisons_together_are_wider() -> None:

@@ -11,13 +11,13 @@ from scrimp.cli.show import plain_console, say
 from scrimp.errors import ConfigError
 from scrimp.files import make_folder
 from scrimp.study.announce import announcement
-from scrimp.study.conduct import RUNS, STUDY_FILE, begin, conduct, held, rows_of
+from scrimp.study.conduct import RUNS, STUDY_FILE, begin, conduct, lock_folder, rows_of
 from scrimp.study.definition import Study, load_study, parse_study, shipped_studies
 from scrimp.study.estimate import Probe, places_here, probe_all, seconds_of, steps_left, threads_of
 from scrimp.study.looks import read_looks, record_looks
 from scrimp.study.page import write_page
 from scrimp.study.processes import LocalPlaces, Places
-from scrimp.study.progress import Lines
+from scrimp.study.progress import StudyProgress
 from scrimp.study.results import Results, results_of
 from scrimp.study.rows import ROWS, Key, Row
 from scrimp.study.table import verdict_table
@@ -34,11 +34,18 @@ def study(command: StudyCommand) -> int:
     """
     source = Path(command.study).expanduser()
     if source.is_dir() and ((source / STUDY_FILE).exists() or command.study not in shipped_studies()):
-        if command.out is not None or command.dry_run:
+        refused = {
+            "--out": command.out is not None,
+            "--dry-run": command.dry_run,
+            "--seeds": command.seeds is not None,
+            "--at-once": command.at_once is not None,
+            "--ray": command.ray is not None,
+        }
+        if any(refused.values()):
             raise ConfigError(
                 f"{source} is a folder of results, from which a page is made",
-                got="--out" if command.out is not None else "--dry-run",
-                do="leave it out, or name the study's file or name",
+                got=", ".join(name for name, is_given in refused.items() if is_given),
+                do="leave that out, or name the study's file or name",
             )
         return _report(_of_results(source), source)
     found = load_study(command.study)
@@ -47,7 +54,7 @@ def study(command: StudyCommand) -> int:
         found = found.with_seeds(command.seeds)
     if command.report:
         return _report(found, folder)
-    with held(folder):
+    with lock_folder(folder):
         return _carry_out(found, folder, command)
 
 
@@ -95,7 +102,7 @@ def _carry_out(found: Study, folder: Path, command: StudyCommand) -> int:
             say(line)
         if command.dry_run:
             return 0
-        lines = Lines(*steps_left(found, done), plain_console())
+        lines = StudyProgress(*steps_left(found, done), plain_console())
         with lines.shown():
             rows = conduct(found, folder, places, probes, lines, trusts=command.trust_code)
     return _show(found, rows, folder)
@@ -107,7 +114,7 @@ def _places(
 ) -> Iterator[tuple[Places, str]]:
     if command.ray is None:
         environments, why = places_here(found, probes, threads, command.at_once)
-        yield LocalPlaces(environments), why
+        yield LocalPlaces(environments, say), why
         return
     from scrimp.study.on_ray import ray_places
 

@@ -105,7 +105,7 @@ def visible_text(study: Study, rows: Mapping[Key, Row], looks: Looks | None = No
 
 
 def _scatter(study: Study, results: Results) -> tuple[float | None, str]:
-    """Of a paired difference, pooled over the variants that have one, and where it is from."""
+    """The scatter of a paired difference, pooled over the variants that have one, and where it is from."""
     squares, freedom = 0.0, 0
     for one in results.others:
         if one.comparison is not None and one.comparison.scatter is not None and not one.is_dropped:

@@ -50,7 +50,7 @@ class Comparison:
     """A variant beside the control: variant less control, seed by seed."""
 
     differences: dict[int, float]
-    """By seed."""
+    """The difference of each pair, by seed."""
     mean: float | None
     scatter: float | None
     """Standard deviation of the differences; None of fewer than two."""
@@ -66,7 +66,7 @@ class Comparison:
     interval: IntervalName
     """The kind that was taken."""
     confidence: float
-    """That the interval holds the true mean difference."""
+    """Probability that the interval holds the true mean difference."""
 
 
 def compare(

@@ -55,8 +55,8 @@ class Watcher(Protocol):
 
 
 @contextlib.contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """The folder of a study's results, for this process alone.
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Hold the folder of a study's results for this process alone.
 
     Raises:
         StorageError: another process has it.

@@ -27,7 +27,7 @@ from scrimp.study.rows import LARGEST, Curve, Row
 _DONE: Final = "all steps done"
 """The reason of the finish of a run that did not fail."""
 MOST_POINTS: Final = 200
-"""Of a curve in a row."""
+"""Most points of a curve in a row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class Job:
     stops_there: bool = False
     """It has more steps than that, which a later job goes on with."""
     folder: Path
-    """Of all runs of the study; the run's own lies in it."""
+    """Where all runs of the study lie, each in a folder of its own."""
     figure: FigureName
     threads: int = 1
     trusts: bool = False
@@ -55,7 +55,7 @@ class Job:
 
     @property
     def name(self) -> str:
-        """Of the run in messages, and of its files."""
+        """The run's name in messages and of its files."""
         return f"{self.variant}-seed{self.seed}"
 
     @property
@@ -217,7 +217,7 @@ def _held_out_curve(run: RunRecord, steps: int) -> Curve:
 
 
 def data_digest(folder: Path) -> str:
-    """Of tokenizer and corpus, as a run's folder has it; empty where it has none."""
+    """The digest of tokenizer and corpus, as a run's folder has it; empty where it has none."""
     try:
         found = decode_loosely((folder / "run.json").read_bytes())
     except (OSError, ValueError, ScrimpError):

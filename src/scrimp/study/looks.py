@@ -37,7 +37,7 @@ class Look:
 
 
 Looks = Mapping[str, Sequence[Look]]
-"""By variant, in the order in which they were taken."""
+"""Looks by variant, in the order in which they were taken."""
 
 
 def read_looks(folder: Path) -> dict[str, list[Look]]:
@@ -79,5 +79,5 @@ def number_of(look: Look, before: Sequence[Look]) -> int:
 
 
 def confidence_of(confidence: float, number: int) -> float:
-    """Of the interval of a look, by how many there were before."""
+    """Confidence of the interval of a look, by how many there were before."""
     return 1 - (1 - confidence) * SHARE_OF_NEXT_LOOK**number

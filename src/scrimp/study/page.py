@@ -26,6 +26,11 @@ from scrimp.study.rows import Row
 
 FILE_NAME: Final = "study.html"
 _COLOURS: Final = 8
+_BATCHES: Final = {
+    "same": "the same for all runs of a seed",
+    "by model": "as large as each model asks for: train.batch_tokens or train.sequence is not set",
+    "other": "not the same: train.batch_tokens or train.sequence differs",
+}
 
 
 def write_page(results: Results, folder: Path) -> Path:
@@ -82,6 +87,7 @@ def _header(results: Results) -> Markup:
         "pairs": f"runs of one seed: {', '.join(map(str, study.seeds[:12]))}"
         + " ..." * (len(study.seeds) > 12),
         "intervals": f"{level(results.confidence)}, {study.interval}",
+        "batches": _BATCHES[study.batches] + ("" if study.shares_steps else "; the number of steps differs"),
         "errors": "of all comparisons together" if study.all_together else "of each comparison by itself",
     }
     return join(
@@ -192,7 +198,10 @@ def _curves(results: Results) -> Markup:
         Chart(
             slug="training-gap",
             title=f"Training loss less that of {results.study.control}",
-            subtitle="Of the same batches, seed by seed; mean of all seeds",
+            subtitle=(
+                "Of the same batches, seed by seed" if results.study.batches == "same" else "At the same step"
+            )
+            + "; mean of all seeds",
             series=_series(results, "training", is_gap=True),
             format=format_number,
             zero=True,

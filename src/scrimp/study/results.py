@@ -40,21 +40,21 @@ class Outcome:
 
     name: str
     steps: int
-    """At which its figures were taken: of a variant that was dropped, those of its last round."""
+    """The step at which its figures were taken: of a variant that was dropped, the end of its last round."""
     values: dict[int, float]
     """Its figure by seed."""
     mean: float | None
     failures: dict[int, str]
     """By seed, why a run has no figure, or is no pair with the control's."""
     comparison: Comparison | None
-    """With the control; None for the control itself."""
+    """Its pairs with the control; None for the control itself."""
     relative: float | None
     """The mean difference as a share of the control's mean."""
     verdict: str
-    """In words."""
+    """The comparison in words."""
     is_dropped: bool = False
     earlier_looks: int = 0
-    """At this comparison, with other pairs."""
+    """Looks at this comparison, with other pairs, before this one."""
 
     @property
     def look(self) -> Look | None:
@@ -71,7 +71,7 @@ class Results:
     study: Study
     outcomes: tuple[Outcome, ...]
     confidence: float
-    """Of each interval, at the first look at it."""
+    """Confidence of each interval, at the first look at it."""
     seeds: tuple[int, ...]
     """The study's, and further ones that rows have."""
     done: int
@@ -155,7 +155,7 @@ def _outcome(
 def _control_mean(
     study: Study, rows: Mapping[Key, Row], comparison: Comparison | None, steps: int
 ) -> float | None:
-    """Of the control's runs that are part of the pairs."""
+    """The mean figure of the control's runs that are part of the pairs."""
     at = steps if study.halving is not None else last_steps(rows, study.control)
     seeds = comparison.differences if comparison else {}
     found = [rows[study.control, seed, at].figures.get(study.figure) for seed in seeds]
@@ -232,7 +232,7 @@ def _less(one: Curve, other: Curve) -> Curve:
 
 
 def _mean(curves: Sequence[Curve]) -> tuple[Array, Array]:
-    """At the steps that all have."""
+    """The mean of curves, at the steps that all have."""
     if not curves:
         return np.empty(0), np.empty(0)
     tables = [dict(zip(one.steps, one.values, strict=True)) for one in curves]

@@ -21,7 +21,7 @@ class Round:
 
     variants: tuple[Variant, ...]
     steps: dict[str, int]
-    """Of each variant, by name."""
+    """The step at which the round ends, by variant."""
     is_last: bool
 
 
@@ -57,7 +57,7 @@ def reached_round(study: Study, rows: Mapping[Key, Row]) -> Round:
 
 
 def _score(study: Study, rows: Mapping[Key, Row], variant: str, step: int) -> tuple[int, float]:
-    """By what variants are ranked, the best first: runs that failed, then the mean difference from the control."""
+    """A key that ranks variants, the best first: runs that failed, then the mean difference from the control."""
     keys = [(variant, seed, step) for seed in study.seeds]
     failed = sum(key not in rows or rows[key].error is not None for key in keys)
     found = list(differences(study, rows, variant, step).values())
@@ -83,5 +83,5 @@ def survivors(count: int, factor: int) -> int:
 
 
 def steps_of(variant: Variant) -> int:
-    """Of a whole run."""
+    """Steps of a whole run."""
     return int(variant.settings.get("train.steps") or Config().train.steps)

@@ -48,9 +48,9 @@ class Row:
     variant: str
     seed: int
     steps: int
-    """At which its figures were taken."""
+    """The step at which its figures were taken."""
     digest: str
-    """Of its settings."""
+    """Digest of its settings."""
     error: str | None = None
     """Why the run has no figures."""
     figures: dict[str, float | None] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class Row:
     data: str = ""
     """Digest of tokenizer and corpus."""
     seconds: float = 0.0
-    """Of the process that ended the run; of one that was resumed only its last."""
+    """Time of the process that ended the run; of a run that was resumed only its last one."""
     at_once: int = 1
     """Most runs that went on its machine at once."""
     machine: str = ""
