@@ -81,7 +81,8 @@ def test_a_later_look_has_a_wider_interval_and_says_so() -> None:
     before, after = first.others[1].comparison, later.others[1].comparison
     assert before is not None
     assert after is not None
-    assert (before.confidence, after.confidence) == (0.95, pytest.approx(0.99))
+    assert before.confidence == 0.95
+    assert after.confidence == pytest.approx(0.99)
     assert after.low is not None
     assert before.low is not None
     assert after.low < before.low

@@ -6,7 +6,8 @@ Method   A study's folder remembers each look at a comparison: the step and the 
          shown. The first look has the error that the file says, each later one with other pairs a fifth of the one
          before, so that however often one looks all together err with at most 5/4 of it (the sum of the series). The
          same pairs again are the same look. Seeds that a study has from the beginning cost nothing.
-Limits   Verdicts that were reckoned by other means, or in a copy of the folder, are not counted. A third look has a
+Limits   A verdict may be taken back by a later look, whose interval is wider unless its pairs make it narrower.
+         Verdicts that were reckoned by other means, or in a copy of the folder, are not counted. A third look has a
          twenty-fifth of the error, and takes many pairs: it is cheaper to begin with enough of them.
 Checked  tests/study/test_looks.py: simulated studies that follow the advice
 """
@@ -25,6 +26,8 @@ from scrimp.json_files import read_json
 
 LOOKS: Final = "looks.json"
 SHARE_OF_NEXT_LOOK: Final = 0.2
+SHARE_OF_ALL_LOOKS: Final = 1 / (1 - SHARE_OF_NEXT_LOOK)
+"""Error of any number of looks, as a multiple of that of the first."""
 _MOST_BYTES: Final = 2**26
 
 

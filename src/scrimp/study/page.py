@@ -20,6 +20,7 @@ from scrimp.report.html import Markup, escape, join, tag
 from scrimp.report.page import policy_of, resource
 from scrimp.report.units import format_duration, format_number, format_percent
 from scrimp.study.comparisons import Comparison
+from scrimp.study.looks import SHARE_OF_ALL_LOOKS
 from scrimp.study.picture import interval_svg
 from scrimp.study.results import FIGURES, UNITS, Outcome, Results, mean_curve, mean_gap
 from scrimp.study.rows import Row
@@ -122,7 +123,7 @@ def _verdicts(results: Results) -> Markup:
         "Difference: variant less control, seed by seed, and the mean of these. Visible: the smallest true difference "
         f"that so many pairs of this scatter find in {format_percent(results.study.power, 0)} of studies. "
         "Every further look at a comparison, with other pairs, has a fifth of the error of the one before: all looks "
-        f"at one together err with at most {level(1.25 * (1 - results.confidence))}."
+        f"at one together err with at most {level(SHARE_OF_ALL_LOOKS * (1 - results.confidence))}."
     )
     again = [one.earlier_looks for one in results.others if one.earlier_looks]
     if again:
