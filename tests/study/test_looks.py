@@ -90,6 +90,15 @@ def test_a_later_look_has_a_wider_interval_and_says_so() -> None:
     assert "at 99.0% confidence" in visible_text(study, rows, looks)
 
 
+@pytest.mark.parametrize("interval", ["t", "bootstrap"])
+def test_ever_so_many_looks_can_be_reckoned_with(interval: str) -> None:
+    study = study_of("ab", seeds=6, head=f'interval = "{interval}"')
+    looks = {"b": [Look(steps=8, seeds=[seed]) for seed in range(3000)]}
+    rows = rows_for(study, {"a": [3.0, 3.2, 2.9], "b": [2.5, 2.71, 2.41]})
+    (b,) = results_of(study, rows, looks).others
+    assert b.verdict.startswith("cannot tell")
+
+
 def test_looks_are_remembered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     study = study_of()
     (tmp_path / STUDY_FILE).write_text(study.text)

@@ -28,6 +28,8 @@ LOOKS: Final = "looks.json"
 SHARE_OF_NEXT_LOOK: Final = 0.2
 SHARE_OF_ALL_LOOKS: Final = 1 / (1 - SHARE_OF_NEXT_LOOK)
 """Error of any number of looks, as a multiple of that of the first."""
+_LEAST_ERROR: Final = 1e-12
+"""Less is nothing, and no quantile can be told from infinity."""
 _MOST_BYTES: Final = 2**26
 
 
@@ -83,4 +85,5 @@ def number_of(look: Look, before: Sequence[Look]) -> int:
 
 def confidence_of(confidence: float, number: int) -> float:
     """Confidence of the interval of a look, by how many there were before."""
-    return 1 - (1 - confidence) * SHARE_OF_NEXT_LOOK**number
+    alpha = 1 - confidence
+    return 1 - max(alpha * SHARE_OF_NEXT_LOOK**number, min(alpha, _LEAST_ERROR))
