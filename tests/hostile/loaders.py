@@ -28,11 +28,13 @@ from scrimp.profiler.links_report import CollectiveRate, RankLinks, RankPlace, s
 from scrimp.profiler.throughput import recall_throughput
 from scrimp.report import read_jsonl
 from scrimp.report.read_run import read_run
+from scrimp.study.conduct import rows_of
 from scrimp.study.definition import load_study
 from scrimp.study.estimate import PROBES, Probe, kept_probes
+from scrimp.study.looks import LOOKS, read_looks
 from scrimp.study.page import build_page
 from scrimp.study.results import results_of
-from scrimp.study.rows import Curve, Row, append_row, read_rows
+from scrimp.study.rows import Curve, Row, append_row, digest_of
 from scrimp.training import checkpoint_manifest
 from scrimp.training.checkpoint import Checkpoint
 from scrimp.training.precision import gemm_seconds as step_times
@@ -104,6 +106,7 @@ def _loaders(checkpoint: str) -> list[Loader]:
         Loader("cache/scrimp/throughput.json", _recall, everything),
         Loader("study/rows.jsonl", _read_study, lines, ("study", "{}/study")),
         Loader("study/study.toml", _read_study, BYTES, ("study", "{}/study")),
+        Loader("study/looks.json", _read_study, everything, ("study", "{}/study")),
         Loader("study/probes.json", lambda at: kept_probes(at / "study"), everything),
     ]  # fmt: skip
 
@@ -122,7 +125,7 @@ def _write_study(folder: Path) -> None:
                     variant=variant,
                     seed=seed,
                     steps=8,
-                    digest="a",
+                    digest=digest_of({"train.steps": 8, "run.seed": seed}),
                     figures=figures,
                     training=curve,
                     held_out=curve,
@@ -134,11 +137,14 @@ def _write_study(folder: Path) -> None:
     probe = Probe(
         startup_seconds=1.0, step_seconds=0.5, host_bytes=9, device_bytes=0, micro_batch=4, data="b"
     )
+    (folder / LOOKS).write_text(json.dumps({"b": [{"steps": 8, "seeds": [0, 1]}]}))
     (folder / PROBES).write_text(json.dumps({"c": asdict(probe)}))
 
 
 def _read_study(folder: Path) -> object:
-    return build_page(results_of(load_study(str(folder / "study/study.toml")), read_rows(folder / "study")))
+    folder /= "study"
+    study = load_study(str(folder / "study.toml"))
+    return build_page(results_of(study, rows_of(study, folder), read_looks(folder)))
 
 
 def _shard_model(folder: Path) -> None:

@@ -27,7 +27,7 @@ def test_a_folder_of_results_gives_its_page(tmp_path: Path, capsys: pytest.Captu
     assert main(["study", str(folder)]) == 0
     shown = capsys.readouterr().out
     assert "lower by 0.4933" in shown
-    assert "the same study with --seeds 65 would be likely to tell of c" in shown
+    assert "the same study with --seeds 97 would probably tell of c" in shown
     assert f"report: {folder / 'study.html'}" in shown
     assert "<h1>mine</h1>" in (folder / "study.html").read_text()
 
@@ -49,7 +49,20 @@ def test_a_failed_run_makes_the_exit_code_one(tmp_path: Path, capsys: pytest.Cap
     (row,) = rows_for(study_of(seeds=1), {"c": [None]}).values()
     append_row(folder, row)
     assert main(["study", str(folder)]) == 1
-    assert "c, seed 0, failed: it broke" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "c, seed 0, failed: it broke" in shown
+    assert "--seeds" not in shown  # first it has to run
+
+
+def test_runs_that_are_missing_are_counted_before_further_seeds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = study_of("ab", seeds=9)
+    (tmp_path / STUDY_FILE).write_text(study.text)
+    for row in rows_for(study, {"a": [3.0, 3.0, 3.0], "b": [3.1, 3.5, 3.6]}).values():
+        append_row(tmp_path, row)
+    assert main(["study", str(tmp_path)]) == 0
+    assert "the runs that are still missing would probably tell of b" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -59,9 +72,11 @@ def test_a_failed_run_makes_the_exit_code_one(tmp_path: Path, capsys: pytest.Cap
         (["empty"], "is no study's folder"),
         (["mine", "--out", "other"], "--out"),
         (["mine", "--dry-run"], "--dry-run"),
+        (["mine", "--seeds", "5", "--at-once", "2", "--ray", "local"], "--seeds, --at-once, --ray"),
         (["mine.toml", "--seeds", "0"], "--seeds is out of range"),
         (["mine.toml", "--at-once", "0"], "--at-once is out of range"),
         (["mine.toml", "--out", "mine", "--dry-run"], "rows of other settings"),
+        (["mine.toml", "--out", "mine", "--report"], "rows of other settings"),
     ],
 )
 def test_what_cannot_be_done_is_refused(

@@ -100,6 +100,8 @@ def test_bootstrap_needs_enough_differences() -> None:
         ([0.5, -0.52, 0.1], None, "cannot tell"),
         ([0.001, -0.002, 0.001], 0.05, "same"),
         ([0.001, -0.002, 0.001], 0.003, "cannot tell"),
+        ([0.001, 0.0011, 0.0012], 0.05, "same"),
+        ([-0.1, -0.11, -0.12], 0.05, "lower"),
         ([0.0, 0.0, 0.0], None, "same"),
         ([0.3], None, "cannot tell"),
         ([], None, "cannot tell"),
@@ -108,7 +110,7 @@ def test_bootstrap_needs_enough_differences() -> None:
 def test_verdicts(values: list[float], matters: float | None, verdict: str) -> None:
     found = compare(dict(enumerate(values)), interval="t", confidence=0.95, power=0.8, matters=matters)
     assert found.verdict == verdict
-    assert (found.more_pairs is None) == (verdict != "cannot tell")
+    assert (found.more_pairs is None) == (verdict != "cannot tell" or len(values) < 2)
 
 
 def test_the_runs_that_would_tell_are_counted_from_those_that_there_are() -> None:
@@ -123,6 +125,16 @@ def test_the_runs_that_would_tell_are_counted_from_those_that_there_are() -> Non
     other = compare(dict(enumerate(values)), interval="t", confidence=0.95, power=0.8, matters=1.0)
     assert other.more_pairs is not None
     assert other.more_pairs < needed - 4
+
+
+def test_the_runs_that_would_tell_are_those_of_the_next_look() -> None:
+    values = dict(enumerate([0.9, -1.1, 1.3, 0.4]))
+    found = compare(values, interval="t", confidence=0.95, power=0.8, next_confidence=0.99)
+    assert found.mean is not None
+    assert found.scatter is not None
+    needed = pairs_needed(found.mean, found.scatter, alpha=0.01, power=0.8)
+    assert needed is not None
+    assert found.more_pairs == needed - 4
 
 
 def test_one_more_run_at_least_is_asked_for() -> None:

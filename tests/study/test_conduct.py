@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fakes import PROBE, FakePlaces, Watched, study_of
+from fakes import PROBE, FakePlaces, Watched, row_for, study_of
 
 from scrimp.errors import ConfigError, StorageError
-from scrimp.study.conduct import STUDY_FILE, begin, conduct, held, jobs_of
+from scrimp.study.conduct import STUDY_FILE, begin, conduct, jobs_of, lock_folder
 from scrimp.study.definition import Study
 from scrimp.study.job import Job
 from scrimp.study.rounds import is_finished, round_of
-from scrimp.study.rows import read_rows
+from scrimp.study.rows import append_row, read_rows
 
 LOSSES = {"a": 1.0, "b": 2.0, "c": 0.5, "d": 3.0, "e": 0.7}
 
@@ -91,6 +92,21 @@ def test_other_settings_are_refused_before_anything_is_written(tmp_path: Path) -
     assert (tmp_path / STUDY_FILE).read_text() == study_of().text
 
 
+def test_rows_of_seeds_that_the_file_no_longer_names_are_checked_too(tmp_path: Path) -> None:
+    run(study_of(seeds=3), tmp_path, FakePlaces(study_of(), loss))
+    assert len(begin(study_of(seeds=2), tmp_path)) == 9
+    append_row(tmp_path, replace(row_for(study_of(), "b", 7, 2.0), digest="other"))
+    with pytest.raises(ConfigError) as refusal:
+        begin(study_of(seeds=2), tmp_path)
+    assert refusal.value.got == "1: b seed 7"
+
+
+def test_rows_of_variants_that_are_gone_are_left_out(tmp_path: Path) -> None:
+    run(study_of(), tmp_path, FakePlaces(study_of(), loss))
+    assert {row.variant for row in begin(study_of("ab"), tmp_path).values()} == {"a", "b"}
+    assert len(read_rows(tmp_path)) == 9
+
+
 def test_timed_runs_take_turns_in_changing_order() -> None:
     study = study_of(("a", "b"), head='figure = "tokens_per_second"')
     jobs = jobs_of(study, round_of(study, {}, 0), Path(), dict.fromkeys("ab", PROBE), at_once=1, trusts=False)
@@ -130,5 +146,9 @@ def test_halving_lets_variants_that_fail_go_first(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_of_one_study_at_a_time(tmp_path: Path) -> None:
-    with held(tmp_path / "new"), pytest.raises(StorageError, match="in use"), held(tmp_path / "new"):
+    with (
+        lock_folder(tmp_path / "new"),
+        pytest.raises(StorageError, match="in use"),
+        lock_folder(tmp_path / "new"),
+    ):
         pass

@@ -64,6 +64,17 @@ def test_gpus_are_shared_as_far_as_their_memory_goes(monkeypatch: pytest.MonkeyP
     assert why == "the memory of GPUs"
 
 
+def test_a_gpu_without_room_for_a_run_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(estimate, "cores", lambda: 64)
+    monkeypatch.setattr(estimate, "host_memory_available", lambda: 1 << 40)
+    monkeypatch.setattr(estimate, "_gpus", lambda: [("0", 10 << 30), ("1", 30 << 30)])
+    probes = dict.fromkeys("abc", replace(PROBE, device_bytes=24 << 30))
+    assert places_here(study_of(), probes, 1, None)[0] == [{"CUDA_VISIBLE_DEVICES": "1"}]
+    # Where none has room the freest one is tried: plans may be wrong by a little.
+    probes = dict.fromkeys("abc", replace(PROBE, device_bytes=40 << 30))
+    assert places_here(study_of(), probes, 1, None)[0] == [{"CUDA_VISIBLE_DEVICES": "1"}]
+
+
 def test_each_cost_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     probed: list[str] = []
 

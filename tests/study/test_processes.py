@@ -119,6 +119,20 @@ def test_a_folder_that_was_begun_with_other_settings_is_refused(tmp_path: Path) 
     assert "train.steps = 9" in str(refusal.value.got)
 
 
+def test_a_finished_run_of_other_settings_has_no_row(tmp_path: Path) -> None:
+    job = job_of(tmp_path)
+    prepare_folder(job)
+    write_run(job, 8, finished=True)
+    (job.run_folder / "config.toml").write_text("")
+    assert finished_row(job) is not None
+    other = replace(job, settings=dict(job.settings) | {"optimizer.lr": 2e-3})
+    with pytest.raises(ConfigError, match="was begun with other settings"):
+        finished_row(other)
+    job.settings_file.unlink()  # nothing says what it was begun with
+    with pytest.raises(ConfigError, match="was begun with other settings"):
+        finished_row(job)
+
+
 def test_a_folder_with_nothing_to_go_on_with_is_begun_anew(tmp_path: Path) -> None:
     job = job_of(tmp_path)
     (job.run_folder / "tokenizer").mkdir(parents=True)
@@ -198,6 +212,44 @@ def test_a_run_that_is_killed_is_an_error(tmp_path: Path, stand_in: Any) -> None
     assert ended(Process(job_of(tmp_path))).error == "killed by SIGKILL"
     stand_in("sys.exit(7)")
     assert ended(Process(job_of(tmp_path, seed=5))).error == "ended with exit code 7; see fp8-seed5.log"
+
+
+def test_an_error_of_an_earlier_attempt_is_not_told_again(tmp_path: Path, stand_in: Any) -> None:
+    stand_in("sys.exit(7)")
+    (tmp_path / "fp8-seed3.log").write_text("error: an earlier attempt\n")
+    assert ended(Process(job_of(tmp_path))).error == "ended with exit code 7; see fp8-seed3.log"
+
+
+def test_a_signal_without_a_name_has_its_number(tmp_path: Path, stand_in: Any) -> None:
+    stand_in("os.kill(os.getpid(), 40)")
+    assert ended(Process(job_of(tmp_path))).error == "killed by signal 40"
+
+
+def test_runs_that_do_not_end_are_killed_and_the_others_end(
+    tmp_path: Path, stand_in: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(
+        "import signal, pathlib\n"
+        "slow = 'seed3' in folder or 'seed4' in folder\n"
+        "end = lambda *_: (time.sleep(0.3), open(os.path.join(folder, 'wrote'), 'w').close(), os._exit(143))\n"
+        "signal.signal(15, signal.SIG_IGN if slow else end)\n"
+        "open(os.path.join(folder, 'ready'), 'w').close()\n" + WAITS
+    )
+    monkeypatch.setattr(processes, "_GRACE_S", 2.0)
+    said: list[str] = []
+    places = LocalPlaces([{}, {}, {}], said.append)
+    jobs = [job_of(tmp_path, seed=seed) for seed in (3, 4, 5)]
+    for job in jobs:
+        places.start(job)
+    limit = time.monotonic() + 30
+    while not all((job.run_folder / "ready").exists() for job in jobs):
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+    began = time.monotonic()
+    places.close()
+    assert time.monotonic() - began < 3.5  # one time for all
+    assert [line.split()[0] for line in said] == ["fp8-seed3", "fp8-seed4"]
+    assert (jobs[2].run_folder / "wrote").exists()
 
 
 def test_a_run_is_told_to_end_where_its_round_ends(tmp_path: Path, stand_in: Any) -> None:

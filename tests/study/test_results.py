@@ -9,7 +9,6 @@ import pytest
 from fakes import row_for, rows_for, study_of
 from rich.console import Console
 
-from scrimp.errors import DataError
 from scrimp.study.comparisons import interval_of, t_quantile
 from scrimp.study.results import mean_curve, mean_gap, results_of
 from scrimp.study.rows import Row
@@ -29,7 +28,9 @@ def test_differences_are_paired_by_seed() -> None:
     assert (b.low, b.high) == pytest.approx(interval_of([-0.5, -0.49, -0.49], "t", 0.05))
     assert found["b"].relative == pytest.approx(-0.49333 / 3.0333, rel=1e-3)
     assert found["b"].verdict == "lower by 0.4933 (16.26%)"
-    assert re.fullmatch(r"cannot tell: (\d+) more runs would \(\d+ more seeds of both\)", found["c"].verdict)
+    assert re.fullmatch(
+        r"cannot tell: (\d+) more runs would probably \(\d+ more seeds of both\)", found["c"].verdict
+    )
 
 
 def test_all_comparisons_together_are_wider() -> None:
@@ -52,7 +53,7 @@ def test_missing_and_failed_runs_leave_the_pairs_that_there_are() -> None:
     assert b.comparison is not None
     assert list(b.comparison.differences) == [0, 2]
     assert b.failures == {1: "it broke"}
-    assert c.verdict == "cannot tell: 2 more runs would (1 more seeds of both)"
+    assert c.verdict == "cannot tell: needs two pairs of runs"
     assert (results.done, results.planned) == (6, 9)
 
 
@@ -69,11 +70,42 @@ def test_dropped_variants_are_compared_at_their_last_round() -> None:
     assert (c.comparison.mean, c.is_dropped, c.steps) == (1.0, True, 4)
 
 
+def test_survivors_that_wait_for_their_next_round_are_not_dropped() -> None:
+    study = study_of("abc", seeds=2, tail="[halving]\n")
+    losses = {"a": 4.0, "b": 3.0, "c": 5.0}
+    rows = [row_for(study, name, seed, value, 4) for name, value in losses.items() for seed in (0, 1)]
+    rows.append(row_for(study, "b", 0, 1.5, 8))  # the control has not reached that step
+    a, b, c = results_of(study, {row.key: row for row in rows}).outcomes
+    assert [one.is_dropped for one in (a, b, c)] == [False, False, True]
+    assert b.steps == 4
+    assert b.comparison is not None
+    assert b.comparison.differences == {0: -1.0, 1: -1.0}
+    # Before the round has ended nobody is dropped.
+    early = results_of(study, {row.key: row for row in rows if row.seed == 0})
+    assert not any(one.is_dropped for one in early.outcomes)
+
+
+def test_a_difference_that_does_not_matter_is_the_same() -> None:
+    study = study_of("ab", head="matters = 0.05")
+    (b,) = results_of(study, rows_for(study, {"a": [3.0] * 3, "b": [3.001, 3.0011, 3.0009]})).others
+    assert b.verdict == "the same: higher by 0.001000, which does not matter"
+
+
+def test_one_more_seed_is_one() -> None:
+    study = study_of("ab", head="power = 0.06", seeds=2)
+    (b,) = results_of(study, rows_for(study, {"a": [0.0] * 2, "b": [1.0, 2.9]})).others
+    assert b.verdict == "cannot tell: 2 more runs would probably (1 more seed of both)"
+
+
 def test_runs_that_read_other_data_are_never_a_pair() -> None:
     study = study_of("ab", seeds=1)
     rows = [row_for(study, "a", 0, 1.0, data="x"), row_for(study, "b", 0, 1.0, data="y")]
-    with pytest.raises(DataError, match="different data"):
-        results_of(study, {row.key: row for row in rows})
+    rows += [row_for(study, name, 1, 1.0, data="y") for name in "ab"]
+    (b,) = results_of(study, {row.key: row for row in rows}).others
+    assert b.comparison is not None
+    assert b.comparison.differences == {1: 0.0}
+    assert list(b.failures) == [0]
+    assert "other data than a" in b.failures[0]
 
 
 def test_curves_are_means_over_seeds_and_gaps_are_paired() -> None:
@@ -99,6 +131,7 @@ def test_bootstrap_waits_for_enough_pairs() -> None:
     assert (c.comparison.low, c.comparison.high) == pytest.approx(
         interval_of(list(c.comparison.differences.values()), "t", 0.05)
     )
+    assert (b.comparison.interval, c.comparison.interval) == ("bootstrap", "t")
 
 
 def test_the_table_has_a_verdict_for_each() -> None:

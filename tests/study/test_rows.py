@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from scrimp.errors import CheckpointError, ConfigError
-from scrimp.study.rows import ROWS, Curve, Row, append_row, digest_of, read_rows, refuse_rows_of_others
+from scrimp.study.rows import ROWS, Curve, Row, append_row, digest_of, read_rows, rows_of_study
 
 
 def row(variant: str = "fp8", seed: int = 0, **more: object) -> Row:
@@ -74,10 +74,11 @@ def test_rows_that_no_report_could_reckon_with_are_refused(tmp_path: Path, damag
 
 
 def test_rows_of_other_settings_are_refused_by_name(tmp_path: Path) -> None:
-    rows = [row(), row(seed=1), row("nvfp4")]
-    refuse_rows_of_others(rows, {("fp8", 0): "d", ("fp8", 1): "d"}, tmp_path)  # nvfp4 is no longer part of it
+    rows = {one.key: one for one in [row(), row(seed=1), row("nvfp4")]}
+    kept = rows_of_study(rows, lambda name, seed: "d" if name == "fp8" else None, tmp_path)
+    assert list(kept) == [("fp8", 0, 8), ("fp8", 1, 8)]  # nvfp4 is no longer part of it
     with pytest.raises(ConfigError) as refusal:
-        refuse_rows_of_others(rows, {("fp8", 0): "d", ("fp8", 1): "other"}, tmp_path)
+        rows_of_study(rows, lambda name, seed: "other" if seed else "d", tmp_path)
     assert "fp8 seed 1" in str(refusal.value.got)
     assert "--out" in str(refusal.value.do)
 

@@ -68,6 +68,29 @@ def test_a_page_of_a_study_that_has_only_begun() -> None:
     assert "cannot tell: no pair of runs yet" in page
 
 
+def test_the_page_says_which_interval_was_taken() -> None:
+    study = study_of(seeds=7, head='interval = "bootstrap"\nall_together = true')
+    losses = {"a": [3.0] * 7, "b": [3.1, 3.3, 3.2, 3.2, 3.6, 3.1, 3.2], "c": [3.0, 3.3]}
+    page = build_page(results_of(study, rows_for(study, losses)))
+    assert "97.5%, bootstrap" in page
+    assert page.count("(t)</td>") == 1
+    study = study_of()
+    assert "<dd>95%, t</dd>" in build_page(results_of(study, rows_for(study, LOSSES)))
+
+
+def test_the_page_says_where_batches_or_steps_differ() -> None:
+    def page(settings: str) -> str:
+        study = study_of("ab", tail=f'[[variants]]\nname = "c"\n{settings}\n')
+        return build_page(results_of(study, rows_for(study, LOSSES)))
+
+    assert "<dd>the same for all runs of a seed</dd>" in page("optimizer.lr = 0.1")
+    assert "Of the same batches" in page("optimizer.lr = 0.1")
+    assert "not the same: train.batch_tokens" in page("train.batch_tokens = 512")
+    assert "Of the same batches" not in page("train.batch_tokens = 512")
+    assert "as large as each model asks for" in page("model.width = 64")
+    assert "the number of steps differs" in page("train.steps = 16")
+
+
 def test_a_page_of_more_variants_than_colours() -> None:
     study = study_of("abcdefghijkl", seeds=2)
     page = build_page(results_of(study, rows_for(study, {name: [3.0, 3.1] for name in "abcdefghijkl"})))

@@ -9,7 +9,7 @@ from fakes import row_for, study_of
 from rich.console import Console
 
 from scrimp.study.job import Job
-from scrimp.study.progress import LINE_SECONDS, Lines
+from scrimp.study.progress import LINE_SECONDS, StudyProgress
 
 STUDY = study_of()
 
@@ -22,7 +22,7 @@ def job(variant: str, seed: int = 0) -> Job:
 
 def test_a_log_has_a_line_for_each_run_and_one_now_and_then() -> None:
     log, now = io.StringIO(), [0.0]
-    lines = Lines(3, 24, Console(file=log, width=200), clock=lambda: now[0])
+    lines = StudyProgress(3, 24, Console(file=log, width=200), clock=lambda: now[0])
     with lines.shown():
         lines.started(job("a"))
         lines.going({"a-seed0": 0})
@@ -43,7 +43,7 @@ def test_a_log_has_a_line_for_each_run_and_one_now_and_then() -> None:
 
 def test_time_left_counts_steps_of_this_call_alone() -> None:
     log, now = io.StringIO(), [0.0]
-    lines = Lines(1, 8, Console(file=log, width=200), clock=lambda: now[0])
+    lines = StudyProgress(1, 8, Console(file=log, width=200), clock=lambda: now[0])
     lines.started(job("a"))
     lines.going({"a-seed0": 4})  # it goes on from step 4
     now[0] = LINE_SECONDS
@@ -51,10 +51,25 @@ def test_time_left_counts_steps_of_this_call_alone() -> None:
     assert "about 1m 30s left" in log.getvalue()  # two steps took 30 s; by the plan six of eight are left
 
 
+def test_a_run_that_fails_has_made_the_steps_that_it_made() -> None:
+    log, now = io.StringIO(), [0.0]
+    lines = StudyProgress(3, 24, Console(file=log, width=200), clock=lambda: now[0])
+    lines.started(job("a"))
+    lines.going({"a-seed0": 0})
+    lines.going({"a-seed0": 2})
+    lines.ended(job("a"), row_for(STUDY, "a", 0, None))
+    lines.started(job("b"))
+    lines.going({"b-seed0": 0})
+    now[0] = LINE_SECONDS
+    lines.going({"b-seed0": 2})
+    # Four steps took 30 s; of the 24 the failed run leaves out six, so that 14 are left.
+    assert "about 1m 45s left" in log.getvalue()
+
+
 def test_a_terminal_has_a_bar_for_each_run() -> None:
     screen = io.StringIO()
     console = Console(file=screen, width=100, force_terminal=True)
-    lines = Lines(2, 16, console)
+    lines = StudyProgress(2, 16, console)
     with lines.shown():
         lines.started(job("a"))
         lines.going({"a-seed0": 3})

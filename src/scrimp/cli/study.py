@@ -11,14 +11,15 @@ from scrimp.cli.show import plain_console, say
 from scrimp.errors import ConfigError
 from scrimp.files import make_folder
 from scrimp.study.announce import announcement
-from scrimp.study.conduct import RUNS, STUDY_FILE, begin, conduct, held
+from scrimp.study.conduct import RUNS, STUDY_FILE, begin, conduct, lock_folder, rows_of
 from scrimp.study.definition import Study, load_study, parse_study, shipped_studies
 from scrimp.study.estimate import Probe, places_here, probe_all, seconds_of, steps_left, threads_of
+from scrimp.study.looks import read_looks, record_looks
 from scrimp.study.page import write_page
 from scrimp.study.processes import LocalPlaces, Places
-from scrimp.study.progress import Lines
+from scrimp.study.progress import StudyProgress
 from scrimp.study.results import Results, results_of
-from scrimp.study.rows import ROWS, read_rows
+from scrimp.study.rows import ROWS, Key, Row
 from scrimp.study.table import verdict_table
 
 if TYPE_CHECKING:
@@ -33,11 +34,18 @@ def study(command: StudyCommand) -> int:
     """
     source = Path(command.study).expanduser()
     if source.is_dir() and ((source / STUDY_FILE).exists() or command.study not in shipped_studies()):
-        if command.out is not None or command.dry_run:
+        refused = {
+            "--out": command.out is not None,
+            "--dry-run": command.dry_run,
+            "--seeds": command.seeds is not None,
+            "--at-once": command.at_once is not None,
+            "--ray": command.ray is not None,
+        }
+        if any(refused.values()):
             raise ConfigError(
                 f"{source} is a folder of results, from which a page is made",
-                got="--out" if command.out is not None else "--dry-run",
-                do="leave it out, or name the study's file or name",
+                got=", ".join(name for name, is_given in refused.items() if is_given),
+                do="leave that out, or name the study's file or name",
             )
         return _report(_of_results(source), source)
     found = load_study(command.study)
@@ -46,7 +54,7 @@ def study(command: StudyCommand) -> int:
         found = found.with_seeds(command.seeds)
     if command.report:
         return _report(found, folder)
-    with held(folder):
+    with lock_folder(folder):
         return _carry_out(found, folder, command)
 
 
@@ -64,33 +72,40 @@ def _of_results(folder: Path) -> Study:
 
 
 def _report(found: Study, folder: Path) -> int:
-    rows = read_rows(folder)
+    rows = rows_of(found, folder)
     if not rows:
         raise ConfigError(
             f"{folder / ROWS} has no rows",
             expected="a study of which a run has ended",
             do="run the study first",
         )
-    return _show(results_of(found, rows), folder)
+    return _show(found, rows, folder)
 
 
 def _carry_out(found: Study, folder: Path, command: StudyCommand) -> int:
-    rows, threads = begin(found, folder), threads_of(found)
+    rows, looks, threads = begin(found, folder), read_looks(folder), threads_of(found)
     make_folder(folder / RUNS)
     probes = probe_all(found, folder, threads, say, trusts=command.trust_code)
     done = {(name, seed): steps for (name, seed, steps), row in rows.items() if row.error is None}
     with _places(found, probes, threads, command) as (places, why):
         seconds = seconds_of(found, probes, done, places.count)
         for line in announcement(
-            found, rows, probes, places=places.count, limited_by=why, seconds=seconds, threads=threads
+            found,
+            rows,
+            probes,
+            places=places.count,
+            limited_by=why,
+            seconds=seconds,
+            threads=threads,
+            looks=looks,
         ):
             say(line)
         if command.dry_run:
             return 0
-        lines = Lines(*steps_left(found, done), plain_console())
+        lines = StudyProgress(*steps_left(found, done), plain_console())
         with lines.shown():
             rows = conduct(found, folder, places, probes, lines, trusts=command.trust_code)
-    return _show(results_of(found, rows), folder)
+    return _show(found, rows, folder)
 
 
 @contextlib.contextmanager
@@ -99,7 +114,7 @@ def _places(
 ) -> Iterator[tuple[Places, str]]:
     if command.ray is None:
         environments, why = places_here(found, probes, threads, command.at_once)
-        yield LocalPlaces(environments), why
+        yield LocalPlaces(environments, say), why
         return
     from scrimp.study.on_ray import ray_places
 
@@ -107,7 +122,10 @@ def _places(
         yield opened
 
 
-def _show(results: Results, folder: Path) -> int:
+def _show(found: Study, rows: Mapping[Key, Row], folder: Path) -> int:
+    looks = read_looks(folder)
+    results = results_of(found, rows, looks)
+    record_looks(folder, looks, {one.name: one.look for one in results.others if one.look is not None})
     console = plain_console()
     console.print(verdict_table(results))
     for one in results.outcomes:
@@ -121,13 +139,18 @@ def _show(results: Results, folder: Path) -> int:
 
 
 def _next(results: Results) -> str | None:
-    """How many seeds would be likely to tell of the variant that takes fewest."""
+    """How many seeds would probably tell of the variant that takes fewest, of those whose runs do not fail."""
     open_ones = [
         (len(one.comparison.differences) + one.comparison.more_pairs, one.name)
         for one in results.others
-        if one.comparison is not None and one.comparison.more_pairs is not None and not one.is_dropped
+        if one.comparison is not None
+        and one.comparison.more_pairs is not None
+        and not one.is_dropped
+        and not one.failures
     ]
     if not open_ones:
         return None
     seeds, name = min(open_ones)
-    return f"the same study with --seeds {seeds} would be likely to tell of {name}"
+    if seeds <= len(results.seeds):
+        return f"the runs that are still missing would probably tell of {name}"
+    return f"the same study with --seeds {seeds} would probably tell of {name}"

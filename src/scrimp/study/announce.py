@@ -10,9 +10,10 @@ import math
 from collections.abc import Mapping, Sequence
 
 from scrimp.report.units import format_bytes, format_duration, format_number, format_percent
-from scrimp.study.comparisons import pairs_needed, share_of_error, visible_difference
+from scrimp.study.comparisons import pairs_needed, visible_difference
 from scrimp.study.definition import Study
 from scrimp.study.estimate import Probe
+from scrimp.study.looks import Looks, confidence_of
 from scrimp.study.results import FIGURES, UNITS, Results, results_of
 from scrimp.study.rounds import steps_of
 from scrimp.study.rows import Key, Row
@@ -27,8 +28,13 @@ def announcement(
     limited_by: str,
     seconds: float,
     threads: int,
+    looks: Looks | None = None,
 ) -> list[str]:
-    """The lines."""
+    """The lines.
+
+    Args:
+        looks: at verdicts of the study, before.
+    """
     each = {steps_of(one) for one in study.variants}
     steps = f"{min(each):,}" if len(each) == 1 else f"{min(each):,} to {max(each):,}"
     count, seeds = len(study.variants) * len(study.seeds), len(study.seeds)
@@ -50,7 +56,7 @@ def announcement(
         f"{places} at once ({limited_by}), {threads} {'thread' if threads == 1 else 'threads'} each: "
         f"about {format_duration(seconds)} for what is left (predicted from first steps; evaluations not counted)"
     )
-    return [*lines, visible_text(study, rows)]
+    return [*lines, visible_text(study, rows, looks)]
 
 
 def _costs(study: Study, probes: Mapping[str, Probe]) -> Sequence[str]:
@@ -63,18 +69,20 @@ def _costs(study: Study, probes: Mapping[str, Probe]) -> Sequence[str]:
         f"{', '.join(group[:4])}{f' and {len(group) - 4} more' if len(group) > 4 else ''}: "
         f"{format_duration(one.step_seconds)} a step, "
         f"{format_duration(one.startup_seconds + one.step_seconds * steps[group[0]])} a run, "
-        f"{format_bytes(one.host_bytes)} of the host"
-        + (f", {format_bytes(one.device_bytes)} of a GPU" if one.device_bytes else "")
+        f"{format_bytes(one.host_bytes)} of host memory"
+        + (f", {format_bytes(one.device_bytes)} of GPU memory" if one.device_bytes else "")
         for one, group in names.items()
     ]
 
 
-def visible_text(study: Study, rows: Mapping[Key, Row]) -> str:
+def visible_text(study: Study, rows: Mapping[Key, Row], looks: Looks | None = None) -> str:
     """The smallest difference that the study can see, in a sentence."""
     pairs, unit = len(study.seeds), UNITS[study.figure]
-    confidence = (
-        share_of_error(study.confidence, len(study.others)) if study.all_together else study.confidence
-    )
+    earlier = [
+        sum(set(look.seeds) != set(study.seeds) for look in (looks or {}).get(one.name, ()))
+        for one in study.others
+    ]
+    confidence = confidence_of(study.confidence_of_each, max(earlier, default=0))
     alpha = 1 - confidence
     if pairs < 2:
         return "one seed sees no difference at all: give two or more"
@@ -97,7 +105,7 @@ def visible_text(study: Study, rows: Mapping[Key, Row]) -> str:
 
 
 def _scatter(study: Study, results: Results) -> tuple[float | None, str]:
-    """Of a paired difference, pooled over the variants that have one, and where it is from."""
+    """The scatter of a paired difference, pooled over the variants that have one, and where it is from."""
     squares, freedom = 0.0, 0
     for one in results.others:
         if one.comparison is not None and one.comparison.scatter is not None and not one.is_dropped:

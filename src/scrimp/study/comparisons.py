@@ -13,8 +13,9 @@ Method   Runs of one seed have the same initial weights and the same batches in 
          A study *sees* a difference δ where the t-test finds it with probability `power`: with T noncentral t,
          P(|T| > t) = E[Φ(λ - t·u) + Φ(-λ - t·u)], λ = δ√n/s, u² = χ²/(n - 1), which is integrated over log u.
          How many pairs a difference takes follows by search.
-         The verdict is `lower` or `higher` where zero is outside the interval, `same` where all of it lies within the
-         difference that matters, if one was named, and else `cannot tell`, with the runs that would be likely to.
+         The verdict is `same` where all of the interval lies within the difference that matters, if one was named,
+         else `lower` or `higher` where zero is outside it, and else `cannot tell`, with the pairs that probably would:
+         at the confidence of the next look (`looks`).
 Limits   t takes differences as normal; the mean of a few losses nearly is. The resampled mean of n differences never
          leaves their range, so bootstrap needs so many of them that this range is wide enough: 2^(1-n) ≤ α.
          How many more runs it takes is reckoned from the scatter of the runs that there are, which few say badly, and
@@ -49,7 +50,7 @@ class Comparison:
     """A variant beside the control: variant less control, seed by seed."""
 
     differences: dict[int, float]
-    """By seed."""
+    """The difference of each pair, by seed."""
     mean: float | None
     scatter: float | None
     """Standard deviation of the differences; None of fewer than two."""
@@ -58,9 +59,14 @@ class Comparison:
     """The interval of the mean; None where there are too few differences for one."""
     verdict: Verdict
     more_pairs: int | None
-    """Where it cannot tell: further pairs of runs that would be likely to. None: more than `MOST_PAIRS`."""
+    """Where it cannot tell: further pairs of runs that probably would. None: more than `MOST_PAIRS`, or of fewer than
+    two pairs nobody knows."""
     visible: float | None
     """The smallest difference that so many pairs of this scatter see."""
+    interval: IntervalName
+    """The kind that was taken."""
+    confidence: float
+    """Probability that the interval holds the true mean difference."""
 
 
 def compare(
@@ -70,15 +76,20 @@ def compare(
     confidence: float,
     power: float,
     matters: float | None = None,
+    next_confidence: float | None = None,
 ) -> Comparison:
     """What the differences of a variant from the control say.
 
     Args:
+        interval: of differences that are too few for a bootstrap, t's is taken.
         confidence: that the interval holds the true mean difference.
         power: with which a difference is to be seen.
         matters: smallest difference that matters; None names none.
+        next_confidence: that of a comparison with more pairs; None: the same.
     """
-    values = list(differences.values())
+    values, alpha = list(differences.values()), 1 - confidence
+    if interval == "bootstrap" and len(values) < pairs_for_bootstrap(alpha):
+        interval = "t"
     mean = statistics.fmean(values) if values else None
     if mean is None or len(values) < 2:
         return Comparison(
@@ -88,16 +99,19 @@ def compare(
             low=None,
             high=None,
             verdict="cannot tell",
-            more_pairs=2 - len(values),
+            more_pairs=None,
             visible=None,
+            interval=interval,
+            confidence=confidence,
         )
-    scatter, alpha = statistics.stdev(values), 1 - confidence
+    scatter = statistics.stdev(values)
     low, high = interval_of(values, interval, alpha)
     verdict = _verdict(low, high, matters)
     more = None
     if verdict == "cannot tell":
         wanted = max(abs(mean), matters or 0.0)
-        needed = pairs_needed(wanted, scatter, alpha=alpha, power=power)
+        later = alpha if next_confidence is None else 1 - next_confidence
+        needed = pairs_needed(wanted, scatter, alpha=later, power=power)
         more = None if needed is None else max(1, needed - len(values))
     return Comparison(
         differences=differences,
@@ -108,16 +122,18 @@ def compare(
         verdict=verdict,
         more_pairs=more,
         visible=visible_difference(len(values), scatter, alpha=alpha, power=power),
+        interval=interval,
+        confidence=confidence,
     )
 
 
 def _verdict(low: float, high: float, matters: float | None) -> Verdict:
+    if matters is not None and -matters < low and high < matters:
+        return "same"
     if high < 0:
         return "lower"
     if low > 0:
         return "higher"
-    if matters is not None and -matters < low and high < matters:
-        return "same"
     # Differences that are all exactly zero: runs that are the same, bit for bit.
     return "same" if low == high == 0 else "cannot tell"
 

@@ -27,7 +27,7 @@ from scrimp.study.estimate import Probe, threads_of, with_micro_batch
 from scrimp.study.job import Job, finished_row
 from scrimp.study.processes import Places
 from scrimp.study.rounds import Round, count_of, round_of
-from scrimp.study.rows import Key, Row, append_row, digest_of, read_rows, refuse_rows_of_others
+from scrimp.study.rows import Key, Row, append_row, digest_of, read_rows, rows_of_study
 
 STUDY_FILE: Final = "study.toml"
 RUNS: Final = "runs"
@@ -55,8 +55,8 @@ class Watcher(Protocol):
 
 
 @contextlib.contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """The folder of a study's results, for this process alone.
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Hold the folder of a study's results for this process alone.
 
     Raises:
         StorageError: another process has it.
@@ -75,13 +75,12 @@ def held(folder: Path) -> Iterator[None]:
 
 
 def begin(study: Study, folder: Path) -> dict[Key, Row]:
-    """Put the study's file into its folder; the rows that are there.
+    """Put the study's file into its folder; the rows of its variants that are there.
 
     Raises:
         ConfigError: rows were made with other settings.
     """
-    rows = read_rows(folder)
-    refuse_rows_of_others(rows.values(), digests_of(study), folder)
+    rows = rows_of(study, folder)
     write_whole(folder / STUDY_FILE, study.text)
     return rows
 
@@ -96,7 +95,7 @@ def conduct(
     trusts: bool = False,
 ) -> dict[Key, Row]:
     """Run what is missing; all rows afterwards. Whatever ends it, runs that go on are ended with a checkpoint."""
-    rows = read_rows(folder)
+    rows = rows_of(study, folder)
     retried: set[Key] = {key for key, row in rows.items() if row.error is not None}
     try:
         for number in range(count_of(study)):
@@ -148,13 +147,18 @@ def jobs_of(
     return found
 
 
-def digests_of(study: Study) -> dict[tuple[str, int], str]:
-    """Of the settings of all runs, by variant and seed."""
-    return {
-        (variant.name, seed): digest_of(study.settings_of(variant, seed))
-        for variant in study.variants
-        for seed in study.seeds
-    }
+def rows_of(study: Study, folder: Path) -> dict[Key, Row]:
+    """The rows of the study's variants, also of seeds that it no longer names.
+
+    Raises:
+        ConfigError: one was made with other settings.
+    """
+    variants = {one.name: one for one in study.variants}
+
+    def digest(name: str, seed: int) -> str | None:
+        return digest_of(study.settings_of(variants[name], seed)) if name in variants else None
+
+    return rows_of_study(read_rows(folder), digest, folder)
 
 
 def _run(waiting: list[Job], folder: Path, rows: dict[Key, Row], places: Places, watcher: Watcher) -> None:

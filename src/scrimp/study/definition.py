@@ -52,7 +52,7 @@ from scrimp.config import (
 from scrimp.config.read_toml import MAX_FILE_BYTES, convert
 from scrimp.errors import ConfigError, ScrimpError
 from scrimp.files import read_bounded
-from scrimp.study.comparisons import IntervalName, pairs_for_bootstrap
+from scrimp.study.comparisons import IntervalName, pairs_for_bootstrap, share_of_error
 
 FigureName = Literal["held_out_loss", "training_loss", "tokens_per_second"]
 MOST_RUNS: Final = 10_000
@@ -68,6 +68,7 @@ _RANGES: Final = {
 }
 _ONLY_COMMON: Final = ("data",)
 _ONLY_COMMON_OF_LOSSES: Final = ("data", "evaluation", "train.sequence")
+_SIZES_OF_BATCHES: Final = ("train.batch_tokens", "train.sequence")
 _THE_STUDYS: Final = ("run.dir", "run.seed")
 Settings = Mapping[str, Any]
 """Values of settings by dotted key, as `scrimp train` has them."""
@@ -106,9 +107,9 @@ class _Head:
     """What is compared."""
     interval: IntervalName = "t"
     confidence: float = 0.95
-    """That an interval holds the true difference."""
+    """Probability that an interval holds the true difference."""
     power: float = 0.8
-    """With which the smallest visible difference is seen."""
+    """Probability with which the smallest visible difference is seen."""
     scatter: float | None = None
     """Standard deviation of a paired difference, where earlier runs tell it."""
     matters: float | None = None
@@ -116,7 +117,7 @@ class _Head:
     all_together: bool = False
     """`confidence` is that of all comparisons together, instead of each."""
     threads: int | None = None
-    """Of each run. Unset: the cores, shared among all runs; of runs that are timed, all cores."""
+    """Threads of each run. Unset: the cores, shared among all runs; of runs that are timed, all cores."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +126,7 @@ class Study(_Head):
 
     name: str
     text: str
-    """Of its file."""
+    """The TOML text that it was read from."""
     seeds: tuple[int, ...]
     variants: tuple[Variant, ...]
     halving: Halving | None = None
@@ -134,6 +135,32 @@ class Study(_Head):
     def is_timed(self) -> bool:
         """Whether runs have to be alone on their machine, since what is compared is their speed."""
         return self.figure == "tokens_per_second"
+
+    @property
+    def confidence_of_each(self) -> float:
+        """Confidence of each comparison by itself, at the first look at it."""
+        if not self.all_together:
+            return self.confidence
+        return share_of_error(self.confidence, len(self.others))
+
+    @property
+    def batches(self) -> Literal["same", "by model", "other"]:
+        """Whether runs of one seed have the same batches; by model: only where their models ask for as large ones."""
+        sizes = {tuple(one.settings.get(key) for key in _SIZES_OF_BATCHES) for one in self.variants}
+        if len(sizes) > 1:
+            return "other"
+        models = {
+            json.dumps(
+                {k: v for k, v in one.settings.items() if k.startswith("model.")}, default=str, sort_keys=True
+            )
+            for one in self.variants
+        }
+        return "by model" if None in sizes.pop() and len(models) > 1 else "same"
+
+    @property
+    def shares_steps(self) -> bool:
+        """Whether all variants run as many steps."""
+        return len({one.settings.get("train.steps") for one in self.variants}) == 1
 
     @property
     def others(self) -> list[Variant]:
@@ -352,6 +379,13 @@ def _of_grid(table: Mapping[str, Any], where: str) -> list[tuple[str, dict[str, 
             raise ConfigError(
                 f"grid.{key} in {where} is no list of values", got=_shown(values), expected=f"{key} = [ ... ]"
             )
+        inner = next((one for one in lists if one.startswith(f"{key}.")), None)
+        if inner is not None:
+            raise ConfigError(
+                f"grid.{key} in {where} is a list of values, and a table with {inner} in it",
+                expected="one of the two",
+                do=f"remove {key}, or {inner}",
+            )
     count = 1
     for values in lists.values():
         count *= len(values)
@@ -415,7 +449,7 @@ def _check_whole(study: Study, where: str) -> None:
             got=f"{len(study.variants):,} variants x {len(study.seeds):,} seeds",
             expected=f"at most {MOST_RUNS:,}",
         )
-    least = pairs_for_bootstrap(1 - study.confidence)
+    least = pairs_for_bootstrap(1 - study.confidence_of_each)
     if study.interval == "bootstrap" and len(study.seeds) < least:
         raise ConfigError(
             f"interval in {where} cannot be bootstrap with so few seeds",
@@ -438,11 +472,11 @@ def _check_shared(study: Study, where: str) -> None:
         for key in sorted(keys):
             if not any(key == one or key.startswith(f"{one}.") for one in shared):
                 continue
-            mine, its = variant.settings.get(key), control.settings.get(key)
-            if mine != its:
+            mine, of_control = variant.settings.get(key), control.settings.get(key)
+            if mine != of_control:
                 raise ConfigError(
                     f"{key} in {where} differs between variants",
-                    got=f"{mine!r} of {variant.name}, {its!r} of {study.control}",
+                    got=f"{mine!r} of {variant.name}, {of_control!r} of {study.control}",
                     expected="one value: all runs of a study share their data"
                     + ("" if is_timed else " and evaluation"),
                     do="move it to [settings], or make it another study",

@@ -69,20 +69,20 @@ class Probe:
     """What the first steps of a run showed."""
 
     startup_seconds: float
-    """From the beginning of the process to its first step."""
+    """Time from the beginning of the process to its first step."""
     step_seconds: float
     host_bytes: int
-    """That the run takes of the host: what its process had before, and what its plan predicts."""
+    """Host memory of the run: what its process had before, and what its plan predicts."""
     device_bytes: int
-    """Of a GPU; 0 on a CPU."""
+    """GPU memory; 0 on a CPU."""
     micro_batch: int | None
-    """That the run decided on, where it was left open."""
+    """The size that the run decided on, where it was left open."""
     data: str
     """Digest of tokenizer and corpus."""
 
 
 def threads_of(study: Study) -> int:
-    """Of each run: as the file says, or the cores shared among all runs; of runs that are timed all cores."""
+    """Threads of each run: as the file says, or the cores shared among all runs; of runs that are timed all cores."""
     if study.threads is not None:
         return study.threads
     runs = 1 if study.is_timed else len(study.variants) * len(study.seeds)
@@ -90,7 +90,7 @@ def threads_of(study: Study) -> int:
 
 
 def cores() -> int:
-    """That this process may use."""
+    """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -103,7 +103,7 @@ def probe_all(study: Study, folder: Path, threads: int, say: Say, *, trusts: boo
     """
     known, found = kept_probes(folder), {}
     for variant in study.variants:
-        key = digest_of({**_costly(variant), "threads": threads})
+        key = digest_of({**_settings_that_cost(variant), "threads": threads})
         if key not in known:
             say(f"measuring the first steps of {variant.name} ...")
             known[key] = _probe(study, variant, threads, trusts=trusts)
@@ -212,8 +212,11 @@ def places_here(
 
 
 def _on_gpus(gpus: Sequence[tuple[str, int]], need: int) -> list[dict[str, str]]:
-    """A place for each share of a GPU, one GPU after the other."""
-    fits = [max(1, int(free * _FREE_SHARE) // need) for _, free in gpus]
+    """A place for each share of a GPU, one GPU after the other; one on the freest where no GPU has room for a run."""
+    fits = [int(free * _FREE_SHARE) // need for _, free in gpus]
+    if not any(fits):
+        freest = max(range(len(gpus)), key=lambda number: gpus[number][1])
+        fits[freest] = 1
     return [
         {"CUDA_VISIBLE_DEVICES": name}
         for number in range(max(fits))
@@ -235,7 +238,7 @@ def _gpus() -> list[tuple[str, int]]:
 # -- probes ------------------------------------------------------------------------------------
 
 
-def _costly(variant: Variant) -> dict[str, Any]:
+def _settings_that_cost(variant: Variant) -> dict[str, Any]:
     return {key: value for key, value in variant.settings.items() if key not in _COSTS_NOTHING}
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import platform
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,7 +16,8 @@ from typing import Any, Final
 import numpy as np
 
 from scrimp.config.write_toml import toml_value
-from scrimp.errors import CheckpointError, ScrimpError
+from scrimp.errors import CheckpointError, ConfigError, ScrimpError
+from scrimp.files import storage
 from scrimp.json_files import decode_loosely
 from scrimp.report.curves import Array
 from scrimp.report.read_run import RunRecord, read_run
@@ -26,7 +27,7 @@ from scrimp.study.rows import LARGEST, Curve, Row
 _DONE: Final = "all steps done"
 """The reason of the finish of a run that did not fail."""
 MOST_POINTS: Final = 200
-"""Of a curve in a row."""
+"""Most points of a curve in a row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +44,7 @@ class Job:
     stops_there: bool = False
     """It has more steps than that, which a later job goes on with."""
     folder: Path
-    """Of all runs of the study; the run's own lies in it."""
+    """Where all runs of the study lie, each in a folder of its own."""
     figure: FigureName
     threads: int = 1
     trusts: bool = False
@@ -54,13 +55,18 @@ class Job:
 
     @property
     def name(self) -> str:
-        """Of the run in messages, and of its files."""
+        """The run's name in messages and of its files."""
         return f"{self.variant}-seed{self.seed}"
 
     @property
     def run_folder(self) -> Path:
         """What `scrimp train` writes into."""
         return self.folder / self.name
+
+    @property
+    def settings_file(self) -> Path:
+        """Beside the run's folder: what it was begun with."""
+        return self.folder / f"{self.name}.toml"
 
     @property
     def toml(self) -> str:
@@ -89,8 +95,38 @@ def read_run_of(job: Job) -> RunRecord | None:
         return None
 
 
+def refuse_other_settings(job: Job) -> None:
+    """Refuse to take a run's folder for this job's where it was begun with other settings, or nothing says with which.
+
+    Raises:
+        ConfigError: they differ, or the file that would say so is gone.
+    """
+    with storage(job.settings_file, "read"):
+        text = job.settings_file.read_text(encoding="utf-8") if job.settings_file.exists() else None
+    if text == job.toml or not job.run_folder.exists():
+        return
+    if text is None and not (job.run_folder / "config.toml").exists():
+        return  # killed before it had anything to go on with
+    raise ConfigError(
+        f"{job.run_folder} was begun with other settings",
+        got=f"no {job.settings_file.name} beside it" if text is None else _changed(text, job.toml),
+        expected="the settings that the study has now",
+        do="give another folder with --out, or remove that one",
+    )
+
+
+def _changed(before: str, after: str) -> str:
+    lines: Iterable[str] = sorted(set(before.splitlines()) - set(after.splitlines()))
+    return "; ".join(line for line in lines if not line.startswith("#"))[:400] or "fewer settings"
+
+
 def finished_row(job: Job) -> Row | None:
-    """The row of a run that has reached its end already, as one whose study was killed before it was written."""
+    """The row of a run that has reached its end already, as one whose study was killed before it was written.
+
+    Raises:
+        ConfigError: its folder was begun with other settings.
+    """
+    refuse_other_settings(job)
     run = read_run_of(job)
     return row_of(job, seconds=0.0) if run is not None and has_reached(job, run) else None
 
@@ -181,7 +217,7 @@ def _held_out_curve(run: RunRecord, steps: int) -> Curve:
 
 
 def data_digest(folder: Path) -> str:
-    """Of tokenizer and corpus, as a run's folder has it; empty where it has none."""
+    """The digest of tokenizer and corpus, as a run's folder has it; empty where it has none."""
     try:
         found = decode_loosely((folder / "run.json").read_bytes())
     except (OSError, ValueError, ScrimpError):

@@ -19,12 +19,19 @@ from scrimp.report.charts import Chart, Kind, Series, render
 from scrimp.report.html import Markup, escape, join, tag
 from scrimp.report.page import policy_of, resource
 from scrimp.report.units import format_duration, format_number, format_percent
+from scrimp.study.comparisons import Comparison
+from scrimp.study.looks import SHARE_OF_ALL_LOOKS
 from scrimp.study.picture import interval_svg
 from scrimp.study.results import FIGURES, UNITS, Outcome, Results, mean_curve, mean_gap
 from scrimp.study.rows import Row
 
 FILE_NAME: Final = "study.html"
 _COLOURS: Final = 8
+_BATCHES: Final = {
+    "same": "the same for all runs of a seed",
+    "by model": "as large as each model asks for: train.batch_tokens or train.sequence is not set",
+    "other": "not the same: train.batch_tokens or train.sequence differs",
+}
 
 
 def write_page(results: Results, folder: Path) -> Path:
@@ -80,7 +87,8 @@ def _header(results: Results) -> Markup:
         "control": study.control,
         "pairs": f"runs of one seed: {', '.join(map(str, study.seeds[:12]))}"
         + " ..." * (len(study.seeds) > 12),
-        "intervals": f"{format_percent(results.confidence, 4).rstrip('0').rstrip('.%')}%, {study.interval}",
+        "intervals": f"{level(results.confidence)}, {study.interval}",
+        "batches": _BATCHES[study.batches] + ("" if study.shares_steps else "; the number of steps differs"),
         "errors": "of all comparisons together" if study.all_together else "of each comparison by itself",
     }
     return join(
@@ -113,12 +121,21 @@ def _verdicts(results: Results) -> Markup:
     head = ["variant", "runs", "mean", f"difference, {unit}", "interval", "in per cent", "visible", "verdict"]
     note = (
         "Difference: variant less control, seed by seed, and the mean of these. Visible: the smallest true difference "
-        f"that so many pairs of this scatter find in {format_percent(results.study.power, 0)} of studies."
+        f"that so many pairs of this scatter find in {format_percent(results.study.power, 0)} of studies. "
+        "Every further look at a comparison, with other pairs, has a fifth of the error of the one before: all looks "
+        f"at one together err with at most {level(SHARE_OF_ALL_LOOKS * (1 - results.confidence))}."
     )
+    again = [one.earlier_looks for one in results.others if one.earlier_looks]
+    if again:
+        note += f" Of the verdicts here {len(again)} had such looks before, up to {max(again)}."
     return join(
         [
             interval_svg(results),
-            _table(head, [_cells(one) for one in results.outcomes], [_kind(one) for one in results.outcomes]),
+            _table(
+                head,
+                [_cells(results, one) for one in results.outcomes],
+                [_kind(one) for one in results.outcomes],
+            ),
             tag("p", note, class_="note"),
         ]
     )
@@ -128,7 +145,7 @@ def _kind(outcome: Outcome) -> str:
     return "" if outcome.comparison is None else outcome.comparison.verdict.split()[0]
 
 
-def _cells(one: Outcome) -> list[str | Markup]:
+def _cells(results: Results, one: Outcome) -> list[str | Markup]:
     found = one.comparison
     name = f"{one.name} (dropped after step {one.steps:,})" if one.is_dropped else one.name
     if found is None:
@@ -138,11 +155,25 @@ def _cells(one: Outcome) -> list[str | Markup]:
         str(len(one.values)),
         format_number(one.mean, 5),
         signed(found.mean),
-        f"{signed(found.low)} to {signed(found.high)}" if found.low is not None else "",
+        interval_text(results, found),
         f"{100 * one.relative:+.2f}%" if one.relative is not None else "",
         format_number(found.visible, 3) if found.visible is not None else "",
         tag("span", one.verdict, class_="verdict"),
     ]
+
+
+def level(confidence: float) -> str:
+    """A confidence in per cent."""
+    return f"{100 * confidence:.6g}%"
+
+
+def interval_text(results: Results, found: Comparison | None) -> str:
+    """An interval, and in which way it is another one than the study's."""
+    if found is None or found.low is None:
+        return ""
+    other = [level(found.confidence)] if found.confidence != results.confidence else []
+    other += [found.interval] if found.interval != results.study.interval else []
+    return f"{signed(found.low)} to {signed(found.high)}" + (f" ({', '.join(other)})" if other else "")
 
 
 def signed(value: float | None) -> str:
@@ -168,7 +199,10 @@ def _curves(results: Results) -> Markup:
         Chart(
             slug="training-gap",
             title=f"Training loss less that of {results.study.control}",
-            subtitle="Of the same batches, seed by seed; mean of all seeds",
+            subtitle=(
+                "Of the same batches, seed by seed" if results.study.batches == "same" else "At the same step"
+            )
+            + "; mean of all seeds",
             series=_series(results, "training", is_gap=True),
             format=format_number,
             zero=True,

@@ -1,13 +1,12 @@
 """Rows side by side: the figure of a variant less that of the control, seed by seed.
 
-Only runs that read the same data are a pair; where they did not, nothing is compared.
+Only runs that read the same data are a pair; where they did not, their seed is left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
-from scrimp.errors import DataError
 from scrimp.study.definition import Study
 from scrimp.study.rows import Key, Row
 
@@ -18,24 +17,34 @@ def differences(
     """By seed, of all pairs that are there.
 
     Args:
-        step: at which; None: at the last that the variant has, and with halving the control at the same one.
-
-    Raises:
-        DataError: runs of a pair have read different data.
+        step: at which; None: at `compared_step`.
     """
     found = {}
-    at = last_steps(rows, variant) if step is None else step
-    its = at if step is not None or study.halving is not None else last_steps(rows, study.control)
-    for seed in seeds_of(study, rows):
-        mine, control = rows.get((variant, seed, at)), rows.get((study.control, seed, its))
-        if mine is None or control is None:
-            continue
+    for mine, control in _beside_control(study, rows, variant, step):
         value, other = mine.figures.get(study.figure), control.figures.get(study.figure)
-        if value is None or other is None:
-            continue
-        _refuse_other_data(mine, control)
-        found[seed] = value - other
+        if value is not None and other is not None and not _read_other_data(mine, control):
+            found[mine.seed] = value - other
     return found
+
+
+def with_other_data(study: Study, rows: Mapping[Key, Row], variant: str) -> dict[int, str]:
+    """By seed, in words, runs that are no pair with the control's, since they have read other data."""
+    return {
+        mine.seed: f"it has read other data than {control.variant} (corpora {mine.data[:12]} and "
+        f"{control.data[:12]}), and is not compared; name the same data on all machines, and run the study again "
+        "in another --out"
+        for mine, control in _beside_control(study, rows, variant)
+        if _read_other_data(mine, control)
+    }
+
+
+def compared_step(study: Study, rows: Mapping[Key, Row], variant: str) -> int:
+    """The step at which a variant is compared: the last that it has, with halving the last that has a pair."""
+    last = last_steps(rows, variant)
+    if study.halving is None:
+        return last
+    ends = sorted({steps for name, _, steps in rows if name == variant}, reverse=True)
+    return next((end for end in ends if differences(study, rows, variant, end)), last)
 
 
 def last_steps(rows: Mapping[Key, Row], variant: str) -> int:
@@ -48,11 +57,18 @@ def seeds_of(study: Study, rows: Mapping[Key, Row]) -> list[int]:
     return list(dict.fromkeys([*study.seeds, *(seed for _, seed, _ in rows)]))
 
 
-def _refuse_other_data(mine: Row, control: Row) -> None:
-    if mine.data and control.data and mine.data != control.data:
-        raise DataError(
-            f"{mine.variant} and {control.variant} of seed {mine.seed} have read different data",
-            got=f"corpora {mine.data[:12]} and {control.data[:12]}",
-            expected="one corpus for all runs of a study",
-            do="name the same data on all machines, and run the study again in another --out",
-        )
+def _beside_control(
+    study: Study, rows: Mapping[Key, Row], variant: str, step: int | None = None
+) -> Iterator[tuple[Row, Row]]:
+    """The row of a variant and that of the control, of each seed that has both."""
+    at = compared_step(study, rows, variant) if step is None else step
+    is_same_step = step is not None or study.halving is not None
+    at_of_control = at if is_same_step else last_steps(rows, study.control)
+    for seed in seeds_of(study, rows):
+        mine, control = rows.get((variant, seed, at)), rows.get((study.control, seed, at_of_control))
+        if mine is not None and control is not None:
+            yield mine, control
+
+
+def _read_other_data(mine: Row, control: Row) -> bool:
+    return bool(mine.data and control.data and mine.data != control.data)

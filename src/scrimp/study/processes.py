@@ -22,17 +22,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Protocol
 
-from scrimp.errors import ConfigError
 from scrimp.files import make_folder, storage, write_whole
-from scrimp.study.job import Job, has_reached, read_run_of, row_of
+from scrimp.study.job import Job, has_reached, read_run_of, refuse_other_settings, row_of
 from scrimp.study.rows import Row
 
 _GRACE_S: Final = 60.0
-"""For the last checkpoint of a run that is told to end."""
+"""Time for the last checkpoint of runs that are told to end."""
 _LOOK_S: Final = 0.5
 _TAIL_BYTES: Final = 2**14
 _SAID: Final = 3
@@ -40,7 +39,7 @@ _SAID: Final = 3
 
 
 class Places(Protocol):
-    """Where jobs run."""
+    """Something that runs jobs."""
 
     @property
     def count(self) -> int:
@@ -69,10 +68,13 @@ class LocalPlaces:
 
     Args:
         environments: of each place, further variables of its process: which GPU it sees.
+        say: is told of runs that had to be killed.
     """
 
-    def __init__(self, environments: Sequence[Mapping[str, str]]) -> None:
-        self._free = list(environments)
+    def __init__(
+        self, environments: Sequence[Mapping[str, str]], say: Callable[[str], None] = lambda text: None
+    ) -> None:
+        self._free, self._say = list(environments), say
         self._running: list[Process] = []
         self.count = len(environments)
 
@@ -93,11 +95,21 @@ class LocalPlaces:
         return {one.job.name: last_step(one.job.run_folder) for one in self._running}
 
     def close(self) -> None:
-        """End what still runs, with a checkpoint each."""
+        """End what still runs, with a checkpoint each; what takes longer than a minute, together, is killed."""
         for one in self._running:
             one.ask_to_end()
-        for one in self._running:
-            one.end()
+        deadline = time.monotonic() + _GRACE_S
+        try:
+            for one in self._running:
+                if not one.end(deadline):
+                    self._say(
+                        f"{one.job.name} did not end within {_GRACE_S:.0f} s, and was killed; "
+                        "it goes on from the checkpoint before"
+                    )
+        except BaseException:
+            for one in self._running:
+                one.kill()
+            raise
         self._running.clear()
 
 
@@ -119,6 +131,7 @@ class Process:
         variables = os.environ | self.environment | dict(job.environment)
         variables["OMP_NUM_THREADS"] = str(job.threads)
         with storage(self._log, "write"), self._log.open("ab") as output:
+            self._log_before = output.tell()
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "scrimp.study.tethered", str(os.getpid()), *words],
                 stdin=subprocess.DEVNULL,
@@ -145,14 +158,22 @@ class Process:
             self._process.send_signal(signal.SIGTERM)
         self._asked = True
 
-    def end(self) -> None:
-        """Wait for its end, and kill it if that does not come."""
+    def end(self, deadline: float | None = None) -> bool:
+        """Wait for its end, and kill it where that does not come; whether it came.
+
+        Args:
+            deadline: by the monotonic clock; None: in a minute.
+        """
+        deadline = time.monotonic() + _GRACE_S if deadline is None else deadline
         try:
-            self._process.wait(_GRACE_S)
+            self._process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self.kill()
+            return False
         except BaseException:
-            self._process.kill()
-            self._process.wait()
+            self.kill()
             raise
+        return True
 
     def kill(self) -> None:
         """End it at once."""
@@ -177,9 +198,10 @@ class Process:
 
     def _why(self, code: int) -> str:
         if code < 0:
-            return f"killed by {signal.Signals(-code).name}"
+            known = {one.value: one.name for one in signal.Signals}
+            return f"killed by {known.get(-code, f'signal {-code}')}"
         with contextlib.suppress(OSError):
-            lines = _tail(self._log).splitlines()
+            lines = _tail(self._log, self._log_before).splitlines()
             for number in range(len(lines) - 1, -1, -1):
                 if "error:" in lines[number] or lines[number].startswith(("Traceback", "RuntimeError")):
                     return " ".join(" ".join(line.split()) for line in lines[number : number + _SAID])
@@ -193,18 +215,8 @@ def prepare_folder(job: Job) -> bool:
         ConfigError: the folder was begun with other settings.
     """
     make_folder(job.folder)
-    file, text = job.folder / f"{job.name}.toml", job.toml
-    with storage(file, "read"):
-        before = file.read_text(encoding="utf-8") if file.exists() else None
-    if before is not None and before != text and job.run_folder.exists():
-        raise ConfigError(
-            f"{job.run_folder} was begun with other settings",
-            got=_changed(before, text),
-            expected="the settings that the study has now",
-            do="give another folder with --out, or remove that one",
-        )
-    if before != text:
-        write_whole(file, text)
+    refuse_other_settings(job)
+    write_whole(job.settings_file, job.toml)
     has_begun = (job.run_folder / "config.toml").exists()
     if not has_begun and job.run_folder.exists():
         with storage(job.run_folder, "remove"):  # killed before it had anything to go on with
@@ -224,17 +236,13 @@ def last_step(run_folder: Path) -> int:
 def _words(job: Job) -> list[str]:
     """The command of a run that begins, or goes on."""
     goes_on = prepare_folder(job)
-    words = ["train", *([] if goes_on else [str(job.folder / f"{job.name}.toml")])]
+    words = ["train", *([] if goes_on else [str(job.settings_file)])]
     words += [f"--run.dir={job.run_folder}", *(["--resume", "--restart"] if goes_on else [])]
     return [*words, *(["--trust-code"] if job.trusts else [])]
 
 
-def _tail(path: Path) -> str:
+def _tail(path: Path, begin: int = 0) -> str:
+    """The last bytes of a file, as text, none of them before `begin`."""
     with path.open("rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+        file.seek(max(begin, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
         return file.read().decode("utf-8", "replace")
-
-
-def _changed(before: str, after: str) -> str:
-    lines: Iterable[str] = sorted(set(before.splitlines()) - set(after.splitlines()))
-    return "; ".join(line for line in lines if not line.startswith("#"))[:400] or "fewer settings"

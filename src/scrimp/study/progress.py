@@ -21,7 +21,7 @@ from scrimp.study.rows import Row
 LINE_SECONDS: Final = 30.0
 
 
-class Lines:
+class StudyProgress:
     """Tells a stream what happens.
 
     Args:
@@ -59,8 +59,12 @@ class Lines:
     def ended(self, job: Job, row: Row) -> None:
         """A run ended, well or with an error."""
         self._ended += 1
-        self._made += job.steps - self._first.pop(job.name, 0)
-        self._going.pop(job.name, None)
+        first, (step, _) = self._first.pop(job.name, 0), self._going.pop(job.name, (0, job.steps))
+        if row.error is None:
+            self._made += job.steps - first
+        else:  # what it did not make, nobody makes in this call
+            self._made += max(0, step - first)
+            self._steps -= job.steps - step
         value = row.figures.get(job.figure)
         words = (
             f"{FIGURES[job.figure]} {format_number(value, 5)}"

@@ -1,7 +1,7 @@
 """What the rows of a study say: a comparison and a verdict for each variant, and curves over all seeds.
 
-A page, a table and a test read it from here; it is a function of the study's file and its rows alone, so that a report
-can be made again where the runs' folders are gone.
+A page, a table and a test read it from here; it is a function of the study's file and its rows, with the looks
+that there were before, so that a report can be made again where the runs' folders are gone.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import numpy as np
 
 from scrimp.report.curves import Array
 from scrimp.report.units import format_number, format_percent
-from scrimp.study.comparisons import MOST_PAIRS, Comparison, compare, pairs_for_bootstrap, share_of_error
+from scrimp.study.comparisons import MOST_PAIRS, Comparison, compare
 from scrimp.study.definition import FigureName, Study
-from scrimp.study.pairs import differences, last_steps, seeds_of
-from scrimp.study.rounds import is_finished
+from scrimp.study.looks import Look, Looks, confidence_of, number_of
+from scrimp.study.pairs import compared_step, differences, last_steps, seeds_of, with_other_data
+from scrimp.study.rounds import is_finished, reached_round
 from scrimp.study.rows import Curve, Key, Row
 
 FIGURES: Final[dict[FigureName, str]] = {
@@ -39,19 +40,28 @@ class Outcome:
 
     name: str
     steps: int
-    """At which its figures were taken: of a variant that was dropped, those of its last round."""
+    """The step at which its figures were taken: of a variant that was dropped, the end of its last round."""
     values: dict[int, float]
     """Its figure by seed."""
     mean: float | None
     failures: dict[int, str]
-    """Errors by seed."""
+    """By seed, why a run has no figure, or is no pair with the control's."""
     comparison: Comparison | None
-    """With the control; None for the control itself."""
+    """Its pairs with the control; None for the control itself."""
     relative: float | None
     """The mean difference as a share of the control's mean."""
     verdict: str
-    """In words."""
+    """The comparison in words."""
     is_dropped: bool = False
+    earlier_looks: int = 0
+    """Looks at this comparison, with other pairs, before this one."""
+
+    @property
+    def look(self) -> Look | None:
+        """What showing the verdict is; None of fewer than two pairs, which have none."""
+        if self.comparison is None or len(self.comparison.differences) < 2:
+            return None
+        return Look(steps=self.steps, seeds=sorted(self.comparison.differences))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +71,9 @@ class Results:
     study: Study
     outcomes: tuple[Outcome, ...]
     confidence: float
-    """Of each interval."""
+    """Confidence of each interval, at the first look at it."""
+    seeds: tuple[int, ...]
+    """The study's, and further ones that rows have."""
     done: int
     planned: int
     is_finished: bool
@@ -73,20 +85,24 @@ class Results:
         return [one for one in self.outcomes if one.comparison is not None]
 
 
-def results_of(study: Study, rows: Mapping[Key, Row]) -> Results:
-    """What the rows say so far."""
+def results_of(study: Study, rows: Mapping[Key, Row], looks: Looks | None = None) -> Results:
+    """What the rows say so far.
+
+    Args:
+        looks: at verdicts of the study, before this one.
+    """
     seeds, names = seeds_of(study, rows), [one.name for one in study.variants]
-    confidence = study.confidence
-    if study.all_together:
-        confidence = share_of_error(confidence, len(study.others))
-    longest = max((last_steps(rows, name) for name in names), default=0)
-    ended = {name: study.halving is not None and 0 < last_steps(rows, name) < longest for name in names}
-    outcomes = tuple(_outcome(study, rows, name, confidence, is_dropped=ended[name]) for name in names)
+    going_on = {one.name for one in reached_round(study, rows).variants}
+    outcomes = tuple(
+        _outcome(study, rows, name, (looks or {}).get(name, ()), is_dropped=name not in going_on)
+        for name in names
+    )
     done = sum(len(one.values) for one in outcomes)
     return Results(
         study=study,
         outcomes=outcomes,
-        confidence=confidence,
+        confidence=study.confidence_of_each,
+        seeds=tuple(seeds),
         done=done,
         planned=len(names) * len(seeds),
         is_finished=is_finished(study, rows),
@@ -95,21 +111,30 @@ def results_of(study: Study, rows: Mapping[Key, Row]) -> Results:
 
 
 def _outcome(
-    study: Study, rows: Mapping[Key, Row], name: str, confidence: float, *, is_dropped: bool
+    study: Study, rows: Mapping[Key, Row], name: str, looks: Sequence[Look], *, is_dropped: bool
 ) -> Outcome:
-    steps = last_steps(rows, name)
+    steps = compared_step(study, rows, name)
     mine = {seed: row for (variant, seed, at), row in rows.items() if variant == name and at == steps}
     values = {
         seed: value for seed, row in mine.items() if (value := row.figures.get(study.figure)) is not None
     }
-    comparison = None
+    failures = {
+        seed: row.error
+        for (variant, seed, at), row in rows.items()
+        if variant == name and at >= steps and row.error is not None
+    }
+    comparison, earlier = None, 0
     if name != study.control:
+        failures |= with_other_data(study, rows, name)
         found = differences(study, rows, name)
-        interval = study.interval
-        if interval == "bootstrap" and len(found) < pairs_for_bootstrap(1 - confidence):
-            interval = "t"  # too few yet: of those that there are, t's interval is honest
+        earlier = number_of(Look(steps=steps, seeds=sorted(found)), looks)
         comparison = compare(
-            found, interval=interval, confidence=confidence, power=study.power, matters=study.matters
+            found,
+            interval=study.interval,
+            confidence=confidence_of(study.confidence_of_each, earlier),
+            power=study.power,
+            matters=study.matters,
+            next_confidence=confidence_of(study.confidence_of_each, earlier + 1),
         )
     control = _control_mean(study, rows, comparison, steps)
     relative = comparison.mean / control if comparison and comparison.mean is not None and control else None
@@ -118,18 +143,19 @@ def _outcome(
         steps=steps,
         values=values,
         mean=statistics.fmean(values.values()) if values else None,
-        failures={seed: row.error for seed, row in mine.items() if row.error is not None},
+        failures=failures,
         comparison=comparison,
         relative=relative,
         verdict="the control" if comparison is None else verdict_text(study, comparison, relative),
         is_dropped=is_dropped,
+        earlier_looks=earlier,
     )
 
 
 def _control_mean(
     study: Study, rows: Mapping[Key, Row], comparison: Comparison | None, steps: int
 ) -> float | None:
-    """Of the control's runs that are part of the pairs."""
+    """The mean figure of the control's runs that are part of the pairs."""
     at = steps if study.halving is not None else last_steps(rows, study.control)
     seeds = comparison.differences if comparison else {}
     found = [rows[study.control, seed, at].figures.get(study.figure) for seed in seeds]
@@ -141,15 +167,21 @@ def verdict_text(study: Study, comparison: Comparison, relative: float | None = 
     """A verdict in words."""
     if comparison.mean is None:
         return "cannot tell: no pair of runs yet"
+    if comparison.low is None or comparison.high is None:
+        return "cannot tell: needs two pairs of runs"
     if comparison.verdict == "cannot tell":
         more = comparison.more_pairs
         if more is None:
             return f"cannot tell: {2 * MOST_PAIRS:,} runs would not either"
-        return f"cannot tell: {2 * more:,} more runs would ({more:,} more seeds of both)"
+        seeds = "1 more seed" if more == 1 else f"{more:,} more seeds"
+        return f"cannot tell: {2 * more:,} more runs would probably ({seeds} of both)"
     if comparison.verdict == "same":
         if study.matters is None:
             return "the same"
-        return f"the same: within ±{format_number(study.matters)}"
+        if comparison.low <= 0 <= comparison.high:
+            return f"the same: within ±{format_number(study.matters)}"
+        word = "lower" if comparison.high < 0 else "higher"
+        return f"the same: {word} by {format_number(abs(comparison.mean))}, which does not matter"
     size = format_number(abs(comparison.mean))
     share = f" ({format_percent(abs(relative), 2)})" if relative is not None else ""
     return f"{comparison.verdict} by {size}{share}"
@@ -174,9 +206,9 @@ def mean_gap(results: Results, variant: str, kind: str) -> tuple[Array, Array]:
     gaps = []
     for row in _rows_of(results, variant):
         other = control.get((row.seed, row.steps))
-        mine, its = _curve(row, kind), _curve(other, kind) if other is not None else None
-        if mine is not None and its is not None:
-            gaps.append(_less(mine, its))
+        mine, theirs = _curve(row, kind), _curve(other, kind) if other is not None else None
+        if mine is not None and theirs is not None:
+            gaps.append(_less(mine, theirs))
     return _mean(gaps)
 
 
@@ -192,15 +224,15 @@ def _curve(row: Row, kind: str) -> Curve | None:
 
 def _less(one: Curve, other: Curve) -> Curve:
     """The difference at the steps that both have."""
-    its = dict(zip(other.steps, other.values, strict=True))
-    steps = [step for step in one.steps if step in its]
     mine = dict(zip(one.steps, one.values, strict=True))
-    pairs = [(mine[step], its[step]) for step in steps]
+    theirs = dict(zip(other.steps, other.values, strict=True))
+    steps = [step for step in one.steps if step in theirs]
+    pairs = [(mine[step], theirs[step]) for step in steps]
     return Curve(steps=steps, values=[None if a is None or b is None else a - b for a, b in pairs])
 
 
 def _mean(curves: Sequence[Curve]) -> tuple[Array, Array]:
-    """At the steps that all have."""
+    """The mean of curves, at the steps that all have."""
     if not curves:
         return np.empty(0), np.empty(0)
     tables = [dict(zip(one.steps, one.values, strict=True)) for one in curves]

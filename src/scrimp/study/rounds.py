@@ -21,7 +21,7 @@ class Round:
 
     variants: tuple[Variant, ...]
     steps: dict[str, int]
-    """Of each variant, by name."""
+    """The step at which the round ends, by variant."""
     is_last: bool
 
 
@@ -46,8 +46,18 @@ def round_of(study: Study, rows: Mapping[Key, Row], number: int) -> Round:
     return Round(variants, steps, number == len(ends) - 1)
 
 
+def reached_round(study: Study, rows: Mapping[Key, Row]) -> Round:
+    """The round that the study is in: all runs of those before it have a row."""
+    for number in range(count_of(study)):
+        now = round_of(study, rows, number)
+        keys = [(one.name, seed, now.steps[one.name]) for one in now.variants for seed in study.seeds]
+        if now.is_last or any(key not in rows for key in keys):
+            break
+    return now
+
+
 def _score(study: Study, rows: Mapping[Key, Row], variant: str, step: int) -> tuple[int, float]:
-    """By what variants are ranked, the best first: runs that failed, then the mean difference from the control."""
+    """A key that ranks variants, the best first: runs that failed, then the mean difference from the control."""
     keys = [(variant, seed, step) for seed in study.seeds]
     failed = sum(key not in rows or rows[key].error is not None for key in keys)
     found = list(differences(study, rows, variant, step).values())
@@ -73,5 +83,5 @@ def survivors(count: int, factor: int) -> int:
 
 
 def steps_of(variant: Variant) -> int:
-    """Of a whole run."""
+    """Steps of a whole run."""
     return int(variant.settings.get("train.steps") or Config().train.steps)

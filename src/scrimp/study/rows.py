@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -48,9 +48,9 @@ class Row:
     variant: str
     seed: int
     steps: int
-    """At which its figures were taken."""
+    """The step at which its figures were taken."""
     digest: str
-    """Of its settings."""
+    """Digest of its settings."""
     error: str | None = None
     """Why the run has no figures."""
     figures: dict[str, float | None] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class Row:
     data: str = ""
     """Digest of tokenizer and corpus."""
     seconds: float = 0.0
-    """Of the process that ended the run; of one that was resumed only its last."""
+    """Time of the process that ended the run; of a run that was resumed only its last one."""
     at_once: int = 1
     """Most runs that went on its machine at once."""
     machine: str = ""
@@ -143,13 +143,25 @@ def append_row(folder: Path, row: Row) -> None:
             sync_folder(folder)
 
 
-def refuse_rows_of_others(rows: Iterable[Row], digests: Mapping[tuple[str, int], str], folder: Path) -> None:
-    """Raise ConfigError where a row of one of these runs was made with other settings.
+def rows_of_study(
+    rows: Mapping[Key, Row], digest: Callable[[str, int], str | None], folder: Path
+) -> dict[Key, Row]:
+    """The rows of variants that the study has; those of variants that are gone are left out.
 
     Args:
-        digests: of the settings that runs have now, by variant and seed.
+        digest: of the settings that a run of a variant and a seed has now, of any seed; None: there is no such variant.
+
+    Raises:
+        ConfigError: a row was made with other settings.
     """
-    others = [row for row in rows if digests.get((row.variant, row.seed), row.digest) != row.digest]
+    found, others = {}, []
+    for key, row in rows.items():
+        now = digest(row.variant, row.seed)
+        if now is None:
+            continue
+        found[key] = row
+        if now != row.digest:
+            others.append(row)
     if others:
         names = ", ".join(dict.fromkeys(f"{row.variant} seed {row.seed}" for row in others))
         raise ConfigError(
@@ -158,6 +170,7 @@ def refuse_rows_of_others(rows: Iterable[Row], digests: Mapping[tuple[str, int],
             expected="rows of the settings that the study has now",
             do="give another folder with --out, or the settings that the rows were made with",
         )
+    return found
 
 
 def _whole_lines(content: bytes) -> bytes:

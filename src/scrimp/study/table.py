@@ -8,7 +8,7 @@ from rich.text import Text
 
 from scrimp.report.html import visible
 from scrimp.report.units import format_number
-from scrimp.study.page import signed
+from scrimp.study.page import interval_text, signed
 from scrimp.study.results import FIGURES, UNITS, Outcome, Results
 
 
@@ -22,15 +22,12 @@ def verdict_table(results: Results) -> Table:
             name, justify="right" if name in ("runs", "mean", "difference") else "left", overflow="fold"
         )
     for one in results.outcomes:
-        table.add_row(*[Text(visible(cell)) for cell in _cells(one)])
+        table.add_row(*[Text(visible(cell)) for cell in _cells(results, one)])
     return table
 
 
-def _cells(one: Outcome) -> list[str]:
+def _cells(results: Results, one: Outcome) -> list[str]:
     found = one.comparison
-    interval = ""
-    if found is not None and found.low is not None:
-        interval = f"{signed(found.low)} to {signed(found.high)}"
     failed = f"; {len(one.failures)} failed" if one.failures else ""
     dropped = f"; dropped after step {one.steps:,}" if one.is_dropped else ""
     return [
@@ -38,6 +35,6 @@ def _cells(one: Outcome) -> list[str]:
         str(len(one.values)),
         format_number(one.mean, 5),
         signed(found.mean) if found else "",
-        interval,
+        interval_text(results, found),
         one.verdict + failed + dropped,
     ]
