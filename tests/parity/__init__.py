@@ -249,7 +249,8 @@ def made(case: Case, world: World, readers: int) -> tuple[Decisions, Executable,
         **case.settings,
     }
     if world.size > 1 and not {"layout.dp", "layout.fsdp", "outer.every"} & settings.keys():
-        settings["layout.fsdp"] = readers  # a search would choose by the machine
+        together = math.prod(case.layout.get(axis, 1) for axis in ("pp", "cp", "tp"))
+        settings["layout.fsdp"] = world.size // together  # a search would choose by the machine
     decisions = decide(replace_values(Config(), settings), world=world)
     config = decisions.config
     executable = realise(
