@@ -75,7 +75,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         "device_count": lambda: 1,
         "mem_get_info": lambda index: (80 * 2**30, 80 * 2**30),
         "get_device_name": lambda index: "NVIDIA H100 80GB HBM3",
-        "get_device_properties": lambda device: SimpleNamespace(multi_processor_count=132, total_memory=80 * 2**30),
+        "get_device_properties": lambda device: SimpleNamespace(
+            multi_processor_count=132, total_memory=80 * 2**30
+        ),
         "get_device_capability": lambda device: (9, 0),
         "set_device": lambda index: None,
     }
