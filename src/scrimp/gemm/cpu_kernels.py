@@ -163,7 +163,7 @@ def _rounded_by_noise(v: Any, most: Any, least: Any, unit: Any, u: Any) -> Any:
 
 @_compiled()
 def _largest_in_rows(x: Any, first: int, last: int, c: int, out: Any) -> None:
-    """Of every c neighbours in a row, the largest magnitude's bits."""
+    """Find the largest magnitude, as bits, of every c neighbours in a row."""
     for i in range(first, last):
         for group in range(out.shape[1]):
             own, most = x[i, group * c : group * c + c], np.int32(0)
@@ -174,7 +174,7 @@ def _largest_in_rows(x: Any, first: int, last: int, c: int, out: Any) -> None:
 
 @_compiled()
 def _largest_in_columns(x: Any, first: int, last: int, r: int, out: Any) -> None:
-    """Of every r neighbours in a column, the largest magnitude's bits; for a range of groups."""
+    """Find the largest magnitude, as bits, of every r neighbours in a column, for a range of groups."""
     rows, columns = x.shape
     for group in range(first, last):
         for j in range(columns):
@@ -225,7 +225,7 @@ def _to_values(
     out: Any,
     rest: Any,
 ) -> None:
-    """Rounded numbers times their scales (of a None alone), in the type of `out`; `rest` is what bfloat16 leaves."""
+    """Rounded numbers times their scales (no scales: None), in the type of `out`; `rest` is what bfloat16 leaves."""
     (r, c), (hash_of_row, hashes), columns, last_group = groups, noise, x.shape[1], -1
     row, by, back = (
         np.empty(columns, np.float32),
@@ -275,7 +275,7 @@ def _to_codes(
 
 @_compiled()
 def _from_codes(codes: Any, first: int, last: int, groups: Any, table: Any, scales: Any, out: Any) -> None:
-    """Values of codes of a byte, times their scales (of a None alone)."""
+    """Values of codes of a byte, times their scales (no scales: None)."""
     (r, c), columns, last_group = groups, out.shape[1], -1
     back = np.empty(columns, np.float32)
     for i in range(first, last):
@@ -292,7 +292,7 @@ def _from_codes(codes: Any, first: int, last: int, groups: Any, table: Any, scal
 
 @_compiled()
 def _from_pairs(codes: Any, first: int, last: int, groups: Any, table: Any, scales: Any, out: Any) -> None:
-    """The same of two codes in a byte; `table` has 16 entries."""
+    """The same for two codes in a byte; `table` has 16 entries."""
     (r, c), columns, last_group = groups, out.shape[1], -1
     back = np.empty(columns, np.float32)
     for i in range(first, last):

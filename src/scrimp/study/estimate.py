@@ -133,7 +133,7 @@ def with_micro_batch(settings: Mapping[str, Any], probe: Probe) -> dict[str, Any
 def seconds_of(
     study: Study, probes: Mapping[str, Probe], done: Mapping[tuple[str, int], int], places: int
 ) -> float:
-    """Of all steps that are left, in so many places.
+    """Seconds that the steps that are left take, in so many places.
 
     Args:
         done: the last step of each run that has ended, by variant and seed.

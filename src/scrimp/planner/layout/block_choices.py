@@ -139,7 +139,7 @@ class Blocks:
 
     @property
     def leanest_memory(self) -> tuple[RankBytes, ...]:
-        """Of each rank the least that it needs, in the setting's own formats."""
+        """The least that each rank needs, in the setting's own formats."""
         return tuple(self._leanest(()))
 
     @cached_property
@@ -263,7 +263,7 @@ class Blocks:
         return dataclasses.replace(self.setting, blocks=tuple(plans)), used
 
     def _bounds(self, ranks: list[list[Way]], prices: Array) -> list[Array]:
-        """Of each rank [W, P] seconds of its ways with harm at these prices; of none whose plans are all known."""
+        """Seconds [W, P] of each rank's ways with harm at these prices, but for ranks whose plans are all known."""
         asked = [[] if self._every_plan(rank) else ways for rank, ways in enumerate(ranks)]
         kinds = [way.kinds for ways in asked for way in ways]
         each = least_at_prices(kinds, prices) if kinds else np.empty((0, len(prices)))

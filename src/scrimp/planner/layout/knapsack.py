@@ -330,7 +330,7 @@ def _counted_out(
 
 
 def undominated(figures: Array) -> Indices:
-    """Of [F, K] figures of choices those that no other choice beats in one and equals in the rest; of equal ones the
+    """The choices, by their figures [F, K], that no other beats in one and equals in the rest; of equal ones the
     first."""
     order = np.lexsort(figures[::-1])
     rows = figures[:, order].T
@@ -341,7 +341,7 @@ def undominated(figures: Array) -> Indices:
 
 
 def ways_number(counts: Sequence[int], kept: Sequence[Indices]) -> int:
-    """Of all ways to share out choices among so many equal blocks of each kind."""
+    """How many ways there are to share out choices among so many equal blocks of each kind."""
     return math.prod(math.comb(n + len(own) - 1, n) for n, own in zip(counts, kept, strict=True))
 
 

@@ -53,7 +53,7 @@ class Question:
     """Sequences of a step, over all ranks."""
     software: Software
     precision: str = "bf16"
-    """Of all products, where `formats` leaves nothing to choose."""
+    """The recipe of all products, where `formats` leaves nothing to choose."""
     formats: FormatBudget | None = None
     given: Mapping[str, Any] = field(default_factory=dict)
     """Fields of a layout, and `micro_batch`, that stay as they are."""

@@ -63,7 +63,7 @@ class Way:
     """One of them: what the rank's blocks may do at most, and the room of their sums."""
 
     menus: Sequence[Menu]
-    """Of each of its blocks."""
+    """The menu of each of its blocks."""
     counted: Sequence[float]
     """How often the bytes of one pass of each of them count."""
     again: float
@@ -78,7 +78,7 @@ class Way:
 
     @cached_property
     def _limits(self) -> list[Limits]:
-        """Of each block; equal ones are one object."""
+        """The limits of each block; those of equal blocks are one object."""
         number, known = len(self.menus), dict[tuple[float, bool, bool], Limits]()
         found = []
         for at, counted in enumerate(self.counted):
@@ -117,7 +117,7 @@ class Rank:
     """The blocks of a rank, and what it has left for them."""
 
     menus: Sequence[Menu]
-    """Of each of its blocks."""
+    """The menu of each of its blocks."""
     outside: Outside
     """What it holds besides them."""
     memory: float

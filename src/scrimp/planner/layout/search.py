@@ -184,7 +184,7 @@ class _Known:
     host: float = math.inf
     """The last two as `Found` has them."""
     held: dict[int, bool] = field(default_factory=dict)
-    """Of layouts that were looked at whether they fit."""
+    """Whether each layout that was looked at fits."""
 
     def counts(self, one: _Waiting, blocks: Blocks, device: Device) -> None:
         """Take in the bytes of a candidate."""

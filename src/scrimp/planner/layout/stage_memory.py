@@ -108,7 +108,7 @@ class Outside:
     flight: float
     """Passes that it holds at once."""
     share: float
-    """Of what comes and goes: the margin."""
+    """The margin, as a share of what comes and goes."""
 
     def bytes(self, moment: Moment) -> float:
         """With the margin; of a moment that the rank does not have none at all, so that it is never the worst."""
