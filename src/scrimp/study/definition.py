@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -47,17 +46,22 @@ from scrimp.config import (
     nearest_word,
     ranks_of,
     replace_values,
-    settings_in,
 )
 from scrimp.config.read_toml import MAX_FILE_BYTES, convert
 from scrimp.errors import ConfigError, ScrimpError
 from scrimp.files import read_bounded
 from scrimp.study.comparisons import IntervalName, pairs_for_bootstrap, share_of_error
+from scrimp.study.variants import (
+    MOST_RUNS,
+    Variant,
+    settings_of_part,
+    shown,
+    table_of,
+    variants_of,
+)
 
 FigureName = Literal["held_out_loss", "training_loss", "tokens_per_second"]
-MOST_RUNS: Final = 10_000
 _SHIPPED: Final = Path(__file__).parent / "shipped"
-_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+,-]{0,79}")
 _CONTAINERS: Final = ("seeds", "settings", "variants", "grid", "halving")
 _RANGES: Final = {
     "confidence": Range(0.5, 1, below=True),
@@ -69,18 +73,6 @@ _RANGES: Final = {
 _ONLY_COMMON: Final = ("data",)
 _ONLY_COMMON_OF_LOSSES: Final = ("data", "evaluation", "train.sequence")
 _SIZES_OF_BATCHES: Final = ("train.batch_tokens", "train.sequence")
-_THE_STUDYS: Final = ("run.dir", "run.seed")
-Settings = Mapping[str, Any]
-"""Values of settings by dotted key, as `scrimp train` has them."""
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One of the things that are compared."""
-
-    name: str
-    settings: Settings
-    """The common settings with its own."""
 
 
 @dataclass(frozen=True)
@@ -235,8 +227,8 @@ def parse_study(text: str, *, name: str, where: str) -> Study:
             do="correct that line",
         ) from None
     head = _read_head(table, where)
-    common = _settings(_table(table, "settings", where), where, "settings")
-    variants = _variants(table, common, where)
+    common = settings_of_part(table_of(table, "settings", where), where, "settings")
+    variants = variants_of(table, common, where)
     head["control"] = head.get("control") or variants[0].name
     _check_control(head["control"], variants, where)
     found = Study(
@@ -276,38 +268,13 @@ def _unknown(key: str, known: Sequence[str], where: str) -> ConfigError:
     return ConfigError(f"unknown key {key} in {where}", expected=f"one of {', '.join(known)}", do=do)
 
 
-def _table(table: Mapping[str, Any], key: str, where: str) -> dict[str, Any]:
-    value = table.get(key, {})
-    if not isinstance(value, dict):
-        raise ConfigError(
-            f"{key} in {where} is no table", got=_shown(value), expected=f"[{key}], with settings below"
-        )
-    return value
-
-
-def _settings(table: dict[str, Any], where: str, part: str) -> dict[str, Any]:
-    """Settings of runs out of one part of the file."""
-    values = settings_in(table, f"{where}, [{part}]")
-    for key in _THE_STUDYS:
-        if key in values:
-            raise ConfigError(
-                f"{key} in {where}, [{part}] is the study's own",
-                got=_shown(values[key]),
-                expected="seeds of the study, and folders below the study's",
-                do="give seeds at the top of the file"
-                if key == "run.seed"
-                else "remove it; --out names the folder",
-            )
-    return values
-
-
 def _seeds(value: object, where: str) -> tuple[int, ...]:
     given: object = list(range(min(value, MOST_RUNS + 1))) if _is_count(value) else value
     seeds = [one for one in given if _is_count(one, 0)] if isinstance(given, list) else []
     if given != seeds or not seeds or len(set(seeds)) < len(seeds) or len(seeds) > MOST_RUNS:
         raise ConfigError(
             f"seeds in {where} cannot be used",
-            got=_shown(value),
+            got=shown(value),
             expected=f"how many, 1 to {MOST_RUNS:,}, or a list of different ones such as [0, 1, 2]",
         )
     return tuple(seeds)
@@ -320,7 +287,7 @@ def _is_count(value: object, least: int = 1) -> TypeGuard[int]:
 def _halving(table: Mapping[str, Any], where: str) -> Halving | None:
     if "halving" not in table:
         return None
-    values = _table(table, "halving", where)
+    values = table_of(table, "halving", where)
     for key in values:
         if key not in ("factor", "rounds"):
             raise _unknown(f"halving.{key}", ["halving.factor", "halving.rounds"], where)
@@ -329,101 +296,11 @@ def _halving(table: Mapping[str, Any], where: str) -> Halving | None:
         if not _is_count(found[key]):
             raise ConfigError(
                 f"halving.{key} in {where} has the wrong type",
-                got=_shown(found[key]),
+                got=shown(found[key]),
                 expected="a whole number",
             )
         check_range(f"halving.{key} in {where}", found[key], Range(least, most))
     return Halving(**found)
-
-
-def _variants(table: Mapping[str, Any], common: Settings, where: str) -> tuple[Variant, ...]:
-    if ("variants" in table) == ("grid" in table):
-        raise ConfigError(
-            f"{where} has " + ("both variants and a grid" if "grid" in table else "no variants"),
-            expected="either [[variants]], each with a name and settings, or [grid], with a list for each setting",
-            do="remove one of the two" if "grid" in table else "add one of the two",
-        )
-    own = _of_grid(table, where) if "grid" in table else _of_list(table["variants"], where)
-    names = [name for name, _ in own]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise ConfigError(f"two variants in {where} are called {twice}", do="give each a name of its own")
-    return tuple(Variant(name, {**common, **settings}) for name, settings in own)
-
-
-def _of_list(value: object, where: str) -> list[tuple[str, dict[str, Any]]]:
-    if not isinstance(value, list) or not value or not all(isinstance(one, dict) for one in value):
-        raise ConfigError(
-            f"variants in {where} is no list of tables",
-            got=_shown(value),
-            expected="[[variants]], with a name and settings, once for each",
-        )
-    found = []
-    for number, one in enumerate(value, start=1):
-        name = one.get("name")
-        if not isinstance(name, str) or _NAME.fullmatch(name) is None:
-            raise ConfigError(
-                f"variant {number} in {where} has no name that a folder can have",
-                got=_shown(name) if name is not None else "no name",
-                expected="up to 80 letters, digits and . _ = + , - , the first a letter or digit",
-            )
-        rest = {key: setting for key, setting in one.items() if key != "name"}
-        found.append((name, _settings(rest, where, f"variants, {name}")))
-    return found
-
-
-def _of_grid(table: Mapping[str, Any], where: str) -> list[tuple[str, dict[str, Any]]]:
-    lists = _flat(_table(table, "grid", where))
-    for key, values in lists.items():
-        if not isinstance(values, list) or not values:
-            raise ConfigError(
-                f"grid.{key} in {where} is no list of values", got=_shown(values), expected=f"{key} = [ ... ]"
-            )
-        inner = next((one for one in lists if one.startswith(f"{key}.")), None)
-        if inner is not None:
-            raise ConfigError(
-                f"grid.{key} in {where} is a list of values, and a table with {inner} in it",
-                expected="one of the two",
-                do=f"remove {key}, or {inner}",
-            )
-    count = 1
-    for values in lists.values():
-        count *= len(values)
-    if not lists or count > MOST_RUNS:
-        raise ConfigError(
-            f"the grid in {where} has {count if lists else 0:,} variants", expected=f"1 to {MOST_RUNS:,}"
-        )
-    found = []
-    for values in itertools.product(*lists.values()):
-        chosen = dict(zip(lists, values, strict=True))
-        words = ",".join(f"{key.rpartition('.')[2]}={_word(value)}" for key, value in chosen.items())
-        name = re.sub(r"[^A-Za-z0-9._=+,-]", "_", words)[:80]
-        found.append((name, _settings(_nested(chosen), where, "grid")))
-    return found
-
-
-def _word(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Values by dotted key, of tables within tables."""
-    found: dict[str, Any] = {}
-    for key, value in table.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return found
-
-
-def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Tables within tables, of values by dotted key."""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        *path, last = key.split(".")
-        inner = found
-        for name in path:
-            inner = inner.setdefault(name, {})
-        inner[last] = value
-    return found
 
 
 # -- the study as a whole ----------------------------------------------------------------------
@@ -523,8 +400,3 @@ def _check_halving(study: Study, halving: Halving, variant: Variant, where: str)
             expected=f"a divisor of {first:,}, the first round's steps",
             do="leave it out",
         )
-
-
-def _shown(value: object) -> str:
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -32,11 +32,12 @@ from scrimp.errors import CheckpointError, DataError, TrainingError
 from scrimp.files import write_whole
 from scrimp.host_memory import host_memory_available
 from scrimp.json_files import read_json
-from scrimp.study.definition import Study, Variant
+from scrimp.study.definition import Study
 from scrimp.study.job import Job, data_digest, read_run_of
 from scrimp.study.processes import Process
 from scrimp.study.rounds import steps_of, survivors
 from scrimp.study.rows import digest_of
+from scrimp.study.variants import Variant
 
 PROBES: Final = "probes.json"
 _COSTS_NOTHING: Final = (

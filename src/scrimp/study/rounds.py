@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from scrimp.config import Config
-from scrimp.study.definition import Study, Variant
+from scrimp.study.definition import Study
 from scrimp.study.pairs import differences
 from scrimp.study.rows import Key, Row
+from scrimp.study.variants import Variant
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,156 @@
+"""The variants of a study: the tables of a file that say what differs between its runs.
+
+Problem  Variants are named one by one, or are all combinations of a grid; both end as settings of `scrimp train`.
+Method   Every setting goes through the reader of `scrimp train`. A variant of a grid is called by its values. What is
+         the study's own, seeds and folders, is refused.
+Checked  tests/study/test_definition.py
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from scrimp.config import settings_in
+from scrimp.errors import ConfigError
+
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+,-]{0,79}")
+MOST_RUNS: Final = 10_000
+_THE_STUDYS: Final = ("run.dir", "run.seed")
+Settings = Mapping[str, Any]
+"""Values of settings by dotted key, as `scrimp train` has them."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One of the things that are compared."""
+
+    name: str
+    settings: Settings
+    """The common settings with its own."""
+
+
+def table_of(table: Mapping[str, Any], key: str, where: str) -> dict[str, Any]:
+    """The table of a key; empty where there is none."""
+    value = table.get(key, {})
+    if not isinstance(value, dict):
+        raise ConfigError(
+            f"{key} in {where} is no table", got=shown(value), expected=f"[{key}], with settings below"
+        )
+    return value
+
+
+def settings_of_part(table: dict[str, Any], where: str, part: str) -> dict[str, Any]:
+    """Settings of runs out of one part of the file."""
+    values = settings_in(table, f"{where}, [{part}]")
+    for key in _THE_STUDYS:
+        if key in values:
+            raise ConfigError(
+                f"{key} in {where}, [{part}] is the study's own",
+                got=shown(values[key]),
+                expected="seeds of the study, and folders below the study's",
+                do="give seeds at the top of the file"
+                if key == "run.seed"
+                else "remove it; --out names the folder",
+            )
+    return values
+
+
+def variants_of(table: Mapping[str, Any], common: Settings, where: str) -> tuple[Variant, ...]:
+    """The variants that a file names, or its grid gives, each with the common settings."""
+    if ("variants" in table) == ("grid" in table):
+        raise ConfigError(
+            f"{where} has " + ("both variants and a grid" if "grid" in table else "no variants"),
+            expected="either [[variants]], each with a name and settings, or [grid], with a list for each setting",
+            do="remove one of the two" if "grid" in table else "add one of the two",
+        )
+    own = _of_grid(table, where) if "grid" in table else _of_list(table["variants"], where)
+    names = [name for name, _ in own]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"two variants in {where} are called {twice}", do="give each a name of its own")
+    return tuple(Variant(name, {**common, **settings}) for name, settings in own)
+
+
+def _of_list(value: object, where: str) -> list[tuple[str, dict[str, Any]]]:
+    if not isinstance(value, list) or not value or not all(isinstance(one, dict) for one in value):
+        raise ConfigError(
+            f"variants in {where} is no list of tables",
+            got=shown(value),
+            expected="[[variants]], with a name and settings, once for each",
+        )
+    found = []
+    for number, one in enumerate(value, start=1):
+        name = one.get("name")
+        if not isinstance(name, str) or _NAME.fullmatch(name) is None:
+            raise ConfigError(
+                f"variant {number} in {where} has no name that a folder can have",
+                got=shown(name) if name is not None else "no name",
+                expected="up to 80 letters, digits and . _ = + , - , the first a letter or digit",
+            )
+        rest = {key: setting for key, setting in one.items() if key != "name"}
+        found.append((name, settings_of_part(rest, where, f"variants, {name}")))
+    return found
+
+
+def _of_grid(table: Mapping[str, Any], where: str) -> list[tuple[str, dict[str, Any]]]:
+    lists = _flat(table_of(table, "grid", where))
+    for key, values in lists.items():
+        if not isinstance(values, list) or not values:
+            raise ConfigError(
+                f"grid.{key} in {where} is no list of values", got=shown(values), expected=f"{key} = [ ... ]"
+            )
+        inner = next((one for one in lists if one.startswith(f"{key}.")), None)
+        if inner is not None:
+            raise ConfigError(
+                f"grid.{key} in {where} is a list of values, and a table with {inner} in it",
+                expected="one of the two",
+                do=f"remove {key}, or {inner}",
+            )
+    count = math.prod(len(values) for values in lists.values())
+    if not lists or count > MOST_RUNS:
+        raise ConfigError(
+            f"the grid in {where} has {count if lists else 0:,} variants", expected=f"1 to {MOST_RUNS:,}"
+        )
+    found = []
+    for values in itertools.product(*lists.values()):
+        chosen = dict(zip(lists, values, strict=True))
+        words = ",".join(f"{key.rpartition('.')[2]}={_word(value)}" for key, value in chosen.items())
+        name = re.sub(r"[^A-Za-z0-9._=+,-]", "_", words)[:80]
+        found.append((name, settings_of_part(_nested(chosen), where, "grid")))
+    return found
+
+
+def _word(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values by dotted key, of tables within tables."""
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found
+
+
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Tables within tables, of values by dotted key."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        *path, last = key.split(".")
+        inner = found
+        for name in path:
+            inner = inner.setdefault(name, {})
+        inner[last] = value
+    return found
+
+
+def shown(value: object) -> str:
+    """A value of the file, as a message shows it."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 80 else text[:77] + "..."
