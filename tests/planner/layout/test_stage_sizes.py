@@ -12,7 +12,7 @@ from published_settings import LLAMA_8B, setting
 from scrimp.config.resolved import ResolvedLayout
 from scrimp.planner.hardware import Cluster, load_hardware
 from scrimp.planner.layout.block_choices import Blocks
-from scrimp.planner.layout.predict import predict, rank_seconds
+from scrimp.planner.layout.predict import least_step_seconds, predict, rank_seconds
 from scrimp.planner.layout.questions import Question
 from scrimp.planner.layout.search import search
 from scrimp.planner.layout.setting import Setting
@@ -112,3 +112,22 @@ def test_a_search_over_two_kinds_of_nodes_gives_the_fast_ones_more(mixed: Cluste
     assert best.seconds < alone.seconds
     for rank, one in enumerate(best.memory):
         assert one.total <= best.setting.at(rank).device.memory_bytes
+
+
+@pytest.mark.parametrize(("nodes", "slow"), [(("dgx-a100-80", "dgx-h100"), 2), (("dgx-h100", "dgx-a100-80"), 1)])
+def test_only_a_rank_on_both_kinds_of_nodes_waits_for_the_link_between(
+    nodes: tuple[str, str], slow: int, tmp_path: Path
+) -> None:
+    """Three nodes, two of them old, and four ranks of six devices."""
+    file = tmp_path / "three.toml"
+    between = '[link.between]\nname = "x"\nbytes_per_second = 1e9\nlatency_seconds = 5e-5\nachieved = 0.9\n'
+    counted = (f'[[nodes]]\ncount = {1 + (node == "dgx-a100-80")}\nnode = "{node}"\n' for node in nodes)
+    file.write_text(between + "".join(counted), encoding="utf-8")
+    one = setting(hardware=str(file), pp=4, zero=3, global_batch=96)
+    busy = rank_seconds(one)
+    assert min(busy[slow] / each for rank, each in enumerate(busy) if rank != slow) > 5
+    blocks = Blocks(one, None)
+    assert [rank.menus[0].seconds.min() > 0.2 for rank in blocks.places] == [rank == slow for rank in range(4)]
+    found = blocks.solve()
+    assert found is not None
+    assert least_step_seconds(found) <= predict(found).step_seconds

@@ -146,12 +146,12 @@ class Blocks:
     def places(self) -> list[Rank]:
         """The ranks, each with its blocks' menus and what it has left for them."""
         found: list[Rank] = []
-        menus: dict[int, list[Menu]] = {}
+        menus: dict[tuple[int, ...], list[Menu]] = {}
         for rank, own in enumerate(self.blocks):
             place = self.setting.at(rank)
-            if place.place_number not in menus:
-                menus[place.place_number] = menus_of(place, self._quality)
-            some = [menus[place.place_number][block] for block in own]
+            if place.places not in menus:
+                menus[place.places] = menus_of(place, self._quality)
+            some = [menus[place.places][block] for block in own]
             flights = self._flights(rank)
             found.append(Rank(some, self._outside[rank], place.memory_bytes, self._host_room, flights))
         return found

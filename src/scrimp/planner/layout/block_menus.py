@@ -259,7 +259,7 @@ def _place(setting: Setting) -> tuple[object, ...]:
     degrees = layout.tp, layout.cp, layout.cp_method, layout.ep, layout.etp, layout.zero
     shards = setting.groups["shards"], setting.shares_weights, setting.gathers_copies
     is_piped = layout.zero == 3 and layout.pp > 1
-    return *degrees, *shards, is_piped, setting.place_number, setting.micro_batch, setting.offload
+    return *degrees, *shards, is_piped, setting.places, setting.micro_batch, setting.offload
 
 
 @dataclass(frozen=True, eq=False)

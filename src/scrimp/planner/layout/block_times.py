@@ -144,7 +144,7 @@ def block_seconds(
         return _passes(block, setting, kernels, products)
     layout = setting.layout
     things = (block, setting.model, setting.cluster, setting.software)
-    ranks = (layout.tp, layout.cp, layout.ep, layout.etp, setting.sequence_parallel, setting.place_number)
+    ranks = (layout.tp, layout.cp, layout.ep, layout.etp, setting.sequence_parallel, setting.places)
     method = layout.cp_method if layout.cp > 1 else ""
     sizes = (setting.sequence, setting.micro_batch, setting.precision, *setting.formats.items())
     key = (*map(id, things), method, *ranks, *sizes, setting.execution, setting.recompute_parts)

@@ -138,7 +138,7 @@ def least_step_seconds(setting: Setting, free: Sequence[str] = ()) -> float:
     """
     each, layout = rank_seconds(setting, free), setting.layout
     # Ranks of as many parameters on the same devices update and reduce alike.
-    alike = {(setting.at(one).place_number, numbers_of_rank(setting, one)): one for one in range(layout.pp)}
+    alike = {(setting.at(one).places, numbers_of_rank(setting, one)): one for one in range(layout.pp)}
     ranks = alike.values()
     busy = max(setting.micro_batches * max(each), float((rank_weights(setting) @ each).max()))
     optimizer = max(_optimizer(setting.at(rank), rank) for rank in ranks)
@@ -236,12 +236,12 @@ def _stages(setting: Setting, free: Sequence[str] = ()) -> list[_Stage]:
     """All of them; those of the same blocks (`kinds_of_stages`) on the same devices are one."""
     kinds, found = kinds_of_stages(setting), []
     last, rate = len(kinds) - 1, setting.software.contention
-    blocks: dict[tuple[int, BlockPlan, int], tuple[PassSeconds, ...]] = {}
-    known: dict[tuple[int, int | None, int], _Stage] = {}
+    blocks: dict[tuple[int, BlockPlan, tuple[int, ...]], tuple[PassSeconds, ...]] = {}
+    known: dict[tuple[tuple[int, ...], int | None, int], _Stage] = {}
     for number, counted in enumerate(kinds):
         own = setting.at(rank_of_stage(setting.layout, number))
         end = number if number in (0, last) else None
-        key = (own.place_number, end, id(counted))
+        key = (own.places, end, id(counted))
         if key not in known:
             passes = _blocks_seconds(own, counted, blocks, free)
             if end is not None:
@@ -255,11 +255,11 @@ def _stages(setting: Setting, free: Sequence[str] = ()) -> list[_Stage]:
 def _blocks_seconds(
     setting: Setting,
     counted: Kinds,
-    known: dict[tuple[int, BlockPlan, int], tuple[PassSeconds, ...]],
+    known: dict[tuple[int, BlockPlan, tuple[int, ...]], tuple[PassSeconds, ...]],
     free: Sequence[str],
 ) -> list[PassSeconds]:
     """The passes of a stage's blocks."""
-    kernels, place = kernels_of(setting), setting.place_number
+    kernels, place = kernels_of(setting), setting.places
     passes = [PassSeconds(0.0)] * (2 + splits_backward(setting.layout))
     for kind, count in counted.items():
         if (*kind, place) not in known:

@@ -116,20 +116,21 @@ class Setting:
     def place_number(self) -> int:
         """Which of the cluster's groups of nodes that is."""
         groups = self.cluster.groups
-        return min(self._places, key=lambda one: groups[one].node.device.rate("bf16") or 0.0)
+        return min(self.places, key=lambda one: groups[one].node.device.rate("bf16") or 0.0)
 
     @property
     def memory_bytes(self) -> int:
         """Of each of the devices that are meant; of several kinds the least."""
-        return min(self.cluster.groups[one].node.device.memory_bytes for one in self._places)
+        return min(self.cluster.groups[one].node.device.memory_bytes for one in self.places)
 
     @cached_property
-    def _places(self) -> Sequence[int]:
-        """The groups of nodes of the devices that are meant."""
+    def places(self) -> tuple[int, ...]:
+        """The cluster's groups of nodes that the devices that are meant stand in. Ranks of the same ones compute and
+        exchange alike; a rank on two of them crosses the link between."""
         if self.rank is None:
-            return range(len(self.cluster.groups))
+            return tuple(range(len(self.cluster.groups)))
         each = self.cluster.devices // self.layout.pp
-        return self.cluster.groups_of(self.rank * each, (self.rank + 1) * each)
+        return tuple(self.cluster.groups_of(self.rank * each, (self.rank + 1) * each))
 
     def at(self, rank: int) -> Setting:
         """As a rank of the pipeline sees it."""
@@ -211,7 +212,7 @@ class Setting:
         """Each axis; tp changes fastest, then cp, fsdp, dp and pp. ep: the ranks that share experts; edp: those
         that have the same ones; data: all that read other tokens. Of several kinds of nodes the slowest links count,
         and the one between them."""
-        links = [self.cluster.groups[one].node.link for one in self._places]
+        links = [self.cluster.groups[one].node.link for one in self.places]
         crossed = [link.outside for link in links] + [self.cluster.between] * (len(links) > 1)
         inside, outside = (
             min(some, key=lambda link: link.bandwidth) for some in ([link.inside for link in links], crossed)
