@@ -64,6 +64,31 @@ def test_no_setting_that_fits_is_faster(shape: ModelShape, hardware: str) -> Non
             assert seconds >= best.seconds * (1 - 2e-3), one.layout
 
 
+def test_whoever_shares_weights_is_tried_with_zero_1_and_3() -> None:
+    """Ranks of cp share them too, where they are all that there are."""
+    asked = question(setting(LLAMA_8B, "8xh100", global_batch=8))
+    found = set(layouts(asked))
+    every = {one for one in layouts(dataclasses.replace(asked, shares_all=True)) if one.dp == 1}
+    for one in every:
+        for zero in (1, 3) if one.shards > 1 else ():
+            assert dataclasses.replace(one, zero=zero) in found
+    given = set(layouts(dataclasses.replace(asked, given={"fsdp": 1, "dp": 1})))
+    assert given == {one for one in found if one.fsdp == one.dp == 1}
+    assert {one.zero for one in given if one.cp > 1} == {1, 3}
+
+
+def test_ranks_that_share_one_long_sequence_share_weights_too() -> None:
+    large = dataclasses.replace(LLAMA_8B, layers=64, width=5120, heads=40, ffn_width=25600)
+    like = setting(large, "8xh100", sequence=131072, global_batch=1, fsdp=1, cp=8)
+    best = search(question(like), keep=1, has_families=False).best[0].setting.layout
+    assert (best.cp, best.zero) == (8, 3)
+
+
+def test_one_device_takes_an_odd_number_of_tokens() -> None:
+    asked = question(setting(SMALL, "h100", sequence=4095, global_batch=1))
+    assert search(asked, keep=1, has_families=False).best
+
+
 def test_where_nothing_fits_the_least_that_is_needed_is_said() -> None:
     wide = dataclasses.replace(LLAMA_8B, width=32768, heads=256)
     found = search(question(setting(wide, "2xrtx4060ti", global_batch=16)))

@@ -119,7 +119,8 @@ def _dividing(like: Question) -> Iterator[ResolvedLayout]:
             readers, rest = divmod(devices, tp * pp * cp)
             if tp > 1 and cp > 1 and not like.software.cuts_shared_rows:
                 continue
-            if rest or pp > len(model.blocks) or like.sequence % (2 * cp * tp) or like.global_batch % readers:
+            parts = 2 * cp * tp if cp > 1 else tp
+            if rest or pp > len(model.blocks) or like.sequence % parts or like.global_batch % readers:
                 continue
             for ep in _divisors(experts):
                 if (readers * cp * tp) % (ep * etp) or (etp > 1 and experts == 1):
@@ -163,24 +164,24 @@ def _shared(readers: int, node: int, like: Question, degrees: Mapping[str, Any])
     """Copies and shards of so many ranks that read rows of their own; others than `layouts` tries where they are
     given."""
     given = like.given
-    pp, zero = degrees["pp"], given.get("zero")
+    pp, cp, zero = degrees["pp"], degrees["cp"], given.get("zero")
     # Weights may be shared within nodes alone.
-    inside = node // math.gcd(node, degrees["tp"] * degrees["cp"])
+    inside = node // math.gcd(node, degrees["tp"] * cp)
     shards = {readers, inside} if 1 < inside < readers and readers % inside == 0 else {readers}
     if pp > 1 and zero is None:
         shards = {readers}
-    sharded = shards if zero in (2, 3) or (zero is None and readers > 1) else set()
+    sharded = shards if zero in (2, 3) or (zero is None and readers * cp > 1) else set()
     pairs = [(readers, 1)] * (zero in (None, 1)) + [(fsdp, zero or 3) for fsdp in sorted(sharded)]
     if "dp" in given or "fsdp" in given:
         fsdp = given.get("fsdp") or max(1, readers // given["dp"])
-        zeros = [zero] if zero else [1, 3] if fsdp > 1 else [1]
+        zeros = [zero] if zero else [1, 3] if fsdp * cp > 1 else [1]
         pairs = [(fsdp, one) for one in zeros if readers % fsdp == 0]
     elif like.shares_all:
         stages = [zero] if zero else [3, 2, 1]
         pairs = [
             (fsdp, one)
             for fsdp in _divisors(readers)
-            for one in (stages if fsdp * degrees["cp"] > 1 else stages[:1])
+            for one in (stages if fsdp * cp > 1 else stages[:1])
         ]
     for fsdp, one in pairs:
         yield ResolvedLayout(dp=readers // fsdp, fsdp=fsdp, zero=one, schedule="1f1b", **degrees)
