@@ -57,6 +57,19 @@ def test_an_exchange_hides_behind_what_runs_beside_it() -> None:
     assert exposed(2.0, 1.0, 0.2, 0.7).hidden == pytest.approx(0.2)
 
 
+@pytest.mark.parametrize("tp", [4, 8])
+def test_a_block_without_experts_has_no_tokens_to_wait_for(tp: int) -> None:
+    """Nor where its backward pass hides more than half of what both passes compute."""
+    one = setting(hardware="8xl40s", of="megatron", tp=tp)
+    bare = dataclasses.replace(one, software=dataclasses.replace(one.software, hidden_exchanges=0.0))
+    found, plain = (block_seconds(one.model.blocks[0], each, kernels_of(each)) for each in (one, bare))
+    exchange = plain.backward.communication
+    most = one.software.hidden_exchanges * exchange
+    assert found.backward.hidden == pytest.approx(min(most, plain.backward.compute), rel=0.1)
+    assert found.backward.hidden > (found.forward.compute + found.backward.compute) / 2
+    assert found.backward.communication + found.backward.hidden == pytest.approx(exchange)
+
+
 @pytest.mark.parametrize("method", ["zigzag", "ulysses"])
 def test_ranks_that_share_rows_send_what_the_runtime_is_counted_to_send(method: str) -> None:
     """`axis_traffic`, which tests/parity holds against counted bytes; of one pass of a rank's tokens."""

@@ -114,7 +114,9 @@ def test_a_search_over_two_kinds_of_nodes_gives_the_fast_ones_more(mixed: Cluste
         assert one.total <= best.setting.at(rank).device.memory_bytes
 
 
-@pytest.mark.parametrize(("nodes", "slow"), [(("dgx-a100-80", "dgx-h100"), 2), (("dgx-h100", "dgx-a100-80"), 1)])
+@pytest.mark.parametrize(
+    ("nodes", "slow"), [(("dgx-a100-80", "dgx-h100"), 2), (("dgx-h100", "dgx-a100-80"), 1)]
+)
 def test_only_a_rank_on_both_kinds_of_nodes_waits_for_the_link_between(
     nodes: tuple[str, str], slow: int, tmp_path: Path
 ) -> None:
@@ -127,7 +129,9 @@ def test_only_a_rank_on_both_kinds_of_nodes_waits_for_the_link_between(
     busy = rank_seconds(one)
     assert min(busy[slow] / each for rank, each in enumerate(busy) if rank != slow) > 5
     blocks = Blocks(one, None)
-    assert [rank.menus[0].seconds.min() > 0.2 for rank in blocks.places] == [rank == slow for rank in range(4)]
+    assert [rank.menus[0].seconds.min() > 0.2 for rank in blocks.places] == [
+        rank == slow for rank in range(4)
+    ]
     found = blocks.solve()
     assert found is not None
     assert least_step_seconds(found) <= predict(found).step_seconds

@@ -168,49 +168,54 @@ def _counted(case: Case, products: Products | None) -> BlockSeconds:
 
 
 def _passes(block: BlockSpec, setting: Setting, kernels: Kernels, products: Products) -> BlockSeconds:
-    software = setting.software
-    attention = [_attention(block, setting, kernels, backward=one) for one in (False, True)]
-    moved = [_moved(block, setting, kernels, backward=one) for one in (False, True)]
-    exchanges, tokens = _exchanges(block, setting), _tokens_to_experts(block, setting)
-    rows, idle = _shared_rows(block, setting, attention), idle_seconds(block, setting)
-    copies = _exchange_copies(setting)
-    hidden = software.hidden_experts if setting.execution.overlap_experts else 0.0
-    in_pieces = ASYNC_TP if setting.execution.async_tp else software.hidden_exchanges
-    in_pieces *= setting.precision not in software.whole_exchanges
+    attention, moved = (
+        [of(block, setting, kernels, backward=one) for one in (False, True)] for of in (_attention, _moved)
+    )
+    windows = products.forward + attention[0], products.backward + attention[1]
+    computed = windows[0] + moved[0] + idle_seconds(block, setting), windows[1] + moved[1]
+    running = _beside_exchanges(block, setting, windows, computed)
     host = setting.place.node.host_op_seconds * (other_ops(block, setting) + products.ops)
-    windows = [products.forward + attention[0], products.backward + attention[1]]
-    passes, waits = [], 0.0
-    for at, window in enumerate(windows):
-        one = exposed(window + moved[at], exchanges[at], window, in_pieces)
-        # The forward pass of one micro-batch runs beside the backward pass of another: they share what they hide.
-        one += exposed((idle, 0.0)[at], tokens, (windows[0] + windows[1]) / 2 - one.hidden, hidden)
-        waits = larger(0.0, (1.0, 2.0)[at] * host - one.total)
-        passes.append(one + PassSeconds(waits, copies) + rows[at])
-    parts = 0.0
-    if setting.recompute_parts:
-        parts = _parts(block, setting, kernels, attention[0])
-        # Where the device waits for the host, what the host launches more counts.
-        parts = larger(
-            parts - waits, (waits > 0.0) * again_seconds(block, setting, named_parts(block, setting))
-        )
-        parts = larger(parts, 0.0)
-    repeated = windows[0] + moved[0] + idle - products.once - _moved_by(block, setting, kernels, ("",))
-    exchanged, beside = passes[0].communication, passes[0].hidden
-    again = PassSeconds(repeated + larger(0.0, host - repeated - exchanged), exchanged, beside)
-    norms = _moved_by(block, setting, kernels, levels_until("norms"))
-    last = _last(block, setting, kernels) if software.full_leaves_last else 0.0
+    # A backward pass launches twice as much.
+    waits = larger(0.0, host - running[0].total), larger(0.0, 2.0 * host - running[1].total)
+    copies, rows = _exchange_copies(setting), _shared_rows(block, setting, attention)
+    forward, backward = (
+        one + PassSeconds(wait, copies) + ring for one, wait, ring in zip(running, waits, rows, strict=True)
+    )
+    repeated = computed[0] - products.once - _moved_by(block, setting, kernels, ("",))
+    launches = larger(0.0, host - repeated - forward.communication)
     return BlockSeconds(
-        passes[0],
-        passes[1],
+        forward,
+        backward,
         attention[0],
         moved[0],
         products.forward,
-        parts,
-        last,
-        norms,
-        again,
+        _parts(block, setting, kernels, attention[0], waits[1]) if setting.recompute_parts else 0.0,
+        _last(block, setting, kernels) if setting.software.full_leaves_last else 0.0,
+        _moved_by(block, setting, kernels, levels_until("norms")),
+        PassSeconds(repeated + launches, forward.communication, forward.hidden),
         products.weights,
     )
+
+
+def _beside_exchanges(
+    block: BlockSpec, setting: Setting, windows: Sequence[Any], computed: Sequence[Any]
+) -> list[PassSeconds]:
+    """Both passes beside what ranks of tp exchange, and then beside tokens on their way to experts.
+
+    Args:
+        windows: seconds, of what each pass computes, in which exchanges may run.
+    """
+    software, execution = setting.software, setting.execution
+    exchanges, tokens = _exchanges(block, setting), _tokens_to_experts(block, setting)
+    in_pieces = ASYNC_TP if execution.async_tp else software.hidden_exchanges
+    in_pieces *= setting.precision not in software.whole_exchanges
+    hidden = software.hidden_experts if execution.overlap_experts else 0.0
+    # The forward pass of one micro-batch runs beside the backward pass of another: they share what they hide.
+    shared, found = (windows[0] + windows[1]) / 2, []
+    for each, exchange, window in zip(computed, exchanges, windows, strict=True):
+        one = exposed(each, exchange, window, in_pieces)
+        found.append(one + exposed(0.0, tokens, larger(0.0, shared - one.hidden), hidden))
+    return found
 
 
 def levels_until(level: str) -> tuple[str, ...]:
@@ -232,10 +237,23 @@ def level_seconds(block: BlockSpec, setting: Setting, kernels: Kernels, level: s
     return products + attends + _moved_by(block, setting, kernels, made)
 
 
-def _parts(block: BlockSpec, setting: Setting, kernels: Kernels, attention: float) -> float:
-    """Seconds, forward, of the parts that selective recomputation names."""
+def _parts(block: BlockSpec, setting: Setting, kernels: Kernels, attention: float, waits: Any) -> Any:
+    """Seconds of the parts that selective recomputation names. A device that waits for the host makes them while it
+    waits; then what the host launches more counts.
+
+    Args:
+        attention: seconds of its kernel, forward.
+        waits: seconds that a backward pass without them waits for the host.
+    """
     named = named_parts(block, setting)
-    found = attention * ("att" in named)
+    made = _named_seconds(block, setting, kernels, named) + attention * ("att" in named)
+    launches = (waits > 0.0) * again_seconds(block, setting, named)
+    return larger(0.0, larger(made - waits, launches))
+
+
+def _named_seconds(block: BlockSpec, setting: Setting, kernels: Kernels, named: Collection[str]) -> float:
+    """Seconds, forward, of these parts without attention's kernel."""
+    found = 0.0
     for one in block.linears:
         of_mlp = one.again == "mlp" and "mlp" in named
         if of_mlp or (one.name.startswith("attention.") and one.cut == "outputs" and HEADS in named):

@@ -179,9 +179,7 @@ def _shared(readers: int, node: int, like: Question, degrees: Mapping[str, Any])
     elif like.shares_all:
         stages = [zero] if zero else [3, 2, 1]
         pairs = [
-            (fsdp, one)
-            for fsdp in _divisors(readers)
-            for one in (stages if fsdp * cp > 1 else stages[:1])
+            (fsdp, one) for fsdp in _divisors(readers) for one in (stages if fsdp * cp > 1 else stages[:1])
         ]
     for fsdp, one in pairs:
         yield ResolvedLayout(dp=readers // fsdp, fsdp=fsdp, zero=one, schedule="1f1b", **degrees)
