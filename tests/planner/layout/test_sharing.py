@@ -90,3 +90,29 @@ def test_where_gradients_of_weights_come_last_nothing_hides_their_reduction() ->
     hidden = predict(shaped).step_seconds - predict(shaped).passes
     assert hidden >= apart
     assert hidden > predict(plain).step_seconds - predict(plain).passes
+
+
+@pytest.mark.parametrize("program", ["scrimp", "megatron"])
+@pytest.mark.parametrize("axis", ["fsdp", "cp"])
+def test_copies_beside_shards_add_up_what_is_reduced(program: str, axis: str) -> None:
+    """Zero 1: the states are cut over the shards of one copy."""
+    shaped = setting(hardware="8x8xh100", of=program, zero=1, dp=8, **({"fsdp": 1} | {axis: 8}))
+    shaped = dataclasses.replace(
+        shaped, software=dataclasses.replace(shaped.software, shards_over_copies=False)
+    )
+    assert shaped.state_shards == (8, 8)
+    groups, numbers = shaped.groups, shaped.model.parameters
+    gradients = shaped.software.gradient_bytes * numbers
+    reduced, gathered = once_a_step(shaped, 0)
+    assert reduced == pytest.approx(groups["shards"].reduced(gradients) + groups["dp"].added(gradients / 8))
+    weights = 0.0 if shaped.gathers_copies else shaped.block_weight_bytes * numbers
+    assert gathered == pytest.approx(groups["shards"].gathered(weights))
+    once = dataclasses.replace(shaped, layout=dataclasses.replace(shaped.layout, zero=2))
+    assert reduced > sum(once_a_step(once, 0))
+
+
+def test_gradients_of_whole_states_are_added_up() -> None:
+    """Zero 0, with ranks of tp too, which share no states of what they cut."""
+    shaped = setting(of="megatron", precision="fp16", zero=0, dp=4, tp=2)
+    gradients = shaped.software.gradient_bytes * shaped.model.parameters / 2
+    assert once_a_step(shaped, 0) == pytest.approx((shaped.groups["data"].added(gradients), 0.0))

@@ -9,7 +9,8 @@ Method   Of a block of W bytes of weights and G of gradients on S ranks, m micro
              2       m W               m G             likewise
              3       2 m W             m G             in a pass (`BlockPlan.gathered`: m W, as of zero 2)
 
-         whatever the schedule: FSDP2 frees what was gathered when a block's backward pass is over, and a forward pass
+         Copies beside shards (dp) add up in one all-reduce a step what their shards have reduced, G / S each.
+         Whatever the schedule, FSDP2 frees what was gathered when a block's backward pass is over, and a forward pass
          that finds it there gathers nothing; so in 1F1B, where all micro-batches in flight share it, there is one
          gather to each backward pass. A share of `hidden_gathers` runs beside the pass's computing. In a pipeline two
          exchanges of each stage do not::
@@ -31,8 +32,11 @@ from __future__ import annotations
 
 from scrimp.models import BlockSpec
 from scrimp.planner.layout.block_times import BlockSeconds, PassSeconds, smaller
+from scrimp.planner.layout.collectives import Group
 from scrimp.planner.layout.setting import BlockPlan, Setting
 from scrimp.planner.layout.stages import Numbers, numbers_of_block, numbers_of_rank, splits_backward
+
+_SHARDS = "shards", "expert_shards"
 
 
 def shares(setting: Setting) -> bool:
@@ -93,21 +97,30 @@ def beside_exchanges(
 
 
 def _exchanged(setting: Setting, numbers: Numbers, weights: float, gradients: float) -> float:
-    groups, seconds = setting.groups, 0.0
-    for group, count in ((groups["shards"], numbers.dense), (groups["expert_shards"], numbers.routed)):
+    seconds = 0.0
+    for group, count in _each(setting, numbers, _SHARDS):
         seconds += group.gathered(weights * count) + group.reduced(gradients * count)
     return seconds
 
 
 def once_a_step(setting: Setting, rank: int) -> tuple[float, float]:
     """Seconds of what a rank reduces once a step, and gathers; the last passes and the first ones hide a part of it."""
-    software, groups = setting.software, setting.groups
-    numbers = numbers_of_rank(setting, rank)
+    groups, numbers, copies = setting.groups, numbers_of_rank(setting, rank), 0.0
+    gradients, over = setting.software.gradient_bytes, ("data", "edp")
     if setting.shares_weights:
-        return groups["dp"].added(software.gradient_bytes * numbers.over(setting.weight_shards)), 0.0
-    each = ((groups["data"], numbers.dense), (groups["edp"], numbers.routed))
-    if setting.state_shards == (1, 1):
-        return sum(group.added(software.gradient_bytes * count) for group, count in each), 0.0
-    reduced = sum(group.reduced(software.gradient_bytes * count) for group, count in each)
+        return groups["dp"].added(gradients * numbers.over(setting.weight_shards)), 0.0
+    if setting.state_shards[0] == 1:
+        return sum(group.added(gradients * count) for group, count in _each(setting, numbers, over)), 0.0
+    if setting.state_shards[0] < groups["data"].ranks:
+        # Copies of shards add up what each of these has reduced.
+        over, copies = _SHARDS, groups["dp"].added(gradients * numbers.over(setting.state_shards))
+    among = _each(setting, numbers, over)
+    reduced = sum(group.reduced(gradients * count) for group, count in among)
     again = setting.block_weight_bytes * (not setting.gathers_copies)
-    return reduced, sum(group.gathered(again * count) for group, count in each)
+    return reduced + copies, sum(group.gathered(again * count) for group, count in among)
+
+
+def _each(setting: Setting, numbers: Numbers, axes: tuple[str, str]) -> tuple[tuple[Group, float], ...]:
+    """The ranks that exchange parameters outside of routed experts, and those of experts, each with how many."""
+    dense, routed = (setting.groups[axis] for axis in axes)
+    return (dense, numbers.dense), (routed, numbers.routed)
