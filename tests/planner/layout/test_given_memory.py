@@ -62,6 +62,12 @@ def test_states_that_are_given_are_where_they_are_given() -> None:
         assert all(one.setting.offload == away and one.setting.layout.pp == 1 for one in found)
 
 
+def test_activations_that_are_given_to_the_host_leave_no_pipeline() -> None:
+    asked = question("keep,7=keep+offload", hardware="2xh100")
+    assert search(asked).best
+    assert search(dataclasses.replace(asked, given={"pp": 2})).tried == 0
+
+
 def test_states_leave_where_a_layout_fits_in_no_other_way() -> None:
     found = search(question("block", hardware="rtx4060ti")).best
     assert found

@@ -77,6 +77,21 @@ def test_where_all_blocks_must_offload_they_do(states: bool) -> None:
     assert not has_room(with_memory(like, most_bytes(away) - 1))
 
 
+def test_activations_of_a_pipeline_stay_on_its_devices() -> None:
+    """Training refuses them on the host there, so no plan has them there, though it would take less."""
+    shape = dataclasses.replace(LLAMA_8B, layers=56, width=2048, heads=16, ffn_width=4096)
+    like = setting(shape, "2xh100", pp=2, zero=1, sequence=16384)
+    away, again = planned(like, BlockPlan(offload=True)), planned(like, BlockPlan(recompute=FULL))
+    assert most_bytes(away) < most_bytes(again)
+    assert not fits(with_memory(away, most_bytes(again), 1e12))
+    tight = with_memory(like, most_bytes(again) - 1, 1e12)
+    assert not has_room(tight)
+    assert Blocks(tight, None).solve() is None
+    found = Blocks(with_memory(like, most_bytes(again) + 1, 1e12), None).solve()
+    assert found is not None
+    assert not any(plan.offload for plan in found.blocks)
+
+
 @pytest.mark.parametrize("layout", [{"zero": 3}, {"pp": 2, "zero": 1, "schedule": "1f1b"}])
 def test_what_is_made_again_takes_the_bytes_of_its_format(layout: dict[str, int]) -> None:
     shape = dataclasses.replace(LLAMA_8B, layers=2, vocab_size=8192)

@@ -349,9 +349,11 @@ def _over(setting: Setting, sizes: Sequence[float]) -> list[float]:
 
 
 def _host_room(setting: Setting) -> float:
-    """What host memory has left for a device, of the host that has least."""
+    """What host memory has left for the activations of a device, of the host that has least; Scrimp sends them there
+    without pipelines alone."""
     room = min(group.node.host_memory_bytes / group.used for group in setting.cluster.groups)
-    return _HOST_SHARE * room - host_bytes(setting)
+    left = _HOST_SHARE * room - host_bytes(setting)
+    return left if setting.layout.pp == 1 else min(0.0, left)
 
 
 def _blocks_of_ranks(setting: Setting) -> list[list[int]]:

@@ -2,7 +2,7 @@
 
 Method   `memory.activations` decides what every block does: then no block is solved, and each layout and micro-batch is
          predicted with these blocks. `memory.optimizer`, `gradients` and `weights` say which states live in host
-         memory; where none of them is given, the first of `search.ON_HOST` with which the layout fits is taken.
+         memory; where none of them is given, the first of `questions.ON_HOST` with which the layout fits is taken.
 Limits   Levels between that no program but Scrimp has (swiglu, mlp, qkv, attention), and a number of blocks whose
          states leave, are not predicted for other hardware.
 Checked  tests/planner/layout/test_given_memory.py: each setting predicted alone
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from scrimp.config.activations import assign_activations
+from scrimp.config.activations import OFFLOAD, assign_activations
 from scrimp.config.schema import MemoryConfig
 from scrimp.errors import ConfigError
 from scrimp.planner.layout.setting import FULL, NONE, SELECTIVE, BlockPlan, Offload
@@ -29,6 +29,11 @@ class GivenMemory:
     """As `memory.activations`; None: the search decides."""
     offload: Offload | None = None
     """Which states live on the host; None: the search decides."""
+
+    @property
+    def sends_activations(self) -> bool:
+        """Whether activations of some blocks are to wait in host memory."""
+        return self.activations is not None and OFFLOAD in self.activations
 
     def blocks(self, count: int) -> tuple[BlockPlan, ...]:
         """What each of so many blocks does; none where that is searched.

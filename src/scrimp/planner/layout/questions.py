@@ -65,10 +65,12 @@ class Question:
     """Whether a layout with a micro-batch is carried out."""
 
     def on_host(self, layout: ResolvedLayout) -> tuple[Offload, ...]:
-        """The states that may live in host memory; Scrimp has them there without pipelines alone."""
-        if self.memory.offload is not None:
-            return (self.memory.offload,) if layout.pp == 1 or self.memory.offload == Offload() else ()
-        return ON_HOST if layout.pp == 1 else ON_HOST[:1]
+        """The states that may live in host memory; none, not even no states, where what is given cannot be: Scrimp has
+        states and activations there without pipelines alone."""
+        given, is_whole = self.memory.offload, layout.pp == 1
+        if not is_whole and (given not in (None, Offload()) or self.memory.sends_activations):
+            return ()
+        return ON_HOST[: None if is_whole else 1] if given is None else (given,)
 
     @property
     def device(self) -> Device:

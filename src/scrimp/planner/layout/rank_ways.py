@@ -131,10 +131,9 @@ class Rank:
     def ways(self) -> list[Way]:
         """All of them, that with the least bytes of a backward pass first."""
         number, outside = len(self.menus), self.outside
-        again, waiting, leaving, standing = (
-            np.concatenate([getattr(menu, name) for menu in self._kinds])
-            for name in ("again", "waiting", "leaving", "standing")
-        )
+        names = "again", "waiting", "leaving", "standing"
+        each = np.array([np.concatenate([getattr(menu, name) for menu in self._kinds]) for name in names])
+        again, waiting, leaving, standing = each[:, outside.flight * each[2] <= self.host_room]
         margin, most_standing, left = 1.0 + outside.share, float(standing.max()), self._left
         alone = waiting + again
         has_end = margin * float(alone.max()) + number * most_standing > left["end"]
