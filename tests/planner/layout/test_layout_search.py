@@ -8,16 +8,18 @@ from pathlib import Path
 
 import pytest
 from published_settings import LLAMA_8B, setting
+from whole_settings import most_bytes, with_memory
 
 from scrimp.config.resolved import ResolvedLayout
 from scrimp.errors import PlanError
 from scrimp.models.shapes import ModelShape
 from scrimp.planner.hardware import load_hardware
-from scrimp.planner.layout.block_choices import Blocks
+from scrimp.planner.layout.block_choices import Blocks, leanest
 from scrimp.planner.layout.format_budget import FormatBudget
+from scrimp.planner.layout.given_memory import GivenMemory
 from scrimp.planner.layout.predict import predict
 from scrimp.planner.layout.questions import Question, layouts, micro_batches
-from scrimp.planner.layout.search import search
+from scrimp.planner.layout.search import fits, search
 from scrimp.planner.layout.setting import FULL, NONE, SELECTIVE, Offload, Setting
 from scrimp.planner.layout.stage_memory import peak_bytes
 
@@ -95,6 +97,19 @@ def test_where_nothing_fits_the_least_that_is_needed_is_said() -> None:
     assert not found.best
     assert found.priced >= found.too_large == found.tried > 0
     assert found.nearest_bytes > 16e9
+
+
+@pytest.mark.parametrize("activations", [None, "block"])
+def test_all_in_one_pass_may_fit_where_less_does_not(activations: str | None) -> None:
+    """Gradients of a single micro-batch are not there while it runs forward."""
+    wide = dataclasses.replace(LLAMA_8B, layers=4, width=1024, heads=8, ffn_width=3072, tied=True)
+    like = setting(wide, "h100", sequence=1024, global_batch=2)
+    one, two = (most_bytes(leanest(dataclasses.replace(like, micro_batch=size))) for size in (1, 2))
+    assert two < one
+    asked = dataclasses.replace(question(like), memory=GivenMemory(activations))
+    for memory, held in ((two + 1, True), (two - 1, False)):
+        asked = dataclasses.replace(asked, cluster=with_memory(like, memory, 0.0).cluster)
+        assert fits(asked) == bool(search(asked).best) == held
 
 
 def test_states_go_to_the_host_where_a_device_has_no_room() -> None:

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -214,15 +215,14 @@ def fits(question: Question, note: Callable[[str], None] = lambda how_far: None)
     Args:
         note: as of `search`.
     """
-    tried = 0
-    for layout in layouts(question):
-        size = next(micro_batches(question, layout), None)
-        if size is None:
-            continue
-        tried += 1
+    blocks = question.memory.blocks(len(question.model.blocks))
+    for tried, layout in enumerate(layouts(question), start=1):
         note(f"{tried:,} layouts tried")
-        blocks = question.memory.blocks(len(question.model.blocks))
-        for offload in question.on_host(layout):
+        sizes = list(micro_batches(question, layout))
+        # Fewer sequences take less, but for all in one pass: no gradients are there while it runs forward.
+        for size, offload in itertools.product(
+            dict.fromkeys(sizes[:1] + sizes[-1:]), question.on_host(layout)
+        ):
             setting = dataclasses.replace(setting_of(question, layout, size), offload=offload, blocks=blocks)
             if has_room_as_planned(setting, peak_bytes(setting)) if blocks else has_room(setting):
                 return True
