@@ -23,7 +23,6 @@ Checked  tests/planner/layout/test_block_choices.py, test_rank_ways.py: all choi
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Sequence
 from functools import cached_property
@@ -43,7 +42,13 @@ from scrimp.planner.layout.priced_bound import least_at_prices, weighted
 from scrimp.planner.layout.rank_ways import Rank, Way, relaxed
 from scrimp.planner.layout.setting import FULL, NONE, BlockPlan, Setting
 from scrimp.planner.layout.stage_memory import Outside, RankBytes, outside_blocks, peak_bytes
-from scrimp.planner.layout.stages import blocks_of_stages, last_rank, splits_backward, stages_of_rank
+from scrimp.planner.layout.stages import (
+    blocks_of_ranks,
+    blocks_of_stages,
+    last_rank,
+    splits_backward,
+    stages_of_rank,
+)
 
 Array = NDArray[np.float64]
 _PRICES = 12
@@ -71,7 +76,7 @@ def leanest(setting: Setting, formats: Formats = (), outside: Sequence[Outside] 
     away = dataclasses.replace(again, recompute=NONE, offload=True)
     one, first = setting.in_formats(formats), setting.model.first_equal
     room, plans, others = _host_room(setting), [again] * len(first), [again] * len(first)
-    ranks = _blocks_of_ranks(setting)
+    ranks = blocks_of_ranks(setting)
     for rank, own in enumerate(ranks):
         largest = max(kept_bytes(setting.model.blocks[block], one) for block in {first[at] for at in own})
         for block in own[: max(0, int(room / (passes_in_flight(setting, rank) * largest)))]:
@@ -107,7 +112,7 @@ def has_room_as_planned(setting: Setting, memory: Sequence[RankBytes]) -> bool:
             for block in own
             if setting.blocks[block].offload
         )
-        for rank, own in enumerate(_blocks_of_ranks(setting))
+        for rank, own in enumerate(blocks_of_ranks(setting))
     )
     return max(_over(setting, [one.total for one in memory])) <= 0 and _host_room(setting) >= leaving
 
@@ -126,7 +131,7 @@ class Blocks:
 
     def __init__(self, setting: Setting, quality: Quality | None) -> None:
         self.setting, self._quality = setting, quality
-        self.blocks = _blocks_of_ranks(setting)
+        self.blocks = blocks_of_ranks(setting)
         lean = _in_fewest_bits(setting, quality)
         self._outside, self._host_room = outside_blocks(setting, lean), _host_room(setting)
         self._known: dict[int, Frontier | None] = {}
@@ -354,15 +359,6 @@ def _host_room(setting: Setting) -> float:
     room = min(group.node.host_memory_bytes / group.used for group in setting.cluster.groups)
     left = _HOST_SHARE * room - host_bytes(setting)
     return left if setting.layout.pp == 1 else min(0.0, left)
-
-
-def _blocks_of_ranks(setting: Setting) -> list[list[int]]:
-    """The blocks of each rank, its stages in turn: what is decided of the first few is shared by all of them."""
-    stages, layout = blocks_of_stages(setting), setting.layout
-    own = ([stages[one] for one in stages_of_rank(layout, rank)] for rank in range(layout.pp))
-    return [
-        [block for row in itertools.zip_longest(*ours) for block in row if block is not None] for ours in own
-    ]
 
 
 def _ends(setting: Setting) -> list[float]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -54,23 +56,28 @@ def _split(number: int, count: int, given: str | None) -> tuple[range, ...]:
     return tuple(range(start, start + size) for start, size in zip(starts, sizes, strict=True))
 
 
+def blocks_of_ranks(setting: Setting) -> list[list[int]]:
+    """The blocks of each rank, its stages in turn: what is decided of the first few is shared by all of them."""
+    stages, layout = blocks_of_stages(setting), setting.layout
+    own = ([stages[one] for one in stages_of_rank(layout, rank)] for rank in range(layout.pp))
+    return [
+        [block for row in itertools.zip_longest(*ours) for block in row if block is not None] for ours in own
+    ]
+
+
 def block_plans(setting: Setting) -> tuple[BlockPlan, ...]:
-    """What is decided of every block. Of a number of blocks that are made again, or whose activations leave, each
-    stage of a rank has its share, the first ones."""
+    """What is decided of every block. Of a number of blocks that are made again, or whose activations leave, all ranks
+    have as many, the first ones of their stages."""
     if setting.blocks:
         return setting.blocks
-    recompute, virtual = setting.recompute, setting.layout.virtual or 1
-    leaving = -(-setting.offload.activation_layers // virtual)
-    again = -(-recompute // virtual) if isinstance(recompute, int) else 0
-    found = []
-    for blocks in blocks_of_stages(setting):
-        for at in range(len(blocks)):
-            counted = FULL if at < again else NONE
-            found.append(
-                BlockPlan(
-                    recompute=counted if isinstance(recompute, int) else recompute, offload=at < leaving
-                )
-            )
+    given, leaving = setting.recompute, setting.offload.activation_layers
+    recompute, again = (NONE, given) if isinstance(given, int) else (given, 0)
+    found = [BlockPlan(recompute=recompute)] * len(setting.model.blocks)
+    for own in blocks_of_ranks(setting) if again or leaving else ():
+        for block in own[:again]:
+            found[block] = dataclasses.replace(found[block], recompute=FULL)
+        for block in own[:leaving]:
+            found[block] = dataclasses.replace(found[block], offload=True)
     return tuple(found)
 
 
