@@ -31,7 +31,7 @@ def test_kernels_take_the_seconds_that_were_measured() -> None:
 
 
 def test_a_link_takes_what_was_measured() -> None:
-    link = cluster_of(RATES, ranks=4, name="here", memory_bytes=2**33).link_of(4)
+    link = cluster_of(RATES, ranks=4, name="here", memory_bytes=2**33).groups[0].node.link.inside
     assert (link.bandwidth, link.latency_seconds) == (2e9, 1e-4)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from published_settings import setting
 
 from scrimp.planner.hardware import Link
 from scrimp.planner.layout.collectives import Group, group_of
@@ -62,3 +63,13 @@ def test_an_all_to_all_sends_each_rank_its_part() -> None:
     near, far = Group(8, 8, IN, OUT), Group(16, 8, IN, OUT)
     assert near.exchanged(GB) == pytest.approx(GB * 7 / 8 / 200e9 + near.latency)
     assert far.exchanged(GB) == pytest.approx(GB * 8 / 16 / 25e9 + far.latency)
+
+
+def test_one_device_of_a_node_has_its_network_card_alone() -> None:
+    alone, all_train = (
+        setting(hardware=name, fsdp=16).groups["fsdp"] for name in ("16x1xrtx4090", "2x8xrtx4090")
+    )
+    assert alone.outside.bytes_per_second == pytest.approx(12.5e9)
+    assert all_train.outside.bytes_per_second == pytest.approx(12.5e9 / 8)
+    # A node sends as fast by one of them as by all.
+    assert alone.outside.bandwidth == pytest.approx(all_train.in_node * all_train.outside.bandwidth)

@@ -10,7 +10,7 @@ Method   Every number in SI units (bytes, seconds, FLOP/s, B/s, W), so that no r
 
          The second line is a pipeline that fills and drains once a tile: its cost is fixed in time, so
          `k_half` doubles where the rate does. Waves of tiles over the multiprocessors come on top
-         (`Shape.tile`); whoever prices a product counts them.
+         (`Shape.tile_rows`, `tile_columns`); whoever prices a product counts them.
 Limits   One share a format for all large shapes and layouts, forward and backward. Clocks that sag in hot
          racks, slow samples of a chip and full networks are not in it.
 Source   Each file names its own, key by key; what is judged or recalled stands in its `estimates`.
@@ -20,7 +20,7 @@ Checked  tests/planner/hardware/test_read.py
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 from scrimp.config import Range
@@ -168,7 +168,8 @@ class Link:
     achieved: float
     """Share of the bandwidth that large all-gathers and reduce-scatters reach."""
     shared_by: int = 1
-    """Devices behind one network card: one of them alone reaches that many times the bandwidth."""
+    """Devices behind one network card; where some of them do not train, the others have more of it
+    (`NodeGroup.reached`)."""
     reduces: float = 1.0
     """Seconds of a large reduce-scatter, for one of an all-gather of as many bytes."""
     adds: float = 2.0
@@ -210,11 +211,6 @@ class Node:
     sources: Mapping[str, str] = field(default_factory=dict)
     estimates: tuple[str, ...] = ()
 
-    @property
-    def host_memory_per_device(self) -> float:
-        """Bytes of host memory for each device, all of them in use."""
-        return self.host_memory_bytes / self.devices
-
 
 @dataclass(frozen=True)
 class NodeGroup:
@@ -229,6 +225,14 @@ class NodeGroup:
     def devices(self) -> int:
         """Devices of the group that train."""
         return self.count * self.used
+
+    def reached(self, link: Link) -> Link:
+        """A link out of the node, as each device that trains has it: these share the network cards, over which they
+        are spread evenly, with none of those that do not train."""
+        sharing = -(-self.used * link.shared_by // self.node.devices)
+        if sharing == link.shared_by:
+            return link
+        return replace(link, bytes_per_second=link.bytes_per_second * link.shared_by / sharing)
 
 
 @dataclass(frozen=True)
@@ -258,26 +262,6 @@ class Cluster:
                 found.append(number)
             first += group.devices
         return found
-
-    def link_of(self, span: int) -> Link:
-        """The slowest link that some group of so many consecutive devices crosses.
-
-        Groups tile the ranks: 0 to span - 1, span to 2 * span - 1 and so on, as the axes of a layout do.
-        """
-        if not 1 <= span <= self.devices:
-            raise ValueError(f"{span} consecutive devices of {self.devices}")
-        crossed: list[Link] = []
-        first = 0
-        for group in self.groups:
-            crossed.append(group.node.link.inside)
-            # Every boundary between nodes is a multiple of the span if the first two are.
-            boundaries = [first + node * group.used for node in (1, 2) if node < group.count]
-            if any(boundary % span for boundary in boundaries):
-                crossed.append(group.node.link.outside)
-            if first % span:
-                crossed.append(self.between)
-            first += group.devices
-        return min(crossed, key=lambda link: link.bandwidth)
 
 
 _SHARE: Final = Range(0, 1, above=True)

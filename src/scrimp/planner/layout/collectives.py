@@ -13,14 +13,13 @@ Method   A group of n ranks is g in each of N nodes. Of a tensor of S bytes, who
              all-to-all                max(S (g - 1)/n / inside, S (n - g)/n / outside) + latency
              send                      S / the link
 
-
          A copy goes over the network, then on within its node: HybridEP's kernels take the sum, not the larger
          (Qwen3 30B on two nodes of 8 H100, Megatron-Bridge 067f987d, skills/nemo-mbridge-perf-moe-comm-overlap: 8.25 s
          of 12,288 exchanges, 8.6 s by the sum, 4.6 by the larger).
          inside and outside are bytes per second of one device and direction that large messages reach: rings use the
          network cards of all g ranks of a node. A ring's tensor passes every other rank: n - N hops inside and N - 1
          outside, each of the link's latency. Tokens take log2 of the ranks inside and of the nodes.
-Limits   Groups do not share links, but for devices that share a network card (`Link.shared_by`).
+Limits   Groups do not share links. A network card serves those of its devices that train (`NodeGroup.reached`).
 Source   Hops: ncclTopoTuneModel in NVIDIA/nccl, src/graph/tuning.cc, which has no other algorithm for all-gather and
          reduce-scatter; Thakur, Rabenseifner, Gropp, Optimization of Collective Communication Operations in MPICH, 2005
 Checked  tests/planner/layout/test_group_seconds.py

@@ -212,10 +212,12 @@ class Setting:
         """Each axis; tp changes fastest, then cp, fsdp, dp and pp. ep: the ranks that share experts; edp: those
         that have the same ones; data: all that read other tokens. Of several kinds of nodes the slowest links count,
         and the one between them."""
-        links = [self.cluster.groups[one].node.link for one in self.places]
-        crossed = [link.outside for link in links] + [self.cluster.between] * (len(links) > 1)
+        nodes = [self.cluster.groups[one] for one in self.places]
+        crossed = [one.reached(one.node.link.outside) for one in nodes]
+        crossed += [one.reached(self.cluster.between) for one in nodes] * (len(nodes) > 1)
         inside, outside = (
-            min(some, key=lambda link: link.bandwidth) for some in ([link.inside for link in links], crossed)
+            min(links, key=lambda link: link.bandwidth)
+            for links in ([one.node.link.inside for one in nodes], crossed)
         )
         return _groups(self.layout, self.place.used, inside, outside)
 
