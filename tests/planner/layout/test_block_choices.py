@@ -191,3 +191,10 @@ def test_blocks_of_other_harm_are_treated_otherwise() -> None:
     assert found is not None
     low = [len(plan.formats) for plan in found.blocks]
     assert min(low[4:]) > max(low[:4])
+
+
+def test_all_in_4_bits_is_no_more_than_the_whole() -> None:
+    """61 equal parts of 1 add up to a little more."""
+    like = setting(dataclasses.replace(LLAMA_8B, layers=61), "8xb200")
+    four = Quality(formats=("nvfp4", "mxfp4"), harm=flops_in_4_bits(like.model), limit=1.0)
+    assert Blocks(like, four).solve() is not None

@@ -115,3 +115,12 @@ def test_statistics_of_another_model_are_refused() -> None:
     lacking = FormatBudget(names=("bf16", "mxfp4"), share=0.5, statistics=STATISTICS)
     with pytest.raises(PlanError, match="mxfp4"):
         search(asked(lacking))
+
+
+def test_a_budget_below_the_harm_of_every_format_is_named() -> None:
+    formats = FormatBudget(names=("nvfp4", "fp8"), share=0.5, divergence=1e-9, statistics=STATISTICS)
+    with pytest.raises(PlanError, match=r"keeps to budget\.divergence") as wrong:
+        search(asked(formats))
+    least = float(str(wrong.value.expected).split()[2])
+    kept = dataclasses.replace(formats, divergence=1.01 * least)
+    assert kept.quality(MODEL).limit == 1.01 * least

@@ -11,10 +11,12 @@ from scrimp.errors import PlanError
 from scrimp.models.shapes import ModelShape
 from scrimp.planner.hardware import load_hardware
 from scrimp.planner.layout.cluster_sizes import resized, sizes_like
+from scrimp.planner.layout.format_budget import FormatBudget
 from scrimp.planner.layout.objectives import (
     DAY,
     Answer,
     Goal,
+    Objective,
     Searching,
     answered,
     cost_of,
@@ -174,3 +176,14 @@ def test_where_nothing_fits_nothing_is_answered() -> None:
         model = dataclasses.replace(asked, model=wide.sizes)
         assert not ask(model, Goal(objective=objective), wide).found.best  # type: ignore[arg-type]
     assert DAY == 24 * 3600
+
+
+@pytest.mark.parametrize("objective", ["step-time", "longest-context", "largest-model"])
+def test_a_budget_that_no_formats_keep_is_named(objective: Objective) -> None:
+    asked = question(SMALL, "4xb200", global_batch=16)
+    asked = dataclasses.replace(asked, formats=FormatBudget(names=("nvfp4", "mxfp4"), share=0.5))
+    with pytest.raises(PlanError, match=r"keeps to budget\.fp4_flops") as wrong:
+        ask(asked, Goal(objective=objective))
+    assert "nvfp4, mxfp4, which take 1 at least" in str(wrong.value.got)
+    enough = dataclasses.replace(asked, formats=FormatBudget(names=("nvfp4", "mxfp4"), share=1.0))
+    assert ask(enough, Goal()).found.best

@@ -179,7 +179,8 @@ class Blocks:
     def spare(self) -> float:
         """Harm that may be done beside the least."""
         least = sum(menu.least for place in self.places for menu in place.menus)
-        return (self._quality.limit if self._quality else 0.0) - least
+        limit = self._quality.limit if self._quality else 0.0
+        return 0.0 if limit < least <= limit * (1.0 + _ROUND) else limit - least
 
     @property
     def _may_fit(self) -> bool:

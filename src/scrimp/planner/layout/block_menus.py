@@ -63,6 +63,15 @@ class Quality:
         """The recipe of most bits."""
         return max(self.formats, key=lambda name: RECIPES[name].bits)
 
+    def least(self, model: ModelSizes) -> float:
+        """Harm that is done at least: that of each product in the recipe that does least."""
+        return sum(
+            min(self.harm(number, linear.name, gemm, recipe) for recipe in self.formats)
+            for number, block in enumerate(model.blocks)
+            for linear in block.linears
+            for gemm in GEMMS
+        )
+
     def harms(self, setting: Setting, number: int) -> Harms:
         """Of a block: each product, as mlp.down.wgrad, in each recipe, with its harm."""
         if number not in self._harms:

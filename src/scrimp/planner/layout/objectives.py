@@ -282,8 +282,8 @@ def _longest(question: Question, searching: Searching) -> Answer:
     for sequence in _sequences(tokens, most):
         one = dataclasses.replace(question, sequence=sequence, global_batch=tokens // sequence)
         name = f"{sequence:,} tokens"
-        if searching.fits(one, name):
-            found = searching.search(one, name)
+        found = searching.search(one, name) if searching.fits(one, name) else None
+        if found and found.best:
             trials.append(Trial(name, one, found.best[0]))
             return Answer(one, found, tuple(trials))
         trials.append(Trial(name, one, None, "does not fit"))
@@ -320,7 +320,7 @@ def _largest(question: Question, searching: Searching, family: ModelFamily) -> A
     one = dataclasses.replace(question, model=member.model)
     found = searching.search(one, member.text)
     chosen = [
-        Trial(each.name, each.question, found.best[0]) if each.name == member.text else each
+        Trial(each.name, each.question, next(iter(found.best), None)) if each.name == member.text else each
         for each in trials
     ]
     return Answer(one, found, tuple(sorted(chosen, key=lambda each: each.question.model.parameters)))
