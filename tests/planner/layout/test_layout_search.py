@@ -18,7 +18,7 @@ from scrimp.planner.layout.block_choices import Blocks, leanest
 from scrimp.planner.layout.format_budget import FormatBudget
 from scrimp.planner.layout.given_memory import GivenMemory
 from scrimp.planner.layout.predict import predict
-from scrimp.planner.layout.questions import Question, layouts, micro_batches
+from scrimp.planner.layout.questions import Question, layouts, micro_batches, setting_of
 from scrimp.planner.layout.search import fits, search
 from scrimp.planner.layout.setting import FULL, NONE, SELECTIVE, Offload, Setting
 from scrimp.planner.layout.stage_memory import peak_bytes
@@ -121,6 +121,27 @@ def test_states_go_to_the_host_where_a_device_has_no_room() -> None:
     assert max(one.total for one in found.memory) <= like.device.memory_bytes
     here = search(question(setting(LLAMA_8B, "b200", global_batch=16))).best[0]
     assert here.setting.offload == Offload()
+
+
+@pytest.mark.parametrize(
+    ("shape", "hardware"), [(LLAMA_8B, "h100"), (SMALL, "rtx4090"), (SMALL, "2xrtx4060ti")]
+)
+def test_what_does_not_fit_fits_in_no_way(shape: ModelShape, hardware: str) -> None:
+    """Layouts that might with more on the host, which would be slower, are not among them."""
+    like = setting(shape, hardware, global_batch=8)
+    asked = question(like)
+    held = [
+        any(
+            Blocks(dataclasses.replace(one, offload=offload), None).solve() is not None
+            for offload in asked.on_host(layout)
+        )
+        for layout in layouts(asked)
+        for size in micro_batches(asked, layout)
+        for one in [setting_of(asked, layout, size)]
+    ]
+    found = search(asked)
+    assert found.tried == len(held)
+    assert found.too_large <= held.count(False)
 
 
 def test_a_host_without_room_is_said() -> None:

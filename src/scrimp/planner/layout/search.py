@@ -28,11 +28,11 @@ import dataclasses
 import heapq
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from scrimp.config.resolved import ResolvedLayout
-from scrimp.planner.hardware import Device
 from scrimp.planner.layout.block_choices import Blocks, has_room, has_room_as_planned
 from scrimp.planner.layout.block_menus import Quality
 from scrimp.planner.layout.contenders import Contenders, Family, Misfit
@@ -81,7 +81,7 @@ class Found:
     """Settings whose bytes were counted, with states here or on the host; what is left is slower than the best,
     whatever its bytes."""
     too_large: int
-    """Those of the tried ones that were found to fit in no way."""
+    """Those of the tried ones that were found to fit in no way, whatever is on the host."""
     nearest_bytes: float
     """The least that any of the priced ones needs of a device."""
     nearest_host_bytes: float
@@ -137,9 +137,8 @@ def search(
         return _as_given(question, keep, note, has_families)
     quality = question.formats.quality(question.model) if question.formats else None
     waiting = _promises(question, quality, note)
-    known = _Known(
-        Contenders(keep, has_families=has_families), sum(1 + len(one.followers) for one in waiting)
-    )
+    tried = sum(1 + len(one.followers) for one in waiting)
+    known = _Known(question, Contenders(keep, has_families=has_families), tried)
     heapq.heapify(waiting)
     while waiting:
         one = heapq.heappop(waiting)
@@ -151,7 +150,7 @@ def search(
         if one.rough is None:
             for other in _with_more_on_host(one, question):
                 heapq.heappush(waiting, other)
-            known.counts(one, blocks, question.device)
+            known.counts(one, blocks)
             following = _played(one, blocks) if blocks.has_room else None
         elif one.is_bounded:
             known.takes(one, blocks, _solved(blocks))
@@ -167,9 +166,8 @@ def search(
     best = known.best
     for lead in tuple(best.best) if "stages" not in question.given else ():
         best.fits(_with_better_stages(lead, quality))
-    too_large = sum(not is_held for is_held in known.held.values())
     return Found(
-        tuple(best.best), known.tried, known.priced, too_large, known.least, known.host, best.families
+        tuple(best.best), known.tried, known.priced, known.too_large, known.least, known.host, best.families
     )
 
 
@@ -177,21 +175,23 @@ def search(
 class _Known:
     """What a search has found so far."""
 
+    question: Question
     best: Contenders
     tried: int
     priced: int = 0
     solved: int = 0
+    too_large: int = 0
     least: float = math.inf
     host: float = math.inf
-    """The last two as `Found` has them."""
-    held: dict[int, bool] = field(default_factory=dict)
-    """Whether each layout that was looked at fits."""
+    """The last three as `Found` has them."""
+    failed: Counter[int] = field(default_factory=Counter)
+    """With how many kinds of states on the host each layout was found not to fit."""
 
-    def counts(self, one: _Waiting, blocks: Blocks, device: Device) -> None:
+    def counts(self, one: _Waiting, blocks: Blocks) -> None:
         """Take in the bytes of a candidate."""
         self.priced += 1
         self.least = min(self.least, blocks.leanest_bytes)
-        if blocks.leanest_bytes <= device.memory_bytes:
+        if blocks.leanest_bytes <= self.question.device.memory_bytes:
             self.host = min(self.host, host_bytes(one.setting))
 
     def takes(self, one: _Waiting, blocks: Blocks, found: Candidate | None) -> None:
@@ -200,12 +200,13 @@ class _Known:
         if found is None:
             self.does_not_fit(one, blocks)
             return
-        self.held[one.number[0]] = True
         self.best.fits(found)
 
     def does_not_fit(self, one: _Waiting, blocks: Blocks) -> None:
         """Take in one that has no room."""
-        self.held.setdefault(one.number[0], False)
+        number, levels = one.number[0], self.question.on_host(one.setting.layout)
+        self.failed[number] += 1
+        self.too_large += self.failed[number] == len(levels)
         self.best.does_not_fit(one.setting, blocks.leanest_memory)
 
 
