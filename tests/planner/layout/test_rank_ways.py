@@ -123,6 +123,18 @@ def test_gathered_weights_have_no_margin() -> None:
     check_beside_all(like, None)
 
 
+def test_only_what_leaves_room_is_among_the_levels_that_are_tried() -> None:
+    """Blocks that have room in 4 bits alone, and on the host: of all levels of backward passes, few are left."""
+    shape = dataclasses.replace(LLAMA_8B, layers=2, width=2048, heads=16, ffn_width=4096, vocab_size=8192)
+    like = setting(shape, "2xb200", of="torchtitan", sequence=8192, global_batch=2, zero=1)
+    like = with_memory(like, 2_366_285_388)
+    wanted = Quality(formats=("nvfp4", "bf16"), harm=flops_in_4_bits(like.model), limit=0.3)
+    check_beside_all(like, wanted)
+    found = Blocks(like, wanted).solve()
+    assert found is not None
+    assert all(plan.offload for plan in found.blocks)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("share", "zero"), itertools.product([0.3, 0.6, 1.0], [1, 3]))
 def test_a_search_finds_the_best_of_all_layouts(share: float, zero: int) -> None:

@@ -23,7 +23,7 @@ Method   Of a rank's n blocks, with f passes in flight and the allocator's share
          Sums that hardly ever bind are numbers of blocks: the first ones may offload, as many as their host has room
          for, and the last ones may stay gathered.
 Limits   Blocks that may offload, or stay gathered, are counted by the largest of them. Of more than `_LEVELS` values of
-         A so many are tried, evenly, the least and the most among them. Another moment of a V may hold more
+         A that leave any room so many are tried, evenly, the least and the most among them. Another moment of a V may hold more
          of a plan whose stages differ: `Blocks.solve` then asks again with less room.
 Checked  tests/planner/layout/test_rank_ways.py: brute force over whole settings
 """
@@ -138,8 +138,8 @@ class Rank:
         alone = waiting + again
         has_end = margin * float(alone.max()) + number * most_standing > left["end"]
         ends = _levels(alone) if has_end else [float(alone.max())]
-        found = []
-        for most, end in itertools.product(_levels(again), ends):
+        levels, found = _levels(again[margin * again <= left["backward"]]), []
+        for most, end in itertools.product(levels, ends):
             may = (again <= most) & (alone <= end)
             largest = float(leaving[may].max(initial=0.0))
             offloads = int(min(self.host_room / (outside.flight * largest), number)) if largest else 0
