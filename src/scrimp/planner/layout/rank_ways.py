@@ -23,8 +23,8 @@ Method   Of a rank's n blocks, with f passes in flight and the allocator's share
          Sums that hardly ever bind are numbers of blocks: the first ones may offload, as many as their host has room
          for, and the last ones may stay gathered.
 Limits   Blocks that may offload, or stay gathered, are counted by the largest of them. Of more than `_LEVELS` values of
-         A that leave any room so many are tried, evenly, the least and the most among them. Another moment of a V may hold more
-         of a plan whose stages differ: `Blocks.solve` then asks again with less room.
+         A that leave any room so many are tried, evenly, the least and the most among them. Another moment of a V may
+         hold more of a plan whose stages differ: `Blocks.solve` then asks again with less room.
 Checked  tests/planner/layout/test_rank_ways.py: brute force over whole settings
 """
 
