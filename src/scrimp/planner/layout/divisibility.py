@@ -10,6 +10,7 @@ import math
 from typing import Any
 
 from scrimp.config.pipeline import V_SHAPED
+from scrimp.planner.layout.degree_checks import experts_of, shared_by_tp
 from scrimp.planner.layout.pass_orders import SCHEDULES
 from scrimp.planner.layout.questions import Question, layouts, micro_batches
 
@@ -39,19 +40,16 @@ def _alone(question: Question, name: str, value: Any) -> list[str]:
     if isinstance(value, str):
         return _about_stages(question, name, value)
     model, cluster = question.model, question.cluster
-    attention = model.blocks[-1].attention
     node = math.gcd(*(group.used for group in cluster.groups))
-    experts = max((one.experts for one in model.blocks[-1].linears), default=1)
+    experts = experts_of(model)
     readers = [(cluster.devices, "devices"), (question.global_batch, "sequences of a batch")]
     shared = {
         "dp": readers,
         "fsdp": readers,
         "tp": [
             (node, "devices of a node"),
-            (attention.num_heads, "heads"),
-            (attention.num_kv_heads, "key heads"),
+            *shared_by_tp(model, question.sequence),
             (model.vocab_size, "words of the vocabulary"),
-            (question.sequence, "tokens of a sequence"),
         ],
         "pp": [(cluster.devices, "devices")],
         "cp": [(cluster.devices, "devices")],
