@@ -1,8 +1,8 @@
 """What degrees must divide, and what ranks of a program do not run together: of a line, and of what a search is given.
 
 Problem  A line whose degrees no program has is predicted as happily as any other, and trains nowhere.
-Method   Of Scrimp's own step is refused what its training refuses (`scrimp.config.layout`, `scrimp.config.pipeline`); of
-         other programs what their files in `softwares/` say.
+Method   Of Scrimp's own step is refused what its training refuses (`config.layout`, `config.pipeline`), of other
+         programs what their files in `softwares/` say.
 Limits   Other programs pad vocabularies, some repeat key heads, and some split the embedding and the head off as if
          each were a block: all that is allowed them. Their models with learned positions may have longer tables.
 Checked  tests/planner/layout/test_lines.py; every row of benchmarks/published is predicted
