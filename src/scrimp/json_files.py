@@ -112,8 +112,8 @@ def decode_json(
 
 
 def as_typed(value: object, kind: type[T], *, origin: str, error: type[ScrimpError], do: str) -> T:
-    """Plain values that came out of JSON or TOML, as `kind`, by the rules of `decode_json`. NaN and infinities are floats;
-    dates are no text."""
+    """Plain values that came out of JSON or TOML, as `kind`, by the rules of `decode_json`. NaN and infinities are
+    floats, dates no texts."""
     twin = _twin(typing.cast(Hashable, kind), True)
     try:
         msgspec.convert(value, twin)

@@ -192,6 +192,18 @@ def test_other_lines_are_answered_all_the_same(tmp_path: Path, capsys: pytest.Ca
     assert "--batch takes its settings from its file alone" in capsys.readouterr().err
 
 
+def test_lines_end_where_the_file_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A mark of byte order is no text, and a line separator within one ends no line."""
+    file = tmp_path / "settings.jsonl"
+    texts = [json.dumps(GOOD), json.dumps(GOOD | {"model": "a\u2028b"}, ensure_ascii=False), "{"]
+    file.write_text("\r\n".join(texts), encoding="utf-8-sig", newline="")
+    assert main(["plan", "--batch", str(file)]) == 2
+    first, second, third = map(json.loads, capsys.readouterr().out.splitlines())
+    assert first["step_seconds"] > 0
+    assert "line 2" in second["error"]
+    assert "line 3" in third["error"]
+
+
 @pytest.mark.parametrize(
     "change",
     [

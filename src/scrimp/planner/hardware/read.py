@@ -31,6 +31,7 @@ Checked  tests/planner/hardware/test_read.py
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from functools import cache
@@ -171,14 +172,14 @@ def _by_name(name: str) -> Cluster:
     node = _shipped_node(_default_nodes()[match[3]])
     node = node if node.device.name == device.name else replace(node, device=device)
     counts = [int(number) for number in (match[1], match[2]) if number is not None]
-    if any(count < 1 for count in counts) or (counts and counts[0] * counts[-1] > _MOST**2):
+    if 0 in counts:
         raise ConfigError("hardware has no devices", got=repr(name), expected="counts of 1 or more")
+    if math.prod(counts) > _MOST:
+        raise ConfigError("hardware has too many devices", got=repr(name), expected=f"at most {_MOST:,}")
     if len(counts) == 2:
         group = NodeGroup(counts[0], node, _at_most(counts[1], node, name))
     else:
         group = _fill(counts[0] if counts else 1, node, name)
-    if group.devices > _MOST:
-        raise ConfigError("hardware has too many devices", got=repr(name), expected=f"at most {_MOST:,}")
     return Cluster(name, (group,), node.link.outside)
 
 

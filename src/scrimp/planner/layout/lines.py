@@ -230,8 +230,11 @@ def _virtual(layout: LayoutLine) -> int:
     return 2 if layout.schedule in V_SHAPED else layout.virtual
 
 
-def check_line(line: Line) -> None:
+def check_line(line: Line, *, has_pp: bool = True) -> None:
     """Refuse what no setting has.
+
+    Args:
+        has_pp: whether `layout.pp` is the line's; else a search decides it.
 
     Raises:
         ConfigError: by the key.
@@ -248,7 +251,7 @@ def check_line(line: Line) -> None:
     _check_blocks(line)
     check_execution(line.execution, line.software)
     _check_parts(line)
-    _check_v(line)
+    _check_v(line, has_pp)
     words = {
         "recompute": (line.recompute, RECOMPUTATIONS),
         "precision": (line.precision, PRECISIONS),
@@ -266,13 +269,13 @@ def check_line(line: Line) -> None:
             )
 
 
-def _check_v(line: Line) -> None:
+def _check_v(line: Line, has_pp: bool) -> None:
     """Refuse what ranks do not carry out beside a schedule that goes there and back."""
     layout, leaves = line.layout, any(one.offload for one in line.blocks)
     if layout.schedule not in V_SHAPED:
         return
     reasons = (
-        (layout.pp == 1, "layout.pp 1", "a pipeline: layout.pp above 1"),
+        (layout.pp == 1 and has_pp, "layout.pp 1", "a pipeline: layout.pp above 1"),
         (layout.virtual > 2, f"layout.virtual {layout.virtual}", "2 stages on each rank"),
         (line.offload != Offload() or leaves, "offload", "everything on the device"),
         (line.execution != Execution(), "execution", "no graphs and no fused experts"),

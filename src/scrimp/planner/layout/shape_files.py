@@ -46,7 +46,7 @@ def read_shape(file: Path) -> ModelShape:
         ConfigError: by the key that is wrong.
     """
     do = "see docs/planner.md for the keys of a shape"
-    text = read_bounded(file, error=ConfigError, do=do, at_most=_BYTES).decode("utf-8", "replace")
+    text = read_bounded(file, error=ConfigError, do=do, at_most=_BYTES).decode("utf-8-sig", "replace")
     try:
         values = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
