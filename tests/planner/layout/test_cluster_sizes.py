@@ -46,6 +46,14 @@ def test_the_nearest_below_and_above_are_found() -> None:
     assert nearest_sizes(five, lambda one: False) == []
 
 
+def test_the_nearest_sizes_are_hardware() -> None:
+    """A node of 72 devices of which clusters fill 64."""
+    for name, divisor, sizes in (("72xgb200", 40, [40, 320]), ("60xgb200", 36, [36, 72])):
+        near = nearest_sizes(load_hardware(name), lambda one, of=divisor: one.devices % of == 0)  # type: ignore[misc]
+        assert [one.devices for one in near] == sizes
+        assert [load_hardware(one.name) for one in near] == near
+
+
 def test_two_kinds_of_nodes_have_no_other_sizes(tmp_path: Path) -> None:
     file = tmp_path / "two.toml"
     file.write_text('[[nodes]]\nnode = "dgx-h100"\n[[nodes]]\nnode = "dgx-a100-80"\n', encoding="utf-8")

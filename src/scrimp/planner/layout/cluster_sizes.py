@@ -63,13 +63,14 @@ def nearest_sizes(cluster: Cluster, is_good: Callable[[Cluster], bool]) -> list[
     """
     group, found = _group(cluster), []
     whole = group.used if cluster.nodes > 1 else group.node.fill or group.node.devices
+    most = max(whole, group.node.devices) if cluster.nodes == 1 else whole
     for step in (-1, 1):
         nodes, used = group.count, group.used
         for _ in range(_NEAR):
-            if nodes == 1 and not (step == 1 and used == whole):
+            if nodes == 1 and not (step == 1 and used >= most):
                 used += step
             else:
-                nodes += step
+                nodes, used = nodes + step, whole
             if not used:
                 break
             one = resized(cluster, nodes, used)
