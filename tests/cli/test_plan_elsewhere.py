@@ -127,6 +127,14 @@ def test_a_hugging_face_folder_is_planned_for_by_its_config_alone(
         ("--hardware 8xh100 --report nowhere/x.html", "the folder of nowhere/x.html does not exist"),
         ("--hardware 8xh100 --save nowhere/x.json", "the folder of nowhere/x.json does not exist"),
         ("--hardware 8xh100 --layout.schedule zbv --layout.pp 1", "two stages on each of several ranks"),
+        ("--hardware 8xh100 --out x", "--out is an option of a plan for this machine"),
+        ("--hardware 8xh100 --target torchao", "--target is an option of a plan for this machine"),
+        ("--hardware 8xh100 --ranks 2", "--ranks is an option of --tune"),
+        ("--hardware 8xh100 --batch x", "--hardware does not go with --batch"),
+        ("--batch x --save y", "--save is an option of a search on other hardware"),
+        ("--batch x --out y", "--out is an option of a plan for this machine"),
+        ("--tune 2 --json", "--json is an option of a search on other hardware"),
+        ("--model.shape x", "--model.shape is an option of a search on other hardware"),
         ("--save x", "--save is an option of a search on other hardware"),
         (
             "--hardware rtx4060ti --model.preset llama-3-70b --layout.fsdp 1 --layout.tp 1 --layout.pp 1 "
