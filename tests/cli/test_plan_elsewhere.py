@@ -157,6 +157,71 @@ def test_a_cluster_that_is_enough_is_enough(capsys: pytest.CaptureFixture[str]) 
     assert plan("--hardware", name, *words) == 0
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--hardware rtx4060ti --model.preset llama-3.1-8b --train.sequence 4096 --train.batch-tokens 131072",
+        "--hardware 8xl40s --model.preset llama-3.1-8b --memory.activations keep+offload "
+        "--memory.optimizer device --train.sequence 8192 --train.batch-tokens 524288",
+    ],
+)
+def test_host_memory_that_is_enough_is_enough(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(*words.split(), "--budget.host-memory=50GB") == 2
+    said = capsys.readouterr().err
+    assert "got      46.6 GiB of host memory" in said
+    need = float(re.findall(r"expected ([\d.]+) GiB of host memory", said)[0])
+    assert plan(*words.split(), f"--budget.host-memory={0.98 * need:.4f}GiB") == 2
+    assert plan(*words.split(), f"--budget.host-memory={1.01 * need:.4f}GiB") == 0
+
+
+TWO_KINDS = '[[nodes]]\nnode = "dgx-h100"\n[[nodes]]\nnode = "dgx-a100-80"\n'
+HALF_A_NODE = 'name = "mine"\n[[nodes]]\nnode = "dgx-a100-80"\ndevices = 4\n'
+
+
+@pytest.mark.parametrize(
+    ("cluster", "words", "says"),
+    [
+        (TWO_KINDS, "--model.preset llama-3-70b --layout.tp 1 --layout.pp 1", "or a smaller model\n"),
+        (HALF_A_NODE, "--model.preset llama-3-70b", "plan with `count = 2` and `devices = 8` in "),
+        (HALF_A_NODE, "--layout.pp 3 --layout.tp 1", "have one: `count = 1` and `devices = 3` in "),
+    ],
+)
+def test_a_cluster_of_a_file_is_told_what_its_file_would_say(
+    cluster: str, words: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text(cluster, encoding="utf-8")
+    assert plan("--hardware", str(file), "--budget.host-memory=1GB", *words.split()) == 2
+    said = capsys.readouterr().err
+    assert says in said
+    assert "xa100-80" not in said
+
+
+def test_a_plan_for_another_size_than_its_file_is_shown_and_not_saved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster, saved = tmp_path / "cluster.toml", tmp_path / "plan.json"
+    cluster.write_text(HALF_A_NODE, encoding="utf-8")
+    words = ["--hardware", str(cluster), "--model.preset", "llama-3.2-1b", "--save", str(saved)]
+    assert plan(*words, "--objective", "smallest-cluster", "--tokens", "1B", "--days", "1") == 2
+    said = capsys.readouterr()
+    assert "mine: a100-80" in said.out
+    assert "write `count = 1` and `devices = 1` in " in said.err
+    assert not saved.exists()
+    assert plan(*words) == 0
+    assert json.loads(saved.read_text(encoding="utf-8"))["hardware"] == str(cluster)
+
+
+def test_states_for_the_host_and_a_pipeline_are_no_layout(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--hardware", "8xh100", "--model.preset", "llama-3.1-8b", "--memory.optimizer", "host"]
+    assert plan(*words, "--explain", "layout.pp=2") == 0
+    assert "states live on the host without a pipeline" in " ".join(capsys.readouterr().out.split())
+    assert plan(*words, "--layout.pp", "2") == 2
+    said = capsys.readouterr().err
+    assert "states live on the host without a pipeline alone" in said
+    assert "the nearest that have one" not in said
+
+
 def test_why_not_is_answered_with_a_plan_or_with_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--hardware", "4xh100", "--model.preset", "llama-3.2-1b"]
     assert plan(*words, "--explain", "layout.tp=4") == 0

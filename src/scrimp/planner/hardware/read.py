@@ -90,9 +90,14 @@ def load_hardware(name: str | Path) -> Cluster:
     return _cluster(file) if file is not None else _by_name(str(name).strip().lower())
 
 
+def is_file(name: str | Path) -> bool:
+    """Whether hardware is named by its file, not as something that ships."""
+    return isinstance(name, Path) or name.endswith(".toml") or "/" in name
+
+
 def _file(name: str | Path, relative_to: Path | None) -> Path | None:
     """The file that is meant, or None for a name of something that ships."""
-    if not isinstance(name, Path) and not name.endswith(".toml") and "/" not in name:
+    if not is_file(name):
         return None
     return Path(name) if relative_to is None else relative_to / name
 

@@ -23,10 +23,11 @@ _NEAR = 64
 
 
 def resized(cluster: Cluster, nodes: int, used: int) -> Cluster:
-    """So many nodes of a cluster, with so many devices of each."""
+    """So many nodes of a cluster, with so many devices of each; of a file's, its name stands before the size."""
     group = _group(cluster)
     device = group.node.device.name
-    name = f"{nodes}x{used}x{device}" if nodes > 1 else f"{used}x{device}" if used > 1 else device
+    before = "" if cluster.name.endswith(device) else f"{cluster.name.partition(':')[0]}: "
+    name = before + (f"{nodes}x{used}x{device}" if nodes > 1 else f"{used}x{device}" if used > 1 else device)
     return dataclasses.replace(cluster, name=name, groups=(NodeGroup(nodes, group.node, used),))
 
 
