@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from scrimp.cli import main
+from scrimp.cli.plan_tables import formats_text
 from scrimp.config import preset
 from scrimp.models.huggingface.config_json import config_from_architecture
+from scrimp.planner.layout.format_budget import FormatBudget
+from scrimp.planner.layout.lines import Line, question_of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "planner.md").read_text(encoding="utf-8")
 SHAPE = (
@@ -237,6 +242,25 @@ def test_why_not_is_answered_with_a_plan_or_with_numbers(capsys: pytest.CaptureF
     assert plan(*words, "--train.sequence=131072", "--explain", "train.micro_batch=64") == 0
     said = capsys.readouterr().out
     assert "micro_batch 64: " in said
+
+
+def test_the_share_of_4_bits_is_said_of_formats_of_4_bits() -> None:
+    line = Line(model="llama-3m", hardware="8xb200", sequence=512, global_batch=8, micro_batch=1)
+
+    def text(*names: str, **more: Any) -> str:
+        formats = FormatBudget(names=names, share=0.5, **more)
+        return formats_text(dataclasses.replace(question_of(line), formats=formats))
+
+    assert text("mxfp8", "nvfp4") == "mxfp8 and at most 50% in nvfp4"
+    assert text("mxfp8", "fp8", "nvfp4") == "mxfp8, fp8 and at most 50% in nvfp4"
+    assert text("bf16", "fp8") == "bf16, fp8"
+    profile: Any = object()
+    harm = "mxfp8, nvfp4; harm at most "
+    assert (
+        text("mxfp8", "nvfp4", statistics=profile) == f"{harm}that of SNIP's plan with 50% of FLOPs in 4 bits"
+    )
+    by_share = text("mxfp8", "nvfp4", statistics=profile, divergence=0.3)
+    assert by_share == f"{harm}30% of that of all in the lowest format"
 
 
 def test_days_and_price_of_all_tokens(capsys: pytest.CaptureFixture[str]) -> None:
