@@ -83,6 +83,9 @@ def test_a_shape_is_planned_for(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "one device" in capsys.readouterr().out
     assert plan(*words) == 2
     assert "give both" in capsys.readouterr().err
+    file.write_text(SHAPE + "learned_positions = 512\n", encoding="utf-8")
+    assert plan(*words, "--train.sequence=1024", "--train.batch-tokens=65536") == 2
+    assert "longer than the model's table of positions" in capsys.readouterr().err
 
 
 def test_a_hugging_face_folder_is_planned_for_by_its_config_alone(

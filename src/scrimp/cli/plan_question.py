@@ -24,6 +24,7 @@ from scrimp.config import (
 )
 from scrimp.errors import ConfigError
 from scrimp.planner.hardware import Cluster, load_hardware
+from scrimp.planner.layout.degree_checks import check_positions
 from scrimp.planner.layout.format_budget import FormatBudget
 from scrimp.planner.layout.given_memory import given_memory
 from scrimp.planner.layout.lines import PRECISIONS
@@ -118,6 +119,7 @@ def read_ask(ask: Ask, config: Config, given: Collection[str]) -> Asked:
         memory=memory,
     )
     memory.blocks(len(question.model.blocks))  # refused before the search begins
+    check_positions(question.model, sequence, question.software)
     explain = {} if ask.explain is None else _explain(ask.explain)
     return Asked(question=question, goal=goal, explain=explain, family=family)
 

@@ -104,6 +104,7 @@ def test_a_shape_is_a_file_or_stands_in_the_line(tmp_path: Path) -> None:
         ({"layout": {"fsdp": 8, "etp": 3}}, "layout.ep x layout.etp does not divide the ranks of a stage"),
         ({"layout": {"tp": 6}, "hardware": "6xh100", "software": "megatron"}, "tp does not divide the heads"),
         ({"layout": {"cp": 6}, "hardware": "6xh100"}, "layout.cp does not divide the tokens"),
+        ({"layout": {"cp": 8}, "sequence": 8200}, "twice layout.cp does not divide the tokens"),
         ({"layout": {"pp": 64, "zero": 1}, "hardware": "64xh100"}, "more ranks than the model has blocks"),
         ({"layout": {"pp": 8, "virtual": 8}}, "64 stages, 32 blocks"),
         ({"layout": {"pp": 8, "virtual": 5}, "software": "megatron"}, "40 stages, 32 blocks"),

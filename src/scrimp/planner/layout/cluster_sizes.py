@@ -26,7 +26,8 @@ def resized(cluster: Cluster, nodes: int, used: int) -> Cluster:
     """So many nodes of a cluster, with so many devices of each; of a file's, its name stands before the size."""
     group = _group(cluster)
     device = group.node.device.name
-    before = "" if cluster.name.endswith(device) else f"{cluster.name.partition(':')[0]}: "
+    given, colon, _ = cluster.name.rpartition(": ")
+    before = given + colon if colon or cluster.name.endswith(device) else f"{cluster.name}: "
     name = before + (f"{nodes}x{used}x{device}" if nodes > 1 else f"{used}x{device}" if used > 1 else device)
     return dataclasses.replace(cluster, name=name, groups=(NodeGroup(nodes, group.node, used),))
 

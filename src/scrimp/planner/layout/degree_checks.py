@@ -35,11 +35,19 @@ def check_degrees(setting: Setting) -> None:
     _check_states(setting.layout)
     _check_rows(setting)
     _check_stages(setting)
-    positions = setting.model.learned_positions
-    if setting.software.name in OWN and 0 < positions < setting.sequence:
+    check_positions(setting.model, setting.sequence, setting.software)
+
+
+def check_positions(model: ModelSizes, sequence: int, software: Software) -> None:
+    """Refuse sequences that are longer than a table of positions.
+
+    Raises:
+        ConfigError: with both numbers.
+    """
+    if software.name in OWN and 0 < model.learned_positions < sequence:
         raise ConfigError(
-            "sequence is longer than the model's table of positions",
-            got=f"{setting.sequence:,} tokens, {positions:,} learned positions",
+            "a sequence is longer than the model's table of positions",
+            got=f"{sequence:,} tokens, {model.learned_positions:,} learned positions",
             do="shorten the sequence, or raise learned_positions",
         )
 
@@ -65,7 +73,10 @@ def _shared(setting: Setting) -> Iterator[tuple[str, int, int, str]]:
     of_tp = shared_by_tp(model, setting.sequence)
     for count, what in of_tp if setting.software.name in OWN else of_tp[:1]:
         yield "layout.tp", layout.tp, count, what
-    yield "layout.cp", layout.cp, setting.sequence, "tokens of a sequence"
+    # Of zigzag's 2 cp parts each rank has one from either end.
+    zigzag = layout.cp > 1 and layout.cp_method == "zigzag"
+    key, parts = ("twice layout.cp", 2 * layout.cp) if zigzag else ("layout.cp", layout.cp)
+    yield key, parts, setting.sequence, "tokens of a sequence"
     yield "layout.ep", layout.ep, experts, "experts"
     yield "layout.ep x layout.etp", layout.ep * layout.etp, layout.ranks // layout.pp, "ranks of a stage"
     if experts == 1:

@@ -24,7 +24,7 @@ from scrimp.models import spec_of
 from scrimp.models.shapes import ModelShape, ModelSizes, sizes_of
 from scrimp.planner.hardware import load_hardware
 from scrimp.planner.layout.block_activations import NAMED
-from scrimp.planner.layout.degree_checks import check_degrees
+from scrimp.planner.layout.degree_checks import check_degrees, check_positions
 from scrimp.planner.layout.execution import Execution, check_execution
 from scrimp.planner.layout.pass_orders import SCHEDULES
 from scrimp.planner.layout.predict import Prediction, predict
@@ -214,13 +214,20 @@ def setting_of(line: Line) -> Setting:
 
 
 def question_of(line: Line) -> Question:
-    """What a line asks to be trained on what; how, is left open."""
+    """What a line asks to be trained on what; how, is left open.
+
+    Raises:
+        ConfigError: a name, a file or the sequence is wrong.
+    """
+    model = _sizes(read_model(line.model))
+    software = software_for(line.software, line.precision, line.layout.schedule)
+    check_positions(model, line.sequence, software)
     return Question(
-        model=_sizes(read_model(line.model)),
+        model=model,
         cluster=load_hardware(line.hardware),
         sequence=line.sequence,
         global_batch=line.global_batch,
-        software=software_for(line.software, line.precision, line.layout.schedule),
+        software=software,
         precision=line.precision,
     )
 
