@@ -67,6 +67,12 @@ def experts_of(model: ModelSizes) -> int:
     return max((linear.experts for linear in model.blocks[-1].linears), default=1)
 
 
+def exchanges_heads(attention: AttentionSpec, tp: int, cp: int) -> bool:
+    """Whether ulysses gives each of cp ranks whole heads, of those that a rank of tp has."""
+    heads, keys = attention.num_heads // tp, attention.num_kv_heads // tp
+    return heads % cp == 0 and (keys % cp == 0 or (keys > 0 and cp % keys == 0))
+
+
 def _shared(setting: Setting) -> Iterator[tuple[str, int, int, str]]:
     """Each degree, and a number that it must divide."""
     layout, model, experts = setting.layout, setting.model, experts_of(setting.model)
@@ -111,7 +117,7 @@ def _check_rows(setting: Setting) -> None:
             expected=f"one of {', '.join(methods)}",
         )
     attention = setting.model.blocks[-1].attention
-    if layout.cp_method == "ulysses" and not _exchanges_heads(attention, layout.tp, layout.cp):
+    if layout.cp_method == "ulysses" and not exchanges_heads(attention, layout.tp, layout.cp):
         raise ConfigError(
             "layout.cp does not divide the heads that ulysses exchanges",
             got=f"{attention.num_heads:,} heads, {attention.num_kv_heads:,} key heads over {layout.cp:,}",
@@ -120,13 +126,8 @@ def _check_rows(setting: Setting) -> None:
 
 
 def _methods_of(software: Software) -> tuple[str, ...]:
-    """A search tries fewer than Scrimp runs: striped rings are as fast as zigzag ones."""
+    """All of Scrimp's own, of which a search tries some; of another program those of its file."""
     return get_args(ContextMethod) if software.name in OWN else software.cp_methods
-
-
-def _exchanges_heads(attention: AttentionSpec, tp: int, cp: int) -> bool:
-    heads, keys = attention.num_heads // tp, attention.num_kv_heads // tp
-    return heads % cp == 0 and (keys % cp == 0 or (keys > 0 and cp % keys == 0))
 
 
 def _check_stages(setting: Setting) -> None:
