@@ -112,13 +112,14 @@ def decode_json(
 
 
 def as_typed(value: object, kind: type[T], *, origin: str, error: type[ScrimpError], do: str) -> T:
-    """Plain values that came out of JSON, as `kind`, by the rules of `decode_json`. NaN and infinities are floats."""
+    """Plain values that came out of JSON or TOML, as `kind`, by the rules of `decode_json`. NaN and infinities are
+    floats, dates no texts."""
     twin = _twin(typing.cast(Hashable, kind), True)
     try:
         msgspec.convert(value, twin)
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as problem:
-        raise _misfit(json.dumps(value), twin, str(problem), origin, error, do) from None
+        raise _misfit(json.dumps(value, default=str), twin, str(problem), origin, error, do) from None
 
 
 def decode_loosely(content: bytes | str) -> object:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from published_settings import LLAMA_8B
 
@@ -73,6 +75,33 @@ def test_a_search_is_that_of_the_command(capsys: pytest.CaptureFixture[str]) -> 
     assert only.setting.micro_batch == 4
 
 
+def test_numbers_and_paths_of_other_libraries_are_taken(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text('[[nodes]]\nnode = "dgx-h100"\ndevices = 4\n', encoding="utf-8")
+    layout = {"fsdp": np.int64(2), "tp": 2}
+    found = scrimp.predict(**LINE | {"hardware": file, "sequence": np.int64(4096), "layout": layout})
+    assert found.step_seconds == scrimp.predict(**LINE).step_seconds
+    asked = {name: LINE[name] for name in ("model", "hardware", "sequence", "global_batch")}
+    one, other = (scrimp.search(**asked, tokens=tokens, keep=1) for tokens in ("1T", 1e12))
+    assert one.as_json() == other.as_json()
+
+
+def test_a_prediction_takes_what_users_of_the_program_set() -> None:
+    alone, graphs = (
+        scrimp.predict(**LINE | {"software": "megatron"}, execution=execution)
+        for execution in (None, {"graphs": ["step"]})
+    )
+    assert graphs.setting.execution.graphs == ("step",)
+    assert graphs.step_seconds < alone.step_seconds
+
+
+def test_a_schedule_alone_leaves_its_degrees_to_the_search() -> None:
+    asked = {name: LINE[name] for name in ("model", "hardware", "sequence", "global_batch")}
+    (plan,) = scrimp.search(**asked, layout={"schedule": "zbv"}, keep=1).plans
+    assert (plan.setting.layout.schedule, plan.setting.layout.virtual) == ("zbv", 2)
+    assert plan.setting.layout.pp > 1
+
+
 def test_an_objective_chooses_the_question() -> None:
     asked = {name: LINE[name] for name in ("model", "sequence", "global_batch")}
     found = scrimp.search(**asked, hardware="h100", objective="smallest-cluster", tokens=1e10, days=1)
@@ -91,6 +120,12 @@ def test_an_objective_chooses_the_question() -> None:
         ({"objective": "step_time"}, "did you mean step-time", ConfigError),
         ({"days": 3.0}, "nothing says what", PlanError),
         ({"tokens": -1.0}, "tokens are out of range", PlanError),
+        ({"tokens": "many"}, "tokens is no number of tokens", ConfigError),
+        ({"keep": 0}, "keep is out of range", ConfigError),
+        ({"layout": {"schedule": "zbv", "pp": 1}}, "a pipeline: layout.pp above 1", ConfigError),
+        ({"layout": {"schedule": "zbv", "virtual": 3}}, "2 stages on each rank", ConfigError),
+        ({"micro_batch": 0}, "micro_batch is out of range", ConfigError),
+        ({"layout": {"tp": 2, "sequence_parallel": False}}, "share the tokens", ConfigError),
     ],
 )
 def test_a_wrong_argument_is_refused_by_its_name(

@@ -76,6 +76,7 @@ def test_what_cannot_be_said_is_refused_until_it_is_asked_for(
         ("{}\n{}\n", "no single plan"),
         ("{", "plan.json"),
         ('{"model": "llama-3m"}', "hardware"),
+        ('\ufeff{"model": "llama-3m"}', "missing hardware"),
         (json.dumps(LINE | {"blocks": [{"recompute": "ful"}] * 32}), "blocks[0]"),
         (json.dumps(LINE | {"blocks": [{}] * 31}), "blocks are not those of the model"),
     ],

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from scrimp.cli import main
+from scrimp.cli.plan_tables import formats_text
 from scrimp.config import preset
 from scrimp.models.huggingface.config_json import config_from_architecture
+from scrimp.planner.layout.format_budget import FormatBudget
+from scrimp.planner.layout.lines import Line, question_of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "planner.md").read_text(encoding="utf-8")
 SHAPE = (
@@ -78,6 +83,9 @@ def test_a_shape_is_planned_for(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "one device" in capsys.readouterr().out
     assert plan(*words) == 2
     assert "give both" in capsys.readouterr().err
+    file.write_text(SHAPE + "learned_positions = 512\n", encoding="utf-8")
+    assert plan(*words, "--train.sequence=1024", "--train.batch-tokens=65536") == 2
+    assert "longer than the model's table of positions" in capsys.readouterr().err
 
 
 def test_a_hugging_face_folder_is_planned_for_by_its_config_alone(
@@ -127,6 +135,14 @@ def test_a_hugging_face_folder_is_planned_for_by_its_config_alone(
         ("--hardware 8xh100 --report nowhere/x.html", "the folder of nowhere/x.html does not exist"),
         ("--hardware 8xh100 --save nowhere/x.json", "the folder of nowhere/x.json does not exist"),
         ("--hardware 8xh100 --layout.schedule zbv --layout.pp 1", "two stages on each of several ranks"),
+        ("--hardware 8xh100 --out x", "--out is an option of a plan for this machine"),
+        ("--hardware 8xh100 --target torchao", "--target is an option of a plan for this machine"),
+        ("--hardware 8xh100 --ranks 2", "--ranks is an option of --tune"),
+        ("--hardware 8xh100 --batch x", "--hardware does not go with --batch"),
+        ("--batch x --save y", "--save is an option of a search on other hardware"),
+        ("--batch x --out y", "--out is an option of a plan for this machine"),
+        ("--tune 2 --json", "--json is an option of a search on other hardware"),
+        ("--model.shape x", "--model.shape is an option of a search on other hardware"),
         ("--save x", "--save is an option of a search on other hardware"),
         (
             "--hardware rtx4060ti --model.preset llama-3-70b --layout.fsdp 1 --layout.tp 1 --layout.pp 1 "
@@ -149,6 +165,71 @@ def test_a_cluster_that_is_enough_is_enough(capsys: pytest.CaptureFixture[str]) 
     assert plan("--hardware", name, *words) == 0
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--hardware rtx4060ti --model.preset llama-3.1-8b --train.sequence 4096 --train.batch-tokens 131072",
+        "--hardware 8xl40s --model.preset llama-3.1-8b --memory.activations keep+offload "
+        "--memory.optimizer device --train.sequence 8192 --train.batch-tokens 524288",
+    ],
+)
+def test_host_memory_that_is_enough_is_enough(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(*words.split(), "--budget.host-memory=50GB") == 2
+    said = capsys.readouterr().err
+    assert "got      46.6 GiB of host memory" in said
+    need = float(re.findall(r"expected ([\d.]+) GiB of host memory", said)[0])
+    assert plan(*words.split(), f"--budget.host-memory={0.98 * need:.4f}GiB") == 2
+    assert plan(*words.split(), f"--budget.host-memory={1.01 * need:.4f}GiB") == 0
+
+
+TWO_KINDS = '[[nodes]]\nnode = "dgx-h100"\n[[nodes]]\nnode = "dgx-a100-80"\n'
+HALF_A_NODE = 'name = "mine"\n[[nodes]]\nnode = "dgx-a100-80"\ndevices = 4\n'
+
+
+@pytest.mark.parametrize(
+    ("cluster", "words", "says"),
+    [
+        (TWO_KINDS, "--model.preset llama-3-70b --layout.tp 1 --layout.pp 1", "or a smaller model\n"),
+        (HALF_A_NODE, "--model.preset llama-3-70b", "plan with `count = 2` and `devices = 8` in "),
+        (HALF_A_NODE, "--layout.pp 3 --layout.tp 1", "have one: `count = 1` and `devices = 3` in "),
+    ],
+)
+def test_a_cluster_of_a_file_is_told_what_its_file_would_say(
+    cluster: str, words: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text(cluster, encoding="utf-8")
+    assert plan("--hardware", str(file), "--budget.host-memory=1GB", *words.split()) == 2
+    said = capsys.readouterr().err
+    assert says in said
+    assert "xa100-80" not in said
+
+
+def test_a_plan_for_another_size_than_its_file_is_shown_and_not_saved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster, saved = tmp_path / "cluster.toml", tmp_path / "plan.json"
+    cluster.write_text(HALF_A_NODE, encoding="utf-8")
+    words = ["--hardware", str(cluster), "--model.preset", "llama-3.2-1b", "--save", str(saved)]
+    assert plan(*words, "--objective", "smallest-cluster", "--tokens", "1B", "--days", "1") == 2
+    said = capsys.readouterr()
+    assert "mine: a100-80" in said.out
+    assert "write `count = 1` and `devices = 1` in " in said.err
+    assert not saved.exists()
+    assert plan(*words) == 0
+    assert json.loads(saved.read_text(encoding="utf-8"))["hardware"] == str(cluster)
+
+
+def test_states_for_the_host_and_a_pipeline_are_no_layout(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--hardware", "8xh100", "--model.preset", "llama-3.1-8b", "--memory.optimizer", "host"]
+    assert plan(*words, "--explain", "layout.pp=2") == 0
+    assert "states live on the host without a pipeline" in " ".join(capsys.readouterr().out.split())
+    assert plan(*words, "--layout.pp", "2") == 2
+    said = capsys.readouterr().err
+    assert "states live on the host without a pipeline alone" in said
+    assert "the nearest that have one" not in said
+
+
 def test_why_not_is_answered_with_a_plan_or_with_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--hardware", "4xh100", "--model.preset", "llama-3.2-1b"]
     assert plan(*words, "--explain", "layout.tp=4") == 0
@@ -164,6 +245,25 @@ def test_why_not_is_answered_with_a_plan_or_with_numbers(capsys: pytest.CaptureF
     assert plan(*words, "--train.sequence=131072", "--explain", "train.micro_batch=64") == 0
     said = capsys.readouterr().out
     assert "micro_batch 64: " in said
+
+
+def test_the_share_of_4_bits_is_said_of_formats_of_4_bits() -> None:
+    line = Line(model="llama-3m", hardware="8xb200", sequence=512, global_batch=8, micro_batch=1)
+
+    def text(*names: str, **more: Any) -> str:
+        formats = FormatBudget(names=names, share=0.5, **more)
+        return formats_text(dataclasses.replace(question_of(line), formats=formats))
+
+    assert text("mxfp8", "nvfp4") == "mxfp8 and at most 50% in nvfp4"
+    assert text("mxfp8", "fp8", "nvfp4") == "mxfp8, fp8 and at most 50% in nvfp4"
+    assert text("bf16", "fp8") == "bf16, fp8"
+    profile: Any = object()
+    harm = "mxfp8, nvfp4; harm at most "
+    assert (
+        text("mxfp8", "nvfp4", statistics=profile) == f"{harm}that of SNIP's plan with 50% of FLOPs in 4 bits"
+    )
+    by_share = text("mxfp8", "nvfp4", statistics=profile, divergence=0.3)
+    assert by_share == f"{harm}30% of that of all in the lowest format"
 
 
 def test_days_and_price_of_all_tokens(capsys: pytest.CaptureFixture[str]) -> None:

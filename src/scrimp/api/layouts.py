@@ -9,15 +9,18 @@ Checked  tests/api/test_predicted_layouts.py; tests/docs/test_planner.py runs th
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
-from scrimp.config import nearest_word
+from scrimp.config import Range, check_range, nearest_word, parse_count
 from scrimp.errors import ConfigError
 from scrimp.json_files import as_typed
 from scrimp.models.shapes import ModelShape
 from scrimp.planner.layout.as_json import answer_json
+from scrimp.planner.layout.execution import Execution
 from scrimp.planner.layout.lines import Line, check_line, question_of, read_model, setting_of
 from scrimp.planner.layout.objectives import OBJECTIVES, Answer, Goal, Objective, Searching, answered
 from scrimp.planner.layout.predict import predict as predict_setting
@@ -78,8 +81,8 @@ class LayoutSearch:
 
 def predict(
     *,
-    model: str | ModelShape | Mapping[str, Any],
-    hardware: str,
+    model: str | os.PathLike[str] | ModelShape | Mapping[str, Any],
+    hardware: str | os.PathLike[str],
     sequence: int,
     global_batch: int,
     micro_batch: int,
@@ -90,6 +93,7 @@ def predict(
     precision: str = "bf16",
     blocks: Sequence[BlockPlan | Mapping[str, Any]] = (),
     software: str = "scrimp",
+    execution: Execution | Mapping[str, Any] | None = None,
 ) -> PredictedStep:
     """Seconds and bytes of a step::
 
@@ -104,6 +108,7 @@ def predict(
         layout: degrees, 1 where they are not named.
         recompute_parts: what selective recomputation makes again; empty: what the software's does.
         blocks: what each block does, which then stands for `recompute`.
+        execution: what users of Megatron and TorchTitan set beside the layout.
 
     Raises:
         ConfigError: a name, a file or a degree is wrong.
@@ -122,8 +127,8 @@ def predict(
 
 def search(
     *,
-    model: str | ModelShape | Mapping[str, Any],
-    hardware: str,
+    model: str | os.PathLike[str] | ModelShape | Mapping[str, Any],
+    hardware: str | os.PathLike[str],
     sequence: int,
     global_batch: int,
     micro_batch: int | None = None,
@@ -131,7 +136,7 @@ def search(
     precision: str = "bf16",
     software: str = "scrimp",
     objective: Objective = "step-time",
-    tokens: float | None = None,
+    tokens: float | str | None = None,
     days: float | None = None,
     keep: int = 5,
 ) -> LayoutSearch:
@@ -143,7 +148,7 @@ def search(
     Args:
         micro_batch, layout: what is kept as it is; all else is searched.
         objective: step-time, cost, smallest-cluster, longest-context or largest-model.
-        tokens, days: of the whole training.
+        tokens, days: of the whole training; tokens as a number, or as 15T.
         keep: how many plans are wanted.
 
     Raises:
@@ -151,15 +156,12 @@ def search(
         PlanError: an objective has no answer.
     """
     given = {name: value for name, value in locals().items() if name in _SEARCHED}
-    line = _line(given | {"micro_batch": micro_batch or 1})
-    check_line(line)
-    goal = _goal(objective, tokens, days)
-    known = [field.name for field in dataclasses.fields(line.layout) if field.name != "sequence_parallel"]
-    wanted: dict[str, Any] = {name: getattr(line.layout, name) for name in known if name in (layout or {})}
-    if wanted.get("schedule") == "auto":
-        del wanted["schedule"]
+    line = _line(given | {"micro_batch": 1 if micro_batch is None else micro_batch})
+    check_line(line, has_pp="pp" in (layout or {}))
+    check_range("keep", keep, Range(1, 10**6))
+    goal, wanted = _goal(objective, tokens, days), _wanted(line, layout or {})
     if micro_batch is not None:
-        wanted["micro_batch"] = micro_batch
+        wanted["micro_batch"] = line.micro_batch
     question = dataclasses.replace(question_of(line), given=wanted)
     answer = answered(question, goal, Searching(keep=keep), lambda: family_of(read_model(line.model)))
     plans = tuple(_step(one) for one in answer.found.best)
@@ -167,6 +169,18 @@ def search(
 
 
 _SEARCHED = ("model", "hardware", "sequence", "global_batch", "layout", "precision", "software")
+
+
+def _wanted(line: Line, layout: Mapping[str, Any]) -> dict[str, Any]:
+    """What is given of a layout."""
+    if not line.layout.sequence_parallel:
+        raise ConfigError(
+            "a search knows ranks of tp that share the tokens between layers alone",
+            got="layout sequence_parallel False",
+            do="leave it out, or predict one layout with it",
+        )
+    found = {name: getattr(line.layout, name) for name in layout if name != "sequence_parallel"}
+    return {name: value for name, value in found.items() if (name, value) != ("schedule", "auto")}
 
 
 def _step(one: Candidate) -> PredictedStep:
@@ -187,12 +201,18 @@ def _line(values: Mapping[str, Any]) -> Line:
 
 def _plain(value: Any) -> Any:
     """As JSON would have it."""
-    if isinstance(value, ModelShape | Offload | BlockPlan):
+    if isinstance(value, ModelShape | Offload | BlockPlan | Execution):
         return dataclasses.asdict(value)
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        return int(value)
+    if isinstance(value, Mapping):
+        return {name: _plain(one) for name, one in value.items()}
     return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
 
 
-def _goal(objective: str, tokens: float | None, days: float | None) -> Goal:
+def _goal(objective: str, tokens: float | str | None, days: float | None) -> Goal:
     if objective not in OBJECTIVES:
         near = nearest_word(objective, OBJECTIVES)
         raise ConfigError(
@@ -201,4 +221,5 @@ def _goal(objective: str, tokens: float | None, days: float | None) -> Goal:
             expected=f"one of {', '.join(OBJECTIVES)}",
             do=f"did you mean {near}?" if near else None,
         )
-    return Goal(objective=objective, tokens=tokens, days=days)
+    number = parse_count(tokens, key="tokens") if isinstance(tokens, str) else tokens
+    return Goal(objective=objective, tokens=number, days=days)

@@ -12,7 +12,7 @@ from typing import Annotated, Literal, Protocol
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
-from scrimp.cli.parse import option, renamed_options
+from scrimp.cli.plan_options import refuse_options_of_others
 from scrimp.config import (
     RANGES,
     Config,
@@ -21,7 +21,6 @@ from scrimp.config import (
     check_device,
     check_range,
 )
-from scrimp.errors import ConfigError
 from scrimp.launchers import GRACE_S
 
 _COUNT = Range(1, 2**31 - 1)
@@ -128,7 +127,7 @@ class Plan:
     config: Annotated[Config, arg(name="")] = field(default_factory=Config)
 
     def execute(self, given: frozenset[str]) -> int:
-        self._refuse_beside_tune()
+        refuse_options_of_others(self)
         if self.batch is not None:
             from scrimp.cli.predict_lines import predict_lines
 
@@ -140,7 +139,6 @@ class Plan:
             names = (one.name for one in fields(Ask))
             ask = Ask(**{name: getattr(self, name) for name in names})
             return plan_elsewhere(ask, self.config, given)
-        self._refuse_without_hardware()
         if self.tune is not None:
             check_range("--tune", self.tune, Range(1, 10_000))
             if self.ranks is not None:
@@ -152,34 +150,6 @@ class Plan:
 
         dry_run(self.config, given, self.out, None if self.target == "scrimp" else self.target)
         return 0
-
-    def _refuse_beside_tune(self) -> None:
-        """Options that ask for another answer, and the one that asks for nothing else."""
-        if self.tune is None and self.ranks is not None:
-            raise ConfigError("--ranks is an option of --tune", do="give --tune, as 8, or leave it out")
-        default = {field.name: field.default for field in fields(self)}
-        for name in ("batch", "hardware", "out", "target"):
-            if self.tune is not None and getattr(self, name) != default[name]:
-                raise ConfigError(
-                    f"--tune does not go with --{name}",
-                    expected="short runs on this machine, or an answer without any",
-                    do="leave one of the two out",
-                )
-
-    def _refuse_without_hardware(self) -> None:
-        """Options that only a search on other hardware has."""
-        names = (
-            *("shape", "objective", "tokens", "days", "explain", "what_if", "json", "report"),
-            *("save", "statistics", "simulate"),
-        )
-        default = {field.name: field.default for field in fields(self)}
-        found = [name for name in names if getattr(self, name) != default[name]]
-        if found:
-            raise ConfigError(
-                f"{option(renamed_options(Plan).get(found[0], found[0]))} is an option of a search on other hardware",
-                got="no --hardware",
-                do="give --hardware, as 8xh100, or leave it out",
-            )
 
 
 @dataclass(frozen=True)

@@ -59,8 +59,8 @@ def read_line(source: Path) -> Line:
         ConfigError: it has no line, or several, or one that is no plan.
     """
     do = "give a file that scrimp plan --hardware ... --save wrote"
-    text = read_bounded(source, error=ConfigError, do=do, at_most=_MAX_BYTES).decode("utf-8", "replace")
-    lines = [line for line in text.splitlines() if line.strip()]
+    text = read_bounded(source, error=ConfigError, do=do, at_most=_MAX_BYTES).decode("utf-8-sig", "replace")
+    lines = [line for line in text.split("\n") if line.strip()]
     if len(lines) != 1:
         raise ConfigError(f"{source} holds no single plan", got=f"{len(lines):,} lines", expected="1", do=do)
     return decode_json(lines[0], Line, origin=str(source), error=ConfigError, do=do)

@@ -12,23 +12,20 @@ from typing import Any
 from scrimp import __version__
 from scrimp.cli.export_layout import model_of_line, save_plan
 from scrimp.cli.plan_question import Ask, Asked, read_ask
+from scrimp.cli.plan_refusals import hardware_of_line, misfit
 from scrimp.cli.show import plain_console, say
 from scrimp.cli.simulate import architecture_of, show_simulation
 from scrimp.config import Config
-from scrimp.errors import ConfigError, PlanError, StorageError
-from scrimp.planner.hardware import Cluster
+from scrimp.errors import ConfigError, StorageError
 from scrimp.planner.layout.as_json import answer_json, beside_json, change_json
-from scrimp.planner.layout.cluster_sizes import nearest_sizes, sizes_like
 from scrimp.planner.layout.contenders import Misfit
-from scrimp.planner.layout.divisibility import has_layout, objections, values_of
+from scrimp.planner.layout.divisibility import objections, values_of
 from scrimp.planner.layout.objectives import Answer, answered
 from scrimp.planner.layout.predict import timeline
-from scrimp.planner.layout.questions import Question
 from scrimp.planner.layout.search import Candidate, Found
 from scrimp.planner.layout.setting import Setting
 from scrimp.planner.layout.stage_texts import stage_texts
 from scrimp.planner.layout.what_if import Change, what_if
-from scrimp.report.units import format_bytes
 
 _DRAWN_ROUNDS, _DRAWN_ALONE = 3, 8
 """Rounds of as many micro-batches as there are ranks, and micro-batches of a rank alone."""
@@ -67,7 +64,7 @@ def plan_elsewhere(ask: Ask, config: Config, given: Collection[str]) -> int:
     asked = read_ask(ask, config, given)
     answer = answered(asked.question, asked.goal, asked.searching(), lambda: asked.family)
     if not answer.found.best:
-        raise _misfit(answer, asked)
+        raise misfit(answer, asked, ask.hardware)
     explained = _explained(answer, asked) if asked.explain else None
     changes = what_if(answer.question, asked.searching()) if ask.what_if else []
     found = answer_json(answer, asked.goal, __version__)
@@ -81,14 +78,13 @@ def plan_elsewhere(ask: Ask, config: Config, given: Collection[str]) -> int:
         print(json.dumps(found))
     else:
         _show(answer, asked, explained, changes)
-    best, cluster = answer.found.best[0].setting, answer.question.cluster
+    out, best = sys.stderr if ask.json else sys.stdout, answer.found.best[0].setting
+    if ask.report is not None:
+        say(f"written: {ask.report}", out)
     if ask.save is not None and model_line is not None:
-        save_plan(
-            ask.save, best, model_line, ask.hardware if cluster == asked.question.cluster else cluster.name
-        )
-    for file in (ask.report, ask.save):
-        if file is not None:
-            say(f"written: {file}", sys.stderr if ask.json else sys.stdout)
+        hardware = hardware_of_line(answer.question.cluster, asked.question.cluster, ask.hardware)
+        save_plan(ask.save, best, model_line, hardware)
+        say(f"written: {ask.save}", out)
     if architecture is not None:
         show_simulation(best, architecture)
     return 0
@@ -200,57 +196,3 @@ def _explained_json(answer: Answer, explained: Explained) -> dict[str, Any]:
     if explained.found is None:
         return {"asked": explained.asked, "objections": explained.objections}
     return {"asked": explained.asked, **beside_json(answer.found.best[0], _nearest(explained.found))}
-
-
-def _misfit(answer: Answer, asked: Asked) -> PlanError:
-    question, found = answer.question, answer.found
-    if not found.tried:
-        return _no_layout(question)
-    room, group = question.device.memory_bytes, question.cluster.groups[0]
-    need, what = format_bytes(round(found.nearest_bytes)), "into the memory of a device"
-    got, lacking = (
-        f"at least {need} of {format_bytes(room)}, with everything made again",
-        f"devices with {need}",
-    )
-    advice = "larger devices"
-    if found.nearest_bytes <= room:
-        host = format_bytes(round(found.nearest_host_bytes * group.used))
-        what, lacking = "on the devices, nor what they cannot hold on the host", f"{host} of host memory"
-        got = f"{host} of states for the host, {format_bytes(group.node.host_memory_bytes)} of host memory"
-        advice = "a host with more memory (--budget.host-memory)"
-    enough = _enough(question, asked)
-    more = f"plan for `scrimp plan --hardware {enough.name}`, for " if enough else "take "
-    rest = "" if enough else ": more of these devices do not help"
-    return PlanError(
-        f"no layout of the model fits {what}",
-        got=got,
-        expected=f"{lacking}, or {enough.name}" if enough else lacking,
-        do=f"{more}{advice}, shorter sequences, or a smaller model{rest}",
-    )
-
-
-def _enough(question: Question, asked: Asked) -> Cluster | None:
-    """The smallest larger cluster of the same devices on which the model fits."""
-    if len(question.cluster.groups) > 1:
-        return None
-    searching = asked.searching()
-    for cluster in sizes_like(question.cluster, max(64 * question.cluster.devices, 1024)):
-        larger = dataclasses.replace(question, cluster=cluster)
-        if cluster.devices > question.cluster.devices and searching.fits(larger, cluster.name):
-            return cluster
-    return None
-
-
-def _no_layout(question: Question) -> PlanError:
-    def is_good(cluster: Cluster) -> bool:
-        return has_layout(dataclasses.replace(question, cluster=cluster))
-
-    near = nearest_sizes(question.cluster, is_good) if len(question.cluster.groups) == 1 else []
-    names = " and ".join(one.name for one in near)
-    return PlanError(
-        "no layout has these degrees on this hardware",
-        got=f"{question.cluster.devices:,} devices, {question.global_batch:,} sequences in a batch; "
-        + "; ".join(objections(question)),
-        expected=f"the nearest that have one: {names}" if near else "degrees that divide what they share",
-        do="change layout.* or train.batch_tokens, or leave some of layout.* out",
-    )

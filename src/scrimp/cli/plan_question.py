@@ -19,10 +19,12 @@ from scrimp.config import (
     flatten,
     nearest_word,
     parse_bytes,
+    parse_count,
     snip,
 )
 from scrimp.errors import ConfigError
 from scrimp.planner.hardware import Cluster, load_hardware
+from scrimp.planner.layout.degree_checks import check_positions
 from scrimp.planner.layout.format_budget import FormatBudget
 from scrimp.planner.layout.given_memory import given_memory
 from scrimp.planner.layout.lines import PRECISIONS
@@ -47,7 +49,6 @@ EXPLAINED = {
 """What --explain asks about, and its name in a layout."""
 _AFTER_S = 2.0
 """Seconds after which the search says how far it is."""
-_POWERS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,13 +94,7 @@ def read_ask(ask: Ask, config: Config, given: Collection[str]) -> Asked:
         ConfigError: a file, a name or a setting that the search does not know.
     """
     _refuse(given, ask.shape)
-    if ask.objective == "largest-model" and (ask.save or ask.simulate):
-        raise ConfigError(
-            "the largest model is no preset that a file could name or a simulation could build",
-            got=f"--objective largest-model beside {'--save' if ask.save else '--simulate'}",
-            do="write its shape into a file, and plan for that",
-        )
-    tokens = None if ask.tokens is None else read_count(ask.tokens)
+    tokens = None if ask.tokens is None else parse_count(ask.tokens, key="--tokens")
     goal = Goal(objective=ask.objective, tokens=tokens, days=ask.days)
     cluster = _with_budget(load_hardware(ask.hardware), config)
     family, sequence, batch = _model(ask.shape, config)
@@ -124,6 +119,7 @@ def read_ask(ask: Ask, config: Config, given: Collection[str]) -> Asked:
         memory=memory,
     )
     memory.blocks(len(question.model.blocks))  # refused before the search begins
+    check_positions(question.model, sequence, question.software)
     explain = {} if ask.explain is None else _explain(ask.explain)
     return Asked(question=question, goal=goal, explain=explain, family=family)
 
@@ -189,22 +185,6 @@ def _with_budget(cluster: Cluster, config: Config) -> Cluster:
             node = dataclasses.replace(node, host_memory_bytes=parse_bytes(host))
         groups.append(dataclasses.replace(group, node=node))
     return dataclasses.replace(cluster, groups=tuple(groups))
-
-
-def read_count(text: str) -> float:
-    """15T, 300B, 1.5e12 or 1000000 as a number.
-
-    Raises:
-        ConfigError: it is none.
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d{1,2})?)([kmbgt]?)", text.strip().lower().replace(",", ""))
-    if found is None:
-        raise ConfigError(
-            "--tokens is no number of tokens",
-            got=repr(text),
-            expected="a positive number, as 15T, 300B or 1.5e12",
-        )
-    return float(found[1]) * _POWERS[found[2]]
 
 
 class Progress:

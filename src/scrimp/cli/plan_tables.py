@@ -25,9 +25,11 @@ from scrimp.planner.layout.setting import Setting
 from scrimp.planner.layout.summary import blocks_text, low_share
 from scrimp.planner.layout.today import seconds_today
 from scrimp.planner.layout.what_if import Change
+from scrimp.precision import RECIPES
 from scrimp.report.units import format_bytes, format_count, format_rate
 
 LOSERS_SHOWN = 10
+_LOW = 4
 _TODAY = "no fused kernels yet for all of these formats"
 _DEGREES = ("pp", "dp", "fsdp", "cp", "tp", "ep")
 
@@ -46,18 +48,19 @@ def layout_text(setting: Setting) -> str:
 
 def formats_text(question: Question) -> str:
     """The format that is given, or what is chosen from."""
-    if question.formats is None:
-        return question.precision
-    low = ", ".join(name for name in question.formats.names if name != question.formats.base)
     formats = question.formats
+    if formats is None:
+        return question.precision
+    low = ", ".join(name for name in formats.names if RECIPES[name].bits == _LOW)
+    others = ", ".join(name for name in formats.names if RECIPES[name].bits > _LOW)
     if formats.statistics is None:
-        return f"{formats.base} and at most {formats.share:.0%} in {low}"
+        return " and ".join([others] * bool(others) + [f"at most {formats.share:.0%} in {low}"] * bool(low))
     most = (
-        f"{formats.share:.0%} of FLOPs do"
+        f"that of SNIP's plan with {formats.share:.0%} of FLOPs in 4 bits"
         if formats.divergence is None
-        else f"{formats.divergence:.0%} of all products do"
+        else f"{formats.divergence:.0%} of that of all in the lowest format"
     )
-    return f"{formats.base} and {low}, at most the harm of {most}"
+    return f"{', '.join(formats.names)}; harm at most {most}"
 
 
 def plans_table(found: Found, question: Question) -> Table:

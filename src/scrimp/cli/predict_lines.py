@@ -32,7 +32,7 @@ def predict_lines(file: Path, given: Collection[str] = ()) -> int:
         file, error=ConfigError, do="name a file with a setting a line", at_most=_MAX_BYTES
     )
     is_wrong = False
-    for number, line in enumerate(content.decode("utf-8", "replace").splitlines(), start=1):
+    for number, line in enumerate(content.decode("utf-8-sig", "replace").split("\n"), start=1):
         if not line.strip():
             continue
         found = answer_line(line, where=f"{file}, line {number}")

@@ -35,7 +35,15 @@ from scrimp.config.schema import (
     SnipConfig,
     TrainConfig,
 )
-from scrimp.config.values import RANGES, Range, check_device, check_range, check_values, parse_bytes
+from scrimp.config.values import (
+    RANGES,
+    Range,
+    check_device,
+    check_range,
+    check_values,
+    parse_bytes,
+    parse_count,
+)
 from scrimp.config.write_toml import reasons_in, to_toml
 
 __all__ = [
@@ -80,6 +88,7 @@ __all__ = [
     "nearest_word",
     "parse_bytes",
     "parse_config",
+    "parse_count",
     "preset",
     "ranks_of",
     "read_config",

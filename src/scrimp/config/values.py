@@ -30,6 +30,7 @@ _UNITS = {"B": 1} | {
     for suffix, base in (("B", 1000), ("iB", 1024))
     for power, prefix in enumerate(("K", "M", "G", "T", "P"), start=1)
 }
+_POWERS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 
 
 @dataclass(frozen=True)
@@ -191,6 +192,18 @@ def parse_bytes(text: str, *, key: str = "size") -> int:
     if size < 1:
         raise ConfigError(f"{key} is out of range", got=repr(text), expected="one byte or more")
     return size
+
+
+def parse_count(text: str, *, key: str = "count") -> float:
+    """15T, 300B, 1.5e12 or 1,000,000 as a number."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d{1,2})?)([kmbgt]?)", text.strip().lower().replace(",", ""))
+    if found is None:
+        raise ConfigError(
+            f"{key} is no number of tokens",
+            got=repr(text),
+            expected="a positive number, as 15T, 300B or 1.5e12",
+        )
+    return float(found[1]) * _POWERS[found[2]]
 
 
 def _check_choice(key: str, value: Any, choices: tuple[str, ...]) -> None:

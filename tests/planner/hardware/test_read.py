@@ -209,6 +209,7 @@ def test_a_card_with_other_memory_stands_in_the_same_node() -> None:
         ("4x0xh100", "counts of 1 or more"),
         ("128x9xh100", "at most 8"),
         ("1000000x8xh100", "at most 1,048,576"),
+        ("2000000xh100", "at most 1,048,576"),
         ("99999999999xh100", "neither a name nor a file"),
         ("-8xh100", "neither a name nor a file"),
         ("", "neither a name nor a file"),

@@ -25,6 +25,15 @@ def test_the_name_of_a_size_is_its_hardware(size: object) -> None:
     assert load_hardware(size.name) == size  # type: ignore[attr-defined]
 
 
+def test_sizes_of_a_file_keep_its_name(tmp_path: Path) -> None:
+    file = tmp_path / "two.toml"
+    file.write_text('[[nodes]]\nnode = "dgx-h100"\n', encoding="utf-8")
+    cluster = load_hardware(file)
+    assert [one.name for one in sizes_like(cluster, 4)] == ["two: h100", "two: 2xh100", "two: 4xh100"]
+    four, eight = resized(cluster, 1, 4), resized(cluster, 1, 8)
+    assert [one.name for one in sizes_between(four, eight)] == [f"two: {used}xh100" for used in (5, 6, 7)]
+
+
 def test_all_sizes_between_two_are_named_or_some_of_many() -> None:
     def between(below: str, above: str) -> list[str]:
         return [one.name for one in sizes_between(load_hardware(below), load_hardware(above))]
@@ -44,6 +53,14 @@ def test_the_nearest_below_and_above_are_found() -> None:
     seven = resized(five, 1, 7)
     assert [one.devices for one in nearest_sizes(seven, lambda one: one.devices > 8)] == [16]
     assert nearest_sizes(five, lambda one: False) == []
+
+
+def test_the_nearest_sizes_are_hardware() -> None:
+    """A node of 72 devices of which clusters fill 64."""
+    for name, divisor, sizes in (("72xgb200", 40, [40, 320]), ("60xgb200", 36, [36, 72])):
+        near = nearest_sizes(load_hardware(name), lambda one, of=divisor: one.devices % of == 0)  # type: ignore[misc]
+        assert [one.devices for one in near] == sizes
+        assert [load_hardware(one.name) for one in near] == near
 
 
 def test_two_kinds_of_nodes_have_no_other_sizes(tmp_path: Path) -> None:

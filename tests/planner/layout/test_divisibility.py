@@ -9,8 +9,10 @@ from published_settings import LLAMA_8B, ROUTED, setting
 
 from scrimp.models.shapes import ModelShape
 from scrimp.planner.layout.divisibility import has_layout, objections, values_of
+from scrimp.planner.layout.given_memory import GivenMemory
 from scrimp.planner.layout.questions import Question, layouts, micro_batches
 from scrimp.planner.layout.search import search
+from scrimp.planner.layout.setting import Offload
 
 SEARCHED_IF_GIVEN = ("zero", "fsdp", "dp", "etp", "virtual")
 """Of which a search tries more values where they are given."""
@@ -71,6 +73,17 @@ def test_degrees_that_are_possible_alone_and_not_together() -> None:
     few = question(LLAMA_8B, "2x8xh100", 2)
     assert "cannot be shared by 16 devices" in against(few, {"tp": 1, "pp": 1, "cp": 2})[0]
     assert against(asked, {}) == []
+
+
+def test_states_that_are_given_to_the_host_leave_no_pipeline() -> None:
+    offload = Offload(optimizer=True, master=True)
+    asked = dataclasses.replace(question(LLAMA_8B, "8xh100", 16), memory=GivenMemory(offload=offload))
+    assert against(asked, {"pp": 2}) == ["states live on the host without a pipeline alone: layout.pp 1"]
+    assert not has_layout(dataclasses.replace(asked, given={"pp": 2}))
+    assert against(asked, {"pp": 1}) == []
+    assert values_of(asked, "pp") == [1]
+    here = dataclasses.replace(asked, memory=GivenMemory(offload=Offload()))
+    assert against(here, {"pp": 2}) == []
 
 
 def test_what_is_given_is_searched_where_it_can_be() -> None:

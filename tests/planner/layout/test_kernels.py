@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,6 +32,12 @@ def test_a_last_wave_costs_a_whole_one() -> None:
     tiles = [H100.product(128 * 132 * waves, 256, 4096, "bf16") for waves in (1, 2)]
     more = H100.product(128 * 132 + 1, 256, 4096, "bf16")
     assert tiles[0] < more <= tiles[1]
+
+
+def test_the_smallest_tiles_are_not_halved() -> None:
+    shape = dataclasses.replace(H100.device.shape, tile_rows=1, tile_columns=2)
+    device = dataclasses.replace(H100.device, shape=shape)
+    assert Kernels(device).product(8192, 8192, 4096, "bf16") > 0
 
 
 @given(SIZES, SIZES, SIZES, st.sampled_from(["bf16", "fp8", "fp8_tensor"]))

@@ -24,6 +24,15 @@ GOOD: dict[str, Any] = {
     "micro_batch": 1,
     "layout": {"fsdp": 8},
 }
+SHAPE: dict[str, Any] = {
+    "layers": 4,
+    "width": 512,
+    "heads": 8,
+    "kv_heads": 2,
+    "head_size": 64,
+    "ffn_width": 1024,
+    "vocab_size": 32000,
+}
 
 
 def blocks(language: str) -> list[str]:
@@ -95,7 +104,26 @@ def test_a_shape_is_a_file_or_stands_in_the_line(tmp_path: Path) -> None:
         ({"layout": {"fsdp": 8, "etp": 3}}, "layout.ep x layout.etp does not divide the ranks of a stage"),
         ({"layout": {"tp": 6}, "hardware": "6xh100", "software": "megatron"}, "tp does not divide the heads"),
         ({"layout": {"cp": 6}, "hardware": "6xh100"}, "layout.cp does not divide the tokens"),
+        ({"layout": {"cp": 8}, "sequence": 8200}, "twice layout.cp does not divide the tokens"),
         ({"layout": {"pp": 64, "zero": 1}, "hardware": "64xh100"}, "more ranks than the model has blocks"),
+        ({"layout": {"pp": 8, "virtual": 8}}, "64 stages, 32 blocks"),
+        ({"layout": {"pp": 8, "virtual": 5}, "software": "megatron"}, "40 stages, 32 blocks"),
+        ({"layout": {"fsdp": 8, "virtual": 2}}, "layout.virtual is of a pipeline"),
+        ({"layout": {"tp": 3}, "hardware": "3xh100"}, "layout.tp does not divide the heads"),
+        ({"layout": {"tp": 16}, "hardware": "16xh100"}, "layout.tp does not divide the key heads"),
+        ({"layout": {"tp": 2, "cp": 4}}, "software scrimp does not run layout.cp beside layout.tp"),
+        (
+            {"layout": {"cp": 8, "cp_method": "ulysses"}, "software": "megatron"},
+            "software megatron does not share rows in this way",
+        ),
+        (
+            {"layout": {"cp": 64, "cp_method": "ulysses"}, "hardware": "64xh100"},
+            "layout.cp does not divide the heads that ulysses exchanges",
+        ),
+        ({"layout": {"fsdp": 8, "etp": 2}}, "layout.etp does not divide the experts"),
+        ({"layout": {"fsdp": 8, "zero": 0}}, "layout.zero 0 shares nothing"),
+        ({"layout": {"cp": 8, "zero": 0}, "software": "megatron"}, "layout.zero 0 shares nothing"),
+        ({"model": SHAPE | {"learned_positions": 512}}, "longer than the model's table of positions"),
         ({"offload": {"activation_layers": -1}}, "offload.activation_layers is out of range"),
         ({"blocks": [{"formats": [["mlp.dwn.wgrad", "fp8"]]}] * 32}, "did you mean mlp.down.wgrad"),
     ],
@@ -105,6 +133,41 @@ def test_a_bad_line_is_answered_with_its_number(change: dict[str, Any], says: st
     assert found.keys() == {"error"}
     assert says in found["error"]
     assert "line 7" in found["error"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"layout": {"dp": 8, "zero": 0}},
+        {"layout": {"pp": 8, "virtual": 4}},
+        {"layout": {"cp": 8, "cp_method": "striped"}},
+        {"layout": {"cp": 8, "cp_method": "ulysses"}},
+        {"layout": {"tp": 2, "cp": 4}, "software": "megatron"},
+        {"layout": {"pp": 2, "fsdp": 4, "virtual": 17, "zero": 1}, "software": "megatron"},
+        {"model": SHAPE | {"learned_positions": 512}, "software": "fsdp"},
+    ],
+)
+def test_what_ranks_of_a_program_run_is_predicted(change: dict[str, Any]) -> None:
+    assert answer_line(json.dumps(GOOD | change), where="line 1")["step_seconds"] > 0
+
+
+def test_a_file_is_read_again_for_each_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a notebook files change between two predictions, and a path is of the folder that one is in."""
+    shape, cluster = tmp_path / "shape.toml", tmp_path / "cluster.toml"
+    text = "\n".join(f"{name} = {value}" for name, value in SHAPE.items())
+    monkeypatch.chdir(tmp_path)
+    line = json.dumps(GOOD | {"model": shape.name, "hardware": cluster.name})
+
+    def seconds(layers: int, node: str) -> float:
+        shape.write_text(text.replace("layers = 4", f"layers = {layers}"), encoding="utf-8")
+        cluster.write_text(f'[[nodes]]\nnode = "{node}"\n', encoding="utf-8")
+        found: float = answer_line(line, where="line 1")["step_seconds"]
+        return found
+
+    first = seconds(4, "dgx-h100")
+    assert seconds(8, "dgx-h100") > 1.2 * first
+    assert seconds(4, "dgx-a100-80") > 1.2 * first
+    assert seconds(4, "dgx-h100") == first
 
 
 def test_a_cluster_of_two_kinds_of_nodes_is_answered(tmp_path: Path) -> None:
@@ -128,6 +191,18 @@ def test_other_lines_are_answered_all_the_same(tmp_path: Path, capsys: pytest.Ca
     assert "line 2" in answers[1]["error"]
     assert main(["plan", "--batch", str(file), "--train.steps", "5"]) == 2
     assert "--batch takes its settings from its file alone" in capsys.readouterr().err
+
+
+def test_lines_end_where_the_file_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A mark of byte order is no text, and a line separator within one ends no line."""
+    file = tmp_path / "settings.jsonl"
+    texts = [json.dumps(GOOD), json.dumps(GOOD | {"model": "a\u2028b"}, ensure_ascii=False), "{"]
+    file.write_text("\r\n".join(texts), encoding="utf-8-sig", newline="")
+    assert main(["plan", "--batch", str(file)]) == 2
+    first, second, third = map(json.loads, capsys.readouterr().out.splitlines())
+    assert first["step_seconds"] > 0
+    assert "line 2" in second["error"]
+    assert "line 3" in third["error"]
 
 
 @pytest.mark.parametrize(

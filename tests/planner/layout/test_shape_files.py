@@ -22,6 +22,7 @@ GOOD: dict[str, Any] = {
     "vocab_size": 32000,
 }
 EXPERTS = {"count": 16, "chosen": 2, "width": 256}
+TEXT = "".join(f"{key} = {value}\n" for key, value in GOOD.items())
 LATENT = {"kv_rank": 64, "nope_size": 64, "rope_size": 32, "value_size": 64}
 
 
@@ -32,6 +33,8 @@ LATENT = {"kv_rank": 64, "nope_size": 64, "rope_size": 32, "value_size": 64}
         ("layers = 2", "width"),
         ("layers = 'two'", "layers"),
         ("leyers = 2", "layers"),
+        (TEXT + "source = 2024-07-23", "source .*2024-07-23"),
+        ("layers = " + 20_000 * "[", "no TOML"),
     ],
 )
 def test_a_bad_shape_is_refused_by_its_key(tmp_path: Path, text: str, says: str) -> None:
@@ -50,6 +53,14 @@ def test_a_bad_shape_is_refused_by_its_key(tmp_path: Path, text: str, says: str)
         ({"kv_heads": 3}, "kv_heads in .* does not divide its heads"),
         ({"ffn_width": 0}, "ffn_width in .* is 0"),
         ({"window": 128, "window_every": 0}, "window_every in .* is out of range"),
+        (
+            {"ffn_width": 0, "experts": {**EXPERTS, "first_dense_layers": 1}},
+            "ffn_width in .* is 0, and 1 of its layers",
+        ),
+        (
+            {"experts": {**EXPERTS, "first_dense_layers": 9}},
+            "experts.first_dense_layers in .* leaves no layer",
+        ),
         ({"experts": {**EXPERTS, "count": 0}}, "experts.count in .* is out of range"),
         ({"experts": {**EXPERTS, "chosen": 17}}, "experts.chosen in .* is more than there are"),
         ({"latent_attention": {**LATENT, "kv_rank": 0}}, "latent_attention.kv_rank in .* is out of range"),

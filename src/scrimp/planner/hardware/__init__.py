@@ -3,7 +3,7 @@
 `8xh100` or a file becomes a `Cluster` by `load_hardware`; `devices/` and `nodes/` hold what ships.
 """
 
-from scrimp.planner.hardware.read import DEVICES, NODES, load_device, load_hardware, load_node
+from scrimp.planner.hardware.read import DEVICES, NODES, is_file, load_device, load_hardware, load_node
 from scrimp.planner.hardware.schema import (
     Achieved,
     Cluster,
@@ -34,6 +34,7 @@ __all__ = [
     "NodeGroup",
     "Peak",
     "Shape",
+    "is_file",
     "load_device",
     "load_hardware",
     "load_node",

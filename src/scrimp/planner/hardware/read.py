@@ -31,6 +31,7 @@ Checked  tests/planner/hardware/test_read.py
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from functools import cache
@@ -89,9 +90,14 @@ def load_hardware(name: str | Path) -> Cluster:
     return _cluster(file) if file is not None else _by_name(str(name).strip().lower())
 
 
+def is_file(name: str | Path) -> bool:
+    """Whether hardware is named by its file, not as something that ships."""
+    return isinstance(name, Path) or name.endswith(".toml") or "/" in name
+
+
 def _file(name: str | Path, relative_to: Path | None) -> Path | None:
     """The file that is meant, or None for a name of something that ships."""
-    if not isinstance(name, Path) and not name.endswith(".toml") and "/" not in name:
+    if not is_file(name):
         return None
     return Path(name) if relative_to is None else relative_to / name
 
@@ -171,14 +177,14 @@ def _by_name(name: str) -> Cluster:
     node = _shipped_node(_default_nodes()[match[3]])
     node = node if node.device.name == device.name else replace(node, device=device)
     counts = [int(number) for number in (match[1], match[2]) if number is not None]
-    if any(count < 1 for count in counts) or (counts and counts[0] * counts[-1] > _MOST**2):
+    if 0 in counts:
         raise ConfigError("hardware has no devices", got=repr(name), expected="counts of 1 or more")
+    if math.prod(counts) > _MOST:
+        raise ConfigError("hardware has too many devices", got=repr(name), expected=f"at most {_MOST:,}")
     if len(counts) == 2:
         group = NodeGroup(counts[0], node, _at_most(counts[1], node, name))
     else:
         group = _fill(counts[0] if counts else 1, node, name)
-    if group.devices > _MOST:
-        raise ConfigError("hardware has too many devices", got=repr(name), expected=f"at most {_MOST:,}")
     return Cluster(name, (group,), node.link.outside)
 
 

@@ -23,10 +23,12 @@ _NEAR = 64
 
 
 def resized(cluster: Cluster, nodes: int, used: int) -> Cluster:
-    """So many nodes of a cluster, with so many devices of each."""
+    """So many nodes of a cluster, with so many devices of each; of a file's, its name stands before the size."""
     group = _group(cluster)
     device = group.node.device.name
-    name = f"{nodes}x{used}x{device}" if nodes > 1 else f"{used}x{device}" if used > 1 else device
+    given, colon, _ = cluster.name.rpartition(": ")
+    before = given + colon if colon or cluster.name.endswith(device) else f"{cluster.name}: "
+    name = before + (f"{nodes}x{used}x{device}" if nodes > 1 else f"{used}x{device}" if used > 1 else device)
     return dataclasses.replace(cluster, name=name, groups=(NodeGroup(nodes, group.node, used),))
 
 
@@ -63,13 +65,14 @@ def nearest_sizes(cluster: Cluster, is_good: Callable[[Cluster], bool]) -> list[
     """
     group, found = _group(cluster), []
     whole = group.used if cluster.nodes > 1 else group.node.fill or group.node.devices
+    most = max(whole, group.node.devices) if cluster.nodes == 1 else whole
     for step in (-1, 1):
         nodes, used = group.count, group.used
         for _ in range(_NEAR):
-            if nodes == 1 and not (step == 1 and used == whole):
+            if nodes == 1 and not (step == 1 and used >= most):
                 used += step
             else:
-                nodes += step
+                nodes, used = nodes + step, whole
             if not used:
                 break
             one = resized(cluster, nodes, used)

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import Any
 
 from scrimp.config.pipeline import V_SHAPED
+from scrimp.config.resolved import ResolvedLayout
+from scrimp.planner.layout.degree_checks import experts_of, shared_by_tp
+from scrimp.planner.layout.given_memory import GivenMemory
 from scrimp.planner.layout.pass_orders import SCHEDULES
 from scrimp.planner.layout.questions import Question, layouts, micro_batches
 
@@ -17,16 +21,20 @@ _SHARES = (1, 2, 3)
 
 
 def has_layout(question: Question) -> bool:
-    """Whether any layout has what is given, and a micro-batch."""
-    return any(True for layout in layouts(question) for _ in micro_batches(question, layout))
+    """Whether any layout has what is given, a micro-batch, and states where they shall live."""
+    return any(True for layout in _possible(question) for _ in micro_batches(question, layout))
 
 
 def values_of(question: Question, name: str) -> list[Any]:
     """The values of a field that any layout has, whatever is given."""
     free = dataclasses.replace(question, given={})
     return sorted(
-        {getattr(layout, name) for layout in layouts(free)}, key=lambda value: (str(type(value)), value)
+        {getattr(layout, name) for layout in _possible(free)}, key=lambda value: (str(type(value)), value)
     )
+
+
+def _possible(question: Question) -> Iterator[ResolvedLayout]:
+    return (layout for layout in layouts(question) if question.on_host(layout))
 
 
 def objections(question: Question) -> list[str]:
@@ -39,19 +47,16 @@ def _alone(question: Question, name: str, value: Any) -> list[str]:
     if isinstance(value, str):
         return _about_stages(question, name, value)
     model, cluster = question.model, question.cluster
-    attention = model.blocks[-1].attention
     node = math.gcd(*(group.used for group in cluster.groups))
-    experts = max((one.experts for one in model.blocks[-1].linears), default=1)
+    experts = experts_of(model)
     readers = [(cluster.devices, "devices"), (question.global_batch, "sequences of a batch")]
     shared = {
         "dp": readers,
         "fsdp": readers,
         "tp": [
             (node, "devices of a node"),
-            (attention.num_heads, "heads"),
-            (attention.num_kv_heads, "key heads"),
+            *shared_by_tp(model, question.sequence),
             (model.vocab_size, "words of the vocabulary"),
-            (question.sequence, "tokens of a sequence"),
         ],
         "pp": [(cluster.devices, "devices")],
         "cp": [(cluster.devices, "devices")],
@@ -93,6 +98,9 @@ def _about_stages(question: Question, name: str, value: str) -> list[str]:
 def _together(question: Question) -> str:
     """The reason against degrees that are each possible."""
     given = question.given
+    anywhere = dataclasses.replace(question, memory=GivenMemory())
+    if question.memory.offload is not None and has_layout(anywhere):
+        return "states live on the host without a pipeline alone: layout.pp 1"
     devices, batch, blocks = question.cluster.devices, question.global_batch, len(question.model.blocks)
     words = " ".join(f"{name} {value}" for name, value in given.items()) + ": " * bool(given)
     product = math.prod(given.get(name, 1) for name in ("tp", "pp", "cp", "fsdp", "dp"))

@@ -155,7 +155,7 @@ class Kernels:
             whole = rows * columns * count / (tiles * high * wide)
             turns = tiles / self.device.multiprocessors
             best = max(best, whole * turns / math.ceil(turns) * (1.0 - _SMALLER_COST * smaller))
-            high, wide = min(high, wide), max(high, wide) // 2
+            high, wide = min(high, wide), max(1, max(high, wide) // 2)
         return best
 
 

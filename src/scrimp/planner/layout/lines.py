@@ -15,22 +15,23 @@ from typing import Any, get_args
 
 from scrimp.config import OWN_PRESETS, PRESETS, Range, check_range, nearest_word, preset
 from scrimp.config.architecture import Architecture
-from scrimp.config.pipeline import V_SHAPED, check_micro_batches, check_sizes
+from scrimp.config.pipeline import V_SHAPED
 from scrimp.config.resolved import ResolvedLayout
 from scrimp.config.schema import ContextMethod
 from scrimp.errors import ConfigError, ScrimpError
 from scrimp.json_files import decode_json
 from scrimp.models import spec_of
 from scrimp.models.shapes import ModelShape, ModelSizes, sizes_of
-from scrimp.planner.hardware import Cluster, load_hardware
+from scrimp.planner.hardware import load_hardware
 from scrimp.planner.layout.block_activations import NAMED
+from scrimp.planner.layout.degree_checks import check_degrees, check_positions
 from scrimp.planner.layout.execution import Execution, check_execution
 from scrimp.planner.layout.pass_orders import SCHEDULES
 from scrimp.planner.layout.predict import Prediction, predict
 from scrimp.planner.layout.questions import Question
 from scrimp.planner.layout.setting import FULL, NONE, SELECTIVE, BlockPlan, Offload, Setting
 from scrimp.planner.layout.shape_files import check_shape, read_shape
-from scrimp.planner.layout.software import OWN, software_for
+from scrimp.planner.layout.software import software_for
 from scrimp.planner.layout.stage_memory import RankBytes, peak_bytes
 from scrimp.planner.layout.today import seconds_today
 from scrimp.precision import GEMMS, RECIPES
@@ -177,11 +178,11 @@ def setting_of(line: Line) -> Setting:
         PlanError: the parts do not fit one another.
     """
     check_line(line)
-    layout, model = line.layout, _sizes(line.model)
+    layout, model = line.layout, _sizes(read_model(line.model))
     _check_blocks_of(line, model)
     found = Setting(
         model=model,
-        cluster=_cluster(line.hardware),
+        cluster=load_hardware(line.hardware),
         sequence=line.sequence,
         global_batch=line.global_batch,
         micro_batch=line.micro_batch,
@@ -208,18 +209,25 @@ def setting_of(line: Line) -> Setting:
         execution=line.execution,
         sequence_parallel=layout.sequence_parallel,
     )
-    _check_degrees(found)
+    check_degrees(found)
     return found
 
 
 def question_of(line: Line) -> Question:
-    """What a line asks to be trained on what; how, is left open."""
+    """What a line asks to be trained on what; how, is left open.
+
+    Raises:
+        ConfigError: a name, a file or the sequence is wrong.
+    """
+    model = _sizes(read_model(line.model))
+    software = software_for(line.software, line.precision, line.layout.schedule)
+    check_positions(model, line.sequence, software)
     return Question(
-        model=_sizes(line.model),
-        cluster=_cluster(line.hardware),
+        model=model,
+        cluster=load_hardware(line.hardware),
         sequence=line.sequence,
         global_batch=line.global_batch,
-        software=software_for(line.software, line.precision, line.layout.schedule),
+        software=software,
         precision=line.precision,
     )
 
@@ -229,8 +237,11 @@ def _virtual(layout: LayoutLine) -> int:
     return 2 if layout.schedule in V_SHAPED else layout.virtual
 
 
-def check_line(line: Line) -> None:
+def check_line(line: Line, *, has_pp: bool = True) -> None:
     """Refuse what no setting has.
+
+    Args:
+        has_pp: whether `layout.pp` is the line's; else a search decides it.
 
     Raises:
         ConfigError: by the key.
@@ -247,7 +258,7 @@ def check_line(line: Line) -> None:
     _check_blocks(line)
     check_execution(line.execution, line.software)
     _check_parts(line)
-    _check_v(line)
+    _check_v(line, has_pp)
     words = {
         "recompute": (line.recompute, RECOMPUTATIONS),
         "precision": (line.precision, PRECISIONS),
@@ -265,13 +276,13 @@ def check_line(line: Line) -> None:
             )
 
 
-def _check_v(line: Line) -> None:
+def _check_v(line: Line, has_pp: bool) -> None:
     """Refuse what ranks do not carry out beside a schedule that goes there and back."""
     layout, leaves = line.layout, any(one.offload for one in line.blocks)
     if layout.schedule not in V_SHAPED:
         return
     reasons = (
-        (layout.pp == 1, "layout.pp 1", "a pipeline: layout.pp above 1"),
+        (layout.pp == 1 and has_pp, "layout.pp 1", "a pipeline: layout.pp above 1"),
         (layout.virtual > 2, f"layout.virtual {layout.virtual}", "2 stages on each rank"),
         (line.offload != Offload() or leaves, "offload", "everything on the device"),
         (line.execution != Execution(), "execution", "no graphs and no fused experts"),
@@ -330,43 +341,9 @@ def _check_blocks_of(line: Line, model: ModelSizes) -> None:
                 )
 
 
-def _check_degrees(setting: Setting) -> None:
-    """Refuse degrees that do not divide what they share, and stages that are not those of the model."""
-    layout, model = setting.layout, setting.model
-    attention = model.blocks[-1].attention
-    experts = max((linear.experts for linear in model.blocks[-1].linears), default=1)
-    # Scrimp's ranks may have a head more than others.
-    heads = 0 if setting.software.name in OWN else attention.num_heads
-    for key, degree, count, what in (
-        ("layout.tp", layout.tp, heads, "heads"),
-        ("layout.cp", layout.cp, setting.sequence, "tokens of a sequence"),
-        ("layout.ep", layout.ep, experts, "experts"),
-        ("layout.ep x layout.etp", layout.ep * layout.etp, layout.ranks // layout.pp, "ranks of a stage"),
-    ):
-        if count % degree:
-            raise ConfigError(f"{key} does not divide the {what}", got=f"{count:,} over {degree:,}")
-    if layout.pp > len(model.blocks):
-        raise ConfigError(
-            "a pipeline has more ranks than the model has blocks",
-            got=f"layout.pp {layout.pp:,}, {len(model.blocks):,} blocks",
-            do="lower layout.pp",
-        )
-    if layout.schedule in V_SHAPED and 2 * layout.pp > len(model.blocks):
-        raise ConfigError(
-            "a pipeline has more stages than the model has blocks",
-            got=f"layout.schedule {layout.schedule}: {2 * layout.pp:,} stages, {len(model.blocks):,} blocks",
-            do="lower layout.pp",
-        )
-    if layout.schedule in V_SHAPED:
-        check_micro_batches(layout, setting.micro_batches)
-    if layout.stages is not None:
-        check_sizes(layout.stages, layout.pp * (layout.virtual or 1), len(model.blocks))
-
-
 @lru_cache
-def _sizes(model: str | ModelShape) -> ModelSizes:
-    found = read_model(model)
-    return found.sizes if isinstance(found, ModelShape) else sizes_of(spec_of(found))
+def _sizes(model: ModelShape | Architecture) -> ModelSizes:
+    return model.sizes if isinstance(model, ModelShape) else sizes_of(spec_of(model))
 
 
 def read_model(model: str | ModelShape) -> ModelShape | Architecture:
@@ -389,8 +366,3 @@ def read_model(model: str | ModelShape) -> ModelShape | Architecture:
             do=f"did you mean {near}?" if near else "see scrimp train --help for the presets",
         )
     return preset(model)
-
-
-@lru_cache
-def _cluster(name: str) -> Cluster:
-    return load_hardware(name)

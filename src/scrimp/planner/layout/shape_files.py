@@ -46,10 +46,10 @@ def read_shape(file: Path) -> ModelShape:
         ConfigError: by the key that is wrong.
     """
     do = "see docs/planner.md for the keys of a shape"
-    text = read_bounded(file, error=ConfigError, do=do, at_most=_BYTES).decode("utf-8", "replace")
+    text = read_bounded(file, error=ConfigError, do=do, at_most=_BYTES).decode("utf-8-sig", "replace")
     try:
         values = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{file} is no TOML", got=str(error), do=do) from None
     found = as_typed(values, ModelShape, origin=str(file), error=ConfigError, do=do)
     check_shape(found, f" in {file}")
@@ -80,9 +80,17 @@ def check_shape(shape: ModelShape, where: str = " of the model") -> None:
             got=f"{experts.chosen:,} of {experts.count:,}",
             expected=f"at most {experts.count:,}",
         )
-    if experts is None and not shape.ffn_width:
+    dense = shape.layers if experts is None else experts.first_dense_layers
+    if experts is not None and dense >= shape.layers:
         raise ConfigError(
-            f"ffn_width{where} is 0, and it has no experts", expected="the width of its feed-forward layers"
+            f"experts.first_dense_layers{where} leaves no layer with experts",
+            got=f"{dense:,} of {shape.layers:,} layers",
+            expected="fewer, or no experts",
+        )
+    if dense and not shape.ffn_width:
+        raise ConfigError(
+            f"ffn_width{where} is 0, and {dense:,} of its layers have no experts",
+            expected="the width of its feed-forward layers",
         )
 
 
