@@ -17,7 +17,7 @@ from torch import Tensor
 from scrimp.formats import Noise
 from scrimp.gemm.backends import BACKENDS, ReferenceBackend
 from scrimp.gemm.backends.reference import ReferenceOperand
-from scrimp.gemm.problem import Use
+from scrimp.gemm.problem import AXES, Use
 from scrimp.gemm.select import BackendSelection
 from scrimp.precision import RECIPES, Operand
 
@@ -92,6 +92,37 @@ def test_values_and_codes_are_the_references(
     assert same(ours.scales, theirs.scales)
     assert same(ours.tensor_scale, theirs.tensor_scale)
     assert_same_operand(NUMBA.load(ours), REFERENCE.load(theirs))
+
+
+@pytest.mark.parametrize("gemm", ["fprop", "dgrad", "wgrad"])
+@pytest.mark.parametrize("out", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("recipe", [name for name, one in RECIPES.items() if one.bits < 16])
+def test_products_are_the_references(
+    recipe: str, gemm: str, out: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(7)
+    y, x, w = (torch.randn(size, generator=generator).bfloat16() for size in ((96, 40), (96, 176), (40, 176)))
+    pair, (first, second) = (
+        RECIPES[recipe].gemm(gemm),
+        {"fprop": (x, w), "dgrad": (y, w), "wgrad": (y, x)}[gemm],
+    )
+    assert pair is not None
+    axes, noise = AXES[gemm], Noise(3)
+    for fast in (False, True):
+        monkeypatch.setattr(ReferenceBackend, "multiplies_bf16_fast", lambda self, device, fast=fast: fast)
+        for is_kept in (False, True):
+            found = []
+            for backend in (NUMBA, REFERENCE):
+                a = backend.prepare(first, Use(pair.a, axes[0], noise))
+                use = Use(pair.b, axes[1], noise)
+                b = (
+                    backend.load(backend.store(second, use))
+                    if is_kept and pair.b
+                    else backend.prepare(second, use)
+                )
+                found.append(backend.multiply(gemm, a, b, out))
+            assert same(*found)
+            assert found[0].dtype == out
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])

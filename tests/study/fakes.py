@@ -9,7 +9,7 @@ import pytest
 from scrimp.study.definition import Study, parse_study
 from scrimp.study.estimate import Probe
 from scrimp.study.job import Job
-from scrimp.study.rows import Curve, Key, Row, digest_of
+from scrimp.study.rows import Curve, Key, Row
 
 PROBE = Probe(
     startup_seconds=2.0, step_seconds=0.5, host_bytes=1 << 20, device_bytes=0, micro_batch=4, data="d"
@@ -30,12 +30,12 @@ def row_for(
     study: Study, variant: str, seed: int, value: float | None, steps: int = 8, **more: object
 ) -> Row:
     """A row with a loss, or an error where the loss is None."""
-    one = next(one for one in study.variants if one.name == variant)
+    one = next(one for one in study.runs_of_a_seed if one.name == variant)
     known: dict[str, object] = {"error": "it broke"} if value is None else {"figures": {study.figure: value}}
     if value is not None:
         known["training"] = Curve(steps=[2.0, 4.0], values=[value + 1, value])
         known["held_out"] = Curve(steps=[float(steps)], values=[value])
-    digest = digest_of(study.settings_of(one, seed))
+    digest = study.digest(one, seed)
     return Row(variant=variant, seed=seed, steps=steps, digest=digest, **(known | more))  # type: ignore[arg-type]
 
 
@@ -88,6 +88,10 @@ class FakePlaces:
 
     def ended(self) -> list[tuple[Job, Row]]:
         jobs, self.going = self.going, []
+        for one in jobs:
+            one.run_folder.mkdir(parents=True, exist_ok=True)
+            (one.run_folder / "config.toml").touch()
+            one.settings_file.write_text(one.toml)
         return [(one, row_for(self.study, one.variant, one.seed, self.loss(one), one.steps)) for one in jobs]
 
     def steps(self) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +26,7 @@ def loss(job: Job) -> float:
 def run(study: Study, folder: Path, places: FakePlaces) -> Watched:
     watched = Watched()
     begin(study, folder)
-    conduct(study, folder, places, {one.name: PROBE for one in study.variants}, watched)
+    conduct(study, folder, places, {one.name: PROBE for one in study.runs_of_a_seed}, watched)
     return watched
 
 
@@ -120,6 +121,63 @@ def test_runs_get_the_micro_batch_of_their_probe_and_keep_their_digest() -> None
     )
     assert jobs[0].settings["train.micro_batch"] == 4
     assert "train.micro_batch" not in study.settings_of(study.variants[0], 0)
+
+
+TRUNK = "[trunk]\ntrain.steps = 5\n"
+
+
+def with_trunk(job: Job) -> float:
+    return 9.0 if job.variant == "trunk" else loss(job)
+
+
+def test_runs_wait_for_the_trunk_of_their_seed_and_go_on_from_it(tmp_path: Path) -> None:
+    study = study_of("ab", seeds=2, tail=TRUNK)
+    places = FakePlaces(study, with_trunk, count=3)
+    watched = run(study, tmp_path, places)
+    # Three places: both trunks go first, and only then has any run something to go on from.
+    assert [one.name for one in watched.started_jobs] == [
+        "trunk-seed0",
+        "trunk-seed1",
+        "a-seed0",
+        "b-seed0",
+        "a-seed1",
+        "b-seed1",
+    ]
+    trunk, _, run_of_a, *_ = watched.started_jobs
+    assert (trunk.steps, run_of_a.steps) == (5, 8)
+    assert run_of_a.settings["model.weights"] == str(trunk.run_folder)
+    assert run_of_a.settings["optimizer.from_weights"] is True
+    assert trunk.settings["run.seed"] not in [one.settings["run.seed"] for one in watched.started_jobs[1:]]
+    assert run(study, tmp_path, FakePlaces(study, with_trunk)).started_jobs == []
+
+
+def test_a_trunk_that_is_gone_is_made_again_only_where_a_run_needs_it(tmp_path: Path) -> None:
+    study = study_of("ab", seeds=2, tail=TRUNK)
+    run(study, tmp_path, FakePlaces(study, with_trunk))
+    shutil.rmtree(tmp_path / "runs")
+    assert run(study, tmp_path, FakePlaces(study, with_trunk)).started_jobs == []
+    more = study_of("abc", seeds=2, tail=TRUNK).with_seeds(2)
+    again = run(more, tmp_path, FakePlaces(more, with_trunk, count=1))
+    assert [one.name for one in again.started_jobs] == ["trunk-seed0", "c-seed0", "trunk-seed1", "c-seed1"]
+
+
+def test_runs_of_a_trunk_that_failed_fail_with_it_and_are_tried_again(tmp_path: Path) -> None:
+    study = study_of("ab", seeds=2, tail=TRUNK)
+    broken = run(
+        study, tmp_path, FakePlaces(study, lambda job: None if job.name == "trunk-seed0" else with_trunk(job))
+    )
+    assert [one.name for one in broken.started_jobs] == ["trunk-seed0", "trunk-seed1", "a-seed1", "b-seed1"]
+    assert read_rows(tmp_path)["a", 0, 8].error == "its trunk failed: it broke"
+    again = run(study, tmp_path, FakePlaces(study, with_trunk))
+    assert [one.name for one in again.started_jobs] == ["trunk-seed0", "a-seed0", "b-seed0"]
+    assert is_finished(study, read_rows(tmp_path))
+
+
+def test_rows_of_another_trunk_are_refused(tmp_path: Path) -> None:
+    study = study_of("ab", seeds=1, tail=TRUNK)
+    run(study, tmp_path, FakePlaces(study, with_trunk))
+    with pytest.raises(ConfigError, match="rows of other settings"):
+        begin(study_of("ab", seeds=1, tail=TRUNK.replace("5", "6")), tmp_path)
 
 
 def test_halving_keeps_the_best_and_the_control(tmp_path: Path) -> None:

@@ -72,7 +72,61 @@ def test_halving_evaluates_where_rounds_end() -> None:
     assert settings["evaluation.every"] == settings["checkpoint.every"] == 2
 
 
+def test_a_trunk_has_the_common_settings_and_its_own() -> None:
+    study = read(LIST + '[trunk]\ntrain.steps = 30\nschedule.name = "constant"\n')
+    assert study.trunk is not None
+    assert study.trunk.settings == {"train.steps": 30, "schedule.name": "constant"}
+    assert [one.name for one in study.runs_of_a_seed] == ["trunk", "bf16", "fp8"]
+    assert study.digest(study.variants[0], 0) != read(LIST).digest(study.variants[0], 0)
+    assert read(LIST).trunk is None
+
+
+def test_settings_of_the_command_line_stand_in_for_the_files(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(LIST + "[trunk]\ntrain.steps = 30\n")
+    study = load_study(str(file), ["train.steps=9", "optimizer.lr=0.2", "data.source=my text"])
+    assert [one.settings.get("optimizer.lr") for one in study.variants] == [None, 0.2], (
+        "where variants have it"
+    )
+    assert [one.settings["train.steps"] for one in study.variants] == [9, 9]
+    assert study.trunk is not None
+    assert (study.trunk.settings["train.steps"], study.trunk.settings["data.source"]) == (30, "my text")
+    assert read(study.text).variants == study.variants, "the text says all"
+    for word in ("train.steps", "train steps=3", "=3", "train.steps="):
+        with pytest.raises(ConfigError, match="--set takes a setting and its value"):
+            load_study(str(file), [word])
+    with pytest.raises(ConfigError, match=r"is what .* compares"):
+        load_study(str(file), ["precision=mxfp8"])
+    with pytest.raises(ConfigError, match=r"unknown key train\.stepz in .*mine\.toml, \[given\]"):
+        load_study(str(file), ["train.stepz=3"])
+
+
 REFUSED = {
+    "a trunk of another model": (
+        LIST + "[trunk]\nmodel.num_layers = 3\n",
+        "the trunk in mine.toml is another model",
+        "move it to [settings]",
+    ),
+    "other weights than the trunk's": (
+        LIST.replace("[settings]", '[settings]\nmodel.weights = "elsewhere"') + "[trunk]\n",
+        "bf16 in mine.toml begins with other weights",
+        "move model.weights to [trunk]",
+    ),
+    "models differ after a trunk": (
+        LIST + "model.num_layers = 3\n[trunk]\n",
+        "model.num_layers in mine.toml differs between variants",
+        "move it to [settings]",
+    ),
+    "a variant called trunk": (
+        LIST.replace('"fp8"', '"trunk"', 1) + "[trunk]\n",
+        "a variant in mine.toml is called trunk",
+        "another name",
+    ),
+    "an unknown setting of a trunk": (
+        LIST + "[trunk]\ntrain.stepz = 3\n",
+        "unknown key train.stepz",
+        "steps",
+    ),
     "no toml": ("seeds = = 3", "not valid TOML", "correct that line"),
     "unknown key": ("seedz = 3\n" + LIST, "unknown key seedz", "did you mean seeds"),
     "setting at the top": ("steps = 3\n" + LIST, "unknown key steps", "[settings]"),

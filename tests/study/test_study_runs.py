@@ -236,3 +236,25 @@ def test_halving_stops_runs_between_rounds_and_goes_on_with_the_best(done: Any, 
     }
     # A run that was stopped between rounds is the run that was not.
     assert found["fast", 0, STEPS] == figures(whole)["fast", 0, STEPS]
+
+
+def test_runs_go_on_from_the_weights_and_moments_of_their_trunk(done: Any, tmp_path: Path) -> None:
+    file, _, _ = done
+    more = 'schedule.name = "constant"\nschedule.warmup_steps = 1\n'
+    text = (
+        write_study(tmp_path, file.parent / "corpus.txt", more=more)
+        .read_text()
+        .replace("seeds = 2", "seeds = 1")
+    )
+    trunk = "[trunk]\ntrain.steps = 12\noptimizer.lr = 5e-3\n"
+    branched = tmp_path / "branched.toml"
+    branched.write_text(text.replace("[[variants]]", trunk + "[[variants]]", 1))
+    out = tmp_path / "out"
+    ended = study(branched, "--out", out)
+    assert ended.returncode == 0, ended.stderr
+    assert "all runs of a seed go on from one run of 12 steps" in ended.stderr
+    found = figures(out)
+    assert set(found) == {("trunk", 0, 12), ("slow", 0, STEPS), ("fast", 0, STEPS)}
+    runs = {name: records(out / "runs" / f"{name}-seed0") for name in ("trunk", "slow", "fast")}
+    assert runs["slow"][0]["loss"] == runs["fast"][0]["loss"] < runs["trunk"][0]["loss"] - 0.5
+    assert (found["fast", 0, STEPS]["held_out_loss"] or 9) < (found["trunk", 0, 12]["held_out_loss"] or 0)

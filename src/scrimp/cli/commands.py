@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Literal, Protocol
 
-from tyro.conf import FlagCreatePairsOff, Positional, arg
+from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction, arg
 
 from scrimp.cli.plan_options import refuse_options_of_others
 from scrimp.config import (
@@ -404,6 +404,9 @@ class StudyCommand:
     """Folder of the results. Unset: studies/ and the study's name."""
     seeds: int | None = None
     """So many seeds instead of the file's: its own first, then further ones."""
+    set: Annotated[tuple[str, ...], UseAppendAction] = ()
+    """A setting of the runs as KEY=VALUE, in the place of the file's, such as model.weights=FOLDER or
+    budget.fp4_flops=0.9; once for each. Where variants have it, in those; else in all runs."""
     at_once: int | None = None
     """Most runs at once. Unset: as many as memory and cores allow; runs that are timed go alone."""
     ray: str | None = None

@@ -38,6 +38,7 @@ def study(command: StudyCommand) -> int:
             "--out": command.out is not None,
             "--dry-run": command.dry_run,
             "--seeds": command.seeds is not None,
+            "--set": bool(command.set),
             "--at-once": command.at_once is not None,
             "--ray": command.ray is not None,
         }
@@ -48,7 +49,7 @@ def study(command: StudyCommand) -> int:
                 do="leave that out, or name the study's file or name",
             )
         return _report(_of_results(source), source)
-    found = load_study(command.study)
+    found = load_study(command.study, command.set)
     folder = command.out or Path("studies") / found.name
     if command.seeds is not None:
         found = found.with_seeds(command.seeds)

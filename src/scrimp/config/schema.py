@@ -158,6 +158,9 @@ class OptimizerConfig:
     moments: MomentsType = "auto"
     """Format of AdamW's two moving averages; 8bit with a scale per 128. auto: fp32 with fp32 parameters or master
     weights, else bf16."""
+    from_weights: bool = False
+    """Begin with the optimizer's states of the run that model.weights names: training goes on as it would there, but
+    for the settings of this run. Unset: with empty ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,9 +317,9 @@ class SnipConfig:
     formats: str = "auto"
     """Candidates, separated by commas. auto: fp8,nvfp4."""
     policy: str = "snip"
-    """snip (per GEMM); snip-layer; snip-paper (as published); or a baseline: random:SEED, min-abs-err,
-    min-rel-err, first-last, layer-type, last-blocks-matched, or one that keeps no budget: last-blocks,
-    or a candidate's name for all GEMMs."""
+    """snip (per GEMM); snip-layer; snip-paper (as published); or a baseline: backward-first, first-last, layer-type,
+    last-blocks-matched, random:SEED, min-abs-err, min-rel-err (these three per layer, with -gemm per GEMM), or one that
+    keeps no budget: last-blocks, or a candidate's name for all GEMMs."""
     start: str = "auto"
     """Recipe of the planned GEMMs before the first plan. auto: the candidate of most bits."""
     first: int | None = None

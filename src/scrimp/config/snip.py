@@ -18,8 +18,12 @@ POLICIES = (
     "snip-layer",
     "snip-paper",
     "random",
+    "random-gemm",
     "min-abs-err",
+    "min-abs-err-gemm",
     "min-rel-err",
+    "min-rel-err-gemm",
+    "backward-first",
     "first-last",
     "layer-type",
     "last-blocks",
@@ -27,8 +31,9 @@ POLICIES = (
 )
 WHOLE_LAYERS = ("snip-layer", "snip-paper", "random", "min-abs-err", "min-rel-err")
 """Policies that solve for one format per layer."""
-ORDERED = ("first-last", "layer-type", "last-blocks-matched")
-"""Policies that protect layers in an order of their own, while the share that need not be in 4 bits lasts."""
+ORDERED = ("backward-first", "first-last", "layer-type", "last-blocks-matched")
+"""Policies that protect layers or GEMMs in an order of their own, while the share that need not be in 4 bits lasts."""
+SEEDED = ("random", "random-gemm")
 DEFAULT_FORMATS = "fp8,nvfp4"
 DEFAULT_SHARE = 0.75
 
@@ -87,7 +92,7 @@ def is_policy(text: str) -> bool:
     """Whether it names a policy: one of `POLICIES`, random with a seed, or a recipe for all GEMMs."""
     name, colon, seed = text.partition(":")
     if colon:
-        return name == "random" and seed.isascii() and seed.isdecimal()
+        return name in SEEDED and seed.isascii() and seed.isdecimal()
     return name in (*POLICIES, *RECIPES)
 
 

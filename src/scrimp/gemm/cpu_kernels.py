@@ -7,59 +7,35 @@ Method   Two passes over memory. The first finds the largest magnitude of each g
 
              x, scale -> divide, clamp, round (rounding.py), noise (noise.py) -> values, or codes
 
+         A third kernel adds up the products of one result, with their outer scales.
          bfloat16 is read and written as the upper half of a float32's bits. Magnitudes are compared as integers, in
-         which order NaN lies above infinity, so that it is seen. The bits are those of `scrimp.formats`.
-Threads  Each kernel takes a range of rows and lets go of Python's lock; `_by_rows` gives torch's number of threads a
-         range each.
-Cache    Compiled at first use, a second or two for each kernel and type, and kept in the user's cache folder. Numba
-         writes there without a lock: processes that compile at once would spoil each other's files, so one waits.
+         which order NaN lies above infinity, so that it is seen. The bits are those of `scrimp.formats`. Each kernel
+         takes a range of rows; `cpu_passes` runs them over tensors.
+Cache    Compiled at first use, a second or two for each kernel and type, and kept in the user's cache folder.
 Limits   LLVM fuses no multiplication with an addition here: sums round as they do in torch.
 Checked  tests/gemm/test_numba_backend.py, against the reference bit for bit
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import functools
-import itertools
 import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numba
 import numpy as np
-import torch
-import torch.nn.functional as F
 from numba import types
 from numba.extending import overload
-from torch import Tensor
 
 from scrimp.errors import StorageError
-from scrimp.files import folder_lock, make_folder, user_cache
-from scrimp.formats.codes import FLOAT8
-from scrimp.formats.codes import decode as decode_codes
-from scrimp.formats.grouping import Groups
+from scrimp.files import make_folder, user_cache
 from scrimp.formats.noise import MULTIPLIERS, UNIT
-from scrimp.precision.formats import Element
 
-FEW = 2**15
-"""Numbers that one thread is through with before another has begun."""
-_CHUNK = 64
-"""Rows of which one pass finds the largest of each column, where groups span more."""
 _EXPONENT, _MAGNITUDE = np.int32(0x7F800000), np.int32(0x7FFFFFFF)
 _FIRST, _SECOND = (np.int32(number) for number in MULTIPLIERS)
 _UNIT, _HALF = np.float32(UNIT), np.float32(0.5)
 _BF16_NAN = np.int32(0x7FC0)
-
-_TYPES: dict[torch.dtype, Any] = {
-    torch.float32: np.float32,
-    torch.bfloat16: np.int16,
-    torch.int32: np.int32,
-    torch.uint8: np.uint8,
-}
 
 
 def _cache_folder() -> Path | None:
@@ -76,9 +52,9 @@ def _cache_folder() -> Path | None:
     return folder
 
 
-_CACHE = _cache_folder()
+CACHE = _cache_folder()
 _compiled = functools.partial(
-    numba.njit, nogil=True, cache=_CACHE is not None, error_model="numpy", boundscheck=False
+    numba.njit, nogil=True, cache=CACHE is not None, error_model="numpy", boundscheck=False
 )
 
 
@@ -162,7 +138,7 @@ def _rounded_by_noise(v: Any, most: Any, least: Any, unit: Any, u: Any) -> Any:
 
 
 @_compiled()
-def _largest_in_rows(x: Any, first: int, last: int, c: int, out: Any) -> None:
+def largest_in_rows(x: Any, first: int, last: int, c: int, out: Any) -> None:
     """Find the largest magnitude, as bits, of every c neighbours in a row."""
     for i in range(first, last):
         for group in range(out.shape[1]):
@@ -173,7 +149,7 @@ def _largest_in_rows(x: Any, first: int, last: int, c: int, out: Any) -> None:
 
 
 @_compiled()
-def _largest_in_columns(x: Any, first: int, last: int, r: int, out: Any) -> None:
+def largest_in_columns(x: Any, first: int, last: int, r: int, out: Any) -> None:
     """Find the largest magnitude, as bits, of every r neighbours in a column, for a range of groups."""
     rows, columns = x.shape
     for group in range(first, last):
@@ -213,7 +189,7 @@ def _round_row(x: Any, i: int, by: Any, rule: Any, hash_of_row: Any, hashes: Any
 
 
 @_compiled()
-def _to_values(
+def to_values(
     x: Any,
     first: int,
     last: int,
@@ -250,7 +226,7 @@ def _to_values(
 
 
 @_compiled()
-def _to_codes(
+def to_codes(
     x: Any, first: int, last: int, groups: Any, encode: Any, rule: Any, noise: Any, code: Any, out: Any
 ) -> None:
     """Codes of rounded numbers, one a byte."""
@@ -274,7 +250,7 @@ def _to_codes(
 
 
 @_compiled()
-def _from_codes(codes: Any, first: int, last: int, groups: Any, table: Any, scales: Any, out: Any) -> None:
+def from_codes(codes: Any, first: int, last: int, groups: Any, table: Any, scales: Any, out: Any) -> None:
     """Values of codes of a byte, times their scales (no scales: None)."""
     (r, c), columns, last_group = groups, out.shape[1], -1
     back = np.empty(columns, np.float32)
@@ -291,7 +267,7 @@ def _from_codes(codes: Any, first: int, last: int, groups: Any, table: Any, scal
 
 
 @_compiled()
-def _from_pairs(codes: Any, first: int, last: int, groups: Any, table: Any, scales: Any, out: Any) -> None:
+def from_pairs(codes: Any, first: int, last: int, groups: Any, table: Any, scales: Any, out: Any) -> None:
     """The same for two codes in a byte; `table` has 16 entries."""
     (r, c), columns, last_group = groups, out.shape[1], -1
     back = np.empty(columns, np.float32)
@@ -310,190 +286,28 @@ def _from_pairs(codes: Any, first: int, last: int, groups: Any, table: Any, scal
                 found[j] *= back[j]
 
 
-def largest_magnitudes(x: Tensor, groups: Groups) -> Tensor:
-    """The largest of each group's magnitudes; NaN where one is NaN.
-
-    Args:
-        x: [R, C] in float32 or bfloat16, row-major.
-
-    Returns:
-        float32 [ceil(R / r), ceil(C / c)].
-    """
-    (num_rows, num_columns), numbers = x.shape, _numpy(x)
-    if groups.columns == 1:
-        r = groups.rows if groups.rows < num_rows else min(num_rows, _CHUNK)
-        found = torch.empty(-(-num_rows // r), num_columns, dtype=torch.int32)
-        _by_rows(_largest_in_columns, numbers, len(found), r * num_columns, r, _numpy(found))
-        return (found if groups.rows == r else found.amax(0, keepdim=True)).view(torch.float32)
-    found = torch.empty(num_rows, -(-num_columns // groups.columns), dtype=torch.int32)
-    _by_rows(_largest_in_rows, numbers, num_rows, num_columns, groups.columns, _numpy(found))
-    if groups.rows > 1:
-        padded = F.pad(found, (0, 0, 0, -num_rows % groups.rows))
-        found = padded.unflatten(0, (-1, groups.rows)).amax(1)
-    return found.view(torch.float32)
+@_compiled()
+def _add_row(product: Any, i: int, row: Any) -> None:
+    """Add a row of a product; None adds nothing."""
+    if product is not None:
+        for j in range(row.shape[0]):
+            row[j] += _wide(product[i, j])
 
 
-def rounded_values(
-    x: Tensor,
-    groups: Groups,
-    element: Element,
-    encode: Tensor,
-    decode: Tensor | None,
-    carrier: torch.dtype,
-    *,
-    is_divided: bool,
-    lift: float = 1.0,
-    hashes: tuple[Tensor, Tensor] | None = None,
-    with_rest: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """Numbers over their scales, rounded to the element's values, times the scales.
-
-    Args:
-        x: [R, C] in float32 or bfloat16, row-major.
-        encode: what each group is divided by, or multiplied by after `lift`; float32 [R / r, C / c].
-        decode: what each group's values are multiplied by; None: by nothing.
-        carrier: float32 or bfloat16.
-        hashes: of rows and of columns, for stochastic rounding; None: to nearest.
-        with_rest: also what bfloat16 leaves of each value, in bfloat16.
-    """
-    out = torch.empty(x.shape, dtype=carrier)
-    rest = torch.empty_like(out) if with_rest else None
-    _by_rows(
-        _to_values,
-        _numpy(x),
-        len(x),
-        x.shape[1],
-        (groups.rows, groups.columns),
-        _numpy(encode),
-        None if decode is None else _numpy(decode),
-        _rule(element, is_divided, lift, hashes is not None),
-        (None, None) if hashes is None else (_numpy(hashes[0]), _numpy(hashes[1])),
-        _numpy(out),
-        None if rest is None else _numpy(rest),
-    )
-    return out, rest
-
-
-def rounded_codes(
-    x: Tensor,
-    groups: Groups,
-    element: Element,
-    encode: Tensor,
-    *,
-    is_divided: bool,
-    lift: float = 1.0,
-    hashes: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
-    """The same as codes, uint8 [R, C], one a byte whatever its bits."""
-    out, m = torch.empty(x.shape, dtype=torch.uint8), element.mantissa_bits
-    code = (
-        np.int32((127 + element.min_exponent - 1) << m),
-        np.float32(2.0 ** (m - element.min_exponent)),
-        np.int32(23 - m),
-        np.int32(32 - element.bits),
-        np.int32(1 << (element.bits - 1)),
-        # E2M1 has no NaN.
-        np.int32(0x7F if element.bits == 8 else 0),
-    )
-    _by_rows(
-        _to_codes,
-        _numpy(x),
-        len(x),
-        x.shape[1],
-        (groups.rows, groups.columns),
-        _numpy(encode),
-        _rule(element, is_divided, lift, hashes is not None),
-        (None, None) if hashes is None else (_numpy(hashes[0]), _numpy(hashes[1])),
-        code,
-        _numpy(out),
-    )
-    return out
-
-
-def values_of(
-    payload: Tensor, element: Element, length: int, groups: Groups, scales: Tensor | None
-) -> Tensor:
-    """What codes stand for, float32 [R, length].
-
-    Args:
-        payload: codes along the last axis, two in a byte where they have four bits.
-        scales: float32, of each group; None: of none.
-    """
-    out = torch.empty(len(payload), length)
-    kernel = _from_pairs if element.bits == 4 else _from_codes
-    table = _numpy(_values_of_codes(element))
-    codes, of_groups = _numpy(payload.view(torch.uint8)), None if scales is None else _numpy(scales)
-    numbers = (groups.rows, groups.columns), table, of_groups, _numpy(out)
-    _by_rows(kernel, codes, len(out), length, *numbers)
-    return out
-
-
-@functools.cache
-def _values_of_codes(element: Element) -> Tensor:
-    """The value of each code."""
-    if element.bits == 4:
-        return decode_codes(torch.arange(16, dtype=torch.uint8)[:, None], element, 1)[:, 0].contiguous()
-    return torch.arange(256, dtype=torch.uint8).view(FLOAT8[element.name]).to(torch.float32)
-
-
-def _rule(element: Element, is_divided: bool, lift: float, is_stochastic: bool) -> tuple[Any, ...]:
-    """How numbers are scaled and rounded, as the kernels take it."""
-    unit = 2.0**-element.mantissa_bits if is_stochastic else 1.5 * 2.0 ** (23 - element.mantissa_bits)
-    numbers = (lift, element.max_value, 2.0**element.min_exponent, unit)
-    return (is_divided, *(np.float32(one) for one in numbers))
-
-
-def _numpy(x: Tensor) -> np.ndarray[Any, Any]:
-    """The same memory, while the tensor lives; bfloat16, which numpy has not, as int16.
-
-    `Tensor.numpy` would tell the storage for good that it may not be resized, as FSDP does with weights that it frees.
-    """
-    assert x.is_contiguous()
-    memory: Any = (ctypes.c_byte * x.nbytes).from_address(x.data_ptr()) if x.numel() else b""
-    return np.frombuffer(memory, _TYPES[x.dtype]).reshape(x.shape)
-
-
-def _by_rows(kernel: Callable[..., None], x: Any, rows: int, numbers: int, *arguments: Any) -> None:
-    """A kernel over all rows, in as many threads as torch has.
-
-    Args:
-        numbers: of one row, or of what stands for one.
-    """
-    _compile(kernel, x, arguments)
-    threads = max(1, min(torch.get_num_threads(), rows, rows * numbers // FEW))
-    if threads == 1:
-        kernel(x, 0, rows, *arguments)
-        return
-    bounds = [rows * part // threads for part in range(threads + 1)]
-    parts = [
-        _pool().submit(kernel, x, begin, end, *arguments) for begin, end in itertools.pairwise(bounds[1:])
-    ]
-    kernel(x, 0, bounds[1], *arguments)
-    for part in parts:
-        part.result()
-
-
-def _compile(kernel: Callable[..., None], x: Any, arguments: tuple[Any, ...]) -> None:
-    """Compile a kernel for these types, or read it from the cache, while no other process does."""
-    key = (kernel, _types_of(x), _types_of(arguments))
-    if key in _COMPILED:
-        return
-    with contextlib.nullcontext() if _CACHE is None else folder_lock(_CACHE, lambda: None):
-        kernel(x, 0, 0, *arguments)
-    _COMPILED.add(key)
-
-
-_COMPILED: set[Any] = set()
-
-
-def _types_of(value: Any) -> Any:
-    """What Numba compiles for: the types of a value's parts."""
-    if isinstance(value, tuple):
-        return tuple(_types_of(one) for one in value)
-    return (value.dtype.str, value.ndim) if isinstance(value, np.ndarray) else type(value)
-
-
-@functools.cache
-def _pool() -> ThreadPoolExecutor:
-    """Its threads begin when they are first needed."""
-    return ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="scrimp-quantize")
+@_compiled()
+def sum_of_products(
+    x: Any, first: int, last: int, second: Any, third: Any, of_rows: Any, of_columns: Any, out: Any
+) -> None:
+    """The sum of products, times scales of rows and of columns (None: there are none), in the type of `out`."""
+    row = np.empty(x.shape[1], np.float32)
+    for i in range(first, last):
+        for j in range(row.shape[0]):
+            row[j] = _wide(x[i, j])
+        _add_row(second, i, row)
+        _add_row(third, i, row)
+        if of_rows is not None:
+            row *= of_rows[i]
+        if of_columns is not None:
+            row *= of_columns
+        for j in range(row.shape[0]):
+            out[i, j] = _narrow(row[j], out)

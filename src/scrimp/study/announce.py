@@ -43,6 +43,10 @@ def announcement(
         f"{study.name}: {len(study.variants)} variants x {seeds} {'seed' if seeds == 1 else 'seeds'} = {count} runs "
         f"of {steps} steps, {FIGURES[study.figure]}, control {study.control}"
     ]
+    if study.trunk is not None:
+        lines.append(
+            f"all runs of a seed go on from one run of {steps_of(study.trunk):,} steps, made before them"
+        )
     if study.halving is not None:
         ends = study.halving.steps(max(each))
         lines.append(
@@ -62,9 +66,9 @@ def announcement(
 def _costs(study: Study, probes: Mapping[str, Probe]) -> Sequence[str]:
     """A line for each cost, with the variants that have it."""
     names: dict[Probe, list[str]] = {}
-    for variant in study.variants:
+    for variant in study.runs_of_a_seed:
         names.setdefault(probes[variant.name], []).append(variant.name)
-    steps = {one.name: steps_of(one) for one in study.variants}
+    steps = {one.name: steps_of(one) for one in study.runs_of_a_seed}
     return [
         f"{', '.join(group[:4])}{f' and {len(group) - 4} more' if len(group) > 4 else ''}: "
         f"{format_duration(one.step_seconds)} a step, "

@@ -6,6 +6,8 @@ Method   What is to be done follows from the file and the rows alone: the runs o
          that at any time whole pairs are there. A run that failed is a row with its error, which is tried again by the
          next call; the others go on. With halving a round ends when all of its runs have a row; then the variants with
          the best mean difference from the control go on, and the control with them.
+         Runs that go on from a trunk wait until it has ended; a trunk whose folder is gone is made again, with the same
+         losses, where a run needs it.
          Runs that are timed take turns, in one order for even seeds and in the other for odd ones, so that a machine
          that slows down slows all.
          The folder is locked: two studies in one would write each other's rows.
@@ -16,18 +18,18 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Protocol
 
 from scrimp.errors import StorageError
 from scrimp.files import folder_lock, make_folder, write_whole
-from scrimp.study.definition import Study
+from scrimp.study.definition import TRUNK, Study
 from scrimp.study.estimate import Probe, threads_of, with_micro_batch
-from scrimp.study.job import Job, finished_row
+from scrimp.study.job import Job, finished_row, row_of, run_name
 from scrimp.study.processes import Places
-from scrimp.study.rounds import Round, count_of, round_of
-from scrimp.study.rows import Key, Row, append_row, digest_of, read_rows, rows_of_study
+from scrimp.study.rounds import Round, count_of, round_of, steps_of
+from scrimp.study.rows import Key, Row, append_row, read_rows, rows_of_study
 
 STUDY_FILE: Final = "study.toml"
 RUNS: Final = "runs"
@@ -100,12 +102,8 @@ def conduct(
     try:
         for number in range(count_of(study)):
             now = round_of(study, rows, number)
-            waiting = [
-                job
-                for job in jobs_of(study, now, folder, probes, at_once=places.count, trusts=trusts)
-                if (key := _key(job)) not in rows or key in retried
-            ]
-            _run(waiting, folder, rows, places, watcher)
+            jobs = jobs_of(study, now, folder, probes, at_once=places.count, trusts=trusts)
+            _run(_waiting(jobs, rows, retried), folder, rows, places, watcher)
             if not now.is_last:
                 going_on = {one.name for one in round_of(study, rows, number + 1).variants}
                 gone = [one.name for one in now.variants if one.name not in going_on]
@@ -124,27 +122,51 @@ def jobs_of(
     at_once: int,
     trusts: bool,
 ) -> list[Job]:
-    """All runs of a round, in the order in which they are begun."""
+    """All runs of a round, in the order in which they are begun: of each seed its trunk, then the variants."""
     threads, found = threads_of(study), []
+    runs = (folder / RUNS).absolute()
     for turn, seed in enumerate(study.seeds):
-        for variant in now.variants[:: -1 if study.is_timed and turn % 2 else 1]:
-            settings = study.settings_of(variant, seed)
+        variants = list(now.variants[:: -1 if study.is_timed and turn % 2 else 1])
+        trunk = None if study.trunk is None else (study.trunk.name, seed, steps_of(study.trunk))
+        for variant in [*([] if study.trunk is None else [study.trunk]), *variants]:
+            is_trunk = variant is study.trunk
+            settings = with_micro_batch(study.settings_of(variant, seed), probes[variant.name])
+            if trunk is not None and not is_trunk:
+                settings["model.weights"] = str(runs / run_name(TRUNK, seed))
+                settings.setdefault("optimizer.from_weights", True)
             found.append(
                 Job(
                     variant=variant.name,
                     seed=seed,
-                    digest=digest_of(settings),
-                    settings=with_micro_batch(settings, probes[variant.name]),
-                    steps=now.steps[variant.name],
-                    stops_there=not now.is_last,
-                    folder=(folder / RUNS).absolute(),
+                    digest=study.digest(variant, seed),
+                    settings=settings,
+                    steps=steps_of(variant) if is_trunk else now.steps[variant.name],
+                    stops_there=not now.is_last and not is_trunk,
+                    folder=runs,
                     figure=study.figure,
                     threads=threads,
+                    trunk=None if is_trunk else trunk,
                     trusts=trusts,
                     at_once=at_once,
                 )
             )
     return found
+
+
+def _waiting(jobs: Sequence[Job], rows: dict[Key, Row], retried: Collection[Key]) -> list[Job]:
+    """Those without a row, and those that failed in an earlier call; of trunks those that one of these goes on from."""
+    waiting = [job for job in jobs if job.variant != TRUNK and (job.key not in rows or job.key in retried)]
+    needed = {job.trunk for job in waiting}
+    trunks = [job for job in jobs if job.key in needed and not _is_there(job, rows)]
+    for job in trunks:
+        rows.pop(job.key, None)
+    return sorted([*trunks, *waiting], key=jobs.index)
+
+
+def _is_there(trunk: Job, rows: Mapping[Key, Row]) -> bool:
+    """Whether runs can go on from a trunk: its row outlives its folder."""
+    row = rows.get(trunk.key)
+    return row is not None and row.error is None and (trunk.run_folder / "config.toml").exists()
 
 
 def rows_of(study: Study, folder: Path) -> dict[Key, Row]:
@@ -153,10 +175,10 @@ def rows_of(study: Study, folder: Path) -> dict[Key, Row]:
     Raises:
         ConfigError: one was made with other settings.
     """
-    variants = {one.name: one for one in study.variants}
+    variants = {one.name: one for one in study.runs_of_a_seed}
 
     def digest(name: str, seed: int) -> str | None:
-        return digest_of(study.settings_of(variants[name], seed)) if name in variants else None
+        return study.digest(variants[name], seed) if name in variants else None
 
     return rows_of_study(read_rows(folder), digest, folder)
 
@@ -172,9 +194,9 @@ def _run(waiting: list[Job], folder: Path, rows: dict[Key, Row], places: Places,
 
     going = 0
     while waiting or going:
-        while waiting and going < places.count:
-            job = waiting.pop(0)
-            done = finished_row(job)
+        while going < places.count and (job := _next(waiting, rows)) is not None:
+            waiting.remove(job)
+            done = _failed_with_trunk(job, rows) or finished_row(job)
             if done is not None:
                 add(job, done)
                 continue
@@ -189,5 +211,12 @@ def _run(waiting: list[Job], folder: Path, rows: dict[Key, Row], places: Places,
             time.sleep(_LOOK_S)
 
 
-def _key(job: Job) -> Key:
-    return job.variant, job.seed, job.steps
+def _next(waiting: Sequence[Job], rows: Mapping[Key, Row]) -> Job | None:
+    """The first whose trunk has ended; None: all wait for theirs, or there is none."""
+    return next((job for job in waiting if job.trunk is None or job.trunk in rows), None)
+
+
+def _failed_with_trunk(job: Job, rows: Mapping[Key, Row]) -> Row | None:
+    """The row of a run that has nothing to go on from."""
+    error = None if job.trunk is None else rows[job.trunk].error
+    return None if error is None else row_of(job, seconds=0.0, error=f"its trunk failed: {error}")

@@ -18,10 +18,15 @@ A file has the common settings of all runs, and either a list of variants or a g
     name = "fp8"
     precision = "fp8"
 
+    [trunk]                          # all runs of a seed go on from one run, which is made before them
+    train.steps = 300
+
 Problem  A comparison holds only where nothing else differs. A file must not be able to say otherwise by accident.
 Method   All runs read one corpus: `data` belongs to the common settings. The seed is the study's, the folder too. Where
          losses are compared, what they are measured on (`evaluation`, `train.sequence`) is common. Every setting goes
          through the reader of `scrimp train`, so that a file cannot say what a run would refuse.
+         With a trunk, runs begin with its weights and its optimizer's states. Each seed has a trunk of its own: pairs
+         are independent, and an interval over them speaks of all trunks, not of one.
 Limits   A run is one process. Settings that only fail together are found by the run itself.
 Checked  tests/study/test_definition.py
 """
@@ -51,18 +56,24 @@ from scrimp.config.read_toml import MAX_FILE_BYTES, convert
 from scrimp.errors import ConfigError, ScrimpError
 from scrimp.files import read_bounded
 from scrimp.study.comparisons import IntervalName, pairs_for_bootstrap, share_of_error
+from scrimp.study.rows import digest_of
 from scrimp.study.variants import (
     MOST_RUNS,
+    Settings,
     Variant,
     settings_of_part,
     shown,
     table_of,
+    toml_of_given,
     variants_of,
 )
 
 FigureName = Literal["held_out_loss", "training_loss", "tokens_per_second"]
 _SHIPPED: Final = Path(__file__).parent / "shipped"
-_CONTAINERS: Final = ("seeds", "settings", "variants", "grid", "halving")
+_CONTAINERS: Final = ("seeds", "settings", "variants", "grid", "halving", "trunk", "given")
+TRUNK: Final = "trunk"
+_SEEDS_OF_TRUNKS: Final = 2**32
+"""Added to a seed for its trunk, so that the runs that go on read other batches than it has read."""
 _RANGES: Final = {
     "confidence": Range(0.5, 1, below=True),
     "power": Range(0.05, 1, above=True, below=True),
@@ -72,6 +83,7 @@ _RANGES: Final = {
 }
 _ONLY_COMMON: Final = ("data",)
 _ONLY_COMMON_OF_LOSSES: Final = ("data", "evaluation", "train.sequence")
+_ONLY_COMMON_OF_TRUNKS: Final = ("model",)
 _SIZES_OF_BATCHES: Final = ("train.batch_tokens", "train.sequence")
 
 
@@ -122,6 +134,13 @@ class Study(_Head):
     seeds: tuple[int, ...]
     variants: tuple[Variant, ...]
     halving: Halving | None = None
+    trunk: Variant | None = None
+    """What all runs of a seed go on from; None: they begin with weights of their own."""
+
+    @property
+    def runs_of_a_seed(self) -> list[Variant]:
+        """All variants, and the trunk before them."""
+        return [*([] if self.trunk is None else [self.trunk]), *self.variants]
 
     @property
     def is_timed(self) -> bool:
@@ -167,7 +186,9 @@ class Study(_Head):
         return found
 
     def settings_of(self, variant: Variant, seed: int) -> dict[str, Any]:
-        """All settings of one run but its folder."""
+        """All settings of one run but its folder, and its trunk's."""
+        if variant is self.trunk:
+            return dict(variant.settings) | {"run.seed": seed + _SEEDS_OF_TRUNKS}
         settings = dict(variant.settings) | {"run.seed": seed}
         if self.halving is not None:
             first = self.halving.steps(settings["train.steps"])[0]
@@ -175,14 +196,24 @@ class Study(_Head):
                 settings.setdefault(key, first)
         return settings
 
+    def digest(self, variant: Variant, seed: int) -> str:
+        """A digest of all that decides a run: its settings, and those of its trunk."""
+        settings = self.settings_of(variant, seed)
+        if self.trunk is not None and variant is not self.trunk:
+            settings[TRUNK] = digest_of(self.settings_of(self.trunk, seed))
+        return digest_of(settings)
+
 
 def shipped_studies() -> tuple[str, ...]:
     """Names of the studies that ship."""
     return tuple(sorted(file.stem for file in _SHIPPED.glob("*.toml")))
 
 
-def load_study(source: str) -> Study:
+def load_study(source: str, given: Sequence[str] = ()) -> Study:
     """A study by its file, or by the name of one that ships.
+
+    Args:
+        given: settings of runs as key=value, in the place of the file's.
 
     Raises:
         ConfigError: there is none, or it cannot be used; with file, key, what was got and what is expected.
@@ -207,7 +238,7 @@ def load_study(source: str) -> Study:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise ConfigError(f"{file} is not UTF-8 text", expected="a study as TOML") from None
-    return parse_study(text, name=file.stem, where=str(file))
+    return parse_study(text + toml_of_given(given), name=file.stem, where=str(file))
 
 
 def parse_study(text: str, *, name: str, where: str) -> Study:
@@ -227,8 +258,9 @@ def parse_study(text: str, *, name: str, where: str) -> Study:
             do="correct that line",
         ) from None
     head = _read_head(table, where)
-    common = settings_of_part(table_of(table, "settings", where), where, "settings")
-    variants = variants_of(table, common, where)
+    written = settings_of_part(table_of(table, "settings", where), where, "settings")
+    given = settings_of_part(table_of(table, "given", where), where, "given")
+    common, variants = variants_of(table, written, given, where)
     head["control"] = head.get("control") or variants[0].name
     _check_control(head["control"], variants, where)
     found = Study(
@@ -237,6 +269,7 @@ def parse_study(text: str, *, name: str, where: str) -> Study:
         seeds=_seeds(table.get("seeds", 3), where),
         variants=variants,
         halving=_halving(table, where),
+        trunk=_trunk(table, common, where),
         **head,
     )
     _check_whole(found, where)
@@ -282,6 +315,13 @@ def _seeds(value: object, where: str) -> tuple[int, ...]:
 
 def _is_count(value: object, least: int = 1) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= 2**63 - 1
+
+
+def _trunk(table: Mapping[str, Any], common: Settings, where: str) -> Variant | None:
+    if TRUNK not in table:
+        return None
+    own = settings_of_part(table_of(table, TRUNK, where), where, TRUNK)
+    return Variant(TRUNK, {**common, **own})
 
 
 def _halving(table: Mapping[str, Any], where: str) -> Halving | None:
@@ -335,14 +375,45 @@ def _check_whole(study: Study, where: str) -> None:
             do=f'give seeds = {least}, or interval = "t"',
         )
     _check_shared(study, where)
+    if study.trunk is not None:
+        _check_trunk(study, study.trunk, where)
     for variant in study.variants:
         _check_run(study, variant, where)
+
+
+def _check_trunk(study: Study, trunk: Variant, where: str) -> None:
+    """Refuse runs that cannot go on from their trunk."""
+    if any(one.name == TRUNK for one in study.variants):
+        raise ConfigError(
+            f"a variant in {where} is called {TRUNK}, as the run that all go on from",
+            do="give it another name",
+        )
+    for variant in study.variants:
+        if "model.weights" in variant.settings:
+            raise ConfigError(
+                f"{variant.name} in {where} begins with other weights than the trunk's",
+                got=f"model.weights {variant.settings['model.weights']}",
+                expected="the trunk's, which the study gives it",
+                do="move model.weights to [trunk], or remove [trunk]",
+            )
+    models = [key for key in trunk.settings if key.startswith("model.") and key != "model.weights"]
+    own = [key for key in models if trunk.settings[key] != study.variants[0].settings.get(key)]
+    if own:
+        raise ConfigError(
+            f"the trunk in {where} is another model than the runs that go on from it",
+            got=", ".join(own),
+            expected="one model",
+            do="move it to [settings]",
+        )
+    _check_settings(trunk, where)
 
 
 def _check_shared(study: Study, where: str) -> None:
     """Refuse variants that are measured on something else than the control."""
     is_timed = study.figure == "tokens_per_second"
-    shared = _ONLY_COMMON if is_timed else _ONLY_COMMON_OF_LOSSES
+    shared: tuple[str, ...] = _ONLY_COMMON if is_timed else _ONLY_COMMON_OF_LOSSES
+    if study.trunk is not None:
+        shared += _ONLY_COMMON_OF_TRUNKS
     control = next(one for one in study.variants if one.name == study.control)
     for variant in study.variants:
         keys = {*variant.settings, *control.settings}
@@ -355,12 +426,13 @@ def _check_shared(study: Study, where: str) -> None:
                     f"{key} in {where} differs between variants",
                     got=f"{mine!r} of {variant.name}, {of_control!r} of {study.control}",
                     expected="one value: all runs of a study share their data"
-                    + ("" if is_timed else " and evaluation"),
+                    + ("" if is_timed else " and evaluation")
+                    + ("" if study.trunk is None else ", and their model, which is the trunk's"),
                     do="move it to [settings], or make it another study",
                 )
 
 
-def _check_run(study: Study, variant: Variant, where: str) -> None:
+def _check_settings(variant: Variant, where: str) -> None:
     config = replace_values(Config(), variant.settings)
     try:
         check_values(config)
@@ -374,6 +446,10 @@ def _check_run(study: Study, variant: Variant, where: str) -> None:
             expected="runs of one process each",
             do="leave the degrees of layout out",
         )
+
+
+def _check_run(study: Study, variant: Variant, where: str) -> None:
+    _check_settings(variant, where)
     if study.halving is not None:
         _check_halving(study, study.halving, variant, where)
 

@@ -50,10 +50,17 @@ _COSTS_NOTHING: Final = (
         "optimizer.eps",
     ),
     *("optimizer.momentum", "schedule.name", "schedule.warmup_steps", "schedule.final_lr_ratio"),
-    *("objective.z_loss", "train.steps", "evaluation.every", "evaluation.tokens", "checkpoint.every"),
+    *(
+        "snip.policy",
+        "objective.z_loss",
+        "train.steps",
+        "evaluation.every",
+        "evaluation.tokens",
+        "checkpoint.every",
+    ),
     *("checkpoint.keep_last", "checkpoint.keep_every"),
 )
-"""Settings by which a step costs the same."""
+"""Settings by which a step costs the same, or nearly so."""
 _STEPS: Final = 8
 _ENOUGH_S: Final = 20.0
 """After the first step; then three steps are enough."""
@@ -103,7 +110,7 @@ def probe_all(study: Study, folder: Path, threads: int, say: Say, *, trusts: boo
         DataError: variants would read different data.
     """
     known, found = kept_probes(folder), {}
-    for variant in study.variants:
+    for variant in study.runs_of_a_seed:
         key = digest_of({**_settings_that_cost(variant), "threads": threads})
         if key not in known:
             say(f"measuring the first steps of {variant.name} ...")
@@ -166,12 +173,13 @@ def _left(study: Study, done: Mapping[tuple[str, int], int]) -> list[tuple[str, 
 def _ends(study: Study) -> list[tuple[Variant, list[int]]]:
     """Where each variant's rounds end; of halving as if the ones listed first went on."""
     if study.halving is None:
-        return [(one, [steps_of(one)]) for one in study.variants]
+        return [(one, [steps_of(one)]) for one in study.runs_of_a_seed]
     ends = study.halving.steps(steps_of(study.variants[0]))
     counts = [len(study.others)]
     for _ in ends[1:]:
         counts.append(survivors(counts[-1], study.halving.factor))
-    return [
+    trunk = [] if study.trunk is None else [(study.trunk, [steps_of(study.trunk)])]
+    return trunk + [
         (
             one,
             ends
@@ -255,6 +263,8 @@ def kept_probes(folder: Path) -> dict[str, Probe]:
 
 def _probe(study: Study, variant: Variant, threads: int, *, trusts: bool) -> Probe:
     settings = study.settings_of(variant, study.seeds[0])
+    if study.trunk is not None:  # of the same sizes, but it need not be there yet
+        settings |= {key: value for key, value in study.trunk.settings.items() if key.startswith("model.")}
     settings |= {"evaluation.every": 0, "checkpoint.every": 0, "checkpoint.keep_every": 0}
     with tempfile.TemporaryDirectory(prefix="scrimp-study-") as name:
         job = Job(

@@ -22,7 +22,7 @@ from scrimp.json_files import decode_loosely
 from scrimp.report.curves import Array
 from scrimp.report.read_run import RunRecord, read_run
 from scrimp.study.definition import FigureName
-from scrimp.study.rows import LARGEST, Curve, Row
+from scrimp.study.rows import LARGEST, Curve, Key, Row
 
 _DONE: Final = "all steps done"
 """The reason of the finish of a run that did not fail."""
@@ -47,6 +47,8 @@ class Job:
     """Where all runs of the study lie, each in a folder of its own."""
     figure: FigureName
     threads: int = 1
+    trunk: Key | None = None
+    """The run that it goes on from, which has to be there first."""
     trusts: bool = False
     """Code that settings name may run."""
     at_once: int = 1
@@ -54,9 +56,14 @@ class Job:
     """Further variables of its process."""
 
     @property
+    def key(self) -> Key:
+        """What its row is about."""
+        return self.variant, self.seed, self.steps
+
+    @property
     def name(self) -> str:
         """The run's name in messages and of its files."""
-        return f"{self.variant}-seed{self.seed}"
+        return run_name(self.variant, self.seed)
 
     @property
     def run_folder(self) -> Path:
@@ -77,6 +84,11 @@ class Job:
             if value is not None
         ]
         return "\n".join([f"# {self.name}, written by scrimp study", *rows]) + "\n"
+
+
+def run_name(variant: str, seed: int) -> str:
+    """What a run is called."""
+    return f"{variant}-seed{seed}"
 
 
 def has_reached(job: Job, run: RunRecord) -> bool:

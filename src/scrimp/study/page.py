@@ -23,6 +23,7 @@ from scrimp.study.comparisons import Comparison
 from scrimp.study.looks import SHARE_OF_ALL_LOOKS
 from scrimp.study.picture import interval_svg
 from scrimp.study.results import FIGURES, UNITS, Outcome, Results, mean_curve, mean_gap
+from scrimp.study.rounds import steps_of
 from scrimp.study.rows import Row
 
 FILE_NAME: Final = "study.html"
@@ -89,6 +90,7 @@ def _header(results: Results) -> Markup:
         + " ..." * (len(study.seeds) > 12),
         "intervals": f"{level(results.confidence)}, {study.interval}",
         "batches": _BATCHES[study.batches] + ("" if study.shares_steps else "; the number of steps differs"),
+        "begin": _begin(results),
         "errors": "of all comparisons together" if study.all_together else "of each comparison by itself",
     }
     return join(
@@ -103,6 +105,13 @@ def _header(results: Results) -> Markup:
             _failures(results),
         ]
     )
+
+
+def _begin(results: Results) -> str:
+    trunk = results.study.trunk
+    if trunk is None:
+        return "with first weights"
+    return f"runs of a seed with the weights and moments of one run of {steps_of(trunk):,} steps"
 
 
 def _failures(results: Results) -> Markup | None:

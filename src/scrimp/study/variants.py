@@ -2,7 +2,8 @@
 
 Problem  Variants are named one by one, or are all combinations of a grid; both end as settings of `scrimp train`.
 Method   Every setting goes through the reader of `scrimp train`. A variant of a grid is called by its values. What is
-         the study's own, seeds and folders, is refused.
+         the study's own, seeds and folders, is refused. Settings of the command line (`--set`) are a part of the file,
+         `[given]`, so that the file in the results' folder says all.
 Checked  tests/study/test_definition.py
 """
 
@@ -12,7 +13,8 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -61,8 +63,35 @@ def settings_of_part(table: dict[str, Any], where: str, part: str) -> dict[str, 
     return values
 
 
-def variants_of(table: Mapping[str, Any], common: Settings, where: str) -> tuple[Variant, ...]:
-    """The variants that a file names, or its grid gives, each with the common settings."""
+def toml_of_given(words: Sequence[str]) -> str:
+    """Settings that a command line has as key=value, as the part of a file that `scrimp study --set` writes.
+
+    Raises:
+        ConfigError: a word is no key=value.
+    """
+    lines = []
+    for word in words:
+        key, equals, value = (part.strip() for part in word.partition("="))
+        if not (equals and value and re.fullmatch(r"[a-z0-9_.]+", key.replace("-", "_"))):
+            raise ConfigError(
+                "--set takes a setting and its value", got=word, expected="as train.steps=400, without spaces"
+            )
+        try:
+            tomllib.loads(f"value = {value}")
+        except tomllib.TOMLDecodeError:
+            value = json.dumps(value)
+        lines.append(f"{key.replace('-', '_')} = {value}\n")
+    return "".join(["\n# What scrimp study was told with --set.\n[given]\n", *lines]) if lines else ""
+
+
+def variants_of(
+    table: Mapping[str, Any], common: Settings, given: Settings, where: str
+) -> tuple[Settings, tuple[Variant, ...]]:
+    """The common settings, and the variants that a file names or its grid gives, which have them too.
+
+    Args:
+        given: settings that stand in for those of the variants that have them, else for the common ones.
+    """
     if ("variants" in table) == ("grid" in table):
         raise ConfigError(
             f"{where} has " + ("both variants and a grid" if "grid" in table else "no variants"),
@@ -74,7 +103,20 @@ def variants_of(table: Mapping[str, Any], common: Settings, where: str) -> tuple
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise ConfigError(f"two variants in {where} are called {twice}", do="give each a name of its own")
-    return tuple(Variant(name, {**common, **settings}) for name, settings in own)
+    has = {key: [settings[key] for _, settings in own if key in settings] for key in given}
+    for key, values in has.items():
+        if any(value != values[0] for value in values):
+            raise ConfigError(
+                f"{key} is what {where} compares, and cannot be set",
+                got=f"{shown(given[key])}, where variants have {shown(values[0])} and others",
+                do="write a study of your own",
+            )
+    common = {**common, **{key: value for key, value in given.items() if not has[key]}}
+    variants = []
+    for name, settings in own:
+        changed = {key: given.get(key, value) for key, value in settings.items()}
+        variants.append(Variant(name, {**common, **changed}))
+    return common, tuple(variants)
 
 
 def _of_list(value: object, where: str) -> list[tuple[str, dict[str, Any]]]:

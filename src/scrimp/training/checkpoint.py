@@ -115,8 +115,13 @@ class Checkpoint:
         """The part of `verify` that reads no file of tensors."""
         manifests.verify_sizes(self.folder, manifests.read_manifest(self.folder))
 
-    def load(self, into: Mapping[str, Tensor | TensorPart], world: World = ALONE) -> None:
+    def load(
+        self, into: Mapping[str, Tensor | TensorPart], world: World = ALONE, *, prefix: str = ""
+    ) -> None:
         """Fill what this rank holds, in place; nothing is touched unless names, shapes and types all fit on all ranks.
+
+        Args:
+            prefix: only the tensors whose name starts with it are wanted.
 
         Raises:
             CheckpointError: on all ranks: it is of another model, or damaged.
@@ -124,7 +129,7 @@ class Checkpoint:
         parts = everywhere(parts_of(into), world)
         with world.together(f"comparing {self.folder} with the model"):
             self.verify_sizes()
-            tensor_files.refuse_other_tensors(self.folder, parts)
+            tensor_files.refuse_other_tensors(self.folder, parts, prefix)
         with world.together(f"reading {self.folder}"):
             tensor_files.read_parts(self.folder, parts)
 

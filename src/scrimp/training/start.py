@@ -54,7 +54,7 @@ from scrimp.training.run_folder import (
 from scrimp.training.run_record import RunRecord, checked_record
 from scrimp.training.run_state import RunState, read_state
 from scrimp.training.setup import Decisions, decide
-from scrimp.training.trained_weights import refuse_unusable_weights
+from scrimp.training.trained_weights import refuse_other_states, refuse_unusable_weights
 from scrimp.world import ALONE, World
 
 KEYWORDS = frozenset({"auto", "stdlib", "bytes", "bpe"})
@@ -98,6 +98,7 @@ def fresh_start(config: Config, world: World = ALONE, given: Collection[str] = f
     decisions.backends()
     if decisions.config.model.weights is not None:
         refuse_unusable_weights(decisions.config.model.weights)
+    refuse_other_states(decisions.config)
     _refuse_speed_out_of_reach(decisions)
     corpus = open_run_corpus(decisions.config, world)
     decisions = decisions.with_corpus(corpus)

@@ -269,13 +269,14 @@ def is_finite(tensor: Tensor) -> bool:
 # -- reading -----------------------------------------------------------------------------------
 
 
-def refuse_other_tensors(folder: Path, wanted: Mapping[str, TensorPart]) -> None:
-    """Compare what a folder holds with what is to be filled from it.
+def refuse_other_tensors(folder: Path, wanted: Mapping[str, TensorPart], prefix: str = "") -> None:
+    """Compare what a folder holds, of the tensors whose name starts with `prefix`, with what is to be filled from it.
 
     Raises:
         CheckpointError: names, shapes or types are those of another model, or a file is damaged.
     """
-    problems = differences(describe(folder), wanted)
+    stored = {name: shape for name, shape in describe(folder).items() if name.startswith(prefix)}
+    problems = differences(stored, wanted)
     if problems:
         shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
         raise CheckpointError(
@@ -294,7 +295,7 @@ def read_parts(folder: Path, into: Mapping[str, TensorPart]) -> None:
     for path, names in _open_order(folder):
         with _opened(path) as file:
             for name in names:
-                for box in into[name].boxes():
+                for box in into[name].boxes() if name in into else ():
                     if box.local.numel():
                         box.local.copy_(file.get_slice(name)[box.place])
 

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from scrimp import user_code
-from scrimp.config import Architecture
+from scrimp.config import Architecture, Config, flatten
 from scrimp.data import Tokenizer, load_tokenizer
-from scrimp.errors import CheckpointError, ModelError
+from scrimp.errors import CheckpointError, ConfigError, ModelError
 from scrimp.models.huggingface.config_json import read_architecture
 from scrimp.models.huggingface.load import check_weights, load_weights, stream_weights
 from scrimp.models.model import Model
@@ -33,7 +33,9 @@ from scrimp.training.run_record import checked_record, read_record
 from scrimp.training.run_state import read_state
 from scrimp.training.tensor_files import is_finite, not_finite
 
-MODEL_PREFIX = "model."
+MODEL_PREFIX, OPTIMIZER_PREFIX = "model.", "optimizer."
+_OF_STATES = ("optimizer.name", "optimizer.moments", "optimizer.master_weights", "train.parameters")
+"""Settings that say which states an optimizer keeps."""
 
 
 def is_run(folder: Path) -> bool:
@@ -129,6 +131,35 @@ def refuse_unusable_weights(folder: Path) -> None:
         checked_record(run_of(folder), run_of(folder) / TOKENIZER, read_state(checkpoint))
     for _ in finite_weights(checkpoint):
         pass
+
+
+def refuse_other_states(config: Config) -> None:
+    """Refuse to begin with an optimizer's states (`optimizer.from_weights`) that are not there, or are of another one.
+
+    Raises:
+        ConfigError: nothing but a run has such states, and those of another optimizer are kept otherwise.
+        CheckpointError: one of them is not finite.
+    """
+    folder = config.model.weights
+    if not config.optimizer.from_weights:
+        return
+    if folder is None or not is_run(folder):
+        raise ConfigError(
+            "optimizer.from_weights needs a run to take the optimizer's states from",
+            got="no model.weights" if folder is None else f"model.weights {folder}, which is no Scrimp run",
+            expected="the folder of a run, or one of its checkpoints, as model.weights",
+            do="give one, or leave optimizer.from_weights out",
+        )
+    now, then = flatten(config), flatten(saved_config(folder))
+    others = [f"{key} = {now[key]} (the run has {then[key]})" for key in _OF_STATES if now[key] != then[key]]
+    if others:
+        raise ConfigError(
+            f"the optimizer's states of {folder} are not those that this run keeps",
+            got="; ".join(others),
+            expected="the run's own values",
+            do="give those, or leave optimizer.from_weights out",
+        )
+    checkpoint_of(folder).refuse_not_finite(OPTIMIZER_PREFIX, do="name an older checkpoint of the run")
 
 
 def fill_from_huggingface(model: Model, folder: Path) -> None:

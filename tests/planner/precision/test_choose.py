@@ -359,9 +359,46 @@ def test_orders_protect_while_there_is_room(policy: str, least: float) -> None:
     order = order_of(policy, made.layers)
     assert order is not None
     kept = protect(order, made.flops, least)
-    assert np.array_equal(choice.formats, np.repeat(np.where(kept, FP8, FP4)[:, None], 3, 1))
-    assert share(made, choice.formats) >= least - 1e-9
+    assert (choice.formats[kept] == FP8).all()
+    assert not (choice.formats[~kept] == FP8).all(axis=1).any(), "a layer that fits is kept whole"
+    assert np.isin(choice.formats, (FP8, FP4)).all()
+    assert_filled(made, choice.formats, least)
     assert choice.solution is None
+    whole = choose(Question(made, Budget(fp4_flops=least), policy, together=[("fp8",) * 3, ("nvfp4",) * 3]))
+    assert np.array_equal(whole.formats, np.repeat(np.where(kept, FP8, FP4)[:, None], 3, 1))
+
+
+def assert_filled(made: PrecisionProfile, formats: np.ndarray, least: float) -> None:
+    """The budget is kept, and no further GEMM could leave 4 bits."""
+    found = share(made, formats)
+    smallest = min(flops / 3 for flops, row in zip(made.flops, formats == FP4, strict=True) if row.any())
+    assert least - 1e-9 <= found < least + smallest
+
+
+@pytest.mark.parametrize("least", [0.25, 0.5, 0.7, 0.75, 0.9])
+def test_forward_products_are_protected_from_both_ends_before_any_backward_product(least: float) -> None:
+    made = profile(names(3), seed=2)
+    found = choose(Question(made, Budget(fp4_flops=least), "backward-first")).formats
+    assert_filled(made, found, least)
+    order = order_of("first-last", made.layers)
+    assert order is not None
+    fprop_only = protect(order, made.flops / 3, least)
+    assert np.array_equal(found[:, 0] == FP8, fprop_only)
+    room = 1 - least - (made.flops / 3)[fprop_only].sum()
+    assert ((found[:, 1:] == FP4) | (made.flops[:, None] / 3 <= room + 1e-9)).all(), "what fprop leaves"
+
+
+@FAST
+@given(st.integers(0, 10**6), st.floats(0, 1))
+def test_orders_of_pipeline_stages_fill_each_stage(seed: int, least: float) -> None:
+    made = profile(names(2), seed=seed)
+    stages = [0] * 4 + [1] * 4
+    for policy in ("first-last", "layer-type", "backward-first"):
+        found = choose(Question(made, Budget(fp4_flops=least), policy, stages=stages)).formats
+        for stage in (0, 1):
+            inside = np.array(stages) == stage
+            low = (made.flops[inside, None] / 3 * (found[inside] == FP4)).sum() / made.flops[inside].sum()
+            assert low >= least - 1e-9
 
 
 def test_the_last_blocks_are_in_the_reference_format_whatever_the_budget() -> None:

@@ -207,14 +207,39 @@ def test_random_costs_are_of_the_lowest_format_alone_and_drawn_by_seed() -> None
     assert np.array_equal(costs_of("random", made), costs_of("random:0", made))
 
 
-@pytest.mark.parametrize("policy", ["snap", "random:x", "random:-1", "snip:1", "first-last", ""])
+@pytest.mark.parametrize(
+    "policy", ["snap", "random:x", "random:-1", "snip:1", "min-abs-err:1", "first-last", ""]
+)
 def test_unknown_policies_are_refused(policy: str) -> None:
     with pytest.raises(PlanError, match=f"there is no such policy - got {policy}.*expected snip, snip-layer"):
         costs_of(policy, profile())
 
 
-def test_only_snip_decides_for_each_gemm() -> None:
-    assert [policy for policy in POLICIES if is_per_gemm(policy)] == ["snip"]
+def test_some_policies_decide_for_each_gemm() -> None:
+    found = [policy for policy in POLICIES if is_per_gemm(policy)]
+    assert found == ["snip", "random-gemm", "min-abs-err-gemm", "min-rel-err-gemm", "backward-first"]
+    assert is_per_gemm("random-gemm:3")
+
+
+@examples(20)
+@given(profiles(batches=2))
+def test_local_errors_of_a_gemm_are_those_of_its_two_operands(made: PrecisionProfile) -> None:
+    absolute, relative = np.zeros((2, len(made.layers), 3, len(made.formats)))
+    for batch in made.batches:
+        sizes = {"x": batch.x, "w": batch.w, "g": batch.g}
+        for layer, gemm, p in np.ndindex(absolute.shape):
+            for operand, name in enumerate(("xw", "gw", "gx")[gemm]):
+                error = batch.errors[layer, gemm, p, operand] / len(made.batches)
+                absolute[layer, gemm, p] += error
+                relative[layer, gemm, p] += error / sizes[name][layer]
+    assert np.allclose(costs_of("min-abs-err-gemm", made), absolute.reshape(-1, len(made.formats)))
+    assert np.allclose(costs_of("min-rel-err-gemm", made), relative.reshape(-1, len(made.formats)))
+
+
+def test_random_costs_of_gemms_are_drawn_one_by_one() -> None:
+    found = costs_of("random-gemm:1", profile(20))
+    assert found.shape == (60, 3)
+    assert len(np.unique(found[:, 2])) == 60
 
 
 @pytest.mark.parametrize("policy", ["snip", "snip-layer", "snip-paper", "min-abs-err", "min-rel-err"])

@@ -1,7 +1,7 @@
 """The reference's numbers, made faster on a CPU by kernels that Numba compiles.
 
-Method   `prepare`, `store` and `load` give bit for bit what the reference gives, each number read and written once
-         (`scrimp.gemm.cpu_kernels`). Scales come from the reference's own rules, products are its own.
+Method   `prepare`, `store`, `load` and `multiply` give bit for bit what the reference gives, each number read and
+         written once (`scrimp.gemm.cpu_passes`). Scales come from the reference's own rules, products are torch's.
 Limits   Where Numba is installed (`pip install scrimp[numba]`), and for recipes that quantize. Two scales a block
          (`four_over_six`), numbers in float64 and float16, and tensors without memory go through the reference.
 Checked  tests/gemm/test_numba_backend.py
@@ -25,7 +25,7 @@ from scrimp.formats.grouping import Groups
 from scrimp.formats.hadamard import SIZE as HADAMARD_SIZE
 from scrimp.formats.quantize import INEXACT_IN_BF16, FakeQuantized, rotated_whole
 from scrimp.formats.scales import GroupScales
-from scrimp.gemm.backends.reference import ReferenceBackend, ReferenceOperand
+from scrimp.gemm.backends.reference import ReferenceBackend, ReferenceOperand, bf16_products
 from scrimp.gemm.problem import ROWS, Shape, Use
 from scrimp.precision import (
     HIGH_PRECISION,
@@ -51,11 +51,11 @@ def has_numba() -> bool:
 
 
 @functools.cache
-def _kernels() -> ModuleType:
+def _passes() -> ModuleType:
     """Not at the top: numba takes half a second, which a run that quantizes nothing need not wait for."""
-    from scrimp.gemm import cpu_kernels
+    from scrimp.gemm import cpu_passes
 
-    return cpu_kernels
+    return cpu_passes
 
 
 class NumbaBackend(ReferenceBackend):
@@ -78,7 +78,7 @@ class NumbaBackend(ReferenceBackend):
         is_bf16 = x.dtype == torch.bfloat16 and self.multiplies_bf16_fast(x.device)
         scaled = _Scaled.of(x, use)
         with_rest = is_bf16 and scaled.kind.name in INEXACT_IN_BF16
-        values, rest = _kernels().rounded_values(
+        values, rest = _passes().rounded_values(
             *scaled.arguments(),
             scaled.decode,
             torch.bfloat16 if is_bf16 else torch.float32,
@@ -93,7 +93,7 @@ class NumbaBackend(ReferenceBackend):
             return super().store(x, use)
         assert use.operand is not None
         scaled = _Scaled.of(x, use)
-        codes, stored = _kernels().rounded_codes(*scaled.arguments(), **scaled.rule()), scaled.scales.stored
+        codes, stored = _passes().rounded_codes(*scaled.arguments(), **scaled.rule()), scaled.scales.stored
         if use.axis == ROWS:
             codes, stored = codes.t().contiguous(), stored.t()
         stored = stored.reshape(scale_shape(codes.shape, scaled.kind))
@@ -113,9 +113,17 @@ class NumbaBackend(ReferenceBackend):
             length += -length % HADAMARD_SIZE
         groups = Groups.of(kind, -1, len(codes.payload), length)
         scales = None if kind.columns is None else codes.scale_values().contiguous()
-        values = _kernels().values_of(codes.payload.contiguous(), element, length, groups, scales)
+        values = _passes().values_of(codes.payload.contiguous(), element, length, groups, scales)
         exact = kind.name not in INEXACT_IN_BF16
         return ReferenceOperand(codes.matrix_of(values), is_exact_in_bf16=exact)
+
+    def multiply(self, gemm: str, a: ReferenceOperand, b: ReferenceOperand, out: torch.dtype) -> Tensor:
+        """The product, as the reference's."""
+        products = bf16_products(gemm, a, b, out) if _is_here(a.quantized.values) and out in TYPES else None
+        if not products or not products[0].numel():
+            return super().multiply(gemm, a, b, out)
+        found: Tensor = _passes().scaled_sum(products, a.quantized.outer, b.quantized.outer, out)
+        return found
 
 
 @dataclass(frozen=True)
@@ -141,12 +149,12 @@ class _Scaled:
         x = rotated_whole(x, axis) if operand.hadamard else x.contiguous()
         tensor_scale = None
         if kind.has_tensor_scale:
-            whole = _kernels().largest_magnitudes(x, Groups(*x.shape))[0, 0]
+            whole = _passes().largest_magnitudes(x, Groups(*x.shape))[0, 0]
             if use.reduce_amax is not None:
                 use.reduce_amax(whole)
             tensor_scale = scale_rules.nvfp4_tensor_scale(whole)
         groups = Groups.of(kind, axis, *x.shape)
-        largest = _kernels().largest_magnitudes(x, groups)
+        largest = _passes().largest_magnitudes(x, groups)
         if kind.columns is None and use.reduce_amax is not None:
             use.reduce_amax(largest)
         hashes = None
@@ -179,9 +187,14 @@ class _Scaled:
 
 def _can_read(x: Tensor, operand: Operand | None, types: tuple[torch.dtype, ...] = TYPES) -> bool:
     """Whether the kernels take a tensor."""
-    if operand is None or operand.four_over_six or isinstance(x, FakeTensor):
+    if operand is None or operand.four_over_six:
         return False
-    return x.device.type == "cpu" and x.dim() == 2 and x.numel() > 0 and x.dtype in types
+    return _is_here(x) and x.dim() == 2 and x.numel() > 0 and x.dtype in types
+
+
+def _is_here(x: Tensor) -> bool:
+    """Whether a tensor has memory that the kernels reach."""
+    return x.device.type == "cpu" and not isinstance(x, FakeTensor)
 
 
 def _packed(codes: Tensor) -> Tensor:

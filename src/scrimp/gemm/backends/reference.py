@@ -93,19 +93,32 @@ class ReferenceBackend(Backend):
 
 def _product(gemm: str, a: ReferenceOperand, b: ReferenceOperand, out: torch.dtype) -> Tensor:
     a_axis, b_axis = AXES[gemm]
-    left, right = a.quantized, b.quantized
     if a.is_plain and b.is_plain:
-        return multiply(left.values, a_axis, right.values, b_axis)
-    if out == torch.float32 or left.values.dtype == torch.float32:
-        return multiply(left.wide(), a_axis, right.wide(), b_axis)
+        return multiply(a.quantized.values, a_axis, b.quantized.values, b_axis)
+    products = bf16_products(gemm, a, b, out)
+    if products is None:
+        return multiply(a.quantized.wide(), a_axis, b.quantized.wide(), b_axis)
+    total = products[0].float()
+    for product in products[1:]:
+        total += product
+    return total
+
+
+def bf16_products(
+    gemm: str, a: ReferenceOperand, b: ReferenceOperand, out: torch.dtype
+) -> list[Tensor] | None:
+    """The one to three products of bf16 carriers whose sum is the result, but for outer scales.
+
+    Each is rounded to bf16 on a CPU, and in fp32 elsewhere. None: the carriers are fp32, or nothing is quantized.
+    """
+    a_axis, b_axis = AXES[gemm]
+    left, right = a.quantized, b.quantized
+    if (a.is_plain and b.is_plain) or out == torch.float32 or left.values.dtype == torch.float32:
+        return None
     if right.values.dtype == torch.float32:
         right = _split(right, exact=b.is_exact_in_bf16)
-    product = _wide(left.values, a_axis, right.values, b_axis)
-    if right.rest is not None:
-        product += _wide(left.values, a_axis, right.rest, b_axis)
-    if left.rest is not None:
-        product += _wide(left.rest, a_axis, right.values, b_axis)
-    return product
+    pairs = [(left.values, right.values), (left.values, right.rest), (left.rest, right.values)]
+    return [_wide(x, a_axis, y, b_axis) for x, y in pairs if x is not None and y is not None]
 
 
 def _split(quantized: FakeQuantized, *, exact: bool) -> FakeQuantized:
@@ -116,9 +129,9 @@ def _split(quantized: FakeQuantized, *, exact: bool) -> FakeQuantized:
 
 
 def _wide(a: Tensor, a_axis: int, b: Tensor, b_axis: int) -> Tensor:
-    """A bf16 product in fp32 where the device gives its sums unrounded."""
+    """A bf16 product; in fp32 where the device gives its sums unrounded."""
     if a.device.type != "cuda":
-        return multiply(a, a_axis, b, b_axis).float()
+        return multiply(a, a_axis, b, b_axis)
     left, right = (a if a_axis == COLUMNS else a.T), (b.T if b_axis == COLUMNS else b)
     return torch.mm(left, right, out_dtype=torch.float32)
 

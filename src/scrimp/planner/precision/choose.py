@@ -29,6 +29,7 @@ from scrimp.planner.precision.policies import (
     is_per_gemm,
     last_blocks,
     order_of,
+    order_of_gemms,
     protect,
     protect_blocks,
 )
@@ -381,7 +382,7 @@ def _finite(values: Array) -> Array:
 
 
 def _by_order(question: Question, order: Sequence[int] | None) -> Choice:
-    """Policies that name layers: uniform, an order of protection, NVIDIA's last blocks."""
+    """Policies that name layers or GEMMs: uniform, an order of protection, NVIDIA's last blocks."""
     profile, policy = question.profile, question.policy
     high, low = extremes(profile.formats)
     chosen = np.full(len(profile.layers), low)
@@ -391,8 +392,14 @@ def _by_order(question: Question, order: Sequence[int] | None) -> Choice:
         plain = [p for p, name in enumerate(profile.formats) if name in HIGH_PRECISION]
         chosen[last_blocks(profile.layers, profile.flops)] = plain[0] if plain else high
     else:
-        chosen[_protected(question, order, low)] = high
-    formats = _as_allowed(np.repeat(chosen[:, None], len(GEMMS), 1), _allowed(question), profile.formats)
+        return _of_gemms(question, np.where(_protected(question, order, low), high, low))
+    return _of_gemms(question, np.repeat(chosen[:, None], len(GEMMS), 1))
+
+
+def _of_gemms(question: Question, chosen: NDArray[np.int64]) -> Choice:
+    """A choice of formats [L, 3] where they are allowed."""
+    profile, policy = question.profile, question.policy
+    formats = _as_allowed(chosen, _allowed(question), profile.formats)
     if question.together is not None and _decisions(formats, menu_of(question)) is None:
         used = dict.fromkeys(profile.formats[p] for p in formats.reshape(-1).tolist())
         raise PlanError(
@@ -405,32 +412,52 @@ def _by_order(question: Question, order: Sequence[int] | None) -> Choice:
 
 
 def _protected(question: Question, order: Sequence[int], low: int) -> NDArray[np.bool_]:
-    """[L], which layers an order keeps from 4 bits, stage by stage; what may not have them anyway is kept first."""
+    """[L, 3], which GEMMs an order keeps from 4 bits, stage by stage; what may not have them anyway is kept first."""
     profile, share = question.profile, question.budget.fp4_flops
     if share is None:
         raise PlanError(
             f"{question.policy} knows only a share of FLOPs in 4 bits", expected="budget fp4_flops"
         )
-    can_be_low = _allowed(question)[:, :, low].mean(axis=1) * is_low(profile.formats)[low]
-    kept = np.zeros(len(profile.layers), dtype=bool)
+    can_be_low = _allowed(question)[:, :, low] * is_low(profile.formats)[low]
+    kept = np.zeros(can_be_low.shape, dtype=bool)
     stages = _stages(question)
     for stage in set(stages.tolist()):
         inside = stages == stage
-        shares = profile.flops * inside / profile.flops[inside].sum()
-        most = float((shares * can_be_low).sum())
+        flops = (profile.flops * inside / profile.flops[inside].sum())[:, None] / len(GEMMS) * can_be_low
+        most = float(flops.sum())
         if most < share - 1e-9:
             raise UnreachableError(
                 "no plan can meet the share of FLOPs in 4 bits",
                 got=f"at most {most:g}",
                 expected=f"{share:g}",
             )
-        low_shares, unprotected = shares * can_be_low, share + 1.0 - most
-        if question.policy == "last-blocks-matched":
-            kept |= inside & protect_blocks(profile.layers, low_shares, unprotected)
-        else:
-            members = [index for index in order if inside[index]]
-            kept |= inside & protect(members, low_shares, unprotected)
+        kept |= inside[:, None] & _kept_of_stage(
+            question, [i for i in order if inside[i]], flops, share + 1.0 - most
+        )
     return kept
+
+
+def _kept_of_stage(
+    question: Question, order: Sequence[int], flops: Array, unprotected: float
+) -> NDArray[np.bool_]:
+    """[L, 3], of one stage: whole layers in order, then single GEMMs where the plan may split layers.
+
+    Args:
+        flops: [L, 3], shares of those that can be in 4 bits.
+    """
+    policy, layers = question.policy, flops.sum(axis=1)
+    if policy == "last-blocks-matched":
+        whole = protect_blocks(question.profile.layers, layers, unprotected)
+        return np.repeat(whole[:, None], len(GEMMS), 1)
+    whole = np.zeros(len(layers), dtype=bool)
+    if not is_per_gemm(policy):
+        whole = protect(order, layers, unprotected)
+    kept = np.repeat(whole[:, None], len(GEMMS), 1)
+    if question.together is not None and not is_per_gemm(policy):
+        return kept
+    gemms = order_of_gemms(policy, order, np.flatnonzero(~whole).tolist())
+    left = unprotected + float(layers[whole].sum())
+    return kept | protect(gemms, flops.reshape(-1), left).reshape(kept.shape)
 
 
 def _as_allowed(

@@ -7,8 +7,10 @@ most bits among the candidates (bf16 where only one width is quantized) and P th
     snip-paper     per layer, cost Q (eq. 7), with the paper's errors and sensitivities as reconstructed
     uniform        one format everywhere, by its name     random:SEED    cost(P) ~ U(0, 1), cost(H) = 0
     min-abs-err    |eX| + |eW| + |eG|                     min-rel-err    |eX|/|X| + |eW|/|W| + |eG|/|G|
-    first-last     blocks 0, L-1, 1, L-2, ... in H while it fits into the share that is not 4-bit
+    ...-gemm       these three per GEMM, errors those of its own two operands
+    first-last     blocks 0, L-1, 1, L-2, ... in H while it fits into the share that is not 4-bit; then single GEMMs
     layer-type     all down, then out, then qkv, then gate and up, each from the last block backwards, likewise
+    backward-first fprop of blocks 0, L-1, 1, L-2, ... in H, likewise; dgrad and wgrad in P, but for what fprop leaves
     last-blocks    whole blocks from the last backwards in the reference format until they hold 15 % of
                    FLOPs (NVIDIA's rule); the rest in P, whatever the budget
     last-blocks-matched   whole blocks from the last backwards in H while the next one fits into the share that is
@@ -42,7 +44,7 @@ from scrimp.planner.precision.divergence import (
     mean_divergence,
 )
 from scrimp.planner.precision.profile import PrecisionProfile
-from scrimp.precision import GEMMS, recipe
+from scrimp.precision import GEMMS, OPERANDS, recipe
 
 Array = NDArray[np.float64]
 LAST_SHARE = 0.15
@@ -51,7 +53,7 @@ HIGH_BITS = 16
 
 def is_per_gemm(policy: str) -> bool:
     """Whether a policy decides for each GEMM, not for each layer."""
-    return policy == "snip"
+    return policy in ("snip", "backward-first") or policy.partition(":")[0].endswith("-gemm")
 
 
 def costs_of(
@@ -87,10 +89,12 @@ def _raw_costs(
         return costs.reshape(-1, costs.shape[-1]) if name == "snip" else costs.sum(1)
     if policy == "snip-paper":
         return layer_costs(profile, mean_divergence(profile, SNIP), weights)
-    if name == "random" and (seed.isdecimal() or policy == name):
-        return _random(profile, int(seed or 0))
-    if policy in ("min-abs-err", "min-rel-err"):
-        return _local(profile, relative=name == "min-rel-err")
+    per_gemm, name = is_per_gemm(policy), name.removesuffix("-gemm")
+    if name == "random" and (seed.isdecimal() or not seed):
+        return _random(profile, int(seed or 0), len(GEMMS) if per_gemm else 1)
+    if name in ("min-abs-err", "min-rel-err") and not seed:
+        local = _local(profile, relative=name == "min-rel-err")
+        return local.sum(-1).reshape(-1, local.shape[2]) if per_gemm else _of_layer(local)
     raise PlanError(
         "there is no such policy",
         got=policy,
@@ -111,18 +115,32 @@ def order_of(policy: str, layers: Sequence[str]) -> list[int] | None:
     """The order in which a policy protects layers; None for one that solves the program."""
     if policy == "last-blocks-matched":
         return sorted(range(len(layers)), key=lambda i: -_block(layers[i]))
-    if policy == "first-last":
+    if policy in ("first-last", "backward-first"):
         return _first_last(layers)
     if policy == "layer-type":
         return sorted(range(len(layers)), key=lambda i: (linear_kind(layers[i]), -_block(layers[i])))
     return None
 
 
+def order_of_gemms(policy: str, order: Sequence[int], layers: Iterable[int]) -> list[int]:
+    """The order in which a policy protects single GEMMs of some layers, as 3 * layer + GEMM."""
+    chosen, fprop, *backward = [*layers], *range(len(GEMMS))
+    of_layers = [index for index in order if index in chosen]
+    if policy == "backward-first":
+        groups = [
+            [(index, fprop) for index in of_layers],
+            [(index, one) for index in of_layers for one in backward],
+        ]
+    else:
+        groups = [[(index, gemm) for index in of_layers for gemm in range(len(GEMMS))]]
+    return [len(GEMMS) * index + gemm for group in groups for index, gemm in group]
+
+
 def protect(order: Iterable[int], shares: Array, unprotected: float) -> NDArray[np.bool_]:
-    """[L], which layers keep the higher format: each in order, if it fits into what need not be 4-bit.
+    """[N], which layers (or GEMMs) keep the higher format: each in order, if it fits into what need not be 4-bit.
 
     Args:
-        shares: of FLOPs, by layer.
+        shares: of FLOPs, by layer (or GEMM).
         unprotected: share that must be in 4 bits.
     """
     room, kept = 1.0 - unprotected + 1e-9, np.zeros(len(shares), dtype=bool)
@@ -166,25 +184,32 @@ def extremes(formats: Sequence[str]) -> tuple[int, int]:
     return bits.index(high), low
 
 
-def _random(profile: PrecisionProfile, seed: int) -> Array:
+def _random(profile: PrecisionProfile, seed: int, decisions: int) -> Array:
+    """[N, P], of so many decisions a layer."""
     generator = np.random.default_rng([seed, zlib.crc32(profile.model.encode())])
     _, low = extremes(profile.formats)
-    costs = np.zeros((len(profile.layers), len(profile.formats)))
-    costs[:, low] = generator.uniform(size=len(profile.layers))
+    costs = np.zeros((decisions * len(profile.layers), len(profile.formats)))
+    costs[:, low] = generator.uniform(size=len(costs))
     return costs
 
 
 def _local(profile: PrecisionProfile, *, relative: bool) -> Array:
-    fprop, dgrad = GEMMS.index("fprop"), GEMMS.index("dgrad")
-    total = np.zeros((len(profile.layers), len(profile.formats)))
+    """[L, 3, P, 2], errors of both operands of each GEMM, means over the batches."""
+    total = np.zeros((len(profile.layers), len(GEMMS), len(profile.formats), 2))
     for batch in profile.batches:
-        for errors, norms in (
-            (batch.errors[:, fprop, :, 0], batch.x),
-            (batch.errors[:, fprop, :, 1], batch.w),
-            (batch.errors[:, dgrad, :, 0], batch.g),
-        ):
-            total += errors / np.maximum(norms[:, None], 1e-300) if relative else errors
+        sizes = {"x": batch.x, "w": batch.w, "g": batch.g}
+        norms = np.stack(
+            [np.stack([sizes[name] for name in OPERANDS[gemm]], axis=-1) for gemm in GEMMS], axis=1
+        )
+        total += batch.errors / np.maximum(norms[:, :, None, :], 1e-300) if relative else batch.errors
     return total / len(profile.batches)
+
+
+def _of_layer(errors: Array) -> Array:
+    """[L, P], of X, W and G each once: as fprop reads X and W, and dgrad G."""
+    fprop, dgrad = GEMMS.index("fprop"), GEMMS.index("dgrad")
+    found: Array = errors[:, fprop].sum(-1) + errors[:, dgrad, :, 0]
+    return found
 
 
 def _first_last(layers: Sequence[str]) -> list[int]:

@@ -20,6 +20,7 @@ from scrimp.training.run import Run
 from scrimp.training.run_folder import PLAN
 from scrimp.training.run_state import RunState, read_state
 from scrimp.training.step import StepResult
+from scrimp.training.trained_weights import OPTIMIZER_PREFIX
 
 RANDOM_STATE = "random.torch"
 
@@ -47,7 +48,7 @@ class Checkpoints(Callback):
         """What lies here of every tensor of the run's state, by the name it has in a checkpoint."""
         run = self._run
         state = {f"model.{name}": part for name, part in run.executable.parameters()}
-        state |= {f"optimizer.{name}": part for name, part in run.optimizer.parts()}
+        state |= {f"{OPTIMIZER_PREFIX}{name}": part for name, part in run.optimizer.parts()}
         if run.outer is not None:
             state |= {f"outer.{name}": part for name, part in run.outer.parts()}
             if run.executable.mesh.copy > 0:  # each copy's mesh is its own: its shards have writers there
@@ -69,6 +70,14 @@ class Checkpoints(Callback):
         if self._cycle is not None:
             self._cycle.restore(state.precision, state.position.step)
         self._last_saved = checkpoint.step
+
+    def begin_from(self, checkpoint: Checkpoint) -> None:
+        """Take the optimizer's states from another run's checkpoint, whose weights are there already."""
+        optimizer, updates = self._run.optimizer, read_state(checkpoint).position.updates
+        optimizer.prepare(updates)
+        parts = {f"{OPTIMIZER_PREFIX}{name}": part for name, part in optimizer.parts()}
+        checkpoint.load(parts, self._run.decisions.world, prefix=OPTIMIZER_PREFIX)
+        optimizer.restore_updates(updates)
 
     def save(self, *, wait: bool = False) -> None:
         """Write a checkpoint of this step, unless it has one; in the background unless `wait`."""

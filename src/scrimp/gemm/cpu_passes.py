@@ -1,0 +1,259 @@
+"""Quantizing passes over whole tensors on a CPU: what `cpu_kernels` does to rows, in as many threads as torch has.
+
+Threads  Kernels let go of Python's lock; `_by_rows` gives torch's number of threads a range of rows each.
+Cache    Numba writes what it has compiled without a lock: processes that compile at once would spoil each other's
+         files, so one waits for the other.
+Checked  tests/gemm/test_numba_backend.py, against the reference bit for bit
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import itertools
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from scrimp.files import folder_lock
+from scrimp.formats.codes import FLOAT8
+from scrimp.formats.codes import decode as decode_codes
+from scrimp.formats.grouping import Groups
+from scrimp.gemm import cpu_kernels
+from scrimp.precision.formats import Element
+
+FEW = 2**15
+"""Numbers that one thread is through with before another has begun."""
+_CHUNK = 64
+"""Rows of which one pass finds the largest of each column, where groups span more."""
+_TYPES: dict[torch.dtype, Any] = {
+    torch.float32: np.float32,
+    torch.bfloat16: np.int16,
+    torch.int32: np.int32,
+    torch.uint8: np.uint8,
+}
+
+
+def scaled_sum(
+    products: Sequence[Tensor], of_rows: Tensor | None, of_columns: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """The sum of one to three products, in float32, times scales of rows, then of columns.
+
+    Args:
+        products: [M, N] in bfloat16.
+        of_rows: M scales in float32, or one for all; None: none.
+        of_columns: the same of N columns.
+        dtype: of the result, float32 or bfloat16.
+    """
+    shape = products[0].shape
+    out = torch.empty(shape, dtype=dtype)
+    first, *more = (_numpy(one) for one in products)
+    second, third = (*more, None, None)[:2]
+    # Held here: numpy reads their memory.
+    scales = [
+        None if one is None else one.reshape(-1).expand(size).contiguous()
+        for one, size in zip((of_rows, of_columns), shape, strict=True)
+    ]
+    arrays = (None if one is None else _numpy(one) for one in scales)
+    _by_rows(cpu_kernels.sum_of_products, first, *shape, second, third, *arrays, _numpy(out))
+    return out
+
+
+def largest_magnitudes(x: Tensor, groups: Groups) -> Tensor:
+    """The largest of each group's magnitudes; NaN where one is NaN.
+
+    Args:
+        x: [R, C] in float32 or bfloat16, row-major.
+
+    Returns:
+        float32 [ceil(R / r), ceil(C / c)].
+    """
+    (num_rows, num_columns), numbers = x.shape, _numpy(x)
+    if groups.columns == 1:
+        r = groups.rows if groups.rows < num_rows else min(num_rows, _CHUNK)
+        found = torch.empty(-(-num_rows // r), num_columns, dtype=torch.int32)
+        _by_rows(cpu_kernels.largest_in_columns, numbers, len(found), r * num_columns, r, _numpy(found))
+        return (found if groups.rows == r else found.amax(0, keepdim=True)).view(torch.float32)
+    found = torch.empty(num_rows, -(-num_columns // groups.columns), dtype=torch.int32)
+    _by_rows(cpu_kernels.largest_in_rows, numbers, num_rows, num_columns, groups.columns, _numpy(found))
+    if groups.rows > 1:
+        padded = F.pad(found, (0, 0, 0, -num_rows % groups.rows))
+        found = padded.unflatten(0, (-1, groups.rows)).amax(1)
+    return found.view(torch.float32)
+
+
+def rounded_values(
+    x: Tensor,
+    groups: Groups,
+    element: Element,
+    encode: Tensor,
+    decode: Tensor | None,
+    carrier: torch.dtype,
+    *,
+    is_divided: bool,
+    lift: float = 1.0,
+    hashes: tuple[Tensor, Tensor] | None = None,
+    with_rest: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Numbers over their scales, rounded to the element's values, times the scales.
+
+    Args:
+        x: [R, C] in float32 or bfloat16, row-major.
+        encode: what each group is divided by, or multiplied by after `lift`; float32 [R / r, C / c].
+        decode: what each group's values are multiplied by; None: by nothing.
+        carrier: float32 or bfloat16.
+        hashes: of rows and of columns, for stochastic rounding; None: to nearest.
+        with_rest: also what bfloat16 leaves of each value, in bfloat16.
+    """
+    out = torch.empty(x.shape, dtype=carrier)
+    rest = torch.empty_like(out) if with_rest else None
+    _by_rows(
+        cpu_kernels.to_values,
+        _numpy(x),
+        len(x),
+        x.shape[1],
+        (groups.rows, groups.columns),
+        _numpy(encode),
+        None if decode is None else _numpy(decode),
+        _rule(element, is_divided, lift, hashes is not None),
+        (None, None) if hashes is None else (_numpy(hashes[0]), _numpy(hashes[1])),
+        _numpy(out),
+        None if rest is None else _numpy(rest),
+    )
+    return out, rest
+
+
+def rounded_codes(
+    x: Tensor,
+    groups: Groups,
+    element: Element,
+    encode: Tensor,
+    *,
+    is_divided: bool,
+    lift: float = 1.0,
+    hashes: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """The same as codes, uint8 [R, C], one a byte whatever its bits."""
+    out, m = torch.empty(x.shape, dtype=torch.uint8), element.mantissa_bits
+    code = (
+        np.int32((127 + element.min_exponent - 1) << m),
+        np.float32(2.0 ** (m - element.min_exponent)),
+        np.int32(23 - m),
+        np.int32(32 - element.bits),
+        np.int32(1 << (element.bits - 1)),
+        # E2M1 has no NaN.
+        np.int32(0x7F if element.bits == 8 else 0),
+    )
+    _by_rows(
+        cpu_kernels.to_codes,
+        _numpy(x),
+        len(x),
+        x.shape[1],
+        (groups.rows, groups.columns),
+        _numpy(encode),
+        _rule(element, is_divided, lift, hashes is not None),
+        (None, None) if hashes is None else (_numpy(hashes[0]), _numpy(hashes[1])),
+        code,
+        _numpy(out),
+    )
+    return out
+
+
+def values_of(
+    payload: Tensor, element: Element, length: int, groups: Groups, scales: Tensor | None
+) -> Tensor:
+    """What codes stand for, float32 [R, length].
+
+    Args:
+        payload: codes along the last axis, two in a byte where they have four bits.
+        scales: float32, of each group; None: of none.
+    """
+    out = torch.empty(len(payload), length)
+    kernel = cpu_kernels.from_pairs if element.bits == 4 else cpu_kernels.from_codes
+    table = _numpy(_values_of_codes(element))
+    codes, of_groups = _numpy(payload.view(torch.uint8)), None if scales is None else _numpy(scales)
+    numbers = (groups.rows, groups.columns), table, of_groups, _numpy(out)
+    _by_rows(kernel, codes, len(out), length, *numbers)
+    return out
+
+
+@functools.cache
+def _values_of_codes(element: Element) -> Tensor:
+    """The value of each code."""
+    if element.bits == 4:
+        return decode_codes(torch.arange(16, dtype=torch.uint8)[:, None], element, 1)[:, 0].contiguous()
+    return torch.arange(256, dtype=torch.uint8).view(FLOAT8[element.name]).to(torch.float32)
+
+
+def _rule(element: Element, is_divided: bool, lift: float, is_stochastic: bool) -> tuple[Any, ...]:
+    """How numbers are scaled and rounded, as the kernels take it."""
+    unit = 2.0**-element.mantissa_bits if is_stochastic else 1.5 * 2.0 ** (23 - element.mantissa_bits)
+    numbers = (lift, element.max_value, 2.0**element.min_exponent, unit)
+    return (is_divided, *(np.float32(one) for one in numbers))
+
+
+def _numpy(x: Tensor) -> np.ndarray[Any, Any]:
+    """The same memory, while the tensor lives; bfloat16, which numpy has not, as int16.
+
+    `Tensor.numpy` would tell the storage for good that it may not be resized, as FSDP does with weights that it frees.
+    """
+    assert x.is_contiguous()
+    memory: Any = (ctypes.c_byte * x.nbytes).from_address(x.data_ptr()) if x.numel() else b""
+    return np.frombuffer(memory, _TYPES[x.dtype]).reshape(x.shape)
+
+
+def _by_rows(kernel: Callable[..., None], x: Any, rows: int, numbers: int, *arguments: Any) -> None:
+    """A kernel over all rows, in as many threads as torch has.
+
+    Args:
+        numbers: of one row, or of what stands for one.
+    """
+    _compile(kernel, x, arguments)
+    threads = max(1, min(torch.get_num_threads(), rows, rows * numbers // FEW))
+    if threads == 1:
+        kernel(x, 0, rows, *arguments)
+        return
+    bounds = [rows * part // threads for part in range(threads + 1)]
+    parts = [
+        _pool().submit(kernel, x, begin, end, *arguments) for begin, end in itertools.pairwise(bounds[1:])
+    ]
+    kernel(x, 0, bounds[1], *arguments)
+    for part in parts:
+        part.result()
+
+
+def _compile(kernel: Callable[..., None], x: Any, arguments: tuple[Any, ...]) -> None:
+    """Compile a kernel for these types, or read it from the cache, while no other process does."""
+    key = (kernel, _types_of(x), _types_of(arguments))
+    if key in _COMPILED:
+        return
+    with (
+        contextlib.nullcontext()
+        if cpu_kernels.CACHE is None
+        else folder_lock(cpu_kernels.CACHE, lambda: None)
+    ):
+        kernel(x, 0, 0, *arguments)
+    _COMPILED.add(key)
+
+
+_COMPILED: set[Any] = set()
+
+
+def _types_of(value: Any) -> Any:
+    """What Numba compiles for: the types of a value's parts."""
+    if isinstance(value, tuple):
+        return tuple(_types_of(one) for one in value)
+    return (value.dtype.str, value.ndim) if isinstance(value, np.ndarray) else type(value)
+
+
+@functools.cache
+def _pool() -> ThreadPoolExecutor:
+    """Its threads begin when they are first needed."""
+    return ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="scrimp-quantize")

@@ -1,0 +1,83 @@
+"""A run that begins with the weights and the optimizer's states of another goes on as that one would have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tiny_run import flags, losses
+
+from scrimp.cli import main
+
+SEQUENCE = 64
+SAME = [
+    f"--train.batch-tokens={SEQUENCE}",
+    "--train.micro-batch=1",
+    "--schedule.name=constant",
+    "--schedule.warmup-steps=1",
+    "--optimizer.lr=2e-3",
+    "--evaluation.tokens=64",
+    "--evaluation.every=0",
+]
+
+
+def one_sample(folder: Path) -> tuple[Path, Path]:
+    """Text that fills one sequence, so that all batches are the same, and some to evaluate on."""
+    text, held_out = folder / "corpus.txt", folder / "held_out.txt"
+    text.write_text(
+        "the quick brown fox jumps over the lazy dog and then sleeps well"[:SEQUENCE], encoding="utf-8"
+    )
+    held_out.write_text(
+        "some other words, of which nothing is learned here, and quite a few more of them" * 2
+    )
+    return text, held_out
+
+
+def train(folder: Path, name: str, *more: str) -> dict[int, float]:
+    """The losses of a run on the one sample."""
+    text, held_out = one_sample(folder)
+    assert main(flags(text, folder / name, f"--data.held-out={held_out}", *SAME, *more)) == 0
+    return losses(folder / name)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        [],
+        pytest.param(["--optimizer.moments=8bit"], marks=pytest.mark.slow),
+        pytest.param(["--optimizer.name=muon"], marks=pytest.mark.slow),
+        pytest.param(["--precision=bf16", "--train.parameters=bf16"], marks=pytest.mark.slow),
+    ],
+)
+def test_states_go_over_with_the_weights(settings: list[str], tmp_path: Path) -> None:
+    whole = train(tmp_path, "whole", "--train.steps=8", *settings)
+    train(tmp_path, "first", "--train.steps=4", *settings)
+    weights = f"--model.weights={tmp_path / 'first'}"
+    second = train(tmp_path, "second", "--train.steps=4", weights, "--optimizer.from-weights", *settings)
+    assert [second[step] for step in range(1, 5)] == [whole[step] for step in range(5, 9)]
+    fresh = train(tmp_path, "fresh", "--train.steps=4", weights, *settings)
+    assert fresh[1] == whole[5]
+    assert fresh[3] != whole[7], "empty states give other updates"
+
+
+def test_states_that_are_not_there_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, held_out = one_sample(tmp_path)
+    train(tmp_path, "first", "--train.steps=2")
+    common = [f"--data.held-out={held_out}", *SAME, "--train.steps=2", "--optimizer.from-weights"]
+    export = tmp_path / "exported"
+    assert main(["export", str(tmp_path / "first"), str(export)]) == 0
+    for words, message in (
+        ([], "optimizer.from_weights needs a run"),
+        ([f"--model.weights={export}"], "which is no Scrimp run"),
+        (
+            [f"--model.weights={tmp_path / 'first'}", "--optimizer.moments=8bit"],
+            "optimizer.moments = 8bit (the run has fp32)",
+        ),
+        (
+            [f"--model.weights={tmp_path / 'first'}", "--optimizer.name=muon"],
+            "optimizer.name = muon (the run has adamw)",
+        ),
+    ):
+        assert main(flags(text, tmp_path / "second", *common, *words)) == 2
+        assert message in capsys.readouterr().err
+        assert not (tmp_path / "second").exists()
