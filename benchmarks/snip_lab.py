@@ -74,7 +74,7 @@ class Lab:
         self.planned = swap_in(
             self.model, dict.fromkeys(self.layers, BASE), seed=self.decisions.config.run.seed
         )
-        self.executable = Executable(self.model, self.device, "bf16", 0, 0.0, self.planned)
+        self.executable = Executable(self.model, self.device, "bf16", planned=self.planned)
         self.reset()
 
     def reset(self) -> None:
