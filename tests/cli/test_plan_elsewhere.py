@@ -223,7 +223,9 @@ def test_a_plan_for_another_size_than_its_file_is_shown_and_not_saved(
 def test_states_for_the_host_and_a_pipeline_are_no_layout(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--hardware", "8xh100", "--model.preset", "llama-3.1-8b", "--memory.optimizer", "host"]
     assert plan(*words, "--explain", "layout.pp=2") == 0
-    assert "states live on the host without a pipeline" in " ".join(capsys.readouterr().out.split())
+    assert "states and activations live on the host without a pipeline" in " ".join(
+        capsys.readouterr().out.split()
+    )
     assert plan(*words, "--layout.pp", "2") == 2
     said = capsys.readouterr().err
     assert "states live on the host without a pipeline alone" in said

@@ -65,7 +65,7 @@ class LayoutSearch:
     plans: tuple[PredictedStep, ...]
     """The best first; empty: no layout fits."""
     tried: int
-    """Settings whose bytes were predicted."""
+    """Layouts with micro-batches that there are."""
     too_large: int
     """Those of them that do not fit."""
     answer: Answer

@@ -78,7 +78,9 @@ def test_degrees_that_are_possible_alone_and_not_together() -> None:
 def test_states_that_are_given_to_the_host_leave_no_pipeline() -> None:
     offload = Offload(optimizer=True, master=True)
     asked = dataclasses.replace(question(LLAMA_8B, "8xh100", 16), memory=GivenMemory(offload=offload))
-    assert against(asked, {"pp": 2}) == ["states live on the host without a pipeline alone: layout.pp 1"]
+    assert against(asked, {"pp": 2}) == [
+        "states and activations live on the host without a pipeline alone: layout.pp 1"
+    ]
     assert not has_layout(dataclasses.replace(asked, given={"pp": 2}))
     assert against(asked, {"pp": 1}) == []
     assert values_of(asked, "pp") == [1]

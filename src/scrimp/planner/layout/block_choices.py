@@ -59,7 +59,7 @@ _FEW = 20_000
 _CELLS = 128
 """Of all harm: how finely it is shared out between stages."""
 _ROUND = 1e-9
-_HOST_SHARE = 0.9
+HOST_SHARE = 0.9
 """Of host memory, what the system and the program itself leave: an estimate."""
 
 
@@ -358,7 +358,7 @@ def _host_room(setting: Setting) -> float:
     """What host memory has left for the activations of a device, of the host that has least; Scrimp sends them there
     without pipelines alone."""
     room = min(group.node.host_memory_bytes / group.used for group in setting.cluster.groups)
-    left = _HOST_SHARE * room - host_bytes(setting)
+    left = HOST_SHARE * room - host_bytes(setting)
     return left if setting.layout.pp == 1 else min(0.0, left)
 
 

@@ -100,7 +100,7 @@ def _together(question: Question) -> str:
     given = question.given
     anywhere = dataclasses.replace(question, memory=GivenMemory())
     if question.memory.offload is not None and has_layout(anywhere):
-        return "states live on the host without a pipeline alone: layout.pp 1"
+        return "states and activations live on the host without a pipeline alone: layout.pp 1"
     devices, batch, blocks = question.cluster.devices, question.global_batch, len(question.model.blocks)
     words = " ".join(f"{name} {value}" for name, value in given.items()) + ": " * bool(given)
     product = math.prod(given.get(name, 1) for name in ("tp", "pp", "cp", "fsdp", "dp"))

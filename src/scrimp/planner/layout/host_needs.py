@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 
 from scrimp.planner.layout.block_activations import kept_bytes
-from scrimp.planner.layout.block_choices import _HOST_SHARE
+from scrimp.planner.layout.block_choices import HOST_SHARE
 from scrimp.planner.layout.contenders import Misfit
 from scrimp.planner.layout.held_states import host_bytes
 from scrimp.planner.layout.in_flight import passes_in_flight
@@ -28,7 +28,7 @@ def least_host_memory(question: Question, found: Found) -> float:
         found: no plan, for lack of host memory alone.
     """
     if not any(one.offload for one in question.memory.blocks(len(question.model.blocks))):
-        return found.nearest_host_bytes / _HOST_SHARE
+        return found.nearest_host_bytes / HOST_SHARE
     settings = (
         dataclasses.replace(one.setting, offload=offload)
         for one in found.families.values()
@@ -37,7 +37,7 @@ def least_host_memory(question: Question, found: Found) -> float:
     )
     held = [one for one in settings if max(rank.total for rank in peak_bytes(one)) <= one.memory_bytes]
     needs = (host_bytes(one) + _leaving(one) for one in held)
-    return min(needs, default=found.nearest_host_bytes) / _HOST_SHARE
+    return min(needs, default=found.nearest_host_bytes) / HOST_SHARE
 
 
 def _leaving(setting: Setting) -> float:

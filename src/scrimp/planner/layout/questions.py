@@ -21,6 +21,7 @@ from scrimp.config.pipeline import fits as schedule_fits
 from scrimp.config.resolved import ResolvedLayout
 from scrimp.models.shapes import ModelSizes
 from scrimp.planner.hardware import Cluster, Device
+from scrimp.planner.layout.degree_checks import exchanges_heads, experts_of
 from scrimp.planner.layout.format_budget import FormatBudget
 from scrimp.planner.layout.given_memory import GivenMemory
 from scrimp.planner.layout.setting import Offload, Setting
@@ -112,7 +113,7 @@ def _dividing(like: Question) -> Iterator[ResolvedLayout]:
     node = math.gcd(*(group.used for group in like.cluster.groups))
     attention = model.blocks[-1].attention
     heads = (attention.num_heads, attention.num_kv_heads)
-    experts = max((one.experts for one in model.blocks[-1].linears), default=1)
+    experts = experts_of(model)
     etp = like.given.get("etp", 1)
     for tp in _divisors(node):
         if any(size % tp for size in (*heads, model.vocab_size, like.sequence)):
@@ -136,13 +137,11 @@ def _dividing(like: Question) -> Iterator[ResolvedLayout]:
 
 def _methods(like: Question, tp: int, cp: int) -> tuple[str, ...]:
     """How cp ranks may share attention."""
-    attention, methods = like.model.blocks[-1].attention, like.software.cp_methods
-    given = like.given.get("cp_method")
-    if cp == 1 or given is not None:
-        return (given,) if given else methods[:1]
-    heads, keys = attention.num_heads // tp, attention.num_kv_heads // tp
-    takes_heads = heads % cp == 0 and (keys % cp == 0 or cp % keys == 0)
-    return tuple(one for one in methods if one != "ulysses" or takes_heads)
+    attention, given = like.model.blocks[-1].attention, like.given.get("cp_method")
+    methods = like.software.cp_methods if given is None else (given,)
+    if cp == 1:
+        return methods[:1]
+    return tuple(one for one in methods if one != "ulysses" or exchanges_heads(attention, tp, cp))
 
 
 def _most_virtual(like: Question, pp: int) -> int:
