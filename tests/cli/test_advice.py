@@ -53,6 +53,7 @@ OF_ONE_COMMAND = {
     "cli/study.py": "study",
     "study/estimate.py": "study",
     "study/on_ray.py": "study",
+    "study/variants.py": "study",
 }
 OF_SEVERAL_COMMANDS = {
     "cli/commands.py",
