@@ -170,7 +170,7 @@ def test_a_cluster_that_is_enough_is_enough(capsys: pytest.CaptureFixture[str]) 
     [
         "--hardware rtx4060ti --model.preset llama-3.1-8b --train.sequence 4096 --train.batch-tokens 131072",
         "--hardware 8xl40s --model.preset llama-3.1-8b --memory.activations keep+offload "
-        "--memory.optimizer device --train.sequence 8192 --train.batch-tokens 524288",
+        "--memory.optimizer device --train.sequence 8192 --train.batch-tokens 524288 --layout.cp 1",
     ],
 )
 def test_host_memory_that_is_enough_is_enough(words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -180,6 +180,15 @@ def test_host_memory_that_is_enough_is_enough(words: str, capsys: pytest.Capture
     need = float(re.findall(r"expected ([\d.]+) GiB of host memory", said)[0])
     assert plan(*words.split(), f"--budget.host-memory={0.98 * need:.4f}GiB") == 2
     assert plan(*words.split(), f"--budget.host-memory={1.01 * need:.4f}GiB") == 0
+
+
+def test_a_layout_that_only_the_host_has_no_room_for_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--hardware 8xl40s --model.preset llama-3.1-8b --memory.activations keep+offload --memory.optimizer device"
+    more = "--train.sequence 8192 --train.batch-tokens 524288 --budget.host-memory=50GB"
+    assert plan(*words.split(), *more.split()) == 0
+    said = capsys.readouterr().out
+    assert "the host has no room" in said
+    assert "-" not in "".join(re.findall(r"memory: (\S+) GiB over", said))
 
 
 TWO_KINDS = '[[nodes]]\nnode = "dgx-h100"\n[[nodes]]\nnode = "dgx-a100-80"\n'
@@ -228,7 +237,7 @@ def test_states_for_the_host_and_a_pipeline_are_no_layout(capsys: pytest.Capture
     )
     assert plan(*words, "--layout.pp", "2") == 2
     said = capsys.readouterr().err
-    assert "states live on the host without a pipeline alone" in said
+    assert "states and activations live on the host without a pipeline alone" in said
     assert "the nearest that have one" not in said
 
 

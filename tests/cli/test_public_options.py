@@ -22,7 +22,8 @@ CONFIG = """
 --schedule.name --schedule.warmup-steps --schedule.final-lr-ratio --optimizer.weight-decay --optimizer.beta1
 --optimizer.beta2 --optimizer.eps --optimizer.momentum
 --optimizer.clip --objective.name --objective.z-loss
---train.parameters --optimizer.master-weights --optimizer.moments --train.loss-chunk
+--train.parameters --optimizer.master-weights --optimizer.moments --optimizer.from-weights
+--optimizer.no-from-weights --train.loss-chunk
 --train.compile
 --evaluation.every --evaluation.tokens --checkpoint.every --checkpoint.keep-last --checkpoint.keep-every
 --train.nonfinite-patience
@@ -55,7 +56,7 @@ PUBLIC = {
     "export-precision": "SOURCE OUT --target --names --approximate",
     "export-layout": "SOURCE OUT --target --approximate",
     "report": "RUN",
-    "study": "STUDY --out --seeds --at-once --ray --dry-run --report --trust-code",
+    "study": "STUDY --out --seeds --set --at-once --ray --dry-run --report --trust-code",
     "doctor": "--device --json --fresh --ranks",
 }
 

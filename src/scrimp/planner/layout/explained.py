@@ -102,6 +102,8 @@ def fullest(memory: Sequence[RankBytes]) -> RankBytes:
 
 def reason_text(one: Loser, best: Candidate) -> str:
     """What killed a plan, in words."""
+    if one.killed_by == "memory" and one.amount <= 0:
+        return "the host has no room for what leaves"
     if one.killed_by == "memory":
         return f"{one.amount / 2**30:,.1f} GiB over, most by {one.part}"
     uneven = one.best.setting.layout.pp > best.setting.layout.pp
