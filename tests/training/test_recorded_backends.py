@@ -65,6 +65,7 @@ class Machine:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.report = report("torch")
         monkeypatch.setitem(BACKENDS, "torch", Other())  # type: ignore[arg-type]
+        monkeypatch.setattr("scrimp.gemm.backends.numba.has_numba", lambda: False)
         monkeypatch.setattr(BackendSelection, "_report", property(lambda selection: self.report))
         monkeypatch.setattr(select, "is_for_probes_only", lambda *arguments: False)
         monkeypatch.setattr(select, "_selection", BackendSelection)  # a process of its own remembers nothing

@@ -3,6 +3,7 @@
 Threads  Kernels let go of Python's lock; `_by_rows` gives torch's number of threads a range of rows each.
 Cache    Numba writes what it has compiled without a lock: processes that compile at once would spoil each other's
          files, so one waits for the other.
+Limits   Tensors without memory get results of the right sizes, and no kernel runs: a trace counts the same bytes.
 Checked  tests/gemm/test_numba_backend.py, against the reference bit for bit
 """
 
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from scrimp.files import folder_lock
 from scrimp.formats.codes import FLOAT8
@@ -177,6 +179,8 @@ def values_of(
     """
     out = torch.empty(len(payload), length)
     kernel = cpu_kernels.from_pairs if element.bits == 4 else cpu_kernels.from_codes
+    if isinstance(payload, FakeTensor):
+        return out
     table = _numpy(_values_of_codes(element))
     codes, of_groups = _numpy(payload.view(torch.uint8)), None if scales is None else _numpy(scales)
     numbers = (groups.rows, groups.columns), table, of_groups, _numpy(out)
@@ -199,11 +203,13 @@ def _rule(element: Element, is_divided: bool, lift: float, is_stochastic: bool) 
     return (is_divided, *(np.float32(one) for one in numbers))
 
 
-def _numpy(x: Tensor) -> np.ndarray[Any, Any]:
-    """The same memory, while the tensor lives; bfloat16, which numpy has not, as int16.
+def _numpy(x: Tensor) -> Any:
+    """The same memory, while the tensor lives; bfloat16, which numpy has not, as int16. A tensor without memory itself.
 
     `Tensor.numpy` would tell the storage for good that it may not be resized, as FSDP does with weights that it frees.
     """
+    if isinstance(x, FakeTensor):
+        return x
     assert x.is_contiguous()
     memory: Any = (ctypes.c_byte * x.nbytes).from_address(x.data_ptr()) if x.numel() else b""
     return np.frombuffer(memory, _TYPES[x.dtype]).reshape(x.shape)
@@ -215,6 +221,8 @@ def _by_rows(kernel: Callable[..., None], x: Any, rows: int, numbers: int, *argu
     Args:
         numbers: of one row, or of what stands for one.
     """
+    if isinstance(x, FakeTensor):
+        return
     _compile(kernel, x, arguments)
     threads = max(1, min(torch.get_num_threads(), rows, rows * numbers // FEW))
     if threads == 1:

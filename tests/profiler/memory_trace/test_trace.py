@@ -216,7 +216,8 @@ def test_a_trace_leaves_everything_as_it_was() -> None:
 
 @pytest.fixture
 def many_pieces(monkeypatch: pytest.MonkeyPatch) -> list[slice]:
-    """Everything is cut into more than three pieces; the pieces that were quantized."""
+    """Everything is cut into more than three pieces, by the reference; the pieces that were quantized."""
+    monkeypatch.setattr("scrimp.gemm.backends.numba.has_numba", lambda: False)
     for sizes in (grouping.PIECE_ELEMENTS, loss.BLOCK_ELEMENTS):
         for device in ("cpu", "cuda"):
             monkeypatch.setitem(sizes, device, 2**12)

@@ -8,11 +8,11 @@ import pytest
 import torch
 from allocator import allocator_peak
 from real_steps import RealStep, Setting
-from test_peaks import FORMATS, LLAMA, TIED
+from test_peaks import FORMATS, IN_PRODUCTS, LLAMA, TIED
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from scrimp.formats import Noise
-from scrimp.gemm.backends import ReferenceBackend
+from scrimp.gemm.backends import NumbaBackend
 from scrimp.gemm.problem import AXES, Use, operands_of
 from scrimp.profiler.memory_trace import StorageTracker
 from scrimp.profiler.memory_trace.remembered import RememberedBackend
@@ -36,7 +36,8 @@ def test_a_real_step_peaks_where_the_allocator_does(setting: Setting) -> None:
     with StorageTracker(workspace=cpu_workspace) as tracker:
         step()
     gc.collect()
-    assert tracker.peak == pytest.approx(allocator_peak(step), rel=1e-4)
+    real, room = allocator_peak(step), IN_PRODUCTS if setting.rules else 0
+    assert (1 - 1e-4) * real <= tracker.peak <= (1 + 1e-4) * real + room
     assert tracker.live == 0
 
 
@@ -124,9 +125,9 @@ def test_a_remembered_quantization_takes_the_same_bytes(recipe: str) -> None:
     operand = operands_of("wgrad", recipe)[1]
     use = Use(operand, AXES["wgrad"][1], Noise())
     remembered = RememberedBackend()
-    ReferenceBackend().prepare(torch.ones(16, 16), use)  # tables that are made once
+    NumbaBackend().prepare(torch.ones(16, 16), use)  # tables that are made once
     found = []
-    for backend in (ReferenceBackend(), remembered, remembered):
+    for backend in (NumbaBackend(), remembered, remembered):
         with FakeTensorMode(allow_non_fake_inputs=True):
             x = torch.empty(384, 4096, dtype=torch.bfloat16)
             with StorageTracker() as tracker:
@@ -135,5 +136,5 @@ def test_a_remembered_quantization_takes_the_same_bytes(recipe: str) -> None:
                 loaded = backend.load(kept[1])
                 found.append((tracker.live, tracker.peak))
                 del kept, loaded
-    assert found[0] == pytest.approx(found[1], abs=16)  # numbers that the reference's parts share
+    assert found[0] == pytest.approx(found[1], abs=16)  # numbers that parts share
     assert found[1] == found[2]

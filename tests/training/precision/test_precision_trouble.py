@@ -51,6 +51,7 @@ def broken(monkeypatch: pytest.MonkeyPatch, damage: Callable[[Tensor], Tensor]) 
         return prepare(self, x, use)  # type: ignore[arg-type]
 
     monkeypatch.setattr(ReferenceBackend, "prepare", damaged)
+    monkeypatch.setattr("scrimp.gemm.backends.numba.has_numba", lambda: False)
     monkeypatch.setattr(Clock, "begin", noted)
 
 

@@ -3,7 +3,7 @@
 Method   `prepare`, `store`, `load` and `multiply` give bit for bit what the reference gives, each number read and
          written once (`scrimp.gemm.cpu_passes`). Scales come from the reference's own rules, products are torch's.
 Limits   Where Numba is installed (`pip install scrimp[numba]`), and for recipes that quantize. Two scales a block
-         (`four_over_six`), numbers in float64 and float16, and tensors without memory go through the reference.
+         (`four_over_six`) and numbers in float64 and float16 go through the reference.
 Checked  tests/gemm/test_numba_backend.py
 """
 
@@ -73,7 +73,7 @@ class NumbaBackend(ReferenceBackend):
 
     def prepare(self, x: Tensor, use: Use) -> ReferenceOperand:
         """Values after rounding, as the reference's."""
-        if not _can_read(x, use.operand):
+        if not self._can_read(x, use.operand):
             return super().prepare(x, use)
         is_bf16 = x.dtype == torch.bfloat16 and self.multiplies_bf16_fast(x.device)
         scaled = _Scaled.of(x, use)
@@ -89,7 +89,7 @@ class NumbaBackend(ReferenceBackend):
 
     def store(self, x: Tensor, use: Use) -> QuantizedTensor:
         """Codes, as the reference's."""
-        if not _can_read(x, use.operand):
+        if not self._can_read(x, use.operand):
             return super().store(x, use)
         assert use.operand is not None
         scaled = _Scaled.of(x, use)
@@ -105,7 +105,7 @@ class NumbaBackend(ReferenceBackend):
 
     def load(self, codes: QuantizedTensor) -> ReferenceOperand:
         """Values of kept codes, as the reference's."""
-        if not _can_read(codes.payload, codes.operand, (torch.uint8, *FLOAT8.values())):
+        if not self._can_read(codes.payload, codes.operand, (torch.uint8, *FLOAT8.values())):
             return super().load(codes)
         kind, element = lookup_scaling(codes.operand.scaling), lookup_element(codes.operand.element)
         length = codes.shape[codes.axis]
@@ -119,11 +119,22 @@ class NumbaBackend(ReferenceBackend):
 
     def multiply(self, gemm: str, a: ReferenceOperand, b: ReferenceOperand, out: torch.dtype) -> Tensor:
         """The product, as the reference's."""
-        products = bf16_products(gemm, a, b, out) if _is_here(a.quantized.values) and out in TYPES else None
+        is_ours = self.takes(a.quantized.values.device) and out in TYPES
+        products = bf16_products(gemm, a, b, out) if is_ours else None
         if not products or not products[0].numel():
             return super().multiply(gemm, a, b, out)
         found: Tensor = _passes().scaled_sum(products, a.quantized.outer, b.quantized.outer, out)
         return found
+
+    def takes(self, device: torch.device) -> bool:
+        """Whether its kernels reach the memory of a device; what they do not reach goes through the reference."""
+        return device.type == "cpu" and has_numba()
+
+    def _can_read(self, x: Tensor, operand: Operand | None, types: tuple[torch.dtype, ...] = TYPES) -> bool:
+        """Whether the kernels take a tensor."""
+        if operand is None or operand.four_over_six or not self.takes(x.device):
+            return False
+        return x.dim() == 2 and x.numel() > 0 and x.dtype in types
 
 
 @dataclass(frozen=True)
@@ -181,20 +192,10 @@ class _Scaled:
 
     def rule(self) -> dict[str, Any]:
         """How a kernel scales and rounds."""
-        lift = 1.0 if self.tensor_scale is None else float(scale_rules.lift_of(self.tensor_scale))
+        scale, lift = self.tensor_scale, 1.0
+        if scale is not None and not isinstance(scale, FakeTensor):
+            lift = float(scale_rules.lift_of(scale))
         return {"is_divided": self.kind.scale_type == "fp32", "lift": lift, "hashes": self.hashes}
-
-
-def _can_read(x: Tensor, operand: Operand | None, types: tuple[torch.dtype, ...] = TYPES) -> bool:
-    """Whether the kernels take a tensor."""
-    if operand is None or operand.four_over_six:
-        return False
-    return _is_here(x) and x.dim() == 2 and x.numel() > 0 and x.dtype in types
-
-
-def _is_here(x: Tensor) -> bool:
-    """Whether a tensor has memory that the kernels reach."""
-    return x.device.type == "cpu" and not isinstance(x, FakeTensor)
 
 
 def _packed(codes: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""The reference back end under a trace: each quantization runs once, and afterwards only its bytes are repeated.
+"""The emulation under a trace: each quantization runs once, and afterwards only its bytes are repeated.
 
-Problem  The reference quantizes piece by piece, with dozens of operators, in every pass of every choice of activations
-         again, though the bytes are the same each time; and a run is traced several times before it starts.
+Problem  The emulation quantizes with dozens of operators, in every pass of every choice of activations again, though
+         the bytes are the same each time; and a run is traced several times before it starts.
 Method   Per operand, shape and device the first run of the process is measured: what came out, and the most that lived
          meanwhile. It and all later ones return tensors of these sizes, and tell the tracker of the same peak.
 Limits   For fake tensors only: repeated results hold no numbers.
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from scrimp.formats import QuantizedTensor
-from scrimp.gemm.backends import ReferenceBackend
+from scrimp.gemm.backends import NumbaBackend
 from scrimp.gemm.problem import Shape, Use
 from scrimp.profiler.memory_trace.tracker import StorageTracker
 
@@ -27,8 +27,9 @@ _KNOWN: dict[Hashable, tuple[int, Maker]] = {}
 """Bytes that lived beside the results, and what makes results of the same sizes."""
 
 
-class RememberedBackend(ReferenceBackend):
-    """The reference's bytes. Set `tracker` before each trace, and whether CUDA's way is traced."""
+class RememberedBackend(NumbaBackend):
+    """The bytes of Numba's kernels on a CPU that has them, else the reference's. Set `tracker` before each trace, and
+    whether CUDA's way is traced."""
 
     def __init__(self) -> None:
         self.tracker: StorageTracker | None = None
@@ -39,25 +40,29 @@ class RememberedBackend(ReferenceBackend):
         return self
 
     def prepare(self, x: Tensor, use: Use) -> Any:
-        """As the reference; high precision is handed through."""
+        """As it is; high precision is handed through."""
         if use.operand is None:
             return super().prepare(x, use)
         return self._remember(
             ("prepare", *_key(x, use)), lambda: super(RememberedBackend, self).prepare(x, use)
         )
 
+    def takes(self, device: torch.device) -> bool:
+        """What stands for CUDA is no CPU's."""
+        return not self.stands_for_cuda and super().takes(device)
+
     def multiplies_bf16_fast(self, device: torch.device) -> bool:
         """On CUDA always, whatever the CPU that traces it does."""
         return self.stands_for_cuda or super().multiplies_bf16_fast(device)
 
     def store(self, x: Tensor, use: Use) -> QuantizedTensor:
-        """As the reference."""
+        """As it is."""
         found = self._remember(("store", *_key(x, use)), lambda: super(RememberedBackend, self).store(x, use))
         assert isinstance(found, QuantizedTensor)
         return found
 
     def load(self, codes: QuantizedTensor) -> Any:
-        """As the reference."""
+        """As it is."""
         key = ("load", tuple(codes.shape), codes.operand, codes.axis)
         return self._remember(key, lambda: super(RememberedBackend, self).load(codes))
 
