@@ -215,7 +215,7 @@ def test_a_run_that_fails_is_told_and_the_others_go_on(done: Any, tmp_path: Path
 
 def test_halving_stops_runs_between_rounds_and_goes_on_with_the_best(done: Any, tmp_path: Path) -> None:
     file, whole, _ = done
-    more = '[[variants]]\nname = "fastest"\noptimizer.lr = 0.5\n[halving]\nfactor = 2\nrounds = 1\n'
+    more = '[[variants]]\nname = "slowest"\noptimizer.lr = 1e-6\n[halving]\nfactor = 2\nrounds = 1\n'
     study_file = write_study(tmp_path, file.parent / "corpus.txt", tail=more)
     text = (
         study_file.read_text()
@@ -228,10 +228,10 @@ def test_halving_stops_runs_between_rounds_and_goes_on_with_the_best(done: Any, 
     shutil.copy(whole / "probes.json", out / "probes.json")
     ended = study(study_file, "--out", out)
     assert ended.returncode == 0, ended.stderr
-    assert "dropped after step 12: fastest" in ended.stdout
+    assert "dropped after step 12: slowest" in ended.stdout
     found = figures(out)
     assert set(found) == {
-        *((name, 0, STEPS // 2) for name in ("slow", "fast", "fastest")),
+        *((name, 0, STEPS // 2) for name in ("slow", "fast", "slowest")),
         *((name, 0, STEPS) for name in ("slow", "fast")),
     }
     # A run that was stopped between rounds is the run that was not.

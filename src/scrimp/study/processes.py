@@ -191,7 +191,9 @@ class Process:
     def _row_of_ended(self) -> Row:
         seconds, run = time.monotonic() - self._began, read_run_of(self.job)
         code = self._process.returncode
-        is_well = code == 0 or (self._asked and code == 128 + signal.SIGTERM)
+        # A short run may be through with its steps when it is asked, and dies of the signal as it ends: what it lacks
+        # of its last checkpoint the next round makes again.
+        is_well = code == 0 or (self._asked and code in (128 + signal.SIGTERM, -signal.SIGTERM))
         if is_well and run is not None and has_reached(self.job, run):
             return row_of(self.job, seconds=seconds)
         return row_of(self.job, seconds=seconds, error=self._why(code))
