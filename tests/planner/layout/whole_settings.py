@@ -13,7 +13,7 @@ from published_settings import LLAMA_8B, setting
 from scrimp.planner.hardware import load_hardware
 from scrimp.planner.layout.block_choices import has_room_as_planned
 from scrimp.planner.layout.block_menus import Quality, flops_in_4_bits, profiles
-from scrimp.planner.layout.predict import predict
+from scrimp.planner.layout.predict import predict, rank_seconds
 from scrimp.planner.layout.questions import ON_HOST
 from scrimp.planner.layout.setting import FULL, NONE, SELECTIVE, BlockPlan, Setting
 from scrimp.planner.layout.stage_memory import peak_bytes
@@ -21,6 +21,9 @@ from scrimp.planner.layout.stages import blocks_of_stages
 
 GAP = 2e-3
 """By how much a plan may be slower than the best of all."""
+PLAYED_GAP = 0.03
+"""The same of a pipeline, whose plans are the best by `summed_of`, before its schedule is played. Measured, not proven:
+of 3,699 random pipelines of two stages 7 were slower than the best by more than 0.2 %, the worst by 2.5 %."""
 MOST = 6000
 
 
@@ -83,14 +86,25 @@ def seconds_of(one: Setting) -> float:
     return predict(one).least
 
 
-def fastest(one: Setting, wanted: Quality | None) -> Setting | None:
-    """The best of those that fit."""
-    found = [
+def summed_of(one: Setting) -> float:
+    """Of a step's passes as blocks are decided by: ranks as slow as the sum of their passes, the slowest of them for
+    each micro-batch (`knapsack`). What a schedule makes of passes is not known there."""
+    ranks = rank_seconds(one)
+    return (one.micro_batches - 1) * max(ranks) + sum(ranks)
+
+
+def fitting(one: Setting, wanted: Quality | None) -> list[Setting]:
+    """All that fit."""
+    return [
         each
         for each in every(one, wanted)
         if (wanted is None or harm(each, wanted) <= wanted.limit * (1 + 1e-9)) and fits(each)
     ]
-    return min(found, key=seconds_of, default=None)
+
+
+def fastest(one: Setting, wanted: Quality | None) -> Setting | None:
+    """The best of those that fit."""
+    return min(fitting(one, wanted), key=seconds_of, default=None)
 
 
 @st.composite

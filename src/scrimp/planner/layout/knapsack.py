@@ -22,6 +22,8 @@ Method   Within a stage harm has a price. Where equal blocks leave few ways to s
          (`spread`).
 Limits   A plan costs at most `GAP` more than the best at its price, in shares of the blocks' least seconds, unless
          labels were more than `_LABELS`. Plans between two prices are mixtures: by less than one block from the best.
+         Of two stages' plans the best are found. Of S > 2 stages those found are as good as the best that leave S cells
+         of harm to spare; where no plans leave that, they may be further from the best.
 Source   (m - 1) max + sum: Alpa (arXiv 2201.12023, section 5.1); prices: Everett, Operations Research 11, 1963; what is
          left once choices are ruled out: the core of Kellerer, Pferschy, Pisinger, Knapsack Problems, chapter 11
 Checked  tests/planner/layout/test_knapsack.py: all choices of small cases
@@ -370,7 +372,19 @@ def spread(
         fixed: seconds of each stage besides its blocks.
         limit: of all stages' harm.
     """
-    rows = [_on_grid(one, limit, cells if limit > 0 else 0) for one in stages]
+    found = _in_cells(stages, fixed, micro_batches, limit, cells if limit > 0 else 0)
+    if found is None:
+        found = [int(np.lexsort((one.seconds, one.harm))[0]) for one in stages]
+        if _harm(stages, found) > limit * (1.0 + _ROUND):
+            return None
+    return _shared_again(stages, fixed, micro_batches - 1, limit, found) if limit > 0 else found
+
+
+def _in_cells(
+    stages: Sequence[Frontier], fixed: Sequence[float], micro_batches: int, limit: float, cells: int
+) -> list[int] | None:
+    """The same with each stage's harm rounded up to whole cells."""
+    rows = [_on_grid(one, limit, cells) for one in stages]
     seconds = [row + base for (row, _), base in zip(rows, fixed, strict=True)]
     if any(not np.isfinite(one[-1]) for one in seconds):
         return None
@@ -397,6 +411,63 @@ def spread(
         if np.isfinite(total):  # else harm is more than there is, for all to be as fast as that
             open_ones.append((low, middle, total))
     return [int(row[1][at]) for row, at in zip(rows, found, strict=True)] if np.isfinite(best) else None
+
+
+def _harm(stages: Sequence[Frontier], taken: Sequence[int]) -> float:
+    """Of these plans together."""
+    return sum(float(one.harm[plan]) for one, plan in zip(stages, taken, strict=True))
+
+
+def _shared_again(
+    stages: Sequence[Frontier], fixed: Sequence[float], after: int, limit: float, taken: Sequence[int]
+) -> list[int]:
+    """Plans of a step that is as fast or faster: the slowest stage and another one take the best pair of plans that the
+    harm of the rest leaves them; so with each other one in turn.
+
+    Args:
+        after: how often the slowest stage counts besides.
+        taken: plans whose harm is within the limit.
+    """
+    found, kept = list(taken), [falling(one.seconds, one.harm) for one in stages]
+    seconds = [one.seconds[own] + base for one, own, base in zip(stages, kept, fixed, strict=True)]
+    harm = [one.harm[own] for one, own in zip(stages, kept, strict=True)]
+    now = [float(one.seconds[plan]) + base for one, plan, base in zip(stages, found, fixed, strict=True)]
+    for other in range(len(stages)):
+        slowest = now.index(max(now))
+        if slowest == other:
+            continue
+        pair = slowest, other
+        rest = [at for at in range(len(stages)) if at not in pair]
+        left = limit * (1.0 + _ROUND) - _harm([stages[at] for at in rest], [found[at] for at in rest])
+        top = max((now[at] for at in rest), default=0.0)
+        better = _best_pair([seconds[at] for at in pair], [harm[at] for at in pair], after, top, left)
+        if better is None or better[0] >= after * now[slowest] + now[slowest] + now[other]:
+            continue
+        for at, plan in zip(pair, better[1], strict=True):
+            found[at], now[at] = int(kept[at][plan]), float(seconds[at][plan])
+    return found
+
+
+def _best_pair(
+    seconds: Sequence[Array], harm: Sequence[Array], after: int, top: float, left: float
+) -> tuple[float, tuple[int, int]] | None:
+    """Which plan each of two stages takes where both may do so much harm together, and what it costs; None where all
+    do more.
+
+    Args:
+        seconds: of each stage's plans, of which those of more harm are faster.
+        after: how often the slowest of all stages counts besides.
+        top: seconds of the slowest of the others.
+    """
+    # Beside each plan of the one, the other takes the fastest that is left.
+    beside = np.searchsorted(harm[1], left - harm[0], side="right") - 1
+    may = np.flatnonzero(beside >= 0)
+    if not len(may):
+        return None
+    one, other = seconds[0][may], seconds[1][beside[may]]
+    costs = after * np.maximum(np.maximum(one, other), top) + one + other
+    best = int(costs.argmin())
+    return float(costs[best]), (int(may[best]), int(beside[may[best]]))
 
 
 def _on_grid(stage: Frontier, limit: float, cells: int) -> tuple[Array, Indices]:

@@ -23,8 +23,9 @@ Method   Of a rank's n blocks, with f passes in flight and the allocator's share
          Sums that hardly ever bind are numbers of blocks: the first ones may offload, as many as their host has room
          for, and the last ones may stay gathered.
 Limits   Blocks that may offload, or stay gathered, are counted by the largest of them. Of more than `_LEVELS` values of
-         A that leave any room so many are tried, evenly, the least and the most among them. Another moment of a V may
-         hold more of a plan whose stages differ: `Blocks.solve` then asks again with less room.
+         A, or of `waiting + again`, that leave any room so many are tried, evenly, the least and the most among them.
+         Another moment of a V may hold more of a plan whose stages differ: `Blocks.solve` then asks again with less
+         room.
 Checked  tests/planner/layout/test_rank_ways.py: brute force over whole settings
 """
 
@@ -137,7 +138,7 @@ class Rank:
         margin, most_standing, left = 1.0 + outside.share, float(standing.max()), self._left
         alone = waiting + again
         has_end = margin * float(alone.max()) + number * most_standing > left["end"]
-        ends = _levels(alone) if has_end else [float(alone.max())]
+        ends = _levels(alone[margin * alone <= left["end"]]) if has_end else [float(alone.max())]
         levels, found = _levels(again[margin * again <= left["backward"]]), []
         for most, end in itertools.product(levels, ends):
             may = (again <= most) & (alone <= end)
