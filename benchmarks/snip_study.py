@@ -95,6 +95,12 @@ def main() -> None:
     parser.add_argument("--scratch-steps", type=int, default=300, help="of training from scratch (phase 0)")
     parser.add_argument("--held-out", type=int, default=65_536, help="tokens of an evaluation")
     parser.add_argument("--batches", type=int, default=3, help="statistics batches, and of damage")
+    parser.add_argument(
+        "--ahead",
+        type=int,
+        default=20,
+        help="steps from statistics to the batches of damage; 0: the same ones",
+    )
     parser.add_argument("--more-formats", nargs="*", default=["bf16", "mxfp8", "nvfp4"], help="of overhead")
     parser.add_argument("--repeats", type=int, default=3, help="of overhead")
     parser.add_argument("--date", default=date.today().isoformat(), help="of the report's files")
@@ -158,7 +164,7 @@ def damage(options: argparse.Namespace) -> None:
             lab = Lab(options.work / f"seed{seed}", phase)
             profile = profile_of(lab, options)
             lab.reset()
-            losses, updates = single_damages(lab, options.low, phase + 20, options.batches)
+            losses, updates = single_damages(lab, options.low, phase + options.ahead, options.batches)
             row = {"seed": seed, "step": phase, "format": options.low, "layers": list(profile.layers)}
             row |= {
                 "loss": losses.tolist(),
