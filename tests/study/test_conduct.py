@@ -12,7 +12,7 @@ from fakes import PROBE, FakePlaces, Watched, row_for, study_of
 from scrimp.errors import ConfigError, StorageError
 from scrimp.study.conduct import STUDY_FILE, begin, conduct, jobs_of, lock_folder
 from scrimp.study.definition import Study
-from scrimp.study.job import Job
+from scrimp.study.job import Job, refuse_other_settings
 from scrimp.study.rounds import is_finished, round_of
 from scrimp.study.rows import append_row, read_rows
 
@@ -171,6 +171,38 @@ def test_runs_of_a_trunk_that_failed_fail_with_it_and_are_tried_again(tmp_path: 
     again = run(study, tmp_path, FakePlaces(study, with_trunk))
     assert [one.name for one in again.started_jobs] == ["trunk-seed0", "a-seed0", "b-seed0"]
     assert is_finished(study, read_rows(tmp_path))
+
+
+def test_a_trunk_that_failed_is_left_to_the_next_call_in_later_rounds_too(tmp_path: Path) -> None:
+    study = study_of("abc", seeds=2, tail=TRUNK + "[halving]\nfactor = 2\nrounds = 1\n")
+    calls: list[str] = []
+
+    def fails_once(job: Job) -> float | None:
+        calls.append(job.name)
+        return None if job.name == "trunk-seed0" and calls.count(job.name) == 1 else with_trunk(job)
+
+    run(study, tmp_path, FakePlaces(study, fails_once))
+    assert calls.count("trunk-seed0") == 1
+    assert read_rows(tmp_path)["c", 0, 8].error == "its trunk failed: it broke"
+
+
+def test_a_study_with_a_trunk_goes_on_in_another_place(tmp_path: Path) -> None:
+    study = study_of("ab", seeds=1, tail=TRUNK)
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    run(study, here, FakePlaces(study, lambda job: None if job.variant == "b" else with_trunk(job)))
+    here.rename(there)
+    again = run(study, there, FakePlaces(study, with_trunk))
+    assert [one.name for one in again.started_jobs] == ["b-seed0"]
+    refuse_other_settings(again.started_jobs[0])
+    (there / "runs" / "b-seed0.toml").write_text("optimizer.lr = 9.0\n")
+    with pytest.raises(ConfigError, match="begun with other settings"):
+        refuse_other_settings(again.started_jobs[0])
+
+
+def test_a_variant_may_be_called_trunk_where_there_is_none(tmp_path: Path) -> None:
+    study = study_of(("a", "trunk"), seeds=1)
+    assert len(run(study, tmp_path, FakePlaces(study, with_trunk)).started_jobs) == 2
 
 
 def test_rows_of_another_trunk_are_refused(tmp_path: Path) -> None:

@@ -101,6 +101,41 @@ def test_settings_of_the_command_line_stand_in_for_the_files(tmp_path: Path) -> 
         load_study(str(file), ["train.stepz=3"])
 
 
+def test_weights_that_are_given_are_the_trunks(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(LIST + "[trunk]\ntrain.steps = 30\n")
+    study = load_study(
+        str(file), ["model.weights=runs/mine", "trunk.train.steps=40", "data.source=/x/\U0001f600.txt"]
+    )
+    assert study.trunk is not None
+    assert str(study.trunk.settings["model.weights"]) == "runs/mine"
+    assert study.trunk.settings["train.steps"] == 40
+    assert study.trunk.settings["data.source"] == "/x/\U0001f600.txt"
+    assert not any("model.weights" in one.settings for one in study.variants)
+    load_study("precision", ["model.weights=runs/mine", "data.source=my.txt", "budget.fp4_flops=0.9"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train.steps=4", "train.steps=5"], "--set names a setting twice"),
+        (["train.steps=4", "train=5"], "--set names a setting twice"),
+        (["train.steps=" + "9" * 5000], "wrong type"),
+        (["data.source=" + "[" * 3000, "trunk.train.steps=3"], "has no trunk"),
+    ],
+)
+def test_settings_of_the_command_line_are_refused_by_their_words(
+    words: list[str], message: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(LIST)
+    with pytest.raises(ConfigError, match=message):
+        load_study(str(file), words)
+    file.write_text(LIST + "[given]\ntrain.steps = 7\n")
+    with pytest.raises(ConfigError, match=r"earlier --set|--set names"):
+        load_study(str(file), words)
+
+
 REFUSED = {
     "a trunk of another model": (
         LIST + "[trunk]\nmodel.num_layers = 3\n",
@@ -108,8 +143,8 @@ REFUSED = {
         "move it to [settings]",
     ),
     "other weights than the trunk's": (
-        LIST.replace("[settings]", '[settings]\nmodel.weights = "elsewhere"') + "[trunk]\n",
-        "bf16 in mine.toml begins with other weights",
+        LIST + 'model.weights = "elsewhere"\n[trunk]\n',
+        "fp8 in mine.toml begins with other weights",
         "move model.weights to [trunk]",
     ),
     "models differ after a trunk": (

@@ -40,6 +40,18 @@ def train(folder: Path, name: str, *more: str) -> dict[int, float]:
     return losses(folder / name)
 
 
+OWN = """
+import torch
+
+
+class Decaying(torch.optim.AdamW):
+    elementwise = True
+
+    def __init__(self, parameters, lr, **ignored):
+        super().__init__(parameters, lr=lr, weight_decay=5.0)
+"""
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -49,15 +61,38 @@ def train(folder: Path, name: str, *more: str) -> dict[int, float]:
         pytest.param(["--precision=bf16", "--train.parameters=bf16"], marks=pytest.mark.slow),
     ],
 )
-def test_states_go_over_with_the_weights(settings: list[str], tmp_path: Path) -> None:
+def test_states_go_over_with_the_weights_again_and_again(settings: list[str], tmp_path: Path) -> None:
     whole = train(tmp_path, "whole", "--train.steps=8", *settings)
-    train(tmp_path, "first", "--train.steps=4", *settings)
-    weights = f"--model.weights={tmp_path / 'first'}"
-    second = train(tmp_path, "second", "--train.steps=4", weights, "--optimizer.from-weights", *settings)
-    assert [second[step] for step in range(1, 5)] == [whole[step] for step in range(5, 9)]
-    fresh = train(tmp_path, "fresh", "--train.steps=4", weights, *settings)
-    assert fresh[1] == whole[5]
-    assert fresh[3] != whole[7], "empty states give other updates"
+    train(tmp_path, "first", "--train.steps=3", *settings)
+    onward = ["--optimizer.from-weights", *settings]
+    second = train(tmp_path, "second", "--train.steps=2", f"--model.weights={tmp_path / 'first'}", *onward)
+    third = train(tmp_path, "third", "--train.steps=3", f"--model.weights={tmp_path / 'second'}", *onward)
+    assert [second[step] for step in (1, 2)] == [whole[step] for step in (4, 5)]
+    assert [third[step] for step in (1, 2, 3)] == [whole[step] for step in (6, 7, 8)]
+    fresh = train(tmp_path, "fresh", "--train.steps=3", f"--model.weights={tmp_path / 'first'}", *settings)
+    assert fresh[1] == whole[4]
+    assert fresh[3] != whole[6], "empty states give other updates"
+
+
+def test_a_run_that_took_states_goes_on_from_its_own_checkpoints(tmp_path: Path) -> None:
+    train(tmp_path, "first", "--train.steps=3")
+    words = ["--train.steps=4", f"--model.weights={tmp_path / 'first'}", "--optimizer.from-weights"]
+    second = train(tmp_path, "second", "--checkpoint.every=2", *words)
+    run = tmp_path / "second"
+    assert main(["verify", str(run)]) == 0
+    assert main(["train", f"--run.dir={run}", "--resume-from=2"]) == 0
+    assert losses(run) == second
+
+
+@pytest.mark.slow
+def test_making_room_for_the_states_of_an_own_optimizer_moves_no_weight(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    own = [f"--optimizer.name={tmp_path / 'own.py'}:Decaying", "--trust-code"]
+    whole = train(tmp_path, "whole", "--train.steps=4", *own)
+    train(tmp_path, "first", "--train.steps=2", *own)
+    words = [f"--model.weights={tmp_path / 'first'}", "--optimizer.from-weights", *own]
+    second = train(tmp_path, "second", "--train.steps=2", *words)
+    assert [second[1], second[2]] == [whole[3], whole[4]]
 
 
 def test_states_that_are_not_there_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

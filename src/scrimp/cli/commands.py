@@ -406,7 +406,8 @@ class StudyCommand:
     """So many seeds instead of the file's: its own first, then further ones."""
     set: Annotated[tuple[str, ...], UseAppendAction] = ()
     """A setting of the runs as KEY=VALUE, in the place of the file's, such as model.weights=FOLDER or
-    budget.fp4_flops=0.9; once for each. Where variants have it, in those; else in all runs."""
+    budget.fp4_flops=0.9; once for each. Where variants have it, in those; else in all runs; trunk.KEY=VALUE in the
+    trunk."""
     at_once: int | None = None
     """Most runs at once. Unset: as many as memory and cores allow; runs that are timed go alone."""
     ray: str | None = None

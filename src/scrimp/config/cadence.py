@@ -35,7 +35,7 @@ def decide_lr(config: Config, architecture: Architecture) -> Decision:
     """The highest learning rate of the run."""
     lr = min(3e-3, 0.8 / architecture.width)
     reason = f"min(3e-3, 0.8 / width {architecture.width:,})"
-    if config.model.weights is not None:
+    if config.model.weights is not None and not config.optimizer.from_weights:
         lr, reason = lr / 10, f"a tenth of {reason}, from trained weights"
     if config.optimizer.name == "muon":
         reason += ", as AdamW's, to whose size Muon's updates are scaled"

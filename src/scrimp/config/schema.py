@@ -139,7 +139,8 @@ class OptimizerConfig:
     """adamw, or muon: orthogonalised momentum for the blocks' matrices, AdamW for the rest. Or FILE.py:NAME, a
     torch.optim.Optimizer of your own (with --trust-code)."""
     lr: float | None = None
-    """Peak learning rate. Unset: min(3e-3, 0.8 / width), a tenth of that from model.weights."""
+    """Peak learning rate. Unset: min(3e-3, 0.8 / width), a tenth of that from model.weights, but for those whose
+    optimizer's states go over too (from_weights)."""
     weight_decay: float = 0.1
     """Decoupled decay, on matrices only."""
     beta1: float = 0.9

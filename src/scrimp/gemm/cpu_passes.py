@@ -15,7 +15,7 @@ import functools
 import itertools
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
@@ -232,7 +232,10 @@ def _by_rows(kernel: Callable[..., None], x: Any, rows: int, numbers: int, *argu
     parts = [
         _pool().submit(kernel, x, begin, end, *arguments) for begin, end in itertools.pairwise(bounds[1:])
     ]
-    kernel(x, 0, bounds[1], *arguments)
+    try:
+        kernel(x, 0, bounds[1], *arguments)
+    finally:
+        wait(parts)  # whatever ends this call: they write into memory that its caller would let go of
     for part in parts:
         part.result()
 

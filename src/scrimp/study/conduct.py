@@ -153,20 +153,24 @@ def jobs_of(
     return found
 
 
-def _waiting(jobs: Sequence[Job], rows: dict[Key, Row], retried: Collection[Key]) -> list[Job]:
+def _waiting(jobs: Sequence[Job], rows: dict[Key, Row], retried: set[Key]) -> list[Job]:
     """Those without a row, and those that failed in an earlier call; of trunks those that one of these goes on from."""
-    waiting = [job for job in jobs if job.variant != TRUNK and (job.key not in rows or job.key in retried)]
+    trunks = {job.trunk for job in jobs if job.trunk is not None}
+    waiting = [job for job in jobs if job.key not in trunks and (job.key not in rows or job.key in retried)]
     needed = {job.trunk for job in waiting}
-    trunks = [job for job in jobs if job.key in needed and not _is_there(job, rows)]
-    for job in trunks:
+    again = [job for job in jobs if job.key in trunks & needed and _is_to_be_made(job, rows, retried)]
+    for job in again:
         rows.pop(job.key, None)
-    return sorted([*trunks, *waiting], key=jobs.index)
+        retried.discard(job.key)
+    return sorted([*again, *waiting], key=jobs.index)
 
 
-def _is_there(trunk: Job, rows: Mapping[Key, Row]) -> bool:
-    """Whether runs can go on from a trunk: its row outlives its folder."""
+def _is_to_be_made(trunk: Job, rows: Mapping[Key, Row], retried: Collection[Key]) -> bool:
+    """Whether a trunk has no row, failed in an earlier call, or has lost its folder, which its row outlives."""
     row = rows.get(trunk.key)
-    return row is not None and row.error is None and (trunk.run_folder / "config.toml").exists()
+    if row is None or row.error is not None:
+        return row is None or trunk.key in retried
+    return not (trunk.run_folder / "config.toml").exists()
 
 
 def rows_of(study: Study, folder: Path) -> dict[Key, Row]:

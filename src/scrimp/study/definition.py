@@ -73,7 +73,7 @@ _SHIPPED: Final = Path(__file__).parent / "shipped"
 _CONTAINERS: Final = ("seeds", "settings", "variants", "grid", "halving", "trunk", "given")
 TRUNK: Final = "trunk"
 _SEEDS_OF_TRUNKS: Final = 2**32
-"""Added to a seed for its trunk, so that the runs that go on read other batches than it has read."""
+"""Added to a seed for its trunk, so that the runs that go on read the corpus in another order."""
 _RANGES: Final = {
     "confidence": Range(0.5, 1, below=True),
     "power": Range(0.05, 1, above=True, below=True),
@@ -213,7 +213,7 @@ def load_study(source: str, given: Sequence[str] = ()) -> Study:
     """A study by its file, or by the name of one that ships.
 
     Args:
-        given: settings of runs as key=value, in the place of the file's.
+        given: settings of runs as key=value, in the place of the file's; of the trunk as trunk.key=value.
 
     Raises:
         ConfigError: there is none, or it cannot be used; with file, key, what was got and what is expected.
@@ -238,7 +238,7 @@ def load_study(source: str, given: Sequence[str] = ()) -> Study:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise ConfigError(f"{file} is not UTF-8 text", expected="a study as TOML") from None
-    return parse_study(text + toml_of_given(given), name=file.stem, where=str(file))
+    return parse_study(text + toml_of_given(given, text), name=file.stem, where=str(file))
 
 
 def parse_study(text: str, *, name: str, where: str) -> Study:
@@ -259,8 +259,14 @@ def parse_study(text: str, *, name: str, where: str) -> Study:
         ) from None
     head = _read_head(table, where)
     written = settings_of_part(table_of(table, "settings", where), where, "settings")
-    given = settings_of_part(table_of(table, "given", where), where, "given")
+    told = table_of(table, "given", where)
+    of_trunk = settings_of_part(table_of(told, TRUNK, where), where, f"given.{TRUNK}")
+    rest = {key: value for key, value in told.items() if key != TRUNK}
+    given = settings_of_part(rest, where, "given")
     common, variants = variants_of(table, written, given, where)
+    trunk = _trunk(table, common, of_trunk, where)
+    if trunk is not None:
+        variants = tuple(_after_trunk(one, trunk) for one in variants)
     head["control"] = head.get("control") or variants[0].name
     _check_control(head["control"], variants, where)
     found = Study(
@@ -269,7 +275,7 @@ def parse_study(text: str, *, name: str, where: str) -> Study:
         seeds=_seeds(table.get("seeds", 3), where),
         variants=variants,
         halving=_halving(table, where),
-        trunk=_trunk(table, common, where),
+        trunk=trunk,
         **head,
     )
     _check_whole(found, where)
@@ -317,11 +323,21 @@ def _is_count(value: object, least: int = 1) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= 2**63 - 1
 
 
-def _trunk(table: Mapping[str, Any], common: Settings, where: str) -> Variant | None:
+def _trunk(table: Mapping[str, Any], common: Settings, given: Settings, where: str) -> Variant | None:
     if TRUNK not in table:
+        if given:
+            raise ConfigError(f"{where} has no trunk", got=f"settings of one: {', '.join(given)}")
         return None
     own = settings_of_part(table_of(table, TRUNK, where), where, TRUNK)
-    return Variant(TRUNK, {**common, **own})
+    return Variant(TRUNK, {**common, **own, **given})
+
+
+def _after_trunk(variant: Variant, trunk: Variant) -> Variant:
+    """Without the weights that its trunk begins with."""
+    key = "model.weights"
+    if key not in variant.settings or variant.settings[key] != trunk.settings.get(key):
+        return variant
+    return replace(variant, settings={name: one for name, one in variant.settings.items() if name != key})
 
 
 def _halving(table: Mapping[str, Any], where: str) -> Halving | None:

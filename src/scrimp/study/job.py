@@ -115,7 +115,7 @@ def refuse_other_settings(job: Job) -> None:
     """
     with storage(job.settings_file, "read"):
         text = job.settings_file.read_text(encoding="utf-8") if job.settings_file.exists() else None
-    if text == job.toml or not job.run_folder.exists():
+    if not job.run_folder.exists() or (text is not None and _decides(text, job) == _decides(job.toml, job)):
         return
     if text is None and not (job.run_folder / "config.toml").exists():
         return  # killed before it had anything to go on with
@@ -125,6 +125,12 @@ def refuse_other_settings(job: Job) -> None:
         expected="the settings that the study has now",
         do="give another folder with --out, or remove that one",
     )
+
+
+def _decides(text: str, job: Job) -> list[str]:
+    """The lines of a run's settings that decide its numbers: not where its trunk lies, which may have moved with it."""
+    moves = ("#",) if job.trunk is None else ("#", "model.weights = ")
+    return [line for line in text.splitlines() if not line.startswith(moves)]
 
 
 def _changed(before: str, after: str) -> str:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from scrimp.config import settings_in
+from scrimp.config.write_toml import toml_value
 from scrimp.errors import ConfigError
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+,-]{0,79}")
@@ -63,25 +64,43 @@ def settings_of_part(table: dict[str, Any], where: str, part: str) -> dict[str, 
     return values
 
 
-def toml_of_given(words: Sequence[str]) -> str:
+def toml_of_given(words: Sequence[str], text: str) -> str:
     """Settings that a command line has as key=value, as the part of a file that `scrimp study --set` writes.
 
+    Args:
+        text: of the file.
+
     Raises:
-        ConfigError: a word is no key=value.
+        ConfigError: a word is no key=value, or says again what another one or the file says.
     """
-    lines = []
+    found: dict[str, str] = {}
     for word in words:
         key, equals, value = (part.strip() for part in word.partition("="))
-        if not (equals and value and re.fullmatch(r"[a-z0-9_.]+", key.replace("-", "_"))):
+        key = key.replace("-", "_")
+        if not (equals and value and re.fullmatch(r"[a-z0-9_]+(\.[a-z0-9_]+)*", key)):
             raise ConfigError(
                 "--set takes a setting and its value", got=word, expected="as train.steps=400, without spaces"
             )
-        try:
-            tomllib.loads(f"value = {value}")
-        except tomllib.TOMLDecodeError:
-            value = json.dumps(value)
-        lines.append(f"{key.replace('-', '_')} = {value}\n")
+        if any(key == one or key.startswith(f"{one}.") or one.startswith(f"{key}.") for one in found):
+            raise ConfigError("--set names a setting twice", got=word, do="leave one of the two out")
+        found[key] = _as_toml(value)
+    if found and re.search(r"(?m)^\s*\[given", text):
+        raise ConfigError(
+            "the study has settings of an earlier --set already",
+            got="[given] in its file",
+            do="change them there, and leave --set out",
+        )
+    lines = [f"{key} = {value}\n" for key, value in found.items()]
     return "".join(["\n# What scrimp study was told with --set.\n[given]\n", *lines]) if lines else ""
+
+
+def _as_toml(value: str) -> str:
+    """The value as it stands where that is TOML, else as text."""
+    try:
+        is_toml = set(tomllib.loads(f"value = {value}")) == {"value"}
+    except (ValueError, RecursionError):
+        is_toml = False
+    return value if is_toml else toml_value(value)
 
 
 def variants_of(

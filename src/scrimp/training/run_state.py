@@ -28,6 +28,13 @@ class Position:
     step: int = 0
     updates: int = 0
     """Steps that moved the weights: those that were not skipped."""
+    updates_before: int = 0
+    """Updates of the run whose optimizer's states it began with (`optimizer.from_weights`)."""
+
+    @property
+    def all_updates(self) -> int:
+        """Updates that the optimizer's states have seen."""
+        return self.updates_before + self.updates
 
 
 @dataclass(frozen=True)
@@ -62,7 +69,8 @@ def read_state(checkpoint: Checkpoint) -> RunState:
     origin = str(checkpoint.folder / STATE)
     state = as_typed(checkpoint.state, RunState, origin=origin, error=CheckpointError, do=_DO)
     position = state.position
-    if position.step != checkpoint.step or not 0 <= position.updates <= position.step:
+    is_possible = 0 <= position.updates <= position.step and position.updates_before >= 0
+    if position.step != checkpoint.step or not is_possible:
         raise CheckpointError(
             f"{origin}: position is impossible",
             got=f"step {position.step}, {position.updates} updates",

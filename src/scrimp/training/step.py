@@ -107,7 +107,7 @@ class Stepper:
             run.line.message(f"step {run.step + 1} skipped: {reason}")
         optimizer.zero_grad()
         run.position.step += 1
-        run.position.updates = optimizer.num_updates
+        run.position.updates = optimizer.num_updates - run.position.updates_before
         return StepResult(loss, norm, lr, reason is not None, 0.0, 0.0, metrics)
 
     def _means(self, total: PassSums, num_targets: int) -> tuple[float, dict[str, float]]:

@@ -34,6 +34,8 @@ class RememberedBackend(NumbaBackend):
     def __init__(self) -> None:
         self.tracker: StorageTracker | None = None
         self.stands_for_cuda = False
+        self.is_reference = False
+        """Whether the run is told to quantize by the reference."""
 
     def choose(self, recipe: str, gemm: str, shape: Shape, device: torch.device) -> RememberedBackend:
         """Itself, as a `scrimp.gemm.BackendChooser`."""
@@ -49,7 +51,7 @@ class RememberedBackend(NumbaBackend):
 
     def takes(self, device: torch.device) -> bool:
         """What stands for CUDA is no CPU's."""
-        return not self.stands_for_cuda and super().takes(device)
+        return not (self.stands_for_cuda or self.is_reference) and super().takes(device)
 
     def multiplies_bf16_fast(self, device: torch.device) -> bool:
         """On CUDA always, whatever the CPU that traces it does."""
@@ -70,7 +72,7 @@ class RememberedBackend(NumbaBackend):
         tracker = self.tracker
         if tracker is None:
             return run()
-        key = (self.stands_for_cuda, key)
+        key = (self.stands_for_cuda, self.is_reference, key)
         if key not in _KNOWN:
             with tracker.measuring() as measured:
                 result = run()

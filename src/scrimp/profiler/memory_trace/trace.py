@@ -153,9 +153,14 @@ class TracedStep:
     """Rows may hold several documents, which attention keeps apart."""
     compiled: bool = False
     """torch.compile runs the blocks, which decides how attention keeps documents apart."""
+    by_reference: bool = False
+    """The reference quantizes, though faster kernels may be there."""
     known: KnownBlocks = dataclasses.field(default_factory=dict)
     """Blocks of steps that differed in vocabulary, layers' formats or choices alone; those traced here are added."""
     backend: RememberedBackend = dataclasses.field(default_factory=RememberedBackend, init=False)
+
+    def __post_init__(self) -> None:
+        self.backend.is_reference = self.by_reference
 
     def costs(self) -> StepCosts:
         """Bytes of all parts of the step; seconds are left 0.

@@ -20,7 +20,7 @@ from scrimp.training.run import Run
 from scrimp.training.run_folder import PLAN
 from scrimp.training.run_state import RunState, read_state
 from scrimp.training.step import StepResult
-from scrimp.training.trained_weights import OPTIMIZER_PREFIX
+from scrimp.training.trained_weights import MODEL_PREFIX, OPTIMIZER_PREFIX
 
 RANDOM_STATE = "random.torch"
 
@@ -47,7 +47,7 @@ class Checkpoints(Callback):
     def parts(self) -> dict[str, TensorPart]:
         """What lies here of every tensor of the run's state, by the name it has in a checkpoint."""
         run = self._run
-        state = {f"model.{name}": part for name, part in run.executable.parameters()}
+        state = {f"{MODEL_PREFIX}{name}": part for name, part in run.executable.parameters()}
         state |= {f"{OPTIMIZER_PREFIX}{name}": part for name, part in run.optimizer.parts()}
         if run.outer is not None:
             state |= {f"outer.{name}": part for name, part in run.outer.parts()}
@@ -61,23 +61,25 @@ class Checkpoints(Callback):
     def restore(self, checkpoint: Checkpoint) -> None:
         """Continue from a checkpoint: tensors are loaded in place."""
         state = read_state(checkpoint)
-        self._run.optimizer.prepare(state.position.updates)
+        self._run.optimizer.prepare(state.position.all_updates)
         parts = self.parts()
         checkpoint.load(parts, self._run.decisions.world)
         torch.set_rng_state(parts[RANDOM_STATE].local)
         self._run.position = state.position
-        self._run.optimizer.restore_updates(state.position.updates)
+        self._run.optimizer.restore_updates(state.position.all_updates)
         if self._cycle is not None:
             self._cycle.restore(state.precision, state.position.step)
         self._last_saved = checkpoint.step
 
     def begin_from(self, checkpoint: Checkpoint) -> None:
-        """Take the optimizer's states from another run's checkpoint, whose weights are there already."""
-        optimizer, updates = self._run.optimizer, read_state(checkpoint).position.updates
-        optimizer.prepare(updates)
-        parts = {f"{OPTIMIZER_PREFIX}{name}": part for name, part in optimizer.parts()}
-        checkpoint.load(parts, self._run.decisions.world, prefix=OPTIMIZER_PREFIX)
-        optimizer.restore_updates(updates)
+        """Take the optimizer's states from another run's checkpoint, and its weights, which making room may move."""
+        run, updates = self._run, read_state(checkpoint).position.all_updates
+        run.optimizer.prepare(updates)
+        for prefix in (OPTIMIZER_PREFIX, MODEL_PREFIX):
+            parts = {name: part for name, part in self.parts().items() if name.startswith(prefix)}
+            checkpoint.load(parts, run.decisions.world, prefix=prefix)
+        run.position.updates_before = updates
+        run.optimizer.restore_updates(updates)
 
     def save(self, *, wait: bool = False) -> None:
         """Write a checkpoint of this step, unless it has one; in the background unless `wait`."""

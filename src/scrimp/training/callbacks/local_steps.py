@@ -76,12 +76,12 @@ def join_copies(run: Run, checkpoints: Checkpoints) -> None:
         _send(run, checkpoints)
         return
     position = Position(**json.loads(copies.receive_position()))
-    run.optimizer.prepare(position.updates)
+    run.optimizer.prepare(position.all_updates)
     parts = checkpoints.parts()
     copies.receive(_tensors(parts))
     torch.set_rng_state(parts[RANDOM_STATE].local)
     run.position = position
-    run.optimizer.restore_updates(position.updates)
+    run.optimizer.restore_updates(position.all_updates)
     run.optimizer.zero_grad()
     run.tell("joined", "goes on with weights and states of another copy")
 

@@ -442,6 +442,7 @@ def _traced_base(
         gpu=gpu_of(device),
         documents=config.data.mask_documents,
         compiled=train.compile == "on",
+        by_reference=config.backend == "reference",
     )
 
 

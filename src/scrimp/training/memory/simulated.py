@@ -9,7 +9,7 @@ Method   torch's back end "fake" stands for a process group of any size in which
          kernels' own memory is counted (`stand_ins`); gates save their inputs alone, as compiled ones do.
          Of a step's micro-batches as many run as are in flight at once, and one more: later ones take the same.
          Ranks that share experts send as many tokens to each (`balanced_experts`).
-         Quantized products run in the reference back end, as in a trace (`RememberedBackend`).
+         Quantized products run emulated, as in a trace (`RememberedBackend`).
 Limits   Whole copies and what lives on the host are refused by name. What a caching allocator cannot use is no tensor.
          Fused kernels of quantized products take less than the reference. An H100's number of multiprocessors is taken.
 Checked  tests/training/memory/test_simulated.py: bytes of shards by hand; torch's profiler on ranks that run

@@ -118,12 +118,12 @@ def _meter(settings: CycleSettings, decisions: Decisions, checkpoint: Checkpoint
         replans=True,
     )
     optimizer = build(config.optimizer, executable, seed=config.run.seed)
-    optimizer.prepare(state.position.updates)
+    optimizer.prepare(state.position.all_updates)
     parts = {f"model.{name}": part for name, part in executable.parameters()}
     parts |= {f"optimizer.{name}": part for name, part in optimizer.parts()}
     parts["random.torch"] = part_of(torch.get_rng_state())  # a copy: the process's own stays
     checkpoint.load(parts)
-    optimizer.restore_updates(state.position.updates)
+    optimizer.restore_updates(state.position.all_updates)
 
     def batches(step: int, count: int) -> Iterator[list[Batch]]:
         train = config.train
