@@ -143,8 +143,9 @@ REFUSED = {
         "move it to [settings]",
     ),
     "other weights than the trunk's": (
-        LIST + 'model.weights = "elsewhere"\n[trunk]\n',
-        "fp8 in mine.toml begins with other weights",
+        LIST.replace('name = "bf16"', 'name = "bf16"\nmodel.weights = "elsewhere"')
+        + 'model.weights = "elsewhere"\n[trunk]\n',
+        "bf16 in mine.toml begins with other weights",
         "move model.weights to [trunk]",
     ),
     "models differ after a trunk": (
