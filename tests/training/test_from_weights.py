@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tiny_run import flags, losses
+from tiny_run import flags, losses, scrimp, write_corpus
 
 from scrimp.cli import main
 
@@ -82,6 +82,22 @@ def test_a_run_that_took_states_goes_on_from_its_own_checkpoints(tmp_path: Path)
     assert main(["verify", str(run)]) == 0
     assert main(["train", f"--run.dir={run}", "--resume-from=2"]) == 0
     assert losses(run) == second
+
+
+@pytest.mark.slow
+def test_ranks_take_the_states_of_a_run_of_one_process(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path)
+    common = ["--train.steps=3", "--optimizer.lr=2e-3", "--evaluation.every=0"]
+    assert main(flags(corpus, tmp_path / "first", *common)) == 0
+    onward = [*common, f"--model.weights={tmp_path / 'first'}", "--optimizer.from-weights"]
+    assert main(flags(corpus, tmp_path / "alone", *onward)) == 0
+    ranks = flags(corpus, tmp_path / "ranks", *onward, "--layout.fsdp=2")
+    done = scrimp("launch", "--ranks=2", *ranks)
+    assert done.returncode == 0, done.stderr
+    alone, together = losses(tmp_path / "alone"), losses(tmp_path / "ranks")
+    assert [together[step] for step in (1, 2, 3)] == pytest.approx(
+        [alone[step] for step in (1, 2, 3)], rel=1e-5
+    )
 
 
 @pytest.mark.slow

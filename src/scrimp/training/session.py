@@ -69,7 +69,7 @@ from scrimp.training.run_folder import (
 from scrimp.training.run_record import make_record, read_record, write_record
 from scrimp.training.setup import Decisions
 from scrimp.training.start import Start, fresh_start, resumed_start
-from scrimp.training.trained_weights import checkpoint_of, fill_from_weights
+from scrimp.training.trained_weights import fill_from_checkpoint, fill_from_weights
 from scrimp.world import World, told_like
 
 
@@ -304,8 +304,8 @@ def _make_trainer(run: Run, start: Start, began: float) -> Trainer:
     trainer = Trainer(run, began)
     if start.checkpoint is not None:
         trainer.checkpoints.restore(start.checkpoint)
-    elif run.config.optimizer.from_weights and run.config.model.weights is not None:
-        trainer.checkpoints.begin_from(checkpoint_of(run.config.model.weights))
+    elif start.source is not None:
+        trainer.checkpoints.begin_from(start.source)
     # Of the weights that are trained: before, a resumed run's parameters are whatever lay in memory.
     prove(run.executable, run.plans.plan)
     if trainer.cycle is not None:
@@ -372,11 +372,14 @@ def _realised(start: Start, choose: BackendChooser) -> Executable:
     def fill(model: Model) -> None:
         if start.checkpoint is not None:
             return  # every parameter is loaded from the checkpoint later
-        if config.model.weights is not None:
-            with decisions.world.together("reading the weights"):
-                fill_from_weights(model, config.model.weights)
-        else:
+        if config.model.weights is None:
             initialise(model, config.run.seed)
+            return
+        with decisions.world.together("reading the weights"):
+            if start.source is not None:
+                fill_from_checkpoint(model, start.source)
+            else:
+                fill_from_weights(model, config.model.weights)
 
     return realise(
         decisions.plan,

@@ -54,7 +54,7 @@ from scrimp.training.run_folder import (
 from scrimp.training.run_record import RunRecord, checked_record
 from scrimp.training.run_state import RunState, read_state
 from scrimp.training.setup import Decisions, decide
-from scrimp.training.trained_weights import refuse_other_states, refuse_unusable_weights
+from scrimp.training.trained_weights import checkpoint_of, refuse_other_states, refuse_unusable_weights
 from scrimp.world import ALONE, World
 
 KEYWORDS = frozenset({"auto", "stdlib", "bytes", "bpe"})
@@ -71,6 +71,8 @@ class Start:
     """None begins at step 0."""
     record: RunRecord | None = None
     """What run.json says or, where it was lost, has to say; None of a run that has none yet."""
+    source: Checkpoint | None = None
+    """Of another run, whose weights and optimizer's states a new one begins with (`optimizer.from_weights`)."""
     room: HostRoom | None = None
     """Host memory that was taken for the plan, where it needs any."""
     given: frozenset[str] = frozenset()
@@ -103,7 +105,21 @@ def fresh_start(config: Config, world: World = ALONE, given: Collection[str] = f
     corpus = open_run_corpus(decisions.config, world)
     decisions = decisions.with_corpus(corpus)
     room = take_host_room(decisions.memory, decisions.config, decisions.device)
-    return Start(decisions, corpus, room=room)
+    return Start(decisions, corpus, source=_source(decisions.config, world), room=room)
+
+
+def _source(config: Config, world: World) -> Checkpoint | None:
+    """The checkpoint that a run begins with where it takes an optimizer's states too: one for all of them, and for all
+    ranks, though its run may go on."""
+    folder = config.model.weights
+    if folder is None or not config.optimizer.from_weights:
+        return None
+    return world.once(
+        "choosing the checkpoint of model.weights",
+        lambda: checkpoint_of(folder),
+        write=lambda found: [found.step, str(found.folder)],
+        read=lambda told: Checkpoint(told[0], Path(told[1])),
+    )
 
 
 def _decided_before_data(config: Config, world: World, given: Collection[str]) -> Decisions:
