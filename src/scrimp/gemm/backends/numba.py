@@ -119,11 +119,12 @@ class NumbaBackend(ReferenceBackend):
 
     def multiply(self, gemm: str, a: ReferenceOperand, b: ReferenceOperand, out: torch.dtype) -> Tensor:
         """The product, as the reference's."""
-        is_ours = self.takes(a.quantized.values.device) and out in TYPES
+        values = a.quantized.values, b.quantized.values
+        is_ours = self.takes(values[0].device) and out in TYPES and all(one.numel() for one in values)
         products = bf16_products(gemm, a, b, out) if is_ours else None
-        if not products or not products[0].numel():
+        if products is None:
             return super().multiply(gemm, a, b, out)
-        found: Tensor = _passes().scaled_sum(products, a.quantized.outer, b.quantized.outer, out)
+        found: Tensor = _passes().scaled_sum(list(products), a.quantized.outer, b.quantized.outer, out)
         return found
 
     def takes(self, device: torch.device) -> bool:

@@ -20,6 +20,7 @@ Checked  tests/gemm/test_reference.py against float64.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -98,16 +99,16 @@ def _product(gemm: str, a: ReferenceOperand, b: ReferenceOperand, out: torch.dty
     products = bf16_products(gemm, a, b, out)
     if products is None:
         return multiply(a.quantized.wide(), a_axis, b.quantized.wide(), b_axis)
-    total = products[0].float()
-    for product in products[1:]:
+    total = next(products).float()
+    for product in products:
         total += product
     return total
 
 
 def bf16_products(
     gemm: str, a: ReferenceOperand, b: ReferenceOperand, out: torch.dtype
-) -> list[Tensor] | None:
-    """The one to three products of bf16 carriers whose sum is the result, but for outer scales.
+) -> Iterator[Tensor] | None:
+    """The one to three products of bf16 carriers whose sum is the result, but for outer scales; made one by one.
 
     Each is rounded to bf16 on a CPU, and in fp32 elsewhere. None: the carriers are fp32, or nothing is quantized.
     """
@@ -118,7 +119,7 @@ def bf16_products(
     if right.values.dtype == torch.float32:
         right = _split(right, exact=b.is_exact_in_bf16)
     pairs = [(left.values, right.values), (left.values, right.rest), (left.rest, right.values)]
-    return [_wide(x, a_axis, y, b_axis) for x, y in pairs if x is not None and y is not None]
+    return (_wide(x, a_axis, y, b_axis) for x, y in pairs if x is not None and y is not None)
 
 
 def _split(quantized: FakeQuantized, *, exact: bool) -> FakeQuantized:

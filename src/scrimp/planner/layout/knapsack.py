@@ -414,7 +414,7 @@ def _in_cells(
 
 
 def _harm(stages: Sequence[Frontier], taken: Sequence[int]) -> float:
-    """Of these plans together."""
+    """The harm of these plans together."""
     return sum(float(one.harm[plan]) for one, plan in zip(stages, taken, strict=True))
 
 
