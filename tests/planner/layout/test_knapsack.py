@@ -10,7 +10,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from scrimp.planner.layout.knapsack import GAP, Choices, Frontier, Stage, spread
+from scrimp.planner.layout.knapsack import GAP, Choices, Frontier, Stage
+from scrimp.planner.layout.shared_harm import spread
 
 WHOLE = st.integers(0, 6)
 

@@ -87,8 +87,8 @@ def seconds_of(one: Setting) -> float:
 
 
 def summed_of(one: Setting) -> float:
-    """Of a step's passes as blocks are decided by: ranks as slow as the sum of their passes, the slowest of them for
-    each micro-batch (`knapsack`). What a schedule makes of passes is not known there."""
+    """Seconds of a step's passes as a search takes them when it decides blocks: each rank is as slow as the sum of its
+    passes, and the slowest counts in every micro-batch (`shared_harm`). What a schedule makes of them is unknown."""
     ranks = rank_seconds(one)
     return (one.micro_batches - 1) * max(ranks) + sum(ranks)
 

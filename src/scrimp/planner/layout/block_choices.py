@@ -38,11 +38,12 @@ from scrimp.planner.layout.block_times import embedding_seconds, head_seconds
 from scrimp.planner.layout.held_states import host_bytes
 from scrimp.planner.layout.in_flight import fullest, passes_in_flight
 from scrimp.planner.layout.kernels import element_bytes
-from scrimp.planner.layout.knapsack import Frontier, spread
+from scrimp.planner.layout.knapsack import Frontier
 from scrimp.planner.layout.predict import kernels_of
 from scrimp.planner.layout.priced_bound import least_at_prices, weighted
 from scrimp.planner.layout.rank_ways import Rank, Way, relaxed
 from scrimp.planner.layout.setting import FULL, NONE, BlockPlan, Setting
+from scrimp.planner.layout.shared_harm import spread
 from scrimp.planner.layout.stage_memory import Outside, RankBytes, outside_blocks, peak_bytes
 from scrimp.planner.layout.stages import (
     blocks_of_ranks,
